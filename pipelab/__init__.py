@@ -1,0 +1,1 @@
+"""pipelab: one schedule object that is validated, simulated, drawn and run for real."""

@@ -1,0 +1,43 @@
+"""One file per schedule. Each holds a function of the file's name that returns a `Schedule`; a new file is found by itself.
+
+>>> sorted(SCHEDULES)
+['gpipe', 'inter_layer', 'interleaved', 'pipedream', 'pipedream_2bw', 'pipedream_flush']
+>>> make("gpipe", devices=4, microbatches=8).peak_in_flight
+[8, 8, 8, 8]
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pkgutil import iter_modules
+
+from pipelab.schedule import Reads, Schedule, ScheduleError
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    module.name: getattr(import_module(f"{__name__}.{module.name}"), module.name) for module in iter_modules(__path__)
+}
+globals().update(SCHEDULES)  # so that `from pipelab.schedules import gpipe` gives the function
+
+
+def make(
+    name: str, devices: int, microbatches: int, *, virtual: int = 1, batches: int = 1, reads: Reads | None = None
+) -> Schedule:
+    """The named schedule for `devices` devices, `microbatches` micro-batches a batch and `virtual` chunks a device.
+
+    `reads` replaces the rule for weight versions (PipeDream with vertical sync is `pipedream` with `Reads.FIRST`).
+    Raises ScheduleError for an unknown name, a size that makes no sense, or `virtual` on a schedule without chunks.
+    """
+    if name not in SCHEDULES:
+        near = difflib.get_close_matches(name, SCHEDULES, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ScheduleError(f"unknown schedule {name!r}: {hint}There are {', '.join(sorted(SCHEDULES))}")
+    function = SCHEDULES[name]
+    chunks = {}
+    if "virtual" in inspect.signature(function).parameters:
+        chunks = {"virtual": virtual}
+    elif virtual != 1:
+        raise ScheduleError(f"virtual={virtual!r}: {name} has one stage a device; use interleaved")
+    schedule = function(devices, microbatches, batches=batches, **chunks)
+    return schedule if reads is None else replace(schedule, reads=reads)

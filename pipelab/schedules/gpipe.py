@@ -1,0 +1,26 @@
+"""GPipe (Huang et al. 2019, arXiv 1811.06965, figure 2c): all forwards, all backwards, then the update.
+
+    0F0 0F1 0F2 .   .   .   .   0B0 0B1 0B2 0U0
+    .   1F0 1F1 1F2 .   .   1B0 1B1 1B2 1U0
+    .   .   2F0 2F1 2F2 2B0 2B1 2B2 2U0
+
+Backwards run first in, first out, as in torch.distributed.pipelining and the later papers' figures; the original figure
+and torchgpipe run them last in, first out, in the same time and memory.
+"""
+
+from pipelab.schedule import Action, Kind, Schedule, check_count, insert_updates
+
+
+def gpipe(devices: int, microbatches: int, batches: int = 1) -> Schedule:
+    """All forwards of a batch, then all its backwards, then the update.
+
+    >>> print(gpipe(2, 2).grid())
+    0F0 0F1 .   .   0B0 0B1 0U0
+    .   1F0 1F1 1B0 1B1 1U0 .
+    """
+    check_count("devices", devices), check_count("microbatches", microbatches), check_count("batches", batches)
+    order = [
+        (kind, b * microbatches + k) for b in range(batches) for kind in (Kind.F, Kind.B) for k in range(microbatches)
+    ]
+    rows = [insert_updates((Action(s, kind, k) for kind, k in order), microbatches) for s in range(devices)]
+    return Schedule("gpipe", tuple(map(tuple, rows)), tuple(range(devices)), microbatches, batches)

@@ -1,0 +1,53 @@
+"""Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473, figure 4): v chunks of the model on every device.
+
+    0F0 0F1 2F0 2F1 .   2B0 .   2B1 2U0 0B0 0B1 0U0     p = 2, v = 2, m = 2: device 0 holds stages 0 and 2,
+    .   1F0 1F1 3F0 3B0 3F1 3B1 3U0 1B0 1B1 1U0 .       device 1 holds 1 and 3; chunks take turns
+"""
+
+from pipelab.schedule import Action, Kind, Schedule, check_count, insert_updates
+from pipelab.schedules.pipedream import one_forward_one_backward
+
+
+def interleaved(devices: int, microbatches: int, virtual: int = 2, batches: int = 1) -> Schedule:
+    """1F1B over v chunks a device, placed in a loop (stage s on device s mod p); a flush after each batch.
+
+    Chunks take turns by rounds of p micro-batches. Where p does not divide m, the table of the next multiple is built and
+    the absent micro-batches are dropped, spread evenly over the rounds: dependencies stay inside a micro-batch, so a valid
+    table minus whole micro-batches stays valid. With virtual=1 it is `pipedream_flush`, row for row.
+
+    >>> interleaved(4, 8, virtual=2).peak_in_flight
+    [11, 9, 7, 5]
+    """
+    check_count("devices", devices), check_count("microbatches", microbatches)
+    check_count("virtual", virtual), check_count("batches", batches)
+    rows = []
+    for d in range(devices):
+        row = [
+            Action(a.stage, a.kind, b * microbatches + number)
+            for b in range(batches)
+            for a, number in _one_batch(d, devices, microbatches, virtual)
+        ]
+        rows.append(tuple(insert_updates(row, microbatches)))
+    placement = tuple(s % devices for s in range(devices * virtual))
+    return Schedule("interleaved", tuple(rows), placement, microbatches, batches)
+
+
+def _one_batch(device: int, devices: int, microbatches: int, virtual: int) -> list[tuple[Action, int]]:
+    rounds = -(-microbatches // devices)
+    number, present = {}, 0  # slot in the full table -> the micro-batch that stands there
+    for r in range(rounds):
+        size = (microbatches + rounds - 1 - r) // rounds  # rounds of nearly equal size, larger ones first
+        number |= {r * devices + k: present + k for k in range(size)}
+        present += size
+
+    def steps(kind: Kind, chunks: range) -> list[Action]:
+        return [
+            Action(chunk * devices + device, kind, r * devices + k)
+            for r in range(rounds) for chunk in chunks for k in range(devices)
+        ]  # fmt: skip
+
+    # A chunk's first backward comes back after a trip over all later devices and return: the factor 2.
+    warmup = 2 * (devices - device - 1) + (virtual - 1) * devices if virtual > 1 else devices - device - 1
+    forwards, backwards = steps(Kind.F, range(virtual)), steps(Kind.B, range(virtual - 1, -1, -1))
+    full = one_forward_one_backward(forwards, backwards, warmup)
+    return [(a, number[a.microbatch]) for a in full if a.microbatch in number]

@@ -1,0 +1,37 @@
+"""PipeDream (Narayanan et al. 2019; arXiv 1806.03377, figures 4 and 5): one forward, one backward (1F1B), never a flush.
+
+    0F0 0F1 0F2 .   .   0B0 0U0 0F3 0B1 0U1 ...     device s runs p - s - 1 forwards ahead: the warm-up; then forward
+    .   1F0 1F1 .   1B0 1U0 1F2 1B1 1U1 1F3 ...     and backward alternate; an update follows every backward
+    .   .   2F0 2B0 2U0 2F1 2B1 2U1 2F2 2B2 ...
+"""
+
+from collections.abc import Iterable
+
+from pipelab.schedule import Action, Kind, Schedule, check_count, insert_updates
+
+
+def pipedream(devices: int, microbatches: int, batches: int = 1) -> Schedule:
+    """1F1B over all micro-batches, an update after every backward, weights stashed (p - s versions on stage s).
+
+    >>> print(pipedream(2, 3).grid())
+    0F0 0F1 .   0B0 0U0 0F2 0B1 0U1 .   0B2 0U2
+    .   1F0 1B0 1U0 1F1 1B1 1U1 1F2 1B2 1U2 .
+    """
+    check_count("devices", devices), check_count("microbatches", microbatches), check_count("batches", batches)
+    rows = [insert_updates(one_stage(s, devices, range(microbatches * batches)), 1) for s in range(devices)]
+    return Schedule("pipedream", tuple(map(tuple, rows)), tuple(range(devices)), microbatches, batches, per_update=1)
+
+
+def one_stage(stage: int, devices: int, microbatches: Iterable[int]) -> list[Action]:
+    """The 1F1B order of one stage per device: p - s - 1 forwards of warm-up."""
+    microbatches = list(microbatches)
+    forwards = [Action(stage, Kind.F, k) for k in microbatches]
+    backwards = [Action(stage, Kind.B, k) for k in microbatches]
+    return one_forward_one_backward(forwards, backwards, warmup=devices - stage - 1)
+
+
+def one_forward_one_backward(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
+    """`warmup` forwards, then forward and backward in turn, then the backwards that are left (the drain)."""
+    warmup = min(warmup, len(forwards))
+    steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
+    return forwards[:warmup] + steady + backwards[len(forwards) - warmup :]
