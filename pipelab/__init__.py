@@ -1,1 +1,37 @@
-"""pipelab: one schedule object that is validated, simulated, drawn and run for real."""
+"""pipelab: one schedule object that is validated, simulated, drawn and run for real.
+
+>>> import pipelab
+>>> pipelab.simulate(pipelab.make("gpipe", devices=4, microbatches=8)).makespan
+33.0
+
+`pipelab.run` and `pipelab.plot` load torch and matplotlib when they are first used.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from pipelab.costs import CostError, Costs, Recompute
+from pipelab.fit import fit
+from pipelab.memory import Memory, memory
+from pipelab.schedule import Action, Kind, Reads, Schedule, ScheduleError
+from pipelab.schedules import SCHEDULES, make
+from pipelab.simulate import simulate
+from pipelab.theory import THEORY
+from pipelab.timeline import Timeline
+from pipelab.validate import validate
+
+__version__ = "0.1.0"
+__all__ = [
+    "SCHEDULES", "THEORY", "Action", "CostError", "Costs", "Kind", "Memory", "Reads", "Recompute", "Run", "RunError", "Schedule",
+    "ScheduleError", "Timeline", "fit", "make", "memory", "plot", "run", "simulate", "validate",
+]  # fmt: skip
+
+_LATER = {"run": "pipelab.executors", "Run": "pipelab.executors", "RunError": "pipelab.executors"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
+    if name == "plot":
+        return import_module("pipelab.plot")
+    raise AttributeError(f"module 'pipelab' has no attribute {name!r}")

@@ -241,17 +241,23 @@ class Schedule:
         return np.flatnonzero((source >= 0) & (device != device[source]) & (kind < Kind.SEND_F))
 
     @cached_property
+    def takers(self) -> np.ndarray:
+        """For each action, the flat index of the action that takes its output, or -1: `inputs` the other way round."""
+        out = np.full(self.bounds[-1], -1)
+        taken = np.flatnonzero(self.inputs >= 0)
+        out[self.inputs[taken]] = taken
+        return out
+
+    @cached_property
     def has_transfers(self) -> bool:
         return bool((self.columns.kind >= Kind.SEND_F).any())
 
     @property
     def partners(self) -> np.ndarray:
         """For each SEND its RECV and the other way round, -1 for every other action."""
-        out = np.full(self.bounds[-1], -1)
-        receives = np.flatnonzero(np.isin(self.columns.kind, (Kind.RECV_F, Kind.RECV_B)) & (self.inputs >= 0))
-        out[receives] = self.inputs[receives]
-        out[self.inputs[receives]] = receives
-        return out
+        kind = self.columns.kind
+        receives, sends = np.isin(kind, (Kind.RECV_F, Kind.RECV_B)), np.isin(kind, (Kind.SEND_F, Kind.SEND_B))
+        return np.where(receives, self.inputs, np.where(sends, self.takers, -1))
 
     @cached_property
     def versions(self) -> np.ndarray:

@@ -1,0 +1,118 @@
+"""Timelines: a lane per device, a box per action, idle time hatched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.patches import Patch, Rectangle
+
+from pipelab.plot import style
+from pipelab.schedule import Kind
+from pipelab.timeline import Timeline
+
+LANE = 0.86  # of the room between two lanes
+FONT, SMALLEST = 8.0, 4.5  # points
+
+
+def timeline(t: Timeline, ax: Axes | None = None, *, title: str | None = None, end: float | None = None) -> Axes:
+    """One timeline. Blue forward, green backward; a later chunk of the model in a lighter shade; numbers are micro-batches.
+
+    `end` extends the time axis, so that several pictures compare. `t.summary()` says the same in words.
+    """
+    ax = style.axes(ax, height=0.9 + 0.38 * t.schedule.devices)
+    _frame(ax, [t], [""], end)
+    _lanes(ax, t, 0)
+    ax.set_title(title if title is not None else _title(t), loc="left", fontsize=10)
+    return ax
+
+
+def timelines(items: dict[str, Timeline], ax: Axes | None = None, *, title: str = "") -> Axes:
+    """Several timelines on one time axis, one above the other; each starts at its own zero.
+
+    >>> from pipelab import make, simulate
+    >>> ax = timelines({"predicted": simulate(make("gpipe", 2, 2)), "again": simulate(make("gpipe", 2, 2))})
+    """
+    lanes = sum(t.schedule.devices + 1 for t in items.values())
+    ax = style.axes(ax, height=0.7 + 0.36 * lanes)
+    _frame(ax, list(items.values()), list(items), None)
+    top = 0.0
+    for t in items.values():
+        _lanes(ax, t, top)
+        top += t.schedule.devices + 1
+    ax.set_title(title, loc="left", fontsize=10)
+    return ax
+
+
+def _title(t: Timeline) -> str:
+    b = t.bubble
+    return f"{t.schedule.name}, {t.source}: idle {b.of_total:.1%} of total time, {b.over_ideal:.1%} over ideal"
+
+
+def _frame(ax: Axes, items: Sequence[Timeline], names: Sequence[str], end: float | None) -> None:
+    longest = max([t.makespan for t in items] + [end or 0])
+    measured = any(t.source == "measured" for t in items)
+    factor, unit = style.scale_of(longest, style.SECONDS) if measured or longest < 1 else (1.0, "")
+    ax.set_xlim(0, longest * 1.002 or 1)
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x / factor:g}")
+    ax.set_xlabel(f"time ({unit})" if unit else "time")
+    ticks, labels, top = [], [], 0.0
+    for t, name in zip(items, names, strict=True):
+        p = t.schedule.devices
+        step = max(1, p // 16)
+        ticks += [top + d for d in range(0, p, step)]
+        labels += [f"device {d}" for d in range(0, p, step)]
+        if name:
+            ax.text(0, top - 0.56, name, fontsize=9, fontweight="bold", va="bottom")
+        top += p + 1
+    ax.set_ylim(top - 1.45, -0.55 - bool(names[0]) * 0.55)
+    ax.set_yticks(ticks, labels, fontsize=FONT)
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
+    kinds = sorted({int(k) for t in items for k in np.unique(t.kind)} - {Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
+    patches = [Patch(color=style.KINDS[Kind(k)], label=style.NAMES[Kind(k)]) for k in kinds]
+    patches.append(Patch(facecolor="white", edgecolor="#b0b0b0", hatch="////", label="idle"))
+    ax.legend(
+        handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(patches), fontsize=FONT, frameon=False,
+        borderaxespad=0.1, handlelength=1.2, columnspacing=1.2,
+    )  # fmt: skip
+
+
+def colour_of(kind: Kind, stage: int, devices: int, stages: int) -> tuple[float, float, float]:
+    """The kind's colour, lighter for a later chunk of the model."""
+    chunks = -(-stages // devices)
+    return style.lighter(style.KINDS[kind], 0.55 * (stage // devices) / max(chunks - 1, 1))
+
+
+def _lanes(ax: Axes, t: Timeline, top: float) -> None:
+    s, zero = t.schedule, float(t.start.min())
+    for d in range(s.devices):
+        ax.add_patch(
+            Rectangle((0, top + d - LANE / 2), t.makespan, LANE, facecolor="white", edgecolor="#c8c8c8", hatch="////", lw=0)
+        )
+    start, end, row = t.start - zero, t.end - zero, top + t.device
+    colours = [colour_of(Kind(k), int(stage), s.devices, s.stages) for k, stage in zip(t.kind, t.stage, strict=True)]
+    low, high = row - LANE / 2, row + LANE / 2
+    boxes = np.stack([np.column_stack(c) for c in ((start, low), (start, high), (end, high), (end, low))], axis=1)
+    points = _points_per_second(ax)
+    widths = {k: float(np.median((end - start)[t.kind == k])) * points for k in np.unique(t.kind)}
+    edge = 0.6 if widths.get(Kind.F, 0) > 3 else 0  # white edges would wash thin boxes out
+    ax.add_collection(PolyCollection(list(boxes), facecolors=colours, edgecolors="white", linewidths=edge))
+    for i in np.flatnonzero((t.kind == Kind.U) & ((end - start) * points < 1.2)):
+        ax.plot([end[i]] * 2, [low[i], high[i]], color=style.KINDS[Kind.U], lw=1.2, solid_capstyle="butt")
+    digits = len(str(s.total - 1))
+    for k, width in widths.items():
+        size = min(FONT, width / (0.68 * digits))  # all numbers of a kind, or none
+        for i in np.flatnonzero(t.kind == k) if k <= Kind.W and size >= SMALLEST else ():
+            ax.text(
+                (start[i] + end[i]) / 2, row[i], str(t.microbatch[i]), ha="center", va="center_baseline", fontsize=size,
+                color=style.ink(colours[i]),
+            )  # fmt: skip
+
+
+def _points_per_second(ax: Axes) -> float:
+    """Points (1/72 inch) on paper for a unit of the time axis, before the layout takes room for labels."""
+    a, b = ax.get_xlim()
+    return float(ax.get_figure().get_size_inches()[0] * 72 * ax.get_position().width / (b - a))

@@ -1,0 +1,107 @@
+"""Closed forms for the six schedules, each with where it comes from and what it assumes.
+
+`p` devices, `m` micro-batches a batch, `v` chunks a device, `batches`; `device` counts from 0. All of them assume equal
+stages, no transfer time and updates that take no time; the tests compare every one with the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Source(NamedTuple):
+    formula: str
+    paper: str
+    section: str
+
+
+@dataclass(frozen=True)
+class Theory:
+    """The closed forms of one schedule.
+
+    over_ideal  (p, m, v, batches) -> (makespan - ideal) / ideal
+    in_flight   (device, p, m, v, batches) -> most micro-batches (chunk activations) held at once
+    versions    (device, p, m, v, batches) -> most weight versions of a stage
+    bubble, peak, stash  the formula as written, its paper and section
+    assumes     beyond equal stages, no transfer time and free updates
+    """
+
+    over_ideal: Callable[[int, int, int, int], float]
+    in_flight: Callable[[int, int, int, int, int], int]
+    versions: Callable[[int, int, int, int, int], int]
+    bubble: Source
+    peak: Source
+    stash: Source
+    assumes: str
+
+    def of_total(self, p: int, m: int, v: int = 1, batches: int = 1) -> float:
+        """Idle share of all device time; the same bubble over another denominator: x / (1 + x)."""
+        x = self.over_ideal(p, m, v, batches)
+        return x / (1 + x)
+
+
+_GPIPE, _PIPEDREAM, _2BW, _MEGATRON = "arXiv 1811.06965", "arXiv 1806.03377", "arXiv 2006.09503", "arXiv 2104.04473"
+_ONE = Source("1", _2BW, "3.2")
+
+THEORY: dict[str, Theory] = {
+    "inter_layer": Theory(
+        over_ideal=lambda p, m, v, batches: p - 1,
+        in_flight=lambda device, p, m, v, batches: 1,
+        versions=lambda device, p, m, v, batches: 1,
+        bubble=Source("p - 1 over ideal, (p - 1) / p of total", _GPIPE, "2.2, figure 2b"),
+        peak=Source("1", _GPIPE, "2.2, figure 2b"),
+        stash=_ONE,
+        assumes="nothing more",
+    ),
+    "gpipe": Theory(
+        over_ideal=lambda p, m, v, batches: (p - 1) / m,
+        in_flight=lambda device, p, m, v, batches: m,
+        versions=lambda device, p, m, v, batches: 1,
+        bubble=Source("(p - 1) / m over ideal, (p - 1) / (m + p - 1) of total", _GPIPE, "2.3"),
+        peak=Source("m", _MEGATRON, "2.2.1"),
+        stash=_ONE,
+        assumes="a flush after every batch",
+    ),
+    "pipedream": Theory(
+        over_ideal=lambda p, m, v, batches: (p - 1) / (m * batches),
+        in_flight=lambda device, p, m, v, batches: min(m * batches, p - device),
+        versions=lambda device, p, m, v, batches: min(
+            p - device, m * batches, max(2, m * batches - (p - device) + 2)
+        ),
+        bubble=Source("(p - 1) / (m x batches): the start and the end of training alone", _PIPEDREAM, "3.3"),
+        peak=Source("p - s on stage s", _PIPEDREAM, "3.3"),
+        stash=Source("p - s on stage s; fewer while fewer than 2 (p - s) - 2 micro-batches run in all", _PIPEDREAM, "3.4"),
+        assumes="weight stashing without vertical sync, no replicated stage",
+    ),
+    "pipedream_2bw": Theory(
+        over_ideal=lambda p, m, v, batches: (p - 1) / (m * batches),
+        in_flight=lambda device, p, m, v, batches: min(m * batches, p - device),
+        versions=lambda device, p, m, v, batches: min(batches, 2),
+        bubble=Source("(p - 1) / (m x batches): the start and the end of training alone", _2BW, "3.1"),
+        peak=Source("p - s on stage s", _2BW, "3.1"),
+        stash=Source("2", _2BW, "3.1"),
+        assumes="m >= p; two versions from the second batch on",
+    ),
+    "pipedream_flush": Theory(
+        over_ideal=lambda p, m, v, batches: (p - 1) / m,
+        in_flight=lambda device, p, m, v, batches: min(m, p - device),
+        versions=lambda device, p, m, v, batches: 1,
+        bubble=Source("(p - 1) / m over ideal", _MEGATRON, "2.2.1"),
+        peak=Source("min(m, p - s) on stage s", _MEGATRON, "2.2.1"),
+        stash=_ONE,
+        assumes="a flush after every batch",
+    ),
+    "interleaved": Theory(
+        over_ideal=lambda p, m, v, batches: (p - 1) / (v * m),
+        in_flight=lambda device, p, m, v, batches: min(
+            m * v, 2 * (p - device - 1) + (v - 1) * p + 1 if v > 1 else p - device
+        ),
+        versions=lambda device, p, m, v, batches: 1,
+        bubble=Source("(p - 1) / (v m) over ideal", _MEGATRON, "2.2.2"),
+        peak=Source("min(m v, 2 (p - r - 1) + (v - 1) p + 1) chunks on device r", _MEGATRON, "2.2.2"),
+        stash=_ONE,
+        assumes="p divides m (else the bubble is larger); a flush after every batch",
+    ),
+}
