@@ -10,10 +10,11 @@
 from importlib import import_module
 from typing import Any
 
+from pipelab.action import Action, Kind, Reads, ScheduleError
 from pipelab.costs import CostError, Costs, Recompute
 from pipelab.fit import fit
 from pipelab.memory import Memory, memory
-from pipelab.schedule import Action, Kind, Reads, Schedule, ScheduleError
+from pipelab.schedule import Schedule
 from pipelab.schedules import SCHEDULES, make
 from pipelab.simulate import simulate
 from pipelab.theory import THEORY
@@ -22,8 +23,8 @@ from pipelab.validate import validate
 
 __version__ = "0.1.0"
 __all__ = [
-    "SCHEDULES", "THEORY", "Action", "CostError", "Costs", "Kind", "Memory", "Reads", "Recompute", "Run", "RunError", "Schedule",
-    "ScheduleError", "Timeline", "fit", "make", "memory", "plot", "run", "simulate", "validate",
+    "SCHEDULES", "THEORY", "Action", "CostError", "Costs", "Kind", "Memory", "Reads", "Recompute", "Run", "RunError",
+    "Schedule", "ScheduleError", "Timeline", "fit", "make", "memory", "plot", "run", "simulate", "validate",
 ]  # fmt: skip
 
 _LATER = {"run": "pipelab.executors", "Run": "pipelab.executors", "RunError": "pipelab.executors"}

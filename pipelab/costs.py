@@ -109,7 +109,9 @@ class Costs:
         device back to the first is new.
         """
         if virtual != 1 and isinstance(self.transfer, tuple):
-            raise CostError("transfer per link has no value for the link from the last device back to the first: give one number")
+            raise CostError(
+                "transfer per link has no value for the link from the last device back to the first: give one number"
+            )
         shared = {}
         for name in ("forward", "input_grad", "weight_grad", "update", "weights", "optimizer", "activations"):
             value = getattr(self, name)

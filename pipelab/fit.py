@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipelab.action import Kind
 from pipelab.costs import Costs
-from pipelab.schedule import Kind
 from pipelab.timeline import Timeline
 
 

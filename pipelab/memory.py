@@ -7,8 +7,8 @@ from typing import Literal
 
 import numpy as np
 
+from pipelab.action import Kind
 from pipelab.costs import Costs
-from pipelab.schedule import Kind
 from pipelab.timeline import Timeline
 
 CAUSES = ("weights", "versions", "gradients", "optimizer", "activations", "buffers")
@@ -61,7 +61,9 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
     """
     s = timeline.schedule
     n, at = s.stages, s.position
-    weights, optimizer, activations, boundary = (costs.of(name, n) for name in ("weights", "optimizer", "activations", "boundary"))
+    weights, optimizer, activations, boundary = (
+        costs.of(name, n) for name in ("weights", "optimizer", "activations", "boundary")
+    )
     begin = float(timeline.start.min())
     start, end = timeline.start, timeline.end
     steps: list[tuple] = []  # (device, time, order, cause, change); `order` settles equal times

@@ -8,71 +8,18 @@ The same table is validated, simulated, drawn, exported and run. Needs numpy alo
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
-
-class Kind(IntEnum):
-    """What an action does, in torch.distributed.pipelining's letters."""
-
-    F = 0  # forward
-    B = 1  # full backward: input and weight gradient together
-    I = 2  # input gradient alone  # noqa: E741
-    W = 3  # weight gradient alone
-    U = 4  # optimizer update; its number stands where the micro-batch would
-    SEND_F = 5  # a stage's output, to the next stage
-    RECV_F = 6
-    SEND_B = 7  # a stage's input gradient, to the stage before
-    RECV_B = 8
-
-
-COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.U})
-_TEXT = re.compile(r"(0|[1-9][0-9]*)(F|B|I|W|U|SEND_F|RECV_F|SEND_B|RECV_B)(0|[1-9][0-9]*)")
-
-
-class Reads(IntEnum):
-    """Which weight version a forward reads (its backward reads the same one)."""
-
-    LATEST = 0  # whatever its row has made before it: flush and weight stashing
-    FIRST = 1  # what stage 0 read for this micro-batch: PipeDream's vertical sync
-    PREVIOUS = 2  # max(batch - 1, 0): PipeDream-2BW
-
-
-class ScheduleError(ValueError):
-    """A table that is malformed or cannot run; the message says where and what to do."""
-
-
-class Action(NamedTuple):
-    """One cell of the table.
-
-    >>> str(Action(2, Kind.F, 0)), Action.parse("1SEND_B3")
-    ('2F0', Action(stage=1, kind=<Kind.SEND_B: 7>, microbatch=3))
-    """
-
-    stage: int
-    kind: Kind
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind.name}{self.microbatch}"
-
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        """The exact inverse of `str`: the whole cell, or a ScheduleError."""
-        match = _TEXT.fullmatch(text)
-        if not match:
-            raise ScheduleError(
-                f"{text!r} is not an action: write <stage><kind><micro-batch>, such as 2F0, 2B0, 2U0 or 0SEND_F1"
-            )
-        return cls(int(match[1]), Kind[match[2]], int(match[3]))
+from pipelab.action import COMPUTE, Action, Kind, Reads, ScheduleError, check_counts
+from pipelab.earliest import earliest
+from pipelab.text import header_line, read_table
 
 
 class Columns(NamedTuple):
@@ -124,15 +71,14 @@ class Schedule:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", tuple(tuple(row) for row in self.rows))
         object.__setattr__(self, "placement", tuple(self.placement))
-        if not re.fullmatch(r"[^=\s]([^=\n\r]*[^=\s])?", self.name):
+        if not self.name.isprintable() or "=" in self.name or self.name != self.name.strip() or not self.name:
             raise ScheduleError(f"name={self.name!r}: give a name of one line, without '='")
         if not self.rows:
             raise ScheduleError("a schedule needs at least one device (row)")
-        for field in ("microbatches", "batches"):
-            check_count(field, getattr(self, field))
+        check_counts(microbatches=self.microbatches, batches=self.batches)
         if not self.per_update:
             object.__setattr__(self, "per_update", self.microbatches)
-        check_count("per_update", self.per_update)
+        check_counts(per_update=self.per_update)
         if self.total % self.per_update:
             raise ScheduleError(f"per_update={self.per_update} does not divide the {self.total} micro-batches of the table")
         if not isinstance(self.reads, Reads):
@@ -226,8 +172,8 @@ class Schedule:
         source[Kind.F, 1:] = at[Kind.F, :-1]
         source[Kind.B, :-1] = source[Kind.I, :-1] = gradient[1:]
         if self.has_transfers:
-            for kind, receive in ((Kind.F, Kind.RECV_F), (Kind.B, Kind.RECV_B), (Kind.I, Kind.RECV_B)):
-                source[kind] = np.where(at[receive] >= 0, at[receive], source[kind])
+            for does, receive in ((Kind.F, Kind.RECV_F), (Kind.B, Kind.RECV_B), (Kind.I, Kind.RECV_B)):
+                source[does] = np.where(at[receive] >= 0, at[receive], source[does])
             source[Kind.RECV_F, 1:] = at[Kind.SEND_F, :-1]
             source[Kind.RECV_B, :-1] = at[Kind.SEND_B, 1:]
         _, stage, kind, microbatch = self.columns
@@ -253,11 +199,16 @@ class Schedule:
         return bool((self.columns.kind >= Kind.SEND_F).any())
 
     @property
-    def partners(self) -> np.ndarray:
-        """For each SEND its RECV and the other way round, -1 for every other action."""
-        kind = self.columns.kind
+    def needs(self) -> np.ndarray:
+        """`inputs`, but -2 - j for each SEND and RECV whose other side is j: they meet (see `earliest`)."""
+        kind, inputs = self.columns.kind, self.inputs
         receives, sends = np.isin(kind, (Kind.RECV_F, Kind.RECV_B)), np.isin(kind, (Kind.SEND_F, Kind.SEND_B))
-        return np.where(receives, self.inputs, np.where(sends, self.takers, -1))
+        return np.where(receives, -2 - inputs, np.where(sends, -2 - self.takers, inputs))
+
+    def unit_times(self) -> tuple[list[float], list[float], list[int]]:
+        """`earliest` with one unit of time per action and none per transfer."""
+        count = self.bounds[-1]
+        return earliest(self.bounds, self.needs.tolist(), self.columns.device.tolist(), [1] * count, [0] * count)
 
     @cached_property
     def versions(self) -> np.ndarray:
@@ -299,8 +250,7 @@ class Schedule:
         """Per device, the most micro-batches (chunk activations) held for a backward at one time, in row order."""
         kind = self.columns.kind
         step = (kind == Kind.F).astype(int) - ((kind == Kind.B) | (kind == Kind.W))
-        pairs = zip(self.bounds, self.bounds[1:], strict=False)
-        return [int(np.cumsum(step[a:b]).max(initial=0)) for a, b in pairs]
+        return [int(np.cumsum(step[a:b]).max(initial=0)) for a, b in pairwise(self.bounds)]
 
     @cached_property
     def weight_versions(self) -> list[int]:
@@ -324,11 +274,10 @@ class Schedule:
         if self.has_transfers:
             raise ScheduleError(f"{self.name} already has its transfers")
         device, stage, kind, microbatch = (c.tolist() for c in self.columns)
-        count = len(device)
-        start, end, heads = earliest(self.bounds, self.inputs.tolist(), [1] * count, [0] * count, device)
+        start, end, heads = self.unit_times()
         if any(h < b for h, b in zip(heads, self.bounds[1:], strict=True)):
             raise ScheduleError(f"{self.name} cannot run as it stands, so its transfers have no order: see pipelab.validate")
-        events = [(start[i], 1, stage[i], kind[i], microbatch[i], [(device[i], self.action(i))]) for i in range(count)]
+        events = [(start[i], 1, stage[i], kind[i], microbatch[i], [(device[i], self.action(i))]) for i in range(len(start))]
         for i in self.crossing.tolist():
             j = int(self.inputs[i])
             letter = "F" if kind[i] == Kind.F else "B"
@@ -340,15 +289,15 @@ class Schedule:
         for *_, cells in sorted(events, key=itemgetter(0, 1, 2, 3, 4)):
             for d, action in cells:
                 rows[d].append(action)
-        return Schedule(self.name, tuple(map(tuple, rows)), self.placement, self.microbatches, self.batches, self.per_update, self.reads)
+        return Schedule(
+            self.name, tuple(map(tuple, rows)), self.placement, self.microbatches, self.batches, self.per_update, self.reads
+        )
 
     # ---- text: a grid for people, CSV for files, torch's CSV for torch
 
     def grid(self, mark: Iterable[int] = ()) -> str:
         """The table as text, one column per unit of time, `.` for idle; actions at the flat indices in `mark` stand in > <."""
-        device = self.columns.device.tolist()
-        count = len(device)
-        start, _, heads = earliest(self.bounds, self.inputs.tolist(), [1] * count, [0] * count, device)
+        start, _, heads = self.unit_times()
         marked, lines = set(mark), []
         for d, row in enumerate(self.rows):
             cells: list[str] = []
@@ -364,11 +313,10 @@ class Schedule:
         return f"{self._header()}\n{self.grid()}"
 
     def _header(self) -> str:
-        devices = " ".join(map(str, self.placement))
-        return (
-            f"# name={self.name} microbatches={self.microbatches} batches={self.batches} per_update={self.per_update} "
-            f"reads={self.reads.name} placement={devices}"
-        )
+        return header_line({
+            "name": self.name, "microbatches": self.microbatches, "batches": self.batches, "per_update": self.per_update,
+            "reads": self.reads.name, "placement": " ".join(map(str, self.placement)),
+        })  # fmt: skip
 
     def to_csv(self) -> str:
         """One line that says how to read the table, then one line per device. `from_csv` is the exact inverse."""
@@ -385,123 +333,18 @@ class Schedule:
         return cls._read(text, name, str.split)
 
     @classmethod
-    def _read(cls, text, name, split) -> Schedule:
-        lines = text.splitlines()
-        if lines and lines[0].startswith("#"):
-            header = dict(re.findall(r"(\w+)=([^=]*)(?:\s|$)", lines.pop(0)[1:]))
-        else:
-            header, lines = {}, [line for line in lines if line.strip()]
-        rows: list[list[Action]] = []
-        for r, line in enumerate(lines):
-            rows.append([])
-            for c, cell in enumerate(cell.strip() for cell in split(line)):
-                if cell not in ("", "."):
-                    try:
-                        rows[-1].append(Action.parse(cell))
-                    except ScheduleError as error:
-                        raise ScheduleError(f"row {r}, cell {c}: {error}") from None
-        if not any(rows):
-            raise ScheduleError("the table is empty: write one line of actions per device")
-        numbers = {k: cls._number(header, k) for k in ("microbatches", "batches", "per_update")}
-        compute = [a for row in rows for a in row if a.kind is not Kind.U]
-        seen = 1 + max((a.microbatch for a in compute), default=0)
-        if seen > len(compute):
-            raise ScheduleError(f"micro-batch {seen - 1} in a table of {len(compute)} actions: number them from 0 without gaps")
-        microbatches = numbers["microbatches"] or seen
-        per_update = numbers["per_update"] or microbatches
-        reads = header.get("reads", "LATEST").strip()
-        if reads not in Reads.__members__:
-            raise ScheduleError(f"header: reads={reads} is none of {', '.join(Reads.__members__)}")
-        if not any(a.kind is Kind.U for row in rows for a in row):
-            rows = [insert_updates(row, per_update) for row in rows]
-        placement = [int(d) for d in header["placement"].split()] if "placement" in header else cls._placement(rows)
-        return cls(
-            header.get("name", name).strip(), tuple(map(tuple, rows)), tuple(placement), microbatches, numbers["batches"] or 1,
-            per_update, Reads[reads],
-        )  # fmt: skip
-
-    @staticmethod
-    def _number(header: dict[str, str], key: str) -> int:
-        if not re.fullmatch(r"[0-9]*", value := header.get(key, "").strip()):
-            raise ScheduleError(f"header: {key}={value} is not a whole number")
-        return int(value or 0)
-
-    @staticmethod
-    def _placement(rows: Sequence[Sequence[Action]]) -> list[int]:
-        home = {a.stage: d for d, row in enumerate(rows) for a in row}
-        if max(home) >= len(home):
-            missing = next(s for s in range(len(home)) if s not in home)
-            raise ScheduleError(f"stage {missing} has no action, though stage {max(home)} has: number the stages from 0 without gaps")
-        return [home[s] for s in sorted(home)]
+    def _read(cls, text: str, name: str, split: Callable[[str], list[str]]) -> Schedule:
+        return cls(**read_table(text, name, split))
 
     def to_torch_csv(self) -> str:
         """What torch.distributed.pipelining loads with format="compute_only": one batch of computes, no updates."""
         if self.asynchronous:
-            raise ScheduleError(f"{self.name} updates without a flush; torch would train it as a flush: export a flush schedule")
+            raise ScheduleError(
+                f"{self.name} updates without a flush; torch would train it as a flush: export a flush schedule"
+            )
         if self.batches > 1:
             raise ScheduleError(f"torch's tables hold one batch, this one has {self.batches}: build it with batches=1")
         keep = COMPUTE - {Kind.U}
         return "\n".join(",".join(str(a) for a in row if a.kind in keep) for row in self.rows) + "\n"
 
     from_torch_csv = from_csv
-
-
-def insert_updates(row: Iterable[Action], per_update: int) -> list[Action]:
-    """The row with `U t` after the last backward (B or W) of each update group of each of its stages."""
-    row = list(row)
-    last = {(a.stage, a.microbatch // per_update): i for i, a in enumerate(row) if a.kind in (Kind.B, Kind.W)}
-    after: dict[int, Action] = {i: Action(stage, Kind.U, group) for (stage, group), i in last.items()}
-    return [b for i, a in enumerate(row) for b in ((a, after[i]) if i in after else (a,))]
-
-
-def check_count(name: str, value: int) -> None:
-    """A whole number of at least 1, or a ScheduleError."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ScheduleError(f"{name}={value!r}: give a whole number of at least 1")
-
-
-def earliest(
-    bounds: Sequence[int], inputs: Sequence[int], duration: Sequence[float], delay: Sequence[float],
-    device: Sequence[int], partners: Sequence[int] | None = None,
-) -> tuple[list[float], list[float], list[int]]:  # fmt: skip
-    """Start and end of every action when each starts as soon as its row and its input allow; linear in the table.
-
-    All arguments are flat over the table: `inputs[i]` is the action whose output i takes (-1: none), which arrives
-    `delay[i]` after that action ends. `partners[i]` (-1: none) is the other half of a rendezvous: both start together.
-    Returns starts, ends and the head of each row: a head before the row's bound is an action that can never start.
-    """
-    count = len(inputs)
-    start, end = [0.0] * count, [-1.0] * count
-    waiter = [-1] * count  # the device that waits for an action, as every output has one taker
-    head, clock = list(bounds[:-1]), [0.0] * (len(bounds) - 1)
-    ready = list(range(len(head)))
-    while ready:
-        d = ready.pop()
-        i, t, stop = head[d], clock[d], bounds[d + 1]
-        while i < stop:
-            j = inputs[i]
-            begin = t
-            if partners is not None and partners[i] >= 0:
-                j = partners[i]
-                other = device[j]
-                if other == d or head[other] != j:
-                    break  # its row looks here when it gets to j
-                begin = max(t, clock[other])
-                start[j], end[j] = begin, begin + duration[j]
-                clock[other], head[other] = end[j], j + 1
-                ready.append(other)
-            elif j >= 0:
-                begin = end[j]
-                if begin < 0:
-                    waiter[j] = d
-                    break
-                begin += delay[i]
-                if begin < t:
-                    begin = t
-            start[i] = begin
-            end[i] = t = begin + duration[i]
-            if waiter[i] >= 0:
-                ready.append(waiter[i])
-            i += 1
-        clock[d], head[d] = t, i
-    return start, end, head

@@ -7,8 +7,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from pipelab.action import Kind
 from pipelab.costs import Costs
-from pipelab.schedule import Kind, Schedule, earliest
+from pipelab.earliest import earliest
+from pipelab.schedule import Schedule
 from pipelab.timeline import Timeline
 from pipelab.validate import check_deadlock, check_static
 
@@ -29,11 +31,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     duration, delay = durations(schedule, costs or Costs()), delays(schedule, costs or Costs())
     with _no_collector():
         start, end, head = earliest(
-            schedule.bounds, schedule.inputs.tolist(), duration.tolist(), delay.tolist(),
-            schedule.columns.device.tolist(), schedule.partners.tolist() if schedule.has_transfers else None,
-        )  # fmt: skip
+            schedule.bounds, schedule.needs.tolist(), schedule.columns.device.tolist(), duration.tolist(), delay.tolist()
+        )
         check_deadlock(schedule, head)
-        starts, ends = np.array(start), np.array(end)
+        starts, ends = (np.fromiter(x, float, len(x)) for x in (start, end))
     sent, arrived = np.full_like(starts, np.nan), np.full_like(starts, np.nan)
     moved = schedule.crossing
     sent[moved] = ends[schedule.inputs[moved]]

@@ -67,9 +67,7 @@ THEORY: dict[str, Theory] = {
     "pipedream": Theory(
         over_ideal=lambda p, m, v, batches: (p - 1) / (m * batches),
         in_flight=lambda device, p, m, v, batches: min(m * batches, p - device),
-        versions=lambda device, p, m, v, batches: min(
-            p - device, m * batches, max(2, m * batches - (p - device) + 2)
-        ),
+        versions=lambda device, p, m, v, batches: min(p - device, m * batches, max(2, m * batches - (p - device) + 2)),
         bubble=Source("(p - 1) / (m x batches): the start and the end of training alone", _PIPEDREAM, "3.3"),
         peak=Source("p - s on stage s", _PIPEDREAM, "3.3"),
         stash=Source("p - s on stage s; fewer while fewer than 2 (p - s) - 2 micro-batches run in all", _PIPEDREAM, "3.4"),
@@ -95,9 +93,7 @@ THEORY: dict[str, Theory] = {
     ),
     "interleaved": Theory(
         over_ideal=lambda p, m, v, batches: (p - 1) / (v * m),
-        in_flight=lambda device, p, m, v, batches: min(
-            m * v, 2 * (p - device - 1) + (v - 1) * p + 1 if v > 1 else p - device
-        ),
+        in_flight=lambda device, p, m, v, batches: min(m * v, 2 * (p - device - 1) + (v - 1) * p + 1 if v > 1 else p - device),
         versions=lambda device, p, m, v, batches: 1,
         bubble=Source("(p - 1) / (v m) over ideal", _MEGATRON, "2.2.2"),
         peak=Source("min(m v, 2 (p - r - 1) + (v - 1) p + 1) chunks on device r", _MEGATRON, "2.2.2"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from pipelab.schedule import Kind, Schedule
+from pipelab.action import Kind
+from pipelab.schedule import Schedule
 
 TRANSFER, HELD, FORWARD, GRADIENT, NOTHING, OVERHEAD = CAUSES = (
     "transfer", "held back by the order", "waiting for a forward", "waiting for a gradient", "nothing left", "overhead",
@@ -103,7 +105,7 @@ class Timeline:
     @cached_property
     def span(self) -> float:
         """The longest time from first start to last end on one device."""
-        return max(float(self.end[a:b].max() - self.start[a:b].min()) for a, b in self._rows if b > a)
+        return max(float(self.end[a:b].max() - self.start[a:b].min()) for a, b in pairwise(self.schedule.bounds) if b > a)
 
     @property
     def bubble(self) -> Bubble:
@@ -155,7 +157,7 @@ class Timeline:
         out = {cause: np.zeros(self.schedule.devices) for cause in CAUSES}
         begin, finish = float(self.start.min()), float(self.end.max())
         there = self._input_there()
-        for d, (a, b) in enumerate(self._rows):
+        for d, (a, b) in enumerate(pairwise(self.schedule.bounds)):
             free = np.concatenate([[begin], np.maximum.accumulate(self.end[a:b])])  # when the row before i is done
             is_forward = self.kind[a:b] == Kind.F
             ready = np.where(is_forward, there[a:b], np.inf)
@@ -198,10 +200,6 @@ class Timeline:
         local = np.where(source >= 0, self.end[source], -np.inf)
         return np.where(np.isnan(self.arrived), local, self.arrived)
 
-    @property
-    def _rows(self) -> list[tuple[int, int]]:
-        return list(zip(self.schedule.bounds[:-1], self.schedule.bounds[1:], strict=True))
-
     # ---- other forms
 
     def to_frame(self):
@@ -213,7 +211,7 @@ class Timeline:
         return pd.DataFrame(columns)
 
     def to_trace(self) -> dict[str, Any]:
-        """A Chrome trace (chrome://tracing, Perfetto): a process per device, transfers on a track and with arrows of their own."""
+        """A Chrome trace (chrome://tracing, Perfetto): a process per device, transfers on a track of their own, with arrows."""
         events: list[dict[str, Any]] = []
         for d in range(self.schedule.devices):
             events.append({"ph": "M", "pid": d, "name": "process_name", "args": {"name": f"device {d}"}})
@@ -237,4 +235,8 @@ class Timeline:
             arrow = {"name": name, "cat": "transfer", "id": i}
             events.append({**arrow, "ph": "s", "pid": source, "tid": 0, "ts": end[j]})
             events.append({**arrow, "ph": "f", "bp": "e", "pid": target, "tid": 0, "ts": start[i]})
-        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schedule": self.schedule.name, "source": self.source}}
+        return {
+            "traceEvents": events,
+            "displayTimeUnit": "ms",
+            "otherData": {"schedule": self.schedule.name, "source": self.source},
+        }

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from pipelab.schedule import Action, Kind, Schedule, ScheduleError, earliest
+from pipelab.action import Action, Kind, ScheduleError
+from pipelab.schedule import Schedule
 
 _SHOWN = 2_000  # largest table that an error draws
 
@@ -23,11 +24,7 @@ def validate(schedule: Schedule) -> Schedule:
     'gpipe'
     """
     check_static(schedule)
-    count = schedule.bounds[-1]
-    _, _, head = earliest(
-        schedule.bounds, schedule.inputs.tolist(), [1] * count, [0] * count, schedule.columns.device.tolist(),
-        schedule.partners.tolist() if schedule.has_transfers else None,
-    )  # fmt: skip
+    _, _, head = schedule.unit_times()
     check_deadlock(schedule, head)
     return schedule
 
@@ -70,7 +67,11 @@ def _check_complete(schedule: Schedule) -> None:
         for kind, apart in needed.items():
             if (extra := np.argwhere(have[kind] & ~apart)).size:
                 s, k = map(int, extra[0])
-                _fail(schedule, f"{Action(s, kind, k)} has no other side on another device: remove it", [schedule.position[kind, s, k]])
+                _fail(
+                    schedule,
+                    f"{Action(s, kind, k)} has no other side on another device: remove it",
+                    [schedule.position[kind, s, k]],
+                )
     for kind, missing in wanted:
         if missing.any():
             s, k = map(int, np.argwhere(missing)[0])
@@ -99,16 +100,21 @@ def _check_order(schedule: Schedule) -> None:
         if (wrong := np.argwhere((before >= 0) & (after >= 0) & (before > after))).size:
             i, j = (int(x[tuple(wrong[0])]) for x in (before, after))
             device = schedule.columns.device[i]
-            _fail(schedule, f"{schedule.action(j)} stands before {schedule.action(i)} on device {device}: it needs it first", (i, j))
+            _fail(
+                schedule,
+                f"{schedule.action(j)} stands before {schedule.action(i)} on device {device}: it needs it first",
+                (i, j),
+            )
 
 
 def _check_versions(schedule: Schedule) -> None:
     if (wrong := np.argwhere(schedule.versions > schedule.latest)).size:
         s, k = map(int, wrong[0])
-        _fail(
-            schedule, f"{Action(s, Kind.F, k)} reads weight version {schedule.versions[s, k]} ({schedule.reads.name}), but its row "
-            f"has made only {schedule.latest[s, k]} before it: move the update up or change `reads`", [schedule.position[Kind.F, s, k]],
-        )  # fmt: skip
+        read, made = schedule.versions[s, k], schedule.latest[s, k]
+        problem = (
+            f"{Action(s, Kind.F, k)} reads weight version {read} ({schedule.reads.name}), but its row has made only {made}"
+        )
+        _fail(schedule, f"{problem} before it: move the update up or change `reads`", [schedule.position[Kind.F, s, k]])
 
 
 def check_deadlock(schedule: Schedule, head: list[int]) -> None:
@@ -116,11 +122,14 @@ def check_deadlock(schedule: Schedule, head: list[int]) -> None:
     stuck = {d: i for d, i in enumerate(head) if i < schedule.bounds[d + 1]}
     if not stuck:
         return
-    partners, inputs = schedule.partners, schedule.inputs
-    needs = {d: int(partners[i] if partners[i] >= 0 else inputs[i]) for d, i in stuck.items()}
+    needed = {d: int(schedule.needs[i]) for d, i in stuck.items()}
+    needs = {d: j if j >= 0 else -2 - j for d, j in needed.items()}
     device = schedule.columns.device
     cycle = _shortest_cycle({d: int(device[j]) for d, j in needs.items()})
-    steps = [f"device {d} holds at {schedule.action(stuck[d])} until {schedule.action(needs[d])} on device {device[needs[d]]}" for d in cycle]
+    steps = [
+        f"device {d} holds at {schedule.action(stuck[d])} until {schedule.action(needs[d])} on device {device[needs[d]]}"
+        for d in cycle
+    ]
     _fail(schedule, f"deadlock: {'; '.join(steps)}: change the order of one of them", [stuck[d] for d in cycle])
 
 

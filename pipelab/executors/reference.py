@@ -37,7 +37,10 @@ class Check:
     def __str__(self) -> str:
         if self.passed:
             return f"Check passed: every loss, gradient and weight equals the reference ({self.rule}) within the tolerance."
-        return f"CHECK FAILED: {self.worst} differs from the reference ({self.rule}) by {self.max_rel:.2g}, tolerance {self.tolerance:g}."
+        return (
+            f"CHECK FAILED: {self.worst} differs from the reference ({self.rule}) by {self.max_rel:.2g}, "
+            f"tolerance {self.tolerance:g}."
+        )
 
 
 class Comparison:
@@ -93,7 +96,7 @@ def check_flush(
         mean.backward()
         found.add(f"the loss of batch {t}", torch.tensor(losses[t], dtype=torch.float64), mean)
         for s, stage in enumerate(stages):
-            gradients, weights = steps[s][t]
+            gradients, _ = steps[s][t]
             for name, p in stage.named_parameters():
                 if p.requires_grad:
                     expected = p.grad if p.grad is not None else torch.zeros_like(p)

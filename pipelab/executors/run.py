@@ -51,7 +51,9 @@ class Run:
         s = self.timeline.schedule
         verdict = str(self.check) if self.check else "Not checked against the reference (check=False)."
         pace = "" if self.timeline.late is None else " Paced: it shows order and numerics, not speed."
-        return f"<Run of {s.name} on {s.devices} devices, {s.batches} batches of {s.microbatches} micro-batches. {verdict}{pace}>"
+        return (
+            f"<Run of {s.name} on {s.devices} devices, {s.batches} batches of {s.microbatches} micro-batches. {verdict}{pace}>"
+        )
 
 
 def run(
@@ -108,10 +110,10 @@ def run(
     verdict = None
     if check:
         home = homes[0].device
-        verdict = check_flush(
-            [copy.deepcopy(s).to(home) for s in stages], [pytree.tree_map_only(Tensor, lambda t: t.to(home), b) for b in batches],
-            loss, optimizer, losses, steps, tolerance_for(stages) if tolerance is None else tolerance,
-        )  # fmt: skip
+        copies = [copy.deepcopy(s).to(home) for s in stages]
+        whole = [pytree.tree_map_only(Tensor, lambda t: t.to(home), batch) for batch in batches]
+        limit = tolerance_for(stages) if tolerance is None else tolerance
+        verdict = check_flush(copies, whole, loss, optimizer, losses, steps, limit)
     timeline = _timeline(schedule, records, paced=pace is not None)
     weights = [stage.trained() for stage in runtimes]
     return Run(timeline, losses, microbatch_losses, _memory(timeline, records), weights, verdict)

@@ -173,8 +173,8 @@ class TorchStage:
         count = self._counts.pop(number)
         for name, handle in self._handles.items():
             handle.data = latest[name].data
-            found = [w[name].grad for w in self.weights.values() if w[name].grad is not None]
-            handle.grad = sum(found[1:], start=found[0]).div_(count) if found else None
+            found = [p.grad for p in (w[name] for w in self.weights.values()) if p.grad is not None]
+            handle.grad = torch.stack(found).sum(0).div_(count) if len(found) > 1 else found[0].div_(count) if found else None
             for w in self.weights.values():
                 w[name].grad = None
         if self.readers[number]:
@@ -222,9 +222,7 @@ class TorchStage:
         with self._ledger.watch(microbatch):
             output, ends, count = self._apply(microbatch, pytree.tree_unflatten(views, spec))
         # The edge of an output, not the output: what was sent on need not be kept.
-        edges = [
-            get_gradient_edge(t) if isinstance(t, Tensor) and t.requires_grad else None for t in pytree.tree_leaves(ends)
-        ]
+        edges = [get_gradient_edge(t) if isinstance(t, Tensor) and t.requires_grad else None for t in pytree.tree_leaves(ends)]
         wanted = [t if isinstance(t, Tensor) and t.requires_grad and self.inputs is None else None for t in leaves]
         return output, (wanted, (edges, ends.detach() if self.targets is not None else None), count)
 
@@ -254,7 +252,8 @@ class TorchStage:
             latest = self.weights[max(self.weights)]
             for name, p in old.items():  # its gradient belongs to the group that is being accumulated
                 if p.grad is not None:
-                    latest[name].grad = p.grad if latest[name].grad is None else latest[name].grad + p.grad
+                    sofar = latest[name].grad
+                    latest[name].grad = p.grad if sofar is None else sofar + p.grad
             self._note_constants()
 
     def _note_constants(self) -> None:

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from pipelab.action import Action, Kind
 from pipelab.executors.transport import Aborted, Message, Transport
-from pipelab.schedule import Action, Kind, Schedule
+from pipelab.schedule import Schedule
 
 METHODS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input_grad", Kind.W: "weight_grad", Kind.U: "update"}
 

@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 
-from pipelab.schedule import Kind
+from pipelab.action import Kind
 
 BLUE, GREEN, ORANGE, SKY, RED, PINK, YELLOW, GREY = (
     "#0072B2", "#009E73", "#E69F00", "#56B4E9", "#D55E00", "#CC79A7", "#F0E442", "#4D4D4D",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from pipelab.action import Kind
 from pipelab.plot import style
-from pipelab.schedule import Kind
 from pipelab.timeline import Timeline
 
 LANE = 0.86  # of the room between two lanes
@@ -115,4 +117,5 @@ def _lanes(ax: Axes, t: Timeline, top: float) -> None:
 def _points_per_second(ax: Axes) -> float:
     """Points (1/72 inch) on paper for a unit of the time axis, before the layout takes room for labels."""
     a, b = ax.get_xlim()
-    return float(ax.get_figure().get_size_inches()[0] * 72 * ax.get_position().width / (b - a))
+    figure = cast(Figure, ax.get_figure(root=True))
+    return float(figure.get_size_inches()[0] * 72 * ax.get_position().width / (b - a))

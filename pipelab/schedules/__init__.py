@@ -13,7 +13,8 @@ from dataclasses import replace
 from importlib import import_module
 from pkgutil import iter_modules
 
-from pipelab.schedule import Reads, Schedule, ScheduleError
+from pipelab.action import Reads, ScheduleError
+from pipelab.schedule import Schedule
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     module.name: getattr(import_module(f"{__name__}.{module.name}"), module.name) for module in iter_modules(__path__)

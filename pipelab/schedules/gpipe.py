@@ -8,7 +8,8 @@ Backwards run first in, first out, as in torch.distributed.pipelining and the la
 and torchgpipe run them last in, first out, in the same time and memory.
 """
 
-from pipelab.schedule import Action, Kind, Schedule, check_count, insert_updates
+from pipelab.action import Action, Kind, check_counts, insert_updates
+from pipelab.schedule import Schedule
 
 
 def gpipe(devices: int, microbatches: int, batches: int = 1) -> Schedule:
@@ -18,9 +19,7 @@ def gpipe(devices: int, microbatches: int, batches: int = 1) -> Schedule:
     0F0 0F1 .   .   0B0 0B1 0U0
     .   1F0 1F1 1B0 1B1 1U0 .
     """
-    check_count("devices", devices), check_count("microbatches", microbatches), check_count("batches", batches)
-    order = [
-        (kind, b * microbatches + k) for b in range(batches) for kind in (Kind.F, Kind.B) for k in range(microbatches)
-    ]
+    check_counts(devices=devices, microbatches=microbatches, batches=batches)
+    order = [(kind, b * microbatches + k) for b in range(batches) for kind in (Kind.F, Kind.B) for k in range(microbatches)]
     rows = [insert_updates((Action(s, kind, k) for kind, k in order), microbatches) for s in range(devices)]
     return Schedule("gpipe", tuple(map(tuple, rows)), tuple(range(devices)), microbatches, batches)

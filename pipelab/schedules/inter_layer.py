@@ -1,11 +1,12 @@
 """Inter-layer (naive model) parallelism: the model is cut into stages and one device works at a time.
 
-    0F0 .   .   .   .   0B0 0U0 0F1 .   .   .   .   0B1 0U1
-    .   1F0 .   .   1B0 1U0 .   .   1F1 .   .   1B1 1U1
-    .   .   2F0 2B0 2U0 .   .   .   .   2F1 2B1 2U1
+0F0 .   .   .   .   0B0 0U0 0F1 .   .   .   .   0B1 0U1
+.   1F0 .   .   1B0 1U0 .   .   1F1 .   .   1B1 1U1
+.   .   2F0 2B0 2U0 .   .   .   .   2F1 2B1 2U1
 """
 
-from pipelab.schedule import Action, Kind, Schedule, check_count, insert_updates
+from pipelab.action import Action, Kind, check_counts, insert_updates
+from pipelab.schedule import Schedule
 
 
 def inter_layer(devices: int, microbatches: int = 1, batches: int = 1) -> Schedule:
@@ -15,7 +16,7 @@ def inter_layer(devices: int, microbatches: int = 1, batches: int = 1) -> Schedu
     0F0 .   .   0B0 0U0
     .   1F0 1B0 1U0 .
     """
-    check_count("devices", devices), check_count("microbatches", microbatches), check_count("batches", batches)
+    check_counts(devices=devices, microbatches=microbatches, batches=batches)
     order = [(kind, k) for k in range(microbatches * batches) for kind in (Kind.F, Kind.B)]
     rows = [insert_updates((Action(s, kind, k) for kind, k in order), microbatches) for s in range(devices)]
     return Schedule("inter_layer", tuple(map(tuple, rows)), tuple(range(devices)), microbatches, batches)

@@ -1,10 +1,11 @@
 """Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473, figure 4): v chunks of the model on every device.
 
-    0F0 0F1 2F0 2F1 .   2B0 .   2B1 2U0 0B0 0B1 0U0     p = 2, v = 2, m = 2: device 0 holds stages 0 and 2,
-    .   1F0 1F1 3F0 3B0 3F1 3B1 3U0 1B0 1B1 1U0 .       device 1 holds 1 and 3; chunks take turns
+0F0 0F1 2F0 2F1 .   2B0 .   2B1 2U0 0B0 0B1 0U0     p = 2, v = 2, m = 2: device 0 holds stages 0 and 2,
+.   1F0 1F1 3F0 3B0 3F1 3B1 3U0 1B0 1B1 1U0 .       device 1 holds 1 and 3; chunks take turns
 """
 
-from pipelab.schedule import Action, Kind, Schedule, check_count, insert_updates
+from pipelab.action import Action, Kind, check_counts, insert_updates
+from pipelab.schedule import Schedule
 from pipelab.schedules.pipedream import one_forward_one_backward
 
 
@@ -18,8 +19,7 @@ def interleaved(devices: int, microbatches: int, virtual: int = 2, batches: int 
     >>> interleaved(4, 8, virtual=2).peak_in_flight
     [11, 9, 7, 5]
     """
-    check_count("devices", devices), check_count("microbatches", microbatches)
-    check_count("virtual", virtual), check_count("batches", batches)
+    check_counts(devices=devices, microbatches=microbatches, virtual=virtual, batches=batches)
     rows = []
     for d in range(devices):
         row = [
@@ -34,7 +34,8 @@ def interleaved(devices: int, microbatches: int, virtual: int = 2, batches: int 
 
 def _one_batch(device: int, devices: int, microbatches: int, virtual: int) -> list[tuple[Action, int]]:
     rounds = -(-microbatches // devices)
-    number, present = {}, 0  # slot in the full table -> the micro-batch that stands there
+    present = 0
+    number: dict[int, int] = {}  # slot in the full table -> the micro-batch that stands there
     for r in range(rounds):
         size = (microbatches + rounds - 1 - r) // rounds  # rounds of nearly equal size, larger ones first
         number |= {r * devices + k: present + k for k in range(size)}

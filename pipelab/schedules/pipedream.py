@@ -1,13 +1,14 @@
 """PipeDream (Narayanan et al. 2019; arXiv 1806.03377, figures 4 and 5): one forward, one backward (1F1B), never a flush.
 
-    0F0 0F1 0F2 .   .   0B0 0U0 0F3 0B1 0U1 ...     device s runs p - s - 1 forwards ahead: the warm-up; then forward
-    .   1F0 1F1 .   1B0 1U0 1F2 1B1 1U1 1F3 ...     and backward alternate; an update follows every backward
-    .   .   2F0 2B0 2U0 2F1 2B1 2U1 2F2 2B2 ...
+0F0 0F1 0F2 .   .   0B0 0U0 0F3 0B1 0U1 ...     device s runs p - s - 1 forwards ahead: the warm-up; then forward
+.   1F0 1F1 .   1B0 1U0 1F2 1B1 1U1 1F3 ...     and backward alternate; an update follows every backward
+.   .   2F0 2B0 2U0 2F1 2B1 2U1 2F2 2B2 ...
 """
 
 from collections.abc import Iterable
 
-from pipelab.schedule import Action, Kind, Schedule, check_count, insert_updates
+from pipelab.action import Action, Kind, check_counts, insert_updates
+from pipelab.schedule import Schedule
 
 
 def pipedream(devices: int, microbatches: int, batches: int = 1) -> Schedule:
@@ -17,7 +18,7 @@ def pipedream(devices: int, microbatches: int, batches: int = 1) -> Schedule:
     0F0 0F1 .   0B0 0U0 0F2 0B1 0U1 .   0B2 0U2
     .   1F0 1B0 1U0 1F1 1B1 1U1 1F2 1B2 1U2 .
     """
-    check_count("devices", devices), check_count("microbatches", microbatches), check_count("batches", batches)
+    check_counts(devices=devices, microbatches=microbatches, batches=batches)
     rows = [insert_updates(one_stage(s, devices, range(microbatches * batches)), 1) for s in range(devices)]
     return Schedule("pipedream", tuple(map(tuple, rows)), tuple(range(devices)), microbatches, batches, per_update=1)
 

@@ -1,11 +1,12 @@
 """PipeDream-2BW (Narayanan et al. 2021, arXiv 2006.09503, figure 3): 1F1B without a flush, gradients accumulated, two versions.
 
-    0F0 0F1 0F2 .   .   0B0 0F3 0B1 0F4 0B2 0U0 0F5 0B3 ...     m = 3: an update after every third backward;
-    .   1F0 1F1 .   1B0 1F2 1B1 1F3 1B2 1U0 1F4 1B3 1F5 ...     batch b reads what batch b - 2 made: a version
-    .   .   2F0 2B0 2F1 2B1 2F2 2B2 2U0 2F3 2B3 2F4 2B4 ...     late, but the same on every stage
+0F0 0F1 0F2 .   .   0B0 0F3 0B1 0F4 0B2 0U0 0F5 0B3 ...     m = 3: an update after every third backward;
+.   1F0 1F1 .   1B0 1F2 1B1 1F3 1B2 1U0 1F4 1B3 1F5 ...     batch b reads what batch b - 2 made: a version
+.   .   2F0 2B0 2F1 2B1 2F2 2B2 2U0 2F3 2B3 2F4 2B4 ...     late, but the same on every stage
 """
 
-from pipelab.schedule import Reads, Schedule, ScheduleError, check_count, insert_updates
+from pipelab.action import Reads, ScheduleError, check_counts, insert_updates
+from pipelab.schedule import Schedule
 from pipelab.schedules.pipedream import one_stage
 
 
@@ -15,7 +16,7 @@ def pipedream_2bw(devices: int, microbatches: int, batches: int = 1) -> Schedule
     >>> pipedream_2bw(3, 3, batches=3).weight_versions
     [2, 2, 2]
     """
-    check_count("devices", devices), check_count("microbatches", microbatches), check_count("batches", batches)
+    check_counts(devices=devices, microbatches=microbatches, batches=batches)
     if microbatches < devices:
         raise ScheduleError(
             f"pipedream_2bw needs microbatches >= devices, got {microbatches} < {devices}: "

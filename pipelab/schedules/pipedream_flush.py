@@ -1,11 +1,12 @@
 """PipeDream-Flush (arXiv 2006.09503, figure 4b), Megatron-LM's 1F1B: the batch's backwards start as early as they can.
 
-    0F0 0F1 0F2 .   .   0B0 0F3 0B1 .   0B2 .   0B3 0U0     at most p - s micro-batches in flight on stage s, where
-    .   1F0 1F1 .   1B0 1F2 1B1 1F3 1B2 .   1B3 1U0 .       GPipe keeps all m; the same bubble
-    .   .   2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2U0 .   .
+0F0 0F1 0F2 .   .   0B0 0F3 0B1 .   0B2 .   0B3 0U0     at most p - s micro-batches in flight on stage s, where
+.   1F0 1F1 .   1B0 1F2 1B1 1F3 1B2 .   1B3 1U0 .       GPipe keeps all m; the same bubble
+.   .   2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2U0 .   .
 """
 
-from pipelab.schedule import Schedule, check_count, insert_updates
+from pipelab.action import check_counts, insert_updates
+from pipelab.schedule import Schedule
 from pipelab.schedules.pipedream import one_stage
 
 
@@ -15,7 +16,7 @@ def pipedream_flush(devices: int, microbatches: int, batches: int = 1) -> Schedu
     >>> pipedream_flush(4, 8).peak_in_flight
     [4, 3, 2, 1]
     """
-    check_count("devices", devices), check_count("microbatches", microbatches), check_count("batches", batches)
+    check_counts(devices=devices, microbatches=microbatches, batches=batches)
     groups = [range(b * microbatches, (b + 1) * microbatches) for b in range(batches)]
     rows = [insert_updates((a for g in groups for a in one_stage(s, devices, g)), microbatches) for s in range(devices)]
     return Schedule("pipedream_flush", tuple(map(tuple, rows)), tuple(range(devices)), microbatches, batches)

@@ -1,0 +1,39 @@
+# make lab, make test: each sets up what it needs, once.
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+export PYTHONHASHSEED := 0
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+
+lab: .venv/.ready  ## set up, then open JupyterLab on the course
+	$(BIN)/jupyter lab notebooks
+
+test: .venv/.ready  ## set up, then lint, types, unit tests, doctests, notebooks
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/pytest
+	$(BIN)/pytest --nbval notebooks
+
+notebooks: .venv/.ready  ## run the lectures and store their outputs
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+
+bench: .venv/.ready  ## measure and rewrite benchmarks/
+	$(BIN)/pipelab bench simulate --markdown benchmarks/simulate.md
+
+images: .venv/.ready  ## draw the pictures in images/ again
+	$(BIN)/python -m pipelab.plot.gallery images
+
+clean:  ## remove the environment and caches
+	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "pipelab needs Python 3.11 or newer: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable '.[all]'
+	@touch $@
+
+.PHONY: help lab test notebooks bench images clean

@@ -1,0 +1,78 @@
+"""The cells of a table: what an action is, and its text form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class Kind(IntEnum):
+    """What an action does, in torch.distributed.pipelining's letters."""
+
+    F = 0  # forward
+    B = 1  # full backward: input and weight gradient together
+    I = 2  # input gradient alone  # noqa: E741
+    W = 3  # weight gradient alone
+    U = 4  # optimizer update; its number stands where the micro-batch would
+    SEND_F = 5  # a stage's output, to the next stage
+    RECV_F = 6
+    SEND_B = 7  # a stage's input gradient, to the stage before
+    RECV_B = 8
+
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.U})
+_TEXT = re.compile(r"(0|[1-9][0-9]*)(F|B|I|W|U|SEND_F|RECV_F|SEND_B|RECV_B)(0|[1-9][0-9]*)")
+
+
+class Reads(IntEnum):
+    """Which weight version a forward reads (its backward reads the same one)."""
+
+    LATEST = 0  # whatever its row has made before it: flush and weight stashing
+    FIRST = 1  # what stage 0 read for this micro-batch: PipeDream's vertical sync
+    PREVIOUS = 2  # max(batch - 1, 0): PipeDream-2BW
+
+
+class ScheduleError(ValueError):
+    """A table that is malformed or cannot run; the message says where and what to do."""
+
+
+class Action(NamedTuple):
+    """One cell of the table.
+
+    >>> str(Action(2, Kind.F, 0)), Action.parse("1SEND_B3")
+    ('2F0', Action(stage=1, kind=<Kind.SEND_B: 7>, microbatch=3))
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.name}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The exact inverse of `str`: the whole cell, or a ScheduleError."""
+        match = _TEXT.fullmatch(text)
+        if not match:
+            raise ScheduleError(
+                f"{text!r} is not an action: write <stage><kind><micro-batch>, such as 2F0, 2B0, 2U0 or 0SEND_F1"
+            )
+        return cls(int(match[1]), Kind[match[2]], int(match[3]))
+
+
+def insert_updates(row: Iterable[Action], per_update: int) -> list[Action]:
+    """The row with `U t` after the last backward (B or W) of each update group of each of its stages."""
+    row = list(row)
+    last = {(a.stage, a.microbatch // per_update): i for i, a in enumerate(row) if a.kind in (Kind.B, Kind.W)}
+    after: dict[int, Action] = {i: Action(stage, Kind.U, group) for (stage, group), i in last.items()}
+    return [b for i, a in enumerate(row) for b in ((a, after[i]) if i in after else (a,))]
+
+
+def check_counts(**values: int) -> None:
+    """Each a whole number of at least 1, or a ScheduleError that names it."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ScheduleError(f"{name}={value!r}: give a whole number of at least 1")

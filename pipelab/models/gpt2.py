@@ -1,0 +1,61 @@
+"""GPT-2 as a list of layers: embedding, blocks, head (transformers' own modules)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+class Embedding(nn.Module):
+    """Tokens (samples, length) -> (samples, length, width): word plus position, then dropout."""
+
+    def __init__(self, model: GPT2LMHeadModel) -> None:
+        super().__init__()
+        self.word, self.position, self.dropout = model.transformer.wte, model.transformer.wpe, model.transformer.drop
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.dropout(self.word(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device)))
+
+
+class Head(nn.Module):
+    """(samples, length, width) -> logits (samples, length, vocabulary): final norm, then a projection of its own weights."""
+
+    def __init__(self, model: GPT2LMHeadModel) -> None:
+        super().__init__()
+        self.norm = model.transformer.ln_f
+        self.project = nn.Linear(model.config.n_embd, model.config.vocab_size, bias=False)
+        with torch.no_grad():
+            self.project.weight.copy_(model.lm_head.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(self.norm(x))
+
+
+def gpt2(
+    *, vocabulary: int = 256, length: int = 64, width: int = 64, blocks: int = 12, heads: int = 4, dropout: float = 0.0,
+    pretrained: str | None = None,
+) -> list[nn.Module]:  # fmt: skip
+    """GPT-2 layers for `pipelab.models.split`: 1 embedding, `blocks` blocks, 1 head.
+
+    With `pretrained` ("gpt2", or a folder) the published weights and sizes are loaded by transformers and the other
+    arguments but `dropout` do not count. The head has its own copy of the embedding's weights: stages share nothing.
+    """
+    rates: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    if pretrained:
+        model = GPT2LMHeadModel.from_pretrained(pretrained, **rates)
+    else:
+        config = GPT2Config(
+            vocab_size=vocabulary, n_positions=length, n_embd=width, n_layer=blocks, n_head=heads, bos_token_id=None,
+            eos_token_id=None, use_cache=False, **rates,
+        )  # fmt: skip
+        model = GPT2LMHeadModel(config)
+    return [Embedding(model), *model.transformer.h, Head(model)]
+
+
+def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Mean cross entropy over all positions; `tokens` (samples, length) are the inputs shifted by one."""
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())

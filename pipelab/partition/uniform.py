@@ -1,0 +1,12 @@
+"""Equal numbers of layers."""
+
+
+def uniform(layers: int, stages: int) -> list[int]:
+    """How many layers each stage gets when they are shared out evenly, earlier stages first.
+
+    >>> uniform(14, 4)
+    [4, 4, 3, 3]
+    """
+    if not 1 <= stages <= layers:
+        raise ValueError(f"{stages} stages for {layers} layers: a stage needs at least one layer")
+    return [layers // stages + (s < layers % stages) for s in range(stages)]

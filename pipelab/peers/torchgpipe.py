@@ -1,0 +1,56 @@
+"""torchgpipe 0.0.7 (Kim et al. 2020, arXiv 2004.09910) behind a call like `pipelab.run`.
+
+What it asks for: an nn.Sequential whose layers take and give tensors or tuples, one process, GPipe only, `chunks`
+micro-batches. It was last released in 2020 and still runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchgpipe import GPipe
+
+from pipelab.executors.torch_stage import Loss, OptimizerFactory
+
+
+@dataclass
+class PeerRun:
+    """losses one per batch; weights a state dict per stage, named as in pipelab; seconds of each batch."""
+
+    losses: list[float]
+    weights: list[dict[str, Tensor]]
+    seconds: list[float]
+
+
+def run_torchgpipe(
+    stages: Sequence[nn.Sequential], batches: Sequence[tuple[Any, Any]], loss: Loss, optimizer: OptimizerFactory, *,
+    chunks: int, devices: Sequence[str] | None = None, checkpoint: str = "never",
+) -> PeerRun:  # fmt: skip
+    """Train copies of `stages` with torchgpipe: `chunks` micro-batches, `checkpoint` never, except_last or always."""
+    stages = [copy.deepcopy(stage) for stage in stages]
+    model = GPipe(
+        nn.Sequential(*(layer for stage in stages for layer in stage)), balance=[len(stage) for stage in stages],
+        devices=list(devices or ["cpu"] * len(stages)), chunks=chunks, checkpoint=checkpoint,
+    )  # fmt: skip
+    step, losses, seconds = optimizer(model.parameters()), [], []
+    for x, y in batches:
+        began = time.perf_counter()
+        step.zero_grad()
+        value = loss(model(x.to(model.devices[0])), y.to(model.devices[-1]))
+        value.backward()
+        step.step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        losses.append(float(value.detach()))
+        seconds.append(time.perf_counter() - began)
+    parts = [
+        {f"{i}.{name}": t.detach().cpu() for i, layer in enumerate(partition) for name, t in layer.state_dict().items()}
+        for partition in model.partitions
+    ]
+    return PeerRun(losses, parts, seconds)
