@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -47,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = " (`pipelab validate FILE` draws the table)" if drawing else ""
         print(f"{parser.prog} {options.name_of_command}: error: {first}{hint}", file=sys.stderr)
         return 2
+    except RuntimeError as error:  # a run that failed: its stage's own traceback is the cause
+        traceback.print_exception(error.__cause__ or error)
+        print(f"{parser.prog} {options.name_of_command}: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -113,7 +118,7 @@ def run_command(o: argparse.Namespace) -> None:
     assert result.check
     check = {k: getattr(result.check, k) for k in ("passed", "max_abs", "max_rel", "tolerance", "rule")}
     if o.json:
-        measured = describe(result.timeline) | {"activation_bytes": result.memory.peak()}
+        measured = describe(result.timeline) | {"activation_bytes": result.memory.peak(), "late": result.timeline.late}
         print(json.dumps({
             **{k: measured[k] for k in ("schedule", "devices", "stages", "microbatches", "batches")},
             "losses": result.losses, "check": check, "measured": measured, "simulated": describe(predicted),
@@ -205,6 +210,8 @@ def _model(o: argparse.Namespace, schedule: Schedule) -> tuple[list, list, Calla
 def _write(name: str, save: Callable[[Path], Any]) -> None:
     """Save under another name first, so that a failure leaves no half-written file."""
     target = Path(name)
+    if not target.parent.is_dir():
+        raise ValueError(f"{name}: there is no folder {target.parent}")
     handle, draft = tempfile.mkstemp(dir=target.parent, prefix=target.stem, suffix=target.suffix)
     os.close(handle)
     try:

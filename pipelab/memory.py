@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -80,13 +81,11 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
             i, u = int(first[first >= 0].min()), int(at[Kind.U, stage, t])
             step(d, start[i], 2 * i, "gradients", weights[stage])
             step(d, end[u], 2 * u + 1, "gradients", -weights[stage])
-    for life in s.lives:
-        # Version 0 is the weights themselves; a later one is a copy only while an older one is still needed.
-        d, size = s.placement[life.stage], weights[life.stage]
-        if life.version:
-            step(d, end[life.born], 2 * life.born + 1, "versions", size)
-        if life.version < s.updates:
-            step(d, end[life.last], 2 * life.last + 1, "versions", -size)
+    for old, new in pairwise(s.lives):
+        if new.stage == old.stage and old.last > new.born:  # else the update works in place
+            d, size = s.placement[old.stage], weights[old.stage]
+            step(d, end[new.born], 2 * new.born + 1, "versions", size)
+            step(d, end[old.last], 2 * old.last + 1, "versions", -size)
     again = costs.recompute.mask(s.total, s.microbatches)
     for i in np.flatnonzero(timeline.kind == Kind.F).tolist():
         stage, k, d = int(timeline.stage[i]), int(timeline.microbatch[i]), int(timeline.device[i])

@@ -155,6 +155,13 @@ def _devices(schedule: Schedule, devices: str | Sequence[str] | None) -> list[st
         raise ValueError(
             f"{len(names)} devices for the {schedule.devices} rows of {schedule.name}: name one per row; repeats are allowed"
         )
+    for name in names:
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise ValueError(f"device {name!r}: {str(error).splitlines()[0]}") from None
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device {name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
     return names
 
 

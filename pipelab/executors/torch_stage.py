@@ -217,10 +217,9 @@ class TorchStage:
         leaves, spec = pytree.tree_flatten(x)
         if self.inputs is None:
             leaves = [t.detach().requires_grad_() if _differentiable(t) else t for t in leaves]
-        # A view, so that a layer that works in place finds no leaf.
-        views = [t.view_as(t) if isinstance(t, Tensor) and t.requires_grad else t for t in leaves]
+        entered = [_Entry.apply(t) if isinstance(t, Tensor) and t.requires_grad else t for t in leaves]
         with self._ledger.watch(microbatch):
-            output, ends, count = self._apply(microbatch, pytree.tree_unflatten(views, spec))
+            output, ends, count = self._apply(microbatch, pytree.tree_unflatten(entered, spec))
         # The edge of an output, not the output: what was sent on need not be kept.
         edges = [get_gradient_edge(t) if isinstance(t, Tensor) and t.requires_grad else None for t in pytree.tree_leaves(ends)]
         wanted = [t if isinstance(t, Tensor) and t.requires_grad and self.inputs is None else None for t in leaves]
@@ -260,6 +259,18 @@ class TorchStage:
         """Weights and buffers are no activations, whoever saves them."""
         weights = (p for version in self.weights.values() for p in version.values())
         self._ledger.constants = {t.untyped_storage().data_ptr() for t in (*weights, *self.module.buffers())}
+
+
+class _Entry(torch.autograd.Function):
+    """The input as no leaf and no view, so that a first layer may work in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
 
 
 class _Ledger:

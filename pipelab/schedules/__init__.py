@@ -19,6 +19,7 @@ from pipelab.schedule import Schedule
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     module.name: getattr(import_module(f"{__name__}.{module.name}"), module.name) for module in iter_modules(__path__)
 }
+ALSO_KNOWN_AS = {"1f1b": "pipedream_flush", "dapple": "pipedream_flush", "megatron": "interleaved", "naive": "inter_layer"}
 globals().update(SCHEDULES)  # so that `from pipelab.schedules import gpipe` gives the function
 
 
@@ -31,7 +32,8 @@ def make(
     Raises ScheduleError for an unknown name, a size that makes no sense, or `virtual` on a schedule without chunks.
     """
     if name not in SCHEDULES:
-        near = difflib.get_close_matches(name, SCHEDULES, n=1, cutoff=0.4)
+        known = ALSO_KNOWN_AS.get(name.lower())
+        near = [known] if known else difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ScheduleError(f"unknown schedule {name!r}: {hint}There are {', '.join(sorted(SCHEDULES))}")
     function = SCHEDULES[name]

@@ -33,18 +33,19 @@ def interleaved(devices: int, microbatches: int, virtual: int = 2, batches: int 
 
 
 def _one_batch(device: int, devices: int, microbatches: int, virtual: int) -> list[tuple[Action, int]]:
-    rounds = -(-microbatches // devices)
+    width = devices if virtual > 1 else 1  # slots of a round; with one chunk a micro-batch waits for no round
+    rounds = -(-microbatches // width)
     present = 0
     number: dict[int, int] = {}  # slot in the full table -> the micro-batch that stands there
     for r in range(rounds):
         size = (microbatches + rounds - 1 - r) // rounds  # rounds of nearly equal size, larger ones first
-        number |= {r * devices + k: present + k for k in range(size)}
+        number |= {r * width + k: present + k for k in range(size)}
         present += size
 
     def steps(kind: Kind, chunks: range) -> list[Action]:
         return [
-            Action(chunk * devices + device, kind, r * devices + k)
-            for r in range(rounds) for chunk in chunks for k in range(devices)
+            Action(chunk * devices + device, kind, r * width + k)
+            for r in range(rounds) for chunk in chunks for k in range(width)
         ]  # fmt: skip
 
     # A chunk's first backward comes back after a trip over all later devices and return: the factor 2.

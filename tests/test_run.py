@@ -1,0 +1,366 @@
+"""The executor for real: equal to the reference, measured, and loud when something breaks."""
+
+import json
+import os
+import signal
+import threading
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from torch import nn
+from torch.nn import functional as F
+
+import pipelab
+from pipelab import Costs, Recompute, RunError, Schedule, make, run, simulate
+from pipelab.models import mlp, split
+from tests.conftest import FLUSH, tables
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def stages(count, width=6, dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    return [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)).to(dtype) for _ in range(count)]
+
+
+def batches(count, samples=8, width=6, dtype=torch.float64, seed=1):
+    torch.manual_seed(seed)
+    return [(torch.randn(samples, width, dtype=dtype), torch.randn(samples, width, dtype=dtype)) for _ in range(count)]
+
+
+def size_of(name, p, m, k=2):
+    return make(name, p, m, batches=k, virtual=2 if name == "interleaved" else 1)
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+@pytest.mark.parametrize("optimizer", [SGD, partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("name", FLUSH)
+def test_every_gradient_equals_the_reference(name, optimizer, recompute):
+    schedule = size_of(name, 3, 4)
+    result = run(schedule, stages(schedule.stages), batches(2), F.mse_loss, optimizer, recompute=recompute)
+    assert result.check.passed
+    assert result.check.max_rel < 1e-12
+    assert len(result.losses) == 2
+    assert len(result.microbatch_losses) == 8
+    assert result.losses == pytest.approx(np.reshape(result.microbatch_losses, (2, 4)).mean(1))
+
+
+@settings(max_examples=40)
+@given(tables(names=FLUSH, largest=4), st.integers(0, 5))
+def test_all_small_sizes_with_uneven_micro_batches(case, extra):
+    schedule, _, m, _, k = case
+    result = run(schedule, stages(schedule.stages), batches(k, samples=m + extra), F.mse_loss, SGD)
+    assert result.check.passed, result.check
+
+
+def test_float32_stays_within_its_tolerance():
+    schedule = make("pipedream_flush", 4, 8, batches=5)
+    args = dict(dtype=torch.float32, width=32)
+    result = run(schedule, stages(4, **args), batches(5, 16, **args), F.mse_loss, partial(torch.optim.Adam, lr=1e-2))
+    assert result.check.tolerance == 1e-4
+    assert result.check.max_rel < 1e-5
+
+
+def test_all_flush_schedules_train_the_same_weights_and_leave_the_stages_alone():
+    modules, data = stages(4), batches(3)
+    before = [p.clone() for s in modules for p in s.parameters()]
+    results = [run(make(n, 4, 4, batches=3), modules, data, F.mse_loss, SGD) for n in ("inter_layer", "gpipe", "pipedream_flush")]
+    for other in results[1:]:
+        for mine, theirs in zip(results[0].weights, other.weights, strict=True):
+            assert all(torch.allclose(mine[k], theirs[k], rtol=1e-12) for k in mine)
+        assert other.losses == pytest.approx(results[0].losses, rel=1e-12)
+    assert all(torch.equal(a, b) for a, b in zip(before, (p for s in modules for p in s.parameters()), strict=True))
+    assert not any(p.grad is not None for s in modules for p in s.parameters())
+
+
+def test_losses_that_say_what_they_counted():
+    """Masked tokens: the batch's mean is over what is unmasked, wherever it falls."""
+
+    def masked(output, target):
+        y, keep = target
+        return ((output - y) ** 2).mean(1)[keep].mean(), int(keep.sum())
+
+    keep = torch.tensor([True] * 5 + [False] * 2 + [True])
+    data = [(x, (y, keep)) for x, y in batches(2)]
+    result = run(make("pipedream_flush", 3, 4, batches=2), stages(3), data, masked, SGD)
+    assert result.check.passed
+
+
+class Fork(nn.Module):
+    """Passes on a dictionary with a tensor that nobody differentiates and one that nobody uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x):
+        y = self.inner(x)
+        return {"y": y, "pair": (y.tanh(), y.sigmoid()), "rows": torch.full((len(x),), 2)}
+
+
+class Join(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, parts):
+        return self.inner(parts["y"] + parts["pair"][0]) + parts["rows"][:, None]
+
+
+def test_trees_of_tensors_between_stages():
+    result = run(make("gpipe", 2, 4), [Fork(), Join()], batches(1), F.mse_loss, SGD)
+    assert result.check.passed
+
+
+def test_layers_in_place_without_weights_and_frozen():
+    odd = stages(4)
+    odd[1] = nn.Sequential(nn.ReLU(inplace=True))
+    odd[2] = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), nn.ReLU(inplace=True), nn.Linear(6, 6, dtype=torch.float64))
+    odd[3].requires_grad_(False)
+    for recompute in Recompute:
+        result = run(make("pipedream_flush", 4, 4, batches=2), odd, batches(2), F.mse_loss, SGD, recompute=recompute)
+        assert result.check.passed
+        assert torch.equal(result.weights[3]["0.weight"], odd[3][0].weight)
+
+
+def test_split_backwards_in_a_table_of_ones_own():
+    grid = """
+        0F0 0F1 0I0 0W0 0I1 0W1
+        1F0 1I0 1F1 1I1 1W0 1W1
+        2F0 2B0 2F1 2I1 2W1"""
+    result = run(Schedule.from_grid(grid), stages(3), batches(1), F.mse_loss, SGD)
+    assert result.check.passed
+    assert result.check.max_rel < 1e-12
+
+
+# ---- what is measured
+
+
+def test_the_measured_timeline_obeys_the_table():
+    schedule = size_of("interleaved", 2, 4)
+    t = run(schedule, stages(4), batches(2), F.mse_loss, SGD).timeline
+    assert t.source == "measured"
+    assert (t.end >= t.start).all()
+    for a, b in zip(schedule.bounds, schedule.bounds[1:], strict=False):
+        assert (t.start[a + 1 : b] >= t.end[a : b - 1]).all()
+    source = schedule.inputs
+    needs = np.flatnonzero(source >= 0)
+    assert (t.start[needs] >= t.end[source[needs]]).all()
+    causes = t.attribution()
+    assert np.allclose(sum(causes.values()), t.makespan - t.busy)
+    assert all((seconds >= -1e-12).all() for seconds in causes.values())
+
+
+def test_activation_bytes_are_measured_not_read_from_the_table():
+    # A Linear(6, 6) saves its input of 2 x 6 doubles, tanh its output: 192 bytes for each micro-batch and stage.
+    def peaks(name, **options):
+        result = run(make(name, 4, 4), stages(4), batches(1), F.l1_loss, SGD, **options)
+        assert result.memory.source == "measured"
+        return result.memory.peak("activations")
+
+    each = 2 * (2 * 6 * 8)
+    assert peaks("gpipe")[:3] == [4 * each] * 3
+    assert peaks("pipedream_flush")[:3] == [4 * each, 3 * each, 2 * each]
+    assert peaks("inter_layer")[:3] == [each] * 3
+    # Recomputed: four inputs, and what one backward builds again beside the three that are left.
+    assert peaks("gpipe", recompute=Recompute.ALWAYS)[:3] == [3 * each / 2 + each] * 3
+    result = run(make("gpipe", 4, 4), stages(4), batches(1), F.mse_loss, SGD)
+    for device in range(4):
+        assert result.memory.over_time(device)[1][:, -1].tolist() == [0] * 6
+
+
+def test_what_a_stage_sent_on_is_not_kept():
+    class Big(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+        def forward(self, x):
+            return (x * self.w).repeat(1, 100)  # repeat saves nothing
+
+    class Small(nn.Module):
+        def forward(self, x):
+            return x[:, :6]
+
+    result = run(make("gpipe", 2, 4), [Big(), Small()], batches(1), F.mse_loss, SGD)
+    assert result.memory.peak()[0] == 4 * 2 * 6 * 8  # its inputs, not its outputs of a hundred times the size
+
+
+def test_a_paced_run_shows_the_predicted_times():
+    schedule, costs = make("gpipe", 4, 4), Costs(transfer=0.5)
+    result = run(schedule, stages(4), batches(1), F.mse_loss, SGD, pace=0.01, costs=costs)
+    predicted = simulate(schedule, costs)
+    on_time = result.timeline.makespan / 0.01
+    assert predicted.makespan * 0.99 <= on_time  # never early
+    assert result.timeline.late is not None
+    assert "Paced: it shows order and numerics, not speed." in repr(result)
+    assert result.check.passed
+    assert (result.timeline.start >= predicted.start * 0.01 - 1e-3).all()
+
+
+def test_the_verdict_is_shown_in_words():
+    result = run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD)
+    assert "Check passed: every loss, gradient and weight equals the reference" in repr(result)
+    assert "e-" not in repr(result)
+    unchecked = run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD, check=False)
+    assert unchecked.check is None
+    assert "Not checked" in repr(unchecked)
+    assert unchecked.losses == result.losses
+
+
+def test_a_dump_can_be_recomputed_with_numpy_alone(tmp_path):
+    torch.manual_seed(0)
+    linear = [nn.Linear(6, 6, bias=False, dtype=torch.float64) for _ in range(2)]
+    schedule = make("pipedream_flush", 2, 4, batches=3)
+    result = run(schedule, linear, batches(3), F.mse_loss, SGD, dump=tmp_path / "dump")
+    start, data = (load_file(tmp_path / "dump" / f"{name}.safetensors") for name in ("initial", "batches"))
+    a, b = start["0.weight"], start["1.weight"]
+    for t in range(3):
+        x, y = data[f"{t}.input.0"], data[f"{t}.target.0"]
+        h = x @ a.T
+        error = h @ b.T - y
+        assert result.losses[t] == pytest.approx((error**2).mean())
+        g = 2 * error / error.size
+        a, b = a - 0.1 * (g @ b).T @ x, b - 0.1 * g.T @ h
+        after = load_file(tmp_path / "dump" / f"update_{t}.safetensors")
+        assert np.allclose(after["0.weight"], a, rtol=1e-12)
+        assert np.allclose(after["1.weight"], b, rtol=1e-12)
+    assert Schedule.from_csv((tmp_path / "dump" / "schedule.csv").read_text()) == schedule
+    assert json.loads((tmp_path / "dump" / "losses.json").read_text()) == result.losses
+    with pytest.raises(ValueError, match="is not an empty folder: name a new one"):
+        run(schedule, linear, batches(3), F.mse_loss, SGD, dump=tmp_path / "dump")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("devices", [["cuda:0"] * 4, ["cpu", "cuda:0", "cuda:0", "cpu"]])
+def test_stages_on_a_gpu(devices):
+    schedule = make("pipedream_flush", 4, 8, batches=2)
+    result = run(schedule, stages(4, 64), batches(2, 16, 64), F.mse_loss, SGD, devices=devices)
+    assert result.check.passed
+    assert (result.timeline.end >= result.timeline.start).all()
+
+
+# ---- what can go wrong
+
+
+class Failing(nn.Module):
+    def __init__(self, at, fail):
+        super().__init__()
+        self.w, self.calls, self.at, self.fail = nn.Parameter(torch.ones(6, dtype=torch.float64)), 0, at, fail
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > self.at:
+            self.fail()
+        return x * self.w
+
+
+def explode():
+    raise ZeroDivisionError("by design")
+
+
+@pytest.mark.parametrize("where", [0, 1, 2, 3])
+def test_a_stage_that_raises_ends_the_run_with_its_own_traceback(where):
+    modules = stages(4)
+    modules[where] = Failing(1, explode)
+    before = threading.active_count()
+    with pytest.raises(RunError, match=f"device {where}, action {where}F1: ZeroDivisionError: by design") as error:
+        run(make("gpipe", 4, 4), modules, batches(1), F.mse_loss, SGD)
+    assert (error.value.device, str(error.value.action)) == (where, f"{where}F1")
+    frames = []
+    tb = error.value.__cause__.__traceback__
+    while tb:
+        frames.append(tb.tb_frame.f_code.co_name)
+        tb = tb.tb_next
+    assert frames[-1] == "explode"
+    assert threading.active_count() == before
+
+
+def test_an_interrupt_leaves_no_thread_behind():
+    modules = stages(2)
+    modules[1] = Failing(1, lambda: threading.Event().wait(0.2))
+    before = threading.active_count()
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        run(make("gpipe", 2, 64), modules, batches(1, 64), F.mse_loss, SGD)
+    timer.join()
+    assert threading.active_count() == before
+
+
+def test_a_device_that_cannot_start_is_an_error_not_a_hang(monkeypatch):
+    from pipelab.executors.torch_stage import TorchDevice
+
+    monkeypatch.setattr(TorchDevice, "active", lambda self: explode())
+    with pytest.raises(ZeroDivisionError):
+        run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD)
+
+
+def test_a_saved_tensor_changed_in_place_is_an_error():
+    class Spoiling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+        def forward(self, x):
+            y = x * self.w
+            z = y.exp()  # saves z
+            z.mul_(2)
+            return z
+
+    with pytest.raises(RunError, match="changed in place"):
+        run(make("gpipe", 2, 2), [stages(1)[0], Spoiling()], batches(1), F.mse_loss, SGD)
+
+
+SHARED = nn.Linear(6, 6, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schedule": make("pipedream", 2, 2)}, "updates without a flush, which run does not do yet"),
+        ({"schedule": make("gpipe", 2, 2).with_transfers()}, "has its transfers written out"),
+        ({"stages": stages(3)}, "3 modules for the 2 stages of gpipe: give one per stage"),
+        ({"stages": [stages(1)[0], "x"]}, "stage 1 is a str"),
+        ({"stages": [nn.Sequential(SHARED), nn.Sequential(SHARED)]}, "stages 0 and 1 share a Linear"),
+        ({"batches": batches(2)}, "2 batches for a table of 1: build the schedule with batches=2"),
+        ({"batches": batches(1, samples=1)}, "batch 0 has 1 samples for 2 micro-batches"),
+        ({"batches": [(torch.ones(4, 6), torch.ones(5, 6))]}, r"tensors have \[4, 5\] samples"),
+        ({"devices": ["cpu"]}, "1 devices for the 2 rows of gpipe"),
+        ({"devices": ["cpu", "gpu0"]}, "device 'gpu0'"),
+        ({"devices": "cuda:64"}, "device 'cuda:64': this machine has [0-9]+ CUDA devices"),
+        ({"pace": -1.0}, "pace=-1.0: give the seconds of one cost unit"),
+    ],
+)
+def test_arguments_that_do_not_fit(change, message):
+    arguments = dict(schedule=make("gpipe", 2, 2), stages=stages(2), batches=batches(1), loss=F.mse_loss, optimizer=SGD)
+    with pytest.raises(ValueError, match=message):
+        run(**arguments | change)
+
+
+def test_weights_are_compared_too():
+    found = Counter()
+    original = pipelab.executors.reference.Comparison.add
+
+    def add(self, name, got, expected):
+        found[name.split()[1] if name.startswith("the") else "weight"] += 1
+        return original(self, name, got, expected)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipelab.executors.reference.Comparison, "add", add)
+        run(make("gpipe", 2, 2, batches=2), stages(2), batches(2), F.mse_loss, SGD)
+    assert found == {"loss": 2, "gradient": 2 * 8, "weight": 2 * 8}
+
+
+def test_the_mlp_splits_and_runs():
+    layers = mlp(layers=5, width=6)
+    result = run(make("gpipe", 2, 2), split(layers, [2, 3]), batches(1, dtype=torch.float32), F.mse_loss, SGD)
+    assert result.check.passed
+    with pytest.raises(ValueError, match=r"balance \[2, 2\] for 5 layers"):
+        split(layers, [2, 2])

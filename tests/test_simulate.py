@@ -1,0 +1,185 @@
+"""The simulator against published numbers, closed forms and an independent longest path."""
+
+import networkx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelab import CostError, Costs, Kind, Recompute, Schedule, make, simulate
+from pipelab.theory import THEORY
+from tests.conftest import tables
+
+# Zero Bubble (arXiv 2401.10241), tables 5 and 9: p, m, v, F, B, W, transfer (ms) -> 1F1B's published bubble rate, and that
+# of the interleaved schedule, computed with a correct dependency for every micro-batch.
+PUBLISHED = [
+    (8, 24, 3, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1090),
+    (8, 32, 3, 18.513, 18.086, 9.331, 0.626, 0.1985, 0.0847),
+    (8, 32, 4, 29.802, 29.428, 19.530, 0.577, 0.1898, 0.0644),
+    (16, 64, 3, 11.307, 11.254, 8.101, 0.379, 0.2082, 0.0878),
+    (32, 128, 2, 10.408, 10.204, 7.703, 0.408, 0.2168, 0.1192),
+]
+
+
+@pytest.mark.parametrize(("p", "m", "v", "f", "b", "w", "c", "rate", "chunked"), PUBLISHED)
+def test_published_bubble_rates(p, m, v, f, b, w, c, rate, chunked):
+    costs = Costs(forward=f, input_grad=b, weight_grad=w, transfer=c)
+    assert round(simulate(make("pipedream_flush", p, m), costs).bubble.of_span, 4) == rate
+    assert round(simulate(make("interleaved", p, m, virtual=v), costs.split(v)).bubble.of_span, 4) == chunked
+
+
+# Table 8: two chunks a stage, per chunk in microseconds.
+@pytest.mark.parametrize(
+    ("p", "m", "f", "b", "w", "c", "rate"),
+    [
+        (16, 48, 14407, 14380, 9676, 1610, 0.2668),
+        (16, 64, 14412, 14393, 9688, 1621, 0.2206),
+        (32, 96, 9458, 9748, 7288, 879, 0.2676),
+    ],
+)
+def test_published_bubble_rates_of_two_chunk_stages(p, m, f, b, w, c, rate):
+    costs = Costs(forward=2 * f, input_grad=2 * b, weight_grad=2 * w, transfer=c)
+    assert round(simulate(make("pipedream_flush", p, m), costs).bubble.of_span, 4) == rate
+
+
+def test_unit_costs():
+    t = simulate(make("gpipe", 4, 8))
+    assert (t.makespan, t.ideal, t.span) == (33, 24, 33)
+    assert t.bubble.of_total == pytest.approx(3 / 11)
+    assert t.bubble.over_ideal == 0.375
+    assert t.peak_in_flight == [8, 8, 8, 8]
+    assert simulate(make("pipedream_flush", 4, 8)).makespan == 33
+    assert simulate(make("interleaved", 4, 8, virtual=2)).makespan == 57  # half units
+
+
+@given(tables())
+def test_the_bubble_is_the_closed_form(case):
+    schedule, p, m, v, batches = case
+    if v > 1 and m % p:
+        return
+    costs = Costs(forward=1.5, input_grad=0.75, weight_grad=1.25)
+    bubble = simulate(schedule, costs).bubble
+    assert bubble.over_ideal == pytest.approx(THEORY[schedule.name].over_ideal(p, m, v, batches))
+    assert bubble.of_total == pytest.approx(THEORY[schedule.name].of_total(p, m, v, batches))
+
+
+numbers = st.floats(0, 5).map(lambda x: round(x, 3))
+
+
+@given(tables(largest=5), st.data())
+def test_the_makespan_is_the_longest_path(case, data):
+    schedule = case[0]
+    n = schedule.stages
+    per_stage = st.lists(numbers, min_size=n, max_size=n)
+    costs = Costs(
+        forward=data.draw(per_stage), input_grad=data.draw(per_stage), weight_grad=data.draw(per_stage),
+        update=data.draw(numbers), transfer=data.draw(st.lists(numbers, min_size=n - 1, max_size=n - 1)) or 0.0,
+        recompute=data.draw(st.sampled_from(Recompute)),
+    )  # fmt: skip
+    assert simulate(schedule, costs).makespan == pytest.approx(longest_path(schedule, costs))
+
+
+def longest_path(schedule: Schedule, costs: Costs) -> float:
+    """Written from the dependencies in the papers, with nothing from the simulator."""
+
+    def seconds(a):
+        def of(name):
+            value = getattr(costs, name)
+            return value[a.stage] if isinstance(value, tuple) else value
+
+        last = a.microbatch % schedule.microbatches == schedule.microbatches - 1
+        rerun = costs.recompute is Recompute.ALWAYS or (costs.recompute is Recompute.EXCEPT_LAST and not last)
+        return {
+            Kind.F: of("forward"), Kind.U: of("update"),
+            Kind.B: of("input_grad") + of("weight_grad") + rerun * of("forward"),
+        }[a.kind]  # fmt: skip
+
+    def link(s, t):
+        if schedule.placement[s] == schedule.placement[t]:
+            return 0.0
+        return costs.transfer[min(s, t)] if isinstance(costs.transfer, tuple) else costs.transfer
+
+    graph = networkx.DiGraph()
+    for row in schedule.rows:
+        for a in row:
+            graph.add_edge((a, "start"), (a, "end"), weight=seconds(a))
+        for a, b in zip(row, row[1:], strict=False):
+            graph.add_edge((a, "end"), (b, "start"), weight=0.0)
+        for a in row:
+            other = a.stage + {Kind.F: -1, Kind.B: 1, Kind.U: schedule.stages}[a.kind]
+            if 0 <= other < schedule.stages:
+                graph.add_edge((a._replace(stage=other), "end"), (a, "start"), weight=link(a.stage, other))
+    return networkx.dag_longest_path_length(graph, default_weight=0.0)
+
+
+def test_transfers_overlap_with_compute_unless_they_are_written_out():
+    schedule = make("interleaved", 4, 8, virtual=2)
+    costs = Costs(transfer=0.1)
+    assert simulate(schedule, costs).makespan == pytest.approx(58.4)
+    assert simulate(schedule.with_transfers(), costs).makespan > 58.4
+    assert simulate(make("interleaved", 1, 8, virtual=3), Costs(transfer=9)).makespan == 72  # nothing between stages of a device
+
+
+def test_bandwidth_speed_and_recomputation():
+    assert simulate(make("gpipe", 2, 1), Costs(boundary=10, bandwidth=5)).makespan == 6 + 2 * 2
+    assert simulate(make("gpipe", 2, 1), Costs(speed=[1, 2])).makespan == 3 + 1.5
+    assert simulate(make("gpipe", 2, 2), Costs(recompute=Recompute.ALWAYS)).makespan == 9 + 3
+    assert simulate(make("gpipe", 2, 2), Costs(recompute=Recompute.EXCEPT_LAST)).makespan == 9 + 2
+
+
+def test_time_is_linear_in_the_table():
+    # Work, not seconds: every action is looked at once, plus once for each time it had to wait.
+    from pipelab.earliest import earliest
+
+    class Counting(list):
+        reads = 0
+
+        def __getitem__(self, i):
+            Counting.reads += 1
+            return super().__getitem__(i)
+
+    for m in (16, 64, 256):
+        s = make("pipedream_flush", 8, m)
+        Counting.reads = 0
+        count = s.bounds[-1]
+        earliest(s.bounds, Counting(s.needs.tolist()), s.columns.device.tolist(), [1] * count, [0] * count)
+        assert Counting.reads <= 2 * count
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ({"forward": [1, 2, 3]}, "forward has 3 values for 4 stages: give one number, or 4"),
+        ({"transfer": [1, 2]}, "transfer has 2 values for 3 links"),
+        ({"speed": [1, 2]}, "speed has 2 values for 4 devices"),
+    ],
+)
+def test_costs_of_the_wrong_length(costs, message):
+    with pytest.raises(CostError, match=message):
+        simulate(make("gpipe", 4, 8), Costs(**costs))
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "x", [[1]], None])
+def test_costs_that_are_no_costs(value):
+    with pytest.raises(CostError, match="forward="):
+        Costs(forward=value)
+
+
+def test_costs_in_other_words():
+    with pytest.raises(CostError, match="speed=0.*positive"):
+        Costs(speed=0)
+    with pytest.raises(CostError, match="recompute='always'"):
+        Costs(recompute="always")
+
+
+def test_split_keeps_the_model():
+    costs = Costs(forward=[2, 4], weights=[6, 8], boundary=[1, 3], transfer=0.5).split(2)
+    assert costs.forward == (1, 2, 1, 2)
+    assert costs.weights == (3, 4, 3, 4)
+    assert costs.boundary == (1, 3, 3, 3)
+    assert costs.transfer == 0.5
+    one = simulate(make("pipedream_flush", 4, 8))
+    many = simulate(make("interleaved", 4, 8, virtual=4), Costs().split(4))
+    assert np.allclose(one.busy, many.busy)
+    with pytest.raises(CostError, match="link from the last device back to the first"):
+        Costs(transfer=[1, 2]).split(2)

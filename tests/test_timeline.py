@@ -1,0 +1,123 @@
+"""Measures, attribution, critical path and other forms of a timeline."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelab import Costs, Kind, Schedule, fit, make, simulate
+from pipelab.timeline import CAUSES, FORWARD, GRADIENT, HELD, NOTHING, OVERHEAD, TRANSFER
+from tests.conftest import tables
+
+costs = st.builds(
+    Costs, forward=st.floats(0.1, 3), input_grad=st.floats(0.1, 3), weight_grad=st.floats(0.1, 3),
+    transfer=st.floats(0, 2), update=st.floats(0, 1),
+)  # fmt: skip
+
+
+@given(tables(largest=5), costs)
+def test_attribution_sums_to_the_idle_time(case, costs):
+    t = simulate(case[0], costs)
+    causes = t.attribution()
+    assert list(causes) == list(CAUSES)
+    assert np.allclose(sum(causes.values()), t.makespan - t.busy)
+    assert all((seconds > -1e-9).all() for seconds in causes.values())
+    assert np.allclose(causes[OVERHEAD], 0)
+
+
+def test_attribution_by_hand():
+    causes = simulate(make("gpipe", 2, 1), Costs(transfer=0.5)).attribution()
+    # device 0: F 0-1, then waits: 1F runs 1.5-2.5, 1B 2.5-4.5, its gradient arrives at 5
+    assert causes[GRADIENT].tolist() == [3.5, 0]
+    assert causes[TRANSFER].tolist() == [0.5, 0.5]
+    assert causes[FORWARD].tolist() == [0, 1]
+    assert causes[NOTHING].tolist() == [0, 2.5]
+
+
+def test_held_back_by_the_order():
+    # Device 0 could run 0F1 at once, but its row wants the gradient of micro-batch 0 first.
+    held = simulate(make("inter_layer", 2, 2)).attribution()
+    assert held[HELD].tolist() == [3, 0]
+    # Device 1 waits for a gradient; the forward that its row puts later arrives while it waits.
+    t = simulate(Schedule.from_grid("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n2F0 2B0 2F1 2B1"))
+    assert t.attribution()[HELD].tolist() == [0, 3, 0]
+    assert simulate(make("gpipe", 2, 2)).attribution()[HELD].tolist() == [0, 0]
+
+
+@given(tables(largest=5), costs)
+def test_the_critical_path_is_unbroken(case, costs):
+    t = simulate(case[0], costs)
+    path = t.critical_path()
+    assert t.start[path[0]] == 0
+    assert t.end[path[-1]] == t.makespan
+    for i, j in zip(path, path[1:], strict=False):
+        assert t.start[j] >= t.end[i] - 1e-9
+        if t.device[i] == t.device[j]:
+            assert t.start[j] == pytest.approx(t.end[i])
+        else:
+            assert t.start[j] == pytest.approx(t.arrived[j])
+
+
+@given(tables(largest=5), costs)
+def test_bubbles_follow_their_definitions(case, costs):
+    t = simulate(case[0], costs)
+    p = t.schedule.devices
+    assert t.bubble.of_total == pytest.approx(1 - t.busy.sum() / (p * t.makespan))
+    assert t.bubble.over_ideal == pytest.approx((t.makespan - t.busy.max()) / t.busy.max())
+    assert t.imbalance() == pytest.approx((t.busy.max() - t.busy).sum())
+    assert t.span <= t.makespan
+
+
+def test_versions_are_a_column():
+    t = simulate(make("pipedream", 2, 4))
+    table = {str(t.schedule.action(i)): int(v) for i, v in enumerate(t.version)}
+    assert (table["0F2"], table["0B2"], table["0U2"]) == (1, 1, 3)
+
+
+def test_the_frame_has_a_row_per_action():
+    frame = simulate(make("gpipe", 2, 2)).to_frame()
+    assert list(frame.columns) == ["device", "stage", "kind", "microbatch", "version", "start", "end"]
+    assert frame[frame.kind == "B"].end.max() == 9
+    assert len(frame) == 10
+
+
+def test_the_trace_has_transfers_and_arrows():
+    t = simulate(make("gpipe", 2, 2), Costs(transfer=0.5))
+    trace = json.loads(json.dumps(t.to_trace()))
+    events = trace["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X" and e["tid"] == 0]
+    assert {e["name"] for e in spans} == {f"PP:{a}" for row in t.schedule.rows for a in row}
+    one = next(e for e in spans if e["name"] == "PP:1F0")
+    assert (one["pid"], one["ts"], one["dur"]) == (1, 1.5e6, 1e6)
+    moves = [e for e in events if e["ph"] == "X" and e["tid"] == 1]
+    assert len(moves) == 4
+    assert {e["dur"] for e in moves} == {0.5e6}
+    starts, ends = ({e["id"]: e for e in events if e["ph"] == phase} for phase in "sf")
+    assert starts.keys() == ends.keys()
+    assert all(starts[i]["pid"] != ends[i]["pid"] and starts[i]["ts"] <= ends[i]["ts"] for i in starts)
+
+
+def test_a_table_with_transfers_has_no_hidden_ones():
+    t = simulate(make("gpipe", 2, 2).with_transfers(), Costs(transfer=0.5))
+    assert len(t.transfers["action"]) == 0
+    assert t.busy.tolist() == [6, 6]
+    assert (t.kind > Kind.U).sum() == 8
+
+
+@given(tables(largest=4))
+def test_fit_recovers_the_costs(case):
+    schedule = case[0]
+    n = schedule.stages
+    costs = Costs(forward=[1 + s for s in range(n)], input_grad=2, weight_grad=2, update=0.25, transfer=0.5)
+    found = fit(simulate(schedule, costs))
+    assert np.allclose(found.forward, costs.forward)
+    assert np.allclose(found.input_grad, 2)
+    assert simulate(schedule, found).makespan == pytest.approx(simulate(schedule, costs).makespan)
+
+
+def test_the_summary_says_what_the_picture_shows():
+    words = simulate(make("interleaved", 4, 8, virtual=2)).summary()
+    assert words.startswith("interleaved, simulated: 4 devices, 8 stages, 8 micro-batches. Makespan 57")
+    assert "15.8% of all device time is idle (18.8% over ideal)" in words

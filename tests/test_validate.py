@@ -1,0 +1,145 @@
+"""What makes a table invalid, and how the error shows it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelab import Action, Kind, Reads, Schedule, ScheduleError, make, simulate, validate
+from tests.conftest import tables
+
+
+def edited(schedule, device, change):
+    rows = [list(row) for row in schedule.rows]
+    change(rows[device])
+    return replace(schedule, rows=tuple(map(tuple, rows)))
+
+
+def swap(a, b):
+    def change(row):
+        i, j = row.index(Action.parse(a)), row.index(Action.parse(b))
+        row[i], row[j] = row[j], row[i]
+
+    return change
+
+
+GPIPE = make("gpipe", 2, 2)
+CASES = [
+    (edited(GPIPE, 0, lambda row: row.pop(0)), "0F0 is missing on device 0: add it"),
+    (edited(GPIPE, 1, lambda row: row.pop(2)), "1B0 is missing on device 1"),
+    (edited(GPIPE, 1, lambda row: row.pop()), "1U0 is missing on device 1"),
+    (edited(GPIPE, 0, lambda row: row.append(row[0])), "0F0 stands twice on device 0"),
+    (edited(GPIPE, 0, swap("0F0", "0B0")), "0B0 stands before 0F0 on device 0"),
+    (edited(GPIPE, 0, swap("0B1", "0U0")), "0U0 stands before 0B1 on device 0"),
+    (edited(GPIPE, 0, lambda row: row.append(Action(0, Kind.W, 0))), "stage 0 has a full backward B and also I or W"),
+    (edited(make("gpipe", 2, 1, batches=2), 0, lambda row: row.insert(2, row.pop(4))), "0B1 stands before 0F1"),
+    (edited(make("gpipe", 2, 1, batches=2), 0, lambda row: row.append(row.pop(2))), "0B1 stands before 0U0"),
+]
+
+
+@pytest.mark.parametrize(("schedule", "message"), CASES, ids=[message for _, message in CASES])
+def test_faults_are_named_and_drawn(schedule, message):
+    with pytest.raises(ScheduleError, match=message) as error:
+        validate(schedule)
+    assert "0F1" in str(error.value).split("\n", 1)[1]  # the grid follows
+    with pytest.raises(ScheduleError, match=message):
+        simulate(schedule)
+
+
+def test_the_fault_is_marked_in_the_grid():
+    with pytest.raises(ScheduleError) as error:
+        validate(edited(GPIPE, 0, swap("0F0", "0B0")))
+    assert ">0B0<" in str(error.value)
+    assert ">0F0<" in str(error.value)
+    assert ">1" not in str(error.value)
+
+
+def test_a_split_backward_wants_both_halves():
+    grid = "0F0 0I0 0W0\n1F0 1B0"
+    assert validate(Schedule.from_grid(grid)).stages == 2
+    with pytest.raises(ScheduleError, match="0W0 is missing"):
+        validate(Schedule.from_grid("0F0 0I0 0U0\n1F0 1B0 1U0"))
+    with pytest.raises(ScheduleError, match="0W0 stands before 0I0"):
+        validate(Schedule.from_grid("0F0 0W0 0I0 0U0\n1F0 1B0 1U0"))
+
+
+def test_the_shortest_wait_for_cycle():
+    # Devices 0 and 1 wait for each other; devices 2 and 3 wait for them.
+    grid = """
+        0F0 0B0 0F1 0B1
+        1F1 1F0 1B0 1B1
+        2F0 2B0 2F1 2B1
+        3F0 3B0 3F1 3B1"""
+    with pytest.raises(ScheduleError, match="deadlock") as error:
+        validate(Schedule.from_grid(grid))
+    first, drawing = str(error.value).split("\n", 1)
+    assert "device 0 holds at 0B0 until 1B0 on device 1; device 1 holds at 1F1 until 0F1 on device 0" in first
+    assert drawing.count(">") == 2
+    assert "device 2" not in first
+
+
+def test_a_row_can_wait_for_itself():
+    with pytest.raises(ScheduleError, match="device 0 holds at 1F0 until 0F0 on device 0"):
+        validate(Schedule.from_grid("1F0 0F0 1B0 0B0"))
+
+
+def test_rendezvous_deadlock_of_a_table_that_queues_would_pass():
+    # Both send before they receive: fine with buffers, stuck when a send waits for its receive.
+    spread = make("pipedream_flush", 2, 3).with_transfers()
+    assert validate(spread) is spread
+    broken = edited(spread, 0, swap("0SEND_F1", "0RECV_B0"))
+    with pytest.raises(ScheduleError, match="deadlock|stands before"):
+        validate(broken)
+    rows = ("0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0U0", "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1U0")
+    with pytest.raises(ScheduleError, match="device 0 holds at 0SEND_F1 until 1RECV_F1 on device 1; device 1 holds at 1SEND_B0"):
+        validate(Schedule.from_grid("\n".join(rows)))
+    compute = "\n".join(" ".join(c for c in row.split() if "_" not in c) for row in rows)
+    validate(Schedule.from_grid(compute))
+
+
+@pytest.mark.parametrize("cell", ["0SEND_F0", "1RECV_F0", "1SEND_B1", "0RECV_B1"])
+def test_a_missing_transfer(cell):
+    spread = make("gpipe", 2, 2).with_transfers()
+    rows = tuple(tuple(a for a in row if str(a) != cell) for row in spread.rows)
+    with pytest.raises(ScheduleError, match=f"{cell} is missing"):
+        validate(replace(spread, rows=rows))
+
+
+def test_a_transfer_to_nowhere():
+    spread = make("gpipe", 2, 2).with_transfers()
+    with pytest.raises(ScheduleError, match="1SEND_F0 has no other side on another device"):
+        validate(edited(spread, 1, lambda row: row.append(Action(1, Kind.SEND_F, 0))))
+
+
+def test_a_version_must_exist_when_it_is_read():
+    two = Schedule.from_grid("# microbatches=1 batches=3 per_update=1 reads=PREVIOUS placement=0\n0F0 0F1 0F2 0B0 0U0 0B1 0U1 0B2 0U2")
+    with pytest.raises(ScheduleError, match=r"0F2 reads weight version 1 \(PREVIOUS\), but its row has made only 0 before it") as error:
+        validate(two)
+    assert ">0F2<" in str(error.value)
+
+
+def test_a_large_table_is_not_drawn():
+    big = make("gpipe", 16, 64)
+    with pytest.raises(ScheduleError, match="too large to draw"):
+        validate(replace(big, rows=(big.rows[0][1:], *big.rows[1:])))
+
+
+@given(tables(largest=4), st.randoms(use_true_random=False))
+def test_validate_and_simulate_agree_on_shuffled_tables(case, rng: random.Random):
+    schedule = case[0]
+    rows = [list(row) for row in schedule.rows]
+    row = rng.choice(rows)
+    i, j = rng.randrange(len(row)), rng.randrange(len(row))
+    row[i], row[j] = row[j], row[i]
+    shuffled = replace(schedule, rows=tuple(map(tuple, rows)))
+
+    def verdict(check):
+        try:
+            check(shuffled)
+        except ScheduleError as error:
+            return str(error)
+        return "valid"
+
+    assert verdict(validate) == verdict(simulate)

@@ -1,0 +1,30 @@
+"""One rank of torch.distributed.pipelining running a table exported by pipelab; started by test_torch_runtime under torchrun."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.nn import functional as F
+
+
+def main(folder: str, microbatches: int) -> None:
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    modules = torch.load(os.path.join(folder, "stages.pt"), weights_only=False)
+    x, y = torch.load(os.path.join(folder, "batch.pt"))
+    mine = [s for s in range(len(modules)) if s % world == rank]
+    stages = [PipelineStage(modules[s], s, len(modules), torch.device("cpu")) for s in mine]
+    schedule = _PipelineScheduleRuntime(stages, microbatches, loss_fn=F.mse_loss)
+    schedule._load_csv(os.path.join(folder, "table.csv"), format="compute_only")
+    losses: list = []
+    schedule.step(*([x] if 0 in mine else []), target=y if len(modules) - 1 in mine else None, losses=losses)
+    gradients = {f"{s}.{n}": p.grad for s in mine for n, p in modules[s].named_parameters()}
+    torch.save(gradients, os.path.join(folder, f"gradients{rank}.pt"))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
