@@ -39,7 +39,9 @@ def size_of(name, p, m, k=2):
 
 
 @pytest.mark.parametrize("recompute", Recompute)
-@pytest.mark.parametrize("optimizer", [SGD, partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    "optimizer", [SGD, partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.Adam, torch.optim.AdamW]
+)
 @pytest.mark.parametrize("name", FLUSH)
 def test_every_gradient_equals_the_reference(name, optimizer, recompute):
     schedule = size_of(name, 3, 4)
@@ -70,7 +72,9 @@ def test_float32_stays_within_its_tolerance():
 def test_all_flush_schedules_train_the_same_weights_and_leave_the_stages_alone():
     modules, data = stages(4), batches(3)
     before = [p.clone() for s in modules for p in s.parameters()]
-    results = [run(make(n, 4, 4, batches=3), modules, data, F.mse_loss, SGD) for n in ("inter_layer", "gpipe", "pipedream_flush")]
+    results = [
+        run(make(n, 4, 4, batches=3), modules, data, F.mse_loss, SGD) for n in ("inter_layer", "gpipe", "pipedream_flush")
+    ]
     for other in results[1:]:
         for mine, theirs in zip(results[0].weights, other.weights, strict=True):
             assert all(torch.allclose(mine[k], theirs[k], rtol=1e-12) for k in mine)

@@ -111,7 +111,7 @@ def test_versions_by_each_rule():
 
 @given(tables())
 def test_only_pipedream_and_2bw_are_asynchronous(case):
-    schedule, p, _, _, batches = case
+    schedule = case[0]
     if schedule.name in ("pipedream", "pipedream_2bw"):
         late = schedule.versions != np.arange(schedule.total) // schedule.per_update
         assert schedule.asynchronous == bool(late.any() or schedule.per_update < schedule.microbatches)

@@ -1,5 +1,7 @@
 """The simulator against published numbers, closed forms and an independent longest path."""
 
+from itertools import pairwise
+
 import networkx
 import numpy as np
 import pytest
@@ -103,7 +105,7 @@ def longest_path(schedule: Schedule, costs: Costs) -> float:
     for row in schedule.rows:
         for a in row:
             graph.add_edge((a, "start"), (a, "end"), weight=seconds(a))
-        for a, b in zip(row, row[1:], strict=False):
+        for a, b in pairwise(row):
             graph.add_edge((a, "end"), (b, "start"), weight=0.0)
         for a in row:
             other = a.stage + {Kind.F: -1, Kind.B: 1, Kind.U: schedule.stages}[a.kind]
@@ -117,7 +119,9 @@ def test_transfers_overlap_with_compute_unless_they_are_written_out():
     costs = Costs(transfer=0.1)
     assert simulate(schedule, costs).makespan == pytest.approx(58.4)
     assert simulate(schedule.with_transfers(), costs).makespan > 58.4
-    assert simulate(make("interleaved", 1, 8, virtual=3), Costs(transfer=9)).makespan == 72  # nothing between stages of a device
+    assert (
+        simulate(make("interleaved", 1, 8, virtual=3), Costs(transfer=9)).makespan == 72
+    )  # nothing between stages of a device
 
 
 def test_bandwidth_speed_and_recomputation():
@@ -166,7 +170,7 @@ def test_costs_that_are_no_costs(value):
 
 
 def test_costs_in_other_words():
-    with pytest.raises(CostError, match="speed=0.*positive"):
+    with pytest.raises(CostError, match=r"speed=0.*positive"):
         Costs(speed=0)
     with pytest.raises(CostError, match="recompute='always'"):
         Costs(recompute="always")

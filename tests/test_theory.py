@@ -1,4 +1,4 @@
-"""Every schedule has its closed forms with sources; the sweeps against the simulator are in test_schedules and test_simulate."""
+"""Every schedule has its closed forms with sources; test_schedules and test_simulate sweep them against the simulator."""
 
 import re
 

@@ -1,6 +1,7 @@
 """Measures, attribution, critical path and other forms of a timeline."""
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ def test_the_critical_path_is_unbroken(case, costs):
     path = t.critical_path()
     assert t.start[path[0]] == 0
     assert t.end[path[-1]] == t.makespan
-    for i, j in zip(path, path[1:], strict=False):
+    for i, j in pairwise(path):
         assert t.start[j] >= t.end[i] - 1e-9
         if t.device[i] == t.device[j]:
             assert t.start[j] == pytest.approx(t.end[i])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelab import Action, Kind, Reads, Schedule, ScheduleError, make, simulate, validate
+from pipelab import Action, Kind, Schedule, ScheduleError, make, simulate, validate
 from tests.conftest import tables
 
 
@@ -90,10 +90,15 @@ def test_rendezvous_deadlock_of_a_table_that_queues_would_pass():
     spread = make("pipedream_flush", 2, 3).with_transfers()
     assert validate(spread) is spread
     broken = edited(spread, 0, swap("0SEND_F1", "0RECV_B0"))
-    with pytest.raises(ScheduleError, match="deadlock|stands before"):
+    with pytest.raises(ScheduleError, match=r"deadlock|stands before"):
         validate(broken)
-    rows = ("0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0U0", "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1U0")
-    with pytest.raises(ScheduleError, match="device 0 holds at 0SEND_F1 until 1RECV_F1 on device 1; device 1 holds at 1SEND_B0"):
+    rows = (
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0U0",
+        "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1U0",
+    )
+    with pytest.raises(
+        ScheduleError, match="device 0 holds at 0SEND_F1 until 1RECV_F1 on device 1; device 1 holds at 1SEND_B0"
+    ):
         validate(Schedule.from_grid("\n".join(rows)))
     compute = "\n".join(" ".join(c for c in row.split() if "_" not in c) for row in rows)
     validate(Schedule.from_grid(compute))
@@ -114,8 +119,12 @@ def test_a_transfer_to_nowhere():
 
 
 def test_a_version_must_exist_when_it_is_read():
-    two = Schedule.from_grid("# microbatches=1 batches=3 per_update=1 reads=PREVIOUS placement=0\n0F0 0F1 0F2 0B0 0U0 0B1 0U1 0B2 0U2")
-    with pytest.raises(ScheduleError, match=r"0F2 reads weight version 1 \(PREVIOUS\), but its row has made only 0 before it") as error:
+    two = Schedule.from_grid(
+        "# microbatches=1 batches=3 per_update=1 reads=PREVIOUS placement=0\n0F0 0F1 0F2 0B0 0U0 0B1 0U1 0B2 0U2"
+    )
+    with pytest.raises(
+        ScheduleError, match=r"0F2 reads weight version 1 \(PREVIOUS\), but its row has made only 0 before it"
+    ) as error:
         validate(two)
     assert ">0F2<" in str(error.value)
 

@@ -1,4 +1,4 @@
-"""One rank of torch.distributed.pipelining running a table exported by pipelab; started by test_torch_runtime under torchrun."""
+"""One rank of torch.distributed.pipelining on an exported table; test_torch_runtime starts it under torchrun."""
 
 import os
 import sys

@@ -269,7 +269,7 @@ class _Entry(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
 
 

@@ -107,7 +107,7 @@ def work(
             if pace:
                 device.finish()
                 done, due = time.perf_counter() - began, clock + pace.duration[i]
-                record.late += bool(pace.duration[i]) and done > due
+                record.late += int(pace.duration[i] > 0 and done > due)
                 _sleep_until(began + due)
                 clock = max(due, done)
             end = device.now()

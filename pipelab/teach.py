@@ -1,0 +1,131 @@
+"""Guesses and exercises for the lectures: checks that accept any right answer and show the grid of a wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipelab.costs import Costs
+from pipelab.schedule import Schedule
+from pipelab.simulate import simulate
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """What a check says: passed is True, False, or None where nothing was tried; displayed as its text."""
+
+    passed: bool | None
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+NOT_ATTEMPTED = Feedback(None, "Not attempted yet: replace None above, then run both cells again.")
+
+
+def guess(value: float | None, truth: float, tolerance: float = 0.005) -> Feedback:
+    """Compare a guess made before the run with what came out; `tolerance` is relative.
+
+    >>> guess(30, 33)
+    You said 30, it is 33. Where does the difference come from?
+    """
+    if value is None:
+        return Feedback(None, f"No guess made. It is {truth:g}.")
+    if _close(value, truth, tolerance):
+        return Feedback(True, f"Right: {truth:g}.")
+    return Feedback(False, f"You said {value:g}, it is {truth:g}. Where does the difference come from?")
+
+
+def check_number(answer: Any, truth: float, tolerance: float = 0.005, hint: str = "") -> Feedback:
+    """Any number within `tolerance` (relative) of the truth, of whatever type.
+
+    >>> check_number(0.8, 4 / 5)
+    Right.
+    """
+    if answer is None:
+        return NOT_ATTEMPTED
+    try:
+        value = float(answer)
+    except (TypeError, ValueError):
+        return Feedback(False, f"Not yet: {answer!r} is not a number.")
+    return (
+        Feedback(True, "Right.") if _close(value, truth, tolerance) else Feedback(False, f"Not yet: {value:g}. {hint}".rstrip())
+    )
+
+
+def check_function(function: Callable | None, truth: Callable, cases: Iterable[tuple]) -> Feedback:
+    """A function that gives what `truth` gives for every case; the first difference is shown.
+
+    >>> check_function(lambda p: p - 1, lambda p: p, [(2,)])
+    Not yet: for (2) it gives 1, right is 2.
+    """
+    if function is None:
+        return NOT_ATTEMPTED
+    for case in cases:
+        shown, right = ", ".join(map(repr, case)), truth(*case)
+        try:
+            got = function(*case)
+        except Exception as error:
+            return Feedback(False, f"Not yet: for ({shown}) it raises {type(error).__name__}: {error}")
+        if got is None:
+            return NOT_ATTEMPTED
+        if not _close(got, right, 1e-6):
+            return Feedback(False, f"Not yet: for ({shown}) it gives {got:g}, right is {right:g}.")
+    return Feedback(True, "Right.")
+
+
+def check_schedule(
+    answer: Schedule | str | None, *, devices: int, microbatches: int, makespan: float | None = None,
+    in_flight: int | None = None, costs: Costs | None = None,
+) -> Feedback:  # fmt: skip
+    """Any valid table for one batch of the asked size that reaches the numbers; a Schedule or a grid in text.
+
+    makespan   at most this much, under `costs` (default: forward 1, backward 2)
+    in_flight  at most so many micro-batches on any device
+    """
+    if answer is None:
+        return NOT_ATTEMPTED
+    try:
+        schedule = Schedule.from_grid(answer, "your table") if isinstance(answer, str) else answer
+        timeline = simulate(schedule, costs)
+    except (ValueError, AttributeError) as error:
+        return Feedback(False, f"Not yet. {error}")
+    have, want = (schedule.devices, schedule.total), (devices, microbatches)
+    if have != want:
+        sizes = "{} devices and {} micro-batches"
+        return Feedback(
+            False, f"Not yet: a table for {sizes.format(*have)}, asked were {sizes.format(*want)}.\n{schedule.grid()}"
+        )
+    short = []
+    if makespan is not None and timeline.makespan > makespan * (1 + 1e-9):
+        short.append(f"makespan {timeline.makespan:g}, to reach: {makespan:g}")
+    if in_flight is not None and max(timeline.peak_in_flight) > in_flight:
+        short.append(f"{max(timeline.peak_in_flight)} micro-batches in flight, to reach: {in_flight}")
+    if short:
+        return Feedback(False, f"Not yet: {'; '.join(short)}.\n{schedule.grid()}")
+    most = max(timeline.peak_in_flight)
+    return Feedback(True, f"Right: makespan {timeline.makespan:g}, at most {most} in flight.\n{schedule.grid()}")
+
+
+def check_balance(answer: Sequence[int] | None, seconds: Sequence[float], stages: int, bottleneck: float) -> Feedback:
+    """Any split of layers with these `seconds` into `stages` whose slowest stage takes at most `bottleneck`.
+
+    >>> check_balance([2, 2], [1, 1, 1, 3], 2, 3)
+    Not yet: the stages take 2, 4; the slowest has to come down to 3.
+    """
+    if answer is None:
+        return NOT_ATTEMPTED
+    if len(answer) != stages or sum(answer) != len(seconds) or min(answer) < 1:
+        return Feedback(False, f"Not yet: {list(answer)} does not share {len(seconds)} layers among {stages} stages.")
+    ends = [sum(answer[: s + 1]) for s in range(stages)]
+    times = [sum(seconds[end - count : end]) for end, count in zip(ends, answer, strict=True)]
+    if max(times) > bottleneck * (1 + 1e-9):
+        shown = ", ".join(f"{x:g}" for x in times)
+        return Feedback(False, f"Not yet: the stages take {shown}; the slowest has to come down to {bottleneck:g}.")
+    return Feedback(True, f"Right: the slowest stage takes {max(times):g}.")
+
+
+def _close(value: float, truth: float, tolerance: float) -> bool:
+    return abs(value - truth) <= tolerance * abs(truth) + 1e-12

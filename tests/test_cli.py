@@ -1,0 +1,176 @@
+"""The command line: its JSON keys, its errors, its files."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from pipelab import Schedule, make
+from pipelab.cli import main
+
+KEYS = [
+    "schedule", "devices", "stages", "microbatches", "batches", "makespan", "span", "ideal", "bubble", "peak_in_flight",
+    "weight_versions", "rows", "start", "end",
+]  # fmt: skip
+
+
+def call(capsys, line):
+    status = main(line.split())
+    return status, *capsys.readouterr()
+
+
+def test_simulate_json(capsys):
+    status, out, err = call(capsys, "simulate gpipe --devices 4 --microbatches 8 --json")
+    result = json.loads(out)
+    assert (status, err) == (0, "")
+    assert list(result) == KEYS
+    assert result["makespan"] == 33
+    assert round(result["bubble"]["of_total"], 4) == 0.2727
+    assert list(result["bubble"]) == ["of_total", "over_ideal", "of_span"]
+    assert result["bubble"]["over_ideal"] == 0.375
+    assert result["peak_in_flight"] == [8, 8, 8, 8]
+    assert result["weight_versions"] == [1, 1, 1, 1]
+    assert result["rows"][0][:2] == ["0F0", "0F1"]
+    assert result["end"][0][-1] == 33
+
+
+def test_all_options_of_simulate(capsys, tmp_path):
+    files = {name: tmp_path / f"out.{name}" for name in ("csv", "png", "json")}
+    line = (
+        "simulate interleaved --devices 2 --virtual 2 --microbatches 4 --batches 2 --forward 1,2,1,2 --input-grad 2 "
+        f"--weight-grad 1 --transfer 0.5 --update 1 --recompute always --csv {files['csv']} --plot {files['png']} --trace {files['json']}"
+    )
+    status, out, _ = call(capsys, line)
+    assert status == 0
+    assert "interleaved, simulated: 2 devices, 4 stages" in out
+    assert "waiting for a gradient" in out
+    assert Schedule.from_csv(files["csv"].read_text()) == make("interleaved", 2, 4, virtual=2, batches=2)
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+    assert json.loads(files["json"].read_text())["traceEvents"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.csv", "out.json", "out.png"]
+
+
+def test_vertical_sync_by_name(capsys):
+    _, out, _ = call(capsys, "simulate pipedream --devices 4 --microbatches 8 --reads first --json")
+    assert json.loads(out)["weight_versions"] == [4, 4, 4, 4]
+
+
+def test_a_csv_file_is_a_schedule_too(capsys, tmp_path):
+    table = tmp_path / "mine.csv"
+    table.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    status, out, _ = call(capsys, f"simulate {table} --json")
+    assert status == 0
+    assert json.loads(out)["schedule"] == "mine"
+    assert call(capsys, f"validate {table}")[:2] == (
+        0,
+        "valid: 2 devices, 2 stages, 1 x 2 micro-batches, complete, in order, no deadlock\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("simulate gpipe --devices -1 --microbatches 8", "devices=-1: give a whole number of at least 1"),
+        ("simulate gpipe --devices 4 --microbatches 0", "microbatches=0"),
+        ("simulate gpipe --devices 4", "gpipe needs --devices and --microbatches"),
+        ("simulate gpip --devices 4 --microbatches 8", "did you mean gpipe?"),
+        ("simulate gpip", "did you mean gpipe?"),
+        ("simulate gpipe --devices 4 --microbatches 8 --virtual 2", "gpipe has one stage a device"),
+        ("simulate gpipe --devices 4 --microbatches 8 --forward 1,2", "forward has 2 values for 4 stages"),
+        ("simulate gpipe --devices 4 --microbatches 8 --forward -1", "forward=-1.0"),
+        ("simulate pipedream_2bw --devices 4 --microbatches 2", "needs microbatches >= devices, got 2 < 4"),
+        ("simulate nothing.csv", "No such file"),
+        ("simulate gpipe --devices 2 --microbatches 2 --plot /nowhere/x.png", "there is no folder /nowhere"),
+        ("simulate gpipe --devices 2 --microbatches 2 --plot x.nothing", "Format 'nothing' is not supported"),
+        ("schedule pipedream --devices 2 --microbatches 2 --csv torch", "updates without a flush"),
+        ("run pipedream --devices 2 --microbatches 2", "updates without a flush"),
+        ("run gpipe --devices 2 --microbatches 2 --device cuda:64", "device 'cuda:64'"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(capsys, line, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = call(capsys, line)
+    assert status == 2
+    assert message in err
+    assert (out, err.count("\n")) == ("", 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "line", ["", "bogus", "simulate", "simulate gpipe --devices x", "run gpipe --model nothing", "bench x"]
+)
+def test_bad_usage_is_one_line_and_status_2(capsys, line):
+    with pytest.raises(SystemExit) as stop:
+        main(line.split())
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_broken_tables(capsys, tmp_path):
+    broken, stuck = tmp_path / "broken.csv", tmp_path / "stuck.csv"
+    broken.write_text("0F0,0B0\n1F0,1B0,1X0\n")
+    stuck.write_text("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")
+    status, _, err = call(capsys, f"simulate {broken}")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "broken.csv: row 1, cell 2: '1X0' is not an action" in err
+    status, _, err = call(capsys, f"simulate {stuck}")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "deadlock" in err
+    status, _, err = call(capsys, f"validate {stuck}")
+    assert status == 1
+    assert ">0B0<" in err
+
+
+def test_schedule_prints_grid_or_csv(capsys):
+    assert call(capsys, "schedule gpipe --devices 2 --microbatches 1")[1].splitlines()[1:] == [
+        "0F0 .   .   0B0 0U0",
+        ".   1F0 1B0 1U0 .",
+    ]
+    ours = call(capsys, "schedule gpipe --devices 2 --microbatches 2 --csv")[1]
+    assert Schedule.from_csv(ours) == make("gpipe", 2, 2)
+    assert call(capsys, "schedule gpipe --devices 2 --microbatches 1 --csv torch")[1] == "0F0,0B0\n1F0,1B0\n"
+    spread = call(capsys, "schedule gpipe --devices 2 --microbatches 1 --csv --transfers")[1]
+    assert Schedule.from_csv(spread) == make("gpipe", 2, 1).with_transfers()
+
+
+@pytest.mark.parametrize(
+    "line", ["gpipe --model mlp --paced 0.002", "interleaved --virtual 2 --model gpt2 --recompute always --batches 2"]
+)
+def test_run_json(capsys, line, tmp_path):
+    status, out, err = call(capsys, f"run {line} --devices 2 --microbatches 3 --dump {tmp_path / 'dump'} --json")
+    assert (status, err) == (0, "")
+    result = json.loads(out)
+    assert list(result["check"]) == ["passed", "max_abs", "max_rel", "tolerance", "rule"]
+    assert result["check"]["passed"] is True
+    assert len(result["losses"]) == result["batches"]
+    assert set(KEYS) <= set(result["measured"])
+    assert set(KEYS) <= set(result["simulated"])
+    assert result["measured"]["rows"] == result["simulated"]["rows"]
+    assert (tmp_path / "dump" / "initial.safetensors").exists()
+
+
+def test_a_failed_check_is_status_1(capsys, monkeypatch):
+    from tests.test_mutations import gradients_times_m
+
+    gradients_times_m(monkeypatch)
+    status, out, err = call(capsys, "run gpipe --devices 2 --microbatches 4")
+    assert status == 1
+    assert "CHECK FAILED" in out
+    assert "differs from the reference" in err
+
+
+def test_bench_simulate(capsys, tmp_path):
+    report = tmp_path / "simulate.md"
+    status, out, _ = call(capsys, f"bench simulate --repeats 1 --actions 20000 --markdown {report}")
+    assert status == 0
+    assert out.endswith(report.read_text())  # DeepSpeed logs to standard output when it is imported
+    assert "| pipedream_flush | 16 | 256 | 8,208 |" in out
+    for generator in ("pipelab", "torch.distributed.pipelining", "DeepSpeed TrainSchedule"):
+        assert f"| {generator} |" in out
+
+
+def test_the_module_and_the_script_are_the_same_command():
+    done = subprocess.run([sys.executable, "-m", "pipelab", "validate", "/nowhere"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("pipelab validate: error:")

@@ -1,0 +1,73 @@
+"""GPT-2 as layers, and the text that ships with Python."""
+
+from functools import partial
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from pipelab import data, make, run
+from pipelab.models import mlp, parameters, split
+from pipelab.models.gpt2 import gpt2, next_token_loss
+from pipelab.partition import uniform
+
+
+def test_the_layers_are_the_model(tmp_path):
+    """The path of published weights, on a folder as transformers saves it."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=50, n_positions=16, n_embd=8, n_layer=3, n_head=2, bos_token_id=None, eos_token_id=None)
+    model = GPT2LMHeadModel(config).eval()
+    model.save_pretrained(tmp_path)
+    layers = gpt2(pretrained=str(tmp_path))
+    assert len(layers) == 5
+    tokens = torch.randint(50, (2, 16))
+    logits = torch.nn.Sequential(*layers)(tokens)
+    assert torch.allclose(logits, model(tokens).logits, atol=1e-6)
+    assert next_token_loss(logits, tokens).ndim == 0
+
+
+def test_published_sizes_of_gpt2_in_stages():
+    """GPT-2 small in stages of 4, 3, 3 and 4 layers has the parameter counts that the original course printed."""
+    with torch.device("meta"):
+        layers = gpt2(vocabulary=50257, length=1024, width=768, blocks=12, heads=12)
+    counts = parameters(split(layers, [4, 3, 3, 4]))
+    assert counts == [60_647_424, 21_263_616, 21_263_616, 59_862_528]
+
+
+def test_it_learns_on_real_text():
+    torch.manual_seed(0)
+    corpus = data.corpus(256)
+    batches = data.batches(corpus.tokens, 30, 16, 16)
+    stages = split(gpt2(vocabulary=256, length=16, width=32, blocks=2), [2, 2])
+    result = run(make("gpipe", 2, 4, batches=30), stages, batches, next_token_loss, partial(torch.optim.Adam, lr=1e-2))
+    assert result.check.passed
+    assert result.losses[-1] < result.losses[0] - 1
+
+
+def test_the_text_is_prose_with_known_words():
+    text = data.text()
+    assert 300_000 < len(text) < 1_000_000
+    corpus = data.corpus(1024)
+    assert len(corpus.vocabulary) == 1024
+    assert (corpus.tokens == 0).float().mean() < 0.15
+    assert corpus.tokens.max() == 1023
+    words = [corpus.vocabulary[i] for i in corpus.tokens[:2000]]
+    assert {"the", "of"} <= set(words)
+
+
+def test_batches_are_shifted_by_one_and_seeded():
+    tokens = torch.arange(100)
+    (x, y), _ = data.batches(tokens, 2, 3, 5)
+    assert x.shape == y.shape == (3, 5)
+    assert torch.equal(x + 1, y)
+    assert torch.equal(x, data.batches(tokens, 2, 3, 5)[0][0])
+    assert not torch.equal(x, data.batches(tokens, 2, 3, 5, seed=1)[0][0])
+    with pytest.raises(ValueError, match="5 tokens for passages of 5"):
+        data.batches(tokens[:5], 1, 1, 5)
+
+
+def test_uniform_and_mlp():
+    assert uniform(14, 4) == [4, 4, 3, 3]
+    with pytest.raises(ValueError, match="5 stages for 4 layers"):
+        uniform(4, 5)
+    assert torch.nn.Sequential(*mlp(layers=3, width=4, inputs=7, outputs=2))(torch.ones(1, 7)).shape == (1, 2)
