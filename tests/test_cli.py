@@ -39,7 +39,8 @@ def test_all_options_of_simulate(capsys, tmp_path):
     files = {name: tmp_path / f"out.{name}" for name in ("csv", "png", "json")}
     line = (
         "simulate interleaved --devices 2 --virtual 2 --microbatches 4 --batches 2 --forward 1,2,1,2 --input-grad 2 "
-        f"--weight-grad 1 --transfer 0.5 --update 1 --recompute always --csv {files['csv']} --plot {files['png']} --trace {files['json']}"
+        "--weight-grad 1 --transfer 0.5 --update 1 --recompute always "
+        f"--csv {files['csv']} --plot {files['png']} --trace {files['json']}"
     )
     status, out, _ = call(capsys, line)
     assert status == 0

@@ -1,0 +1,182 @@
+"""Hygiene of the stored lectures, and their exercises: right answers pass, plausible wrong ones do not."""
+
+import ast
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import nbformat
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+BOOKS = sorted(FOLDER.glob("*.ipynb"))
+TAGS = {"nbval-ignore-output", "raises-exception", "exercise"}
+by_name = pytest.mark.parametrize("path", BOOKS, ids=lambda p: p.stem)
+
+
+def cells(path, kind):
+    return [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == kind]
+
+
+def tags(cell):
+    return set(cell.metadata.get("tags", []))
+
+
+PARTS = ("After this you can", "Recall.", "Predict", "Break it", "For real", "Memory", "Exercises", "Takeaways", "References")
+
+
+# ---- hygiene
+
+
+def test_there_are_lectures():
+    assert [p.stem for p in BOOKS] == ["01_inter_layer", "02_gpipe"]
+
+
+@by_name
+def test_outputs_are_from_one_run_from_top_to_bottom(path):
+    code = cells(path, "code")
+    assert [c.execution_count for c in code] == list(range(1, len(code) + 1))
+    assert any(c.outputs for c in code)
+
+
+@by_name
+def test_errors_are_meant(path):
+    for cell in cells(path, "code"):
+        failed = any(o.output_type == "error" for o in cell.outputs)
+        assert failed == ("raises-exception" in tags(cell)), cell.source
+        assert not any(o.output_type == "stream" and o.name == "stderr" for o in cell.outputs), cell.source
+
+
+@by_name
+def test_tags_kernel_and_size(path):
+    book = nbformat.read(path, as_version=4)
+    assert book.metadata.kernelspec.name == "python3"
+    assert path.stat().st_size < 1_500_000
+    for cell in cells(path, "code"):
+        assert tags(cell) <= TAGS
+        assert "clear_output" not in cell.source
+        assert len(cell.source.splitlines()) <= 20
+    prose = sum(len(c.source.split()) for c in cells(path, "markdown"))
+    assert prose <= 1500
+    assert "sanitize" not in book.metadata
+
+
+@by_name
+def test_measured_cells_are_followed_by_one_that_asserts(path):
+    code = cells(path, "code")
+    for i, cell in enumerate(code):
+        if "nbval-ignore-output" in tags(cell):
+            asserts = "assert " in cell.source
+            following = next(c for c in code[i + 1 :] if "nbval-ignore-output" not in tags(c))
+            assert asserts or "assert " in following.source, cell.source
+
+
+@by_name
+def test_a_widget_comes_after_a_static_figure_and_a_line_of_words(path):
+    code = cells(path, "code")
+    for before, cell in pairwise(code):
+        if any("application/vnd.jupyter.widget-view+json" in o.get("data", {}) for o in cell.outputs):
+            assert any("image/png" in o.get("data", {}) for o in before.outputs)
+            assert any(o.output_type == "stream" for o in before.outputs)
+            assert "Explorer of" in cell.outputs[0].data["text/plain"]
+
+
+@by_name
+def test_the_skeleton_and_the_links(path):
+    text = "\n".join(c.source for c in cells(path, "markdown"))
+    for part in PARTS:
+        assert f"**{part}**" in text or f"## {part}" in text, part
+    for link in re.findall(r"\]\(([^)]+\.ipynb)\)", text):
+        assert (FOLDER / link).exists(), link
+    assert "Check passed" in "".join(o.get("data", {}).get("text/plain", "") for c in cells(path, "code") for o in c.outputs)
+
+
+# ---- exercises
+
+EXERCISES = {
+    ("01_inter_layer", 1): {
+        "right": ["answer = 4 / 5", "from fractions import Fraction\nanswer = Fraction(4, 5)"],
+        "wrong": ["answer = 0.2", "answer = 1 - 1 / 4", "answer = 'most'"],
+    },
+    ("01_inter_layer", 2): {
+        "right": ['answer = pl.make("pipedream_flush", 2, 2)', 'answer = "0F1 0F0 0B1 0B0\\n1F1 1B1 1F0 1B0"'],
+        "wrong": [
+            'answer = pl.make("inter_layer", 2, 2)', 'answer = "0F0 0F1 0B1 0B0\\n1F0 1B0 1F1"', "answer = 9",
+            'answer = "0F0 0B0 0F1 0B1\\n1F1 1F0 1B0 1B1"', 'answer = pl.make("gpipe", 2, 1)', 'answer = "0F0, 0B0"',
+        ],
+    },
+    ("02_gpipe", 1): {
+        "right": [
+            "def answer(p, m=1):\n    while pl.simulate(gpipe(p, m)).bubble.of_total > 0.1001:\n        m += 1\n    return m",
+            "answer = lambda p: 9 * p - 9 or 1",
+        ],
+        "wrong": [
+            "answer = lambda p: 10 * (p - 1) or 1", "answer = lambda p: 4 * p", "answer = lambda p: 9 * (p - 1)",
+            "def answer(p):\n    return 1 / 0",
+        ],
+    },
+    ("02_gpipe", 2): {
+        "right": ["answer = [3, 5, 5, 1]", "answer = (5, 5, 3, 1)"],
+        "wrong": ["answer = [4, 3, 3, 4]", "answer = [2, 6, 5, 1]", "answer = [5, 4, 4]", "answer = [5, 5, 4, 0]"],
+    },
+    ("02_gpipe", 3): {
+        "right": [
+            'answer = pl.make("pipedream_flush", 4, 8)',
+            'answer = pl.make("pipedream_flush", 4, 8).to_torch_csv().replace(",", " ")',
+        ],
+        "wrong": [
+            'answer = pl.make("gpipe", 4, 8)', 'answer = pl.make("inter_layer", 4, 8)',
+            'answer = pl.make("pipedream_flush", 4, 4)',
+        ],
+    },
+}  # fmt: skip
+
+
+def exercises(path):
+    return [c.source for c in cells(path, "code") if "exercise" in tags(c)]
+
+
+def solutions(path):
+    return [s for c in cells(path, "markdown") for s in re.findall(r"Solution</summary>\s+```python\n(.*?)```", c.source, re.S)]
+
+
+def grade(path, stub, answer):
+    """What the exercise's own check says when the learner's part is `answer`."""
+    scope = {}
+    setup = cells(path, "code")[0].source.replace("%matplotlib inline", "")
+    taught = [c.source for c in cells(path, "code") if "def gpipe(" in c.source and "exercise" not in tags(c)]
+    functions = [ast.unparse(n) for source in taught for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
+    helpers = "\n\n".join(functions)
+    exec(f"{setup}\n\n{helpers}", scope)
+    *_, check = ast.parse(stub).body
+    assert isinstance(check, ast.Expr)
+    exec(answer, scope)
+    return eval(compile(ast.Expression(check.value), "check", "eval"), scope)
+
+
+@by_name
+def test_every_exercise_has_a_solution_a_hint_and_a_stub_that_runs(path):
+    stubs = exercises(path)
+    assert len(stubs) == len(solutions(path)) == sum((path.stem, i) in EXERCISES for i in range(9)) > 0
+    text = "\n".join(c.source for c in cells(path, "markdown"))
+    assert text.count("<summary>Hint</summary>") == len(stubs)
+    for cell in cells(path, "code"):
+        if "exercise" in tags(cell):
+            assert "Not attempted yet" in cell.outputs[0].data["text/plain"]
+
+
+@pytest.mark.parametrize(("name", "number"), EXERCISES)
+def test_right_answers_pass_and_wrong_ones_do_not(name, number):
+    path = FOLDER / f"{name}.ipynb"
+    stub = exercises(path)[number - 1]
+    answers = EXERCISES[name, number]
+    for answer in [solutions(path)[number - 1], *answers["right"]]:
+        assert grade(path, stub, answer).passed is True, answer
+    for answer in answers["wrong"]:
+        feedback = grade(path, stub, answer)
+        assert feedback.passed is False, answer
+        assert repr(feedback).startswith("Not yet"), answer
+
+
+def test_nothing_but_notebooks_in_the_course():
+    assert {p.suffix for p in FOLDER.iterdir() if p.is_file()} == {".ipynb"}
