@@ -64,11 +64,15 @@ class Action(NamedTuple):
 
 
 def insert_updates(row: Iterable[Action], per_update: int) -> list[Action]:
-    """The row with `U t` after the last backward (B or W) of each update group of each of its stages."""
+    """The row with the updates of its stages, `U t` for update group t, after the row's last backward (B or W) of the group."""
     row = list(row)
-    last = {(a.stage, a.microbatch // per_update): i for i, a in enumerate(row) if a.kind in (Kind.B, Kind.W)}
-    after: dict[int, Action] = {i: Action(stage, Kind.U, group) for (stage, group), i in last.items()}
-    return [b for i, a in enumerate(row) for b in ((a, after[i]) if i in after else (a,))]
+    backwards = [(i, a) for i, a in enumerate(row) if a.kind in (Kind.B, Kind.W)]
+    last = {a.microbatch // per_update: i for i, a in backwards}
+    owners = sorted({(a.microbatch // per_update, a.stage) for _, a in backwards})
+    after: dict[int, list[Action]] = {}
+    for group, stage in owners:
+        after.setdefault(last[group], []).append(Action(stage, Kind.U, group))
+    return [b for i, a in enumerate(row) for b in (a, *after.get(i, ()))]
 
 
 def check_counts(**values: int) -> None:

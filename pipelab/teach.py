@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from pipelab.costs import Costs
@@ -63,24 +65,26 @@ def check_function(function: Callable | None, truth: Callable, cases: Iterable[t
     """
     if function is None:
         return NOT_ATTEMPTED
+    answers = []
     for case in cases:
         shown, right = ", ".join(map(repr, case)), truth(*case)
         try:
-            got = function(*case)
+            answers.append(function(*case))
+            wrong = answers[-1] is not None and not _close(float(answers[-1]), right, 1e-6)
         except Exception as error:
             return Feedback(False, f"Not yet: for ({shown}) it raises {type(error).__name__}: {error}")
-        if got is None:
-            return NOT_ATTEMPTED
-        if not _close(got, right, 1e-6):
-            return Feedback(False, f"Not yet: for ({shown}) it gives {got:g}, right is {right:g}.")
-    return Feedback(True, "Right.")
+        if wrong or (answers[-1] is None and any(a is not None for a in answers)):
+            return Feedback(False, f"Not yet: for ({shown}) it gives {answers[-1]}, right is {right:g}.")
+    return NOT_ATTEMPTED if all(a is None for a in answers) else Feedback(True, "Right.")
 
 
 def check_schedule(
     answer: Schedule | str | None, *, devices: int, microbatches: int, makespan: float | None = None,
     in_flight: int | None = None, costs: Costs | None = None,
 ) -> Feedback:  # fmt: skip
-    """Any valid table for one batch of the asked size that reaches the numbers; a Schedule or a grid in text.
+    """Any valid table that reaches the numbers: one batch, a stage on each device, one update at its end.
+
+    The answer is a Schedule, or a grid in text, whose updates may be left out.
 
     makespan   at most this much, under `costs` (default: forward 1, backward 2)
     in_flight  at most so many micro-batches on any device
@@ -92,11 +96,12 @@ def check_schedule(
         timeline = simulate(schedule, costs)
     except (ValueError, AttributeError) as error:
         return Feedback(False, f"Not yet. {error}")
-    have, want = (schedule.devices, schedule.total), (devices, microbatches)
+    have = (schedule.devices, schedule.stages, schedule.total, schedule.updates)
+    want = (devices, devices, microbatches, 1)
     if have != want:
-        sizes = "{} devices and {} micro-batches"
+        sizes = "{} devices, {} stages, {} micro-batches and {} update(s)"
         return Feedback(
-            False, f"Not yet: a table for {sizes.format(*have)}, asked were {sizes.format(*want)}.\n{schedule.grid()}"
+            False, f"Not yet: a table with {sizes.format(*have)}, asked were {sizes.format(*want)}.\n{schedule.grid()}"
         )
     short = []
     if makespan is not None and timeline.makespan > makespan * (1 + 1e-9):
@@ -117,10 +122,14 @@ def check_balance(answer: Sequence[int] | None, seconds: Sequence[float], stages
     """
     if answer is None:
         return NOT_ATTEMPTED
-    if len(answer) != stages or sum(answer) != len(seconds) or min(answer) < 1:
-        return Feedback(False, f"Not yet: {list(answer)} does not share {len(seconds)} layers among {stages} stages.")
-    ends = [sum(answer[: s + 1]) for s in range(stages)]
-    times = [sum(seconds[end - count : end]) for end, count in zip(ends, answer, strict=True)]
+    try:
+        counts = [operator.index(count) for count in answer]
+    except TypeError:
+        return Feedback(False, f"Not yet: {answer!r} is not a list of whole numbers.")
+    if len(counts) != stages or sum(counts) != len(seconds) or min(counts) < 1:
+        return Feedback(False, f"Not yet: {counts} does not share {len(seconds)} layers among {stages} stages.")
+    ends = list(accumulate(counts))
+    times = [sum(seconds[end - count : end]) for end, count in zip(ends, counts, strict=True)]
     if max(times) > bottleneck * (1 + 1e-9):
         shown = ", ".join(f"{x:g}" for x in times)
         return Feedback(False, f"Not yet: the stages take {shown}; the slowest has to come down to {bottleneck:g}.")

@@ -18,7 +18,7 @@ def read_table(text: str, name: str, split: Callable[[str], list[str]]) -> dict[
     """The arguments of `Schedule` for a table in text; `split` cuts a line into cells.
 
     What the header does not say is taken from the cells: one batch, the placement as it stands, updates after the last
-    backward of every stage if there are none. Raises ScheduleError with the row and the cell.
+    backward of every row if there are none. Raises ScheduleError with the row and the cell.
     """
     lines = text.splitlines()
     if lines and lines[0].startswith("#"):

@@ -24,7 +24,8 @@ class Theory:
     over_ideal  (p, m, v, batches) -> (makespan - ideal) / ideal
     in_flight   (device, p, m, v, batches) -> most micro-batches (chunk activations) held at once
     versions    (device, p, m, v, batches) -> most weight versions of a stage
-    bubble, peak, stash  the formula as written, its paper and section
+    bubble, peak, stash  the formula as written, its paper and section; the bubble over ideal
+    share       the bubble's formula as a share of the total time
     assumes     beyond equal stages, no transfer time and free updates
     """
 
@@ -32,6 +33,7 @@ class Theory:
     in_flight: Callable[[int, int, int, int, int], int]
     versions: Callable[[int, int, int, int, int], int]
     bubble: Source
+    share: str
     peak: Source
     stash: Source
     assumes: str
@@ -50,7 +52,8 @@ THEORY: dict[str, Theory] = {
         over_ideal=lambda p, m, v, batches: p - 1,
         in_flight=lambda device, p, m, v, batches: 1,
         versions=lambda device, p, m, v, batches: 1,
-        bubble=Source("p - 1 over ideal, (p - 1) / p of total", _GPIPE, "2.2, figure 2b"),
+        bubble=Source("p - 1", _GPIPE, "2.2, figure 2b"),
+        share="(p - 1) / p",
         peak=Source("1", _GPIPE, "2.2, figure 2b"),
         stash=_ONE,
         assumes="nothing more",
@@ -59,7 +62,8 @@ THEORY: dict[str, Theory] = {
         over_ideal=lambda p, m, v, batches: (p - 1) / m,
         in_flight=lambda device, p, m, v, batches: m,
         versions=lambda device, p, m, v, batches: 1,
-        bubble=Source("(p - 1) / m over ideal, (p - 1) / (m + p - 1) of total", _GPIPE, "2.3"),
+        bubble=Source("(p - 1) / m", _GPIPE, "2.3"),
+        share="(p - 1) / (m + p - 1)",
         peak=Source("m", _MEGATRON, "2.2.1"),
         stash=_ONE,
         assumes="a flush after every batch",
@@ -68,25 +72,28 @@ THEORY: dict[str, Theory] = {
         over_ideal=lambda p, m, v, batches: (p - 1) / (m * batches),
         in_flight=lambda device, p, m, v, batches: min(m * batches, p - device),
         versions=lambda device, p, m, v, batches: min(p - device, m * batches, max(2, m * batches - (p - device) + 2)),
-        bubble=Source("(p - 1) / (m x batches): the start and the end of training alone", _PIPEDREAM, "3.3"),
+        bubble=Source("(p - 1) / (m x batches)", _PIPEDREAM, "3.3"),
+        share="(p - 1) / (m x batches + p - 1)",
         peak=Source("p - s on stage s", _PIPEDREAM, "3.3"),
         stash=Source("p - s on stage s; fewer while fewer than 2 (p - s) - 2 micro-batches run in all", _PIPEDREAM, "3.4"),
-        assumes="weight stashing without vertical sync, no replicated stage",
+        assumes="weight stashing without vertical sync, no replicated stage; only the start and the end of training are idle",
     ),
     "pipedream_2bw": Theory(
         over_ideal=lambda p, m, v, batches: (p - 1) / (m * batches),
         in_flight=lambda device, p, m, v, batches: min(m * batches, p - device),
         versions=lambda device, p, m, v, batches: min(batches, 2),
-        bubble=Source("(p - 1) / (m x batches): the start and the end of training alone", _2BW, "3.1"),
+        bubble=Source("(p - 1) / (m x batches)", _2BW, "3.1"),
+        share="(p - 1) / (m x batches + p - 1)",
         peak=Source("p - s on stage s", _2BW, "3.1"),
         stash=Source("2", _2BW, "3.1"),
-        assumes="m >= p; two versions from the second batch on",
+        assumes="m >= p; two versions from the second batch on; only the start and the end of training are idle",
     ),
     "pipedream_flush": Theory(
         over_ideal=lambda p, m, v, batches: (p - 1) / m,
         in_flight=lambda device, p, m, v, batches: min(m, p - device),
         versions=lambda device, p, m, v, batches: 1,
-        bubble=Source("(p - 1) / m over ideal", _MEGATRON, "2.2.1"),
+        bubble=Source("(p - 1) / m", _MEGATRON, "2.2.1"),
+        share="(p - 1) / (m + p - 1)",
         peak=Source("min(m, p - s) on stage s", _MEGATRON, "2.2.1"),
         stash=_ONE,
         assumes="a flush after every batch",
@@ -95,7 +102,8 @@ THEORY: dict[str, Theory] = {
         over_ideal=lambda p, m, v, batches: (p - 1) / (v * m),
         in_flight=lambda device, p, m, v, batches: min(m * v, 2 * (p - device - 1) + (v - 1) * p + 1 if v > 1 else p - device),
         versions=lambda device, p, m, v, batches: 1,
-        bubble=Source("(p - 1) / (v m) over ideal", _MEGATRON, "2.2.2"),
+        bubble=Source("(p - 1) / (v m)", _MEGATRON, "2.2.2"),
+        share="(p - 1) / (v m + p - 1)",
         peak=Source("min(m v, 2 (p - r - 1) + (v - 1) p + 1) chunks on device r", _MEGATRON, "2.2.2"),
         stash=_ONE,
         assumes="p divides m (else the bubble is larger); a flush after every batch",

@@ -137,7 +137,7 @@ class Timeline:
         return (
             f"{s.name}, {self.source}: {s.devices} device{'s'[: s.devices > 1]}{chunks}, {s.microbatches} "
             f"micro-batch{'es' * (s.microbatches > 1)}{batches}. "
-            f"Makespan {self.makespan:.4g}, of which {self.bubble.of_total:.1%} of all device time is idle "
+            f"Makespan {self.makespan:.4g}; {self.bubble.of_total:.1%} of all device time is idle "
             f"({self.bubble.over_ideal:.1%} over ideal). Peak in flight {' '.join(map(str, self.peak_in_flight))}."
         )
 

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from pipelab import SCHEDULES, THEORY
+from pipelab import THEORY
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", THEORY)
 def test_every_formula_names_its_source_and_assumptions(name):
     theory = THEORY[name]
     for source in (theory.bubble, theory.peak, theory.stash):

@@ -36,7 +36,7 @@ class Check:
 
     def __str__(self) -> str:
         if self.passed:
-            return f"Check passed: every loss, gradient and weight equals the reference ({self.rule}) within the tolerance."
+            return "Check passed: every loss, gradient and weight equals the reference within the tolerance."
         return (
             f"CHECK FAILED: {self.worst} differs from the reference ({self.rule}) by {self.max_rel:.2g}, "
             f"tolerance {self.tolerance:g}."

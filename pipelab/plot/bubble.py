@@ -30,7 +30,8 @@ def bubble(
     """The bubble of the named schedules while one size varies: dots are simulated, lines are the closed form.
 
     `definition` is one of of_total, over_ideal and of_span; the axis names it. The model stays the same when `virtual`
-    varies: its work is divided among the chunks. With `costs`, the closed form (equal stages, no transfer) is left out.
+    varies: its work is divided among the chunks. The closed form is left out with `costs` (it has equal stages and no
+    transfer) and for a schedule that `theory` does not have.
     """
     if definition not in DEFINITIONS:
         raise ValueError(f"definition={definition!r}: use one of {', '.join(DEFINITIONS)}")
@@ -38,20 +39,17 @@ def bubble(
         raise ValueError(f"over={over!r}: use one of {', '.join(LABELS)}")
     ax, values = style.axes(ax, 7, 3.2), list(values)
     for name, colour in zip(names, style.LINES, strict=False):
+        theory = THEORY.get(name) if costs is None and definition != "of_span" else None
         dots, line = [], []
         for value in values:
             size = {"devices": devices, "microbatches": microbatches, "virtual": virtual, over: value}
-            v = size["virtual"] if name == "interleaved" else 1
-            schedule = make(name, size["devices"], size["microbatches"], virtual=v)
-            dots.append(getattr(simulate(schedule, (costs or Costs()).split(v)).bubble, definition))
-            theory = THEORY[name]
-            x = theory.over_ideal(size["devices"], size["microbatches"], v, 1)
-            exact = name != "interleaved" or size["microbatches"] % size["devices"] == 0
-            if exact:
-                line.append((value, x if definition == "over_ideal" else x / (1 + x)))
+            p, m, v = size["devices"], size["microbatches"], size["virtual"] if name == "interleaved" else 1
+            dots.append(getattr(simulate(make(name, p, m, virtual=v), (costs or Costs()).split(v)).bubble, definition))
+            if theory and (v == 1 or m % p == 0):
+                line.append((value, theory.over_ideal(p, m, v, 1) if definition == "over_ideal" else theory.of_total(p, m, v)))
         ax.plot(values, dots, "o", color=colour, ms=4.5, label=f"{name}, simulated", zorder=3)
-        if costs is None and definition != "of_span":
-            formula = THEORY[name].bubble.formula.split(",")[0]
+        if theory:
+            formula = theory.bubble.formula if definition == "over_ideal" else theory.share
             ax.plot(*zip(*line, strict=True), color=colour, lw=1.2, alpha=0.7, label=f"closed form: {formula}")
     ax.set_xlabel(LABELS[over])
     ax.set_ylabel(DEFINITIONS[definition])

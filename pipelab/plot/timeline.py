@@ -75,6 +75,8 @@ def _frame(ax: Axes, items: Sequence[Timeline], names: Sequence[str], end: float
     ax.spines["left"].set_visible(False)
     kinds = sorted({int(k) for t in items for k in np.unique(t.kind)} - {Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
     patches = [Patch(color=style.KINDS[Kind(k)], label=style.NAMES[Kind(k)]) for k in kinds]
+    if (chunks := max(-(-t.schedule.stages // t.schedule.devices) for t in items)) > 1:
+        patches.append(Patch(color=style.lighter(style.KINDS[Kind.F], 0.55), label=f"lighter: later chunk of {chunks}"))
     patches.append(Patch(facecolor="white", edgecolor="#b0b0b0", hatch="////", label="idle"))
     ax.legend(
         handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(patches), fontsize=FONT, frameon=False,

@@ -1,7 +1,7 @@
 """Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473, figure 4): v chunks of the model on every device.
 
-0F0 0F1 2F0 2F1 .   2B0 .   2B1 2U0 0B0 0B1 0U0     p = 2, v = 2, m = 2: device 0 holds stages 0 and 2,
-.   1F0 1F1 3F0 3B0 3F1 3B1 3U0 1B0 1B1 1U0 .       device 1 holds 1 and 3; chunks take turns
+0F0 0F1 2F0 2F1 .   2B0 .   2B1 0B0 0B1 0U0 2U0     p = 2, v = 2, m = 2: device 0 holds stages 0 and 2,
+.   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 1U0 3U0 .       device 1 holds 1 and 3; chunks take turns
 """
 
 from pipelab.action import Action, Kind, check_counts, insert_updates
