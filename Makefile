@@ -17,6 +17,9 @@ test: .venv/.ready  ## set up, then lint, types, unit tests, doctests, notebooks
 	$(BIN)/pytest
 	$(BIN)/pytest --nbval notebooks
 
+fuzz: .venv/.ready  ## 10,000 random tables through the executor, each against its reference
+	PIPELAB_FUZZ=10000 $(BIN)/pytest tests/test_run.py -k random_tables
+
 notebooks: .venv/.ready  ## run the lectures and store their outputs
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
 
@@ -36,4 +39,4 @@ clean:  ## remove the environment and caches
 	$(BIN)/pip install --quiet --editable '.[all]'
 	@touch $@
 
-.PHONY: help lab test notebooks bench images clean
+.PHONY: help lab test fuzz notebooks bench images clean

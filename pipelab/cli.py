@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipelab.action import Reads, ScheduleError
+from pipelab.action import Reads, ScheduleError, check_counts
 from pipelab.costs import Costs, Recompute
 from pipelab.schedule import Schedule
 from pipelab.schedules import SCHEDULES, make
@@ -40,9 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         options.command(options)
+        sys.stdout.flush()
     except Failure as verdict:
         print(verdict, file=sys.stderr)
         return 1
+    except BrokenPipeError:  # whoever reads has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
         first, _, drawing = str(error).partition("\n")
         hint = " (`pipelab validate FILE` draws the table)" if drawing else ""
@@ -60,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def simulate_command(o: argparse.Namespace) -> None:
     schedule = _schedule(o)
+    _check_targets(o.plot, o.csv, o.trace)
     names = ("forward", "input_grad", "weight_grad", "transfer", "update")
     timeline = simulate(schedule, Costs(**{n: getattr(o, n) for n in names}, recompute=Recompute(o.recompute)))
     if o.plot:
@@ -77,6 +82,8 @@ def simulate_command(o: argparse.Namespace) -> None:
 
 def schedule_command(o: argparse.Namespace) -> None:
     schedule = validate(_schedule(o))
+    if o.transfers and o.csv == "torch":
+        raise ValueError("--csv torch is compute only: leave out --transfers")
     if o.transfers:
         schedule = schedule.with_transfers()
     print({"pipelab": schedule.to_csv, "torch": schedule.to_torch_csv, None: schedule.__str__}[o.csv]().rstrip("\n"))
@@ -103,7 +110,7 @@ def run_command(o: argparse.Namespace) -> None:
     from pipelab.executors import run
     from pipelab.fit import fit
 
-    schedule = _schedule(o)
+    schedule = validate(_schedule(o))
     stages, batches, loss = _model(o, schedule)
     # Predicted with the very costs it is paced by, or with those that it measured itself.
     costs = Costs(recompute=Recompute(o.recompute))
@@ -116,9 +123,10 @@ def run_command(o: argparse.Namespace) -> None:
     else:
         predicted = simulate(schedule, fit(result.timeline))
     assert result.check
+    measured = describe(result.timeline) | {"weight_versions": result.weight_versions}
     check = {k: getattr(result.check, k) for k in ("passed", "max_abs", "max_rel", "tolerance", "rule")}
     if o.json:
-        measured = describe(result.timeline) | {"activation_bytes": result.memory.peak(), "late": result.timeline.late}
+        measured |= {"activation_bytes": result.memory.peak(), "late": result.timeline.late}
         print(json.dumps({
             **{k: measured[k] for k in ("schedule", "devices", "stages", "microbatches", "batches")},
             "losses": result.losses, "check": check, "measured": measured, "simulated": describe(predicted),
@@ -134,6 +142,7 @@ def run_command(o: argparse.Namespace) -> None:
 def bench_command(o: argparse.Namespace) -> None:
     from pipelab import bench
 
+    check_counts(repeats=o.repeats, actions=o.actions)
     report = bench.simulate_report(repeats=o.repeats, largest=o.actions)
     if o.markdown:
         _write(o.markdown, lambda path: path.write_text(report))
@@ -165,6 +174,9 @@ def _idle_table(timeline: Timeline) -> str:
 
 def _schedule(o: argparse.Namespace) -> Schedule:
     if o.name.endswith(".csv") or (o.name not in SCHEDULES and Path(o.name).is_file()):
+        sizes = {"devices": None, "microbatches": None, "virtual": 1, "batches": 1, "reads": None}
+        if given := [key for key, default in sizes.items() if getattr(o, key) != default]:
+            raise ValueError(f"{o.name} has its own sizes: leave out --{given[0]}")
         return _read_csv(o.name)
     if o.devices is None or o.microbatches is None:
         if o.name not in SCHEDULES:
@@ -207,11 +219,19 @@ def _model(o: argparse.Namespace, schedule: Schedule) -> tuple[list, list, Calla
     return split(layers, uniform(len(layers), schedule.stages)), batches, next_token_loss
 
 
+def _check_targets(*names: str | None) -> None:
+    """Refuse a file that cannot be written before anything is."""
+    for name in filter(None, names):
+        if not Path(name).parent.is_dir():
+            raise ValueError(f"{name}: there is no folder {Path(name).parent}")
+
+
 def _write(name: str, save: Callable[[Path], Any]) -> None:
     """Save under another name first, so that a failure leaves no half-written file."""
-    target = Path(name)
-    if not target.parent.is_dir():
-        raise ValueError(f"{name}: there is no folder {target.parent}")
+    _check_targets(name)
+    target = Path(name).resolve()
+    if target.exists() and not target.is_file():  # such as /dev/stdout
+        return save(target)
     handle, draft = tempfile.mkstemp(dir=target.parent, prefix=target.stem, suffix=target.suffix)
     os.close(handle)
     try:

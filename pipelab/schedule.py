@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -90,8 +90,10 @@ class Schedule:
     def _check_cells(self) -> None:
         for d, row in enumerate(self.rows):
             for i, a in enumerate(row):
-                if type(a) is not Action or type(a.kind) is not Kind:
+                if type(a) is not Action or type(a.kind) is not Kind or not type(a.stage) is type(a.microbatch) is int:
                     raise ScheduleError(f"row {d}, cell {i}: {a!r} is not an Action(stage, Kind, microbatch)")
+        if self.total > max(self.bounds[-1], 1):
+            raise ScheduleError(f"{self.total} micro-batches for a table of {self.bounds[-1]} actions: each needs at least one")
         device, stage, kind, microbatch = self.columns
         limit = np.where(kind == Kind.U, self.updates, self.total)
         outside = (stage < 0) | (stage >= self.stages)
@@ -256,8 +258,8 @@ class Schedule:
     def weight_versions(self) -> list[int]:
         """Per device, the most weight versions of one stage that are kept at one time."""
         peaks = [0] * self.stages
-        for s in range(self.stages):
-            lives = [life for life in self.lives if life.stage == s]
+        for s, of_stage in groupby(self.lives, key=itemgetter(0)):
+            lives = list(of_stage)
             # A version made by U at index i is first held at i; one that dies there gave it its storage (in place).
             change = sorted(e for life in lives for e in ((life.born, 1), (max(life.last, life.born), -1)))
             peaks[s] = max(accumulate(c for _, c in change))
@@ -314,8 +316,8 @@ class Schedule:
 
     def _header(self) -> str:
         return header_line({
-            "name": self.name, "microbatches": self.microbatches, "batches": self.batches, "per_update": self.per_update,
-            "reads": self.reads.name, "placement": " ".join(map(str, self.placement)),
+            "name": self.name, "devices": self.devices, "microbatches": self.microbatches, "batches": self.batches,
+            "per_update": self.per_update, "reads": self.reads.name, "placement": " ".join(map(str, self.placement)),
         })  # fmt: skip
 
     def to_csv(self) -> str:
@@ -324,7 +326,7 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, text: str, name: str = "csv") -> Schedule:
-        """Read `to_csv`, or bare rows (one batch; an empty cell is idle; updates are added where there are none)."""
+        """Read `to_csv`, or bare rows (an empty cell is idle; updates are added where there are none)."""
         return cls._read(text, name, lambda line: line.split(","))
 
     @classmethod

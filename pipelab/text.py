@@ -8,6 +8,8 @@ from typing import Any
 
 from pipelab.action import Action, Kind, Reads, ScheduleError, insert_updates
 
+KEYS = {"name", "devices", "microbatches", "batches", "per_update", "reads", "placement"}
+
 
 def header_line(fields: dict[str, Any]) -> str:
     """The first line of a table in text: `# name=gpipe microbatches=8 ...`."""
@@ -17,14 +19,18 @@ def header_line(fields: dict[str, Any]) -> str:
 def read_table(text: str, name: str, split: Callable[[str], list[str]]) -> dict[str, Any]:
     """The arguments of `Schedule` for a table in text; `split` cuts a line into cells.
 
-    What the header does not say is taken from the cells: one batch, the placement as it stands, updates after the last
-    backward of every row if there are none. Raises ScheduleError with the row and the cell.
+    What the header does not say is taken from the cells: one batch, the placement as it stands. Without a header that names
+    the devices, updates are added after the last backward of every row if there are none, and empty lines do not count.
+    Raises ScheduleError with the row and the cell.
     """
-    lines = text.splitlines()
-    if lines and lines[0].startswith("#"):
-        header = dict(re.findall(r"(\w+)=([^=]*)(?:\s|$)", lines.pop(0)[1:]))
+    header, lines = _split_header(text.splitlines())
+    if devices := _number(header, "devices"):
+        lines += [""] * (devices - len(lines))
+        if any(line.strip() for line in lines[devices:]):
+            raise ScheduleError(f"header: devices={devices}, but there are more rows")
+        lines = lines[:devices]
     else:
-        header, lines = {}, [line for line in lines if line.strip()]
+        lines = [line for line in lines if line.strip()]
     rows = [_read_row(r, split(line)) for r, line in enumerate(lines)]
     if not any(rows):
         raise ScheduleError("the table is empty: write one line of actions per device")
@@ -34,17 +40,26 @@ def read_table(text: str, name: str, split: Callable[[str], list[str]]) -> dict[
         raise ScheduleError(f"micro-batch {seen - 1} in a table of {len(cells)} actions: number them from 0 without gaps")
     microbatches = _number(header, "microbatches") or seen
     per_update = _number(header, "per_update") or microbatches
-    reads = header.get("reads", "LATEST").strip()
+    reads = header.get("reads", "LATEST")
     if reads not in Reads.__members__:
         raise ScheduleError(f"header: reads={reads} is none of {', '.join(Reads.__members__)}")
-    if not any(a.kind is Kind.U for a in cells):
+    if not devices and not any(a.kind is Kind.U for a in cells):
         rows = [insert_updates(row, per_update) for row in rows]
     placement = [_number({"placement": d}, "placement") for d in header["placement"].split()] if "placement" in header else None
     return {
-        "name": header.get("name", name).strip(), "rows": tuple(map(tuple, rows)), "microbatches": microbatches,
+        "name": header.get("name", name), "rows": tuple(map(tuple, rows)), "microbatches": microbatches,
         "placement": tuple(_placement(rows) if placement is None else placement), "batches": _number(header, "batches") or 1,
         "per_update": per_update, "reads": Reads[reads],
     }  # fmt: skip
+
+
+def _split_header(lines: list[str]) -> tuple[dict[str, str], list[str]]:
+    if not lines or not lines[0].startswith("#"):
+        return {}, lines
+    header = {key: value.strip() for key, value in re.findall(r"(\w+)=([^=]*)(?:\s|$)", lines[0][1:])}
+    if unknown := sorted(set(header) - KEYS):
+        raise ScheduleError(f"header: {unknown[0]}= is none of {', '.join(sorted(KEYS))}")
+    return header, lines[1:]
 
 
 def _read_row(r: int, cells: Sequence[str]) -> list[Action]:
@@ -59,8 +74,8 @@ def _read_row(r: int, cells: Sequence[str]) -> list[Action]:
 
 
 def _number(header: dict[str, str], key: str) -> int:
-    if not re.fullmatch(r"[0-9]*", value := header.get(key, "").strip()):
-        raise ScheduleError(f"header: {key}={value} is not a whole number")
+    if not re.fullmatch(r"[0-9]{0,9}", value := header.get(key, "")):
+        raise ScheduleError(f"header: {key}={value} is not a whole number below a billion")
     return int(value or 0)
 
 

@@ -139,6 +139,7 @@ class Timeline:
             f"micro-batch{'es' * (s.microbatches > 1)}{batches}. "
             f"Makespan {self.makespan:.4g}; {self.bubble.of_total:.1%} of all device time is idle "
             f"({self.bubble.over_ideal:.1%} over ideal). Peak in flight {' '.join(map(str, self.peak_in_flight))}."
+            + (f" Paced, {self.late} actions late." if self.late is not None else "")
         )
 
     def __repr__(self) -> str:
@@ -152,8 +153,9 @@ class Timeline:
         Before an action whose input was sent at e: `transfer` from e until it arrived; before e `held back by the order` if
         the input of a later forward of the row is there already and the action is no forward, else `waiting for a forward`
         or `for a gradient`. After the last action: `nothing left`. `overhead` is what a measured run shows between an
-        action's input being there and its start; 0 in a simulation.
+        action's input being there and its start; 0 in a simulation. Raises ValueError for a table with transfers.
         """
+        self._without_transfers("attribution")
         out = {cause: np.zeros(self.schedule.devices) for cause in CAUSES}
         begin, finish = float(self.start.min()), float(self.end.max())
         there = self._input_there()
@@ -180,7 +182,11 @@ class Timeline:
         return float((self.ideal - self.busy).sum())
 
     def critical_path(self) -> list[int]:
-        """Flat indices of a chain of actions, each waiting for the one before, that ends with the last action."""
+        """Flat indices of a chain of actions, each waiting for the one before, that ends with the last action.
+
+        Raises ValueError for a table with transfers.
+        """
+        self._without_transfers("critical_path")
         there, begins = self._input_there(), set(self.schedule.bounds)
         path = [int(np.argmax(self.end))]
         while True:
@@ -193,6 +199,10 @@ class Timeline:
                 path.append(source)
             else:
                 return path[::-1]
+
+    def _without_transfers(self, what: str) -> None:
+        if self.schedule.has_transfers:
+            raise ValueError(f"{what}: {self.schedule.name} has its transfers written out; ask the table without them")
 
     def _input_there(self) -> np.ndarray:
         """When each action's input is on its device (-inf: it takes none)."""

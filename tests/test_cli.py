@@ -85,7 +85,10 @@ def test_a_csv_file_is_a_schedule_too(capsys, tmp_path):
         ("simulate gpipe --devices 2 --microbatches 2 --plot /nowhere/x.png", "there is no folder /nowhere"),
         ("simulate gpipe --devices 2 --microbatches 2 --plot x.nothing", "Format 'nothing' is not supported"),
         ("schedule pipedream --devices 2 --microbatches 2 --csv torch", "updates without a flush"),
-        ("run pipedream --devices 2 --microbatches 2", "updates without a flush"),
+        ("run gpipe --devices 2 --microbatches 2 --device meta", "device 'meta': use cpu or cuda"),
+        ("schedule gpipe --devices 2 --microbatches 2 --csv torch --transfers", "leave out --transfers"),
+        ("simulate gpipe --devices 2 --microbatches 2 --csv x.csv --trace nowhere/x.json", "there is no folder nowhere"),
+        ("bench simulate --repeats 0", "repeats=0"),
         ("run gpipe --devices 2 --microbatches 2 --device cuda:64", "device 'cuda:64'"),
     ],
 )
@@ -118,9 +121,36 @@ def test_broken_tables(capsys, tmp_path):
     status, _, err = call(capsys, f"simulate {stuck}")
     assert (status, err.count("\n")) == (2, 1)
     assert "deadlock" in err
+    status, _, err = call(capsys, f"simulate {stuck} --devices 2")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "has its own sizes: leave out --devices" in err
     status, _, err = call(capsys, f"validate {stuck}")
     assert status == 1
     assert ">0B0<" in err
+
+
+@pytest.mark.parametrize(
+    "text", ["0F0,0B0,0U99999999999999999999999", "# microbatches=100000000000\n0F0,0B0", "# batches=9\n0F0,0B0"]
+)
+def test_numbers_beyond_reason(capsys, tmp_path, text):
+    table = tmp_path / "huge.csv"
+    table.write_text(text)
+    status, out, err = call(capsys, f"validate {table}")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+
+
+def test_a_reader_that_has_enough_is_no_error(tmp_path):
+    command = f"{sys.executable} -m pipelab schedule gpipe --devices 8 --microbatches 4096 --csv | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stderr == ""
+
+
+def test_links_stay_links(capsys, tmp_path):
+    target, link = tmp_path / "real.csv", tmp_path / "link.csv"
+    link.symlink_to(target)
+    assert call(capsys, f"simulate gpipe --devices 2 --microbatches 2 --csv {link}")[0] == 0
+    assert link.is_symlink()
+    assert Schedule.from_csv(target.read_text()) == make("gpipe", 2, 2)
 
 
 def test_schedule_prints_grid_or_csv(capsys):
@@ -136,7 +166,13 @@ def test_schedule_prints_grid_or_csv(capsys):
 
 
 @pytest.mark.parametrize(
-    "line", ["gpipe --model mlp --paced 0.002", "interleaved --virtual 2 --model gpt2 --recompute always --batches 2"]
+    "line",
+    [
+        "gpipe --model mlp --paced 0.002",
+        "pipedream --batches 2",
+        "pipedream_2bw --batches 3",
+        "interleaved --virtual 2 --model gpt2 --recompute always --batches 2",
+    ],
 )
 def test_run_json(capsys, line, tmp_path):
     status, out, err = call(capsys, f"run {line} --devices 2 --microbatches 3 --dump {tmp_path / 'dump'} --json")

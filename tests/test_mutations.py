@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from pipelab import make, run
-from pipelab.executors import torch_stage, worker
+from pipelab import Reads, Recompute, make, run
+from pipelab.executors import worker
 from pipelab.executors.torch_stage import TorchStage
 from pipelab.executors.transport import Mailboxes
 from tests.test_run import SGD, batches, stages
 
-FORWARD, BACKWARD, UPDATE, DROP = TorchStage.forward, TorchStage.backward, TorchStage.update, TorchStage._drop
+FORWARD, BACKWARD, UPDATE, DROP = TorchStage.forward, TorchStage.backward, TorchStage.update, TorchStage._finish
 
 
 def dropped_update(patch):
@@ -53,7 +53,7 @@ def gradients_times_m(patch):
     def drop(self, microbatch, count):
         DROP(self, microbatch, count if self.version_of[microbatch] or microbatch == 0 else 0)
 
-    patch.setattr(TorchStage, "_drop", drop)
+    patch.setattr(TorchStage, "_finish", drop)
 
 
 def lost_microbatch(patch):
@@ -97,8 +97,15 @@ def swapped_input(patch):
 
 def unweighted_mean(patch):
     """Every micro-batch counts the same, whatever its size."""
-    original = torch_stage.counted
-    patch.setattr(torch_stage, "counted", lambda value, target: (original(value, target)[0], 1))
+    original = TorchStage._apply
+
+    def apply(self, microbatch, x):
+        sent, end, count = original(self, microbatch, x)
+        if self.targets is not None:
+            self.losses[microbatch] = (self.losses[microbatch][0], 1.0)
+        return sent, end, min(count, 1.0)
+
+    patch.setattr(TorchStage, "_apply", apply)
 
 
 def wrong_loss_alone(patch):
@@ -114,10 +121,56 @@ def wrong_loss_alone(patch):
     patch.setattr(TorchStage, "forward", forward)
 
 
+def swapped_versions(patch):
+    """PipeDream without stashing: a backward reads the latest weights instead of those of its forward."""
+    original = TorchStage._prepare
+
+    def prepare(self, microbatch, given):
+        newest = max(self.weights)
+        for name, p in self.weights[self.version_of[microbatch]].items():
+            p.data.copy_(self.weights[newest][name].data)
+        return original(self, microbatch, given)
+
+    patch.setattr(TorchStage, "_prepare", prepare)
+
+
+def one_version_late(patch):
+    """Forwards read one version before the one that the rule gives them."""
+    original = TorchStage._bind
+
+    def bind(self, microbatch):
+        right = self.version_of[microbatch]
+        self.version_of[microbatch] = right - 1 if right - 1 in self.weights else right
+        try:
+            original(self, microbatch)
+        finally:
+            self.version_of[microbatch] = right
+
+    patch.setattr(TorchStage, "_bind", bind)
+
+
 MUTATIONS = [
     dropped_update, wrong_version, gradients_times_m, lost_microbatch, doubled_microbatch, swapped_input, unweighted_mean,
     wrong_loss_alone,
 ]  # fmt: skip
+
+
+ASYNCHRONOUS = [
+    make("pipedream", 3, 4, batches=3), make("pipedream", 3, 4, batches=3, reads=Reads.FIRST),
+    make("pipedream_2bw", 3, 4, batches=3),
+]  # fmt: skip
+
+
+def doubled_late(patch):
+    """A gradient is counted twice, late in the run."""
+
+    def backward(self, microbatch, given):
+        out = BACKWARD(self, microbatch, given)
+        for p in (p for w in self.weights.values() for p in w.values() if microbatch == 9 and p.grad is not None):
+            p.grad = p.grad * 2
+        return out
+
+    patch.setattr(TorchStage, "backward", backward)
 
 
 def run_small(optimizer=SGD, dtype=torch.float64):
@@ -138,15 +191,65 @@ def test_the_check_catches(mutate, dtype, optimizer, monkeypatch):
     assert "CHECK FAILED" in str(verdict)
 
 
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS, ids=["stashing", "vertical sync", "2bw"])
+@pytest.mark.parametrize(
+    "mutate", [one_version_late, swapped_versions, wrong_loss_alone, doubled_late], ids=lambda f: f.__name__
+)
+def test_the_check_of_asynchronous_schedules_catches(mutate, schedule, monkeypatch):
+    recompute = Recompute.ALWAYS if mutate is swapped_versions else Recompute.NEVER  # what a backward reads shows only then
+
+    def verdict():
+        return run(schedule, stages(3), batches(3, samples=10), F.mse_loss, SGD, recompute=recompute).check
+
+    assert verdict().passed
+    mutate(monkeypatch)
+    wrong = verdict()
+    assert not wrong.passed
+    assert wrong.max_rel > 10 * wrong.tolerance
+
+
+def test_an_update_too_small_to_show_in_the_weights_is_still_checked(monkeypatch):
+    """One step of 1e-5 is a ten-thousandth of the weights, but it is all of the change."""
+    schedule = make("gpipe", 2, 2)
+
+    def verdict():
+        modules, data = stages(2, dtype=torch.float32), batches(1, dtype=torch.float32)
+        return run(schedule, modules, data, F.mse_loss, partial(torch.optim.Adam, lr=1e-5)).check
+
+    assert verdict().passed
+
+    def update(self, number, given=None):
+        self.optimizer = None
+        UPDATE(self, number, given)
+
+    monkeypatch.setattr(TorchStage, "update", update)
+    assert not verdict().passed
+
+
 def test_nan_never_equals():
     from pipelab.executors.reference import Comparison
 
     found = Comparison()
     found.add("x", torch.tensor([float("nan")]), torch.tensor([float("nan")]))
     assert not found.verdict(1e9, "").passed
+
+
+@pytest.mark.parametrize(
+    ("got", "expected"),
+    [
+        (torch.ones(2), torch.ones(3)),
+        (torch.ones(1), torch.zeros(1)),
+        (torch.ones(1), torch.tensor([float("inf")])),
+        (torch.tensor([float("inf")]), torch.tensor([float("inf")])),
+        (torch.tensor([1 + 5j]), torch.tensor([1 + 0j])),
+    ],
+)  # fmt: skip
+def test_what_is_not_equal(got, expected):
+    from pipelab.executors.reference import Comparison
+
     found = Comparison()
-    found.add("x", torch.ones(2), torch.ones(3))
-    assert not found.verdict(1e9, "").passed
+    found.add("x", got, expected)
+    assert not found.verdict(0.5, "").passed
 
 
 def test_the_reference_shares_nothing_with_the_worker():

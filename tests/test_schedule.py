@@ -67,9 +67,12 @@ def test_torchs_csv_refuses_what_torch_would_train_differently():
         ("0F0,0B0\n1F0,,1BB0", "row 1, cell 2: '1BB0' is not an action"),
         ("", "the table is empty"),
         ("0F0,0B0\n2F0,2B0", "stage 1 has no action, though stage 2 has"),
-        ("0F0,0B99999999999", "micro-batch 99999999999 in a table of 2 actions"),
-        ("99999999999F0,0B0", "stage 1 has no action"),
-        ("# microbatches=x\n0F0,0B0", "microbatches=x is not a whole number"),
+        ("0F0,0B999999999", "micro-batch 999999999 in a table of 2 actions"),
+        ("0F0,0B99999999999", "row 0, cell 1: '0B99999999999' is not an action"),
+        ("999999999F0,0B0", "stage 1 has no action"),
+        ("# microbatches=x\n0F0,0B0", "microbatches=x is not a whole number below a billion"),
+        ("# microbatchs=2\n0F0,0B0", "header: microbatchs= is none of batches, devices"),
+        ("# devices=1\n0F0,0B0\n1F0,1B0", "header: devices=1, but there are more rows"),
         ("# reads=SOMETIMES\n0F0,0B0", "reads=SOMETIMES is none of LATEST, FIRST, PREVIOUS"),
         ("0F0,1F0\n1B0,0B0", "row 0, cell 0, 0F0: stage 0 is placed on device 1"),
     ],
@@ -90,10 +93,13 @@ def test_broken_text_is_named_by_row_and_cell(text, message):
         ({"placement": (0, 2)}, r"placement \(0, 2\)"),
         ({"reads": "FIRST"}, "use Reads.LATEST"),
         ({"rows": (("0F0",), ())}, r"row 0, cell 0: '0F0' is not an Action"),
-        ({"rows": ((Action(5, Kind.F, 0),), ())}, "stage 5 is not among stages 0 to 1"),
-        ({"rows": ((Action(0, Kind.F, 2),), ())}, "number 2 is not in 0 to 1"),
-        ({"rows": ((Action(0, Kind.U, 1),), ())}, "number 1 is not in 0 to 0"),
-        ({"rows": ((Action(0, Kind.F, -1),), ())}, "number -1"),
+        ({"rows": ((Action(0.7, Kind.F, 0),), ())}, "row 0, cell 0: .* is not an Action"),
+        ({"rows": ((Action(None, Kind.F, 0),), ())}, "row 0, cell 0: .* is not an Action"),
+        ({"rows": ((Action(0, Kind.F, 0),), ())}, "2 micro-batches for a table of 1 actions"),
+        ({"rows": ((Action(5, Kind.F, 0), Action(0, Kind.F, 0)), ())}, "stage 5 is not among stages 0 to 1"),
+        ({"rows": ((Action(0, Kind.F, 2), Action(0, Kind.F, 0)), ())}, "number 2 is not in 0 to 1"),
+        ({"rows": ((Action(0, Kind.U, 1), Action(0, Kind.F, 0)), ())}, "number 1 is not in 0 to 0"),
+        ({"rows": ((Action(0, Kind.F, -1), Action(0, Kind.F, 0)), ())}, "number -1"),
     ],
 )
 def test_the_constructor_checks_types_ranges_and_placement(change, message):
@@ -131,3 +137,22 @@ def test_a_table_with_transfers_is_safe_for_rendezvous(case):
     if crossing:
         with pytest.raises(ScheduleError, match="already has its transfers"):
             spread.with_transfers()
+
+
+def test_trailing_empty_lines_are_no_devices_and_empty_rows_are():
+    text = make("gpipe", 4, 8).to_csv()
+    assert Schedule.from_csv(text + "\n\n") == make("gpipe", 4, 8)
+    idle = Schedule("idle", (*make("gpipe", 1, 2).rows, ()), (0,), 2)
+    assert Schedule.from_csv(idle.to_csv()) == idle
+    assert Schedule.from_grid(str(idle)) == idle
+
+
+def test_a_table_without_updates_stays_without_them():
+    rows = tuple(tuple(a for a in row if a.kind is not Kind.U) for row in make("gpipe", 2, 2).rows)
+    bare = replace(make("gpipe", 2, 2), rows=rows)
+    assert Schedule.from_csv(bare.to_csv()) == bare
+
+
+def test_updates_are_put_where_they_can_stand():
+    each = Schedule.from_csv("# microbatches=2 per_update=1\n0F0,1F0,0F1,1F1,1B0,1B1,0B0,0B1")
+    assert validate(each).grid() == "0F0 1F0 0F1 1F1 1B0 1U0 1B1 0B0 0U0 0B1 0U1 1U1"

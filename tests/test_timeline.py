@@ -105,6 +105,10 @@ def test_a_table_with_transfers_has_no_hidden_ones():
     assert len(t.transfers["action"]) == 0
     assert t.busy.tolist() == [6, 6]
     assert (t.kind > Kind.U).sum() == 8
+    with pytest.raises(ValueError, match="attribution: gpipe has its transfers written out"):
+        t.attribution()
+    with pytest.raises(ValueError, match="critical_path"):
+        t.critical_path()
 
 
 @given(tables(largest=4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipelab.action import Kind, Reads
 from pipelab.costs import Costs, Recompute
-from pipelab.executors.reference import Check, check_flush, tolerance_for
+from pipelab.executors import reference
+from pipelab.executors.reference import Check
 from pipelab.executors.threads import run_threads
-from pipelab.executors.torch_stage import Loss, OptimizerFactory, TorchDevice, TorchStage
+from pipelab.executors.torch_device import CpuDevice, torch_device
+from pipelab.executors.torch_stage import Loss, OptimizerFactory, TorchStage
 from pipelab.executors.worker import Pace, Record
 from pipelab.memory import CAUSES, Memory
 from pipelab.schedule import Schedule
@@ -37,6 +41,7 @@ class Run:
     microbatch_losses  one per micro-batch
     memory             measured activation bytes over time
     weights            the trained weights, a state dict per stage
+    weight_versions    per device, the most versions of a stage's weights that were kept at one time, by their storages
     check              the verdict against the reference, or None if it was switched off
     """
 
@@ -45,22 +50,22 @@ class Run:
     microbatch_losses: list[float]
     memory: Memory
     weights: list[dict[str, Tensor]]
+    weight_versions: list[int]
     check: Check | None
 
     def __repr__(self) -> str:
-        s = self.timeline.schedule
+        s, late = self.timeline.schedule, self.timeline.late
         verdict = str(self.check) if self.check else "Not checked against the reference (check=False)."
-        pace = "" if self.timeline.late is None else " Paced: it shows order and numerics, not speed."
-        return (
-            f"<Run of {s.name} on {s.devices} devices, {s.batches} batches of {s.microbatches} micro-batches. {verdict}{pace}>"
-        )
+        pace = "" if late is None else " Paced: it shows order and numerics, not speed."
+        sizes = f"{s.devices} devices, {s.batches} batches of {s.microbatches} micro-batches"
+        return f"<Run of {s.name} on {sizes}. {verdict}{pace}>"
 
 
 def run(
     schedule: Schedule, stages: Sequence[nn.Module], batches: Sequence[tuple[Any, Any]], loss: Loss,
     optimizer: OptimizerFactory, *, devices: str | Sequence[str] | None = None, recompute: Recompute = Recompute.NEVER,
     pace: float | None = None, costs: Costs | None = None, check: bool = True, tolerance: float | None = None,
-    dump: str | Path | None = None,
+    clip: float | None = None, dump: str | Path | None = None,
 ) -> Run:  # fmt: skip
     """Train `stages` on `batches` in the order that the schedule says, one worker thread per device.
 
@@ -68,11 +73,13 @@ def run(
     batches    schedule.batches pairs (input, target) of tensors (or trees of them), split into micro-batches along
                dimension 0; sizes may be uneven
     loss       (output, target) -> the mean over the samples, or a pair (mean, how many it is the mean of)
-    optimizer  a factory: parameters -> torch.optim.Optimizer, called once per stage
+    optimizer  a factory: parameters -> torch.optim.Optimizer, or a tuple of one and learning-rate schedulers, which step
+               after each update; called once per stage
     devices    one per row, such as ["cpu", "cuda:0"]; repeats share a device (each worker has its own CUDA stream); one
                name for all; default: the GPUs in turn if there are any, else the CPU
     recompute  when a backward first runs its forward again
     pace       seconds per unit of `costs`: slow down to the predicted times, to show order on a machine with few cores
+    clip       the largest norm of a step's gradient: over all stages for a flush schedule, per stage without a flush
     check      compare every loss, gradient and weight with the reference; `tolerance` replaces the stated one
     dump       a new or empty folder for the initial weights, the batches and the weights after every update
 
@@ -81,20 +88,22 @@ def run(
     """
     validate(schedule)
     _check_arguments(schedule, stages, batches)
+    _check_modules(stages, check or recompute is not Recompute.NEVER)
+    if clip is not None and not schedule.asynchronous:
+        _check_updates_last(schedule)
     folder = _new_folder(dump)
-    names = _devices(schedule, devices)
-    homes = [TorchDevice(name) for name in names]
+    homes = _devices(schedule, devices)
     modules = [copy.deepcopy(s).to(homes[d].device) for s, d in zip(stages, schedule.placement, strict=True)]
-    keep = check or folder is not None
-    pieces = [_split(x, schedule.microbatches, b) for b, x in enumerate(batches)]
-    inputs, targets = ([piece[side] for batch in pieces for piece in batch] for side in (0, 1))
-    again = recompute.mask(schedule.total, schedule.microbatches)
+    pieces = [piece for b, batch in enumerate(batches) for piece in _split(batch, schedule.microbatches, b)]
+    inputs, targets = ([piece[side] for piece in pieces] for side in (0, 1))
+    samples = [len(next(t for t in pytree.tree_leaves(piece) if isinstance(t, Tensor) and t.ndim)) for piece in pieces]
     last = schedule.stages - 1
     runtimes = [
         TorchStage(
-            module, schedule.versions[s], np.arange(schedule.total) // schedule.per_update,
+            module, homes[d], schedule.versions[s], np.arange(schedule.total) // schedule.per_update, samples,
             inputs=_onto(inputs, homes[d]) if s == 0 else None, targets=_onto(targets, homes[d]) if s == last else None,
-            loss=loss, optimizer=optimizer, recompute=again, keep=keep,
+            loss=loss, optimizer=optimizer, recompute=recompute.mask(schedule.total, schedule.microbatches),
+            keep=check or folder is not None, clip=clip, shared_clip=not schedule.asynchronous,
         )
         for s, (module, d) in enumerate(zip(modules, schedule.placement, strict=True))
     ]  # fmt: skip
@@ -109,14 +118,12 @@ def run(
         _write_dump(folder, schedule, stages, batches, losses, steps)
     verdict = None
     if check:
-        home = homes[0].device
-        copies = [copy.deepcopy(s).to(home) for s in stages]
-        whole = [pytree.tree_map_only(Tensor, lambda t: t.to(home), batch) for batch in batches]
-        limit = tolerance_for(stages) if tolerance is None else tolerance
-        verdict = check_flush(copies, whole, loss, optimizer, losses, steps, limit)
+        limit = reference.tolerance_for(stages) if tolerance is None else tolerance
+        verdict = _check(schedule, stages, batches, loss, optimizer, steps, losses, microbatch_losses, limit, clip, homes[0])
     timeline = _timeline(schedule, records, paced=pace is not None)
     weights = [stage.trained() for stage in runtimes]
-    return Run(timeline, losses, microbatch_losses, _memory(timeline, records), weights, verdict)
+    versions = [max(r.versions, default=0) for r in records]
+    return Run(timeline, losses, microbatch_losses, _memory(timeline, records), weights, versions, verdict)
 
 
 # ---- before the run
@@ -125,10 +132,6 @@ def run(
 def _check_arguments(schedule: Schedule, stages: Sequence[nn.Module], batches: Sequence[Any]) -> None:
     if schedule.has_transfers:
         raise ValueError(f"{schedule.name} has its transfers written out; run the table without them: executors post their own")
-    if schedule.asynchronous:
-        raise ValueError(
-            f"{schedule.name} updates without a flush, which run does not do yet: use a flush schedule, such as pipedream_flush"
-        )
     if len(stages) != schedule.stages:
         raise ValueError(f"{len(stages)} modules for the {schedule.stages} stages of {schedule.name}: give one per stage")
     if len(batches) != schedule.batches:
@@ -144,25 +147,46 @@ def _check_arguments(schedule: Schedule, stages: Sequence[nn.Module], batches: S
                 raise ValueError(
                     f"stages {owner[id(part)]} and {s} share a {type(part).__name__}: give each stage its own (copy.deepcopy)"
                 )
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise ValueError(
+            "run under autocast: worker threads do not inherit it; convert the stages instead, such as by .bfloat16()"
+        )
 
 
-def _devices(schedule: Schedule, devices: str | Sequence[str] | None) -> list[str]:
+def _check_modules(stages: Sequence[nn.Module], repeats: bool) -> None:
+    """Refuse what differs between a forward and its repetition, by recomputation or by the reference."""
+    for s, stage in enumerate(stages):
+        for module in stage.modules() if repeats else ():
+            dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+            statistics = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+            if module.training and (dropout or statistics):
+                raise ValueError(
+                    f"stage {s} has {module} in training mode: a second forward of the same data gives something else, so it "
+                    "can neither be recomputed nor checked; set p=0, call .eval() on it, or use check=False without recompute"
+                )
+
+
+def _check_updates_last(schedule: Schedule) -> None:
+    for d, row in enumerate(schedule.rows):
+        for i, action in enumerate(row):
+            later = (a for a in row[i + 1 :] if a.kind in (Kind.B, Kind.W))
+            if action.kind is Kind.U and any(a.microbatch // schedule.per_update == action.microbatch for a in later):
+                raise ValueError(
+                    f"clip: {action} on device {d} would wait for the norm of a stage whose backward comes later in its row: "
+                    "put updates after the last backward of the row"
+                )
+
+
+def _devices(schedule: Schedule, devices: str | Sequence[str] | None) -> list[CpuDevice]:
     if devices is None:
         count = torch.cuda.device_count()
-        return [f"cuda:{d % count}" if count else "cpu" for d in range(schedule.devices)]
+        devices = [f"cuda:{d % count}" if count else "cpu" for d in range(schedule.devices)]
     names = [devices] * schedule.devices if isinstance(devices, str) else list(devices)
     if len(names) != schedule.devices:
         raise ValueError(
             f"{len(names)} devices for the {schedule.devices} rows of {schedule.name}: name one per row; repeats are allowed"
         )
-    for name in names:
-        try:
-            device = torch.device(name)
-        except RuntimeError as error:
-            raise ValueError(f"device {name!r}: {str(error).splitlines()[0]}") from None
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"device {name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
-    return names
+    return [torch_device(name) for name in names]
 
 
 def _split(batch: tuple[Any, Any], microbatches: int, number: int) -> list[tuple[Any, Any]]:
@@ -177,7 +201,7 @@ def _split(batch: tuple[Any, Any], microbatches: int, number: int) -> list[tuple
     return [pytree.tree_unflatten([c[k] for c in cut], spec) for k in range(microbatches)]
 
 
-def _onto(pieces: list[Any], home: TorchDevice) -> list[Any]:
+def _onto(pieces: list[Any], home: CpuDevice) -> list[Any]:
     # Copies: a slice would keep, and count as, the memory of the whole batch.
     return [pytree.tree_map_only(Tensor, lambda t: t.to(home.device, copy=True), piece) for piece in pieces]
 
@@ -194,7 +218,7 @@ def _pace(schedule: Schedule, unit: float | None, costs: Costs | None, recompute
 def _new_folder(dump: str | Path | None) -> Path | None:
     if dump is None:
         return None
-    folder = Path(dump)
+    folder = Path(dump).resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"dump={str(dump)!r} exists and is not an empty folder: name a new one")
     return folder
@@ -203,9 +227,38 @@ def _new_folder(dump: str | Path | None) -> Path | None:
 # ---- after the run
 
 
-def _batch_means(values: list[float], counts: list[int], microbatches: int) -> list[float]:
+def _batch_means(values: list[float], counts: list[float], microbatches: int) -> list[float]:
     v, c = (np.reshape(x, (-1, microbatches)) for x in (values, counts))
-    return [float(x) for x in (v * c).sum(1) / c.sum(1)]
+    total = np.where(c > 0, v * c, 0).sum(1)  # the mean over nothing is no number
+    return [float(x) for x in total / np.maximum(c.sum(1), 1e-300)]
+
+
+def _check(schedule, stages, batches, loss, optimizer, steps, losses, microbatch_losses, tolerance, clip, home) -> Check:
+    """Compare with the rule that describes the table: a paper's, or the table's own rows where no paper's does."""
+    rule, n = _rule(schedule), schedule.stages
+    whole = [pytree.tree_map_only(Tensor, lambda t: t.to(home.device, copy=True), batch) for batch in batches]
+    if rule == reference.TABLE:
+        updates = reference.by_rows(schedule.rows, whole, schedule.updates, n)
+    else:
+        updates = reference.by_formula(rule, whole, schedule.updates, n)
+    reported = losses if len(updates) == len(losses) and rule != reference.TABLE else microbatch_losses
+    copies = [copy.deepcopy(s).to(home.device) for s in stages]
+    return reference.check(rule, copies, updates, loss, optimizer, steps, reported, tolerance, clip)
+
+
+def _rule(schedule: Schedule) -> str:
+    """The paper's rule whose versions are the table's; else the rule that reads them off the rows."""
+    updates, n = schedule.updates, schedule.stages
+    if not schedule.asynchronous:
+        return reference.FLUSH if schedule.per_update == schedule.microbatches else reference.TABLE
+    if schedule.per_update in (1, schedule.microbatches):
+        for rule in (reference.STASHING, reference.VERTICAL, reference.DOUBLE):
+            formula = [[reference.version_read(rule, t, s, n) for t in range(updates)] for s in range(n)]
+            if np.array_equal(np.repeat(formula, schedule.per_update, axis=1), schedule.versions):
+                return rule
+    if schedule.reads is not Reads.LATEST:
+        raise ValueError(f"no reference for reads={schedule.reads.name} on this table: run it with check=False")
+    return reference.TABLE
 
 
 def _timeline(schedule: Schedule, records: list[Record], paced: bool) -> Timeline:
@@ -232,26 +285,25 @@ def _memory(timeline: Timeline, records: list[Record]) -> Memory:
 
 def _write_dump(folder: Path, schedule: Schedule, stages, batches, losses: list[float], steps) -> None:
     """Everything that an outsider needs to compute the run again; written beside the folder first, then moved there."""
-    draft = folder.with_name(folder.name + ".part")
-    draft.mkdir(parents=True)
-    try:
-        save_file({f"{s}.{n}": p.detach().cpu().clone() for s, m in enumerate(stages) for n, p in m.named_parameters()},
-                  draft / "initial.safetensors")  # fmt: skip
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as name:
+        draft = Path(name) / "dump"
+        draft.mkdir()
+        initial = {f"{s}.{n}": t for s, stage in enumerate(stages) for n, t in stage.state_dict().items()}
         leaves = {
-            f"{b}.{side}.{i}": leaf.detach().cpu().clone()
+            f"{b}.{side}.{i}": leaf
             for b, batch in enumerate(batches) for side, tree in zip(("input", "target"), batch, strict=True)
             for i, leaf in enumerate(pytree.tree_leaves(tree)) if isinstance(leaf, Tensor)
         }  # fmt: skip
-        save_file(leaves, draft / "batches.safetensors")
+        _save(initial, draft / "initial.safetensors")
+        _save(leaves, draft / "batches.safetensors")
         for t in range(schedule.updates):
             after = {f"{s}.{n}": w for s, stage in enumerate(steps) for n, w in stage[t][1].items()}
-            save_file(after, draft / f"update_{t}.safetensors")
+            _save(after, draft / f"update_{t}.safetensors")
         (draft / "schedule.csv").write_text(schedule.to_csv())
         (draft / "losses.json").write_text(json.dumps(losses))
-        folder.rmdir() if folder.exists() else None
-        draft.rename(folder)
-    except BaseException:
-        for file in draft.iterdir():
-            file.unlink()
-        draft.rmdir()
-        raise
+        draft.rename(folder)  # replaces an empty folder
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file({name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}, path)

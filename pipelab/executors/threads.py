@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from threading import Barrier, BrokenBarrierError, Thread
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from threading import Barrier, BrokenBarrierError
 from typing import Any
 
 from pipelab.executors.transport import Aborted, Mailboxes
-from pipelab.executors.worker import Pace, Record, work
+from pipelab.executors.worker import Pace, Record, Worker
 from pipelab.schedule import Schedule
 
 
@@ -17,46 +18,39 @@ def run_threads(
 ) -> list[Record]:
     """Run every row in a thread of its own; `stages[d]` are the stage runtimes of device d. One record per device.
 
-    The first worker that raises ends the run, and its error is raised here; so does an interrupt. No thread is left
-    behind, as long as its current action ends.
+    The first worker that raises ends the run, and its error is raised here; so does an interrupt: the other workers stop
+    before their next action, and no thread is left behind.
     """
-    transport, start = Mailboxes(schedule.devices), Barrier(schedule.devices + 1)
-    records: list[Record | None] = [None] * schedule.devices
-    errors: list[BaseException] = []
+    transport, ready = Mailboxes(schedule.devices), Barrier(schedule.devices + 1)
     began = [0.0]
 
-    def worker(rank: int) -> None:
+    def worker(rank: int) -> Record:
         try:
             with devices[rank].active():
-                start.wait()
-                start.wait()  # the clock has been set in between
-                records[rank] = work(schedule, rank, stages[rank], devices[rank], transport, began[0], pace)
-        except (Aborted, BrokenBarrierError):
-            pass
-        except BaseException as error:  # handed to the caller below
-            errors.append(error)
+                ready.wait()
+                ready.wait()  # the clock has been set in between
+                return Worker(schedule, rank, stages[rank], devices[rank], transport, began[0], pace).work()
+        except BaseException:
             transport.abort()
-            start.abort()
+            ready.abort()
+            raise
 
-    threads = [Thread(target=worker, args=(rank,), name=f"pipelab device {rank}") for rank in range(schedule.devices)]
-    try:
-        for thread in threads:
-            thread.start()
-        start.wait()
-        began[0] = time.perf_counter()
-        for device in devices:
-            device.begin(began[0])
-        start.wait()
-        for thread in threads:
-            thread.join()
-    except BrokenBarrierError:
-        pass  # a worker could not start; its error is raised below
-    finally:
-        start.abort()
-        transport.abort()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-    if errors:
-        raise errors[0]
-    return [record for record in records if record is not None]
+    with ThreadPoolExecutor(schedule.devices, thread_name_prefix="pipelab device") as pool:
+        try:
+            futures = [pool.submit(worker, rank) for rank in range(schedule.devices)]
+            ready.wait()
+            began[0] = time.perf_counter()
+            for device in devices:
+                device.begin(began[0])
+            ready.wait()
+            wait(futures, return_when=FIRST_EXCEPTION)
+        except BrokenBarrierError:
+            pass  # a worker could not start; its error is raised below
+        finally:
+            transport.abort()
+            ready.abort()
+    errors = [future.exception() for future in futures]
+    for error in errors:
+        if error is not None and not isinstance(error, (Aborted, BrokenBarrierError)):
+            raise error
+    return [future.result() for future in futures]

@@ -1,151 +1,97 @@
-"""A stage of a torch model, and the device that it runs on."""
+"""A stage of a torch model: what a worker's five kinds of action do to it."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from pipelab.executors.torch_device import CpuDevice
+
 Loss = Callable[[Any, Any], Any]
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-
-class TorchDevice:
-    """A torch device with a clock; on CUDA with a stream of its own, so that several stages can share one GPU."""
-
-    def __init__(self, name: str | torch.device) -> None:
-        self.device = torch.device(name)
-        self.cuda = self.device.type == "cuda"
-        self.stream = torch.cuda.Stream(self.device) if self.cuda else None
-        self._origin: tuple[Any, float] | None = None
-
-    def begin(self, began: float) -> None:
-        """Tie the device's clock to the run's time zero."""
-        if self.cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(self.stream)
-            event.synchronize()
-            self._origin = (event, time.perf_counter() - began)
-        else:
-            self._origin = (None, began)
-
-    def active(self) -> AbstractContextManager:
-        return torch.cuda.stream(self.stream) if self.cuda else nullcontext()
-
-    def now(self) -> Any:
-        """A mark: seconds on a CPU, an event in the stream on CUDA, where the host runs ahead of the device."""
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self.stream)
-        return event
-
-    def finish(self) -> None:
-        if self.stream is not None:
-            self.stream.synchronize()
-
-    def seconds(self, marks: list[Any]) -> list[float]:
-        """Marks as seconds since the run began."""
-        event, offset = self._origin or (None, 0.0)
-        if event is None:
-            return [mark - offset for mark in marks]
-        return [event.elapsed_time(mark) / 1e3 + offset for mark in marks]
-
-    def give(self, payload: Any) -> Any:
-        """Together with what was computed, the event after which it is there."""
-        if not self.cuda:
-            return payload, None
-        event = torch.cuda.Event()
-        event.record(self.stream)
-        return payload, event
-
-    def take(self, parcel: Any) -> Any:
-        """The payload of another device's `give`, on this device."""
-        payload, event = parcel
-        if event is not None:
-            self.stream.wait_event(event) if self.stream is not None else event.synchronize()
-
-        def move(tensor: Tensor) -> Tensor:
-            if self.stream is not None and tensor.is_cuda:
-                tensor.record_stream(self.stream)  # the sender may free it before this stream has read it
-            return tensor.to(self.device, non_blocking=self.cuda)
-
-        return pytree.tree_map_only(Tensor, move, payload)
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Any]  # an optimizer, or a tuple of one and its LR schedulers
 
 
 class TorchStage:
     """One stage: a module, its weight versions, and what its forwards left for their backwards.
 
     module      the stage's layers; trained in place
+    device      the device runtime, which counts the activations that are kept
     versions    (total,) the weight version that each micro-batch reads
     groups      the update group of each micro-batch
+    samples     (total,) how many samples each micro-batch has
     inputs      per micro-batch, on stage 0: the data. None elsewhere
     targets     per micro-batch, on the last stage. None elsewhere
     loss        (output, target) -> mean, or (mean, how many it is the mean of); by default the samples are counted
     recompute   (total,) whether the forward runs again before its backward
     keep        whether to keep gradients and weights of every update, for the check and for dumps
+    clip        largest norm of a step's gradient: over all stages if `shared_clip`, else over this one
 
     Weight versions are values: an update copies the latest version only if the table still has readers of it, else it
     steps in place. A micro-batch's gradient is weighted by what its loss counted: the count travels with the gradient.
     """
 
     def __init__(
-        self, module: nn.Module, versions: np.ndarray, groups: np.ndarray, *, inputs: Sequence[Any] | None,
-        targets: Sequence[Any] | None, loss: Loss, optimizer: OptimizerFactory, recompute: np.ndarray, keep: bool,
+        self, module: nn.Module, device: CpuDevice, versions: np.ndarray, groups: np.ndarray, samples: Sequence[int], *,
+        inputs: Sequence[Any] | None, targets: Sequence[Any] | None, loss: Loss, optimizer: OptimizerFactory,
+        recompute: np.ndarray, keep: bool, clip: float | None = None, shared_clip: bool = True,
     ) -> None:  # fmt: skip
         self.module, self.inputs, self.targets, self.loss = module, inputs, targets, loss
-        self.version_of, self.group_of, self.recompute, self.keep = versions.tolist(), groups.tolist(), recompute, keep
+        self.version_of, self.group_of, self.samples = versions.tolist(), groups.tolist(), samples
+        self.recompute, self.keep = recompute, keep
         self._slots = {name: (module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
                        for name, _ in module.named_parameters()}  # fmt: skip
         self.weights: dict[int, dict[str, nn.Parameter]] = {0: dict(module.named_parameters())}
         self.readers = Counter(self.version_of)
-        # Handles stand for the weights in the optimizer: its state stays with them while versions come and go.
-        self._handles = {name: nn.Parameter(p.detach(), p.requires_grad) for name, p in self.weights[0].items()}
+        # Handles stand for the weights in the optimizer: its state stays with them while versions come and go. They are
+        # made from .data, since a detached tensor shares the weight's version counter: a step would look like a change.
+        self._handles = {name: nn.Parameter(p.data, p.requires_grad) for name, p in self.weights[0].items()}
         trained = [h for h in self._handles.values() if h.requires_grad]
-        self.optimizer = optimizer(trained) if trained else None
-        self._kept: dict[int, tuple[list[Tensor], Any, int]] = {}  # micro-batch -> input leaves, output edges, count
-        self._split: dict[int, tuple[Any, Any]] = {}  # micro-batch -> edges and gradients, between I and W
-        self._counts: Counter[int] = Counter()  # update group -> what its micro-batches' losses counted
-        self.losses: dict[int, tuple[Tensor, int]] = {}
+        made = optimizer(trained) if trained else None
+        self.optimizer, *self.schedulers = made if isinstance(made, tuple) else (made,)
+        self.clip, self.shares_news = clip, clip is not None and shared_clip
+        self._left = Counter(self.group_of)  # update group -> backwards to come
+        self._kept: dict[int, tuple[Any, Any, float]] = {}  # micro-batch -> input leaves, output edges, count
+        self._split: dict[int, tuple[list, list, float]] = {}  # micro-batch -> edges, gradients, count, between I and W
+        self._counts: dict[int, float] = {}  # update group -> what its micro-batches' losses counted
+        self.losses: dict[int, tuple[Tensor, float]] = {}
         self.steps: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []  # gradients and weights of each update
-        self._ledger = _Ledger()
+        self._stepped: dict[str, Tensor] = {}  # the gradients of an update that `steps` does not have yet
+        self._ledger = device.ledger
         self._note_constants()
-        self.most = 0
 
     @property
-    def held(self) -> int:
-        return self._ledger.held
+    def versions_held(self) -> int:
+        """Weight versions kept, by unique storages of a weight."""
+        first = next(iter(self._handles), None)
+        return len({w[first].untyped_storage().data_ptr() for w in self.weights.values()}) if first else 1
 
     # ---- the five kinds of action
 
     def forward(self, microbatch: int, given: Any) -> Any:
         """The stage's output, or None on the last stage, which computes the loss."""
-        self.most = 0
         x = given if self.inputs is None else self.inputs[microbatch]
         if not self.recompute[microbatch]:
-            output, kept = self._compute(microbatch, x)
-            self._kept[microbatch] = kept
+            output, self._kept[microbatch] = self._compute(microbatch, x)
             return output
         self._bind(microbatch)
-        self._ledger.hold(microbatch, pytree.tree_leaves(x))
+        self._ledger.hold((id(self), microbatch), pytree.tree_leaves(x))
         self._kept[microbatch] = (x, None, 0)
-        with torch.no_grad():
-            return self._apply(microbatch, x)[0]
+        with torch.no_grad():  # on a copy: a layer that works in place must not change what the second forward starts from
+            return self._apply(microbatch, pytree.tree_map_only(Tensor, Tensor.clone, x))[0]
 
     def backward(self, microbatch: int, given: Any) -> Any:
         """Accumulate the weights' gradients; returns the input's."""
         edges, gradients, leaves, count = self._prepare(microbatch, given)
         if edges:
             torch.autograd.backward(edges, gradients)
-        self._drop(microbatch, count)
+        self._finish(microbatch, count)
         return count, [leaf.grad if leaf is not None else None for leaf in leaves]
 
     def input_grad(self, microbatch: int, given: Any) -> Any:
@@ -155,28 +101,35 @@ class TorchStage:
         found = iter(
             torch.autograd.grad(edges, wanted, gradients, retain_graph=True, allow_unused=True) if edges and wanted else ()
         )
-        self._split[microbatch] = (edges, (gradients, count))
+        self._split[microbatch] = (edges, gradients, count)
         return count, [next(found, None) if leaf is not None else None for leaf in leaves]
 
     def weight_grad(self, microbatch: int, given: Any = None) -> None:
-        self.most = 0
-        edges, (gradients, count) = self._split.pop(microbatch)
+        """Accumulate the weights' gradients, which `input_grad` left out."""
+        edges, gradients, count = self._split.pop(microbatch)
         weights = [p for p in self.weights[self.version_of[microbatch]].values() if p.requires_grad]
         if edges and weights:
             torch.autograd.backward(edges, gradients, inputs=weights)
-        self._drop(microbatch, count)
+        self._finish(microbatch, count)
 
     def update(self, number: int, given: Any = None) -> None:
-        """Make version number + 1 from the latest one, with the group's gradient summed over the versions it read."""
-        self.most = 0
+        """Make version number + 1 from the latest one, with the group's gradient summed over the versions it read.
+
+        `given` is every stage's news of the group, where stages share any: their gradients' squared norms.
+        """
         latest = self.weights[number]
-        count = self._counts.pop(number)
+        count = self._counts.pop(number) or 1.0
+        if self.clip is not None:
+            squares = given if self.shares_news else [self._square()]
+            count /= min(1.0, self.clip / (sum(squares) ** 0.5 / count + 1e-6))  # as torch.nn.utils.clip_grad_norm_
         for name, handle in self._handles.items():
             handle.data = latest[name].data
             found = [p.grad for p in (w[name] for w in self.weights.values()) if p.grad is not None]
             handle.grad = torch.stack(found).sum(0).div_(count) if len(found) > 1 else found[0].div_(count) if found else None
             for w in self.weights.values():
                 w[name].grad = None
+        if self.keep:  # before the step: some optimizers use the gradient's memory for their own
+            self._stepped = {n: torch.zeros_like(h) if h.grad is None else h.grad.clone() for n, h in self._handles.items()}
         if self.readers[number]:
             for handle in self._handles.values():
                 handle.data = handle.data.clone()
@@ -186,16 +139,28 @@ class TorchStage:
             self.weights[number + 1] = self.weights.pop(number)
         if self.optimizer is not None:
             self.optimizer.step()
-        if self.keep:
-            zeros = ((n, h.grad if h.grad is not None else torch.zeros_like(h)) for n, h in self._handles.items())
-            self.steps.append((_to_host(zeros), _to_host(self.weights[number + 1].items())))
+            for scheduler in self.schedulers:
+                scheduler.step()
+
+    # ---- what is asked of it between actions and afterwards
+
+    def snapshot(self) -> None:
+        """Keep the last update's gradients and weights; not part of the update, so that its time is its own."""
+        if self._stepped:
+            latest = self.weights[max(self.weights)]
+            self.steps.append((_to_host(self._stepped.items()), _to_host(latest.items())))
+            self._stepped = {}
+
+    def news(self, microbatch: int) -> float | None:
+        """What other stages need before they update: after the last backward of a group, the squared norm of its gradient."""
+        return self._square() if self.shares_news and not self._left[self.group_of[microbatch]] else None
 
     def trained(self) -> dict[str, Tensor]:
         """The module's state with its latest weights, on the CPU."""
         latest = self.weights[max(self.weights)]
         return _to_host((name, latest.get(name, value)) for name, value in self.module.state_dict().items())
 
-    # ---- pieces of them
+    # ---- pieces of the actions
 
     def _bind(self, microbatch: int) -> None:
         """Put the version that the micro-batch reads into the module; for a backward too, since recomputation reads it."""
@@ -203,47 +168,52 @@ class TorchStage:
             owner, attribute = self._slots[name]
             owner._parameters[attribute] = parameter
 
-    def _apply(self, microbatch: int, x: Any) -> tuple[Any, Any, int]:
+    def _apply(self, microbatch: int, x: Any) -> tuple[Any, Any, float]:
         """Run the module, and the loss behind the last stage: (what is sent on, what a backward starts from, count)."""
         y = self.module(x)
         if self.targets is None:
             return pytree.tree_map_only(Tensor, Tensor.detach, y), y, 0
-        mean, count = counted(self.loss(y, self.targets[microbatch]), self.targets[microbatch])
-        self.losses[microbatch] = (mean.detach(), count)
-        return None, mean, count
+        value = self.loss(y, self.targets[microbatch])
+        mean, count = value if isinstance(value, tuple) else (value, self.samples[microbatch])
+        self.losses[microbatch] = (mean.detach(), float(count))
+        return None, mean, float(count)
 
     def _compute(self, microbatch: int, x: Any) -> tuple[Any, tuple]:
+        """A forward with its graph: what is sent on, and what a backward needs (input leaves, output edges, count)."""
         self._bind(microbatch)
         leaves, spec = pytree.tree_flatten(x)
         if self.inputs is None:
             leaves = [t.detach().requires_grad_() if _differentiable(t) else t for t in leaves]
-        entered = [_Entry.apply(t) if isinstance(t, Tensor) and t.requires_grad else t for t in leaves]
-        with self._ledger.watch(microbatch):
+        wanted = [t if isinstance(t, Tensor) and t.requires_grad and self.inputs is None else None for t in leaves]
+        entered = [_Entry.apply(t) if w is not None else t for t, w in zip(leaves, wanted, strict=True)]
+        key = (id(self), microbatch)
+        self._ledger.hold(key, wanted)
+        with self._ledger.watch(key):
             output, ends, count = self._apply(microbatch, pytree.tree_unflatten(entered, spec))
         # The edge of an output, not the output: what was sent on need not be kept.
         edges = [get_gradient_edge(t) if isinstance(t, Tensor) and t.requires_grad else None for t in pytree.tree_leaves(ends)]
-        wanted = [t if isinstance(t, Tensor) and t.requires_grad and self.inputs is None else None for t in leaves]
         return output, (wanted, (edges, ends.detach() if self.targets is not None else None), count)
 
-    def _prepare(self, microbatch: int, given: Any) -> tuple[list, list, list, int]:
-        self.most = 0
+    def _prepare(self, microbatch: int, given: Any) -> tuple[list, list, list, float]:
+        """What autograd starts from: edges and their gradients, the input leaves, and the count."""
         leaves, ends, count = self._kept.pop(microbatch)
         if self.recompute[microbatch]:
-            self._ledger.drop(microbatch)
+            self._ledger.drop((id(self), microbatch))
             _, (leaves, ends, count) = self._compute(microbatch, leaves)
-            self.most = self.held
         edges, mean = ends
         if self.targets is None:
             count, gradients = given
-        else:
-            gradients = [torch.full_like(mean, count)]
+        else:  # a micro-batch that counts nothing (all its tokens masked) has no gradient, whatever its mean is
+            gradients = [torch.full_like(mean, count) if count else None]
         pairs = [(e, g) for e, g in zip(edges, gradients, strict=True) if e is not None and g is not None]
         return [e for e, _ in pairs], [g for _, g in pairs], leaves, count
 
-    def _drop(self, microbatch: int, count: int) -> None:
-        self.most = max(self.most, self.held)
-        self._ledger.drop(microbatch)
-        self._counts[self.group_of[microbatch]] += count
+    def _finish(self, microbatch: int, count: float) -> None:
+        """The micro-batch is through: free its activations, and its weight version if nobody reads that again."""
+        self._ledger.drop((id(self), microbatch))
+        group = self.group_of[microbatch]
+        self._counts[group] = self._counts.get(group, 0.0) + count
+        self._left[group] -= 1
         version = self.version_of[microbatch]
         self.readers[version] -= 1
         if not self.readers[version] and version != max(self.weights):
@@ -255,10 +225,14 @@ class TorchStage:
                     latest[name].grad = p.grad if sofar is None else sofar + p.grad
             self._note_constants()
 
+    def _square(self) -> float:
+        gradients = [p.grad for w in self.weights.values() for p in w.values() if p.grad is not None]
+        return float(sum(g.double().square().sum() for g in gradients)) if gradients else 0.0
+
     def _note_constants(self) -> None:
         """Weights and buffers are no activations, whoever saves them."""
         weights = (p for version in self.weights.values() for p in version.values())
-        self._ledger.constants = {t.untyped_storage().data_ptr() for t in (*weights, *self.module.buffers())}
+        self._ledger.ignore(id(self), (*weights, *self.module.buffers()))
 
 
 class _Entry(torch.autograd.Function):
@@ -271,56 +245,6 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
-
-
-class _Ledger:
-    """Bytes of the tensors that autograd saved, by micro-batch: unique storages, without weights and buffers."""
-
-    def __init__(self) -> None:
-        self.constants: set[int] = set()  # storages that do not count
-        self._count: Counter[int] = Counter()
-        self._of: dict[int, dict[int, int]] = {}
-        self.held = 0
-
-    def watch(self, microbatch: int) -> AbstractContextManager:
-        def pack(tensor: Tensor) -> tuple[Tensor, int]:
-            self.hold(microbatch, [tensor])
-            return tensor.detach(), tensor._version  # the tensor itself would keep its own graph alive
-
-        def unpack(packed: tuple[Tensor, int]) -> Tensor:
-            tensor, version = packed
-            if tensor._version != version:
-                raise RuntimeError("a tensor saved for the backward was changed in place after the forward")
-            return tensor
-
-        return saved_tensors_hooks(pack, unpack)
-
-    def hold(self, microbatch: int, tensors: Iterable[Any]) -> None:
-        mine = self._of.setdefault(microbatch, {})
-        for tensor in tensors:
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                key = storage.data_ptr()
-                if key not in self.constants and key not in mine:
-                    mine[key] = storage.nbytes()
-                    self._count[key] += 1
-                    self.held += mine[key] if self._count[key] == 1 else 0
-
-    def drop(self, microbatch: int) -> None:
-        for key, size in self._of.pop(microbatch, {}).items():
-            self._count[key] -= 1
-            if not self._count[key]:
-                del self._count[key]
-                self.held -= size
-
-
-def counted(value: Any, target: Any) -> tuple[Tensor, int]:
-    """A loss as (mean, count): it may return both, or a mean over the target's samples."""
-    if isinstance(value, tuple):
-        mean, count = value
-        return mean, int(count)
-    tensors = [t for t in pytree.tree_leaves(target) if isinstance(t, Tensor)]
-    return value, len(tensors[0])
 
 
 def _differentiable(value: Any) -> bool:

@@ -5,8 +5,10 @@ A plain queue per pair of devices would not do: a consumer may want outputs in a
 
 from __future__ import annotations
 
-from threading import Condition
+from threading import Condition, Event
 from typing import Any, NamedTuple, Protocol
+
+Key = int | tuple[int, int, int]
 
 
 class Message(NamedTuple):
@@ -19,13 +21,20 @@ class Aborted(Exception):
 
 
 class Transport(Protocol):
-    """What the worker needs of a transport. Actions are named by their flat index in the table."""
+    """What the worker needs of a transport.
 
-    def send(self, source: int, device: int, message: Message) -> None:
-        """Hand the output of action `source` to `device`; does not wait for the receiver."""
+    A key is the flat index of the action whose output the message is, or (stage, stage, update) for what stages tell each
+    other before an update.
+    """
 
-    def receive(self, source: int, device: int) -> Message:
-        """The output of action `source`, on `device`; waits for it. Raises Aborted when the run has ended."""
+    def send(self, key: Key, device: int, message: Message) -> None:
+        """Hand a message to `device`; does not wait for the receiver."""
+
+    def receive(self, key: Key, device: int) -> Message:
+        """The message of that key, on `device`; waits for it. Raises Aborted when the run has ended."""
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, or if `seconds` is not positive just look: raises Aborted when the run has ended."""
 
     def abort(self) -> None:
         """End the run: whoever waits, or will wait, gets Aborted."""
@@ -36,24 +45,28 @@ class Mailboxes:
 
     def __init__(self, devices: int) -> None:
         self._changed = [Condition() for _ in range(devices)]
-        self._boxes: list[dict[int, Message]] = [{} for _ in range(devices)]
-        self._aborted = False
+        self._boxes: list[dict[Key, Message]] = [{} for _ in range(devices)]
+        self._aborted = Event()
 
-    def send(self, source: int, device: int, message: Message) -> None:
+    def send(self, key: Key, device: int, message: Message) -> None:
         with self._changed[device]:
-            self._boxes[device][source] = message
+            self._boxes[device][key] = message
             self._changed[device].notify()
 
-    def receive(self, source: int, device: int) -> Message:
+    def receive(self, key: Key, device: int) -> Message:
         box = self._boxes[device]
         with self._changed[device]:
-            self._changed[device].wait_for(lambda: source in box or self._aborted)
-            if self._aborted:
+            self._changed[device].wait_for(lambda: key in box or self._aborted.is_set())
+            if self._aborted.is_set():
                 raise Aborted
-            return box.pop(source)
+            return box.pop(key)
+
+    def sleep(self, seconds: float) -> None:
+        if self._aborted.wait(seconds) if seconds > 0 else self._aborted.is_set():
+            raise Aborted
 
     def abort(self) -> None:
-        self._aborted = True
+        self._aborted.set()
         for changed in self._changed:
             with changed:
                 changed.notify_all()

@@ -28,21 +28,28 @@ class RunError(RuntimeError):
 class StageRuntime(Protocol):
     """One stage of the model as the worker sees it; each method does one kind of action.
 
-    `held` is the bytes of activations kept now, `most` the most during the last action.
+    versions_held  weight versions kept now
+    shares_news    whether its updates wait for all stages' `news`
     """
 
-    held: int
-    most: int
+    shares_news: bool
+
+    @property
+    def versions_held(self) -> int: ...
 
     def forward(self, microbatch: int, given: Any) -> Any: ...
     def backward(self, microbatch: int, given: Any) -> Any: ...
     def input_grad(self, microbatch: int, given: Any) -> Any: ...
     def weight_grad(self, microbatch: int, given: Any) -> Any: ...
     def update(self, number: int, given: Any) -> Any: ...
+    def news(self, microbatch: int) -> Any: ...
+    def snapshot(self) -> None: ...
 
 
 class DeviceRuntime(Protocol):
-    """One device: its clock, and what a payload needs to leave it or to enter it."""
+    """One device: its clock, what a payload needs to leave it or to enter it, and the ledger of its activations."""
+
+    ledger: Any
 
     def active(self) -> AbstractContextManager: ...
     def now(self) -> Any: ...
@@ -65,70 +72,117 @@ class Pace:
 
 @dataclass
 class Record:
-    """What one worker saw, per action of its row: times in seconds since the run began, bytes of activations."""
+    """What one worker saw, per action of its row: times in seconds since the run began, bytes of activations,
+    weight versions of the action's stage."""
 
     start: list[Any] = field(default_factory=list)
     end: list[Any] = field(default_factory=list)
     arrived: list[float] = field(default_factory=list)
     most: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     late: int = 0
 
 
-def work(
-    schedule: Schedule, rank: int, stages: Mapping[int, StageRuntime], device: DeviceRuntime, transport: Transport,
-    began: float, pace: Pace | None = None,
-) -> Record:  # fmt: skip
-    """Carry out row `rank` of the schedule; `began` is the run's time zero on `time.perf_counter`.
+@dataclass
+class Worker:
+    """Carries out row `rank` of a schedule; `began` is the run's time zero on `time.perf_counter`.
 
     A paced action starts when its device and its input are there by the paced clocks, computes for real, and ends no
-    earlier than its predicted end; one whose computing takes longer is counted as late. Raises RunError.
+    earlier than its predicted end; one whose computing takes longer is counted as late.
     """
-    record, clock = Record(), 0.0
-    inputs, takers, home = schedule.inputs, schedule.takers, schedule.columns.device
-    for i, action in enumerate(schedule.rows[rank], schedule.bounds[rank]):
-        try:
-            given, arrived = None, float("nan")
-            if inputs[i] >= 0:
-                message = transport.receive(int(inputs[i]), rank)
-                given, arrived = message.payload, message.at
-                if home[inputs[i]] != rank:
-                    given = device.take(given)
-                else:
-                    arrived = float("nan")
-            if pace:
-                if arrived == arrived:
-                    arrived += pace.delay[i]
-                    clock = max(clock, arrived)
-                _sleep_until(began + clock)
-            stage = stages[action.stage]
-            start = device.now()
-            made = getattr(stage, METHODS[action.kind])(action.microbatch, given)
-            if pace:
-                device.finish()
-                done, due = time.perf_counter() - began, clock + pace.duration[i]
-                record.late += int(pace.duration[i] > 0 and done > due)
-                _sleep_until(began + due)
-                clock = max(due, done)
-            end = device.now()
-            if (taker := takers[i]) >= 0:
-                at = clock if pace else time.perf_counter() - began
-                away = home[taker] != rank
-                transport.send(i, int(home[taker]), Message(device.give(made) if away else made, at))
-        except Aborted:
-            raise
-        except Exception as error:
-            raise RunError(f"device {rank}, action {action}: {type(error).__name__}: {error}", rank, action) from error
-        record.start.append(start)
-        record.end.append(end)
-        record.arrived.append(arrived)
-        record.most.append(max(stage.most, stage.held) + sum(s.held for s in stages.values() if s is not stage))
-        record.held.append(sum(s.held for s in stages.values()))
-    device.finish()
-    record.start, record.end = device.seconds(record.start), device.seconds(record.end)
-    return record
 
+    schedule: Schedule
+    rank: int
+    stages: Mapping[int, StageRuntime]
+    device: DeviceRuntime
+    transport: Transport
+    began: float
+    pace: Pace | None = None
+    clock: float = 0.0  # of a paced run: when this device is done with what it has started
 
-def _sleep_until(moment: float) -> None:
-    if (rest := moment - time.perf_counter()) > 0:
-        time.sleep(rest)
+    def work(self) -> Record:
+        """Every action of the row in order. Raises RunError, with the failing stage's own error as its cause."""
+        record = Record()
+        for i, action in enumerate(self.schedule.rows[self.rank], self.schedule.bounds[self.rank]):
+            stage = self.stages[action.stage]
+            try:
+                given, arrived = self._receive(i)
+                if action.kind is Kind.U and stage.shares_news:
+                    given = self._collect_news(action)
+                self._wait_for_turn()
+                self.device.ledger.most = 0
+                start = self.device.now()
+                made = getattr(stage, METHODS[action.kind])(action.microbatch, given)
+                record.late += self._take_time(i)
+                end = self.device.now()
+                stage.snapshot()
+                self._send(i, made)
+                if action.kind in (Kind.B, Kind.W):
+                    self._share_news(action, stage)
+            except Aborted:
+                raise
+            except Exception as error:
+                message = f"device {self.rank}, action {action}: {type(error).__name__}: {error}"
+                raise RunError(message, self.rank, action) from error
+            record.start.append(start)
+            record.end.append(end)
+            record.arrived.append(arrived)
+            ledger = self.device.ledger
+            record.held.append(ledger.held)
+            record.most.append(max(ledger.held, ledger.most))
+            record.versions.append(stage.versions_held)
+        self.device.finish()
+        record.start, record.end = self.device.seconds(record.start), self.device.seconds(record.end)
+        return record
+
+    def _receive(self, i: int) -> tuple[Any, float]:
+        """The input of action i and, where it comes from another device, when it was there."""
+        source = int(self.schedule.inputs[i])
+        if source < 0:
+            return None, float("nan")
+        payload, at = self.transport.receive(source, self.rank)
+        if self.schedule.columns.device[source] == self.rank:
+            return payload, float("nan")
+        if self.pace:
+            at += float(self.pace.delay[i])
+            self.clock = max(self.clock, at)
+        return self.device.take(payload), at
+
+    def _send(self, i: int, made: Any) -> None:
+        taker = int(self.schedule.takers[i])
+        if taker >= 0:
+            target = int(self.schedule.columns.device[taker])
+            at = self.clock if self.pace else time.perf_counter() - self.began
+            self.transport.send(i, target, Message(made if target == self.rank else self.device.give(made), at))
+
+    def _share_news(self, action: Action, stage: StageRuntime) -> None:
+        """After the last backward of an update group, tell all stages what their updates wait for.
+
+        Here and not in the update itself: two updates that wait for each other would never end.
+        """
+        if (news := stage.news(action.microbatch)) is not None:
+            group = action.microbatch // self.schedule.per_update
+            for other, target in enumerate(self.schedule.placement):
+                self.transport.send((action.stage, other, group), target, Message(news, 0.0))
+
+    def _collect_news(self, update: Action) -> list[Any]:
+        keys = ((s, update.stage, update.microbatch) for s in range(self.schedule.stages))
+        return [self.transport.receive(key, self.rank).payload for key in keys]
+
+    # ---- pacing
+
+    def _wait_for_turn(self) -> None:
+        """Until the action is due in a paced run; nobody starts anything after the run has ended."""
+        self.transport.sleep(self.began + self.clock - time.perf_counter() if self.pace else 0)
+
+    def _take_time(self, i: int) -> bool:
+        """Wait until action i is due to end; whether it ended too late."""
+        if not self.pace:
+            return False
+        self.device.finish()
+        done, due = time.perf_counter() - self.began, self.clock + float(self.pace.duration[i])
+        self.transport.sleep(self.began + due - time.perf_counter())
+        late = done > due and bool(self.pace.duration[i])
+        self.clock = max(due, done)
+        return late
