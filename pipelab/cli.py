@@ -115,8 +115,8 @@ def run_command(o: argparse.Namespace) -> None:
     # Predicted with the very costs it is paced by, or with those that it measured itself.
     costs = Costs(recompute=Recompute(o.recompute))
     result = run(
-        schedule, stages, batches, loss, partial(torch.optim.SGD, lr=0.05), devices=o.device, recompute=costs.recompute,
-        pace=o.paced, costs=costs, dump=o.dump,
+        schedule, stages, batches, loss, partial(torch.optim.SGD, lr=0.05), backend=o.backend, devices=o.device,
+        recompute=costs.recompute, pace=o.paced, costs=costs, dump=o.dump,
     )  # fmt: skip
     if o.paced:
         predicted = simulate(schedule, Costs(o.paced, o.paced, o.paced, recompute=costs.recompute))
@@ -310,7 +310,7 @@ def _parser() -> argparse.ArgumentParser:
     r = add("run", run_command, "train a small model for real and check every gradient")
     add_schedule(r)
     r.add_argument("--model", choices=["mlp", "gpt2"], default="mlp")
-    r.add_argument("--backend", choices=["threads"], default="threads")
+    r.add_argument("--backend", choices=["threads", "processes"], default="threads")
     r.add_argument(
         "--device", metavar="NAME", help="such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)"
     )

@@ -170,7 +170,7 @@ def test_schedule_prints_grid_or_csv(capsys):
     [
         "gpipe --model mlp --paced 0.002",
         "pipedream --batches 2",
-        "pipedream_2bw --batches 3",
+        "pipedream_2bw --batches 3 --backend processes",
         "interleaved --virtual 2 --model gpt2 --recompute always --batches 2",
     ],
 )

@@ -100,3 +100,14 @@ def test_losses():
     ax = plot.losses({"ours": [3, 2, 1], "theirs": [3, 2]})
     assert [line.get_label() for line in ax.lines] == ["ours", "theirs"]
     assert list(ax.lines[0].get_ydata()) == [3, 2, 1]
+
+
+def test_colours_by_the_version_that_is_read():
+    t = simulate(make("pipedream", 3, 6))
+    ax = plot.timeline(t, by_version=True)
+    collection, _ = boxes(ax)
+    colours = {tuple(c[:3]): set() for c in collection.get_facecolors()}
+    for c, k, v in zip(collection.get_facecolors(), t.kind, t.version, strict=True):
+        colours[tuple(c[:3])].add((int(k), int(v)) if k != Kind.U else int(k))
+    assert all(len(meaning) == 1 for meaning in colours.values())
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [f"version {v}" for v in range(6)]

@@ -20,16 +20,19 @@ from torch.utils import _pytree as pytree
 from pipelab.action import Kind, Reads
 from pipelab.costs import Costs, Recompute
 from pipelab.executors import reference
+from pipelab.executors.job import Job, Outcome
 from pipelab.executors.reference import Check
 from pipelab.executors.threads import run_threads
-from pipelab.executors.torch_device import CpuDevice, torch_device
-from pipelab.executors.torch_stage import Loss, OptimizerFactory, TorchStage
+from pipelab.executors.torch_device import torch_device
+from pipelab.executors.torch_stage import Loss, OptimizerFactory
 from pipelab.executors.worker import Pace, Record
 from pipelab.memory import CAUSES, Memory
 from pipelab.schedule import Schedule
 from pipelab.simulate import delays, durations
 from pipelab.timeline import Timeline
 from pipelab.validate import validate
+
+BACKENDS = ("threads", "processes")
 
 
 @dataclass
@@ -63,11 +66,11 @@ class Run:
 
 def run(
     schedule: Schedule, stages: Sequence[nn.Module], batches: Sequence[tuple[Any, Any]], loss: Loss,
-    optimizer: OptimizerFactory, *, devices: str | Sequence[str] | None = None, recompute: Recompute = Recompute.NEVER,
-    pace: float | None = None, costs: Costs | None = None, check: bool = True, tolerance: float | None = None,
-    clip: float | None = None, dump: str | Path | None = None,
+    optimizer: OptimizerFactory, *, backend: str = "threads", devices: str | Sequence[str] | None = None,
+    recompute: Recompute = Recompute.NEVER, pace: float | None = None, costs: Costs | None = None, clip: float | None = None,
+    check: bool = True, tolerance: float | None = None, dump: str | Path | None = None, timeout: float = 60.0,
 ) -> Run:  # fmt: skip
-    """Train `stages` on `batches` in the order that the schedule says, one worker thread per device.
+    """Train `stages` on `batches` in the order that the schedule says, one worker per device.
 
     stages     one module per stage; they share nothing. They are copied: `Run.weights` has the trained weights
     batches    schedule.batches pairs (input, target) of tensors (or trees of them), split into micro-batches along
@@ -75,6 +78,7 @@ def run(
     loss       (output, target) -> the mean over the samples, or a pair (mean, how many it is the mean of)
     optimizer  a factory: parameters -> torch.optim.Optimizer, or a tuple of one and learning-rate schedulers, which step
                after each update; called once per stage
+    backend    "threads" of this process, or "processes" of this machine, one a device (messages over gloo)
     devices    one per row, such as ["cpu", "cuda:0"]; repeats share a device (each worker has its own CUDA stream); one
                name for all; default: the GPUs in turn if there are any, else the CPU
     recompute  when a backward first runs its forward again
@@ -82,6 +86,7 @@ def run(
     clip       the largest norm of a step's gradient: over all stages for a flush schedule, per stage without a flush
     check      compare every loss, gradient and weight with the reference; `tolerance` replaces the stated one
     dump       a new or empty folder for the initial weights, the batches and the weights after every update
+    timeout    processes: seconds without the end of any action after which the run is given up
 
     Raises ScheduleError for a table that cannot run, ValueError for arguments that do not fit it, and RunError when a
     stage fails, with its device, its action and its own traceback as the cause.
@@ -92,36 +97,37 @@ def run(
     if clip is not None and not schedule.asynchronous:
         _check_updates_last(schedule)
     folder = _new_folder(dump)
-    homes = _devices(schedule, devices)
-    modules = [copy.deepcopy(s).to(homes[d].device) for s, d in zip(stages, schedule.placement, strict=True)]
+    names = _devices(schedule, devices)
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}: use one of {', '.join(BACKENDS)}")
     pieces = [piece for b, batch in enumerate(batches) for piece in _split(batch, schedule.microbatches, b)]
     inputs, targets = ([piece[side] for piece in pieces] for side in (0, 1))
     samples = [len(next(t for t in pytree.tree_leaves(piece) if isinstance(t, Tensor) and t.ndim)) for piece in pieces]
-    last = schedule.stages - 1
-    runtimes = [
-        TorchStage(
-            module, homes[d], schedule.versions[s], np.arange(schedule.total) // schedule.per_update, samples,
-            inputs=_onto(inputs, homes[d]) if s == 0 else None, targets=_onto(targets, homes[d]) if s == last else None,
-            loss=loss, optimizer=optimizer, recompute=recompute.mask(schedule.total, schedule.microbatches),
-            keep=check or folder is not None, clip=clip, shared_clip=not schedule.asynchronous,
+    rows = [[s for s, d in enumerate(schedule.placement) if d == rank] for rank in range(schedule.devices)]
+    jobs = [
+        Job(
+            schedule, rank, names[rank], {s: stages[s] for s in row}, inputs if 0 in row else None,
+            targets if schedule.stages - 1 in row else None, samples, loss, optimizer,
+            recompute.mask(schedule.total, schedule.microbatches), check or folder is not None, clip,
+            _pace(schedule, pace, costs, recompute),
         )
-        for s, (module, d) in enumerate(zip(modules, schedule.placement, strict=True))
+        for rank, row in enumerate(rows)
     ]  # fmt: skip
-    rows = [{s: runtimes[s] for s, d in enumerate(schedule.placement) if d == rank} for rank in range(schedule.devices)]
-    records = run_threads(schedule, rows, homes, _pace(schedule, pace, costs, recompute))
+    outcomes = run_threads(jobs) if backend == "threads" else _run_processes(jobs, timeout)
 
-    values = [runtimes[last].losses[k] for k in range(schedule.total)]
-    microbatch_losses = [float(value) for value, _ in values]
+    records = [outcome.record for outcome in outcomes]
+    values = [outcomes[schedule.placement[-1]].losses[k] for k in range(schedule.total)]
+    microbatch_losses = [value for value, _ in values]
     losses = _batch_means(microbatch_losses, [count for _, count in values], schedule.microbatches)
-    steps = [stage.steps for stage in runtimes]
+    steps = [outcomes[d].steps[s] for s, d in enumerate(schedule.placement)]
     if folder:
         _write_dump(folder, schedule, stages, batches, losses, steps)
     verdict = None
     if check:
         limit = reference.tolerance_for(stages) if tolerance is None else tolerance
-        verdict = _check(schedule, stages, batches, loss, optimizer, steps, losses, microbatch_losses, limit, clip, homes[0])
+        verdict = _check(schedule, stages, batches, loss, optimizer, steps, losses, microbatch_losses, limit, clip, names[0])
     timeline = _timeline(schedule, records, paced=pace is not None)
-    weights = [stage.trained() for stage in runtimes]
+    weights = [outcomes[d].weights[s] for s, d in enumerate(schedule.placement)]
     versions = [max(r.versions, default=0) for r in records]
     return Run(timeline, losses, microbatch_losses, _memory(timeline, records), weights, versions, verdict)
 
@@ -177,7 +183,7 @@ def _check_updates_last(schedule: Schedule) -> None:
                 )
 
 
-def _devices(schedule: Schedule, devices: str | Sequence[str] | None) -> list[CpuDevice]:
+def _devices(schedule: Schedule, devices: str | Sequence[str] | None) -> list[str]:
     if devices is None:
         count = torch.cuda.device_count()
         devices = [f"cuda:{d % count}" if count else "cpu" for d in range(schedule.devices)]
@@ -186,7 +192,9 @@ def _devices(schedule: Schedule, devices: str | Sequence[str] | None) -> list[Cp
         raise ValueError(
             f"{len(names)} devices for the {schedule.devices} rows of {schedule.name}: name one per row; repeats are allowed"
         )
-    return [torch_device(name) for name in names]
+    for name in names:
+        torch_device(name)  # raises for one that is not there
+    return [str(name) for name in names]
 
 
 def _split(batch: tuple[Any, Any], microbatches: int, number: int) -> list[tuple[Any, Any]]:
@@ -199,11 +207,6 @@ def _split(batch: tuple[Any, Any], microbatches: int, number: int) -> list[tuple
         raise ValueError(f"batch {number} has {samples} samples for {microbatches} micro-batches: give at least one each")
     cut = [t.tensor_split(microbatches) if isinstance(t, Tensor) and t.ndim else [t] * microbatches for t in leaves]
     return [pytree.tree_unflatten([c[k] for c in cut], spec) for k in range(microbatches)]
-
-
-def _onto(pieces: list[Any], home: CpuDevice) -> list[Any]:
-    # Copies: a slice would keep, and count as, the memory of the whole batch.
-    return [pytree.tree_map_only(Tensor, lambda t: t.to(home.device, copy=True), piece) for piece in pieces]
 
 
 def _pace(schedule: Schedule, unit: float | None, costs: Costs | None, recompute: Recompute) -> Pace | None:
@@ -224,6 +227,12 @@ def _new_folder(dump: str | Path | None) -> Path | None:
     return folder
 
 
+def _run_processes(jobs: Sequence[Job], timeout: float) -> list[Outcome]:
+    from pipelab.executors.processes import run_processes
+
+    return run_processes(jobs, timeout)
+
+
 # ---- after the run
 
 
@@ -233,16 +242,16 @@ def _batch_means(values: list[float], counts: list[float], microbatches: int) ->
     return [float(x) for x in total / np.maximum(c.sum(1), 1e-300)]
 
 
-def _check(schedule, stages, batches, loss, optimizer, steps, losses, microbatch_losses, tolerance, clip, home) -> Check:
+def _check(schedule, stages, batches, loss, optimizer, steps, losses, microbatch_losses, tolerance, clip, device) -> Check:
     """Compare with the rule that describes the table: a paper's, or the table's own rows where no paper's does."""
     rule, n = _rule(schedule), schedule.stages
-    whole = [pytree.tree_map_only(Tensor, lambda t: t.to(home.device, copy=True), batch) for batch in batches]
+    whole = [pytree.tree_map_only(Tensor, lambda t: t.to(device, copy=True), batch) for batch in batches]
     if rule == reference.TABLE:
         updates = reference.by_rows(schedule.rows, whole, schedule.updates, n)
     else:
         updates = reference.by_formula(rule, whole, schedule.updates, n)
     reported = losses if len(updates) == len(losses) and rule != reference.TABLE else microbatch_losses
-    copies = [copy.deepcopy(s).to(home.device) for s in stages]
+    copies = [copy.deepcopy(s).to(device) for s in stages]
     return reference.check(rule, copies, updates, loss, optimizer, steps, reported, tolerance, clip)
 
 

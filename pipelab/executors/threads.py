@@ -3,45 +3,44 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from threading import Barrier, BrokenBarrierError
-from typing import Any
 
+from pipelab.executors.job import Job, Outcome
+from pipelab.executors.torch_device import torch_device
 from pipelab.executors.transport import Aborted, Mailboxes
-from pipelab.executors.worker import Pace, Record, Worker
-from pipelab.schedule import Schedule
 
 
-def run_threads(
-    schedule: Schedule, stages: Sequence[Mapping[int, Any]], devices: Sequence[Any], pace: Pace | None = None
-) -> list[Record]:
-    """Run every row in a thread of its own; `stages[d]` are the stage runtimes of device d. One record per device.
+def run_threads(jobs: Sequence[Job]) -> list[Outcome]:
+    """Do every job in a thread of its own.
 
     The first worker that raises ends the run, and its error is raised here; so does an interrupt: the other workers stop
     before their next action, and no thread is left behind.
     """
-    transport, ready = Mailboxes(schedule.devices), Barrier(schedule.devices + 1)
+    transport, ready = Mailboxes(len(jobs)), Barrier(len(jobs) + 1)
+    homes = [torch_device(job.device) for job in jobs]
+    stages = [job.stages(home) for job, home in zip(jobs, homes, strict=True)]
     began = [0.0]
 
-    def worker(rank: int) -> Record:
+    def worker(rank: int) -> Outcome:
         try:
-            with devices[rank].active():
+            with homes[rank].active():
                 ready.wait()
                 ready.wait()  # the clock has been set in between
-                return Worker(schedule, rank, stages[rank], devices[rank], transport, began[0], pace).work()
+                return jobs[rank].work(stages[rank], homes[rank], transport, began[0])
         except BaseException:
             transport.abort()
             ready.abort()
             raise
 
-    with ThreadPoolExecutor(schedule.devices, thread_name_prefix="pipelab device") as pool:
+    with ThreadPoolExecutor(len(jobs), thread_name_prefix="pipelab device") as pool:
         try:
-            futures = [pool.submit(worker, rank) for rank in range(schedule.devices)]
+            futures = [pool.submit(worker, rank) for rank in range(len(jobs))]
             ready.wait()
             began[0] = time.perf_counter()
-            for device in devices:
-                device.begin(began[0])
+            for home in homes:
+                home.begin(began[0])
             ready.wait()
             wait(futures, return_when=FIRST_EXCEPTION)
         except BrokenBarrierError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,8 +21,11 @@ class RunError(RuntimeError):
     """A run that failed; the message names device and action, and the cause has the failing stage's own traceback."""
 
     def __init__(self, message: str, device: int | None = None, action: Action | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message, device, action)
         self.device, self.action = device, action
+
+    def __str__(self) -> str:
+        return self.args[0]
 
 
 class StageRuntime(Protocol):
@@ -99,6 +102,7 @@ class Worker:
     transport: Transport
     began: float
     pace: Pace | None = None
+    progress: Callable[[int], None] | None = None  # told the flat index of every action before it
     clock: float = 0.0  # of a paced run: when this device is done with what it has started
 
     def work(self) -> Record:
@@ -106,6 +110,8 @@ class Worker:
         record = Record()
         for i, action in enumerate(self.schedule.rows[self.rank], self.schedule.bounds[self.rank]):
             stage = self.stages[action.stage]
+            if self.progress:
+                self.progress(i)
             try:
                 given, arrived = self._receive(i)
                 if action.kind is Kind.U and stage.shares_news:

@@ -19,14 +19,17 @@ LANE = 0.86  # of the room between two lanes
 FONT, SMALLEST = 8.0, 4.5  # points
 
 
-def timeline(t: Timeline, ax: Axes | None = None, *, title: str | None = None, end: float | None = None) -> Axes:
+def timeline(
+    t: Timeline, ax: Axes | None = None, *, title: str | None = None, end: float | None = None, by_version: bool = False
+) -> Axes:
     """One timeline. Blue forward, green backward; a later chunk of the model in a lighter shade; numbers are micro-batches.
 
-    `end` extends the time axis, so that several pictures compare. `t.summary()` says the same in words.
+    `by_version` colours actions by the weight version that they read, forwards lighter than backwards. `end` extends the
+    time axis, so that several pictures compare. `t.summary()` says the same in words.
     """
     ax = style.axes(ax, height=0.9 + 0.38 * t.schedule.devices)
-    _frame(ax, [t], [""], end)
-    _lanes(ax, t, 0)
+    _frame(ax, [t], [""], end, _version_legend(t) if by_version else None)
+    _lanes(ax, t, 0, _version_colours(t) if by_version else None)
     ax.set_title(title if title is not None else _title(t), loc="left", fontsize=10)
     return ax
 
@@ -53,7 +56,9 @@ def _title(t: Timeline) -> str:
     return f"{t.schedule.name}, {t.source}: idle {b.of_total:.1%} of total time, {b.over_ideal:.1%} over ideal"
 
 
-def _frame(ax: Axes, items: Sequence[Timeline], names: Sequence[str], end: float | None) -> None:
+def _frame(
+    ax: Axes, items: Sequence[Timeline], names: Sequence[str], end: float | None, legend: list[Patch] | None = None
+) -> None:
     longest = max([t.makespan for t in items] + [end or 0])
     measured = any(t.source == "measured" for t in items)
     factor, unit = style.scale_of(longest, style.SECONDS) if measured or longest < 1 else (1.0, "")
@@ -73,15 +78,21 @@ def _frame(ax: Axes, items: Sequence[Timeline], names: Sequence[str], end: float
     ax.set_yticks(ticks, labels, fontsize=FONT)
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
+    if legend is None:
+        legend = _kind_legend(items)
+    ax.legend(
+        handles=legend, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(legend), fontsize=FONT, frameon=False,
+        borderaxespad=0.1, handlelength=1.2, columnspacing=1.2,
+    )  # fmt: skip
+
+
+def _kind_legend(items: Sequence[Timeline]) -> list[Patch]:
     kinds = sorted({int(k) for t in items for k in np.unique(t.kind)} - {Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
     patches = [Patch(color=style.KINDS[Kind(k)], label=style.NAMES[Kind(k)]) for k in kinds]
     if (chunks := max(-(-t.schedule.stages // t.schedule.devices) for t in items)) > 1:
         patches.append(Patch(color=style.lighter(style.KINDS[Kind.F], 0.55), label=f"lighter: later chunk of {chunks}"))
     patches.append(Patch(facecolor="white", edgecolor="#b0b0b0", hatch="////", label="idle"))
-    ax.legend(
-        handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(patches), fontsize=FONT, frameon=False,
-        borderaxespad=0.1, handlelength=1.2, columnspacing=1.2,
-    )  # fmt: skip
+    return patches
 
 
 def colour_of(kind: Kind, stage: int, devices: int, stages: int) -> tuple[float, float, float]:
@@ -90,14 +101,29 @@ def colour_of(kind: Kind, stage: int, devices: int, stages: int) -> tuple[float,
     return style.lighter(style.KINDS[kind], 0.55 * (stage // devices) / max(chunks - 1, 1))
 
 
-def _lanes(ax: Axes, t: Timeline, top: float) -> None:
+def _version_colours(t: Timeline) -> list:
+    shade = {Kind.F: 0.6, Kind.U: 0.0}
+    colours = [
+        style.lighter(style.LINES[v % len(style.LINES)], shade.get(Kind(k), 0.25))
+        for v, k in zip(t.version, t.kind, strict=True)
+    ]
+    return [style.KINDS[Kind.U] if k == Kind.U else c for c, k in zip(colours, t.kind, strict=True)]
+
+
+def _version_legend(t: Timeline) -> list[Patch]:
+    versions = sorted({int(v) for v, k in zip(t.version, t.kind, strict=True) if k <= Kind.W})
+    return [Patch(color=style.lighter(style.LINES[v % len(style.LINES)], 0.25), label=f"version {v}") for v in versions[:8]]
+
+
+def _lanes(ax: Axes, t: Timeline, top: float, colours: list | None = None) -> None:
     s, zero = t.schedule, float(t.start.min())
     for d in range(s.devices):
         ax.add_patch(
             Rectangle((0, top + d - LANE / 2), t.makespan, LANE, facecolor="white", edgecolor="#c8c8c8", hatch="////", lw=0)
         )
     start, end, row = t.start - zero, t.end - zero, top + t.device
-    colours = [colour_of(Kind(k), int(stage), s.devices, s.stages) for k, stage in zip(t.kind, t.stage, strict=True)]
+    if colours is None:
+        colours = [colour_of(Kind(k), int(stage), s.devices, s.stages) for k, stage in zip(t.kind, t.stage, strict=True)]
     low, high = row - LANE / 2, row + LANE / 2
     boxes = np.stack([np.column_stack(c) for c in ((start, low), (start, high), (end, high), (end, low))], axis=1)
     points = _points_per_second(ax)

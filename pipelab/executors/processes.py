@@ -1,0 +1,207 @@
+"""The process launcher: one process a device on this machine, from a notebook too, and nothing left behind."""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from threading import Thread
+from typing import Any, NoReturn
+
+import cloudpickle
+
+from pipelab.executors.job import Job, Outcome
+from pipelab.executors.worker import RunError
+
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "cloudpickle", "pipelab.executors.processes"]
+
+
+def run_processes(jobs: Sequence[Job], timeout: float = 60.0) -> list[Outcome]:
+    """Do every job in a process of its own, connected by torch.distributed over loopback.
+
+    A rank that raises, dies or does not end an action within `timeout` seconds ends the run: all are killed, what they
+    printed is written out in the order of ranks, and one RunError names the device, its action and the cause. Jobs are
+    sent with cloudpickle, so models and functions defined in a notebook's cells work.
+    """
+    with tempfile.TemporaryDirectory(prefix="pipelab-") as name:
+        folder, ranks = Path(name), []
+        marks = folder / "progress"
+        marks.write_bytes(b"\xff" * 8 * len(jobs))
+        try:
+            with _main_hidden():
+                for job in jobs:
+                    ranks.append(_start(job, len(jobs), folder))
+            return _collect(jobs, ranks, marks, timeout)
+        finally:
+            for process, connection in ranks:
+                process.kill()
+                connection.close()
+            for process, _ in ranks:
+                process.join()
+                process.close()
+            for log in sorted(folder.glob("log*")):
+                sys.stdout.write(log.read_text(errors="replace"))
+
+
+def _context() -> Any:
+    methods = multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    if "forkserver" in methods:
+        context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def _start(job: Job, world: int, folder: Path) -> tuple[Any, Connection]:
+    context = _context()
+    mine, theirs = context.Pipe()
+    process = context.Process(target=_rank, args=(theirs, job.rank, world, str(folder)), name=f"pipelab rank {job.rank}")
+    process.start()
+    theirs.close()
+    mine.send_bytes(cloudpickle.dumps(job))
+    return process, mine
+
+
+@contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Keep multiprocessing from running the caller's script again in every process: jobs bring all they need."""
+    main = sys.modules["__main__"]
+    names: list[str] = [name for name in ("__file__", "__spec__") if name in vars(main)]
+    hidden: dict[str, Any] = {name: vars(main).pop(name) for name in names}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        vars(main).update(hidden)
+
+
+def _collect(jobs: Sequence[Job], ranks: list[tuple[Any, Connection]], marks: Path, timeout: float) -> list[Outcome]:
+    outcomes: dict[int, Outcome] = {}
+    waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
+    last, since = b"", time.monotonic()
+    while waiting:
+        for connection in wait(list(waiting), timeout=0.25):
+            rank = waiting[connection]  # type: ignore[index]
+            try:
+                outcome = cloudpickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+            except (EOFError, ConnectionError):
+                _died(jobs, ranks, marks, rank)
+            if isinstance(outcome, _Failure):
+                if outcome.secondary:  # somebody else's end broke its connection: say who that was
+                    time.sleep(0.5)
+                    for other, (process, pipe) in enumerate(ranks):
+                        if process.exitcode not in (None, 0) and not pipe.poll():
+                            _died(jobs, ranks, marks, other)
+                        if pipe.poll() and other != rank:
+                            first = cloudpickle.loads(pipe.recv_bytes())
+                            if isinstance(first, _Failure) and not first.secondary:
+                                outcome = first
+                                break
+                raise outcome.error from _Remote(outcome.traceback)
+            outcomes[rank] = outcome
+            del waiting[connection]  # type: ignore[arg-type]
+        now = marks.read_bytes()
+        if now != last:
+            last, since = now, time.monotonic()
+        elif time.monotonic() - since > timeout:
+            held = "; ".join(f"device {rank} at {_action(jobs, marks, rank)}" for rank in waiting.values())
+            raise RunError(f"no action ended within {timeout:g} s: {held}; the processes were killed", min(waiting.values()))
+    return [outcomes[rank] for rank in range(len(ranks))]
+
+
+def _died(jobs: Sequence[Job], ranks: list[tuple[Any, Connection]], marks: Path, rank: int) -> NoReturn:
+    ranks[rank][0].join(5)
+    code = ranks[rank][0].exitcode
+    how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with status {code}"
+    raise RunError(f"device {rank}, action {_action(jobs, marks, rank)}: its process {how}", rank)
+
+
+def _action(jobs: Sequence[Job], marks: Path, rank: int) -> str:
+    index = int.from_bytes(marks.read_bytes()[8 * rank : 8 * rank + 8], "little", signed=True)
+    return str(jobs[rank].schedule.action(index)) if index >= 0 else "(before the first)"
+
+
+class _Remote(Exception):
+    """The traceback of a rank, as text."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class _Failure:
+    def __init__(self, error: RunError) -> None:
+        cause = error.__cause__ or error
+        self.traceback = "".join(traceback.format_exception(cause))
+        self.secondary = isinstance(cause, ConnectionError)
+        self.error = error
+        error.__cause__ = None
+
+
+# ---- in the rank
+
+
+def _rank(connection: Connection, rank: int, world: int, folder: str) -> None:
+    """A rank's process: receive the job, do it, send the outcome or the error; end when the parent does."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    with open(os.path.join(folder, f"log{rank:04}"), "w", buffering=1) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        job = cloudpickle.loads(connection.recv_bytes())
+        Thread(target=_end_with, args=(connection,), daemon=True).start()
+        try:
+            outcome: Any = _perform(job, world, folder)
+        except RunError as error:
+            outcome = _Failure(error)
+        except BaseException as error:
+            wrapped = RunError(f"device {rank}: {type(error).__name__}: {error}", rank)
+            wrapped.__cause__ = error
+            outcome = _Failure(wrapped)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send_bytes(cloudpickle.dumps(outcome))
+        os._exit(0)
+
+
+def _end_with(parent: Connection) -> None:
+    try:
+        parent.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _perform(job: Job, world: int, folder: str) -> Outcome:
+    import torch
+    import torch.distributed as dist
+
+    from pipelab.executors.torch_device import torch_device
+    from pipelab.executors.wire import Wire
+
+    torch.set_num_threads(1)  # the ranks share this machine's cores
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=store, world_size=world, rank=job.rank, timeout=timedelta(minutes=30))
+    home = torch_device(job.device)
+    stages = job.stages(home)
+    wire = Wire(job.schedule, job.rank, job.shares_news)
+    began = torch.tensor([time.perf_counter() + 0.01], dtype=torch.float64)  # one clock for all processes of a machine
+    dist.all_reduce(began, dist.ReduceOp.MAX)
+    home.begin(float(began))
+    time.sleep(max(0.0, float(began) - time.perf_counter()))
+    with open(os.path.join(folder, "progress"), "r+b") as file, mmap.mmap(file.fileno(), 0) as marks, home.active():
+
+        def progress(index: int) -> None:
+            marks[8 * job.rank : 8 * job.rank + 8] = index.to_bytes(8, "little", signed=True)
+
+        outcome = job.work(stages, home, wire, float(began), progress)
+        wire.finish()
+        dist.barrier()  # nobody leaves while its messages are on their way
+    return outcome

@@ -1,0 +1,205 @@
+"""One process a device: the same results, one clear error for every fault, nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipelab import Costs, Reads, Recompute, RunError, make, run, simulate
+from tests.test_run import SGD, Failing, Fork, Join, batches, explode, stages
+
+GUARD = 30  # seconds within which any fault has to be reported
+
+
+def left_behind():
+    folders = {p for p in Path(tempfile.gettempdir()).glob("pipelab-*")}
+    shared = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").exists() else set()
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    ranks = {c for child in children for c in Path(f"/proc/{child}/task/{child}/children").read_text().split()}
+    return folders, shared, ranks
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind():
+    before = left_behind()
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < GUARD
+    assert left_behind() == before
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        make("inter_layer", 3, 4, batches=2), make("gpipe", 3, 4, batches=2), make("pipedream_flush", 3, 4, batches=2),
+        make("interleaved", 3, 4, batches=2), make("pipedream", 3, 4, batches=2),
+        make("pipedream", 3, 4, batches=2, reads=Reads.FIRST), make("pipedream_2bw", 3, 4, batches=3),
+    ],
+    ids=lambda s: f"{s.name}-{s.reads.name}",
+)  # fmt: skip
+def test_all_schedules_as_on_threads(schedule):
+    modules, data = stages(schedule.stages), batches(schedule.batches, 10)
+    result = run(schedule, modules, data, F.mse_loss, torch.optim.Adam, backend="processes", recompute=Recompute.EXCEPT_LAST)
+    assert result.check.passed
+    assert result.check.max_rel < 1e-12
+    threads = run(schedule, modules, data, F.mse_loss, torch.optim.Adam, recompute=Recompute.EXCEPT_LAST)
+    assert result.losses == threads.losses
+    for mine, theirs in zip(result.weights, threads.weights, strict=True):
+        assert all(torch.equal(mine[k], theirs[k]) for k in mine)
+    assert result.weight_versions == threads.weight_versions == schedule.weight_versions
+    # Threads pass tensors by reference, so that two stages may keep one; processes never less.
+    assert all(a >= b for a, b in zip(result.memory.peak(), threads.memory.peak(), strict=True))
+    t, needs = result.timeline, np.flatnonzero(schedule.inputs >= 0)
+    assert (t.start[needs] >= t.end[schedule.inputs[needs]]).all()  # one clock for all ranks
+
+
+def test_trees_uneven_sizes_bfloat16_and_clipping_cross_processes():
+    tree = run(make("gpipe", 2, 4), [Fork(), Join()], batches(1, 9), F.mse_loss, SGD, backend="processes")
+    assert tree.check.passed
+    clipped = run(make("pipedream_flush", 3, 4), stages(3), batches(1, 9), F.mse_loss, SGD, backend="processes", clip=1e-3)
+    assert clipped.check.passed
+    small = stages(2, dtype=torch.bfloat16)
+    half = run(make("gpipe", 2, 2), small, batches(1, dtype=torch.bfloat16), F.mse_loss, SGD, backend="processes")
+    assert half.check.passed
+
+
+def test_a_paced_run_shows_the_predicted_times():
+    schedule, costs = make("gpipe", 3, 4), Costs(transfer=0.5)
+    result = run(schedule, stages(3), batches(1), F.mse_loss, SGD, backend="processes", pace=0.01, costs=costs)
+    predicted = simulate(schedule, costs)
+    assert result.timeline.makespan / 0.01 >= predicted.makespan * 0.99
+    assert result.check.passed
+
+
+def test_a_stage_that_raises():
+    with pytest.raises(RunError, match="device 1, action 1F1: ZeroDivisionError: by design") as error:
+        run(
+            make("gpipe", 3, 4),
+            [stages(1)[0], Failing(1, explode), stages(1)[0]],
+            batches(1),
+            F.mse_loss,
+            SGD,
+            backend="processes",
+        )
+    assert (error.value.device, str(error.value.action)) == (1, "1F1")
+    assert "in explode" in str(error.value.__cause__)
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang():
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_a_rank_that_is_killed(where):
+    modules = stages(3)
+    modules[where] = Failing(1, die)
+    with pytest.raises(RunError, match=f"device {where}, action {where}F1: its process was killed by SIGKILL") as error:
+        run(make("gpipe", 3, 4), modules, batches(1), F.mse_loss, SGD, backend="processes")
+    assert error.value.device == where
+
+
+def test_a_rank_that_hangs():
+    modules = [stages(1)[0], Failing(1, hang), stages(1)[0]]
+    with pytest.raises(RunError, match=r"no action ended within 2 s: device 0 at 0B0; device 1 at 1F1; device 2 at 2F1"):
+        run(make("gpipe", 3, 4), modules, batches(1), F.mse_loss, SGD, backend="processes", timeout=2)
+
+
+def test_what_ranks_print_comes_in_the_order_of_ranks(capsys):
+    class Loud(nn.Module):
+        def __init__(self, name):
+            super().__init__()
+            self.w, self.name = nn.Parameter(torch.ones(6, dtype=torch.float64)), name
+
+        def forward(self, x):
+            print("forward of", self.name)
+            return x * self.w
+
+    result = run(
+        make("gpipe", 2, 2), [Loud("zero"), Loud("one")], batches(1), F.mse_loss, SGD, backend="processes", check=False
+    )
+    assert result.losses
+    assert capsys.readouterr().out.splitlines() == ["forward of zero"] * 2 + ["forward of one"] * 2
+
+
+SCRIPT = """
+import sys, torch
+from functools import partial
+import pipelab
+from torch.nn.functional import mse_loss
+class Mine(torch.nn.Linear):
+    def forward(self, x):
+        if WAIT: print("running", flush=True); import time; time.sleep(1000)
+        return helper(super().forward(x))
+def helper(x): return x.tanh()
+def loss(y, t): return mse_loss(helper(y), t)
+WAIT = sys.argv[1] == "wait"
+run = pipelab.run(pipelab.make("gpipe", 2, 2), [Mine(4, 4), Mine(4, 4)], [(torch.ones(4, 4), torch.ones(4, 4))], loss,
+                  lambda p: torch.optim.SGD(p, lr=0.1), backend="processes")
+print(run.check.passed)
+"""
+
+
+def start(tmp_path, *arguments):
+    """A script without a main guard that defines its own models and functions, in a session of its own."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "TMPDIR": str(tmp_path)}
+    return subprocess.Popen(
+        [sys.executable, str(script), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True, env=environment,
+    )  # fmt: skip
+
+
+def members(session):
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (OSError, IndexError):
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def test_models_and_functions_of_a_script_without_a_guard(tmp_path):
+    process = start(tmp_path, "go")
+    out, err = process.communicate(timeout=120)
+    assert (out, process.returncode) == ("True\n", 0), err
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_or_killed_caller_leaves_no_process_behind(how, tmp_path):
+    process = start(tmp_path, "wait")
+    logs = lambda: [p for p in tmp_path.glob("pipelab-*/log*") if p.read_text()]  # noqa: E731
+    deadline = time.monotonic() + GUARD
+    while not logs() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert logs(), process.stderr.read() if process.poll() is not None else "no rank came to its first forward"
+    assert len(members(process.pid)) >= 3
+    process.send_signal(how)
+    process.communicate(timeout=GUARD)
+    while members(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert members(process.pid) == []
+    if how is signal.SIGINT:
+        assert list(tmp_path.glob("pipelab-*")) == []
+
+
+def test_an_unknown_backend():
+    with pytest.raises(ValueError, match="backend='rays': use one of threads, processes"):
+        run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, partial(torch.optim.SGD, lr=0.1), backend="rays")
