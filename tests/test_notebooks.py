@@ -29,7 +29,7 @@ PARTS = ("After this you can", "Recall.", "Predict", "Break it", "For real", "Me
 
 
 def test_there_are_lectures():
-    assert [p.stem for p in BOOKS] == ["01_inter_layer", "02_gpipe"]
+    assert [p.stem for p in BOOKS] == ["01_inter_layer", "02_gpipe", "03_pipedream_1f1b"]
 
 
 @by_name
@@ -88,7 +88,8 @@ def test_the_skeleton_and_the_links(path):
         assert f"**{part}**" in text or f"## {part}" in text, part
     for link in re.findall(r"\]\(([^)]+\.ipynb)\)", text):
         assert (FOLDER / link).exists(), link
-    assert "Check passed" in "".join(o.get("data", {}).get("text/plain", "") for c in cells(path, "code") for o in c.outputs)
+    shown = (o.get("data", {}).get("text/plain", "") + o.get("text", "") for c in cells(path, "code") for o in c.outputs)
+    assert "Check passed" in "".join(shown)
 
 
 # ---- exercises
@@ -129,6 +130,21 @@ EXERCISES = {
             'answer = pl.make("pipedream_flush", 4, 4)',
         ],
     },
+    ("03_pipedream_1f1b", 1): {
+        "right": ["answer = 4.0", "answer = pipedream(6, 40).weight_versions[2]"],
+        "wrong": ["answer = 6", "answer = 3", "answer = 5"],
+    },
+    ("03_pipedream_1f1b", 2): {
+        "right": [
+            "answer = lambda t, s, n: t - (n - 1 - s) if t > n - 1 - s else 0",
+            "def answer(t, s, n):\n    row = pipedream(n, 8).rows[s]\n    forward = row.index(Action(s, Kind.F, t))\n"
+            "    return sum(a.kind is Kind.U for a in row[:forward])",
+        ],
+        "wrong": [
+            "answer = lambda t, s, n: max(0, t - (n - 1))", "answer = lambda t, s, n: max(0, t - (n - s))",
+            "answer = lambda t, s, n: t - (n - 1 - s)", "answer = lambda t, s, n: t",
+        ],
+    },
 }  # fmt: skip
 
 
@@ -144,12 +160,14 @@ def grade(path, stub, answer):
     """What the exercise's own check says when the learner's part is `answer`."""
     scope = {}
     setup = cells(path, "code")[0].source.replace("%matplotlib inline", "")
-    taught = [c.source for c in cells(path, "code") if "def gpipe(" in c.source and "exercise" not in tags(c)]
+    core = re.compile(r"def (gpipe|pipedream|inter_layer)\(")
+    taught = [c.source for c in cells(path, "code") if core.search(c.source) and "exercise" not in tags(c)]
     functions = [ast.unparse(n) for source in taught for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
     helpers = "\n\n".join(functions)
     exec(f"{setup}\n\n{helpers}", scope)
-    *_, check = ast.parse(stub).body
+    *given, check = ast.parse(stub).body
     assert isinstance(check, ast.Expr)
+    exec(compile(ast.Module(given, []), "stub", "exec"), scope)
     exec(answer, scope)
     return eval(compile(ast.Expression(check.value), "check", "eval"), scope)
 

@@ -49,9 +49,12 @@ def peaks(items: dict[str, Memory], ax: Axes | None = None) -> Axes:
                 bottom += height
         if len(items) > 1:
             for xi, h in zip(x, bottom, strict=True):
-                ax.annotate(name, (xi, h), (0, 1), textcoords="offset points", ha="center", va="bottom", fontsize=7)
+                turn = 90 if len(items) > 2 else 0
+                ax.annotate(
+                    name, (xi, h), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=7, rotation=turn
+                )
     ax.set_xticks(range(count), [f"device {d}" for d in range(count)])
     ax.set_ylabel(f"{unit} at the peak")
-    ax.set_ylim(0, max(max(m.peak()) for m in items.values()) / factor * 1.15 or 1)
+    ax.set_ylim(0, max(max(m.peak()) for m in items.values()) / factor * (1.4 if len(items) > 2 else 1.15) or 1)
     ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=max(len(used), 1), fontsize=8, frameon=False, borderaxespad=0.1)
     return ax

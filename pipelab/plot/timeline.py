@@ -30,7 +30,8 @@ def timeline(
     ax = style.axes(ax, height=0.9 + 0.38 * t.schedule.devices)
     _frame(ax, [t], [""], end, _version_legend(t) if by_version else None)
     _lanes(ax, t, 0, _version_colours(t) if by_version else None)
-    ax.set_title(title if title is not None else _title(t), loc="left", fontsize=10)
+    default = f"{t.schedule.name}, {t.source}" if by_version else _title(t)
+    ax.set_title(default if title is None else title, loc="left", fontsize=10)
     return ax
 
 
