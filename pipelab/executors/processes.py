@@ -86,43 +86,49 @@ def _main_hidden() -> Iterator[None]:
 
 def _collect(jobs: Sequence[Job], ranks: list[tuple[Any, Connection]], marks: Path, timeout: float) -> list[Outcome]:
     outcomes: dict[int, Outcome] = {}
-    waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
     last, since = b"", time.monotonic()
-    while waiting:
-        for connection in wait(list(waiting), timeout=0.25):
-            rank = waiting[connection]  # type: ignore[index]
-            try:
-                outcome = cloudpickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
-            except (EOFError, ConnectionError):
-                _died(jobs, ranks, marks, rank)
-            if isinstance(outcome, _Failure):
-                if outcome.secondary:  # somebody else's end broke its connection: say who that was
-                    time.sleep(0.5)
-                    for other, (process, pipe) in enumerate(ranks):
-                        if process.exitcode not in (None, 0) and not pipe.poll():
-                            _died(jobs, ranks, marks, other)
-                        if pipe.poll() and other != rank:
-                            first = cloudpickle.loads(pipe.recv_bytes())
-                            if isinstance(first, _Failure) and not first.secondary:
-                                outcome = first
-                                break
-                raise outcome.error from _Remote(outcome.traceback)
-            outcomes[rank] = outcome
-            del waiting[connection]  # type: ignore[arg-type]
+    while left := [rank for rank in range(len(ranks)) if rank not in outcomes]:
+        wait([ranks[rank][1] for rank in left], timeout=0.25)
+        for rank in left:
+            if ranks[rank][1].poll():
+                outcome = _receive(jobs, ranks, marks, rank)
+                if isinstance(outcome, _Failure):
+                    _blame(jobs, ranks, marks, outcome, [other for other in left if other != rank])
+                outcomes[rank] = outcome
         now = marks.read_bytes()
         if now != last:
             last, since = now, time.monotonic()
         elif time.monotonic() - since > timeout:
-            held = "; ".join(f"device {rank} at {_action(jobs, marks, rank)}" for rank in waiting.values())
-            raise RunError(f"no action ended within {timeout:g} s: {held}; the processes were killed", min(waiting.values()))
+            held = "; ".join(f"device {rank} at {_action(jobs, marks, rank)}" for rank in left)
+            raise RunError(f"no action ended within {timeout:g} s: {held}; the processes were killed", min(left))
     return [outcomes[rank] for rank in range(len(ranks))]
 
 
-def _died(jobs: Sequence[Job], ranks: list[tuple[Any, Connection]], marks: Path, rank: int) -> NoReturn:
-    ranks[rank][0].join(5)
-    code = ranks[rank][0].exitcode
-    how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with status {code}"
-    raise RunError(f"device {rank}, action {_action(jobs, marks, rank)}: its process {how}", rank)
+def _receive(jobs: Sequence[Job], ranks: list[tuple[Any, Connection]], marks: Path, rank: int) -> Outcome | _Failure:
+    """What a rank has sent; RunError if it has died instead."""
+    process, connection = ranks[rank]
+    try:
+        return cloudpickle.loads(connection.recv_bytes())
+    except (EOFError, ConnectionError):
+        process.join(5)
+        code = process.exitcode
+        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with status {code}"
+        raise RunError(f"device {rank}, action {_action(jobs, marks, rank)}: its process {how}", rank) from None
+
+
+def _blame(
+    jobs: Sequence[Job], ranks: list[tuple[Any, Connection]], marks: Path, failure: _Failure, others: list[int]
+) -> NoReturn:
+    """Raise a rank's failure; if it only lost its connection to another rank, what happened to that one."""
+    deadline = time.monotonic() + 2
+    while failure.secondary and others and time.monotonic() < deadline:
+        wait([ranks[rank][1] for rank in others], timeout=0.1)
+        for rank in [rank for rank in others if ranks[rank][1].poll()]:
+            others.remove(rank)
+            found = _receive(jobs, ranks, marks, rank)
+            if isinstance(found, _Failure) and not found.secondary:
+                failure = found
+    raise failure.error from _Remote(failure.traceback)
 
 
 def _action(jobs: Sequence[Job], marks: Path, rank: int) -> str:
