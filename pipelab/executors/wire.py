@@ -46,6 +46,11 @@ class Wire(Mailboxes):
     def send(self, key: Key, device: int, message: Message) -> None:
         if device == self.rank:
             return super().send(key, device, message)
+        if isinstance(key, int):  # a parcel of the device's `give`: what it holds leaves when it has been computed
+            payload, event = message.payload
+            if event is not None:
+                event.synchronize()
+            message = message._replace(payload=(payload, None))
         body = torch.frombuffer(bytearray(_pack(message)), dtype=torch.uint8)
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
         for tensor in (torch.tensor([len(body)]), body):
@@ -107,16 +112,7 @@ def _pack(message: Message) -> bytes:
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return _Packed(tensor.dtype, tuple(tensor.shape), flat.numpy())
 
-    payload = message.payload
-    if (
-        isinstance(payload, tuple)
-        and len(payload) == 2
-        and payload[1] is not None
-        and not isinstance(payload[1], (list, tuple))
-    ):
-        payload[1].synchronize()  # the CUDA event of `give`
-        payload = (payload[0], None)
-    return pickle.dumps((pytree.tree_map_only(Tensor, pack, payload), message.at), protocol=5)
+    return pickle.dumps((pytree.tree_map_only(Tensor, pack, message.payload), message.at), protocol=5)
 
 
 def _unpack(content: bytes) -> Message:
