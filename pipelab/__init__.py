@@ -12,6 +12,7 @@ from typing import Any
 
 from pipelab.action import Action, Kind, Reads, ScheduleError
 from pipelab.costs import CostError, Costs, Recompute
+from pipelab.explain import Explanation, explain
 from pipelab.fit import fit
 from pipelab.memory import Memory, memory
 from pipelab.schedule import Schedule
@@ -23,11 +24,12 @@ from pipelab.validate import validate
 
 __version__ = "0.1.0"
 __all__ = [
-    "SCHEDULES", "THEORY", "Action", "CostError", "Costs", "Kind", "Memory", "Reads", "Recompute", "Run", "RunError",
-    "Schedule", "ScheduleError", "Timeline", "fit", "make", "memory", "plot", "run", "simulate", "validate",
+    "SCHEDULES", "THEORY", "Action", "CostError", "Costs", "Explanation", "Kind", "Memory", "Reads", "Recompute", "Run",
+    "RunError", "Schedule", "ScheduleError", "Timeline", "explain", "fit", "make", "memory", "plot", "run", "simulate",
+    "validate",
 ]  # fmt: skip
 
-_LATER = {"run": "pipelab.executors", "Run": "pipelab.executors", "RunError": "pipelab.executors"}
+_LATER = dict.fromkeys(("run", "evaluate", "Run", "Evaluation", "RunError"), "pipelab.executors")
 
 
 def __getattr__(name: str) -> Any:

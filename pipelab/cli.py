@@ -53,8 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{parser.prog} {options.name_of_command}: error: {first}{hint}", file=sys.stderr)
         return 2
     except RuntimeError as error:  # a run that failed: its stage's own traceback is the cause
-        traceback.print_exception(error.__cause__ or error)
-        print(f"{parser.prog} {options.name_of_command}: {error}", file=sys.stderr)
+        if error.__cause__ or "RANK" not in os.environ:  # else another rank has said it
+            traceback.print_exception(error.__cause__ or error)
+            print(f"{parser.prog} {options.name_of_command}: {error}", file=sys.stderr)
         return 1
     return 0
 
@@ -116,7 +117,8 @@ def run_command(o: argparse.Namespace) -> None:
     costs = Costs(recompute=Recompute(o.recompute))
     result = run(
         schedule, stages, batches, loss, partial(torch.optim.SGD, lr=0.05), backend=o.backend, devices=o.device,
-        recompute=costs.recompute, pace=o.paced, costs=costs, dump=o.dump,
+        replicas=o.replicas, recompute=costs.recompute, seed=o.seed if o.dropout else None, pace=o.paced, costs=costs,
+        dump=o.dump, save=o.save, stop=o.stop, resume=o.resume, timeout=o.timeout,
     )  # fmt: skip
     if o.paced:
         predicted = simulate(schedule, Costs(o.paced, o.paced, o.paced, recompute=costs.recompute))
@@ -124,6 +126,8 @@ def run_command(o: argparse.Namespace) -> None:
         predicted = simulate(schedule, fit(result.timeline))
     assert result.check
     measured = describe(result.timeline) | {"weight_versions": result.weight_versions}
+    if os.environ.get("RANK", "0") != "0":  # one of several ranks: the first one reports
+        return None
     check = {k: getattr(result.check, k) for k in ("passed", "max_abs", "max_rel", "tolerance", "rule")}
     if o.json:
         measured |= {"activation_bytes": result.memory.peak(), "late": result.timeline.late}
@@ -206,15 +210,17 @@ def _model(o: argparse.Namespace, schedule: Schedule) -> tuple[list, list, Calla
     from pipelab.partition import uniform
 
     torch.manual_seed(o.seed)
-    size = 4 * schedule.microbatches
+    size = 4 * schedule.microbatches * o.replicas
     if o.model == "mlp":
         layers = mlp(layers=2 * schedule.stages, width=64)
+        if o.dropout:
+            layers = [torch.nn.Sequential(layer, torch.nn.Dropout(o.dropout)) for layer in layers]
         batches = [(torch.randn(size, 64), torch.randn(size, 64)) for _ in range(schedule.batches)]
         return split(layers, uniform(len(layers), schedule.stages)), batches, F.mse_loss
     from pipelab import data
     from pipelab.models.gpt2 import gpt2, next_token_loss
 
-    layers = gpt2(vocabulary=1024, length=32, width=64, blocks=max(4, schedule.stages))
+    layers = gpt2(vocabulary=1024, length=32, width=64, blocks=max(4, schedule.stages), dropout=o.dropout)
     batches = data.batches(data.corpus(1024).tokens, schedule.batches, size, 32, o.seed)
     return split(layers, uniform(len(layers), schedule.stages)), batches, next_token_loss
 
@@ -269,6 +275,9 @@ def _number(text: str) -> float | list[float]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="pipelab", description="Pipeline schedules: simulate them, check them, run them for real.")
+    parser.add_argument(
+        "--local_rank", "--local-rank", help=argparse.SUPPRESS
+    )  # what deepspeed's launcher puts before everything
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
 
     def add(name: str, function: Callable, text: str) -> argparse.ArgumentParser:
@@ -310,7 +319,15 @@ def _parser() -> argparse.ArgumentParser:
     r = add("run", run_command, "train a small model for real and check every gradient")
     add_schedule(r)
     r.add_argument("--model", choices=["mlp", "gpt2"], default="mlp")
-    r.add_argument("--backend", choices=["threads", "processes"], default="threads")
+    r.add_argument(
+        "--backend",
+        choices=["threads", "processes"],
+        help="default: threads; under torchrun or deepspeed: their ranks",
+    )
+    r.add_argument(
+        "--replicas", type=int, default=1, metavar="R", help="pipelines that train together (with a flush)"
+    )
+    r.add_argument("--dropout", type=float, default=0.0, metavar="RATE")
     r.add_argument(
         "--device", metavar="NAME", help="such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)"
     )
@@ -318,6 +335,10 @@ def _parser() -> argparse.ArgumentParser:
     add_recompute(r)
     r.add_argument("--seed", type=int, default=0)
     r.add_argument("--dump", metavar="DIR", help="write initial weights, batches and the weights after every update")
+    r.add_argument("--save", metavar="DIR", help="write a checkpoint at the end")
+    r.add_argument("--stop", type=int, metavar="K", help="end after K batches (with --save)")
+    r.add_argument("--resume", metavar="DIR", help="go on from a checkpoint")
+    r.add_argument("--timeout", type=float, default=60.0, metavar="S", help="give up when no action ends in this time")
     r.add_argument("--json", action="store_true", help="print one JSON object")
 
     b = add("bench", bench_command, "measure; prints medians and ratios")

@@ -38,6 +38,7 @@ class Costs:
 
     forward, input_grad, weight_grad  seconds; a full backward B takes input_grad + weight_grad
     update        seconds of one optimizer step
+    overhead      one number: seconds that every action takes on top, whatever its size (launching it)
     transfer      seconds of latency between stages on different devices, one number or one per link (stages - 1; both
                   directions); it overlaps with compute
     bandwidth     bytes per second of every link; a transfer takes transfer + boundary / bandwidth
@@ -62,6 +63,7 @@ class Costs:
     weight_grad: Values = 1.0
     transfer: Values = 0.0
     update: Values = 0.0
+    overhead: float = 0.0
     bandwidth: float = math.inf
     speed: Values = 1.0
     weights: Values = 0.0
@@ -83,7 +85,7 @@ class Costs:
                 raise CostError(f"{field.name}={value!r}: give one number, or one per stage") from None
             positive = field.name in ("bandwidth", "speed")
             good = (numbers > 0 if positive else numbers >= 0) & (np.isfinite(numbers) | (field.name == "bandwidth"))
-            if numbers.ndim > (field.name != "bandwidth") or not good.all():
+            if numbers.ndim > (field.name not in ("bandwidth", "overhead")) or not good.all():
                 raise CostError(
                     f"{field.name}={value!r}: give {'positive' if positive else 'finite'} numbers"
                     f"{'' if positive else ' of at least 0'}, one in all or one per stage"
@@ -105,8 +107,8 @@ class Costs:
     def split(self, virtual: int) -> Costs:
         """The same model in `virtual` chunks a device, placed in a loop: each device's work and bytes are divided evenly.
 
-        What crosses a boundary stays as large as it was. Costs per link cannot be split, since the link from the last
-        device back to the first is new.
+        What crosses a boundary stays as large as it was, and so does the overhead of an action. Costs per link cannot be
+        split, since the link from the last device back to the first is new.
         """
         if virtual != 1 and isinstance(self.transfer, tuple):
             raise CostError(

@@ -76,7 +76,7 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
     for stage, d in enumerate(s.placement):
         step(d, begin, -1, "weights", weights[stage])
         step(d, begin, -1, "optimizer", optimizer[stage])
-        for t in range(s.updates):
+        for t in range(s.updates if s.training else 0):
             first = at[[Kind.B, Kind.I], stage, t * s.per_update : (t + 1) * s.per_update]
             i, u = int(first[first >= 0].min()), int(at[Kind.U, stage, t])
             step(d, start[i], 2 * i, "gradients", weights[stage])
@@ -84,13 +84,13 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
     for old, new in pairwise(s.lives):
         if new.stage == old.stage and old.last > new.born:  # else the update works in place
             d, size = s.placement[old.stage], weights[old.stage]
-            step(d, end[new.born], 2 * new.born + 1, "versions", size)
+            step(d, end[new.born] if new.born >= 0 else begin, 2 * new.born + 1, "versions", size)
             step(d, end[old.last], 2 * old.last + 1, "versions", -size)
     again = costs.recompute.mask(s.total, s.microbatches)
     for i in np.flatnonzero(timeline.kind == Kind.F).tolist():
         stage, k, d = int(timeline.stage[i]), int(timeline.microbatch[i]), int(timeline.device[i])
-        backward = max(int(at[Kind.B, stage, k]), int(at[Kind.I, stage, k]))
-        last = max(int(at[Kind.B, stage, k]), int(at[Kind.W, stage, k]))
+        backward = max(i, int(at[Kind.B, stage, k]), int(at[Kind.I, stage, k]))  # i itself if there are only forwards
+        last = max(i, int(at[Kind.B, stage, k]), int(at[Kind.W, stage, k]))
         kept = min(boundary[stage], activations[stage]) if again[k] else activations[stage]
         step(d, start[i], 2 * i, "activations", kept)
         step(d, start[backward], 2 * backward, "activations", activations[stage] - kept)

@@ -9,7 +9,7 @@ The same table is validated, simulated, drawn, exported and run. Needs numpy alo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, groupby, pairwise
 from operator import itemgetter
@@ -51,6 +51,7 @@ class Schedule:
     batches       how many batches the table trains on
     per_update    micro-batches per optimizer update (default: a whole batch)
     reads         the rule that says which weight version a forward reads
+    versions_read  only of a `part` whose forwards reach back before it: [stage][micro-batch], as `versions`
 
     The constructor checks types, ranges and placement; `pipelab.validate` checks that the table is complete and can
     run, so that a broken one can still be built and shown.
@@ -67,6 +68,7 @@ class Schedule:
     batches: int = 1
     per_update: int = 0
     reads: Reads = Reads.LATEST
+    versions_read: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", tuple(tuple(row) for row in self.rows))
@@ -128,6 +130,11 @@ class Schedule:
     @property
     def updates(self) -> int:
         return self.total // self.per_update
+
+    @cached_property
+    def training(self) -> bool:
+        """Whether the table has anything but forwards (and their transfers)."""
+        return bool(np.isin(self.columns.kind, (Kind.B, Kind.I, Kind.W, Kind.U)).any())
 
     @property
     def asynchronous(self) -> bool:
@@ -215,6 +222,8 @@ class Schedule:
     @cached_property
     def versions(self) -> np.ndarray:
         """versions[stage, microbatch]: the weight version that its forward and backward read. `U t` makes version t + 1."""
+        if self.versions_read is not None:
+            return np.array(self.versions_read)
         if self.reads is Reads.PREVIOUS:
             batch = np.arange(self.total) // self.microbatches
             return np.tile(np.maximum(batch - 1, 0), (self.stages, 1))
@@ -237,14 +246,15 @@ class Schedule:
         """From when to when each weight version must be kept: until its last reader, or until it is replaced."""
         at, lives = self.position, []
         done = np.maximum.reduce([at[k] for k in (Kind.F, Kind.B, Kind.I, Kind.W)])  # last reader of each (stage, mb)
+        oldest, newest = min(0, int(self.versions.min())), self.updates if self.training else 0
         for s in range(self.stages):
-            last = np.full(self.updates + 1, -1)
-            np.maximum.at(last, np.minimum(self.versions[s], self.updates), done[s])
-            made = at[Kind.U, s, : self.updates]
-            for v in range(self.updates + 1):
-                replaced = made[v] if v < self.updates else self.bounds[self.placement[s] + 1] - 1
-                born = int(made[v - 1]) if v else -1
-                lives.append(VersionLife(s, v, born, max(int(last[v]), int(replaced))))
+            last = np.full(newest - oldest + 1, -1)
+            np.maximum.at(last, np.minimum(self.versions[s], newest) - oldest, done[s])
+            for v in range(oldest, newest + 1):
+                end = self.bounds[self.placement[s] + 1] - 1
+                replaced = -1 if v < 0 else int(at[Kind.U, s, v]) if v < newest else end
+                born = int(at[Kind.U, s, v - 1]) if v > 0 else -1
+                lives.append(VersionLife(s, v, born, max(int(last[v - oldest]), replaced)))
         return tuple(lives)
 
     @cached_property
@@ -264,6 +274,35 @@ class Schedule:
             change = sorted(e for life in lives for e in ((life.born, 1), (max(life.last, life.born), -1)))
             peaks[s] = max(accumulate(c for _, c in change))
         return [max((peaks[s] for s in range(self.stages) if self.placement[s] == d), default=0) for d in range(self.devices)]
+
+    # ---- parts of the table
+
+    def part(self, first: int, last: int) -> Schedule:
+        """Batches `first` to `last` - 1 as a table of their own, numbered from 0: what a run does between two checkpoints.
+
+        Weight versions count from the part's start; one below 0 was made before it. Dependencies stay inside a micro-batch,
+        so that a valid table without whole batches stays valid. Raises ScheduleError where an update needs batches of both.
+        """
+        if not 0 <= first < last <= self.batches:
+            raise ScheduleError(f"batches {first} to {last} of {self.name}, which has {self.batches}: give a part of them")
+        a, b = first * self.microbatches, last * self.microbatches
+        if a % self.per_update or b % self.per_update:
+            raise ScheduleError(f"{self.name} updates every {self.per_update} micro-batches: cut it where an update ends")
+        begun = a // self.per_update
+        rows = []
+        for row in self.rows:
+            kept = (Action(s, k, i - (begun if k is Kind.U else a)) for s, k, i in row)
+            sizes = ((b - a) // self.per_update, b - a)
+            rows.append(tuple(x for x in kept if 0 <= x.microbatch < sizes[x.kind is not Kind.U]))
+        part = replace(self, rows=tuple(rows), batches=last - first, versions_read=None)
+        read = self.versions[:, a:b] - begun
+        return part if (part.versions == read).all() else replace(part, versions_read=tuple(map(tuple, read.tolist())))
+
+    def forward_only(self) -> Schedule:
+        """The table with nothing but its forwards: what evaluation runs."""
+        kept = (Kind.F, Kind.SEND_F, Kind.RECV_F)
+        return replace(self, rows=tuple(tuple(a for a in row if a.kind in kept) for row in self.rows), reads=Reads.LATEST,
+                       versions_read=None)  # fmt: skip
 
     # ---- transfers written out
 
@@ -291,9 +330,7 @@ class Schedule:
         for *_, cells in sorted(events, key=itemgetter(0, 1, 2, 3, 4)):
             for d, action in cells:
                 rows[d].append(action)
-        return Schedule(
-            self.name, tuple(map(tuple, rows)), self.placement, self.microbatches, self.batches, self.per_update, self.reads
-        )
+        return replace(self, rows=tuple(map(tuple, rows)))
 
     # ---- text: a grid for people, CSV for files, torch's CSV for torch
 
@@ -322,6 +359,8 @@ class Schedule:
 
     def to_csv(self) -> str:
         """One line that says how to read the table, then one line per device. `from_csv` is the exact inverse."""
+        if self.versions_read is not None:
+            raise ScheduleError(f"this part of {self.name} reads weights from before it: write the whole table")
         return "\n".join([self._header(), *(",".join(map(str, row)) for row in self.rows)]) + "\n"
 
     @classmethod

@@ -55,6 +55,7 @@ def durations(schedule: Schedule, costs: Costs) -> np.ndarray:
     rerun = np.isin(kind, (Kind.B, Kind.I))
     seconds[rerun] += np.where(again[microbatch[rerun]], forward[stage[rerun]], 0)
     seconds /= costs.of("speed", schedule.devices)[device]
+    seconds[kind <= Kind.U] += costs.overhead
     if schedule.has_transfers:
         link = np.append(costs.links(n), 0)
         up, down = np.isin(kind, (Kind.SEND_F, Kind.RECV_B)), np.isin(kind, (Kind.RECV_F, Kind.SEND_B))

@@ -15,9 +15,9 @@ _SHOWN = 2_000  # largest table that an error draws
 def validate(schedule: Schedule) -> Schedule:
     """Return the schedule if it can run; else raise a ScheduleError that marks the fault in the grid.
 
-    Checked, in this order: every action there once, none twice; the order within each row (forward, backward, update);
-    the weight version that each forward reads exists by then; no deadlock, also under rendezvous (neither side of a
-    transfer goes on alone) where the table writes its transfers out.
+    Checked, in this order: every action there once (of a table of forwards alone: every forward), none twice; the order
+    within each row (forward, backward, update); the weight version that each forward reads exists by then; no deadlock, also
+    under rendezvous (neither side of a transfer goes on alone) where the table writes its transfers out.
 
     >>> from pipelab.schedules import gpipe
     >>> validate(gpipe(4, 8)).name
@@ -55,14 +55,16 @@ def _check_twice(schedule: Schedule) -> None:
 def _check_complete(schedule: Schedule) -> None:
     have = schedule.position >= 0
     split = have[Kind.I] | have[Kind.W]
-    wanted = [(Kind.F, ~have[Kind.F]), (Kind.B, ~have[Kind.B] & ~split)]
+    wanted = [(Kind.F, ~have[Kind.F])]
+    if schedule.training:
+        wanted += [(Kind.B, ~have[Kind.B] & ~split), (Kind.U, ~have[Kind.U] & (np.arange(schedule.total) < schedule.updates))]
     wanted += [(Kind.I, have[Kind.W] & ~have[Kind.I] & ~have[Kind.B]), (Kind.W, have[Kind.I] & ~have[Kind.W] & ~have[Kind.B])]
-    wanted += [(Kind.U, ~have[Kind.U] & (np.arange(schedule.total) < schedule.updates))]
     if schedule.has_transfers:
         home = np.asarray(schedule.placement)
         up = np.append(home[:-1] != home[1:], False)[:, None]  # stage s and s + 1 live apart
         down = np.roll(up, 1, axis=0)
-        needed = {Kind.SEND_F: up, Kind.RECV_B: up, Kind.RECV_F: down, Kind.SEND_B: down}
+        back = up & schedule.training
+        needed = {Kind.SEND_F: up, Kind.RECV_B: back, Kind.RECV_F: down, Kind.SEND_B: np.roll(back, 1, axis=0)}
         wanted += [(kind, apart & ~have[kind]) for kind, apart in needed.items()]
         for kind, apart in needed.items():
             if (extra := np.argwhere(have[kind] & ~apart)).size:

@@ -12,7 +12,7 @@ import pipelab
 ROOT = Path(pipelab.__file__).parent
 LAYERS = [
     {"action", "earliest", "text", "schedule", "costs", "timeline"},
-    {"schedules", "validate", "simulate", "memory", "theory", "fit", "partition"},
+    {"schedules", "validate", "simulate", "memory", "theory", "fit", "explain", "partition"},
     {"executors", "models", "data", "peers", "plot", "bench"},
     {"widgets", "teach", "cli", "__main__"},
 ]

@@ -177,7 +177,8 @@ def test_activation_bytes_are_measured_not_read_from_the_table():
     assert peaks("gpipe", recompute=Recompute.ALWAYS)[:3] == [3 * each / 2 + each] * 3
     result = run(make("gpipe", 4, 4), stages(4), batches(1), F.mse_loss, SGD)
     for device in range(4):
-        assert result.memory.over_time(device)[1][:, -1].tolist() == [0] * 6
+        weights = sum(p.nbytes for p in stages(1)[0].parameters())
+        assert result.memory.over_time(device)[1][:, -1].tolist() == [weights, 0, 0, 0, 0, 0]  # all else is given back
 
 
 def test_what_a_stage_sent_on_is_not_kept():
@@ -194,7 +195,7 @@ def test_what_a_stage_sent_on_is_not_kept():
             return x[:, :6]
 
     result = run(make("gpipe", 2, 4), [Big(), Small()], batches(1), F.mse_loss, SGD)
-    assert result.memory.peak()[0] == 4 * 2 * 6 * 8  # its inputs, not its outputs of a hundred times the size
+    assert result.memory.peak("activations")[0] == 4 * 2 * 6 * 8  # its inputs, not its outputs of a hundred times the size
 
 
 def test_a_paced_run_shows_the_predicted_times():
@@ -432,8 +433,6 @@ def test_frozen_models_and_a_caller_without_gradients():
     assert run(make("gpipe", 2, 2), frozen, batches(1), F.mse_loss, SGD).check.passed
     with torch.no_grad():
         assert run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD).check.passed
-    with torch.autocast("cpu"), pytest.raises(ValueError, match="worker threads do not inherit it"):
-        run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD)
 
 
 def test_one_update_for_several_batches():
@@ -448,7 +447,7 @@ def test_activations_shared_by_stages_of_one_device_count_once():
     schedule = Schedule.from_grid("0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1")
     result = run(schedule, stages(2), batches(1), F.l1_loss, SGD)
     whole = run(make("gpipe", 1, 2), [nn.Sequential(*stages(2))], batches(1), F.l1_loss, SGD)
-    assert result.memory.peak() == whole.memory.peak()
+    assert result.memory.peak("activations") == whole.memory.peak("activations")
 
 
 def test_an_input_that_no_layer_saves_is_still_kept():
@@ -461,7 +460,7 @@ def test_an_input_that_no_layer_saves_is_still_kept():
             return x + self.b
 
     result = run(make("gpipe", 3, 4), [Shift(), Shift(), Shift()], batches(1), F.l1_loss, SGD)
-    assert result.memory.peak()[1] == 4 * 2 * 6 * 8
+    assert result.memory.peak("activations")[1] == 4 * 2 * 6 * 8
 
 
 def test_dumps_of_odd_tensors_and_places(tmp_path, monkeypatch):
@@ -524,7 +523,7 @@ def test_clipping_is_over_all_stages_with_a_flush(name):
 def test_clipping_refuses_a_table_that_would_wait_for_itself():
     early = Schedule.from_grid("# devices=1\n0F0 1F0 1B0 1U0 0B0 0U0")
     assert run(early, stages(2), batches(1), F.mse_loss, SGD).check.passed
-    with pytest.raises(ValueError, match="1U0 on device 0 would wait for the norm of a stage whose backward comes later"):
+    with pytest.raises(ValueError, match="clip: 1U0 on device 0 would wait for a stage whose backward comes later"):
         run(early, stages(2), batches(1), F.mse_loss, SGD, clip=1.0)
 
 
@@ -569,21 +568,30 @@ def test_random_tables_equal_the_reference(schedule, recompute):
 # ---- arguments
 
 SHARED = nn.Linear(6, 6, dtype=torch.float64)
+NORM = nn.BatchNorm1d(6, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (
-            {"stages": [nn.Sequential(nn.Dropout(0.1)), stages(1)[0]]},
-            r"stage 0 has Dropout\(p=0.1, inplace=False\) in training mode",
+            {"stages": [nn.BatchNorm1d(6), stages(1)[0]], "recompute": Recompute.ALWAYS},
+            "stage 0 has BatchNorm1d.* recomputation would count each micro-batch twice",
         ),
-        ({"stages": [nn.BatchNorm1d(6), stages(1)[0]]}, "stage 0 has BatchNorm1d"),
         ({"devices": "meta"}, "device 'meta': use cpu or cuda"),
         ({"schedule": make("gpipe", 2, 2).with_transfers()}, "has its transfers written out"),
         ({"stages": stages(3)}, "3 modules for the 2 stages of gpipe: give one per stage"),
         ({"stages": [stages(1)[0], "x"]}, "stage 1 is a str"),
-        ({"stages": [nn.Sequential(SHARED), nn.Sequential(SHARED)]}, "stages 0 and 1 share a Linear"),
+        ({"stages": [nn.Sequential(NORM), nn.Sequential(NORM)]}, "stages 0 and 1 share the buffer 0.running_mean"),
+        (
+            {"stages": [nn.Sequential(SHARED), nn.Sequential(SHARED)], "schedule": make("pipedream", 2, 2)},
+            "stages 0 and 1 share the weight 0.weight, and pipedream updates without a flush",
+        ),
+        ({"replicas": 2, "schedule": make("pipedream", 2, 2)}, "replicas=2 with pipedream, which updates without a flush"),
+        ({"replicas": 0}, "replicas=0: give a whole number"),
+        ({"autocast": torch.float16}, "autocast=torch.float16: use torch.bfloat16"),
+        ({"stop": 1}, "stop=1 without save loses the work"),
+        ({"schedule": make("gpipe", 2, 2).forward_only()}, "has only forwards: use pipelab.evaluate"),
         ({"batches": batches(2)}, "2 batches for a table of 1: build the schedule with batches=2"),
         ({"batches": batches(1, samples=1)}, "batch 0 has 1 samples for 2 micro-batches"),
         ({"batches": [(torch.ones(4, 6), torch.ones(5, 6))]}, r"tensors have \[4, 5\] samples"),

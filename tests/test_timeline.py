@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelab import Costs, Kind, Schedule, fit, make, simulate
+from pipelab import Costs, Kind, Schedule, fit, make, memory, simulate
 from pipelab.timeline import CAUSES, FORWARD, GRADIENT, HELD, NOTHING, OVERHEAD, TRANSFER
 from tests.conftest import tables
+from tests.test_explain import flat, lay
 
 costs = st.builds(
     Costs, forward=st.floats(0.1, 3), input_grad=st.floats(0.1, 3), weight_grad=st.floats(0.1, 3),
@@ -120,6 +121,70 @@ def test_fit_recovers_the_costs(case):
     assert np.allclose(found.forward, costs.forward)
     assert np.allclose(found.input_grad, 2)
     assert simulate(schedule, found).makespan == pytest.approx(simulate(schedule, costs).makespan)
+
+
+@given(tables(largest=4), tables(largest=4), st.floats(0, 1))
+def test_fit_predicts_other_tables_with_the_time_lost(case, other, lost):
+    seen, other = case[0], other[0]
+    if seen.stages != other.stages or not seen.crossing.size:  # one device shows no transfer
+        return
+    found = fit(lay(seen, flat(seen), 0.5, lost))
+    # The very first action starts the clock, so what it loses does not show.
+    assert simulate(other, found).makespan == pytest.approx(lay(other, flat(other), 0.5, lost).makespan + lost)
+
+
+def test_fit_averages_what_varies_and_leaves_out_the_warm_up():
+    schedule = make("gpipe", 2, 4, batches=2)
+    duration = flat(schedule)
+    first = schedule.columns.microbatch == 0
+    duration[first & (schedule.columns.kind == Kind.F)] *= 20
+    duration[schedule.position[Kind.B, 1, 4]] += 0.7  # one of eight backwards, within 1.5 times the median
+    found = fit(lay(schedule, duration))
+    assert found.forward == pytest.approx([1, 1.25])
+    assert np.add(found.input_grad, found.weight_grad) == pytest.approx([1.5, 1.75 + 0.7 / 8])
+
+
+def test_fit_tells_lost_time_from_latency():
+    schedule = make("gpipe", 2, 3)
+    wait = np.zeros(schedule.bounds[-1])
+    wait[schedule.position[Kind.F, 0, 1:]] = 0.2  # two of device 0's; of device 1's none waits but for its input
+    wait[schedule.position[Kind.F, 1, 0]] = wait[schedule.position[Kind.B, 0, 0]] = 3
+    wait[schedule.position[Kind.U, 1, 0]] = 50  # an update may wait for other stages: no time lost
+    t = lay(schedule, flat(schedule, 10), 0.5, wait)
+    fed = [i for i in schedule.crossing if t.arrived[i] > t.end[i - 1] or i in schedule.bounds]
+    prompt = [i for i in range(len(wait)) if i not in (*fed, *schedule.bounds) and t.kind[i] != Kind.U]
+    lost = 0.4 / len(prompt)
+    found = fit(t)
+    assert found.forward == pytest.approx([10, 10.25])
+    assert found.overhead == pytest.approx(lost)
+    assert found.split(2).overhead == found.overhead  # shorter actions lose no less
+    assert found.transfer == pytest.approx(0.5 + 6 / len(fed) - lost)
+
+
+@given(tables(largest=4))
+def test_fit_recovers_bytes(case):
+    schedule = case[0]
+    costs = Costs(weights=12, optimizer=24, activations=5)
+    t = simulate(schedule, costs)
+    found = fit(t, memory(t, costs))
+    for name in ("weights", "optimizer", "activations"):
+        assert found.of(name, schedule.stages) == pytest.approx(costs.of(name, schedule.stages))
+    assert fit(t).weights == fit(t).activations == found.boundary == 0
+
+
+def test_fit_divides_the_bytes_of_a_shared_device_evenly():
+    schedule = make("interleaved", 2, 4, virtual=2)
+    costs = Costs(weights=[1, 2, 3, 4], optimizer=[0, 0, 8, 6])
+    found = fit(t := simulate(schedule), memory(t, costs))
+    assert (found.weights, found.optimizer, found.activations) == ((2, 3, 2, 3), (4, 3, 4, 3), (0, 0, 0, 0))
+
+
+def test_fit_refuses_what_does_not_fit():
+    t = simulate(make("gpipe", 2, 2))
+    with pytest.raises(ValueError, match="fit: memory of 3 devices for the 2 of gpipe"):
+        fit(t, memory(simulate(make("gpipe", 3, 2)), Costs()))
+    with pytest.raises(ValueError, match="fit: gpipe has its transfers written out"):
+        fit(simulate(make("gpipe", 2, 2).with_transfers()))
 
 
 def test_the_summary_says_what_the_picture_shows():

@@ -4,7 +4,7 @@
 the `wire`), and checks the result against the `reference`.
 """
 
-from pipelab.executors.run import Run, run
+from pipelab.executors.run import Evaluation, Run, evaluate, run
 from pipelab.executors.worker import RunError
 
-__all__ = ["Run", "RunError", "run"]
+__all__ = ["Evaluation", "Run", "RunError", "evaluate", "run"]

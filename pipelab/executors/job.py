@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipelab.executors.checkpoint import StageState, save_stage
 from pipelab.executors.torch_device import CpuDevice
-from pipelab.executors.torch_stage import Loss, OptimizerFactory, TorchStage
+from pipelab.executors.torch_stage import Recipe, TorchStage
 from pipelab.executors.transport import Transport
 from pipelab.executors.worker import Pace, Record, Worker
 from pipelab.schedule import Schedule
@@ -20,32 +22,51 @@ from pipelab.schedule import Schedule
 
 @dataclass
 class Job:
-    """Row `rank` of a schedule with all that it needs, and nothing of the other ranks.
+    """Row `row` of a schedule in one of the replicas, with all that it needs, and nothing of the other ranks.
 
     modules           the row's stages by number
     inputs, targets   per micro-batch; None where the row has not the first stage, or not the last
-    samples           per micro-batch
-    recompute         per micro-batch, whether its forward runs again
+    samples           per micro-batch, where there are targets
+    partners          per stage, the stages whose news its updates wait for
+    seeds             [stage][micro-batch], or None if forwards draw no random numbers
+    ties              per stage, the numbers of its tied weights by name
+    start             by stage, what to go on from
+    later             per stage, weight versions that a checkpoint has to keep
+    save              where to write the row's stages afterwards, after `updates` updates in all
     """
 
     schedule: Schedule
-    rank: int
+    row: int
     device: str
     modules: dict[int, nn.Module]
-    inputs: Sequence[Any] | None
-    targets: Sequence[Any] | None
-    samples: Sequence[int]
-    loss: Loss
-    optimizer: OptimizerFactory
-    recompute: np.ndarray
-    keep: bool
-    clip: float | None
-    pace: Pace | None
+    recipe: Recipe
+    partners: Sequence[Sequence[int]]
+    inputs: Sequence[Any] | None = None
+    targets: Sequence[Any] | None = None
+    samples: Sequence[int] = ()
+    seeds: Sequence[Sequence[int]] | None = None
+    ties: Sequence[dict[str, int]] = ()
+    start: dict[int, StageState] = field(default_factory=dict)
+    later: Sequence[Sequence[int]] = ()
+    save: Path | None = None
+    updates: int = 0
+    pace: Pace | None = None
+    replica: int = 0
+    replicas: int = 1
 
     @property
-    def shares_news(self) -> bool:
-        """Whether its updates wait for what all stages tell each other."""
-        return self.clip is not None and not self.schedule.asynchronous
+    def rank(self) -> int:
+        """Replicas of a row are neighbours, as in DeepSpeed's topology."""
+        return self.row * self.replicas + self.replica
+
+    @property
+    def where(self) -> str:
+        """A name for errors."""
+        return f"device {self.row}" + (f" of replica {self.replica}" if self.replicas > 1 else "")
+
+    def doing(self, mark: int) -> str:
+        """What a progress mark, an action's flat index, stands for."""
+        return str(self.schedule.action(mark))
 
     def stages(self, home: CpuDevice) -> dict[int, TorchStage]:
         """Runtimes of the row's stages on `home`, of copies of the modules."""
@@ -53,11 +74,12 @@ class Job:
         groups = np.arange(self.schedule.total) // self.schedule.per_update
         return {
             s: TorchStage(
-                copy.deepcopy(module).to(home.device), home, self.schedule.versions[s], groups, self.samples,
+                copy.deepcopy(module).to(home.device), home, self.recipe, self.schedule.versions[s], groups,
+                later=self.later[s] if self.later else (), samples=self.samples,
                 inputs=_onto(self.inputs, home) if s == first else None,
                 targets=_onto(self.targets, home) if s == last else None,
-                loss=self.loss, optimizer=self.optimizer, recompute=self.recompute, keep=self.keep, clip=self.clip,
-                shared_clip=self.shares_news,
+                seeds=self.seeds[s] if self.seeds else None, ties=self.ties[s] if self.ties else None,
+                start=self.start.get(s),
             )
             for s, module in self.modules.items()
         }  # fmt: skip
@@ -67,17 +89,25 @@ class Job:
         progress: Callable[[int], None] | None = None,
     ) -> Outcome:  # fmt: skip
         """Carry the row out; `progress` is told the flat index of each action before it starts."""
-        worker = Worker(self.schedule, self.rank, stages, home, transport, began, self.pace, progress)
+        worker = Worker(
+            self.schedule, self.row, stages, home, transport, began, self.partners, self.where, self.replicas, self.pace,
+            progress,
+        )  # fmt: skip
         record = worker.work()
+        if self.save and not self.replica:
+            for s, stage in stages.items():
+                save_stage(self.save, s, stage.state(self.updates))
         losses = {k: (float(mean), count) for stage in stages.values() for k, (mean, count) in stage.losses.items()}
         steps = {s: stage.steps for s, stage in stages.items()}
-        return Outcome(record, losses, steps, {s: stage.trained() for s, stage in stages.items()})
+        return Outcome(self.row, self.replica, record, losses, steps, {s: stage.trained() for s, stage in stages.items()})
 
 
 @dataclass
 class Outcome:
     """What a rank gives back: its record, losses as (mean, count) by micro-batch, kept steps and trained weights by stage."""
 
+    row: int
+    replica: int
     record: Record
     losses: dict[int, tuple[float, float]]
     steps: dict[int, list[tuple[dict[str, Tensor], dict[str, Tensor]]]]

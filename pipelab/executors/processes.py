@@ -5,33 +5,51 @@ from __future__ import annotations
 import mmap
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from threading import Thread
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import cloudpickle
 
-from pipelab.executors.job import Job, Outcome
 from pipelab.executors.worker import RunError
 
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "cloudpickle", "pipelab.executors.processes"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "cloudpickle",
+    "pipelab.executors.processes",
+    "pipelab.executors.ranks",
+]
 
 
-def run_processes(jobs: Sequence[Job], timeout: float = 60.0) -> list[Outcome]:
-    """Do every job in a process of its own, connected by torch.distributed over loopback.
+class RankJob(Protocol):
+    """What a rank is given: its number, a name for errors, and what its progress marks mean."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def where(self) -> str: ...
+    def doing(self, mark: int) -> str: ...
+
+
+def run_processes(jobs: Sequence[RankJob], work: Callable[[Any, Callable[[int], None]], Any], timeout: float = 60.0) -> list:
+    """work(job, progress) for every job in a process of its own, connected by torch.distributed over loopback.
 
     A rank that raises, dies or does not end an action within `timeout` seconds ends the run: all are killed, what they
     printed is written out in the order of ranks, and one RunError names the device, its action and the cause. Jobs are
-    sent with cloudpickle, so models and functions defined in a notebook's cells work.
+    sent with cloudpickle, so models and functions defined in a notebook's cells work. `progress` takes a number, whose
+    meaning the job knows; each call shows that the rank still lives.
     """
     with tempfile.TemporaryDirectory(prefix="pipelab-") as name:
         folder, ranks = Path(name), []
@@ -40,7 +58,7 @@ def run_processes(jobs: Sequence[Job], timeout: float = 60.0) -> list[Outcome]:
         try:
             with _main_hidden():
                 for job in jobs:
-                    ranks.append(_start(job, len(jobs), folder))
+                    ranks.append(_start(job, work, len(jobs), folder))
             return _collect(jobs, ranks, marks, timeout)
         finally:
             for process, connection in ranks:
@@ -61,13 +79,13 @@ def _context() -> Any:
     return context
 
 
-def _start(job: Job, world: int, folder: Path) -> tuple[Any, Connection]:
+def _start(job: RankJob, work: Callable, world: int, folder: Path) -> tuple[Any, Connection]:
     context = _context()
     mine, theirs = context.Pipe()
     process = context.Process(target=_rank, args=(theirs, job.rank, world, str(folder)), name=f"pipelab rank {job.rank}")
     process.start()
     theirs.close()
-    mine.send_bytes(cloudpickle.dumps(job))
+    mine.send_bytes(cloudpickle.dumps((job, work)))
     return process, mine
 
 
@@ -84,8 +102,8 @@ def _main_hidden() -> Iterator[None]:
         vars(main).update(hidden)
 
 
-def _collect(jobs: Sequence[Job], ranks: list[tuple[Any, Connection]], marks: Path, timeout: float) -> list[Outcome]:
-    outcomes: dict[int, Outcome] = {}
+def _collect(jobs: Sequence[RankJob], ranks: list[tuple[Any, Connection]], marks: Path, timeout: float) -> list[Any]:
+    outcomes: dict[int, Any] = {}
     last, since = b"", time.monotonic()
     while left := [rank for rank in range(len(ranks)) if rank not in outcomes]:
         wait([ranks[rank][1] for rank in left], timeout=0.25)
@@ -99,12 +117,12 @@ def _collect(jobs: Sequence[Job], ranks: list[tuple[Any, Connection]], marks: Pa
         if now != last:
             last, since = now, time.monotonic()
         elif time.monotonic() - since > timeout:
-            held = "; ".join(f"device {rank} at {_action(jobs, marks, rank)}" for rank in left)
+            held = "; ".join(f"{jobs[rank].where} at {_action(jobs, marks, rank)}" for rank in left)
             raise RunError(f"no action ended within {timeout:g} s: {held}; the processes were killed", min(left))
     return [outcomes[rank] for rank in range(len(ranks))]
 
 
-def _receive(jobs: Sequence[Job], ranks: list[tuple[Any, Connection]], marks: Path, rank: int) -> Outcome | _Failure:
+def _receive(jobs: Sequence[RankJob], ranks: list[tuple[Any, Connection]], marks: Path, rank: int) -> Any:
     """What a rank has sent; RunError if it has died instead."""
     process, connection = ranks[rank]
     try:
@@ -113,11 +131,11 @@ def _receive(jobs: Sequence[Job], ranks: list[tuple[Any, Connection]], marks: Pa
         process.join(5)
         code = process.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with status {code}"
-        raise RunError(f"device {rank}, action {_action(jobs, marks, rank)}: its process {how}", rank) from None
+        raise RunError(f"{jobs[rank].where}, action {_action(jobs, marks, rank)}: its process {how}", rank) from None
 
 
 def _blame(
-    jobs: Sequence[Job], ranks: list[tuple[Any, Connection]], marks: Path, failure: _Failure, others: list[int]
+    jobs: Sequence[RankJob], ranks: list[tuple[Any, Connection]], marks: Path, failure: _Failure, others: list[int]
 ) -> NoReturn:
     """Raise a rank's failure; if it only lost its connection to another rank, what happened to that one."""
     deadline = time.monotonic() + 2
@@ -131,9 +149,9 @@ def _blame(
     raise failure.error from _Remote(failure.traceback)
 
 
-def _action(jobs: Sequence[Job], marks: Path, rank: int) -> str:
+def _action(jobs: Sequence[RankJob], marks: Path, rank: int) -> str:
     index = int.from_bytes(marks.read_bytes()[8 * rank : 8 * rank + 8], "little", signed=True)
-    return str(jobs[rank].schedule.action(index)) if index >= 0 else "(before the first)"
+    return jobs[rank].doing(index) if index >= 0 else "(before the first)"
 
 
 class _Remote(Exception):
@@ -161,14 +179,14 @@ def _rank(connection: Connection, rank: int, world: int, folder: str) -> None:
     with open(os.path.join(folder, f"log{rank:04}"), "w", buffering=1) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-        job = cloudpickle.loads(connection.recv_bytes())
-        Thread(target=_end_with, args=(connection,), daemon=True).start()
+        job, work = cloudpickle.loads(connection.recv_bytes())
+        Thread(target=_end_with, args=(connection, folder), daemon=True).start()
         try:
-            outcome: Any = _perform(job, world, folder)
+            outcome: Any = _perform(job, work, world, folder)
         except RunError as error:
             outcome = _Failure(error)
         except BaseException as error:
-            wrapped = RunError(f"device {rank}: {type(error).__name__}: {error}", rank)
+            wrapped = RunError(f"{job.where}: {type(error).__name__}: {error}", rank)
             wrapped.__cause__ = error
             outcome = _Failure(wrapped)
         sys.stdout.flush()
@@ -177,37 +195,26 @@ def _rank(connection: Connection, rank: int, world: int, folder: str) -> None:
         os._exit(0)
 
 
-def _end_with(parent: Connection) -> None:
+def _end_with(parent: Connection, folder: str) -> None:
+    """A caller that is killed cannot clean up after itself: its ranks do."""
     try:
         parent.recv_bytes()
     except (EOFError, OSError):
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
 
-def _perform(job: Job, world: int, folder: str) -> Outcome:
+def _perform(job: RankJob, work: Callable, world: int, folder: str) -> Any:
     import torch
     import torch.distributed as dist
 
-    from pipelab.executors.torch_device import torch_device
-    from pipelab.executors.wire import Wire
-
     torch.set_num_threads(1)  # the ranks share this machine's cores
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=store, world_size=world, rank=job.rank, timeout=timedelta(minutes=30))
-    home = torch_device(job.device)
-    stages = job.stages(home)
-    wire = Wire(job.schedule, job.rank, job.shares_news)
-    began = torch.tensor([time.perf_counter() + 0.01], dtype=torch.float64)  # one clock for all processes of a machine
-    dist.all_reduce(began, dist.ReduceOp.MAX)
-    home.begin(float(began))
-    time.sleep(max(0.0, float(began) - time.perf_counter()))
-    with open(os.path.join(folder, "progress"), "r+b") as file, mmap.mmap(file.fileno(), 0) as marks, home.active():
+    where = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=where, world_size=world, rank=job.rank, timeout=timedelta(minutes=30))
+    with open(os.path.join(folder, "progress"), "r+b") as file, mmap.mmap(file.fileno(), 0) as marks:
 
-        def progress(index: int) -> None:
-            marks[8 * job.rank : 8 * job.rank + 8] = index.to_bytes(8, "little", signed=True)
+        def progress(mark: int) -> None:
+            marks[8 * job.rank : 8 * job.rank + 8] = mark.to_bytes(8, "little", signed=True)
 
-        outcome = job.work(stages, home, wire, float(began), progress)
-        wire.finish()
-        dist.barrier()  # nobody leaves while its messages are on their way
-    return outcome
+        return work(job, progress)

@@ -80,10 +80,10 @@ class Comparison:
         return Check(self.max_rel <= tolerance, self.max_abs, self.max_rel, tolerance, rule, self.worst)
 
 
-def tolerance_for(stages: Iterable[nn.Module]) -> float:
-    """The stated tolerance of the lowest precision among the stages' weights."""
-    found = {p.dtype for stage in stages for p in stage.parameters()}
-    return max((TOLERANCE.get(dtype, 0.0) for dtype in found), default=TOLERANCE[torch.float32])
+def tolerance_for(stages: Iterable[nn.Module], autocast: torch.dtype | None = None) -> float:
+    """The stated tolerance of the lowest precision among the stages' weights and what is computed in."""
+    found = {p.dtype for stage in stages for p in stage.parameters()} | {autocast}
+    return max((TOLERANCE[dtype] for dtype in found if dtype in TOLERANCE), default=TOLERANCE[torch.float32])
 
 
 def version_read(rule: str, t: int, stage: int, stages: int) -> int:
@@ -93,21 +93,28 @@ def version_read(rule: str, t: int, stage: int, stages: int) -> int:
 
 
 class Piece(NamedTuple):
-    """What one forward and backward of the reference computes: a batch or a part of it, and the version of every stage."""
+    """What one forward and backward of the reference computes: a batch or a part of it.
+
+    reads  the weight version of every stage
+    seeds  the random numbers that every stage's forward draws from; None if they draw none
+    """
 
     x: Any
     y: Any
-    reads: list[int]
+    reads: Sequence[int]
+    seeds: Sequence[int] | None = None
 
 
-def by_formula(rule: str, batches: Sequence[tuple[Any, Any]], updates: int, stages: int) -> list[list[Piece]]:
-    """The pieces of every update under one of the papers' rules: its data, undivided."""
-    data = [part for batch in batches for part in cut(batch, updates // len(batches))]
-    return [[Piece(x, y, [version_read(rule, t, s, stages) for s in range(stages)])] for t, (x, y) in enumerate(data)]
+Reading = list[list[list[int]]]  # [update][piece][stage] -> version
 
 
-def by_rows(rows: Sequence[Sequence[Any]], batches: Sequence[tuple[Any, Any]], updates: int, stages: int) -> list[list[Piece]]:
-    """The pieces of every update of any table: micro-batch by micro-batch, with the updates that stand before each forward."""
+def by_formula(rule: str, updates: int, pieces: int, stages: int) -> Reading:
+    """The versions that every update's `pieces` read under one of the papers' rules."""
+    return [[[version_read(rule, t, s, stages) for s in range(stages)]] * pieces for t in range(updates)]
+
+
+def by_rows(rows: Sequence[Sequence[Any]], updates: int, stages: int) -> Reading:
+    """The same of any table, by micro-batches: the updates that stand before each forward in its row."""
     before: dict[tuple[int, int], int] = {}
     made = [0] * stages
     for row in rows:
@@ -115,11 +122,18 @@ def by_rows(rows: Sequence[Sequence[Any]], batches: Sequence[tuple[Any, Any]], u
             made[stage] += kind.name == "U"
             if kind.name == "F":
                 before[stage, number] = made[stage]
-    total = 1 + max(number for _, number in before)
-    data = [part for batch in batches for part in cut(batch, total // len(batches))]
-    pieces = [Piece(x, y, [before[s, k] for s in range(stages)]) for k, (x, y) in enumerate(data)]
-    size = total // updates
-    return [pieces[t * size : (t + 1) * size] for t in range(updates)]
+    size = (1 + max(number for _, number in before)) // updates
+    return [[[before[s, k] for s in range(stages)] for k in range(t * size, (t + 1) * size)] for t in range(updates)]
+
+
+def pieces_of(
+    batches: Sequence[tuple[Any, Any]], reading: Reading, seeds: Sequence[Sequence[int]] | None = None
+) -> list[list[Piece]]:
+    """The pieces of every update: the batches' data in their order, cut into as many parts; `seeds` are [stage][piece]."""
+    parts = sum(map(len, reading)) // len(batches)
+    data = iter([part for batch in batches for part in cut(batch, parts)])
+    drawn = iter(zip(*seeds, strict=True)) if seeds is not None else None
+    return [[Piece(*next(data), reads, next(drawn) if drawn else None) for reads in of_update] for of_update in reading]
 
 
 def cut(batch: tuple[Any, Any], count: int) -> list[tuple[Any, Any]]:
@@ -131,69 +145,133 @@ def cut(batch: tuple[Any, Any], count: int) -> list[tuple[Any, Any]]:
     return [part(k) for k in range(count)] if count > 1 else [tuple(batch)]
 
 
-@torch.enable_grad()
-def check(
-    rule: str, stages: Sequence[nn.Module], updates: Sequence[list[Piece]], loss: Callable, optimizer: Callable,
-    steps: Sequence[list[tuple[dict[str, Tensor], dict[str, Tensor]]]], losses: Sequence[float], tolerance: float,
-    clip: float | None = None,
-) -> Check:  # fmt: skip
-    """Train by the rule and compare, update by update.
+class Start(NamedTuple):
+    """Where training goes on, per stage: weights by version, optimizer state by name; then hyperparameters and schedulers."""
 
-    `stages` hold the initial weights and are trained. `steps[stage][t]` are the run's gradients and weights at update t,
-    `losses` its losses, one per piece. Every step is checked by itself: the gradient against the reference's own, the new
-    weights against the step that the optimizer takes from that same gradient. Steps that start equal and are equal stay
-    equal, and an optimizer that divides by a gradient's size cannot blow up rounding where a gradient is zero in theory (a
-    key's bias under Adam).
-    """
-    model, found, of_run = nn.Sequential(*stages), Comparison(), iter(losses)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    stepper, *others = _as_tuple(optimizer(trained)) if trained else (None,)
-    history = [{0: _weights(stage)} for stage in stages]  # per stage, the weights by version
-    until = [{p.reads[s]: t for t, pieces in enumerate(updates) for p in pieces} for s in range(len(stages))]  # last use
-    for t, pieces in enumerate(updates):
-        for p in trained:
+    weights: Sequence[dict[int, dict[str, Tensor]]]
+    optimizer: Sequence[dict[str, dict[str, Any]]]
+    groups: list[dict[str, Any]]
+    schedulers: list[dict[str, Any]]
+
+
+class Trainer:
+    """Trains stages by a rule on one device, one update at a time."""
+
+    def __init__(
+        self, rule: str, stages: Sequence[nn.Module], loss: Callable, optimizer: Callable, clip: float | None = None,
+        autocast: torch.dtype | None = None, first: int = 0, start: Start | None = None,
+    ) -> None:  # fmt: skip
+        self.rule, self.stages, self.loss, self.clip, self.autocast = rule, stages, loss, clip, autocast
+        self.trained = [p for p in nn.Sequential(*stages).parameters() if p.requires_grad]  # a tied one once
+        self.stepper, *self.schedulers = _as_tuple(optimizer(self.trained)) if self.trained else (None,)
+        self.history = [{first: _weights(stage)} for stage in stages]  # per stage, the weights by version
+        if start:
+            self._resume(start)
+
+    def _resume(self, start: Start) -> None:
+        for s, stage in enumerate(self.stages):
+            of = dict(stage.named_parameters())
+            self.history[s] = {v: {n: t.to(of[n], copy=True) for n, t in w.items()} for v, w in start.weights[s].items()}
+            for name, state in start.optimizer[s].items():
+                self.stepper.state[of[name]] = {
+                    k: v.to("cpu" if k == "step" else of[name].device, copy=True) if isinstance(v, Tensor) else v
+                    for k, v in state.items()
+                }  # fmt: skip
+        for group, saved in zip(self.stepper.param_groups if self.stepper else (), start.groups, strict=True):
+            group.update(saved)
+        for scheduler, saved in zip(self.schedulers, start.schedulers, strict=True):
+            scheduler.load_state_dict(saved)
+
+    @torch.enable_grad()
+    def gradients(self, t: int, pieces: Sequence[Piece]) -> list[tuple[Tensor, float]]:
+        """Leave the gradient of update t in the weights, which are those of version t; returns (loss, count) per piece."""
+        for p in self.trained:
             p.grad = None
-        total = 0.0
+        values = []
         for piece in pieces:
-            for s, stage in enumerate(stages):
-                _load(stage, history[s][piece.reads[s]])
-            value = loss(model(piece.x), piece.y)
-            mean, count = value if isinstance(value, tuple) else (value, _samples(piece))
+            for s, stage in enumerate(self.stages):
+                _load(stage, self.history[s][piece.reads[s]])
+            mean, count = self._loss(piece)
             if mean.requires_grad and (count or len(pieces) == 1):
                 (mean * count if len(pieces) > 1 else mean).backward()
-            total += float(count)
+            values.append((mean.detach(), float(count)))
+        for s, stage in enumerate(self.stages):
+            _load(stage, self.history[s][t])
+        total = sum(count for _, count in values) or 1.0
+        for p in self.trained:
+            if p.grad is not None and len(pieces) > 1:
+                p.grad /= total
+        if self.clip is not None:
+            for group in [self.trained] if self.rule == FLUSH else [list(stage.parameters()) for stage in self.stages]:
+                nn.utils.clip_grad_norm_(group, self.clip)
+        return values
+
+    def _loss(self, piece: Piece) -> tuple[Tensor, float]:
+        x, device = piece.x, next((p.device for p in self.trained), torch.device("cpu"))
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=piece.seeds is not None),
+            torch.autocast(device.type, self.autocast, enabled=self.autocast is not None),
+        ):
+            for s, stage in enumerate(self.stages):
+                if piece.seeds is not None:
+                    torch.manual_seed(piece.seeds[s])
+                x = stage(x)
+            value = self.loss(x, piece.y)
+        return value if isinstance(value, tuple) else (value, _samples(piece))
+
+    def step(self, t: int) -> None:
+        """Make version t + 1."""
+        if self.stepper is not None:
+            self.stepper.step()
+            for scheduler in self.schedulers:
+                scheduler.step()
+        for s, stage in enumerate(self.stages):
+            self.history[s][t + 1] = _weights(stage)
+
+    def forget(self, needed: Sequence[set[int]]) -> None:
+        """Drop the versions that are not among the needed ones of their stage."""
+        self.history = [{v: w for v, w in of.items() if v in keep} for of, keep in zip(self.history, needed, strict=True)]
+
+
+def check(
+    trainer: Trainer, updates: Sequence[list[Piece]], steps: Sequence[list[tuple[dict[str, Tensor], dict[str, Tensor]]]],
+    losses: Sequence[float], tolerance: float, first: int = 0,
+) -> Check:  # fmt: skip
+    """Train by the rule and compare, update by update, from update `first` on.
+
+    `steps[stage][i]` are the run's gradients and weights at update first + i, `losses` its losses, one per piece. Every step
+    is checked by itself: the gradient against the reference's own, the new weights against the step that the optimizer takes
+    from that same gradient. Steps that start equal and are equal stay equal, and an optimizer that divides by a gradient's
+    size cannot blow up rounding where a gradient is zero in theory (a key's bias under Adam).
+    """
+    found, of_run, stages = Comparison(), iter(losses), trainer.stages
+    for i, pieces in enumerate(updates):
+        t = first + i
+        for mean, count in trainer.gradients(t, pieces):
             reported = next(of_run)
             if count:
                 found.add(f"a loss of update {t}", torch.tensor(reported, dtype=torch.float64), mean)
-        for s, stage in enumerate(stages):
-            _load(stage, history[s][t])
-        for p in trained:
-            if p.grad is not None and len(pieces) > 1:
-                p.grad /= total or 1.0
-        if clip is not None:
-            for group in [trained] if rule == FLUSH else [list(stage.parameters()) for stage in stages]:
-                nn.utils.clip_grad_norm_(group, clip)
-        largest = max((float(p.grad.abs().max()) for p in trained if p.grad is not None), default=0.0)
+        largest = max((float(p.grad.abs().max()) for p in trainer.trained if p.grad is not None), default=0.0)
         for s, stage in enumerate(stages):
             for name, p in stage.named_parameters():
                 if p.requires_grad:
                     expected = torch.zeros_like(p) if p.grad is None else p.grad
                     rounding = 16 * torch.finfo(p.dtype).eps * largest / tolerance
-                    found.add(f"the gradient of {name} of stage {s} in update {t}", steps[s][t][0][name], expected, rounding)
-                    if p.grad is not None:
-                        p.grad = steps[s][t][0][name].to(p)
-        if stepper is not None:
-            stepper.step()
-            for scheduler in others:
-                scheduler.step()
-        for s, stage in enumerate(stages):
-            before, history[s][t + 1] = history[s][t], _weights(stage)
+                    found.add(f"the gradient of {name} of stage {s} in update {t}", steps[s][i][0][name], expected, rounding)
+        for s, stage in enumerate(stages):  # after all are compared: tied weights have one gradient
             for name, p in stage.named_parameters():
+                if p.requires_grad and p.grad is not None:
+                    p.grad = steps[s][i][0][name].to(p)
+        trainer.step(t)
+        for s, stage in enumerate(stages):
+            for name, p in stage.named_parameters():
+                before = trainer.history[s][t][name]
                 rounding = 4 * torch.finfo(p.dtype).eps * float(p.detach().abs().max()) / tolerance
-                change = steps[s][t][1][name].to(p) - before[name]
-                found.add(f"weight {name} of stage {s} after update {t}", change, p - before[name], rounding)
-            history[s] = {v: w for v, w in history[s].items() if v == t + 1 or until[s].get(v, -1) > t}
-    return found.verdict(tolerance, rule)
+                change = steps[s][i][1][name].to(p) - before
+                found.add(f"weight {name} of stage {s} after update {t}", change, p - before, rounding)
+        ahead = [piece.reads for later in updates[i + 1 :] for piece in later]
+        trainer.forget([{t + 1, *(reads[s] for reads in ahead)} for s in range(len(stages))])
+    return found.verdict(tolerance, trainer.rule)
 
 
 def _samples(piece: Piece) -> int:

@@ -1,51 +1,48 @@
-"""run(schedule, stages, batches, ...): train for real, measure, and check against the reference."""
+"""run(schedule, stages, batches, ...): train for real, measure, and check against the reference. evaluate: forwards alone."""
 
 from __future__ import annotations
 
 import copy
-import json
-import math
-import tempfile
+import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from pipelab.action import Kind, Reads
 from pipelab.costs import Costs, Recompute
-from pipelab.executors import reference
+from pipelab.executors import arguments, checkpoint
+from pipelab.executors.checkpoint import Index, StageState
 from pipelab.executors.job import Job, Outcome
+from pipelab.executors.measured import memory_of, timeline_of, write_dump
 from pipelab.executors.reference import Check
 from pipelab.executors.threads import run_threads
-from pipelab.executors.torch_device import torch_device
-from pipelab.executors.torch_stage import Loss, OptimizerFactory
-from pipelab.executors.worker import Pace, Record
-from pipelab.memory import CAUSES, Memory
+from pipelab.executors.torch_stage import Loss, OptimizerFactory, Recipe
+from pipelab.executors.verdict import judge, judge_evaluation
+from pipelab.memory import Memory
 from pipelab.schedule import Schedule
-from pipelab.simulate import delays, durations
 from pipelab.timeline import Timeline
 from pipelab.validate import validate
 
 BACKENDS = ("threads", "processes")
+Batches = Sequence[tuple[Any, Any]]
 
 
 @dataclass
 class Run:
     """What a run gives back; displayed, it shows its verdict.
 
-    timeline           measured spans, seconds since the run began
+    timeline           measured spans, seconds since the run began (of the first replica)
     losses             one per batch: the mean over the whole batch
-    microbatch_losses  one per micro-batch
-    memory             measured activation bytes over time
-    weights            the trained weights, a state dict per stage
+    microbatch_losses  one per micro-batch, in the order of the data
+    memory             measured bytes over time, by cause (of the first replica)
+    weights            the trained weights, a state dict per stage (on ranks of several machines: of the rank's own stages)
     weight_versions    per device, the most versions of a stage's weights that were kept at one time, by their storages
     check              the verdict against the reference, or None if it was switched off
+    replicas           measured spans of every replica
     """
 
     timeline: Timeline
@@ -55,264 +52,276 @@ class Run:
     weights: list[dict[str, Tensor]]
     weight_versions: list[int]
     check: Check | None
+    replicas: list[Timeline] = field(default_factory=list, repr=False)
 
     def __repr__(self) -> str:
         s, late = self.timeline.schedule, self.timeline.late
         verdict = str(self.check) if self.check else "Not checked against the reference (check=False)."
         pace = "" if late is None else " Paced: it shows order and numerics, not speed."
-        sizes = f"{s.devices} devices, {s.batches} batches of {s.microbatches} micro-batches"
+        times = f" times {len(self.replicas)} replicas" if len(self.replicas) > 1 else ""
+        sizes = f"{s.devices} devices{times}, {s.batches} batches of {s.microbatches} micro-batches"
         return f"<Run of {s.name} on {sizes}. {verdict}{pace}>"
 
 
 def run(
-    schedule: Schedule, stages: Sequence[nn.Module], batches: Sequence[tuple[Any, Any]], loss: Loss,
-    optimizer: OptimizerFactory, *, backend: str = "threads", devices: str | Sequence[str] | None = None,
-    recompute: Recompute = Recompute.NEVER, pace: float | None = None, costs: Costs | None = None, clip: float | None = None,
-    check: bool = True, tolerance: float | None = None, dump: str | Path | None = None, timeout: float = 60.0,
+    schedule: Schedule, stages: Sequence[nn.Module], batches: Batches, loss: Loss, optimizer: OptimizerFactory, *,
+    backend: str | None = None, devices: str | Sequence[str] | None = None, replicas: int = 1,
+    recompute: Recompute = Recompute.NEVER, clip: float | None = None, autocast: torch.dtype | None = None,
+    seed: int | None = None, finite: bool = True, pace: float | None = None, costs: Costs | None = None,
+    check: bool = True, tolerance: float | None = None, dump: str | Path | None = None,
+    save: str | Path | None = None, stop: int | None = None, resume: str | Path | None = None, timeout: float = 60.0,
 ) -> Run:  # fmt: skip
     """Train `stages` on `batches` in the order that the schedule says, one worker per device.
 
-    stages     one module per stage; they share nothing. They are copied: `Run.weights` has the trained weights
+    stages     one module per stage. They are copied: `Run.weights` has the trained weights. A weight that several stages
+               have is tied: its gradients are added up (only with a flush)
     batches    schedule.batches pairs (input, target) of tensors (or trees of them), split into micro-batches along
-               dimension 0; sizes may be uneven
+               dimension 0; sizes may be uneven. Any sequence: on several machines only ranks with the first or the last
+               stage, and rank 0 for the check, read it
     loss       (output, target) -> the mean over the samples, or a pair (mean, how many it is the mean of)
     optimizer  a factory: parameters -> torch.optim.Optimizer, or a tuple of one and learning-rate schedulers, which step
                after each update; called once per stage
-    backend    "threads" of this process, or "processes" of this machine, one a device (messages over gloo)
+    backend    "threads" of this process, or "processes", one a device (messages over gloo, or NCCL where every rank has a
+               GPU of its own). Default: threads; in a process that torchrun or another launcher started, that process is
+               one of the ranks
     devices    one per row, such as ["cpu", "cuda:0"]; repeats share a device (each worker has its own CUDA stream); one
                name for all; default: the GPUs in turn if there are any, else the CPU
+    replicas   this many pipelines train together, each on its share of every batch; needs a schedule with a flush
     recompute  when a backward first runs its forward again
-    pace       seconds per unit of `costs`: slow down to the predicted times, to show order on a machine with few cores
     clip       the largest norm of a step's gradient: over all stages for a flush schedule, per stage without a flush
+    autocast   torch.bfloat16 for mixed precision; default: as in the caller's torch.autocast
+    seed       of the random numbers that forwards draw: each stage and micro-batch has its own, so that recomputation and
+               the reference draw the same. Default: torch's, if a layer has dropout; give one if a forward draws otherwise
+    finite     whether a loss that is nan or inf ends the run
+    pace       seconds per unit of `costs`: slow down to the predicted times, to show order on a machine with few cores
     check      compare every loss, gradient and weight with the reference; `tolerance` replaces the stated one
     dump       a new or empty folder for the initial weights, the batches and the weights after every update
+    save       a new or empty folder for a checkpoint afterwards; with `stop`, after that many of the batches
+    resume     a checkpoint to go on from: the same schedule and batches; with a flush also on other stages of the same
+               layers. Bit for bit the run that was not stopped
     timeout    processes: seconds without the end of any action after which the run is given up
+
+    Layers that normalize over a batch (BatchNorm) see micro-batches: that trains another model than whole batches do, and
+    the reference follows it.
 
     Raises ScheduleError for a table that cannot run, ValueError for arguments that do not fit it, and RunError when a
     stage fails, with its device, its action and its own traceback as the cause.
     """
     validate(schedule)
-    _check_arguments(schedule, stages, batches)
-    _check_modules(stages, check or recompute is not Recompute.NEVER)
-    if clip is not None and not schedule.asynchronous:
-        _check_updates_last(schedule)
-    folder = _new_folder(dump)
-    names = _devices(schedule, devices)
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r}: use one of {', '.join(BACKENDS)}")
-    pieces = [piece for b, batch in enumerate(batches) for piece in _split(batch, schedule.microbatches, b)]
-    inputs, targets = ([piece[side] for piece in pieces] for side in (0, 1))
-    samples = [len(next(t for t in pytree.tree_leaves(piece) if isinstance(t, Tensor) and t.ndim)) for piece in pieces]
-    rows = [[s for s, d in enumerate(schedule.placement) if d == rank] for rank in range(schedule.devices)]
-    jobs = [
-        Job(
-            schedule, rank, names[rank], {s: stages[s] for s in row}, inputs if 0 in row else None,
-            targets if schedule.stages - 1 in row else None, samples, loss, optimizer,
-            recompute.mask(schedule.total, schedule.microbatches), check or folder is not None, clip,
-            _pace(schedule, pace, costs, recompute),
-        )
-        for rank, row in enumerate(rows)
-    ]  # fmt: skip
-    outcomes = run_threads(jobs) if backend == "threads" else _run_processes(jobs, timeout)
+    arguments.check_sizes(schedule, stages, batches)
+    if not schedule.training:
+        raise ValueError(f"{schedule.name} has only forwards: use pipelab.evaluate")
+    arguments.check_replicas(schedule, replicas)
+    arguments.check_recompute(stages, recompute)
+    ties = arguments.find_ties(schedule, stages)
+    partners = arguments.find_partners(schedule, ties, clip)
+    dump_to, save_to = arguments.new_folder("dump", dump), arguments.new_folder("save", save)
+    part, index, begun = _part(schedule, Path(resume).resolve() if resume else None, stop, save)
+    if dump and part is not schedule:
+        raise ValueError("dump describes a whole run: leave it out with stop or resume")
+    data = batches if part is schedule else [batches[i] for i in range(begun, begun + part.batches)]
+    ranks = _Ranks(part, backend, devices, replicas, timeout)
+    used, seeds = arguments.find_seeds(stages, index.seed if index else seed, begun, part, replicas, ranks.names)
+    first = begun * schedule.microbatches // schedule.per_update  # updates before this part
+    recipe = Recipe(
+        loss, optimizer, recompute.mask(part.total, part.microbatches), clip, not schedule.asynchronous,
+        arguments.find_autocast(autocast, ranks.names), finite, keep=check or dump is not None,
+    )  # fmt: skip
+    start = checkpoint.states_for(Path(resume), index, stages, range(len(stages))) if index and resume else {}
+    draft = save_to.with_name(f".{save_to.name}.draft") if save_to else None
+    if draft:
+        draft.mkdir(parents=True, exist_ok=True)
+    try:
+        outcomes = ranks.run(
+            stages, data, recipe, partners=partners, ties=ties, save=draft, updates=first + part.updates,
+            seeds=seeds, start={s: _numbered(x, -first) for s, x in start.items()},
+            later=arguments.later_versions(schedule, begun + part.batches, first) if save else (),
+            pace=arguments.pace_of(part, pace, costs, recompute),
+        )  # fmt: skip
+        if draft and save_to and ranks.first:
+            done = begun + part.batches
+            names = checkpoint.names_of(stages)
+            Index(done, first + part.updates, used, schedule.asynchronous, schedule.to_csv(), names).write(draft)
+            draft.replace(save_to)
+    finally:
+        if draft:
+            shutil.rmtree(draft, ignore_errors=True)
 
-    records = [outcome.record for outcome in outcomes]
-    values = [outcomes[schedule.placement[-1]].losses[k] for k in range(schedule.total)]
-    microbatch_losses = [value for value, _ in values]
-    losses = _batch_means(microbatch_losses, [count for _, count in values], schedule.microbatches)
-    steps = [outcomes[d].steps[s] for s, d in enumerate(schedule.placement)]
-    if folder:
-        _write_dump(folder, schedule, stages, batches, losses, steps)
-    verdict = None
+    result = _result(part, outcomes, replicas, paced=pace is not None)
+    steps = [_steps(part, outcomes, r) for r in range(replicas)]
+    if dump_to and ranks.first:
+        write_dump(dump_to, schedule, stages, batches, result.losses, steps[0])
     if check:
-        limit = reference.tolerance_for(stages) if tolerance is None else tolerance
-        verdict = _check(schedule, stages, batches, loss, optimizer, steps, losses, microbatch_losses, limit, clip, names[0])
-    timeline = _timeline(schedule, records, paced=pace is not None)
-    weights = [outcomes[d].weights[s] for s, d in enumerate(schedule.placement)]
-    versions = [max(r.versions, default=0) for r in records]
-    return Run(timeline, losses, microbatch_losses, _memory(timeline, records), weights, versions, verdict)
+        result.check = ranks.from_first(
+            lambda: judge(
+                schedule, part, begun, stages, data, recipe, start, steps, result.losses, result.microbatch_losses,
+                tolerance=tolerance, seeds=seeds, replicas=replicas, device=ranks.names[0],
+            )
+        )  # fmt: skip
+    return result
 
 
-# ---- before the run
+@dataclass
+class Evaluation:
+    """What `evaluate` gives back: losses (one per batch, and per micro-batch), measured spans, and the verdict."""
+
+    losses: list[float]
+    microbatch_losses: list[float]
+    timeline: Timeline
+    check: Check | None
 
 
-def _check_arguments(schedule: Schedule, stages: Sequence[nn.Module], batches: Sequence[Any]) -> None:
-    if schedule.has_transfers:
-        raise ValueError(f"{schedule.name} has its transfers written out; run the table without them: executors post their own")
-    if len(stages) != schedule.stages:
-        raise ValueError(f"{len(stages)} modules for the {schedule.stages} stages of {schedule.name}: give one per stage")
-    if len(batches) != schedule.batches:
-        raise ValueError(
-            f"{len(batches)} batches for a table of {schedule.batches}: build the schedule with batches={len(batches)}"
+def evaluate(
+    schedule: Schedule, stages: Sequence[nn.Module], batches: Batches, loss: Loss, *, backend: str | None = None,
+    devices: str | Sequence[str] | None = None, autocast: torch.dtype | None = None, check: bool = True,
+    tolerance: float | None = None, timeout: float = 60.0,
+) -> Evaluation:  # fmt: skip
+    """The losses of `batches` without training: the schedule's forwards alone, modules in evaluation mode, no graphs.
+
+    Arguments as for `run`. To evaluate trained weights, load `Run.weights` into the stages first (load_state_dict).
+
+    Raises as `run` does.
+    """
+    table = validate(schedule.forward_only())
+    arguments.check_sizes(table, stages, batches)
+    ranks = _Ranks(table, backend, devices, 1, timeout)
+    recompute = Recompute.NEVER.mask(table.total, table.microbatches)
+    mixed = arguments.find_autocast(autocast, ranks.names)
+    recipe = Recipe(loss, None, recompute, autocast=mixed, finite=False, training=False)
+    result = _result(table, ranks.run(stages, batches, recipe, partners=[[] for _ in stages]), 1, paced=False)
+    if check:
+        result.check = ranks.from_first(
+            lambda: judge_evaluation(table, stages, batches, recipe, result.microbatch_losses, tolerance, ranks.names[0])
         )
-    owner: dict[int, int] = {}
-    for s, stage in enumerate(stages):
-        if not isinstance(stage, nn.Module):
-            raise ValueError(f"stage {s} is a {type(stage).__name__}: give a torch.nn.Module")
-        for part in (*stage.modules(), *stage.parameters()):
-            if owner.setdefault(id(part), s) != s:
+    return Evaluation(result.losses, result.microbatch_losses, result.timeline, result.check)
+
+
+class _Ranks:
+    """Who carries out the rows: threads, processes started here, or the process itself as one of a launcher's ranks."""
+
+    def __init__(
+        self, schedule: Schedule, backend: str | None, devices: str | Sequence[str] | None, replicas: int, timeout: float
+    ) -> None:
+        from pipelab.executors.ranks import Launched
+
+        if backend not in (None, *BACKENDS):
+            raise ValueError(f"backend={backend!r}: use one of {', '.join(BACKENDS)}")
+        self.launched = None if backend == "threads" else Launched.here()
+        self.backend, self.schedule, self.replicas, self.timeout = backend or "threads", schedule, replicas, timeout
+        if self.launched:
+            needed = schedule.devices * replicas
+            if self.launched.world != needed:
                 raise ValueError(
-                    f"stages {owner[id(part)]} and {s} share a {type(part).__name__}: give each stage its own (copy.deepcopy)"
+                    f"{schedule.devices} devices{f' x {replicas} replicas' if replicas > 1 else ''} need {needed} ranks, and "
+                    f"{self.launched.world} were started: start {needed} (torchrun --nproc-per-node, --nnodes)"
                 )
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        raise ValueError(
-            "run under autocast: worker threads do not inherit it; convert the stages instead, such as by .bfloat16()"
-        )
+            if devices is None and (count := torch.cuda.device_count()):
+                devices = f"cuda:{self.launched.local % count}"
+        self.names = arguments.device_names(schedule, devices)
 
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that writes and judges."""
+        return not self.launched or self.launched.rank == 0
 
-def _check_modules(stages: Sequence[nn.Module], repeats: bool) -> None:
-    """Refuse what differs between a forward and its repetition, by recomputation or by the reference."""
-    for s, stage in enumerate(stages):
-        for module in stage.modules() if repeats else ():
-            dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-            statistics = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
-            if module.training and (dropout or statistics):
-                raise ValueError(
-                    f"stage {s} has {module} in training mode: a second forward of the same data gives something else, so it "
-                    "can neither be recomputed nor checked; set p=0, call .eval() on it, or use check=False without recompute"
+    def run(self, stages: Sequence[nn.Module], batches: Batches, recipe: Recipe, *, start: Any = None,
+            seeds: np.ndarray | None = None, **rest: Any) -> list[Outcome]:  # fmt: skip
+        mine = range(self.schedule.devices * self.replicas) if not self.launched else [self.launched.rank]
+        reader = _Reader(batches, self.schedule.microbatches, self.replicas)
+        jobs = []
+        for rank in mine:
+            row, replica = divmod(rank, self.replicas)
+            own = [s for s, d in enumerate(self.schedule.placement) if d == row]
+            last = self.schedule.stages - 1 in own
+            shape = (self.schedule.stages, self.schedule.batches, self.replicas, self.schedule.microbatches)
+            drawn = None if seeds is None else seeds.reshape(shape)[:, :, replica].reshape(shape[0], -1).tolist()
+            jobs.append(
+                Job(
+                    self.schedule, row, self.names[row], {s: stages[s] for s in own}, recipe,
+                    inputs=reader.side(0, replica) if 0 in own else None, targets=reader.side(1, replica) if last else None,
+                    samples=reader.samples(replica) if last else (), start={s: start[s] for s in own} if start else {},
+                    seeds=drawn, replica=replica, replicas=self.replicas, **rest,
                 )
+            )  # fmt: skip
+        if self.launched:
+            from pipelab.executors.ranks import run_launched
+
+            return run_launched(jobs[0], self.launched, self.timeout)
+        if self.backend == "threads":
+            return run_threads(jobs)
+        from pipelab.executors.processes import run_processes
+        from pipelab.executors.ranks import perform
+
+        return run_processes(jobs, perform, self.timeout)
+
+    def from_first(self, make: Any) -> Any:
+        """What the first rank makes, on every rank."""
+        if not self.launched:
+            return make()
+        from pipelab.executors.ranks import share
+
+        return share(make() if self.first else None)
 
 
-def _check_updates_last(schedule: Schedule) -> None:
-    for d, row in enumerate(schedule.rows):
-        for i, action in enumerate(row):
-            later = (a for a in row[i + 1 :] if a.kind in (Kind.B, Kind.W))
-            if action.kind is Kind.U and any(a.microbatch // schedule.per_update == action.microbatch for a in later):
-                raise ValueError(
-                    f"clip: {action} on device {d} would wait for the norm of a stage whose backward comes later in its row: "
-                    "put updates after the last backward of the row"
-                )
+class _Reader:
+    """Batches as micro-batches, read once and only if somebody asks."""
+
+    def __init__(self, batches: Batches, microbatches: int, replicas: int) -> None:
+        self.batches, self.microbatches, self.replicas = batches, microbatches, replicas
+        self.pieces: list[list[tuple[Any, Any]]] = []
+
+    def of(self, replica: int) -> list[tuple[Any, Any]]:
+        m = self.microbatches
+        if not self.pieces:
+            self.pieces = [arguments.cut(self.batches[b], m * self.replicas, b) for b in range(len(self.batches))]
+        return [piece for batch in self.pieces for piece in batch[replica * m : (replica + 1) * m]]
+
+    def side(self, side: int, replica: int) -> list[Any]:
+        return [piece[side] for piece in self.of(replica)]
+
+    def samples(self, replica: int) -> list[int]:
+        return [arguments.samples_of(piece) for piece in self.of(replica)]
 
 
-def _devices(schedule: Schedule, devices: str | Sequence[str] | None) -> list[str]:
-    if devices is None:
-        count = torch.cuda.device_count()
-        devices = [f"cuda:{d % count}" if count else "cpu" for d in range(schedule.devices)]
-    names = [devices] * schedule.devices if isinstance(devices, str) else list(devices)
-    if len(names) != schedule.devices:
-        raise ValueError(
-            f"{len(names)} devices for the {schedule.devices} rows of {schedule.name}: name one per row; repeats are allowed"
-        )
-    for name in names:
-        torch_device(name)  # raises for one that is not there
-    return [str(name) for name in names]
+def _part(schedule: Schedule, resume: Path | None, stop: int | None, save: Any) -> tuple[Schedule, Index | None, int]:
+    """What of the table is to be run: the part, what it goes on from, and its first batch."""
+    index = Index.read(resume) if resume else None
+    begun, last = index.batch if index else 0, schedule.batches if stop is None else stop
+    if index and resume:
+        checkpoint.check_fits(index, resume, schedule)
+    if stop is not None and not save:
+        raise ValueError(f"stop={stop} without save loses the work: add save")
+    if not begun < last <= schedule.batches:
+        raise ValueError(f"stop={stop}: give a batch after {begun}, at most {schedule.batches}")
+    whole = (begun, last) == (0, schedule.batches)
+    return schedule if whole else schedule.part(begun, last), index, begun
 
 
-def _split(batch: tuple[Any, Any], microbatches: int, number: int) -> list[tuple[Any, Any]]:
-    """A batch as micro-batches: every tensor of input and target cut along dimension 0 at the same places."""
-    leaves, spec = pytree.tree_flatten(tuple(batch))
-    sizes = {len(t) for t in leaves if isinstance(t, Tensor) and t.ndim}
-    if len(sizes) != 1:
-        raise ValueError(f"batch {number}: its tensors have {sorted(sizes) or 'no'} samples: give all the same first dimension")
-    if (samples := sizes.pop()) < microbatches:
-        raise ValueError(f"batch {number} has {samples} samples for {microbatches} micro-batches: give at least one each")
-    cut = [t.tensor_split(microbatches) if isinstance(t, Tensor) and t.ndim else [t] * microbatches for t in leaves]
-    return [pytree.tree_unflatten([c[k] for c in cut], spec) for k in range(microbatches)]
+def _numbered(state: StageState, shift: int) -> StageState:
+    """With versions numbered from the part's own start."""
+    moved = copy.copy(state)
+    moved.weights = {v + shift: w for v, w in state.weights.items()}
+    return moved
 
 
-def _pace(schedule: Schedule, unit: float | None, costs: Costs | None, recompute: Recompute) -> Pace | None:
-    if unit is None:
-        return None
-    if not (isinstance(unit, (int, float)) and 0 < unit < math.inf):
-        raise ValueError(f"pace={unit!r}: give the seconds of one cost unit, such as 0.005")
-    costs = costs or Costs(recompute=recompute)
-    return Pace(durations(schedule, costs) * unit, delays(schedule, costs) * unit)
+def _result(schedule: Schedule, outcomes: Sequence[Outcome], replicas: int, paced: bool) -> Run:
+    """Everything but the verdict."""
+    by_place = {(o.row, o.replica): o for o in outcomes}
+    records = [[by_place[row, r].record for row in range(schedule.devices)] for r in range(replicas)]
+    timelines = [timeline_of(schedule, of_replica, paced) for of_replica in records]
+    ends = [by_place[schedule.placement[-1], r].losses for r in range(replicas)]
+    m = schedule.microbatches
+    values = [ends[r][b * m + k] for b in range(schedule.batches) for r in range(replicas) for k in range(m)]
+    means, counts = (np.reshape([value[i] for value in values], (schedule.batches, -1)) for i in (0, 1))
+    total = np.where(counts > 0, means * counts, 0).sum(1)  # the mean over nothing is no number
+    losses = [float(x) for x in total / np.maximum(counts.sum(1), 1e-300)]
+    weights = [by_place[d, 0].weights.get(s, {}) for s, d in enumerate(schedule.placement)]
+    versions = [max(record.versions, default=0) for record in records[0]]
+    memory, microbatch_losses = memory_of(timelines[0], records[0]), [value for value, _ in values]
+    return Run(timelines[0], losses, microbatch_losses, memory, weights, versions, None, timelines)
 
 
-def _new_folder(dump: str | Path | None) -> Path | None:
-    if dump is None:
-        return None
-    folder = Path(dump).resolve()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"dump={str(dump)!r} exists and is not an empty folder: name a new one")
-    return folder
-
-
-def _run_processes(jobs: Sequence[Job], timeout: float) -> list[Outcome]:
-    from pipelab.executors.processes import run_processes
-
-    return run_processes(jobs, timeout)
-
-
-# ---- after the run
-
-
-def _batch_means(values: list[float], counts: list[float], microbatches: int) -> list[float]:
-    v, c = (np.reshape(x, (-1, microbatches)) for x in (values, counts))
-    total = np.where(c > 0, v * c, 0).sum(1)  # the mean over nothing is no number
-    return [float(x) for x in total / np.maximum(c.sum(1), 1e-300)]
-
-
-def _check(schedule, stages, batches, loss, optimizer, steps, losses, microbatch_losses, tolerance, clip, device) -> Check:
-    """Compare with the rule that describes the table: a paper's, or the table's own rows where no paper's does."""
-    rule, n = _rule(schedule), schedule.stages
-    whole = [pytree.tree_map_only(Tensor, lambda t: t.to(device, copy=True), batch) for batch in batches]
-    if rule == reference.TABLE:
-        updates = reference.by_rows(schedule.rows, whole, schedule.updates, n)
-    else:
-        updates = reference.by_formula(rule, whole, schedule.updates, n)
-    reported = losses if len(updates) == len(losses) and rule != reference.TABLE else microbatch_losses
-    copies = [copy.deepcopy(s).to(device) for s in stages]
-    return reference.check(rule, copies, updates, loss, optimizer, steps, reported, tolerance, clip)
-
-
-def _rule(schedule: Schedule) -> str:
-    """The paper's rule whose versions are the table's; else the rule that reads them off the rows."""
-    updates, n = schedule.updates, schedule.stages
-    if not schedule.asynchronous:
-        return reference.FLUSH if schedule.per_update == schedule.microbatches else reference.TABLE
-    if schedule.per_update in (1, schedule.microbatches):
-        for rule in (reference.STASHING, reference.VERTICAL, reference.DOUBLE):
-            formula = [[reference.version_read(rule, t, s, n) for t in range(updates)] for s in range(n)]
-            if np.array_equal(np.repeat(formula, schedule.per_update, axis=1), schedule.versions):
-                return rule
-    if schedule.reads is not Reads.LATEST:
-        raise ValueError(f"no reference for reads={schedule.reads.name} on this table: run it with check=False")
-    return reference.TABLE
-
-
-def _timeline(schedule: Schedule, records: list[Record], paced: bool) -> Timeline:
-    start, end, arrived = (np.concatenate([getattr(r, f) for r in records]).astype(float) for f in ("start", "end", "arrived"))
-    sent = np.full(len(start), np.nan)
-    sent[schedule.crossing] = end[schedule.inputs[schedule.crossing]]
-    return Timeline(
-        schedule, start, end, sent, np.maximum(arrived, sent), "measured", sum(r.late for r in records) if paced else None
-    )
-
-
-def _memory(timeline: Timeline, records: list[Record]) -> Memory:
-    """From the bytes during and after every action to steps at its start and end."""
-    most, held = (np.concatenate([getattr(r, f) for r in records]).astype(float) for f in ("most", "held"))
-    first = np.isin(np.arange(len(held)), timeline.schedule.bounds)
-    before = np.where(first, 0, np.roll(held, 1))
-    time = np.column_stack([timeline.start, timeline.end]).ravel()
-    change = np.column_stack([most - before, held - most]).ravel()
-    order = np.argsort(time, kind="stable")
-    cause = np.full(len(time), CAUSES.index("activations"))
-    device = np.repeat(timeline.device, 2)
-    return Memory(timeline.schedule.devices, device[order], time[order], cause, change[order], "measured")
-
-
-def _write_dump(folder: Path, schedule: Schedule, stages, batches, losses: list[float], steps) -> None:
-    """Everything that an outsider needs to compute the run again; written beside the folder first, then moved there."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as name:
-        draft = Path(name) / "dump"
-        draft.mkdir()
-        initial = {f"{s}.{n}": t for s, stage in enumerate(stages) for n, t in stage.state_dict().items()}
-        leaves = {
-            f"{b}.{side}.{i}": leaf
-            for b, batch in enumerate(batches) for side, tree in zip(("input", "target"), batch, strict=True)
-            for i, leaf in enumerate(pytree.tree_leaves(tree)) if isinstance(leaf, Tensor)
-        }  # fmt: skip
-        _save(initial, draft / "initial.safetensors")
-        _save(leaves, draft / "batches.safetensors")
-        for t in range(schedule.updates):
-            after = {f"{s}.{n}": w for s, stage in enumerate(steps) for n, w in stage[t][1].items()}
-            _save(after, draft / f"update_{t}.safetensors")
-        (draft / "schedule.csv").write_text(schedule.to_csv())
-        (draft / "losses.json").write_text(json.dumps(losses))
-        draft.rename(folder)  # replaces an empty folder
-
-
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file({name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}, path)
+def _steps(schedule: Schedule, outcomes: Sequence[Outcome], replica: int) -> list[list]:
+    """Per stage, the kept gradients and weights of every update of one replica; empty where another rank has them."""
+    by_row = {o.row: o.steps for o in outcomes if o.replica == replica}
+    return [by_row[d].get(s, []) for s, d in enumerate(schedule.placement)]

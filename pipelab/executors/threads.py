@@ -18,7 +18,10 @@ def run_threads(jobs: Sequence[Job]) -> list[Outcome]:
     The first worker that raises ends the run, and its error is raised here; so does an interrupt: the other workers stop
     before their next action, and no thread is left behind.
     """
-    transport, ready = Mailboxes(len(jobs)), Barrier(len(jobs) + 1)
+    replicas = [Mailboxes(jobs[0].schedule.devices) for _ in range(jobs[0].replicas)]
+    for transport in replicas:
+        transport.replicas = replicas
+    ready = Barrier(len(jobs) + 1)
     homes = [torch_device(job.device) for job in jobs]
     stages = [job.stages(home) for job, home in zip(jobs, homes, strict=True)]
     began = [0.0]
@@ -28,11 +31,15 @@ def run_threads(jobs: Sequence[Job]) -> list[Outcome]:
             with homes[rank].active():
                 ready.wait()
                 ready.wait()  # the clock has been set in between
-                return jobs[rank].work(stages[rank], homes[rank], transport, began[0])
+                return jobs[rank].work(stages[rank], homes[rank], replicas[jobs[rank].replica], began[0])
         except BaseException:
-            transport.abort()
-            ready.abort()
+            end()
             raise
+
+    def end() -> None:
+        for transport in replicas:
+            transport.abort()
+        ready.abort()
 
     with ThreadPoolExecutor(len(jobs), thread_name_prefix="pipelab device") as pool:
         try:
@@ -46,8 +53,7 @@ def run_threads(jobs: Sequence[Job]) -> list[Outcome]:
         except BrokenBarrierError:
             pass  # a worker could not start; its error is raised below
         finally:
-            transport.abort()
-            ready.abort()
+            end()
     errors = [future.exception() for future in futures]
     for error in errors:
         if error is not None and not isinstance(error, (Aborted, BrokenBarrierError)):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
+
+_DRAWING = Lock()
 
 
 class CpuDevice:
@@ -49,6 +52,32 @@ class CpuDevice:
         if event is not None:
             event.synchronize()
         return pytree.tree_map_only(Tensor, lambda t: t.to(self.device), payload)
+
+    def size(self, payload: Any) -> int:
+        """Bytes of a payload's tensors."""
+        return sum(t.nbytes for t in pytree.tree_leaves(payload) if isinstance(t, Tensor))
+
+    def describe(self, payload: Any) -> str:
+        """Types and shapes of a payload's tensors, for an error."""
+        found = [f"{str(t.dtype)[6:]} {tuple(t.shape)}" for t in pytree.tree_leaves(payload) if isinstance(t, Tensor)]
+        return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "") or "no tensors"
+
+    @contextmanager
+    def forward_context(self, seed: int | None, autocast: torch.dtype | None) -> Iterator[None]:
+        """What a forward runs in: a stream of random numbers of its own, and mixed precision.
+
+        torch draws from one generator a device, so that forwards which draw take turns on the threads of a process.
+        """
+        with ExitStack() as stack:
+            if seed is not None:
+                stack.enter_context(_DRAWING)
+                stack.enter_context(torch.random.fork_rng([self.device] if self.device.type == "cuda" else []))
+                torch.default_generator.manual_seed(seed)
+                if self.device.type == "cuda":
+                    torch.cuda.manual_seed(seed)
+            if autocast is not None:
+                stack.enter_context(torch.autocast(self.device.type, autocast))
+            yield
 
 
 class CudaDevice(CpuDevice):

@@ -5,15 +5,16 @@ A plain queue per pair of devices would not do: a consumer may want outputs in a
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from threading import Condition, Event
 from typing import Any, NamedTuple, Protocol
 
-Key = int | tuple[int, int, int]
+Key = Hashable
 
 
 class Message(NamedTuple):
     payload: Any
-    at: float  # when it was sent: seconds since the run began (the sender's paced clock in a paced run)
+    at: float  # when it was there: seconds since the run began (in a paced run, when it was sent by the sender's paced clock)
 
 
 class Aborted(Exception):
@@ -21,7 +22,7 @@ class Aborted(Exception):
 
 
 class Transport(Protocol):
-    """What the worker needs of a transport.
+    """What the worker needs of a transport between the devices of one pipeline, and to its replicas.
 
     A key is the flat index of the action whose output the message is, or (stage, stage, update) for what stages tell each
     other before an update.
@@ -33,6 +34,9 @@ class Transport(Protocol):
     def receive(self, key: Key, device: int) -> Message:
         """The message of that key, on `device`; waits for it. Raises Aborted when the run has ended."""
 
+    def sum_over_replicas(self, key: Key, device: int, parts: list[Any]) -> list[Any]:
+        """`parts` added up, one by one, over the same device of all replicas; waits for them."""
+
     def sleep(self, seconds: float) -> None:
         """Wait, or if `seconds` is not positive just look: raises Aborted when the run has ended."""
 
@@ -41,12 +45,16 @@ class Transport(Protocol):
 
 
 class Mailboxes:
-    """A `Transport` between threads: payloads go by reference."""
+    """A `Transport` between threads: payloads go by reference.
+
+    replicas  the mailboxes of all replicas of the pipeline, this one's among them, in order
+    """
 
     def __init__(self, devices: int) -> None:
         self._changed = [Condition() for _ in range(devices)]
         self._boxes: list[dict[Key, Message]] = [{} for _ in range(devices)]
         self._aborted = Event()
+        self.replicas: Sequence[Mailboxes] = [self]
 
     def send(self, key: Key, device: int, message: Message) -> None:
         with self._changed[device]:
@@ -60,6 +68,13 @@ class Mailboxes:
             if self._aborted.is_set():
                 raise Aborted
             return box.pop(key)
+
+    def sum_over_replicas(self, key: Key, device: int, parts: list[Any]) -> list[Any]:
+        me = self.replicas.index(self)
+        for replica in self.replicas:
+            replica.send((key, me), device, Message(parts, 0.0))
+        all_parts = [self.receive((key, r), device).payload for r in range(len(self.replicas))]
+        return [sum(same[1:], same[0]) for same in zip(*all_parts, strict=True)]  # in one order: equal in all replicas
 
     def sleep(self, seconds: float) -> None:
         if self._aborted.wait(seconds) if seconds > 0 else self._aborted.is_set():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,14 +28,20 @@ class RunError(RuntimeError):
         return self.args[0]
 
 
+class Bytes(NamedTuple):
+    """What is kept besides activations: the latest weights, further versions of them, their gradients, optimizer state."""
+
+    weights: int
+    versions: int
+    gradients: int
+    optimizer: int
+
+
 class StageRuntime(Protocol):
     """One stage of the model as the worker sees it; each method does one kind of action.
 
     versions_held  weight versions kept now
-    shares_news    whether its updates wait for all stages' `news`
     """
-
-    shares_news: bool
 
     @property
     def versions_held(self) -> int: ...
@@ -44,9 +50,25 @@ class StageRuntime(Protocol):
     def backward(self, microbatch: int, given: Any) -> Any: ...
     def input_grad(self, microbatch: int, given: Any) -> Any: ...
     def weight_grad(self, microbatch: int, given: Any) -> Any: ...
-    def update(self, number: int, given: Any) -> Any: ...
-    def news(self, microbatch: int) -> Any: ...
-    def snapshot(self) -> None: ...
+
+    def update(self, number: int, given: Any) -> Any:
+        """`given` is the news of its partners by stage, if it has any."""
+
+    def complete(self, group: int) -> bool:
+        """Whether all backwards of an update group are through."""
+
+    def sums(self, group: int) -> list[Any]:
+        """What a complete group has accumulated: to be added up over replicas, then given to `replace_sums`."""
+
+    def replace_sums(self, group: int, sums: list[Any]) -> None: ...
+
+    def news(self) -> Any:
+        """What other stages' updates wait for after the last backward of a group."""
+
+    def snapshot(self) -> None:
+        """Keep what the last update did, for the check."""
+
+    def held(self) -> Bytes: ...
 
 
 class DeviceRuntime(Protocol):
@@ -60,6 +82,8 @@ class DeviceRuntime(Protocol):
     def seconds(self, marks: list[Any]) -> list[float]: ...
     def give(self, payload: Any) -> Any: ...
     def take(self, payload: Any) -> Any: ...
+    def size(self, payload: Any) -> int: ...
+    def describe(self, payload: Any) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -75,21 +99,35 @@ class Pace:
 
 @dataclass
 class Record:
-    """What one worker saw, per action of its row: times in seconds since the run began, bytes of activations,
-    weight versions of the action's stage."""
+    """What one worker saw, per action of its row: times in seconds since the run began, bytes, and weight versions.
+
+    start, end  of the action
+    arrived     of its input, if that came from another device (else nan); `received` are its bytes
+    most, held  activation bytes, the most during the action and after it; `kept` are the other bytes after it
+    versions    kept of the action's stage
+    late        paced: how many actions took longer than they should
+    """
 
     start: list[Any] = field(default_factory=list)
     end: list[Any] = field(default_factory=list)
     arrived: list[float] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
     most: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
+    kept: list[Bytes] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    at_start: Bytes = field(default_factory=lambda: Bytes(0, 0, 0, 0))
     late: int = 0
 
 
 @dataclass
 class Worker:
     """Carries out row `rank` of a schedule; `began` is the run's time zero on `time.perf_counter`.
+
+    partners  per stage, the stages whose news its updates wait for
+    where     the worker's name for errors
+    replicas  how many pipelines train together; their gradients are added up when an update group is complete
+    progress  is told the flat index of every action before it
 
     A paced action starts when its device and its input are there by the paced clocks, computes for real, and ends no
     earlier than its predicted end; one whose computing takes longer is counted as late.
@@ -101,20 +139,25 @@ class Worker:
     device: DeviceRuntime
     transport: Transport
     began: float
+    partners: Sequence[Sequence[int]]
+    where: str
+    replicas: int = 1
     pace: Pace | None = None
-    progress: Callable[[int], None] | None = None  # told the flat index of every action before it
+    progress: Callable[[int], None] | None = None
     clock: float = 0.0  # of a paced run: when this device is done with what it has started
 
     def work(self) -> Record:
         """Every action of the row in order. Raises RunError, with the failing stage's own error as its cause."""
         record = Record()
+        kept = {s: stage.held() for s, stage in self.stages.items()}
+        record.at_start = _sum(kept.values())
         for i, action in enumerate(self.schedule.rows[self.rank], self.schedule.bounds[self.rank]):
-            stage = self.stages[action.stage]
+            stage, given = self.stages[action.stage], None
             if self.progress:
                 self.progress(i)
             try:
                 given, arrived = self._receive(i)
-                if action.kind is Kind.U and stage.shares_news:
+                if action.kind is Kind.U and self.partners[action.stage]:
                     given = self._collect_news(action)
                 self._wait_for_turn()
                 self.device.ledger.most = 0
@@ -125,18 +168,24 @@ class Worker:
                 stage.snapshot()
                 self._send(i, made)
                 if action.kind in (Kind.B, Kind.W):
-                    self._share_news(action, stage)
+                    self._end_group(action, stage)
             except Aborted:
                 raise
             except Exception as error:
-                message = f"device {self.rank}, action {action}: {type(error).__name__}: {error}"
+                message = f"{self.where}, action {action}: {type(error).__name__}: {error}"
+                if given is not None and action.kind is not Kind.U and not isinstance(error, ConnectionError):
+                    message += f" (it was given {self.device.describe(given)})"
                 raise RunError(message, self.rank, action) from error
+            if action.kind is not Kind.F:
+                kept[action.stage] = stage.held()
+            ledger = self.device.ledger
             record.start.append(start)
             record.end.append(end)
             record.arrived.append(arrived)
-            ledger = self.device.ledger
+            record.received.append(0 if arrived != arrived else self.device.size(given))
             record.held.append(ledger.held)
             record.most.append(max(ledger.held, ledger.most))
+            record.kept.append(_sum(kept.values()))
             record.versions.append(stage.versions_held)
         self.device.finish()
         record.start, record.end = self.device.seconds(record.start), self.device.seconds(record.end)
@@ -162,19 +211,26 @@ class Worker:
             at = self.clock if self.pace else time.perf_counter() - self.began
             self.transport.send(i, target, Message(made if target == self.rank else self.device.give(made), at))
 
-    def _share_news(self, action: Action, stage: StageRuntime) -> None:
-        """After the last backward of an update group, tell all stages what their updates wait for.
+    def _end_group(self, action: Action, stage: StageRuntime) -> None:
+        """After the last backward of an update group: add up over replicas, and tell partners what their updates wait for.
 
-        Here and not in the update itself: two updates that wait for each other would never end.
+        Here and not in the update itself: two updates that wait for each other would never end. Replicas may wait for each
+        other, since they do the same things in the same order.
         """
-        if (news := stage.news(action.microbatch)) is not None:
-            group = action.microbatch // self.schedule.per_update
-            for other, target in enumerate(self.schedule.placement):
-                self.transport.send((action.stage, other, group), target, Message(news, 0.0))
+        group = action.microbatch // self.schedule.per_update
+        if not stage.complete(group):
+            return
+        if self.replicas > 1:
+            sums = self.transport.sum_over_replicas((action.stage, group), self.rank, stage.sums(group))
+            stage.replace_sums(group, sums)
+        if self.partners[action.stage]:
+            news = stage.news()
+            for other in self.partners[action.stage]:
+                self.transport.send((action.stage, other, group), self.schedule.placement[other], Message(news, 0.0))
 
-    def _collect_news(self, update: Action) -> list[Any]:
-        keys = ((s, update.stage, update.microbatch) for s in range(self.schedule.stages))
-        return [self.transport.receive(key, self.rank).payload for key in keys]
+    def _collect_news(self, update: Action) -> dict[int, Any]:
+        keys = {s: (s, update.stage, update.microbatch) for s in self.partners[update.stage]}
+        return {s: self.transport.receive(key, self.rank).payload for s, key in keys.items()}
 
     # ---- pacing
 
@@ -192,3 +248,7 @@ class Worker:
         late = done > due and bool(self.pace.duration[i])
         self.clock = max(due, done)
         return late
+
+
+def _sum(all_bytes: Iterable[Bytes]) -> Bytes:
+    return Bytes(*(sum(values) for values in zip(Bytes(0, 0, 0, 0), *all_bytes, strict=True)))

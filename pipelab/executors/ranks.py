@@ -1,0 +1,124 @@
+"""What a rank does: connect to the others, start with them, do its job. Also: the ranks that a launcher has started."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipelab.executors.clock import offset
+from pipelab.executors.job import Job, Outcome
+from pipelab.executors.torch_device import torch_device
+from pipelab.executors.wire import Wire
+from pipelab.executors.worker import RunError
+
+
+@dataclass(frozen=True)
+class Launched:
+    """This process's place among those that torchrun, deepspeed or another launcher has started."""
+
+    rank: int
+    world: int
+    local: int  # its number on its host
+
+    @classmethod
+    def here(cls) -> Launched | None:
+        """From the environment that launchers set; None if this process was started alone."""
+        if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            return None
+        return cls(*(int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
+
+
+def perform(job: Job, progress: Callable[[int], None] | None = None) -> Outcome:
+    """Do the job of this rank of the default process group, starting at the same moment as the others."""
+    home = torch_device(job.device)
+    if home.device.type == "cuda":
+        torch.cuda.set_device(home.device)
+    stages = job.stages(home)
+    wire = _wire(job, home.device)
+    ahead = offset()
+    began = torch.tensor([time.perf_counter() + ahead + 0.01], dtype=torch.float64)
+    dist.all_reduce(began, dist.ReduceOp.MAX)
+    mine = float(began) - ahead
+    wire.began = None if job.pace else mine  # a paced message says itself when it is there
+    home.begin(mine)
+    time.sleep(max(0.0, mine - time.perf_counter()))
+    with home.active():
+        outcome = job.work(stages, home, wire, mine, progress)
+        wire.finish()
+    dist.barrier()  # nobody leaves while its messages are on their way
+    return outcome
+
+
+def _wire(job: Job, device: torch.device) -> Wire:
+    """Process groups are made by all ranks in one order: one per direction and replica, since NCCL would let an early receive
+    block what goes the other way, and one for the replicas of each device."""
+    s = job.schedule
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (str(device), os.uname().nodename))
+    nccl = device.type == "cuda" and all(name.startswith("cuda") for name, _ in every) and len(set(every)) == len(every)
+    backend, channels, peers = "nccl" if nccl else "gloo", {}, None
+    if nccl:
+        edges = sorted({(int(s.columns.device[s.inputs[i]]), int(s.columns.device[i])) for i in s.crossing})
+        for replica in range(job.replicas):
+            for a, b in edges:
+                group = dist.new_group([a * job.replicas + replica, b * job.replicas + replica], backend=backend)
+                if replica == job.replica:
+                    channels[a, b] = group
+    for row in range(s.devices if job.replicas > 1 else 0):
+        group = dist.new_group([row * job.replicas + r for r in range(job.replicas)], backend=backend)
+        peers = group if row == job.row else peers
+    return Wire(
+        s, job.row, job.partners, replica=job.replica, replicas=job.replicas, device=device, channels=channels, peers=peers
+    )
+
+
+def run_launched(job: Job, launched: Launched, timeout: float) -> list[Outcome]:
+    """Do this rank's job; returns every rank's outcome, on rank 0 with all weights and steps, elsewhere with its own.
+
+    The first rank that fails says so to the others, and all raise its RunError. A rank that hangs is given up by the others
+    after `timeout` seconds. The process group stays for the next call.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    store, world = dist.distributed_c10d._get_default_store(), launched.world
+    try:
+        outcome = perform(job)
+    except Exception as error:
+        known = error if isinstance(error, RunError) else RunError(f"{job.where}: {type(error).__name__}: {error}", job.row)
+        if known is not error:
+            known.__cause__ = error
+        failure = _first_failure(store, known)
+        raise failure from known.__cause__ if failure is known else None
+    light: list[Any] = [None] * world
+    dist.all_gather_object(light, replace(outcome, steps={}, weights={}))
+    every: list[Any] | None = [None] * world if job.rank == 0 else None
+    dist.gather_object(outcome, every)
+    light[job.rank] = outcome
+    return every or light
+
+
+def _first_failure(store: Any, error: RunError) -> RunError:
+    """The error that began it: this one, or if a connection broke, what the rank behind it has said."""
+    if not isinstance(error.__cause__, ConnectionError):
+        store.set("pipelab/failure", f"{error.device}\n{error}")
+        return error
+    try:
+        store.wait(["pipelab/failure"], timedelta(seconds=2))
+        device, _, text = store.get("pipelab/failure").decode().partition("\n")
+    except (RuntimeError, ValueError):  # nobody said anything, or rank 0, which keeps the store, is gone
+        return error
+    return RunError(text, int(device), error.action)
+
+
+def share(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]

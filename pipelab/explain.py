@@ -1,0 +1,159 @@
+"""Why a run took longer than predicted: the gap between two timelines of one table, by cause."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from pipelab.action import Kind
+from pipelab.earliest import earliest
+from pipelab.timeline import Timeline
+
+CAUSES = IMBALANCE, CONTENTION, MOVING, LAUNCH, WAITING, UNEXPLAINED = (
+    "imbalance", "contention", "transfer", "launch overhead", "waiting", "unexplained",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """Where `measured - predicted` comes from; all in seconds.
+
+    predicted, measured  makespans
+    causes               cause -> seconds that it adds to the makespan (negative: saves); they sum to the gap
+
+    Shown as a table: seconds in a fitting unit, and percent of the measured makespan.
+    """
+
+    predicted: float
+    measured: float
+    causes: dict[str, float]
+
+    @property
+    def gap(self) -> float:
+        """Seconds that the run took longer than predicted."""
+        return self.measured - self.predicted
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction: (predicted - measured) / measured; below 0 if the run took longer."""
+        if not self.measured:
+            return np.inf if self.predicted else 0.0
+        return -self.gap / self.measured
+
+    def __repr__(self) -> str:
+        scale, unit = next(x for x in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")) if self.measured * x[0] >= 1 or x[1] == "µs")
+        lines = [("predicted", self.predicted, ""), *((f"  {c}", x, "+z") for c, x in self.causes.items())]
+        lines.append(("measured", self.measured, ""))
+        percent = 100 / self.measured if self.measured else 0.0
+        return "\n".join(
+            f"{name:<17} {f'{x * scale:{sign}.2f}':>10} {unit} {f'{x * percent:{sign}.1f}':>7} %" for name, x, sign in lines
+        )
+
+
+class Parts(NamedTuple):
+    """What a timeline is made of, in seconds per action, flat over the table: an action starts `wait` after it can.
+
+    duration  of its compute
+    delay     from the end of the action whose output it takes until that is on its device; 0 for one that takes none
+    wait      from when its row is free and its input there to its start
+    fed       whether its input came after its row was free
+    """
+
+    duration: np.ndarray
+    delay: np.ndarray
+    wait: np.ndarray
+    fed: np.ndarray
+
+
+def parts(timeline: Timeline) -> Parts:
+    """The parts of a timeline; what is less than nothing (an action that starts before its input is there) counts as 0.
+
+    A row is free from the first start of the whole timeline on.
+    """
+    bounds, source, there = timeline.schedule.bounds, timeline.schedule.inputs, timeline._input_there()
+    free = np.full(len(source), timeline.start.min())
+    for a, b in pairwise(bounds):
+        free[a + 1 : b] = timeline.end[a : b - 1]
+    delay = np.where(source >= 0, there - timeline.end[source], 0)
+    wait = timeline.start - np.maximum(free, there)
+    duration, delay, wait = (np.maximum(x, 0) for x in (timeline.end - timeline.start, delay, wait))
+    return Parts(duration, delay, wait, there > free)
+
+
+def explain(predicted: Timeline, measured: Timeline) -> Explanation:
+    """Attribute the gap between the makespans of two timelines of one table to causes, in seconds.
+
+    The table is replayed with one ingredient after the other exchanged from predicted to measured, in this order; a cause
+    is the change of the makespan that its exchange makes, so that the causes sum to the gap:
+
+    imbalance        what a stage's forwards, backwards, ... typically (median) take more than predicted
+    contention       what single actions took beyond that: speed that varies, as cores, caches and clocks are shared
+    transfer         the time from the end of an action until its output was on the next device
+    launch overhead  what a device's actions typically (median) waited although they could start
+    waiting          what single actions waited beyond that: for a core, a lock, the interpreter
+    unexplained      what the replay with everything measured still misses, such as spans that overlap
+
+    Model: an action starts its wait after its row is free and its input there. What two causes make only together counts
+    for the later one; delay where there is slack costs nothing and counts nothing. Costs of `fit` have the time lost
+    between actions in their overhead and transfer: against a prediction from them a run shows less imbalance and transfer,
+    and more launch overhead and waiting. Raises ValueError for different tables and for tables with transfers.
+
+    >>> from pipelab import Costs, simulate
+    >>> from pipelab.schedules import gpipe
+    >>> explain(simulate(gpipe(2, 3)), simulate(gpipe(2, 3), Costs(forward=[1, 1.5], transfer=0.25)))
+    predicted              12.00 s    85.7 %
+      imbalance            +1.50 s   +10.7 %
+      contention           +0.00 s    +0.0 %
+      transfer             +0.50 s    +3.6 %
+      launch overhead      +0.00 s    +0.0 %
+      waiting              +0.00 s    +0.0 %
+      unexplained          +0.00 s    +0.0 %
+    measured               14.00 s   100.0 %
+    """
+    _check_tables(predicted, measured)
+    s = measured.schedule
+    old, new = parts(predicted), parts(measured)
+    alike = s.columns.stage * len(Kind) + s.columns.kind
+    typical = np.maximum(old.duration + _medians(new.duration - old.duration, alike), 0)
+    launch = np.maximum(old.wait + _medians(new.wait - old.wait, s.columns.device), 0)
+    replays = [
+        _replay(measured, *ingredients)
+        for ingredients in (
+            (old.duration, old.delay, old.wait), (typical, old.delay, old.wait), (new.duration, old.delay, old.wait),
+            (new.duration, new.delay, old.wait), (new.duration, new.delay, launch), (new.duration, new.delay, new.wait),
+        )
+    ]  # fmt: skip
+    unexplained = (measured.makespan - replays[-1]) - (predicted.makespan - replays[0])
+    seconds = [*(b - a for a, b in pairwise(replays)), unexplained]
+    return Explanation(predicted.makespan, measured.makespan, dict(zip(CAUSES, seconds, strict=True)))
+
+
+def _check_tables(predicted: Timeline, measured: Timeline) -> None:
+    a, b = predicted.schedule, measured.schedule
+    for timeline in (predicted, measured):
+        timeline._without_transfers("explain")
+    if a.rows != b.rows:
+        devices = range(min(a.devices, b.devices))
+        where = next((f"row {d} differs" for d in devices if a.rows[d] != b.rows[d]), f"{a.devices} and {b.devices} rows")
+        names = " and ".join(f"{s.name} ({s.devices} devices, {s.batches} x {s.microbatches} micro-batches)" for s in (a, b))
+        raise ValueError(
+            f"explain: predicted and measured are of different tables, {names}: {where}; simulate the one that ran"
+        )
+
+
+def _medians(values: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """Each value's group's median."""
+    out = np.empty_like(values)
+    for g in np.unique(group):
+        out[group == g] = np.median(values[group == g])
+    return out
+
+
+def _replay(timeline: Timeline, duration: np.ndarray, delay: np.ndarray, wait: np.ndarray) -> float:
+    """The makespan when every action starts its wait after it can: to the walk, the wait is the first part of its time."""
+    s = timeline.schedule
+    begin, end, _ = earliest(s.bounds, s.needs.tolist(), s.columns.device.tolist(), (wait + duration).tolist(), delay.tolist())
+    return float(np.max(end) - np.min(begin + wait))
