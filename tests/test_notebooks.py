@@ -29,7 +29,7 @@ PARTS = ("After this you can", "Recall.", "Predict", "Break it", "For real", "Me
 
 
 def test_there_are_lectures():
-    assert [p.stem for p in BOOKS] == ["01_inter_layer", "02_gpipe", "03_pipedream_1f1b"]
+    assert [p.stem for p in BOOKS] == ["01_inter_layer", "02_gpipe", "03_pipedream_1f1b", "05_pipedream_2bw"]
 
 
 @by_name
@@ -143,6 +143,24 @@ EXERCISES = {
             "answer = lambda t, s, n: max(0, t - (n - 1))", "answer = lambda t, s, n: max(0, t - (n - s))",
             "answer = lambda t, s, n: t - (n - 1 - s)", "answer = lambda t, s, n: t",
         ],
+    },
+    ("05_pipedream_2bw", 1): {
+        "right": [
+            "from math import ceil\nanswer = lambda p, batches: max(p, ceil(9 * (p - 1) / batches))",
+            "def answer(p, batches):\n    m = p\n"
+            '    while pl.simulate(pl.make("pipedream_2bw", p, m, batches=batches)).bubble.of_total > 0.1001:\n'
+            "        m += 1\n    return m",
+        ],
+        "wrong": [
+            "answer = lambda p, batches: p", "answer = lambda p, batches: 9 * (p - 1)",
+            "answer = lambda p, batches: max(1, -(-9 * (p - 1) // batches))",
+            "answer = lambda p, batches: max(p, 9 * (p - 1) / batches)",
+            "answer = lambda p, batches: max(p, -(-10 * (p - 1) // batches))",
+        ],
+    },
+    ("05_pipedream_2bw", 2): {
+        "right": ["answer = 38.0", "answer = sum([10, 10]) + 10 + pl.make('pipedream_2bw', 8, 8).peak_in_flight[0]"],
+        "wrong": ["answer = 28", "answer = 2 * 20 + 8", "answer = 8 * 10 + 10 + 8", "answer = '38 bytes'"],
     },
 }  # fmt: skip
 
