@@ -25,7 +25,7 @@ GUARD = 30  # seconds within which any fault has to be reported
 def left_behind():
     """Folders, shared memory, processes, threads and open files (sockets among them) of this test."""
     folders = set(Path(tempfile.gettempdir()).glob("pipelab-*"))
-    shared = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").exists() else set()
+    shared = set(Path("/dev/shm").glob("torch_*"))
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     ranks = {c for child in children for c in Path(f"/proc/{child}/task/{child}/children").read_text().split()}
     threads = {t for t in threading.enumerate() if t.name.startswith("pipelab")}
@@ -119,6 +119,35 @@ def test_a_rank_that_is_killed(where):
     with pytest.raises(RunError, match=f"device {where}, action {where}F1: its process was killed by SIGKILL") as error:
         run(make("gpipe", 3, 4), modules, batches(1), F.mse_loss, SGD, backend="processes")
     assert error.value.device == where
+
+
+def die_soon():
+    threading.Timer(0.02, die).start()
+
+
+class Wide(nn.Module):
+    """Puts out 200 MB, which take longer on their way than the sender lives."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        out = torch.ones(25_000_000, 2) * self.w
+        die_soon()
+        return out
+
+
+class Total(nn.Module):
+    def forward(self, x):
+        return x.sum()[None, None]
+
+
+def test_a_rank_that_is_killed_in_a_transfer():
+    data = [(torch.ones(1, 1), torch.ones(1, 1))]
+    with pytest.raises(RunError, match=r"device 0, action 0[FB]0: its process was killed by SIGKILL") as error:
+        run(make("gpipe", 2, 1), [Wide(), Total()], data, F.mse_loss, SGD, backend="processes", check=False)
+    assert error.value.device == 0
 
 
 def test_a_rank_that_hangs():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 from collections.abc import Callable
@@ -41,8 +42,8 @@ def perform(job: Job, progress: Callable[[int], None] | None = None) -> Outcome:
     if home.device.type == "cuda":
         torch.cuda.set_device(home.device)
     stages = job.stages(home)
+    ahead = offset()  # before the wire listens to the same ranks
     wire = _wire(job, home.device)
-    ahead = offset()
     began = torch.tensor([time.perf_counter() + ahead + 0.01], dtype=torch.float64)
     dist.all_reduce(began, dist.ReduceOp.MAX)
     mine = float(began) - ahead
@@ -87,6 +88,7 @@ def run_launched(job: Job, launched: Launched, timeout: float) -> list[Outcome]:
     """
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        atexit.register(dist.destroy_process_group)
     store, world = dist.distributed_c10d._get_default_store(), launched.world
     try:
         outcome = perform(job)

@@ -96,7 +96,7 @@ def run(
     pace       seconds per unit of `costs`: slow down to the predicted times, to show order on a machine with few cores
     check      compare every loss, gradient and weight with the reference; `tolerance` replaces the stated one
     dump       a new or empty folder for the initial weights, the batches and the weights after every update
-    save       a new or empty folder for a checkpoint afterwards; with `stop`, after that many of the batches
+    save       a new or empty folder (that all ranks see) for a checkpoint afterwards; with `stop`, after that many batches
     resume     a checkpoint to go on from: the same schedule and batches; with a flush also on other stages of the same
                layers. Bit for bit the run that was not stopped
     timeout    processes: seconds without the end of any action after which the run is given up
@@ -124,10 +124,10 @@ def run(
     used, seeds = arguments.find_seeds(stages, index.seed if index else seed, begun, part, replicas, ranks.names)
     first = begun * schedule.microbatches // schedule.per_update  # updates before this part
     recipe = Recipe(
-        loss, optimizer, recompute.mask(part.total, part.microbatches), clip, not schedule.asynchronous,
+        loss, optimizer, recompute.mask(part.total, part.microbatches), part.microbatches, clip, not schedule.asynchronous,
         arguments.find_autocast(autocast, ranks.names), finite, keep=check or dump is not None,
     )  # fmt: skip
-    start = checkpoint.states_for(Path(resume), index, stages, range(len(stages))) if index and resume else {}
+    start = checkpoint.states_for(Path(resume), index, stages, ranks.stages_here) if index and resume else {}
     draft = save_to.with_name(f".{save_to.name}.draft") if save_to else None
     if draft:
         draft.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ def run(
             Index(done, first + part.updates, used, schedule.asynchronous, schedule.to_csv(), names).write(draft)
             draft.replace(save_to)
     finally:
-        if draft:
+        if draft and ranks.first:
             shutil.rmtree(draft, ignore_errors=True)
 
     result = _result(part, outcomes, replicas, paced=pace is not None)
@@ -187,7 +187,7 @@ def evaluate(
     ranks = _Ranks(table, backend, devices, 1, timeout)
     recompute = Recompute.NEVER.mask(table.total, table.microbatches)
     mixed = arguments.find_autocast(autocast, ranks.names)
-    recipe = Recipe(loss, None, recompute, autocast=mixed, finite=False, training=False)
+    recipe = Recipe(loss, None, recompute, table.microbatches, autocast=mixed, finite=False, training=False)
     result = _result(table, ranks.run(stages, batches, recipe, partners=[[] for _ in stages]), 1, paced=False)
     if check:
         result.check = ranks.from_first(
@@ -223,6 +223,12 @@ class _Ranks:
     def first(self) -> bool:
         """Whether this process is the one that writes and judges."""
         return not self.launched or self.launched.rank == 0
+
+    @property
+    def stages_here(self) -> list[int]:
+        """The stages whose states this process needs: the first rank judges them all."""
+        rows = range(self.schedule.devices) if self.first or not self.launched else [self.launched.rank // self.replicas]
+        return [s for s, d in enumerate(self.schedule.placement) if d in rows]
 
     def run(self, stages: Sequence[nn.Module], batches: Batches, recipe: Recipe, *, start: Any = None,
             seeds: np.ndarray | None = None, **rest: Any) -> list[Outcome]:  # fmt: skip

@@ -28,6 +28,7 @@ class Recipe:
     loss         (output, target) -> mean, or (mean, how many it is the mean of); by default the samples are counted
     optimizer    a factory: parameters -> torch.optim.Optimizer, or a tuple of one and learning-rate schedulers
     recompute    (total,) whether a micro-batch's forward runs again before its backward
+    microbatches in a batch
     clip         largest norm of a step's gradient: over all stages if `shared_clip`, else per stage
     autocast     type of mixed precision, or None
     finite       whether a loss that is no number ends the run
@@ -38,6 +39,7 @@ class Recipe:
     loss: Loss
     optimizer: OptimizerFactory | None
     recompute: np.ndarray
+    microbatches: int
     clip: float | None = None
     shared_clip: bool = True
     autocast: torch.dtype | None = None
@@ -287,8 +289,9 @@ class TorchStage:
     def _check_loss(self, microbatch: int) -> None:
         mean, count = self.losses[microbatch]
         if self.recipe.finite and count and not bool(torch.isfinite(mean)):
+            batch = microbatch // self.recipe.microbatches
             raise FloatingPointError(
-                f"the loss of micro-batch {microbatch} is {float(mean)}; to go on all the same, run with finite=False"
+                f"the loss of micro-batch {microbatch} (batch {batch}) is {float(mean)}; to go on all the same: finite=False"
             )
 
     def _bind(self, microbatch: int) -> None:

@@ -26,8 +26,7 @@ def memory(m: Memory, device: int = 0, ax: Axes | None = None) -> Axes:
     ax.set_ylim(0, top / factor * 1.08 or 1)
     ax.set_xlabel("time (s)" if m.source == "measured" else "time")
     ax.set_ylabel(unit)
-    what = " activations" if m.source == "measured" else ""
-    ax.set_title(f"device {device}, {m.source}{what}: peak {top / factor:.4g} {unit}", loc="left", fontsize=10)
+    ax.set_title(f"device {device}, {m.source}: peak {top / factor:.4g} {unit}", loc="left", fontsize=10)
     return ax
 
 
