@@ -243,23 +243,38 @@ def test_the_verdict_is_shown_in_words():
     assert unchecked.losses == result.losses
 
 
-def test_a_dump_can_be_recomputed_with_numpy_alone(tmp_path):
+@pytest.mark.parametrize(
+    ("schedule", "reads"),
+    [
+        (make("pipedream_flush", 2, 4, batches=3), lambda t, s: t),
+        (make("pipedream", 2, 4, batches=3), lambda t, s: max(0, t - (1 - s))),
+        (make("pipedream", 2, 4, batches=3, reads=Reads.FIRST), lambda t, s: max(0, t - 1)),
+        (make("pipedream_2bw", 2, 4, batches=3), lambda t, s: max(0, t - 1)),
+    ],
+    ids=["flush", "stashing", "vertical sync", "2bw"],
+)
+def test_a_dump_can_be_recomputed_with_numpy_alone(schedule, reads, tmp_path):
     torch.manual_seed(0)
     linear = [nn.Linear(6, 6, bias=False, dtype=torch.float64) for _ in range(2)]
-    schedule = make("pipedream_flush", 2, 4, batches=3)
     result = run(schedule, linear, batches(3), F.mse_loss, SGD, dump=tmp_path / "dump")
     start, data = (load_file(tmp_path / "dump" / f"{name}.safetensors") for name in ("initial", "batches"))
-    a, b = start["0.weight"], start["1.weight"]
-    for t in range(3):
-        x, y = data[f"{t}.input.0"], data[f"{t}.target.0"]
-        h = x @ a.T
-        error = h @ b.T - y
-        assert result.losses[t] == pytest.approx((error**2).mean())
+    first, second = [start["0.weight"]], [start["1.weight"]]  # by version
+    per_batch = schedule.updates // 3
+    found = []
+    for t in range(schedule.updates):
+        b, k = divmod(t, per_batch)
+        x, y = (np.split(data[f"{b}.{side}.0"], per_batch)[k] for side in ("input", "target"))
+        v, w = first[reads(t, 0)], second[reads(t, 1)]
+        h = x @ v.T
+        error = h @ w.T - y
+        found.append((error**2).mean())
         g = 2 * error / error.size
-        a, b = a - 0.1 * (g @ b).T @ x, b - 0.1 * g.T @ h
+        first.append(first[t] - 0.1 * (g @ w).T @ x)
+        second.append(second[t] - 0.1 * g.T @ h)
         after = load_file(tmp_path / "dump" / f"update_{t}.safetensors")
-        assert np.allclose(after["0.weight"], a, rtol=1e-12)
-        assert np.allclose(after["1.weight"], b, rtol=1e-12)
+        assert np.allclose(after["0.weight"], first[-1], rtol=1e-12)
+        assert np.allclose(after["1.weight"], second[-1], rtol=1e-12)
+    assert result.losses == pytest.approx(np.reshape(found, (3, -1)).mean(1))
     assert Schedule.from_csv((tmp_path / "dump" / "schedule.csv").read_text()) == schedule
     assert json.loads((tmp_path / "dump" / "losses.json").read_text()) == result.losses
     with pytest.raises(ValueError, match="is not an empty folder: name a new one"):

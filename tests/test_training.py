@@ -55,6 +55,13 @@ def test_tied_weights_have_one_gradient(name, clip, backend):
     assert torch.allclose(result.weights[0]["0.weight"], plain[0][0].weight, rtol=1e-9)
 
 
+def test_a_tied_gradient_of_one_stage_alone_fails_the_check(monkeypatch):
+    from pipelab.executors import torch_stage
+
+    monkeypatch.setattr(torch_stage, "_add_up", lambda news: {})
+    assert not run(make("gpipe", 3, 4), tied(), batches(1), F.mse_loss, SGD).check.passed
+
+
 def test_a_weight_in_two_places_of_one_stage_keeps_its_versions():
     class Twice(nn.Module):
         def __init__(self):
@@ -121,6 +128,22 @@ def test_dropout_is_the_same_again_and_in_the_reference(rule, recompute):
     result = run(schedule, dropping(), batches(2, 9), F.mse_loss, SGD, recompute=recompute, seed=1)
     assert result.check.passed
     assert result.check.max_rel < 1e-11
+
+
+def test_dropout_drawn_anew_by_recomputation_fails_the_check(monkeypatch):
+    from pipelab.executors.torch_stage import TorchStage
+
+    original = TorchStage._apply
+
+    def draw_anew(self, microbatch, x):
+        self.seeds = [seed + (microbatch in self._seen) for seed in self.seeds]
+        self._seen.add(microbatch)
+        return original(self, microbatch, x)
+
+    monkeypatch.setattr(TorchStage, "_seen", set(), raising=False)
+    monkeypatch.setattr(TorchStage, "_apply", draw_anew)
+    arguments = (make("gpipe", 1, 2), dropping(1), batches(1), F.mse_loss, SGD)
+    assert not run(*arguments, recompute=Recompute.ALWAYS, seed=1).check.passed
 
 
 def test_dropout_of_one_seed_does_not_depend_on_schedule_or_backend():

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pipelab.executors.checkpoint import StageState, save_stage
 from pipelab.executors.torch_device import CpuDevice
-from pipelab.executors.torch_stage import Recipe, TorchStage
+from pipelab.executors.torch_stage import Recipe, TorchStage, warm_up
 from pipelab.executors.transport import Transport
 from pipelab.executors.worker import Pace, Record, Worker
 from pipelab.schedule import Schedule
@@ -71,6 +71,7 @@ class Job:
     def stages(self, home: CpuDevice) -> dict[int, TorchStage]:
         """Runtimes of the row's stages on `home`, of copies of the modules."""
         first, last = 0, self.schedule.stages - 1
+        warm_up(home)
         groups = np.arange(self.schedule.total) // self.schedule.per_update
         return {
             s: TorchStage(

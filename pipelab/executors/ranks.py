@@ -44,6 +44,7 @@ def perform(job: Job, progress: Callable[[int], None] | None = None) -> Outcome:
     stages = job.stages(home)
     ahead = offset()  # before the wire listens to the same ranks
     wire = _wire(job, home.device)
+    wire.greet()
     began = torch.tensor([time.perf_counter() + ahead + 0.01], dtype=torch.float64)
     dist.all_reduce(began, dist.ReduceOp.MAX)
     mine = float(began) - ahead
@@ -98,12 +99,17 @@ def run_launched(job: Job, launched: Launched, timeout: float) -> list[Outcome]:
             known.__cause__ = error
         failure = _first_failure(store, known)
         raise failure from known.__cause__ if failure is known else None
-    light: list[Any] = [None] * world
-    dist.all_gather_object(light, replace(outcome, steps={}, weights={}))
-    every: list[Any] | None = [None] * world if job.rank == 0 else None
-    dist.gather_object(outcome, every)
-    light[job.rank] = outcome
-    return every or light
+    if job.rank:
+        dist.send_object_list([outcome], dst=0)
+        everyone = share(None)
+        everyone[job.rank] = outcome
+        return everyone
+    everyone = [outcome]
+    for rank in range(1, world):
+        dist.recv_object_list(box := [None], src=rank)
+        everyone.append(box[0])
+    share([replace(o, steps={}, weights={}) for o in everyone])
+    return everyone
 
 
 def _first_failure(store: Any, error: RunError) -> RunError:
@@ -120,7 +126,10 @@ def _first_failure(store: Any, error: RunError) -> RunError:
 
 
 def share(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
-    box = [value]
-    dist.broadcast_object_list(box)
-    return box[0]
+    """Rank 0's value, on every rank. No collective: gloo's threads may drop its tensors when Python has ended already."""
+    if dist.get_rank():
+        dist.recv_object_list(box := [None], src=0)
+        return box[0]
+    for rank in range(1, dist.get_world_size()):
+        dist.send_object_list([value], dst=rank)
+    return value

@@ -364,6 +364,15 @@ class TorchStage:
         self._ledger.ignore(id(self), (*weights, *self.module.buffers()))
 
 
+def warm_up(device: CpuDevice) -> None:
+    """Do once what torch sets up when it first differentiates on a device, so that no measured action pays for it."""
+    x = torch.ones(2, 2, device=device.device, requires_grad=True)
+    with device.ledger.watch(warm_up):
+        y = _Entry.apply(x) @ x
+    torch.autograd.backward([get_gradient_edge(y)], [torch.ones_like(y)])
+    device.ledger.drop(warm_up)
+
+
 def _slots(module: nn.Module) -> dict[str, list[tuple[nn.Module, str, str]]]:
     """Where each parameter stands in the module: (owner, attribute, full name); more than one place if it is shared."""
     names = {id(p): name for name, p in module.named_parameters()}

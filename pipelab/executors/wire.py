@@ -122,10 +122,21 @@ class Wire(Mailboxes):
         self._sent: list[tuple[Any, Tensor]] = []  # works in flight, and what they send
         self._failed: BaseException | None = None
         self.began: float | None = None  # the run's time zero on time.perf_counter, from when on arrivals are timed
+        self._targets = {target for _, target in outgoing(schedule, rank, partners)}
+        self._sources = []
         for source in range(schedule.devices):
             keys = [key for key, target in outgoing(schedule, source, partners) if target == rank and source != rank]
             if keys:
+                self._sources.append(source)
                 Thread(target=self._listen, args=(source, keys), daemon=True, name=f"pipelab from {source}").start()
+
+    def greet(self) -> None:
+        """Open the connections, so that no measured message pays for it; waits for those who will send here."""
+        for target in self._targets:
+            for group, device in {self._channel(self.rank, target), (None, torch.device("cpu"))}:
+                self._post(torch.zeros(1, dtype=torch.uint8, device=device), target, group)
+        for source in self._sources:
+            self.receive(("hello", source), self.rank)
 
     def send(self, key: Key, device: int, message: Message) -> None:
         if device == self.rank:
@@ -199,6 +210,9 @@ class Wire(Mailboxes):
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_stream(torch.cuda.Stream(self._device))
+            for group, device in {self._channel(source, self.rank), (None, torch.device("cpu"))}:
+                self._fill(torch.zeros(1, dtype=torch.uint8, device=device), source, group)
+            super().send(("hello", source), self.rank, Message(None, 0.0))
             for key in keys:
                 stream = self._stream(key)
                 if stream in known:
