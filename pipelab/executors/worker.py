@@ -160,7 +160,7 @@ class Worker:
                 if action.kind is Kind.U and self.partners[action.stage]:
                     given = self._collect_news(action)
                 self._wait_for_turn()
-                self.device.ledger.most = 0
+                self.device.ledger.most = self.device.ledger.held
                 start = self.device.now()
                 made = getattr(stage, METHODS[action.kind])(action.microbatch, given)
                 record.late += self._take_time(i)
