@@ -678,14 +678,14 @@ def test_arguments_that_do_not_fit(change, message):
 
 def test_weights_are_compared_too():
     found = Counter()
-    original = pipelab.executors.reference.Comparison.add
+    original = pipelab.executors.rules.Comparison.add
 
     def add(self, name, got, expected, floor=0.0):
         found["weight" if name.startswith("weight") else name.split()[1]] += 1
         return original(self, name, got, expected, floor)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipelab.executors.reference.Comparison, "add", add)
+        patch.setattr(pipelab.executors.rules.Comparison, "add", add)
         run(make("gpipe", 2, 2, batches=2), stages(2), batches(2), F.mse_loss, SGD)
     assert found == {"loss": 2, "gradient": 2 * 8, "weight": 2 * 8}
 

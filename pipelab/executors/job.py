@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipelab.executors.checkpoint import StageState, save_stage
-from pipelab.executors.torch_device import CpuDevice
+from pipelab.executors.result import Outcome
+from pipelab.executors.torch_device import CpuDevice, torch_device
 from pipelab.executors.torch_stage import Recipe, TorchStage, warm_up
 from pipelab.executors.transport import Transport
-from pipelab.executors.worker import Pace, Record, Worker
+from pipelab.executors.worker import Pace, Worker
 from pipelab.schedule import Schedule
 
 
@@ -68,6 +69,10 @@ class Job:
         """What a progress mark, an action's flat index, stands for."""
         return str(self.schedule.action(mark))
 
+    def home(self) -> CpuDevice:
+        """The runtime of the job's device."""
+        return torch_device(self.device)
+
     def stages(self, home: CpuDevice) -> dict[int, TorchStage]:
         """Runtimes of the row's stages on `home`, of copies of the modules."""
         first, last = 0, self.schedule.stages - 1
@@ -101,18 +106,6 @@ class Job:
         losses = {k: (float(mean), count) for stage in stages.values() for k, (mean, count) in stage.losses.items()}
         steps = {s: stage.steps for s, stage in stages.items()}
         return Outcome(self.row, self.replica, record, losses, steps, {s: stage.trained() for s, stage in stages.items()})
-
-
-@dataclass
-class Outcome:
-    """What a rank gives back: its record, losses as (mean, count) by micro-batch, kept steps and trained weights by stage."""
-
-    row: int
-    replica: int
-    record: Record
-    losses: dict[int, tuple[float, float]]
-    steps: dict[int, list[tuple[dict[str, Tensor], dict[str, Tensor]]]]
-    weights: dict[int, dict[str, Tensor]]
 
 
 def _onto(pieces: Sequence[Any] | None, home: CpuDevice) -> list[Any]:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from pipelab.executors.clock import offset
-from pipelab.executors.job import Job, Outcome
-from pipelab.executors.torch_device import torch_device
+from pipelab.executors.job import Job
+from pipelab.executors.result import Outcome
 from pipelab.executors.wire import Wire
 from pipelab.executors.worker import RunError
 
@@ -38,7 +38,7 @@ class Launched:
 
 def perform(job: Job, progress: Callable[[int], None] | None = None) -> Outcome:
     """Do the job of this rank of the default process group, starting at the same moment as the others."""
-    home = torch_device(job.device)
+    home = job.home()
     if home.device.type == "cuda":
         torch.cuda.set_device(home.device)
     stages = job.stages(home)

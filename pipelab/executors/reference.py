@@ -5,91 +5,15 @@ They share no code with the worker, the stages or the schedule's versions.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-
-FLUSH = "flush: w(t+1) = w(t) - step(grad f(w(t)))"
-STASHING = "weight stashing: w(t+1) = w(t) - step(grad f(w_1(t-n+1), ..., w_n(t)))"
-VERTICAL = "vertical sync: w(t+1) = w(t) - step(grad f(w_1(t-n+1), ..., w_n(t-n+1)))"
-TABLE = "as its rows say: a forward reads the updates before it in its row"
-DOUBLE = "2BW: W(t+1) = W(t) - step(grad f(W(t-1)))"
-
-
-@dataclass
-class Check:
-    """The verdict of a run against its reference.
-
-    passed     max_rel <= tolerance
-    max_abs    the largest difference of any loss, gradient or weight
-    max_rel    the largest max|a - b| / max|b| over those tensors, b the reference; of weights, the change by the update is
-               compared. What rounding can do to a tensor that is zero in theory is added to max|b|
-    tolerance  by the lowest precision among the weights, unless the caller set it
-    rule       the update rule that the reference followed
-    worst      the name of the tensor with the largest relative difference
-    """
-
-    passed: bool
-    max_abs: float
-    max_rel: float
-    tolerance: float
-    rule: str
-    worst: str = ""
-
-    def __str__(self) -> str:
-        name = self.rule.partition(":")[0]
-        if self.passed:
-            return f"Check passed: every loss, gradient and weight equals the reference within the tolerance (rule: {name})."
-        return (
-            f"CHECK FAILED: {self.worst} differs from the reference (rule: {name}) by {self.max_rel:.2g}, "
-            f"tolerance {self.tolerance:g}."
-        )
-
-
-class Comparison:
-    """Collects the differences of many tensors."""
-
-    def __init__(self) -> None:
-        self.max_abs, self.max_rel, self.worst = 0.0, 0.0, ""
-
-    def add(self, name: str, got: Tensor, expected: Tensor, floor: float = 0.0) -> None:
-        """`floor` is what rounding alone can make of a tensor that is zero in theory; it is added to max|b|."""
-        if got.shape != expected.shape:
-            difference = relative = math.inf
-        elif not got.numel():
-            return
-        else:
-            wide = torch.complex128 if expected.is_complex() else torch.float64
-            a, b = got.detach().to("cpu", wide), expected.detach().to("cpu", wide)
-            difference, scale = float((a - b).abs().max()), float(b.abs().max()) + floor
-            relative = difference / scale if scale else math.inf if difference else 0.0
-        if not (math.isfinite(difference) and math.isfinite(relative)):  # nan and inf are never equal
-            difference = relative = math.inf
-        self.max_abs = max(self.max_abs, difference)
-        if relative > self.max_rel:
-            self.max_rel, self.worst = relative, name
-
-    def verdict(self, tolerance: float, rule: str) -> Check:
-        return Check(self.max_rel <= tolerance, self.max_abs, self.max_rel, tolerance, rule, self.worst)
-
-
-def tolerance_for(stages: Iterable[nn.Module], autocast: torch.dtype | None = None) -> float:
-    """The stated tolerance of the lowest precision among the stages' weights and what is computed in."""
-    found = {p.dtype for stage in stages for p in stage.parameters()} | {autocast}
-    return max((TOLERANCE[dtype] for dtype in found if dtype in TOLERANCE), default=TOLERANCE[torch.float32])
-
-
-def version_read(rule: str, t: int, stage: int, stages: int) -> int:
-    """The weight version that `stage` (from 0) reads for update t, as the rule's formula has it; there is none before 0."""
-    n, s = stages, stage + 1  # the papers number stages from 1
-    return max(0, {FLUSH: t, STASHING: t - n + s, VERTICAL: t - n + 1, DOUBLE: t - 1}[rule])
+from pipelab.executors.rules import FLUSH, Check, Comparison, Reading
 
 
 class Piece(NamedTuple):
@@ -103,27 +27,6 @@ class Piece(NamedTuple):
     y: Any
     reads: Sequence[int]
     seeds: Sequence[int] | None = None
-
-
-Reading = list[list[list[int]]]  # [update][piece][stage] -> version
-
-
-def by_formula(rule: str, updates: int, pieces: int, stages: int) -> Reading:
-    """The versions that every update's `pieces` read under one of the papers' rules."""
-    return [[[version_read(rule, t, s, stages) for s in range(stages)]] * pieces for t in range(updates)]
-
-
-def by_rows(rows: Sequence[Sequence[Any]], updates: int, stages: int) -> Reading:
-    """The same of any table, by micro-batches: the updates that stand before each forward in its row."""
-    before: dict[tuple[int, int], int] = {}
-    made = [0] * stages
-    for row in rows:
-        for stage, kind, number in row:
-            made[stage] += kind.name == "U"
-            if kind.name == "F":
-                before[stage, number] = made[stage]
-    size = (1 + max(number for _, number in before)) // updates
-    return [[[before[s, k] for s in range(stages)] for k in range(t * size, (t + 1) * size)] for t in range(updates)]
 
 
 def pieces_of(
@@ -250,14 +153,19 @@ def check(
         for mean, count in trainer.gradients(t, pieces):
             reported = next(of_run)
             if count:
-                found.add(f"a loss of update {t}", torch.tensor(reported, dtype=torch.float64), mean)
+                found.add(f"a loss of update {t}", np.array(reported, float), wide(mean))
         largest = max((float(p.grad.abs().max()) for p in trainer.trained if p.grad is not None), default=0.0)
         for s, stage in enumerate(stages):
             for name, p in stage.named_parameters():
                 if p.requires_grad:
                     expected = torch.zeros_like(p) if p.grad is None else p.grad
                     rounding = 16 * torch.finfo(p.dtype).eps * largest / tolerance
-                    found.add(f"the gradient of {name} of stage {s} in update {t}", steps[s][i][0][name], expected, rounding)
+                    found.add(
+                        f"the gradient of {name} of stage {s} in update {t}",
+                        wide(steps[s][i][0][name]),
+                        wide(expected),
+                        rounding,
+                    )
         for s, stage in enumerate(stages):  # after all are compared: tied weights have one gradient
             for name, p in stage.named_parameters():
                 if p.requires_grad and p.grad is not None:
@@ -268,10 +176,15 @@ def check(
                 before = trainer.history[s][t][name]
                 rounding = 4 * torch.finfo(p.dtype).eps * float(p.detach().abs().max()) / tolerance
                 change = steps[s][i][1][name].to(p) - before
-                found.add(f"weight {name} of stage {s} after update {t}", change, p - before, rounding)
+                found.add(f"weight {name} of stage {s} after update {t}", wide(change), wide(p - before), rounding)
         ahead = [piece.reads for later in updates[i + 1 :] for piece in later]
         trainer.forget([{t + 1, *(reads[s] for reads in ahead)} for s in range(len(stages))])
     return found.verdict(tolerance, trainer.rule)
+
+
+def wide(tensor: Tensor) -> np.ndarray:
+    """As an array of float64 or complex128 on the CPU, for `Comparison`."""
+    return tensor.detach().to("cpu", torch.complex128 if tensor.is_complex() else torch.float64).numpy()
 
 
 def _samples(piece: Piece) -> int:

@@ -6,13 +6,26 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from threading import Barrier, BrokenBarrierError
+from typing import Any, Protocol
 
-from pipelab.executors.job import Job, Outcome
-from pipelab.executors.torch_device import torch_device
-from pipelab.executors.transport import Aborted, Mailboxes
+from pipelab.executors.result import Outcome
+from pipelab.executors.transport import Aborted, Mailboxes, Transport
+from pipelab.schedule import Schedule
 
 
-def run_threads(jobs: Sequence[Job]) -> list[Outcome]:
+class ThreadJob(Protocol):
+    """What a worker thread is given (see `job.Job`)."""
+
+    schedule: Schedule
+    replica: int
+    replicas: int
+
+    def home(self) -> Any: ...
+    def stages(self, home: Any) -> dict[int, Any]: ...
+    def work(self, stages: dict[int, Any], home: Any, transport: Transport, began: float) -> Outcome: ...
+
+
+def run_threads(jobs: Sequence[ThreadJob]) -> list[Outcome]:
     """Do every job in a thread of its own.
 
     The first worker that raises ends the run, and its error is raised here; so does an interrupt: the other workers stop
@@ -22,9 +35,14 @@ def run_threads(jobs: Sequence[Job]) -> list[Outcome]:
     for transport in replicas:
         transport.replicas = replicas
     ready = Barrier(len(jobs) + 1)
-    homes = [torch_device(job.device) for job in jobs]
+    homes = [job.home() for job in jobs]
     stages = [job.stages(home) for job, home in zip(jobs, homes, strict=True)]
     began = [0.0]
+
+    def end() -> None:
+        for transport in replicas:
+            transport.abort()
+        ready.abort()
 
     def worker(rank: int) -> Outcome:
         try:
@@ -35,11 +53,6 @@ def run_threads(jobs: Sequence[Job]) -> list[Outcome]:
         except BaseException:
             end()
             raise
-
-    def end() -> None:
-        for transport in replicas:
-            transport.abort()
-        ready.abort()
 
     with ThreadPoolExecutor(len(jobs), thread_name_prefix="pipelab device") as pool:
         try:

@@ -364,6 +364,7 @@ class TorchStage:
         self._ledger.ignore(id(self), (*weights, *self.module.buffers()))
 
 
+@torch.enable_grad()
 def warm_up(device: CpuDevice) -> None:
     """Do once what torch sets up when it first differentiates on a device, so that no measured action pays for it."""
     x = torch.ones(2, 2, device=device.device, requires_grad=True)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipelab.action import Reads
-from pipelab.executors import arguments, reference
+from pipelab.executors import arguments, reference, rules
 from pipelab.executors.checkpoint import StageState
-from pipelab.executors.reference import Check, Comparison, Start, Trainer
+from pipelab.executors.reference import Start, Trainer, wide
+from pipelab.executors.rules import Check, Comparison
 from pipelab.executors.torch_stage import Recipe
 from pipelab.schedule import Schedule
 
@@ -30,21 +30,21 @@ def judge(
     `part` is what has been run of `schedule`, from batch `begun` on, `batches` its data; `steps` are [replica][stage].
     The data of an update is one undivided batch, unless forwards draw random numbers or normalize over a micro-batch.
     """
-    rule, n, first = rule_of(schedule), schedule.stages, begun * schedule.microbatches // schedule.per_update
+    rule, n, first = rules.rule_of(schedule), schedule.stages, begun * schedule.microbatches // schedule.per_update
     divided = seeds is not None or arguments.normalizes_batches(stages)
-    if rule == reference.TABLE:
-        reading = reference.by_rows(schedule.rows, schedule.updates, n)
+    if rule == rules.TABLE:
+        reading = rules.by_rows(schedule.rows, schedule.updates, n)
     else:
         pieces = schedule.per_update * replicas if divided else 1
-        reading = reference.by_formula(rule, schedule.updates, pieces, n)
+        reading = rules.by_formula(rule, schedule.updates, pieces, n)
     whole = [pytree.tree_map_only(Tensor, lambda t: t.to(device, copy=True), tuple(batch)) for batch in batches]
     updates = reference.pieces_of(whole, reading[first : first + part.updates], None if seeds is None else seeds.tolist())
-    reported = losses if sum(map(len, updates)) == len(losses) and rule != reference.TABLE else microbatch_losses
+    reported = losses if sum(map(len, updates)) == len(losses) and rule != rules.TABLE else microbatch_losses
     copies = list(copy.deepcopy(nn.ModuleList(stages)).to(device))  # together, so that tied weights stay one
     trainer = Trainer(rule, copies, recipe.loss, _factory(recipe), recipe.clip, recipe.autocast, first, _start(start))
     for s, state in start.items():
         copies[s].load_state_dict(state.buffers, strict=False)
-    limit = tolerance if tolerance is not None else reference.tolerance_for(stages, recipe.autocast)
+    limit = tolerance if tolerance is not None else _tolerance(stages, recipe)
     check = reference.check(trainer, updates, steps[0], reported, limit, first)
     return _same_everywhere(check, steps) if replicas > 1 else check
 
@@ -55,7 +55,7 @@ def judge_evaluation(
 ) -> Check:  # fmt: skip
     """Compare with the modules one after another, micro-batch by micro-batch."""
     copies = copy.deepcopy(nn.Sequential(*stages)).to(device).eval()
-    limit, found = tolerance if tolerance is not None else reference.tolerance_for(stages, recipe.autocast), Comparison()
+    limit, found = tolerance if tolerance is not None else _tolerance(stages, recipe), Comparison()
     parts = chain.from_iterable(reference.cut(batch, table.microbatches) for batch in batches)
     kind = torch.device(device).type
     with torch.no_grad(), torch.autocast(kind, recipe.autocast, enabled=recipe.autocast is not None):
@@ -63,23 +63,13 @@ def judge_evaluation(
             x, y = pytree.tree_map_only(Tensor, lambda t: t.to(device), part)
             value = recipe.loss(copies(x), y)
             mean = value[0] if isinstance(value, tuple) else value
-            found.add(f"the loss of micro-batch {k}", torch.tensor(reported, dtype=torch.float64), mean)
+            found.add(f"the loss of micro-batch {k}", np.array(reported, float), wide(mean))
     return found.verdict(limit, "evaluation: the stages one after another")
 
 
-def rule_of(schedule: Schedule) -> str:
-    """The paper's rule whose versions are the table's; else the rule that reads them off the rows."""
-    updates, n = schedule.updates, schedule.stages
-    if not schedule.asynchronous:
-        return reference.FLUSH if schedule.per_update == schedule.microbatches else reference.TABLE
-    if schedule.per_update in (1, schedule.microbatches):
-        for rule in (reference.STASHING, reference.VERTICAL, reference.DOUBLE):
-            formula = [[reference.version_read(rule, t, s, n) for t in range(updates)] for s in range(n)]
-            if np.array_equal(np.repeat(formula, schedule.per_update, axis=1), schedule.versions):
-                return rule
-    if schedule.reads is not Reads.LATEST:
-        raise ValueError(f"no reference for reads={schedule.reads.name} on this table: run it with check=False")
-    return reference.TABLE
+def _tolerance(stages: Sequence[nn.Module], recipe: Recipe) -> float:
+    types = {p.dtype for stage in stages for p in stage.parameters()} | {recipe.autocast}
+    return rules.tolerance_for([str(dtype).removeprefix("torch.") for dtype in types])
 
 
 def _factory(recipe: Recipe) -> Any:
@@ -104,5 +94,5 @@ def _same_everywhere(check: Check, steps: Sequence[Sequence[list]]) -> Check:
             for t, (step, first) in enumerate(zip(mine, theirs, strict=True)):
                 for what, a, b in zip(("the gradient of", "weight"), step, first, strict=True):
                     for name in b:
-                        found.add(f"{what} {name} of stage {s} of replica {r} in update {t}", a[name], b[name])
+                        found.add(f"{what} {name} of stage {s} of replica {r} in update {t}", wide(a[name]), wide(b[name]))
     return found.verdict(check.tolerance, check.rule)
