@@ -238,5 +238,5 @@ def test_an_interrupted_or_killed_caller_leaves_no_process_behind(how, tmp_path)
 
 
 def test_an_unknown_backend():
-    with pytest.raises(ValueError, match="backend='rays': use one of threads, processes"):
+    with pytest.raises(ValueError, match="backend='rays': use one of threads, processes, jax"):
         run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, partial(torch.optim.SGD, lr=0.1), backend="rays")

@@ -273,7 +273,7 @@ def test_an_evaluation_keeps_nothing_for_a_backward():
         def forward(self, x):
             return (x.repeat(1, 100) * self.w).tanh()[:, :6]
 
-    from pipelab.executors.run import _Ranks
+    from pipelab.executors.torch_run import _Ranks
 
     found = []
     original = _Ranks.run

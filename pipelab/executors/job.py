@@ -2,58 +2,32 @@
 
 from __future__ import annotations
 
-import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-
-from pipelab.executors.checkpoint import StageState, save_stage
 from pipelab.executors.result import Outcome
-from pipelab.executors.torch_device import CpuDevice, torch_device
-from pipelab.executors.torch_stage import Recipe, TorchStage, warm_up
 from pipelab.executors.transport import Transport
 from pipelab.executors.worker import Pace, Worker
 from pipelab.schedule import Schedule
 
 
 @dataclass
-class Job:
+class Job(ABC):
     """Row `row` of a schedule in one of the replicas, with all that it needs, and nothing of the other ranks.
 
-    modules           the row's stages by number
-    inputs, targets   per micro-batch; None where the row has not the first stage, or not the last
-    samples           per micro-batch, where there are targets
-    partners          per stage, the stages whose news its updates wait for
-    seeds             [stage][micro-batch], or None if forwards draw no random numbers
-    ties              per stage, the numbers of its tied weights by name
-    start             by stage, what to go on from
-    later             per stage, weight versions that a checkpoint has to keep
-    save              where to write the row's stages afterwards, after `updates` updates in all
+    device    the name of the device that does it
+    partners  per stage, the stages whose news its updates wait for
     """
 
     schedule: Schedule
     row: int
     device: str
-    modules: dict[int, nn.Module]
-    recipe: Recipe
     partners: Sequence[Sequence[int]]
-    inputs: Sequence[Any] | None = None
-    targets: Sequence[Any] | None = None
-    samples: Sequence[int] = ()
-    seeds: Sequence[Sequence[int]] | None = None
-    ties: Sequence[dict[str, int]] = ()
-    start: dict[int, StageState] = field(default_factory=dict)
-    later: Sequence[Sequence[int]] = ()
-    save: Path | None = None
-    updates: int = 0
-    pace: Pace | None = None
-    replica: int = 0
-    replicas: int = 1
+    pace: Pace | None
+    replica: int
+    replicas: int
 
     @property
     def rank(self) -> int:
@@ -69,29 +43,16 @@ class Job:
         """What a progress mark, an action's flat index, stands for."""
         return str(self.schedule.action(mark))
 
-    def home(self) -> CpuDevice:
+    @abstractmethod
+    def home(self) -> Any:
         """The runtime of the job's device."""
-        return torch_device(self.device)
 
-    def stages(self, home: CpuDevice) -> dict[int, TorchStage]:
-        """Runtimes of the row's stages on `home`, of copies of the modules."""
-        first, last = 0, self.schedule.stages - 1
-        warm_up(home)
-        groups = np.arange(self.schedule.total) // self.schedule.per_update
-        return {
-            s: TorchStage(
-                copy.deepcopy(module).to(home.device), home, self.recipe, self.schedule.versions[s], groups,
-                later=self.later[s] if self.later else (), samples=self.samples,
-                inputs=_onto(self.inputs, home) if s == first else None,
-                targets=_onto(self.targets, home) if s == last else None,
-                seeds=self.seeds[s] if self.seeds else None, ties=self.ties[s] if self.ties else None,
-                start=self.start.get(s),
-            )
-            for s, module in self.modules.items()
-        }  # fmt: skip
+    @abstractmethod
+    def stages(self, home: Any) -> dict[int, Any]:
+        """Runtimes of the row's stages on `home`, of copies of what they were made from."""
 
     def work(
-        self, stages: dict[int, TorchStage], home: CpuDevice, transport: Transport, began: float,
+        self, stages: dict[int, Any], home: Any, transport: Transport, began: float,
         progress: Callable[[int], None] | None = None,
     ) -> Outcome:  # fmt: skip
         """Carry the row out; `progress` is told the flat index of each action before it starts."""
@@ -100,14 +61,6 @@ class Job:
             progress,
         )  # fmt: skip
         record = worker.work()
-        if self.save and not self.replica:
-            for s, stage in stages.items():
-                save_stage(self.save, s, stage.state(self.updates))
-        losses = {k: (float(mean), count) for stage in stages.values() for k, (mean, count) in stage.losses.items()}
+        losses = {k: (float(mean), float(count)) for stage in stages.values() for k, (mean, count) in stage.losses.items()}
         steps = {s: stage.steps for s, stage in stages.items()}
         return Outcome(self.row, self.replica, record, losses, steps, {s: stage.trained() for s, stage in stages.items()})
-
-
-def _onto(pieces: Sequence[Any] | None, home: CpuDevice) -> list[Any]:
-    # Copies: a slice would keep, and count as, the memory of the whole batch.
-    return [pytree.tree_map_only(Tensor, lambda t: t.to(home.device, copy=True), piece) for piece in pieces or ()]

@@ -2,53 +2,41 @@
 
 from __future__ import annotations
 
-import copy
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import nn
-
 from pipelab.costs import Costs, Recompute
-from pipelab.executors import arguments, checkpoint
-from pipelab.executors.checkpoint import Index, StageState
-from pipelab.executors.dump import write_dump
-from pipelab.executors.job import Job
-from pipelab.executors.result import Evaluation, Outcome, Run, result_of
-from pipelab.executors.threads import run_threads
-from pipelab.executors.torch_stage import Loss, OptimizerFactory, Recipe
-from pipelab.executors.verdict import judge, judge_evaluation
+from pipelab.executors.result import Evaluation, Run
 from pipelab.schedule import Schedule
-from pipelab.validate import validate
 
-BACKENDS = ("threads", "processes")
 Batches = Sequence[tuple[Any, Any]]
+BACKENDS = {"threads": "torch", "processes": "torch", "jax": "jax"}
 
 
 def run(
-    schedule: Schedule, stages: Sequence[nn.Module], batches: Batches, loss: Loss, optimizer: OptimizerFactory, *,
+    schedule: Schedule, stages: Sequence[Any], batches: Batches, loss: Callable[[Any, Any], Any], optimizer: Any, *,
     backend: str | None = None, devices: str | Sequence[str] | None = None, replicas: int = 1,
-    recompute: Recompute = Recompute.NEVER, clip: float | None = None, autocast: torch.dtype | None = None,
-    seed: int | None = None, finite: bool = True, pace: float | None = None, costs: Costs | None = None,
-    check: bool = True, tolerance: float | None = None, dump: str | Path | None = None,
-    save: str | Path | None = None, stop: int | None = None, resume: str | Path | None = None, timeout: float = 60.0,
+    recompute: Recompute = Recompute.NEVER, clip: float | None = None, autocast: Any = None, seed: int | None = None,
+    finite: bool = True, pace: float | None = None, costs: Costs | None = None, check: bool = True,
+    tolerance: float | None = None, dump: str | Path | None = None, save: str | Path | None = None, stop: int | None = None,
+    resume: str | Path | None = None, timeout: float = 60.0,
 ) -> Run:  # fmt: skip
     """Train `stages` on `batches` in the order that the schedule says, one worker per device.
 
     stages     one module per stage. They are copied: `Run.weights` has the trained weights. A weight that several stages
-               have is tied: its gradients are added up (only with a flush)
+               have is tied: its gradients are added up (only with a flush). For jax: nnx modules, or pairs of a linen module
+               or a function (parameters, x) -> y and its parameters
     batches    schedule.batches pairs (input, target) of tensors (or trees of them), split into micro-batches along
                dimension 0; sizes may be uneven. Any sequence: on several machines only ranks with the first or the last
                stage, and rank 0 for the check, read it
     loss       (output, target) -> the mean over the samples, or a pair (mean, how many it is the mean of)
     optimizer  a factory: parameters -> torch.optim.Optimizer, or a tuple of one and learning-rate schedulers, which step
-               after each update; called once per stage
+               after each update; called once per stage. For jax: an optax transformation
     backend    "threads" of this process, or "processes", one a device (messages over gloo, or NCCL where every rank has a
                GPU of its own). Default: threads; in a process that torchrun or another launcher started, that process is
-               one of the ranks
+               one of the ranks. "jax": threads, with jitted stages
     devices    one per row, such as ["cpu", "cuda:0"]; repeats share a device (each worker has its own CUDA stream); one
                name for all; default: the GPUs in turn if there are any, else the CPU
     replicas   this many pipelines train together, each on its share of every batch; needs a schedule with a flush
@@ -69,66 +57,18 @@ def run(
     Layers that normalize over a batch (BatchNorm) see micro-batches: that trains another model than whole batches do, and
     the reference follows it.
 
+    With jax there are no replicas, no autocast (choose the parameters' type), no tied weights, dumps or checkpoints.
+
     Raises ScheduleError for a table that cannot run, ValueError for arguments that do not fit it, and RunError when a
     stage fails, with its device, its action and its own traceback as the cause.
     """
-    validate(schedule)
-    arguments.check_sizes(schedule, stages, batches)
-    if not schedule.training:
-        raise ValueError(f"{schedule.name} has only forwards: use pipelab.evaluate")
-    arguments.check_replicas(schedule, replicas)
-    arguments.check_recompute(stages, recompute)
-    ties = arguments.find_ties(schedule, stages)
-    partners = arguments.find_partners(schedule, ties, clip)
-    dump_to, save_to = arguments.new_folder("dump", dump), arguments.new_folder("save", save)
-    part, index, begun = _part(schedule, Path(resume).resolve() if resume else None, stop, save)
-    if dump and part is not schedule:
-        raise ValueError("dump describes a whole run: leave it out with stop or resume")
-    data = batches if part is schedule else [batches[i] for i in range(begun, begun + part.batches)]
-    ranks = _Ranks(part, backend, devices, replicas, timeout)
-    used, seeds = arguments.find_seeds(stages, index.seed if index else seed, begun, part, replicas, ranks.names)
-    first = begun * schedule.microbatches // schedule.per_update  # updates before this part
-    recipe = Recipe(
-        loss, optimizer, recompute.mask(part.total, part.microbatches), part.microbatches, clip, not schedule.asynchronous,
-        arguments.find_autocast(autocast, ranks.names), finite, keep=check or dump is not None,
-    )  # fmt: skip
-    start = checkpoint.states_for(Path(resume), index, stages, ranks.stages_here) if index and resume else {}
-    draft = save_to.with_name(f".{save_to.name}.draft") if save_to else None
-    if draft:
-        draft.mkdir(parents=True, exist_ok=True)
-    try:
-        outcomes = ranks.run(
-            stages, data, recipe, partners=partners, ties=ties, save=draft, updates=first + part.updates,
-            seeds=seeds, start={s: _numbered(x, -first) for s, x in start.items()},
-            later=arguments.later_versions(schedule, begun + part.batches, first) if save else (),
-            pace=arguments.pace_of(part, pace, costs, recompute),
-        )  # fmt: skip
-        if draft and save_to and ranks.first:
-            done = begun + part.batches
-            names = checkpoint.names_of(stages)
-            Index(done, first + part.updates, used, schedule.asynchronous, schedule.to_csv(), names).write(draft)
-            draft.replace(save_to)
-    finally:
-        if draft and ranks.first:
-            shutil.rmtree(draft, ignore_errors=True)
-
-    result = result_of(part, outcomes, replicas, paced=pace is not None)
-    steps = [_steps(part, outcomes, r) for r in range(replicas)]
-    if dump_to and ranks.first:
-        write_dump(dump_to, schedule, stages, batches, result.losses, steps[0])
-    if check:
-        result.check = ranks.from_first(
-            lambda: judge(
-                schedule, part, begun, stages, data, recipe, start, steps, result.losses, result.microbatch_losses,
-                tolerance=tolerance, seeds=seeds, replicas=replicas, device=ranks.names[0],
-            )
-        )  # fmt: skip
-    return result
+    options = dict(locals())
+    return _side(backend).train(**options)
 
 
 def evaluate(
-    schedule: Schedule, stages: Sequence[nn.Module], batches: Batches, loss: Loss, *, backend: str | None = None,
-    devices: str | Sequence[str] | None = None, autocast: torch.dtype | None = None, check: bool = True,
+    schedule: Schedule, stages: Sequence[Any], batches: Batches, loss: Callable[[Any, Any], Any], *,
+    backend: str | None = None, devices: str | Sequence[str] | None = None, autocast: Any = None, check: bool = True,
     tolerance: float | None = None, timeout: float = 60.0,
 ) -> Evaluation:  # fmt: skip
     """The losses of `batches` without training: the schedule's forwards alone, modules in evaluation mode, no graphs.
@@ -137,135 +77,12 @@ def evaluate(
 
     Raises as `run` does.
     """
-    table = validate(schedule.forward_only())
-    arguments.check_sizes(table, stages, batches)
-    ranks = _Ranks(table, backend, devices, 1, timeout)
-    recompute = Recompute.NEVER.mask(table.total, table.microbatches)
-    mixed = arguments.find_autocast(autocast, ranks.names)
-    recipe = Recipe(loss, None, recompute, table.microbatches, autocast=mixed, finite=False, training=False)
-    result = result_of(table, ranks.run(stages, batches, recipe, partners=[[] for _ in stages]), 1, paced=False)
-    if check:
-        result.check = ranks.from_first(
-            lambda: judge_evaluation(table, stages, batches, recipe, result.microbatch_losses, tolerance, ranks.names[0])
-        )
-    return Evaluation(result.losses, result.microbatch_losses, result.timeline, result.check)
+    options = dict(locals())
+    return _side(backend).evaluate(**options)
 
 
-class _Ranks:
-    """Who carries out the rows: threads, processes started here, or the process itself as one of a launcher's ranks."""
-
-    def __init__(
-        self, schedule: Schedule, backend: str | None, devices: str | Sequence[str] | None, replicas: int, timeout: float
-    ) -> None:
-        from pipelab.executors.ranks import Launched
-
-        if backend not in (None, *BACKENDS):
-            raise ValueError(f"backend={backend!r}: use one of {', '.join(BACKENDS)}")
-        self.launched = None if backend == "threads" else Launched.here()
-        self.backend, self.schedule, self.replicas, self.timeout = backend or "threads", schedule, replicas, timeout
-        if self.launched:
-            needed = schedule.devices * replicas
-            if self.launched.world != needed:
-                raise ValueError(
-                    f"{schedule.devices} devices{f' x {replicas} replicas' if replicas > 1 else ''} need {needed} ranks, and "
-                    f"{self.launched.world} were started: start {needed} (torchrun --nproc-per-node, --nnodes)"
-                )
-            if devices is None and (count := torch.cuda.device_count()):
-                devices = f"cuda:{self.launched.local % count}"
-        self.names = arguments.device_names(schedule, devices)
-
-    @property
-    def first(self) -> bool:
-        """Whether this process is the one that writes and judges."""
-        return not self.launched or self.launched.rank == 0
-
-    @property
-    def stages_here(self) -> list[int]:
-        """The stages whose states this process needs: the first rank judges them all."""
-        rows = range(self.schedule.devices) if self.first or not self.launched else [self.launched.rank // self.replicas]
-        return [s for s, d in enumerate(self.schedule.placement) if d in rows]
-
-    def run(self, stages: Sequence[nn.Module], batches: Batches, recipe: Recipe, *, start: Any = None,
-            seeds: np.ndarray | None = None, **rest: Any) -> list[Outcome]:  # fmt: skip
-        mine = range(self.schedule.devices * self.replicas) if not self.launched else [self.launched.rank]
-        reader = _Reader(batches, self.schedule.microbatches, self.replicas)
-        jobs = []
-        for rank in mine:
-            row, replica = divmod(rank, self.replicas)
-            own = [s for s, d in enumerate(self.schedule.placement) if d == row]
-            last = self.schedule.stages - 1 in own
-            shape = (self.schedule.stages, self.schedule.batches, self.replicas, self.schedule.microbatches)
-            drawn = None if seeds is None else seeds.reshape(shape)[:, :, replica].reshape(shape[0], -1).tolist()
-            jobs.append(
-                Job(
-                    self.schedule, row, self.names[row], {s: stages[s] for s in own}, recipe,
-                    inputs=reader.side(0, replica) if 0 in own else None, targets=reader.side(1, replica) if last else None,
-                    samples=reader.samples(replica) if last else (), start={s: start[s] for s in own} if start else {},
-                    seeds=drawn, replica=replica, replicas=self.replicas, **rest,
-                )
-            )  # fmt: skip
-        if self.launched:
-            from pipelab.executors.ranks import run_launched
-
-            return run_launched(jobs[0], self.launched, self.timeout)
-        if self.backend == "threads":
-            return run_threads(jobs)
-        from pipelab.executors.processes import run_processes
-        from pipelab.executors.ranks import perform
-
-        return run_processes(jobs, perform, self.timeout)
-
-    def from_first(self, make: Any) -> Any:
-        """What the first rank makes, on every rank."""
-        if not self.launched:
-            return make()
-        from pipelab.executors.ranks import share
-
-        return share(make() if self.first else None)
-
-
-class _Reader:
-    """Batches as micro-batches, read once and only if somebody asks."""
-
-    def __init__(self, batches: Batches, microbatches: int, replicas: int) -> None:
-        self.batches, self.microbatches, self.replicas = batches, microbatches, replicas
-        self.pieces: list[list[tuple[Any, Any]]] = []
-
-    def of(self, replica: int) -> list[tuple[Any, Any]]:
-        m = self.microbatches
-        if not self.pieces:
-            self.pieces = [arguments.cut(self.batches[b], m * self.replicas, b) for b in range(len(self.batches))]
-        return [piece for batch in self.pieces for piece in batch[replica * m : (replica + 1) * m]]
-
-    def side(self, side: int, replica: int) -> list[Any]:
-        return [piece[side] for piece in self.of(replica)]
-
-    def samples(self, replica: int) -> list[int]:
-        return [arguments.samples_of(piece) for piece in self.of(replica)]
-
-
-def _part(schedule: Schedule, resume: Path | None, stop: int | None, save: Any) -> tuple[Schedule, Index | None, int]:
-    """What of the table is to be run: the part, what it goes on from, and its first batch."""
-    index = Index.read(resume) if resume else None
-    begun, last = index.batch if index else 0, schedule.batches if stop is None else stop
-    if index and resume:
-        checkpoint.check_fits(index, resume, schedule)
-    if stop is not None and not save:
-        raise ValueError(f"stop={stop} without save loses the work: add save")
-    if not begun < last <= schedule.batches:
-        raise ValueError(f"stop={stop}: give a batch after {begun}, at most {schedule.batches}")
-    whole = (begun, last) == (0, schedule.batches)
-    return schedule if whole else schedule.part(begun, last), index, begun
-
-
-def _numbered(state: StageState, shift: int) -> StageState:
-    """With versions numbered from the part's own start."""
-    moved = copy.copy(state)
-    moved.weights = {v + shift: w for v, w in state.weights.items()}
-    return moved
-
-
-def _steps(schedule: Schedule, outcomes: Sequence[Outcome], replica: int) -> list[list]:
-    """Per stage, the kept gradients and weights of every update of one replica; empty where another rank has them."""
-    by_row = {o.row: o.steps for o in outcomes if o.replica == replica}
-    return [by_row[d].get(s, []) for s, d in enumerate(schedule.placement)]
+def _side(backend: str | None) -> Any:
+    """The module that does it; neither side loads the other's library."""
+    if backend not in (None, *BACKENDS):
+        raise ValueError(f"backend={backend!r}: use one of {', '.join(BACKENDS)}")
+    return import_module(f"pipelab.executors.{BACKENDS[backend or 'threads']}_run")

@@ -6,26 +6,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from threading import Barrier, BrokenBarrierError
-from typing import Any, Protocol
 
+from pipelab.executors.job import Job
 from pipelab.executors.result import Outcome
-from pipelab.executors.transport import Aborted, Mailboxes, Transport
-from pipelab.schedule import Schedule
+from pipelab.executors.transport import Aborted, Mailboxes
 
 
-class ThreadJob(Protocol):
-    """What a worker thread is given (see `job.Job`)."""
-
-    schedule: Schedule
-    replica: int
-    replicas: int
-
-    def home(self) -> Any: ...
-    def stages(self, home: Any) -> dict[int, Any]: ...
-    def work(self, stages: dict[int, Any], home: Any, transport: Transport, began: float) -> Outcome: ...
-
-
-def run_threads(jobs: Sequence[ThreadJob]) -> list[Outcome]:
+def run_threads(jobs: Sequence[Job]) -> list[Outcome]:
     """Do every job in a thread of its own.
 
     The first worker that raises ends the run, and its error is raised here; so does an interrupt: the other workers stop
