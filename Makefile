@@ -24,7 +24,8 @@ notebooks: .venv/.ready  ## run the lectures and store their outputs
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
 
 bench: .venv/.ready  ## measure and rewrite benchmarks/
-	$(BIN)/pipelab bench simulate --markdown benchmarks/simulate.md
+	$(BIN)/pipelab bench simulate --repeats 5 --markdown benchmarks/simulate.md
+	$(BIN)/pipelab bench run --markdown benchmarks/run.md
 
 images: .venv/.ready  ## draw the pictures in images/ again
 	$(BIN)/python -m pipelab.plot.gallery images

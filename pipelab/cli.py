@@ -109,6 +109,7 @@ def run_command(o: argparse.Namespace) -> None:
     import torch
 
     from pipelab.executors import run
+    from pipelab.explain import explain
     from pipelab.fit import fit
 
     schedule = validate(_schedule(o))
@@ -125,6 +126,7 @@ def run_command(o: argparse.Namespace) -> None:
     else:
         predicted = simulate(schedule, fit(result.timeline))
     assert result.check
+    explanation = explain(predicted, result.timeline)
     measured = describe(result.timeline) | {"weight_versions": result.weight_versions}
     if os.environ.get("RANK", "0") != "0":  # one of several ranks: the first one reports
         return None
@@ -134,9 +136,11 @@ def run_command(o: argparse.Namespace) -> None:
         print(json.dumps({
             **{k: measured[k] for k in ("schedule", "devices", "stages", "microbatches", "batches")},
             "losses": result.losses, "check": check, "measured": measured, "simulated": describe(predicted),
+            "explained": explanation.causes,
         }))  # fmt: skip
     else:
         print(result.timeline.summary())
+        print(explanation)
         print("losses", *(f"{x:.4f}" for x in result.losses))
         print(result.check)
     if not result.check.passed:
@@ -144,10 +148,13 @@ def run_command(o: argparse.Namespace) -> None:
 
 
 def bench_command(o: argparse.Namespace) -> None:
-    from pipelab import bench
+    from pipelab.bench import run, simulate
 
     check_counts(repeats=o.repeats, actions=o.actions)
-    report = bench.simulate_report(repeats=o.repeats, largest=o.actions)
+    if o.what == "run":
+        report = run.report(repeats=o.repeats)
+    else:
+        report = simulate.report(repeats=o.repeats, largest=o.actions)
     if o.markdown:
         _write(o.markdown, lambda path: path.write_text(report))
     print(report, end="")
@@ -342,8 +349,8 @@ def _parser() -> argparse.ArgumentParser:
     r.add_argument("--json", action="store_true", help="print one JSON object")
 
     b = add("bench", bench_command, "measure; prints medians and ratios")
-    b.add_argument("what", choices=["simulate"])
-    b.add_argument("--repeats", type=int, default=5)
-    b.add_argument("--actions", type=int, default=1_000_000, help="size of the largest table")
+    b.add_argument("what", choices=["simulate", "run"])
+    b.add_argument("--repeats", type=int, default=3)
+    b.add_argument("--actions", type=int, default=1_000_000, help="simulate: size of the largest table")
     b.add_argument("--markdown", metavar="FILE", help="write the report too")
     return parser

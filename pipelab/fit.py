@@ -20,7 +20,7 @@ def fit(timeline: Timeline, memory: Memory | None = None) -> Costs:
     (a first batch that warms up). `overhead` is the mean time that an action lost between the one before it and its own
     start, though its input was there. A makespan is a sum along a path: means predict it, medians fall short. A full backward
     is split evenly into input and weight gradient, since it was measured as one. `transfer` is one number: the mean time on
-    the way, plus what actions that waited for their input lost more than the others.
+    the way of inputs that were waited for, plus what actions that waited for their input lost more than the others.
 
     Bytes, if the timeline's `memory` is given: weights and optimizer state as the device's peak, divided evenly among its
     stages; activations as its peak divided by the most micro-batches in flight, so evenly too. A cause that the memory
@@ -42,6 +42,7 @@ def fit(timeline: Timeline, memory: Memory | None = None) -> Costs:
     # First actions wait for nothing, and an update may wait for other stages' gradients: neither shows lost time.
     prompt = ~fed & (kind != Kind.U) & ~np.isin(np.arange(len(fed)), s.bounds)
     lost = _mean(wait[prompt])
+    moved = np.isin(np.arange(len(fed)), s.crossing)  # how long an input took that was early is not always known
 
     def seconds(of: Kind) -> np.ndarray:
         out = np.zeros(s.stages)
@@ -57,7 +58,7 @@ def fit(timeline: Timeline, memory: Memory | None = None) -> Costs:
         forward=seconds(Kind.F).tolist(),
         input_grad=np.where(half > 0, half, seconds(Kind.I)).tolist(),
         weight_grad=np.where(half > 0, half, seconds(Kind.W)).tolist(),
-        transfer=_mean(delay[s.crossing]) + max(_mean(wait[fed]) - lost, 0.0),
+        transfer=_mean(delay[moved & fed] if (moved & fed).any() else delay[moved]) + max(_mean(wait[fed]) - lost, 0.0),
         update=seconds(Kind.U).tolist(),
         overhead=lost,
         weights=held.get("weights", 0.0),

@@ -82,6 +82,32 @@ def test_trees_uneven_sizes_bfloat16_and_clipping_cross_processes():
     assert half.check.passed
 
 
+def test_layouts_that_change_often():
+    """Every micro-batch has another shape, and one of them a value that is no tensor."""
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.calls = nn.Parameter(torch.ones(6, dtype=torch.float64)), 0
+
+        def forward(self, x):
+            self.calls += 1
+            return {
+                "x": x * self.w,
+                "tag": f"call {self.calls // 5}",
+                "rest": [torch.full((self.calls % 7,), 2.0)] * (self.calls % 3),
+            }
+
+    class Even(nn.Module):
+        def forward(self, parts):
+            return parts["x"] + sum(t.sum() for t in parts["rest"]) * 0 + len(parts["tag"])
+
+    data = batches(2, 40 + 7)
+    result = run(make("gpipe", 2, 20, batches=2), [Odd(), Even()], data, F.mse_loss, SGD, backend="processes", check=False)
+    threads = run(make("gpipe", 2, 20, batches=2), [Odd(), Even()], data, F.mse_loss, SGD, check=False)
+    assert result.losses == threads.losses
+
+
 def test_a_paced_run_shows_the_predicted_times():
     schedule, costs = make("gpipe", 3, 4), Costs(transfer=0.5)
     result = run(schedule, stages(3), batches(1), F.mse_loss, SGD, backend="processes", pace=0.01, costs=costs)

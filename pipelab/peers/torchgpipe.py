@@ -9,23 +9,14 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchgpipe import GPipe
 
 from pipelab.executors.torch_stage import Loss, OptimizerFactory
-
-
-@dataclass
-class PeerRun:
-    """losses one per batch; weights a state dict per stage, named as in pipelab; seconds of each batch."""
-
-    losses: list[float]
-    weights: list[dict[str, Tensor]]
-    seconds: list[float]
+from pipelab.peers import PeerRun
 
 
 def run_torchgpipe(

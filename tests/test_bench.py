@@ -1,0 +1,81 @@
+"""The reports of `pipelab bench run`, in a tiny size: their structure and relations, no absolute times."""
+
+import re
+import statistics
+
+import pytest
+
+from pipelab.bench import run
+from pipelab.explain import CAUSES
+
+TINY = run.Sizes(
+    models=(run.Model("tiny", 8, 2),), devices=(2,), microbatches=4, batches=3, empty=4, launches=2, parcel=1_000_000,
+    timeout=1.0,
+)  # fmt: skip
+GUARD = 30  # seconds within which any fault has to be reported
+
+
+@pytest.fixture(scope="module")
+def tables():
+    """Section -> rows of its table."""
+    sections = {}
+    for section in run.report(1, TINY).split("\n## ")[1:]:
+        lines = [line for line in section.splitlines() if line.startswith("|")]
+        cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+        assert all(len(row) == len(cells[0]) for row in cells)
+        sections[section.splitlines()[0]] = [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
+    return sections
+
+
+def numbers(text):
+    """The median of `median (least-most)`; a nan is in no order."""
+    middle, least, most = (float(x) for x in re.fullmatch(r"(\S+) \((\S+?)(?:-| to )(\S+)\)", text).groups())
+    assert least <= middle <= most
+    return middle
+
+
+def test_beside_torch(tables):
+    rows = tables["Beside torch.distributed.pipelining"]
+    assert [row["schedule"] for row in rows] == list(run.SCHEDULES)
+    for row in rows:
+        ours, threads, theirs = (numbers(row[c]) for c in ("processes (ms)", "threads (ms)", "torch, processes (ms)"))
+        assert min(ours, threads, theirs) > 0
+        for column, value in (("processes / torch", ours), ("threads / torch", threads)):
+            assert float(row[column].split()[0]) == pytest.approx(value / theirs, abs=0.02, rel=0.02)
+
+
+def test_what_takes_time_takes_some(tables):
+    overhead = tables["Overhead of an empty action"]
+    assert len(overhead) == 7
+    assert all(numbers(row["µs per action"]) > 0 for row in overhead)
+    for row in tables["Launch"]:
+        assert float(row["first run (s)"]) > numbers(row["following runs (s)"]) > 0
+
+
+def test_every_fault_names_its_device_in_time(tables):
+    rows = tables["Faults"]
+    assert {row["fault"] for row in rows} == set(run.FAULTS)
+    for row in rows:
+        assert numbers(row["seconds"]) < GUARD
+        assert "device" in row["the error"]
+    named = {row["fault"]: row["the error"] for row in rows}
+    assert named["a rank is killed in a transfer"] == "device 0, action 0F1: its process was killed by SIGKILL"
+    assert named["a rank is killed in a forward"] == "device 1, action 1F1: its process was killed by SIGKILL"
+
+
+def test_predictions_are_explained(tables):
+    rows = tables["Predictions"]
+    assert {row["backend"] for row in rows} == {"threads", "processes"}
+    for row in rows:
+        predicted, measured, error = float(row["predicted"]), float(row["measured"]), numbers(row["error (%)"])
+        assert min(predicted, measured) > 0
+        assert sum(float(row[cause]) for cause in CAUSES) == pytest.approx(-error, abs=0.4)  # all of the gap
+
+
+def test_seconds_per_batch_leave_out_the_first():
+    from pipelab import Costs, make, simulate
+
+    timeline = simulate(make("gpipe", 2, 4, batches=4), Costs())
+    seconds = run.seconds_per_batch(timeline)
+    assert len(seconds) == 3
+    assert statistics.fmean(seconds) == pytest.approx((timeline.makespan - 15) / 3)
