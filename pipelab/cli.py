@@ -104,20 +104,16 @@ def validate_command(o: argparse.Namespace) -> None:
 
 
 def run_command(o: argparse.Namespace) -> None:
-    from functools import partial
-
-    import torch
-
     from pipelab.executors import run
     from pipelab.explain import explain
     from pipelab.fit import fit
 
     schedule = validate(_schedule(o))
-    stages, batches, loss = _model(o, schedule)
+    stages, batches, loss, optimizer = _model(o, schedule)
     # Predicted with the very costs it is paced by, or with those that it measured itself.
     costs = Costs(recompute=Recompute(o.recompute))
     result = run(
-        schedule, stages, batches, loss, partial(torch.optim.SGD, lr=0.05), backend=o.backend, devices=o.device,
+        schedule, stages, batches, loss, optimizer, backend=o.backend, devices=o.device,
         replicas=o.replicas, recompute=costs.recompute, seed=o.seed if o.dropout else None, pace=o.paced, costs=costs,
         dump=o.dump, save=o.save, stop=o.stop, resume=o.resume, timeout=o.timeout,
     )  # fmt: skip
@@ -151,10 +147,8 @@ def bench_command(o: argparse.Namespace) -> None:
     from pipelab.bench import run, simulate
 
     check_counts(repeats=o.repeats, actions=o.actions)
-    if o.what == "run":
-        report = run.report(repeats=o.repeats)
-    else:
-        report = simulate.report(repeats=o.repeats, largest=o.actions)
+    sizes = {"largest": o.actions} if o.what == "simulate" else {}
+    report = {"simulate": simulate, "run": run}[o.what].report(repeats=o.repeats, **sizes)
     if o.markdown:
         _write(o.markdown, lambda path: path.write_text(report))
     print(report, end="")
@@ -208,8 +202,12 @@ def _read_csv(name: str) -> Schedule:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _model(o: argparse.Namespace, schedule: Schedule) -> tuple[list, list, Callable]:
-    """A small model of the asked kind in as many stages as the schedule has, with batches of real or random data."""
+def _model(o: argparse.Namespace, schedule: Schedule) -> tuple[list, list, Callable, Any]:
+    """A small model of the asked kind in as many stages as the schedule has, batches of real or random data, an optimizer."""
+    if o.backend == "jax":
+        return _jax_model(o, schedule)
+    from functools import partial
+
     import torch
     from torch.nn import functional as F
 
@@ -217,19 +215,35 @@ def _model(o: argparse.Namespace, schedule: Schedule) -> tuple[list, list, Calla
     from pipelab.partition import uniform
 
     torch.manual_seed(o.seed)
+    optimizer = partial(torch.optim.SGD, lr=0.05)
     size = 4 * schedule.microbatches * o.replicas
     if o.model == "mlp":
         layers = mlp(layers=2 * schedule.stages, width=64)
         if o.dropout:
             layers = [torch.nn.Sequential(layer, torch.nn.Dropout(o.dropout)) for layer in layers]
         batches = [(torch.randn(size, 64), torch.randn(size, 64)) for _ in range(schedule.batches)]
-        return split(layers, uniform(len(layers), schedule.stages)), batches, F.mse_loss
+        return split(layers, uniform(len(layers), schedule.stages)), batches, F.mse_loss, optimizer
     from pipelab import data
     from pipelab.models.gpt2 import gpt2, next_token_loss
 
     layers = gpt2(vocabulary=1024, length=32, width=64, blocks=max(4, schedule.stages), dropout=o.dropout)
     batches = data.batches(data.corpus(1024).tokens, schedule.batches, size, 32, o.seed)
-    return split(layers, uniform(len(layers), schedule.stages)), batches, next_token_loss
+    return split(layers, uniform(len(layers), schedule.stages)), batches, next_token_loss, optimizer
+
+
+def _jax_model(o: argparse.Namespace, schedule: Schedule) -> tuple[list, list, Callable, Any]:
+    """The same MLP in flax, two layers a stage."""
+    if o.model != "mlp" or o.dropout:
+        raise ValueError("--backend jax has the mlp alone, without dropout: leave out --model and --dropout")
+    import numpy as np
+    import optax
+
+    from pipelab.models.flax_mlp import mlp
+
+    random, shape = np.random.default_rng(o.seed), (4 * schedule.microbatches, 64)
+    batches = [tuple(random.normal(size=shape).astype(np.float32) for _ in range(2)) for _ in range(schedule.batches)]
+    stages = mlp(stages=schedule.stages, width=64, seed=o.seed)
+    return stages, batches, lambda y, target: ((y - target) ** 2).mean(), optax.sgd(0.05)
 
 
 def _check_targets(*names: str | None) -> None:
@@ -328,12 +342,10 @@ def _parser() -> argparse.ArgumentParser:
     r.add_argument("--model", choices=["mlp", "gpt2"], default="mlp")
     r.add_argument(
         "--backend",
-        choices=["threads", "processes"],
+        choices=["threads", "processes", "jax"],
         help="default: threads; under torchrun or deepspeed: their ranks",
     )
-    r.add_argument(
-        "--replicas", type=int, default=1, metavar="R", help="pipelines that train together (with a flush)"
-    )
+    r.add_argument("--replicas", type=int, default=1, metavar="R", help="pipelines that train together (with a flush)")
     r.add_argument("--dropout", type=float, default=0.0, metavar="RATE")
     r.add_argument(
         "--device", metavar="NAME", help="such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)"

@@ -187,6 +187,16 @@ def test_run_json(capsys, line, tmp_path):
     assert (tmp_path / "dump" / "initial.safetensors").exists()
 
 
+def test_run_on_jax(capsys):
+    status, out, err = call(capsys, "run pipedream --devices 2 --microbatches 3 --batches 2 --backend jax --json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["check"]["passed"] is True
+    assert json.loads(out)["measured"]["weight_versions"] == [2, 1]
+    status, _, err = call(capsys, "run gpipe --devices 2 --microbatches 3 --backend jax --model gpt2")
+    assert status == 2
+    assert "--backend jax has the mlp alone" in err
+
+
 def test_a_failed_check_is_status_1(capsys, monkeypatch):
     from tests.test_mutations import gradients_times_m
 

@@ -1,8 +1,7 @@
-"""What `run` is given: refused where it does not fit, cut into micro-batches, looked through for what stages share."""
+"""What `run` is given for torch: refused where it does not fit, cut into micro-batches, looked through for what is shared."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,23 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipelab.action import Kind
-from pipelab.costs import Costs, Recompute
+from pipelab.costs import Recompute
+from pipelab.executors.table import seeds_for
 from pipelab.executors.torch_device import torch_device
-from pipelab.executors.worker import Pace
 from pipelab.schedule import Schedule
-from pipelab.simulate import delays, durations
 
 
-def check_sizes(schedule: Schedule, stages: Sequence[nn.Module], batches: Sequence[Any]) -> None:
-    if schedule.has_transfers:
-        raise ValueError(f"{schedule.name} has its transfers written out; run the table without them: executors post their own")
-    if len(stages) != schedule.stages:
-        raise ValueError(f"{len(stages)} modules for the {schedule.stages} stages of {schedule.name}: give one per stage")
-    if len(batches) != schedule.batches:
-        raise ValueError(
-            f"{len(batches)} batches for a table of {schedule.batches}: build the schedule with batches={len(batches)}"
-        )
+def check_stages(stages: Sequence[nn.Module]) -> None:
     for s, stage in enumerate(stages):
         if not isinstance(stage, nn.Module):
             raise ValueError(f"stage {s} is a {type(stage).__name__}: give a torch.nn.Module")
@@ -67,24 +56,6 @@ def find_ties(schedule: Schedule, stages: Sequence[nn.Module]) -> list[dict[str,
     return ties
 
 
-def find_partners(schedule: Schedule, ties: Sequence[dict[str, int]], clip: float | None) -> list[list[int]]:
-    """Per stage, the stages whose news its updates wait for: all for a common norm, else those with the same weights."""
-    every = list(range(schedule.stages))
-    if clip is not None and not schedule.asynchronous:
-        partners = [every for _ in every]
-    else:
-        partners = [[o for o in every if set(ties[s].values()) & set(ties[o].values())] for s in every]
-    for d, row in enumerate(schedule.rows):
-        for i, action in enumerate(row):
-            later = (a for a in row[i + 1 :] if a.kind in (Kind.B, Kind.W) and a.stage in partners[action.stage])
-            if action.kind is Kind.U and any(a.microbatch // schedule.per_update == action.microbatch for a in later):
-                raise ValueError(
-                    f"{'clip' if clip is not None else 'tied weights'}: {action} on device {d} would wait for a stage whose "
-                    "backward comes later in its row: put updates after the last backward of the row"
-                )
-    return partners
-
-
 def normalizes_batches(stages: Sequence[nn.Module]) -> bool:
     """Whether a layer normalizes over the samples of a micro-batch, so that its size changes what is computed."""
     found = (m for stage in stages for m in stage.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
@@ -115,10 +86,7 @@ def find_seeds(
         raise ValueError("stages on the CPU and on GPUs draw different random numbers (dropout): use one type of device")
     seed = torch.initial_seed() if seed is None else seed
     per_batch = schedule.microbatches * replicas
-    pieces = range(first * per_batch, (first + schedule.batches) * per_batch)
-    return seed, np.array(
-        [[np.random.SeedSequence([seed, s, k]).generate_state(1)[0] for k in pieces] for s in range(len(stages))], np.int64
-    )
+    return seed, seeds_for(seed, len(stages), first * per_batch, (first + schedule.batches) * per_batch)
 
 
 def _draws(module: nn.Module) -> bool:
@@ -167,15 +135,6 @@ def samples_of(piece: tuple[Any, Any]) -> int:
     return len(next(t for t in pytree.tree_leaves(piece) if isinstance(t, Tensor) and t.ndim))
 
 
-def pace_of(schedule: Schedule, unit: float | None, costs: Costs | None, recompute: Recompute) -> Pace | None:
-    if unit is None:
-        return None
-    if not (isinstance(unit, (int, float)) and 0 < unit < math.inf):
-        raise ValueError(f"pace={unit!r}: give the seconds of one cost unit, such as 0.005")
-    costs = costs or Costs(recompute=recompute)
-    return Pace(durations(schedule, costs) * unit, delays(schedule, costs) * unit)
-
-
 def new_folder(name: str, folder: str | Path | None) -> Path | None:
     """Where to write: a folder that is new or empty."""
     if folder is None:
@@ -184,9 +143,3 @@ def new_folder(name: str, folder: str | Path | None) -> Path | None:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{name}={str(folder)!r} exists and is not an empty folder: name a new one")
     return path
-
-
-def later_versions(schedule: Schedule, last: int, begun: int) -> list[list[int]]:
-    """Per stage, the versions made before batch `last` that later batches read, numbered from update `begun`."""
-    read, made = schedule.versions[:, last * schedule.microbatches :], last * schedule.microbatches // schedule.per_update
-    return [sorted({int(v) - begun for v in of_stage if v <= made}) for of_stage in read]

@@ -17,13 +17,13 @@ from pipelab.schedule import Schedule
 class Job(ABC):
     """Row `row` of a schedule in one of the replicas, with all that it needs, and nothing of the other ranks.
 
-    device    the name of the device that does it
+    device    the name of the device that does it (jax: None for the next one)
     partners  per stage, the stages whose news its updates wait for
     """
 
     schedule: Schedule
     row: int
-    device: str
+    device: Any
     partners: Sequence[Sequence[int]]
     pace: Pace | None
     replica: int

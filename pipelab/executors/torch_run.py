@@ -17,6 +17,7 @@ from pipelab.executors import arguments, checkpoint
 from pipelab.executors.checkpoint import Index, StageState
 from pipelab.executors.dump import write_dump
 from pipelab.executors.result import Evaluation, Outcome, Run, result_of
+from pipelab.executors.table import check_table, find_partners, later_versions, pace_of
 from pipelab.executors.threads import run_threads
 from pipelab.executors.torch_job import TorchJob
 from pipelab.executors.torch_stage import Loss, OptimizerFactory, Recipe
@@ -36,13 +37,12 @@ def train(
 ) -> Run:  # fmt: skip
     """`pipelab.run` on torch modules."""
     validate(schedule)
-    arguments.check_sizes(schedule, stages, batches)
-    if not schedule.training:
-        raise ValueError(f"{schedule.name} has only forwards: use pipelab.evaluate")
+    check_table(schedule, len(stages), len(batches), training=True)
+    arguments.check_stages(stages)
     arguments.check_replicas(schedule, replicas)
     arguments.check_recompute(stages, recompute)
     ties = arguments.find_ties(schedule, stages)
-    partners = arguments.find_partners(schedule, ties, clip)
+    partners = find_partners(schedule, [set(of_stage.values()) for of_stage in ties], clip)
     dump_to, save_to = arguments.new_folder("dump", dump), arguments.new_folder("save", save)
     part, index, begun = _part(schedule, Path(resume).resolve() if resume else None, stop, save)
     if dump and part is not schedule:
@@ -63,8 +63,8 @@ def train(
         outcomes = ranks.run(
             stages, data, recipe, partners=partners, ties=ties, save=draft, updates=first + part.updates,
             seeds=seeds, start={s: _numbered(x, -first) for s, x in start.items()},
-            later=arguments.later_versions(schedule, begun + part.batches, first) if save else (),
-            pace=arguments.pace_of(part, pace, costs, recompute),
+            later=later_versions(schedule, begun + part.batches, first) if save else (),
+            pace=pace_of(part, pace, costs, recompute),
         )  # fmt: skip
         if draft and save_to and ranks.first:
             done = begun + part.batches
@@ -95,7 +95,8 @@ def evaluate(
 ) -> Evaluation:  # fmt: skip
     """`pipelab.evaluate` on torch modules."""
     table = validate(schedule.forward_only())
-    arguments.check_sizes(table, stages, batches)
+    check_table(table, len(stages), len(batches), training=False)
+    arguments.check_stages(stages)
     ranks = _Ranks(table, backend, devices, 1, timeout)
     recompute = Recompute.NEVER.mask(table.total, table.microbatches)
     mixed = arguments.find_autocast(autocast, ranks.names)

@@ -1,0 +1,200 @@
+"""Training and evaluating JAX stages, on threads: jitted functions placed on devices, handed to the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
+
+from pipelab.costs import Costs, Recompute
+from pipelab.executors import jax_reference, rules
+from pipelab.executors.jax_device import JaxDevice, jax_device
+from pipelab.executors.jax_stage import Apply, JaxRecipe, JaxStage
+from pipelab.executors.job import Job
+from pipelab.executors.result import Evaluation, Run, result_of
+from pipelab.executors.table import check_table, find_partners, pace_of, seeds_for
+from pipelab.executors.threads import run_threads
+from pipelab.schedule import Schedule
+from pipelab.validate import validate
+
+
+@dataclass
+class JaxJob(Job):
+    """A job on JAX stages: the row's stages as (function, parameters), and its data."""
+
+    parts: dict[int, tuple[Apply, Any]]
+    recipe: JaxRecipe
+    inputs: Sequence[Any] | None = None
+    targets: Sequence[Any] | None = None
+    samples: Sequence[int] = ()
+    seeds: Sequence[Sequence[int]] | None = None
+
+    def home(self) -> JaxDevice:
+        return JaxDevice(jax_device(self.device, self.row))
+
+    def stages(self, home: JaxDevice) -> dict[int, JaxStage]:
+        first, last = 0, self.schedule.stages - 1
+        groups = np.arange(self.schedule.total) // self.schedule.per_update
+        return {
+            s: JaxStage(
+                apply, parameters, home, self.recipe, self.schedule.versions[s], groups, samples=self.samples,
+                inputs=jax.device_put(self.inputs, home.device) if s == first else None,
+                targets=jax.device_put(self.targets, home.device) if s == last else None,
+                seeds=self.seeds[s] if self.seeds else None,
+            )
+            for s, (apply, parameters) in self.parts.items()
+        }  # fmt: skip
+
+
+def train(
+    schedule: Schedule, stages: Sequence[Any], batches: Sequence[tuple[Any, Any]], loss: Callable, optimizer: Any, *,
+    devices: Any, recompute: Recompute, clip: float | None, seed: int | None, finite: bool, pace: float | None,
+    costs: Costs | None, check: bool, tolerance: float | None, backend: str | None, **others: Any,
+) -> Run:  # fmt: skip
+    """`pipelab.run` on JAX stages."""
+    validate(schedule)
+    check_table(schedule, len(stages), len(batches), training=True)
+    _refuse({name: value for name, value in others.items() if name != "timeout"})
+    parts = [as_function(stage, s, seed is not None) for s, stage in enumerate(stages)]
+    recipe = JaxRecipe(
+        loss, optimizer, recompute.mask(schedule.total, schedule.microbatches), schedule.microbatches, clip,
+        not schedule.asynchronous, finite, keep=check,
+    )  # fmt: skip
+    partners = find_partners(schedule, [set() for _ in stages], clip)
+    seeds = None if seed is None else seeds_for(seed, schedule.stages, 0, schedule.total)
+    outcomes = run_threads(
+        _jobs(schedule, parts, batches, recipe, devices, partners, seeds, pace_of(schedule, pace, costs, recompute))
+    )
+    result = result_of(schedule, outcomes, 1, paced=pace is not None)
+    if check:
+        steps = [outcomes[d].steps[s] for s, d in enumerate(schedule.placement)]
+        result.check = _judge(schedule, parts, batches, recipe, steps, result, tolerance, seeds)
+    return result
+
+
+def evaluate(
+    schedule: Schedule, stages: Sequence[Any], batches: Sequence[tuple[Any, Any]], loss: Callable, *, devices: Any, check: bool,
+    tolerance: float | None, backend: str | None, autocast: Any, timeout: float,
+) -> Evaluation:  # fmt: skip
+    """`pipelab.evaluate` on JAX stages."""
+    table = validate(schedule.forward_only())
+    check_table(table, len(stages), len(batches), training=False)
+    _refuse({"autocast": autocast})
+    parts = [as_function(stage, s, False) for s, stage in enumerate(stages)]
+    never = Recompute.NEVER.mask(table.total, table.microbatches)
+    recipe = JaxRecipe(loss, None, never, table.microbatches, finite=False, training=False)
+    result = result_of(
+        table, run_threads(_jobs(table, parts, batches, recipe, devices, [[] for _ in parts], None, None)), 1, False
+    )
+    if check:
+        found, limit = rules.Comparison(), _tolerance(parts) if tolerance is None else tolerance
+        pieces = [piece for batch in batches for piece in jax_reference.cut(batch, table.microbatches)]
+        for k, ((x, y), reported) in enumerate(zip(pieces, result.microbatch_losses, strict=True)):
+            for apply, parameters in parts:
+                x = apply(parameters, x)
+            value = loss(x, y)
+            mean = value[0] if isinstance(value, tuple) else value
+            found.add(f"the loss of micro-batch {k}", np.array(reported), jax_reference.wide(mean))
+        result.check = found.verdict(limit, "evaluation: the stages one after another")
+    return Evaluation(result.losses, result.microbatch_losses, result.timeline, result.check)
+
+
+def as_function(stage: Any, number: int, draws: bool) -> tuple[Apply, Any]:
+    """A stage as (function, parameters): the function takes (parameters, x), and a key if forwards draw random numbers.
+
+    Taken are nnx modules, pairs (linen module, its variables or parameters) and pairs (function, parameters).
+    """
+    if isinstance(stage, nnx.Module):
+        graph, parameters, rest = nnx.split(stage, nnx.Param, ...)  # type: ignore[misc]
+        if draws or any(
+            isinstance(v, (nnx.BatchStat, nnx.RngState))
+            for v in jax.tree.leaves(rest, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        ):
+            raise ValueError(
+                f"stage {number}, an nnx module, has state beside its parameters (dropout, batch statistics): call .eval(), "
+                "or give a function (parameters, x, key) and its parameters"
+            )
+        return lambda p, x: nnx.merge(graph, p, rest)(x), parameters
+    if not isinstance(stage, tuple) or len(stage) != 2:
+        raise ValueError(f"stage {number} is a {type(stage).__name__}: give an nnx module, or a pair (function, parameters)")
+    function: Any
+    function, parameters = stage
+    if isinstance(function, linen.Module):
+        variables = parameters if "params" in parameters else {"params": parameters}
+        fixed = {name: value for name, value in variables.items() if name != "params"}
+
+        def apply(p: Any, x: Any, *key: Any) -> Any:
+            return function.apply({"params": p, **fixed}, x, rngs={"dropout": key[0]} if key else None)
+
+        return apply, variables["params"]
+    return function, parameters
+
+
+def _jobs(schedule: Schedule, parts: Sequence[tuple[Apply, Any]], batches: Sequence[Any], recipe: JaxRecipe, devices: Any,
+          partners: Any, seeds: np.ndarray | None, pace: Any) -> list[JaxJob]:  # fmt: skip
+    names: list[str | None] = [devices] * schedule.devices if devices is None or isinstance(devices, str) else list(devices)
+    if len(names) != schedule.devices:
+        raise ValueError(f"{len(names)} devices for the {schedule.devices} rows of {schedule.name}: name one per row")
+    for row, name in enumerate(names):
+        jax_device(name, row)  # raises for one that is not there
+    pieces = [piece for b, batch in enumerate(batches) for piece in _cut(batch, schedule.microbatches, b)]
+    jobs = []
+    for row in range(schedule.devices):
+        own = [s for s, d in enumerate(schedule.placement) if d == row]
+        last = schedule.stages - 1 in own
+        jobs.append(
+            JaxJob(
+                schedule, row, names[row], partners, pace, 0, 1, {s: parts[s] for s in own}, recipe,
+                inputs=[x for x, _ in pieces] if 0 in own else None, targets=[y for _, y in pieces] if last else None,
+                samples=[len(_arrays(piece)[0]) for piece in pieces] if last else (),
+                seeds=None if seeds is None else seeds.tolist(),
+            )
+        )  # fmt: skip
+    return jobs
+
+
+def _cut(batch: tuple[Any, Any], pieces: int, number: int) -> list[tuple[Any, Any]]:
+    sizes = {len(leaf) for leaf in _arrays(batch)}
+    if len(sizes) != 1 or min(sizes) < pieces:
+        raise ValueError(
+            f"batch {number} has {sorted(sizes)} samples for {pieces} micro-batches: give all arrays the same, one each or more"
+        )
+    return jax_reference.cut(batch, pieces)
+
+
+def _arrays(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if np.ndim(leaf)]
+
+
+def _judge(schedule: Schedule, parts: Sequence[tuple[Apply, Any]], batches: Sequence[Any], recipe: JaxRecipe, steps: Any,
+           result: Run, tolerance: float | None, seeds: np.ndarray | None) -> rules.Check:  # fmt: skip
+    rule, n = rules.rule_of(schedule), schedule.stages
+    if rule == rules.TABLE:
+        reading = rules.by_rows(schedule.rows, schedule.updates, n)
+    else:
+        reading = rules.by_formula(rule, schedule.updates, schedule.per_update if seeds is not None else 1, n)
+    updates = jax_reference.pieces_of(batches, reading, seeds)
+    reported = (
+        result.losses if sum(map(len, updates)) == len(result.losses) and rule != rules.TABLE else result.microbatch_losses
+    )
+    applies, parameters = zip(*parts, strict=True)
+    limit = _tolerance(parts) if tolerance is None else tolerance
+    return jax_reference.check(
+        rule, applies, parameters, updates, recipe.loss, recipe.optimizer, steps, reported, limit, recipe.clip
+    )
+
+
+def _tolerance(parts: Sequence[tuple[Apply, Any]]) -> float:
+    return rules.tolerance_for([jnp.result_type(leaf).name for _, parameters in parts for leaf in jax.tree.leaves(parameters)])
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    """Options that JAX stages do not have, unless they are left as they are."""
+    for name, value in options.items():
+        if value is not None and not (name == "replicas" and value == 1):
+            raise ValueError(f"{name}={value!r} is not there with backend='jax': leave it out")
