@@ -5,66 +5,68 @@ import os
 import sys
 import time
 
-twist, folder, rank = sys.argv[1], sys.argv[2], int(os.environ["RANK"])
-if twist == "skewed":  # every rank a host of its own, whose clock is an hour ahead of the one before
-    real = time.perf_counter
-    time.perf_counter = lambda: real() + 3600.0 * rank
 
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
+def main(twist, folder, rank):
+    if twist == "skewed":  # every rank a host of its own, whose clock is an hour ahead of the one before
+        real = time.perf_counter
+        time.perf_counter = lambda: real() + 3600.0 * rank
 
-import pipelab  # noqa: E402
-from pipelab.executors import clock  # noqa: E402
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
 
-if twist == "skewed":
-    clock._host = lambda: str(rank)
+    import pipelab
+    from pipelab.executors import clock
+
+    if twist == "skewed":
+        clock._host = lambda: str(rank)
+
+    class Batches:
+        """Says which rank has read them."""
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, b):
+            if not 0 <= b < 4:
+                raise IndexError
+            with open(os.path.join(folder, f"read_by_{rank}"), "a") as log:
+                log.write(f"{b}\n")
+            generator = torch.Generator().manual_seed(b)
+            return tuple(torch.randn(8, 6, dtype=torch.float64, generator=generator) for _ in range(2))
+
+    class Bad(nn.Linear):
+        def forward(self, x):
+            if twist == "raise":
+                raise ZeroDivisionError("by design")
+            if twist == "kill":
+                os.kill(os.getpid(), 9)
+            if twist == "hang":
+                time.sleep(1000)
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    world = int(os.environ["WORLD_SIZE"])
+    replicas = 2 if twist == "replicas" else 1
+    devices = world // replicas
+    stages = [nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2)).double() for _ in range(devices)]
+    if twist in ("raise", "kill", "hang"):
+        stages[1] = Bad(6, 6).double()
+    name = "pipedream_flush" if twist == "replicas" else "pipedream"
+    schedule = pipelab.make(name, devices, 2, batches=4)
+    arguments = (schedule, stages, Batches(), F.mse_loss, torch.optim.AdamW)
+    options = {"check": twist != "unchecked", "timeout": 3 if twist == "hang" else 60, "replicas": replicas}
+    if twist == "resume":
+        pipelab.run(*arguments, save=f"{folder}/checkpoint", stop=2)
+        options["resume"] = f"{folder}/checkpoint"
+    result = pipelab.run(*arguments, **options)
+    t, s = result.timeline, result.timeline.schedule
+    if rank == 0:
+        needs = s.inputs >= 0
+        late = (t.start[needs] - t.end[s.inputs[needs]]).min()
+        out = {"losses": result.losses, "passed": result.check and result.check.passed, "makespan": t.makespan, "late": late}
+        print(json.dumps(out | {"weights": [sorted(w) for w in result.weights], "replicas": len(result.replicas)}))
 
 
-class Batches:
-    """Says which rank has read them."""
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, b):
-        if not 0 <= b < 4:
-            raise IndexError
-        with open(os.path.join(folder, f"read_by_{rank}"), "a") as log:
-            log.write(f"{b}\n")
-        generator = torch.Generator().manual_seed(b)
-        return tuple(torch.randn(8, 6, dtype=torch.float64, generator=generator) for _ in range(2))
-
-
-class Bad(nn.Linear):
-    def forward(self, x):
-        if twist == "raise":
-            raise ZeroDivisionError("by design")
-        if twist == "kill":
-            os.kill(os.getpid(), 9)
-        if twist == "hang":
-            time.sleep(1000)
-        return super().forward(x)
-
-
-torch.manual_seed(0)
-world = int(os.environ["WORLD_SIZE"])
-replicas = 2 if twist == "replicas" else 1
-devices = world // replicas
-stages = [nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2)).double() for _ in range(devices)]
-if twist in ("raise", "kill", "hang"):
-    stages[1] = Bad(6, 6).double()
-name = "pipedream_flush" if twist == "replicas" else "pipedream"
-schedule = pipelab.make(name, devices, 2, batches=4)
-arguments = (schedule, stages, Batches(), F.mse_loss, torch.optim.AdamW)
-options = {"check": twist != "unchecked", "timeout": 3 if twist == "hang" else 60, "replicas": replicas}
-if twist == "resume":
-    pipelab.run(*arguments, save=f"{folder}/checkpoint", stop=2)
-    options["resume"] = f"{folder}/checkpoint"
-result = pipelab.run(*arguments, **options)
-t, s = result.timeline, result.timeline.schedule
-if rank == 0:
-    needs = s.inputs >= 0
-    late = (t.start[needs] - t.end[s.inputs[needs]]).min()
-    out = {"losses": result.losses, "passed": result.check and result.check.passed, "makespan": t.makespan, "late": late}
-    print(json.dumps(out | {"weights": [sorted(w) for w in result.weights], "replicas": len(result.replicas)}))
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(os.environ["RANK"]))
