@@ -24,9 +24,9 @@ from pipelab.validate import validate
 
 __version__ = "0.1.0"
 __all__ = [
-    "SCHEDULES", "THEORY", "Action", "CostError", "Costs", "Explanation", "Kind", "Memory", "Reads", "Recompute", "Run",
-    "RunError", "Schedule", "ScheduleError", "Timeline", "explain", "fit", "make", "memory", "plot", "run", "simulate",
-    "validate",
+    "SCHEDULES", "THEORY", "Action", "CostError", "Costs", "Evaluation", "Explanation", "Kind", "Memory", "Reads",
+    "Recompute", "Run", "RunError", "Schedule", "ScheduleError", "Timeline", "evaluate", "explain", "fit", "make",
+    "memory", "plot", "run", "simulate", "validate",
 ]  # fmt: skip
 
 _LATER = dict.fromkeys(("run", "evaluate", "Run", "Evaluation", "RunError"), "pipelab.executors")

@@ -1,8 +1,8 @@
-"""Real executors: one worker loop (`worker`) between a transport (`transport`) and stages (`torch_stage`).
+"""Real executors: one worker loop (`worker`) between a transport (`transport`, `wire`) and stages (`torch_stage`, `jax_stage`).
 
-`run` is the way in: it looks at its `arguments`, makes a `job` for each device, has them done on `threads`, in `processes` or
-by the `ranks` of a launcher (whose messages go over the `wire`), puts what was `measured` into a `result`, and has the
-`verdict` from the `reference`, which follows the papers' `rules`.
+`run` is the way in and hands over to `torch_run` or `jax_run`: a job for each device, done on `threads`, in `processes` or by
+the `ranks` that a launcher started; what was `measured` goes into a `result`; a reference that follows the papers' `rules`
+gives the verdict. `spmd` is JAX's other way, one program for all devices.
 """
 
 from pipelab.executors.result import Evaluation, Run

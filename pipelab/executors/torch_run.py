@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,24 +57,16 @@ def train(
         arguments.find_autocast(autocast, ranks.names), finite, keep=check or dump is not None,
     )  # fmt: skip
     start = checkpoint.states_for(Path(resume), index, stages, ranks.stages_here) if index and resume else {}
-    draft = save_to.with_name(f".{save_to.name}.draft") if save_to else None
-    if draft:
-        draft.mkdir(parents=True, exist_ok=True)
-    try:
+    with _draft(save_to, ranks.first) as draft:
         outcomes = ranks.run(
             stages, data, recipe, partners=partners, ties=ties, save=draft, updates=first + part.updates,
             seeds=seeds, start={s: _numbered(x, -first) for s, x in start.items()},
             later=later_versions(schedule, begun + part.batches, first) if save else (),
             pace=pace_of(part, pace, costs, recompute),
         )  # fmt: skip
-        if draft and save_to and ranks.first:
-            done = begun + part.batches
-            names = checkpoint.names_of(stages)
-            Index(done, first + part.updates, used, schedule.asynchronous, schedule.to_csv(), names).write(draft)
-            draft.replace(save_to)
-    finally:
         if draft and ranks.first:
-            shutil.rmtree(draft, ignore_errors=True)
+            done, names = begun + part.batches, checkpoint.names_of(stages)
+            Index(done, first + part.updates, used, schedule.asynchronous, schedule.to_csv(), names).write(draft)
 
     result = result_of(part, outcomes, replicas, paced=pace is not None)
     steps = [_steps(part, outcomes, r) for r in range(replicas)]
@@ -228,6 +221,23 @@ def _part(schedule: Schedule, resume: Path | None, stop: int | None, save: Any) 
         raise ValueError(f"stop={stop}: give a batch after {begun}, at most {schedule.batches}")
     whole = (begun, last) == (0, schedule.batches)
     return schedule if whole else schedule.part(begun, last), index, begun
+
+
+@contextmanager
+def _draft(folder: Path | None, first: bool) -> Iterator[Path | None]:
+    """A place for ranks to write to: the folder, once all have done so; nothing is left of it if one fails."""
+    if folder is None:
+        yield None
+        return
+    draft = folder.with_name(f".{folder.name}.draft")
+    draft.mkdir(parents=True, exist_ok=True)
+    try:
+        yield draft
+        if first:
+            draft.replace(folder)
+    finally:
+        if first:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def _numbered(state: StageState, shift: int) -> StageState:

@@ -1,0 +1,336 @@
+"""The SPMD pipeline against the plain stack of stages, its schedule against the simulator, its program against itself."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pipelab
+from pipelab.executors.spmd import (
+    Parameters,
+    compiled_bytes,
+    iterations,
+    spmd_pipeline,
+    spmd_value_and_grad,
+    stack,
+    table,
+    unstack,
+    wasted,
+)
+from tests import jax_setup  # noqa: F401
+
+WIDTH = 6
+
+
+def cpu(count):
+    return jax.devices("cpu")[:count]
+
+
+def layer(w, x):
+    return x + jnp.tanh(x @ w["a"] + w["b"])
+
+
+def layers(count, width=WIDTH, seed=0):
+    random = np.random.default_rng(seed)
+    return [{"a": random.normal(size=(width, width)) / 2, "b": random.normal(size=width)} for _ in range(count)]
+
+
+def samples(count, width=WIDTH):
+    return np.random.default_rng(1).normal(size=(count, width))
+
+
+def plain(stage, stages, x):
+    for w in stages:
+        x = stage(w, x)
+    return x
+
+
+def gap(found, wanted):
+    """The largest difference over all leaves, relative to each leaf's largest value; NaN if there is one."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return np.max([np.abs(a - b).max() / (np.abs(b).max() + 1e-30) for a, b in pairs])
+
+
+def value(y):
+    return jnp.sum(jnp.sin(y))
+
+
+def check(stage, stages, x, p, m, v=1, remat=False, limit=1e-5):
+    """Output and all gradients equal those of the stages one after another."""
+    pipeline = spmd_pipeline(stage, devices=cpu(p), microbatches=m, virtual=v, remat=remat)
+    rows = stack(stages, v)
+    wanted, (stages_grad, x_grad) = jax.jit(jax.value_and_grad(lambda w, x: value(plain(stage, w, x)), (0, 1)))(stages, x)
+    found, (rows_grad, pipelined) = jax.jit(jax.value_and_grad(lambda w, x: value(pipeline(w, x)), (0, 1)))(rows, x)
+    assert gap(found, wanted) < limit
+    assert gap(unstack(rows_grad, v), stages_grad) < limit
+    assert gap(pipelined, x_grad) < limit
+
+
+# ---- equal to the plain stack
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "v"), [(1, 1, 1), (1, 3, 2), (2, 5, 1), (4, 2, 1), (4, 8, 1), (8, 8, 1), (4, 4, 2), (3, 7, 3), (2, 5, 4)]
+)
+def test_gradients_are_those_of_the_plain_stack(p, m, v):
+    stages, x = jax.tree.map(np.float32, (layers(p * v), samples(2 * m)))
+    check(layer, stages, x, p, m, v)
+
+
+@settings(max_examples=6)
+@given(st.data())
+def test_gradients_in_double_precision(data):
+    p, v, remat = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3)), data.draw(st.booleans())
+    m = data.draw(st.integers(p if v > 1 else 1, 7))
+    with jax.enable_x64(True):
+        check(layer, layers(p * v), samples(m * data.draw(st.integers(1, 2))), p, m, v, remat, limit=1e-10)
+
+
+@pytest.mark.parametrize("v", [1, 2])
+def test_recomputation_changes_no_gradient(v):
+    with jax.enable_x64(True):
+        check(layer, layers(2 * v), samples(8), 2, 4, v, remat=True, limit=1e-10)
+
+
+def test_pytrees_and_integers_go_round():
+    """Integers ride along, change on the way, and index what a stage reads."""
+
+    def stage(w, x):
+        h, (seen,) = x["h"], x["seen"]
+        return {"h": jnp.tanh(h @ w["a"] + w["table"][seen % 3]), "seen": (seen + 1,)}
+
+    random = np.random.default_rng(0)
+    stages = [{"a": random.normal(size=(4, 4)), "table": random.normal(size=(3, 4))} for _ in range(6)]
+    x = {"h": samples(8, 4), "seen": (np.arange(8),)}
+    with jax.enable_x64(True):
+        pipeline = spmd_pipeline(stage, devices=cpu(3), microbatches=4, virtual=2)
+        assert pipeline(stack(stages, 2), x)["seen"][0].tolist() == [k + 6 for k in range(8)]
+        grad = jax.grad(lambda w: value(pipeline(w, x)["h"]))(stack(stages, 2))
+        assert gap(unstack(grad, 2), jax.grad(lambda w: value(plain(stage, w, x)["h"]))(stages)) < 1e-10
+
+
+def test_what_overflows_in_the_bubble_reaches_no_gradient():
+    """A stage that divides by zero on all but its own turn: only garbage is infinite, and 0 x inf would be no number."""
+
+    def stage(w, x):
+        turn = jnp.where(x["turn"] == w["number"], 1.0, 0.0)[:, None]
+        return {"h": jnp.tanh(x["h"] * w["scale"]) / turn, "turn": x["turn"] + 1}
+
+    stages = [{"number": np.float64(s), "scale": np.float64(1 + s / 8)} for s in range(6)]
+    h, turn = samples(8, 4), np.zeros(8, np.int32)
+    with jax.enable_x64(True):
+        wanted = jax.jit(jax.grad(lambda w, h: value(plain(stage, w, {"h": h, "turn": turn})["h"]), (0, 1)))(stages, h)
+        for p, v in ((6, 1), (3, 2)):
+            pipeline = spmd_pipeline(stage, devices=cpu(p), microbatches=4, virtual=v)
+            rows, h_grad = jax.grad(lambda w, h: value(pipeline(w, {"h": h, "turn": turn})["h"]), (0, 1))(stack(stages, v), h)  # noqa: B023
+            assert gap((unstack(rows, v), h_grad), wanted) < 1e-10
+
+
+def test_a_stage_may_hold_a_scan_and_be_differentiated_forward():
+    def stage(w, x):
+        total, x = jax.lax.scan(lambda c, w: (c + jnp.sum(w), jnp.tanh(x @ w)), jnp.zeros((), x.dtype), w)
+        return x[-1] + total
+
+    stages, x = list(np.random.default_rng(0).normal(size=(4, 2, WIDTH, WIDTH)) / 4), samples(6)
+    with jax.enable_x64(True):
+        check(stage, stages, x, 4, 3, limit=1e-10)
+        pipeline = spmd_pipeline(stage, devices=cpu(4), microbatches=3)
+        found = jax.jvp(lambda x: pipeline(stack(stages), x), (x,), (np.ones_like(x),))
+        assert gap(found, jax.jvp(lambda x: plain(stage, stages, x), (x,), (np.ones_like(x),))) < 1e-10
+
+
+def test_layers_before_and_after_with_tied_weights():
+    words = np.random.default_rng(2).normal(size=(11, WIDTH))
+    tokens, target = np.arange(24).reshape(8, 3) % 11, np.arange(8) % 11
+
+    def embed(rest, tokens):
+        return rest["words"][tokens].mean(1)
+
+    def head(rest, y):
+        return y @ rest["words"].T
+
+    def loss(logits, target):
+        return -jnp.mean(jax.nn.log_softmax(logits)[jnp.arange(len(target)), target])
+
+    with jax.enable_x64(True):
+        stages = layers(4)
+        pipeline = spmd_pipeline(layer, devices=cpu(2), microbatches=4, virtual=2)
+        step = spmd_value_and_grad(pipeline, loss, before=embed, after=head)
+        found, gradients = step(Parameters(stack(stages, 2), {"words": words}), tokens, target)
+        wanted, (stages_grad, rest_grad) = jax.value_and_grad(
+            lambda stages, rest: loss(head(rest, plain(layer, stages, embed(rest, tokens))), target), (0, 1)
+        )(stages, {"words": words})
+        assert gap((found, unstack(gradients.stages, 2), gradients.rest), (wanted, stages_grad, rest_grad)) < 1e-10
+
+
+def test_parameters_stay_on_their_devices():
+    """Each device holds its own stages only, and gets their gradients only."""
+    mesh = Mesh(np.array(cpu(4)), ("stage",))
+    placed = NamedSharding(mesh, P(None, "stage"))
+    rows = jax.device_put(stack(jax.tree.map(np.float32, layers(8, width=32)), 2), placed)
+    x = np.float32(samples(4, width=32))
+    pipeline = spmd_pipeline(layer, devices=mesh, microbatches=4, virtual=2)
+    grad = jax.jit(jax.grad(lambda w: value(pipeline(w, x))))
+    assert all(g.sharding.is_equivalent_to(placed, g.ndim) for g in jax.tree.leaves(grad(rows)))
+    assert compiled_bytes(grad, rows).arguments == 2 * (32 * 32 + 32) * 4
+
+
+def test_other_axes_of_a_mesh_stay_automatic():
+    mesh = Mesh(np.array(cpu(8)).reshape(2, 4), ("data", "pipe"))
+    stages, x = jax.tree.map(np.float32, (layers(4), samples(16)))
+    pipeline = spmd_pipeline(layer, devices=mesh, microbatches=4, axis="pipe")
+    split = jax.device_put(x, NamedSharding(mesh, P("data")))
+    found = jax.jit(jax.grad(lambda w, x: value(pipeline(w, x))))(stack(stages), split)
+    assert gap(unstack(found), jax.grad(lambda w: value(plain(layer, w, x)))(stages)) < 1e-5
+
+
+@pytest.mark.parametrize(("count", "virtual"), [(1, 1), (6, 1), (6, 2), (6, 3), (6, 6)])
+def test_unstack_inverts_stack(count, virtual):
+    stages = layers(count)
+    rows = stack(stages, virtual)
+    assert rows["a"].shape == ((count,) if virtual == 1 else (virtual, count // virtual)) + (WIDTH, WIDTH)
+    assert gap(unstack(rows, virtual), stages) < 1e-6
+
+
+# ---- the schedule
+
+
+def scans(jaxpr):
+    """All scans in a jaxpr and in what it calls, as (iterations, shapes of the carry)."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            first, count = equation.params["num_consts"], equation.params["num_carry"]
+            yield equation.params["length"], [v.aval.shape for v in equation.invars[first : first + count]]
+        for inner in jaxprs_in_params(equation.params):
+            yield from scans(inner)
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(1, 3, 1), (4, 8, 1), (4, 2, 1), (4, 8, 2), (3, 3, 3)])
+def test_one_scan_of_so_many_iterations(p, m, v):
+    pipeline = spmd_pipeline(layer, devices=cpu(p), microbatches=m, virtual=v)
+    rows, x = stack(layers(p * v), v), jnp.asarray(samples(m))
+    assert iterations(p, m, v) == m * v + p - 1
+    assert [length for length, _ in scans(jax.make_jaxpr(pipeline)(rows, x).jaxpr)] == [iterations(p, m, v)]
+    backward = jax.make_jaxpr(jax.grad(lambda w: value(pipeline(w, x))))(rows).jaxpr
+    assert [length for length, _ in scans(backward)] == [iterations(p, m, v)] * 2
+    if v == 1:  # what is carried along may be copied in every iteration: gradients of weights and one micro-batch, not m
+        assert {shape for _, carry in scans(backward) for shape in carry} <= {
+            (),
+            (1, WIDTH),
+            *((1, *w.shape[1:]) for w in rows.values()),
+        }
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_the_waste_is_the_simulators_bubble(data):
+    p, v = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 4))
+    m = data.draw(st.integers(p if v > 1 else 1, 12))
+    timeline = pipelab.simulate(pipelab.validate(table(p, m, v)))
+    assert timeline.bubble.of_total == pytest.approx(wasted(p, m, v))
+    assert timeline.makespan == 3 * iterations(p, m, v)  # a forward takes 1, a backward 2
+    closed = pipelab.THEORY["gpipe" if v == 1 else "interleaved"]
+    assert closed.of_total(p, m, v) == pytest.approx(wasted(p, m, v))
+
+
+def test_without_laps_it_is_gpipe():
+    ours, gpipe = table(4, 8), pipelab.make("gpipe", devices=4, microbatches=8)
+    assert [[a for a in row if a.kind is pipelab.Kind.F] for row in ours.rows] == [
+        [a for a in row if a.kind is pipelab.Kind.F] for row in gpipe.rows
+    ]
+    assert ours.peak_in_flight == gpipe.peak_in_flight
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(3, 4, 1), (2, 3, 2)])
+def test_the_devices_do_what_the_table_says(p, m, v):
+    """Which stage meets which micro-batch, recorded while it runs; what is not in the table is garbage, `wasted` of it."""
+    met = []
+
+    def stage(w, x):
+        jax.debug.callback(lambda *seen: met.append(tuple(int(np.ravel(a)[0]) for a in seen)), w, x["microbatch"], x["passed"])
+        return x | {"passed": x["passed"] + 1}
+
+    pipeline = spmd_pipeline(stage, devices=cpu(p), microbatches=m, virtual=v)
+    pipeline(stack([np.int32(s) for s in range(p * v)], v), {"microbatch": np.arange(m), "passed": np.zeros(m, np.int32)})
+    jax.effects_barrier()
+    assert len(met) == p * iterations(p, m, v)
+    done = {(s, k) for s, k, passed in met if passed == s}
+    planned = [(a.stage, a.microbatch) for row in table(p, m, v).rows for a in row if a.kind is pipelab.Kind.F]
+    assert done >= set(planned)
+    assert len(met) - len(planned) == round(wasted(p, m, v) * len(met))
+
+
+# ---- memory
+
+
+def temporary(m, v=1, remat=False, width=64, p=2):
+    """Bytes of a gradient's compiled program, nothing but shapes given; one sample a micro-batch."""
+    pipeline = spmd_pipeline(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w), devices=cpu(p), microbatches=m, virtual=v, remat=remat)
+    shape = (p, width, width) if v == 1 else (v, p, width, width)
+    w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (shape, (m, width)))
+    return compiled_bytes(jax.grad(lambda w, x: value(pipeline(w, x))), w, x).temporary
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(2, 48, 1), (4, 4, 1), (2, 24, 2)])
+def test_activations_are_kept_for_every_iteration(p, m, v):
+    """Recomputation keeps x alone; without it each tanh keeps y and 1 - y as well: four arrays more, for garbage too."""
+    arrays = (temporary(m, v, p=p) - temporary(m, v, remat=True, p=p)) / (4 * 64)
+    assert arrays == pytest.approx(4 * iterations(p, m, v), rel=0.1)
+
+
+def test_circular_keeps_no_copy_of_the_weights():
+    """A lap's weights, 64 arrays' worth, would be kept for each of 2 x 32 more iterations."""
+    assert (temporary(48, 2) - temporary(16, 2)) / (4 * 64) < 64 * 8
+
+
+# ---- errors
+
+
+def run(stages=None, x=None, stage=layer, virtual=1, **options):
+    pipeline = spmd_pipeline(stage, **{"devices": cpu(2), "microbatches": 4, "virtual": virtual} | options)
+    return pipeline(stack(layers(2 * virtual), virtual) if stages is None else stages, samples(8) if x is None else x)
+
+
+def other(**changes):
+    return [*layers(1), layers(1)[0] | changes]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: stack(other(b=np.zeros(5))), r"stage 1\['b'\] is float32\[5\], stage 0's is float32\[6\]: one SPMD program"),
+        (lambda: stack(other(b=np.zeros(6, int))), r"stage 1\['b'\] is int32\[6\], stage 0's is float32"),
+        (lambda: stack(other(c=np.zeros(6))), r"stage 1 is PyTreeDef.*'c'.*, stage 0 is PyTreeDef"),
+        (lambda: stack([]), "0 stages with virtual=1: give a multiple of 1, at least one"),
+        (lambda: stack(layers(3), 2), "3 stages with virtual=2: give a multiple of 2"),
+        (lambda: run(stage=lambda w, x: x[:, :5]), r"the stage's output is .*\[2, 5\], its input's is .*\[2, 6\]: .*before or"),
+        (lambda: run(stage=lambda w, x: x.sum() > 0), r"the stage's output is bool\[\], its input's is float32\[2, 6\]"),
+        (lambda: run(stage=lambda w, x: (x, x)), "the stage's output is PyTreeDef.*, its input is PyTreeDef"),
+        (lambda: run(stages=stack(layers(3))), r"parameters\['a'\] has shape \(3, 6, 6\), .*\(devices\) = \(2,\): .*2 stages"),
+        (lambda: run(stages=stack(layers(4)), virtual=2), r"\(virtual, devices\) = \(2, 2\): .*stages, virtual=2\), from 4"),
+        (lambda: run(virtual=2, microbatches=1), "microbatches=1 on 2 devices with virtual=2: .* at least 2 micro-batches"),
+        (lambda: run(x=samples(6)), "a batch of 6 for 4 micro-batches: give a multiple of 4"),
+        (lambda: run(x={"h": samples(8), "n": np.zeros(4)}), r"x\['n'\] has shape \(4,\): .* the same first dimension"),
+        (lambda: run(x=np.float32(3)), r"x has shape \(\)"),
+        (lambda: run(x={}), "x has no arrays"),
+        (lambda: run(devices=999), r'devices=999, and jax has \d+ \(\w+\): .*"jax_num_cpu_devices", 999'),
+        (lambda: run(devices=cpu(1) * 2), "name at least one, and none twice"),
+        (lambda: run(devices=[]), "name at least one"),
+        (lambda: run(devices=0), "devices=0: give a whole number"),
+        (lambda: run(microbatches=0), "microbatches=0: give a whole number"),
+        (lambda: run(devices=Mesh(np.array(cpu(2)), ("x",))), r"the mesh has axes \('x',\), not 'stage'"),
+        (
+            lambda: run(devices=jax.make_mesh((2,), ("stage",), axis_types=(AxisType.Explicit,), devices=cpu(2))),
+            r"axes of type Explicit: make it with axis_types=\(AxisType.Auto,\) \* 1",
+        ),
+        (lambda: iterations(4, 2, 2), "microbatches=2 on 4 devices with virtual=2"),
+    ],
+)  # fmt: skip
+def test_errors_say_where_and_what_to_do(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
