@@ -238,6 +238,16 @@ def test_replicas_on_processes_with_tied_weights_dropout_and_clipping():
     assert result.losses == pytest.approx(threads.losses, rel=1e-12)
 
 
+def test_ranks_are_laid_out_as_in_deepspeeds_topology():
+    topology = pytest.importorskip("deepspeed.runtime.pipe.topology").PipeDataParallelTopology(num_pp=3, num_dp=2)
+    from pipelab.executors.torch_job import TorchJob
+
+    def rank(row, replica):
+        return TorchJob(make("gpipe", 3, 2), row, "cpu", [], None, replica, 2, {}, None).rank
+
+    assert all(rank(d, r) == topology.get_rank(pipe=d, data=r) for d in range(3) for r in range(2))
+
+
 def test_replicas_that_differ_fail_the_check(monkeypatch):
     from pipelab.executors.transport import Mailboxes
 
