@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -97,14 +98,15 @@ class Layout:
 
     def pack(self, tensors: list[Tensor], numbers: list[float], device: torch.device) -> Tensor:
         body = torch.empty(self.size, dtype=torch.uint8, device=device)
-        body[: self.header].view(torch.float64).copy_(torch.tensor(numbers, dtype=torch.float64))
+        header = torch.from_numpy(np.array(numbers)).view(torch.uint8)
+        body[: self.header] = header
         for tensor, (dtype, shape, at, end) in zip(tensors, self.places, strict=True):
             body[at:end].view(dtype).view(shape).copy_(tensor.detach())
         return body
 
     def numbers(self, body: Tensor) -> list[float]:
         """What the header says; on a GPU this waits until it is there."""
-        return body[: self.header].view(torch.float64).tolist()
+        return body[: self.header].cpu().numpy().view(np.float64).tolist()
 
     def unpack(self, body: Tensor, numbers: list[float]) -> Any:
         places, floats = iter(self.places), iter(numbers)
