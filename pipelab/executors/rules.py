@@ -120,7 +120,8 @@ def rule_of(schedule: Schedule) -> str:
     if not schedule.asynchronous:
         return FLUSH if schedule.per_update == schedule.microbatches else TABLE
     if schedule.per_update in (1, schedule.microbatches):
-        for rule in (STASHING, VERTICAL, DOUBLE):
+        meant = {Reads.LATEST: STASHING, Reads.FIRST: VERTICAL, Reads.PREVIOUS: DOUBLE}[schedule.reads]
+        for rule in (meant, STASHING, VERTICAL, DOUBLE):  # short trainings look alike under several
             formula = [[version_read(rule, t, s, n) for t in range(updates)] for s in range(n)]
             if np.array_equal(np.repeat(formula, schedule.per_update, axis=1), schedule.versions):
                 return rule
