@@ -123,9 +123,7 @@ class Program:
         for graph in self.graphs:
             for v in graph.given:
                 counts[v] = counts.get(v, 0) + 1
-        self.stages = [
-            CompiledStage(graph, self.mesh_of(s), self._placer(s), counts, halves) for s, graph in enumerate(self.graphs)
-        ]
+        self.stages = [CompiledStage(graph, self._placer(s), counts, halves) for s, graph in enumerate(self.graphs)]
         step, shared = self.step, {p for p, stages in self.readers.items() if len(stages) != 1}
         late = {*step.gradient} - {g for p, g in step.gradients.items() if p not in shared}
         homes = {v: self.owner[a] for v, a in self._pinned.items() if a in self.owner}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from pipelab.executors.jax_device import JaxDevice
 from pipelab.executors.worker import Bytes
 from pipelab.pipeshard.cut import StageGraph
 from pipelab.pipeshard.graph import dtype_of, function, shape_of
+from pipelab.pipeshard.halves import Halves
 from pipelab.pipeshard.update import Task
 
 Place = Callable[[Var], NamedSharding]
@@ -63,85 +65,61 @@ class MeshDevice(JaxDevice):
 
 
 class CompiledStage:
-    """A stage's forward and backward on its mesh.
+    """A stage's forward and backward, compiled for its mesh.
 
     graph    its equations
     place    variable -> sharding in the mesh
     readers  variable -> how many stages send its gradient back
     split    whether the schedule has input and weight gradients apart
 
-    The forward is jax's vjp with its arguments hoisted: of what the backward needs, it returns only what is neither an
-    argument nor a result (a jitted function would copy every parameter for every micro-batch otherwise).
+    `bytes` is what a forward leaves for its backward, on all devices of the mesh together.
     """
 
-    def __init__(self, graph: StageGraph, mesh: Mesh, place: Place, readers: Mapping[Var, int],
-                 split: bool) -> None:  # fmt: skip
-        self.graph, self.place = graph, place
-        self._fun = function(graph.inputs, [*graph.made, *graph.telling, *graph.results.values()], graph.equations)
-        groups = (graph.parameters, graph.given, graph.fixed, graph.data, graph.told)
-        inputs = [[spec(v, place) for v in group] for group in groups]
-        shardings = ([place(v) for v in graph.made], [place(v) for v in graph.telling], None, None)
-        lowered = jax.jit(self._forward, out_shardings=shardings).lower(*inputs)
-        self.forward = lowered.compile()
-        self.saved = _with_shardings(lowered.out_info[3], self.forward.output_shardings[3])
-        kept = self.kept([x for group in inputs for x in group], [spec(v, place) for v in graph.made], self.saved)
-        self.bytes = self._bytes()
+    def __init__(self, graph: StageGraph, place: Place, readers: Mapping[Var, int], split: bool) -> None:
+        self.graph, self.place, self._halves = graph, place, Halves(graph)
+        inputs, made = ([spec(v, place) for v in vs] for vs in (graph.inputs, graph.made))
+        placed = [place(v) for v in (*graph.made, *graph.telling)]
+        self._ends = [len(graph.made), len(placed), len(placed) + len(graph.results)]
+        shardings = [*placed, *[None] * (len(graph.results) + self._halves.saved)]
+        lowered = jax.jit(self._halves.forward, out_shardings=shardings).lower(*inputs)
+        self._forward = lowered.compile()
+        found = list(zip(lowered.out_info, self._forward.output_shardings, strict=True))[self._ends[2] :]
+        saved = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x, sharding in found]
+        self.bytes = sum(map(bytes_on_mesh, [*saved, *self._crossing(inputs, made)]))
+        self._compile_backward(self._halves.keep(inputs, made, saved), readers, split)
+
+    def _crossing(self, inputs: list[Any], made: list[Any]) -> list[Any]:
+        """What is kept of the inputs from other stages, and of the results."""
+        graph, known = self.graph, {"input": inputs, "made": made}
+        own = {*graph.parameters, *graph.fixed, *graph.data}
+        kept = [(kind, i) for kind, i in self._halves.kept if kind != "saved"]
+        return [known[kind][i] for kind, i in kept if kind == "made" or graph.inputs[i] not in own]
+
+    def _compile_backward(self, kept: list[Any], readers: Mapping[Var, int], split: bool) -> None:
+        graph, place, halves = self.graph, self.place, self._halves
+        sums = [spec(v, place) for v in graph.parameters]
         cotangents = [[spec(v, place)] * readers.get(v, 1) for v in graph.made]
-        back = ([place(v) for v in graph.parameters], [place(v) for v in graph.given])
-        both = jax.jit(self._backward, donate_argnums=0, out_shardings=back)
-        self.backward = both.lower(inputs[0], cotangents, kept).compile()
+        weights, back = [x.sharding for x in sums], [place(v) for v in graph.given]
+
+        def add(sums: list, cotangents: list[list], kept: list) -> tuple[list, list]:
+            gradients, given = halves.backward(cotangents, kept)
+            return [a + b for a, b in zip(sums, gradients, strict=True)], given
+
+        both = jax.jit(add, donate_argnums=0, out_shardings=(weights, back))
+        self.backward = both.lower(sums, cotangents, kept).compile()
         if split:
-            one = jax.jit(lambda c, k: self._pull(c, k)[1], out_shardings=back[1])
+            one = jax.jit(lambda cotangents, kept: halves.backward(cotangents, kept)[1], out_shardings=back)
             self.input_grad = one.lower(cotangents, kept).compile()
-            other = jax.jit(lambda s, c, k: self._backward(s, c, k)[0], donate_argnums=0, out_shardings=back[0])
-            self.weight_grad = other.lower(inputs[0], cotangents, kept).compile()
-        zeros = jax.jit(lambda: [jnp.zeros(x.shape, x.dtype) for x in inputs[0]], out_shardings=back[0])
+            other = jax.jit(lambda *given: add(*given)[0], donate_argnums=0, out_shardings=weights)
+            self.weight_grad = other.lower(sums, cotangents, kept).compile()
+        zeros = jax.jit(lambda: [jnp.zeros(x.shape, x.dtype) for x in sums], out_shardings=weights)
         self.zeros = zeros.lower().compile()
 
-    def _forward(self, parameters: list, given: list, fixed: list, data: list, told: list) -> tuple:
-        a = len(self.graph.made)
-        b = a + len(self.graph.telling)
-
-        def run(parameters: list, given: list) -> tuple[list, tuple[list, list]]:
-            out = self._fun(*parameters, *given, *fixed, *data, *told)
-            return out[:a], (out[a:b], out[b:])
-
-        made, pullback, (telling, results) = jax.vjp(run, parameters, given, has_aux=True)
-        leaves, self._tree = jax.tree.flatten(pullback)
-        inputs = [*parameters, *given, *fixed, *data, *told]
-        where: dict[int, tuple[str, int]] = {id(x): ("made", i) for i, x in enumerate(made)}
-        where.update({id(x): ("input", i) for i, x in enumerate(inputs)})
-        saved: list[Any] = []
-        for x in leaves:
-            if id(x) not in where:
-                where[id(x)] = ("saved", len(saved))
-                saved.append(x)
-        self._where = [where[id(x)] for x in leaves]
-        return made, telling, results, saved
-
-    def kept(self, inputs: Sequence[Any], made: Sequence[Any], saved: Sequence[Any]) -> list[Any]:
-        """What a backward starts from beside the gradients."""
-        known = {"input": inputs, "made": made, "saved": saved}
-        return [known[kind][i] for kind, i in dict.fromkeys(self._where)]
-
-    def _pull(self, cotangents: list[list], kept: list) -> tuple[list, list]:
-        known = dict(zip(dict.fromkeys(self._where), kept, strict=True))
-        pullback = jax.tree.unflatten(self._tree, [known[where] for where in self._where])
-        return pullback([sum(parts[1:], parts[0]) for parts in cotangents])
-
-    def _backward(self, sums: list, cotangents: list[list], kept: list) -> tuple[list, list]:
-        gradients, given = self._pull(cotangents, kept)
-        return [a + b for a, b in zip(sums, gradients, strict=True)], given
-
-    def _bytes(self) -> int:
-        """What a forward leaves for its backward on the mesh, without arguments of the step."""
-        graph, total = self.graph, sum(bytes_on_mesh(x) for x in self.saved)
-        inputs = graph.inputs
-        known = {"input": inputs, "made": graph.made}
-        for kind, i in dict.fromkeys(self._where):
-            if kind != "saved" and (v := known[kind][i]) in (*graph.given, *graph.told, *graph.made):
-                total += bytes_on_mesh(spec(v, self.place))
-        return total
+    def forward(self, inputs: list[Any]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+        """The graph's inputs on the mesh -> made, telling, results, and what the backward is given."""
+        out = jax.block_until_ready(self._forward(*inputs))
+        made, telling, results, saved = (out[a:b] for a, b in pairwise([0, *self._ends, len(out)]))
+        return made, telling, results, self._halves.keep(inputs, made, saved)
 
 
 class Batch(NamedTuple):
@@ -184,12 +162,10 @@ class MeshStage:
 
     def forward(self, microbatch: int, given: Parcel | None) -> Parcel | None:
         graph, arrived = self.graph, {**given.along, **given.use} if given else {}
-        own = [[self._here(v, arrived[v]) for v in group] for group in (graph.given, graph.told)]
-        data = self.batch.data[microbatch]
-        arguments = (self.batch.parameters, own[0], self.batch.fixed, data, own[1])
-        out = self.compiled.forward(*arguments)
-        made, telling, results, saved = jax.block_until_ready(out)
-        self._kept[microbatch] = self.compiled.kept([x for group in arguments for x in group], made, saved)
+        given_here, told = ([self._here(v, arrived[v]) for v in group] for group in (graph.given, graph.told))
+        batch = self.batch
+        inputs = [*batch.parameters, *given_here, *batch.fixed, *batch.data[microbatch], *told]
+        made, telling, results, self._kept[microbatch] = self.compiled.forward(inputs)
         self.device.ledger.add(self.compiled.bytes)
         self.results[microbatch] = dict(zip(graph.results, results, strict=True))
         if not self._later:
@@ -282,10 +258,6 @@ class CompiledTask:
 
 def spec(v: Var, place: Place) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape_of(v), dtype_of(v), sharding=place(v))
-
-
-def _with_shardings(shapes: Iterable[Any], shardings: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(shapes, shardings, strict=True)]
 
 
 def bytes_on_mesh(x: jax.ShapeDtypeStruct) -> int:

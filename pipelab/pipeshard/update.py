@@ -15,12 +15,12 @@ needs it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jax.extend.core import JaxprEqn, Var
 
-from pipelab.pipeshard.graph import Atom, Graph, PipeshardError, place_of, size, variables
+from pipelab.pipeshard.graph import Graph, PipeshardError, place_of, size, variables
 
 SMALL = 2  # elements of what may cross: single numbers, and raw random keys
 
@@ -81,20 +81,17 @@ class _Split:
                     a, b = find(held[0]), find(other)
                     if a is b:
                         continue
-                    stages = [self._owner_of(x, owner) for x in (a, b)]
-                    if None not in stages and stages[0] != stages[1]:
+                    one, two = owner.get(a), owner.get(b)
+                    if one is not None and two is not None and one != two:
+                        which = f"{min(one, two)} and {max(one, two)}"
                         raise PipeshardError(
-                            f"{eqn.primitive.name} ({place_of(eqn)}) joins arrays of stages {min(stages)} and {max(stages)} in "
-                            "the update: update every parameter by itself (single numbers, such as norms, may be shared)"
-                        )  # fmt: skip
+                            f"{eqn.primitive.name} ({place_of(eqn)}) joins arrays of stages {which} in the update: "
+                            "update every parameter by itself (single numbers, such as norms, may be shared)"
+                        )
                     group[b] = a
-                    if stages[1] is not None:
-                        owner[a] = stages[1]
+                    if two is not None:
+                        owner[a] = two
         return [None if v is None else owner.get(find(v), 0) for v in first]
-
-    @staticmethod
-    def _owner_of(v: Var, owner: Mapping[Var, int]) -> int:
-        return owner.get(v)  # type: ignore[return-value]
 
     def known(self, v: Var, stage: int) -> int:
         """The first level at which a variable can be read on a stage."""
@@ -145,9 +142,3 @@ class _Split:
                 own.update(eqn.outvars)
                 kept.append(eqn)
         return Task(stage, level, kept[::-1], [v for v in need if v not in own], list(wanted))
-
-
-def passed_through(update: Graph, outputs: Sequence[Atom]) -> list[Var]:
-    """Results of the step that are inputs of the update: state that does not change, the loss, gradients."""
-    inputs = set(update.inputs)
-    return [v for v in variables(outputs) if v in inputs]
