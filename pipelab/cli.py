@@ -109,6 +109,9 @@ def run_command(o: argparse.Namespace) -> None:
     from pipelab.fit import fit
 
     schedule = validate(_schedule(o))
+    if o.distributed and o.backend != "jax":
+        raise ValueError("--distributed needs --backend jax; torch's ranks are started by torchrun")
+    first = _join_processes() if o.distributed else os.environ.get("RANK", "0") == "0"
     stages, batches, loss, optimizer = _model(o, schedule)
     # Predicted with the very costs it is paced by, or with those that it measured itself.
     costs = Costs(recompute=Recompute(o.recompute))
@@ -124,7 +127,7 @@ def run_command(o: argparse.Namespace) -> None:
     assert result.check
     explanation = explain(predicted, result.timeline)
     measured = describe(result.timeline) | {"weight_versions": result.weight_versions}
-    if os.environ.get("RANK", "0") != "0":  # one of several ranks: the first one reports
+    if not first:  # one of several ranks: the first one reports
         return None
     check = {k: getattr(result.check, k) for k in ("passed", "max_abs", "max_rel", "tolerance", "rule")}
     if o.json:
@@ -144,11 +147,16 @@ def run_command(o: argparse.Namespace) -> None:
 
 
 def bench_command(o: argparse.Namespace) -> None:
-    from pipelab.bench import run, simulate
+    from pipelab.bench import explorer, run, simulate
 
     check_counts(repeats=o.repeats, actions=o.actions)
     sizes = {"largest": o.actions} if o.what == "simulate" else {}
-    report = {"simulate": simulate, "run": run}[o.what].report(repeats=o.repeats, **sizes)
+    if o.what == "explorer":
+        from pipelab.widgets import Explorer
+
+        report = explorer.report(Explorer, repeats=o.repeats)
+    else:
+        report = {"simulate": simulate, "run": run}[o.what].report(repeats=o.repeats, **sizes)
     if o.markdown:
         _write(o.markdown, lambda path: path.write_text(report))
     print(report, end="")
@@ -229,6 +237,23 @@ def _model(o: argparse.Namespace, schedule: Schedule) -> tuple[list, list, Calla
     layers = gpt2(vocabulary=1024, length=32, width=64, blocks=max(4, schedule.stages), dropout=o.dropout)
     batches = data.batches(data.corpus(1024).tokens, schedule.batches, size, 32, o.seed)
     return split(layers, uniform(len(layers), schedule.stages)), batches, next_token_loss, optimizer
+
+
+def _join_processes() -> bool:
+    """Join jax.distributed; whether this is the first process. Without a cluster that JAX knows, JAX_* tell the place."""
+    import jax
+
+    try:
+        count, number = (
+            int(os.environ[name]) if name in os.environ else None for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+        )
+        jax.distributed.initialize(num_processes=count, process_id=number)
+    except ValueError as error:
+        raise ValueError(
+            f"--distributed: {error} Under Slurm, Open MPI or Kubernetes JAX finds its place by itself; else set "
+            "JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+        ) from None
+    return jax.process_index() == 0
 
 
 def _jax_model(o: argparse.Namespace, schedule: Schedule) -> tuple[list, list, Callable, Any]:
@@ -345,6 +370,9 @@ def _parser() -> argparse.ArgumentParser:
         choices=["threads", "processes", "jax"],
         help="default: threads; under torchrun or deepspeed: their ranks",
     )
+    r.add_argument(
+        "--distributed", action="store_true", help="jax: as one of several processes (calls jax.distributed.initialize)"
+    )
     r.add_argument("--replicas", type=int, default=1, metavar="R", help="pipelines that train together (with a flush)")
     r.add_argument("--dropout", type=float, default=0.0, metavar="RATE")
     r.add_argument(
@@ -361,7 +389,7 @@ def _parser() -> argparse.ArgumentParser:
     r.add_argument("--json", action="store_true", help="print one JSON object")
 
     b = add("bench", bench_command, "measure; prints medians and ratios")
-    b.add_argument("what", choices=["simulate", "run"])
+    b.add_argument("what", choices=["simulate", "run", "explorer"])
     b.add_argument("--repeats", type=int, default=3)
     b.add_argument("--actions", type=int, default=1_000_000, help="simulate: size of the largest table")
     b.add_argument("--markdown", metavar="FILE", help="write the report too")

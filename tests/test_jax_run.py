@@ -15,6 +15,8 @@ from flax import linen, nnx
 from torch.nn import functional as F
 
 from pipelab import Costs, Kind, Reads, Recompute, RunError, Schedule, evaluate, make, run, simulate
+from pipelab.executors.jax_stage import JaxStage
+from pipelab.models.flax_mlp import mlp
 from tests.test_run import batches as torch_batches
 from tests.test_run import stages as torch_stages
 
@@ -166,6 +168,27 @@ def test_a_paced_run_shows_the_predicted_times():
     schedule, costs = make("gpipe", 3, 4), Costs(transfer=0.5)
     result = run(schedule, stages(3), batches(1), mse, optax.sgd(0.1), backend="jax", pace=0.02, costs=costs)
     assert result.timeline.makespan / 0.02 >= simulate(schedule, costs).makespan * 0.99
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved"])
+def test_everything_is_compiled_before_the_clock_starts(name, monkeypatch):
+    seen, compile_all = {}, JaxStage.compile
+
+    def sizes(stage):
+        return [f._cache_size() for f in (stage._forward, stage._backward, stage._step, stage._square)]
+
+    def compile_and_count(stage, shapes):
+        compile_all(stage, shapes)
+        seen[stage] = sizes(stage)
+
+    monkeypatch.setattr(JaxStage, "compile", compile_and_count)
+    schedule = make(name, 2, 4, batches=2, virtual=2 if name == "interleaved" else 1)
+    recompute = Recompute.EXCEPT_LAST if name == "gpipe" else Recompute.NEVER
+    uneven = [tuple(np.ones((10, 16), np.float32) for _ in range(2))] * 2  # micro-batches of 3 and 2
+    run(schedule, mlp(schedule.stages, 16), uneven, mse, optax.sgd(0.1), backend="jax", clip=1.0, recompute=recompute)
+    assert len(seen) == schedule.stages
+    assert all(sizes(stage) == before for stage, before in seen.items())
+    assert all(before[0] == (4 if name == "gpipe" else 2) for before in seen.values())
 
 
 def test_stages_are_on_the_devices_that_are_named():

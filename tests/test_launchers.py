@@ -158,7 +158,7 @@ class Asking:
 
 
 def ask(job, progress):
-    from pipelab.executors.clock import offset
+    from pipelab.executors.ranks import offset
 
     skew = [0.0, 100.0, -7.5][job.rank]
     apart = offset(lambda: time.perf_counter() + skew, host=str(job.rank))

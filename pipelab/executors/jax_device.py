@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,8 +40,12 @@ class JaxDevice:
         return payload
 
     def take(self, payload: Any) -> Any:
-        """A payload from another device, on this one."""
-        return jax.block_until_ready(jax.device_put(payload, self.device))
+        """A payload from another device, its arrays on this one."""
+        leaves, spec = jax.tree.flatten(payload)
+        arrays = iter(jax.device_put([leaf for leaf in leaves if isinstance(leaf, jax.Array)], self.device))
+        return jax.block_until_ready(
+            jax.tree.unflatten(spec, [next(arrays) if isinstance(x, jax.Array) else x for x in leaves])
+        )
 
     def size(self, payload: Any) -> int:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(payload) if isinstance(leaf, jax.Array))
@@ -51,12 +55,33 @@ class JaxDevice:
         return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "") or "no arrays"
 
 
-def jax_device(name: str | None, row: int) -> jax.Device:
-    """A device by its platform and number, such as "cpu:1"; None: the default platform's, in turn. ValueError if it is not
-    there."""
-    platform, _, number = (name or "").partition(":")
+def jax_devices(names: str | Sequence[str] | None, rows: int) -> list[jax.Device]:
+    """A device per row, by platform and number among all processes' devices, such as "cpu:1"; one name does for all rows.
+
+    Default: rows in blocks over the processes, and over the devices of each in turn. ValueError for one that is not there,
+    for the wrong number of names, and where a process would have nothing to do.
+    """
+    processes = jax.process_count()
+    if names is None:
+        owners = [row * processes // rows for row in range(rows)]
+        own = {q: [d for d in jax.devices() if d.process_index == q] for q in owners}
+        found = [own[q][(row - owners.index(q)) % len(own[q])] for row, q in enumerate(owners)]
+    else:
+        each = [names] * rows if isinstance(names, str) else list(names)
+        if len(each) != rows:
+            raise ValueError(f"{len(each)} devices for {rows} rows: name one per row")
+        found = [_named(name, row) for row, name in enumerate(each)]
+    if idle := set(range(processes)) - {device.process_index for device in found}:
+        raise ValueError(
+            f"{processes} processes were started, and process {min(idle)} has none of the {rows} rows: start fewer"
+        )
+    return found
+
+
+def _named(name: str, row: int) -> jax.Device:
+    platform, _, number = name.partition(":")
     try:
-        devices = jax.devices(platform or None)
+        devices = jax.devices(platform)
         return devices[int(number) if number else row % len(devices)]
     except (RuntimeError, ValueError, IndexError) as error:
         raise ValueError(f"device {name!r}: use such as {jax.devices()[0].platform}:0 ({error})") from None

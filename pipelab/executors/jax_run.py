@@ -1,9 +1,11 @@
-"""Training and evaluating JAX stages, on threads: jitted functions placed on devices, handed to the worker."""
+"""Training and evaluating JAX stages: jitted functions placed on devices, handed to the worker."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,21 +13,25 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 
+from pipelab.action import Kind
 from pipelab.costs import Costs, Recompute
 from pipelab.executors import jax_reference, rules
-from pipelab.executors.jax_device import JaxDevice, jax_device
+from pipelab.executors.jax_device import JaxDevice, jax_devices
 from pipelab.executors.jax_stage import Apply, JaxRecipe, JaxStage
+from pipelab.executors.jax_wire import Alone, Wire
 from pipelab.executors.job import Job
 from pipelab.executors.result import Evaluation, Run, result_of
 from pipelab.executors.table import check_table, find_partners, pace_of, seeds_for
-from pipelab.executors.threads import run_threads
 from pipelab.schedule import Schedule
 from pipelab.validate import validate
 
 
 @dataclass
 class JaxJob(Job):
-    """A job on JAX stages: the row's stages as (function, parameters), and its data."""
+    """A job on JAX stages: the row's stages as (function, parameters), and its data.
+
+    shapes  by stage, the (x, target) that it is compiled for, as `jax.ShapeDtypeStruct`s
+    """
 
     parts: dict[int, tuple[Apply, Any]]
     recipe: JaxRecipe
@@ -33,9 +39,10 @@ class JaxJob(Job):
     targets: Sequence[Any] | None = None
     samples: Sequence[int] = ()
     seeds: Sequence[Sequence[int]] | None = None
+    shapes: dict[int, list[tuple[Any, Any]]] = field(default_factory=dict)
 
     def home(self) -> JaxDevice:
-        return JaxDevice(jax_device(self.device, self.row))
+        return JaxDevice(self.device)
 
     def stages(self, home: JaxDevice) -> dict[int, JaxStage]:
         first, last = 0, self.schedule.stages - 1
@@ -50,6 +57,12 @@ class JaxJob(Job):
             for s, (apply, parameters) in self.parts.items()
         }  # fmt: skip
 
+    def prepare(self, stages: dict[int, JaxStage]) -> None:
+        for s, stage in stages.items():
+            for shapes in self.shapes[s]:
+                with suppress(Exception):  # what fails here fails again in the run, which knows the action
+                    stage.compile(shapes)
+
 
 def train(
     schedule: Schedule, stages: Sequence[Any], batches: Sequence[tuple[Any, Any]], loss: Callable, optimizer: Any, *,
@@ -63,17 +76,19 @@ def train(
     parts = [as_function(stage, s, seed is not None) for s, stage in enumerate(stages)]
     recipe = JaxRecipe(
         loss, optimizer, recompute.mask(schedule.total, schedule.microbatches), schedule.microbatches, clip,
-        not schedule.asynchronous, finite, keep=check,
+        not schedule.asynchronous, finite, keep=check, pulls=_pulls(schedule),
     )  # fmt: skip
     partners = find_partners(schedule, [set() for _ in stages], clip)
     seeds = None if seed is None else seeds_for(seed, schedule.stages, 0, schedule.total)
-    outcomes = run_threads(
-        _jobs(schedule, parts, batches, recipe, devices, partners, seeds, pace_of(schedule, pace, costs, recompute))
-    )
-    result = result_of(schedule, outcomes, 1, paced=pace is not None)
-    if check:
-        steps = [outcomes[d].steps[s] for s, d in enumerate(schedule.placement)]
-        result.check = _judge(schedule, parts, batches, recipe, steps, result, tolerance, seeds)
+    places, paced = jax_devices(devices, schedule.devices), pace_of(schedule, pace, costs, recompute)
+    with _processes(places) as processes:
+        outcomes = processes.run(_jobs(schedule, parts, batches, recipe, places, partners, seeds, paced))
+        result = result_of(schedule, outcomes, 1, paced=pace is not None)
+        if check:
+            steps = {s: of_stage for outcome in outcomes for s, of_stage in outcome.steps.items()}
+            result.check = processes.from_first(
+                lambda: _judge(schedule, parts, batches, recipe, steps, result, tolerance, seeds)
+            )
     return result
 
 
@@ -88,20 +103,20 @@ def evaluate(
     parts = [as_function(stage, s, False) for s, stage in enumerate(stages)]
     never = Recompute.NEVER.mask(table.total, table.microbatches)
     recipe = JaxRecipe(loss, None, never, table.microbatches, finite=False, training=False)
-    result = result_of(
-        table, run_threads(_jobs(table, parts, batches, recipe, devices, [[] for _ in parts], None, None)), 1, False
-    )
-    if check:
-        found, limit = rules.Comparison(), _tolerance(parts) if tolerance is None else tolerance
-        pieces = [piece for batch in batches for piece in jax_reference.cut(batch, table.microbatches)]
-        for k, ((x, y), reported) in enumerate(zip(pieces, result.microbatch_losses, strict=True)):
-            for apply, parameters in parts:
-                x = apply(parameters, x)
-            value = loss(x, y)
-            mean = value[0] if isinstance(value, tuple) else value
-            found.add(f"the loss of micro-batch {k}", np.array(reported), jax_reference.wide(mean))
-        result.check = found.verdict(limit, "evaluation: the stages one after another")
+    places = jax_devices(devices, table.devices)
+    with _processes(places) as processes:
+        outcomes = processes.run(_jobs(table, parts, batches, recipe, places, [[] for _ in parts], None, None))
+        result = result_of(table, outcomes, 1, paced=False)
+        if check:
+            result.check = processes.from_first(
+                lambda: _judge_evaluation(table, parts, batches, loss, result.microbatch_losses, tolerance)
+            )
     return Evaluation(result.losses, result.microbatch_losses, result.timeline, result.check)
+
+
+def _processes(places: Sequence[jax.Device]) -> Alone | Wire:
+    """Who carries out the rows: this process, or all those of jax.distributed."""
+    return Wire(places) if jax.process_count() > 1 else Alone()
 
 
 def as_function(stage: Any, number: int, draws: bool) -> tuple[Apply, Any]:
@@ -135,27 +150,48 @@ def as_function(stage: Any, number: int, draws: bool) -> tuple[Apply, Any]:
     return function, parameters
 
 
-def _jobs(schedule: Schedule, parts: Sequence[tuple[Apply, Any]], batches: Sequence[Any], recipe: JaxRecipe, devices: Any,
-          partners: Any, seeds: np.ndarray | None, pace: Any) -> list[JaxJob]:  # fmt: skip
-    names: list[str | None] = [devices] * schedule.devices if devices is None or isinstance(devices, str) else list(devices)
-    if len(names) != schedule.devices:
-        raise ValueError(f"{len(names)} devices for the {schedule.devices} rows of {schedule.name}: name one per row")
-    for row, name in enumerate(names):
-        jax_device(name, row)  # raises for one that is not there
-    pieces = [piece for b, batch in enumerate(batches) for piece in _cut(batch, schedule.microbatches, b)]
-    jobs = []
-    for row in range(schedule.devices):
+def _jobs(schedule: Schedule, parts: Sequence[tuple[Apply, Any]], batches: Sequence[Any], recipe: JaxRecipe,
+          places: Sequence[jax.Device], partners: Any, seeds: np.ndarray | None, pace: Any) -> list[JaxJob]:  # fmt: skip
+    """The jobs of this process. Only those with the first or the last stage read data, but for the first batch's shapes."""
+    jobs, shapes = [], _shapes(parts, _cut(batches[0], schedule.microbatches, 0), seeds is not None)
+    for row, place in enumerate(places):
         own = [s for s, d in enumerate(schedule.placement) if d == row]
-        last = schedule.stages - 1 in own
+        first, last = 0 in own, schedule.stages - 1 in own
+        if place.process_index != jax.process_index():
+            continue
+        pieces = []
+        if first or last:
+            pieces = [piece for b, batch in enumerate(batches) for piece in _cut(batch, schedule.microbatches, b)]
         jobs.append(
             JaxJob(
-                schedule, row, names[row], partners, pace, 0, 1, {s: parts[s] for s in own}, recipe,
-                inputs=[x for x, _ in pieces] if 0 in own else None, targets=[y for _, y in pieces] if last else None,
+                schedule, row, place, partners, pace, 0, 1, {s: parts[s] for s in own}, recipe,
+                inputs=[x for x, _ in pieces] if first else None, targets=[y for _, y in pieces] if last else None,
                 samples=[len(_arrays(piece)[0]) for piece in pieces] if last else (),
-                seeds=None if seeds is None else seeds.tolist(),
+                seeds=None if seeds is None else seeds.tolist(), shapes={s: shapes[s] for s in own},
             )
         )  # fmt: skip
     return jobs
+
+
+def _shapes(parts: Sequence[tuple[Apply, Any]], pieces: Sequence[tuple[Any, Any]], draws: bool) -> list[list[tuple[Any, Any]]]:
+    """Per stage, the (x, target) of each size of micro-batch. None behind a stage that cannot be traced: the run says why."""
+    found: list[list[tuple[Any, Any]]] = [[] for _ in parts]
+    key = (jax.random.key(0),) if draws else ()
+    for x, target in {str(like): like for like in map(partial(jax.eval_shape, _arrays_of), pieces)}.values():
+        with suppress(Exception):
+            for s, (apply, parameters) in enumerate(parts):
+                found[s].append((x, target if s == len(parts) - 1 else None))
+                x = jax.eval_shape(apply, parameters, x, *key)
+    return found
+
+
+def _arrays_of(piece: Any) -> Any:
+    return jax.tree.map(jnp.asarray, piece)
+
+
+def _pulls(schedule: Schedule) -> tuple[str, ...]:
+    kinds = set(schedule.columns.kind.tolist())
+    return (*["both"] * (Kind.B in kinds), *["input", "weights"] * (Kind.I in kinds))
 
 
 def _cut(batch: tuple[Any, Any], pieces: int, number: int) -> list[tuple[Any, Any]]:
@@ -187,6 +223,19 @@ def _judge(schedule: Schedule, parts: Sequence[tuple[Apply, Any]], batches: Sequ
     return jax_reference.check(
         rule, applies, parameters, updates, recipe.loss, recipe.optimizer, steps, reported, limit, recipe.clip
     )
+
+
+def _judge_evaluation(table: Schedule, parts: Sequence[tuple[Apply, Any]], batches: Sequence[Any], loss: Callable,
+                      reported: Sequence[float], tolerance: float | None) -> rules.Check:  # fmt: skip
+    found, limit = rules.Comparison(), _tolerance(parts) if tolerance is None else tolerance
+    pieces = [piece for batch in batches for piece in jax_reference.cut(batch, table.microbatches)]
+    for k, ((x, y), number) in enumerate(zip(pieces, reported, strict=True)):
+        for apply, parameters in parts:
+            x = apply(parameters, x)
+        value = loss(x, y)
+        mean = value[0] if isinstance(value, tuple) else value
+        found.add(f"the loss of micro-batch {k}", np.array(number), jax_reference.wide(mean))
+    return found.verdict(limit, "evaluation: the stages one after another")
 
 
 def _tolerance(parts: Sequence[tuple[Apply, Any]]) -> float:

@@ -29,6 +29,7 @@ class JaxRecipe:
     finite       whether a loss that is no number ends the run
     training     else the forwards only evaluate
     keep         whether to keep gradients and weights of every update
+    pulls        what backwards pull: "both" gradients, or the "input"'s and the "weights"' apart
     """
 
     loss: Callable[[Any, Any], Any]
@@ -40,6 +41,7 @@ class JaxRecipe:
     finite: bool = True
     training: bool = True
     keep: bool = False
+    pulls: tuple[str, ...] = ("both",)
 
 
 class _Kept(NamedTuple):
@@ -113,12 +115,28 @@ class JaxStage:
         self._outputs: dict[Any, _Parts] = {}  # by shapes
         self._forward = jax.jit(self._run, static_argnames=("keep",))
         self._backward = jax.jit(self._pull, static_argnames=("shapes", "of"), donate_argnames="total")
-        self._step = jax.jit(self._stepper)
+        self._step, self._square = jax.jit(self._stepper), jax.jit(_square)
 
     @property
     def versions_held(self) -> int:
         """Weight versions kept."""
         return len(self.weights)
+
+    def compile(self, shapes: tuple[Any, Any]) -> None:
+        """Compile all that the stage runs, by doing each once on zeros: (x, target) of a micro-batch, as shapes and types."""
+        x, target = jax.device_put(jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes), self.device.device)
+        weights = self.weights[0]
+        if not self.recipe.training or self.recipe.recompute.any():
+            self._forward(weights, x, target, *self._key(0), keep=False)
+        if not self.recipe.training:
+            return
+        floats, _, residuals = self._forward(weights, x, target, *self._key(0), keep=True)
+        seed = [jnp.zeros_like(leaf) for leaf in floats]
+        for of in self.recipe.pulls:
+            total = None if of == "input" else jax.tree.map(jnp.zeros_like, weights)
+            self._backward(weights, x, target, residuals, seed, total, shapes=_shapes((x, target)), of=of)
+        zeros = jax.tree.map(jnp.zeros_like, weights)
+        jax.block_until_ready((self._step(weights, self.state, zeros, 1.0), self.recipe.clip and self._square(zeros)))
 
     # ---- the five kinds of action
 
@@ -191,7 +209,7 @@ class JaxStage:
 
     def news(self) -> float:
         """The squared norm of the accumulated gradient."""
-        return float(sum(jnp.vdot(g, g).real for g in jax.tree.leaves(self._sum))) if self._sum is not None else 0.0
+        return float(self._square(self._sum)) if self._sum is not None else 0.0
 
     def snapshot(self) -> None:
         """Keep the last update's gradients and weights; not part of the update, so that its time is its own."""
@@ -319,6 +337,10 @@ def named(tree: Any) -> dict[str, np.ndarray]:
         jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf)
         for path, leaf in jax.tree.leaves_with_path(tree)
     }
+
+
+def _square(tree: Any) -> jax.Array:
+    return sum((jnp.vdot(g, g).real for g in jax.tree.leaves(tree)), jnp.zeros(()))
 
 
 def _shapes(tree: Any) -> tuple:

@@ -51,6 +51,9 @@ class Job(ABC):
     def stages(self, home: Any) -> dict[int, Any]:
         """Runtimes of the row's stages on `home`, of copies of what they were made from."""
 
+    def prepare(self, stages: dict[int, Any]) -> None:  # noqa: B027
+        """What can be done before the run's time zero, in the worker's thread: jax compiles."""
+
     def work(
         self, stages: dict[int, Any], home: Any, transport: Transport, began: float,
         progress: Callable[[int], None] | None = None,

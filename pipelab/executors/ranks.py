@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipelab.executors.clock import offset
+from pipelab.executors import clock
 from pipelab.executors.job import Job
 from pipelab.executors.result import Outcome
 from pipelab.executors.wire import Wire
@@ -56,6 +56,30 @@ def perform(job: Job, progress: Callable[[int], None] | None = None) -> Outcome:
         wire.finish()
     dist.barrier()  # nobody leaves while its messages are on their way
     return outcome
+
+
+def offset(now: Callable[[], float] = time.perf_counter, host: str | None = None) -> float:
+    """Seconds to add to this rank's clock `now` to read rank 0's: exactly 0 on its host. Every rank has to call it."""
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, host or clock.host())
+    mine, message = dist.get_rank(), torch.zeros(1, dtype=torch.float64)
+
+    def ask() -> float:
+        dist.send(message, 0)
+        dist.recv(message, 0)
+        return float(message)
+
+    found = 0.0
+    for rank, other in enumerate(hosts):
+        if other == hosts[0] or mine not in (0, rank):
+            continue
+        if mine:
+            found = clock.behind(ask, now)
+        for _ in range(0 if mine else clock.ROUNDS):
+            dist.recv(message, rank)
+            message[0] = now()
+            dist.send(message, rank)
+    return found
 
 
 def _wire(job: Job, device: torch.device) -> Wire:

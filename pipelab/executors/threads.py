@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from threading import Barrier, BrokenBarrierError
 
 from pipelab.executors.job import Job
 from pipelab.executors.result import Outcome
-from pipelab.executors.transport import Aborted, Mailboxes
+from pipelab.executors.transport import Aborted, Mailboxes, Transport
 
 
-def run_threads(jobs: Sequence[Job]) -> list[Outcome]:
+def run_threads(
+    jobs: Sequence[Job], transports: Sequence[Transport] = (), start: Callable[[], float] = time.perf_counter
+) -> list[Outcome]:
     """Do every job in a thread of its own.
+
+    transports  one per replica; default: mailboxes, which connect jobs of this process alone
+    start       is called when all are ready; returns the run's time zero on `time.perf_counter`
 
     The first worker that raises ends the run, and its error is raised here; so does an interrupt: the other workers stop
     before their next action, and no thread is left behind.
     """
-    replicas = [Mailboxes(jobs[0].schedule.devices) for _ in range(jobs[0].replicas)]
-    for transport in replicas:
-        transport.replicas = replicas
+    replicas = transports or _mailboxes(jobs[0])
     ready = Barrier(len(jobs) + 1)
     homes = [job.home() for job in jobs]
     stages = [job.stages(home) for job, home in zip(jobs, homes, strict=True)]
@@ -34,6 +37,7 @@ def run_threads(jobs: Sequence[Job]) -> list[Outcome]:
     def worker(rank: int) -> Outcome:
         try:
             with homes[rank].active():
+                jobs[rank].prepare(stages[rank])
                 ready.wait()
                 ready.wait()  # the clock has been set in between
                 return jobs[rank].work(stages[rank], homes[rank], replicas[jobs[rank].replica], began[0])
@@ -45,7 +49,7 @@ def run_threads(jobs: Sequence[Job]) -> list[Outcome]:
         try:
             futures = [pool.submit(worker, rank) for rank in range(len(jobs))]
             ready.wait()
-            began[0] = time.perf_counter()
+            began[0] = start()
             for home in homes:
                 home.begin(began[0])
             ready.wait()
@@ -59,3 +63,10 @@ def run_threads(jobs: Sequence[Job]) -> list[Outcome]:
         if error is not None and not isinstance(error, (Aborted, BrokenBarrierError)):
             raise error
     return [future.result() for future in futures]
+
+
+def _mailboxes(job: Job) -> list[Mailboxes]:
+    replicas = [Mailboxes(job.schedule.devices) for _ in range(job.replicas)]
+    for transport in replicas:
+        transport.replicas = replicas
+    return replicas

@@ -1,0 +1,113 @@
+"""What test_jax_distributed starts as every process: a pipeline for each of the twists
+that its first argument names. All print JSON."""
+
+import json
+import os
+import signal
+import sys
+import time
+
+
+def main(twist, port, number):
+    if twist == "skewed":  # every process a host of its own, whose clock is an hour ahead of the one before
+        real = time.perf_counter
+        time.perf_counter = lambda: real() + 3600.0 * number
+
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_enable_x64", True)
+    jax.distributed.initialize(
+        f"localhost:{port}", 2, number, heartbeat_timeout_seconds=10, shutdown_timeout_seconds=10
+    )  # fmt: skip
+    return [twisted(one, number) for one in twist.split(",")]
+
+
+def twisted(twist, number):
+    import jax
+    import numpy as np
+    import optax
+
+    import pipelab
+    from pipelab.executors import clock
+    from pipelab.models.flax_mlp import mlp
+
+    if twist == "skewed":
+        clock.host = lambda: str(number)
+    random = np.random.default_rng(0)
+    batches = [tuple(random.normal(size=(12, 8)) for _ in range(2)) for _ in range(2)]
+    parts = mlp(4, width=8)
+    if twist in ("raise", "kill") and number == 1:
+        _, parameters = parts[3]
+
+        def failing(p, x):
+            if twist == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ZeroDivisionError("by design")
+
+        parts[3] = failing, parameters
+    if twist == "spmd":
+        return spmd(parts[0], batches[0])
+    name = twist if twist in pipelab.SCHEDULES else "pipedream_flush"
+    virtual = 2 if name == "interleaved" else 1
+    schedule = pipelab.make(name, len(parts) // virtual, 4, batches=2, virtual=virtual)
+    more = {"gpipe": {"clip": 0.05}, "idle": {"devices": "cpu:0"}, "paced": {"pace": 0.02}}.get(twist, {})
+
+    def loss(y, target):
+        return ((y - target) ** 2).mean()
+
+    if twist == "evaluate":
+        done = pipelab.evaluate(schedule, parts, batches, loss, backend="jax")
+        return {"losses": done.losses, "passed": done.check.passed, "makespan": done.timeline.makespan}
+    run = pipelab.run(schedule, parts, batches, loss, optax.adam(0.01), backend="jax", **more)
+    needs = schedule.crossing
+    late = run.timeline.start[needs] - run.timeline.end[schedule.inputs[needs]]
+    return {
+        "losses": run.losses, "passed": run.check.passed, "rule": run.check.rule, "max_rel": run.check.max_rel,
+        "weights": [len(jax.tree.leaves(w)) for w in run.weights], "makespan": run.timeline.makespan,
+        "late": float(late.min()),
+    }  # fmt: skip
+
+
+def spmd(stage, batch):
+    """Loss and gradients of one SPMD program over both processes' devices, and how far they are from the plain stack's."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import multihost_utils
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from pipelab.executors.spmd import Parameters, spmd_pipeline, spmd_value_and_grad, stack
+
+    module, variables = stage
+    stages = [jax.tree.map(lambda w, s=s: np.asarray(w, float) * (1 + s / 10), variables) for s in range(len(jax.devices()))]
+    mesh = jax.make_mesh((len(stages),), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def spread(array, *axes):
+        array = np.asarray(array)
+        sharding = NamedSharding(mesh, PartitionSpec(*axes))
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    def loss(y, target):
+        return ((y - target) ** 2).mean()
+
+    parameters = Parameters(jax.tree.map(lambda w: spread(w, "stage"), stack(stages)))
+    step = spmd_value_and_grad(spmd_pipeline(module.apply, devices=mesh, microbatches=3), loss)
+    value, gradients = step(parameters, *map(spread, batch))
+
+    def plain(stages, x, target):
+        for variables in stages:
+            x = module.apply(variables, x)
+        return loss(x, target)
+
+    expected, by_stage = jax.value_and_grad(plain)(stages, *batch)
+    found = multihost_utils.process_allgather(gradients.stages, tiled=True)
+    apart = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), found, stack(by_stage))
+    return {
+        "loss": float(value), "expected": float(expected), "max_rel": max(jax.tree.leaves(apart)),
+        "devices": sorted({(d.process_index, d.id) for d in mesh.devices.flat}), "leaves": len(jax.tree.leaves(apart)),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    print("\n" + json.dumps(main(sys.argv[1], sys.argv[2], int(sys.argv[3]))), flush=True)

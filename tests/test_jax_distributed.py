@@ -1,0 +1,123 @@
+"""Two processes of jax.distributed on this machine: the worker over sockets and transfers, and the SPMD program."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import tests.jax_setup  # isort: skip  # noqa: F401
+import jax
+import numpy as np
+import optax
+import pytest
+
+import pipelab
+from pipelab.models.flax_mlp import mlp
+
+ROOT = Path(__file__).parent.parent
+WORKER = ROOT / "tests" / "distributed_worker.py"
+GUARD = 60
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+def processes(command, numbers=(0, 1), environment=None):
+    """(statuses, standard outputs, standard errors) of one process each; none is left, since they ignore SIGTERM."""
+    shell = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, *command(n)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+            env=shell | (environment(n) if environment else {}),
+        )
+        for n in numbers
+    ]  # fmt: skip
+    try:
+        told = [process.communicate(timeout=GUARD) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return [p.returncode for p in started], [out for out, _ in told], [err for _, err in told]
+
+
+def worker(twist):
+    port = free_port()
+    return processes(lambda n: [str(WORKER), twist, port, str(n)])
+
+
+def results(twist):
+    statuses, outs, errors = worker(twist)
+    assert statuses == [0, 0], errors
+    return [json.loads(out.splitlines()[-1]) for out in outs]
+
+
+def test_both_processes_have_the_whole_result_and_the_verdict():
+    names = ["gpipe", "pipedream_2bw", "interleaved", "paced", "evaluate"]
+    for name, one, other in zip(names, *results(",".join(names)), strict=True):
+        assert one["passed"] is True, name
+        apart = {"weights"}
+        assert {k: v for k, v in one.items() if k not in apart} == {k: v for k, v in other.items() if k not in apart}
+        if name != "evaluate":
+            assert one["late"] >= 0  # one clock
+            assert one["weights"] == [4, 4, 4, 4]  # process 0 has all; the other its own
+            assert other["weights"] == ([0, 4, 0, 4] if name == "interleaved" else [0, 0, 4, 4])
+
+
+def test_two_hosts_with_clocks_of_their_own_train_what_one_process_trains():
+    [one], [other] = results("skewed")
+    assert one["passed"] is True
+    assert one["late"] > -0.05  # right but for half a round trip, where the clocks are an hour apart
+    assert one["makespan"] < GUARD
+    with jax.enable_x64(True):
+        random = np.random.default_rng(0)
+        batches = [tuple(random.normal(size=(12, 8)) for _ in range(2)) for _ in range(2)]
+        schedule, stages = pipelab.make("pipedream_flush", 4, 4, batches=2), mlp(4, width=8)
+        here = pipelab.run(schedule, stages, batches, lambda y, t: ((y - t) ** 2).mean(), optax.adam(0.01), backend="jax")
+    assert one["losses"] == other["losses"] == here.losses
+
+
+@pytest.mark.parametrize(
+    ("twist", "message"),
+    [("raise", "RunError: device 3, action 3F0: ZeroDivisionError: by design"), ("kill", "RunError: process 1 is gone"),
+     ("idle", "ValueError: 2 processes were started, and process 1 has none of the 4 rows: start fewer")],
+)  # fmt: skip
+def test_a_process_that_fails_ends_both_with_one_error(twist, message):
+    began = time.monotonic()
+    statuses, outs, errors = worker(twist)
+    assert 0 not in statuses
+    assert "losses" not in "".join(outs)
+    assert message in errors[0]
+    assert message in errors[1] or twist == "kill"
+    assert time.monotonic() - began < GUARD
+
+
+def test_the_spmd_program_over_two_processes():
+    [one], [other] = results("spmd")
+    assert one == other
+    assert [process for process, _ in one["devices"]] == [0, 0, 1, 1]
+    assert one["leaves"] == 4
+    assert abs(one["loss"] - one["expected"]) < 1e-12
+    assert one["max_rel"] < 1e-12
+
+
+def test_the_command_line_in_two_processes():
+    port = free_port()
+    line = ["-m", "pipelab", "run", "gpipe", "--devices=2", "--microbatches=4", "--backend=jax", "--distributed", "--json"]
+    statuses, outs, errors = processes(
+        lambda n: line,
+        environment=lambda n: {
+            "JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(n),
+        },
+    )  # fmt: skip
+    assert statuses == [0, 0], errors
+    reports = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in outs]
+    assert reports[1] == []
+    assert reports[0][0]["check"]["passed"] is True
+    assert reports[0][0]["devices"] == 2
