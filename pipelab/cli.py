@@ -12,6 +12,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +24,8 @@ from pipelab.schedules import SCHEDULES, make
 from pipelab.simulate import simulate
 from pipelab.timeline import Timeline
 from pipelab.validate import validate
+
+BENCHES = {"simulate": "simulate", "run": "run", "jax": "jax_pipelines", "explorer": "explorer"}  # each in a module of its own
 
 
 class Failure(Exception):
@@ -147,16 +150,15 @@ def run_command(o: argparse.Namespace) -> None:
 
 
 def bench_command(o: argparse.Namespace) -> None:
-    from pipelab.bench import explorer, run, simulate
-
     check_counts(repeats=o.repeats, actions=o.actions)
-    sizes = {"largest": o.actions} if o.what == "simulate" else {}
+    options: dict[str, Any] = {"repeats": o.repeats}
+    if o.what == "simulate":
+        options["largest"] = o.actions
     if o.what == "explorer":
         from pipelab.widgets import Explorer
 
-        report = explorer.report(Explorer, repeats=o.repeats)
-    else:
-        report = {"simulate": simulate, "run": run}[o.what].report(repeats=o.repeats, **sizes)
+        options["explorer"] = Explorer
+    report = import_module(f"pipelab.bench.{BENCHES[o.what]}").report(**options)
     if o.markdown:
         _write(o.markdown, lambda path: path.write_text(report))
     print(report, end="")
@@ -389,7 +391,7 @@ def _parser() -> argparse.ArgumentParser:
     r.add_argument("--json", action="store_true", help="print one JSON object")
 
     b = add("bench", bench_command, "measure; prints medians and ratios")
-    b.add_argument("what", choices=["simulate", "run", "explorer"])
+    b.add_argument("what", choices=list(BENCHES))
     b.add_argument("--repeats", type=int, default=3)
     b.add_argument("--actions", type=int, default=1_000_000, help="simulate: size of the largest table")
     b.add_argument("--markdown", metavar="FILE", help="write the report too")

@@ -5,6 +5,7 @@ import statistics
 
 import pytest
 
+import tests.jax_setup  # isort: skip  # noqa: F401
 from pipelab.bench import run
 from pipelab.explain import CAUSES
 
@@ -79,3 +80,18 @@ def test_seconds_per_batch_leave_out_the_first():
     seconds = run.seconds_per_batch(timeline)
     assert len(seconds) == 3
     assert statistics.fmean(seconds) == pytest.approx((timeline.makespan - 15) / 3)
+
+
+def test_jax_pipelines_side_by_side():
+    from pipelab.bench import jax_pipelines
+
+    page = jax_pipelines.report(1, jax_pipelines.Sizes(width=8, samples=2, devices=2, microbatches=(2, 8), batches=3))
+    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")][1:]
+    rows = [row for row in rows if row[0] != "---"]
+    kept = {(name, int(m)): float(size) for m, name, _, _, size in rows}
+    names = ["worker, gpipe", "worker, pipedream_flush", "worker, interleaved", "SPMD", "SPMD, recomputing",
+             "SPMD, circular", "one device"]  # fmt: skip
+    assert list(kept) == [(name, m) for m in (2, 8) for name in names]
+    assert all(numbers(time) > 0 for _, _, time, _, _ in rows)
+    assert kept["worker, gpipe", 8] == pytest.approx(4 * kept["worker, gpipe", 2], abs=0.02)  # GPipe keeps all micro-batches
+    assert kept["worker, pipedream_flush", 8] == kept["worker, pipedream_flush", 2]  # 1F1B keeps p

@@ -11,6 +11,11 @@ from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import numpy as np
+
+from pipelab.action import Kind
+from pipelab.timeline import Timeline
+
 
 def compare(calls: list[Callable[[], Any]], repeats: int) -> list[list[float]]:
     """Seconds of each call, `repeats` times in turn (A B A B), after one call of each that is not counted."""
@@ -41,6 +46,14 @@ def machine(*packages: str) -> str:
         found.append(f"load before {os.getloadavg()[0]:.1f}")
     python = f"Python {platform.python_version()}"
     return f"Measured {date.today()} on {platform.machine()}, {cores()} cores, {python}, {', '.join(found)}."
+
+
+def seconds_per_batch(timeline: Timeline) -> list[float]:
+    """Between the ends of consecutive batches' last updates, without the first batch: it warms up."""
+    s = timeline.schedule
+    updates = timeline.kind == Kind.U
+    ends = [timeline.end[updates & (timeline.microbatch == b)].max() for b in range(s.batches)]
+    return np.diff(ends).tolist()
 
 
 def spread(times: Sequence[float]) -> str:

@@ -17,13 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipelab.action import Kind
-from pipelab.bench.measure import cores, machine, spread, table
+from pipelab.bench.measure import cores, machine, seconds_per_batch, spread, table
 from pipelab.executors.run import run
 from pipelab.executors.worker import RunError
 from pipelab.explain import CAUSES, explain
@@ -94,14 +92,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def seconds_per_batch(timeline: Timeline) -> list[float]:
-    """Between the ends of consecutive batches' last updates, without the first batch: it warms up."""
-    s = timeline.schedule
-    updates = timeline.kind == Kind.U
-    ends = [timeline.end[updates & (timeline.microbatch == b)].max() for b in range(s.batches)]
-    return np.diff(ends).tolist()
 
 
 # ---- beside torch.distributed.pipelining

@@ -36,7 +36,8 @@ def run(
                after each update; called once per stage. For jax: an optax transformation
     backend    "threads" of this process, or "processes", one a device (messages over gloo, or NCCL where every rank has a
                GPU of its own). Default: threads; in a process that torchrun or another launcher started, that process is
-               one of the ranks. "jax": threads, with jitted stages
+               one of the ranks. "jax": threads, with jitted stages; after jax.distributed.initialize, over all processes,
+               which all make this call
     devices    one per row, such as ["cpu", "cuda:0"]; repeats share a device (each worker has its own CUDA stream); one
                name for all; default: the GPUs in turn if there are any, else the CPU
     replicas   this many pipelines train together, each on its share of every batch; needs a schedule with a flush
