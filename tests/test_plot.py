@@ -1,5 +1,7 @@
 """The data behind the pictures."""
 
+from dataclasses import replace
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -8,6 +10,8 @@ from matplotlib.colors import to_rgb
 
 from pipelab import Costs, Kind, make, memory, plot, simulate
 from pipelab.plot import style
+from pipelab.plot.animation import state
+from pipelab.plot.files import Writer, contents, milliseconds
 from pipelab.plot.timeline import colour_of
 
 
@@ -111,3 +115,88 @@ def test_colours_by_the_version_that_is_read():
         colours[tuple(c[:3])].add((int(k), int(v)) if k != Kind.U else int(k))
     assert all(len(meaning) == 1 for meaning in colours.values())
     assert [text.get_text() for text in ax.get_legend().get_texts()] == [f"version {v}" for v in range(6)]
+
+
+# ---- animation
+
+
+class Seen(Writer):
+    """Instead of a file: what each frame of an animation shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.started, self.running, self.words, self.cursor = [], [], [], []
+
+    def grab_frame(self, **options):
+        (ax,) = self.fig.axes
+        shown = [p for p in ax.patches if p.get_gid() and p.get_visible()]
+        self.started.append(sorted(p.get_gid() for p in shown))
+        self.running.append(sorted(p.get_gid() for p in shown if p.get_edgecolor()[:3] == (0, 0, 0)))
+        self.words.append([text.get_text() for text in ax.texts if text.get_gid()])
+        self.cursor.append(ax.lines[-1].get_xdata()[0])
+
+
+def seen(t, **options):
+    movie, writer = plot.animation(t, **options), Seen()
+    movie.save("", writer)
+    return list(movie.new_frame_seq()), writer
+
+
+@pytest.mark.parametrize(("name", "virtual"), [("inter_layer", 1), ("gpipe", 1), ("pipedream", 1), ("interleaved", 2)])
+@pytest.mark.parametrize("update", [0, 1])
+def test_a_frame_shows_the_actions_that_have_started(name, virtual, update):
+    t = simulate(make(name, 3, 3, virtual=virtual), Costs(update=update).split(virtual))
+    moments, frames = seen(t, frames=25)
+    text = [str(t.schedule.action(i)) for i in range(len(t.start))]
+    for moment, started, running in zip(moments, frames.started, frames.running, strict=True):
+        assert started == sorted(a for a, start in zip(text, t.start, strict=True) if start <= moment)
+        spans = zip(text, t.start, t.end, strict=True)
+        assert running == sorted(a for a, start, end in spans if start <= moment < end)
+    assert frames.started[-1] == sorted(text)
+    assert frames.running[-1] == []
+
+
+def test_the_words_beside_a_lane_say_what_its_device_does():
+    t = simulate(make("pipedream", 2, 3), Costs(update=1))
+    told = {moment: [state(t, d, moment) for d in range(2)] for moment in (0, 1.5, 3.5, 4.5, t.makespan)}
+    assert told == {
+        0: [("forward 0, version 0", 1), ("waits", 0)],
+        1.5: [("forward 1, version 0", 2), ("forward 0, version 0", 1)],
+        3.5: [("waits", 2), ("backward 0, version 0", 1)],
+        4.5: [("backward 0, version 0", 2), ("update 0", 0)],
+        t.makespan: [("done", 0), ("done", 0)],
+    }
+    assert state(simulate(make("interleaved", 2, 2, virtual=2)), 0, 2.5) == ("forward 0, stage 2", 3)
+
+
+def test_in_flight_in_an_animation_is_bounded_by_the_schedules_peak():
+    for name in ("gpipe", "pipedream_flush", "interleaved"):
+        t = simulate(make(name, 4, 8))
+        counts = np.array([[state(t, d, moment)[1] for d in range(4)] for moment in np.arange(0, t.makespan + 1, 0.25)])
+        assert counts.max(axis=0).tolist() == t.peak_in_flight
+        assert (counts >= 0).all() and (counts[-1] == 0).all()
+
+
+def test_an_animation_starts_at_its_own_zero_sweeps_evenly_and_holds_the_end():
+    t = simulate(make("gpipe", 2, 2))
+    late = replace(t, start=t.start + 100, end=t.end + 100, sent=t.sent + 100, arrived=t.arrived + 100)
+    (moments, a), (same, b) = seen(t, frames=40, seconds=8), seen(late, frames=40, seconds=8)
+    assert moments == same == a.cursor
+    assert a.started == b.started and a.words == b.words
+    assert np.allclose(moments, [*np.linspace(0, 9, 35), *[9] * 5])
+    movie = plot.animation(t, frames=40, seconds=8)
+    assert milliseconds(movie) == 200
+    assert len(contents(movie)) > 40
+
+
+def test_an_animation_takes_axes_and_refuses_nonsense():
+    t = simulate(make("gpipe", 2, 2))
+    figure, ax = plt.subplots()
+    movie, writer = plot.animation(t, ax, frames=4, title="mine"), Seen()
+    movie.save("", writer)
+    assert writer.fig is figure and len(writer.words) == 4
+    assert ax.get_title(loc="left") == "mine"
+    with pytest.raises(ValueError, match="frames=1: give at least 2"):
+        plot.animation(t, frames=1)
+    with pytest.raises(ValueError, match="seconds=0: give a positive number"):
+        plot.animation(t, seconds=0)

@@ -22,6 +22,7 @@ from pipelab.executors.spmd import (
     unstack,
     wasted,
 )
+from pipelab.pipeshard.reduction import carry_of
 from tests import jax_setup  # noqa: F401
 
 WIDTH = 6
@@ -204,7 +205,7 @@ def scans(jaxpr):
     """All scans in a jaxpr and in what it calls, as (iterations, shapes of the carry)."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan":
-            first, count = equation.params["num_consts"], equation.params["num_carry"]
+            first, count = carry_of(equation)
             yield equation.params["length"], [v.aval.shape for v in equation.invars[first : first + count]]
         for inner in jaxprs_in_params(equation.params):
             yield from scans(inner)
@@ -278,9 +279,11 @@ def temporary(m, v=1, remat=False, width=64, p=2):
 
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 48, 1), (4, 4, 1), (2, 24, 2)])
 def test_activations_are_kept_for_every_iteration(p, m, v):
-    """Recomputation keeps x alone; without it each tanh keeps y and 1 - y as well: four arrays more, for garbage too."""
+    """Recomputation keeps x alone. Without it two tanhs keep what their slopes need, and one's y is multiplied on; for
+    garbage too."""
+    slope = len(jax.tree.leaves(jax.vjp(jnp.tanh, 0.0)[1]))  # y and 1 - y, or since jax 0.11 their product alone
     arrays = (temporary(m, v, p=p) - temporary(m, v, remat=True, p=p)) / (4 * 64)
-    assert arrays == pytest.approx(4 * iterations(p, m, v), rel=0.1)
+    assert arrays == pytest.approx((2 + slope) * iterations(p, m, v), rel=0.1)
 
 
 def test_circular_keeps_no_copy_of_the_weights():

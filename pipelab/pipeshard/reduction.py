@@ -115,8 +115,7 @@ class Reductions:
             results = list(zip(small.outvars, large.outvars, strict=True))
             for _ in range(2):
                 self._walk(small.eqns, large.eqns)
-                first = a.params.get("num_consts", a.params.get("body_nconsts", 0))
-                carried = a.params.get("num_carry", len(results) if a.primitive.name == "while" else 0)
+                first, carried = carry_of(a)
                 for (made, _), inside in zip(results[:carried], pairs[first : first + carried], strict=True):
                     if self.of(made).how is not How.FIXED:
                         self._note(inside, self.of(made))
@@ -154,6 +153,19 @@ class Reductions:
 def _bodies(eqn: JaxprEqn) -> Sequence[Any]:
     """What a loop or a branch runs; its inputs are the last ones of the equation's."""
     return eqn.params["branches"] if eqn.primitive.name == "cond" else [eqn.params.get("body_jaxpr", eqn.params.get("jaxpr"))]
+
+
+def carry_of(eqn: JaxprEqn) -> tuple[int, int]:
+    """Where a loop's carry begins among the inputs of its body, and how many values it has."""
+    params = eqn.params
+    if eqn.primitive.name == "while":
+        return params["body_nconsts"], len(eqn.outvars)
+    if eqn.primitive.name != "scan":
+        return 0, 0
+    if "ft_in" in params:  # since jax 0.11
+        constants, carry, _ = params["ft_in"].unpack()
+        return len(constants), len(carry)
+    return params["num_consts"], params["num_carry"]
 
 
 def _axes(pair: Pair) -> list[int]:

@@ -1,8 +1,18 @@
-"""Pictures of timelines, memory and bubbles. Each takes `ax=None` and returns the Axes; none shows or saves anything."""
+"""Pictures of timelines, memory and bubbles. Each takes `ax=None` and returns the Axes; none shows or saves anything.
 
+`animation` returns matplotlib's FuncAnimation instead. The course's pictures are drawn from these by `pipelab.plot.gallery`.
+"""
+
+from pipelab.plot.animation import animation
 from pipelab.plot.bubble import bubble
+from pipelab.plot.diagrams import layers, microbatches, pooling
 from pipelab.plot.losses import losses
 from pipelab.plot.memory import memory, peaks
+from pipelab.plot.partition import partition
 from pipelab.plot.timeline import timeline, timelines
+from pipelab.plot.versions import versions
 
-__all__ = ["bubble", "losses", "memory", "peaks", "timeline", "timelines"]
+__all__ = [
+    "animation", "bubble", "layers", "losses", "memory", "microbatches", "partition", "peaks", "pooling", "timeline",
+    "timelines", "versions",
+]  # fmt: skip

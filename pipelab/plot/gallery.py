@@ -1,19 +1,68 @@
-"""The pictures in images/, made again by `make images`: python -m pipelab.plot.gallery FOLDER."""
+"""The pictures in images/, made again by `make images`: python -m pipelab.plot.gallery FOLDER.
+
+Each function draws one; the first line of its docstring is the picture's alt text.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.animation import FuncAnimation
 from matplotlib.axes import Axes
+from matplotlib.patches import Patch, Rectangle
 
+from pipelab import plot
+from pipelab.action import Kind
 from pipelab.costs import Costs
-from pipelab.plot.timeline import timelines
+from pipelab.memory import memory
+from pipelab.partition import uniform
+from pipelab.plot import files, style
+from pipelab.plot.partition import sums
+from pipelab.plot.timeline import LANE
 from pipelab.schedules import make
 from pipelab.simulate import simulate
+from pipelab.timeline import Timeline
+
+Draw = Callable[[], Axes | FuncAnimation]
+PICTURES: dict[str, Draw] = {}
 
 
+def picture(name: str) -> Callable[[Draw], Draw]:
+    """Enter a function that draws into PICTURES under its file's name."""
+
+    def enter(draw: Draw) -> Draw:
+        PICTURES[name] = draw
+        return draw
+
+    return enter
+
+
+def alt(name: str) -> str:
+    """The alt text of a picture.
+
+    >>> alt("gpipe.gif")[:34]
+    'Animation of GPipe on four devices'
+    """
+    return " ".join((PICTURES[name].__doc__ or "").split("\n\n")[0].split())
+
+
+def legend(ax: Axes, last: Patch) -> Axes:
+    """The legend of forward, backward and update, and one entry more."""
+    handles = [*(Patch(color=style.KINDS[k], label=style.NAMES[k]) for k in (Kind.F, Kind.B, Kind.U)), last]
+    ax.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=4, fontsize=8, frameon=False, borderaxespad=0.1)
+    return ax
+
+
+# ---- all schedules
+
+
+@picture("overview.png")
 def overview() -> Axes:
     """One batch of eight micro-batches on four devices, by four schedules; the model is the same in all of them."""
     costs = Costs()
@@ -23,10 +72,230 @@ def overview() -> Axes:
         "1F1B with a flush": simulate(make("pipedream_flush", 4, 8), costs),
         "interleaved, two chunks a device": simulate(make("interleaved", 4, 8, virtual=2), costs.split(2)),
     }
-    return timelines(items)
+    return plot.timelines(items)
 
 
-PICTURES = {"overview.png": overview}
+@picture("timeline_inter_layer.png")
+def timeline_inter_layer() -> Axes:
+    """Inter-layer timeline of four devices and eight micro-batches: a single box at any time, the rest of the lanes idle."""
+    return plot.timeline(simulate(make("inter_layer", 4, 8)))
+
+
+@picture("timeline_gpipe.png")
+def timeline_gpipe() -> Axes:
+    """GPipe timeline of four devices: eight forwards in a staircase, then eight backwards, then the update; idle between."""
+    return plot.timeline(simulate(make("gpipe", 4, 8)))
+
+
+@picture("timeline_pipedream.png")
+def timeline_pipedream() -> Axes:
+    """PipeDream timeline over two batches: after a warm-up, forward and backward alternate on every device, never a flush."""
+    return plot.timeline(simulate(make("pipedream", 4, 8, batches=2)))
+
+
+@picture("timeline_pipedream_2bw.png")
+def timeline_pipedream_2bw() -> Axes:
+    """PipeDream-2BW timeline over two batches: as PipeDream's, but with one update after every eighth backward."""
+    return plot.timeline(simulate(make("pipedream_2bw", 4, 8, batches=2)))
+
+
+@picture("timeline_pipedream_flush.png")
+def timeline_pipedream_flush() -> Axes:
+    """PipeDream-Flush timeline: forward and backward alternate within a batch of eight; then all drain, update and end."""
+    return plot.timeline(simulate(make("pipedream_flush", 4, 8)))
+
+
+@picture("timeline_interleaved.png")
+def timeline_interleaved() -> Axes:
+    """Interleaved timeline, two chunks a device: smaller boxes in two shades take turns, and the idle corners are smaller."""
+    return plot.timeline(simulate(make("interleaved", 4, 8, virtual=2), Costs().split(2)))
+
+
+# ---- inter-layer
+
+
+@picture("inter_layer_split.png")
+def inter_layer_split() -> Axes:
+    """Layers 1 to 3 on device 0, layers 4 and 5 on device 1: activations go on to the next layer, gradients come back."""
+    return plot.layers([3, 2])
+
+
+@picture("inter_layer_turns.png")
+def inter_layer_turns() -> Axes:
+    """Two batches on four devices, one device at a time: arrows hand the activations down and the gradients back up."""
+    t = simulate(make("inter_layer", 4, 1, batches=2), Costs(transfer=0.5, update=0.5))
+    ax = plot.timeline(t)
+    moved = t.transfers
+    for source, target, sent, arrived in zip(moved["from"], moved["to"], moved["sent"], moved["arrived"], strict=True):
+        arrow = {"arrowstyle": "-|>", "color": style.KINDS[Kind.SEND_F], "lw": 2, "shrinkA": 0, "shrinkB": 0}
+        ax.annotate("", (arrived, target), (sent, source), arrowprops=arrow)
+    return legend(ax, Patch(color=style.KINDS[Kind.SEND_F], label="transfer"))
+
+
+@picture("inter_layer.gif")
+def inter_layer() -> FuncAnimation:
+    """Animation of inter-layer parallelism: a batch goes down four devices and back up while three of them wait."""
+    t = simulate(make("inter_layer", 4, 1, batches=2), Costs(update=1))
+    return plot.animation(t, title="Inter-layer: one device at a time")
+
+
+# ---- GPipe
+
+
+@picture("gpipe_microbatches.png")
+def gpipe_microbatches() -> Axes:
+    """A mini-batch of 16 samples in a row; below it the same samples as four micro-batches of four."""
+    return plot.microbatches(16, 4)
+
+
+@picture("gpipe.gif")
+def gpipe() -> FuncAnimation:
+    """Animation of GPipe on four devices: four micro-batches fill the pipeline, come back, and all devices update."""
+    return plot.animation(simulate(make("gpipe", 4, 4), Costs(update=1)), title="GPipe")
+
+
+# ---- PipeDream
+
+
+@picture("pipedream.gif")
+def pipedream() -> FuncAnimation:
+    """Animation of PipeDream's 1F1B: after the warm-up each device does one forward, one backward, and updates at once."""
+    return plot.animation(simulate(make("pipedream", 4, 8)), title="PipeDream: 1F1B")
+
+
+@picture("pipedream_versions.png")
+def pipedream_versions() -> Axes:
+    """Which weight version each action of PipeDream reads: a backward reads the one of its forward, up to three updates old."""
+    t = simulate(make("pipedream", 4, 6))
+    ax = plot.timeline(t, style.axes(None, 10, 3.4), by_version=True, title="PipeDream: the weight version (v) an action reads")
+    for i in np.flatnonzero(t.kind <= Kind.W).tolist():
+        shown = f"v{t.version[i]}"
+        ax.text((t.start[i] + t.end[i]) / 2, t.device[i] + 0.36, shown, ha="center", va="bottom", fontsize=7)
+    return ax
+
+
+# ---- the flush
+
+
+@picture("pipeline_flush.png")
+def pipeline_flush() -> Axes:
+    """Two batches of 1F1B with a flush: every device waits nine units, while the pipeline drains and while it fills."""
+    t = simulate(make("pipedream_flush", 4, 6, batches=2), Costs(update=0.5))
+    gaps = flush_gaps(t)
+    idle = sum(b - a for device, a, b in gaps if device == 0)
+    ax = plot.timeline(t, title=f"A flush between two batches: every device waits {idle:g} units")
+    for device, a, b in gaps:
+        box = Rectangle((a, device - LANE / 2), b - a, LANE, facecolor=style.YELLOW, edgecolor=style.GREY, lw=0.8, hatch="..")
+        ax.add_patch(box)
+        label = ax.text((a + b) / 2, device, f"{b - a:g}", ha="center", va="center", fontsize=8)
+        label.set_bbox({"facecolor": style.YELLOW, "lw": 0, "pad": 3})
+    return legend(ax, Patch(facecolor=style.YELLOW, edgecolor=style.GREY, hatch="..", label="waits (how long)"))
+
+
+def flush_gaps(t: Timeline) -> list[tuple[int, float, float]]:
+    """Idle (device, from, to) between a device's first backward of a batch and its first of the next."""
+    gaps = []
+    for d, (a, b) in enumerate(pairwise(t.schedule.bounds)):
+        kind, batch = t.kind[a:b], t.microbatch[a:b] // t.schedule.microbatches
+        for k in range(t.schedule.batches - 1):
+            first, following = (a + int(np.flatnonzero((kind == Kind.B) & (batch == n))[0]) for n in (k, k + 1))
+            ends, starts = t.end[first:following].tolist(), t.start[first + 1 : following + 1].tolist()
+            gaps += [(d, end, start) for end, start in zip(ends, starts, strict=True) if start > end]
+    return gaps
+
+
+@picture("flush_memory.png")
+def flush_memory() -> Axes:
+    """Activations kept over time on four devices: GPipe climbs to all eight micro-batches, 1F1B to 4, 3, 2, 1."""
+    costs = Costs(activations=1)
+    kept = {name: memory(simulate(make(name, 4, 8), costs), costs) for name in ("gpipe", "pipedream_flush")}
+    figure, grid = plt.subplots(2, 2, figsize=(10, 4.6), sharex=True, sharey=True, layout="constrained")
+    looks = {"gpipe": ("GPipe", style.ORANGE, "--"), "pipedream_flush": ("1F1B with a flush", style.BLUE, "-")}
+    for device, ax in enumerate(grid.flat):
+        style.axes(ax)
+        peaks = []
+        for name, m in kept.items():
+            label, colour, line = looks[name]
+            time, level = m.over_time(device)
+            settled = np.append(np.diff(time) > 0, True)  # of several steps at one time, the last
+            time, total = np.append(time[0], time[settled]), np.append(0, level.sum(axis=0)[settled])
+            ax.plot(time, total, line, drawstyle="steps-post", color=colour, lw=2, label=label)
+            if line == "-":
+                ax.fill_between(time, total, step="post", color=style.lighter(colour, 0.8), lw=0)
+            peaks.append(f"{label} {total.max():g}")
+        ax.set_title(f"device {device}: peak {', '.join(peaks)}", loc="left", fontsize=10)
+    figure.supxlabel("time", fontsize=10)
+    figure.supylabel("micro-batches whose activations are kept", fontsize=10)
+    grid[0, 1].legend(fontsize=9, frameon=False, loc="upper right")
+    return grid[0, 0]
+
+
+@picture("max_pooling.png")
+def max_pooling() -> Axes:
+    """Max-pooling of 4 x 4 to 2 x 2: the backward puts each of four gradients where the largest input of its block stood."""
+    x = np.random.default_rng(4).permutation(16).reshape(4, 4)
+    return plot.pooling(x, np.array([[3, -1], [2, 5]]))
+
+
+# ---- partition
+
+# VGG-16 on one image of 224 x 224 (Simonyan & Zisserman 2014, arXiv 1409.1556, table 1, D): (channels, width) of a
+# convolution's output; pooling halves the width between the groups. Then the fully connected layers' sizes.
+CONVOLUTIONS = [(64, 224)] * 2 + [(128, 112)] * 2 + [(256, 56)] * 3 + [(512, 28)] * 3 + [(512, 14)] * 3
+CONNECTED = [512 * 7 * 7, 4096, 4096, 1000]
+
+
+def vgg16() -> list[float]:
+    """Billions of multiply-adds of each layer's forward: 3 x 3 convolutions, then the fully connected layers."""
+    channels = [3, *(c for c, _ in CONVOLUTIONS)]
+    convolutions = [9 * a * b * width**2 for (a, b), (_, width) in zip(pairwise(channels), CONVOLUTIONS, strict=True)]
+    return [work / 1e9 for work in convolutions + [a * b for a, b in pairwise(CONNECTED)]]
+
+
+def fastest(times: Sequence[float], devices: int) -> list[int]:
+    """The layers of each device where the busiest has the least to do, found by trying every cut.
+
+    >>> fastest([1, 1, 1, 3], 2)
+    [3, 1]
+    """
+    cuts = ([0, *middle, len(times)] for middle in combinations(range(1, len(times)), devices - 1))
+    splits = ([b - a for a, b in pairwise(cut)] for cut in cuts)
+    return min(splits, key=lambda counts: max(sums(times, counts)))
+
+
+@picture("partition.png")
+def partition() -> Axes:
+    """VGG-16's sixteen layers on four devices: four layers each leave one device nearly idle; balanced times are shorter."""
+    times = vgg16()
+    items = {}
+    for words, counts in (("equal counts", uniform(len(times), 4)), ("balanced times", fastest(times, 4))):
+        work = sums(times, counts)
+        t = simulate(make("pipedream_flush", 4, 8), Costs(forward=work, input_grad=work, weight_grad=work))
+        items[f"{words}: the busiest device {max(work):.3g}; 8 images by 1F1B with a flush take {t.makespan:.0f}"] = counts
+    return plot.partition(
+        times, items, unit="forward of one image, billions of multiply-adds (its backward is counted as twice that)"
+    )
+
+
+# ---- PipeDream-2BW
+
+
+@picture("pipedream_2bw_buffers.png")
+def pipedream_2bw_buffers() -> Axes:
+    """Stage 0 of PipeDream-2BW: two buffers take turns to hold the weight versions; gradients of four micro-batches add up."""
+    return plot.versions(simulate(make("pipedream_2bw", 4, 4, batches=3), Costs(update=1)))
+
+
+# ---- interleaved
+
+
+@picture("interleaved_chunks.png")
+def interleaved_chunks() -> Axes:
+    """Eight layers on two devices: device 0 holds 1, 2, 5, 6 and device 1 holds 3, 4, 7, 8; below, their chunks take turns."""
+    s = make("interleaved", 2, 4, virtual=2)
+    _, (above, below) = plt.subplots(2, 1, figsize=(10, 4.4), height_ratios=[1.5, 1], layout="constrained")
+    plot.layers([2] * s.stages, s.placement, above, title="four chunks of two layers, placed in turn")
+    return plot.timeline(simulate(s, Costs().split(2)), below)
 
 
 def main(folder: str) -> None:
@@ -34,9 +303,8 @@ def main(folder: str) -> None:
     matplotlib.use("Agg")
     Path(folder).mkdir(parents=True, exist_ok=True)
     for name, draw in PICTURES.items():
-        figure = draw().get_figure(root=True)
-        assert figure is not None
-        figure.savefig(Path(folder) / name, dpi=120, metadata={"Software": None})
+        files.save(draw(), Path(folder) / name, alt(name))
+        plt.close("all")
 
 
 if __name__ == "__main__":
