@@ -8,8 +8,11 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from pipelab.plot import gallery
+
 FOLDER = Path(__file__).parent.parent / "notebooks"
 BOOKS = sorted(FOLDER.glob("*.ipynb"))
+PICTURE = re.compile(r"!\[([^\]]*)\]\(\.\./images/([^)]*)\)")
 TAGS = {"nbval-ignore-output", "exercise"}
 by_name = pytest.mark.parametrize("path", BOOKS, ids=lambda p: p.stem)
 
@@ -31,6 +34,7 @@ PARTS = ("After this you can", "Recall.", "Predict", "Break it", "For real", "Me
 def test_there_are_lectures():
     assert [p.stem for p in BOOKS] == [
         "01_inter_layer", "02_gpipe", "03_pipedream_1f1b", "05_pipedream_2bw", "08_jax_pipelines",
+        "09_pipeshard_manual",
     ]  # fmt: skip
 
 
@@ -57,7 +61,7 @@ def test_tags_kernel_and_size(path):
         assert tags(cell) <= TAGS
         assert "clear_output" not in cell.source
         assert len(cell.source.splitlines()) <= 20
-    prose = sum(len(c.source.split()) for c in cells(path, "markdown"))
+    prose = sum(len(PICTURE.sub("", c.source).split()) for c in cells(path, "markdown"))
     assert prose <= 1500
     assert "sanitize" not in book.metadata
 
@@ -91,6 +95,13 @@ def test_the_skeleton_and_the_links(path):
         assert (FOLDER / link).exists(), link
     shown = (o.get("data", {}).get("text/plain", "") + o.get("text", "") for c in cells(path, "code") for o in c.outputs)
     assert "Check passed" in "".join(shown)
+
+
+def test_every_picture_is_used_with_its_words():
+    pages = [c.source for path in BOOKS for c in cells(path, "markdown")]
+    used = {name: alt for page in pages for alt, name in PICTURE.findall(page)}
+    assert used == {name: alt for name in gallery.PICTURES if (alt := gallery.alt(name)) and name != "overview.png"}
+    assert "](images/overview.png)" in (FOLDER.parent / "README.md").read_text()
 
 
 # ---- exercises
@@ -179,6 +190,22 @@ EXERCISES = {
     ("08_jax_pipelines", 2): {
         "right": ["answer = 56.0", "answer = round(8 * spmd.iterations(8, 32, 4) * spmd.wasted(8, 32, 4))"],
         "wrong": ["answer = 7", "answer = 224", "answer = 14", "answer = 8 * 8", "answer = spmd.wasted(8, 32, 4)"],
+    },
+    ("09_pipeshard_manual", 1): {
+        "right": [
+            "def answer(n, d):\n    k = max(1, n // (d + 1))\n"
+            "    return min(max(k, (n - k) / d), max(k + 1, (n - k - 1) / d) if k + 1 < n else n)",
+            "from fractions import Fraction\nanswer = lambda n, d: min(max(k, Fraction(n - k, d)) for k in range(1, n))",
+        ],
+        "wrong": [
+            "answer = lambda n, d: n / (d + 1)", "answer = lambda n, d: max(1, n / (d + 1))",
+            "answer = lambda n, d: max(1, (n - 1) / d)", "answer = lambda n, d: -(-n // (d + 1))",
+            "answer = lambda n, d: min(max(k, (n - k) / d) for k in range(0, n))", "def answer(n, d):\n    return n / 0",
+        ],
+    },
+    ("09_pipeshard_manual", 2): {
+        "right": ["answer = 648.0", "answer = 12 * sum(16 - min(16, 4 - s) for s in range(4))"],
+        "wrong": ["answer = 54", "answer = 12 * 12", "answer = 120", "answer = 12 * 4 * (16 - 4)", "answer = '648 MiB'"],
     },
 }  # fmt: skip
 
