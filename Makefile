@@ -8,7 +8,7 @@ help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
 
 lab: .venv/.ready  ## set up, then open JupyterLab on the course
-	$(BIN)/jupyter lab notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
+	$(BIN)/jupyter lab notebooks/00_start_here.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
 
 test: .venv/.ready  ## set up, then lint, types, unit tests, doctests, notebooks
 	$(BIN)/ruff check
@@ -26,6 +26,8 @@ notebooks: .venv/.ready  ## run the lectures and store their outputs
 bench: .venv/.ready  ## measure and rewrite benchmarks/
 	$(BIN)/pipelab bench simulate --repeats 5 --markdown benchmarks/simulate.md
 	$(BIN)/pipelab bench run --markdown benchmarks/run.md
+	$(BIN)/pipelab bench jax --markdown benchmarks/jax.md
+	$(BIN)/pipelab bench explorer --repeats 9 --markdown benchmarks/explorer.md
 
 images: .venv/.ready  ## draw the pictures in images/ again
 	$(BIN)/python -m pipelab.plot.gallery images

@@ -17,7 +17,20 @@ LAYERS = [
     {"widgets", "teach", "cli", "__main__"},
 ]
 LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}
-HEAVY = {"torch", "jax", "flax", "matplotlib", "transformers", "torchgpipe", "deepspeed", "ipywidgets", "pandas", "safetensors"}
+HEAVY = {
+    "torch",
+    "jax",
+    "flax",
+    "matplotlib",
+    "transformers",
+    "torchgpipe",
+    "deepspeed",
+    "ipywidgets",
+    "anywidget",
+    "playwright",
+    "pandas",
+    "safetensors",
+}
 FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
 
 

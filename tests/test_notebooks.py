@@ -33,7 +33,7 @@ PARTS = ("After this you can", "Recall.", "Predict", "Break it", "For real", "Me
 
 def test_there_are_lectures():
     assert [p.stem for p in BOOKS] == [
-        "01_inter_layer", "02_gpipe", "03_pipedream_1f1b", "05_pipedream_2bw", "08_jax_pipelines",
+        "00_start_here", "01_inter_layer", "02_gpipe", "03_pipedream_1f1b", "05_pipedream_2bw", "08_jax_pipelines",
         "09_pipeshard_manual",
     ]  # fmt: skip
 
@@ -107,6 +107,14 @@ def test_every_picture_is_used_with_its_words():
 # ---- exercises
 
 EXERCISES = {
+    ("00_start_here", 1): {
+        "right": ["answer = 27.0", "answer = 9 * 3"],
+        "wrong": ["answer = 30", "answer = 26", "answer = None or 'many'"],
+    },
+    ("00_start_here", 2): {
+        "right": ['answer = pl.make("gpipe", 2, 2)', 'answer = "0F1 0F0 0B1 0B0\\n1F1 1F0 1B1 1B0"'],
+        "wrong": ['answer = pl.make("inter_layer", 2, 2)', 'answer = "0F0 0F1 0B0\\n1F0 1F1 1B0"', "answer = 9"],
+    },
     ("01_inter_layer", 1): {
         "right": ["answer = 4 / 5", "from fractions import Fraction\nanswer = Fraction(4, 5)"],
         "wrong": ["answer = 0.2", "answer = 1 - 1 / 4", "answer = 'most'"],

@@ -1,0 +1,431 @@
+// The schedule explorer in the browser: Python computes; this file draws what it is told and sends what the form says.
+
+const SIZES = { // setting: what the form calls it, and where its slider ends
+  devices: ["devices p", 32], microbatches: ["micro-batches m", 128], virtual: ["chunks a device v", 8],
+  batches: ["batches", 8],
+};
+const SECONDS = ["forward", "input_grad", "weight_grad", "update", "transfer"];
+const BYTES = ["weights", "optimizer", "activations", "boundary"];
+const LEFT = 62, TOP = 6, AXIS = 22; // pixels
+const SWEEP = 8000, STEP = 600; // milliseconds of a whole play, and between its steps where motion is unwelcome
+const BOTH = -2; // as in drawing.py
+let patterns = 0; // widgets on one page need different ids
+
+// ---- small tools
+
+function html(tag, properties = {}, ...children) {
+  const node = Object.assign(document.createElement(tag), properties);
+  node.append(...children);
+  return node;
+}
+
+const number = (x) => String(+x.toPrecision(5));
+const round = (x) => Math.round(x * 100) / 100;
+const box = (x, y, w, h) => `M${round(x)} ${round(y)}h${round(w)}v${h}h${round(-w)}z`;
+
+function label(x, y, text, style = "") {
+  const safe = String(text).replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
+  return `<text x="${round(x)}" y="${round(y)}" dy=".35em" style="${style}">${safe}</text>`;
+}
+
+function unpack(text, rows) {
+  const all = new Float32Array(Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer), n = all.length / rows;
+  return Array.from({ length: rows }, (_, k) => all.subarray(k * n, (k + 1) * n));
+}
+
+// The last index in values[from:to], which rise, whose value is at most x; or from - 1.
+function lastUpTo(values, x, from, to) {
+  while (from < to) {
+    const middle = (from + to) >> 1;
+    if (values[middle] <= x) from = middle + 1;
+    else to = middle;
+  }
+  return from - 1;
+}
+
+// ---- the form
+
+function makeForm(choices, changed) {
+  const controls = {};
+  const list = (name, text, values) => {
+    const options = values.map((value) => html("option", { value, textContent: value || "none" }));
+    controls[name] = html("select", { name, onchange: changed }, ...options);
+    return html("label", {}, html("span", {}, text), controls[name]);
+  };
+  const size = ([name, [text, max]]) => {
+    const slider = html("input", { type: "range", min: 1, max });
+    const exact = html("input", { type: "number", name, min: 1, ariaLabel: `${text}, number` });
+    slider.oninput = () => ((exact.value = slider.value), changed());
+    exact.onchange = changed;
+    Object.assign(controls, { [name]: exact, [`${name} slider`]: slider });
+    return html("label", {}, html("span", {}, text), slider, exact);
+  };
+  const cost = (name) => {
+    const field = html("input", { type: "text", name, inputMode: "decimal", autocomplete: "off", onchange: changed });
+    field.onkeydown = (event) => {
+      const step = { ArrowUp: 0.25, ArrowDown: -0.25 }[event.key];
+      if (!step || field.value.trim() === "" || isNaN(field.value)) return;
+      event.preventDefault();
+      field.value = number(Math.max(0, +field.value + step));
+      changed();
+    };
+    controls[name] = field;
+    return html("label", {}, html("span", {}, name.replace("grad", "gradient").replace("_", " ")), field);
+  };
+  const group = (text, ...fields) => html("fieldset", {}, html("legend", {}, text), ...fields);
+  const costs = html("details", { open: true },
+    html("summary", {}, "Costs of a device's share of the model: one number, or one per device with commas"),
+    group("seconds", ...SECONDS.map(cost)),
+    group("bytes", ...BYTES.map(cost), list("recompute", "recompute", choices.recompute)));
+  const sizes = html("div", { className: "sizes" },
+    list("schedule", "schedule", choices.schedules), list("compare", "compare with", ["", ...choices.schedules]),
+    ...Object.entries(SIZES).map(size));
+  return [html("form", { onsubmit: (event) => event.preventDefault() }, sizes, costs), controls];
+}
+
+function readForm(controls, names) {
+  const value = ({ type, value, valueAsNumber }) => (type !== "number" ? value : isNaN(valueAsNumber) ? null : valueAsNumber);
+  return Object.fromEntries(names.map((name) => [name, value(controls[name])]));
+}
+
+const hasChunks = (choices, settings) => [settings.schedule, settings.compare].some((name) => choices.chunks.includes(name));
+
+function writeForm(controls, settings, choices) {
+  for (const [name, value] of Object.entries(settings)) {
+    const slider = controls[`${name} slider`];
+    if (slider && value !== null) {
+      slider.max = Math.max(slider.max, value);
+      slider.value = value;
+    }
+    if (controls[name].value !== String(value ?? "")) controls[name].value = value ?? "";
+  }
+  for (const name of ["virtual", "virtual slider"]) controls[name].disabled = !hasChunks(choices, settings);
+}
+
+// ---- the picture
+
+// Where everything stands: a row for each device of each timeline, from top to bottom, and pixels for seconds.
+function layout(drawing, width) {
+  const items = drawing.timelines.map((t) => {
+    const columns = unpack(t.data, t.columns.length);
+    const byName = Object.fromEntries(t.columns.map((name, k) => [name, columns[k]]));
+    return { ...t, ...byName, steps: unpack(t.steps, drawing.causes.length + 1) };
+  });
+  const devices = Math.max(...items.map((t) => t.bounds.length - 1));
+  const heights = [[4, 24, 30, 8], [8, 22, 20, 6], [16, 17, 13, 6], [Infinity, 9, 9, 3]]; // up to so many devices
+  const [, lane, memory, gap] = heights.find(([most]) => devices <= most);
+  const strip = drawing.memory ? memory : 0, rows = [];
+  let y = TOP;
+  for (const t of items) {
+    t.heading = y + 8;
+    y += items.length > 1 ? 24 : 0;
+    for (let d = 0; d + 1 < t.bounds.length; d++, y += lane + strip + gap) rows.push({ t, device: d, y });
+    y += 8;
+  }
+  const peaks = strip > 9 ? items.flatMap((t) => t.peaks.map((text) => text.length)) : [0];
+  const right = width - (drawing.memory ? 12 + 6.5 * Math.max(4, ...peaks) : 12);
+  const scale = (right - LEFT) / (drawing.end || 1), bottom = y - 6;
+  return { items, rows, lane, strip, right, bottom, height: bottom + AXIS + 6, scale, x: (time) => LEFT + time * scale };
+}
+
+// The boxes: one path for each colour, however many actions there are, and numbers where they fit.
+function boxes({ rows, lane, right, scale, x }, { letters }, hatch) {
+  const paths = new Map(), idle = [], instants = [], texts = [];
+  const longest = Math.max(...rows.map(({ t, device }) => t.bounds[device + 1] - t.bounds[device]));
+  const thick = round(Math.min(1.4, (0.3 * (right - LEFT)) / longest)); // of an instant, thin where actions are
+  for (const { t, device, y } of rows) {
+    let free = 0; // when the device is done with what came before
+    const rest = (until) => until - free > 1e-6 * t.makespan && idle.push(box(x(free), y, (until - free) * scale, lane));
+    for (let i = t.bounds[device]; i < t.bounds[device + 1]; i++) {
+      rest(t.start[i]);
+      free = t.end[i];
+      const left = x(t.start[i]), w = (t.end[i] - t.start[i]) * scale, [fill, ink] = t.colours[t.colour[i]];
+      if (w < 0.01) {
+        instants.push(`M${round(left)} ${y}v${lane}`); // such as an update that takes no time
+        continue;
+      }
+      if (!paths.has(fill)) paths.set(fill, []);
+      paths.get(fill).push(w > 4 ? box(left + 0.5, y, w - 1, lane) : box(left, y, w, lane));
+      const size = letters[t.kind[i]] === "U" ? 0 : Math.min(11, lane * 0.7, (w - 4) / (0.6 * t.digits));
+      if (size >= 7) texts.push(label(left + w / 2, y + lane / 2, t.microbatch[i], `font-size:${round(size)}px;fill:${ink}`));
+    }
+    rest(t.makespan);
+  }
+  const coloured = [...paths].map(([fill, path]) => `<path class="boxes" fill="${fill}" d="${path.join("")}"/>`);
+  return `<path fill="url(#${hatch})" d="${idle.join("")}"/>${coloured.join("")}
+    <path class="instants" stroke-width="${thick}" d="${instants.join("")}"/><g class="numbers">${texts.join("")}</g>`;
+}
+
+// Memory below each lane: every cause as an area from the base to its top, the lower ones drawn over the higher.
+function strips({ rows, lane, strip, right, scale, x }, { causes, memory }) {
+  if (!memory) return "";
+  const paths = causes.map(() => []), bases = [], peaks = [], high = (strip - 3) / memory;
+  for (const { t, device, y } of rows) {
+    const base = y + lane + strip, [time, ...tops] = t.steps, from = t.step_bounds[device], to = t.step_bounds[device + 1];
+    tops.forEach((top, c) => {
+      paths[c].push(`M${round(x(time[from] ?? 0))} ${base}`);
+      for (let k = from; k < to; k++) {
+        paths[c].push(`V${round(base - top[k] * high)}H${round(x(k + 1 < to ? time[k + 1] : t.makespan))}`);
+      }
+      paths[c].push(`V${base}z`);
+    });
+    bases.push(`M${LEFT} ${base}h${round(t.makespan * scale)}`);
+    if (strip > 9) peaks.push(label(right + 6, base - strip / 2, t.peaks[device]));
+  }
+  const areas = paths.map((path, c) => `<path fill="${causes[c][1]}" d="${path.join("")}"/>`).reverse().join("");
+  return `<g class="memory ${strip > 9 ? "edged" : ""}">${areas}</g><path class="base" d="${bases.join("")}"/>
+    <g class="peaks">${peaks.join("")}</g>`;
+}
+
+function ticks(end, room) {
+  const rough = (end || 1) / Math.max(2, Math.floor(room / 70)), power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].find((f) => f * power >= rough) * power;
+  return Array.from({ length: Math.floor(end / step + 1e-9) + 1 }, (_, k) => k * step);
+}
+
+function frame({ items, rows, lane, strip, right, bottom, x }, { end, memory }) {
+  const times = ticks(end, right - LEFT), below = bottom + AXIS / 2;
+  const marked = times.filter((time) => !memory || x(time) < right - 14); // the column of peaks has its own word
+  const grid = times.map((time) => `M${round(x(time)) + 0.5} ${TOP - 2}V${bottom}`).join("");
+  return `<path class="grid" d="${grid}"/>
+    <g class="devices">${rows.map((row) => label(LEFT - 8, row.y + lane / 2, `device ${row.device}`)).join("")}</g>
+    <g class="times">${marked.map((time) => label(x(time), below, number(time))).join("")}</g>
+    <g class="peaks">${memory && strip > 9 ? label(right + 6, below, "peak") : ""}</g>
+    <g class="heads">${items.length > 1 ? items.map((t) => label(LEFT, t.heading, t.name)).join("") : ""}</g>`;
+}
+
+// ---- an action in words
+
+const deviceOf = (t, i) => lastUpTo(t.bounds, i, 0, t.bounds.length);
+const before = (t, i) => (t.bounds.includes(i) ? -1 : i - 1);
+const needed = (t, i) => [t.source[i], before(t, i)].filter((j) => j >= 0);
+const needing = (t, i) => [t.taker[i], t.bounds.includes(i + 1) ? -1 : i + 1].filter((j) => j >= 0);
+const nameOf = ({ letters }, t, i) => `${t.stage[i]}${letters[t.kind[i]]}${t.microbatch[i]}`;
+
+function causeOf(drawing, t, i) {
+  if (t.cause[i] !== BOTH) return nameOf(drawing, t, t.cause[i]);
+  return `${nameOf(drawing, t, t.source[i])} and ${nameOf(drawing, t, before(t, i))}, both done at once`;
+}
+
+function describe(drawing, t, i) {
+  const name = (j) => nameOf(drawing, t, j), row = before(t, i), source = t.source[i];
+  const update = drawing.letters[t.kind[i]] === "U", idle = t.start[i] - (row < 0 ? 0 : t.end[row]);
+  const what = update ? `update ${t.microbatch[i]}` : `${drawing.names[t.kind[i]]} of micro-batch ${t.microbatch[i]}`;
+  const span = `from ${number(t.start[i])} to ${number(t.end[i])}`;
+  const version = `${update ? "makes" : "reads"} weight version ${t.version[i]}`;
+  const needs = [];
+  if (source >= 0) needs.push(`its input from ${name(source)}, here at ${number(t.there[i])}`);
+  if (row >= 0) needs.push(`${name(row)} before it in its row, done at ${number(t.end[row])}`);
+  let waits = needs.length ? `${needs.join("; ")}.` : "nothing: it starts at once.";
+  if (needs.length > 1) waits += ` The last: ${causeOf(drawing, t, i)}.`;
+  if (idle > 1e-6 * drawing.end) waits += ` The device was idle for ${number(idle)}.`;
+  const waiting = (j) => t.cause[j] === i || t.cause[j] === BOTH;
+  const kept = needing(t, i).filter(waiting).map(name).join(" and ") || "none";
+  const others = needing(t, i).filter((j) => !waiting(j))
+    .map((j) => `; ${name(j)} needs it too, but waits for ${causeOf(drawing, t, j)}`);
+  return [
+    [name(i), `${what}, stage ${t.stage[i]}, device ${deviceOf(t, i)}: ${span}, ${version}.`],
+    ["waits for", waits], ["keeps waiting", `${kept}${others.join("")}.`],
+  ];
+}
+
+function describeIdle(drawing, t, device, next) {
+  const last = next >= t.bounds[device + 1], begin = next > t.bounds[device] ? t.end[next - 1] : 0;
+  const why = last ? "nothing left to do" : `${nameOf(drawing, t, next)} waits for ${causeOf(drawing, t, next)}`;
+  return [["idle", `device ${device}, from ${number(begin)} to ${number(last ? t.makespan : t.start[next])}: ${why}.`]];
+}
+
+// ---- the widget
+
+function render({ model, el }) {
+  const choices = model.get("choices"), hatch = `pipelab-idle-${++patterns}`;
+  const [form, controls] = makeForm(choices, send);
+  const error = html("p", { className: "error", role: "alert" });
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  const pattern = `id="${hatch}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"`;
+  svg.innerHTML = `<defs><pattern ${pattern}><path class="hatch" d="M0 0V6"/></pattern></defs>
+    <g class="frame"></g><g class="lanes"></g><g class="selection"></g><g class="running"></g><line class="cursor"/>`;
+  const speech = { role: "application", ariaRoleDescription: "timeline: arrow keys move between actions, space plays" };
+  Object.assign(svg, { tabIndex: 0, ...speech });
+  const layer = Object.fromEntries([...svg.children].map((node) => [node.getAttribute("class"), node]));
+  const play = html("button", { type: "button", className: "play", onclick: toggle });
+  const clock = html("output", { className: "clock" }), legend = html("span", { className: "legend" });
+  const about = html("dl", { className: "about", ariaLive: "polite" }), table = html("table", { className: "measures" });
+  const bar = html("div", { className: "bar" }, play, clock, legend);
+  const picture = html("div", { className: "picture" }, svg, bar, about);
+  const saved = html("p", { className: "saved" }, "A saved picture: run this cell to change it; pointing and Play work.");
+  const body = html("div", { className: "body" }, picture, table);
+  el.append(html("div", { className: "pipelab-explorer" }, form, saved, error, body));
+  for (const node of el.querySelectorAll("input, select, summary, button, svg")) {
+    node.setAttribute("data-lm-suppress-shortcuts", ""); // keys typed here are not the notebook's commands
+  }
+
+  let drawing, place; // what to draw, and where
+  let chosen = null; // {timeline, i}: an action; or {timeline, i, idle}: the rest of device `idle` before action i
+  let time = null, request = 0; // of the play; the request for its next frame, 0 when it pauses
+
+  function send() {
+    const settings = readForm(controls, Object.keys(model.get("settings")));
+    // A schedule with chunks starts with two: with one it is another schedule.
+    if (hasChunks(choices, settings) && controls.virtual.disabled && settings.virtual === 1) settings.virtual = 2;
+    writeForm(controls, settings, choices);
+    model.set("settings", settings);
+    model.save_changes();
+  }
+
+  function take() {
+    drawing = model.get("drawing");
+    chosen = null;
+    draw();
+    const entry = ([text, colour]) => html("span", {}, html("i", { style: `background:${colour}` }), text);
+    legend.replaceChildren(...drawing.legend.map(entry), html("span", {}, html("i", { className: "hatched" }), "idle"));
+    if (drawing.lighter) legend.append(html("span", {}, drawing.lighter));
+    if (drawing.memory) legend.append(html("b", { textContent: "memory" }), ...drawing.causes.map(entry));
+    const rows = drawing.numbers.map(([name, hint, ...values]) => html("tr", { title: hint, className: hint ? "" : "part" },
+      html("th", { scope: "row", textContent: name }), ...values.map((value) => html("td", {}, value))));
+    const names = drawing.timelines.map((t) => html("th", { scope: "col", textContent: t.name }));
+    table.replaceChildren(...(names.length > 1 ? [html("tr", {}, html("td"), ...names)] : []), ...rows);
+    svg.ariaLabel = drawing.timelines.map((t) => t.summary).join(" Compared with: ");
+  }
+
+  function draw() {
+    const width = picture.clientWidth;
+    if (!drawing || width < 200) return; // not laid out yet
+    place = layout(drawing, width);
+    svg.setAttribute("width", width);
+    svg.setAttribute("height", place.height);
+    layer.frame.innerHTML = frame(place, drawing);
+    layer.lanes.innerHTML = boxes(place, drawing, hatch) + strips(place, drawing);
+    select(chosen);
+    light();
+  }
+
+  // -- pointing at an action, with a mouse or with keys
+
+  const rowOf = (t, device) => place.rows.find((row) => row.t === t && row.device === device);
+
+  function outline(t, i, kind) {
+    const { y } = rowOf(t, deviceOf(t, i)), w = Math.max((t.end[i] - t.start[i]) * place.scale, 2);
+    return `<rect class="${kind}" x="${round(place.x(t.start[i]))}" y="${y}" width="${round(w)}" height="${place.lane}"/>`;
+  }
+
+  function line(t, i, j, kind) {
+    const point = (time, k) => `${round(place.x(time))} ${rowOf(t, deviceOf(t, k)).y + place.lane / 2}`;
+    return i < 0 || j < 0 ? "" : `<path class="${kind}" d="M${point(t.end[i], i)}L${point(t.start[j], j)}"/>`;
+  }
+
+  function select(found) {
+    chosen = found;
+    const { timeline, i, idle } = found ?? {}, t = place.items[timeline];
+    layer.selection.innerHTML = !found || idle !== undefined ? "" : [
+      ...needed(t, i).map((j) => outline(t, j, "needed")), ...needing(t, i).map((j) => outline(t, j, "needing")),
+      line(t, t.source[i], i, "needed"), line(t, i, t.taker[i], "needing"), outline(t, i, "chosen"),
+    ].join("");
+    const lines = !found ? [] : idle === undefined ? describe(drawing, t, i) : describeIdle(drawing, t, idle, i);
+    about.replaceChildren(...lines.flatMap(([term, text]) => [html("dt", {}, term), html("dd", {}, text)]));
+    if (!found) about.append(html("dd", {}, "Point at an action, or go to the timeline with Tab and use the arrow keys."));
+  }
+
+  function at(event) {
+    const area = svg.getBoundingClientRect(), y = event.clientY - area.top;
+    const when = (event.clientX - area.left - LEFT) / place.scale;
+    const row = place.rows.find((row) => y >= row.y && y < row.y + place.lane + place.strip);
+    if (!row || when < 0 || when > row.t.makespan) return chosen;
+    const { t, device } = row, timeline = place.items.indexOf(t);
+    const i = lastUpTo(t.start, when, t.bounds[device], t.bounds[device + 1]);
+    const until = t.end[i] + (t.end[i] > t.start[i] ? 0 : 2 / place.scale); // an instant is met within two pixels
+    return i < t.bounds[device] || when > until ? { timeline, i: i + 1, idle: device } : { timeline, i };
+  }
+
+  function step(down, along) {
+    if (!chosen) return select({ timeline: 0, i: 0 });
+    const { timeline, i, idle } = chosen, t = place.items[timeline], row = place.rows.indexOf(rowOf(t, idle ?? deviceOf(t, i)));
+    const target = place.rows[Math.min(Math.max(row + down, 0), place.rows.length - 1)];
+    const [from, to] = [target.t.bounds[target.device], target.t.bounds[target.device + 1]];
+    const when = idle === undefined ? (t.start[i] + t.end[i]) / 2 : t.end[Math.max(i - 1, 0)];
+    const next = along ? i + along - (idle !== undefined && along > 0) : lastUpTo(target.t.start, when, from, to);
+    select({ timeline: place.items.indexOf(target.t), i: Math.min(Math.max(next, from), to - 1) });
+  }
+
+  svg.onpointermove = (event) => place && select(at(event));
+  svg.onkeydown = (event) => {
+    const steps = {
+      ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0], Home: [0, -1e9], End: [0, 1e9],
+    };
+    if (!place) return;
+    if (event.key === " ") toggle();
+    else if (event.key === "Escape") select(null);
+    else if (event.key in steps) step(...steps[event.key]);
+    else return;
+    event.preventDefault();
+  };
+
+  // -- playing: a cursor sweeps over the time, and what every device does then is lit up
+
+  function toggle() {
+    if (request || !place) return pause();
+    if (time === null) time = 0;
+    const still = matchMedia("(prefers-reduced-motion: reduce)").matches; // then it goes from start to start of actions
+    let last = performance.now();
+    const advance = (now) => {
+      if (!still || now - last >= STEP) {
+        time = still ? nextStart() : time + (Math.max(now - last, 0) / SWEEP) * drawing.end;
+        last = now;
+        light();
+      }
+      if (time < drawing.end) request = requestAnimationFrame(advance);
+      else (time = null), pause();
+    };
+    request = requestAnimationFrame(advance);
+    light();
+  }
+
+  function pause() {
+    cancelAnimationFrame(request);
+    request = 0;
+    light();
+  }
+
+  function nextStart() {
+    const least = time + drawing.end / 60; // of many short actions some are left out
+    return place.items.reduce((first, t) => t.start.reduce((a, s) => (s >= least && s < a ? s : a), first), drawing.end);
+  }
+
+  function light() {
+    play.textContent = request ? "Pause" : "Play";
+    clock.textContent = time === null ? "" : `t = ${number(time)}`;
+    svg.classList.toggle("playing", time !== null);
+    if (time === null || !place) return layer.running.replaceChildren();
+    const { rows, lane, scale, bottom, x } = place, at = round(x(Math.min(time, drawing.end)));
+    for (const [key, value] of Object.entries({ x1: at, x2: at, y1: 2, y2: bottom })) layer.cursor.setAttribute(key, value);
+    layer.running.innerHTML = rows.map(({ t, device, y }) => {
+      const i = lastUpTo(t.start, time, t.bounds[device], t.bounds[device + 1]);
+      if (i < t.bounds[device] || time >= t.end[i]) return "";
+      const w = (t.end[i] - t.start[i]) * scale, left = x(t.start[i]), [fill, ink] = t.colours[t.colour[i]];
+      const size = Math.min(11, lane * 0.7), style = `font-size:${size}px;fill:${ink}`;
+      const shown = w > 0.7 * size * t.digits ? label(left + w / 2, y + lane / 2, t.microbatch[i], style) : "";
+      return `<rect x="${round(left)}" y="${y}" width="${round(w)}" height="${lane}" fill="${fill}"/>${shown}`;
+    }).join("");
+  }
+
+  // -- what Python says
+
+  const said = {
+    "change:settings": () => writeForm(controls, model.get("settings"), choices),
+    "change:drawing": take,
+    "change:error": () => (error.textContent = model.get("error")),
+  };
+  for (const [event, react] of Object.entries(said)) {
+    model.on(event, react);
+    react();
+  }
+  const watch = new ResizeObserver(() => picture.clientWidth !== +svg.getAttribute("width") && draw());
+  watch.observe(picture);
+  return () => {
+    watch.disconnect();
+    cancelAnimationFrame(request);
+    for (const [event, react] of Object.entries(said)) model.off(event, react);
+  };
+}
+
+export default { render };

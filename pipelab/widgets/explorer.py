@@ -1,0 +1,177 @@
+"""The schedule explorer: change a schedule, its sizes and its costs, and see the timeline that follows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import traitlets
+
+from pipelab.action import ScheduleError, check_counts
+from pipelab.costs import CostError, Costs, Recompute
+from pipelab.memory import Memory, memory
+from pipelab.schedule import Schedule
+from pipelab.schedules import SCHEDULES, make
+from pipelab.simulate import simulate
+from pipelab.timeline import Timeline
+from pipelab.widgets.drawing import drawing
+
+SIZES = ("devices", "microbatches", "virtual", "batches")
+SECONDS = ("forward", "input_grad", "weight_grad", "update", "transfer")
+BYTES = ("weights", "optimizer", "activations", "boundary")
+COSTS = Costs(weights=2, optimizer=4, activations=1, boundary=0.25)  # sizes that let every cause of memory be seen
+LARGEST = 100_000  # actions; what a browser still draws in about a second
+MOST = 1e15  # seconds or bytes; beyond, sums come near what single precision holds
+
+
+def with_chunks(name: str) -> bool:
+    """Whether the named schedule places several chunks of the model on a device."""
+    return "virtual" in inspect.signature(SCHEDULES[name]).parameters
+
+
+def buildable(name: str) -> bool:
+    """Whether `make` can call the named schedule."""
+    with suppress(TypeError):
+        return bool(inspect.signature(SCHEDULES[name]).bind(1, 1, batches=1))
+    return False
+
+
+class Explorer(anywidget.AnyWidget):
+    """A schedule's simulated timeline with everything it depends on under the reader's hands, alone or beside another's.
+
+    name, devices, microbatches, virtual, batches  what `pipelab.make` takes; `virtual` counts where there are chunks
+    costs    of one device's whole share of the model: with v chunks each has 1/v of it (`Costs.split`), so that the model
+             stays the same (default: unit times, and small sizes in bytes)
+    compare  another schedule of the same model, drawn below on the same time axis
+
+    `timeline` is the simulation on display and `compared` the other schedule's; `set` changes what the form shows. What
+    the form cannot simulate it says there, and the last picture stays.
+
+    >>> explorer = Explorer("gpipe", devices=4, microbatches=8)
+    >>> explorer.set(microbatches=16, compare="pipedream_flush")
+    >>> explorer.timeline.makespan, explorer.compared.peak_in_flight
+    (57.0, [4, 3, 2, 1])
+    """
+
+    _esm = Path(__file__).parent / "explorer.js"
+    _css = Path(__file__).parent / "explorer.css"
+    choices = traitlets.Dict().tag(sync=True)  # what the form's lists offer
+    settings = traitlets.Dict().tag(sync=True)  # what the form says: the browser or `set` writes it
+    drawing = traitlets.Dict().tag(sync=True)  # what the picture shows
+    error = traitlets.Unicode().tag(sync=True)  # why the picture is not what the form says
+    timeline: Timeline
+    compared: Timeline | None
+
+    def __init__(
+        self,
+        name: str = "gpipe",
+        devices: int = 4,
+        microbatches: int = 8,
+        virtual: int = 1,
+        batches: int = 1,
+        costs: Costs | None = None,
+        compare: str | None = None,
+    ) -> None:
+        self._costs = costs or COSTS
+        given = {key: getattr(self._costs, key) for key in SECONDS + BYTES} | {"recompute": self._costs.recompute}
+        settings = _as_text({
+            "schedule": name, "compare": compare, "devices": devices, "microbatches": microbatches, "virtual": virtual,
+            "batches": batches, **given,
+        })  # fmt: skip
+        picture = self._picture(settings)
+        names = sorted(filter(buildable, SCHEDULES))
+        choices = {
+            "schedules": names, "chunks": [n for n in names if with_chunks(n)], "recompute": [r.value for r in Recompute]
+        }  # fmt: skip
+        super().__init__(choices=choices, settings=settings, drawing=picture)
+        self.observe(self._answer, "settings")
+
+    def set(self, **changes: Any) -> None:
+        """Change settings: `schedule`, `compare`, the sizes, the costs by name, `recompute`.
+
+        Raises what the simulation raises (ScheduleError, CostError), and then changes nothing.
+        """
+        if unknown := sorted(set(changes) - set(self.settings)):
+            raise TypeError(f"{unknown[0]} is not a setting: there are {', '.join(self.settings)}")
+        settings = {**self.settings, **_as_text(changes)}
+        picture = self._picture(settings)
+        with self.hold_sync():
+            self.unobserve(self._answer, "settings")
+            self.settings, self.drawing, self.error = settings, picture, ""
+            self.observe(self._answer, "settings")
+
+    def _answer(self, change: Any) -> None:
+        """The browser changed the settings."""
+        with self.hold_sync():
+            try:
+                self.drawing = self._picture(self.settings)
+                self.error = ""
+            except ValueError as error:
+                self.error = str(error).partition("\n")[0]
+
+    def _picture(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Simulate what the settings say and keep it; the picture of it."""
+        costs = replace(
+            self._costs,
+            **{key: _numbers(key, settings[key]) for key in SECONDS + BYTES},
+            recompute=Recompute(settings["recompute"]),
+        )
+        sizes = {key: settings[key] for key in SIZES}
+        check_counts(**sizes)
+        names = [settings["schedule"], *filter(None, [settings["compare"]])]
+        shown = [_simulated(name, costs, **sizes) for name in names]
+        picture = drawing(shown)
+        self.timeline, self.compared = shown[0][0], shown[1][0] if len(shown) > 1 else None
+        return picture
+
+    def __repr__(self) -> str:
+        s = self.timeline.schedule
+        beside = f" and {self.compared.schedule.name}" if self.compared else ""
+        sizes = f"p={s.devices}, m={s.microbatches}"
+        return f"Explorer of {s.name}{beside}, {sizes}: makespan {self.timeline.makespan:.5g}; run this cell to change it"
+
+
+def _simulated(name: str, costs: Costs, devices: int, microbatches: int, virtual: int, batches: int) -> tuple[Timeline, Memory]:
+    v = virtual if name not in SCHEDULES or with_chunks(name) else 1
+    if (count := 2 * devices * microbatches * v * batches) > LARGEST:
+        raise ScheduleError(f"{name} would have {count:,} actions: the explorer draws {LARGEST:,}, so make a size smaller")
+    split = costs.split(v)
+    timeline = simulate(_table(name, devices, microbatches, v, batches), split)
+    return timeline, memory(timeline, split)
+
+
+@lru_cache(maxsize=8)
+def _table(name: str, devices: int, microbatches: int, virtual: int, batches: int) -> Schedule:
+    """Tables are kept, since most changes are to costs."""
+    return make(name, devices, microbatches, virtual=virtual, batches=batches)
+
+
+def _as_text(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as the form holds them: a cost is text, one number or several with commas between."""
+    out = dict(settings)
+    for key, value in settings.items():
+        if key in SECONDS + BYTES and not isinstance(value, str):
+            values = value if isinstance(value, list | tuple) else [value]
+            out[key] = ", ".join(str(x).removesuffix(".0") for x in values)
+        elif isinstance(value, Recompute):
+            out[key] = value.value
+        elif key == "compare":
+            out[key] = value or ""
+    return out
+
+
+def _numbers(name: str, text: str) -> Any:
+    """One number, or a list; text that is neither goes on to Costs, whose error shows it."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        return text
+    if max(values) > MOST:
+        raise CostError(f"{name}={max(values):g}: the explorer draws numbers up to {MOST:g}")
+    return values if len(values) > 1 else values[0]
