@@ -33,8 +33,6 @@ LEAVING = 2.0  # seconds that a process which failed waits for the others to hea
 class Alone(AbstractContextManager):
     """A process that does all rows itself, on threads."""
 
-    first = True
-
     def run(self, jobs: Sequence[Job]) -> list[Outcome]:
         return run_threads(jobs)
 
@@ -102,7 +100,7 @@ class Wire(AbstractContextManager):
             raise self._failure or RunError("the run was ended") from None
         own = {outcome.row for outcome in mine}
         if not self.first:
-            self._peers[0].tell("value", mine)
+            self._tell(self._peers[0], "value", mine)
             return mine + [o for o in self._value(self._peers[0]) if o.row not in own]
         mine += [o for peer in self._peers.values() for o in self._value(peer)]
         self._share([replace(o, steps={}, weights={}) for o in mine])
@@ -138,10 +136,8 @@ class Wire(AbstractContextManager):
             self._server.await_pull(number, arrays)
         outline = jax.tree.unflatten(spec, [_Array(x.shape, x.dtype) if isinstance(x, jax.Array) else x for x in leaves])
         try:
-            self._peers[process].tell("message", key, device, number, outline, message.at)
-        except OSError:
-            if reader := self._peers[process].reader:
-                reader.join(LEAVING)  # it learns why
+            self._tell(self._peers[process], "message", key, device, number, outline, message.at)
+        except RunError:
             raise Aborted from None
 
     def receive(self, key: Key, device: int) -> Message:
@@ -186,20 +182,20 @@ class Wire(AbstractContextManager):
             for peer in self._peers.values():
                 for _ in range(0 if peer.same_host else clock.ROUNDS):
                     self._hear(peer, "clock")
-                    peer.tell("time", time.perf_counter())
+                    self._tell(peer, "time", time.perf_counter())
                 self._hear(peer, "ready")
             began = time.perf_counter() + 0.01
             for peer in self._peers.values():
-                peer.tell("begin", began)
+                self._tell(peer, "begin", began)
         else:
             zero = self._peers[0]
 
             def ask() -> float:
-                zero.tell("clock")
+                self._tell(zero, "clock")
                 return self._hear(zero, "time")
 
             ahead = 0.0 if zero.same_host else clock.behind(ask)
-            zero.tell("ready")
+            self._tell(zero, "ready")
             began = self._hear(zero, "begin") - ahead
         self._began = began
         for peer in self._peers.values():
@@ -207,6 +203,14 @@ class Wire(AbstractContextManager):
             peer.reader.start()
         time.sleep(max(0.0, began - time.perf_counter()))
         return began
+
+    def _tell(self, peer: _Peer, what: str, *rest: Any) -> None:
+        try:
+            peer.tell(what, *rest)
+        except OSError:
+            if peer.reader:
+                peer.reader.join(LEAVING)  # it learns why
+            raise self._failure or RunError(f"process {peer.number} is gone") from None
 
     def _hear(self, peer: _Peer, expected: str) -> Any:
         what, rest = peer.hear()
@@ -246,7 +250,7 @@ class Wire(AbstractContextManager):
 
     def _share(self, value: Any) -> Any:
         for peer in self._peers.values():
-            peer.tell("value", value)
+            self._tell(peer, "value", value)
         return value
 
     def _value(self, peer: _Peer) -> Any:
