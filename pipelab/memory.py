@@ -96,7 +96,7 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
         step(d, start[backward], 2 * backward, "activations", activations[stage] - kept)
         step(d, end[last], 2 * last + 1, "activations", -activations[stage])
     for i in s.crossing.tolist():
-        if start[i] > timeline.arrived[i]:
+        if start[i] - timeline.arrived[i] > 1e-9 * timeline.makespan:  # else it is rounding
             stage = int(timeline.stage[i])
             size = boundary[stage] if timeline.kind[i] == Kind.F else boundary[stage + 1]
             step(int(timeline.device[i]), timeline.arrived[i], 2 * i - 1, "buffers", size)

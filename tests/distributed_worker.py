@@ -1,14 +1,14 @@
-"""What test_jax_distributed starts as every process: a pipeline for each of the twists
-that its first argument names. All print JSON."""
+"""What test_jax_distributed starts as every process: a pipeline for each twist in its first argument. All print JSON."""
 
 import json
 import os
 import signal
 import sys
 import time
+from functools import partial
 
 
-def main(twist, port, number):
+def main(twist, port, number, count):
     if twist == "skewed":  # every process a host of its own, whose clock is an hour ahead of the one before
         real = time.perf_counter
         time.perf_counter = lambda: real() + 3600.0 * number
@@ -18,7 +18,7 @@ def main(twist, port, number):
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_enable_x64", True)
     jax.distributed.initialize(
-        f"localhost:{port}", 2, number, heartbeat_timeout_seconds=10, shutdown_timeout_seconds=10
+        f"localhost:{port}", count, number, heartbeat_timeout_seconds=10, shutdown_timeout_seconds=10
     )  # fmt: skip
     return [twisted(one, number) for one in twist.split(",")]
 
@@ -30,6 +30,7 @@ def twisted(twist, number):
 
     import pipelab
     from pipelab.executors import clock
+    from pipelab.executors.jax_device import JaxDevice
     from pipelab.models.flax_mlp import mlp
 
     if twist == "skewed":
@@ -37,6 +38,13 @@ def twisted(twist, number):
     random = np.random.default_rng(0)
     batches = [tuple(random.normal(size=(12, 8)) for _ in range(2)) for _ in range(2)]
     parts = mlp(4, width=8)
+    if twist == "keys":  # stages hand random keys on
+        parts = [(partial(with_key, module.apply), variables) for module, variables in parts]
+        batches = [((x, jax.random.split(jax.random.key(b), len(x))), y) for b, (x, y) in enumerate(batches)]
+    if twist == "early" and number == 0:  # fails while the other process's threads leave the barrier
+        parts[0] = (lambda p, x: 1 / 0), parts[0][1]
+    if twist == "early" and number == 1:
+        JaxDevice.begin = lambda self, began, begin=JaxDevice.begin: (time.sleep(0.05), begin(self, began))
     if twist in ("raise", "kill") and number == 1:
         _, parameters = parts[3]
 
@@ -50,10 +58,13 @@ def twisted(twist, number):
         return spmd(parts[0], batches[0])
     name = twist if twist in pipelab.SCHEDULES else "pipedream_flush"
     virtual = 2 if name == "interleaved" else 1
-    schedule = pipelab.make(name, len(parts) // virtual, 4, batches=2, virtual=virtual)
-    more = {"gpipe": {"clip": 0.05}, "idle": {"devices": "cpu:0"}, "paced": {"pace": 0.02}}.get(twist, {})
+    microbatches = 5 if twist == "uneven" or (twist == "differ" and number == 1) else 4
+    schedule = pipelab.make(name, len(parts) // virtual, microbatches, batches=2, virtual=virtual)
+    more = {"gpipe": {"clip": 0.05}, "idle": {"devices": "cpu:0"}, "paced": {"pace": 0.02}, "platform": {"devices": "cpu"},
+            "swapped": {"devices": ["cpu:2", "cpu:0", "cpu:3", "cpu:1"]}}.get(twist, {})  # fmt: skip
 
     def loss(y, target):
+        y = y[0] if isinstance(y, tuple) else y
         return ((y - target) ** 2).mean()
 
     if twist == "evaluate":
@@ -67,6 +78,13 @@ def twisted(twist, number):
         "weights": [len(jax.tree.leaves(w)) for w in run.weights], "makespan": run.timeline.makespan,
         "late": float(late.min()),
     }  # fmt: skip
+
+
+def with_key(function, p, given):
+    import jax
+
+    x, keys = given
+    return function(p, x) + 0.01 * jax.vmap(lambda key: jax.random.normal(key, x.shape[1:]))(keys), keys
 
 
 def spmd(stage, batch):
@@ -110,4 +128,4 @@ def spmd(stage, batch):
 
 
 if __name__ == "__main__":
-    print("\n" + json.dumps(main(sys.argv[1], sys.argv[2], int(sys.argv[3]))), flush=True)
+    print("\n" + json.dumps(main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))), flush=True)

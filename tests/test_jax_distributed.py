@@ -28,15 +28,15 @@ def free_port():
         return str(s.getsockname()[1])
 
 
-def processes(command, numbers=(0, 1), environment=None):
-    """(statuses, standard outputs, standard errors) of one process each; none is left, since they ignore SIGTERM."""
+def processes(command, count=2, environment=None):
+    """(statuses, standard outputs, standard errors) of `count` processes. None is left: killed, since they ignore SIGTERM."""
     shell = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
             [sys.executable, *command(n)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
             env=shell | (environment(n) if environment else {}),
         )
-        for n in numbers
+        for n in range(count)
     ]  # fmt: skip
     try:
         told = [process.communicate(timeout=GUARD) for process in started]
@@ -47,19 +47,19 @@ def processes(command, numbers=(0, 1), environment=None):
     return [p.returncode for p in started], [out for out, _ in told], [err for _, err in told]
 
 
-def worker(twist):
+def worker(twist, count=2):
     port = free_port()
-    return processes(lambda n: [str(WORKER), twist, port, str(n)])
+    return processes(lambda n: [str(WORKER), twist, port, str(n), str(count)], count)
 
 
-def results(twist):
-    statuses, outs, errors = worker(twist)
-    assert statuses == [0, 0], errors
+def results(twist, count=2):
+    statuses, outs, errors = worker(twist, count)
+    assert statuses == [0] * count, errors
     return [json.loads(out.splitlines()[-1]) for out in outs]
 
 
 def test_both_processes_have_the_whole_result_and_the_verdict():
-    names = ["gpipe", "pipedream_2bw", "interleaved", "paced", "evaluate"]
+    names = ["gpipe", "pipedream_2bw", "interleaved", "paced", "evaluate", "uneven", "platform", "swapped", "keys"]
     for name, one, other in zip(names, *results(",".join(names)), strict=True):
         assert one["passed"] is True, name
         apart = {"weights"}
@@ -67,7 +67,14 @@ def test_both_processes_have_the_whole_result_and_the_verdict():
         if name != "evaluate":
             assert one["late"] >= 0  # one clock
             assert one["weights"] == [4, 4, 4, 4]  # process 0 has all; the other its own
-            assert other["weights"] == ([0, 4, 0, 4] if name == "interleaved" else [0, 0, 4, 4])
+            own = {"interleaved": [0, 4, 0, 4], "swapped": [4, 0, 4, 0]}
+            assert other["weights"] == own.get(name, [0, 0, 4, 4])
+
+
+def test_three_processes():
+    outcomes = [found for [found] in results("pipedream", count=3)]
+    assert all(found["passed"] and found["losses"] == outcomes[0]["losses"] for found in outcomes)
+    assert [found["weights"] for found in outcomes] == [[4, 4, 4, 4], [0, 0, 4, 0], [0, 0, 0, 4]]
 
 
 def test_two_hosts_with_clocks_of_their_own_train_what_one_process_trains():
@@ -86,6 +93,8 @@ def test_two_hosts_with_clocks_of_their_own_train_what_one_process_trains():
 @pytest.mark.parametrize(
     ("twist", "message"),
     [("raise", "RunError: device 3, action 3F0: ZeroDivisionError: by design"), ("kill", "RunError: process 1 is gone"),
+     ("early", "RunError: device 0, action 0F0: ZeroDivisionError: division by zero"),
+     ("differ", "ValueError: process 1 runs another schedule than process 0: call run with the same one in all"),
      ("idle", "ValueError: 2 processes were started, and process 1 has none of the 4 rows: start fewer")],
 )  # fmt: skip
 def test_a_process_that_fails_ends_both_with_one_error(twist, message):

@@ -46,3 +46,15 @@ def test_a_split_backward_frees_at_the_weight_gradient():
     late = Schedule.from_grid("0F0 0F1 0I0 0I1 0W0 0W1")
     assert memory(simulate(late), Costs(activations=1)).peak("activations") == late.peak_in_flight == [2]
     assert memory(simulate(late), Costs(activations=1)).over_time(0)[0].tolist() == [0, 1, 5, 6]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "pipedream_flush", "interleaved"])
+def test_peaks_do_not_depend_on_the_unit_of_time(name):
+    """What arrives at the moment when it is used is no buffer, whatever rounding says."""
+    schedule, sizes = make(name, 4, 4), {"activations": 1, "boundary": 0.25}
+    peaks = [
+        memory(simulate(schedule, costs), costs).peak()
+        for unit in (1, 0.1, 0.3, 1 / 7)
+        for costs in [Costs(unit, unit, unit, transfer=0.7 * unit, **sizes)]
+    ]
+    assert all(peak == peaks[0] for peak in peaks)

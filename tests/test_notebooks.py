@@ -33,8 +33,8 @@ PARTS = ("After this you can", "Recall.", "Predict", "Break it", "For real", "Me
 
 def test_there_are_lectures():
     assert [p.stem for p in BOOKS] == [
-        "00_start_here", "01_inter_layer", "02_gpipe", "03_pipedream_1f1b", "05_pipedream_2bw", "08_jax_pipelines",
-        "09_pipeshard_manual",
+        "00_start_here", "01_inter_layer", "02_gpipe", "03_pipedream_1f1b", "05_pipedream_2bw", "07_interleaved",
+        "08_jax_pipelines", "09_pipeshard_manual",
     ]  # fmt: skip
 
 
@@ -183,6 +183,25 @@ EXERCISES = {
         "right": ["answer = 38.0", "answer = sum([10, 10]) + 10 + pl.make('pipedream_2bw', 8, 8).peak_in_flight[0]"],
         "wrong": ["answer = 28", "answer = 2 * 20 + 8", "answer = 8 * 10 + 10 + 8", "answer = '38 bytes'"],
     },
+    ("07_interleaved", 1): {
+        "right": [
+            "answer = 4.0",
+            "def time(v):\n"
+            '    return pl.simulate(pl.make("interleaved", 8, 16, virtual=v), Costs(transfer=0.1).split(v)).makespan\n'
+            "answer = min(range(1, 9), key=time)",
+        ],
+        "wrong": [
+            "answer = 8", "answer = 3", "answer = 5", "answer = 59.45", "answer = 'four'",
+            'answer = min(range(1, 9), key=lambda v: pl.simulate(pl.make("interleaved", 8, 16, virtual=v)).bubble.over_ideal)',
+        ],
+    },
+    ("07_interleaved", 2): {
+        "right": ["answer = [4, 5]", "answer = (5, 4)"],
+        "wrong": [
+            "answer = [4, 4, 1]", "answer = [3, 3, 3]", "answer = [9]", "answer = [6, 3]", "answer = [4, 4]", "answer = [5, 5]",
+            "answer = [3, 2]", "answer = 63", "answer = []",
+        ],
+    },
     ("08_jax_pipelines", 1): {
         "right": [
             "from math import ceil\nanswer = lambda p, v: max(p, ceil(9 * (p - 1) / v))",
@@ -230,7 +249,7 @@ def grade(path, stub, answer):
     """What the exercise's own check says when the learner's part is `answer`."""
     scope = {}
     setup = re.sub(r"%matplotlib inline|jax\.config\.update.*", "", cells(path, "code")[0].source)  # jax may be in use here
-    core = re.compile(r"def (gpipe|pipedream|inter_layer)\(")
+    core = re.compile(r"def (gpipe|pipedream|inter_layer|interleaved|makespan)\(")
     taught = [c.source for c in cells(path, "code") if core.search(c.source) and "exercise" not in tags(c)]
     functions = [ast.unparse(n) for source in taught for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
     helpers = "\n\n".join(functions)

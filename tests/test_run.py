@@ -1,12 +1,15 @@
 """The executor for real: equal to the reference, measured, and loud when something breaks."""
 
+import contextlib
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +22,8 @@ from torch.nn import functional as F
 
 import pipelab
 from pipelab import Costs, Reads, Recompute, RunError, Schedule, make, run, simulate
+from pipelab.executors.threads import run_threads
+from pipelab.executors.transport import Aborted, Mailboxes
 from pipelab.models import mlp, split
 from tests.conftest import FLUSH, tables
 
@@ -696,3 +701,36 @@ def test_the_mlp_splits_and_runs():
     assert result.check.passed
     with pytest.raises(ValueError, match=r"balance \[2, 2\] for 5 layers"):
         split(layers, [2, 2])
+
+
+def test_a_failure_from_outside_is_told_from_what_it_breaks():
+    """The run may be ended from outside while its threads leave the barrier, each at its own time."""
+
+    class Home:
+        active = contextlib.nullcontext
+
+        def begin(self, began): ...
+
+    class Idle(SimpleNamespace):
+        replica = 0
+
+        def home(self):
+            return Home()
+
+        def stages(self, home):
+            return {}
+
+        def prepare(self, stages): ...
+
+        def work(self, stages, home, transport, began):
+            transport.sleep(0)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(50):
+            box = Mailboxes(6)
+            with pytest.raises(Aborted):
+                run_threads([Idle() for _ in range(6)], [box], lambda box=box: box.abort() or 0.0)
+    finally:
+        sys.setswitchinterval(before)

@@ -148,7 +148,7 @@ BAD = [
     ({"forward": "1, 1, 1e308, 1"}, "forward=1e+308: the explorer draws numbers up to 1e+15"),
     ({"weights": "nan"}, "weights=nan: give finite numbers"),
     ({"transfer": "-1"}, "transfer=-1.0: give finite numbers of at least 0"),
-    ({"recompute": "sometimes"}, "'sometimes' is not a valid Recompute"),
+    ({"recompute": "sometimes"}, "recompute='sometimes': use one of never, except_last, always"),
     ({"devices": 1000, "microbatches": 1000}, f"the explorer draws {LARGEST:,}"),
 ]
 
@@ -286,3 +286,13 @@ def test_nothing_is_printed_and_no_figure_stays_open(capfd):
     tell(explorer, virtual=0)
     assert capfd.readouterr() == ("", "")
     assert plt.get_fignums() == []
+
+
+def test_costs_may_be_arrays_and_a_wrong_mode_says_which_there_are():
+    explorer = Explorer("gpipe", devices=2, microbatches=2)
+    explorer.set(forward=np.array([1.0, 2.5]))
+    assert explorer.settings["forward"] == "1, 2.5"
+    with pytest.raises(CostError, match="recompute='sometimes': use one of never, except_last, always"):
+        explorer.set(recompute="sometimes")
+    explorer.set(recompute=Recompute.ALWAYS, forward=2)
+    assert explorer.settings["recompute"] == "always"

@@ -62,9 +62,10 @@ def jax_devices(names: str | Sequence[str] | None, rows: int) -> list[jax.Device
     for the wrong number of names, and where a process would have nothing to do.
     """
     processes = jax.process_count()
-    if names is None:
+    if names is None or (isinstance(names, str) and ":" not in names):
+        pool = _pool(names, names)
         owners = [row * processes // rows for row in range(rows)]
-        own = {q: [d for d in jax.devices() if d.process_index == q] for q in owners}
+        own = {q: [d for d in pool if d.process_index == q] for q in owners}
         found = [own[q][(row - owners.index(q)) % len(own[q])] for row, q in enumerate(owners)]
     else:
         each = [names] * rows if isinstance(names, str) else list(names)
@@ -80,10 +81,18 @@ def jax_devices(names: str | Sequence[str] | None, rows: int) -> list[jax.Device
 
 def _named(name: str, row: int) -> jax.Device:
     platform, _, number = name.partition(":")
+    pool = _pool(platform, name)
+    if not number:
+        return pool[row % len(pool)]
+    if not number.isdecimal() or int(number) >= len(pool):
+        raise ValueError(f"device {name!r}: use {platform}:0 to {platform}:{len(pool) - 1}")
+    return pool[int(number)]
+
+
+def _pool(platform: str | None, name: str | None) -> list[jax.Device]:
     try:
-        devices = jax.devices(platform)
-        return devices[int(number) if number else row % len(devices)]
-    except (RuntimeError, ValueError, IndexError) as error:
+        return jax.devices(platform)
+    except RuntimeError as error:
         raise ValueError(f"device {name!r}: use such as {jax.devices()[0].platform}:0 ({error})") from None
 
 

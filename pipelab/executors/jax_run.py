@@ -81,7 +81,7 @@ def train(
     partners = find_partners(schedule, [set() for _ in stages], clip)
     seeds = None if seed is None else seeds_for(seed, schedule.stages, 0, schedule.total)
     places, paced = jax_devices(devices, schedule.devices), pace_of(schedule, pace, costs, recompute)
-    with _processes(places) as processes:
+    with _processes(schedule, places) as processes:
         outcomes = processes.run(_jobs(schedule, parts, batches, recipe, places, partners, seeds, paced))
         result = result_of(schedule, outcomes, 1, paced=pace is not None)
         if check:
@@ -104,7 +104,7 @@ def evaluate(
     never = Recompute.NEVER.mask(table.total, table.microbatches)
     recipe = JaxRecipe(loss, None, never, table.microbatches, finite=False, training=False)
     places = jax_devices(devices, table.devices)
-    with _processes(places) as processes:
+    with _processes(table, places) as processes:
         outcomes = processes.run(_jobs(table, parts, batches, recipe, places, [[] for _ in parts], None, None))
         result = result_of(table, outcomes, 1, paced=False)
         if check:
@@ -114,9 +114,9 @@ def evaluate(
     return Evaluation(result.losses, result.microbatch_losses, result.timeline, result.check)
 
 
-def _processes(places: Sequence[jax.Device]) -> Alone | Wire:
+def _processes(schedule: Schedule, places: Sequence[jax.Device]) -> Alone | Wire:
     """Who carries out the rows: this process, or all those of jax.distributed."""
-    return Wire(places) if jax.process_count() > 1 else Alone()
+    return Wire(schedule, places) if jax.process_count() > 1 else Alone()
 
 
 def as_function(stage: Any, number: int, draws: bool) -> tuple[Apply, Any]:

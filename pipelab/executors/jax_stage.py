@@ -123,7 +123,10 @@ class JaxStage:
         return len(self.weights)
 
     def compile(self, shapes: tuple[Any, Any]) -> None:
-        """Compile all that the stage runs, by doing each once on zeros: (x, target) of a micro-batch, as shapes and types."""
+        """Compile all that the stage runs, by doing each once on zeros: (x, target) of a micro-batch, as shapes and types.
+
+        A callback in the stage is so called once more than it trains.
+        """
         x, target = jax.device_put(jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes), self.device.device)
         weights = self.weights[0]
         if not self.recipe.training or self.recipe.recompute.any():

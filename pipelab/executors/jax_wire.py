@@ -9,8 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from hashlib import sha256
 from itertools import count
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, NamedTuple
@@ -26,8 +29,10 @@ from pipelab.executors.result import Outcome
 from pipelab.executors.threads import run_threads
 from pipelab.executors.transport import Aborted, Key, Mailboxes, Message
 from pipelab.executors.worker import RunError
+from pipelab.schedule import Schedule
 
 LEAVING = 2.0  # seconds that a process which failed waits for the others to hear of it
+MEETING = 30.0  # seconds within which all processes have to have called
 
 
 class Alone(AbstractContextManager):
@@ -48,6 +53,14 @@ class _Array(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype
+    keys: str | None = None  # random keys travel as their words; this is how they are made
+
+    @classmethod
+    def of(cls, array: jax.Array) -> _Array:
+        if _is_key(array):
+            words = jax.eval_shape(jax.random.key_data, array)
+            return cls(words.shape, words.dtype, str(jax.random.key_impl(array)))
+        return cls(array.shape, array.dtype)
 
 
 class _Peer:
@@ -74,18 +87,25 @@ class _Peer:
 class Wire(AbstractContextManager):
     """One pipeline over the processes of jax.distributed, each of which makes a `Wire`; its `Transport` at the same time.
 
-    devices  of the rows. A process does the rows whose device is its own, in threads; messages among them stay in its
-             mailboxes. Another process is sent a header, with the shapes of the arrays, which it then fetches straight onto
-             the taker's device.
+    devices  of the schedule's rows. A process does the rows whose device is its own, in threads; messages among them stay in
+             its mailboxes. Another process is sent a header, with the shapes of the arrays, which it then fetches straight
+             onto the taker's device.
 
-    The first process that fails tells the others, and all raise its RunError.
+    The first process that fails tells the others, and all raise its RunError; ValueError where they were called differently.
     """
 
-    def __init__(self, devices: Sequence[jax.Device]) -> None:
+    def __init__(self, schedule: Schedule, devices: Sequence[jax.Device]) -> None:
         self._devices, self._me = devices, jax.process_index()
+        self._call = sha256(schedule.to_csv().encode()).hexdigest()
         self._boxes, self._numbers = Mailboxes(len(devices)), count()
+        self._peers: dict[int, _Peer] = {}
         self._failure: RunError | None = None
+        self._server: Any = None
+        self._began, self._paced = 0.0, False
+
+    def __enter__(self) -> Wire:
         self._connect()
+        return self
 
     @property
     def first(self) -> bool:
@@ -113,16 +133,23 @@ class Wire(AbstractContextManager):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         said: tuple = ("bye",)
         if error is not None:
-            known = error if isinstance(error, RunError) else RunError(f"process {self._me}: {type(error).__name__}: {error}")
+            known = (
+                error
+                if isinstance(error, RunError)
+                else RunError(f"process {self._me}: {type(error).__name__}: {error}".rstrip(": "))
+            )
             said = ("failed", str(known), known.device, known.action)
         for peer in self._peers.values():
             with suppress(OSError):
                 peer.tell(*said)
-        for peer in self._peers.values():
-            if peer.reader:
-                peer.reader.join(None if error is None else LEAVING)
-            if not peer.reader or not peer.reader.is_alive():
-                peer.connection.close()
+        try:
+            for peer in self._peers.values():
+                if peer.reader:
+                    peer.reader.join(None if error is None else LEAVING)
+        finally:
+            for peer in self._peers.values():
+                if not peer.reader or not peer.reader.is_alive():
+                    peer.connection.close()
 
     # ---- a Transport
 
@@ -130,11 +157,10 @@ class Wire(AbstractContextManager):
         process = self._devices[device].process_index
         if process == self._me:
             return self._boxes.send(key, device, message)
-        leaves, spec = jax.tree.flatten(message.payload)
-        arrays, number = [leaf for leaf in leaves if isinstance(leaf, jax.Array)], next(self._numbers)
+        number, arrays = next(self._numbers), [x for x in jax.tree.leaves(message.payload) if isinstance(x, jax.Array)]
         if arrays:
-            self._server.await_pull(number, arrays)
-        outline = jax.tree.unflatten(spec, [_Array(x.shape, x.dtype) if isinstance(x, jax.Array) else x for x in leaves])
+            self._server.await_pull(number, [jax.random.key_data(x) if _is_key(x) else x for x in arrays])
+        outline = jax.tree.map(lambda x: _Array.of(x) if isinstance(x, jax.Array) else x, message.payload)
         try:
             self._tell(self._peers[process], "message", key, device, number, outline, message.at)
         except RunError:
@@ -156,25 +182,23 @@ class Wire(AbstractContextManager):
 
     def _connect(self) -> None:
         """Meet every other process: addresses, and the key that connections ask for, go by a collective of JAX's."""
+        told = _exchange([clock.host(), _network(), secrets.token_hex(), self._call])
+        hosts, networks, keys, calls = zip(*told, strict=True)
+        if other := [number for number, call in enumerate(calls) if call != calls[0]]:
+            raise ValueError(f"process {other[0]} runs another schedule than process 0: call run with the same one in all")
+        here = "127.0.0.1" if len(set(networks)) == 1 else _address()
         home = next(device for device in self._devices if device.process_index == self._me)
-        hosts, keys = zip(*_exchange([clock.host(), secrets.token_hex()]), strict=True)
-        key, here = bytes.fromhex(keys[0]), "127.0.0.1"
-        if len(set(hosts)) > 1:
-            here = socket.gethostbyname(socket.gethostname())
         self._server = transfer.start_transfer_server(home.client, f"{here}:0", [f"{here}:0"])
-        with Listener((here, 0), backlog=len(hosts), authkey=key) as listener:
+        with Listener((here, 0), backlog=len(hosts), authkey=bytes.fromhex(keys[0])) as listener:
             addresses, servers = zip(*_exchange([listener.address, self._server.address()]), strict=True)
-            connections = {}
-            for number in range(self._me):
-                connections[number] = Client(tuple(addresses[number]), authkey=key)
-                connections[number].send(self._me)
-            for _ in range(self._me + 1, len(hosts)):
-                connection = listener.accept()
-                connections[connection.recv()] = connection
-        self._peers = {
-            number: _Peer(number, connection, self._server.connect(servers[number]), hosts[number] == hosts[self._me])
-            for number, connection in sorted(connections.items())
-        }
+            connections, problem = _meet(listener, addresses, self._me, bytes.fromhex(keys[0]))
+            problems = _exchange(problem)
+        for number, connection in sorted(connections.items()):
+            server = self._server.connect(servers[number])
+            self._peers[number] = _Peer(number, connection, server, hosts[number] == hosts[self._me])
+        if any(problems):
+            number = next(number for number, problem in enumerate(problems) if problem)
+            raise RunError(f"the processes cannot reach each other: process {number}: {problems[number]}")
 
     def _start(self) -> float:
         """The run's time zero on this process's clock, at the same moment in all processes."""
@@ -242,9 +266,12 @@ class Wire(AbstractContextManager):
     def _take(self, peer: _Peer, key: Key, device: int, number: int, outline: Any, at: float) -> None:
         there = SingleDeviceSharding(self._devices[device])
         leaves, spec = jax.tree.flatten(outline, is_leaf=lambda x: isinstance(x, _Array))
-        shapes = [jax.ShapeDtypeStruct(*x, sharding=there) for x in leaves if isinstance(x, _Array)]
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in leaves if isinstance(x, _Array)]
         arrays = iter(jax.block_until_ready(peer.server.pull(number, shapes)))
-        payload = jax.tree.unflatten(spec, [next(arrays) if isinstance(x, _Array) else x for x in leaves])
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, _Array):
+                leaves[i] = jax.random.wrap_key_data(next(arrays), impl=leaf.keys) if leaf.keys else next(arrays)
+        payload = jax.tree.unflatten(spec, leaves)
         now = time.perf_counter() - self._began
         self._boxes.send(key, device, Message(payload, at if self._paced else now))
 
@@ -258,6 +285,49 @@ class Wire(AbstractContextManager):
         if self._failure:
             raise self._failure
         return value
+
+
+def _is_key(array: jax.Array) -> bool:
+    return jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def _meet(listener: Listener, addresses: Sequence[Any], me: int, key: bytes) -> tuple[dict[int, Connection], str]:
+    """Connections to all other processes by number, and what went wrong: processes call those before them."""
+    found: dict[int, Connection] = {}
+
+    def answer() -> None:
+        while len(found) < len(addresses) - 1:
+            with suppress(AuthenticationError, EOFError):  # somebody else
+                connection = listener.accept()
+                found[connection.recv()] = connection
+
+    try:
+        for number in range(me):
+            found[number] = Client(tuple(addresses[number]), authkey=key)
+            found[number].send(me)
+        answering = Thread(target=answer, daemon=True)
+        answering.start()
+        answering.join(MEETING)
+        missing = set(range(len(addresses))) - {me, *found}
+        return found, f"process {min(missing)} has not called within {MEETING:g} s" if missing else ""
+    except Exception as error:
+        return found, f"{type(error).__name__}: {error}"[:500]
+
+
+def _network() -> str:
+    """Names this network stack: who shares it meets on loopback. (Containers of one host may share its clock alone.)"""
+    namespace = Path("/proc/self/ns/net")
+    return clock.host() + (str(namespace.stat().st_ino) if namespace.exists() else "")
+
+
+def _address() -> str:
+    """This host's address towards others: its name's, or where that stands for loopback, the one it would call out from."""
+    named = socket.gethostbyname(socket.gethostname())
+    if not named.startswith("127."):
+        return named
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 1))  # nobody's; no packet is sent
+        return probe.getsockname()[0]
 
 
 def _exchange(value: Any) -> list[Any]:

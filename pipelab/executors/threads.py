@@ -62,6 +62,8 @@ def run_threads(
     for error in errors:
         if error is not None and not isinstance(error, (Aborted, BrokenBarrierError)):
             raise error
+    if any(errors):  # only those of workers that were ended: what failed is outside
+        raise Aborted
     return [future.result() for future in futures]
 
 

@@ -14,7 +14,8 @@ def interleaved(devices: int, microbatches: int, virtual: int = 2, batches: int 
 
     Chunks take turns by rounds of p micro-batches. Where p does not divide m, the table of the next multiple is built and
     the absent micro-batches are dropped, spread evenly over the rounds: dependencies stay inside a micro-batch, so a valid
-    table minus whole micro-batches stays valid. With virtual=1 it is `pipedream_flush`, row for row.
+    table minus whole micro-batches stays valid, and no more is in flight than with the multiple. (Rounds of more than p would
+    be faster, and hold more.) With virtual=1 it is `pipedream_flush`, row for row.
 
     >>> interleaved(4, 8, virtual=2).peak_in_flight
     [11, 9, 7, 5]

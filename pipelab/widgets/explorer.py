@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import anywidget
+import numpy as np
 import traitlets
 
 from pipelab.action import ScheduleError, check_counts
@@ -103,8 +104,10 @@ class Explorer(anywidget.AnyWidget):
         picture = self._picture(settings)
         with self.hold_sync():
             self.unobserve(self._answer, "settings")
-            self.settings, self.drawing, self.error = settings, picture, ""
-            self.observe(self._answer, "settings")
+            try:
+                self.settings, self.drawing, self.error = settings, picture, ""
+            finally:
+                self.observe(self._answer, "settings")
 
     def _answer(self, change: Any) -> None:
         """The browser changed the settings."""
@@ -120,7 +123,7 @@ class Explorer(anywidget.AnyWidget):
         costs = replace(
             self._costs,
             **{key: _numbers(key, settings[key]) for key in SECONDS + BYTES},
-            recompute=Recompute(settings["recompute"]),
+            recompute=_recompute(settings["recompute"]),
         )
         sizes = {key: settings[key] for key in SIZES}
         check_counts(**sizes)
@@ -157,13 +160,18 @@ def _as_text(settings: Mapping[str, Any]) -> dict[str, Any]:
     out = dict(settings)
     for key, value in settings.items():
         if key in SECONDS + BYTES and not isinstance(value, str):
-            values = value if isinstance(value, list | tuple) else [value]
-            out[key] = ", ".join(str(x).removesuffix(".0") for x in values)
+            out[key] = ", ".join(str(x).removesuffix(".0") for x in np.ravel(value).tolist())
         elif isinstance(value, Recompute):
             out[key] = value.value
         elif key == "compare":
             out[key] = value or ""
     return out
+
+
+def _recompute(text: str) -> Recompute:
+    if text not in [mode.value for mode in Recompute]:
+        raise CostError(f"recompute={text!r}: use one of {', '.join(mode.value for mode in Recompute)}")
+    return Recompute(text)
 
 
 def _numbers(name: str, text: str) -> Any:
