@@ -35,6 +35,12 @@ class Memory:
         change = np.where(np.arange(len(CAUSES))[:, None] == self.cause[mine], self.change[mine], 0)
         return self.time[mine], np.cumsum(change, axis=1)
 
+    def settled(self, device: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `over_time`, once for each moment: what holds after all its steps."""
+        time, level = self.over_time(device)
+        last = np.flatnonzero(np.append(np.diff(time) > 0, True)[: len(time)])
+        return time[last], level[:, last]
+
     def peak(self, cause: str | None = None) -> list[float]:
         """Per device, the most bytes held at once: of one cause, or of all together."""
         rows = [CAUSES.index(cause)] if cause else slice(None)

@@ -216,9 +216,8 @@ def flush_memory() -> Axes:
         peaks = []
         for name, m in kept.items():
             label, colour, line = looks[name]
-            time, level = m.over_time(device)
-            settled = np.append(np.diff(time) > 0, True)  # of several steps at one time, the last
-            time, total = np.append(time[0], time[settled]), np.append(0, level.sum(axis=0)[settled])
+            time, level = m.settled(device)
+            time, total = np.append(time[0], time), np.append(0, level.sum(axis=0))
             ax.plot(time, total, line, drawstyle="steps-post", color=colour, lw=2, label=label)
             if line == "-":
                 ax.fill_between(time, total, step="post", color=style.lighter(colour, 0.8), lw=0)

@@ -48,14 +48,14 @@ def versions(t: Timeline, stage: int = 0, ax: Axes | None = None) -> Axes:
     for i in mine.tolist():
         kind, a, b = Kind(t.kind[i]), float(t.start[i]) - zero, float(t.end[i]) - zero
         if kind <= Kind.W:
-            colour = colour_of(int(t.version[i]), 0.55 if kind == Kind.F else 0.1)
+            colour = version_colour(int(t.version[i]), 0.55 if kind == Kind.F else 0.1)
             label = f"{kind.name}{t.microbatch[i]}\nv{t.version[i]}"
         else:
             colour, label = style.lighter(style.GREY, 0), kind.name
         _box(ax, 0, a, b, colour, label, 7.5)
     for place, version, a, b in kept:
         if b > a:
-            _box(ax, 1 + place, a, b, colour_of(version, 0.3), f"version {version}", 9)
+            _box(ax, 1 + place, a, b, version_colour(version, 0.3), f"version {version}", 9)
     low = count + 1 + LANE / 2
     for group in range(s.updates):
         numbers = range(group * s.per_update, (group + 1) * s.per_update)
@@ -76,7 +76,7 @@ def versions(t: Timeline, stage: int = 0, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def colour_of(version: int, share: float) -> tuple[float, float, float]:
+def version_colour(version: int, share: float) -> tuple[float, float, float]:
     """A version's colour, mixed with `share` of white."""
     return style.lighter(style.LINES[version % len(style.LINES)], share)
 

@@ -45,8 +45,7 @@ def drawing(items: Sequence[tuple[Timeline, Memory]]) -> dict[str, Any]:
         "end": max(t.makespan for t, _ in items),
         "memory": largest,
         "timelines": [
-            _timeline(t) | _memory(of_devices, h, shown)
-            for (t, _), of_devices, h in zip(items, levels, held, strict=True)
+            _timeline(t) | _memory(m, h, shown) for (t, m), h in zip(items, held, strict=True)
         ],
         "letters": [k.name for k in Kind],
         "names": [style.NAMES.get(k, "") for k in Kind],
@@ -85,13 +84,12 @@ def _timeline(t: Timeline) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _memory(levels: Iterable[tuple[np.ndarray, np.ndarray]], held: np.ndarray, shown: np.ndarray) -> dict[str, Any]:
+def _memory(m: Memory, held: np.ndarray, shown: np.ndarray) -> dict[str, Any]:
     """Memory over time: a row of times, then for each shown cause a row of bytes up to and with it, device after device."""
     bounds, blocks = [0], []
-    for time, level in levels:
-        last = np.flatnonzero(np.append(np.diff(time) > 0, True)[: len(time)])  # what holds after all steps of a moment
-        blocks.append(np.vstack([time[last], np.cumsum(level[shown][:, last], axis=0)]))
-        bounds.append(bounds[-1] + len(last))
+    for time, level in map(m.settled, range(m.devices)):
+        blocks.append(np.vstack([time, np.cumsum(level[shown], axis=0)]))
+        bounds.append(bounds[-1] + len(time))
     return {"steps": _packed(np.hstack(blocks)), "step_bounds": bounds, "peaks": [_bytes(x) for x in held.sum(axis=1)]}
 
 
