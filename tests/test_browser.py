@@ -1,6 +1,7 @@
 """The explorer in JupyterLab in a real browser; skipped where there is no Chromium."""
 
 import re
+import shutil
 from pathlib import Path
 
 import nbformat
@@ -268,9 +269,11 @@ def test_the_stored_lecture_shows_its_explorer_without_running(folder, address, 
     notebook = nbformat.read(LECTURES / "02_gpipe.ipynb", as_version=4)
     assert "pipelab.widgets.explorer.Explorer" in str(notebook.metadata.widgets), "run make notebooks"
     trust(notebook, folder)
-    nbformat.write(notebook, folder / "lecture.ipynb")
+    (folder / "notebooks").mkdir()
+    nbformat.write(notebook, folder / "notebooks" / "lecture.ipynb")
+    shutil.copytree(LECTURES.parent / "images", folder / "images")
     page = new_page()
-    page.goto(address("doc/tree/lecture.ipynb"))
+    page.goto(address("doc/tree/notebooks/lecture.ipynb"))
     page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=30_000)
     for _ in range(60):
         if page.locator(".pipelab-explorer path.boxes").count():
@@ -279,3 +282,6 @@ def test_the_stored_lecture_shows_its_explorer_without_running(folder, address, 
         page.mouse.wheel(0, 800)
         page.wait_for_timeout(100)
     assert measure(page, "makespan") == "33"
+    loaded = "(picture) => picture.complete && picture.naturalWidth > 0"
+    pictures = page.locator(".jp-MarkdownOutput img").all()
+    assert pictures and all(picture.evaluate(loaded) for picture in pictures)

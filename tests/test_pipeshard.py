@@ -1,6 +1,7 @@
 """Pipelines of jax programs equal one device: on models that no lecture uses; and every error."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import tests.jax_setup  # isort: skip  # noqa: F401
@@ -322,6 +323,85 @@ def test_gradients_without_the_value_and_of_several_arguments():
     assert_equal(step, tuple(arrays((6, 5), (5, 3))), data(16), Pipeshard(4))
 
 
+def test_kinks_that_rounding_decides_are_told_from_errors():
+    """relu of what is zero but for rounding: of 24 samples another one than of 8, in single precision alone."""
+
+    def loss(params, batch):
+        n = len(batch["x"])
+        h = jax.nn.relu(jax.lax.optimization_barrier(batch["x"] * params[0] / n) * n - batch["z"])
+        mark_pipeline_boundary()
+        return jnp.mean(h + (batch["x"] * params[1]) ** 2)
+
+    step, start = step_of(loss)
+    params, batch = arrays((6,), (6,)), data(24)
+    batch["z"] = batch["x"] * params[0]
+    check = parallelize(step, Pipeshard(3, devices=jax.devices()[:2])).compare(start(params), batch)
+    assert check.passed and "in double precision both agree" in check.rule
+    wrong, start = step_of(lambda p, b: jnp.mean(forward(p, b["x"])) * jnp.where(len(b["x"]) > 20, 1.0, 3.0))
+    check = parallelize(wrong, Pipeshard(4, reduce="mean")).compare(start(network()), data(32))
+    assert "no check of how these are combined" in check.rule
+
+
+def test_the_tolerance_is_of_the_lowest_precision_in_the_loss():
+    def loss(params, batch):
+        x = jnp.tanh(batch["x"].astype(jnp.float16) @ params[0].astype(jnp.float16))
+        mark_pipeline_boundary()
+        return jnp.mean((x.astype(jnp.float32) @ params[1] - batch["y"]) ** 2)
+
+    step, start = step_of(loss)
+    check = parallelize(step, Pipeshard(4)).compare(start(arrays((6, 5), (5, 3))), data(32))
+    assert check.passed and check.tolerance == 1e-2
+
+
+def test_the_update_knows_the_whole_batch():
+    def step(state, batch):
+        params, seen = state
+        value, gradients = value_and_grad(lambda p: jnp.sum((forward(p, batch["x"]) - batch["y"]) ** 2))(params)
+        n = len(batch["x"])
+        params = jax.tree.map(lambda p, g: p - 0.003 * n * g / n, params, gradients)
+        return (params, seen + n), {"mean": value / n, "samples": n}
+
+    pipeline = assert_equal(step, (network(), 0), data(32), Pipeshard(4))
+    (_, seen), results = pipeline((network(), 0), data(32))
+    assert (seen, results["samples"]) == (32, 32)
+
+
+def test_stages_without_parameters_and_frozen_ones():
+    def loss(params, frozen, batch):
+        x = jnp.tanh(batch["x"] @ frozen)
+        mark_pipeline_boundary()
+        x = jnp.sin(x @ params)
+        mark_pipeline_boundary()
+        x = x**2
+        mark_pipeline_boundary()
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    def step(state, batch):
+        frozen, params = state
+        value, gradient = value_and_grad(loss)(params, frozen, batch)
+        return (frozen, params - 0.1 * gradient), value
+
+    pipeline = assert_equal(step, tuple(arrays((6, 5), (5, 3))), data(16), Pipeshard(4, devices=jax.devices()[:4]))
+    assert [len(stage.parameters) for stage in pipeline.plan.stages] == [0, 1, 0, 0]
+    step, start = step_of(lambda p, b: mse(p, b, lambda p, x: idle(p, x)))
+    assert_equal(step, start(arrays((6, 3))), data(16), Pipeshard(4, devices=jax.devices()[:2]))
+
+
+def idle(params, x):
+    x = 2 * x
+    mark_pipeline_boundary()
+    return jnp.tanh(x @ params[0])
+
+
+@pytest.mark.parametrize(
+    "optimizer", [lambda: optax.MultiSteps(optax.sgd(0.1), 2), lambda: optax.apply_if_finite(optax.adam(1e-3), 3)]
+)
+def test_branches_in_the_update(optimizer):
+    made = optimizer()
+    step, start = step_of(mse, made)
+    assert_equal(step, start(network()), data(32), Pipeshard(4), steps=3, tolerance=1e-4)
+
+
 # ---- random numbers
 
 
@@ -353,6 +433,28 @@ def test_every_microbatch_draws_its_own(make_key):
     same = parallelize(step, Pipeshard(1, stages=2, devices=jax.devices()[:2]))(state, one)[1]
     assert abs(float(value) - float(same)) > 1e-6  # eight masks, not one
     assert pipeline((params, key, count), batch)[1] != value
+
+
+def test_keys_in_the_batch_are_the_samples_own():
+    def loss(params, batch):
+        noise = jax.vmap(lambda key: jax.random.normal(key, (6,)))(batch["keys"])
+        return mse(params, {"x": batch["x"] + noise, "y": batch["y"]})
+
+    step, start = step_of(loss)
+    batch = {**data(32), "keys": jax.random.split(jax.random.key(1), 32)}
+    assert_equal(step, start(network()), batch, Pipeshard(4))
+
+
+def test_keys_made_inside_a_loop():
+    def loss(params, batch):
+        def body(x, _):
+            return x + jax.random.normal(jax.random.key(0), x.shape), None
+
+        noisy = jax.lax.scan(body, batch["x"], None, 2)[0]
+        return mse(params, {"x": noisy * jax.random.bernoulli(batch["key"][0], 0.5), "y": batch["y"]})
+
+    step, start = step_of(lambda params, batch: loss(params, {**batch, "key": jax.random.split(jax.random.key(2))}))
+    assert_error(r"scan \(.*py:\d+\) draws random numbers from a key that is made inside it", step, state=start(network()))
 
 
 # ---- flax
@@ -443,8 +545,21 @@ def test_marked_gradients_are_jax_s_own():
         assert worst(fun(params, batch), expected) < 1e-6
     assert worst(grad(mse)(params, batch=batch), expected[1]) < 1e-6
     assert worst(jax.jit(grad(lambda p: mse(p, batch)))(params), expected[1]) < 1e-6
+    x = jnp.arange(1.0, 4.0)
+    assert (jax.vmap(grad(lambda x: x**3))(x) == 3 * x**2).all()
+    assert (jax.grad(lambda x: grad(lambda x: (x**3).sum())(x).sum())(x) == 6 * x).all()
     with pytest.raises(TypeError, match=r"the loss is float32\[24,3\]: return one real number"):
         grad(lambda p: forward(p, batch["x"]))(params)
+    for fun, match in [
+        (value_and_grad(lambda x: x.sum(), 1), "argnums=1: the loss was given 1 argument"),
+        (value_and_grad(lambda x: (x.sum(), 1)), "the loss is a tuple: return one real number, or say has_aux=True"),
+        (value_and_grad(lambda x: x.sum(), has_aux=True), r"return a pair \(scalar, aux\), since has_aux=True"),
+        (value_and_grad(lambda x: (x.sum(), "hello"), has_aux=True), "the loss returns 'hello' beside its value"),
+    ]:
+        with pytest.raises(TypeError, match=match):
+            fun(x)
+    with pytest.raises(TypeError, match="the gradient is taken by an array of int32: keep such ones"):
+        grad(lambda x: (2.0 * x).sum())(np.arange(3, dtype=np.int32))
 
 
 # ---- memory
@@ -494,6 +609,18 @@ def assert_error(match, step=None, method=None, state=None, batch=None, error=Pi
     [
         (dict(microbatches=5), "a batch of 32 samples does not divide into 5 micro-batches"),
         (dict(microbatches=0), "microbatches=0: give a whole number"),
+        (dict(microbatches=True), "microbatches=True: give a whole number"),
+        (dict(virtual=0), "virtual=0: give a whole number"),
+        (dict(schedule=None), "schedule=None: give a name"),
+        (dict(stages=2, schedule="pipedream_2bw"), "schedule 'pipedream_2bw' has no flush"),
+        (dict(devices=[0, 1, 2, 3]), "np.int64.0. is no device|0 is no device"),
+        (dict(stages=ManualStages([2, 2], [1, 1])), r"ManualStages\(layers=\[2, 2\]\): give the layers of each stage"),
+        (dict(stages=ManualStages([[0, 1], [2, 3]], ["a", "b"])), r"meshes=\['a', 'b'\]: give numbers of devices"),
+        (dict(stages=ManualStages([[0, 1], [2, 3]], [1, 1], lambda path, shape: None)), "cannot be sharded as None"),
+        (
+            dict(stages=ManualStages([[0, 1], [2, 3]], [1, 1], lambda path, shape: PartitionSpec(None, None, None))),
+            r"of shape \(.*\) cannot be sharded",
+        ),
         (dict(stages=5), "stages=5: the loss has 4 layers: ask for fewer"),
         (dict(stages=1), "stages=1: use 'uniform', a number of at least 2"),
         (dict(layers="auto"), "layers='auto': use 'manual'"),
@@ -524,6 +651,10 @@ def test_unknown_schedules_are_named():
     assert_error("unknown schedule 'gpie'", method=Pipeshard(4, schedule="gpie"), error=ScheduleError)
 
 
+def halved(x):
+    return jax.lax.stop_gradient(jax.lax.while_loop(lambda x: jnp.abs(x).max() > 0.1, lambda x: x / 2, x))
+
+
 def mixed(result):
     return lambda params, batch: result(forward(params, batch["x"]), batch)
 
@@ -539,14 +670,53 @@ def mixed(result):
         (mixed(lambda out, batch: jnp.mean(jnp.cumsum(out, 0))), "cumsum"),
         (mixed(lambda out, batch: jnp.mean(out @ batch["y"].T)), "dot_general"),
         (mixed(lambda out, batch: (out * (batch["y"] > 0)).sum() / (batch["y"] > 0).sum()), r": div \("),
-        (mixed(lambda out, batch: jnp.mean(out * out[np.arange(len(out))[::-1]])), "gather|rev"),
+        (mixed(lambda out, batch: jnp.mean(out * out[np.arange(len(out))[::-1]])), r"\) reads an array or a number made of"),
         (mixed(lambda out, batch: jax.lax.scan(lambda x, _: (x - x.mean(0), None), out, None, 2)[0].mean()), r": sub \("),
         (mixed(lambda out, batch: jax.lax.fori_loop(0, 2, lambda _, x: x * x.max(), out).mean()), "reduce_max"),
         (mixed(lambda out, batch: jax.lax.cond(True, jnp.sin, lambda x: x / x.sum(), out).mean()), r": div \("),
         (mixed(lambda out, batch: jax.lax.cond(True, jnp.sin, jnp.cos, out).mean()), None),
         (mixed(lambda out, batch: jnp.sum(out) / 31), None),  # a sum
+        # numbers made of the batch's size
+        (mixed(lambda out, batch: jnp.sum(out) / jnp.maximum(1.0 * len(out), 1.0)), None),
+        (mixed(lambda out, batch: jnp.sum(out * jnp.ones(len(out))[:, None]) / jnp.ones(len(out)).sum()), None),
+        (mixed(lambda out, batch: jnp.where(out > 0, out / len(out), 0.0).sum()), None),
+        (mixed(lambda out, batch: jnp.mean(out) * jnp.log(1.0 * len(out))), "it grows as samples to the power 0.36"),
+        (mixed(lambda out, batch: jnp.sum(out) / (len(out) // jnp.int32(3))), "it grows as samples to the power"),
+        (mixed(lambda out, batch: jnp.mean(out ** len(out))), "integer_pow"),
+        (mixed(lambda out, batch: jnp.mean(out[:, len(out) // 16])), "slice"),
+        (mixed(lambda out, batch: jnp.mean(jnp.sin(out) if len(out) > 20 else jnp.cos(out))), "other equations for 8 .* 32"),
+        (lambda p, b: jnp.mean(forward(p, b["x"]) * (p[3]["b"] if len(b["x"]) > 20 else p[2]["b"][:3])), "other equations"),
+        # positions in the batch
+        (mixed(lambda out, batch: jnp.mean(out * jnp.arange(len(out))[:, None])), r"iota \("),
+        (mixed(lambda out, batch: jnp.mean(out * np.linspace(0, 1, len(out), dtype=out.dtype)[:, None])), r"mul \(.* reads an"),
+        (mixed(lambda out, batch: jnp.mean(out[jnp.arange(len(out)), jnp.argmax(batch["y"], -1)])), None),
+        (mixed(lambda out, batch: jnp.mean(out[(jnp.arange(len(out)) + 1) % len(out), 0])), r"iota \("),
+        (mixed(lambda out, batch: jnp.mean(out.at[jnp.arange(len(out)), jnp.argmax(batch["y"], -1)].add(1.0) ** 2)), None),
+        # samples moved, left out, or mixed
+        (mixed(lambda out, batch: jnp.mean(out[: len(out) // 2])), r"slice \(.*py:\d+\)"),
+        (mixed(lambda out, batch: jnp.mean(out.reshape(2, -1, 3)[0])), "reshape"),
+        (mixed(lambda out, batch: jnp.prod(out.reshape(-1, 2, 3), 1).mean()), "reshape"),
+        (mixed(lambda out, batch: jnp.mean(out.reshape(3, -1)[0])), "reshape"),
+        (mixed(lambda out, batch: jnp.mean(jnp.tril(jnp.ones((len(out), len(out)))) @ out)), r"iota \("),
+        (mixed(lambda out, batch: jnp.mean(jnp.abs(jnp.fft.fft(out, axis=0))[:, 0])), r"fft \(.*shard.py:\d+\)"),
+        (mixed(lambda out, batch: jnp.mean(jnp.sort(out, 0)[:, 0] * batch["y"][:, 0])), r"sort \(.*shard.py:\d+\)"),
+        (mixed(lambda out, batch: jax.vmap(lambda c: jnp.convolve(c, jnp.ones(3)), 1)(out).mean()), "conv_general"),
+        (mixed(lambda out, batch: jax.lax.dynamic_update_slice(out, jnp.zeros((1, 3)), (0, 0)).mean()), "dynamic_update_slice"),
+        (mixed(lambda out, batch: jnp.mean(jnp.concatenate([out, out]))), "concatenate"),
+        (mixed(lambda out, batch: jnp.zeros(3).at[jnp.argmax(batch["y"], -1)].add(out[:, 0]).max()), "scatter-add"),
+        (mixed(lambda out, batch: jax.pure_callback(np.tanh, batch["y"], batch["y"]).mean() + out.mean()), "pure_callback"),
+        (mixed(lambda out, batch: jnp.mean(jnp.stack([out, -out]).reshape(-1, 3) * jnp.repeat(out, 2, 0))), r"mul \("),
+        (mixed(lambda out, batch: jnp.sin(jnp.stack([out, 2 * out]).reshape(-1, 3)).reshape(2, -1, 3).mean()), None),
+        # loops
+        (mixed(lambda out, batch: jax.lax.map(lambda x: x @ x, out).mean()), None),
+        (mixed(lambda out, batch: jax.lax.scan(lambda s, x: (s + x @ x, None), 0.0, out)[0] / len(out)), "goes from sample to"),
+        (mixed(lambda out, batch: jax.lax.scan(lambda x, _: (jnp.sin(x), None), out, None, len(out) // 8)[0].mean()), "scan"),
+        (mixed(lambda out, batch: (out * halved(out)).mean()), r"while \("),
+        (mixed(lambda out, batch: jax.lax.cond(out.mean() > 0, jnp.sin, jnp.cos, out).mean()), r"cond \("),
+        (mixed(lambda out, batch: jax.vmap(jax.grad(lambda x: jnp.sum(x**3)))(out).mean()), None),
+        (mixed(lambda out, batch: jnp.linalg.cholesky(jnp.eye(3) + out[:, :, None] * out[:, None]).mean()), None),
         (mixed(lambda out, batch: jnp.sum(out) / (len(out) - 1)), "it grows as samples to the power"),
-        (mixed(lambda out, batch: jnp.sum(out**2) + 1.0), r": add \("),
+        (mixed(lambda out, batch: jnp.sum(out**2) + 1.0), r": add \(.* adds a sum .* .take their mean instead"),
         (lambda params, batch: jnp.sum(forward(params, jnp.ones((1, 6)))), "does not depend on the batch"),
     ],
 )  # fmt: skip
@@ -565,10 +735,33 @@ def test_a_loss_that_does_not_add_up_may_be_wanted():
     assert check.passed and "micro-batches" in check.rule
 
 
-def test_results_that_do_not_add_up():
-    step, start = step_of(lambda p, b: (mse(p, b), jnp.max(forward(p, b["x"]))), has_aux=True)
-    with pytest.raises(PipeshardError, match=r"auxiliary result 0 of the loss, shape \(\), is neither .* \(reduce_max"):
-        parallelize(step, Pipeshard(4, stages=2))(start(network()), data(32))
+def test_halves_count_in_low_precision():
+    """A mean written as a sum over the number of samples, in bfloat16."""
+    step, start = step_of(mixed(lambda out, batch: jnp.sum(out.astype(jnp.bfloat16)) / len(out)))
+    assert parallelize(step, Pipeshard(4)).compare(start(network()), data(32)).passed
+
+
+@pytest.mark.parametrize(
+    ("result", "match"),
+    [
+        (lambda out: jnp.max(out), r"auxiliary result 0 of the loss, shape \(\), is neither .* \(reduce_max"),
+        (lambda out: jnp.arange(len(out)), r"iota \("),
+        (lambda out: jnp.log(1.0 * len(out)), "auxiliary result 0"),
+        (lambda out: jnp.int32(100 * jnp.mean(out > 0)), "convert_element_type"),
+        (lambda out: jnp.stack([out, out]).reshape(-1, 3), "auxiliary result 0"),
+        (lambda out: (len(out), jnp.ones(len(out)), jnp.ones(len(out)).sum(), out.T, jnp.stack([out, out]), out.ravel()), None),
+    ],
+)  # fmt: skip
+def test_results_that_do_not_add_up(result, match):
+    def loss(params, batch):
+        out = forward(params, batch["x"])
+        return jnp.mean((out - batch["y"]) ** 2), result(out)
+
+    step, start = step_of(loss, has_aux=True)
+    if match is None:
+        assert_equal(step, start(network()), data(32), Pipeshard(4))
+    else:
+        assert_error(match, step, state=start(network()))
 
 
 def descend(gradients, params, value=0.0):
@@ -623,6 +816,8 @@ def cast(state, batch):
         (lambda s, b: descend(grad(lambda s: mse(s, b, in_scan))(s), s), r"marked inside scan \(.*py:\d+\), which"),
         (lambda s, b: descend(grad(jax.checkpoint(mse))(s, b), s), r"marked inside (checkpoint|remat)"),
         (joined, r"concatenate \(.*py:\d+\) joins arrays of stages \d and \d in the update"),
+        (lambda s, b: descend(grad(lambda p: jax.lax.cond(True, mse, mse, p, b))(s), s), r"marked inside cond \(.*py:\d+\)"),
+        (lambda s, b: descend(grad(lambda p: mse(p, {"x": b["x"], "y": np.ones((32, 3))}))(s), s), "not on a micro-batch of 8"),
         (cast, "the gradient is taken by a bfloat16.* that the step computes"),
         (lambda s, b: (s, grad(mse, 1)(s, b)), "taken by the batch"),
     ],
@@ -665,12 +860,38 @@ def test_boundaries_around_nothing():
     [
         ({"x": np.ones((8, 6)), "y": np.ones((4, 3))}, {}, "needs one number of samples: .*'x'.* has 8; .*'y'.* has 4"),
         ({"x": np.ones((8, 6)), "y": 3.0}, {}, r"batch leaf \['y'\] is 3.0: every leaf of the batch needs samples"),
+        ({"x": np.ones((0, 6)), "y": np.ones((0, 3))}, {}, "the batch has no samples"),
         ({}, dict(batch_argnums=5), r"batch_argnums=\(5,\): the step was given 2 arguments"),
     ],
 )
 def test_batches_that_are_none(batch, rest, match):
     with pytest.raises(PipeshardError, match=match):
         parallelize(step_of(mse)[0], Pipeshard(4), **rest)(network(), batch)
+
+
+def test_options_are_bound_beforehand():
+    step = jax.jit(lambda s, b, train=True: descend(grad(mse)(s, b), s), static_argnames="train")
+    pipeline = parallelize(step, Pipeshard(4))
+    for call in (pipeline, pipeline.compile, pipeline.compare):
+        with pytest.raises(PipeshardError, match=r"train=: pass arrays by position, and bind options by functools.partial"):
+            call(network(), data(32), train=False)
+    with pytest.raises(PipeshardError, match=r"static arguments .*: bind them by functools.partial"):
+        pipeline(network(), data(32), False)
+    with pytest.raises(PipeshardError, match=r"argument 2 is 'abc', no array: bind it by functools.partial"):
+        pipeline(network(), data(32), "abc")
+    assert parallelize(partial(step, train=False), Pipeshard(4)).compare(network(), data(32)).passed
+
+
+def test_calls_that_are_none():
+    with pytest.raises(PipeshardError, match="train_step is 3: give a function"):
+        parallelize(3, Pipeshard(4))
+    with pytest.raises(PipeshardError, match=r"method is <class .*: give a plan, such as"):
+        parallelize(step_of(mse)[0], Pipeshard)
+    step, start = step_of(mse)
+    with pytest.raises(PipeshardError, match=r"called inside jax.jit or another transformation: call it outside"):
+        jax.jit(parallelize(step, Pipeshard(4)))(start(network()), data(32))
+    with pytest.raises(PipeshardError, match="the loss of this batch is nan on one device too"):
+        parallelize(step, Pipeshard(4)).compare(start(network()), {**data(32), "x": np.full((32, 6), np.nan, np.float32)})
 
 
 def test_results_before_a_call():
@@ -680,6 +901,9 @@ def test_results_before_a_call():
         _ = pipeline.plan
     pipeline.compile(start(network()), data(32))
     assert len(pipeline.plan.stages) == 4
+    other = parallelize(step, Pipeshard(4))
+    other.compare(start(network()), data(32))
+    assert len(other.plan.stages) == 4
     with pytest.raises(PipeshardError, match="compiled but has not run yet"):
         _ = pipeline.timeline
 

@@ -41,25 +41,34 @@ class Combine:
 
 
 def combinations(
-    step: Callable, arguments: Arguments, traced: Step, samples: int, method: Pipeshard
+    step: Callable, arguments: Arguments, traced: Step, whole: Step, samples: int, method: Pipeshard
 ) -> tuple[list[Combine], dict[Var, int], bool]:
     """Per result of the loss how it is combined; the batch's dimension of each variable; whether that is exact.
+
+    traced, whole  the step of one micro-batch, of so many samples, and of the batch
 
     Raises PipeshardError where a result is neither a mean nor a sum over the batch, nor one value per sample.
     """
     small = traced if samples > 1 else trace(step, arguments, 2)  # one sample: no dimension would show
-    large = trace(step, arguments, 2 * max(samples, 2))
-    found = Reductions(small.loss, large.loss, small.batch)
+    sizes = max(samples, 2), arguments.samples if arguments.samples > max(samples, 2) else 2 * max(samples, 2)
+    try:
+        large = whole if sizes[1] == arguments.samples else trace(step, arguments, sizes[1])
+        found = Reductions(small.loss, large.loss, small.batch, sizes)
+    except (TypeError, ValueError):
+        if method.microbatches > 1:
+            raise
+        return [Combine(How.LAST)] * len(small.loss.outputs), {}, True
     axes = found.axes if small is traced else {}
     if method.microbatches == 1:
-        return [Combine(How.LAST) for _ in small.loss.outputs], axes, True
-    tags = [found.of(atom) for atom in small.loss.outputs]
-    loss = _of_loss(tags[0], method.reduce)
+        return [Combine(How.LAST)] * len(small.loss.outputs), axes, True
+    results = list(zip(small.loss.outputs, large.loss.outputs, strict=True))
+    tags = [found.of(pair) for pair in results]
     others = [
-        _of_aux(i, tag, atom, found.axes.get(atom) if isinstance(atom, Var) else None, method.reduce)
-        for i, (tag, atom) in enumerate(zip(tags[1:], small.loss.outputs[1:], strict=True))
+        _of_aux(i, tag, pair[0], found.axis_of(pair), method.reduce)
+        for i, (tag, pair) in enumerate(zip(tags[1:], results[1:], strict=True))
     ]
-    return [loss, *others], axes, all(tag.how is not reduction.How.MIXED for tag in tags)
+    exact = all(tag.how is not reduction.How.MIXED and tag.degree in (0, 1) for tag in tags)
+    return [_of_loss(tags[0], method.reduce), *others], axes, exact
 
 
 def _of_loss(tag: Tag, reduce: str | None) -> Combine:
@@ -70,7 +79,7 @@ def _of_loss(tag: Tag, reduce: str | None) -> Combine:
         raise PipeshardError(f"reduce={reduce!r}, but the loss is a {known.value} over the batch: leave reduce out")
     if known or reduce:
         return Combine(known or How(reduce))
-    why = f": {tag.why} makes it another" if tag.why else f" (it grows as samples to the power {tag.degree:g})"
+    why = f": {tag.why}" if tag.why else f" (it grows as samples to the power {tag.degree:g})"
     raise PipeshardError(
         f"the loss is neither a mean nor a sum over the batch{why}, so that micro-batches do not add up to the batch; if each "
         "micro-batch is to count by itself all the same, say Pipeshard(reduce='mean')"
@@ -78,16 +87,16 @@ def _of_loss(tag: Tag, reduce: str | None) -> Combine:
 
 
 def _of_aux(i: int, tag: Tag, atom: Atom, axis: int | None, reduce: str | None) -> Combine:
-    if tag.how is reduction.How.FIXED:
+    if tag == reduction.FIXED and axis is None:
         return Combine(How.LAST)
     mixed = tag.how is reduction.How.MIXED
     if axis is not None and (reduce or not (mixed or tag.degree)):
         return Combine(How.JOIN, axis)
-    if not mixed and axis is None and tag.degree in (0, 1):
+    if tag.how in (reduction.How.FIXED, reduction.How.REDUCED) and axis is None and tag.degree in (0, 1):
         return Combine(How.MEAN if tag.degree == 0 else How.SUM)
-    if reduce and axis is None and jnp.issubdtype(dtype_of(atom), jnp.inexact):
+    if reduce and axis is None and tag.how is not reduction.How.SAMPLES and jnp.issubdtype(dtype_of(atom), jnp.inexact):
         return Combine(How.MEAN)
-    why = f" ({tag.why} makes it another)" if tag.why else ""
+    why = f" ({tag.why})" if tag.why else ""
     raise PipeshardError(
         f"auxiliary result {i} of the loss, shape {shape_of(atom)}, is neither a mean nor a sum over the batch nor one value "
         f"per sample{why}: leave it out, or say Pipeshard(reduce='mean') to average it over the micro-batches"

@@ -7,7 +7,8 @@
 An equation stands on the stage of its layer, with these exceptions. What depends on nothing but constants and keys is
 computed wherever it is needed; so is an array made of parameters alone (a cast, a transpose). A number made of parameters
 alone (an L2 norm) is computed where the parameters are and crosses. What depends on the batch but on no parameter (a mask,
-one-hot labels) is computed by the first stage that needs it.
+one-hot labels) is computed by the first stage that needs it, unless it reads an array that is an argument (a frozen layer), or
+its own stage would have nothing else to do.
 """
 
 from __future__ import annotations
@@ -18,7 +19,18 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
-from pipelab.pipeshard.graph import Atom, Graph, PipeshardError, contains, depending, dtype_of, place_of, size, variables
+from pipelab.pipeshard.graph import (
+    Atom,
+    Graph,
+    PipeshardError,
+    contains,
+    depending,
+    dtype_of,
+    is_key,
+    place_of,
+    size,
+    variables,
+)
 
 
 @dataclass
@@ -74,8 +86,9 @@ def cut(
             at += 1
         else:
             placed.append((eqn, stage_of_layer[at]))
-    homes = _Homes([e for e, _ in placed], [s for _, s in placed], parameters, batch, loss.outputs).homes
     equations = [e for e, _ in placed]
+    frozen = [v for v in loss.inputs if v not in parameters and v not in batch and size(v) > 1 and not is_key(v)]
+    homes = _Homes(equations, [s for _, s in placed], parameters, batch, frozen, loss.outputs).homes
     made_at = {v: s for e, s in zip(equations, homes, strict=True) for v in e.outvars if s is not None}
     last = len(stages) - 1
     asked: list[dict[Var, None]] = [{} for _ in stages]  # what others need of each stage, in the order of asking
@@ -134,15 +147,17 @@ class _Homes:
     """The stage of each equation; None: wherever it is needed."""
 
     def __init__(self, equations: Sequence[JaxprEqn], stages: Sequence[int], parameters: Sequence[Var],
-                 batch: Sequence[Var], outputs: Sequence[Atom]) -> None:  # fmt: skip
+                 batch: Sequence[Var], frozen: Sequence[Var], outputs: Sequence[Atom]) -> None:  # fmt: skip
         self.active, self.data = depending(equations, parameters), depending(equations, batch)
+        self.frozen = depending(equations, frozen)
         self.roots: dict[Var, set[Var]] = {p: {p} for p in parameters}  # parameters that an array of parameters is made of
         self.owner: dict[Var, int] = {}  # parameter -> the first stage that uses it on the batch
         for eqn, s in zip(equations, stages, strict=True):
             self._find_owners(eqn, s)
         self.earliest: dict[Var, int] = {}  # the first stage that can know a variable
         self.homes = [self._home(eqn, s) for eqn, s in zip(equations, stages, strict=True)]
-        self._put_off(equations, stages, outputs)
+        self._put_off(equations, stages, outputs, set())
+        self._put_off(equations, stages, outputs, set(stages) - set(self.homes))
 
     def _kind(self, eqn: JaxprEqn) -> tuple[bool, bool]:
         """Whether it depends on parameters, and on the batch."""
@@ -172,15 +187,17 @@ class _Homes:
         self.earliest.update(dict.fromkeys(eqn.outvars, first if home is None else home))
         return home
 
-    def _put_off(self, equations: Sequence[JaxprEqn], stages: Sequence[int], outputs: Sequence[Atom]) -> None:
-        """What depends on the batch alone is computed by the first stage that needs it."""
+    def _put_off(self, equations: Sequence[JaxprEqn], stages: Sequence[int], outputs: Sequence[Atom], idle: set[int]) -> None:
+        """What depends on the batch alone is computed by the first stage that needs it, but for that of idle stages."""
         first: dict[Var, int] = {}
         results = set(variables(outputs))
         for i in reversed(range(len(equations))):
             eqn, (active, data) = equations[i], self._kind(equations[i])
             if data and not active:
                 users = [first[v] for v in eqn.outvars if v in first]
-                self.homes[i] = min(users) if users and results.isdisjoint(eqn.outvars) else stages[i]
+                stays = stages[i] in idle or not results.isdisjoint(eqn.outvars)
+                stays |= not self.frozen.isdisjoint(variables(eqn.invars))
+                self.homes[i] = stages[i] if stays or not users else min(users)
             home = self.homes[i]
             if home is not None:
                 for v in variables(eqn.invars):

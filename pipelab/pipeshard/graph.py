@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 Atom = Var | Literal
@@ -32,20 +35,26 @@ class Graph:
     consts: dict[Var, Any] = field(default_factory=dict)
 
 
-def inline(closed: ClosedJaxpr) -> Graph:
-    """A traced function with the jitted functions that it calls written out; every variable is new."""
+def inline(traced: ClosedJaxpr | Jaxpr, outer: JaxprEqn | None = None) -> Graph:
+    """A traced function with the jitted functions that it calls written out; every variable is new.
+
+    outer  the equation that it stands in: an equation that names no line of the user's takes its own
+    """
+    closed = traced if isinstance(traced, ClosedJaxpr) else ClosedJaxpr(traced, ())
     consts: dict[Var, Any] = {}
     equations: list[JaxprEqn] = []
 
-    def enter(inner: ClosedJaxpr, given: Sequence[Atom]) -> list[Atom]:
+    def enter(inner: ClosedJaxpr, given: Sequence[Atom], outer: JaxprEqn | None) -> list[Atom]:
         fresh = [Var(v.aval) for v in inner.jaxpr.constvars]
         consts.update(zip(fresh, inner.consts, strict=True))
         names: dict[Var, Atom] = dict(zip(inner.jaxpr.constvars, fresh, strict=True))
         names.update(zip(inner.jaxpr.invars, given, strict=True))
         for eqn in inner.jaxpr.eqns:
             arguments = [a if isinstance(a, Literal) else names[a] for a in eqn.invars]
+            if outer is not None and _frame_of(eqn) is None:
+                eqn = eqn.replace(source_info=outer.source_info)
             if eqn.primitive.name in CALLS:
-                results = enter(eqn.params["jaxpr"], arguments)
+                results = enter(eqn.params["jaxpr"], arguments, eqn)
             else:
                 results = [Var(v.aval) for v in eqn.outvars]
                 equations.append(eqn.replace(invars=arguments, outvars=results))
@@ -53,7 +62,12 @@ def inline(closed: ClosedJaxpr) -> Graph:
         return [a if isinstance(a, Literal) else names[a] for a in inner.jaxpr.outvars]
 
     inputs = [Var(v.aval) for v in closed.jaxpr.invars]
-    return Graph(inputs, enter(closed, inputs), equations, consts)
+    return Graph(inputs, enter(closed, inputs, outer), equations, consts)
+
+
+def renamed(eqn: JaxprEqn, names: Mapping[Var, Atom]) -> JaxprEqn:
+    """The equation with other inputs."""
+    return eqn.replace(invars=[names.get(a, a) if isinstance(a, Var) else a for a in eqn.invars])
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
@@ -115,18 +129,27 @@ def size(atom: Atom) -> int:
     return math.prod(shape_of(atom))
 
 
+def is_key(atom: Atom) -> bool:
+    """Whether it may be a random key, typed or raw."""
+    return jnp.issubdtype(dtype_of(atom), jax.dtypes.prng_key) or dtype_of(atom) == np.uint32
+
+
 def bytes_of(atom: Atom) -> int:
     return size(atom) * dtype_of(atom).itemsize
 
 
 def place_of(eqn: JaxprEqn) -> str:
     """The line of the user's code that made an equation, for an error."""
+    frame = _frame_of(eqn)
+    return f"{frame.file_name}:{frame.start_line}" if frame else "an unknown line"
+
+
+def _frame_of(eqn: JaxprEqn) -> Any:
     from jax._src import source_info_util  # no public way to it
 
     here = str(Path(__file__).parent)
     try:
         frames = list(source_info_util.user_frames(eqn.source_info.traceback))
-        frame = next(f for f in frames if not f.file_name.startswith(here))
-        return f"{frame.file_name}:{frame.start_line}"
     except Exception:  # a message without the line is better than none
-        return "an unknown line"
+        return None
+    return next((f for f in frames if not f.file_name.startswith(here)), None)

@@ -10,40 +10,57 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from pipelab.pipeshard.graph import Atom, Graph, PipeshardError, contains, dtype_of, inline, inner_jaxprs, place_of, shape_of
+from pipelab.pipeshard.graph import (
+    Atom,
+    Graph,
+    PipeshardError,
+    contains,
+    dtype_of,
+    inline,
+    inner_jaxprs,
+    is_key,
+    place_of,
+    renamed,
+    shape_of,
+    variables,
+)  # fmt: skip
 
 DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform")
 
 
-def with_own_keys(loss: Graph, excluded: Collection[Var]) -> tuple[Graph, Var | None]:
+def with_own_keys(loss: Graph, parameters: Collection[Var], batch: Collection[Var]) -> tuple[Graph, Var | None]:
     """The loss with one more input, the number of the micro-batch, folded into every key where it first appears.
 
-    excluded  inputs that are no keys of the step: parameters and the batch
+    Keys in the batch, one per sample, are each micro-batch's own as they are.
 
-    Returns the loss as it is, and None, if it draws nothing. Raises PipeshardError where a key is made inside a loop.
+    Returns the loss as it is, and None, if no key is to be changed. Raises PipeshardError where a key is made inside a loop.
     """
-    drawing = [eqn for eqn in loss.equations if contains(eqn, DRAWS)]
-    if not drawing:
+    if not any(contains(eqn, DRAWS) for eqn in loss.equations):
         return loss, None
     number, raw = Var(jax.typeof(np.uint32(0))), _raw_keys(loss.equations)
     equations: list[JaxprEqn] = []
     names: dict[Var, Atom] = {}
-    derived: set[Atom] = set()
+    derived: set[Atom] = set(batch)  # what depends on keys that are the micro-batch's own, or on its samples
 
     def make_own(key: Var) -> None:
         shapes = (jax.ShapeDtypeStruct(shape_of(key), dtype_of(key)), jax.ShapeDtypeStruct((), np.uint32))
         folding = inline(jax.make_jaxpr(_fold)(*shapes))
         given: dict[Var, Atom] = dict(zip(folding.inputs, (key, number), strict=True))
-        equations.extend(_renamed(eqn, given) for eqn in folding.equations)
+        equations.extend(renamed(eqn, given) for eqn in folding.equations)
         names[key] = folding.outputs[0]
         derived.add(folding.outputs[0])
 
     for v in {**dict.fromkeys(loss.inputs), **loss.consts}:
-        if v not in excluded and (jnp.issubdtype(dtype_of(v), jax.dtypes.prng_key) or v in raw):
+        if v not in parameters and v not in batch and (jnp.issubdtype(dtype_of(v), jax.dtypes.prng_key) or v in raw):
             make_own(v)
     for old in loss.equations:
-        eqn = _renamed(old, names)
+        eqn = renamed(old, names)
         equations.append(eqn)
+        if contains(eqn, DRAWS) and not any(is_key(a) and a in derived for a in variables(eqn.invars)):
+            raise PipeshardError(
+                f"{eqn.primitive.name} ({place_of(eqn)}) draws random numbers from a key that is made inside it, the same for "
+                "every micro-batch: make the key in the loss itself or pass it in"
+            )
         if any(isinstance(a, Var) and a in derived for a in eqn.invars):
             derived.update(eqn.outvars)
             continue
@@ -51,11 +68,7 @@ def with_own_keys(loss: Graph, excluded: Collection[Var]) -> tuple[Graph, Var | 
             if eqn.primitive.name == "random_seed" or v in raw:
                 make_own(v)
     if not names:
-        eqn = drawing[0]
-        raise PipeshardError(
-            f"{eqn.primitive.name} ({place_of(eqn)}) draws random numbers from a key that is made inside it, the same for "
-            "every micro-batch: make the key in the loss itself or pass it in"
-        )
+        return loss, None
     return Graph([*loss.inputs, number], loss.outputs, equations, loss.consts), number
 
 
@@ -65,10 +78,6 @@ def _fold(key: Any, number: Any) -> Any:
     keys = jax.random.wrap_key_data(key) if raw else key
     found = jax.vmap(lambda k: jax.random.fold_in(k, number))(keys.reshape(-1)).reshape(keys.shape)
     return jax.random.key_data(found) if raw else found
-
-
-def _renamed(eqn: JaxprEqn, names: dict[Var, Atom]) -> JaxprEqn:
-    return eqn.replace(invars=[names.get(a, a) if isinstance(a, Var) else a for a in eqn.invars])
 
 
 def _raw_keys(equations: Iterable[JaxprEqn]) -> set[Var]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad, batching, mlir
 
 boundary_p = Primitive("pipeline_boundary")
 boundary_p.multiple_results = True
@@ -42,8 +44,15 @@ def value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: boo
     def marked(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         numbered = jax.tree.unflatten(tree, range(len(leaves)))[0]
-        chosen = numbered[argnums] if isinstance(argnums, int) else tuple(numbered[i] for i in argnums)
+        try:
+            chosen = numbered[argnums] if isinstance(argnums, int) else tuple(numbered[i] for i in argnums)
+        except IndexError:
+            raise TypeError(f"argnums={argnums}: the loss was given {len(args)} arguments by position") from None
         wanted, gradients_tree = jax.tree.flatten(chosen)
+        for i in wanted:
+            if not jnp.issubdtype(jax.dtypes.result_type(leaves[i]), jnp.inexact):
+                kind = jax.dtypes.result_type(leaves[i])
+                raise TypeError(f"the gradient is taken by an array of {kind}: keep such ones in another argument of the loss")
         traced = [i for i, leaf in enumerate(leaves) if i in set(wanted) or isinstance(leaf, (jax.Array, np.ndarray))]
         aux_tree: list[Any] = []
 
@@ -52,8 +61,15 @@ def value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: boo
             for i, value in zip(traced, values, strict=True):
                 given[i] = value
             args, kwargs = jax.tree.unflatten(tree, given)
-            loss, aux = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs), ())
+            out = fun(*args, **kwargs)
+            if not (isinstance(out, tuple) and len(out) == 2 if has_aux else jax.tree_util.all_leaves([out])):
+                wanted = "a pair (scalar, aux), since has_aux=True" if has_aux else "one real number, or say has_aux=True"
+                raise TypeError(f"the loss is a {type(out).__name__}: return {wanted}")
+            loss, aux = out if has_aux else (out, ())
             aux_leaves, structure = jax.tree.flatten(aux)
+            for leaf in aux_leaves:
+                if isinstance(leaf, str) or not (hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))):
+                    raise TypeError(f"the loss returns {leaf!r} beside its value, which is no array: leave it out")
             aux_tree.append(structure)
             return [loss, *aux_leaves]
 
@@ -98,12 +114,23 @@ def evaluate_marked(*args: Any, jaxpr: ClosedJaxpr, wanted: tuple[int, ...]) -> 
 
 
 def _check_loss(aval: Any) -> None:
-    if aval.shape or (not np.issubdtype(aval.dtype, np.inexact) and aval.dtype != jax.numpy.bfloat16):
+    if aval.shape or not jnp.issubdtype(aval.dtype, jnp.inexact):
         raise TypeError(f"the loss is {aval.str_short()}: return one real number, such as the mean over the batch")
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    return jax.jvp(partial(evaluate_marked, **params), tuple(primals), tuple(ad.instantiate_zeros(t) for t in tangents))
+
+
+def _batch(args: Sequence[Any], dimensions: Sequence[Any], **params: Any) -> Any:
+    out = jax.vmap(partial(evaluate_marked, **params), in_axes=dimensions)(*args)
+    return out, [0] * len(out)
 
 
 grad_p = Primitive("pipelab_grad")
 grad_p.multiple_results = True
 grad_p.def_impl(evaluate_marked)
 grad_p.def_abstract_eval(lambda *args, jaxpr, wanted: [*jaxpr.out_avals, *(args[i] for i in wanted)])
+ad.primitive_jvps[grad_p] = _jvp
+batching.primitive_batchers[grad_p] = _batch
 mlir.register_lowering(grad_p, mlir.lower_fun(evaluate_marked, multiple_results=True))

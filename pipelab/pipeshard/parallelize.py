@@ -38,6 +38,10 @@ def parallelize(train_step: Callable, method: Pipeshard, batch_argnums: int | Se
     Everything is compiled at the first call for arguments of these shapes. What does not fit is an error that says why
     (PipeshardError): nothing falls back to one device.
     """
+    if not callable(train_step):
+        raise PipeshardError(f"train_step is {train_step!r}: give a function (state, batch) -> (state, ...)")
+    if not isinstance(method, Pipeshard):
+        raise PipeshardError(f"method is {method!r}: give a plan, such as Pipeshard(microbatches=4)")
     return Parallelized(train_step, method, (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums))
 
 
@@ -65,33 +69,39 @@ class Parallelized:
         self._programs: dict[Any, Program] = {}
         self._last: tuple[Program, Call | None] | None = None
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **options: Any) -> Any:
         """One train step. Raises PipeshardError (see `parallelize`), and RunError when a stage fails."""
-        arguments = flatten(args, self.batch_argnums)
+        arguments = self._flat(args, options)
         program = self._program(arguments)
         call = program.run(arguments)
         self._last = program, call
         return jax.tree.unflatten(program.step.results, call.results)
 
-    def compile(self, *args: Any) -> Plan:
+    def compile(self, *args: Any, **options: Any) -> Plan:
         """Trace and compile for arguments of these shapes (arrays or jax.ShapeDtypeStruct), and return the plan."""
-        program = self._program(flatten(args, self.batch_argnums))
+        program = self._program(self._flat(args, options))
         self._last = program, None
         return program.plan
 
-    def compare(self, *args: Any, tolerance: float | None = None) -> Check:
-        """Run one step and compare it with the same step on one device; nothing else changes.
+    def compare(self, *args: Any, tolerance: float | None = None, **options: Any) -> Check:
+        """Run one step and compare it with the same step on one device; the arguments stay as they are.
 
         Compared are the loss, what it returns beside, and every gradient, with jax's own on the undivided batch (where the
         loss draws random numbers, or `reduce` was named for what is neither mean nor sum: with accumulation over the same
         micro-batches); and every result of the step with the step's own update, on one device, of the same gradients, so
         that an optimizer that divides by tiny gradients does not blow up their rounding.
 
-        tolerance  largest relative difference; default: by the lowest precision among the parameters
+        Where an input of relu is zero but for rounding, the undivided batch may take its other side. So gradients that differ
+        are compared with accumulation over the same micro-batches on one device, if in double precision that is the same as
+        the undivided batch; the check's rule says so.
+
+        tolerance  largest relative difference; default: by the lowest precision that the loss computes in
         """
-        arguments = flatten(args, self.batch_argnums)
+        arguments = self._flat(args, options)
         program = self._program(arguments)
-        return compare(self.train_step, program, arguments, program.run(arguments), tolerance)
+        call = program.run(arguments)
+        self._last = program, call
+        return compare(self.train_step, program, arguments, call, tolerance)
 
     @property
     def plan(self) -> Plan:
@@ -111,6 +121,11 @@ class Parallelized:
     def memory(self) -> Memory:
         """Measured bytes over time of the last call: of each mesh, on all its devices together."""
         return memory_of(self.timeline, self._call().records)
+
+    def _flat(self, args: Sequence[Any], options: dict[str, Any]) -> Arguments:
+        if options:
+            raise PipeshardError(f"{', '.join(options)}=: pass arrays by position, and bind options by functools.partial")
+        return flatten(args, self.batch_argnums)
 
     def _of_last(self) -> tuple[Program, Call | None]:
         if self._last is None:

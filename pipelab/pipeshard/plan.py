@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from pipelab.action import Reads
 from pipelab.partition.uniform import uniform
 from pipelab.pipeshard.graph import PipeshardError
 from pipelab.schedule import Schedule
@@ -65,8 +66,13 @@ class Pipeshard:
     reduce: Literal["mean", "sum"] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.microbatches, int) or self.microbatches < 1:
-            raise PipeshardError(f"microbatches={self.microbatches!r}: give a whole number of at least 1")
+        for name in ("microbatches", "virtual"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+                raise PipeshardError(f"{name}={value!r}: give a whole number of at least 1")
+            object.__setattr__(self, name, int(value))
+        if not isinstance(self.schedule, (str, Schedule)):
+            raise PipeshardError(f"schedule={self.schedule!r}: give a name, such as 'gpipe', or a table")
         if self.layers != "manual":
             raise PipeshardError(f"layers={self.layers!r}: use 'manual', and mark_pipeline_boundary() between layers")
         if self.reduce not in (None, "mean", "sum"):
@@ -78,6 +84,10 @@ class Pipeshard:
     def stages_of(self, layers: int) -> list[list[int]]:
         """The layers of each stage. Raises PipeshardError unless every layer is in one, in order."""
         if isinstance(self.stages, ManualStages):
+            if any(isinstance(stage, (int, str)) for stage in self.stages.layers):
+                raise PipeshardError(
+                    f"ManualStages(layers={self.stages.layers}): give the layers of each stage: [[0, 1], [2, 3]]"
+                )
             given = [list(stage) for stage in self.stages.layers]
             if [x for stage in given for x in stage] != list(range(layers)) or not all(given):
                 raise PipeshardError(
@@ -101,7 +111,7 @@ class Pipeshard:
                 raise PipeshardError(f"virtual={self.virtual}: {stages} stages are no multiple of it")
             table = make(table, stages // self.virtual, self.microbatches, virtual=self.virtual)
         validate(table)
-        if table.asynchronous or not table.training:
+        if table.asynchronous or not table.training or table.reads is not Reads.LATEST:
             raise PipeshardError(f"schedule {table.name!r} has no flush: use one that does, such as gpipe or pipedream_flush")
         if (table.stages, table.microbatches, table.batches) != (stages, self.microbatches, 1):
             raise PipeshardError(
@@ -138,6 +148,10 @@ class Pipeshard:
             else:
                 array = np.array(mesh)
                 array = array.reshape(-1, 1) if array.ndim == 1 else array
+                if array.ndim != 2:
+                    raise PipeshardError(f"meshes={wanted!r}: give numbers of devices, shapes (data, model), or devices")
+            if not all(isinstance(device, jax.Device) for device in array.flat):
+                raise PipeshardError(f"{array.flat[0]!r} is no device: pass those of jax.devices()")
             meshes.append(Mesh(array, AXES))
         ids = [device.id for mesh in meshes for device in mesh.devices.flat]
         if len(set(ids)) != len(ids):

@@ -22,7 +22,7 @@ from pipelab.pipeshard.graph import PipeshardError, bytes_of, dtype_of, shape_of
 from pipelab.pipeshard.keys import with_own_keys
 from pipelab.pipeshard.plan import Pipeshard, Plan, StagePlan
 from pipelab.pipeshard.stage import Batch, CompiledStage, CompiledTask, MeshDevice, MeshStage, Place, bytes_on_mesh, spec
-from pipelab.pipeshard.trace import Arguments, trace
+from pipelab.pipeshard.trace import Arguments, trace, trace_piece, with_update_of
 from pipelab.pipeshard.update import split
 from pipelab.schedule import Schedule
 
@@ -40,13 +40,15 @@ class Program:
         if arguments.samples % m:
             raise PipeshardError(f"a batch of {arguments.samples} samples does not divide into {m} micro-batches")
         self.samples, self.microbatches = arguments.samples // m, m
-        self.step = trace(step, arguments, self.samples)
-        self.combine, self.axes, exact = combinations(step, arguments, self.step, self.samples, method)
+        whole = trace(step, arguments, arguments.samples)
+        layers = method.stages_of(count_layers(whole.loss))
+        piece = trace_piece(step, arguments, self.samples) if m > 1 else whole
+        self.combine, self.axes, exact = combinations(step, arguments, piece, whole, self.samples, method)
+        self.step = with_update_of(piece, whole) if m > 1 else whole
         self.loss, self.number = self.step.loss, None
         if m > 1:
-            self.loss, self.number = with_own_keys(self.loss, {*self.step.parameters, *self.step.batch})
+            self.loss, self.number = with_own_keys(self.loss, self.step.parameters, self.step.batch)
         self.exact = exact and self.number is None
-        layers = method.stages_of(count_layers(self.loss))
         self.schedule: Schedule = method.table_for(len(layers))
         self.meshes = method.meshes_of(self.schedule.devices)
         self._shardings = method.shardings_of(self.schedule.devices)
@@ -76,8 +78,9 @@ class Program:
             spec = PartitionSpec(*[None] * (axis or 0), "data") if fits else PartitionSpec()
         try:
             sharding = NamedSharding(mesh, spec)
+            sharding.check_compatible_aval(shape_of(v))
             sharding.shard_shape(shape_of(v))
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             name = self.paths.get(source or v, "an array")
             raise PipeshardError(
                 f"{name} of shape {shape_of(v)} cannot be sharded as {spec} over {dict(mesh.shape)}"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn, Var
 
-from pipelab.pipeshard.graph import Graph, PipeshardError, contains, depending, inline, needed, place_of, variables
+from pipelab.pipeshard.graph import Graph, PipeshardError, contains, depending, inline, needed, place_of, renamed, variables
 
 USE_OURS = "call pipelab.pipeshard.grad or value_and_grad there instead of jax's, once"
 
@@ -56,6 +56,10 @@ def flatten(args: Sequence[Any], batch_argnums: Sequence[int]) -> Arguments:
     for i, leaves in enumerate(found):
         for path, value in leaves:
             name = jax.tree_util.keystr(path)
+            if isinstance(value, jax.core.Tracer):
+                raise PipeshardError("the pipeline is called inside jax.jit or another transformation: call it outside")
+            if isinstance(value, str) or (not hasattr(value, "dtype") and not isinstance(value, (bool, int, float, complex))):
+                raise PipeshardError(f"argument {i}{name} is {value!r}, no array: bind it by functools.partial")
             if i in chosen:
                 batch.append(len(values))
                 shape = jax.numpy.shape(value)
@@ -70,6 +74,8 @@ def flatten(args: Sequence[Any], batch_argnums: Sequence[int]) -> Arguments:
     if len(set(sizes.values())) != 1:
         problem = "; ".join(sizes) or "it has no arrays"
         raise PipeshardError(f"the batch (batch_argnums={tuple(batch_argnums)!r}) needs one number of samples: {problem}")
+    if not next(iter(sizes.values())):
+        raise PipeshardError("the batch has no samples")
     return Arguments(values, paths, jax.tree.structure(tuple(args)), batch, next(iter(sizes.values())))
 
 
@@ -113,7 +119,12 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
     def flat(*values: Any) -> Any:
         return step(*jax.tree.unflatten(arguments.tree, values))
 
-    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arguments.shapes(samples))
+    try:
+        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arguments.shapes(samples))
+    except ValueError as error:
+        if "static arguments" not in str(error):
+            raise
+        raise PipeshardError("the step has static arguments (jax.jit): bind them by functools.partial") from error
     whole = inline(closed)
     marked = _find_gradient(whole.equations)
     batch = [whole.inputs[i] for i in arguments.batch]
@@ -123,6 +134,33 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
     _check_update(whole, update, marked, batch)
     made = Graph([*whole.inputs, *marked.outvars], whole.outputs, update)
     return Step(whole.inputs, batch, loss, parameters, list(marked.outvars), made, jax.tree.structure(shapes), whole)
+
+
+def trace_piece(step: Callable, arguments: Arguments, samples: int) -> Step:
+    """`trace` for a micro-batch of a step that is known to work on the whole batch; PipeshardError where it does not."""
+    try:
+        return trace(step, arguments, samples)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, PipeshardError):
+            raise
+        raise PipeshardError(
+            f"the step works on the batch of {arguments.samples} samples but not on a micro-batch of {samples} of them: pass "
+            f"every array that has samples in batch_argnums, and write no batch size as a number ({error})"
+        ) from error
+
+
+def with_update_of(piece: Step, whole: Step) -> Step:
+    """A micro-batch's step with the update of the whole batch's: it may know the number of samples."""
+    names = dict(zip(whole.arguments, piece.arguments, strict=True))
+
+    def outer(atoms: Sequence[Any]) -> list[Any]:
+        return [names.get(a, a) if isinstance(a, Var) else a for a in atoms]
+
+    equations = [renamed(eqn, names) for eqn in whole.update.equations]
+    update = Graph(outer(whole.update.inputs), outer(whole.update.outputs), equations)
+    consts = {**piece.whole.consts, **whole.whole.consts}
+    graph = Graph(piece.whole.inputs, piece.whole.outputs, piece.whole.equations, consts)
+    return replace(piece, gradient=whole.gradient, update=update, whole=graph, results=whole.results)
 
 
 def gradient_on_one_device(step: Step) -> Graph:
@@ -148,7 +186,7 @@ def _find_gradient(equations: Sequence[JaxprEqn]) -> JaxprEqn:
 
 def _loss_of(whole: Graph, marked: JaxprEqn, arguments: Arguments) -> tuple[Graph, dict[Var, Var]]:
     """The loss with what leads up to it (keys split, images scaled), but not what it is differentiated by."""
-    inner = inline(marked.params["jaxpr"])
+    inner = inline(marked.params["jaxpr"], marked)
     given = list(marked.invars)
     parameters: dict[Var, Var] = {}
     for i in marked.params["wanted"]:
@@ -164,14 +202,16 @@ def _loss_of(whole: Graph, marked: JaxprEqn, arguments: Arguments) -> tuple[Grap
     others = [(v, a) for i, (v, a) in enumerate(zip(inner.inputs, given, strict=True)) if v not in parameters]
     names = dict(others)
 
-    def renamed(atoms: Sequence[Any]) -> list[Any]:
-        return [names.get(a, a) if isinstance(a, Var) else a for a in atoms]
-
-    own = [eqn.replace(invars=renamed(eqn.invars)) for eqn in inner.equations]
+    own = [renamed(eqn, names) for eqn in inner.equations]
     before = [eqn for eqn in whole.equations[: whole.equations.index(marked)] if eqn.primitive.name != "pipeline_boundary"]
     before = needed([e for e in before if not e.effects], variables(a for _, a in others))
     consts = {**whole.consts, **inner.consts}
-    return Graph([*parameters, *whole.inputs], renamed(inner.outputs), [*before, *own], consts), parameters
+    return Graph(
+        [*parameters, *whole.inputs],
+        [names.get(a, a) if isinstance(a, Var) else a for a in inner.outputs],
+        [*before, *own],
+        consts,
+    ), parameters
 
 
 def _check_update(whole: Graph, update: Sequence[JaxprEqn], marked: JaxprEqn, batch: Sequence[Var]) -> None:

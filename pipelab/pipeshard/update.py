@@ -18,9 +18,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import jax
 from jax.extend.core import JaxprEqn, Var
 
-from pipelab.pipeshard.graph import Graph, PipeshardError, place_of, size, variables
+from pipelab.pipeshard.graph import Graph, PipeshardError, dtype_of, inline, place_of, renamed, shape_of, size, variables
 
 SMALL = 2  # elements of what may cross: single numbers, and raw random keys
 
@@ -43,9 +44,35 @@ def split(update: Graph, owners: Mapping[Var, int], late: set[Var], homes: Mappi
     late    what is known only when all stages are done with their backwards, such as the loss
     homes   results -> the stage that needs them next time, where that is known
 
-    Raises PipeshardError where one equation joins arrays of several stages.
+    A branch (lax.cond) that joins arrays of several stages becomes a choice for each array: both sides are computed.
+    Raises PipeshardError where another equation joins arrays of several stages.
     """
-    return _Split(update, owners, late, homes).tasks()
+    try:
+        return _Split(update, owners, late, homes).tasks()
+    except PipeshardError:
+        if not any(eqn.primitive.name == "cond" and not eqn.effects for eqn in update.equations):
+            raise
+        return _Split(_chosen(update), owners, late, homes).tasks()
+
+
+def _chosen(graph: Graph) -> Graph:
+    """The same without branches: what each of them would make, and a choice for every result."""
+    equations: list[JaxprEqn] = []
+    for eqn in graph.equations:
+        if eqn.primitive.name != "cond" or eqn.effects:
+            equations.append(eqn)
+            continue
+        cases = []
+        for branch in eqn.params["branches"]:
+            inner = _chosen(inline(branch))
+            names = dict(zip(inner.inputs, eqn.invars[1:], strict=True))
+            equations += [renamed(e, names) for e in inner.equations]
+            cases.append([names.get(a, a) if isinstance(a, Var) else a for a in inner.outputs])
+        for v, *given in zip(eqn.outvars, *cases, strict=True):
+            atoms = [eqn.invars[0], *given]
+            shapes = [jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in atoms]
+            equations.append(jax.make_jaxpr(jax.lax.select_n)(*shapes).eqns[-1].replace(invars=atoms, outvars=[v]))
+    return Graph(graph.inputs, graph.outputs, equations, graph.consts)
 
 
 class _Split:
