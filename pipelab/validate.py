@@ -101,10 +101,10 @@ def _check_order(schedule: Schedule) -> None:
     for before, after in pairs:
         if (wrong := np.argwhere((before >= 0) & (after >= 0) & (before > after))).size:
             i, j = (int(x[tuple(wrong[0])]) for x in (before, after))
-            device = schedule.columns.device[i]
+            device, needed = schedule.columns.device[i], schedule.action(i)
             _fail(
                 schedule,
-                f"{schedule.action(j)} stands before {schedule.action(i)} on device {device}: it needs it first",
+                f"{schedule.action(j)} stands before {needed} on device {device}: it needs {needed} first",
                 (i, j),
             )
 
