@@ -223,7 +223,7 @@ def test_what_goes_wrong_is_named():
         run(make("gpipe", 2, 4, batches=2), stages(2), data, **arguments)
     for change, message in [
         ({"replicas": 2}, "replicas=2 is not there with backend='jax'"),
-        ({"devices": "cpu:64"}, "device 'cpu:64': use such as cpu:0"),
+        ({"devices": "cpu:64"}, "device 'cpu:64': use cpu:0 to cpu:7"),
         ({"stages": stages(3)}, "3 modules for the 2 stages of gpipe"),
         ({"stages": [stages(1)[0], "x"]}, "stage 1 is a str"),
         ({"batches": batches(1, 1)}, r"batch 0 has \[1\] samples for 2 micro-batches"),
