@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import secrets
-import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from hashlib import sha256
 from itertools import count
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
-from pathlib import Path
-from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Thread
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils, transfer
 from jax.sharding import SingleDeviceSharding
 
 from pipelab.executors import clock
+from pipelab.executors.jax_peers import Peer, meet
 from pipelab.executors.job import Job
 from pipelab.executors.result import Outcome
 from pipelab.executors.threads import run_threads
@@ -32,7 +24,6 @@ from pipelab.executors.worker import RunError
 from pipelab.schedule import Schedule
 
 LEAVING = 2.0  # seconds that a process which failed waits for the others to hear of it
-MEETING = 30.0  # seconds within which all processes have to have called
 
 
 class Alone(AbstractContextManager):
@@ -63,27 +54,6 @@ class _Array(NamedTuple):
         return cls(array.shape, array.dtype)
 
 
-class _Peer:
-    """Another process: the connection to it, its transfer server, and what it has told."""
-
-    def __init__(self, number: int, connection: Connection, server: Any, same_host: bool) -> None:
-        self.number, self.connection, self.server, self.same_host = number, connection, server, same_host
-        self.values: SimpleQueue = SimpleQueue()
-        self.reader: Thread | None = None
-        self._lock = Lock()
-
-    def tell(self, what: str, *rest: Any) -> None:
-        with self._lock:
-            self.connection.send((what, rest))
-
-    def hear(self) -> tuple[str, tuple]:
-        """The next thing it says; the end of the connection counts as a failure."""
-        try:
-            return self.connection.recv()
-        except (EOFError, OSError):
-            return "failed", (f"process {self.number} is gone, without a word", None, None)
-
-
 class Wire(AbstractContextManager):
     """One pipeline over the processes of jax.distributed, each of which makes a `Wire`; its `Transport` at the same time.
 
@@ -96,15 +66,16 @@ class Wire(AbstractContextManager):
 
     def __init__(self, schedule: Schedule, devices: Sequence[jax.Device]) -> None:
         self._devices, self._me = devices, jax.process_index()
-        self._call = sha256(schedule.to_csv().encode()).hexdigest()
+        self._call = schedule.to_csv()
         self._boxes, self._numbers = Mailboxes(len(devices)), count()
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, Peer] = {}
         self._failure: RunError | None = None
         self._server: Any = None
         self._began, self._paced = 0.0, False
 
     def __enter__(self) -> Wire:
-        self._connect()
+        home = next(device for device in self._devices if device.process_index == self._me)
+        self._server, self._peers = meet(self._call, home.client)
         return self
 
     @property
@@ -180,26 +151,6 @@ class Wire(AbstractContextManager):
 
     # ---- between processes
 
-    def _connect(self) -> None:
-        """Meet every other process: addresses, and the key that connections ask for, go by a collective of JAX's."""
-        told = _exchange([clock.host(), _network(), secrets.token_hex(), self._call])
-        hosts, networks, keys, calls = zip(*told, strict=True)
-        if other := [number for number, call in enumerate(calls) if call != calls[0]]:
-            raise ValueError(f"process {other[0]} runs another schedule than process 0: call run with the same one in all")
-        here = "127.0.0.1" if len(set(networks)) == 1 else _address()
-        home = next(device for device in self._devices if device.process_index == self._me)
-        self._server = transfer.start_transfer_server(home.client, f"{here}:0", [f"{here}:0"])
-        with Listener((here, 0), backlog=len(hosts), authkey=bytes.fromhex(keys[0])) as listener:
-            addresses, servers = zip(*_exchange([listener.address, self._server.address()]), strict=True)
-            connections, problem = _meet(listener, addresses, self._me, bytes.fromhex(keys[0]))
-            problems = _exchange(problem)
-        for number, connection in sorted(connections.items()):
-            server = self._server.connect(servers[number])
-            self._peers[number] = _Peer(number, connection, server, hosts[number] == hosts[self._me])
-        if any(problems):
-            number = next(number for number, problem in enumerate(problems) if problem)
-            raise RunError(f"the processes cannot reach each other: process {number}: {problems[number]}")
-
     def _start(self) -> float:
         """The run's time zero on this process's clock, at the same moment in all processes."""
         if self.first:
@@ -228,7 +179,7 @@ class Wire(AbstractContextManager):
         time.sleep(max(0.0, began - time.perf_counter()))
         return began
 
-    def _tell(self, peer: _Peer, what: str, *rest: Any) -> None:
+    def _tell(self, peer: Peer, what: str, *rest: Any) -> None:
         try:
             peer.tell(what, *rest)
         except OSError:
@@ -236,7 +187,7 @@ class Wire(AbstractContextManager):
                 peer.reader.join(LEAVING)  # it learns why
             raise self._failure or RunError(f"process {peer.number} is gone") from None
 
-    def _hear(self, peer: _Peer, expected: str) -> Any:
+    def _hear(self, peer: Peer, expected: str) -> Any:
         what, rest = peer.hear()
         if what == "failed":
             self._failure = RunError(*rest)
@@ -244,7 +195,7 @@ class Wire(AbstractContextManager):
         assert what == expected, (what, expected)
         return rest[0] if rest else None
 
-    def _listen(self, peer: _Peer) -> None:
+    def _listen(self, peer: Peer) -> None:
         """Take what a process sends until it leaves."""
         while True:
             what, rest = peer.hear()
@@ -263,7 +214,7 @@ class Wire(AbstractContextManager):
             if what in ("failed", "bye"):
                 return
 
-    def _take(self, peer: _Peer, key: Key, device: int, number: int, outline: Any, at: float) -> None:
+    def _take(self, peer: Peer, key: Key, device: int, number: int, outline: Any, at: float) -> None:
         there = SingleDeviceSharding(self._devices[device])
         leaves, spec = jax.tree.flatten(outline, is_leaf=lambda x: isinstance(x, _Array))
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in leaves if isinstance(x, _Array)]
@@ -280,7 +231,7 @@ class Wire(AbstractContextManager):
             self._tell(peer, "value", value)
         return value
 
-    def _value(self, peer: _Peer) -> Any:
+    def _value(self, peer: Peer) -> Any:
         value = peer.values.get()
         if self._failure:
             raise self._failure
@@ -289,49 +240,3 @@ class Wire(AbstractContextManager):
 
 def _is_key(array: jax.Array) -> bool:
     return jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
-
-
-def _meet(listener: Listener, addresses: Sequence[Any], me: int, key: bytes) -> tuple[dict[int, Connection], str]:
-    """Connections to all other processes by number, and what went wrong: processes call those before them."""
-    found: dict[int, Connection] = {}
-
-    def answer() -> None:
-        while len(found) < len(addresses) - 1:
-            with suppress(AuthenticationError, EOFError):  # somebody else
-                connection = listener.accept()
-                found[connection.recv()] = connection
-
-    try:
-        for number in range(me):
-            found[number] = Client(tuple(addresses[number]), authkey=key)
-            found[number].send(me)
-        answering = Thread(target=answer, daemon=True)
-        answering.start()
-        answering.join(MEETING)
-        missing = set(range(len(addresses))) - {me, *found}
-        return found, f"process {min(missing)} has not called within {MEETING:g} s" if missing else ""
-    except Exception as error:
-        return found, f"{type(error).__name__}: {error}"[:500]
-
-
-def _network() -> str:
-    """Names this network stack: who shares it meets on loopback. (Containers of one host may share its clock alone.)"""
-    namespace = Path("/proc/self/ns/net")
-    return clock.host() + (str(namespace.stat().st_ino) if namespace.exists() else "")
-
-
-def _address() -> str:
-    """This host's address towards others: its name's, or where that stands for loopback, the one it would call out from."""
-    named = socket.gethostbyname(socket.gethostname())
-    if not named.startswith("127."):
-        return named
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 1))  # nobody's; no packet is sent
-        return probe.getsockname()[0]
-
-
-def _exchange(value: Any) -> list[Any]:
-    """What every process gives, in their order. JSON, of at most 1000 bytes."""
-    told = json.dumps(value).encode().ljust(1000)
-    found = multihost_utils.process_allgather(np.frombuffer(told, np.uint8))
-    return [json.loads(bytes(row)) for row in np.asarray(found)]
