@@ -8,7 +8,7 @@ help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
 
 lab: .venv/.ready  ## set up, then open JupyterLab on the course
-	$(BIN)/jupyter lab notebooks/00_start_here.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
 
 test: .venv/.ready  ## set up, then lint, types, unit tests, doctests, notebooks
 	$(BIN)/ruff check
