@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from pipelab.bench.explorer import browser, chromium, lab, open_notebook, run_cells, set_theme, write_notebook
+from pipelab.bench.jupyter import browser, chromium, lab, open_notebook, run_cells, set_theme, write_notebook
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="needs Chromium and Playwright")
 

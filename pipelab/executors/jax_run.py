@@ -153,15 +153,14 @@ def as_function(stage: Any, number: int, draws: bool) -> tuple[Apply, Any]:
 def _jobs(schedule: Schedule, parts: Sequence[tuple[Apply, Any]], batches: Sequence[Any], recipe: JaxRecipe,
           places: Sequence[jax.Device], partners: Any, seeds: np.ndarray | None, pace: Any) -> list[JaxJob]:  # fmt: skip
     """The jobs of this process. Only those with the first or the last stage read data, but for the first batch's shapes."""
-    jobs, shapes = [], _shapes(parts, _cut(batches[0], schedule.microbatches, 0), seeds is not None)
+    ends, here = (schedule.placement[0], schedule.placement[-1]), jax.process_index()
+    reads = any(places[row].process_index == here for row in ends)
+    cut = [_cut(batches[b], schedule.microbatches, b) for b in range(len(batches) if reads else 1)]
+    pieces, shapes, jobs = [piece for of_batch in cut for piece in of_batch], _shapes(parts, cut[0], seeds is not None), []
     for row, place in enumerate(places):
-        own = [s for s, d in enumerate(schedule.placement) if d == row]
-        first, last = 0 in own, schedule.stages - 1 in own
-        if place.process_index != jax.process_index():
+        if place.process_index != here:
             continue
-        pieces = []
-        if first or last:
-            pieces = [piece for b, batch in enumerate(batches) for piece in _cut(batch, schedule.microbatches, b)]
+        own, (first, last) = [s for s, d in enumerate(schedule.placement) if d == row], (row == end for end in ends)
         jobs.append(
             JaxJob(
                 schedule, row, place, partners, pace, 0, 1, {s: parts[s] for s in own}, recipe,
