@@ -11,4 +11,6 @@ def pytest_configure(config):
     if getattr(config.option, "nbval", False):
         config.option.nbval_current_env = True
         config.option.nbval_cell_timeout = 120
-        config.option.nbval_sanitize_with = str(Path(__file__).parent / "tests" / "nbval_sanitize.cfg")
+        config.option.nbval_sanitize_with = str(
+            Path(__file__).parent / "tests" / "nbval_sanitize.cfg"
+        )

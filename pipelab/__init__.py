@@ -24,10 +24,32 @@ from pipelab.validate import validate
 
 __version__ = "0.1.0"
 __all__ = [
-    "SCHEDULES", "THEORY", "Action", "CostError", "Costs", "Evaluation", "Explanation", "Kind", "Memory", "Reads",
-    "Recompute", "Run", "RunError", "Schedule", "ScheduleError", "Timeline", "evaluate", "explain", "fit", "make",
-    "memory", "plot", "run", "simulate", "validate",
-]  # fmt: skip
+    "SCHEDULES",
+    "THEORY",
+    "Action",
+    "CostError",
+    "Costs",
+    "Evaluation",
+    "Explanation",
+    "Kind",
+    "Memory",
+    "Reads",
+    "Recompute",
+    "Run",
+    "RunError",
+    "Schedule",
+    "ScheduleError",
+    "Timeline",
+    "evaluate",
+    "explain",
+    "fit",
+    "make",
+    "memory",
+    "plot",
+    "run",
+    "simulate",
+    "validate",
+]
 
 _LATER = dict.fromkeys(("run", "evaluate", "Run", "Evaluation", "RunError"), "pipelab.executors")
 

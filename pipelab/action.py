@@ -23,7 +23,9 @@ class Kind(IntEnum):
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.U})
-_TEXT = re.compile(r"(0|[1-9][0-9]{0,8})(F|B|I|W|U|SEND_F|RECV_F|SEND_B|RECV_B)(0|[1-9][0-9]{0,8})")  # below a billion
+_TEXT = re.compile(
+    r"(0|[1-9][0-9]{0,8})(F|B|I|W|U|SEND_F|RECV_F|SEND_B|RECV_B)(0|[1-9][0-9]{0,8})"
+)  # below a billion
 
 
 class Reads(IntEnum):
@@ -69,14 +71,20 @@ def insert_updates(row: Iterable[Action], per_update: int) -> list[Action]:
     Where a stage begins its next group before that, its update stands after its own last backward of the group.
     """
     row = list(row)
-    backwards = [(i, a.stage, a.microbatch // per_update) for i, a in enumerate(row) if a.kind in (Kind.B, Kind.W)]
+    backwards = [
+        (i, a.stage, a.microbatch // per_update)
+        for i, a in enumerate(row)
+        if a.kind in (Kind.B, Kind.W)
+    ]
     of_row = {group: i for i, _, group in backwards}
     of_stage = {(stage, group): i for i, stage, group in backwards}
     first = {(stage, group): i for i, stage, group in reversed(backwards)}
     after: dict[int, list[Action]] = {}
     for stage, group in sorted(of_stage):
         begun = first.get((stage, group + 1), len(row)) < of_row[group]
-        after.setdefault(of_stage[stage, group] if begun else of_row[group], []).append(Action(stage, Kind.U, group))
+        after.setdefault(of_stage[stage, group] if begun else of_row[group], []).append(
+            Action(stage, Kind.U, group)
+        )
     return [b for i, a in enumerate(row) for b in (a, *after.get(i, ()))]
 
 

@@ -25,7 +25,12 @@ from pipelab.simulate import simulate
 from pipelab.timeline import Timeline
 from pipelab.validate import validate
 
-BENCHES = {"simulate": "simulate", "run": "run", "jax": "jax_pipelines", "explorer": "explorer"}  # each in a module of its own
+BENCHES = {
+    "simulate": "simulate",
+    "run": "run",
+    "jax": "jax_pipelines",
+    "explorer": "explorer",
+}  # each in a module of its own
 
 
 class Failure(Exception):
@@ -70,7 +75,9 @@ def simulate_command(o: argparse.Namespace) -> None:
     schedule = _schedule(o)
     _check_targets(o.plot, o.csv, o.trace)
     names = ("forward", "input_grad", "weight_grad", "transfer", "update")
-    timeline = simulate(schedule, Costs(**{n: getattr(o, n) for n in names}, recompute=Recompute(o.recompute)))
+    timeline = simulate(
+        schedule, Costs(**{n: getattr(o, n) for n in names}, recompute=Recompute(o.recompute))
+    )
     if o.plot:
         _write_figure(o.plot, timeline)
     if o.csv:
@@ -90,7 +97,11 @@ def schedule_command(o: argparse.Namespace) -> None:
         raise ValueError("--csv torch is compute only: leave out --transfers")
     if o.transfers:
         schedule = schedule.with_transfers()
-    print({"pipelab": schedule.to_csv, "torch": schedule.to_torch_csv, None: schedule.__str__}[o.csv]().rstrip("\n"))
+    print(
+        {"pipelab": schedule.to_csv, "torch": schedule.to_torch_csv, None: schedule.__str__}[
+            o.csv
+        ]().rstrip("\n")
+    )
 
 
 def validate_command(o: argparse.Namespace) -> None:
@@ -119,10 +130,24 @@ def run_command(o: argparse.Namespace) -> None:
     # Predicted with the very costs it is paced by, or with those that it measured itself.
     costs = Costs(recompute=Recompute(o.recompute))
     result = run(
-        schedule, stages, batches, loss, optimizer, backend=o.backend, devices=o.device,
-        replicas=o.replicas, recompute=costs.recompute, seed=o.seed if o.dropout else None, pace=o.paced, costs=costs,
-        dump=o.dump, save=o.save, stop=o.stop, resume=o.resume, timeout=o.timeout,
-    )  # fmt: skip
+        schedule,
+        stages,
+        batches,
+        loss,
+        optimizer,
+        backend=o.backend,
+        devices=o.device,
+        replicas=o.replicas,
+        recompute=costs.recompute,
+        seed=o.seed if o.dropout else None,
+        pace=o.paced,
+        costs=costs,
+        dump=o.dump,
+        save=o.save,
+        stop=o.stop,
+        resume=o.resume,
+        timeout=o.timeout,
+    )
     if o.paced:
         predicted = simulate(schedule, Costs(o.paced, o.paced, o.paced, recompute=costs.recompute))
     else:
@@ -132,21 +157,35 @@ def run_command(o: argparse.Namespace) -> None:
     measured = describe(result.timeline) | {"weight_versions": result.weight_versions}
     if not first:  # one of several ranks: the first one reports
         return None
-    check = {k: getattr(result.check, k) for k in ("passed", "max_abs", "max_rel", "tolerance", "rule")}
+    check = {
+        k: getattr(result.check, k) for k in ("passed", "max_abs", "max_rel", "tolerance", "rule")
+    }
     if o.json:
         measured |= {"activation_bytes": result.memory.peak(), "late": result.timeline.late}
-        print(json.dumps({
-            **{k: measured[k] for k in ("schedule", "devices", "stages", "microbatches", "batches")},
-            "losses": result.losses, "check": check, "measured": measured, "simulated": describe(predicted),
-            "explained": explanation.causes,
-        }))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    **{
+                        k: measured[k]
+                        for k in ("schedule", "devices", "stages", "microbatches", "batches")
+                    },
+                    "losses": result.losses,
+                    "check": check,
+                    "measured": measured,
+                    "simulated": describe(predicted),
+                    "explained": explanation.causes,
+                }
+            )
+        )
     else:
         print(result.timeline.summary())
         print(explanation)
         print("losses", *(f"{x:.4f}" for x in result.losses))
         print(result.check)
     if not result.check.passed:
-        raise Failure(f"the run differs from the reference by {result.check.max_rel:.2g} ({result.check.worst})")
+        raise Failure(
+            f"the run differs from the reference by {result.check.max_rel:.2g} ({result.check.worst})"
+        )
 
 
 def bench_command(o: argparse.Namespace) -> None:
@@ -172,18 +211,28 @@ def describe(timeline: Timeline) -> dict[str, Any]:
     s = timeline.schedule
     rows = list(pairwise(s.bounds))
     return {
-        "schedule": s.name, "devices": s.devices, "stages": s.stages, "microbatches": s.microbatches, "batches": s.batches,
+        "schedule": s.name,
+        "devices": s.devices,
+        "stages": s.stages,
+        "microbatches": s.microbatches,
+        "batches": s.batches,
         **timeline.measures(),
         "rows": [[str(a) for a in row] for row in s.rows],
-        "start": [timeline.start[a:b].tolist() for a, b in rows], "end": [timeline.end[a:b].tolist() for a, b in rows],
-    }  # fmt: skip
+        "start": [timeline.start[a:b].tolist() for a, b in rows],
+        "end": [timeline.end[a:b].tolist() for a, b in rows],
+    }
 
 
 def _idle_table(timeline: Timeline) -> str:
     causes = {"busy": timeline.busy} | {k: v for k, v in timeline.attribution().items() if v.any()}
     width = max(map(len, causes))
-    lines = [f"{'device':<{width}} " + " ".join(f"{d:>9}" for d in range(timeline.schedule.devices))]
-    lines += [f"{cause:<{width}} " + " ".join(f"{x:>9.4g}" for x in values) for cause, values in causes.items()]
+    lines = [
+        f"{'device':<{width}} " + " ".join(f"{d:>9}" for d in range(timeline.schedule.devices))
+    ]
+    lines += [
+        f"{cause:<{width}} " + " ".join(f"{x:>9.4g}" for x in values)
+        for cause, values in causes.items()
+    ]
     return "\n".join(lines)
 
 
@@ -198,7 +247,9 @@ def _schedule(o: argparse.Namespace) -> Schedule:
             make(o.name, 1, 1)  # raises, with the nearest name
         raise ValueError(f"{o.name} needs --devices and --microbatches")
     reads = Reads[o.reads.upper()] if o.reads else None
-    return make(o.name, o.devices, o.microbatches, virtual=o.virtual, batches=o.batches, reads=reads)
+    return make(
+        o.name, o.devices, o.microbatches, virtual=o.virtual, batches=o.batches, reads=reads
+    )
 
 
 def _read_csv(name: str) -> Schedule:
@@ -236,7 +287,9 @@ def _model(o: argparse.Namespace, schedule: Schedule) -> tuple[list, list, Calla
     from pipelab import data
     from pipelab.models.gpt2 import gpt2, next_token_loss
 
-    layers = gpt2(vocabulary=1024, length=32, width=64, blocks=max(4, schedule.stages), dropout=o.dropout)
+    layers = gpt2(
+        vocabulary=1024, length=32, width=64, blocks=max(4, schedule.stages), dropout=o.dropout
+    )
     batches = data.batches(data.corpus(1024).tokens, schedule.batches, size, 32, o.seed)
     return split(layers, uniform(len(layers), schedule.stages)), batches, next_token_loss, optimizer
 
@@ -247,7 +300,8 @@ def _join_processes() -> bool:
 
     try:
         count, number = (
-            int(os.environ[name]) if name in os.environ else None for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+            int(os.environ[name]) if name in os.environ else None
+            for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
         )
         jax.distributed.initialize(num_processes=count, process_id=number)
     except ValueError as error:
@@ -261,14 +315,19 @@ def _join_processes() -> bool:
 def _jax_model(o: argparse.Namespace, schedule: Schedule) -> tuple[list, list, Callable, Any]:
     """The same MLP in flax, two layers a stage."""
     if o.model != "mlp" or o.dropout:
-        raise ValueError("--backend jax has the mlp alone, without dropout: leave out --model and --dropout")
+        raise ValueError(
+            "--backend jax has the mlp alone, without dropout: leave out --model and --dropout"
+        )
     import numpy as np
     import optax
 
     from pipelab.models.flax_mlp import mlp
 
     random, shape = np.random.default_rng(o.seed), (4 * schedule.microbatches, 64)
-    batches = [tuple(random.normal(size=shape).astype(np.float32) for _ in range(2)) for _ in range(schedule.batches)]
+    batches = [
+        tuple(random.normal(size=shape).astype(np.float32) for _ in range(2))
+        for _ in range(schedule.batches)
+    ]
     stages = mlp(stages=schedule.stages, width=64, seed=o.seed)
     return stages, batches, lambda y, target: ((y - target) ** 2).mean(), optax.sgd(0.05)
 
@@ -317,12 +376,17 @@ def _number(text: str) -> float | list[float]:
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number or a comma-separated list of numbers") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number or a comma-separated list of numbers"
+        ) from None
     return values if len(values) > 1 else values[0]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="pipelab", description="Pipeline schedules: simulate them, check them, run them for real.")
+    parser = _Parser(
+        prog="pipelab",
+        description="Pipeline schedules: simulate them, check them, run them for real.",
+    )
     parser.add_argument(
         "--local_rank", "--local-rank", help=argparse.SUPPRESS
     )  # what deepspeed's launcher puts before everything
@@ -334,21 +398,39 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     def add_schedule(command: argparse.ArgumentParser) -> None:
-        command.add_argument("name", metavar="NAME", help=f"{', '.join(sorted(SCHEDULES))}, or a CSV file")
+        command.add_argument(
+            "name", metavar="NAME", help=f"{', '.join(sorted(SCHEDULES))}, or a CSV file"
+        )
         command.add_argument("--devices", type=int, metavar="P")
         command.add_argument("--microbatches", type=int, metavar="M", help="per batch")
-        command.add_argument("--virtual", type=int, default=1, metavar="V", help="chunks a device (interleaved)")
+        command.add_argument(
+            "--virtual", type=int, default=1, metavar="V", help="chunks a device (interleaved)"
+        )
         command.add_argument("--batches", type=int, default=1, metavar="K")
-        command.add_argument("--reads", choices=[r.name.lower() for r in Reads], help="which weight version a forward reads")
+        command.add_argument(
+            "--reads",
+            choices=[r.name.lower() for r in Reads],
+            help="which weight version a forward reads",
+        )
 
     def add_recompute(command: argparse.ArgumentParser) -> None:
         command.add_argument("--recompute", choices=[r.value for r in Recompute], default="never")
 
     s = add("simulate", simulate_command, "predict a schedule's timeline")
     add_schedule(s)
-    for cost, default in (("forward", 1), ("input-grad", 1), ("weight-grad", 1), ("transfer", 0), ("update", 0)):
+    for cost, default in (
+        ("forward", 1),
+        ("input-grad", 1),
+        ("weight-grad", 1),
+        ("transfer", 0),
+        ("update", 0),
+    ):
         s.add_argument(
-            f"--{cost}", type=_number, default=float(default), metavar="S", help="seconds: one number or one per stage"
+            f"--{cost}",
+            type=_number,
+            default=float(default),
+            metavar="S",
+            help="seconds: one number or one per stage",
         )
     add_recompute(s)
     s.add_argument("--csv", metavar="FILE", help="write the table")
@@ -358,7 +440,13 @@ def _parser() -> argparse.ArgumentParser:
 
     t = add("schedule", schedule_command, "print a schedule's table")
     add_schedule(t)
-    t.add_argument("--csv", nargs="?", const="pipelab", choices=["pipelab", "torch"], help="as CSV: ours, or what torch loads")
+    t.add_argument(
+        "--csv",
+        nargs="?",
+        const="pipelab",
+        choices=["pipelab", "torch"],
+        help="as CSV: ours, or what torch loads",
+    )
     t.add_argument("--transfers", action="store_true", help="with every SEND and RECV written out")
 
     v = add("validate", validate_command, "check a table: complete, in order, no deadlock")
@@ -373,26 +461,53 @@ def _parser() -> argparse.ArgumentParser:
         help="default: threads; under torchrun or deepspeed: their ranks",
     )
     r.add_argument(
-        "--distributed", action="store_true", help="jax: as one of several processes (calls jax.distributed.initialize)"
+        "--distributed",
+        action="store_true",
+        help="jax: as one of several processes (calls jax.distributed.initialize)",
     )
-    r.add_argument("--replicas", type=int, default=1, metavar="R", help="pipelines that train together (with a flush)")
+    r.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        metavar="R",
+        help="pipelines that train together (with a flush)",
+    )
     r.add_argument("--dropout", type=float, default=0.0, metavar="RATE")
     r.add_argument(
-        "--device", metavar="NAME", help="such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)"
+        "--device",
+        metavar="NAME",
+        help="such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)",
     )
-    r.add_argument("--paced", type=float, metavar="S", help="seconds per cost unit: slow down to the predicted times")
+    r.add_argument(
+        "--paced",
+        type=float,
+        metavar="S",
+        help="seconds per cost unit: slow down to the predicted times",
+    )
     add_recompute(r)
     r.add_argument("--seed", type=int, default=0)
-    r.add_argument("--dump", metavar="DIR", help="write initial weights, batches and the weights after every update")
+    r.add_argument(
+        "--dump",
+        metavar="DIR",
+        help="write initial weights, batches and the weights after every update",
+    )
     r.add_argument("--save", metavar="DIR", help="write a checkpoint at the end")
     r.add_argument("--stop", type=int, metavar="K", help="end after K batches (with --save)")
     r.add_argument("--resume", metavar="DIR", help="go on from a checkpoint")
-    r.add_argument("--timeout", type=float, default=60.0, metavar="S", help="give up when no action ends in this time")
+    r.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="give up when no action ends in this time",
+    )
     r.add_argument("--json", action="store_true", help="print one JSON object")
 
     b = add("bench", bench_command, "measure; prints medians and ratios")
     b.add_argument("what", choices=list(BENCHES))
     b.add_argument("--repeats", type=int, default=3)
-    b.add_argument("--actions", type=int, default=1_000_000, help="simulate: size of the largest table")
+    b.add_argument(
+        "--actions", type=int, default=1_000_000, help="simulate: size of the largest table"
+    )
     b.add_argument("--markdown", metavar="FILE", help="write the report too")
     return parser

@@ -77,32 +77,45 @@ class Costs:
             value = getattr(self, field.name)
             if field.name == "recompute":
                 if not isinstance(value, Recompute):
-                    raise CostError(f"recompute={value!r}: use Recompute.NEVER, EXCEPT_LAST or ALWAYS")
+                    raise CostError(
+                        f"recompute={value!r}: use Recompute.NEVER, EXCEPT_LAST or ALWAYS"
+                    )
                 continue
             try:
                 numbers = np.asarray(value, float)
             except (TypeError, ValueError):
-                raise CostError(f"{field.name}={value!r}: give one number, or one per stage") from None
+                raise CostError(
+                    f"{field.name}={value!r}: give one number, or one per stage"
+                ) from None
             positive = field.name in ("bandwidth", "speed")
-            good = (numbers > 0 if positive else numbers >= 0) & (np.isfinite(numbers) | (field.name == "bandwidth"))
+            good = (numbers > 0 if positive else numbers >= 0) & (
+                np.isfinite(numbers) | (field.name == "bandwidth")
+            )
             if numbers.ndim > (field.name not in ("bandwidth", "overhead")) or not good.all():
                 raise CostError(
                     f"{field.name}={value!r}: give {'positive' if positive else 'finite'} numbers"
                     f"{'' if positive else ' of at least 0'}, one in all or one per stage"
                 )
-            object.__setattr__(self, field.name, tuple(numbers.tolist()) if numbers.ndim else float(numbers))
+            object.__setattr__(
+                self, field.name, tuple(numbers.tolist()) if numbers.ndim else float(numbers)
+            )
 
     def of(self, name: str, count: int) -> np.ndarray:
         """The values of one cost as an array of `count`: stages, or stages - 1 links, or devices. CostError if they differ."""
         value = getattr(self, name)
         if isinstance(value, tuple) and len(value) != count:
             per = "link" if name in _PER_LINK else "device" if name in _PER_DEVICE else "stage"
-            raise CostError(f"{name} has {len(value)} values for {count} {per}s: give one number, or {count}")
+            raise CostError(
+                f"{name} has {len(value)} values for {count} {per}s: give one number, or {count}"
+            )
         return np.broadcast_to(np.asarray(value, float), count)
 
     def links(self, stages: int) -> np.ndarray:
         """Seconds of each link s -> s + 1 (and back): latency plus boundary / bandwidth."""
-        return self.of("transfer", max(stages - 1, 0)) + self.of("boundary", stages)[1:] / self.bandwidth
+        return (
+            self.of("transfer", max(stages - 1, 0))
+            + self.of("boundary", stages)[1:] / self.bandwidth
+        )
 
     def split(self, virtual: int) -> Costs:
         """The same model in `virtual` chunks a device, placed in a loop: each device's work and bytes are divided evenly.
@@ -115,11 +128,23 @@ class Costs:
                 "transfer per link has no value for the link from the last device back to the first: give one number"
             )
         shared = {}
-        for name in ("forward", "input_grad", "weight_grad", "update", "weights", "optimizer", "activations"):
+        for name in (
+            "forward",
+            "input_grad",
+            "weight_grad",
+            "update",
+            "weights",
+            "optimizer",
+            "activations",
+        ):
             value = getattr(self, name)
-            shared[name] = (np.tile(value, virtual) if isinstance(value, tuple) else np.asarray(value)) / virtual
+            shared[name] = (
+                np.tile(value, virtual) if isinstance(value, tuple) else np.asarray(value)
+            ) / virtual
         boundary = self.boundary
         if isinstance(boundary, tuple):
             # The wrap-around input of a device's later chunks is what the chunk before puts out: the first link's size.
-            boundary = boundary + (boundary[1:2] + boundary[1:] if len(boundary) > 1 else boundary) * (virtual - 1)
+            boundary = boundary + (
+                boundary[1:2] + boundary[1:] if len(boundary) > 1 else boundary
+            ) * (virtual - 1)
         return replace(self, **cast(dict, shared), boundary=boundary)

@@ -39,10 +39,15 @@ def corpus(words: int = 1024, prose: str | None = None) -> Corpus:
     return Corpus(torch.tensor([number.get(word, 0) for word in found]), vocabulary)
 
 
-def batches(tokens: Tensor, count: int, size: int, length: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+def batches(
+    tokens: Tensor, count: int, size: int, length: int, seed: int = 0
+) -> list[tuple[Tensor, Tensor]]:
     """`count` batches of (input, target), each (size, length): passages from random places, the target one token later."""
     if len(tokens) <= length:
         raise ValueError(f"{len(tokens)} tokens for passages of {length}: take shorter ones")
     starts = np.random.default_rng(seed).integers(0, len(tokens) - length, (count, size))
     windows = tokens.unfold(0, length + 1, 1)
-    return [(windows[s, :-1].contiguous(), windows[s, 1:].contiguous()) for s in torch.from_numpy(starts)]
+    return [
+        (windows[s, :-1].contiguous(), windows[s, 1:].contiguous())
+        for s in torch.from_numpy(starts)
+    ]

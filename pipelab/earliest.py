@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 
 def earliest(
-    bounds: Sequence[int], needs: Sequence[int], device: Sequence[int], duration: Sequence[float], delay: Sequence[float]
+    bounds: Sequence[int],
+    needs: Sequence[int],
+    device: Sequence[int],
+    duration: Sequence[float],
+    delay: Sequence[float],
 ) -> tuple[list[float], list[float], list[int]]:
     """Start and end of every action when each starts as soon as its row and its input allow; linear in the table.
 

@@ -13,8 +13,13 @@ from pipelab.earliest import earliest
 from pipelab.timeline import Timeline
 
 CAUSES = IMBALANCE, CONTENTION, MOVING, LAUNCH, WAITING, UNEXPLAINED = (
-    "imbalance", "contention", "transfer", "launch overhead", "waiting", "unexplained",
-)  # fmt: skip
+    "imbalance",
+    "contention",
+    "transfer",
+    "launch overhead",
+    "waiting",
+    "unexplained",
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,12 +49,20 @@ class Explanation:
         return -self.gap / self.measured
 
     def __repr__(self) -> str:
-        scale, unit = next(x for x in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")) if self.measured * x[0] >= 1 or x[1] == "µs")
-        lines = [("predicted", self.predicted, ""), *((f"  {c}", x, "+z") for c, x in self.causes.items())]
+        scale, unit = next(
+            x
+            for x in ((1.0, "s"), (1e3, "ms"), (1e6, "µs"))
+            if self.measured * x[0] >= 1 or x[1] == "µs"
+        )
+        lines = [
+            ("predicted", self.predicted, ""),
+            *((f"  {c}", x, "+z") for c, x in self.causes.items()),
+        ]
         lines.append(("measured", self.measured, ""))
         percent = 100 / self.measured if self.measured else 0.0
         return "\n".join(
-            f"{name:<17} {f'{x * scale:{sign}.2f}':>10} {unit} {f'{x * percent:{sign}.1f}':>7} %" for name, x, sign in lines
+            f"{name:<17} {f'{x * scale:{sign}.2f}':>10} {unit} {f'{x * percent:{sign}.1f}':>7} %"
+            for name, x, sign in lines
         )
 
 
@@ -73,7 +86,11 @@ def parts(timeline: Timeline) -> Parts:
 
     A row is free from the first start of the whole timeline on.
     """
-    bounds, source, there = timeline.schedule.bounds, timeline.schedule.inputs, timeline._input_there()
+    bounds, source, there = (
+        timeline.schedule.bounds,
+        timeline.schedule.inputs,
+        timeline._input_there(),
+    )
     free = np.full(len(source), timeline.start.min())
     for a, b in pairwise(bounds):
         free[a + 1 : b] = timeline.end[a : b - 1]
@@ -122,13 +139,19 @@ def explain(predicted: Timeline, measured: Timeline) -> Explanation:
     replays = [
         _replay(measured, *ingredients)
         for ingredients in (
-            (old.duration, old.delay, old.wait), (typical, old.delay, old.wait), (new.duration, old.delay, old.wait),
-            (new.duration, new.delay, old.wait), (new.duration, new.delay, launch), (new.duration, new.delay, new.wait),
+            (old.duration, old.delay, old.wait),
+            (typical, old.delay, old.wait),
+            (new.duration, old.delay, old.wait),
+            (new.duration, new.delay, old.wait),
+            (new.duration, new.delay, launch),
+            (new.duration, new.delay, new.wait),
         )
-    ]  # fmt: skip
+    ]
     unexplained = (measured.makespan - replays[-1]) - (predicted.makespan - replays[0])
     seconds = [*(b - a for a, b in pairwise(replays)), unexplained]
-    return Explanation(predicted.makespan, measured.makespan, dict(zip(CAUSES, seconds, strict=True)))
+    return Explanation(
+        predicted.makespan, measured.makespan, dict(zip(CAUSES, seconds, strict=True))
+    )
 
 
 def _check_tables(predicted: Timeline, measured: Timeline) -> None:
@@ -137,8 +160,14 @@ def _check_tables(predicted: Timeline, measured: Timeline) -> None:
         timeline._without_transfers("explain")
     if a.rows != b.rows:
         devices = range(min(a.devices, b.devices))
-        where = next((f"row {d} differs" for d in devices if a.rows[d] != b.rows[d]), f"{a.devices} and {b.devices} rows")
-        names = " and ".join(f"{s.name} ({s.devices} devices, {s.batches} x {s.microbatches} micro-batches)" for s in (a, b))
+        where = next(
+            (f"row {d} differs" for d in devices if a.rows[d] != b.rows[d]),
+            f"{a.devices} and {b.devices} rows",
+        )
+        names = " and ".join(
+            f"{s.name} ({s.devices} devices, {s.batches} x {s.microbatches} micro-batches)"
+            for s in (a, b)
+        )
         raise ValueError(
             f"explain: predicted and measured are of different tables, {names}: {where}; simulate the one that ran"
         )
@@ -155,5 +184,11 @@ def _medians(values: np.ndarray, group: np.ndarray) -> np.ndarray:
 def _replay(timeline: Timeline, duration: np.ndarray, delay: np.ndarray, wait: np.ndarray) -> float:
     """The makespan when every action starts its wait after it can: to the walk, the wait is the first part of its time."""
     s = timeline.schedule
-    begin, end, _ = earliest(s.bounds, s.needs.tolist(), s.columns.device.tolist(), (wait + duration).tolist(), delay.tolist())
+    begin, end, _ = earliest(
+        s.bounds,
+        s.needs.tolist(),
+        s.columns.device.tolist(),
+        (wait + duration).tolist(),
+        delay.tolist(),
+    )
     return float(np.max(end) - np.min(begin + wait))

@@ -42,7 +42,9 @@ def fit(timeline: Timeline, memory: Memory | None = None) -> Costs:
     # First actions wait for nothing, and an update may wait for other stages' gradients: neither shows lost time.
     prompt = ~fed & (kind != Kind.U) & ~np.isin(np.arange(len(fed)), s.bounds)
     lost = _mean(wait[prompt])
-    moved = np.isin(np.arange(len(fed)), s.crossing)  # how long an input took that was early is not always known
+    moved = np.isin(
+        np.arange(len(fed)), s.crossing
+    )  # how long an input took that was early is not always known
 
     def seconds(of: Kind) -> np.ndarray:
         out = np.zeros(s.stages)
@@ -58,7 +60,8 @@ def fit(timeline: Timeline, memory: Memory | None = None) -> Costs:
         forward=seconds(Kind.F).tolist(),
         input_grad=np.where(half > 0, half, seconds(Kind.I)).tolist(),
         weight_grad=np.where(half > 0, half, seconds(Kind.W)).tolist(),
-        transfer=_mean(delay[moved & fed] if (moved & fed).any() else delay[moved]) + max(_mean(wait[fed]) - lost, 0.0),
+        transfer=_mean(delay[moved & fed] if (moved & fed).any() else delay[moved])
+        + max(_mean(wait[fed]) - lost, 0.0),
         update=seconds(Kind.U).tolist(),
         overhead=lost,
         weights=held.get("weights", 0.0),
@@ -71,10 +74,19 @@ def _bytes(timeline: Timeline, memory: Memory) -> dict[str, list[float]]:
     """Per stage, each byte cost that a memory shows."""
     s = timeline.schedule
     if memory.devices != s.devices:
-        raise ValueError(f"fit: memory of {memory.devices} devices for the {s.devices} of {s.name}: give that of the same run")
+        raise ValueError(
+            f"fit: memory of {memory.devices} devices for the {s.devices} of {s.name}: give that of the same run"
+        )
     stages = np.bincount(s.placement, minlength=s.devices)
-    shares = {"weights": stages, "optimizer": stages, "activations": np.maximum(s.peak_in_flight, 1)}
-    return {cause: [memory.peak(cause)[d] / share[d] for d in s.placement] for cause, share in shares.items()}
+    shares = {
+        "weights": stages,
+        "optimizer": stages,
+        "activations": np.maximum(s.peak_in_flight, 1),
+    }
+    return {
+        cause: [memory.peak(cause)[d] / share[d] for d in s.placement]
+        for cause, share in shares.items()
+    }
 
 
 def _mean(values: np.ndarray) -> float:

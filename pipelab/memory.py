@@ -44,7 +44,10 @@ class Memory:
     def peak(self, cause: str | None = None) -> list[float]:
         """Per device, the most bytes held at once: of one cause, or of all together."""
         rows = [CAUSES.index(cause)] if cause else slice(None)
-        return [float(self.over_time(d)[1][rows].sum(axis=0).max(initial=0)) for d in range(self.devices)]
+        return [
+            float(self.over_time(d)[1][rows].sum(axis=0).max(initial=0))
+            for d in range(self.devices)
+        ]
 
     def at_peak(self, device: int) -> dict[str, float]:
         """What fills a device at the moment of its peak."""
@@ -95,7 +98,9 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
     again = costs.recompute.mask(s.total, s.microbatches)
     for i in np.flatnonzero(timeline.kind == Kind.F).tolist():
         stage, k, d = int(timeline.stage[i]), int(timeline.microbatch[i]), int(timeline.device[i])
-        backward = max(i, int(at[Kind.B, stage, k]), int(at[Kind.I, stage, k]))  # i itself if there are only forwards
+        backward = max(
+            i, int(at[Kind.B, stage, k]), int(at[Kind.I, stage, k])
+        )  # i itself if there are only forwards
         last = max(i, int(at[Kind.B, stage, k]), int(at[Kind.W, stage, k]))
         kept = min(boundary[stage], activations[stage]) if again[k] else activations[stage]
         step(d, start[i], 2 * i, "activations", kept)
@@ -108,5 +113,7 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
             step(int(timeline.device[i]), timeline.arrived[i], 2 * i - 1, "buffers", size)
             step(int(timeline.device[i]), start[i], 2 * i, "buffers", -size)
     steps.sort(key=lambda x: x[1:3])
-    device, time, _, cause, change = (np.array(c) for c in zip(*steps, strict=True)) if steps else (np.array([]),) * 5
+    device, time, _, cause, change = (
+        (np.array(c) for c in zip(*steps, strict=True)) if steps else (np.array([]),) * 5
+    )
     return Memory(s.devices, device, time, cause, change, "simulated")

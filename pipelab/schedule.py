@@ -73,7 +73,12 @@ class Schedule:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", tuple(tuple(row) for row in self.rows))
         object.__setattr__(self, "placement", tuple(self.placement))
-        if not self.name.isprintable() or "=" in self.name or self.name != self.name.strip() or not self.name:
+        if (
+            not self.name.isprintable()
+            or "=" in self.name
+            or self.name != self.name.strip()
+            or not self.name
+        ):
             raise ScheduleError(f"name={self.name!r}: give a name of one line, without '='")
         if not self.rows:
             raise ScheduleError("a schedule needs at least one device (row)")
@@ -82,20 +87,36 @@ class Schedule:
             object.__setattr__(self, "per_update", self.microbatches)
         check_counts(per_update=self.per_update)
         if self.total % self.per_update:
-            raise ScheduleError(f"per_update={self.per_update} does not divide the {self.total} micro-batches of the table")
+            raise ScheduleError(
+                f"per_update={self.per_update} does not divide the {self.total} micro-batches of the table"
+            )
         if not isinstance(self.reads, Reads):
-            raise ScheduleError(f"reads={self.reads!r}: use Reads.LATEST, Reads.FIRST or Reads.PREVIOUS")
-        if not self.placement or any(not isinstance(d, int) or not 0 <= d < self.devices for d in self.placement):
-            raise ScheduleError(f"placement {self.placement}: give each stage a device from 0 to {self.devices - 1}")
+            raise ScheduleError(
+                f"reads={self.reads!r}: use Reads.LATEST, Reads.FIRST or Reads.PREVIOUS"
+            )
+        if not self.placement or any(
+            not isinstance(d, int) or not 0 <= d < self.devices for d in self.placement
+        ):
+            raise ScheduleError(
+                f"placement {self.placement}: give each stage a device from 0 to {self.devices - 1}"
+            )
         self._check_cells()
 
     def _check_cells(self) -> None:
         for d, row in enumerate(self.rows):
             for i, a in enumerate(row):
-                if type(a) is not Action or type(a.kind) is not Kind or not type(a.stage) is type(a.microbatch) is int:
-                    raise ScheduleError(f"row {d}, cell {i}: {a!r} is not an Action(stage, Kind, microbatch)")
+                if (
+                    type(a) is not Action
+                    or type(a.kind) is not Kind
+                    or not type(a.stage) is type(a.microbatch) is int
+                ):
+                    raise ScheduleError(
+                        f"row {d}, cell {i}: {a!r} is not an Action(stage, Kind, microbatch)"
+                    )
         if self.total > max(self.bounds[-1], 1):
-            raise ScheduleError(f"{self.total} micro-batches for a table of {self.bounds[-1]} actions: each needs at least one")
+            raise ScheduleError(
+                f"{self.total} micro-batches for a table of {self.bounds[-1]} actions: each needs at least one"
+            )
         device, stage, kind, microbatch = self.columns
         limit = np.where(kind == Kind.U, self.updates, self.total)
         outside = (stage < 0) | (stage >= self.stages)
@@ -153,7 +174,10 @@ class Schedule:
     def columns(self) -> Columns:
         count = self.bounds[-1]
         device = np.repeat(np.arange(self.devices), np.diff(self.bounds))
-        fields = (np.fromiter(map(itemgetter(f), chain.from_iterable(self.rows)), np.int64, count) for f in range(3))
+        fields = (
+            np.fromiter(map(itemgetter(f), chain.from_iterable(self.rows)), np.int64, count)
+            for f in range(3)
+        )
         return Columns(device, *fields)
 
     def action(self, index: int) -> Action:
@@ -181,7 +205,11 @@ class Schedule:
         source[Kind.F, 1:] = at[Kind.F, :-1]
         source[Kind.B, :-1] = source[Kind.I, :-1] = gradient[1:]
         if self.has_transfers:
-            for does, receive in ((Kind.F, Kind.RECV_F), (Kind.B, Kind.RECV_B), (Kind.I, Kind.RECV_B)):
+            for does, receive in (
+                (Kind.F, Kind.RECV_F),
+                (Kind.B, Kind.RECV_B),
+                (Kind.I, Kind.RECV_B),
+            ):
                 source[does] = np.where(at[receive] >= 0, at[receive], source[does])
             source[Kind.RECV_F, 1:] = at[Kind.SEND_F, :-1]
             source[Kind.RECV_B, :-1] = at[Kind.SEND_B, 1:]
@@ -211,13 +239,18 @@ class Schedule:
     def needs(self) -> np.ndarray:
         """`inputs`, but -2 - j for each SEND and RECV whose other side is j: they meet (see `earliest`)."""
         kind, inputs = self.columns.kind, self.inputs
-        receives, sends = np.isin(kind, (Kind.RECV_F, Kind.RECV_B)), np.isin(kind, (Kind.SEND_F, Kind.SEND_B))
+        receives, sends = (
+            np.isin(kind, (Kind.RECV_F, Kind.RECV_B)),
+            np.isin(kind, (Kind.SEND_F, Kind.SEND_B)),
+        )
         return np.where(receives, -2 - inputs, np.where(sends, -2 - self.takers, inputs))
 
     def unit_times(self) -> tuple[list[float], list[float], list[int]]:
         """`earliest` with one unit of time per action and none per transfer."""
         count = self.bounds[-1]
-        return earliest(self.bounds, self.needs.tolist(), self.columns.device.tolist(), [1] * count, [0] * count)
+        return earliest(
+            self.bounds, self.needs.tolist(), self.columns.device.tolist(), [1] * count, [0] * count
+        )
 
     @cached_property
     def versions(self) -> np.ndarray:
@@ -245,7 +278,9 @@ class Schedule:
     def lives(self) -> tuple[VersionLife, ...]:
         """From when to when each weight version must be kept: until its last reader, or until it is replaced."""
         at, lives = self.position, []
-        done = np.maximum.reduce([at[k] for k in (Kind.F, Kind.B, Kind.I, Kind.W)])  # last reader of each (stage, mb)
+        done = np.maximum.reduce(
+            [at[k] for k in (Kind.F, Kind.B, Kind.I, Kind.W)]
+        )  # last reader of each (stage, mb)
         oldest, newest = min(0, int(self.versions.min())), self.updates if self.training else 0
         for s in range(self.stages):
             last = np.full(newest - oldest + 1, -1)
@@ -271,9 +306,14 @@ class Schedule:
         for s, of_stage in groupby(self.lives, key=itemgetter(0)):
             lives = list(of_stage)
             # A version made by U at index i is first held at i; one that dies there gave it its storage (in place).
-            change = sorted(e for life in lives for e in ((life.born, 1), (max(life.last, life.born), -1)))
+            change = sorted(
+                e for life in lives for e in ((life.born, 1), (max(life.last, life.born), -1))
+            )
             peaks[s] = max(accumulate(c for _, c in change))
-        return [max((peaks[s] for s in range(self.stages) if self.placement[s] == d), default=0) for d in range(self.devices)]
+        return [
+            max((peaks[s] for s in range(self.stages) if self.placement[s] == d), default=0)
+            for d in range(self.devices)
+        ]
 
     # ---- parts of the table
 
@@ -284,10 +324,14 @@ class Schedule:
         so that a valid table without whole batches stays valid. Raises ScheduleError where an update needs batches of both.
         """
         if not 0 <= first < last <= self.batches:
-            raise ScheduleError(f"batches {first} to {last} of {self.name}, which has {self.batches}: give a part of them")
+            raise ScheduleError(
+                f"batches {first} to {last} of {self.name}, which has {self.batches}: give a part of them"
+            )
         a, b = first * self.microbatches, last * self.microbatches
         if a % self.per_update or b % self.per_update:
-            raise ScheduleError(f"{self.name} updates every {self.per_update} micro-batches: cut it where an update ends")
+            raise ScheduleError(
+                f"{self.name} updates every {self.per_update} micro-batches: cut it where an update ends"
+            )
         begun = a // self.per_update
         rows = []
         for row in self.rows:
@@ -296,13 +340,21 @@ class Schedule:
             rows.append(tuple(x for x in kept if 0 <= x.microbatch < sizes[x.kind is not Kind.U]))
         part = replace(self, rows=tuple(rows), batches=last - first, versions_read=None)
         read = self.versions[:, a:b] - begun
-        return part if (part.versions == read).all() else replace(part, versions_read=tuple(map(tuple, read.tolist())))
+        return (
+            part
+            if (part.versions == read).all()
+            else replace(part, versions_read=tuple(map(tuple, read.tolist())))
+        )
 
     def forward_only(self) -> Schedule:
         """The table with nothing but its forwards: what evaluation runs."""
         kept = (Kind.F, Kind.SEND_F, Kind.RECV_F)
-        return replace(self, rows=tuple(tuple(a for a in row if a.kind in kept) for row in self.rows), reads=Reads.LATEST,
-                       versions_read=None)  # fmt: skip
+        return replace(
+            self,
+            rows=tuple(tuple(a for a in row if a.kind in kept) for row in self.rows),
+            reads=Reads.LATEST,
+            versions_read=None,
+        )
 
     # ---- transfers written out
 
@@ -317,8 +369,13 @@ class Schedule:
         device, stage, kind, microbatch = (c.tolist() for c in self.columns)
         start, end, heads = self.unit_times()
         if any(h < b for h, b in zip(heads, self.bounds[1:], strict=True)):
-            raise ScheduleError(f"{self.name} cannot run as it stands, so its transfers have no order: see pipelab.validate")
-        events = [(start[i], 1, stage[i], kind[i], microbatch[i], [(device[i], self.action(i))]) for i in range(len(start))]
+            raise ScheduleError(
+                f"{self.name} cannot run as it stands, so its transfers have no order: see pipelab.validate"
+            )
+        events = [
+            (start[i], 1, stage[i], kind[i], microbatch[i], [(device[i], self.action(i))])
+            for i in range(len(start))
+        ]
         for i in self.crossing.tolist():
             j = int(self.inputs[i])
             letter = "F" if kind[i] == Kind.F else "B"
@@ -346,21 +403,33 @@ class Schedule:
             lines.append(cells)
         width = max((len(c) for cells in lines for c in cells), default=1)
         length = max(map(len, lines))
-        return "\n".join(" ".join(c.ljust(width) for c in cells + ["."] * (length - len(cells))).rstrip() for cells in lines)
+        return "\n".join(
+            " ".join(c.ljust(width) for c in cells + ["."] * (length - len(cells))).rstrip()
+            for cells in lines
+        )
 
     def __str__(self) -> str:
         return f"{self._header()}\n{self.grid()}"
 
     def _header(self) -> str:
-        return header_line({
-            "name": self.name, "devices": self.devices, "microbatches": self.microbatches, "batches": self.batches,
-            "per_update": self.per_update, "reads": self.reads.name, "placement": " ".join(map(str, self.placement)),
-        })  # fmt: skip
+        return header_line(
+            {
+                "name": self.name,
+                "devices": self.devices,
+                "microbatches": self.microbatches,
+                "batches": self.batches,
+                "per_update": self.per_update,
+                "reads": self.reads.name,
+                "placement": " ".join(map(str, self.placement)),
+            }
+        )
 
     def to_csv(self) -> str:
         """One line that says how to read the table, then one line per device. `from_csv` is the exact inverse."""
         if self.versions_read is not None:
-            raise ScheduleError(f"this part of {self.name} reads weights from before it: write the whole table")
+            raise ScheduleError(
+                f"this part of {self.name} reads weights from before it: write the whole table"
+            )
         return "\n".join([self._header(), *(",".join(map(str, row)) for row in self.rows)]) + "\n"
 
     @classmethod
@@ -384,8 +453,12 @@ class Schedule:
                 f"{self.name} updates without a flush; torch would train it as a flush: export a flush schedule"
             )
         if self.batches > 1:
-            raise ScheduleError(f"torch's tables hold one batch, this one has {self.batches}: build it with batches=1")
+            raise ScheduleError(
+                f"torch's tables hold one batch, this one has {self.batches}: build it with batches=1"
+            )
         keep = COMPUTE - {Kind.U}
-        return "\n".join(",".join(str(a) for a in row if a.kind in keep) for row in self.rows) + "\n"
+        return (
+            "\n".join(",".join(str(a) for a in row if a.kind in keep) for row in self.rows) + "\n"
+        )
 
     from_torch_csv = from_csv

@@ -31,7 +31,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     duration, delay = durations(schedule, costs or Costs()), delays(schedule, costs or Costs())
     with _no_collector():
         start, end, head = earliest(
-            schedule.bounds, schedule.needs.tolist(), schedule.columns.device.tolist(), duration.tolist(), delay.tolist()
+            schedule.bounds,
+            schedule.needs.tolist(),
+            schedule.columns.device.tolist(),
+            duration.tolist(),
+            delay.tolist(),
         )
         check_deadlock(schedule, head)
         starts, ends = (np.fromiter(x, float, len(x)) for x in (start, end))
@@ -46,9 +50,16 @@ def durations(schedule: Schedule, costs: Costs) -> np.ndarray:
     """Seconds of every action, flat over the table."""
     n = schedule.stages
     device, stage, kind, microbatch = schedule.columns
-    forward, input_grad, weight_grad = (costs.of(name, n) for name in ("forward", "input_grad", "weight_grad"))
+    forward, input_grad, weight_grad = (
+        costs.of(name, n) for name in ("forward", "input_grad", "weight_grad")
+    )
     table = np.zeros((len(Kind), n))
-    table[Kind.F], table[Kind.I], table[Kind.W], table[Kind.U] = forward, input_grad, weight_grad, costs.of("update", n)
+    table[Kind.F], table[Kind.I], table[Kind.W], table[Kind.U] = (
+        forward,
+        input_grad,
+        weight_grad,
+        costs.of("update", n),
+    )
     table[Kind.B] = input_grad + weight_grad
     again = costs.recompute.mask(schedule.total, schedule.microbatches)
     seconds = table[kind, stage]
@@ -58,7 +69,10 @@ def durations(schedule: Schedule, costs: Costs) -> np.ndarray:
     seconds[kind <= Kind.U] += costs.overhead
     if schedule.has_transfers:
         link = np.append(costs.links(n), 0)
-        up, down = np.isin(kind, (Kind.SEND_F, Kind.RECV_B)), np.isin(kind, (Kind.RECV_F, Kind.SEND_B))
+        up, down = (
+            np.isin(kind, (Kind.SEND_F, Kind.RECV_B)),
+            np.isin(kind, (Kind.RECV_F, Kind.SEND_B)),
+        )
         seconds[up], seconds[down] = link[stage[up]], link[stage[down] - 1]
     return seconds
 

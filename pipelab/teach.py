@@ -37,7 +37,9 @@ def guess(value: float | None, truth: float, tolerance: float = 0.005) -> Feedba
         return Feedback(None, f"No guess made. It is {truth:g}.")
     if _close(value, truth, tolerance):
         return Feedback(True, f"Right: {truth:g}.")
-    return Feedback(False, f"You said {value:g}, it is {truth:g}. Where does the difference come from?")
+    return Feedback(
+        False, f"You said {value:g}, it is {truth:g}. Where does the difference come from?"
+    )
 
 
 def check_number(answer: Any, truth: float, tolerance: float = 0.005, hint: str = "") -> Feedback:
@@ -53,7 +55,9 @@ def check_number(answer: Any, truth: float, tolerance: float = 0.005, hint: str 
     except (TypeError, ValueError):
         return Feedback(False, f"Not yet: {answer!r} is not a number.")
     return (
-        Feedback(True, "Right.") if _close(value, truth, tolerance) else Feedback(False, f"Not yet: {value:g}. {hint}".rstrip())
+        Feedback(True, "Right.")
+        if _close(value, truth, tolerance)
+        else Feedback(False, f"Not yet: {value:g}. {hint}".rstrip())
     )
 
 
@@ -72,16 +76,25 @@ def check_function(function: Callable | None, truth: Callable, cases: Iterable[t
             answers.append(function(*case))
             wrong = answers[-1] is not None and not _close(float(answers[-1]), right, 1e-6)
         except Exception as error:
-            return Feedback(False, f"Not yet: for ({shown}) it raises {type(error).__name__}: {error}")
+            return Feedback(
+                False, f"Not yet: for ({shown}) it raises {type(error).__name__}: {error}"
+            )
         if wrong or (answers[-1] is None and any(a is not None for a in answers)):
-            return Feedback(False, f"Not yet: for ({shown}) it gives {answers[-1]}, right is {right:g}.")
+            return Feedback(
+                False, f"Not yet: for ({shown}) it gives {answers[-1]}, right is {right:g}."
+            )
     return NOT_ATTEMPTED if all(a is None for a in answers) else Feedback(True, "Right.")
 
 
 def check_schedule(
-    answer: Schedule | str | None, *, devices: int, microbatches: int, makespan: float | None = None,
-    in_flight: int | None = None, costs: Costs | None = None,
-) -> Feedback:  # fmt: skip
+    answer: Schedule | str | None,
+    *,
+    devices: int,
+    microbatches: int,
+    makespan: float | None = None,
+    in_flight: int | None = None,
+    costs: Costs | None = None,
+) -> Feedback:
     """Any valid table that reaches the numbers: one batch, a stage on each device, one update at its end.
 
     The answer is a Schedule, or a grid in text, whose updates may be left out.
@@ -101,20 +114,27 @@ def check_schedule(
     if have != want:
         sizes = "{} devices, {} stages, {} micro-batches and {} update(s)"
         return Feedback(
-            False, f"Not yet: a table with {sizes.format(*have)}, asked were {sizes.format(*want)}.\n{schedule.grid()}"
+            False,
+            f"Not yet: a table with {sizes.format(*have)}, asked were {sizes.format(*want)}.\n{schedule.grid()}",
         )
     short = []
     if makespan is not None and timeline.makespan > makespan * (1 + 1e-9):
         short.append(f"makespan {timeline.makespan:g}, to reach: {makespan:g}")
     if in_flight is not None and max(timeline.peak_in_flight) > in_flight:
-        short.append(f"{max(timeline.peak_in_flight)} micro-batches in flight, to reach: {in_flight}")
+        short.append(
+            f"{max(timeline.peak_in_flight)} micro-batches in flight, to reach: {in_flight}"
+        )
     if short:
         return Feedback(False, f"Not yet: {'; '.join(short)}.\n{schedule.grid()}")
     most = max(timeline.peak_in_flight)
-    return Feedback(True, f"Right: makespan {timeline.makespan:g}, at most {most} in flight.\n{schedule.grid()}")
+    return Feedback(
+        True, f"Right: makespan {timeline.makespan:g}, at most {most} in flight.\n{schedule.grid()}"
+    )
 
 
-def check_balance(answer: Sequence[int] | None, seconds: Sequence[float], stages: int, bottleneck: float) -> Feedback:
+def check_balance(
+    answer: Sequence[int] | None, seconds: Sequence[float], stages: int, bottleneck: float
+) -> Feedback:
     """Any split of layers with these `seconds` into `stages` whose slowest stage takes at most `bottleneck`.
 
     >>> check_balance([2, 2], [1, 1, 1, 3], 2, 3)
@@ -127,12 +147,17 @@ def check_balance(answer: Sequence[int] | None, seconds: Sequence[float], stages
     except TypeError:
         return Feedback(False, f"Not yet: {answer!r} is not a list of whole numbers.")
     if len(counts) != stages or sum(counts) != len(seconds) or min(counts) < 1:
-        return Feedback(False, f"Not yet: {counts} does not share {len(seconds)} layers among {stages} stages.")
+        return Feedback(
+            False, f"Not yet: {counts} does not share {len(seconds)} layers among {stages} stages."
+        )
     ends = list(accumulate(counts))
     times = [sum(seconds[end - count : end]) for end, count in zip(ends, counts, strict=True)]
     if max(times) > bottleneck * (1 + 1e-9):
         shown = ", ".join(f"{x:g}" for x in times)
-        return Feedback(False, f"Not yet: the stages take {shown}; the slowest has to come down to {bottleneck:g}.")
+        return Feedback(
+            False,
+            f"Not yet: the stages take {shown}; the slowest has to come down to {bottleneck:g}.",
+        )
     return Feedback(True, f"Right: the slowest stage takes {max(times):g}.")
 
 

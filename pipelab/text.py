@@ -37,7 +37,9 @@ def read_table(text: str, name: str, split: Callable[[str], list[str]]) -> dict[
     cells = [a for row in rows for a in row]
     seen = 1 + max((a.microbatch for a in cells if a.kind is not Kind.U), default=0)
     if seen > len(cells):
-        raise ScheduleError(f"micro-batch {seen - 1} in a table of {len(cells)} actions: number them from 0 without gaps")
+        raise ScheduleError(
+            f"micro-batch {seen - 1} in a table of {len(cells)} actions: number them from 0 without gaps"
+        )
     microbatches = _number(header, "microbatches") or seen
     per_update = _number(header, "per_update") or microbatches
     reads = header.get("reads", "LATEST")
@@ -45,18 +47,28 @@ def read_table(text: str, name: str, split: Callable[[str], list[str]]) -> dict[
         raise ScheduleError(f"header: reads={reads} is none of {', '.join(Reads.__members__)}")
     if not devices and not any(a.kind is Kind.U for a in cells):
         rows = [insert_updates(row, per_update) for row in rows]
-    placement = [_number({"placement": d}, "placement") for d in header["placement"].split()] if "placement" in header else None
+    placement = (
+        [_number({"placement": d}, "placement") for d in header["placement"].split()]
+        if "placement" in header
+        else None
+    )
     return {
-        "name": header.get("name", name), "rows": tuple(map(tuple, rows)), "microbatches": microbatches,
-        "placement": tuple(_placement(rows) if placement is None else placement), "batches": _number(header, "batches") or 1,
-        "per_update": per_update, "reads": Reads[reads],
-    }  # fmt: skip
+        "name": header.get("name", name),
+        "rows": tuple(map(tuple, rows)),
+        "microbatches": microbatches,
+        "placement": tuple(_placement(rows) if placement is None else placement),
+        "batches": _number(header, "batches") or 1,
+        "per_update": per_update,
+        "reads": Reads[reads],
+    }
 
 
 def _split_header(lines: list[str]) -> tuple[dict[str, str], list[str]]:
     if not lines or not lines[0].startswith("#"):
         return {}, lines
-    header = {key: value.strip() for key, value in re.findall(r"(\w+)=([^=]*)(?:\s|$)", lines[0][1:])}
+    header = {
+        key: value.strip() for key, value in re.findall(r"(\w+)=([^=]*)(?:\s|$)", lines[0][1:])
+    }
     if unknown := sorted(set(header) - KEYS):
         raise ScheduleError(f"header: {unknown[0]}= is none of {', '.join(sorted(KEYS))}")
     return header, lines[1:]
@@ -83,5 +95,7 @@ def _placement(rows: Sequence[Sequence[Action]]) -> list[int]:
     home = {a.stage: d for d, row in enumerate(rows) for a in row}
     if max(home) >= len(home):
         missing = next(s for s in range(len(home)) if s not in home)
-        raise ScheduleError(f"stage {missing} has no action, though stage {max(home)} has: number stages from 0 without gaps")
+        raise ScheduleError(
+            f"stage {missing} has no action, though stage {max(home)} has: number stages from 0 without gaps"
+        )
     return [home[s] for s in sorted(home)]

@@ -44,7 +44,12 @@ class Theory:
         return x / (1 + x)
 
 
-_GPIPE, _PIPEDREAM, _2BW, _MEGATRON = "arXiv 1811.06965", "arXiv 1806.03377", "arXiv 2006.09503", "arXiv 2104.04473"
+_GPIPE, _PIPEDREAM, _2BW, _MEGATRON = (
+    "arXiv 1811.06965",
+    "arXiv 1806.03377",
+    "arXiv 2006.09503",
+    "arXiv 2104.04473",
+)
 _ONE = Source("1", _2BW, "3.2")
 
 THEORY: dict[str, Theory] = {
@@ -71,11 +76,17 @@ THEORY: dict[str, Theory] = {
     "pipedream": Theory(
         over_ideal=lambda p, m, v, batches: (p - 1) / (m * batches),
         in_flight=lambda device, p, m, v, batches: min(m * batches, p - device),
-        versions=lambda device, p, m, v, batches: min(p - device, m * batches, max(2, m * batches - (p - device) + 2)),
+        versions=lambda device, p, m, v, batches: min(
+            p - device, m * batches, max(2, m * batches - (p - device) + 2)
+        ),
         bubble=Source("(p - 1) / (m x batches)", _PIPEDREAM, "3.3"),
         share="(p - 1) / (m x batches + p - 1)",
         peak=Source("p - s on stage s", _PIPEDREAM, "3.3"),
-        stash=Source("p - s on stage s; fewer while fewer than 2 (p - s) - 2 micro-batches run in all", _PIPEDREAM, "3.4"),
+        stash=Source(
+            "p - s on stage s; fewer while fewer than 2 (p - s) - 2 micro-batches run in all",
+            _PIPEDREAM,
+            "3.4",
+        ),
         assumes="weight stashing without vertical sync, no replicated stage; only the start and the end of training are idle",
     ),
     "pipedream_2bw": Theory(
@@ -100,11 +111,15 @@ THEORY: dict[str, Theory] = {
     ),
     "interleaved": Theory(
         over_ideal=lambda p, m, v, batches: (p - 1) / (v * m),
-        in_flight=lambda device, p, m, v, batches: min(m * v, 2 * (p - device - 1) + (v - 1) * p + 1 if v > 1 else p - device),
+        in_flight=lambda device, p, m, v, batches: min(
+            m * v, 2 * (p - device - 1) + (v - 1) * p + 1 if v > 1 else p - device
+        ),
         versions=lambda device, p, m, v, batches: 1,
         bubble=Source("(p - 1) / (v m)", _MEGATRON, "2.2.2"),
         share="(p - 1) / (v m + p - 1)",
-        peak=Source("min(m v, 2 (p - r - 1) + (v - 1) p + 1) chunks on device r", _MEGATRON, "2.2.2"),
+        peak=Source(
+            "min(m v, 2 (p - r - 1) + (v - 1) p + 1) chunks on device r", _MEGATRON, "2.2.2"
+        ),
         stash=_ONE,
         assumes="p divides m (else the bubble is larger); a flush after every batch",
     ),

@@ -13,8 +13,13 @@ from pipelab.action import Kind
 from pipelab.schedule import Schedule
 
 TRANSFER, HELD, FORWARD, GRADIENT, NOTHING, OVERHEAD = CAUSES = (
-    "transfer", "held back by the order", "waiting for a forward", "waiting for a gradient", "nothing left", "overhead",
-)  # fmt: skip
+    "transfer",
+    "held back by the order",
+    "waiting for a forward",
+    "waiting for a gradient",
+    "nothing left",
+    "overhead",
+)
 
 
 class Bubble(NamedTuple):
@@ -72,7 +77,9 @@ class Timeline:
     def version(self) -> np.ndarray:
         """The weight version that an action reads; for an update the one that it makes; -1 for a transfer."""
         read = self.schedule.versions[self.stage, self.microbatch]
-        return np.where(self.kind == Kind.U, self.microbatch + 1, np.where(self.kind > Kind.U, -1, read))
+        return np.where(
+            self.kind == Kind.U, self.microbatch + 1, np.where(self.kind > Kind.U, -1, read)
+        )
 
     @property
     def transfers(self) -> dict[str, np.ndarray]:
@@ -80,9 +87,12 @@ class Timeline:
         moved = self.schedule.crossing
         source = self.schedule.inputs[moved]
         return {
-            "action": moved, "from": self.device[source], "to": self.device[moved],
-            "sent": self.sent[moved], "arrived": self.arrived[moved],
-        }  # fmt: skip
+            "action": moved,
+            "from": self.device[source],
+            "to": self.device[moved],
+            "sent": self.sent[moved],
+            "arrived": self.arrived[moved],
+        }
 
     # ---- measures
 
@@ -105,14 +115,22 @@ class Timeline:
     @cached_property
     def span(self) -> float:
         """The longest time from first start to last end on one device."""
-        return max(float(self.end[a:b].max() - self.start[a:b].min()) for a, b in pairwise(self.schedule.bounds) if b > a)
+        return max(
+            float(self.end[a:b].max() - self.start[a:b].min())
+            for a, b in pairwise(self.schedule.bounds)
+            if b > a
+        )
 
     @property
     def bubble(self) -> Bubble:
         if not self.ideal:
             return Bubble(0.0, 0.0, 0.0)
         of_total = 1 - self.busy.sum() / (self.schedule.devices * self.makespan)
-        return Bubble(float(of_total), (self.makespan - self.ideal) / self.ideal, (self.span - self.ideal) / self.span)
+        return Bubble(
+            float(of_total),
+            (self.makespan - self.ideal) / self.ideal,
+            (self.span - self.ideal) / self.span,
+        )
 
     @property
     def peak_in_flight(self) -> list[int]:
@@ -125,9 +143,13 @@ class Timeline:
     def measures(self) -> dict[str, Any]:
         """The numbers of the command line's JSON."""
         return {
-            "makespan": self.makespan, "span": self.span, "ideal": self.ideal, "bubble": self.bubble._asdict(),
-            "peak_in_flight": self.peak_in_flight, "weight_versions": self.weight_versions,
-        }  # fmt: skip
+            "makespan": self.makespan,
+            "span": self.span,
+            "ideal": self.ideal,
+            "bubble": self.bubble._asdict(),
+            "peak_in_flight": self.peak_in_flight,
+            "weight_versions": self.weight_versions,
+        }
 
     def summary(self) -> str:
         """One line of text that says what a picture of the timeline shows."""
@@ -160,10 +182,14 @@ class Timeline:
         begin, finish = float(self.start.min()), float(self.end.max())
         there = self._input_there()
         for d, (a, b) in enumerate(pairwise(self.schedule.bounds)):
-            free = np.concatenate([[begin], np.maximum.accumulate(self.end[a:b])])  # when the row before i is done
+            free = np.concatenate(
+                [[begin], np.maximum.accumulate(self.end[a:b])]
+            )  # when the row before i is done
             is_forward = self.kind[a:b] == Kind.F
             ready = np.where(is_forward, there[a:b], np.inf)
-            later = np.append(np.minimum.accumulate(ready[::-1])[::-1], np.inf)[1:]  # first later forward that is ready
+            later = np.append(np.minimum.accumulate(ready[::-1])[::-1], np.inf)[
+                1:
+            ]  # first later forward that is ready
             g0, g1 = free[:-1], np.maximum(self.start[a:b], free[:-1])
             e = np.where(np.isnan(self.sent[a:b]), g0, np.clip(self.sent[a:b], g0, g1))
             arrive = np.where(np.isnan(self.arrived[a:b]), e, np.clip(self.arrived[a:b], e, g1))
@@ -202,7 +228,9 @@ class Timeline:
 
     def _without_transfers(self, what: str) -> None:
         if self.schedule.has_transfers:
-            raise ValueError(f"{what}: {self.schedule.name} has its transfers written out; ask the table without them")
+            raise ValueError(
+                f"{what}: {self.schedule.name} has its transfers written out; ask the table without them"
+            )
 
     def _input_there(self) -> np.ndarray:
         """When each action's input is on its device (-inf: it takes none)."""
@@ -216,7 +244,10 @@ class Timeline:
         """The spans as a pandas DataFrame, one row per action (needs pandas)."""
         import pandas as pd
 
-        columns = {c: getattr(self, c) for c in ("device", "stage", "kind", "microbatch", "version", "start", "end")}
+        columns = {
+            c: getattr(self, c)
+            for c in ("device", "stage", "kind", "microbatch", "version", "start", "end")
+        }
         columns["kind"] = [Kind(k).name for k in self.kind]
         return pd.DataFrame(columns)
 
@@ -224,24 +255,46 @@ class Timeline:
         """A Chrome trace (chrome://tracing, Perfetto): a process per device, transfers on a track of their own, with arrows."""
         events: list[dict[str, Any]] = []
         for d in range(self.schedule.devices):
-            events.append({"ph": "M", "pid": d, "name": "process_name", "args": {"name": f"device {d}"}})
+            events.append(
+                {"ph": "M", "pid": d, "name": "process_name", "args": {"name": f"device {d}"}}
+            )
             for tid, name in enumerate(("compute", "transfers")):
-                events.append({"ph": "M", "pid": d, "tid": tid, "name": "thread_name", "args": {"name": name}})
+                events.append(
+                    {"ph": "M", "pid": d, "tid": tid, "name": "thread_name", "args": {"name": name}}
+                )
         zero = self.start.min()
-        start, end, sent, arrived = ((x - zero) * 1e6 for x in (self.start, self.end, self.sent, self.arrived))  # microseconds
+        start, end, sent, arrived = (
+            (x - zero) * 1e6 for x in (self.start, self.end, self.sent, self.arrived)
+        )  # microseconds
         for i in range(len(start)):
             action = self.schedule.action(i)
-            events.append({
-                "ph": "X", "pid": int(self.device[i]), "tid": 0, "name": f"PP:{action}", "cat": action.kind.name,
-                "ts": start[i], "dur": end[i] - start[i], "args": {"version": int(self.version[i])},
-            })  # fmt: skip
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": int(self.device[i]),
+                    "tid": 0,
+                    "name": f"PP:{action}",
+                    "cat": action.kind.name,
+                    "ts": start[i],
+                    "dur": end[i] - start[i],
+                    "args": {"version": int(self.version[i])},
+                }
+            )
         for i in self.schedule.crossing.tolist():
             j = int(self.schedule.inputs[i])
             source, target = int(self.device[j]), int(self.device[i])
             name = f"{self.schedule.action(j)} to device {target}"
-            events.append({
-                "ph": "X", "pid": source, "tid": 1, "name": name, "cat": "transfer", "ts": sent[i], "dur": arrived[i] - sent[i],
-            })  # fmt: skip
+            events.append(
+                {
+                    "ph": "X",
+                    "pid": source,
+                    "tid": 1,
+                    "name": name,
+                    "cat": "transfer",
+                    "ts": sent[i],
+                    "dur": arrived[i] - sent[i],
+                }
+            )
             arrow = {"name": name, "cat": "transfer", "id": i}
             events.append({**arrow, "ph": "s", "pid": source, "tid": 0, "ts": end[j]})
             events.append({**arrow, "ph": "f", "bp": "e", "pid": target, "tid": 0, "ts": start[i]})

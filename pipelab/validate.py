@@ -39,7 +39,11 @@ def check_static(schedule: Schedule) -> None:
 
 def _fail(schedule: Schedule, problem: str, mark: Iterable[int] = ()) -> None:
     size = schedule.bounds[-1]
-    picture = f"\n{schedule.grid(mark)}" if size <= _SHOWN else f"\n(the table of {size} actions is too large to draw)"
+    picture = (
+        f"\n{schedule.grid(mark)}"
+        if size <= _SHOWN
+        else f"\n(the table of {size} actions is too large to draw)"
+    )
     raise ScheduleError(f"{schedule.name}: {problem}{picture}")
 
 
@@ -49,7 +53,11 @@ def _check_twice(schedule: Schedule) -> None:
     kept = schedule.position[kind, stage, microbatch]
     if (again := np.flatnonzero(kept != here)).size:
         i, j = int(again[0]), int(kept[again[0]])
-        _fail(schedule, f"{schedule.action(i)} stands twice on device {schedule.columns.device[i]}: remove one", (i, j))
+        _fail(
+            schedule,
+            f"{schedule.action(i)} stands twice on device {schedule.columns.device[i]}: remove one",
+            (i, j),
+        )
 
 
 def _check_complete(schedule: Schedule) -> None:
@@ -57,14 +65,25 @@ def _check_complete(schedule: Schedule) -> None:
     split = have[Kind.I] | have[Kind.W]
     wanted = [(Kind.F, ~have[Kind.F])]
     if schedule.training:
-        wanted += [(Kind.B, ~have[Kind.B] & ~split), (Kind.U, ~have[Kind.U] & (np.arange(schedule.total) < schedule.updates))]
-    wanted += [(Kind.I, have[Kind.W] & ~have[Kind.I] & ~have[Kind.B]), (Kind.W, have[Kind.I] & ~have[Kind.W] & ~have[Kind.B])]
+        wanted += [
+            (Kind.B, ~have[Kind.B] & ~split),
+            (Kind.U, ~have[Kind.U] & (np.arange(schedule.total) < schedule.updates)),
+        ]
+    wanted += [
+        (Kind.I, have[Kind.W] & ~have[Kind.I] & ~have[Kind.B]),
+        (Kind.W, have[Kind.I] & ~have[Kind.W] & ~have[Kind.B]),
+    ]
     if schedule.has_transfers:
         home = np.asarray(schedule.placement)
         up = np.append(home[:-1] != home[1:], False)[:, None]  # stage s and s + 1 live apart
         down = np.roll(up, 1, axis=0)
         back = up & schedule.training
-        needed = {Kind.SEND_F: up, Kind.RECV_B: back, Kind.RECV_F: down, Kind.SEND_B: np.roll(back, 1, axis=0)}
+        needed = {
+            Kind.SEND_F: up,
+            Kind.RECV_B: back,
+            Kind.RECV_F: down,
+            Kind.SEND_B: np.roll(back, 1, axis=0),
+        }
         wanted += [(kind, apart & ~have[kind]) for kind, apart in needed.items()]
         for kind, apart in needed.items():
             if (extra := np.argwhere(have[kind] & ~apart)).size:
@@ -78,13 +97,17 @@ def _check_complete(schedule: Schedule) -> None:
         if missing.any():
             s, k = map(int, np.argwhere(missing)[0])
             more = f" (and {missing.sum() - 1} more like it)" if missing.sum() > 1 else ""
-            _fail(schedule, f"{Action(s, kind, k)} is missing on device {schedule.placement[s]}{more}: add it")
+            _fail(
+                schedule,
+                f"{Action(s, kind, k)} is missing on device {schedule.placement[s]}{more}: add it",
+            )
     if (both := np.argwhere(have[Kind.B] & split)).size:
         s, k = map(int, both[0])
         _fail(
-            schedule, f"stage {s} has a full backward B and also I or W for micro-batch {k}: B is both of them",
+            schedule,
+            f"stage {s} has a full backward B and also I or W for micro-batch {k}: B is both of them",
             [i for i in schedule.position[[Kind.B, Kind.I, Kind.W], s, k] if i >= 0],
-        )  # fmt: skip
+        )
 
 
 def _check_order(schedule: Schedule) -> None:
@@ -92,9 +115,13 @@ def _check_order(schedule: Schedule) -> None:
     gradient = np.maximum(at[Kind.B], at[Kind.I])
     last_backward = np.maximum(at[Kind.B], at[Kind.W])
     pairs = [(at[Kind.F], gradient), (at[Kind.I], at[Kind.W])]
-    update = np.repeat(at[Kind.U, :, : schedule.updates], schedule.per_update, axis=1)  # of each micro-batch's group
+    update = np.repeat(
+        at[Kind.U, :, : schedule.updates], schedule.per_update, axis=1
+    )  # of each micro-batch's group
     pairs += [(last_backward, update)]
-    pairs += [(update[:, : -schedule.per_update], last_backward[:, schedule.per_update :])]  # the next group adds to new sums
+    pairs += [
+        (update[:, : -schedule.per_update], last_backward[:, schedule.per_update :])
+    ]  # the next group adds to new sums
     if schedule.has_transfers:
         pairs += [(at[Kind.RECV_F], at[Kind.F]), (at[Kind.F], at[Kind.SEND_F])]
         pairs += [(at[Kind.RECV_B], gradient), (gradient, at[Kind.SEND_B])]
@@ -113,10 +140,12 @@ def _check_versions(schedule: Schedule) -> None:
     if (wrong := np.argwhere(schedule.versions > schedule.latest)).size:
         s, k = map(int, wrong[0])
         read, made = schedule.versions[s, k], schedule.latest[s, k]
-        problem = (
-            f"{Action(s, Kind.F, k)} reads weight version {read} ({schedule.reads.name}), but its row has made only {made}"
+        problem = f"{Action(s, Kind.F, k)} reads weight version {read} ({schedule.reads.name}), but its row has made only {made}"
+        _fail(
+            schedule,
+            f"{problem} before it: move the update up or change `reads`",
+            [schedule.position[Kind.F, s, k]],
         )
-        _fail(schedule, f"{problem} before it: move the update up or change `reads`", [schedule.position[Kind.F, s, k]])
 
 
 def check_deadlock(schedule: Schedule, head: list[int]) -> None:
@@ -132,7 +161,11 @@ def check_deadlock(schedule: Schedule, head: list[int]) -> None:
         f"device {d} holds at {schedule.action(stuck[d])} until {schedule.action(needs[d])} on device {device[needs[d]]}"
         for d in cycle
     ]
-    _fail(schedule, f"deadlock: {'; '.join(steps)}: change the order of one of them", [stuck[d] for d in cycle])
+    _fail(
+        schedule,
+        f"deadlock: {'; '.join(steps)}: change the order of one of them",
+        [stuck[d] for d in cycle],
+    )
 
 
 def _shortest_cycle(after: dict[int, int]) -> list[int]:

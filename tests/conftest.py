@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from pipelab.schedules import SCHEDULES, make
 
-settings.register_profile("pipelab", deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+settings.register_profile(
+    "pipelab", deadline=None, max_examples=150, suppress_health_check=list(HealthCheck)
+)
 settings.load_profile("pipelab")
 
 FLUSH = ("inter_layer", "gpipe", "pipedream_flush", "interleaved")

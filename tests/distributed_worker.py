@@ -9,7 +9,9 @@ from functools import partial
 
 
 def main(twist, port, number, count):
-    if twist == "skewed":  # every process a host of its own, whose clock is an hour ahead of the one before
+    if (
+        twist == "skewed"
+    ):  # every process a host of its own, whose clock is an hour ahead of the one before
         real = time.perf_counter
         time.perf_counter = lambda: real() + 3600.0 * number
 
@@ -18,8 +20,12 @@ def main(twist, port, number, count):
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_enable_x64", True)
     jax.distributed.initialize(
-        f"localhost:{port}", count, number, heartbeat_timeout_seconds=10, shutdown_timeout_seconds=10
-    )  # fmt: skip
+        f"localhost:{port}",
+        count,
+        number,
+        heartbeat_timeout_seconds=10,
+        shutdown_timeout_seconds=10,
+    )
     return [twisted(one, number) for one in twist.split(",")]
 
 
@@ -40,11 +46,19 @@ def twisted(twist, number):
     parts = mlp(4, width=8)
     if twist == "keys":  # stages hand random keys on
         parts = [(partial(with_key, module.apply), variables) for module, variables in parts]
-        batches = [((x, jax.random.split(jax.random.key(b), len(x))), y) for b, (x, y) in enumerate(batches)]
-    if twist == "early" and number == 0:  # fails while the other process's threads leave the barrier
+        batches = [
+            ((x, jax.random.split(jax.random.key(b), len(x))), y)
+            for b, (x, y) in enumerate(batches)
+        ]
+    if (
+        twist == "early" and number == 0
+    ):  # fails while the other process's threads leave the barrier
         parts[0] = (lambda p, x: 1 / 0), parts[0][1]
     if twist == "early" and number == 1:
-        JaxDevice.begin = lambda self, began, begin=JaxDevice.begin: (time.sleep(0.05), begin(self, began))
+        JaxDevice.begin = lambda self, began, begin=JaxDevice.begin: (
+            time.sleep(0.05),
+            begin(self, began),
+        )
     if twist in ("raise", "kill") and number == 1:
         _, parameters = parts[3]
 
@@ -60,8 +74,13 @@ def twisted(twist, number):
     virtual = 2 if name == "interleaved" else 1
     microbatches = 5 if twist == "uneven" or (twist == "differ" and number == 1) else 4
     schedule = pipelab.make(name, len(parts) // virtual, microbatches, batches=2, virtual=virtual)
-    more = {"gpipe": {"clip": 0.05}, "idle": {"devices": "cpu:0"}, "paced": {"pace": 0.02}, "platform": {"devices": "cpu"},
-            "swapped": {"devices": ["cpu:2", "cpu:0", "cpu:3", "cpu:1"]}}.get(twist, {})  # fmt: skip
+    more = {
+        "gpipe": {"clip": 0.05},
+        "idle": {"devices": "cpu:0"},
+        "paced": {"pace": 0.02},
+        "platform": {"devices": "cpu"},
+        "swapped": {"devices": ["cpu:2", "cpu:0", "cpu:3", "cpu:1"]},
+    }.get(twist, {})
 
     def loss(y, target):
         y = y[0] if isinstance(y, tuple) else y
@@ -69,22 +88,32 @@ def twisted(twist, number):
 
     if twist == "evaluate":
         done = pipelab.evaluate(schedule, parts, batches, loss, backend="jax")
-        return {"losses": done.losses, "passed": done.check.passed, "makespan": done.timeline.makespan}
+        return {
+            "losses": done.losses,
+            "passed": done.check.passed,
+            "makespan": done.timeline.makespan,
+        }
     run = pipelab.run(schedule, parts, batches, loss, optax.adam(0.01), backend="jax", **more)
     needs = schedule.crossing
     late = run.timeline.start[needs] - run.timeline.end[schedule.inputs[needs]]
     return {
-        "losses": run.losses, "passed": run.check.passed, "rule": run.check.rule, "max_rel": run.check.max_rel,
-        "weights": [len(jax.tree.leaves(w)) for w in run.weights], "makespan": run.timeline.makespan,
+        "losses": run.losses,
+        "passed": run.check.passed,
+        "rule": run.check.rule,
+        "max_rel": run.check.max_rel,
+        "weights": [len(jax.tree.leaves(w)) for w in run.weights],
+        "makespan": run.timeline.makespan,
         "late": float(late.min()),
-    }  # fmt: skip
+    }
 
 
 def with_key(function, p, given):
     import jax
 
     x, keys = given
-    return function(p, x) + 0.01 * jax.vmap(lambda key: jax.random.normal(key, x.shape[1:]))(keys), keys
+    return function(p, x) + 0.01 * jax.vmap(lambda key: jax.random.normal(key, x.shape[1:]))(
+        keys
+    ), keys
 
 
 def spmd(stage, batch):
@@ -98,7 +127,10 @@ def spmd(stage, batch):
     from pipelab.executors.spmd import Parameters, spmd_pipeline, spmd_value_and_grad, stack
 
     module, variables = stage
-    stages = [jax.tree.map(lambda w, s=s: np.asarray(w, float) * (1 + s / 10), variables) for s in range(len(jax.devices()))]
+    stages = [
+        jax.tree.map(lambda w, s=s: np.asarray(w, float) * (1 + s / 10), variables)
+        for s in range(len(jax.devices()))
+    ]
     mesh = jax.make_mesh((len(stages),), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def spread(array, *axes):
@@ -120,11 +152,16 @@ def spmd(stage, batch):
 
     expected, by_stage = jax.value_and_grad(plain)(stages, *batch)
     found = multihost_utils.process_allgather(gradients.stages, tiled=True)
-    apart = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), found, stack(by_stage))
+    apart = jax.tree.map(
+        lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), found, stack(by_stage)
+    )
     return {
-        "loss": float(value), "expected": float(expected), "max_rel": max(jax.tree.leaves(apart)),
-        "devices": sorted({(d.process_index, d.id) for d in mesh.devices.flat}), "leaves": len(jax.tree.leaves(apart)),
-    }  # fmt: skip
+        "loss": float(value),
+        "expected": float(expected),
+        "max_rel": max(jax.tree.leaves(apart)),
+        "devices": sorted({(d.process_index, d.id) for d in mesh.devices.flat}),
+        "leaves": len(jax.tree.leaves(apart)),
+    }
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ import time
 
 
 def main(twist, folder, rank):
-    if twist == "skewed":  # every rank a host of its own, whose clock is an hour ahead of the one before
+    if (
+        twist == "skewed"
+    ):  # every rank a host of its own, whose clock is an hour ahead of the one before
         real = time.perf_counter
         time.perf_counter = lambda: real() + 3600.0 * rank
 
@@ -33,7 +35,9 @@ def main(twist, folder, rank):
             with open(os.path.join(folder, f"read_by_{rank}"), "a") as log:
                 log.write(f"{b}\n")
             generator = torch.Generator().manual_seed(b)
-            return tuple(torch.randn(8, 6, dtype=torch.float64, generator=generator) for _ in range(2))
+            return tuple(
+                torch.randn(8, 6, dtype=torch.float64, generator=generator) for _ in range(2)
+            )
 
     class Bad(nn.Linear):
         def forward(self, x):
@@ -49,13 +53,19 @@ def main(twist, folder, rank):
     world = int(os.environ["WORLD_SIZE"])
     replicas = 2 if twist == "replicas" else 1
     devices = world // replicas
-    stages = [nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2)).double() for _ in range(devices)]
+    stages = [
+        nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2)).double() for _ in range(devices)
+    ]
     if twist in ("raise", "kill", "hang"):
         stages[1] = Bad(6, 6).double()
     name = "pipedream_flush" if twist == "replicas" else "pipedream"
     schedule = pipelab.make(name, devices, 2, batches=4)
     arguments = (schedule, stages, Batches(), F.mse_loss, torch.optim.AdamW)
-    options = {"check": twist != "unchecked", "timeout": 3 if twist == "hang" else 60, "replicas": replicas}
+    options = {
+        "check": twist != "unchecked",
+        "timeout": 3 if twist == "hang" else 60,
+        "replicas": replicas,
+    }
     if twist == "resume":
         pipelab.run(*arguments, save=f"{folder}/checkpoint", stop=2)
         options["resume"] = f"{folder}/checkpoint"
@@ -64,8 +74,18 @@ def main(twist, folder, rank):
     if rank == 0:
         needs = s.inputs >= 0
         late = (t.start[needs] - t.end[s.inputs[needs]]).min()
-        out = {"losses": result.losses, "passed": result.check and result.check.passed, "makespan": t.makespan, "late": late}
-        print(json.dumps(out | {"weights": [sorted(w) for w in result.weights], "replicas": len(result.replicas)}))
+        out = {
+            "losses": result.losses,
+            "passed": result.check and result.check.passed,
+            "makespan": t.makespan,
+            "late": late,
+        }
+        print(
+            json.dumps(
+                out
+                | {"weights": [sorted(w) for w in result.weights], "replicas": len(result.replicas)}
+            )
+        )
 
 
 if __name__ == "__main__":

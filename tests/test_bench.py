@@ -10,9 +10,15 @@ from pipelab.bench import run
 from pipelab.explain import CAUSES
 
 TINY = run.Sizes(
-    models=(run.Model("tiny", 8, 2),), devices=(2,), microbatches=4, batches=3, empty=4, launches=2, parcel=1_000_000,
+    models=(run.Model("tiny", 8, 2),),
+    devices=(2,),
+    microbatches=4,
+    batches=3,
+    empty=4,
+    launches=2,
+    parcel=1_000_000,
     timeout=1.0,
-)  # fmt: skip
+)
 GUARD = 30  # seconds within which any fault has to be reported
 
 
@@ -24,13 +30,17 @@ def tables():
         lines = [line for line in section.splitlines() if line.startswith("|")]
         cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
         assert all(len(row) == len(cells[0]) for row in cells)
-        sections[section.splitlines()[0]] = [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
+        sections[section.splitlines()[0]] = [
+            dict(zip(cells[0], row, strict=True)) for row in cells[2:]
+        ]
     return sections
 
 
 def numbers(text):
     """The median of `median (least-most)`; a nan is in no order."""
-    middle, least, most = (float(x) for x in re.fullmatch(r"(\S+) \((\S+?)(?:-| to )(\S+)\)", text).groups())
+    middle, least, most = (
+        float(x) for x in re.fullmatch(r"(\S+) \((\S+?)(?:-| to )(\S+)\)", text).groups()
+    )
     assert least <= middle <= most
     return middle
 
@@ -39,10 +49,14 @@ def test_beside_torch(tables):
     rows = tables["Beside torch.distributed.pipelining"]
     assert [row["schedule"] for row in rows] == list(run.SCHEDULES)
     for row in rows:
-        ours, threads, theirs = (numbers(row[c]) for c in ("processes (ms)", "threads (ms)", "torch, processes (ms)"))
+        ours, threads, theirs = (
+            numbers(row[c]) for c in ("processes (ms)", "threads (ms)", "torch, processes (ms)")
+        )
         assert min(ours, threads, theirs) > 0
         for column, value in (("processes / torch", ours), ("threads / torch", threads)):
-            assert float(row[column].split()[0]) == pytest.approx(value / theirs, abs=0.02, rel=0.02)
+            assert float(row[column].split()[0]) == pytest.approx(
+                value / theirs, abs=0.02, rel=0.02
+            )
 
 
 def test_what_takes_time_takes_some(tables):
@@ -60,17 +74,29 @@ def test_every_fault_names_its_device_in_time(tables):
         assert numbers(row["seconds"]) < GUARD
         assert "device" in row["the error"]
     named = {row["fault"]: row["the error"] for row in rows}
-    assert named["a rank is killed in a transfer"] == "device 0, action 0F1: its process was killed by SIGKILL"
-    assert named["a rank is killed in a forward"] == "device 1, action 1F1: its process was killed by SIGKILL"
+    assert (
+        named["a rank is killed in a transfer"]
+        == "device 0, action 0F1: its process was killed by SIGKILL"
+    )
+    assert (
+        named["a rank is killed in a forward"]
+        == "device 1, action 1F1: its process was killed by SIGKILL"
+    )
 
 
 def test_predictions_are_explained(tables):
     rows = tables["Predictions"]
     assert {row["backend"] for row in rows} == {"threads", "processes"}
     for row in rows:
-        predicted, measured, error = float(row["predicted"]), float(row["measured"]), numbers(row["error (%)"])
+        predicted, measured, error = (
+            float(row["predicted"]),
+            float(row["measured"]),
+            numbers(row["error (%)"]),
+        )
         assert min(predicted, measured) > 0
-        assert sum(float(row[cause]) for cause in CAUSES) == pytest.approx(-error, abs=0.4)  # all of the gap
+        assert sum(float(row[cause]) for cause in CAUSES) == pytest.approx(
+            -error, abs=0.4
+        )  # all of the gap
 
 
 def test_seconds_per_batch_leave_out_the_first():
@@ -85,13 +111,28 @@ def test_seconds_per_batch_leave_out_the_first():
 def test_jax_pipelines_side_by_side():
     from pipelab.bench import jax_pipelines
 
-    page = jax_pipelines.report(1, jax_pipelines.Sizes(width=8, samples=2, devices=2, microbatches=(2, 8), batches=3))
-    rows = [[c.strip() for c in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")][1:]
+    page = jax_pipelines.report(
+        1, jax_pipelines.Sizes(width=8, samples=2, devices=2, microbatches=(2, 8), batches=3)
+    )
+    rows = [
+        [c.strip() for c in line.split("|")[1:-1]]
+        for line in page.splitlines()
+        if line.startswith("| ")
+    ][1:]
     rows = [row for row in rows if row[0] != "---"]
     kept = {(name, int(m)): float(size) for m, name, _, _, size in rows}
-    names = ["worker, gpipe", "worker, pipedream_flush", "worker, interleaved", "SPMD", "SPMD, recomputing",
-             "SPMD, circular", "one device"]  # fmt: skip
+    names = [
+        "worker, gpipe",
+        "worker, pipedream_flush",
+        "worker, interleaved",
+        "SPMD",
+        "SPMD, recomputing",
+        "SPMD, circular",
+        "one device",
+    ]
     assert list(kept) == [(name, m) for m in (2, 8) for name in names]
     assert all(numbers(time) > 0 for _, _, time, _, _ in rows)
-    assert kept["worker, gpipe", 8] == pytest.approx(4 * kept["worker, gpipe", 2], abs=0.02)  # GPipe keeps all micro-batches
+    assert kept["worker, gpipe", 8] == pytest.approx(
+        4 * kept["worker, gpipe", 2], abs=0.02
+    )  # GPipe keeps all micro-batches
     assert kept["worker, pipedream_flush", 8] == kept["worker, pipedream_flush", 2]  # 1F1B keeps p

@@ -7,7 +7,15 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from pipelab.bench.jupyter import browser, chromium, lab, open_notebook, run_cells, set_theme, write_notebook
+from pipelab.bench.jupyter import (
+    browser,
+    chromium,
+    lab,
+    open_notebook,
+    run_cells,
+    set_theme,
+    write_notebook,
+)
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="needs Chromium and Playwright")
 
@@ -71,7 +79,10 @@ def new_page(chrome):
     def open_page():
         page = chrome.new_page(viewport={"width": 1400, "height": 1100})
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+        page.on(
+            "console",
+            lambda message: complaints.append(message.text) if message.type == "error" else None,
+        )
         pages.append(page)
         return page
 
@@ -94,7 +105,9 @@ def page(folder, address, new_page):
 def measure(page, name):
     """A number of the table."""
     return (
-        page.locator(".measures tr", has=page.locator("th", has_text=re.compile(f"^{name}$"))).locator("td").first.inner_text()
+        page.locator(".measures tr", has=page.locator("th", has_text=re.compile(f"^{name}$")))
+        .locator("td")
+        .first.inner_text()
     )
 
 
@@ -124,7 +137,10 @@ def test_controls_by_keyboard_and_from_python(page, tmp_path):
     page.get_by_label("micro-batches m", exact=True).focus()
     page.keyboard.press("ArrowRight")
     shows(page, "makespan", "36")
-    assert forwards(page).count("M") == 4 * 9 and page.locator("[name=microbatches]").input_value() == "9"
+    assert (
+        forwards(page).count("M") == 4 * 9
+        and page.locator("[name=microbatches]").input_value() == "9"
+    )
     page.get_by_label("devices p", exact=True).focus()
     page.keyboard.press("ArrowRight")
     shows(page, "makespan", "39")
@@ -142,13 +158,21 @@ def test_controls_by_keyboard_and_from_python(page, tmp_path):
     shows(page, "makespan", "39")
     assert page.locator(".error").inner_text() == ""
 
-    page.locator("[name=schedule]").select_option("interleaved")  # where one chunk would be plain 1F1B
-    page.wait_for_function("document.querySelector('.legend').textContent.includes('later of 2 chunks')")
+    page.locator("[name=schedule]").select_option(
+        "interleaved"
+    )  # where one chunk would be plain 1F1B
+    page.wait_for_function(
+        "document.querySelector('.legend').textContent.includes('later of 2 chunks')"
+    )
     assert page.locator("[name=virtual]").input_value() == "2"
     page.locator("[name=compare]").select_option("gpipe")
     page.locator("svg .heads text", has_text="gpipe").wait_for()
     assert page.locator("svg .devices text").count() == 8
-    assert measure(page, "ideal") == page.locator(".measures td", has_text=re.compile("^29.25$")).last.inner_text() == "29.25"
+    assert (
+        measure(page, "ideal")
+        == page.locator(".measures td", has_text=re.compile("^29.25$")).last.inner_text()
+        == "29.25"
+    )
 
     page.locator(".jp-CodeCell .jp-InputArea").nth(1).click()
     page.keyboard.press("Shift+Enter")  # explorer.set(microbatches=12)
@@ -163,7 +187,9 @@ def test_pointing_at_actions_by_mouse_and_keys(page, tmp_path):
     page.mouse.move(first["x"] + 3, first["y"] + 5)
     about.locator("dt", has_text="0F0").wait_for()
     text = about.inner_text()
-    assert "forward of micro-batch 0, stage 0, device 0: from 0 to 1, reads weight version 0" in text
+    assert (
+        "forward of micro-batch 0, stage 0, device 0: from 0 to 1, reads weight version 0" in text
+    )
     assert "nothing: it starts at once" in text and "1F0 and 0F1" in text
     page.mouse.move(area["x"] + area["width"] * 0.4, first["y"] + 5)
     about.get_by_text("device 0, from 8 to 17: 0B0 waits for 1B0.").wait_for()
@@ -174,9 +200,14 @@ def test_pointing_at_actions_by_mouse_and_keys(page, tmp_path):
         page.keyboard.press(key)
     assert about.locator("dt").first.inner_text() == "2F1"
     assert (
-        "its input from 1F1, here at 3; 2F0 before it in its row, done at 3. The last: 1F1 and 2F0, both" in about.inner_text()
+        "its input from 1F1, here at 3; 2F0 before it in its row, done at 3. The last: 1F1 and 2F0, both"
+        in about.inner_text()
     )
-    assert page.locator("svg .selection rect.needed").count() == page.locator("svg .selection rect.needing").count() == 2
+    assert (
+        page.locator("svg .selection rect.needed").count()
+        == page.locator("svg .selection rect.needing").count()
+        == 2
+    )
     page.locator(".pipelab-explorer").screenshot(path=tmp_path / "selected.png")
     page.keyboard.press("End")
     assert about.locator("dt").first.inner_text() == "2U0"
@@ -188,7 +219,11 @@ def test_pointing_at_actions_by_mouse_and_keys(page, tmp_path):
 
 
 def test_playing_lights_up_what_runs(page):
-    svg, play, running = page.locator(".pipelab-explorer svg"), page.locator(".play"), page.locator("svg .running rect")
+    svg, play, running = (
+        page.locator(".pipelab-explorer svg"),
+        page.locator(".play"),
+        page.locator("svg .running rect"),
+    )
     play.click()
     page.wait_for_function("document.querySelectorAll('svg .running rect').length > 2")
     assert play.inner_text() == "Pause" and running.count() <= 4
@@ -203,14 +238,18 @@ def test_playing_lights_up_what_runs(page):
     assert play.inner_text() == "Play"
     page.emulate_media(reduced_motion="reduce")
     page.keyboard.press("Space")
-    page.wait_for_function("Number.isInteger(Number(document.querySelector('.clock').textContent.slice(4)))")  # a start
+    page.wait_for_function(
+        "Number.isInteger(Number(document.querySelector('.clock').textContent.slice(4)))"
+    )  # a start
     page.keyboard.press("Space")
 
 
 @pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
 def test_text_is_legible_in_both_themes(theme, folder, address, new_page, tmp_path):
     set_theme(folder, theme)
-    write_notebook(folder / "theme.ipynb", [CELL.replace("8)", "8, virtual=2, compare='interleaved')")])
+    write_notebook(
+        folder / "theme.ipynb", [CELL.replace("8)", "8, virtual=2, compare='interleaved')")]
+    )
     page = new_page()
     open_notebook(page, address, "theme.ipynb")
     run_cells(page, 1)
@@ -253,12 +292,17 @@ def test_a_saved_explorer_shows_without_running(folder, address, new_page, tmp_p
     nbformat.write(notebook, folder / "saved.ipynb")
     page = new_page()
     page.goto(address("doc/tree/saved.ipynb"))  # nobody has trusted it: words
-    page.get_by_text("Explorer of gpipe, p=4, m=8: makespan 33; run this cell to change it").wait_for(timeout=30_000)
+    page.get_by_text(
+        "Explorer of gpipe, p=4, m=8: makespan 33; run this cell to change it"
+    ).wait_for(timeout=30_000)
     trust(notebook, folder)
     page.goto(address("doc/tree/saved.ipynb"))
     page.wait_for_selector(".pipelab-explorer path.boxes", timeout=30_000)
     assert measure(page, "makespan") == "33" and forwards(page).count("M") == 32
-    assert page.locator(".saved").is_visible() and not page.locator(".pipelab-explorer form").is_visible()
+    assert (
+        page.locator(".saved").is_visible()
+        and not page.locator(".pipelab-explorer form").is_visible()
+    )
     page.locator(".pipelab-explorer svg").focus()
     page.keyboard.press("ArrowRight")
     assert page.locator(".about dt").first.inner_text() == "0F0"
@@ -267,7 +311,9 @@ def test_a_saved_explorer_shows_without_running(folder, address, new_page, tmp_p
 
 def test_the_stored_lecture_shows_its_explorer_without_running(folder, address, new_page):
     notebook = nbformat.read(LECTURES / "02_gpipe.ipynb", as_version=4)
-    assert "pipelab.widgets.explorer.Explorer" in str(notebook.metadata.widgets), "run make notebooks"
+    assert "pipelab.widgets.explorer.Explorer" in str(notebook.metadata.widgets), (
+        "run make notebooks"
+    )
     trust(notebook, folder)
     (folder / "notebooks").mkdir()
     nbformat.write(notebook, folder / "notebooks" / "lecture.ipynb")

@@ -10,9 +10,21 @@ from pipelab import Schedule, make
 from pipelab.cli import main
 
 KEYS = [
-    "schedule", "devices", "stages", "microbatches", "batches", "makespan", "span", "ideal", "bubble", "peak_in_flight",
-    "weight_versions", "rows", "start", "end",
-]  # fmt: skip
+    "schedule",
+    "devices",
+    "stages",
+    "microbatches",
+    "batches",
+    "makespan",
+    "span",
+    "ideal",
+    "bubble",
+    "peak_in_flight",
+    "weight_versions",
+    "rows",
+    "start",
+    "end",
+]
 
 
 def call(capsys, line):
@@ -46,7 +58,9 @@ def test_all_options_of_simulate(capsys, tmp_path):
     assert status == 0
     assert "interleaved, simulated: 2 devices, 4 stages" in out
     assert "waiting for a gradient" in out
-    assert Schedule.from_csv(files["csv"].read_text()) == make("interleaved", 2, 4, virtual=2, batches=2)
+    assert Schedule.from_csv(files["csv"].read_text()) == make(
+        "interleaved", 2, 4, virtual=2, batches=2
+    )
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     assert json.loads(files["json"].read_text())["traceEvents"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.csv", "out.json", "out.png"]
@@ -72,22 +86,43 @@ def test_a_csv_file_is_a_schedule_too(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("simulate gpipe --devices -1 --microbatches 8", "devices=-1: give a whole number of at least 1"),
+        (
+            "simulate gpipe --devices -1 --microbatches 8",
+            "devices=-1: give a whole number of at least 1",
+        ),
         ("simulate gpipe --devices 4 --microbatches 0", "microbatches=0"),
         ("simulate gpipe --devices 4", "gpipe needs --devices and --microbatches"),
         ("simulate gpip --devices 4 --microbatches 8", "did you mean gpipe?"),
         ("simulate gpip", "did you mean gpipe?"),
         ("simulate gpipe --devices 4 --microbatches 8 --virtual 2", "gpipe has one stage a device"),
-        ("simulate gpipe --devices 4 --microbatches 8 --forward 1,2", "forward has 2 values for 4 stages"),
+        (
+            "simulate gpipe --devices 4 --microbatches 8 --forward 1,2",
+            "forward has 2 values for 4 stages",
+        ),
         ("simulate gpipe --devices 4 --microbatches 8 --forward -1", "forward=-1.0"),
-        ("simulate pipedream_2bw --devices 4 --microbatches 2", "needs microbatches >= devices, got 2 < 4"),
+        (
+            "simulate pipedream_2bw --devices 4 --microbatches 2",
+            "needs microbatches >= devices, got 2 < 4",
+        ),
         ("simulate nothing.csv", "No such file"),
-        ("simulate gpipe --devices 2 --microbatches 2 --plot /nowhere/x.png", "there is no folder /nowhere"),
-        ("simulate gpipe --devices 2 --microbatches 2 --plot x.nothing", "Format 'nothing' is not supported"),
+        (
+            "simulate gpipe --devices 2 --microbatches 2 --plot /nowhere/x.png",
+            "there is no folder /nowhere",
+        ),
+        (
+            "simulate gpipe --devices 2 --microbatches 2 --plot x.nothing",
+            "Format 'nothing' is not supported",
+        ),
         ("schedule pipedream --devices 2 --microbatches 2 --csv torch", "updates without a flush"),
         ("run gpipe --devices 2 --microbatches 2 --device meta", "device 'meta': use cpu or cuda"),
-        ("schedule gpipe --devices 2 --microbatches 2 --csv torch --transfers", "leave out --transfers"),
-        ("simulate gpipe --devices 2 --microbatches 2 --csv x.csv --trace nowhere/x.json", "there is no folder nowhere"),
+        (
+            "schedule gpipe --devices 2 --microbatches 2 --csv torch --transfers",
+            "leave out --transfers",
+        ),
+        (
+            "simulate gpipe --devices 2 --microbatches 2 --csv x.csv --trace nowhere/x.json",
+            "there is no folder nowhere",
+        ),
         ("bench simulate --repeats 0", "repeats=0"),
         ("run gpipe --devices 2 --microbatches 2 --device cuda:64", "device 'cuda:64'"),
     ],
@@ -102,7 +137,8 @@ def test_bad_input_is_one_line_and_status_2(capsys, line, message, tmp_path, mon
 
 
 @pytest.mark.parametrize(
-    "line", ["", "bogus", "simulate", "simulate gpipe --devices x", "run gpipe --model nothing", "bench x"]
+    "line",
+    ["", "bogus", "simulate", "simulate gpipe --devices x", "run gpipe --model nothing", "bench x"],
 )
 def test_bad_usage_is_one_line_and_status_2(capsys, line):
     with pytest.raises(SystemExit) as stop:
@@ -130,7 +166,12 @@ def test_broken_tables(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["0F0,0B0,0U99999999999999999999999", "# microbatches=100000000000\n0F0,0B0", "# batches=9\n0F0,0B0"]
+    "text",
+    [
+        "0F0,0B0,0U99999999999999999999999",
+        "# microbatches=100000000000\n0F0,0B0",
+        "# batches=9\n0F0,0B0",
+    ],
 )
 def test_numbers_beyond_reason(capsys, tmp_path, text):
     table = tmp_path / "huge.csv"
@@ -160,7 +201,10 @@ def test_schedule_prints_grid_or_csv(capsys):
     ]
     ours = call(capsys, "schedule gpipe --devices 2 --microbatches 2 --csv")[1]
     assert Schedule.from_csv(ours) == make("gpipe", 2, 2)
-    assert call(capsys, "schedule gpipe --devices 2 --microbatches 1 --csv torch")[1] == "0F0,0B0\n1F0,1B0\n"
+    assert (
+        call(capsys, "schedule gpipe --devices 2 --microbatches 1 --csv torch")[1]
+        == "0F0,0B0\n1F0,1B0\n"
+    )
     spread = call(capsys, "schedule gpipe --devices 2 --microbatches 1 --csv --transfers")[1]
     assert Schedule.from_csv(spread) == make("gpipe", 2, 1).with_transfers()
 
@@ -175,7 +219,9 @@ def test_schedule_prints_grid_or_csv(capsys):
     ],
 )
 def test_run_json(capsys, line, tmp_path):
-    status, out, err = call(capsys, f"run {line} --devices 2 --microbatches 3 --dump {tmp_path / 'dump'} --json")
+    status, out, err = call(
+        capsys, f"run {line} --devices 2 --microbatches 3 --dump {tmp_path / 'dump'} --json"
+    )
     assert (status, err) == (0, "")
     result = json.loads(out)
     assert list(result["check"]) == ["passed", "max_abs", "max_rel", "tolerance", "rule"]
@@ -188,11 +234,15 @@ def test_run_json(capsys, line, tmp_path):
 
 
 def test_run_on_jax(capsys):
-    status, out, err = call(capsys, "run pipedream --devices 2 --microbatches 3 --batches 2 --backend jax --json")
+    status, out, err = call(
+        capsys, "run pipedream --devices 2 --microbatches 3 --batches 2 --backend jax --json"
+    )
     assert (status, err) == (0, "")
     assert json.loads(out)["check"]["passed"] is True
     assert json.loads(out)["measured"]["weight_versions"] == [2, 1]
-    status, _, err = call(capsys, "run gpipe --devices 2 --microbatches 3 --backend jax --model gpt2")
+    status, _, err = call(
+        capsys, "run gpipe --devices 2 --microbatches 3 --backend jax --model gpt2"
+    )
     assert status == 2
     assert "--backend jax has the mlp alone" in err
 
@@ -218,6 +268,8 @@ def test_bench_simulate(capsys, tmp_path):
 
 
 def test_the_module_and_the_script_are_the_same_command():
-    done = subprocess.run([sys.executable, "-m", "pipelab", "validate", "/nowhere"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pipelab", "validate", "/nowhere"], capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("pipelab validate: error:")

@@ -49,27 +49,41 @@ def only(cause, predicted, measured):
 
 
 def some(data, schedule, low=0.01):
-    return np.array(data.draw(st.lists(st.floats(low, 3), min_size=(n := schedule.bounds[-1]), max_size=n)))
+    return np.array(
+        data.draw(st.lists(st.floats(low, 3), min_size=(n := schedule.bounds[-1]), max_size=n))
+    )
 
 
 @given(tables(largest=4), st.data())
 def test_the_causes_sum_to_the_gap(case, data):
     schedule = case[0]
     predicted = simulate(schedule, Costs(transfer=data.draw(seconds)))
-    measured = lay(schedule, *(some(data, schedule, low) for low in (0.01, 0, 0)), began=data.draw(seconds))
+    measured = lay(
+        schedule, *(some(data, schedule, low) for low in (0.01, 0, 0)), began=data.draw(seconds)
+    )
     found = explain(predicted, measured)
     assert tuple(found.causes) == CAUSES
     assert sum(found.causes.values()) == pytest.approx(found.gap)
     assert found.causes[UNEXPLAINED] == pytest.approx(0, abs=1e-9)
     # Clocks that disagree: spans overlap, inputs come after their use. The sum still holds.
-    odd = replace(measured, start=measured.start - some(data, schedule, 0), arrived=measured.arrived + some(data, schedule, 0))
-    assert sum(explain(predicted, odd).causes.values()) == pytest.approx(odd.makespan - predicted.makespan)
+    odd = replace(
+        measured,
+        start=measured.start - some(data, schedule, 0),
+        arrived=measured.arrived + some(data, schedule, 0),
+    )
+    assert sum(explain(predicted, odd).causes.values()) == pytest.approx(
+        odd.makespan - predicted.makespan
+    )
 
 
 @given(tables(largest=4), st.data())
 def test_nothing_to_explain(case, data):
     measured = lay(case[0], *(some(data, case[0], low) for low in (0.01, 0, 0)))
-    for t in (simulate(case[0], Costs(forward=0.3, transfer=0.7, update=0.1)), measured, replace(measured, late=3)):
+    for t in (
+        simulate(case[0], Costs(forward=0.3, transfer=0.7, update=0.1)),
+        measured,
+        replace(measured, late=3),
+    ):
         found = explain(t, t)
         assert set(found.causes.values()) == {0}
         assert found.gap == found.error == 0
@@ -80,7 +94,11 @@ def test_one_change_is_one_cause(case, extra, began):
     schedule = case[0]
     base = flat(schedule)
     predicted = lay(schedule, base, 0.5)
-    only(IMBALANCE, predicted, lay(schedule, base + extra * (schedule.columns.stage + 1), 0.5, began=began))
+    only(
+        IMBALANCE,
+        predicted,
+        lay(schedule, base + extra * (schedule.columns.stage + 1), 0.5, began=began),
+    )
     only(MOVING, predicted, lay(schedule, base, 0.5 + extra, began=began))
     gap = only(LAUNCH, predicted, lay(schedule, base, 0.5, extra, began=began))
     assert gap > 0
@@ -91,7 +109,9 @@ def test_one_action_is_no_type(case, data, extra):
     schedule = case[0]
     base = flat(schedule)
     one = np.zeros(len(base))
-    one[data.draw(st.sampled_from(np.flatnonzero(schedule.columns.kind == Kind.B).tolist()))] = extra
+    one[data.draw(st.sampled_from(np.flatnonzero(schedule.columns.kind == Kind.B).tolist()))] = (
+        extra
+    )
     predicted = lay(schedule, base, 0.5)
     only(CONTENTION, predicted, lay(schedule, base + one, 0.5))
     only(WAITING, predicted, lay(schedule, base, 0.5, one))
@@ -102,7 +122,9 @@ def test_causes_by_hand():
     schedule = make("gpipe", 2, 3)
     predicted, at = simulate(schedule), schedule.position
     duration, wait = (predicted.end - predicted.start), np.zeros(len(predicted.start))
-    duration[schedule.columns.stage == 1] += 0.5  # three forwards and three backwards on the longest chain
+    duration[schedule.columns.stage == 1] += (
+        0.5  # three forwards and three backwards on the longest chain
+    )
     duration[at[Kind.B, 1, 1]] += 2
     duration[at[Kind.U, :, 0]] = 0
     wait[1:] = 0.125
@@ -120,7 +142,9 @@ def test_causes_by_hand():
 def test_what_overlaps_is_unexplained():
     t = simulate(make("gpipe", 2, 3))
     # 1F0 is said to start before 0F0 has sent, and takes its time: 0.25 s of it cannot be.
-    early = replace(t, start=t.start - 0.25 * (np.arange(len(t.start)) == t.schedule.position[Kind.F, 1, 0]))
+    early = replace(
+        t, start=t.start - 0.25 * (np.arange(len(t.start)) == t.schedule.position[Kind.F, 1, 0])
+    )
     found = explain(t, early)
     assert found.gap == 0
     assert found.causes[CONTENTION] == pytest.approx(0.25)
@@ -144,7 +168,10 @@ def test_recomputing_only_some_is_not_contention():
 
 def test_other_tables_are_refused():
     t = simulate(make("gpipe", 2, 3))
-    with pytest.raises(ValueError, match=r"gpipe \(2 devices, 1 x 3 .*pipedream_flush \(2 devices, 1 x 3 .*: row 0 differs"):
+    with pytest.raises(
+        ValueError,
+        match=r"gpipe \(2 devices, 1 x 3 .*pipedream_flush \(2 devices, 1 x 3 .*: row 0 differs",
+    ):
         explain(t, simulate(make("pipedream_flush", 2, 3)))
     with pytest.raises(ValueError, match="different tables"):
         explain(t, simulate(make("gpipe", 3, 3)))
@@ -153,13 +180,19 @@ def test_other_tables_are_refused():
         explain(written, written)
 
 
-@pytest.mark.parametrize(("unit", "shown"), [(1, "12.00 s"), (1e-3, "12.00 ms"), (1e-6, "12.00 µs"), (1e-9, "0.01 µs")])
+@pytest.mark.parametrize(
+    ("unit", "shown"), [(1, "12.00 s"), (1e-3, "12.00 ms"), (1e-6, "12.00 µs"), (1e-9, "0.01 µs")]
+)
 def test_the_table_is_in_a_fitting_unit(unit, shown):
     schedule = make("gpipe", 2, 3)
     predicted = simulate(schedule, Costs(2 * unit, unit / 2, unit / 2))
     text = str(explain(predicted, simulate(schedule, Costs(unit, unit, unit))))
     lines = text.splitlines()
-    assert [line.split()[0] for line in lines] == ["predicted", *(c.split()[0] for c in CAUSES), "measured"]
+    assert [line.split()[0] for line in lines] == [
+        "predicted",
+        *(c.split()[0] for c in CAUSES),
+        "measured",
+    ]
     assert shown in lines[-1] and lines[-1].endswith("100.0 %")
     assert len({len(line) for line in lines}) == 1
     assert "-0.00" not in text

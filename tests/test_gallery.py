@@ -33,7 +33,11 @@ def words(ax):
 
 def boxes(ax, colour=None):
     """Rectangles as (left, right, middle of the lane)."""
-    shown = [p for p in ax.patches if colour is None or np.allclose(p.get_facecolor()[:3], to_rgb(colour))]
+    shown = [
+        p
+        for p in ax.patches
+        if colour is None or np.allclose(p.get_facecolor()[:3], to_rgb(colour))
+    ]
     return [(p.get_x(), p.get_x() + p.get_width(), p.get_y() + p.get_height() / 2) for p in shown]
 
 
@@ -46,7 +50,9 @@ def test_images_holds_the_gallery_and_nothing_else():
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_the_stored_picture_is_what_the_code_draws(name):
-    assert stored(IMAGES / name) == (alt(name), digest(contents(PICTURES[name]()))), f"{name} is stale: make images"
+    assert stored(IMAGES / name) == (alt(name), digest(contents(PICTURES[name]()))), (
+        f"{name} is stale: make images"
+    )
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -78,7 +84,9 @@ def test_every_picture_has_an_alt_text_of_its_own():
 
 def test_the_pictures_that_the_course_needs_are_there():
     assert {f"timeline_{name}.png" for name in SIX} <= set(PICTURES)
-    assert {"inter_layer.gif", "gpipe.gif", "pipedream.gif"} == {name for name in PICTURES if name.endswith(".gif")}
+    assert {"inter_layer.gif", "gpipe.gif", "pipedream.gif"} == {
+        name for name in PICTURES if name.endswith(".gif")
+    }
 
 
 @pytest.mark.parametrize("change", [Costs(forward=1.01), Costs(update=0.1), Costs(transfer=0.1)])
@@ -87,7 +95,10 @@ def test_a_picture_of_other_data_has_another_digest(change):
     before = digest(contents(plot.timeline(simulate(schedule))))
     assert before == digest(contents(plot.timeline(simulate(schedule))))
     assert before != digest(contents(plot.timeline(simulate(schedule, change))))
-    frames = [digest(contents(plot.animation(simulate(schedule, costs), frames=8))) for costs in (Costs(), change)]
+    frames = [
+        digest(contents(plot.animation(simulate(schedule, costs), frames=8)))
+        for costs in (Costs(), change)
+    ]
     assert frames[0] != frames[1]
 
 
@@ -101,7 +112,9 @@ def test_a_file_says_what_it_shows(tmp_path):
         save(drawn, tmp_path / name, "Two µ-batches.")
         assert (tmp_path / name).read_bytes() == again
     Image.new("RGB", (2, 2)).save(tmp_path / "plain.png")
-    with pytest.raises(ValueError, match=r"plain\.png says nothing about what it shows: draw it with `make images`"):
+    with pytest.raises(
+        ValueError, match=r"plain\.png says nothing about what it shows: draw it with `make images`"
+    ):
         stored(tmp_path / "plain.png")
 
 
@@ -109,12 +122,19 @@ def test_main_draws_into_a_folder(tmp_path, monkeypatch):
     few = {name: PICTURES[name] for name in ("timeline_gpipe.png", "gpipe_microbatches.png")}
     monkeypatch.setattr(gallery, "PICTURES", few)
     gallery.main(str(tmp_path / "new"))
-    assert {path.name: stored(path) for path in (tmp_path / "new").iterdir()} == {n: stored(IMAGES / n) for n in few}
+    assert {path.name: stored(path) for path in (tmp_path / "new").iterdir()} == {
+        n: stored(IMAGES / n) for n in few
+    }
 
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_drawing_neither_shows_nor_saves(name, monkeypatch):
-    for module, function in ((plt, "show"), (plt, "savefig"), (plt.Figure, "savefig"), (FuncAnimation, "save")):
+    for module, function in (
+        (plt, "show"),
+        (plt, "savefig"),
+        (plt.Figure, "savefig"),
+        (FuncAnimation, "save"),
+    ):
         monkeypatch.setattr(module, function, lambda *_, **__: pytest.fail("shown or saved"))
     drawn = PICTURES[name]()
     if isinstance(drawn, FuncAnimation):
@@ -180,7 +200,9 @@ def test_the_interleaved_picture_places_the_layers_as_its_schedule_does():
     for text in above.texts:
         if not isinstance(text, Annotation):
             held[round(text.get_position()[1])].append(text.get_text())
-    assert held == {d: [f"layer {i}" for i in layers] for d, layers in ((0, (1, 2, 5, 6)), (1, (3, 4, 7, 8)))}
+    assert held == {
+        d: [f"layer {i}" for i in layers] for d, layers in ((0, (1, 2, 5, 6)), (1, (3, 4, 7, 8)))
+    }
     placement = make("interleaved", 2, 4, virtual=2).placement
     assert [placement[(i - 1) // 2] for i in (1, 2, 5, 6)] == [0] * 4
 
@@ -195,7 +217,9 @@ def test_the_micro_batches_hold_the_mini_batch(samples, count, sizes):
     assert np.diff([0, *joints, samples]).tolist() == sizes
     numbers = [int(word) for word in words(ax) if word.isdigit()]
     assert numbers == [i for i in range(samples) for _ in range(2)]
-    with pytest.raises(ValueError, match="3 micro-batches of 2 samples: a micro-batch needs at least one sample"):
+    with pytest.raises(
+        ValueError, match="3 micro-batches of 2 samples: a micro-batch needs at least one sample"
+    ):
         plot.microbatches(2, 3)
 
 
@@ -203,17 +227,23 @@ def test_the_versions_written_are_the_versions_read():
     ax = PICTURES["pipedream_versions.png"]()
     s = make("pipedream", 4, 6)
     shown = sorted(word for word in words(ax) if word.startswith("v"))
-    assert shown == sorted(f"v{s.versions[a.stage, a.microbatch]}" for row in s.rows for a in row if a.kind <= Kind.B)
+    assert shown == sorted(
+        f"v{s.versions[a.stage, a.microbatch]}" for row in s.rows for a in row if a.kind <= Kind.B
+    )
 
 
 @pytest.mark.parametrize("name", ["gpipe", "pipedream_flush"])
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (4, 6), (3, 8)])
 def test_a_flush_costs_every_device_the_same_wait(name, p, m):
-    t = simulate(make(name, p, m, batches=3), Costs(forward=2, input_grad=1.5, weight_grad=2, update=0.5))
+    t = simulate(
+        make(name, p, m, batches=3), Costs(forward=2, input_grad=1.5, weight_grad=2, update=0.5)
+    )
     waits = np.zeros(p)
     for device, a, b in flush_gaps(t):
         waits[device] += b - a
-    assert waits == pytest.approx([(p - 1) * (2 + 3.5) * 2] * p)  # two flushes between three batches
+    assert waits == pytest.approx(
+        [(p - 1) * (2 + 3.5) * 2] * p
+    )  # two flushes between three batches
 
 
 def test_the_flush_picture_marks_the_gaps():
@@ -244,7 +274,10 @@ def test_flush_memory_counts_the_micro_batches_in_flight():
 @pytest.mark.parametrize("seed", range(5))
 def test_max_pooling_is_torchs(seed):
     rng = np.random.default_rng(seed)
-    x, gradient = rng.integers(0, 4, (6, 6)).astype(float), rng.normal(size=(3, 3))  # with equal values in a block
+    x, gradient = (
+        rng.integers(0, 4, (6, 6)).astype(float),
+        rng.normal(size=(3, 3)),
+    )  # with equal values in a block
     theirs = torch.tensor(x[None], requires_grad=True)
     y = torch.nn.functional.max_pool2d(theirs, 2)
     y.backward(torch.tensor(gradient[None]))
@@ -261,7 +294,9 @@ def test_the_pooling_picture_shows_the_numbers():
     expected = [x, out, max_pool_backward(gradient, won), gradient]
     assert numbers == [int(value) for part in expected for value in part.flat]
     frames = [p for p in ax.patches if p.get_linewidth() == 2.2]
-    assert [(int(p.get_y()), int(p.get_x())) for p in frames[:4]] == list(map(tuple, np.argwhere(won)))
+    assert [(int(p.get_y()), int(p.get_x())) for p in frames[:4]] == list(
+        map(tuple, np.argwhere(won))
+    )
 
 
 # ---- partition
@@ -269,7 +304,9 @@ def test_the_pooling_picture_shows_the_numbers():
 
 def test_vgg16_has_its_known_work():
     assert len(vgg16()) == 16
-    assert sum(vgg16()) == pytest.approx(15.47, abs=0.005)  # billions of multiply-adds, as published for 224 x 224
+    assert sum(vgg16()) == pytest.approx(
+        15.47, abs=0.005
+    )  # billions of multiply-adds, as published for 224 x 224
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=9), st.integers(1, 4))
@@ -280,7 +317,10 @@ def test_the_balanced_cut_is_the_best(times, devices):
     def best(first, left):
         if left == 1:
             return sum(times[first:])
-        return min(max(sum(times[first:i]), best(i, left - 1)) for i in range(first + 1, len(times) - left + 2))
+        return min(
+            max(sum(times[first:i]), best(i, left - 1))
+            for i in range(first + 1, len(times) - left + 2)
+        )
 
     counts = fastest(times, devices)
     ends = np.cumsum([0, *counts])
@@ -312,7 +352,8 @@ def test_balanced_times_beat_equal_counts_in_the_picture():
 
 
 @pytest.mark.parametrize(
-    ("name", "p", "m"), [("pipedream", 4, 8), ("pipedream_2bw", 4, 4), ("pipedream_2bw", 3, 5), ("gpipe", 2, 2)]
+    ("name", "p", "m"),
+    [("pipedream", 4, 8), ("pipedream_2bw", 4, 4), ("pipedream_2bw", 3, 5), ("gpipe", 2, 2)],
 )
 def test_buffers_hold_each_version_while_it_is_read(name, p, m):
     t = simulate(make(name, p, m, batches=3), Costs(update=0.5))
@@ -338,5 +379,14 @@ def test_the_gradients_of_2bw_gather_to_an_update():
     assert [p.get_x() for p in steps] == pytest.approx(ends)
     taken = [p.get_x() + p.get_width() for p in steps[3::4]]
     assert taken == pytest.approx(t.end[(t.stage == 0) & (t.kind == Kind.U)])
-    assert [word for word in words(ax) if word.startswith("version")] == ["version 0", "version 1", "version 2"]
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["actions", "buffer 0", "buffer 1", "gradients"]
+    assert [word for word in words(ax) if word.startswith("version")] == [
+        "version 0",
+        "version 1",
+        "version 2",
+    ]
+    assert [label.get_text() for label in ax.get_yticklabels()] == [
+        "actions",
+        "buffer 0",
+        "buffer 1",
+        "gradients",
+    ]

@@ -33,11 +33,15 @@ def processes(command, count=2, environment=None):
     shell = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
-            [sys.executable, *command(n)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+            [sys.executable, *command(n)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
             env=shell | (environment(n) if environment else {}),
         )
         for n in range(count)
-    ]  # fmt: skip
+    ]
     try:
         told = [process.communicate(timeout=GUARD) for process in started]
     finally:
@@ -59,11 +63,23 @@ def results(twist, count=2):
 
 
 def test_both_processes_have_the_whole_result_and_the_verdict():
-    names = ["gpipe", "pipedream_2bw", "interleaved", "paced", "evaluate", "uneven", "platform", "swapped", "keys"]
+    names = [
+        "gpipe",
+        "pipedream_2bw",
+        "interleaved",
+        "paced",
+        "evaluate",
+        "uneven",
+        "platform",
+        "swapped",
+        "keys",
+    ]
     for name, one, other in zip(names, *results(",".join(names)), strict=True):
         assert one["passed"] is True, name
         apart = {"weights"}
-        assert {k: v for k, v in one.items() if k not in apart} == {k: v for k, v in other.items() if k not in apart}
+        assert {k: v for k, v in one.items() if k not in apart} == {
+            k: v for k, v in other.items() if k not in apart
+        }
         if name != "evaluate":
             assert one["late"] >= 0  # one clock
             assert one["weights"] == [4, 4, 4, 4]  # process 0 has all; the other its own
@@ -80,23 +96,41 @@ def test_three_processes():
 def test_two_hosts_with_clocks_of_their_own_train_what_one_process_trains():
     [one], [other] = results("skewed")
     assert one["passed"] is True
-    assert one["late"] > -0.05  # right but for half a round trip, where the clocks are an hour apart
+    assert (
+        one["late"] > -0.05
+    )  # right but for half a round trip, where the clocks are an hour apart
     assert one["makespan"] < GUARD
     with jax.enable_x64(True):
         random = np.random.default_rng(0)
         batches = [tuple(random.normal(size=(12, 8)) for _ in range(2)) for _ in range(2)]
         schedule, stages = pipelab.make("pipedream_flush", 4, 4, batches=2), mlp(4, width=8)
-        here = pipelab.run(schedule, stages, batches, lambda y, t: ((y - t) ** 2).mean(), optax.adam(0.01), backend="jax")
+        here = pipelab.run(
+            schedule,
+            stages,
+            batches,
+            lambda y, t: ((y - t) ** 2).mean(),
+            optax.adam(0.01),
+            backend="jax",
+        )
     assert one["losses"] == other["losses"] == here.losses
 
 
 @pytest.mark.parametrize(
     ("twist", "message"),
-    [("raise", "RunError: device 3, action 3F0: ZeroDivisionError: by design"), ("kill", "RunError: process 1 is gone"),
-     ("early", "RunError: device 0, action 0F0: ZeroDivisionError: division by zero"),
-     ("differ", "ValueError: process 1 runs another schedule than process 0: call run with the same one in all"),
-     ("idle", "ValueError: 2 processes were started, and process 1 has none of the 4 rows: start fewer")],
-)  # fmt: skip
+    [
+        ("raise", "RunError: device 3, action 3F0: ZeroDivisionError: by design"),
+        ("kill", "RunError: process 1 is gone"),
+        ("early", "RunError: device 0, action 0F0: ZeroDivisionError: division by zero"),
+        (
+            "differ",
+            "ValueError: process 1 runs another schedule than process 0: call run with the same one in all",
+        ),
+        (
+            "idle",
+            "ValueError: 2 processes were started, and process 1 has none of the 4 rows: start fewer",
+        ),
+    ],
+)
 def test_a_process_that_fails_ends_both_with_one_error(twist, message):
     began = time.monotonic()
     statuses, outs, errors = worker(twist)
@@ -118,15 +152,29 @@ def test_the_spmd_program_over_two_processes():
 
 def test_the_command_line_in_two_processes():
     port = free_port()
-    line = ["-m", "pipelab", "run", "gpipe", "--devices=2", "--microbatches=4", "--backend=jax", "--distributed", "--json"]
+    line = [
+        "-m",
+        "pipelab",
+        "run",
+        "gpipe",
+        "--devices=2",
+        "--microbatches=4",
+        "--backend=jax",
+        "--distributed",
+        "--json",
+    ]
     statuses, outs, errors = processes(
         lambda n: line,
         environment=lambda n: {
-            "JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(n),
+            "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+            "JAX_NUM_PROCESSES": "2",
+            "JAX_PROCESS_ID": str(n),
         },
-    )  # fmt: skip
+    )
     assert statuses == [0, 0], errors
-    reports = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in outs]
+    reports = [
+        [json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in outs
+    ]
     assert reports[1] == []
     assert reports[0][0]["check"]["passed"] is True
     assert reports[0][0]["devices"] == 2

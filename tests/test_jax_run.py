@@ -20,8 +20,15 @@ from pipelab.models.flax_mlp import mlp
 from tests.test_run import batches as torch_batches
 from tests.test_run import stages as torch_stages
 
-RULES = [("inter_layer", None), ("gpipe", None), ("pipedream_flush", None), ("interleaved", None), ("pipedream", None),
-         ("pipedream", Reads.FIRST), ("pipedream_2bw", None)]  # fmt: skip
+RULES = [
+    ("inter_layer", None),
+    ("gpipe", None),
+    ("pipedream_flush", None),
+    ("interleaved", None),
+    ("pipedream", None),
+    ("pipedream", Reads.FIRST),
+    ("pipedream_2bw", None),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +44,10 @@ def layer(p, x):
 def of_torch(stage):
     first, last = stage[0], stage[2]
     return layer, {
-        name: {"w": jnp.asarray(m.weight.detach().numpy().T), "b": jnp.asarray(m.bias.detach().numpy())}
+        name: {
+            "w": jnp.asarray(m.weight.detach().numpy().T),
+            "b": jnp.asarray(m.bias.detach().numpy()),
+        }
         for name, m in (("a", first), ("c", last))
     }
 
@@ -55,17 +65,33 @@ def mse(y, target):
 
 
 def size_of(rule, p, m, k=2):
-    return make(rule[0], p, m, batches=k, reads=rule[1], virtual=2 if rule[0] == "interleaved" else 1)
+    return make(
+        rule[0], p, m, batches=k, reads=rule[1], virtual=2 if rule[0] == "interleaved" else 1
+    )
 
 
 @pytest.mark.parametrize("recompute", [Recompute.NEVER, Recompute.EXCEPT_LAST])
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_every_schedule_equals_the_reference_and_torch(rule, recompute):
     schedule = size_of(rule, 3, 4)
-    ours = run(schedule, stages(schedule.stages), batches(2, 10), mse, optax.adam(1e-2), backend="jax", recompute=recompute)
+    ours = run(
+        schedule,
+        stages(schedule.stages),
+        batches(2, 10),
+        mse,
+        optax.adam(1e-2),
+        backend="jax",
+        recompute=recompute,
+    )
     assert ours.check.passed
     assert ours.check.max_rel < 1e-10
-    theirs = run(schedule, torch_stages(schedule.stages), torch_batches(2, 10), F.mse_loss, partial(torch.optim.Adam, lr=1e-2))
+    theirs = run(
+        schedule,
+        torch_stages(schedule.stages),
+        torch_batches(2, 10),
+        F.mse_loss,
+        partial(torch.optim.Adam, lr=1e-2),
+    )
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-9)
     for mine, other in zip(ours.weights, theirs.weights, strict=True):
         assert np.allclose(mine["a"]["w"].T, other["0.weight"], rtol=1e-6)
@@ -79,7 +105,10 @@ def test_clipping(rule):
     schedule = size_of(rule, 3, 4)
     result = run(schedule, stages(3), batches(2), mse, optax.sgd(0.1), backend="jax", clip=1e-2)
     assert result.check.passed
-    assert run(schedule, stages(3), batches(2), mse, optax.sgd(0.1), backend="jax").losses != result.losses
+    assert (
+        run(schedule, stages(3), batches(2), mse, optax.sgd(0.1), backend="jax").losses
+        != result.losses
+    )
 
 
 def test_split_backwards():
@@ -101,13 +130,20 @@ def test_trees_integers_and_counts_between_stages():
 
     def masked(y, target):
         t, keep = target
-        return jnp.where(keep, ((y - t) ** 2).mean(1), 0).sum() / jnp.maximum(keep.sum(), 1), keep.sum()
+        return jnp.where(keep, ((y - t) ** 2).mean(1), 0).sum() / jnp.maximum(
+            keep.sum(), 1
+        ), keep.sum()
 
     keep = np.array([True] * 5 + [False] * 2 + [True])
     eye = jnp.asarray(np.random.default_rng(0).normal(size=(6, 6)))
     data = [(x, (y, keep)) for x, y in batches(2)]
     result = run(
-        make("pipedream_flush", 2, 4, batches=2), [(first, eye), (last, eye)], data, masked, optax.sgd(0.1), backend="jax"
+        make("pipedream_flush", 2, 4, batches=2),
+        [(first, eye), (last, eye)],
+        data,
+        masked,
+        optax.sgd(0.1),
+        backend="jax",
     )
     assert result.check.passed
 
@@ -115,11 +151,20 @@ def test_trees_integers_and_counts_between_stages():
 def test_activations_are_the_residuals():
     # Kept are the input, tanh's output and its derivative, 2 x 6 doubles each; the weights are not copied.
     each = 3 * (2 * 6 * 8)
-    plain = run(make("pipedream_flush", 3, 4), stages(3), batches(1), mse, optax.sgd(0.1), backend="jax").memory
+    plain = run(
+        make("pipedream_flush", 3, 4), stages(3), batches(1), mse, optax.sgd(0.1), backend="jax"
+    ).memory
     assert plain.peak("activations")[:2] == [3 * each, 2 * each]
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(stages(1)[0][1]))
     assert plain.peak("weights") == [size] * 3
-    stash = run(make("pipedream", 3, 4, batches=2), stages(3), batches(2), mse, optax.sgd(0.1), backend="jax").memory
+    stash = run(
+        make("pipedream", 3, 4, batches=2),
+        stages(3),
+        batches(2),
+        mse,
+        optax.sgd(0.1),
+        backend="jax",
+    ).memory
     assert stash.peak("versions") == [2 * size, size, 0]
 
 
@@ -143,10 +188,20 @@ class Twin(nnx.Module):
 def test_linen_modules_and_dropout(rule, seed):
     module = Dense()
     parts = [(module, module.init(jax.random.key(s), jnp.ones((1, 6)))) for s in range(3)]
-    result = run(size_of(rule, 3, 3), parts, batches(2, 9), mse, optax.adamw(1e-2), backend="jax", seed=seed,
-                 recompute=Recompute.ALWAYS)  # fmt: skip
+    result = run(
+        size_of(rule, 3, 3),
+        parts,
+        batches(2, 9),
+        mse,
+        optax.adamw(1e-2),
+        backend="jax",
+        seed=seed,
+        recompute=Recompute.ALWAYS,
+    )
     assert result.check.passed
-    other = run(size_of(rule, 3, 3), parts, batches(2, 9), mse, optax.adamw(1e-2), backend="jax", seed=4)
+    other = run(
+        size_of(rule, 3, 3), parts, batches(2, 9), mse, optax.adamw(1e-2), backend="jax", seed=4
+    )
     assert other.losses != result.losses
 
 
@@ -166,7 +221,9 @@ def test_evaluation():
 
 def test_a_paced_run_shows_the_predicted_times():
     schedule, costs = make("gpipe", 3, 4), Costs(transfer=0.5)
-    result = run(schedule, stages(3), batches(1), mse, optax.sgd(0.1), backend="jax", pace=0.02, costs=costs)
+    result = run(
+        schedule, stages(3), batches(1), mse, optax.sgd(0.1), backend="jax", pace=0.02, costs=costs
+    )
     assert result.timeline.makespan / 0.02 >= simulate(schedule, costs).makespan * 0.99
 
 
@@ -175,7 +232,9 @@ def test_everything_is_compiled_before_the_clock_starts(name, monkeypatch):
     seen, compile_all = {}, JaxStage.compile
 
     def sizes(stage):
-        return [f._cache_size() for f in (stage._forward, stage._backward, stage._step, stage._square)]
+        return [
+            f._cache_size() for f in (stage._forward, stage._backward, stage._step, stage._square)
+        ]
 
     def compile_and_count(stage, shapes):
         compile_all(stage, shapes)
@@ -184,8 +243,19 @@ def test_everything_is_compiled_before_the_clock_starts(name, monkeypatch):
     monkeypatch.setattr(JaxStage, "compile", compile_and_count)
     schedule = make(name, 2, 4, batches=2, virtual=2 if name == "interleaved" else 1)
     recompute = Recompute.EXCEPT_LAST if name == "gpipe" else Recompute.NEVER
-    uneven = [tuple(np.ones((10, 16), np.float32) for _ in range(2))] * 2  # micro-batches of 3 and 2
-    run(schedule, mlp(schedule.stages, 16), uneven, mse, optax.sgd(0.1), backend="jax", clip=1.0, recompute=recompute)
+    uneven = [
+        tuple(np.ones((10, 16), np.float32) for _ in range(2))
+    ] * 2  # micro-batches of 3 and 2
+    run(
+        schedule,
+        mlp(schedule.stages, 16),
+        uneven,
+        mse,
+        optax.sgd(0.1),
+        backend="jax",
+        clip=1.0,
+        recompute=recompute,
+    )
     assert len(seen) == schedule.stages
     assert all(sizes(stage) == before for stage, before in seen.items())
     assert all(before[0] == (4 if name == "gpipe" else 2) for before in seen.values())
@@ -199,12 +269,22 @@ def test_stages_are_on_the_devices_that_are_named():
     original = JaxStage.forward
 
     def forward(self, microbatch, given):
-        seen.add((self.targets is not None, next(iter(jax.tree.leaves(self.weights[0])[0].devices())).id))
+        seen.add(
+            (self.targets is not None, next(iter(jax.tree.leaves(self.weights[0])[0].devices())).id)
+        )
         return original(self, microbatch, given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JaxStage, "forward", forward)
-        run(make("gpipe", 2, 2), stages(2), batches(1), mse, optax.sgd(0.1), backend="jax", devices=["cpu:1", "cpu:3"])
+        run(
+            make("gpipe", 2, 2),
+            stages(2),
+            batches(1),
+            mse,
+            optax.sgd(0.1),
+            backend="jax",
+            devices=["cpu:1", "cpu:3"],
+        )
     assert seen == {(False, 1), (True, 3)}
 
 
@@ -218,7 +298,8 @@ def test_what_goes_wrong_is_named():
     data = batches(2)
     data[1][0][5] = np.nan
     with pytest.raises(
-        RunError, match=r"device 1, action 1F6: FloatingPointError: the loss of micro-batch 6 \(batch 1\) is nan"
+        RunError,
+        match=r"device 1, action 1F6: FloatingPointError: the loss of micro-batch 6 \(batch 1\) is nan",
     ):
         run(make("gpipe", 2, 4, batches=2), stages(2), data, **arguments)
     for change, message in [
@@ -229,19 +310,34 @@ def test_what_goes_wrong_is_named():
         ({"batches": batches(1, 1)}, r"batch 0 has \[1\] samples for 2 micro-batches"),
     ]:
         with pytest.raises(ValueError, match=message):
-            run(**(dict(schedule=make("gpipe", 2, 2), stages=stages(2), batches=batches(1)) | arguments | change))
+            run(
+                **(
+                    dict(schedule=make("gpipe", 2, 2), stages=stages(2), batches=batches(1))
+                    | arguments
+                    | change
+                )
+            )
 
 
 def test_a_wrong_gradient_fails_the_check(monkeypatch):
     from pipelab.executors.jax_stage import JaxStage
 
     finish = JaxStage._finish
-    monkeypatch.setattr(JaxStage, "_finish", lambda self, k, count: finish(self, k, count if k else 0.0))
-    assert not run(make("gpipe", 2, 4), stages(2), batches(1), mse, optax.sgd(0.1), backend="jax").check.passed
+    monkeypatch.setattr(
+        JaxStage, "_finish", lambda self, k, count: finish(self, k, count if k else 0.0)
+    )
+    assert not run(
+        make("gpipe", 2, 4), stages(2), batches(1), mse, optax.sgd(0.1), backend="jax"
+    ).check.passed
 
 
 def test_neither_side_loads_the_other():
     code = "import pipelab.executors.{}_run, sys; print({!r} in sys.modules)"
     for mine, other in (("torch", "jax"), ("jax", "torch")):
-        done = subprocess.run([sys.executable, "-c", code.format(mine, other)], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(mine, other)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert done.stdout.strip() == "False", mine

@@ -32,14 +32,35 @@ def free_port():
 def torchrun(ranks, *command, nodes=1):
     """The output of one agent per node over loopback: (statuses, standard outputs, standard errors)."""
     port = free_port()
-    nodes_at = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test"]
+    nodes_at = [
+        "--nnodes",
+        str(nodes),
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+        "--rdzv-id",
+        "test",
+    ]
     agents = [
         subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *nodes_at, *command],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=ROOT,
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node",
+                str(ranks),
+                *nodes_at,
+                *command,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+            cwd=ROOT,
         )
         for _ in range(nodes)
-    ]  # fmt: skip
+    ]
     try:
         results = [agent.communicate(timeout=4 * GUARD) for agent in agents]
     finally:
@@ -64,8 +85,12 @@ def expected():
     data = []
     for b in range(4):
         generator = torch.Generator().manual_seed(b)
-        data.append(tuple(torch.randn(8, 6, dtype=torch.float64, generator=generator) for _ in range(2)))
-    return pipelab.run(pipelab.make("pipedream", 2, 2, batches=4), stages, data, F.mse_loss, torch.optim.AdamW)
+        data.append(
+            tuple(torch.randn(8, 6, dtype=torch.float64, generator=generator) for _ in range(2))
+        )
+    return pipelab.run(
+        pipelab.make("pipedream", 2, 2, batches=4), stages, data, F.mse_loss, torch.optim.AdamW
+    )
 
 
 def test_two_agents_run_what_threads_run(expected, tmp_path):
@@ -92,7 +117,9 @@ def test_clocks_of_several_hosts_are_aligned(tmp_path):
     assert statuses == [0], errors
     result = only(outs)
     assert result["passed"] is True
-    assert result["late"] > -0.05  # right but for half a round trip, where the clocks are an hour apart
+    assert (
+        result["late"] > -0.05
+    )  # right but for half a round trip, where the clocks are an hour apart
     assert result["makespan"] < GUARD
 
 
@@ -111,9 +138,12 @@ def test_replicas_on_ranks(tmp_path):
 
 @pytest.mark.parametrize(
     ("twist", "message"),
-    [("raise", "device 1, action 1F0: ZeroDivisionError: by design"), ("kill", "Signal 9 (SIGKILL)"),
-     ("hang", "a message to or from another rank was lost")],
-)  # fmt: skip
+    [
+        ("raise", "device 1, action 1F0: ZeroDivisionError: by design"),
+        ("kill", "Signal 9 (SIGKILL)"),
+        ("hang", "a message to or from another rank was lost"),
+    ],
+)
 def test_a_rank_that_fails_ends_all(twist, message, tmp_path):
     began = time.monotonic()
     statuses, outs, errors = worker(twist, tmp_path)
@@ -124,14 +154,18 @@ def test_a_rank_that_fails_ends_all(twist, message, tmp_path):
 
 
 def test_another_number_of_ranks_than_devices():
-    statuses, _, errors = torchrun(3, "-m", "pipelab", "run", "gpipe", "--devices", "2", "--microbatches", "2")
+    statuses, _, errors = torchrun(
+        3, "-m", "pipelab", "run", "gpipe", "--devices", "2", "--microbatches", "2"
+    )
     assert statuses != [0]
     assert "2 devices need 2 ranks, and 3 were started: start 2" in errors[0]
 
 
 def test_the_command_line_on_two_agents():
     sizes = ["--devices", "2", "--microbatches", "4", "--batches", "2"]
-    statuses, outs, errors = torchrun(1, "-m", "pipelab", "run", "pipedream_flush", *sizes, "--json", nodes=2)
+    statuses, outs, errors = torchrun(
+        1, "-m", "pipelab", "run", "pipedream_flush", *sizes, "--json", nodes=2
+    )
     assert statuses == [0, 0], errors
     result = only(outs)
     assert result["check"]["passed"] is True
@@ -139,11 +173,15 @@ def test_the_command_line_on_two_agents():
     assert len(result["losses"]) == 2
 
 
-@pytest.mark.skipif(not (Path(sys.executable).parent / "deepspeed").exists(), reason="needs deepspeed")
+@pytest.mark.skipif(
+    not (Path(sys.executable).parent / "deepspeed").exists(), reason="needs deepspeed"
+)
 def test_deepspeeds_launcher():
     shell = ENVIRONMENT | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     line = f"deepspeed --num_gpus 2 --master_port {free_port()} --module pipelab run gpipe --devices 2 --microbatches 4"
-    done = subprocess.run(line.split(), capture_output=True, text=True, env=shell, timeout=4 * GUARD, cwd=ROOT)
+    done = subprocess.run(
+        line.split(), capture_output=True, text=True, env=shell, timeout=4 * GUARD, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     assert "Check passed" in done.stdout
 

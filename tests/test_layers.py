@@ -70,25 +70,42 @@ def test_imports_go_down(path):
 def test_there_is_no_circle_of_imports():
     graph = {}
     for path in FILES:
-        name = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
-        lazy = {n for f in ast.walk(ast.parse(path.read_text())) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}
-        graph[name] = {n for n, node in imports(path) if n.startswith("pipelab.") and node not in lazy}
+        name = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(
+            ".__init__"
+        )
+        lazy = {
+            n
+            for f in ast.walk(ast.parse(path.read_text()))
+            if isinstance(f, ast.FunctionDef)
+            for n in ast.walk(f)
+        }
+        graph[name] = {
+            n for n, node in imports(path) if n.startswith("pipelab.") and node not in lazy
+        }
     import networkx
 
-    edges = networkx.DiGraph([(a, b) for a, targets in graph.items() for b in targets if b in graph and b != a])
+    edges = networkx.DiGraph(
+        [(a, b) for a, targets in graph.items() for b in targets if b in graph and b != a]
+    )
     packages = {name for name in graph if (ROOT.parent / Path(*name.split("."))).is_dir()}
-    edges.remove_edges_from([(a, b) for a, b in edges.edges if b in packages and a.startswith(f"{b}.")])
+    edges.remove_edges_from(
+        [(a, b) for a, b in edges.edges if b in packages and a.startswith(f"{b}.")]
+    )
     assert networkx.is_directed_acyclic_graph(edges), networkx.find_cycle(edges)
 
 
 def test_importing_pipelab_loads_nothing_heavy():
     code = "import pipelab, sys; print(*sorted(set(sys.modules) & set(sys.argv[1].split())))"
-    done = subprocess.run([sys.executable, "-c", code, " ".join(HEAVY)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, " ".join(HEAVY)], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == []
 
 
 def test_the_library_prints_nothing():
     for path in FILES:
         if unit(path) not in ("cli", "__main__"):
-            calls = (n.func for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call))
+            calls = (
+                n.func for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)
+            )
             assert not any(isinstance(f, ast.Name) and f.id == "print" for f in calls), path

@@ -25,15 +25,27 @@ def test_activations_and_versions_are_the_schedules_peaks(case):
 
 
 def test_gradients_optimizer_and_buffers():
-    m = memory(simulate(make("gpipe", 2, 3), Costs(forward=[1, 3])), Costs(weights=5, optimizer=7, boundary=2))
+    m = memory(
+        simulate(make("gpipe", 2, 3), Costs(forward=[1, 3])),
+        Costs(weights=5, optimizer=7, boundary=2),
+    )
     assert m.peak("gradients") == [5, 5]
     assert m.peak("optimizer") == [7, 7]
     assert m.peak("buffers") == [0, 4]  # device 1 is slow: two inputs wait for it
     assert m.peak() == [17, 17]
-    assert m.at_peak(0) == {"weights": 5, "versions": 0, "gradients": 5, "optimizer": 7, "activations": 0, "buffers": 0}
+    assert m.at_peak(0) == {
+        "weights": 5,
+        "versions": 0,
+        "gradients": 5,
+        "optimizer": 7,
+        "activations": 0,
+        "buffers": 0,
+    }
 
 
-@pytest.mark.parametrize(("mode", "peaks"), [(Recompute.NEVER, 80), (Recompute.EXCEPT_LAST, 26), (Recompute.ALWAYS, 17)])
+@pytest.mark.parametrize(
+    ("mode", "peaks"), [(Recompute.NEVER, 80), (Recompute.EXCEPT_LAST, 26), (Recompute.ALWAYS, 17)]
+)
 def test_recomputation_keeps_only_the_input(mode, peaks):
     # 8 in flight: 8 x 10; 7 inputs, the last in full and one running again; 8 inputs of which one grows to 10.
     costs = Costs(activations=10, boundary=1, recompute=mode)
@@ -44,7 +56,11 @@ def test_a_split_backward_frees_at_the_weight_gradient():
     from pipelab import Schedule
 
     late = Schedule.from_grid("0F0 0F1 0I0 0I1 0W0 0W1")
-    assert memory(simulate(late), Costs(activations=1)).peak("activations") == late.peak_in_flight == [2]
+    assert (
+        memory(simulate(late), Costs(activations=1)).peak("activations")
+        == late.peak_in_flight
+        == [2]
+    )
     assert memory(simulate(late), Costs(activations=1)).over_time(0)[0].tolist() == [0, 1, 5, 6]
 
 

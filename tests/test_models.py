@@ -15,7 +15,15 @@ from pipelab.partition import uniform
 def test_the_layers_are_the_model(tmp_path):
     """The path of published weights, on a folder as transformers saves it."""
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=50, n_positions=16, n_embd=8, n_layer=3, n_head=2, bos_token_id=None, eos_token_id=None)
+    config = GPT2Config(
+        vocab_size=50,
+        n_positions=16,
+        n_embd=8,
+        n_layer=3,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
     model = GPT2LMHeadModel(config).eval()
     model.save_pretrained(tmp_path)
     layers = gpt2(pretrained=str(tmp_path))
@@ -39,7 +47,13 @@ def test_it_learns_on_real_text():
     corpus = data.corpus(256)
     batches = data.batches(corpus.tokens, 30, 16, 16)
     stages = split(gpt2(vocabulary=256, length=16, width=32, blocks=2), [2, 2])
-    result = run(make("gpipe", 2, 4, batches=30), stages, batches, next_token_loss, partial(torch.optim.Adam, lr=1e-2))
+    result = run(
+        make("gpipe", 2, 4, batches=30),
+        stages,
+        batches,
+        next_token_loss,
+        partial(torch.optim.Adam, lr=1e-2),
+    )
     assert result.check.passed
     assert result.losses[-1] < result.losses[0] - 1
 
@@ -70,4 +84,6 @@ def test_uniform_and_mlp():
     assert uniform(14, 4) == [4, 4, 3, 3]
     with pytest.raises(ValueError, match="5 stages for 4 layers"):
         uniform(4, 5)
-    assert torch.nn.Sequential(*mlp(layers=3, width=4, inputs=7, outputs=2))(torch.ones(1, 7)).shape == (1, 2)
+    assert torch.nn.Sequential(*mlp(layers=3, width=4, inputs=7, outputs=2))(
+        torch.ones(1, 7)
+    ).shape == (1, 2)

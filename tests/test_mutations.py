@@ -13,7 +13,12 @@ from pipelab.executors.torch_stage import TorchStage
 from pipelab.executors.transport import Mailboxes
 from tests.test_run import SGD, batches, stages
 
-FORWARD, BACKWARD, UPDATE, DROP = TorchStage.forward, TorchStage.backward, TorchStage.update, TorchStage._finish
+FORWARD, BACKWARD, UPDATE, DROP = (
+    TorchStage.forward,
+    TorchStage.backward,
+    TorchStage.update,
+    TorchStage._finish,
+)
 
 
 def dropped_update(patch):
@@ -70,7 +75,11 @@ def lost_microbatch(patch):
 
 def doubled_microbatch(patch):
     def backward(self, microbatch, given):
-        before = {n: p.grad.clone() if p.grad is not None else 0 for n, p in self.weights[0].items()} if microbatch == 2 else {}
+        before = (
+            {n: p.grad.clone() if p.grad is not None else 0 for n, p in self.weights[0].items()}
+            if microbatch == 2
+            else {}
+        )
         out = BACKWARD(self, microbatch, given)
         for name, grad in before.items():
             p = self.weights[0][name]
@@ -151,15 +160,22 @@ def one_version_late(patch):
 
 
 MUTATIONS = [
-    dropped_update, wrong_version, gradients_times_m, lost_microbatch, doubled_microbatch, swapped_input, unweighted_mean,
+    dropped_update,
+    wrong_version,
+    gradients_times_m,
+    lost_microbatch,
+    doubled_microbatch,
+    swapped_input,
+    unweighted_mean,
     wrong_loss_alone,
-]  # fmt: skip
+]
 
 
 ASYNCHRONOUS = [
-    make("pipedream", 3, 4, batches=3), make("pipedream", 3, 4, batches=3, reads=Reads.FIRST),
+    make("pipedream", 3, 4, batches=3),
+    make("pipedream", 3, 4, batches=3, reads=Reads.FIRST),
     make("pipedream_2bw", 3, 4, batches=3),
-]  # fmt: skip
+]
 
 
 def doubled_late(patch):
@@ -167,7 +183,12 @@ def doubled_late(patch):
 
     def backward(self, microbatch, given):
         out = BACKWARD(self, microbatch, given)
-        for p in (p for w in self.weights.values() for p in w.values() if microbatch == 9 and p.grad is not None):
+        for p in (
+            p
+            for w in self.weights.values()
+            for p in w.values()
+            if microbatch == 9 and p.grad is not None
+        ):
             p.grad = p.grad * 2
         return out
 
@@ -177,10 +198,14 @@ def doubled_late(patch):
 def run_small(optimizer=SGD, dtype=torch.float64):
     # 10 samples in 4 micro-batches: 3, 3, 2, 2.
     schedule = make("gpipe", 3, 4, batches=2)
-    return run(schedule, stages(3, dtype=dtype), batches(2, samples=10, dtype=dtype), F.mse_loss, optimizer)
+    return run(
+        schedule, stages(3, dtype=dtype), batches(2, samples=10, dtype=dtype), F.mse_loss, optimizer
+    )
 
 
-@pytest.mark.parametrize("optimizer", [SGD, partial(torch.optim.Adam, lr=1e-3)], ids=["sgd", "adam"])
+@pytest.mark.parametrize(
+    "optimizer", [SGD, partial(torch.optim.Adam, lr=1e-3)], ids=["sgd", "adam"]
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda f: f.__name__)
 def test_the_check_catches(mutate, dtype, optimizer, monkeypatch):
@@ -194,13 +219,19 @@ def test_the_check_catches(mutate, dtype, optimizer, monkeypatch):
 
 @pytest.mark.parametrize("schedule", ASYNCHRONOUS, ids=["stashing", "vertical sync", "2bw"])
 @pytest.mark.parametrize(
-    "mutate", [one_version_late, swapped_versions, wrong_loss_alone, doubled_late], ids=lambda f: f.__name__
+    "mutate",
+    [one_version_late, swapped_versions, wrong_loss_alone, doubled_late],
+    ids=lambda f: f.__name__,
 )
 def test_the_check_of_asynchronous_schedules_catches(mutate, schedule, monkeypatch):
-    recompute = Recompute.ALWAYS if mutate is swapped_versions else Recompute.NEVER  # what a backward reads shows only then
+    recompute = (
+        Recompute.ALWAYS if mutate is swapped_versions else Recompute.NEVER
+    )  # what a backward reads shows only then
 
     def verdict():
-        return run(schedule, stages(3), batches(3, samples=10), F.mse_loss, SGD, recompute=recompute).check
+        return run(
+            schedule, stages(3), batches(3, samples=10), F.mse_loss, SGD, recompute=recompute
+        ).check
 
     assert verdict().passed
     mutate(monkeypatch)
@@ -238,10 +269,13 @@ def test_nan_never_equals():
 @pytest.mark.parametrize(
     ("got", "expected"),
     [
-        (np.ones(2), np.ones(3)), (np.ones(1), np.zeros(1)), (np.ones(1), np.array([np.inf])),
-        (np.array([np.inf]), np.array([np.inf])), (np.array([1 + 5j]), np.array([1 + 0j])),
+        (np.ones(2), np.ones(3)),
+        (np.ones(1), np.zeros(1)),
+        (np.ones(1), np.array([np.inf])),
+        (np.array([np.inf]), np.array([np.inf])),
+        (np.array([1 + 5j]), np.array([1 + 0j])),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_equal(got, expected):
     from pipelab.executors.rules import Comparison
 
@@ -258,9 +292,14 @@ def test_the_reference_shares_nothing_with_the_worker():
 
     imported = {
         node.module or ""
-        for module in (reference, rules) for node in ast.walk(ast.parse(inspect.getsource(module)))
+        for module in (reference, rules)
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.ImportFrom)
-    }  # fmt: skip
+    }
     ours = {name for name in imported if name.startswith("pipelab")}
-    assert ours == {"pipelab.executors.rules", "pipelab.action", "pipelab.schedule"}  # the last two to choose a rule
+    assert ours == {
+        "pipelab.executors.rules",
+        "pipelab.action",
+        "pipelab.schedule",
+    }  # the last two to choose a rule
     assert "reference" not in inspect.getsource(worker)

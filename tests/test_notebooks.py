@@ -25,7 +25,17 @@ def tags(cell):
     return set(cell.metadata.get("tags", []))
 
 
-PARTS = ("After this you can", "Recall.", "Predict", "Break it", "For real", "Memory", "Exercises", "Takeaways", "References")
+PARTS = (
+    "After this you can",
+    "Recall.",
+    "Predict",
+    "Break it",
+    "For real",
+    "Memory",
+    "Exercises",
+    "Takeaways",
+    "References",
+)
 
 
 # ---- hygiene
@@ -33,9 +43,15 @@ PARTS = ("After this you can", "Recall.", "Predict", "Break it", "For real", "Me
 
 def test_there_are_lectures():
     assert [p.stem for p in BOOKS] == [
-        "00_start_here", "01_inter_layer", "02_gpipe", "03_pipedream_1f1b", "05_pipedream_2bw", "07_interleaved",
-        "08_jax_pipelines", "09_pipeshard_manual",
-    ]  # fmt: skip
+        "00_start_here",
+        "01_inter_layer",
+        "02_gpipe",
+        "03_pipedream_1f1b",
+        "05_pipedream_2bw",
+        "07_interleaved",
+        "08_jax_pipelines",
+        "09_pipeshard_manual",
+    ]
 
 
 @by_name
@@ -49,7 +65,9 @@ def test_outputs_are_from_one_run_from_top_to_bottom(path):
 def test_no_cell_ends_in_an_error_or_writes_to_stderr(path):
     for cell in cells(path, "code"):
         assert not any(o.output_type == "error" for o in cell.outputs), cell.source
-        assert not any(o.output_type == "stream" and o.name == "stderr" for o in cell.outputs), cell.source
+        assert not any(o.output_type == "stream" and o.name == "stderr" for o in cell.outputs), (
+            cell.source
+        )
 
 
 @by_name
@@ -80,7 +98,9 @@ def test_measured_cells_are_followed_by_one_that_asserts(path):
 def test_a_widget_comes_after_a_static_figure_and_a_line_of_words(path):
     code = cells(path, "code")
     for before, cell in pairwise(code):
-        if any("application/vnd.jupyter.widget-view+json" in o.get("data", {}) for o in cell.outputs):
+        if any(
+            "application/vnd.jupyter.widget-view+json" in o.get("data", {}) for o in cell.outputs
+        ):
             assert any("image/png" in o.get("data", {}) for o in before.outputs)
             assert any(o.output_type == "stream" for o in before.outputs)
             assert "Explorer of" in cell.outputs[0].data["text/plain"]
@@ -93,14 +113,22 @@ def test_the_skeleton_and_the_links(path):
         assert f"**{part}**" in text or f"## {part}" in text, part
     for link in re.findall(r"\]\(([^)]+\.ipynb)\)", text):
         assert (FOLDER / link).exists(), link
-    shown = (o.get("data", {}).get("text/plain", "") + o.get("text", "") for c in cells(path, "code") for o in c.outputs)
+    shown = (
+        o.get("data", {}).get("text/plain", "") + o.get("text", "")
+        for c in cells(path, "code")
+        for o in c.outputs
+    )
     assert "Check passed" in "".join(shown)
 
 
 def test_every_picture_is_used_with_its_words():
     pages = [c.source for path in BOOKS for c in cells(path, "markdown")]
     used = {name: alt for page in pages for alt, name in PICTURE.findall(page)}
-    assert used == {name: alt for name in gallery.PICTURES if (alt := gallery.alt(name)) and name != "overview.png"}
+    assert used == {
+        name: alt
+        for name in gallery.PICTURES
+        if (alt := gallery.alt(name)) and name != "overview.png"
+    }
     assert "](images/overview.png)" in (FOLDER.parent / "README.md").read_text()
 
 
@@ -112,18 +140,32 @@ EXERCISES = {
         "wrong": ["answer = 30", "answer = 26", "answer = None or 'many'"],
     },
     ("00_start_here", 2): {
-        "right": ['answer = pl.make("gpipe", 2, 2)', 'answer = "0F1 0F0 0B1 0B0\\n1F1 1F0 1B1 1B0"'],
-        "wrong": ['answer = pl.make("inter_layer", 2, 2)', 'answer = "0F0 0F1 0B0\\n1F0 1F1 1B0"', "answer = 9"],
+        "right": [
+            'answer = pl.make("gpipe", 2, 2)',
+            'answer = "0F1 0F0 0B1 0B0\\n1F1 1F0 1B1 1B0"',
+        ],
+        "wrong": [
+            'answer = pl.make("inter_layer", 2, 2)',
+            'answer = "0F0 0F1 0B0\\n1F0 1F1 1B0"',
+            "answer = 9",
+        ],
     },
     ("01_inter_layer", 1): {
         "right": ["answer = 4 / 5", "from fractions import Fraction\nanswer = Fraction(4, 5)"],
         "wrong": ["answer = 0.2", "answer = 1 - 1 / 4", "answer = 'most'"],
     },
     ("01_inter_layer", 2): {
-        "right": ['answer = pl.make("pipedream_flush", 2, 2)', 'answer = "0F1 0F0 0B1 0B0\\n1F1 1B1 1F0 1B0"'],
+        "right": [
+            'answer = pl.make("pipedream_flush", 2, 2)',
+            'answer = "0F1 0F0 0B1 0B0\\n1F1 1B1 1F0 1B0"',
+        ],
         "wrong": [
-            'answer = pl.make("inter_layer", 2, 2)', 'answer = "0F0 0F1 0B1 0B0\\n1F0 1B0 1F1"', "answer = 9",
-            'answer = "0F0 0B0 0F1 0B1\\n1F1 1F0 1B0 1B1"', 'answer = pl.make("gpipe", 2, 1)', 'answer = "0F0, 0B0"',
+            'answer = pl.make("inter_layer", 2, 2)',
+            'answer = "0F0 0F1 0B1 0B0\\n1F0 1B0 1F1"',
+            "answer = 9",
+            'answer = "0F0 0B0 0F1 0B1\\n1F1 1F0 1B0 1B1"',
+            'answer = pl.make("gpipe", 2, 1)',
+            'answer = "0F0, 0B0"',
         ],
     },
     ("02_gpipe", 1): {
@@ -132,13 +174,20 @@ EXERCISES = {
             "answer = lambda p: 9 * p - 9 or 1",
         ],
         "wrong": [
-            "answer = lambda p: 10 * (p - 1) or 1", "answer = lambda p: 4 * p", "answer = lambda p: 9 * (p - 1)",
+            "answer = lambda p: 10 * (p - 1) or 1",
+            "answer = lambda p: 4 * p",
+            "answer = lambda p: 9 * (p - 1)",
             "def answer(p):\n    return 1 / 0",
         ],
     },
     ("02_gpipe", 2): {
         "right": ["answer = [3, 5, 5, 1]", "answer = (5, 5, 3, 1)"],
-        "wrong": ["answer = [4, 3, 3, 4]", "answer = [2, 6, 5, 1]", "answer = [5, 4, 4]", "answer = [5, 5, 4, 0]"],
+        "wrong": [
+            "answer = [4, 3, 3, 4]",
+            "answer = [2, 6, 5, 1]",
+            "answer = [5, 4, 4]",
+            "answer = [5, 5, 4, 0]",
+        ],
     },
     ("02_gpipe", 3): {
         "right": [
@@ -146,7 +195,8 @@ EXERCISES = {
             'answer = pl.make("pipedream_flush", 4, 8).to_torch_csv().replace(",", " ")',
         ],
         "wrong": [
-            'answer = pl.make("gpipe", 4, 8)', 'answer = pl.make("inter_layer", 4, 8)',
+            'answer = pl.make("gpipe", 4, 8)',
+            'answer = pl.make("inter_layer", 4, 8)',
             'answer = pl.make("pipedream_flush", 4, 4)',
         ],
     },
@@ -161,8 +211,10 @@ EXERCISES = {
             "    return sum(a.kind is Kind.U for a in row[:forward])",
         ],
         "wrong": [
-            "answer = lambda t, s, n: max(0, t - (n - 1))", "answer = lambda t, s, n: max(0, t - (n - s))",
-            "answer = lambda t, s, n: t - (n - 1 - s)", "answer = lambda t, s, n: t",
+            "answer = lambda t, s, n: max(0, t - (n - 1))",
+            "answer = lambda t, s, n: max(0, t - (n - s))",
+            "answer = lambda t, s, n: t - (n - 1 - s)",
+            "answer = lambda t, s, n: t",
         ],
     },
     ("05_pipedream_2bw", 1): {
@@ -173,15 +225,24 @@ EXERCISES = {
             "        m += 1\n    return m",
         ],
         "wrong": [
-            "answer = lambda p, batches: p", "answer = lambda p, batches: 9 * (p - 1)",
+            "answer = lambda p, batches: p",
+            "answer = lambda p, batches: 9 * (p - 1)",
             "answer = lambda p, batches: max(1, -(-9 * (p - 1) // batches))",
             "answer = lambda p, batches: max(p, 9 * (p - 1) / batches)",
             "answer = lambda p, batches: max(p, -(-10 * (p - 1) // batches))",
         ],
     },
     ("05_pipedream_2bw", 2): {
-        "right": ["answer = 38.0", "answer = sum([10, 10]) + 10 + pl.make('pipedream_2bw', 8, 8).peak_in_flight[0]"],
-        "wrong": ["answer = 28", "answer = 2 * 20 + 8", "answer = 8 * 10 + 10 + 8", "answer = '38 bytes'"],
+        "right": [
+            "answer = 38.0",
+            "answer = sum([10, 10]) + 10 + pl.make('pipedream_2bw', 8, 8).peak_in_flight[0]",
+        ],
+        "wrong": [
+            "answer = 28",
+            "answer = 2 * 20 + 8",
+            "answer = 8 * 10 + 10 + 8",
+            "answer = '38 bytes'",
+        ],
     },
     ("07_interleaved", 1): {
         "right": [
@@ -191,15 +252,26 @@ EXERCISES = {
             "answer = min(range(1, 9), key=time)",
         ],
         "wrong": [
-            "answer = 8", "answer = 3", "answer = 5", "answer = 59.45", "answer = 'four'",
+            "answer = 8",
+            "answer = 3",
+            "answer = 5",
+            "answer = 59.45",
+            "answer = 'four'",
             'answer = min(range(1, 9), key=lambda v: pl.simulate(pl.make("interleaved", 8, 16, virtual=v)).bubble.over_ideal)',
         ],
     },
     ("07_interleaved", 2): {
         "right": ["answer = [4, 5]", "answer = (5, 4)"],
         "wrong": [
-            "answer = [4, 4, 1]", "answer = [3, 3, 3]", "answer = [9]", "answer = [6, 3]", "answer = [4, 4]", "answer = [5, 5]",
-            "answer = [3, 2]", "answer = 63", "answer = []",
+            "answer = [4, 4, 1]",
+            "answer = [3, 3, 3]",
+            "answer = [9]",
+            "answer = [6, 3]",
+            "answer = [4, 4]",
+            "answer = [5, 5]",
+            "answer = [3, 2]",
+            "answer = 63",
+            "answer = []",
         ],
     },
     ("08_jax_pipelines", 1): {
@@ -208,15 +280,26 @@ EXERCISES = {
             "def answer(p, v):\n    m = p\n    while spmd.wasted(p, m, v) > 0.1001:\n        m += 1\n    return m",
         ],
         "wrong": [
-            "answer = lambda p, v: max(1, 9 * (p - 1))", "answer = lambda p, v: max(1, -(-9 * (p - 1) // v))",
-            "answer = lambda p, v: max(p, 9 * (p - 1) / v)", "answer = lambda p, v: p",
+            "answer = lambda p, v: max(1, 9 * (p - 1))",
+            "answer = lambda p, v: max(1, -(-9 * (p - 1) // v))",
+            "answer = lambda p, v: max(p, 9 * (p - 1) / v)",
+            "answer = lambda p, v: p",
             "answer = lambda p, v: max(p if v > 1 else 1, -(-10 * (p - 1) // v))",
             "answer = lambda p, v: next(m for m in range(1, 99) if spmd.wasted(p, m, v) <= 0.1)",
         ],
     },
     ("08_jax_pipelines", 2): {
-        "right": ["answer = 56.0", "answer = round(8 * spmd.iterations(8, 32, 4) * spmd.wasted(8, 32, 4))"],
-        "wrong": ["answer = 7", "answer = 224", "answer = 14", "answer = 8 * 8", "answer = spmd.wasted(8, 32, 4)"],
+        "right": [
+            "answer = 56.0",
+            "answer = round(8 * spmd.iterations(8, 32, 4) * spmd.wasted(8, 32, 4))",
+        ],
+        "wrong": [
+            "answer = 7",
+            "answer = 224",
+            "answer = 14",
+            "answer = 8 * 8",
+            "answer = spmd.wasted(8, 32, 4)",
+        ],
     },
     ("09_pipeshard_manual", 1): {
         "right": [
@@ -225,16 +308,25 @@ EXERCISES = {
             "from fractions import Fraction\nanswer = lambda n, d: min(max(k, Fraction(n - k, d)) for k in range(1, n))",
         ],
         "wrong": [
-            "answer = lambda n, d: n / (d + 1)", "answer = lambda n, d: max(1, n / (d + 1))",
-            "answer = lambda n, d: max(1, (n - 1) / d)", "answer = lambda n, d: -(-n // (d + 1))",
-            "answer = lambda n, d: min(max(k, (n - k) / d) for k in range(0, n))", "def answer(n, d):\n    return n / 0",
+            "answer = lambda n, d: n / (d + 1)",
+            "answer = lambda n, d: max(1, n / (d + 1))",
+            "answer = lambda n, d: max(1, (n - 1) / d)",
+            "answer = lambda n, d: -(-n // (d + 1))",
+            "answer = lambda n, d: min(max(k, (n - k) / d) for k in range(0, n))",
+            "def answer(n, d):\n    return n / 0",
         ],
     },
     ("09_pipeshard_manual", 2): {
         "right": ["answer = 648.0", "answer = 12 * sum(16 - min(16, 4 - s) for s in range(4))"],
-        "wrong": ["answer = 54", "answer = 12 * 12", "answer = 120", "answer = 12 * 4 * (16 - 4)", "answer = '648 MiB'"],
+        "wrong": [
+            "answer = 54",
+            "answer = 12 * 12",
+            "answer = 120",
+            "answer = 12 * 4 * (16 - 4)",
+            "answer = '648 MiB'",
+        ],
     },
-}  # fmt: skip
+}
 
 
 def exercises(path):
@@ -242,16 +334,29 @@ def exercises(path):
 
 
 def solutions(path):
-    return [s for c in cells(path, "markdown") for s in re.findall(r"Solution</summary>\s+```python\n(.*?)```", c.source, re.S)]
+    return [
+        s
+        for c in cells(path, "markdown")
+        for s in re.findall(r"Solution</summary>\s+```python\n(.*?)```", c.source, re.S)
+    ]
 
 
 def grade(path, stub, answer):
     """What the exercise's own check says when the learner's part is `answer`."""
     scope = {}
-    setup = re.sub(r"%matplotlib inline|jax\.config\.update.*", "", cells(path, "code")[0].source)  # jax may be in use here
+    setup = re.sub(
+        r"%matplotlib inline|jax\.config\.update.*", "", cells(path, "code")[0].source
+    )  # jax may be in use here
     core = re.compile(r"def (gpipe|pipedream|inter_layer|interleaved|makespan)\(")
-    taught = [c.source for c in cells(path, "code") if core.search(c.source) and "exercise" not in tags(c)]
-    functions = [ast.unparse(n) for source in taught for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
+    taught = [
+        c.source for c in cells(path, "code") if core.search(c.source) and "exercise" not in tags(c)
+    ]
+    functions = [
+        ast.unparse(n)
+        for source in taught
+        for n in ast.parse(source).body
+        if isinstance(n, ast.FunctionDef)
+    ]
     helpers = "\n\n".join(functions)
     exec(f"{setup}\n\n{helpers}", scope)
     *given, check = ast.parse(stub).body
@@ -264,7 +369,9 @@ def grade(path, stub, answer):
 @by_name
 def test_every_exercise_has_a_solution_a_hint_and_a_stub_that_runs(path):
     stubs = exercises(path)
-    assert len(stubs) == len(solutions(path)) == sum((path.stem, i) in EXERCISES for i in range(9)) > 0
+    assert (
+        len(stubs) == len(solutions(path)) == sum((path.stem, i) in EXERCISES for i in range(9)) > 0
+    )
     text = "\n".join(c.source for c in cells(path, "markdown"))
     assert text.count("<summary>Hint</summary>") == len(stubs)
     for cell in cells(path, "code"):

@@ -28,22 +28,41 @@ def agree(ours, theirs):
 def test_torchgpipe_trains_the_same_weights(samples, recompute):
     modules, data = stages(3), batches(3, samples=samples)
     ours = run(make("gpipe", 3, 4, batches=3), modules, data, F.mse_loss, SGD, recompute=recompute)
-    agree(ours, run_torchgpipe(modules, data, F.mse_loss, SGD, chunks=4, checkpoint=recompute.value))
+    agree(
+        ours, run_torchgpipe(modules, data, F.mse_loss, SGD, chunks=4, checkpoint=recompute.value)
+    )
 
 
 @pytest.mark.parametrize("optimizer", [SGD, Adam])
-@pytest.mark.parametrize(("name", "v", "m"), [("gpipe", 1, 3), ("pipedream_flush", 1, 5), ("interleaved", 2, 4)])
+@pytest.mark.parametrize(
+    ("name", "v", "m"), [("gpipe", 1, 3), ("pipedream_flush", 1, 5), ("interleaved", 2, 4)]
+)
 def test_torch_pipelining_trains_the_same_weights(name, v, m, optimizer):
     modules, data = stages(2 * v), batches(3, samples=2 * m)
     ours = run(make(name, 2, m, virtual=v, batches=3), modules, data, F.mse_loss, optimizer)
-    agree(ours, run_torch_pipelining(name, modules, data, F.mse_loss, optimizer, devices=2, microbatches=m))
+    agree(
+        ours,
+        run_torch_pipelining(name, modules, data, F.mse_loss, optimizer, devices=2, microbatches=m),
+    )
 
 
 def test_torch_pipelining_says_what_it_does_not_take():
-    go = partial(run_torch_pipelining, stages=stages(2), batches=batches(1, 7), loss=F.mse_loss, optimizer=SGD, devices=2)
-    with pytest.raises(ValueError, match="batch 0: 7 samples do not make 2 micro-batches of one size"):
+    go = partial(
+        run_torch_pipelining,
+        stages=stages(2),
+        batches=batches(1, 7),
+        loss=F.mse_loss,
+        optimizer=SGD,
+        devices=2,
+    )
+    with pytest.raises(
+        ValueError, match="batch 0: 7 samples do not make 2 micro-batches of one size"
+    ):
         go("gpipe", microbatches=2)
-    with pytest.raises(ValueError, match="no schedule for 'pipedream': use one of gpipe, pipedream_flush, interleaved"):
+    with pytest.raises(
+        ValueError,
+        match="no schedule for 'pipedream': use one of gpipe, pipedream_flush, interleaved",
+    ):
         go("pipedream", microbatches=7)
 
 

@@ -31,7 +31,9 @@ SCHEDULES = [("inter_layer", 1), ("gpipe", 1), ("pipedream_flush", 1), ("interle
 
 def arrays(*shapes, seed=0):
     rng = np.random.default_rng(seed)
-    return [rng.normal(size=shape).astype(jnp.zeros(()).dtype) / np.sqrt(shape[0]) for shape in shapes]
+    return [
+        rng.normal(size=shape).astype(jnp.zeros(()).dtype) / np.sqrt(shape[0]) for shape in shapes
+    ]
 
 
 def data(samples=24, width=6, out=3):
@@ -98,7 +100,9 @@ def assert_equal(step, state, batch, method, steps=2, tolerance=1e-5, **rest):
 @pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
 def test_every_flush_schedule_equals_one_device(schedule, virtual):
     step, start = step_of(mse)
-    method = Pipeshard(microbatches=4, schedule=schedule, virtual=virtual, devices=jax.devices()[:4])
+    method = Pipeshard(
+        microbatches=4, schedule=schedule, virtual=virtual, devices=jax.devices()[:4]
+    )
     pipeline = assert_equal(step, start(network()), data(32), method)
     table = pipelab.make(schedule, 4 // virtual, 4, virtual=virtual)
     assert pipeline.schedule == table and pipeline.timeline.source == "measured"
@@ -109,20 +113,34 @@ def test_every_flush_schedule_equals_one_device(schedule, virtual):
 def test_adam_in_double_precision(schedule):
     with jax.enable_x64(True):
         step, start = step_of(mse, optax.adam(1e-3))
-        assert_equal(step, start(network()), data(32), Pipeshard(4, schedule=schedule), steps=3, tolerance=1e-9)
+        assert_equal(
+            step,
+            start(network()),
+            data(32),
+            Pipeshard(4, schedule=schedule),
+            steps=3,
+            tolerance=1e-9,
+        )
 
 
 def test_input_and_weight_gradients_apart():
     table = pipelab.make("gpipe", 2, 4)
     split = {Kind.B: (Kind.I, Kind.W)}
-    rows = tuple(tuple(Action(s, k, i) for s, kind, i in row for k in split.get(kind, (kind,))) for row in table.rows)
+    rows = tuple(
+        tuple(Action(s, k, i) for s, kind, i in row for k in split.get(kind, (kind,)))
+        for row in table.rows
+    )
     step, start = step_of(mse)
-    assert_equal(step, start(network()), data(32), Pipeshard(4, stages=2, schedule=replace(table, rows=rows)))
+    assert_equal(
+        step, start(network()), data(32), Pipeshard(4, stages=2, schedule=replace(table, rows=rows))
+    )
 
 
 def test_stages_on_unequal_meshes_hold_only_their_own():
     step, start = step_of(mse, optax.adam(1e-3))
-    method = Pipeshard(4, stages=ManualStages([[0], [1, 2, 3]], meshes=[1, 3]), devices=jax.devices()[2:6])
+    method = Pipeshard(
+        4, stages=ManualStages([[0], [1, 2, 3]], meshes=[1, 3]), devices=jax.devices()[2:6]
+    )
     state, batch = start(network()), data(24)
     pipeline = parallelize(step, method)
     assert pipeline.compare(state, batch).passed
@@ -146,7 +164,11 @@ def test_devices_may_be_given_one_by_one():
 
 def test_a_given_sharding_is_kept():
     def sharding(path, shape):
-        return PartitionSpec(*[None] * (len(shape) - 1), "model") if shape and shape[-1] % 2 == 0 else PartitionSpec()
+        return (
+            PartitionSpec(*[None] * (len(shape) - 1), "model")
+            if shape and shape[-1] % 2 == 0
+            else PartitionSpec()
+        )
 
     step, start = step_of(mse, optax.adam(1e-3))
     stages = ManualStages([[0], [1]], meshes=[(2, 2), (1, 4)], sharding=[sharding, sharding])
@@ -156,7 +178,9 @@ def test_a_given_sharding_is_kept():
     for _ in range(2):
         state, _ = pipeline(state, batch)
         for tree in (state[0], state[1][0].mu):
-            assert [layer["w"].sharding.spec for layer in tree] == [PartitionSpec(None, "model")] * 2
+            assert [layer["w"].sharding.spec for layer in tree] == [
+                PartitionSpec(None, "model")
+            ] * 2
 
 
 def test_single_samples_and_a_single_microbatch():
@@ -174,7 +198,9 @@ def test_nothing_is_traced_or_compiled_twice():
         return inner(state, batch)
 
     pipeline, state = parallelize(step, Pipeshard(4)), start(network())
-    plan = pipeline.compile(*jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, data(32))))
+    plan = pipeline.compile(
+        *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, data(32)))
+    )
     count = len(traced)
     for _ in range(3):
         state, _ = pipeline(state, data(32))
@@ -207,12 +233,18 @@ def transformer(params, tokens):
 def language_loss(params, batch):
     logits = transformer(params, batch["tokens"])
     value = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
-    return value + 0.01 * sum(jnp.sum(p**2) for p in jax.tree.leaves(params))  # an L2 over all stages
+    return value + 0.01 * sum(
+        jnp.sum(p**2) for p in jax.tree.leaves(params)
+    )  # an L2 over all stages
 
 
 def language(width=8, words=11, samples=16):
     embed, a, b, c, d = arrays((words, width), *[(width, width)] * 4)
-    params = {"embed": embed, "blocks": [{"qk": a, "v": b}, {"qk": c, "v": d}], "scale": np.zeros((), embed.dtype)}
+    params = {
+        "embed": embed,
+        "blocks": [{"qk": a, "v": b}, {"qk": c, "v": d}],
+        "scale": np.zeros((), embed.dtype),
+    }
     tokens = np.random.default_rng(3).integers(0, words, (samples, 6))
     return params, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
@@ -220,21 +252,33 @@ def language(width=8, words=11, samples=16):
 @pytest.mark.parametrize(("schedule", "jitted"), [("gpipe", True), ("pipedream_flush", False)])
 def test_tied_weights_skips_masks_checkpoints_and_clipping(schedule, jitted):
     params, batch = language()
-    step, start = step_of(language_loss, optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5)))
+    step, start = step_of(
+        language_loss, optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5))
+    )
     method = Pipeshard(4, schedule=schedule, devices=jax.devices()[:4])
     pipeline = assert_equal(jax.jit(step) if jitted else step, start(params), batch, method)
     names = [set(stage.parameters) for stage in pipeline.plan.stages]
-    assert names[0] == {"[0]['embed']"} and names[3] == {"[0]['embed']", "[0]['scale']"}  # tied: on both
-    assert names[1] == {"[0]['blocks'][0]['qk']", "[0]['blocks'][0]['v']"}  # the L2 pulled nothing to where it is added
+    assert names[0] == {"[0]['embed']"} and names[3] == {
+        "[0]['embed']",
+        "[0]['scale']",
+    }  # tied: on both
+    assert names[1] == {
+        "[0]['blocks'][0]['qk']",
+        "[0]['blocks'][0]['v']",
+    }  # the L2 pulled nothing to where it is added
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_norm_is_of_all_stages(tied):
     loss, (params, batch) = (language_loss, language()) if tied else (mse, (network(), data(32)))
     tight, start = step_of(loss, optax.clip_by_global_norm(1e-3))
-    (after, _), _ = parallelize(tight, Pipeshard(4, devices=jax.devices()[:4]))(start(params), batch)
+    (after, _), _ = parallelize(tight, Pipeshard(4, devices=jax.devices()[:4]))(
+        start(params), batch
+    )
     change = jax.tree.map(lambda a, b: np.asarray(a, np.float64) - b, after, params)
-    assert np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(change))) == pytest.approx(1e-3, rel=1e-3)
+    assert np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(change))) == pytest.approx(
+        1e-3, rel=1e-3
+    )
 
 
 def test_a_skip_between_stages_on_one_mesh():
@@ -276,7 +320,9 @@ def test_custom_derivatives_convolutions_frozen_and_unused_parameters():
 
     def loss(params, batch):
         images = batch["x"].reshape(-1, 4, 4, 1)
-        x = jax.lax.conv_general_dilated(images, params["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        x = jax.lax.conv_general_dilated(
+            images, params["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
         mark_pipeline_boundary()
         x = twice(jax.nn.relu(x)).reshape(len(x), -1) @ jax.lax.stop_gradient(params["frozen"])
         return jnp.mean((x - batch["y"]) ** 2)
@@ -291,7 +337,10 @@ def test_custom_derivatives_convolutions_frozen_and_unused_parameters():
 
 
 def test_a_sum_is_added_up():
-    step, start = step_of(lambda params, batch: jnp.sum((forward(params, batch["x"]) - batch["y"]) ** 2), optax.sgd(1e-3))
+    step, start = step_of(
+        lambda params, batch: jnp.sum((forward(params, batch["x"]) - batch["y"]) ** 2),
+        optax.sgd(1e-3),
+    )
     assert_equal(step, start(network()), data(32), Pipeshard(4, stages=2))
 
 
@@ -300,7 +349,12 @@ def test_results_beside_the_loss():
         out = forward(params, batch["x"])
         hits = jnp.sum(jnp.argmax(out, -1) == jnp.argmax(batch["y"], -1))
         error = jnp.mean(jnp.abs(out - batch["y"]))
-        return mse(params, batch, lambda *_: out), {"hits": hits, "error": error, "out": out, "first": params[0]["b"]}
+        return mse(params, batch, lambda *_: out), {
+            "hits": hits,
+            "error": error,
+            "out": out,
+            "first": params[0]["b"],
+        }
 
     step, start = step_of(loss, has_aux=True)
     pipeline, state, batch = parallelize(step, Pipeshard(4, stages=2)), start(network()), data(32)
@@ -337,7 +391,9 @@ def test_kinks_that_rounding_decides_are_told_from_errors():
     batch["z"] = batch["x"] * params[0]
     check = parallelize(step, Pipeshard(3, devices=jax.devices()[:2])).compare(start(params), batch)
     assert check.passed and "in double precision both agree" in check.rule
-    wrong, start = step_of(lambda p, b: jnp.mean(forward(p, b["x"])) * jnp.where(len(b["x"]) > 20, 1.0, 3.0))
+    wrong, start = step_of(
+        lambda p, b: jnp.mean(forward(p, b["x"])) * jnp.where(len(b["x"]) > 20, 1.0, 3.0)
+    )
     check = parallelize(wrong, Pipeshard(4, reduce="mean")).compare(start(network()), data(32))
     assert "no check of how these are combined" in check.rule
 
@@ -356,7 +412,9 @@ def test_the_tolerance_is_of_the_lowest_precision_in_the_loss():
 def test_the_update_knows_the_whole_batch():
     def step(state, batch):
         params, seen = state
-        value, gradients = value_and_grad(lambda p: jnp.sum((forward(p, batch["x"]) - batch["y"]) ** 2))(params)
+        value, gradients = value_and_grad(
+            lambda p: jnp.sum((forward(p, batch["x"]) - batch["y"]) ** 2)
+        )(params)
         n = len(batch["x"])
         params = jax.tree.map(lambda p, g: p - 0.003 * n * g / n, params, gradients)
         return (params, seen + n), {"mean": value / n, "samples": n}
@@ -381,7 +439,9 @@ def test_stages_without_parameters_and_frozen_ones():
         value, gradient = value_and_grad(loss)(params, frozen, batch)
         return (frozen, params - 0.1 * gradient), value
 
-    pipeline = assert_equal(step, tuple(arrays((6, 5), (5, 3))), data(16), Pipeshard(4, devices=jax.devices()[:4]))
+    pipeline = assert_equal(
+        step, tuple(arrays((6, 5), (5, 3))), data(16), Pipeshard(4, devices=jax.devices()[:4])
+    )
     assert [len(stage.parameters) for stage in pipeline.plan.stages] == [0, 1, 0, 0]
     step, start = step_of(lambda p, b: mse(p, b, lambda p, x: idle(p, x)))
     assert_equal(step, start(arrays((6, 3))), data(16), Pipeshard(4, devices=jax.devices()[:2]))
@@ -394,7 +454,11 @@ def idle(params, x):
 
 
 @pytest.mark.parametrize(
-    "optimizer", [lambda: optax.MultiSteps(optax.sgd(0.1), 2), lambda: optax.apply_if_finite(optax.adam(1e-3), 3)]
+    "optimizer",
+    [
+        lambda: optax.MultiSteps(optax.sgd(0.1), 2),
+        lambda: optax.apply_if_finite(optax.adam(1e-3), 3),
+    ],
 )
 def test_branches_in_the_update(optimizer):
     made = optimizer()
@@ -418,11 +482,19 @@ def dropout_loss(params, batch, key, rate=0.5):
 def test_every_microbatch_draws_its_own(make_key):
     def step(state, batch):
         params, key, count = state
-        value, gradients = value_and_grad(dropout_loss)(params, batch, jax.random.fold_in(key, count))
-        return ([p - 0.1 * g for p, g in zip(params, gradients, strict=True)], key, count + 1), value
+        value, gradients = value_and_grad(dropout_loss)(
+            params, batch, jax.random.fold_in(key, count)
+        )
+        return (
+            [p - 0.1 * g for p, g in zip(params, gradients, strict=True)],
+            key,
+            count + 1,
+        ), value
 
     one = data(1)
-    batch = {k: np.repeat(v, 8, 0) for k, v in one.items()}  # equal samples: only their masks differ
+    batch = {
+        k: np.repeat(v, 8, 0) for k, v in one.items()
+    }  # equal samples: only their masks differ
     state = (arrays((6, 64), (64, 3)), make_key(0), 0)
     pipeline = parallelize(step, Pipeshard(8, devices=jax.devices()[:2]))
     check = pipeline.compare(state, batch)
@@ -451,10 +523,18 @@ def test_keys_made_inside_a_loop():
             return x + jax.random.normal(jax.random.key(0), x.shape), None
 
         noisy = jax.lax.scan(body, batch["x"], None, 2)[0]
-        return mse(params, {"x": noisy * jax.random.bernoulli(batch["key"][0], 0.5), "y": batch["y"]})
+        return mse(
+            params, {"x": noisy * jax.random.bernoulli(batch["key"][0], 0.5), "y": batch["y"]}
+        )
 
-    step, start = step_of(lambda params, batch: loss(params, {**batch, "key": jax.random.split(jax.random.key(2))}))
-    assert_error(r"scan \(.*py:\d+\) draws random numbers from a key that is made inside it", step, state=start(network()))
+    step, start = step_of(
+        lambda params, batch: loss(params, {**batch, "key": jax.random.split(jax.random.key(2))})
+    )
+    assert_error(
+        r"scan \(.*py:\d+\) draws random numbers from a key that is made inside it",
+        step,
+        state=start(network()),
+    )
 
 
 # ---- flax
@@ -481,7 +561,10 @@ def test_linen_train_state(train):
     def step(state, batch):
         def loss(params):
             key = {"dropout": jax.random.fold_in(jax.random.key(7), state.step)}
-            return jnp.mean((state.apply_fn({"params": params}, batch["x"], train=train, rngs=key) - batch["y"]) ** 2)
+            return jnp.mean(
+                (state.apply_fn({"params": params}, batch["x"], train=train, rngs=key) - batch["y"])
+                ** 2
+            )
 
         value, gradients = value_and_grad(loss)(state.params)
         return state.apply_gradients(grads=gradients), value
@@ -552,13 +635,24 @@ def test_marked_gradients_are_jax_s_own():
         grad(lambda p: forward(p, batch["x"]))(params)
     for fun, match in [
         (value_and_grad(lambda x: x.sum(), 1), "argnums=1: the loss was given 1 argument"),
-        (value_and_grad(lambda x: (x.sum(), 1)), "the loss is a tuple: return one real number, or say has_aux=True"),
-        (value_and_grad(lambda x: x.sum(), has_aux=True), r"return a pair \(scalar, aux\), since has_aux=True"),
-        (value_and_grad(lambda x: (x.sum(), "hello"), has_aux=True), "the loss returns 'hello' beside its value"),
+        (
+            value_and_grad(lambda x: (x.sum(), 1)),
+            "the loss is a tuple: return one real number, or say has_aux=True",
+        ),
+        (
+            value_and_grad(lambda x: x.sum(), has_aux=True),
+            r"return a pair \(scalar, aux\), since has_aux=True",
+        ),
+        (
+            value_and_grad(lambda x: (x.sum(), "hello"), has_aux=True),
+            "the loss returns 'hello' beside its value",
+        ),
     ]:
         with pytest.raises(TypeError, match=match):
             fun(x)
-    with pytest.raises(TypeError, match="the gradient is taken by an array of int32: keep such ones"):
+    with pytest.raises(
+        TypeError, match="the gradient is taken by an array of int32: keep such ones"
+    ):
         grad(lambda x: (2.0 * x).sum())(np.arange(3, dtype=np.int32))
 
 
@@ -569,13 +663,22 @@ def test_marked_gradients_are_jax_s_own():
 def test_memory_is_what_is_kept(schedule):
     """Activations held are micro-batches in flight times what each leaves."""
     step, start = step_of(mse)
-    pipeline = parallelize(step, Pipeshard(4, stages=2, schedule=schedule, devices=jax.devices()[:2]))
+    pipeline = parallelize(
+        step, Pipeshard(4, stages=2, schedule=schedule, devices=jax.devices()[:2])
+    )
     pipeline(start(network()), data(32))
     peaks, plan = pipeline.memory.peak("activations"), pipeline.plan
     table = pipelab.make(schedule, 2, 4)
-    assert list(peaks) == [n * stage.activation_bytes for n, stage in zip(table.peak_in_flight, plan.stages, strict=True)]
-    slope = len(jax.tree.leaves(jax.vjp(jnp.tanh, 0.0)[1]))  # y and 1 - y, or since jax 0.11 one array
-    assert plan.stages[0].activation_bytes == 4 * 8 * (2 * 8 + slope * 7)  # 8 samples; the first y is multiplied on
+    assert list(peaks) == [
+        n * stage.activation_bytes
+        for n, stage in zip(table.peak_in_flight, plan.stages, strict=True)
+    ]
+    slope = len(
+        jax.tree.leaves(jax.vjp(jnp.tanh, 0.0)[1])
+    )  # y and 1 - y, or since jax 0.11 one array
+    assert plan.stages[0].activation_bytes == 4 * 8 * (
+        2 * 8 + slope * 7
+    )  # 8 samples; the first y is multiplied on
     assert plan.stages[0].sent_bytes == 4 * 8 * 7
 
 
@@ -598,10 +701,14 @@ def test_only_activations_are_saved():
 # ---- errors
 
 
-def assert_error(match, step=None, method=None, state=None, batch=None, error=PipeshardError, **rest):
+def assert_error(
+    match, step=None, method=None, state=None, batch=None, error=PipeshardError, **rest
+):
     step, start = (step, lambda x: x) if step else step_of(mse)
     with pytest.raises(error, match=match):
-        parallelize(step, method or Pipeshard(4), **rest)(start(state or network()), batch or data(32))
+        parallelize(step, method or Pipeshard(4), **rest)(
+            start(state or network()), batch or data(32)
+        )
 
 
 @pytest.mark.parametrize(
@@ -614,45 +721,89 @@ def assert_error(match, step=None, method=None, state=None, batch=None, error=Pi
         (dict(schedule=None), "schedule=None: give a name"),
         (dict(stages=2, schedule="pipedream_2bw"), "schedule 'pipedream_2bw' has no flush"),
         (dict(devices=[0, 1, 2, 3]), "np.int64.0. is no device|0 is no device"),
-        (dict(stages=ManualStages([2, 2], [1, 1])), r"ManualStages\(layers=\[2, 2\]\): give the layers of each stage"),
-        (dict(stages=ManualStages([[0, 1], [2, 3]], ["a", "b"])), r"meshes=\['a', 'b'\]: give numbers of devices"),
-        (dict(stages=ManualStages([[0, 1], [2, 3]], [1, 1], lambda path, shape: None)), "cannot be sharded as None"),
         (
-            dict(stages=ManualStages([[0, 1], [2, 3]], [1, 1], lambda path, shape: PartitionSpec(None, None, None))),
+            dict(stages=ManualStages([2, 2], [1, 1])),
+            r"ManualStages\(layers=\[2, 2\]\): give the layers of each stage",
+        ),
+        (
+            dict(stages=ManualStages([[0, 1], [2, 3]], ["a", "b"])),
+            r"meshes=\['a', 'b'\]: give numbers of devices",
+        ),
+        (
+            dict(stages=ManualStages([[0, 1], [2, 3]], [1, 1], lambda path, shape: None)),
+            "cannot be sharded as None",
+        ),
+        (
+            dict(
+                stages=ManualStages(
+                    [[0, 1], [2, 3]], [1, 1], lambda path, shape: PartitionSpec(None, None, None)
+                )
+            ),
             r"of shape \(.*\) cannot be sharded",
         ),
         (dict(stages=5), "stages=5: the loss has 4 layers: ask for fewer"),
         (dict(stages=1), "stages=1: use 'uniform', a number of at least 2"),
         (dict(layers="auto"), "layers='auto': use 'manual'"),
         (dict(reduce="max"), "reduce='max': use 'mean' or 'sum'"),
-        (dict(reduce="sum"), "reduce='sum', but the loss is a mean over the batch: leave reduce out"),
-        (dict(stages=3), "8 devices do not share out over 3 meshes: pass devices="),
-        (dict(stages=2, schedule="pipedream"), "schedule 'pipedream' has no flush: use one that does"),
-        (dict(stages=2, schedule=pipelab.make("gpipe", 2, 8)), "2 stages and 1 x 8 micro-batches; the plan has 2 and 1 x 4"),
-        (dict(stages=4, virtual=3), "virtual=3: 4 stages are no multiple"),
-        (dict(stages=ManualStages([[0, 1], [3]], [4, 4])), "the loss has layers 0 to 3 .3 boundaries are marked.; put each"),
-        (dict(stages=ManualStages([[0, 1, 2, 3]], [4])), "one stage is no pipeline"),
-        (dict(stages=ManualStages([[0, 1], [2, 3]], [4])), r"meshes=\[4\]: the schedule has 2 devices, give a mesh for each"),
-        (dict(stages=ManualStages([[0, 1], [2, 3]], [4, 8])), "need more than the 8 devices"),
-        (dict(stages=ManualStages([[0, 1], [2, 3]], [1, 3])), "a micro-batch of 8 samples does not divide over 3 devices"),
-        (dict(stages=ManualStages([[0, 1], [2, 3]], [2, [jax.devices()[1]]])), "a device is in two of them"),
         (
-            dict(stages=ManualStages([[0, 1], [2, 3]], [(1, 4), 4], lambda path, shape: PartitionSpec("model"))),
+            dict(reduce="sum"),
+            "reduce='sum', but the loss is a mean over the batch: leave reduce out",
+        ),
+        (dict(stages=3), "8 devices do not share out over 3 meshes: pass devices="),
+        (
+            dict(stages=2, schedule="pipedream"),
+            "schedule 'pipedream' has no flush: use one that does",
+        ),
+        (
+            dict(stages=2, schedule=pipelab.make("gpipe", 2, 8)),
+            "2 stages and 1 x 8 micro-batches; the plan has 2 and 1 x 4",
+        ),
+        (dict(stages=4, virtual=3), "virtual=3: 4 stages are no multiple"),
+        (
+            dict(stages=ManualStages([[0, 1], [3]], [4, 4])),
+            "the loss has layers 0 to 3 .3 boundaries are marked.; put each",
+        ),
+        (dict(stages=ManualStages([[0, 1, 2, 3]], [4])), "one stage is no pipeline"),
+        (
+            dict(stages=ManualStages([[0, 1], [2, 3]], [4])),
+            r"meshes=\[4\]: the schedule has 2 devices, give a mesh for each",
+        ),
+        (dict(stages=ManualStages([[0, 1], [2, 3]], [4, 8])), "need more than the 8 devices"),
+        (
+            dict(stages=ManualStages([[0, 1], [2, 3]], [1, 3])),
+            "a micro-batch of 8 samples does not divide over 3 devices",
+        ),
+        (
+            dict(stages=ManualStages([[0, 1], [2, 3]], [2, [jax.devices()[1]]])),
+            "a device is in two of them",
+        ),
+        (
+            dict(
+                stages=ManualStages(
+                    [[0, 1], [2, 3]], [(1, 4), 4], lambda path, shape: PartitionSpec("model")
+                )
+            ),
             r"\['w'\] of shape \(6, 8\) cannot be sharded as .*'model'",
         ),
     ],
-)  # fmt: skip
+)
 def test_plans_that_do_not_fit(method, match):
     with pytest.raises(PipeshardError, match=match):
-        parallelize(step_of(mse)[0], Pipeshard(**{"microbatches": 4, **method}))(step_of(mse)[1](network()), data(32))
+        parallelize(step_of(mse)[0], Pipeshard(**{"microbatches": 4, **method}))(
+            step_of(mse)[1](network()), data(32)
+        )
 
 
 def test_unknown_schedules_are_named():
-    assert_error("unknown schedule 'gpie'", method=Pipeshard(4, schedule="gpie"), error=ScheduleError)
+    assert_error(
+        "unknown schedule 'gpie'", method=Pipeshard(4, schedule="gpie"), error=ScheduleError
+    )
 
 
 def halved(x):
-    return jax.lax.stop_gradient(jax.lax.while_loop(lambda x: jnp.abs(x).max() > 0.1, lambda x: x / 2, x))
+    return jax.lax.stop_gradient(
+        jax.lax.while_loop(lambda x: jnp.abs(x).max() > 0.1, lambda x: x / 2, x)
+    )
 
 
 def mixed(result):
@@ -662,64 +813,214 @@ def mixed(result):
 @pytest.mark.parametrize(
     ("loss", "match"),
     [
-        (mixed(lambda out, batch: jnp.sqrt(jnp.mean(out**2))), r"neither a mean nor a sum .*: sqrt \(.*shard.py:\d+\)"),
+        (
+            mixed(lambda out, batch: jnp.sqrt(jnp.mean(out**2))),
+            r"neither a mean nor a sum .*: sqrt \(.*shard.py:\d+\)",
+        ),
         (mixed(lambda out, batch: jnp.max(out)), "reduce_max"),
         (mixed(lambda out, batch: jnp.mean(out[0])), "(slice|squeeze|gather|dynamic_slice)"),
         (mixed(lambda out, batch: jnp.mean((out - out.mean(0)) ** 2)), r": sub \("),
-        (mixed(lambda out, batch: jnp.mean((out - jnp.roll(out, 1, 0)) ** 2)), "neither a mean nor a sum"),
+        (
+            mixed(lambda out, batch: jnp.mean((out - jnp.roll(out, 1, 0)) ** 2)),
+            "neither a mean nor a sum",
+        ),
         (mixed(lambda out, batch: jnp.mean(jnp.cumsum(out, 0))), "cumsum"),
         (mixed(lambda out, batch: jnp.mean(out @ batch["y"].T)), "dot_general"),
-        (mixed(lambda out, batch: (out * (batch["y"] > 0)).sum() / (batch["y"] > 0).sum()), r": div \("),
-        (mixed(lambda out, batch: jnp.mean(out * out[np.arange(len(out))[::-1]])), r"\) reads an array or a number made of"),
-        (mixed(lambda out, batch: jax.lax.scan(lambda x, _: (x - x.mean(0), None), out, None, 2)[0].mean()), r": sub \("),
-        (mixed(lambda out, batch: jax.lax.fori_loop(0, 2, lambda _, x: x * x.max(), out).mean()), "reduce_max"),
-        (mixed(lambda out, batch: jax.lax.cond(True, jnp.sin, lambda x: x / x.sum(), out).mean()), r": div \("),
+        (
+            mixed(lambda out, batch: (out * (batch["y"] > 0)).sum() / (batch["y"] > 0).sum()),
+            r": div \(",
+        ),
+        (
+            mixed(lambda out, batch: jnp.mean(out * out[np.arange(len(out))[::-1]])),
+            r"\) reads an array or a number made of",
+        ),
+        (
+            mixed(
+                lambda out, batch: jax.lax.scan(lambda x, _: (x - x.mean(0), None), out, None, 2)[
+                    0
+                ].mean()
+            ),
+            r": sub \(",
+        ),
+        (
+            mixed(lambda out, batch: jax.lax.fori_loop(0, 2, lambda _, x: x * x.max(), out).mean()),
+            "reduce_max",
+        ),
+        (
+            mixed(
+                lambda out, batch: jax.lax.cond(True, jnp.sin, lambda x: x / x.sum(), out).mean()
+            ),
+            r": div \(",
+        ),
         (mixed(lambda out, batch: jax.lax.cond(True, jnp.sin, jnp.cos, out).mean()), None),
         (mixed(lambda out, batch: jnp.sum(out) / 31), None),  # a sum
         # numbers made of the batch's size
         (mixed(lambda out, batch: jnp.sum(out) / jnp.maximum(1.0 * len(out), 1.0)), None),
-        (mixed(lambda out, batch: jnp.sum(out * jnp.ones(len(out))[:, None]) / jnp.ones(len(out)).sum()), None),
+        (
+            mixed(
+                lambda out, batch: (
+                    jnp.sum(out * jnp.ones(len(out))[:, None]) / jnp.ones(len(out)).sum()
+                )
+            ),
+            None,
+        ),
         (mixed(lambda out, batch: jnp.where(out > 0, out / len(out), 0.0).sum()), None),
-        (mixed(lambda out, batch: jnp.mean(out) * jnp.log(1.0 * len(out))), "it grows as samples to the power 0.36"),
-        (mixed(lambda out, batch: jnp.sum(out) / (len(out) // jnp.int32(3))), "it grows as samples to the power"),
+        (
+            mixed(lambda out, batch: jnp.mean(out) * jnp.log(1.0 * len(out))),
+            "it grows as samples to the power 0.36",
+        ),
+        (
+            mixed(lambda out, batch: jnp.sum(out) / (len(out) // jnp.int32(3))),
+            "it grows as samples to the power",
+        ),
         (mixed(lambda out, batch: jnp.mean(out ** len(out))), "integer_pow"),
         (mixed(lambda out, batch: jnp.mean(out[:, len(out) // 16])), "slice"),
-        (mixed(lambda out, batch: jnp.mean(jnp.sin(out) if len(out) > 20 else jnp.cos(out))), "other equations for 8 .* 32"),
-        (lambda p, b: jnp.mean(forward(p, b["x"]) * (p[3]["b"] if len(b["x"]) > 20 else p[2]["b"][:3])), "other equations"),
+        (
+            mixed(lambda out, batch: jnp.mean(jnp.sin(out) if len(out) > 20 else jnp.cos(out))),
+            "other equations for 8 .* 32",
+        ),
+        (
+            lambda p, b: jnp.mean(
+                forward(p, b["x"]) * (p[3]["b"] if len(b["x"]) > 20 else p[2]["b"][:3])
+            ),
+            "other equations",
+        ),
         # positions in the batch
         (mixed(lambda out, batch: jnp.mean(out * jnp.arange(len(out))[:, None])), r"iota \("),
-        (mixed(lambda out, batch: jnp.mean(out * np.linspace(0, 1, len(out), dtype=out.dtype)[:, None])), r"mul \(.* reads an"),
-        (mixed(lambda out, batch: jnp.mean(out[jnp.arange(len(out)), jnp.argmax(batch["y"], -1)])), None),
-        (mixed(lambda out, batch: jnp.mean(out[(jnp.arange(len(out)) + 1) % len(out), 0])), r"iota \("),
-        (mixed(lambda out, batch: jnp.mean(out.at[jnp.arange(len(out)), jnp.argmax(batch["y"], -1)].add(1.0) ** 2)), None),
+        (
+            mixed(
+                lambda out, batch: jnp.mean(
+                    out * np.linspace(0, 1, len(out), dtype=out.dtype)[:, None]
+                )
+            ),
+            r"mul \(.* reads an",
+        ),
+        (
+            mixed(
+                lambda out, batch: jnp.mean(out[jnp.arange(len(out)), jnp.argmax(batch["y"], -1)])
+            ),
+            None,
+        ),
+        (
+            mixed(lambda out, batch: jnp.mean(out[(jnp.arange(len(out)) + 1) % len(out), 0])),
+            r"iota \(",
+        ),
+        (
+            mixed(
+                lambda out, batch: jnp.mean(
+                    out.at[jnp.arange(len(out)), jnp.argmax(batch["y"], -1)].add(1.0) ** 2
+                )
+            ),
+            None,
+        ),
         # samples moved, left out, or mixed
         (mixed(lambda out, batch: jnp.mean(out[: len(out) // 2])), r"slice \(.*py:\d+\)"),
         (mixed(lambda out, batch: jnp.mean(out.reshape(2, -1, 3)[0])), "reshape"),
         (mixed(lambda out, batch: jnp.prod(out.reshape(-1, 2, 3), 1).mean()), "reshape"),
         (mixed(lambda out, batch: jnp.mean(out.reshape(3, -1)[0])), "reshape"),
-        (mixed(lambda out, batch: jnp.mean(jnp.tril(jnp.ones((len(out), len(out)))) @ out)), r"iota \("),
-        (mixed(lambda out, batch: jnp.mean(jnp.abs(jnp.fft.fft(out, axis=0))[:, 0])), r"fft \(.*shard.py:\d+\)"),
-        (mixed(lambda out, batch: jnp.mean(jnp.sort(out, 0)[:, 0] * batch["y"][:, 0])), r"sort \(.*shard.py:\d+\)"),
-        (mixed(lambda out, batch: jax.vmap(lambda c: jnp.convolve(c, jnp.ones(3)), 1)(out).mean()), "conv_general"),
-        (mixed(lambda out, batch: jax.lax.dynamic_update_slice(out, jnp.zeros((1, 3)), (0, 0)).mean()), "dynamic_update_slice"),
+        (
+            mixed(lambda out, batch: jnp.mean(jnp.tril(jnp.ones((len(out), len(out)))) @ out)),
+            r"iota \(",
+        ),
+        (
+            mixed(lambda out, batch: jnp.mean(jnp.abs(jnp.fft.fft(out, axis=0))[:, 0])),
+            r"fft \(.*shard.py:\d+\)",
+        ),
+        (
+            mixed(lambda out, batch: jnp.mean(jnp.sort(out, 0)[:, 0] * batch["y"][:, 0])),
+            r"sort \(.*shard.py:\d+\)",
+        ),
+        (
+            mixed(
+                lambda out, batch: jax.vmap(lambda c: jnp.convolve(c, jnp.ones(3)), 1)(out).mean()
+            ),
+            "conv_general",
+        ),
+        (
+            mixed(
+                lambda out, batch: jax.lax.dynamic_update_slice(
+                    out, jnp.zeros((1, 3)), (0, 0)
+                ).mean()
+            ),
+            "dynamic_update_slice",
+        ),
         (mixed(lambda out, batch: jnp.mean(jnp.concatenate([out, out]))), "concatenate"),
-        (mixed(lambda out, batch: jnp.zeros(3).at[jnp.argmax(batch["y"], -1)].add(out[:, 0]).max()), "scatter-add"),
-        (mixed(lambda out, batch: jax.pure_callback(np.tanh, batch["y"], batch["y"]).mean() + out.mean()), "pure_callback"),
-        (mixed(lambda out, batch: jnp.mean(jnp.stack([out, -out]).reshape(-1, 3) * jnp.repeat(out, 2, 0))), r"mul \("),
-        (mixed(lambda out, batch: jnp.sin(jnp.stack([out, 2 * out]).reshape(-1, 3)).reshape(2, -1, 3).mean()), None),
+        (
+            mixed(
+                lambda out, batch: jnp.zeros(3).at[jnp.argmax(batch["y"], -1)].add(out[:, 0]).max()
+            ),
+            "scatter-add",
+        ),
+        (
+            mixed(
+                lambda out, batch: (
+                    jax.pure_callback(np.tanh, batch["y"], batch["y"]).mean() + out.mean()
+                )
+            ),
+            "pure_callback",
+        ),
+        (
+            mixed(
+                lambda out, batch: jnp.mean(
+                    jnp.stack([out, -out]).reshape(-1, 3) * jnp.repeat(out, 2, 0)
+                )
+            ),
+            r"mul \(",
+        ),
+        (
+            mixed(
+                lambda out, batch: (
+                    jnp.sin(jnp.stack([out, 2 * out]).reshape(-1, 3)).reshape(2, -1, 3).mean()
+                )
+            ),
+            None,
+        ),
         # loops
         (mixed(lambda out, batch: jax.lax.map(lambda x: x @ x, out).mean()), None),
-        (mixed(lambda out, batch: jax.lax.scan(lambda s, x: (s + x @ x, None), 0.0, out)[0] / len(out)), "goes from sample to"),
-        (mixed(lambda out, batch: jax.lax.scan(lambda x, _: (jnp.sin(x), None), out, None, len(out) // 8)[0].mean()), "scan"),
+        (
+            mixed(
+                lambda out, batch: (
+                    jax.lax.scan(lambda s, x: (s + x @ x, None), 0.0, out)[0] / len(out)
+                )
+            ),
+            "goes from sample to",
+        ),
+        (
+            mixed(
+                lambda out, batch: jax.lax.scan(
+                    lambda x, _: (jnp.sin(x), None), out, None, len(out) // 8
+                )[0].mean()
+            ),
+            "scan",
+        ),
         (mixed(lambda out, batch: (out * halved(out)).mean()), r"while \("),
-        (mixed(lambda out, batch: jax.lax.cond(out.mean() > 0, jnp.sin, jnp.cos, out).mean()), r"cond \("),
+        (
+            mixed(lambda out, batch: jax.lax.cond(out.mean() > 0, jnp.sin, jnp.cos, out).mean()),
+            r"cond \(",
+        ),
         (mixed(lambda out, batch: jax.vmap(jax.grad(lambda x: jnp.sum(x**3)))(out).mean()), None),
-        (mixed(lambda out, batch: jnp.linalg.cholesky(jnp.eye(3) + out[:, :, None] * out[:, None]).mean()), None),
-        (mixed(lambda out, batch: jnp.sum(out) / (len(out) - 1)), "it grows as samples to the power"),
-        (mixed(lambda out, batch: jnp.sum(out**2) + 1.0), r": add \(.* adds a sum .* .take their mean instead"),
-        (lambda params, batch: jnp.sum(forward(params, jnp.ones((1, 6)))), "does not depend on the batch"),
+        (
+            mixed(
+                lambda out, batch: jnp.linalg.cholesky(
+                    jnp.eye(3) + out[:, :, None] * out[:, None]
+                ).mean()
+            ),
+            None,
+        ),
+        (
+            mixed(lambda out, batch: jnp.sum(out) / (len(out) - 1)),
+            "it grows as samples to the power",
+        ),
+        (
+            mixed(lambda out, batch: jnp.sum(out**2) + 1.0),
+            r": add \(.* adds a sum .* .take their mean instead",
+        ),
+        (
+            lambda params, batch: jnp.sum(forward(params, jnp.ones((1, 6)))),
+            "does not depend on the batch",
+        ),
     ],
-)  # fmt: skip
+)
 def test_losses_that_do_not_add_up(loss, match):
     step, start = step_of(loss)
     if match is None:
@@ -730,7 +1031,11 @@ def test_losses_that_do_not_add_up(loss, match):
 
 def test_a_loss_that_does_not_add_up_may_be_wanted():
     """Normalized over each micro-batch, as torch's BatchNorm in a pipeline."""
-    step, start = step_of(mixed(lambda out, batch: jnp.mean(((out - out.mean(0)) / (out.std(0) + 1) - batch["y"]) ** 2)))
+    step, start = step_of(
+        mixed(
+            lambda out, batch: jnp.mean(((out - out.mean(0)) / (out.std(0) + 1) - batch["y"]) ** 2)
+        )
+    )
     check = parallelize(step, Pipeshard(4, reduce="mean")).compare(start(network()), data(32))
     assert check.passed and "micro-batches" in check.rule
 
@@ -744,14 +1049,27 @@ def test_halves_count_in_low_precision():
 @pytest.mark.parametrize(
     ("result", "match"),
     [
-        (lambda out: jnp.max(out), r"auxiliary result 0 of the loss, shape \(\), is neither .* \(reduce_max"),
+        (
+            lambda out: jnp.max(out),
+            r"auxiliary result 0 of the loss, shape \(\), is neither .* \(reduce_max",
+        ),
         (lambda out: jnp.arange(len(out)), r"iota \("),
         (lambda out: jnp.log(1.0 * len(out)), "auxiliary result 0"),
         (lambda out: jnp.int32(100 * jnp.mean(out > 0)), "convert_element_type"),
         (lambda out: jnp.stack([out, out]).reshape(-1, 3), "auxiliary result 0"),
-        (lambda out: (len(out), jnp.ones(len(out)), jnp.ones(len(out)).sum(), out.T, jnp.stack([out, out]), out.ravel()), None),
+        (
+            lambda out: (
+                len(out),
+                jnp.ones(len(out)),
+                jnp.ones(len(out)).sum(),
+                out.T,
+                jnp.stack([out, out]),
+                out.ravel(),
+            ),
+            None,
+        ),
     ],
-)  # fmt: skip
+)
 def test_results_that_do_not_add_up(result, match):
     def loss(params, batch):
         out = forward(params, batch["x"])
@@ -773,7 +1091,9 @@ def twice(state, batch):
 
 
 def looped(state, batch):
-    return jax.lax.scan(lambda s, _: (descend(grad(mse)(s, batch), s)[0], 0.0), state, None, length=2)
+    return jax.lax.scan(
+        lambda s, _: (descend(grad(mse)(s, batch), s)[0], 0.0), state, None, length=2
+    )
 
 
 def outside(state, batch):
@@ -806,22 +1126,45 @@ def cast(state, batch):
 @pytest.mark.parametrize(
     ("step", "match"),
     [
-        (lambda s, b: descend(jax.grad(mse)(s, b), s), "has no marked gradient: call pipelab.pipeshard.grad"),
+        (
+            lambda s, b: descend(jax.grad(mse)(s, b), s),
+            "has no marked gradient: call pipelab.pipeshard.grad",
+        ),
         (twice, r"takes 2 gradients \(.*test_pipeshard.py:\d+ and .*\): take one"),
         (looped, r"the gradient is taken inside scan \(.*test_pipeshard.py:\d+\)"),
         (outside, r"dot_general \(.*\) reads the batch outside the loss: .*has_aux=True"),
         (lambda s, b: (*descend(grad(mse)(s, b), s)[:1], b["x"]), "returns a part of its batch"),
-        (lambda s, b: (s, value_and_grad(mse)(s, b)[0]), "no result of the train step depends on the gradients"),
-        (lambda s, b: descend(grad(lambda s: mse(s, b, unmarked))(s), s), "no pipeline boundary: call mark_pipeline_boundary"),
-        (lambda s, b: descend(grad(lambda s: mse(s, b, in_scan))(s), s), r"marked inside scan \(.*py:\d+\), which"),
-        (lambda s, b: descend(grad(jax.checkpoint(mse))(s, b), s), r"marked inside (checkpoint|remat)"),
+        (
+            lambda s, b: (s, value_and_grad(mse)(s, b)[0]),
+            "no result of the train step depends on the gradients",
+        ),
+        (
+            lambda s, b: descend(grad(lambda s: mse(s, b, unmarked))(s), s),
+            "no pipeline boundary: call mark_pipeline_boundary",
+        ),
+        (
+            lambda s, b: descend(grad(lambda s: mse(s, b, in_scan))(s), s),
+            r"marked inside scan \(.*py:\d+\), which",
+        ),
+        (
+            lambda s, b: descend(grad(jax.checkpoint(mse))(s, b), s),
+            r"marked inside (checkpoint|remat)",
+        ),
         (joined, r"concatenate \(.*py:\d+\) joins arrays of stages \d and \d in the update"),
-        (lambda s, b: descend(grad(lambda p: jax.lax.cond(True, mse, mse, p, b))(s), s), r"marked inside cond \(.*py:\d+\)"),
-        (lambda s, b: descend(grad(lambda p: mse(p, {"x": b["x"], "y": np.ones((32, 3))}))(s), s), "not on a micro-batch of 8"),
+        (
+            lambda s, b: descend(grad(lambda p: jax.lax.cond(True, mse, mse, p, b))(s), s),
+            r"marked inside cond \(.*py:\d+\)",
+        ),
+        (
+            lambda s, b: descend(
+                grad(lambda p: mse(p, {"x": b["x"], "y": np.ones((32, 3))}))(s), s
+            ),
+            "not on a micro-batch of 8",
+        ),
         (cast, "the gradient is taken by a bfloat16.* that the step computes"),
         (lambda s, b: (s, grad(mse, 1)(s, b)), "taken by the batch"),
     ],
-)  # fmt: skip
+)
 def test_steps_that_are_no_pipeline(step, match):
     assert_error(match, step)
 
@@ -836,7 +1179,9 @@ def test_an_optimizer_that_works_in_place():
         params, rest = nnx.split(model, nnx.Param, ...)[1:]
 
         def loss(params):
-            return jnp.mean((nnx.merge(nnx.graphdef(model), params, rest)(batch["x"]) - batch["y"]) ** 2)
+            return jnp.mean(
+                (nnx.merge(nnx.graphdef(model), params, rest)(batch["x"]) - batch["y"]) ** 2
+            )
 
         value, gradients = value_and_grad(loss)(params)
         optimizer.update(model, gradients)
@@ -852,14 +1197,24 @@ def test_boundaries_around_nothing():
         return value
 
     step, start = step_of(loss)
-    assert_error("the loss is complete before stage 1|stage 1 .* has nothing", step, state=start(network()))
+    assert_error(
+        "the loss is complete before stage 1|stage 1 .* has nothing", step, state=start(network())
+    )
 
 
 @pytest.mark.parametrize(
     ("batch", "rest", "match"),
     [
-        ({"x": np.ones((8, 6)), "y": np.ones((4, 3))}, {}, "needs one number of samples: .*'x'.* has 8; .*'y'.* has 4"),
-        ({"x": np.ones((8, 6)), "y": 3.0}, {}, r"batch leaf \['y'\] is 3.0: every leaf of the batch needs samples"),
+        (
+            {"x": np.ones((8, 6)), "y": np.ones((4, 3))},
+            {},
+            "needs one number of samples: .*'x'.* has 8; .*'y'.* has 4",
+        ),
+        (
+            {"x": np.ones((8, 6)), "y": 3.0},
+            {},
+            r"batch leaf \['y'\] is 3.0: every leaf of the batch needs samples",
+        ),
         ({"x": np.ones((0, 6)), "y": np.ones((0, 3))}, {}, "the batch has no samples"),
         ({}, dict(batch_argnums=5), r"batch_argnums=\(5,\): the step was given 2 arguments"),
     ],
@@ -873,11 +1228,18 @@ def test_options_are_bound_beforehand():
     step = jax.jit(lambda s, b, train=True: descend(grad(mse)(s, b), s), static_argnames="train")
     pipeline = parallelize(step, Pipeshard(4))
     for call in (pipeline, pipeline.compile, pipeline.compare):
-        with pytest.raises(PipeshardError, match=r"train=: pass arrays by position, and bind options by functools.partial"):
+        with pytest.raises(
+            PipeshardError,
+            match=r"train=: pass arrays by position, and bind options by functools.partial",
+        ):
             call(network(), data(32), train=False)
-    with pytest.raises(PipeshardError, match=r"static arguments .*: bind them by functools.partial"):
+    with pytest.raises(
+        PipeshardError, match=r"static arguments .*: bind them by functools.partial"
+    ):
         pipeline(network(), data(32), False)
-    with pytest.raises(PipeshardError, match=r"argument 2 is 'abc', no array: bind it by functools.partial"):
+    with pytest.raises(
+        PipeshardError, match=r"argument 2 is 'abc', no array: bind it by functools.partial"
+    ):
         pipeline(network(), data(32), "abc")
     assert parallelize(partial(step, train=False), Pipeshard(4)).compare(network(), data(32)).passed
 
@@ -888,10 +1250,14 @@ def test_calls_that_are_none():
     with pytest.raises(PipeshardError, match=r"method is <class .*: give a plan, such as"):
         parallelize(step_of(mse)[0], Pipeshard)
     step, start = step_of(mse)
-    with pytest.raises(PipeshardError, match=r"called inside jax.jit or another transformation: call it outside"):
+    with pytest.raises(
+        PipeshardError, match=r"called inside jax.jit or another transformation: call it outside"
+    ):
         jax.jit(parallelize(step, Pipeshard(4)))(start(network()), data(32))
     with pytest.raises(PipeshardError, match="the loss of this batch is nan on one device too"):
-        parallelize(step, Pipeshard(4)).compare(start(network()), {**data(32), "x": np.full((32, 6), np.nan, np.float32)})
+        parallelize(step, Pipeshard(4)).compare(
+            start(network()), {**data(32), "x": np.full((32, 6), np.nan, np.float32)}
+        )
 
 
 def test_results_before_a_call():
@@ -919,4 +1285,6 @@ def test_a_stage_that_fails_names_its_mesh():
 
     step, start = step_of(loss)
     with pytest.raises(RunError, match=r"(?s)mesh 1 \(cpu:1\), action 1F0: .*no such luck"):
-        parallelize(step, Pipeshard(4, stages=2, devices=jax.devices()[:2]))(start(network()), data(32))
+        parallelize(step, Pipeshard(4, stages=2, devices=jax.devices()[:2]))(
+            start(network()), data(32)
+        )

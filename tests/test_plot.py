@@ -33,9 +33,18 @@ def test_every_action_is_a_box_at_its_time_in_its_lane(name):
 def test_numbers_title_and_legend():
     t = simulate(make("gpipe", 4, 8))
     ax = plot.timeline(t)
-    assert sorted(text.get_text() for text in ax.texts) == sorted(str(k) for k in range(8) for _ in range(8))
-    assert ax.get_title(loc="left") == "gpipe, simulated: idle 27.3% of total time, 37.5% over ideal"
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["forward", "backward", "update", "idle"]
+    assert sorted(text.get_text() for text in ax.texts) == sorted(
+        str(k) for k in range(8) for _ in range(8)
+    )
+    assert (
+        ax.get_title(loc="left") == "gpipe, simulated: idle 27.3% of total time, 37.5% over ideal"
+    )
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "forward",
+        "backward",
+        "update",
+        "idle",
+    ]
     assert [label.get_text() for label in ax.get_yticklabels()] == [f"device {d}" for d in range(4)]
 
 
@@ -62,7 +71,9 @@ def test_several_timelines_share_an_axis():
     a, b = simulate(make("gpipe", 2, 2)), simulate(make("inter_layer", 2, 2))
     ax = plot.timelines({"predicted": a, "measured": b})
     first, second = (c for c in ax.collections if isinstance(c, PolyCollection))
-    lanes = [{round(path.vertices[:4, 1].mean()) for path in c.get_paths()} for c in (first, second)]
+    lanes = [
+        {round(path.vertices[:4, 1].mean()) for path in c.get_paths()} for c in (first, second)
+    ]
     assert lanes == [{0, 1}, {3, 4}]
     assert ax.get_xlim()[1] >= b.makespan
     assert {"predicted", "measured"} <= {text.get_text() for text in ax.texts}
@@ -82,7 +93,11 @@ def test_memory_is_stacked_by_cause():
     m = memory(simulate(make("gpipe", 2, 4), costs), costs)
     ax = plot.memory(m, 0)
     assert "peak 6 MiB" in ax.get_title(loc="left")
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["weights", "gradients", "activations"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "weights",
+        "gradients",
+        "activations",
+    ]
     bars = plot.peaks({"gpipe": m}).patches
     assert sum(bar.get_height() for bar in bars if bar.get_x() < 0.5) == pytest.approx(6)
 
@@ -94,7 +109,9 @@ def test_the_bubble_plot_names_its_definition_and_overlays_the_closed_form():
     assert np.allclose(dots.get_ydata(), [3 / m for m in range(1, 9)])
     assert np.allclose(line.get_ydata(), dots.get_ydata())
     assert list(ax.lines[3].get_xdata()) == [4, 8]  # where p divides m
-    with pytest.raises(ValueError, match="definition='x': use one of of_total, over_ideal, of_span"):
+    with pytest.raises(
+        ValueError, match="definition='x': use one of of_total, over_ideal, of_span"
+    ):
         plot.bubble(["gpipe"], [1], definition="x")
     with pytest.raises(ValueError, match="over='m': use one of microbatches, devices, virtual"):
         plot.bubble(["gpipe"], [1], over="m")
@@ -114,7 +131,9 @@ def test_colours_by_the_version_that_is_read():
     for c, k, v in zip(collection.get_facecolors(), t.kind, t.version, strict=True):
         colours[tuple(c[:3])].add((int(k), int(v)) if k != Kind.U else int(k))
     assert all(len(meaning) == 1 for meaning in colours.values())
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == [f"version {v}" for v in range(6)]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        f"version {v}" for v in range(6)
+    ]
 
 
 # ---- animation
@@ -131,7 +150,9 @@ class Seen(Writer):
         (ax,) = self.fig.axes
         shown = [p for p in ax.patches if p.get_gid() and p.get_visible()]
         self.started.append(sorted(p.get_gid() for p in shown))
-        self.running.append(sorted(p.get_gid() for p in shown if p.get_edgecolor()[:3] == (0, 0, 0)))
+        self.running.append(
+            sorted(p.get_gid() for p in shown if p.get_edgecolor()[:3] == (0, 0, 0))
+        )
         self.words.append([text.get_text() for text in ax.texts if text.get_gid()])
         self.cursor.append(ax.lines[-1].get_xdata()[0])
 
@@ -142,14 +163,18 @@ def seen(t, **options):
     return list(movie.new_frame_seq()), writer
 
 
-@pytest.mark.parametrize(("name", "virtual"), [("inter_layer", 1), ("gpipe", 1), ("pipedream", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(
+    ("name", "virtual"), [("inter_layer", 1), ("gpipe", 1), ("pipedream", 1), ("interleaved", 2)]
+)
 @pytest.mark.parametrize("update", [0, 1])
 def test_a_frame_shows_the_actions_that_have_started(name, virtual, update):
     t = simulate(make(name, 3, 3, virtual=virtual), Costs(update=update).split(virtual))
     moments, frames = seen(t, frames=25)
     text = [str(t.schedule.action(i)) for i in range(len(t.start))]
     for moment, started, running in zip(moments, frames.started, frames.running, strict=True):
-        assert started == sorted(a for a, start in zip(text, t.start, strict=True) if start <= moment)
+        assert started == sorted(
+            a for a, start in zip(text, t.start, strict=True) if start <= moment
+        )
         spans = zip(text, t.start, t.end, strict=True)
         assert running == sorted(a for a, start, end in spans if start <= moment < end)
     assert frames.started[-1] == sorted(text)
@@ -158,7 +183,9 @@ def test_a_frame_shows_the_actions_that_have_started(name, virtual, update):
 
 def test_the_words_beside_a_lane_say_what_its_device_does():
     t = simulate(make("pipedream", 2, 3), Costs(update=1))
-    told = {moment: [state(t, d, moment) for d in range(2)] for moment in (0, 1.5, 3.5, 4.5, t.makespan)}
+    told = {
+        moment: [state(t, d, moment) for d in range(2)] for moment in (0, 1.5, 3.5, 4.5, t.makespan)
+    }
     assert told == {
         0: [("forward 0, version 0", 1), ("waits", 0)],
         1.5: [("forward 1, version 0", 2), ("forward 0, version 0", 1)],
@@ -166,20 +193,30 @@ def test_the_words_beside_a_lane_say_what_its_device_does():
         4.5: [("backward 0, version 0", 2), ("update 0", 0)],
         t.makespan: [("done", 0), ("done", 0)],
     }
-    assert state(simulate(make("interleaved", 2, 2, virtual=2)), 0, 2.5) == ("forward 0, stage 2", 3)
+    assert state(simulate(make("interleaved", 2, 2, virtual=2)), 0, 2.5) == (
+        "forward 0, stage 2",
+        3,
+    )
 
 
 def test_in_flight_in_an_animation_is_bounded_by_the_schedules_peak():
     for name in ("gpipe", "pipedream_flush", "interleaved"):
         t = simulate(make(name, 4, 8))
-        counts = np.array([[state(t, d, moment)[1] for d in range(4)] for moment in np.arange(0, t.makespan + 1, 0.25)])
+        counts = np.array(
+            [
+                [state(t, d, moment)[1] for d in range(4)]
+                for moment in np.arange(0, t.makespan + 1, 0.25)
+            ]
+        )
         assert counts.max(axis=0).tolist() == t.peak_in_flight
         assert (counts >= 0).all() and (counts[-1] == 0).all()
 
 
 def test_an_animation_starts_at_its_own_zero_sweeps_evenly_and_holds_the_end():
     t = simulate(make("gpipe", 2, 2))
-    late = replace(t, start=t.start + 100, end=t.end + 100, sent=t.sent + 100, arrived=t.arrived + 100)
+    late = replace(
+        t, start=t.start + 100, end=t.end + 100, sent=t.sent + 100, arrived=t.arrived + 100
+    )
     (moments, a), (same, b) = seen(t, frames=40, seconds=8), seen(late, frames=40, seconds=8)
     assert moments == same == a.cursor
     assert a.started == b.started and a.words == b.words

@@ -27,14 +27,26 @@ def left_behind():
     folders = set(Path(tempfile.gettempdir()).glob("pipelab-*"))
     shared = set(Path("/dev/shm").glob("torch_*"))
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    ranks = {c for child in children for c in Path(f"/proc/{child}/task/{child}/children").read_text().split()}
+    ranks = {
+        c
+        for child in children
+        for c in Path(f"/proc/{child}/task/{child}/children").read_text().split()
+    }
     threads = {t for t in threading.enumerate() if t.name.startswith("pipelab")}
     return folders, shared, ranks, threads, len(os.listdir("/proc/self/fd"))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _the_fork_server_is_there():
-    run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD, backend="processes", check=False)
+    run(
+        make("gpipe", 2, 2),
+        stages(2),
+        batches(1),
+        F.mse_loss,
+        SGD,
+        backend="processes",
+        check=False,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -50,35 +62,69 @@ def nothing_is_left_behind(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "schedule",
     [
-        make("inter_layer", 3, 4, batches=2), make("gpipe", 3, 4, batches=2), make("pipedream_flush", 3, 4, batches=2),
-        make("interleaved", 3, 4, batches=2), make("pipedream", 3, 4, batches=2),
-        make("pipedream", 3, 4, batches=2, reads=Reads.FIRST), make("pipedream_2bw", 3, 4, batches=3),
+        make("inter_layer", 3, 4, batches=2),
+        make("gpipe", 3, 4, batches=2),
+        make("pipedream_flush", 3, 4, batches=2),
+        make("interleaved", 3, 4, batches=2),
+        make("pipedream", 3, 4, batches=2),
+        make("pipedream", 3, 4, batches=2, reads=Reads.FIRST),
+        make("pipedream_2bw", 3, 4, batches=3),
     ],
     ids=lambda s: f"{s.name}-{s.reads.name}",
-)  # fmt: skip
+)
 def test_all_schedules_as_on_threads(schedule):
     modules, data = stages(schedule.stages), batches(schedule.batches, 10)
-    result = run(schedule, modules, data, F.mse_loss, torch.optim.Adam, backend="processes", recompute=Recompute.EXCEPT_LAST)
+    result = run(
+        schedule,
+        modules,
+        data,
+        F.mse_loss,
+        torch.optim.Adam,
+        backend="processes",
+        recompute=Recompute.EXCEPT_LAST,
+    )
     assert result.check.passed
     assert result.check.max_rel < 1e-12
-    threads = run(schedule, modules, data, F.mse_loss, torch.optim.Adam, recompute=Recompute.EXCEPT_LAST)
+    threads = run(
+        schedule, modules, data, F.mse_loss, torch.optim.Adam, recompute=Recompute.EXCEPT_LAST
+    )
     assert result.losses == threads.losses
     for mine, theirs in zip(result.weights, threads.weights, strict=True):
         assert all(torch.equal(mine[k], theirs[k]) for k in mine)
     assert result.weight_versions == threads.weight_versions == schedule.weight_versions
     # Threads pass tensors by reference, so that two stages may keep one; processes never less.
-    assert all(a >= b for a, b in zip(*(r.memory.peak("activations") for r in (result, threads)), strict=True))
+    assert all(
+        a >= b
+        for a, b in zip(*(r.memory.peak("activations") for r in (result, threads)), strict=True)
+    )
     t, needs = result.timeline, np.flatnonzero(schedule.inputs >= 0)
     assert (t.start[needs] >= t.end[schedule.inputs[needs]]).all()  # one clock for all ranks
 
 
 def test_trees_uneven_sizes_bfloat16_and_clipping_cross_processes():
-    tree = run(make("gpipe", 2, 4), [Fork(), Join()], batches(1, 9), F.mse_loss, SGD, backend="processes")
+    tree = run(
+        make("gpipe", 2, 4), [Fork(), Join()], batches(1, 9), F.mse_loss, SGD, backend="processes"
+    )
     assert tree.check.passed
-    clipped = run(make("pipedream_flush", 3, 4), stages(3), batches(1, 9), F.mse_loss, SGD, backend="processes", clip=1e-3)
+    clipped = run(
+        make("pipedream_flush", 3, 4),
+        stages(3),
+        batches(1, 9),
+        F.mse_loss,
+        SGD,
+        backend="processes",
+        clip=1e-3,
+    )
     assert clipped.check.passed
     small = stages(2, dtype=torch.bfloat16)
-    half = run(make("gpipe", 2, 2), small, batches(1, dtype=torch.bfloat16), F.mse_loss, SGD, backend="processes")
+    half = run(
+        make("gpipe", 2, 2),
+        small,
+        batches(1, dtype=torch.bfloat16),
+        F.mse_loss,
+        SGD,
+        backend="processes",
+    )
     assert half.check.passed
 
 
@@ -103,21 +149,42 @@ def test_layouts_that_change_often():
             return parts["x"] + sum(t.sum() for t in parts["rest"]) * 0 + len(parts["tag"])
 
     data = batches(2, 40 + 7)
-    result = run(make("gpipe", 2, 20, batches=2), [Odd(), Even()], data, F.mse_loss, SGD, backend="processes", check=False)
-    threads = run(make("gpipe", 2, 20, batches=2), [Odd(), Even()], data, F.mse_loss, SGD, check=False)
+    result = run(
+        make("gpipe", 2, 20, batches=2),
+        [Odd(), Even()],
+        data,
+        F.mse_loss,
+        SGD,
+        backend="processes",
+        check=False,
+    )
+    threads = run(
+        make("gpipe", 2, 20, batches=2), [Odd(), Even()], data, F.mse_loss, SGD, check=False
+    )
     assert result.losses == threads.losses
 
 
 def test_a_paced_run_shows_the_predicted_times():
     schedule, costs = make("gpipe", 3, 4), Costs(transfer=0.5)
-    result = run(schedule, stages(3), batches(1), F.mse_loss, SGD, backend="processes", pace=0.01, costs=costs)
+    result = run(
+        schedule,
+        stages(3),
+        batches(1),
+        F.mse_loss,
+        SGD,
+        backend="processes",
+        pace=0.01,
+        costs=costs,
+    )
     predicted = simulate(schedule, costs)
     assert result.timeline.makespan / 0.01 >= predicted.makespan * 0.99
     assert result.check.passed
 
 
 def test_a_stage_that_raises():
-    with pytest.raises(RunError, match="device 1, action 1F1: ZeroDivisionError: by design") as error:
+    with pytest.raises(
+        RunError, match="device 1, action 1F1: ZeroDivisionError: by design"
+    ) as error:
         run(
             make("gpipe", 3, 4),
             [stages(1)[0], Failing(1, explode), stages(1)[0]],
@@ -142,7 +209,9 @@ def hang():
 def test_a_rank_that_is_killed(where):
     modules = stages(3)
     modules[where] = Failing(1, die)
-    with pytest.raises(RunError, match=f"device {where}, action {where}F1: its process was killed by SIGKILL") as error:
+    with pytest.raises(
+        RunError, match=f"device {where}, action {where}F1: its process was killed by SIGKILL"
+    ) as error:
         run(make("gpipe", 3, 4), modules, batches(1), F.mse_loss, SGD, backend="processes")
     assert error.value.device == where
 
@@ -171,15 +240,36 @@ class Total(nn.Module):
 
 def test_a_rank_that_is_killed_in_a_transfer():
     data = [(torch.ones(1, 1), torch.ones(1, 1))]
-    with pytest.raises(RunError, match=r"device 0, action 0[FB]0: its process was killed by SIGKILL") as error:
-        run(make("gpipe", 2, 1), [Wide(), Total()], data, F.mse_loss, SGD, backend="processes", check=False)
+    with pytest.raises(
+        RunError, match=r"device 0, action 0[FB]0: its process was killed by SIGKILL"
+    ) as error:
+        run(
+            make("gpipe", 2, 1),
+            [Wide(), Total()],
+            data,
+            F.mse_loss,
+            SGD,
+            backend="processes",
+            check=False,
+        )
     assert error.value.device == 0
 
 
 def test_a_rank_that_hangs():
     modules = [stages(1)[0], Failing(1, hang), stages(1)[0]]
-    with pytest.raises(RunError, match=r"no action ended within 2 s: device 0 at 0B0; device 1 at 1F1; device 2 at 2F1"):
-        run(make("gpipe", 3, 4), modules, batches(1), F.mse_loss, SGD, backend="processes", timeout=2)
+    with pytest.raises(
+        RunError,
+        match=r"no action ended within 2 s: device 0 at 0B0; device 1 at 1F1; device 2 at 2F1",
+    ):
+        run(
+            make("gpipe", 3, 4),
+            modules,
+            batches(1),
+            F.mse_loss,
+            SGD,
+            backend="processes",
+            timeout=2,
+        )
 
 
 def test_what_ranks_print_comes_in_the_order_of_ranks(capsys):
@@ -193,7 +283,13 @@ def test_what_ranks_print_comes_in_the_order_of_ranks(capsys):
             return x * self.w
 
     result = run(
-        make("gpipe", 2, 2), [Loud("zero"), Loud("one")], batches(1), F.mse_loss, SGD, backend="processes", check=False
+        make("gpipe", 2, 2),
+        [Loud("zero"), Loud("one")],
+        batches(1),
+        F.mse_loss,
+        SGD,
+        backend="processes",
+        check=False,
     )
     assert result.losses
     assert capsys.readouterr().out.splitlines() == ["forward of zero"] * 2 + ["forward of one"] * 2
@@ -221,11 +317,18 @@ def start(tmp_path, *arguments):
     """A script without a main guard that defines its own models and functions, in a session of its own."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "TMPDIR": str(tmp_path)}
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parent.parent),
+        "TMPDIR": str(tmp_path),
+    }
     return subprocess.Popen(
-        [sys.executable, str(script), *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True, env=environment,
-    )  # fmt: skip
+        [sys.executable, str(script), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=environment,
+    )
 
 
 def members(session):
@@ -253,7 +356,9 @@ def test_an_interrupted_or_killed_caller_leaves_no_process_behind(how, tmp_path)
     deadline = time.monotonic() + GUARD
     while not logs() and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert logs(), process.stderr.read() if process.poll() is not None else "no rank came to its first forward"
+    assert logs(), (
+        process.stderr.read() if process.poll() is not None else "no rank came to its first forward"
+    )
     assert len(members(process.pid)) >= 3
     process.send_signal(how)
     process.communicate(timeout=GUARD)
@@ -265,4 +370,11 @@ def test_an_interrupted_or_killed_caller_leaves_no_process_behind(how, tmp_path)
 
 def test_an_unknown_backend():
     with pytest.raises(ValueError, match="backend='rays': use one of threads, processes, jax"):
-        run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, partial(torch.optim.SGD, lr=0.1), backend="rays")
+        run(
+            make("gpipe", 2, 2),
+            stages(2),
+            batches(1),
+            F.mse_loss,
+            partial(torch.optim.SGD, lr=0.1),
+            backend="rays",
+        )

@@ -31,7 +31,9 @@ def test_versions_live_in_one_place():
     extras = PROJECT["optional-dependencies"]
     assert "torch>=2.11,<2.14" in extras["torch"]
     assert "jax>=0.10,<0.12" in extras["jax"]
-    assert any("deepspeed" in line and "sys_platform == 'linux'" in line for line in extras["peers"])
+    assert any(
+        "deepspeed" in line and "sys_platform == 'linux'" in line for line in extras["peers"]
+    )
     for name in ("Makefile", "environment.yml", ".ci/run"):
         assert not re.search(r"(torch|jax|numpy|nbval)[=<>]=?\d", (ROOT / name).read_text())
 
@@ -54,7 +56,9 @@ def test_the_readmes_example_runs():
 
 
 def test_make_help_lists_the_targets():
-    listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     for target in ("lab", "test", "notebooks", "bench", "images", "clean"):
         assert re.search(rf"^{target} ", listed, re.M), target
 
@@ -65,18 +69,36 @@ def test_a_schedule_is_added_by_one_file(tmp_path):
     name = re.search(r"def (\w+)", source)[1]
     shutil.copytree(Path(pipelab.__file__).parent, tmp_path / "pipelab")
     (tmp_path / "pipelab" / "schedules" / f"{name}.py").write_text(source)
-    command = [sys.executable, "-m", "pipelab", "run", name, "--devices", "3", "--microbatches", "4"]
+    command = [
+        sys.executable,
+        "-m",
+        "pipelab",
+        "run",
+        name,
+        "--devices",
+        "3",
+        "--microbatches",
+        "4",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"{name}, measured" in done.stdout
     assert "Check passed" in done.stdout
 
 
-@pytest.mark.parametrize("path", ["pipelab", "tests", "notebooks", "benchmarks", "README.md", "Makefile"])
+@pytest.mark.parametrize(
+    "path", ["pipelab", "tests", "notebooks", "benchmarks", "README.md", "Makefile"]
+)
 def test_no_path_of_a_machine(path):
     kinds = (".py", ".ipynb", ".md")
-    files = [ROOT / path] if (ROOT / path).is_file() else [p for p in (ROOT / path).rglob("*") if p.suffix in kinds]
+    files = (
+        [ROOT / path]
+        if (ROOT / path).is_file()
+        else [p for p in (ROOT / path).rglob("*") if p.suffix in kinds]
+    )
     for file in files:
         text = file.read_text()
         assert str(ROOT) not in text, file
-        assert not re.search(r"/home/\w|/Users/\w|lib/python3", text) or file == Path(__file__), file
+        assert not re.search(r"/home/\w|/Users/\w|lib/python3", text) or file == Path(__file__), (
+            file
+        )

@@ -32,12 +32,18 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 
 def stages(count, width=6, dtype=torch.float64, seed=0):
     torch.manual_seed(seed)
-    return [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)).to(dtype) for _ in range(count)]
+    return [
+        nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)).to(dtype)
+        for _ in range(count)
+    ]
 
 
 def batches(count, samples=8, width=6, dtype=torch.float64, seed=1):
     torch.manual_seed(seed)
-    return [(torch.randn(samples, width, dtype=dtype), torch.randn(samples, width, dtype=dtype)) for _ in range(count)]
+    return [
+        (torch.randn(samples, width, dtype=dtype), torch.randn(samples, width, dtype=dtype))
+        for _ in range(count)
+    ]
 
 
 def size_of(name, p, m, k=2):
@@ -46,12 +52,15 @@ def size_of(name, p, m, k=2):
 
 @pytest.mark.parametrize("recompute", Recompute)
 @pytest.mark.parametrize(
-    "optimizer", [SGD, partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.Adam, torch.optim.AdamW]
+    "optimizer",
+    [SGD, partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.Adam, torch.optim.AdamW],
 )
 @pytest.mark.parametrize("name", FLUSH)
 def test_every_gradient_equals_the_reference(name, optimizer, recompute):
     schedule = size_of(name, 3, 4)
-    result = run(schedule, stages(schedule.stages), batches(2), F.mse_loss, optimizer, recompute=recompute)
+    result = run(
+        schedule, stages(schedule.stages), batches(2), F.mse_loss, optimizer, recompute=recompute
+    )
     assert result.check.passed
     assert result.check.max_rel < 1e-12
     assert len(result.losses) == 2
@@ -70,7 +79,13 @@ def test_all_small_sizes_with_uneven_micro_batches(case, extra):
 def test_float32_stays_within_its_tolerance():
     schedule = make("pipedream_flush", 4, 8, batches=5)
     args = dict(dtype=torch.float32, width=32)
-    result = run(schedule, stages(4, **args), batches(5, 16, **args), F.mse_loss, partial(torch.optim.Adam, lr=1e-2))
+    result = run(
+        schedule,
+        stages(4, **args),
+        batches(5, 16, **args),
+        F.mse_loss,
+        partial(torch.optim.Adam, lr=1e-2),
+    )
     assert result.check.tolerance == 1e-4
     assert result.check.max_rel < 1e-5
 
@@ -79,13 +94,17 @@ def test_all_flush_schedules_train_the_same_weights_and_leave_the_stages_alone()
     modules, data = stages(4), batches(3)
     before = [p.clone() for s in modules for p in s.parameters()]
     results = [
-        run(make(n, 4, 4, batches=3), modules, data, F.mse_loss, SGD) for n in ("inter_layer", "gpipe", "pipedream_flush")
+        run(make(n, 4, 4, batches=3), modules, data, F.mse_loss, SGD)
+        for n in ("inter_layer", "gpipe", "pipedream_flush")
     ]
     for other in results[1:]:
         for mine, theirs in zip(results[0].weights, other.weights, strict=True):
             assert all(torch.allclose(mine[k], theirs[k], rtol=1e-12) for k in mine)
         assert other.losses == pytest.approx(results[0].losses, rel=1e-12)
-    assert all(torch.equal(a, b) for a, b in zip(before, (p for s in modules for p in s.parameters()), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(before, (p for s in modules for p in s.parameters()), strict=True)
+    )
     assert not any(p.grad is not None for s in modules for p in s.parameters())
 
 
@@ -131,10 +150,21 @@ def test_trees_of_tensors_between_stages():
 def test_layers_in_place_without_weights_and_frozen():
     odd = stages(4)
     odd[1] = nn.Sequential(nn.ReLU(inplace=True))
-    odd[2] = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), nn.ReLU(inplace=True), nn.Linear(6, 6, dtype=torch.float64))
+    odd[2] = nn.Sequential(
+        nn.Linear(6, 6, dtype=torch.float64),
+        nn.ReLU(inplace=True),
+        nn.Linear(6, 6, dtype=torch.float64),
+    )
     odd[3].requires_grad_(False)
     for recompute in Recompute:
-        result = run(make("pipedream_flush", 4, 4, batches=2), odd, batches(2), F.mse_loss, SGD, recompute=recompute)
+        result = run(
+            make("pipedream_flush", 4, 4, batches=2),
+            odd,
+            batches(2),
+            F.mse_loss,
+            SGD,
+            recompute=recompute,
+        )
         assert result.check.passed
         assert torch.equal(result.weights[3]["0.weight"], odd[3][0].weight)
 
@@ -183,14 +213,23 @@ def test_activation_bytes_are_measured_not_read_from_the_table():
     result = run(make("gpipe", 4, 4), stages(4), batches(1), F.mse_loss, SGD)
     for device in range(4):
         weights = sum(p.nbytes for p in stages(1)[0].parameters())
-        assert result.memory.over_time(device)[1][:, -1].tolist() == [weights, 0, 0, 0, 0, 0]  # all else is given back
+        assert result.memory.over_time(device)[1][:, -1].tolist() == [
+            weights,
+            0,
+            0,
+            0,
+            0,
+            0,
+        ]  # all else is given back
 
 
 @pytest.mark.parametrize("name", ["gpipe", "pipedream_flush", "pipedream", "pipedream_2bw"])
 def test_memory_is_measured_by_cause_as_predicted(name):
     size = sum(p.nbytes for p in stages(1)[0].parameters())
     schedule = make(name, 3, 4, batches=3)
-    result = run(schedule, stages(3), batches(3), F.l1_loss, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    result = run(
+        schedule, stages(3), batches(3), F.l1_loss, partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    )
     costs = Costs(weights=size, optimizer=size)
     predicted = pipelab.memory(simulate(schedule, costs), costs)
     for cause in ("weights", "versions", "optimizer"):
@@ -223,7 +262,9 @@ def test_what_a_stage_sent_on_is_not_kept():
             return x[:, :6]
 
     result = run(make("gpipe", 2, 4), [Big(), Small()], batches(1), F.mse_loss, SGD)
-    assert result.memory.peak("activations")[0] == 4 * 2 * 6 * 8  # its inputs, not its outputs of a hundred times the size
+    assert (
+        result.memory.peak("activations")[0] == 4 * 2 * 6 * 8
+    )  # its inputs, not its outputs of a hundred times the size
 
 
 def test_a_paced_run_shows_the_predicted_times():
@@ -262,7 +303,9 @@ def test_a_dump_can_be_recomputed_with_numpy_alone(schedule, reads, tmp_path):
     torch.manual_seed(0)
     linear = [nn.Linear(6, 6, bias=False, dtype=torch.float64) for _ in range(2)]
     result = run(schedule, linear, batches(3), F.mse_loss, SGD, dump=tmp_path / "dump")
-    start, data = (load_file(tmp_path / "dump" / f"{name}.safetensors") for name in ("initial", "batches"))
+    start, data = (
+        load_file(tmp_path / "dump" / f"{name}.safetensors") for name in ("initial", "batches")
+    )
     first, second = [start["0.weight"]], [start["1.weight"]]  # by version
     per_batch = schedule.updates // 3
     found = []
@@ -301,7 +344,12 @@ def test_stages_on_a_gpu(devices):
 class Failing(nn.Module):
     def __init__(self, at, fail):
         super().__init__()
-        self.w, self.calls, self.at, self.fail = nn.Parameter(torch.ones(6, dtype=torch.float64)), 0, at, fail
+        self.w, self.calls, self.at, self.fail = (
+            nn.Parameter(torch.ones(6, dtype=torch.float64)),
+            0,
+            at,
+            fail,
+        )
 
     def forward(self, x):
         self.calls += 1
@@ -319,7 +367,9 @@ def test_a_stage_that_raises_ends_the_run_with_its_own_traceback(where):
     modules = stages(4)
     modules[where] = Failing(1, explode)
     before = threading.active_count()
-    with pytest.raises(RunError, match=f"device {where}, action {where}F1: ZeroDivisionError: by design") as error:
+    with pytest.raises(
+        RunError, match=f"device {where}, action {where}F1: ZeroDivisionError: by design"
+    ) as error:
         run(make("gpipe", 4, 4), modules, batches(1), F.mse_loss, SGD)
     assert (error.value.device, str(error.value.action)) == (where, f"{where}F1")
     frames = []
@@ -334,7 +384,11 @@ def test_a_stage_that_raises_ends_the_run_with_its_own_traceback(where):
 class Slow(nn.Module):
     def __init__(self, seconds=0.05):
         super().__init__()
-        self.w, self.calls, self.seconds = nn.Parameter(torch.ones(6, dtype=torch.float64)), [], seconds
+        self.w, self.calls, self.seconds = (
+            nn.Parameter(torch.ones(6, dtype=torch.float64)),
+            [],
+            seconds,
+        )
 
     def __deepcopy__(self, memo):
         return self  # so that the test sees the calls
@@ -357,8 +411,13 @@ class Half(nn.Module):
     ids=["shape", "type"],
 )
 def test_what_does_not_fit_between_stages_is_named(first, given, backend):
-    with pytest.raises(RunError, match=rf"device 1, action 1F0: RuntimeError: mat1 and mat2 .*it was given {given}\)") as error:
-        run(make("gpipe", 2, 4), [first, stages(1)[0]], batches(1), F.mse_loss, SGD, backend=backend)
+    with pytest.raises(
+        RunError,
+        match=rf"device 1, action 1F0: RuntimeError: mat1 and mat2 .*it was given {given}\)",
+    ) as error:
+        run(
+            make("gpipe", 2, 4), [first, stages(1)[0]], batches(1), F.mse_loss, SGD, backend=backend
+        )
     assert (error.value.device, str(error.value.action)) == (1, "1F0")
 
 
@@ -371,7 +430,16 @@ def test_a_loss_that_is_no_number_ends_the_run(bad, backend):
     message = r"device 1, action 1F6: FloatingPointError: the loss of micro-batch 6 \(batch 1\) is (nan|inf)"
     with pytest.raises(RunError, match=message):
         run(make("gpipe", 2, 4, batches=2), modules, data, F.mse_loss, SGD, backend=backend)
-    going_on = run(make("gpipe", 2, 4, batches=2), modules, data, F.mse_loss, SGD, backend=backend, finite=False, check=False)
+    going_on = run(
+        make("gpipe", 2, 4, batches=2),
+        modules,
+        data,
+        F.mse_loss,
+        SGD,
+        backend=backend,
+        finite=False,
+        check=False,
+    )
     assert np.isfinite(going_on.losses[0])
     assert not np.isfinite(going_on.losses[1])
 
@@ -397,7 +465,14 @@ def test_an_interrupt_stops_all_work_and_leaves_no_thread_behind(devices):
 def test_a_failing_stage_stops_the_others_before_their_next_action(pace):
     slow = Slow()
     with pytest.raises(RunError, match="device 1, action 1F0"):
-        run(make("gpipe", 2, 200), [slow, Failing(0, explode)], batches(1, 200), F.mse_loss, SGD, pace=pace)
+        run(
+            make("gpipe", 2, 200),
+            [slow, Failing(0, explode)],
+            batches(1, 200),
+            F.mse_loss,
+            SGD,
+            pace=pace,
+        )
     assert len(slow.calls) < 20
 
 
@@ -433,7 +508,9 @@ class Leaky(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.inner = nn.Sequential(nn.LeakyReLU(0.5, inplace=True), nn.Linear(6, 6, dtype=torch.float64))
+        self.inner = nn.Sequential(
+            nn.LeakyReLU(0.5, inplace=True), nn.Linear(6, 6, dtype=torch.float64)
+        )
 
     def forward(self, x):
         return self.inner(x)
@@ -443,7 +520,14 @@ class Leaky(nn.Module):
 def test_a_first_layer_in_place_changes_neither_the_data_nor_the_rerun(recompute):
     data = batches(2)
     copies = [x.clone() for x, _ in data]
-    result = run(make("gpipe", 2, 4, batches=2), [Leaky(), Leaky()], data, F.mse_loss, SGD, recompute=recompute)
+    result = run(
+        make("gpipe", 2, 4, batches=2),
+        [Leaky(), Leaky()],
+        data,
+        F.mse_loss,
+        SGD,
+        recompute=recompute,
+    )
     assert result.check.passed
     assert all(torch.equal(x, copy) for (x, _), copy in zip(data, copies, strict=True))
 
@@ -464,14 +548,22 @@ class Attention(nn.Module):
 def test_gradients_that_are_zero_in_theory_do_not_fail_the_check(dtype):
     torch.manual_seed(0)
     modules = [Attention(dtype), nn.Linear(6, 6, dtype=dtype)]
-    result = run(make("gpipe", 2, 4, batches=2), modules, batches(2, dtype=dtype), F.mse_loss, torch.optim.Adam)
+    result = run(
+        make("gpipe", 2, 4, batches=2),
+        modules,
+        batches(2, dtype=dtype),
+        F.mse_loss,
+        torch.optim.Adam,
+    )
     assert result.check.passed, result.check
 
 
 @pytest.mark.parametrize("foreach", [False, True])
 def test_an_optimizer_that_works_in_the_gradients_memory(foreach):
     nesterov = partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=foreach)
-    assert run(make("gpipe", 2, 2, batches=3), stages(2), batches(3), F.mse_loss, nesterov).check.passed
+    assert run(
+        make("gpipe", 2, 2, batches=3), stages(2), batches(3), F.mse_loss, nesterov
+    ).check.passed
 
 
 @pytest.mark.parametrize("name", ["gpipe", "pipedream"])
@@ -497,8 +589,16 @@ def test_counts_that_are_no_whole_numbers_and_targets_without_samples():
 
     ((x, y),) = batches(1)
     assert run(make("gpipe", 2, 4), stages(2), [(x, (y, weights))], weighted, SGD).check.passed
-    assert run(make("gpipe", 2, 4), stages(2), [(x, None)], lambda output, _: output.square().mean(), SGD).check.passed
-    scaled = run(make("gpipe", 2, 4), stages(2), [(x, (torch.tensor(2.0), y))], lambda o, t: F.mse_loss(o, t[1]) * t[0], SGD)
+    assert run(
+        make("gpipe", 2, 4), stages(2), [(x, None)], lambda output, _: output.square().mean(), SGD
+    ).check.passed
+    scaled = run(
+        make("gpipe", 2, 4),
+        stages(2),
+        [(x, (torch.tensor(2.0), y))],
+        lambda o, t: F.mse_loss(o, t[1]) * t[0],
+        SGD,
+    )
     assert scaled.check.passed
 
 
@@ -510,7 +610,10 @@ def test_frozen_models_and_a_caller_without_gradients():
 
 
 def test_one_update_for_several_batches():
-    rows = [[a._replace(microbatch=0) if a.kind is pipelab.Kind.U else a for a in row] for row in make("gpipe", 2, 4).rows]
+    rows = [
+        [a._replace(microbatch=0) if a.kind is pipelab.Kind.U else a for a in row]
+        for row in make("gpipe", 2, 4).rows
+    ]
     schedule = Schedule("accumulate", rows, (0, 1), microbatches=2, batches=2, per_update=4)
     result = run(schedule, stages(2), batches(2), F.mse_loss, SGD)
     assert result.check.passed
@@ -553,9 +656,10 @@ def test_dumps_of_odd_tensors_and_places(tmp_path, monkeypatch):
 # ---- without a flush
 
 WITHOUT_FLUSH = {
-    "stashing": make("pipedream", 4, 6, batches=2), "vertical sync": make("pipedream", 4, 6, batches=2, reads=Reads.FIRST),
+    "stashing": make("pipedream", 4, 6, batches=2),
+    "vertical sync": make("pipedream", 4, 6, batches=2, reads=Reads.FIRST),
     "2bw": make("pipedream_2bw", 4, 6, batches=4),
-}  # fmt: skip
+}
 ADAM = partial(torch.optim.Adam, lr=1e-2)
 
 
@@ -570,7 +674,15 @@ def decaying(parameters):
 def test_asynchronous_schedules_follow_their_papers_rule(rule, optimizer, clip):
     schedule = WITHOUT_FLUSH[rule]
     for recompute in Recompute:
-        result = run(schedule, stages(4), batches(schedule.batches, 13), F.mse_loss, optimizer, clip=clip, recompute=recompute)
+        result = run(
+            schedule,
+            stages(4),
+            batches(schedule.batches, 13),
+            F.mse_loss,
+            optimizer,
+            clip=clip,
+            recompute=recompute,
+        )
         assert result.check.passed, result.check
         assert result.check.max_rel < 1e-12
         assert result.check.rule.lower().replace("weight ", "").startswith(rule)
@@ -590,21 +702,31 @@ def test_clipping_is_over_all_stages_with_a_flush(name):
     clipped = run(schedule, modules, batches(1), F.mse_loss, SGD, clip=1e-3)
     assert clipped.check.passed
     before = [s.state_dict() for s in modules]
-    moved = [(a[k] - b[k]).square().sum() for a, b in zip(before, clipped.weights, strict=True) for k in a]
+    moved = [
+        (a[k] - b[k]).square().sum()
+        for a, b in zip(before, clipped.weights, strict=True)
+        for k in a
+    ]
     assert sum(moved).sqrt() == pytest.approx(0.1 * 1e-3, rel=1e-2)
 
 
 def test_clipping_refuses_a_table_that_would_wait_for_itself():
     early = Schedule.from_grid("# devices=1\n0F0 1F0 1B0 1U0 0B0 0U0")
     assert run(early, stages(2), batches(1), F.mse_loss, SGD).check.passed
-    with pytest.raises(ValueError, match="clip: 1U0 on device 0 would wait for a stage whose backward comes later"):
+    with pytest.raises(
+        ValueError, match="clip: 1U0 on device 0 would wait for a stage whose backward comes later"
+    ):
         run(early, stages(2), batches(1), F.mse_loss, SGD, clip=1.0)
 
 
 @st.composite
 def random_tables(draw):
     """Valid tables of no known schedule: random orders of a random run, updates after every group."""
-    p, per_update, groups = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    p, per_update, groups = (
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+    )
     v = draw(st.integers(1, 2))
     n, total = p * v, per_update * groups
     todo = [[(s, k) for s in range(n) for k in range(total) if s % p == d] for d in range(p)]
@@ -626,7 +748,9 @@ def random_tables(draw):
         row = rows[s % p]
         row.append(pipelab.Action(s, kind, k))
         group = k // per_update
-        if kind is backward and all((backward, s, j) in done for j in range(group * per_update, (group + 1) * per_update)):
+        if kind is backward and all(
+            (backward, s, j) in done for j in range(group * per_update, (group + 1) * per_update)
+        ):
             row.append(pipelab.Action(s, pipelab.Kind.U, group))
     return Schedule("random", rows, tuple(s % p for s in range(n)), total, per_update=per_update)
 
@@ -634,7 +758,14 @@ def random_tables(draw):
 @settings(max_examples=int(os.environ.get("PIPELAB_FUZZ", "60")))
 @given(random_tables(), st.sampled_from(Recompute))
 def test_random_tables_equal_the_reference(schedule, recompute):
-    result = run(schedule, stages(schedule.stages, 3), batches(1, schedule.total + 1, 3), F.mse_loss, SGD, recompute=recompute)
+    result = run(
+        schedule,
+        stages(schedule.stages, 3),
+        batches(1, schedule.total + 1, 3),
+        F.mse_loss,
+        SGD,
+        recompute=recompute,
+    )
     assert result.check.passed, result.check
     assert result.weight_versions == schedule.weight_versions
 
@@ -656,16 +787,28 @@ NORM = nn.BatchNorm1d(6, dtype=torch.float64)
         ({"schedule": make("gpipe", 2, 2).with_transfers()}, "has its transfers written out"),
         ({"stages": stages(3)}, "3 modules for the 2 stages of gpipe: give one per stage"),
         ({"stages": [stages(1)[0], "x"]}, "stage 1 is a str"),
-        ({"stages": [nn.Sequential(NORM), nn.Sequential(NORM)]}, "stages 0 and 1 share the buffer 0.running_mean"),
         (
-            {"stages": [nn.Sequential(SHARED), nn.Sequential(SHARED)], "schedule": make("pipedream", 2, 2)},
+            {"stages": [nn.Sequential(NORM), nn.Sequential(NORM)]},
+            "stages 0 and 1 share the buffer 0.running_mean",
+        ),
+        (
+            {
+                "stages": [nn.Sequential(SHARED), nn.Sequential(SHARED)],
+                "schedule": make("pipedream", 2, 2),
+            },
             "stages 0 and 1 share the weight 0.weight, and pipedream updates without a flush",
         ),
-        ({"replicas": 2, "schedule": make("pipedream", 2, 2)}, "replicas=2 with pipedream, which updates without a flush"),
+        (
+            {"replicas": 2, "schedule": make("pipedream", 2, 2)},
+            "replicas=2 with pipedream, which updates without a flush",
+        ),
         ({"replicas": 0}, "replicas=0: give a whole number"),
         ({"autocast": torch.float16}, "autocast=torch.float16: use torch.bfloat16"),
         ({"stop": 1}, "stop=1 without save loses the work"),
-        ({"schedule": make("gpipe", 2, 2).forward_only()}, "has only forwards: use pipelab.evaluate"),
+        (
+            {"schedule": make("gpipe", 2, 2).forward_only()},
+            "has only forwards: use pipelab.evaluate",
+        ),
         ({"batches": batches(2)}, "2 batches for a table of 1: build the schedule with batches=2"),
         ({"batches": batches(1, samples=1)}, "batch 0 has 1 samples for 2 micro-batches"),
         ({"batches": [(torch.ones(4, 6), torch.ones(5, 6))]}, r"tensors have \[4, 5\] samples"),
@@ -676,7 +819,13 @@ NORM = nn.BatchNorm1d(6, dtype=torch.float64)
     ],
 )
 def test_arguments_that_do_not_fit(change, message):
-    arguments = dict(schedule=make("gpipe", 2, 2), stages=stages(2), batches=batches(1), loss=F.mse_loss, optimizer=SGD)
+    arguments = dict(
+        schedule=make("gpipe", 2, 2),
+        stages=stages(2),
+        batches=batches(1),
+        loss=F.mse_loss,
+        optimizer=SGD,
+    )
     with pytest.raises(ValueError, match=message):
         run(**arguments | change)
 
@@ -697,7 +846,9 @@ def test_weights_are_compared_too():
 
 def test_the_mlp_splits_and_runs():
     layers = mlp(layers=5, width=6)
-    result = run(make("gpipe", 2, 2), split(layers, [2, 3]), batches(1, dtype=torch.float32), F.mse_loss, SGD)
+    result = run(
+        make("gpipe", 2, 2), split(layers, [2, 3]), batches(1, dtype=torch.float32), F.mse_loss, SGD
+    )
     assert result.check.passed
     with pytest.raises(ValueError, match=r"balance \[2, 2\] for 5 layers"):
         split(layers, [2, 2])

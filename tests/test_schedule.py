@@ -27,7 +27,10 @@ def test_what_parses_is_what_is_printed(text):
     assert str(action) == text
 
 
-@pytest.mark.parametrize("text", ["1F0junk", "F0", "1F", "1X0", " 1F0", "01F0", "1F00", "-1F0", "1f0", "1F0\n", "١F0", ""])
+@pytest.mark.parametrize(
+    "text",
+    ["1F0junk", "F0", "1F", "1X0", " 1F0", "01F0", "1F00", "-1F0", "1f0", "1F0\n", "١F0", ""],
+)
 def test_only_whole_cells_parse(text):
     with pytest.raises(ScheduleError, match="is not an action: write <stage><kind><micro-batch>"):
         Action.parse(text)
@@ -96,7 +99,10 @@ def test_broken_text_is_named_by_row_and_cell(text, message):
         ({"rows": ((Action(0.7, Kind.F, 0),), ())}, "row 0, cell 0: .* is not an Action"),
         ({"rows": ((Action(None, Kind.F, 0),), ())}, "row 0, cell 0: .* is not an Action"),
         ({"rows": ((Action(0, Kind.F, 0),), ())}, "2 micro-batches for a table of 1 actions"),
-        ({"rows": ((Action(5, Kind.F, 0), Action(0, Kind.F, 0)), ())}, "stage 5 is not among stages 0 to 1"),
+        (
+            {"rows": ((Action(5, Kind.F, 0), Action(0, Kind.F, 0)), ())},
+            "stage 5 is not among stages 0 to 1",
+        ),
         ({"rows": ((Action(0, Kind.F, 2), Action(0, Kind.F, 0)), ())}, "number 2 is not in 0 to 1"),
         ({"rows": ((Action(0, Kind.U, 1), Action(0, Kind.F, 0)), ())}, "number 1 is not in 0 to 0"),
         ({"rows": ((Action(0, Kind.F, -1), Action(0, Kind.F, 0)), ())}, "number -1"),
@@ -111,7 +117,9 @@ def test_versions_by_each_rule():
     stash = make("pipedream", 3, 6)
     assert stash.versions.tolist() == [[0, 0, 0, 1, 2, 3], [0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]]
     assert replace(stash, reads=Reads.FIRST).versions.tolist() == [[0, 0, 0, 1, 2, 3]] * 3
-    assert make("pipedream_2bw", 2, 2, batches=4).versions.tolist() == [[0, 0, 0, 0, 1, 1, 2, 2]] * 2
+    assert (
+        make("pipedream_2bw", 2, 2, batches=4).versions.tolist() == [[0, 0, 0, 0, 1, 1, 2, 2]] * 2
+    )
     assert make("gpipe", 2, 2, batches=3).versions.tolist() == [[0, 0, 1, 1, 2, 2]] * 2
 
 
@@ -120,7 +128,9 @@ def test_only_pipedream_and_2bw_are_asynchronous(case):
     schedule = case[0]
     if schedule.name in ("pipedream", "pipedream_2bw"):
         late = schedule.versions != np.arange(schedule.total) // schedule.per_update
-        assert schedule.asynchronous == bool(late.any() or schedule.per_update < schedule.microbatches)
+        assert schedule.asynchronous == bool(
+            late.any() or schedule.per_update < schedule.microbatches
+        )
     else:
         assert not schedule.asynchronous
 
@@ -131,7 +141,11 @@ def test_a_table_with_transfers_is_safe_for_rendezvous(case):
     spread = validate(schedule.with_transfers())
     compute = tuple(tuple(a for a in row if a.kind <= Kind.U) for row in spread.rows)
     assert compute == schedule.rows
-    crossing = sum(a != b for a, b in zip(schedule.placement[:-1], schedule.placement[1:], strict=True)) * schedule.total * 2
+    crossing = (
+        sum(a != b for a, b in zip(schedule.placement[:-1], schedule.placement[1:], strict=True))
+        * schedule.total
+        * 2
+    )
     sends = sum(a.kind in (Kind.SEND_F, Kind.SEND_B) for row in spread.rows for a in row)
     assert sends == crossing
     if crossing:

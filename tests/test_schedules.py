@@ -58,7 +58,10 @@ def test_peaks_and_versions_are_the_closed_forms(case):
     if schedule.name != "interleaved" or m % p == 0:
         assert schedule.peak_in_flight == [theory.in_flight(d, p, m, v, batches) for d in range(p)]
     else:
-        assert all(peak <= theory.in_flight(d, p, m, v, batches) for d, peak in enumerate(schedule.peak_in_flight))
+        assert all(
+            peak <= theory.in_flight(d, p, m, v, batches)
+            for d, peak in enumerate(schedule.peak_in_flight)
+        )
 
 
 @given(tables(names=("pipedream",)))
@@ -89,7 +92,10 @@ def test_interleaved_where_p_does_not_divide_m(m, makespan):
 @given(tables(names=("interleaved",)))
 def test_interleaved_with_one_chunk_is_1f1b(case):
     _, p, m, _, batches = case
-    assert make("interleaved", p, m, virtual=1, batches=batches).rows == make("pipedream_flush", p, m, batches=batches).rows
+    assert (
+        make("interleaved", p, m, virtual=1, batches=batches).rows
+        == make("pipedream_flush", p, m, batches=batches).rows
+    )
 
 
 @given(tables())
@@ -99,7 +105,9 @@ def test_more_batches_are_the_same_batch_again(case):
         return
     one, two = make(schedule.name, p, m, virtual=v), make(schedule.name, p, m, virtual=v, batches=2)
     for row, twice in zip(one.rows, two.rows, strict=True):
-        shifted = [a._replace(microbatch=a.microbatch + (1 if a.kind is Kind.U else m)) for a in row]
+        shifted = [
+            a._replace(microbatch=a.microbatch + (1 if a.kind is Kind.U else m)) for a in row
+        ]
         assert list(row) + shifted == list(twice)
 
 
@@ -119,5 +127,7 @@ def test_bad_sizes_and_names(arguments, message):
 
 
 def test_chunks_are_for_interleaved_alone():
-    with pytest.raises(ScheduleError, match="virtual=2: gpipe has one stage a device; use interleaved"):
+    with pytest.raises(
+        ScheduleError, match="virtual=2: gpipe has one stage a device; use interleaved"
+    ):
         make("gpipe", 4, 8, virtual=2)

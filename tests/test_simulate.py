@@ -27,7 +27,10 @@ PUBLISHED = [
 def test_published_bubble_rates(p, m, v, f, b, w, c, rate, chunked):
     costs = Costs(forward=f, input_grad=b, weight_grad=w, transfer=c)
     assert round(simulate(make("pipedream_flush", p, m), costs).bubble.of_span, 4) == rate
-    assert round(simulate(make("interleaved", p, m, virtual=v), costs.split(v)).bubble.of_span, 4) == chunked
+    assert (
+        round(simulate(make("interleaved", p, m, virtual=v), costs.split(v)).bubble.of_span, 4)
+        == chunked
+    )
 
 
 # Table 8: two chunks a stage, per chunk in microseconds.
@@ -74,10 +77,13 @@ def test_the_makespan_is_the_longest_path(case, data):
     n = schedule.stages
     per_stage = st.lists(numbers, min_size=n, max_size=n)
     costs = Costs(
-        forward=data.draw(per_stage), input_grad=data.draw(per_stage), weight_grad=data.draw(per_stage),
-        update=data.draw(numbers), transfer=data.draw(st.lists(numbers, min_size=n - 1, max_size=n - 1)) or 0.0,
+        forward=data.draw(per_stage),
+        input_grad=data.draw(per_stage),
+        weight_grad=data.draw(per_stage),
+        update=data.draw(numbers),
+        transfer=data.draw(st.lists(numbers, min_size=n - 1, max_size=n - 1)) or 0.0,
         recompute=data.draw(st.sampled_from(Recompute)),
-    )  # fmt: skip
+    )
     assert simulate(schedule, costs).makespan == pytest.approx(longest_path(schedule, costs))
 
 
@@ -90,11 +96,14 @@ def longest_path(schedule: Schedule, costs: Costs) -> float:
             return value[a.stage] if isinstance(value, tuple) else value
 
         last = a.microbatch % schedule.microbatches == schedule.microbatches - 1
-        rerun = costs.recompute is Recompute.ALWAYS or (costs.recompute is Recompute.EXCEPT_LAST and not last)
+        rerun = costs.recompute is Recompute.ALWAYS or (
+            costs.recompute is Recompute.EXCEPT_LAST and not last
+        )
         return {
-            Kind.F: of("forward"), Kind.U: of("update"),
+            Kind.F: of("forward"),
+            Kind.U: of("update"),
             Kind.B: of("input_grad") + of("weight_grad") + rerun * of("forward"),
-        }[a.kind]  # fmt: skip
+        }[a.kind]
 
     def link(s, t):
         if schedule.placement[s] == schedule.placement[t]:
@@ -110,7 +119,9 @@ def longest_path(schedule: Schedule, costs: Costs) -> float:
         for a in row:
             other = a.stage + {Kind.F: -1, Kind.B: 1, Kind.U: schedule.stages}[a.kind]
             if 0 <= other < schedule.stages:
-                graph.add_edge((a._replace(stage=other), "end"), (a, "start"), weight=link(a.stage, other))
+                graph.add_edge(
+                    (a._replace(stage=other), "end"), (a, "start"), weight=link(a.stage, other)
+                )
     return networkx.dag_longest_path_length(graph, default_weight=0.0)
 
 
@@ -146,7 +157,13 @@ def test_time_is_linear_in_the_table():
         s = make("pipedream_flush", 8, m)
         Counting.reads = 0
         count = s.bounds[-1]
-        earliest(s.bounds, Counting(s.needs.tolist()), s.columns.device.tolist(), [1] * count, [0] * count)
+        earliest(
+            s.bounds,
+            Counting(s.needs.tolist()),
+            s.columns.device.tolist(),
+            [1] * count,
+            [0] * count,
+        )
         assert Counting.reads <= 2 * count
 
 

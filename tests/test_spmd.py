@@ -38,7 +38,10 @@ def layer(w, x):
 
 def layers(count, width=WIDTH, seed=0):
     random = np.random.default_rng(seed)
-    return [{"a": random.normal(size=(width, width)) / 2, "b": random.normal(size=width)} for _ in range(count)]
+    return [
+        {"a": random.normal(size=(width, width)) / 2, "b": random.normal(size=width)}
+        for _ in range(count)
+    ]
 
 
 def samples(count, width=WIDTH):
@@ -65,8 +68,12 @@ def check(stage, stages, x, p, m, v=1, remat=False, limit=1e-5):
     """Output and all gradients equal those of the stages one after another."""
     pipeline = spmd_pipeline(stage, devices=cpu(p), microbatches=m, virtual=v, remat=remat)
     rows = stack(stages, v)
-    wanted, (stages_grad, x_grad) = jax.jit(jax.value_and_grad(lambda w, x: value(plain(stage, w, x)), (0, 1)))(stages, x)
-    found, (rows_grad, pipelined) = jax.jit(jax.value_and_grad(lambda w, x: value(pipeline(w, x)), (0, 1)))(rows, x)
+    wanted, (stages_grad, x_grad) = jax.jit(
+        jax.value_and_grad(lambda w, x: value(plain(stage, w, x)), (0, 1))
+    )(stages, x)
+    found, (rows_grad, pipelined) = jax.jit(
+        jax.value_and_grad(lambda w, x: value(pipeline(w, x)), (0, 1))
+    )(rows, x)
     assert gap(found, wanted) < limit
     assert gap(unstack(rows_grad, v), stages_grad) < limit
     assert gap(pipelined, x_grad) < limit
@@ -76,7 +83,18 @@ def check(stage, stages, x, p, m, v=1, remat=False, limit=1e-5):
 
 
 @pytest.mark.parametrize(
-    ("p", "m", "v"), [(1, 1, 1), (1, 3, 2), (2, 5, 1), (4, 2, 1), (4, 8, 1), (8, 8, 1), (4, 4, 2), (3, 7, 3), (2, 5, 4)]
+    ("p", "m", "v"),
+    [
+        (1, 1, 1),
+        (1, 3, 2),
+        (2, 5, 1),
+        (4, 2, 1),
+        (4, 8, 1),
+        (8, 8, 1),
+        (4, 4, 2),
+        (3, 7, 3),
+        (2, 5, 4),
+    ],
 )
 def test_gradients_are_those_of_the_plain_stack(p, m, v):
     stages, x = jax.tree.map(np.float32, (layers(p * v), samples(2 * m)))
@@ -86,10 +104,23 @@ def test_gradients_are_those_of_the_plain_stack(p, m, v):
 @settings(max_examples=6)
 @given(st.data())
 def test_gradients_in_double_precision(data):
-    p, v, remat = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3)), data.draw(st.booleans())
+    p, v, remat = (
+        data.draw(st.integers(1, 4)),
+        data.draw(st.integers(1, 3)),
+        data.draw(st.booleans()),
+    )
     m = data.draw(st.integers(p if v > 1 else 1, 7))
     with jax.enable_x64(True):
-        check(layer, layers(p * v), samples(m * data.draw(st.integers(1, 2))), p, m, v, remat, limit=1e-10)
+        check(
+            layer,
+            layers(p * v),
+            samples(m * data.draw(st.integers(1, 2))),
+            p,
+            m,
+            v,
+            remat,
+            limit=1e-10,
+        )
 
 
 @pytest.mark.parametrize("v", [1, 2])
@@ -106,13 +137,18 @@ def test_pytrees_and_integers_go_round():
         return {"h": jnp.tanh(h @ w["a"] + w["table"][seen % 3]), "seen": (seen + 1,)}
 
     random = np.random.default_rng(0)
-    stages = [{"a": random.normal(size=(4, 4)), "table": random.normal(size=(3, 4))} for _ in range(6)]
+    stages = [
+        {"a": random.normal(size=(4, 4)), "table": random.normal(size=(3, 4))} for _ in range(6)
+    ]
     x = {"h": samples(8, 4), "seen": (np.arange(8),)}
     with jax.enable_x64(True):
         pipeline = spmd_pipeline(stage, devices=cpu(3), microbatches=4, virtual=2)
         assert pipeline(stack(stages, 2), x)["seen"][0].tolist() == [k + 6 for k in range(8)]
         grad = jax.grad(lambda w: value(pipeline(w, x)["h"]))(stack(stages, 2))
-        assert gap(unstack(grad, 2), jax.grad(lambda w: value(plain(stage, w, x)["h"]))(stages)) < 1e-10
+        assert (
+            gap(unstack(grad, 2), jax.grad(lambda w: value(plain(stage, w, x)["h"]))(stages))
+            < 1e-10
+        )
 
 
 def test_what_overflows_in_the_bubble_reaches_no_gradient():
@@ -125,16 +161,22 @@ def test_what_overflows_in_the_bubble_reaches_no_gradient():
     stages = [{"number": np.float64(s), "scale": np.float64(1 + s / 8)} for s in range(6)]
     h, turn = samples(8, 4), np.zeros(8, np.int32)
     with jax.enable_x64(True):
-        wanted = jax.jit(jax.grad(lambda w, h: value(plain(stage, w, {"h": h, "turn": turn})["h"]), (0, 1)))(stages, h)
+        wanted = jax.jit(
+            jax.grad(lambda w, h: value(plain(stage, w, {"h": h, "turn": turn})["h"]), (0, 1))
+        )(stages, h)
         for p, v in ((6, 1), (3, 2)):
             pipeline = spmd_pipeline(stage, devices=cpu(p), microbatches=4, virtual=v)
-            rows, h_grad = jax.grad(lambda w, h: value(pipeline(w, {"h": h, "turn": turn})["h"]), (0, 1))(stack(stages, v), h)  # noqa: B023
+            rows, h_grad = jax.grad(
+                lambda w, h: value(pipeline(w, {"h": h, "turn": turn})["h"]), (0, 1)
+            )(stack(stages, v), h)  # noqa: B023
             assert gap((unstack(rows, v), h_grad), wanted) < 1e-10
 
 
 def test_a_stage_may_hold_a_scan_and_be_differentiated_forward():
     def stage(w, x):
-        total, x = jax.lax.scan(lambda c, w: (c + jnp.sum(w), jnp.tanh(x @ w)), jnp.zeros((), x.dtype), w)
+        total, x = jax.lax.scan(
+            lambda c, w: (c + jnp.sum(w), jnp.tanh(x @ w)), jnp.zeros((), x.dtype), w
+        )
         return x[-1] + total
 
     stages, x = list(np.random.default_rng(0).normal(size=(4, 2, WIDTH, WIDTH)) / 4), samples(6)
@@ -142,7 +184,9 @@ def test_a_stage_may_hold_a_scan_and_be_differentiated_forward():
         check(stage, stages, x, 4, 3, limit=1e-10)
         pipeline = spmd_pipeline(stage, devices=cpu(4), microbatches=3)
         found = jax.jvp(lambda x: pipeline(stack(stages), x), (x,), (np.ones_like(x),))
-        assert gap(found, jax.jvp(lambda x: plain(stage, stages, x), (x,), (np.ones_like(x),))) < 1e-10
+        assert (
+            gap(found, jax.jvp(lambda x: plain(stage, stages, x), (x,), (np.ones_like(x),))) < 1e-10
+        )
 
 
 def test_layers_before_and_after_with_tied_weights():
@@ -164,9 +208,18 @@ def test_layers_before_and_after_with_tied_weights():
         step = spmd_value_and_grad(pipeline, loss, before=embed, after=head)
         found, gradients = step(Parameters(stack(stages, 2), {"words": words}), tokens, target)
         wanted, (stages_grad, rest_grad) = jax.value_and_grad(
-            lambda stages, rest: loss(head(rest, plain(layer, stages, embed(rest, tokens))), target), (0, 1)
+            lambda stages, rest: loss(
+                head(rest, plain(layer, stages, embed(rest, tokens))), target
+            ),
+            (0, 1),
         )(stages, {"words": words})
-        assert gap((found, unstack(gradients.stages, 2), gradients.rest), (wanted, stages_grad, rest_grad)) < 1e-10
+        assert (
+            gap(
+                (found, unstack(gradients.stages, 2), gradients.rest),
+                (wanted, stages_grad, rest_grad),
+            )
+            < 1e-10
+        )
 
 
 def test_parameters_stay_on_their_devices():
@@ -194,7 +247,10 @@ def test_other_axes_of_a_mesh_stay_automatic():
 def test_unstack_inverts_stack(count, virtual):
     stages = layers(count)
     rows = stack(stages, virtual)
-    assert rows["a"].shape == ((count,) if virtual == 1 else (virtual, count // virtual)) + (WIDTH, WIDTH)
+    assert rows["a"].shape == ((count,) if virtual == 1 else (virtual, count // virtual)) + (
+        WIDTH,
+        WIDTH,
+    )
     assert gap(unstack(rows, virtual), stages) < 1e-6
 
 
@@ -206,7 +262,10 @@ def scans(jaxpr):
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan":
             first, count = carry_of(equation)
-            yield equation.params["length"], [v.aval.shape for v in equation.invars[first : first + count]]
+            yield (
+                equation.params["length"],
+                [v.aval.shape for v in equation.invars[first : first + count]],
+            )
         for inner in jaxprs_in_params(equation.params):
             yield from scans(inner)
 
@@ -216,10 +275,14 @@ def test_one_scan_of_so_many_iterations(p, m, v):
     pipeline = spmd_pipeline(layer, devices=cpu(p), microbatches=m, virtual=v)
     rows, x = stack(layers(p * v), v), jnp.asarray(samples(m))
     assert iterations(p, m, v) == m * v + p - 1
-    assert [length for length, _ in scans(jax.make_jaxpr(pipeline)(rows, x).jaxpr)] == [iterations(p, m, v)]
+    assert [length for length, _ in scans(jax.make_jaxpr(pipeline)(rows, x).jaxpr)] == [
+        iterations(p, m, v)
+    ]
     backward = jax.make_jaxpr(jax.grad(lambda w: value(pipeline(w, x))))(rows).jaxpr
     assert [length for length, _ in scans(backward)] == [iterations(p, m, v)] * 2
-    if v == 1:  # what is carried along may be copied in every iteration: gradients of weights and one micro-batch, not m
+    if (
+        v == 1
+    ):  # what is carried along may be copied in every iteration: gradients of weights and one micro-batch, not m
         assert {shape for _, carry in scans(backward) for shape in carry} <= {
             (),
             (1, WIDTH),
@@ -253,15 +316,28 @@ def test_the_devices_do_what_the_table_says(p, m, v):
     met = []
 
     def stage(w, x):
-        jax.debug.callback(lambda *seen: met.append(tuple(int(np.ravel(a)[0]) for a in seen)), w, x["microbatch"], x["passed"])
+        jax.debug.callback(
+            lambda *seen: met.append(tuple(int(np.ravel(a)[0]) for a in seen)),
+            w,
+            x["microbatch"],
+            x["passed"],
+        )
         return x | {"passed": x["passed"] + 1}
 
     pipeline = spmd_pipeline(stage, devices=cpu(p), microbatches=m, virtual=v)
-    pipeline(stack([np.int32(s) for s in range(p * v)], v), {"microbatch": np.arange(m), "passed": np.zeros(m, np.int32)})
+    pipeline(
+        stack([np.int32(s) for s in range(p * v)], v),
+        {"microbatch": np.arange(m), "passed": np.zeros(m, np.int32)},
+    )
     jax.effects_barrier()
     assert len(met) == p * iterations(p, m, v)
     done = {(s, k) for s, k, passed in met if passed == s}
-    planned = [(a.stage, a.microbatch) for row in table(p, m, v).rows for a in row if a.kind is pipelab.Kind.F]
+    planned = [
+        (a.stage, a.microbatch)
+        for row in table(p, m, v).rows
+        for a in row
+        if a.kind is pipelab.Kind.F
+    ]
     assert done >= set(planned)
     assert len(met) - len(planned) == round(wasted(p, m, v) * len(met))
 
@@ -271,7 +347,13 @@ def test_the_devices_do_what_the_table_says(p, m, v):
 
 def temporary(m, v=1, remat=False, width=64, p=2):
     """Bytes of a gradient's compiled program, nothing but shapes given; one sample a micro-batch."""
-    pipeline = spmd_pipeline(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w), devices=cpu(p), microbatches=m, virtual=v, remat=remat)
+    pipeline = spmd_pipeline(
+        lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w),
+        devices=cpu(p),
+        microbatches=m,
+        virtual=v,
+        remat=remat,
+    )
     shape = (p, width, width) if v == 1 else (v, p, width, width)
     w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (shape, (m, width)))
     return compiled_bytes(jax.grad(lambda w, x: value(pipeline(w, x))), w, x).temporary
@@ -281,7 +363,9 @@ def temporary(m, v=1, remat=False, width=64, p=2):
 def test_activations_are_kept_for_every_iteration(p, m, v):
     """Recomputation keeps x alone. Without it two tanhs keep what their slopes need, and one's y is multiplied on; for
     garbage too."""
-    slope = len(jax.tree.leaves(jax.vjp(jnp.tanh, 0.0)[1]))  # y and 1 - y, or since jax 0.11 their product alone
+    slope = len(
+        jax.tree.leaves(jax.vjp(jnp.tanh, 0.0)[1])
+    )  # y and 1 - y, or since jax 0.11 their product alone
     arrays = (temporary(m, v, p=p) - temporary(m, v, remat=True, p=p)) / (4 * 64)
     assert arrays == pytest.approx((2 + slope) * iterations(p, m, v), rel=0.1)
 
@@ -295,8 +379,13 @@ def test_circular_keeps_no_copy_of_the_weights():
 
 
 def run(stages=None, x=None, stage=layer, virtual=1, **options):
-    pipeline = spmd_pipeline(stage, **{"devices": cpu(2), "microbatches": 4, "virtual": virtual} | options)
-    return pipeline(stack(layers(2 * virtual), virtual) if stages is None else stages, samples(8) if x is None else x)
+    pipeline = spmd_pipeline(
+        stage, **{"devices": cpu(2), "microbatches": 4, "virtual": virtual} | options
+    )
+    return pipeline(
+        stack(layers(2 * virtual), virtual) if stages is None else stages,
+        samples(8) if x is None else x,
+    )
 
 
 def other(**changes):
@@ -306,34 +395,71 @@ def other(**changes):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: stack(other(b=np.zeros(5))), r"stage 1\['b'\] is float32\[5\], stage 0's is float32\[6\]: one SPMD program"),
-        (lambda: stack(other(b=np.zeros(6, int))), r"stage 1\['b'\] is int32\[6\], stage 0's is float32"),
+        (
+            lambda: stack(other(b=np.zeros(5))),
+            r"stage 1\['b'\] is float32\[5\], stage 0's is float32\[6\]: one SPMD program",
+        ),
+        (
+            lambda: stack(other(b=np.zeros(6, int))),
+            r"stage 1\['b'\] is int32\[6\], stage 0's is float32",
+        ),
         (lambda: stack(other(c=np.zeros(6))), r"stage 1 is PyTreeDef.*'c'.*, stage 0 is PyTreeDef"),
         (lambda: stack([]), "0 stages with virtual=1: give a multiple of 1, at least one"),
         (lambda: stack(layers(3), 2), "3 stages with virtual=2: give a multiple of 2"),
-        (lambda: run(stage=lambda w, x: x[:, :5]), r"the stage's output is .*\[2, 5\], its input's is .*\[2, 6\]: .*before or"),
-        (lambda: run(stage=lambda w, x: x.sum() > 0), r"the stage's output is bool\[\], its input's is float32\[2, 6\]"),
-        (lambda: run(stage=lambda w, x: (x, x)), "the stage's output is PyTreeDef.*, its input is PyTreeDef"),
-        (lambda: run(stages=stack(layers(3))), r"parameters\['a'\] has shape \(3, 6, 6\), .*\(devices\) = \(2,\): .*2 stages"),
-        (lambda: run(stages=stack(layers(4)), virtual=2), r"\(virtual, devices\) = \(2, 2\): .*stages, virtual=2\), from 4"),
-        (lambda: run(virtual=2, microbatches=1), "microbatches=1 on 2 devices with virtual=2: .* at least 2 micro-batches"),
+        (
+            lambda: run(stage=lambda w, x: x[:, :5]),
+            r"the stage's output is .*\[2, 5\], its input's is .*\[2, 6\]: .*before or",
+        ),
+        (
+            lambda: run(stage=lambda w, x: x.sum() > 0),
+            r"the stage's output is bool\[\], its input's is float32\[2, 6\]",
+        ),
+        (
+            lambda: run(stage=lambda w, x: (x, x)),
+            "the stage's output is PyTreeDef.*, its input is PyTreeDef",
+        ),
+        (
+            lambda: run(stages=stack(layers(3))),
+            r"parameters\['a'\] has shape \(3, 6, 6\), .*\(devices\) = \(2,\): .*2 stages",
+        ),
+        (
+            lambda: run(stages=stack(layers(4)), virtual=2),
+            r"\(virtual, devices\) = \(2, 2\): .*stages, virtual=2\), from 4",
+        ),
+        (
+            lambda: run(virtual=2, microbatches=1),
+            "microbatches=1 on 2 devices with virtual=2: .* at least 2 micro-batches",
+        ),
         (lambda: run(x=samples(6)), "a batch of 6 for 4 micro-batches: give a multiple of 4"),
-        (lambda: run(x={"h": samples(8), "n": np.zeros(4)}), r"x\['n'\] has shape \(4,\): .* the same first dimension"),
+        (
+            lambda: run(x={"h": samples(8), "n": np.zeros(4)}),
+            r"x\['n'\] has shape \(4,\): .* the same first dimension",
+        ),
         (lambda: run(x=np.float32(3)), r"x has shape \(\)"),
         (lambda: run(x={}), "x has no arrays"),
-        (lambda: run(devices=999), r'devices=999, and jax has \d+ \(\w+\): .*"jax_num_cpu_devices", 999'),
+        (
+            lambda: run(devices=999),
+            r'devices=999, and jax has \d+ \(\w+\): .*"jax_num_cpu_devices", 999',
+        ),
         (lambda: run(devices=cpu(1) * 2), "name at least one, and none twice"),
         (lambda: run(devices=[]), "name at least one"),
         (lambda: run(devices=0), "devices=0: give a whole number"),
         (lambda: run(microbatches=0), "microbatches=0: give a whole number"),
-        (lambda: run(devices=Mesh(np.array(cpu(2)), ("x",))), r"the mesh has axes \('x',\), not 'stage'"),
         (
-            lambda: run(devices=jax.make_mesh((2,), ("stage",), axis_types=(AxisType.Explicit,), devices=cpu(2))),
+            lambda: run(devices=Mesh(np.array(cpu(2)), ("x",))),
+            r"the mesh has axes \('x',\), not 'stage'",
+        ),
+        (
+            lambda: run(
+                devices=jax.make_mesh(
+                    (2,), ("stage",), axis_types=(AxisType.Explicit,), devices=cpu(2)
+                )
+            ),
             r"axes of type Explicit: make it with axis_types=\(AxisType.Auto,\) \* 1",
         ),
         (lambda: iterations(4, 2, 2), "microbatches=2 on 4 devices with virtual=2"),
     ],
-)  # fmt: skip
+)
 def test_errors_say_where_and_what_to_do(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -14,9 +14,13 @@ from tests.conftest import tables
 from tests.test_explain import flat, lay
 
 costs = st.builds(
-    Costs, forward=st.floats(0.1, 3), input_grad=st.floats(0.1, 3), weight_grad=st.floats(0.1, 3),
-    transfer=st.floats(0, 2), update=st.floats(0, 1),
-)  # fmt: skip
+    Costs,
+    forward=st.floats(0.1, 3),
+    input_grad=st.floats(0.1, 3),
+    weight_grad=st.floats(0.1, 3),
+    transfer=st.floats(0, 2),
+    update=st.floats(0, 1),
+)
 
 
 @given(tables(largest=5), costs)
@@ -80,7 +84,15 @@ def test_versions_are_a_column():
 
 def test_the_frame_has_a_row_per_action():
     frame = simulate(make("gpipe", 2, 2)).to_frame()
-    assert list(frame.columns) == ["device", "stage", "kind", "microbatch", "version", "start", "end"]
+    assert list(frame.columns) == [
+        "device",
+        "stage",
+        "kind",
+        "microbatch",
+        "version",
+        "start",
+        "end",
+    ]
     assert frame[frame.kind == "B"].end.max() == 9
     assert len(frame) == 10
 
@@ -98,7 +110,9 @@ def test_the_trace_has_transfers_and_arrows():
     assert {e["dur"] for e in moves} == {0.5e6}
     starts, ends = ({e["id"]: e for e in events if e["ph"] == phase} for phase in "sf")
     assert starts.keys() == ends.keys()
-    assert all(starts[i]["pid"] != ends[i]["pid"] and starts[i]["ts"] <= ends[i]["ts"] for i in starts)
+    assert all(
+        starts[i]["pid"] != ends[i]["pid"] and starts[i]["ts"] <= ends[i]["ts"] for i in starts
+    )
 
 
 def test_a_table_with_transfers_has_no_hidden_ones():
@@ -116,7 +130,9 @@ def test_a_table_with_transfers_has_no_hidden_ones():
 def test_fit_recovers_the_costs(case):
     schedule = case[0]
     n = schedule.stages
-    costs = Costs(forward=[1 + s for s in range(n)], input_grad=2, weight_grad=2, update=0.25, transfer=0.5)
+    costs = Costs(
+        forward=[1 + s for s in range(n)], input_grad=2, weight_grad=2, update=0.25, transfer=0.5
+    )
     found = fit(simulate(schedule, costs))
     assert np.allclose(found.forward, costs.forward)
     assert np.allclose(found.input_grad, 2)
@@ -130,7 +146,9 @@ def test_fit_predicts_other_tables_with_the_time_lost(case, other, lost):
         return
     found = fit(lay(seen, flat(seen), 0.5, lost))
     # The very first action starts the clock, so what it loses does not show.
-    assert simulate(other, found).makespan == pytest.approx(lay(other, flat(other), 0.5, lost).makespan + lost)
+    assert simulate(other, found).makespan == pytest.approx(
+        lay(other, flat(other), 0.5, lost).makespan + lost
+    )
 
 
 def test_fit_averages_what_varies_and_leaves_out_the_warm_up():
@@ -138,7 +156,9 @@ def test_fit_averages_what_varies_and_leaves_out_the_warm_up():
     duration = flat(schedule)
     first = schedule.columns.microbatch == 0
     duration[first & (schedule.columns.kind == Kind.F)] *= 20
-    duration[schedule.position[Kind.B, 1, 4]] += 0.7  # one of eight backwards, within 1.5 times the median
+    duration[schedule.position[Kind.B, 1, 4]] += (
+        0.7  # one of eight backwards, within 1.5 times the median
+    )
     found = fit(lay(schedule, duration))
     assert found.forward == pytest.approx([1, 1.25])
     assert np.add(found.input_grad, found.weight_grad) == pytest.approx([1.5, 1.75 + 0.7 / 8])
@@ -147,12 +167,16 @@ def test_fit_averages_what_varies_and_leaves_out_the_warm_up():
 def test_fit_tells_lost_time_from_latency():
     schedule = make("gpipe", 2, 3)
     wait = np.zeros(schedule.bounds[-1])
-    wait[schedule.position[Kind.F, 0, 1:]] = 0.2  # two of device 0's; of device 1's none waits but for its input
+    wait[schedule.position[Kind.F, 0, 1:]] = (
+        0.2  # two of device 0's; of device 1's none waits but for its input
+    )
     wait[schedule.position[Kind.F, 1, 0]] = wait[schedule.position[Kind.B, 0, 0]] = 3
     wait[schedule.position[Kind.U, 1, 0]] = 50  # an update may wait for other stages: no time lost
     t = lay(schedule, flat(schedule, 10), 0.5, wait)
     fed = [i for i in schedule.crossing if t.arrived[i] > t.end[i - 1] or i in schedule.bounds]
-    prompt = [i for i in range(len(wait)) if i not in (*fed, *schedule.bounds) and t.kind[i] != Kind.U]
+    prompt = [
+        i for i in range(len(wait)) if i not in (*fed, *schedule.bounds) and t.kind[i] != Kind.U
+    ]
     lost = 0.4 / len(prompt)
     found = fit(t)
     assert found.forward == pytest.approx([10, 10.25])
@@ -176,7 +200,11 @@ def test_fit_divides_the_bytes_of_a_shared_device_evenly():
     schedule = make("interleaved", 2, 4, virtual=2)
     costs = Costs(weights=[1, 2, 3, 4], optimizer=[0, 0, 8, 6])
     found = fit(t := simulate(schedule), memory(t, costs))
-    assert (found.weights, found.optimizer, found.activations) == ((2, 3, 2, 3), (4, 3, 4, 3), (0, 0, 0, 0))
+    assert (found.weights, found.optimizer, found.activations) == (
+        (2, 3, 2, 3),
+        (4, 3, 4, 3),
+        (0, 0, 0, 0),
+    )
 
 
 def test_fit_refuses_what_does_not_fit():
@@ -189,5 +217,7 @@ def test_fit_refuses_what_does_not_fit():
 
 def test_the_summary_says_what_the_picture_shows():
     words = simulate(make("interleaved", 4, 8, virtual=2)).summary()
-    assert words.startswith("interleaved, simulated: 4 devices, 8 stages, 8 micro-batches. Makespan 57")
+    assert words.startswith(
+        "interleaved, simulated: 4 devices, 8 stages, 8 micro-batches. Makespan 57"
+    )
     assert "15.8% of all device time is idle (18.8% over ideal)" in words

@@ -21,14 +21,29 @@ def test_an_exported_table_runs_in_torchs_runtime(name, m, tmp_path):
     torch.save(modules, tmp_path / "stages.pt")
     torch.save(data[0], tmp_path / "batch.pt")
     worker = Path(__file__).with_name("torch_runtime_worker.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", worker, tmp_path, str(m)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        worker,
+        tmp_path,
+        str(m),
+    ]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=120, env=environment
+    )
     assert done.returncode == 0, done.stderr[-4000:]
-    theirs = {k: g for rank in range(2) for k, g in torch.load(tmp_path / f"gradients{rank}.pt").items()}
+    theirs = {
+        k: g for rank in range(2) for k, g in torch.load(tmp_path / f"gradients{rank}.pt").items()
+    }
     x, y = data[0]
     F.mse_loss(torch.nn.Sequential(*modules)(x), y).backward()
-    ours = {f"{s}.{n}": p.grad for s, module in enumerate(modules) for n, p in module.named_parameters()}
+    ours = {
+        f"{s}.{n}": p.grad for s, module in enumerate(modules) for n, p in module.named_parameters()
+    }
     assert theirs.keys() == ours.keys()
     for name, gradient in ours.items():
         assert torch.allclose(theirs[name], gradient, rtol=1e-12, atol=1e-15), name

@@ -85,19 +85,39 @@ def test_a_weight_in_two_places_of_one_stage_keeps_its_versions():
 def residual(count=6):
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6, dtype=torch.float64) for _ in range(count)]
-    return with_skips([layers[0], Stash("far"), layers[1], Stash("near"), layers[2], Pop("near"), nn.Tanh(), *layers[3:],
-                       Pop("far", torch.mul)])  # fmt: skip
+    return with_skips(
+        [
+            layers[0],
+            Stash("far"),
+            layers[1],
+            Stash("near"),
+            layers[2],
+            Pop("near"),
+            nn.Tanh(),
+            *layers[3:],
+            Pop("far", torch.mul),
+        ]
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("balance", [[2, 2, 7], [3, 4, 4], [1, 9, 1], [11]])
 def test_skips_cross_any_cut(balance, backend):
     layers = residual()
-    result = run(make("pipedream_flush", len(balance), 4), split(layers, balance), batches(1), F.mse_loss, SGD, backend=backend)
+    result = run(
+        make("pipedream_flush", len(balance), 4),
+        split(layers, balance),
+        batches(1),
+        F.mse_loss,
+        SGD,
+        backend=backend,
+    )
     assert result.check.passed
     x, y = batches(1)[0]
     with torch.no_grad():
-        assert result.losses[0] == pytest.approx(float(F.mse_loss(nn.Sequential(*layers)(x), y)), rel=1e-12)
+        assert result.losses[0] == pytest.approx(
+            float(F.mse_loss(nn.Sequential(*layers)(x), y)), rel=1e-12
+        )
 
 
 @pytest.mark.parametrize(
@@ -121,8 +141,16 @@ def dropping(count=3, rate=0.4):
 
 
 @pytest.mark.parametrize("recompute", Recompute)
-@pytest.mark.parametrize("rule", [("gpipe", None), ("interleaved", None), ("pipedream", None), ("pipedream", Reads.FIRST),
-                                  ("pipedream_2bw", None)])  # fmt: skip
+@pytest.mark.parametrize(
+    "rule",
+    [
+        ("gpipe", None),
+        ("interleaved", None),
+        ("pipedream", None),
+        ("pipedream", Reads.FIRST),
+        ("pipedream_2bw", None),
+    ],
+)
 def test_dropout_is_the_same_again_and_in_the_reference(rule, recompute):
     schedule = make(rule[0], 3, 3, batches=2, reads=rule[1])
     result = run(schedule, dropping(), batches(2, 9), F.mse_loss, SGD, recompute=recompute, seed=1)
@@ -149,7 +177,12 @@ def test_dropout_drawn_anew_by_recomputation_fails_the_check(monkeypatch):
 def test_dropout_of_one_seed_does_not_depend_on_schedule_or_backend():
     arguments = (dropping(), batches(2, 9), F.mse_loss, SGD)
     one = run(make("gpipe", 3, 3, batches=2), *arguments, seed=1)
-    assert run(make("pipedream_flush", 3, 3, batches=2), *arguments, seed=1, backend="processes").losses == one.losses
+    assert (
+        run(
+            make("pipedream_flush", 3, 3, batches=2), *arguments, seed=1, backend="processes"
+        ).losses
+        == one.losses
+    )
     assert run(make("gpipe", 3, 3, batches=2), *arguments, seed=2).losses != one.losses
     before = torch.get_rng_state()
     torch.manual_seed(1)
@@ -174,7 +207,15 @@ def test_a_forward_that_draws_by_itself_needs_a_seed():
 
     modules = [Noisy(6, 6, dtype=torch.float64) for _ in range(2)]
     assert not run(make("gpipe", 2, 2), modules, batches(1), F.mse_loss, SGD).check.passed
-    assert run(make("gpipe", 2, 2), modules, batches(1), F.mse_loss, SGD, seed=0, recompute=Recompute.ALWAYS).check.passed
+    assert run(
+        make("gpipe", 2, 2),
+        modules,
+        batches(1),
+        F.mse_loss,
+        SGD,
+        seed=0,
+        recompute=Recompute.ALWAYS,
+    ).check.passed
 
 
 def test_batch_norm_is_over_micro_batches():
@@ -197,7 +238,16 @@ def test_autocast_to_bfloat16(backend):
         return F.mse_loss(y, target)
 
     schedule = make("pipedream_flush", 3, 4, batches=2)
-    result = run(schedule, modules, data, loss, ADAMW, autocast=torch.bfloat16, backend=backend, recompute=Recompute.ALWAYS)
+    result = run(
+        schedule,
+        modules,
+        data,
+        loss,
+        ADAMW,
+        autocast=torch.bfloat16,
+        backend=backend,
+        recompute=Recompute.ALWAYS,
+    )
     assert result.check.passed
     assert result.check.tolerance == 3e-2
     assert set(seen) == {torch.bfloat16}
@@ -214,11 +264,18 @@ def test_autocast_to_bfloat16(backend):
 
 
 @settings(max_examples=25)
-@given(tables(names=FLUSH, largest=3), st.integers(2, 3), st.integers(0, 4), st.sampled_from([None, 1e-2]))
+@given(
+    tables(names=FLUSH, largest=3),
+    st.integers(2, 3),
+    st.integers(0, 4),
+    st.sampled_from([None, 1e-2]),
+)
 def test_replicas_train_as_one(case, replicas, extra, clip):
     schedule, _, m, _, k = case
     data = batches(k, samples=m * replicas + extra)
-    result = run(schedule, stages(schedule.stages), data, F.mse_loss, ADAMW, replicas=replicas, clip=clip)
+    result = run(
+        schedule, stages(schedule.stages), data, F.mse_loss, ADAMW, replicas=replicas, clip=clip
+    )
     assert result.check.passed, result.check
     assert len(result.replicas) == replicas
     assert len(result.microbatch_losses) == schedule.total * replicas
@@ -229,7 +286,13 @@ def test_replicas_train_as_one(case, replicas, extra, clip):
 def test_replicas_on_processes_with_tied_weights_dropout_and_clipping():
     modules = tied(2)
     modules[0].append(nn.Dropout(0.3))
-    arguments = (make("pipedream_flush", 2, 2, batches=2), modules, batches(2, 9), F.mse_loss, ADAMW)
+    arguments = (
+        make("pipedream_flush", 2, 2, batches=2),
+        modules,
+        batches(2, 9),
+        F.mse_loss,
+        ADAMW,
+    )
     result = run(*arguments, replicas=2, clip=1e-2, backend="processes")
     assert result.check.passed
     assert result.check.max_rel < 1e-9
@@ -239,7 +302,9 @@ def test_replicas_on_processes_with_tied_weights_dropout_and_clipping():
 
 
 def test_ranks_are_laid_out_as_in_deepspeeds_topology():
-    topology = pytest.importorskip("deepspeed.runtime.pipe.topology").PipeDataParallelTopology(num_pp=3, num_dp=2)
+    topology = pytest.importorskip("deepspeed.runtime.pipe.topology").PipeDataParallelTopology(
+        num_pp=3, num_dp=2
+    )
     from pipelab.executors.torch_job import TorchJob
 
     def rank(row, replica):
@@ -255,7 +320,9 @@ def test_replicas_that_differ_fail_the_check(monkeypatch):
         return parts
 
     monkeypatch.setattr(Mailboxes, "sum_over_replicas", forget_the_others)
-    assert not run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD, replicas=2).check.passed
+    assert not run(
+        make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD, replicas=2
+    ).check.passed
 
 
 # ---- evaluation
@@ -264,11 +331,15 @@ def test_replicas_that_differ_fail_the_check(monkeypatch):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_evaluation_is_the_forwards_alone(backend):
     modules, data = dropping(), batches(2, 10)
-    result = evaluate(make("pipedream_flush", 3, 4, batches=2), modules, data, F.mse_loss, backend=backend)
+    result = evaluate(
+        make("pipedream_flush", 3, 4, batches=2), modules, data, F.mse_loss, backend=backend
+    )
     assert result.check.passed
     whole = copy.deepcopy(nn.Sequential(*modules)).eval()
     with torch.no_grad():
-        assert result.losses == pytest.approx([float(F.mse_loss(whole(x), y)) for x, y in data], rel=1e-12)
+        assert result.losses == pytest.approx(
+            [float(F.mse_loss(whole(x), y)) for x, y in data], rel=1e-12
+        )
     assert result.timeline.schedule.bounds[-1] == 3 * 8
     assert all(m.training for m in modules)
 
@@ -297,21 +368,39 @@ def test_an_evaluation_keeps_nothing_for_a_backward():
 
 # ---- checkpoints
 
-RULES = [("gpipe", None), ("pipedream_flush", None), ("interleaved", None), ("pipedream", None), ("pipedream", Reads.FIRST),
-         ("pipedream_2bw", None)]  # fmt: skip
+RULES = [
+    ("gpipe", None),
+    ("pipedream_flush", None),
+    ("interleaved", None),
+    ("pipedream", None),
+    ("pipedream", Reads.FIRST),
+    ("pipedream_2bw", None),
+]
 
 
 def momentum(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True)
 
 
-WAYS = [("threads", SGD), ("threads", momentum), ("threads", ADAMW), ("threads", decaying), ("processes", ADAMW)]
+WAYS = [
+    ("threads", SGD),
+    ("threads", momentum),
+    ("threads", ADAMW),
+    ("threads", decaying),
+    ("processes", ADAMW),
+]
 
 
-@pytest.mark.parametrize(("backend", "optimizer"), WAYS, ids=["sgd", "momentum", "adamw", "scheduled", "adamw-processes"])
+@pytest.mark.parametrize(
+    ("backend", "optimizer"), WAYS, ids=["sgd", "momentum", "adamw", "scheduled", "adamw-processes"]
+)
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_stopped_and_resumed_is_not_stopped(rule, optimizer, backend, tmp_path):
-    schedule, modules, data = make(rule[0], 3, 3, batches=5, reads=rule[1]), dropping(), batches(5, 9)
+    schedule, modules, data = (
+        make(rule[0], 3, 3, batches=5, reads=rule[1]),
+        dropping(),
+        batches(5, 9),
+    )
     arguments = (schedule, modules, data, F.mse_loss, optimizer)
     whole = run(*arguments, seed=5)
     a = run(*arguments, save=tmp_path / "a", stop=1, seed=5, backend=backend)
@@ -330,11 +419,21 @@ def test_stopped_and_resumed_is_not_stopped(rule, optimizer, backend, tmp_path):
 def test_an_asynchronous_checkpoint_holds_every_version_that_is_still_read(tmp_path):
     from safetensors import safe_open
 
-    run(make("pipedream", 3, 3, batches=4), stages(3), batches(4, 9), F.mse_loss, SGD, save=tmp_path / "c", stop=2)
+    run(
+        make("pipedream", 3, 3, batches=4),
+        stages(3),
+        batches(4, 9),
+        F.mse_loss,
+        SGD,
+        save=tmp_path / "c",
+        stop=2,
+    )
     versions = []
     for s in range(3):
         with safe_open(tmp_path / "c" / f"stage_{s:03}.safetensors", "pt") as file:
-            versions.append(sorted({int(k.split("/")[1]) for k in file.keys() if k.startswith("weights/")}))  # noqa: SIM118
+            versions.append(
+                sorted({int(k.split("/")[1]) for k in file.keys() if k.startswith("weights/")})
+            )  # noqa: SIM118
     assert versions == [[4, 5, 6], [5, 6], [6]]
 
 
@@ -355,7 +454,8 @@ def test_a_flush_goes_on_with_other_stages(balance, tmp_path):
     assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-12)
     flat = [t for stage in whole.weights for t in stage.values()]
     assert all(
-        torch.allclose(a, b, rtol=1e-9) for a, b in zip(flat, (t for s in rest.weights for t in s.values()), strict=True)
+        torch.allclose(a, b, rtol=1e-9)
+        for a, b in zip(flat, (t for s in rest.weights for t in s.values()), strict=True)
     )
 
 
@@ -364,14 +464,28 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     run(schedule, stages(2), batches(2), F.mse_loss, SGD, save=tmp_path / "c", stop=1)
 
     def resume(folder="c", schedule=schedule, modules=None):
-        run(schedule, modules or stages(schedule.stages), batches(schedule.batches), F.mse_loss, SGD, resume=tmp_path / folder)
+        run(
+            schedule,
+            modules or stages(schedule.stages),
+            batches(schedule.batches),
+            F.mse_loss,
+            SGD,
+            resume=tmp_path / folder,
+        )
 
     with pytest.raises(ValueError, match=r"missing holds no checkpoint"):
         resume("missing")
     with pytest.raises(ValueError, match="was made by another table than pipedream"):
         resume(schedule=make("pipedream", 4, 2, batches=2))
-    with pytest.raises(ValueError, match=r"weight 0.weight of stage 0 is \(5, 6\) in the model and \(6, 6\) in"):
-        resume(modules=[nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6)).double(), stages(1)[0]])
+    with pytest.raises(
+        ValueError, match=r"weight 0.weight of stage 0 is \(5, 6\) in the model and \(6, 6\) in"
+    ):
+        resume(
+            modules=[
+                nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6)).double(),
+                stages(1)[0],
+            ]
+        )
     with pytest.raises(ValueError, match="there is nothing left to do"):
         resume(schedule=make("pipedream", 2, 2))
     with pytest.raises(ValueError, match=r"stop=3: give a batch after 0, at most 2"):
@@ -388,5 +502,12 @@ def test_a_run_that_fails_leaves_no_checkpoint_behind(tmp_path):
             raise ZeroDivisionError
 
     with pytest.raises(RuntimeError):
-        run(make("gpipe", 2, 2), [stages(1)[0], Bad(6, 6)], batches(1), F.mse_loss, SGD, save=tmp_path / "c")
+        run(
+            make("gpipe", 2, 2),
+            [stages(1)[0], Bad(6, 6)],
+            batches(1),
+            F.mse_loss,
+            SGD,
+            save=tmp_path / "c",
+        )
     assert list(tmp_path.iterdir()) == []

@@ -33,9 +33,18 @@ CASES = [
     (edited(GPIPE, 0, lambda row: row.append(row[0])), "0F0 stands twice on device 0"),
     (edited(GPIPE, 0, swap("0F0", "0B0")), "0B0 stands before 0F0 on device 0"),
     (edited(GPIPE, 0, swap("0B1", "0U0")), "0U0 stands before 0B1 on device 0"),
-    (edited(GPIPE, 0, lambda row: row.append(Action(0, Kind.W, 0))), "stage 0 has a full backward B and also I or W"),
-    (edited(make("gpipe", 2, 1, batches=2), 0, lambda row: row.insert(2, row.pop(4))), "0B1 stands before 0F1"),
-    (edited(make("gpipe", 2, 1, batches=2), 0, lambda row: row.append(row.pop(2))), "0B1 stands before 0U0"),
+    (
+        edited(GPIPE, 0, lambda row: row.append(Action(0, Kind.W, 0))),
+        "stage 0 has a full backward B and also I or W",
+    ),
+    (
+        edited(make("gpipe", 2, 1, batches=2), 0, lambda row: row.insert(2, row.pop(4))),
+        "0B1 stands before 0F1",
+    ),
+    (
+        edited(make("gpipe", 2, 1, batches=2), 0, lambda row: row.append(row.pop(2))),
+        "0B1 stands before 0U0",
+    ),
 ]
 
 
@@ -75,7 +84,10 @@ def test_the_shortest_wait_for_cycle():
     with pytest.raises(ScheduleError, match="deadlock") as error:
         validate(Schedule.from_grid(grid))
     first, drawing = str(error.value).split("\n", 1)
-    assert "device 0 holds at 0B0 until 1B0 on device 1; device 1 holds at 1F1 until 0F1 on device 0" in first
+    assert (
+        "device 0 holds at 0B0 until 1B0 on device 1; device 1 holds at 1F1 until 0F1 on device 0"
+        in first
+    )
     assert drawing.count(">") == 2
     assert "device 2" not in first
 
@@ -97,7 +109,8 @@ def test_rendezvous_deadlock_of_a_table_that_queues_would_pass():
         "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1U0",
     )
     with pytest.raises(
-        ScheduleError, match="device 0 holds at 0SEND_F1 until 1RECV_F1 on device 1; device 1 holds at 1SEND_B0"
+        ScheduleError,
+        match="device 0 holds at 0SEND_F1 until 1RECV_F1 on device 1; device 1 holds at 1SEND_B0",
     ):
         validate(Schedule.from_grid("\n".join(rows)))
     compute = "\n".join(" ".join(c for c in row.split() if "_" not in c) for row in rows)
@@ -123,7 +136,8 @@ def test_a_version_must_exist_when_it_is_read():
         "# microbatches=1 batches=3 per_update=1 reads=PREVIOUS placement=0\n0F0 0F1 0F2 0B0 0U0 0B1 0U1 0B2 0U2"
     )
     with pytest.raises(
-        ScheduleError, match=r"0F2 reads weight version 1 \(PREVIOUS\), but its row has made only 0 before it"
+        ScheduleError,
+        match=r"0F2 reads weight version 1 \(PREVIOUS\), but its row has made only 0 before it",
     ) as error:
         validate(two)
     assert ">0F2<" in str(error.value)

@@ -32,13 +32,17 @@ def numbers(explorer, column=2):
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_the_drawing_is_the_simulation(name):
-    explorer = Explorer(name, 3, 4, virtual=2, batches=2, costs=Costs(forward=[1, 2, 1], transfer=0.5, update=0.25))
+    explorer = Explorer(
+        name, 3, 4, virtual=2, batches=2, costs=Costs(forward=[1, 2, 1], transfer=0.5, update=0.25)
+    )
     t, drawn = explorer.timeline, columns(explorer)
     assert t.schedule.name == name
     assert explorer.drawing["timelines"][0]["bounds"] == t.schedule.bounds
     for key in ("start", "end", "stage", "kind", "microbatch", "version"):
         assert drawn[key] == pytest.approx(getattr(t, key))
-    assert (drawn["source"] == t.schedule.inputs).all() and (drawn["taker"] == t.schedule.takers).all()
+    assert (drawn["source"] == t.schedule.inputs).all() and (
+        drawn["taker"] == t.schedule.takers
+    ).all()
 
 
 @pytest.mark.parametrize("transfer", [0, 0.5])
@@ -60,7 +64,9 @@ def test_an_action_starts_when_what_it_waited_for_is_done(name, transfer):
         elif cause == source:
             assert t.start[i] == pytest.approx(there) and there > done
         else:
-            assert cause == i - 1 and not first and t.start[i] == pytest.approx(done) and there < done
+            assert (
+                cause == i - 1 and not first and t.start[i] == pytest.approx(done) and there < done
+            )
         causes.add("both" if cause == BOTH else "input" if cause == source else "row")
     assert causes == {"both", "input", "row"} if transfer == 0 else causes >= {"input", "row"}
 
@@ -126,7 +132,9 @@ def test_sizes_of_memory_have_units():
 def test_memory_strips_reach_the_peak():
     explorer = Explorer("pipedream_2bw", 4, 8, batches=2)
     t, m = explorer.drawing["timelines"][0], memory(explorer.timeline, COSTS)
-    rows = np.frombuffer(base64.b64decode(t["steps"]), "<f4").reshape(1 + len(explorer.drawing["causes"]), -1)
+    rows = np.frombuffer(base64.b64decode(t["steps"]), "<f4").reshape(
+        1 + len(explorer.drawing["causes"]), -1
+    )
     for d in range(4):
         time, *tops = rows[:, t["step_bounds"][d] : t["step_bounds"][d + 1]]
         assert (np.diff(time) > 0).all() and (np.diff(tops, axis=0) >= 0).all()
@@ -176,7 +184,13 @@ def test_set_raises_and_changes_nothing(changes, message):
 
 def test_set_changes_what_the_form_shows():
     explorer = Explorer()
-    explorer.set(schedule="interleaved", virtual=2, forward=[1, 1, 2, 1], weights=1.5, recompute=Recompute.EXCEPT_LAST)
+    explorer.set(
+        schedule="interleaved",
+        virtual=2,
+        forward=[1, 1, 2, 1],
+        weights=1.5,
+        recompute=Recompute.EXCEPT_LAST,
+    )
     assert explorer.settings["forward"] == "1, 1, 2, 1" and explorer.settings["weights"] == "1.5"
     assert explorer.settings["recompute"] == "except_last"
     assert explorer.timeline.schedule.stages == 8
@@ -197,14 +211,20 @@ def test_bad_arguments_raise():
 def test_costs_that_are_not_in_the_form_are_kept():
     explorer = Explorer("gpipe", 2, 4, costs=Costs(speed=2, overhead=1))
     tell(explorer, forward="2")
-    assert explorer.timeline.makespan == simulate(make("gpipe", 2, 4), Costs(forward=2, speed=2, overhead=1)).makespan
+    assert (
+        explorer.timeline.makespan
+        == simulate(make("gpipe", 2, 4), Costs(forward=2, speed=2, overhead=1)).makespan
+    )
     assert set(explorer.settings) >= {*SECONDS, *BYTES, "recompute"}
 
 
 def test_the_form_offers_what_can_be_built():
     choices = Explorer().choices
     assert set(choices["schedules"]) == set(SCHEDULES)
-    assert "interleaved" in choices["chunks"] and set(choices["chunks"]) == set(SCHEDULES) - with_one_chunk()
+    assert (
+        "interleaved" in choices["chunks"]
+        and set(choices["chunks"]) == set(SCHEDULES) - with_one_chunk()
+    )
     assert choices["recompute"] == ["never", "except_last", "always"]
 
 
@@ -246,7 +266,10 @@ def test_a_closed_notebook_shows_a_helpful_line():
     assert repr(explorer) == line
     assert explorer._repr_mimebundle_()[0]["text/plain"] == line
     explorer.set(compare="gpipe", microbatches=8)
-    assert repr(explorer) == "Explorer of inter_layer and gpipe, p=4, m=8: makespan 96; run this cell to change it"
+    assert (
+        repr(explorer)
+        == "Explorer of inter_layer and gpipe, p=4, m=8: makespan 96; run this cell to change it"
+    )
 
 
 def test_a_saved_notebook_has_all_that_is_drawn():
@@ -260,8 +283,14 @@ def test_the_view_is_package_data():
     import tomllib
 
     root = Path(__file__).parent.parent
-    packaged = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["pipelab.widgets"]
-    files = {p.name for p in (root / "pipelab" / "widgets").iterdir() if p.is_file() and p.suffix != ".py"}
+    packaged = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]["pipelab.widgets"]
+    files = {
+        p.name
+        for p in (root / "pipelab" / "widgets").iterdir()
+        if p.is_file() and p.suffix != ".py"
+    }
     assert files == {"explorer.js", "explorer.css"}
     assert all(any(Path(name).match(pattern) for pattern in packaged) for name in files)
 
@@ -272,7 +301,11 @@ def test_the_benchmark_measures_every_size(monkeypatch, capsys):
 
     monkeypatch.setattr(explorer, "chromium", lambda: None)
     assert main(["bench", "explorer", "--repeats", "1"]) in (None, 0)
-    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.endswith("| not measured |")]
+    rows = [
+        line.split(" | ")
+        for line in capsys.readouterr().out.splitlines()
+        if line.endswith("| not measured |")
+    ]
     assert [(name[2:], int(p), int(m)) for name, p, m, *_ in rows] == list(explorer.CASES)
     assert rows[-1][3] == f"{32 * 513:,}"
     assert all(float(row[4].split()[0]) > 0 for row in rows)
@@ -292,7 +325,9 @@ def test_costs_may_be_arrays_and_a_wrong_mode_says_which_there_are():
     explorer = Explorer("gpipe", devices=2, microbatches=2)
     explorer.set(forward=np.array([1.0, 2.5]))
     assert explorer.settings["forward"] == "1, 2.5"
-    with pytest.raises(CostError, match="recompute='sometimes': use one of never, except_last, always"):
+    with pytest.raises(
+        CostError, match="recompute='sometimes': use one of never, except_last, always"
+    ):
         explorer.set(recompute="sometimes")
     explorer.set(recompute=Recompute.ALWAYS, forward=2)
     assert explorer.settings["recompute"] == "always"

@@ -20,7 +20,9 @@ def main(folder: str, microbatches: int) -> None:
     schedule = _PipelineScheduleRuntime(stages, microbatches, loss_fn=F.mse_loss)
     schedule._load_csv(os.path.join(folder, "table.csv"), format="compute_only")
     losses: list = []
-    schedule.step(*([x] if 0 in mine else []), target=y if len(modules) - 1 in mine else None, losses=losses)
+    schedule.step(
+        *([x] if 0 in mine else []), target=y if len(modules) - 1 in mine else None, losses=losses
+    )
     gradients = {f"{s}.{n}": p.grad for s in mine for n, p in modules[s].named_parameters()}
     torch.save(gradients, os.path.join(folder, f"gradients{rank}.pt"))
     dist.destroy_process_group()

@@ -11,7 +11,12 @@ from typing import Any
 from pipelab.bench.jupyter import browser, chromium, lab, open_notebook, run_cells, write_notebook
 from pipelab.bench.measure import machine, spread, table
 
-CASES = (("gpipe", 4, 8), ("pipedream_flush", 8, 32), ("interleaved", 8, 32), ("pipedream_flush", 32, 256))
+CASES = (
+    ("gpipe", 4, 8),
+    ("pipedream_flush", 8, 32),
+    ("interleaved", 8, 32),
+    ("pipedream_flush", 32, 256),
+)
 FORWARDS = (2, 1.5, 1, 3)  # the forward's seconds, changed in turn
 
 # Change a field, wait until the picture has other boxes and is on the screen; milliseconds for each value.
@@ -41,17 +46,37 @@ def report(explorer: Callable[..., Any], repeats: int = 5) -> str:
     python = [_python(one, repeats) for one in shown]
     browser = _browser(repeats) if chromium() else [None] * len(CASES)
     rows = [
-        (name, p, m, f"{len(one.timeline.start):,}", spread(times), spread(seen) if seen else "not measured")
+        (
+            name,
+            p,
+            m,
+            f"{len(one.timeline.start):,}",
+            spread(times),
+            spread(seen) if seen else "not measured",
+        )
         for (name, p, m), one, times, seen in zip(CASES, shown, python, browser, strict=True)
     ]
     lines = [
-        "# Response of the schedule explorer", "",
-        machine("numpy", "anywidget", "jupyterlab", "playwright"), "",
+        "# Response of the schedule explorer",
+        "",
+        machine("numpy", "anywidget", "jupyterlab", "playwright"),
+        "",
         f"Medians of {repeats} changes of the forward's cost (fastest to slowest in brackets). Python: simulate, take the",
         "memory, pack what is drawn. In JupyterLab: from the change of the field to the new picture on the screen, in headless",
-        "Chromium on the same machine: the kernel's work, the messages, the drawing and a frame of waiting.", "",
-        *table(("schedule", "devices", "micro-batches", "actions", "Python (ms)", "in JupyterLab (ms)"), rows),
-    ]  # fmt: skip
+        "Chromium on the same machine: the kernel's work, the messages, the drawing and a frame of waiting.",
+        "",
+        *table(
+            (
+                "schedule",
+                "devices",
+                "micro-batches",
+                "actions",
+                "Python (ms)",
+                "in JupyterLab (ms)",
+            ),
+            rows,
+        ),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -79,7 +104,10 @@ def _browser(repeats: int) -> list[list[float]]:
             page = chrome.new_page(viewport={"width": 1400, "height": 1000})
             open_notebook(page, address, "bench.ipynb")
             run_cells(page, 1)
-            times = page.evaluate(ROUND_TRIPS, ["forward", [str(FORWARDS[k % len(FORWARDS)]) for k in range(repeats + 1)]])
+            times = page.evaluate(
+                ROUND_TRIPS,
+                ["forward", [str(FORWARDS[k % len(FORWARDS)]) for k in range(repeats + 1)]],
+            )
             found.append([ms / 1e3 for ms in times[1:]])
             page.close()
     return found

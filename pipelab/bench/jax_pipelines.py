@@ -17,7 +17,13 @@ import optax
 
 from pipelab.bench.measure import cores, machine, seconds_per_batch, spread, table
 from pipelab.executors.run import run
-from pipelab.executors.spmd import Parameters, compiled_bytes, spmd_pipeline, spmd_value_and_grad, stack
+from pipelab.executors.spmd import (
+    Parameters,
+    compiled_bytes,
+    spmd_pipeline,
+    spmd_value_and_grad,
+    stack,
+)
 from pipelab.schedules import make
 
 OPTIMIZER = optax.sgd(0.01)
@@ -48,7 +54,9 @@ def report(repeats: int = 3, sizes: Sizes = Sizes()) -> str:
     with suppress(RuntimeError):  # too late where jax is in use already
         jax.config.update("jax_num_cpu_devices", sizes.devices)
     if (there := len(jax.devices())) < sizes.devices:
-        raise ValueError(f"{sizes.devices} devices are needed, and jax has {there}: run this in a process of its own")
+        raise ValueError(
+            f"{sizes.devices} devices are needed, and jax has {there}: run this in a process of its own"
+        )
     where = jax.devices()[0]
     rows = []
     for m in sizes.microbatches:
@@ -59,17 +67,24 @@ def report(repeats: int = 3, sizes: Sizes = Sizes()) -> str:
             rows.append((m, name, spread(one.seconds), ratio, f"{one.kept / MIB:.2f}"))
     shared = f", host devices that share {cores()} cores" if where.platform == "cpu" else ""
     lines = [
-        "# Pipelines in JAX", "", machine("jax", "numpy"), "",
+        "# Pipelines in JAX",
+        "",
+        machine("jax", "numpy"),
+        "",
         f"{sizes.devices} devices ({where.device_kind}{shared}), two residual blocks {sizes.width} -> {4 * sizes.width} ->",
         f"{sizes.width} a device, {sizes.samples} samples a micro-batch, float32, mean squared error, SGD. All train one model",
         f"from the same weights to the same loss. Time per batch: the median (fastest to slowest) of {repeats} runs of",
         f"{sizes.batches} batches, in turn, without the first batch; compiled before. A worker's batch is followed by the next",
-        "one without a pause; a program's is waited for.", "",
+        "one without a pause; a program's is waited for.",
+        "",
         "Kept: on the device that keeps most, for a worker the measured residuals of its forwards; for a program what the",
         "compiler reserves beside arguments and results, in which gradients and buffers of the loop are counted too. So the",
-        "rows of the programs compare with each other, and in their growth with the workers'.", "",
-        *table(("micro-batches", "program", "time (ms)", "ratio to worker, gpipe", "kept (MiB)"), rows),
-    ]  # fmt: skip
+        "rows of the programs compare with each other, and in their growth with the workers'.",
+        "",
+        *table(
+            ("micro-batches", "program", "time (ms)", "ratio to worker, gpipe", "kept (MiB)"), rows
+        ),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -77,10 +92,14 @@ def _side_by_side(m: int, repeats: int, sizes: Sizes) -> dict[str, Found]:
     """All programs in turn, by name; the losses of all have to be equal."""
     p, random = sizes.devices, np.random.default_rng(0)
     shape = (sizes.samples * m, sizes.width)
-    batches = [tuple(random.normal(size=shape).astype(np.float32) for _ in range(2)) for _ in range(sizes.batches)]
+    batches = [
+        tuple(random.normal(size=shape).astype(np.float32) for _ in range(2))
+        for _ in range(sizes.batches)
+    ]
     blocks = [_block_of(random, sizes.width) for _ in range(2 * p)]
     makers: dict[str, Callable[[], Found]] = {
-        f"worker, {name}": partial(_worker, name, p, m, blocks, batches) for name in ("gpipe", "pipedream_flush", "interleaved")
+        f"worker, {name}": partial(_worker, name, p, m, blocks, batches)
+        for name in ("gpipe", "pipedream_flush", "interleaved")
     }
     makers |= {
         "SPMD": _program(p, m, 1, False, blocks, batches),
@@ -94,8 +113,13 @@ def _side_by_side(m: int, repeats: int, sizes: Sizes) -> dict[str, Found]:
             runs[name].append(once())
     losses = [found.loss for of_one in runs.values() for found in of_one]
     if not np.allclose(losses, losses[0], rtol=1e-4):
-        raise RuntimeError(f"with {m} micro-batches the programs trained to different losses: {losses}")
-    return {name: Found([s for f in found for s in f.seconds], found[0].kept, found[0].loss) for name, found in runs.items()}
+        raise RuntimeError(
+            f"with {m} micro-batches the programs trained to different losses: {losses}"
+        )
+    return {
+        name: Found([s for f in found for s in f.seconds], found[0].kept, found[0].loss)
+        for name, found in runs.items()
+    }
 
 
 def _block(w: tuple[Any, Any], x: Any) -> Any:
@@ -110,7 +134,9 @@ def _blocks(w: Any, x: Any) -> Any:
 
 def _block_of(random: np.random.Generator, width: int) -> tuple[np.ndarray, np.ndarray]:
     scales = ((width, 4 * width), width**-0.5), ((4 * width, width), 0.5 * width**-0.5)
-    one, other = (random.normal(size=shape, scale=scale).astype(np.float32) for shape, scale in scales)
+    one, other = (
+        random.normal(size=shape, scale=scale).astype(np.float32) for shape, scale in scales
+    )
     return one, other
 
 
@@ -124,22 +150,32 @@ def _worker(name: str, p: int, m: int, blocks: list, batches: list) -> Found:
     each = len(blocks) // schedule.stages
     stages = [(_blocks, blocks[s * each : (s + 1) * each]) for s in range(schedule.stages)]
     result = run(schedule, stages, batches, _loss, OPTIMIZER, backend="jax", check=False)
-    return Found(seconds_per_batch(result.timeline), max(result.memory.peak("activations")), result.losses[-1])
+    return Found(
+        seconds_per_batch(result.timeline),
+        max(result.memory.peak("activations")),
+        result.losses[-1],
+    )
 
 
-def _program(p: int, m: int, virtual: int, remat: bool, blocks: list, batches: list) -> Callable[[], Found]:
+def _program(
+    p: int, m: int, virtual: int, remat: bool, blocks: list, batches: list
+) -> Callable[[], Found]:
     each = len(blocks) // (p * virtual)
     stages = stack([blocks[s : s + each] for s in range(0, len(blocks), each)], virtual)
     mesh = jax.make_mesh((p,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec(*[None] * (virtual > 1), "stage")
     start = Parameters(jax.device_put(stages, jax.sharding.NamedSharding(mesh, spec)))
-    gradients = spmd_value_and_grad(spmd_pipeline(_blocks, devices=mesh, microbatches=m, virtual=virtual, remat=remat), _loss)
+    gradients = spmd_value_and_grad(
+        spmd_pipeline(_blocks, devices=mesh, microbatches=m, virtual=virtual, remat=remat), _loss
+    )
     return _trainer(gradients, start, batches)
 
 
 def _one_device(blocks: list, batches: list) -> Callable[[], Found]:
     start = jax.device_put(blocks, jax.devices()[0])
-    return _trainer(jax.value_and_grad(lambda w, x, target: _loss(_blocks(w, x), target)), start, batches)
+    return _trainer(
+        jax.value_and_grad(lambda w, x, target: _loss(_blocks(w, x), target)), start, batches
+    )
 
 
 def _trainer(gradients: Callable, start: Any, batches: list) -> Callable[[], Found]:

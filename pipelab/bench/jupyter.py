@@ -16,14 +16,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
+FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+)
 
 
 def chromium() -> str | None:
     """The path of a Chromium on this machine, if Playwright is there to drive it."""
     if not find_spec("playwright"):
         return None
-    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    return next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
 
 
 @contextmanager
@@ -48,13 +55,34 @@ def lab(folder: Path, timeout: float = 60.0) -> Iterator[Callable[[str], str]]:
     home, token = folder / ".jupyter", secrets.token_hex(16)
     set_theme(folder, "JupyterLab Light")
     write_settings(folder, "notification", {"fetchNews": "false", "checkForUpdates": False})
-    places = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "JUPYTERLAB_WORKSPACES_DIR")
-    inside = {name: str(home / name.lower()) for name in places} | {"JUPYTERLAB_SETTINGS_DIR": str(home / "settings")}
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--port=0", f"--notebook-dir={folder}"]
+    places = (
+        "JUPYTER_CONFIG_DIR",
+        "JUPYTER_DATA_DIR",
+        "JUPYTER_RUNTIME_DIR",
+        "IPYTHONDIR",
+        "JUPYTERLAB_WORKSPACES_DIR",
+    )
+    inside = {name: str(home / name.lower()) for name in places} | {
+        "JUPYTERLAB_SETTINGS_DIR": str(home / "settings")
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        "--allow-root",
+        "--port=0",
+        f"--notebook-dir={folder}",
+    ]
     command += [f"--IdentityProvider.token={token}", "--ServerApp.ip=127.0.0.1"]
     with open(home / "log.txt", "w") as log:
         server = subprocess.Popen(
-            command, env=os.environ | inside, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            env=os.environ | inside,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
     try:
         port = _port(server, home, timeout)
@@ -83,7 +111,14 @@ def _port(server: subprocess.Popen, home: Path, timeout: float) -> int:
 
 def write_settings(folder: Path, plugin: str, settings: dict[str, Any]) -> None:
     """Settings of a part of JupyterLab's user interface, for a page opened later."""
-    file = folder / ".jupyter" / "settings" / "@jupyterlab" / "apputils-extension" / f"{plugin}.jupyterlab-settings"
+    file = (
+        folder
+        / ".jupyter"
+        / "settings"
+        / "@jupyterlab"
+        / "apputils-extension"
+        / f"{plugin}.jupyterlab-settings"
+    )
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(settings))
 

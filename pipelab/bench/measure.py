@@ -63,4 +63,6 @@ def spread(times: Sequence[float]) -> str:
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
     """The lines of a Markdown table."""
-    return ["| " + " | ".join(map(str, row)) + " |" for row in (header, ["---"] * len(header), *rows)]
+    return [
+        "| " + " | ".join(map(str, row)) + " |" for row in (header, ["---"] * len(header), *rows)
+    ]

@@ -74,13 +74,20 @@ def report(repeats: int = 3, sizes: Sizes = Sizes()) -> str:
     """All sections as a Markdown page."""
     with _one_thread():
         lines = [
-            "# Runs", "", machine("numpy", "torch"), "",
+            "# Runs",
+            "",
+            machine("numpy", "torch"),
+            "",
             f"Every rank computes with one thread (torch.set_num_threads(1)), and there are {cores()} cores: more ranks",
             "than cores share them, which shows what contention does, not what a pipeline gains. Messages between processes go",
-            "over gloo and loopback. Nothing is checked against the reference while it is timed, unless said otherwise.", "",
-            *_beside_torch(repeats, sizes), *_empty_actions(repeats, sizes), *_launch(sizes), *_faults(repeats, sizes),
+            "over gloo and loopback. Nothing is checked against the reference while it is timed, unless said otherwise.",
+            "",
+            *_beside_torch(repeats, sizes),
+            *_empty_actions(repeats, sizes),
+            *_launch(sizes),
+            *_faults(repeats, sizes),
             *_predictions(repeats, sizes),
-        ]  # fmt: skip
+        ]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -118,13 +125,17 @@ def beside_torch(name: str, devices: int, model: Model, sizes: Sizes, repeats: i
         for backend, times in (("processes", found.processes), ("threads", found.threads)):
             ours = run(schedule, stages, batches, F.mse_loss, SGD, backend=backend, check=False)
             times += seconds_per_batch(ours.timeline)
-        theirs = run_torch_pipelining(name, stages, batches, F.mse_loss, SGD, devices=devices, microbatches=m)
+        theirs = run_torch_pipelining(
+            name, stages, batches, F.mse_loss, SGD, devices=devices, microbatches=m
+        )
         found.torch.extend(theirs.seconds[1:])
     return found
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> str:
-    return f"{statistics.median(ours) / statistics.median(theirs):.2f} ({min(ours) / min(theirs):.2f})"
+    return (
+        f"{statistics.median(ours) / statistics.median(theirs):.2f} ({min(ours) / min(theirs):.2f})"
+    )
 
 
 def _beside_torch(repeats: int, sizes: Sizes) -> list[str]:
@@ -134,20 +145,37 @@ def _beside_torch(repeats: int, sizes: Sizes) -> list[str]:
             for name in SCHEDULES:
                 x = beside_torch(name, p, model, sizes, repeats)
                 ratios = [_ratio(t, x.torch) for t in (x.processes, x.threads)]
-                rows.append((model.name, p, name, *map(spread, (x.processes, x.threads, x.torch)), *ratios))
-    shapes = "; ".join(f"{x.name}: {x.layers} layers of {x.width}, {x.samples} samples a micro-batch" for x in sizes.models)
+                rows.append(
+                    (model.name, p, name, *map(spread, (x.processes, x.threads, x.torch)), *ratios)
+                )
+    shapes = "; ".join(
+        f"{x.name}: {x.layers} layers of {x.width}, {x.samples} samples a micro-batch"
+        for x in sizes.models
+    )
     return [
-        "## Beside torch.distributed.pipelining", "",
+        "## Beside torch.distributed.pipelining",
+        "",
         f"An MLP ({shapes}),",
         f"float32, {sizes.microbatches} micro-batches, MSE, SGD; interleaved has 2 stages a rank. Milliseconds per batch, by",
         "one rule for all: from the end of one batch's last update to the end of the next one's, without the first batch.",
         f"The median (fastest to slowest) of {repeats} runs of {sizes.batches} batches each, in turn A B C A B C. Ratios",
-        "are of medians (of the fastest batches): below 1, pipelab is faster.", "",
+        "are of medians (of the fastest batches): below 1, pipelab is faster.",
+        "",
         *table(
-            ("model", "ranks", "schedule", "processes (ms)", "threads (ms)", "torch, processes (ms)", "processes / torch",
-             "threads / torch"), rows,
-        ), "",
-    ]  # fmt: skip
+            (
+                "model",
+                "ranks",
+                "schedule",
+                "processes (ms)",
+                "threads (ms)",
+                "torch, processes (ms)",
+                "processes / torch",
+                "threads / torch",
+            ),
+            rows,
+        ),
+        "",
+    ]
 
 
 # ---- overhead of an empty action
@@ -171,7 +199,9 @@ def empty_actions(devices: int, microbatches: int, how: str, check: bool = False
     row = 2 * microbatches + 1
     if how == "torch":
         arguments = ("pipedream_flush", stages, batches, F.mse_loss, SGD)
-        seconds = run_torch_pipelining(*arguments, devices=devices, microbatches=microbatches).seconds
+        seconds = run_torch_pipelining(
+            *arguments, devices=devices, microbatches=microbatches
+        ).seconds
         return statistics.median(seconds[1:]) / row
     if how == "loop":
         return _plain_loop(batches, microbatches) / row
@@ -196,11 +226,14 @@ def _plain_loop(batches: Sequence[tuple[Tensor, Tensor]], microbatches: int) -> 
 
 def _empty_actions(repeats: int, sizes: Sizes) -> list[str]:
     cases: list[tuple[str, str, bool, int]] = [
-        ("a bare loop without a pipeline", "loop", False, 1), ("threads", "threads", False, 1),
-        ("threads", "threads", False, 2), ("threads, kept for the check", "threads", True, 2),
-        ("processes", "processes", False, 2), ("processes, kept for the check", "processes", True, 2),
+        ("a bare loop without a pipeline", "loop", False, 1),
+        ("threads", "threads", False, 1),
+        ("threads", "threads", False, 2),
+        ("threads, kept for the check", "threads", True, 2),
+        ("processes", "processes", False, 2),
+        ("processes, kept for the check", "processes", True, 2),
         ("torch.distributed.pipelining", "torch", False, 2),
-    ]  # fmt: skip
+    ]
     times: list[list[float]] = [[] for _ in cases]
     for _ in range(repeats):
         for (_, how, check, devices), mine in zip(cases, times, strict=True):
@@ -210,12 +243,15 @@ def _empty_actions(repeats: int, sizes: Sizes) -> list[str]:
         for (title, _, _, devices), mine in zip(cases, times, strict=True)
     ]
     return [
-        "## Overhead of an empty action", "",
+        "## Overhead of an empty action",
+        "",
         f"Stages that multiply one number by one weight; 1F1B, {sizes.empty} micro-batches. Microseconds per action of a rank,",
         "a batch's time / (2 m + 1), so with the waiting for the other rank's messages: the median over a run's batches but",
-        f"the first, then the median (fastest to slowest) of {repeats} runs in turn.", "",
-        *table(("runtime", "ranks", "µs per action"), rows), "",
-    ]  # fmt: skip
+        f"the first, then the median (fastest to slowest) of {repeats} runs in turn.",
+        "",
+        *table(("runtime", "ranks", "µs per action"), rows),
+        "",
+    ]
 
 
 # ---- launch
@@ -227,7 +263,15 @@ def launches(devices: int, count: int) -> list[float]:
     found = []
     for _ in range(count):
         began = time.perf_counter()
-        done = run(schedule, [Scale() for _ in range(devices)], [batch], F.mse_loss, SGD, backend="processes", check=False)
+        done = run(
+            schedule,
+            [Scale() for _ in range(devices)],
+            [batch],
+            F.mse_loss,
+            SGD,
+            backend="processes",
+            check=False,
+        )
         found.append(time.perf_counter() - began - done.timeline.makespan)
     return found
 
@@ -242,14 +286,23 @@ def _launch(sizes: Sizes) -> list[str]:
     rows = []
     for p in sizes.devices:
         first, *later = launches_afresh(p, sizes.launches)
-        rows.append((p, f"{first:.2f}", f"{statistics.median(later):.2f} ({min(later):.2f}-{max(later):.2f})"))
+        rows.append(
+            (
+                p,
+                f"{first:.2f}",
+                f"{statistics.median(later):.2f} ({min(later):.2f}-{max(later):.2f})",
+            )
+        )
     return [
-        "## Launch", "",
+        "## Launch",
+        "",
         'Seconds of `run(backend="processes")` that are not its makespan: starting the ranks, connecting them, sending stages',
         "and results, ending. The first run of a process also starts the server, with torch loaded, that ranks are forked",
-        f"from; then the median (fastest to slowest) of the {sizes.launches - 1} following ones.", "",
-        *table(("ranks", "first run (s)", "following runs (s)"), rows), "",
-    ]  # fmt: skip
+        f"from; then the median (fastest to slowest) of the {sizes.launches - 1} following ones.",
+        "",
+        *table(("ranks", "first run (s)", "following runs (s)"), rows),
+        "",
+    ]
 
 
 # ---- faults
@@ -260,7 +313,12 @@ class Faulty(nn.Module):
 
     def __init__(self, clock: str, fault: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.weight, self.clock, self.fault, self.calls = nn.Parameter(torch.ones(1)), clock, fault, 0
+        self.weight, self.clock, self.fault, self.calls = (
+            nn.Parameter(torch.ones(1)),
+            clock,
+            fault,
+            0,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -276,7 +334,12 @@ class Large(nn.Module):
 
     def __init__(self, clock: str, count: int) -> None:
         super().__init__()
-        self.weight, self.clock, self.count, self.calls = nn.Parameter(torch.ones(1)), clock, count, 0
+        self.weight, self.clock, self.count, self.calls = (
+            nn.Parameter(torch.ones(1)),
+            clock,
+            count,
+            0,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -316,12 +379,25 @@ def fault(name: str, backend: str, sizes: Sizes) -> tuple[float, str]:
         clock = f"{folder}/clock"
         sick: nn.Module = Faulty(clock, FAULTS[name])
         sane: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4)]
-        stages = [sane[0], nn.Sequential(sick, sane[1])] if "shape" not in name else [nn.Sequential(sane[0], sick), sane[1]]
+        stages = (
+            [sane[0], nn.Sequential(sick, sane[1])]
+            if "shape" not in name
+            else [nn.Sequential(sane[0], sick), sane[1]]
+        )
         if "transfer" in name:
             stages = [Large(clock, sizes.parcel), nn.AdaptiveAvgPool1d(4)]
         batch = (torch.ones(8, 4), torch.ones(8, 4))
         try:
-            run(make("gpipe", 2, 4), stages, [batch], F.mse_loss, SGD, backend=backend, check=False, timeout=sizes.timeout)
+            run(
+                make("gpipe", 2, 4),
+                stages,
+                [batch],
+                F.mse_loss,
+                SGD,
+                backend=backend,
+                check=False,
+                timeout=sizes.timeout,
+            )
         except RunError as error:
             caught, message = time.time(), str(error).splitlines()[0]
         else:
@@ -339,14 +415,24 @@ def _faults(repeats: int, sizes: Sizes) -> list[str]:
             found = [fault(name, backend, sizes) for _ in range(repeats)]
             times = [seconds for seconds, _ in found]
             message = found[-1][1].partition(" (it was given")[0].replace("|", "\\|")
-            rows.append((name, backend, f"{statistics.median(times):.3f} ({min(times):.3f}-{max(times):.3f})", message))
+            rows.append(
+                (
+                    name,
+                    backend,
+                    f"{statistics.median(times):.3f} ({min(times):.3f}-{max(times):.3f})",
+                    message,
+                )
+            )
     return [
-        "## Faults", "",
+        "## Faults",
+        "",
         "Two ranks. Seconds from the fault, which writes its time into a file, to the RunError in the caller, when all ranks",
         f"have ended: the median (fastest to slowest) of {repeats}. Of a hang: those beyond `timeout={sizes.timeout:g}`. The",
-        f"transfer is of {4 * sizes.parcel / 1e6:.0f} MB.", "",
-        *table(("fault", "backend", "seconds", "the error"), rows), "",
-    ]  # fmt: skip
+        f"transfer is of {4 * sizes.parcel / 1e6:.0f} MB.",
+        "",
+        *table(("fault", "backend", "seconds", "the error"), rows),
+        "",
+    ]
 
 
 # ---- predictions
@@ -364,16 +450,26 @@ class Prediction(NamedTuple):
         return self.predicted / self.measured - 1
 
 
-def predict(backend: str, devices: int, model: Model, sizes: Sizes) -> dict[tuple[str, int], Prediction]:
+def predict(
+    backend: str, devices: int, model: Model, sizes: Sizes
+) -> dict[tuple[str, int], Prediction]:
     """Costs fitted on one run of GPipe predict the runs of other tables."""
     m, k = sizes.microbatches, sizes.batches
 
     def measure(schedule: Schedule) -> Timeline:
         stages, batches = model.stages(schedule.stages), model.batches(k, schedule.microbatches)
-        return run(schedule, stages, batches, F.mse_loss, SGD, backend=backend, check=False).timeline
+        return run(
+            schedule, stages, batches, F.mse_loss, SGD, backend=backend, check=False
+        ).timeline
 
     costs, found = fit(measure(make("gpipe", devices, m, batches=k))), {}
-    for name, count in (("gpipe", m), ("gpipe", 2 * m), ("pipedream_flush", m), ("pipedream_flush", 2 * m), ("interleaved", m)):
+    for name, count in (
+        ("gpipe", m),
+        ("gpipe", 2 * m),
+        ("pipedream_flush", m),
+        ("pipedream_flush", 2 * m),
+        ("interleaved", m),
+    ):
         v = 2 if name == "interleaved" else 1
         schedule = make(name, devices, count, virtual=v, batches=k)
         predicted, measured = simulate(schedule, costs.split(v)), measure(schedule)
@@ -390,17 +486,27 @@ def _predictions(repeats: int, sizes: Sizes) -> list[str]:
         for name, m in turns[0]:
             found = [turn[name, m] for turn in turns]
             errors = [100 * x.error for x in found]
-            causes = [f"{statistics.median(100 * x.causes[c] / x.measured for x in found):+.1f}" for c in CAUSES]
+            causes = [
+                f"{statistics.median(100 * x.causes[c] / x.measured for x in found):+.1f}"
+                for c in CAUSES
+            ]
             middle = [
-                f"{statistics.median(x) * 1e3:.0f}" for x in zip(*((x.predicted, x.measured) for x in found), strict=True)
+                f"{statistics.median(x) * 1e3:.0f}"
+                for x in zip(*((x.predicted, x.measured) for x in found), strict=True)
             ]
             error = f"{statistics.median(errors):+.1f} ({min(errors):+.1f} to {max(errors):+.1f})"
             rows.append((devices, backend, name, m, *middle, error, *causes))
     return [
-        "## Predictions", "",
+        "## Predictions",
+        "",
         f"Costs fitted (`pipelab.fit`) on one run of GPipe, {sizes.batches} batches of {sizes.microbatches} micro-batches of",
         f"the {model.name} model, predict others; interleaved: split in two (`Costs.split`). Medians of {repeats} fits and",
         "runs: makespans in ms, with the first batch, which warms up; the error in percent of the measured makespan, with its",
-        "range (below 0: the run took longer); then `pipelab.explain`'s causes of the gap, in percent of the same.", "",
-        *table(("ranks", "backend", "schedule", "m", "predicted", "measured", "error (%)", *CAUSES), rows), "",
-    ]  # fmt: skip
+        "range (below 0: the run took longer); then `pipelab.explain`'s causes of the gap, in percent of the same.",
+        "",
+        *table(
+            ("ranks", "backend", "schedule", "m", "predicted", "measured", "error (%)", *CAUSES),
+            rows,
+        ),
+        "",
+    ]

@@ -42,7 +42,9 @@ def find_ties(schedule: Schedule, stages: Sequence[nn.Module]) -> list[dict[str,
             owners.setdefault(id(p), []).append((s, name))
         for name, buffer in stage.named_buffers():
             if homes.setdefault(id(buffer), s) != s:
-                raise ValueError(f"stages {homes[id(buffer)]} and {s} share the buffer {name}: give each stage its own")
+                raise ValueError(
+                    f"stages {homes[id(buffer)]} and {s} share the buffer {name}: give each stage its own"
+                )
     ties: list[dict[str, int]] = [{} for _ in stages]
     for number, shared in enumerate(found for found in owners.values() if len(found) > 1):
         for s, name in shared:
@@ -58,14 +60,21 @@ def find_ties(schedule: Schedule, stages: Sequence[nn.Module]) -> list[dict[str,
 
 def normalizes_batches(stages: Sequence[nn.Module]) -> bool:
     """Whether a layer normalizes over the samples of a micro-batch, so that its size changes what is computed."""
-    found = (m for stage in stages for m in stage.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+    found = (
+        m
+        for stage in stages
+        for m in stage.modules()
+        if isinstance(m, nn.modules.batchnorm._BatchNorm)
+    )
     return any(m.training or not m.track_running_stats for m in found)
 
 
 def check_recompute(stages: Sequence[nn.Module], recompute: Recompute) -> None:
     for s, stage in enumerate(stages):
         for module in stage.modules() if recompute is not Recompute.NEVER else ():
-            statistics = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+            statistics = (
+                isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+            )
             if module.training and statistics:
                 raise ValueError(
                     f"stage {s} has {module} in training mode: recomputation would count each micro-batch twice in its running "
@@ -74,7 +83,12 @@ def check_recompute(stages: Sequence[nn.Module], recompute: Recompute) -> None:
 
 
 def find_seeds(
-    stages: Sequence[nn.Module], seed: int | None, first: int, schedule: Schedule, replicas: int, names: Sequence[str]
+    stages: Sequence[nn.Module],
+    seed: int | None,
+    first: int,
+    schedule: Schedule,
+    replicas: int,
+    names: Sequence[str],
 ) -> tuple[int | None, np.ndarray | None]:
     """The seed, and one derived from it for every stage and micro-batch, [stage][piece] in the order of the data.
 
@@ -83,14 +97,20 @@ def find_seeds(
     if seed is None and not any(_draws(module) for stage in stages for module in stage.modules()):
         return None, None
     if len({torch.device(name).type for name in names}) > 1:
-        raise ValueError("stages on the CPU and on GPUs draw different random numbers (dropout): use one type of device")
+        raise ValueError(
+            "stages on the CPU and on GPUs draw different random numbers (dropout): use one type of device"
+        )
     seed = torch.initial_seed() if seed is None else seed
     per_batch = schedule.microbatches * replicas
-    return seed, seeds_for(seed, len(stages), first * per_batch, (first + schedule.batches) * per_batch)
+    return seed, seeds_for(
+        seed, len(stages), first * per_batch, (first + schedule.batches) * per_batch
+    )
 
 
 def _draws(module: nn.Module) -> bool:
-    rate = getattr(module, "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout", 0)
+    rate = getattr(
+        module, "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout", 0
+    )
     return module.training and isinstance(rate, (int, float)) and rate > 0
 
 
@@ -98,9 +118,13 @@ def find_autocast(autocast: torch.dtype | None, names: Sequence[str]) -> torch.d
     """The type given, or that of the autocast context that the caller is in."""
     kinds = {torch.device(name).type for name in names}
     if autocast is None:
-        autocast = next((torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)), None)
+        autocast = next(
+            (torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)), None
+        )
     if autocast not in (None, torch.bfloat16):
-        raise ValueError(f"autocast={autocast}: use torch.bfloat16; float16 needs a scaled loss, which is not done here")
+        raise ValueError(
+            f"autocast={autocast}: use torch.bfloat16; float16 needs a scaled loss, which is not done here"
+        )
     return autocast
 
 
@@ -124,10 +148,16 @@ def cut(batch: tuple[Any, Any], pieces: int, number: int) -> list[tuple[Any, Any
     leaves, spec = pytree.tree_flatten(tuple(batch))
     sizes = {len(t) for t in leaves if isinstance(t, Tensor) and t.ndim}
     if len(sizes) != 1:
-        raise ValueError(f"batch {number}: its tensors have {sorted(sizes) or 'no'} samples: give all the same first dimension")
+        raise ValueError(
+            f"batch {number}: its tensors have {sorted(sizes) or 'no'} samples: give all the same first dimension"
+        )
     if (samples := sizes.pop()) < pieces:
-        raise ValueError(f"batch {number} has {samples} samples for {pieces} micro-batches: give at least one each")
-    cut = [t.tensor_split(pieces) if isinstance(t, Tensor) and t.ndim else [t] * pieces for t in leaves]
+        raise ValueError(
+            f"batch {number} has {samples} samples for {pieces} micro-batches: give at least one each"
+        )
+    cut = [
+        t.tensor_split(pieces) if isinstance(t, Tensor) and t.ndim else [t] * pieces for t in leaves
+    ]
     return [pytree.tree_unflatten([c[k] for c in cut], spec) for k in range(pieces)]
 
 
@@ -141,5 +171,7 @@ def new_folder(name: str, folder: str | Path | None) -> Path | None:
         return None
     path = Path(folder).resolve()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{name}={str(folder)!r} exists and is not an empty folder: name a new one")
+        raise ValueError(
+            f"{name}={str(folder)!r} exists and is not an empty folder: name a new one"
+        )
     return path

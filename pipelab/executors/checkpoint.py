@@ -63,7 +63,9 @@ class Index:
         try:
             return cls(**json.loads((folder / INDEX).read_text()))
         except (OSError, ValueError, TypeError) as error:
-            raise ValueError(f"{folder} holds no checkpoint ({type(error).__name__}: {error})") from None
+            raise ValueError(
+                f"{folder} holds no checkpoint ({type(error).__name__}: {error})"
+            ) from None
 
     def write(self, folder: Path) -> None:
         (folder / INDEX).write_text(json.dumps(asdict(self), indent=1) + "\n")
@@ -71,10 +73,20 @@ class Index:
 
 def save_stage(folder: Path, stage: int, state: StageState) -> None:
     """Write a stage's file; ValueError for an optimizer or scheduler state that is neither tensors nor plain values."""
-    tensors = {f"weights/{v}/{name}": t for v, named in state.weights.items() for name, t in named.items()}
+    tensors = {
+        f"weights/{v}/{name}": t for v, named in state.weights.items() for name, t in named.items()
+    }
     tensors |= {f"buffers/{name}": t for name, t in state.buffers.items()}
-    order = {"weights": list(state.latest), "buffers": list(state.buffers)}  # the file does not keep it
-    plain: dict[str, Any] = {"groups": state.groups, "schedulers": state.schedulers, "optimizer": {}, "order": order}
+    order = {
+        "weights": list(state.latest),
+        "buffers": list(state.buffers),
+    }  # the file does not keep it
+    plain: dict[str, Any] = {
+        "groups": state.groups,
+        "schedulers": state.schedulers,
+        "optimizer": {},
+        "order": order,
+    }
     for name, values in state.optimizer.items():
         for key, value in values.items():
             if isinstance(value, Tensor):
@@ -84,7 +96,9 @@ def save_stage(folder: Path, stage: int, state: StageState) -> None:
     try:
         text = json.dumps(plain)
     except TypeError as error:
-        raise ValueError(f"stage {stage}: its optimizer or scheduler has a state that cannot be saved: {error}") from None
+        raise ValueError(
+            f"stage {stage}: its optimizer or scheduler has a state that cannot be saved: {error}"
+        ) from None
     copies = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
     save_file(copies, _file(folder, stage), {"plain": text})
 
@@ -100,9 +114,16 @@ def load_stage(folder: Path, stage: int) -> StageState:
                 state.buffers[rest] = file.get_tensor(key)
             else:
                 part, _, name = rest.partition("/")
-                home = state.weights.setdefault(int(part), {}) if what == "weights" else state.optimizer.setdefault(name, {})
+                home = (
+                    state.weights.setdefault(int(part), {})
+                    if what == "weights"
+                    else state.optimizer.setdefault(name, {})
+                )
                 home[name if what == "weights" else part] = file.get_tensor(key)
-    state.weights = {v: {name: named[name] for name in plain["order"]["weights"]} for v, named in state.weights.items()}
+    state.weights = {
+        v: {name: named[name] for name in plain["order"]["weights"]}
+        for v, named in state.weights.items()
+    }
     state.buffers = {name: state.buffers[name] for name in plain["order"]["buffers"]}
     state.groups, state.schedulers = plain["groups"], plain["schedulers"]
     for name, values in plain["optimizer"].items():
@@ -113,7 +134,9 @@ def load_stage(folder: Path, stage: int) -> StageState:
 def check_fits(index: Index, folder: Path, schedule: Schedule) -> None:
     """ValueError if the schedule cannot go on from this checkpoint."""
     if index.batch >= schedule.batches:
-        raise ValueError(f"{folder} is after batch {index.batch} of {schedule.batches}: there is nothing left to do")
+        raise ValueError(
+            f"{folder} is after batch {index.batch} of {schedule.batches}: there is nothing left to do"
+        )
     if (index.asynchronous or schedule.asynchronous) and index.schedule != schedule.to_csv():
         raise ValueError(
             f"{folder} was made by another table than {schedule.name}: without a flush, training goes on only by the same "
@@ -121,7 +144,9 @@ def check_fits(index: Index, folder: Path, schedule: Schedule) -> None:
         )
 
 
-def states_for(folder: Path, index: Index, stages: Sequence[nn.Module], wanted: Sequence[int]) -> dict[int, StageState]:
+def states_for(
+    folder: Path, index: Index, stages: Sequence[nn.Module], wanted: Sequence[int]
+) -> dict[int, StageState]:
     """The states that the `wanted` ones of `stages` go on from, also where the model was cut into other stages.
 
     Layers keep their order over the stages, so tensors are matched in that order. ValueError where they do not fit.
@@ -133,11 +158,15 @@ def states_for(folder: Path, index: Index, stages: Sequence[nn.Module], wanted: 
         states = _cut_anew(folder, every, stages, wanted)
     for s, state in states.items():
         for kind, mine, theirs in (
-            ("weight", dict(stages[s].named_parameters()), state.latest), ("buffer", _buffers(stages[s]), state.buffers),
-        ):  # fmt: skip
+            ("weight", dict(stages[s].named_parameters()), state.latest),
+            ("buffer", _buffers(stages[s]), state.buffers),
+        ):
             for name in {**mine, **theirs}:
                 if name not in mine or name not in theirs or mine[name].shape != theirs[name].shape:
-                    here, there = (str(tuple(x[name].shape)) if name in x else "missing" for x in (mine, theirs))
+                    here, there = (
+                        str(tuple(x[name].shape)) if name in x else "missing"
+                        for x in (mine, theirs)
+                    )
                     raise ValueError(
                         f"{kind} {name} of stage {s} is {here} in the model and {there} in {folder}: give the same model"
                     )
@@ -160,23 +189,36 @@ def _cut_anew(
             mine = {name: next(weights) for name, _ in stage.named_parameters()}
             more = {name: next(buffers) for name in _buffers(stage)}
         except StopIteration:
-            raise ValueError(f"{folder} has fewer tensors than the model: give the same layers, cut anew") from None
+            raise ValueError(
+                f"{folder} has fewer tensors than the model: give the same layers, cut anew"
+            ) from None
         donor = next(iter(mine.values()), (every[0], ""))[0]
         states[s] = StageState(
             {max(donor.weights): {name: state.latest[old] for name, (state, old) in mine.items()}},
             {name: state.buffers[old] for name, (state, old) in more.items()},
-            {name: state.optimizer[old] for name, (state, old) in mine.items() if old in state.optimizer},
-            donor.groups, donor.schedulers,
-        )  # fmt: skip
+            {
+                name: state.optimizer[old]
+                for name, (state, old) in mine.items()
+                if old in state.optimizer
+            },
+            donor.groups,
+            donor.schedulers,
+        )
     if next(weights, None) or next(buffers, None):
-        raise ValueError(f"{folder} has more tensors than the model: give the same layers, cut anew")
+        raise ValueError(
+            f"{folder} has more tensors than the model: give the same layers, cut anew"
+        )
     return {s: states[s] for s in wanted}
 
 
 def _buffers(stage: nn.Module) -> dict[str, Tensor]:
     """The buffers that belong to the module's state."""
     weights = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
-    return {name: t for name, t in stage.state_dict().items() if name not in weights and isinstance(t, Tensor)}
+    return {
+        name: t
+        for name, t in stage.state_dict().items()
+        if name not in weights and isinstance(t, Tensor)
+    }
 
 
 def _file(folder: Path, stage: int) -> Path:

@@ -14,18 +14,29 @@ from torch.utils import _pytree as pytree
 from pipelab.schedule import Schedule
 
 
-def write_dump(folder: Path, schedule: Schedule, stages: Sequence[nn.Module], batches, losses: list[float], steps) -> None:
+def write_dump(
+    folder: Path,
+    schedule: Schedule,
+    stages: Sequence[nn.Module],
+    batches,
+    losses: list[float],
+    steps,
+) -> None:
     """Everything that an outsider needs to compute the run again; written beside the folder first, then moved there."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as name:
         draft = Path(name) / "dump"
         draft.mkdir()
-        initial = {f"{s}.{n}": t for s, stage in enumerate(stages) for n, t in stage.state_dict().items()}
+        initial = {
+            f"{s}.{n}": t for s, stage in enumerate(stages) for n, t in stage.state_dict().items()
+        }
         leaves = {
             f"{b}.{side}.{i}": leaf
-            for b, batch in enumerate(batches) for side, tree in zip(("input", "target"), batch, strict=True)
-            for i, leaf in enumerate(pytree.tree_leaves(tree)) if isinstance(leaf, Tensor)
-        }  # fmt: skip
+            for b, batch in enumerate(batches)
+            for side, tree in zip(("input", "target"), batch, strict=True)
+            for i, leaf in enumerate(pytree.tree_leaves(tree))
+            if isinstance(leaf, Tensor)
+        }
         _save(initial, draft / "initial.safetensors")
         _save(leaves, draft / "batches.safetensors")
         for t in range(schedule.updates):
@@ -37,4 +48,6 @@ def write_dump(folder: Path, schedule: Schedule, stages: Sequence[nn.Module], ba
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file({name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}, path)
+    save_file(
+        {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}, path
+    )

@@ -16,7 +16,9 @@ class JaxDevice:
 
     def __init__(self, device: jax.Device) -> None:
         self.device, self.ledger = device, Ledger()
-        self._double = jax.config.read("jax_enable_x64")  # the caller's, which its worker thread would not inherit
+        self._double = jax.config.read(
+            "jax_enable_x64"
+        )  # the caller's, which its worker thread would not inherit
 
     def begin(self, began: float) -> None:
         """Tie the device's clock to the run's time zero on `time.perf_counter`."""
@@ -42,17 +44,28 @@ class JaxDevice:
     def take(self, payload: Any) -> Any:
         """A payload from another device, its arrays on this one."""
         leaves, spec = jax.tree.flatten(payload)
-        arrays = iter(jax.device_put([leaf for leaf in leaves if isinstance(leaf, jax.Array)], self.device))
+        arrays = iter(
+            jax.device_put([leaf for leaf in leaves if isinstance(leaf, jax.Array)], self.device)
+        )
         return jax.block_until_ready(
-            jax.tree.unflatten(spec, [next(arrays) if isinstance(x, jax.Array) else x for x in leaves])
+            jax.tree.unflatten(
+                spec, [next(arrays) if isinstance(x, jax.Array) else x for x in leaves]
+            )
         )
 
     def size(self, payload: Any) -> int:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(payload) if isinstance(leaf, jax.Array))
 
     def describe(self, payload: Any) -> str:
-        found = [f"{leaf.dtype} {leaf.shape}" for leaf in jax.tree.leaves(payload) if isinstance(leaf, jax.Array)]
-        return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "") or "no arrays"
+        found = [
+            f"{leaf.dtype} {leaf.shape}"
+            for leaf in jax.tree.leaves(payload)
+            if isinstance(leaf, jax.Array)
+        ]
+        return (
+            ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+            or "no arrays"
+        )
 
 
 def jax_devices(names: str | Sequence[str] | None, rows: int) -> list[jax.Device]:
@@ -93,7 +106,9 @@ def _pool(platform: str | None, name: str | None) -> list[jax.Device]:
     try:
         return jax.devices(platform)
     except RuntimeError as error:
-        raise ValueError(f"device {name!r}: use such as {jax.devices()[0].platform}:0 ({error})") from None
+        raise ValueError(
+            f"device {name!r}: use such as {jax.devices()[0].platform}:0 ({error})"
+        ) from None
 
 
 class Ledger:

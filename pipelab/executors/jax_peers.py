@@ -29,7 +29,12 @@ class Peer:
     """Another process: the connection to it, its transfer server, and what it has told."""
 
     def __init__(self, number: int, connection: Connection, server: Any, same_host: bool) -> None:
-        self.number, self.connection, self.server, self.same_host = number, connection, server, same_host
+        self.number, self.connection, self.server, self.same_host = (
+            number,
+            connection,
+            server,
+            same_host,
+        )
         self.values: SimpleQueue = SimpleQueue()
         self.reader: Thread | None = None
         self._lock = Lock()
@@ -55,10 +60,14 @@ def meet(call: str, client: Any) -> tuple[Any, dict[int, Peer]]:
     RunError, in all of them, where two cannot reach each other.
     """
     me = jax.process_index()
-    told = _exchange([clock.host(), _network(), secrets.token_hex(), sha256(call.encode()).hexdigest()])
+    told = _exchange(
+        [clock.host(), _network(), secrets.token_hex(), sha256(call.encode()).hexdigest()]
+    )
     hosts, networks, keys, calls = zip(*told, strict=True)
     if other := [number for number, digest in enumerate(calls) if digest != calls[0]]:
-        raise ValueError(f"process {other[0]} runs another schedule than process 0: call run with the same one in all")
+        raise ValueError(
+            f"process {other[0]} runs another schedule than process 0: call run with the same one in all"
+        )
     here, key = "127.0.0.1" if len(set(networks)) == 1 else _address(), bytes.fromhex(keys[0])
     server = transfer.start_transfer_server(client, f"{here}:0", [f"{here}:0"])
     with Listener((here, 0), backlog=len(hosts), authkey=key) as listener:
@@ -69,14 +78,20 @@ def meet(call: str, client: Any) -> tuple[Any, dict[int, Peer]]:
         for connection in connections.values():
             connection.close()
         number = next(number for number, problem in enumerate(problems) if problem)
-        raise RunError(f"the processes cannot reach each other: process {number}: {problems[number]}")
+        raise RunError(
+            f"the processes cannot reach each other: process {number}: {problems[number]}"
+        )
     return server, {
-        number: Peer(number, connection, server.connect(servers[number]), hosts[number] == hosts[me])
+        number: Peer(
+            number, connection, server.connect(servers[number]), hosts[number] == hosts[me]
+        )
         for number, connection in sorted(connections.items())
     }
 
 
-def _connect(listener: Listener, addresses: Sequence[Any], me: int, key: bytes) -> tuple[dict[int, Connection], str]:
+def _connect(
+    listener: Listener, addresses: Sequence[Any], me: int, key: bytes
+) -> tuple[dict[int, Connection], str]:
     """Connections to all other processes by number, and what went wrong: processes call those before them."""
     found: dict[int, Connection] = {}
 
@@ -94,7 +109,10 @@ def _connect(listener: Listener, addresses: Sequence[Any], me: int, key: bytes) 
         answering.start()
         answering.join(MEETING)
         missing = set(range(len(addresses))) - {me, *found}
-        return found, f"process {min(missing)} has not called within {MEETING:g} s" if missing else ""
+        return (
+            found,
+            f"process {min(missing)} has not called within {MEETING:g} s" if missing else "",
+        )
     except Exception as error:
         return found, f"{type(error).__name__}: {error}"[:500]
 

@@ -25,12 +25,17 @@ class Piece(NamedTuple):
     seeds: Sequence[int] | None = None
 
 
-def pieces_of(batches: Sequence[tuple[Any, Any]], reading: Reading, seeds: np.ndarray | None = None) -> list[list[Piece]]:
+def pieces_of(
+    batches: Sequence[tuple[Any, Any]], reading: Reading, seeds: np.ndarray | None = None
+) -> list[list[Piece]]:
     """The pieces of every update: the batches' data in their order, cut into as many parts; `seeds` are [stage, piece]."""
     parts = sum(map(len, reading)) // len(batches)
     data = iter([part for batch in batches for part in cut(batch, parts)])
     drawn = iter(seeds.T.tolist() if seeds is not None else [])
-    return [[Piece(*next(data), reads, next(drawn, None)) for reads in of_update] for of_update in reading]
+    return [
+        [Piece(*next(data), reads, next(drawn, None)) for reads in of_update]
+        for of_update in reading
+    ]
 
 
 def cut(batch: tuple[Any, Any], count: int) -> list[tuple[Any, Any]]:
@@ -41,15 +46,24 @@ def cut(batch: tuple[Any, Any], count: int) -> list[tuple[Any, Any]]:
 
 
 def check(
-    rule: str, applies: Sequence[Callable], parameters: Sequence[Any], updates: Sequence[list[Piece]], loss: Callable,
-    optimizer: optax.GradientTransformation, steps: Sequence[list[tuple[dict, dict]]], losses: Sequence[float],
-    tolerance: float, clip: float | None = None,
-) -> Check:  # fmt: skip
+    rule: str,
+    applies: Sequence[Callable],
+    parameters: Sequence[Any],
+    updates: Sequence[list[Piece]],
+    loss: Callable,
+    optimizer: optax.GradientTransformation,
+    steps: Sequence[list[tuple[dict, dict]]],
+    losses: Sequence[float],
+    tolerance: float,
+    clip: float | None = None,
+) -> Check:
     """Train by the rule and compare, update by update: gradients with the reference's own, then the change of the weights
     with the step that the optimizer takes from the run's gradient (as for torch: see `reference.check`)."""
 
     @jax.jit
-    def differentiate(weights: list, piece_x: Any, piece_y: Any, keys: list | None) -> tuple[tuple[Any, Any], list]:
+    def differentiate(
+        weights: list, piece_x: Any, piece_y: Any, keys: list | None
+    ) -> tuple[tuple[Any, Any], list]:
         def value(weights: list) -> tuple[Any, Any]:
             x = piece_x
             for s, apply in enumerate(applies):
@@ -66,10 +80,14 @@ def check(
     for t, pieces in enumerate(updates):
         sums, total = None, 0.0
         for piece in pieces:
-            keys = [jax.random.key(seed) for seed in piece.seeds] if piece.seeds is not None else None
+            keys = (
+                [jax.random.key(seed) for seed in piece.seeds] if piece.seeds is not None else None
+            )
             reads = [history[s][v] for s, v in enumerate(piece.reads)]
             (mean, counted), gradient = differentiate(reads, piece.x, piece.y, keys)
-            count = float(len(jax.tree.leaves((piece.x, piece.y))[0]) if counted is None else counted)
+            count = float(
+                len(jax.tree.leaves((piece.x, piece.y))[0]) if counted is None else counted
+            )
             reported = next(of_run)
             if count:
                 found.add(f"a loss of update {t}", np.array(reported), wide(mean))
@@ -82,15 +100,27 @@ def check(
             else jax.tree.map(jnp.zeros_like, [h[t] for h in history])
         )
         if clip is not None:
-            mine = _clipped(mine, clip) if rule == FLUSH else [_clipped(of_stage, clip) for of_stage in mine]
-        largest = max((float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(mine) if leaf.size), default=0.0)
+            mine = (
+                _clipped(mine, clip)
+                if rule == FLUSH
+                else [_clipped(of_stage, clip) for of_stage in mine]
+            )
+        largest = max(
+            (float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(mine) if leaf.size), default=0.0
+        )
         latest = [h[t] for h in history]
-        theirs = [jax.tree.unflatten(jax.tree.structure(w), list(steps[s][t][0].values())) for s, w in enumerate(latest)]
+        theirs = [
+            jax.tree.unflatten(jax.tree.structure(w), list(steps[s][t][0].values()))
+            for s, w in enumerate(latest)
+        ]
         change, state = step(theirs, state, latest)
         for s, new in enumerate(optax.apply_updates(latest, change)):
             history[s][t + 1] = new
             leaves = zip(
-                *map(jax.tree.leaves, (mine[s], latest[s], new)), steps[s][t][0].items(), steps[s][t][1].values(), strict=True
+                *map(jax.tree.leaves, (mine[s], latest[s], new)),
+                steps[s][t][0].items(),
+                steps[s][t][1].values(),
+                strict=True,
             )
             for gradient, before, after, (name, got), weight in leaves:
                 eps = float(jnp.finfo(after.dtype).eps)

@@ -15,7 +15,9 @@ import optax
 from pipelab.executors.jax_device import JaxDevice
 from pipelab.executors.worker import Bytes
 
-Apply = Callable[..., Any]  # (parameters, x) -> y, or (parameters, x, key) -> y where forwards draw random numbers
+Apply = Callable[
+    ..., Any
+]  # (parameters, x) -> y, or (parameters, x, key) -> y where forwards draw random numbers
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,13 @@ class _Parts(NamedTuple):
     @classmethod
     def of(cls, tree: Any, none: bool = False) -> _Parts:
         leaves, spec = jax.tree.flatten(tree)
-        return cls(spec, tuple(not none and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)) for leaf in leaves))
+        return cls(
+            spec,
+            tuple(
+                not none and bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
+                for leaf in leaves
+            ),
+        )
 
     def cut(self, tree: Any) -> tuple[list, list]:
         found: tuple[list, list] = [], []
@@ -92,17 +100,28 @@ class JaxStage:
     """
 
     def __init__(
-        self, apply: Apply, parameters: Any, device: JaxDevice, recipe: JaxRecipe, versions: np.ndarray, groups: np.ndarray, *,
-        samples: Sequence[int] = (), inputs: Sequence[Any] | None = None, targets: Sequence[Any] | None = None,
+        self,
+        apply: Apply,
+        parameters: Any,
+        device: JaxDevice,
+        recipe: JaxRecipe,
+        versions: np.ndarray,
+        groups: np.ndarray,
+        *,
+        samples: Sequence[int] = (),
+        inputs: Sequence[Any] | None = None,
+        targets: Sequence[Any] | None = None,
         seeds: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.device, self.recipe, self._ledger = device, recipe, device.ledger
         self.inputs, self.targets, self.samples, self.seeds = inputs, targets, samples, seeds
         self.version_of, self.group_of = versions.tolist(), groups.tolist()
         self.weights: dict[int, Any] = {0: jax.device_put(parameters, device.device)}
         self.readers, self._left = Counter(self.version_of), Counter(self.group_of)
         self.optimizer = recipe.optimizer
-        self.state = jax.device_put(self.optimizer.init(parameters), device.device) if self.optimizer else ()
+        self.state = (
+            jax.device_put(self.optimizer.init(parameters), device.device) if self.optimizer else ()
+        )
         self.losses: dict[int, tuple[jax.Array, float]] = {}
         self.steps: list[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]] = []
         self._stepped: Any = None
@@ -111,10 +130,14 @@ class JaxStage:
         self._sum: Any = None  # of the gradients of the group that is being accumulated
         self._counts: dict[int, float] = {}
         self._apply = apply
-        self._saved: dict[Any, tuple[Any, list[int | None]]] = {}  # by shapes: how what `jax.vjp` saved goes together
+        self._saved: dict[
+            Any, tuple[Any, list[int | None]]
+        ] = {}  # by shapes: how what `jax.vjp` saved goes together
         self._outputs: dict[Any, _Parts] = {}  # by shapes
         self._forward = jax.jit(self._run, static_argnames=("keep",))
-        self._backward = jax.jit(self._pull, static_argnames=("shapes", "of"), donate_argnames="total")
+        self._backward = jax.jit(
+            self._pull, static_argnames=("shapes", "of"), donate_argnames="total"
+        )
         self._step, self._square = jax.jit(self._stepper), jax.jit(_square)
 
     @property
@@ -127,7 +150,9 @@ class JaxStage:
 
         A callback in the stage is so called once more than it trains.
         """
-        x, target = jax.device_put(jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes), self.device.device)
+        x, target = jax.device_put(
+            jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes), self.device.device
+        )
         weights = self.weights[0]
         if not self.recipe.training or self.recipe.recompute.any():
             self._forward(weights, x, target, *self._key(0), keep=False)
@@ -137,9 +162,13 @@ class JaxStage:
         seed = [jnp.zeros_like(leaf) for leaf in floats]
         for of in self.recipe.pulls:
             total = None if of == "input" else jax.tree.map(jnp.zeros_like, weights)
-            self._backward(weights, x, target, residuals, seed, total, shapes=_shapes((x, target)), of=of)
+            self._backward(
+                weights, x, target, residuals, seed, total, shapes=_shapes((x, target)), of=of
+            )
         zeros = jax.tree.map(jnp.zeros_like, weights)
-        jax.block_until_ready((self._step(weights, self.state, zeros, 1.0), self.recipe.clip and self._square(zeros)))
+        jax.block_until_ready(
+            (self._step(weights, self.state, zeros, 1.0), self.recipe.clip and self._square(zeros))
+        )
 
     # ---- the five kinds of action
 
@@ -224,7 +253,12 @@ class JaxStage:
     def held(self) -> Bytes:
         latest = max(self.weights)
         others = (w for v, w in self.weights.items() if v != latest)
-        return Bytes(_bytes(self.weights[latest]), sum(map(_bytes, others)), _bytes(self._sum), _bytes(self.state))
+        return Bytes(
+            _bytes(self.weights[latest]),
+            sum(map(_bytes, others)),
+            _bytes(self._sum),
+            _bytes(self.state),
+        )
 
     def trained(self) -> Any:
         """The latest weights, on the host."""
@@ -238,7 +272,9 @@ class JaxStage:
     def _compute(self, microbatch: int, x: Any, keep: bool) -> tuple[Any, _Kept]:
         """Run the stage, and the loss behind the last one: (its output, or mean and count; what a backward needs)."""
         target, shapes = self._target(microbatch), _shapes((x, self._target(microbatch)))
-        found = self._forward(self.weights[self.version_of[microbatch]], x, target, *self._key(microbatch), keep=keep)
+        found = self._forward(
+            self.weights[self.version_of[microbatch]], x, target, *self._key(microbatch), keep=keep
+        )
         floats, (others, count), residuals = jax.block_until_ready(found)
         if self.targets is not None:
             counted = float(self.samples[microbatch] if count is None else count)
@@ -265,7 +301,9 @@ class JaxStage:
 
         return function, parts
 
-    def _run(self, parameters: Any, x: Any, target: Any, *key: Any, keep: bool) -> tuple[list, tuple, list]:
+    def _run(
+        self, parameters: Any, x: Any, target: Any, *key: Any, keep: bool
+    ) -> tuple[list, tuple, list]:
         function, parts = self._function(x, target, *key)
         if not keep:
             return *function(parameters, parts), []
@@ -274,17 +312,34 @@ class JaxStage:
         known = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((parameters, x, target)))}
         places = [known.get(id(leaf)) for leaf in saved]
         self._saved[_shapes((x, target))] = spec, places
-        return floats, others, [leaf for leaf, place in zip(saved, places, strict=True) if place is None]
+        return (
+            floats,
+            others,
+            [leaf for leaf, place in zip(saved, places, strict=True) if place is None],
+        )
 
     def _pull(
-        self, parameters: Any, x: Any, target: Any, residuals: list, seed: list, total: Any, *, shapes: Any, of: str
+        self,
+        parameters: Any,
+        x: Any,
+        target: Any,
+        residuals: list,
+        seed: list,
+        total: Any,
+        *,
+        shapes: Any,
+        of: str,
     ) -> tuple[Any, list]:
         """(total + the weights' gradients, gradients of the input's floating parts); of="input" leaves the total alone."""
         spec, places = self._saved[shapes]
         arguments, rest = jax.tree.leaves((parameters, x, target)), iter(residuals)
-        pull = jax.tree.unflatten(spec, [next(rest) if place is None else arguments[place] for place in places])
+        pull = jax.tree.unflatten(
+            spec, [next(rest) if place is None else arguments[place] for place in places]
+        )
         gradient, parts = pull(seed)
-        return (total if of == "input" else jax.tree.map(jnp.add, total, gradient)), ([] if of == "weights" else parts)
+        return (total if of == "input" else jax.tree.map(jnp.add, total, gradient)), (
+            [] if of == "weights" else parts
+        )
 
     def _prepare(self, microbatch: int, given: Any) -> tuple[_Kept, list, float]:
         """What was kept, built again if it has to be; the gradients of the output's floating parts; and the count."""
@@ -301,13 +356,22 @@ class JaxStage:
 
     def _pull_back(self, microbatch: int, kept: _Kept, seed: list, of: str) -> tuple[Any, list]:
         weights = self.weights[self.version_of[microbatch]]
-        if self.targets is not None and not kept.counted:  # nothing was counted: no gradient, whatever the mean is
+        if (
+            self.targets is not None and not kept.counted
+        ):  # nothing was counted: no gradient, whatever the mean is
             return self._sum, [jnp.zeros_like(leaf) for leaf in _Parts.of(kept.x).cut(kept.x)[0]]
         if of != "input" and self._sum is None:
             self._sum = jax.tree.map(jnp.zeros_like, weights)
         total = self._sum if of != "input" else None
         found = self._backward(
-            weights, kept.x, self._target(microbatch), kept.residuals, seed, total, shapes=kept.shapes, of=of
+            weights,
+            kept.x,
+            self._target(microbatch),
+            kept.residuals,
+            seed,
+            total,
+            shapes=kept.shapes,
+            of=of,
         )
         return jax.block_until_ready(found)
 

@@ -101,7 +101,9 @@ class Wire(AbstractContextManager):
         """What process 0 makes, in every process."""
         return self._share(make()) if self.first else self._value(self._peers[0])
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> None:
         said: tuple = ("bye",)
         if error is not None:
             known = (
@@ -128,10 +130,17 @@ class Wire(AbstractContextManager):
         process = self._devices[device].process_index
         if process == self._me:
             return self._boxes.send(key, device, message)
-        number, arrays = next(self._numbers), [x for x in jax.tree.leaves(message.payload) if isinstance(x, jax.Array)]
+        number, arrays = (
+            next(self._numbers),
+            [x for x in jax.tree.leaves(message.payload) if isinstance(x, jax.Array)],
+        )
         if arrays:
-            self._server.await_pull(number, [jax.random.key_data(x) if _is_key(x) else x for x in arrays])
-        outline = jax.tree.map(lambda x: _Array.of(x) if isinstance(x, jax.Array) else x, message.payload)
+            self._server.await_pull(
+                number, [jax.random.key_data(x) if _is_key(x) else x for x in arrays]
+            )
+        outline = jax.tree.map(
+            lambda x: _Array.of(x) if isinstance(x, jax.Array) else x, message.payload
+        )
         try:
             self._tell(self._peers[process], "message", key, device, number, outline, message.at)
         except RunError:
@@ -174,7 +183,12 @@ class Wire(AbstractContextManager):
             began = self._hear(zero, "begin") - ahead
         self._began = began
         for peer in self._peers.values():
-            peer.reader = Thread(target=self._listen, args=(peer,), name=f"pipelab process {peer.number}", daemon=True)
+            peer.reader = Thread(
+                target=self._listen,
+                args=(peer,),
+                name=f"pipelab process {peer.number}",
+                daemon=True,
+            )
             peer.reader.start()
         time.sleep(max(0.0, began - time.perf_counter()))
         return began
@@ -203,7 +217,10 @@ class Wire(AbstractContextManager):
                 try:
                     self._take(peer, *rest)
                 except Exception as error:  # it died while its arrays were on their way
-                    what, rest = "failed", (f"process {peer.number}: {type(error).__name__}: {error}", None, None)
+                    what, rest = (
+                        "failed",
+                        (f"process {peer.number}: {type(error).__name__}: {error}", None, None),
+                    )
             elif what == "value":
                 peer.values.put(*rest)
             if what == "failed":
@@ -214,14 +231,24 @@ class Wire(AbstractContextManager):
             if what in ("failed", "bye"):
                 return
 
-    def _take(self, peer: Peer, key: Key, device: int, number: int, outline: Any, at: float) -> None:
+    def _take(
+        self, peer: Peer, key: Key, device: int, number: int, outline: Any, at: float
+    ) -> None:
         there = SingleDeviceSharding(self._devices[device])
         leaves, spec = jax.tree.flatten(outline, is_leaf=lambda x: isinstance(x, _Array))
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in leaves if isinstance(x, _Array)]
+        shapes = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there)
+            for x in leaves
+            if isinstance(x, _Array)
+        ]
         arrays = iter(jax.block_until_ready(peer.server.pull(number, shapes)))
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, _Array):
-                leaves[i] = jax.random.wrap_key_data(next(arrays), impl=leaf.keys) if leaf.keys else next(arrays)
+                leaves[i] = (
+                    jax.random.wrap_key_data(next(arrays), impl=leaf.keys)
+                    if leaf.keys
+                    else next(arrays)
+                )
         payload = jax.tree.unflatten(spec, leaves)
         now = time.perf_counter() - self._began
         self._boxes.send(key, device, Message(payload, at if self._paced else now))

@@ -55,15 +55,39 @@ class Job(ABC):
         """What can be done before the run's time zero, in the worker's thread: jax compiles."""
 
     def work(
-        self, stages: dict[int, Any], home: Any, transport: Transport, began: float,
+        self,
+        stages: dict[int, Any],
+        home: Any,
+        transport: Transport,
+        began: float,
         progress: Callable[[int], None] | None = None,
-    ) -> Outcome:  # fmt: skip
+    ) -> Outcome:
         """Carry the row out; `progress` is told the flat index of each action before it starts."""
         worker = Worker(
-            self.schedule, self.row, stages, home, transport, began, self.partners, self.where, self.replicas, self.pace,
+            self.schedule,
+            self.row,
+            stages,
+            home,
+            transport,
+            began,
+            self.partners,
+            self.where,
+            self.replicas,
+            self.pace,
             progress,
-        )  # fmt: skip
+        )
         record = worker.work()
-        losses = {k: (float(mean), float(count)) for stage in stages.values() for k, (mean, count) in stage.losses.items()}
+        losses = {
+            k: (float(mean), float(count))
+            for stage in stages.values()
+            for k, (mean, count) in stage.losses.items()
+        }
         steps = {s: stage.steps for s, stage in stages.items()}
-        return Outcome(self.row, self.replica, record, losses, steps, {s: stage.trained() for s, stage in stages.items()})
+        return Outcome(
+            self.row,
+            self.replica,
+            record,
+            losses,
+            steps,
+            {s: stage.trained() for s, stage in stages.items()},
+        )

@@ -13,11 +13,20 @@ from pipelab.timeline import Timeline
 
 
 def timeline_of(schedule: Schedule, records: Sequence[Record], paced: bool) -> Timeline:
-    start, end, arrived = (np.concatenate([getattr(r, f) for r in records]).astype(float) for f in ("start", "end", "arrived"))
+    start, end, arrived = (
+        np.concatenate([getattr(r, f) for r in records]).astype(float)
+        for f in ("start", "end", "arrived")
+    )
     sent = np.full(len(start), np.nan)
     sent[schedule.crossing] = end[schedule.inputs[schedule.crossing]]
     return Timeline(
-        schedule, start, end, sent, np.maximum(arrived, sent), "measured", sum(r.late for r in records) if paced else None
+        schedule,
+        start,
+        end,
+        sent,
+        np.maximum(arrived, sent),
+        "measured",
+        sum(r.late for r in records) if paced else None,
     )
 
 
@@ -29,12 +38,17 @@ def memory_of(timeline: Timeline, records: Sequence[Record]) -> Memory:
     s, found = timeline.schedule, []
     for d, (record, a) in enumerate(zip(records, s.bounds, strict=False)):
         first = float(timeline.start.min())
-        start, end, arrived = (x[a : s.bounds[d + 1]] for x in (timeline.start, timeline.end, timeline.arrived))
+        start, end, arrived = (
+            x[a : s.bounds[d + 1]] for x in (timeline.start, timeline.end, timeline.arrived)
+        )
         n = len(start)
         kept = np.array([record.at_start, *record.kept], float).reshape(n + 1, len(Bytes._fields))
         held, most = np.array([0, *record.held], float), np.array(record.most, float)
         received, order = np.array(record.received, float), 4 * np.arange(n)
-        steps = [(start, order + 1, "activations", most - held[:-1]), (end, order + 2, "activations", held[1:] - most)]
+        steps = [
+            (start, order + 1, "activations", most - held[:-1]),
+            (end, order + 2, "activations", held[1:] - most),
+        ]
         for cause, level in zip(Bytes._fields, kept.T, strict=True):
             steps.append((np.array([first]), np.array([-1]), cause, level[:1]))
             change = np.diff(level)

@@ -43,7 +43,11 @@ class RankJob(Protocol):
     def doing(self, mark: int) -> str: ...
 
 
-def run_processes(jobs: Sequence[RankJob], work: Callable[[Any, Callable[[int], None]], Any], timeout: float = 60.0) -> list:
+def run_processes(
+    jobs: Sequence[RankJob],
+    work: Callable[[Any, Callable[[int], None]], Any],
+    timeout: float = 60.0,
+) -> list:
     """work(job, progress) for every job in a process of its own, connected by torch.distributed over loopback.
 
     A rank that raises, dies or does not end an action within `timeout` seconds ends the run: all are killed, what they
@@ -82,7 +86,9 @@ def _context() -> Any:
 def _start(job: RankJob, work: Callable, world: int, folder: Path) -> tuple[Any, Connection]:
     context = _context()
     mine, theirs = context.Pipe()
-    process = context.Process(target=_rank, args=(theirs, job.rank, world, str(folder)), name=f"pipelab rank {job.rank}")
+    process = context.Process(
+        target=_rank, args=(theirs, job.rank, world, str(folder)), name=f"pipelab rank {job.rank}"
+    )
     process.start()
     theirs.close()
     mine.send_bytes(cloudpickle.dumps((job, work)))
@@ -102,7 +108,9 @@ def _main_hidden() -> Iterator[None]:
         vars(main).update(hidden)
 
 
-def _collect(jobs: Sequence[RankJob], ranks: list[tuple[Any, Connection]], marks: Path, timeout: float) -> list[Any]:
+def _collect(
+    jobs: Sequence[RankJob], ranks: list[tuple[Any, Connection]], marks: Path, timeout: float
+) -> list[Any]:
     outcomes: dict[int, Any] = {}
     last, since = b"", time.monotonic()
     while left := [rank for rank in range(len(ranks)) if rank not in outcomes]:
@@ -118,11 +126,16 @@ def _collect(jobs: Sequence[RankJob], ranks: list[tuple[Any, Connection]], marks
             last, since = now, time.monotonic()
         elif time.monotonic() - since > timeout:
             held = "; ".join(f"{jobs[rank].where} at {_action(jobs, marks, rank)}" for rank in left)
-            raise RunError(f"no action ended within {timeout:g} s: {held}; the processes were killed", min(left))
+            raise RunError(
+                f"no action ended within {timeout:g} s: {held}; the processes were killed",
+                min(left),
+            )
     return [outcomes[rank] for rank in range(len(ranks))]
 
 
-def _receive(jobs: Sequence[RankJob], ranks: list[tuple[Any, Connection]], marks: Path, rank: int) -> Any:
+def _receive(
+    jobs: Sequence[RankJob], ranks: list[tuple[Any, Connection]], marks: Path, rank: int
+) -> Any:
     """What a rank has sent; RunError if it has died instead."""
     process, connection = ranks[rank]
     try:
@@ -130,12 +143,22 @@ def _receive(jobs: Sequence[RankJob], ranks: list[tuple[Any, Connection]], marks
     except (EOFError, ConnectionError):
         process.join(5)
         code = process.exitcode
-        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with status {code}"
-        raise RunError(f"{jobs[rank].where}, action {_action(jobs, marks, rank)}: its process {how}", rank) from None
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code and code < 0
+            else f"ended with status {code}"
+        )
+        raise RunError(
+            f"{jobs[rank].where}, action {_action(jobs, marks, rank)}: its process {how}", rank
+        ) from None
 
 
 def _blame(
-    jobs: Sequence[RankJob], ranks: list[tuple[Any, Connection]], marks: Path, failure: _Failure, others: list[int]
+    jobs: Sequence[RankJob],
+    ranks: list[tuple[Any, Connection]],
+    marks: Path,
+    failure: _Failure,
+    others: list[int],
 ) -> NoReturn:
     """Raise a rank's failure; if it only lost its connection to another rank, what happened to that one."""
     deadline = time.monotonic() + 2
@@ -211,8 +234,13 @@ def _perform(job: RankJob, work: Callable, world: int, folder: str) -> Any:
     torch.set_num_threads(1)  # the ranks share this machine's cores
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     where = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=where, world_size=world, rank=job.rank, timeout=timedelta(minutes=30))
-    with open(os.path.join(folder, "progress"), "r+b") as file, mmap.mmap(file.fileno(), 0) as marks:
+    dist.init_process_group(
+        "gloo", init_method=where, world_size=world, rank=job.rank, timeout=timedelta(minutes=30)
+    )
+    with (
+        open(os.path.join(folder, "progress"), "r+b") as file,
+        mmap.mmap(file.fileno(), 0) as marks,
+    ):
 
         def progress(mark: int) -> None:
             marks[8 * job.rank : 8 * job.rank + 8] = mark.to_bytes(8, "little", signed=True)

@@ -88,20 +88,37 @@ def _wire(job: Job, device: torch.device) -> Wire:
     s = job.schedule
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, (str(device), os.uname().nodename))
-    nccl = device.type == "cuda" and all(name.startswith("cuda") for name, _ in every) and len(set(every)) == len(every)
+    nccl = (
+        device.type == "cuda"
+        and all(name.startswith("cuda") for name, _ in every)
+        and len(set(every)) == len(every)
+    )
     backend, channels, peers = "nccl" if nccl else "gloo", {}, None
     if nccl:
-        edges = sorted({(int(s.columns.device[s.inputs[i]]), int(s.columns.device[i])) for i in s.crossing})
+        edges = sorted(
+            {(int(s.columns.device[s.inputs[i]]), int(s.columns.device[i])) for i in s.crossing}
+        )
         for replica in range(job.replicas):
             for a, b in edges:
-                group = dist.new_group([a * job.replicas + replica, b * job.replicas + replica], backend=backend)
+                group = dist.new_group(
+                    [a * job.replicas + replica, b * job.replicas + replica], backend=backend
+                )
                 if replica == job.replica:
                     channels[a, b] = group
     for row in range(s.devices if job.replicas > 1 else 0):
-        group = dist.new_group([row * job.replicas + r for r in range(job.replicas)], backend=backend)
+        group = dist.new_group(
+            [row * job.replicas + r for r in range(job.replicas)], backend=backend
+        )
         peers = group if row == job.row else peers
     return Wire(
-        s, job.row, job.partners, replica=job.replica, replicas=job.replicas, device=device, channels=channels, peers=peers
+        s,
+        job.row,
+        job.partners,
+        replica=job.replica,
+        replicas=job.replicas,
+        device=device,
+        channels=channels,
+        peers=peers,
     )
 
 
@@ -118,7 +135,11 @@ def run_launched(job: Job, launched: Launched, timeout: float) -> list[Outcome]:
     try:
         outcome = perform(job)
     except Exception as error:
-        known = error if isinstance(error, RunError) else RunError(f"{job.where}: {type(error).__name__}: {error}", job.row)
+        known = (
+            error
+            if isinstance(error, RunError)
+            else RunError(f"{job.where}: {type(error).__name__}: {error}", job.row)
+        )
         if known is not error:
             known.__cause__ = error
         failure = _first_failure(store, known)
@@ -144,7 +165,10 @@ def _first_failure(store: Any, error: RunError) -> RunError:
     try:
         store.wait(["pipelab/failure"], timedelta(seconds=2))
         device, _, text = store.get("pipelab/failure").decode().partition("\n")
-    except (RuntimeError, ValueError):  # nobody said anything, or rank 0, which keeps the store, is gone
+    except (
+        RuntimeError,
+        ValueError,
+    ):  # nobody said anything, or rank 0, which keeps the store, is gone
         return error
     return RunError(text, int(device), error.action)
 

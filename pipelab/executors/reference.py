@@ -30,20 +30,27 @@ class Piece(NamedTuple):
 
 
 def pieces_of(
-    batches: Sequence[tuple[Any, Any]], reading: Reading, seeds: Sequence[Sequence[int]] | None = None
+    batches: Sequence[tuple[Any, Any]],
+    reading: Reading,
+    seeds: Sequence[Sequence[int]] | None = None,
 ) -> list[list[Piece]]:
     """The pieces of every update: the batches' data in their order, cut into as many parts; `seeds` are [stage][piece]."""
     parts = sum(map(len, reading)) // len(batches)
     data = iter([part for batch in batches for part in cut(batch, parts)])
     drawn = iter(zip(*seeds, strict=True)) if seeds is not None else None
-    return [[Piece(*next(data), reads, next(drawn) if drawn else None) for reads in of_update] for of_update in reading]
+    return [
+        [Piece(*next(data), reads, next(drawn) if drawn else None) for reads in of_update]
+        for of_update in reading
+    ]
 
 
 def cut(batch: tuple[Any, Any], count: int) -> list[tuple[Any, Any]]:
     """A batch in `count` parts along dimension 0 of every tensor."""
 
     def part(k: int) -> Any:
-        return pytree.tree_map_only(Tensor, lambda t: t.tensor_split(count)[k] if t.ndim else t, tuple(batch))
+        return pytree.tree_map_only(
+            Tensor, lambda t: t.tensor_split(count)[k] if t.ndim else t, tuple(batch)
+        )
 
     return [part(k) for k in range(count)] if count > 1 else [tuple(batch)]
 
@@ -61,26 +68,52 @@ class Trainer:
     """Trains stages by a rule on one device, one update at a time."""
 
     def __init__(
-        self, rule: str, stages: Sequence[nn.Module], loss: Callable, optimizer: Callable, clip: float | None = None,
-        autocast: torch.dtype | None = None, first: int = 0, start: Start | None = None,
-    ) -> None:  # fmt: skip
-        self.rule, self.stages, self.loss, self.clip, self.autocast = rule, stages, loss, clip, autocast
-        self.trained = [p for p in nn.Sequential(*stages).parameters() if p.requires_grad]  # a tied one once
-        self.stepper, *self.schedulers = _as_tuple(optimizer(self.trained)) if self.trained else (None,)
-        self.history = [{first: _weights(stage)} for stage in stages]  # per stage, the weights by version
+        self,
+        rule: str,
+        stages: Sequence[nn.Module],
+        loss: Callable,
+        optimizer: Callable,
+        clip: float | None = None,
+        autocast: torch.dtype | None = None,
+        first: int = 0,
+        start: Start | None = None,
+    ) -> None:
+        self.rule, self.stages, self.loss, self.clip, self.autocast = (
+            rule,
+            stages,
+            loss,
+            clip,
+            autocast,
+        )
+        self.trained = [
+            p for p in nn.Sequential(*stages).parameters() if p.requires_grad
+        ]  # a tied one once
+        self.stepper, *self.schedulers = (
+            _as_tuple(optimizer(self.trained)) if self.trained else (None,)
+        )
+        self.history = [
+            {first: _weights(stage)} for stage in stages
+        ]  # per stage, the weights by version
         if start:
             self._resume(start)
 
     def _resume(self, start: Start) -> None:
         for s, stage in enumerate(self.stages):
             of = dict(stage.named_parameters())
-            self.history[s] = {v: {n: t.to(of[n], copy=True) for n, t in w.items()} for v, w in start.weights[s].items()}
+            self.history[s] = {
+                v: {n: t.to(of[n], copy=True) for n, t in w.items()}
+                for v, w in start.weights[s].items()
+            }
             for name, state in start.optimizer[s].items():
                 self.stepper.state[of[name]] = {
-                    k: v.to("cpu" if k == "step" else of[name].device, copy=True) if isinstance(v, Tensor) else v
+                    k: v.to("cpu" if k == "step" else of[name].device, copy=True)
+                    if isinstance(v, Tensor)
+                    else v
                     for k, v in state.items()
-                }  # fmt: skip
-        for group, saved in zip(self.stepper.param_groups if self.stepper else (), start.groups, strict=True):
+                }
+        for group, saved in zip(
+            self.stepper.param_groups if self.stepper else (), start.groups, strict=True
+        ):
             group.update(saved)
         for scheduler, saved in zip(self.schedulers, start.schedulers, strict=True):
             scheduler.load_state_dict(saved)
@@ -105,14 +138,20 @@ class Trainer:
             if p.grad is not None and len(pieces) > 1:
                 p.grad /= total
         if self.clip is not None:
-            for group in [self.trained] if self.rule == FLUSH else [list(stage.parameters()) for stage in self.stages]:
+            for group in (
+                [self.trained]
+                if self.rule == FLUSH
+                else [list(stage.parameters()) for stage in self.stages]
+            ):
                 nn.utils.clip_grad_norm_(group, self.clip)
         return values
 
     def _loss(self, piece: Piece) -> tuple[Tensor, float]:
         x, device = piece.x, next((p.device for p in self.trained), torch.device("cpu"))
         with (
-            torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=piece.seeds is not None),
+            torch.random.fork_rng(
+                [device] if device.type == "cuda" else [], enabled=piece.seeds is not None
+            ),
             torch.autocast(device.type, self.autocast, enabled=self.autocast is not None),
         ):
             for s, stage in enumerate(self.stages):
@@ -133,13 +172,20 @@ class Trainer:
 
     def forget(self, needed: Sequence[set[int]]) -> None:
         """Drop the versions that are not among the needed ones of their stage."""
-        self.history = [{v: w for v, w in of.items() if v in keep} for of, keep in zip(self.history, needed, strict=True)]
+        self.history = [
+            {v: w for v, w in of.items() if v in keep}
+            for of, keep in zip(self.history, needed, strict=True)
+        ]
 
 
 def check(
-    trainer: Trainer, updates: Sequence[list[Piece]], steps: Sequence[list[tuple[dict[str, Tensor], dict[str, Tensor]]]],
-    losses: Sequence[float], tolerance: float, first: int = 0,
-) -> Check:  # fmt: skip
+    trainer: Trainer,
+    updates: Sequence[list[Piece]],
+    steps: Sequence[list[tuple[dict[str, Tensor], dict[str, Tensor]]]],
+    losses: Sequence[float],
+    tolerance: float,
+    first: int = 0,
+) -> Check:
     """Train by the rule and compare, update by update, from update `first` on.
 
     `steps[stage][i]` are the run's gradients and weights at update first + i, `losses` its losses, one per piece. Every step
@@ -154,7 +200,9 @@ def check(
             reported = next(of_run)
             if count:
                 found.add(f"a loss of update {t}", np.array(reported, float), wide(mean))
-        largest = max((float(p.grad.abs().max()) for p in trainer.trained if p.grad is not None), default=0.0)
+        largest = max(
+            (float(p.grad.abs().max()) for p in trainer.trained if p.grad is not None), default=0.0
+        )
         for s, stage in enumerate(stages):
             for name, p in stage.named_parameters():
                 if p.requires_grad:
@@ -176,7 +224,12 @@ def check(
                 before = trainer.history[s][t][name]
                 rounding = 4 * torch.finfo(p.dtype).eps * float(p.detach().abs().max()) / tolerance
                 change = steps[s][i][1][name].to(p) - before
-                found.add(f"weight {name} of stage {s} after update {t}", wide(change), wide(p - before), rounding)
+                found.add(
+                    f"weight {name} of stage {s} after update {t}",
+                    wide(change),
+                    wide(p - before),
+                    rounding,
+                )
         ahead = [piece.reads for later in updates[i + 1 :] for piece in later]
         trainer.forget([{t + 1, *(reads[s] for reads in ahead)} for s in range(len(stages))])
     return found.verdict(tolerance, trainer.rule)
@@ -184,11 +237,17 @@ def check(
 
 def wide(tensor: Tensor) -> np.ndarray:
     """As an array of float64 or complex128 on the CPU, for `Comparison`."""
-    return tensor.detach().to("cpu", torch.complex128 if tensor.is_complex() else torch.float64).numpy()
+    return (
+        tensor.detach()
+        .to("cpu", torch.complex128 if tensor.is_complex() else torch.float64)
+        .numpy()
+    )
 
 
 def _samples(piece: Piece) -> int:
-    return len(next(t for t in pytree.tree_leaves((piece.x, piece.y)) if isinstance(t, Tensor) and t.ndim))
+    return len(
+        next(t for t in pytree.tree_leaves((piece.x, piece.y)) if isinstance(t, Tensor) and t.ndim)
+    )
 
 
 def _as_tuple(value: Any) -> tuple:

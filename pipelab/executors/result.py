@@ -41,7 +41,9 @@ class Run:
 
     def __repr__(self) -> str:
         s, late = self.timeline.schedule, self.timeline.late
-        verdict = str(self.check) if self.check else "Not checked against the reference (check=False)."
+        verdict = (
+            str(self.check) if self.check else "Not checked against the reference (check=False)."
+        )
         pace = "" if late is None else " Paced: it shows order and numerics, not speed."
         times = f" times {len(self.replicas)} replicas" if len(self.replicas) > 1 else ""
         sizes = f"{s.devices} devices{times}, {s.batches} batches of {s.microbatches} micro-batches"
@@ -73,12 +75,21 @@ class Outcome:
 def result_of(schedule: Schedule, outcomes: Sequence[Outcome], replicas: int, paced: bool) -> Run:
     """Everything but the verdict."""
     by_place = {(o.row, o.replica): o for o in outcomes}
-    records = [[by_place[row, r].record for row in range(schedule.devices)] for r in range(replicas)]
+    records = [
+        [by_place[row, r].record for row in range(schedule.devices)] for r in range(replicas)
+    ]
     timelines = [timeline_of(schedule, of_replica, paced) for of_replica in records]
     ends = [by_place[schedule.placement[-1], r].losses for r in range(replicas)]
     m = schedule.microbatches
-    values = [ends[r][b * m + k] for b in range(schedule.batches) for r in range(replicas) for k in range(m)]
-    means, counts = (np.reshape([value[i] for value in values], (schedule.batches, -1)) for i in (0, 1))
+    values = [
+        ends[r][b * m + k]
+        for b in range(schedule.batches)
+        for r in range(replicas)
+        for k in range(m)
+    ]
+    means, counts = (
+        np.reshape([value[i] for value in values], (schedule.batches, -1)) for i in (0, 1)
+    )
     total = np.where(counts > 0, means * counts, 0).sum(1)  # the mean over nothing is no number
     losses = [float(x) for x in total / np.maximum(counts.sum(1), 1e-300)]
     weights = [by_place[d, 0].weights.get(s, {}) for s, d in enumerate(schedule.placement)]

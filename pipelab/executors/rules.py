@@ -72,19 +72,25 @@ class Comparison:
                 difference = float(np.abs(got - expected).max())
             scale = float(np.abs(expected).max()) + floor
             relative = difference / scale if scale else math.inf if difference else 0.0
-        if not (math.isfinite(difference) and math.isfinite(relative)):  # nan and inf are never equal
+        if not (
+            math.isfinite(difference) and math.isfinite(relative)
+        ):  # nan and inf are never equal
             difference = relative = math.inf
         self.max_abs = max(self.max_abs, difference)
         if relative > self.max_rel:
             self.max_rel, self.worst = relative, name
 
     def verdict(self, tolerance: float, rule: str) -> Check:
-        return Check(self.max_rel <= tolerance, self.max_abs, self.max_rel, tolerance, rule, self.worst)
+        return Check(
+            self.max_rel <= tolerance, self.max_abs, self.max_rel, tolerance, rule, self.worst
+        )
 
 
 def tolerance_for(types: Sequence[str]) -> float:
     """The stated tolerance of the lowest precision among the types of weights and of what is computed in."""
-    return max((TOLERANCE[name] for name in types if name in TOLERANCE), default=TOLERANCE["float32"])
+    return max(
+        (TOLERANCE[name] for name in types if name in TOLERANCE), default=TOLERANCE["float32"]
+    )
 
 
 def version_read(rule: str, t: int, stage: int, stages: int) -> int:
@@ -98,7 +104,9 @@ Reading = list[list[list[int]]]  # [update][piece][stage] -> version
 
 def by_formula(rule: str, updates: int, pieces: int, stages: int) -> Reading:
     """The versions that every update's `pieces` read under one of the papers' rules."""
-    return [[[version_read(rule, t, s, stages) for s in range(stages)]] * pieces for t in range(updates)]
+    return [
+        [[version_read(rule, t, s, stages) for s in range(stages)]] * pieces for t in range(updates)
+    ]
 
 
 def by_rows(rows: Sequence[Sequence[Any]], updates: int, stages: int) -> Reading:
@@ -111,7 +119,10 @@ def by_rows(rows: Sequence[Sequence[Any]], updates: int, stages: int) -> Reading
             if kind.name == "F":
                 before[stage, number] = made[stage]
     size = (1 + max(number for _, number in before)) // updates
-    return [[[before[s, k] for s in range(stages)] for k in range(t * size, (t + 1) * size)] for t in range(updates)]
+    return [
+        [[before[s, k] for s in range(stages)] for k in range(t * size, (t + 1) * size)]
+        for t in range(updates)
+    ]
 
 
 def rule_of(schedule: Schedule) -> str:
@@ -120,11 +131,15 @@ def rule_of(schedule: Schedule) -> str:
     if not schedule.asynchronous:
         return FLUSH if schedule.per_update == schedule.microbatches else TABLE
     if schedule.per_update in (1, schedule.microbatches):
-        meant = {Reads.LATEST: STASHING, Reads.FIRST: VERTICAL, Reads.PREVIOUS: DOUBLE}[schedule.reads]
+        meant = {Reads.LATEST: STASHING, Reads.FIRST: VERTICAL, Reads.PREVIOUS: DOUBLE}[
+            schedule.reads
+        ]
         for rule in (meant, STASHING, VERTICAL, DOUBLE):  # short trainings look alike under several
             formula = [[version_read(rule, t, s, n) for t in range(updates)] for s in range(n)]
             if np.array_equal(np.repeat(formula, schedule.per_update, axis=1), schedule.versions):
                 return rule
     if schedule.reads is not Reads.LATEST:
-        raise ValueError(f"no reference for reads={schedule.reads.name} on this table: run it with check=False")
+        raise ValueError(
+            f"no reference for reads={schedule.reads.name} on this table: run it with check=False"
+        )
     return TABLE

@@ -16,13 +16,30 @@ BACKENDS = {"threads": "torch", "processes": "torch", "jax": "jax"}
 
 
 def run(
-    schedule: Schedule, stages: Sequence[Any], batches: Batches, loss: Callable[[Any, Any], Any], optimizer: Any, *,
-    backend: str | None = None, devices: str | Sequence[str] | None = None, replicas: int = 1,
-    recompute: Recompute = Recompute.NEVER, clip: float | None = None, autocast: Any = None, seed: int | None = None,
-    finite: bool = True, pace: float | None = None, costs: Costs | None = None, check: bool = True,
-    tolerance: float | None = None, dump: str | Path | None = None, save: str | Path | None = None, stop: int | None = None,
-    resume: str | Path | None = None, timeout: float = 60.0,
-) -> Run:  # fmt: skip
+    schedule: Schedule,
+    stages: Sequence[Any],
+    batches: Batches,
+    loss: Callable[[Any, Any], Any],
+    optimizer: Any,
+    *,
+    backend: str | None = None,
+    devices: str | Sequence[str] | None = None,
+    replicas: int = 1,
+    recompute: Recompute = Recompute.NEVER,
+    clip: float | None = None,
+    autocast: Any = None,
+    seed: int | None = None,
+    finite: bool = True,
+    pace: float | None = None,
+    costs: Costs | None = None,
+    check: bool = True,
+    tolerance: float | None = None,
+    dump: str | Path | None = None,
+    save: str | Path | None = None,
+    stop: int | None = None,
+    resume: str | Path | None = None,
+    timeout: float = 60.0,
+) -> Run:
     """Train `stages` on `batches` in the order that the schedule says, one worker per device.
 
     stages     one module per stage. They are copied: `Run.weights` has the trained weights. A weight that several stages
@@ -68,10 +85,18 @@ def run(
 
 
 def evaluate(
-    schedule: Schedule, stages: Sequence[Any], batches: Batches, loss: Callable[[Any, Any], Any], *,
-    backend: str | None = None, devices: str | Sequence[str] | None = None, autocast: Any = None, check: bool = True,
-    tolerance: float | None = None, timeout: float = 60.0,
-) -> Evaluation:  # fmt: skip
+    schedule: Schedule,
+    stages: Sequence[Any],
+    batches: Batches,
+    loss: Callable[[Any, Any], Any],
+    *,
+    backend: str | None = None,
+    devices: str | Sequence[str] | None = None,
+    autocast: Any = None,
+    check: bool = True,
+    tolerance: float | None = None,
+    timeout: float = 60.0,
+) -> Evaluation:
     """The losses of `batches` without training: the schedule's forwards alone, modules in evaluation mode, no graphs.
 
     Arguments as for `run`. To evaluate trained weights, load `Run.weights` into the stages first (load_state_dict).

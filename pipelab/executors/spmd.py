@@ -84,8 +84,16 @@ def table(devices: int, microbatches: int, virtual: int = 1) -> Schedule:
     _check_sizes(devices, microbatches, virtual)
     laps = [(lap * devices, k) for lap in range(virtual) for k in range(microbatches)]
     order = [(Kind.F, *job) for job in laps] + [(Kind.B, *job) for job in reversed(laps)]
-    rows = [insert_updates((Action(first + d, kind, k) for kind, first, k in order), microbatches) for d in range(devices)]
-    return Schedule("spmd", tuple(map(tuple, rows)), tuple(s % devices for s in range(devices * virtual)), microbatches)
+    rows = [
+        insert_updates((Action(first + d, kind, k) for kind, first, k in order), microbatches)
+        for d in range(devices)
+    ]
+    return Schedule(
+        "spmd",
+        tuple(map(tuple, rows)),
+        tuple(s % devices for s in range(devices * virtual)),
+        microbatches,
+    )
 
 
 def _check_sizes(devices: int, microbatches: int, virtual: int) -> None:
@@ -112,11 +120,15 @@ def stack(stages: Sequence[Tree], virtual: int = 1) -> Tree:
     """
     check_counts(virtual=virtual)
     if not stages or len(stages) % virtual:
-        raise ValueError(f"{len(stages)} stages with virtual={virtual}: give a multiple of {virtual}, at least one")
+        raise ValueError(
+            f"{len(stages)} stages with virtual={virtual}: give a multiple of {virtual}, at least one"
+        )
     for s, stage in enumerate(stages):
         _check_same(stage, stages[0], f"stage {s}", "stage 0")
     leading = (len(stages),) if virtual == 1 else (virtual, -1)
-    return jax.tree.map(lambda *rows: jnp.stack(rows).reshape(*leading, *np.shape(rows[0])), *stages)
+    return jax.tree.map(
+        lambda *rows: jnp.stack(rows).reshape(*leading, *np.shape(rows[0])), *stages
+    )
 
 
 def unstack(parameters: Tree, virtual: int = 1) -> list[Tree]:
@@ -130,9 +142,14 @@ def unstack(parameters: Tree, virtual: int = 1) -> list[Tree]:
 
 
 def spmd_pipeline(
-    stage: Callable[[Tree, Tree], Tree], *, devices: Devices, microbatches: int, virtual: int = 1, axis: str = "stage",
+    stage: Callable[[Tree, Tree], Tree],
+    *,
+    devices: Devices,
+    microbatches: int,
+    virtual: int = 1,
+    axis: str = "stage",
     remat: bool = False,
-) -> Callable[[Tree, Tree], Tree]:  # fmt: skip
+) -> Callable[[Tree, Tree], Tree]:
     """A stack of equal stages as one jitted function (parameters, x) -> y, pipelined over the devices; see the module.
 
     stage         (parameters of one stage, x [samples, ...]) -> y, shaped and typed as x: an array or a pytree of them, of
@@ -155,12 +172,18 @@ def spmd_pipeline(
     mesh = _mesh(devices, axis)
     p = mesh.shape[axis]
     _check_sizes(p, microbatches, virtual)
-    leading, spec = ((p,), PartitionSpec(axis)) if virtual == 1 else ((virtual, p), PartitionSpec(None, axis))
+    leading, spec = (
+        ((p,), PartitionSpec(axis)) if virtual == 1 else ((virtual, p), PartitionSpec(None, axis))
+    )
     # check_vma would ask a stage that has a scan inside for `pcast`s of its own.
     program = jax.shard_map(
         _program(stage, p, microbatches, virtual, axis, remat),
-        mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=PartitionSpec(axis), axis_names={axis}, check_vma=False,
-    )  # fmt: skip
+        mesh=mesh,
+        in_specs=(spec, PartitionSpec()),
+        out_specs=PartitionSpec(axis),
+        axis_names={axis},
+        check_vma=False,
+    )
 
     def pipeline(parameters: Tree, x: Tree) -> Tree:
         parameters, x = jax.tree.map(jnp.asarray, (parameters, x))
@@ -173,7 +196,9 @@ def spmd_pipeline(
     return jax.jit(pipeline)
 
 
-def _program(stage: Callable, p: int, m: int, v: int, axis: str, remat: bool) -> Callable[[Tree, Tree], Tree]:
+def _program(
+    stage: Callable, p: int, m: int, v: int, axis: str, remat: bool
+) -> Callable[[Tree, Tree], Tree]:
     """What one device does: (its rows of the parameters [1, ...] or [v, 1, ...], x [m, samples, ...]) -> y; device 0's is y."""
 
     def apply(rows: Tree, x: Tree, job: Array) -> Tree:
@@ -183,14 +208,22 @@ def _program(stage: Callable, p: int, m: int, v: int, axis: str, remat: bool) ->
 
     if remat or v > 1:
         # Also without remat: a lap's weights are picked again for the backward, or a copy is kept for every iteration.
-        policy = None if remat else lambda primitive, *_, **__: primitive.name not in ("dynamic_slice", "squeeze")
+        policy = (
+            None
+            if remat
+            else lambda primitive, *_, **__: primitive.name not in ("dynamic_slice", "squeeze")
+        )
         apply = jax.checkpoint(apply, prevent_cse=False, policy=policy)
 
     def turn(rows: Tree, mine: Tree, arrived: Tree, t: Array) -> Tree:
         """One iteration: device 0 works on `mine`, the others on what has arrived; returns what arrives next."""
         d = lax.axis_index(axis)
-        y = apply(rows, jax.tree.map(lambda own, a: lax.select(d == 0, own, a), mine, arrived), t - d)
-        return jax.tree.map(lambda y: lax.ppermute(y, axis, [(i, (i + 1) % p) for i in range(p)]), y)
+        y = apply(
+            rows, jax.tree.map(lambda own, a: lax.select(d == 0, own, a), mine, arrived), t - d
+        )
+        return jax.tree.map(
+            lambda y: lax.ppermute(y, axis, [(i, (i + 1) % p) for i in range(p)]), y
+        )
 
     return partial(_straight if v == 1 else _circular, turn, p, m, v)
 
@@ -202,7 +235,9 @@ def _straight(turn: Callable, p: int, m: int, v: int, rows: Tree, x: Tree) -> Tr
         return arrived, arrived
 
     garbage = jax.tree.map(lambda x: x[0], x)
-    given = jax.tree.map(lambda x, g: jnp.concatenate([x, jnp.broadcast_to(g, (p - 1, *g.shape))]), x, garbage)
+    given = jax.tree.map(
+        lambda x, g: jnp.concatenate([x, jnp.broadcast_to(g, (p - 1, *g.shape))]), x, garbage
+    )
     _, y = lax.scan(iteration, garbage, (jnp.arange(m + p - 1), given))
     return jax.tree.map(lambda y: y[p - 1 :], y)  # before, nothing had come round
 
@@ -215,7 +250,10 @@ def _circular(turn: Callable, p: int, m: int, v: int, rows: Tree, x: Tree) -> Tr
         arrived = turn(rows, jax.tree.map(lambda b: _read(b, t % m), buffer), arrived, t)
         slot, full = (t - p + 1) % m, t >= p - 1  # before, nothing has come round
         kept = jax.tree.map(lambda b, a: lax.select(full, a, _read(b, slot)), buffer, arrived)
-        return (arrived, jax.tree.map(lambda b, k: lax.dynamic_update_index_in_dim(b, k, slot, 0), buffer, kept)), None
+        return (
+            arrived,
+            jax.tree.map(lambda b, k: lax.dynamic_update_index_in_dim(b, k, slot, 0), buffer, kept),
+        ), None
 
     garbage = jax.tree.map(lambda x: x[0], x)
     return lax.scan(iteration, (garbage, x), jnp.arange(m * v + p - 1))[0][1]
@@ -234,7 +272,11 @@ def _guard(valid: Array, tree: Tree) -> Tree:
 @_guard.defjvp
 def _guard_jvp(primals: tuple[Array, Tree], tangents: tuple[Any, Tree]) -> tuple[Tree, Tree]:
     def keep(tangent: Any) -> Any:
-        return tangent if tangent.dtype == jax.dtypes.float0 else lax.select(primals[0], tangent, jnp.zeros_like(tangent))
+        return (
+            tangent
+            if tangent.dtype == jax.dtypes.float0
+            else lax.select(primals[0], tangent, jnp.zeros_like(tangent))
+        )
 
     return primals[1], jax.tree.map(keep, tangents[1])
 
@@ -243,9 +285,12 @@ def _guard_jvp(primals: tuple[Array, Tree], tangents: tuple[Any, Tree]) -> tuple
 
 
 def spmd_value_and_grad(
-    pipeline: Callable[[Tree, Tree], Tree], loss: Callable[[Tree, Any], Array], *,
-    before: Callable[[Tree, Any], Tree] | None = None, after: Callable[[Tree, Tree], Tree] | None = None,
-) -> Callable[[Parameters, Any, Any], tuple[Array, Parameters]]:  # fmt: skip
+    pipeline: Callable[[Tree, Tree], Tree],
+    loss: Callable[[Tree, Any], Array],
+    *,
+    before: Callable[[Tree, Any], Tree] | None = None,
+    after: Callable[[Tree, Tree], Tree] | None = None,
+) -> Callable[[Parameters, Any, Any], tuple[Array, Parameters]]:
     """A jitted (parameters, x, target) -> (loss, gradients) around a pipeline of `spmd_pipeline`.
 
     loss    (output, target) -> scalar, over the whole batch
@@ -277,8 +322,12 @@ def compiled_bytes(function: Callable, *arguments: Any) -> CompiledBytes:
     """
     analysis = jax.jit(function).lower(*arguments).compile().memory_analysis()
     if analysis is None:
-        raise RuntimeError(f"the compiler for {jax.default_backend()} does not report memory: compile for a CPU or a GPU")
-    return CompiledBytes(analysis.argument_size_in_bytes, analysis.output_size_in_bytes, analysis.temp_size_in_bytes)
+        raise RuntimeError(
+            f"the compiler for {jax.default_backend()} does not report memory: compile for a CPU or a GPU"
+        )
+    return CompiledBytes(
+        analysis.argument_size_in_bytes, analysis.output_size_in_bytes, analysis.temp_size_in_bytes
+    )
 
 
 # ---- checks
@@ -287,7 +336,9 @@ def compiled_bytes(function: Callable, *arguments: Any) -> CompiledBytes:
 def _mesh(devices: Devices, axis: str) -> Mesh:
     if isinstance(devices, Mesh):
         if axis not in devices.shape:
-            raise ValueError(f"the mesh has axes {devices.axis_names}, not {axis!r}: name the stages' one with axis=")
+            raise ValueError(
+                f"the mesh has axes {devices.axis_names}, not {axis!r}: name the stages' one with axis="
+            )
         if kinds := set(devices.axis_types) - {AxisType.Auto}:
             name = kinds.pop().name
             raise ValueError(
@@ -310,7 +361,11 @@ def _mesh(devices: Devices, axis: str) -> Mesh:
 def _check_leading(parameters: Tree, leading: tuple[int, ...]) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
         if leaf.shape[: len(leading)] != leading:
-            names, more = ("devices", "") if len(leading) == 1 else ("virtual, devices", f", virtual={leading[0]}")
+            names, more = (
+                ("devices", "")
+                if len(leading) == 1
+                else ("virtual, devices", f", virtual={leading[0]}")
+            )
             raise ValueError(
                 f"parameters{jax.tree_util.keystr(path)} has shape {leaf.shape}, which does not begin with ({names}) = "
                 f"{leading}: make the parameters by stack(stages{more}), from {np.prod(leading)} stages"
@@ -318,15 +373,21 @@ def _check_leading(parameters: Tree, leading: tuple[int, ...]) -> None:
 
 
 def _cut(x: Tree, microbatches: int) -> Tree:
-    leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(x)]
+    leaves = [
+        (jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(x)
+    ]
     if not leaves:
         raise ValueError("x has no arrays: give at least one, [batch, ...]")
     batch = leaves[0][1].shape[0] if leaves[0][1].ndim else None
     for name, leaf in leaves:
         if not leaf.ndim or leaf.shape[0] != batch:
-            raise ValueError(f"x{name} has shape {leaf.shape}: all arrays of x need the same first dimension, the batch")
+            raise ValueError(
+                f"x{name} has shape {leaf.shape}: all arrays of x need the same first dimension, the batch"
+            )
     if not batch or batch % microbatches:
-        raise ValueError(f"a batch of {batch} for {microbatches} micro-batches: give a multiple of {microbatches} samples")
+        raise ValueError(
+            f"a batch of {batch} for {microbatches} micro-batches: give a multiple of {microbatches} samples"
+        )
     return jax.tree.map(lambda a: a.reshape(microbatches, -1, *a.shape[1:]), x)
 
 
@@ -341,7 +402,11 @@ def _check_same(found: Tree, wanted: Tree, name: str, other: str) -> None:
     structures: list[Any] = [jax.tree.structure(found), jax.tree.structure(wanted)]
     if structures[0] != structures[1]:
         raise ValueError(f"{name} is {structures[0]}, {other} is {structures[1]}: {remedy}")
-    for (path, leaf), like in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+    for (path, leaf), like in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+    ):
         has, needs = (f"{jnp.result_type(array)}{list(np.shape(array))}" for array in (leaf, like))
         if has != needs:
-            raise ValueError(f"{name}{jax.tree_util.keystr(path)} is {has}, {other}'s is {needs}: {remedy}")
+            raise ValueError(
+                f"{name}{jax.tree_util.keystr(path)} is {has}, {other}'s is {needs}: {remedy}"
+            )

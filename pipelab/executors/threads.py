@@ -13,7 +13,9 @@ from pipelab.executors.transport import Aborted, Mailboxes, Transport
 
 
 def run_threads(
-    jobs: Sequence[Job], transports: Sequence[Transport] = (), start: Callable[[], float] = time.perf_counter
+    jobs: Sequence[Job],
+    transports: Sequence[Transport] = (),
+    start: Callable[[], float] = time.perf_counter,
 ) -> list[Outcome]:
     """Do every job in a thread of its own.
 
@@ -40,7 +42,9 @@ def run_threads(
                 jobs[rank].prepare(stages[rank])
                 ready.wait()
                 ready.wait()  # the clock has been set in between
-                return jobs[rank].work(stages[rank], homes[rank], replicas[jobs[rank].replica], began[0])
+                return jobs[rank].work(
+                    stages[rank], homes[rank], replicas[jobs[rank].replica], began[0]
+                )
         except BaseException:
             end()
             raise

@@ -59,8 +59,15 @@ class CpuDevice:
 
     def describe(self, payload: Any) -> str:
         """Types and shapes of a payload's tensors, for an error."""
-        found = [f"{str(t.dtype)[6:]} {tuple(t.shape)}" for t in pytree.tree_leaves(payload) if isinstance(t, Tensor)]
-        return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "") or "no tensors"
+        found = [
+            f"{str(t.dtype)[6:]} {tuple(t.shape)}"
+            for t in pytree.tree_leaves(payload)
+            if isinstance(t, Tensor)
+        ]
+        return (
+            ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+            or "no tensors"
+        )
 
     @contextmanager
     def forward_context(self, seed: int | None, autocast: torch.dtype | None) -> Iterator[None]:
@@ -71,7 +78,9 @@ class CpuDevice:
         with ExitStack() as stack:
             if seed is not None:
                 stack.enter_context(_DRAWING)
-                stack.enter_context(torch.random.fork_rng([self.device] if self.device.type == "cuda" else []))
+                stack.enter_context(
+                    torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
+                )
                 torch.default_generator.manual_seed(seed)
                 if self.device.type == "cuda":
                     torch.cuda.manual_seed(seed)
@@ -92,7 +101,9 @@ class CudaDevice(CpuDevice):
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         self._zero = self.now()
         self._zero.synchronize()
-        self._began = began - time.perf_counter()  # minus the seconds from the run's zero to the event
+        self._began = (
+            began - time.perf_counter()
+        )  # minus the seconds from the run's zero to the event
 
     def active(self) -> AbstractContextManager:
         return torch.cuda.stream(self.stream)
@@ -120,7 +131,9 @@ class CudaDevice(CpuDevice):
 
         def move(tensor: Tensor) -> Tensor:
             if tensor.is_cuda:
-                tensor.record_stream(self.stream)  # the sender may free it before this stream has read it
+                tensor.record_stream(
+                    self.stream
+                )  # the sender may free it before this stream has read it
             return tensor.to(self.device, non_blocking=True)
 
         return pytree.tree_map_only(Tensor, move, payload)
@@ -137,7 +150,9 @@ def torch_device(name: str | torch.device) -> CpuDevice:
     if device.type != "cuda":
         raise ValueError(f"device {name!r}: use cpu or cuda")
     if (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device {name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
+        raise ValueError(
+            f"device {name!r}: this machine has {torch.cuda.device_count()} CUDA devices"
+        )
     return CudaDevice(device)
 
 
@@ -163,12 +178,17 @@ class Ledger:
 
         def pack(tensor: Tensor) -> tuple[Tensor, int]:
             self.hold(key, [tensor])
-            return tensor.detach(), tensor._version  # the tensor itself would keep its own graph alive
+            return (
+                tensor.detach(),
+                tensor._version,
+            )  # the tensor itself would keep its own graph alive
 
         def unpack(packed: tuple[Tensor, int]) -> Tensor:
             tensor, version = packed
             if tensor._version != version:
-                raise RuntimeError("a tensor saved for the backward was changed in place after the forward")
+                raise RuntimeError(
+                    "a tensor saved for the backward was changed in place after the forward"
+                )
             return tensor
 
         return saved_tensors_hooks(pack, unpack)

@@ -57,20 +57,30 @@ class TorchJob(Job):
         groups = np.arange(self.schedule.total) // self.schedule.per_update
         return {
             s: TorchStage(
-                copy.deepcopy(module).to(home.device), home, self.recipe, self.schedule.versions[s], groups,
-                later=self.later[s] if self.later else (), samples=self.samples,
+                copy.deepcopy(module).to(home.device),
+                home,
+                self.recipe,
+                self.schedule.versions[s],
+                groups,
+                later=self.later[s] if self.later else (),
+                samples=self.samples,
                 inputs=_onto(self.inputs, home) if s == first else None,
                 targets=_onto(self.targets, home) if s == last else None,
-                seeds=self.seeds[s] if self.seeds else None, ties=self.ties[s] if self.ties else None,
+                seeds=self.seeds[s] if self.seeds else None,
+                ties=self.ties[s] if self.ties else None,
                 start=self.start.get(s),
             )
             for s, module in self.modules.items()
-        }  # fmt: skip
+        }
 
     def work(
-        self, stages: dict[int, TorchStage], home: CpuDevice, transport: Transport, began: float,
+        self,
+        stages: dict[int, TorchStage],
+        home: CpuDevice,
+        transport: Transport,
+        began: float,
         progress: Callable[[int], None] | None = None,
-    ) -> Outcome:  # fmt: skip
+    ) -> Outcome:
         outcome = super().work(stages, home, transport, began, progress)
         if self.save and not self.replica:
             for s, stage in stages.items():
@@ -80,4 +90,7 @@ class TorchJob(Job):
 
 def _onto(pieces: Sequence[Any] | None, home: CpuDevice) -> list[Any]:
     # Copies: a slice would keep, and count as, the memory of the whole batch.
-    return [pytree.tree_map_only(Tensor, lambda t: t.to(home.device, copy=True), piece) for piece in pieces or ()]
+    return [
+        pytree.tree_map_only(Tensor, lambda t: t.to(home.device, copy=True), piece)
+        for piece in pieces or ()
+    ]

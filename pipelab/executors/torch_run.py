@@ -30,12 +30,30 @@ Batches = Sequence[tuple[Any, Any]]
 
 
 def train(
-    schedule: Schedule, stages: Sequence[nn.Module], batches: Batches, loss: Loss, optimizer: OptimizerFactory, *,
-    backend: str | None, devices: str | Sequence[str] | None, replicas: int, recompute: Recompute, clip: float | None,
-    autocast: torch.dtype | None, seed: int | None, finite: bool, pace: float | None, costs: Costs | None, check: bool,
-    tolerance: float | None, dump: str | Path | None, save: str | Path | None, stop: int | None, resume: str | Path | None,
+    schedule: Schedule,
+    stages: Sequence[nn.Module],
+    batches: Batches,
+    loss: Loss,
+    optimizer: OptimizerFactory,
+    *,
+    backend: str | None,
+    devices: str | Sequence[str] | None,
+    replicas: int,
+    recompute: Recompute,
+    clip: float | None,
+    autocast: torch.dtype | None,
+    seed: int | None,
+    finite: bool,
+    pace: float | None,
+    costs: Costs | None,
+    check: bool,
+    tolerance: float | None,
+    dump: str | Path | None,
+    save: str | Path | None,
+    stop: int | None,
+    resume: str | Path | None,
     timeout: float,
-) -> Run:  # fmt: skip
+) -> Run:
     """`pipelab.run` on torch modules."""
     validate(schedule)
     check_table(schedule, len(stages), len(batches), training=True)
@@ -50,23 +68,45 @@ def train(
         raise ValueError("dump describes a whole run: leave it out with stop or resume")
     data = batches if part is schedule else _Slice(batches, begun, part.batches)
     ranks = _Ranks(part, backend, devices, replicas, timeout)
-    used, seeds = arguments.find_seeds(stages, index.seed if index else seed, begun, part, replicas, ranks.names)
+    used, seeds = arguments.find_seeds(
+        stages, index.seed if index else seed, begun, part, replicas, ranks.names
+    )
     first = begun * schedule.microbatches // schedule.per_update  # updates before this part
     recipe = Recipe(
-        loss, optimizer, recompute.mask(part.total, part.microbatches), part.microbatches, clip, not schedule.asynchronous,
-        arguments.find_autocast(autocast, ranks.names), finite, keep=check or dump is not None,
-    )  # fmt: skip
-    start = checkpoint.states_for(Path(resume), index, stages, ranks.stages_here) if index and resume else {}
+        loss,
+        optimizer,
+        recompute.mask(part.total, part.microbatches),
+        part.microbatches,
+        clip,
+        not schedule.asynchronous,
+        arguments.find_autocast(autocast, ranks.names),
+        finite,
+        keep=check or dump is not None,
+    )
+    start = (
+        checkpoint.states_for(Path(resume), index, stages, ranks.stages_here)
+        if index and resume
+        else {}
+    )
     with _draft(save_to, ranks.first) as draft:
         outcomes = ranks.run(
-            stages, data, recipe, partners=partners, ties=ties, save=draft, updates=first + part.updates,
-            seeds=seeds, start={s: _numbered(x, -first) for s, x in start.items()},
+            stages,
+            data,
+            recipe,
+            partners=partners,
+            ties=ties,
+            save=draft,
+            updates=first + part.updates,
+            seeds=seeds,
+            start={s: _numbered(x, -first) for s, x in start.items()},
             later=later_versions(schedule, begun + part.batches, first) if save else (),
             pace=pace_of(part, pace, costs, recompute),
-        )  # fmt: skip
+        )
         if draft and ranks.first:
             done, names = begun + part.batches, checkpoint.names_of(stages)
-            Index(done, first + part.updates, used, schedule.asynchronous, schedule.to_csv(), names).write(draft)
+            Index(
+                done, first + part.updates, used, schedule.asynchronous, schedule.to_csv(), names
+            ).write(draft)
 
     result = result_of(part, outcomes, replicas, paced=pace is not None)
     steps = [_steps(part, outcomes, r) for r in range(replicas)]
@@ -75,17 +115,38 @@ def train(
     if check:
         result.check = ranks.from_first(
             lambda: judge(
-                schedule, part, begun, stages, data, recipe, start, steps, result.losses, result.microbatch_losses,
-                tolerance=tolerance, seeds=seeds, replicas=replicas, device=ranks.names[0],
+                schedule,
+                part,
+                begun,
+                stages,
+                data,
+                recipe,
+                start,
+                steps,
+                result.losses,
+                result.microbatch_losses,
+                tolerance=tolerance,
+                seeds=seeds,
+                replicas=replicas,
+                device=ranks.names[0],
             )
-        )  # fmt: skip
+        )
     return result
 
 
 def evaluate(
-    schedule: Schedule, stages: Sequence[nn.Module], batches: Batches, loss: Loss, *, backend: str | None,
-    devices: str | Sequence[str] | None, autocast: torch.dtype | None, check: bool, tolerance: float | None, timeout: float,
-) -> Evaluation:  # fmt: skip
+    schedule: Schedule,
+    stages: Sequence[nn.Module],
+    batches: Batches,
+    loss: Loss,
+    *,
+    backend: str | None,
+    devices: str | Sequence[str] | None,
+    autocast: torch.dtype | None,
+    check: bool,
+    tolerance: float | None,
+    timeout: float,
+) -> Evaluation:
     """`pipelab.evaluate` on torch modules."""
     table = validate(schedule.forward_only())
     check_table(table, len(stages), len(batches), training=False)
@@ -93,12 +154,16 @@ def evaluate(
     ranks = _Ranks(table, backend, devices, 1, timeout)
     recompute = Recompute.NEVER.mask(table.total, table.microbatches)
     mixed = arguments.find_autocast(autocast, ranks.names)
-    recipe = Recipe(loss, None, recompute, table.microbatches, autocast=mixed, finite=False, training=False)
+    recipe = Recipe(
+        loss, None, recompute, table.microbatches, autocast=mixed, finite=False, training=False
+    )
     outcomes = ranks.run(stages, batches, recipe, partners=[[] for _ in stages], pace=None)
     result = result_of(table, outcomes, 1, paced=False)
     if check:
         result.check = ranks.from_first(
-            lambda: judge_evaluation(table, stages, batches, recipe, result.microbatch_losses, tolerance, ranks.names[0])
+            lambda: judge_evaluation(
+                table, stages, batches, recipe, result.microbatch_losses, tolerance, ranks.names[0]
+            )
         )
     return Evaluation(result.losses, result.microbatch_losses, result.timeline, result.check)
 
@@ -107,12 +172,22 @@ class _Ranks:
     """Who carries out the rows: threads, processes started here, or the process itself as one of a launcher's ranks."""
 
     def __init__(
-        self, schedule: Schedule, backend: str | None, devices: str | Sequence[str] | None, replicas: int, timeout: float
+        self,
+        schedule: Schedule,
+        backend: str | None,
+        devices: str | Sequence[str] | None,
+        replicas: int,
+        timeout: float,
     ) -> None:
         from pipelab.executors.ranks import Launched
 
         self.launched = None if backend == "threads" else Launched.here()
-        self.backend, self.schedule, self.replicas, self.timeout = backend or "threads", schedule, replicas, timeout
+        self.backend, self.schedule, self.replicas, self.timeout = (
+            backend or "threads",
+            schedule,
+            replicas,
+            timeout,
+        )
         if self.launched:
             needed = schedule.devices * replicas
             if self.launched.world != needed:
@@ -132,28 +207,62 @@ class _Ranks:
     @property
     def stages_here(self) -> list[int]:
         """The stages whose states this process needs: the first rank judges them all."""
-        rows = range(self.schedule.devices) if self.first or not self.launched else [self.launched.rank // self.replicas]
+        rows = (
+            range(self.schedule.devices)
+            if self.first or not self.launched
+            else [self.launched.rank // self.replicas]
+        )
         return [s for s, d in enumerate(self.schedule.placement) if d in rows]
 
-    def run(self, stages: Sequence[nn.Module], batches: Batches, recipe: Recipe, *, start: Any = None,
-            seeds: np.ndarray | None = None, **rest: Any) -> list[Outcome]:  # fmt: skip
-        mine = range(self.schedule.devices * self.replicas) if not self.launched else [self.launched.rank]
+    def run(
+        self,
+        stages: Sequence[nn.Module],
+        batches: Batches,
+        recipe: Recipe,
+        *,
+        start: Any = None,
+        seeds: np.ndarray | None = None,
+        **rest: Any,
+    ) -> list[Outcome]:
+        mine = (
+            range(self.schedule.devices * self.replicas)
+            if not self.launched
+            else [self.launched.rank]
+        )
         reader = _Reader(batches, self.schedule.microbatches, self.replicas)
         jobs = []
         for rank in mine:
             row, replica = divmod(rank, self.replicas)
             own = [s for s, d in enumerate(self.schedule.placement) if d == row]
             last = self.schedule.stages - 1 in own
-            shape = (self.schedule.stages, self.schedule.batches, self.replicas, self.schedule.microbatches)
-            drawn = None if seeds is None else seeds.reshape(shape)[:, :, replica].reshape(shape[0], -1).tolist()
+            shape = (
+                self.schedule.stages,
+                self.schedule.batches,
+                self.replicas,
+                self.schedule.microbatches,
+            )
+            drawn = (
+                None
+                if seeds is None
+                else seeds.reshape(shape)[:, :, replica].reshape(shape[0], -1).tolist()
+            )
             jobs.append(
                 TorchJob(
-                    self.schedule, row, self.names[row], replica=replica, replicas=self.replicas,
-                    modules={s: stages[s] for s in own}, recipe=recipe, seeds=drawn,
-                    inputs=reader.side(0, replica) if 0 in own else None, targets=reader.side(1, replica) if last else None,
-                    samples=reader.samples(replica) if last else (), start={s: start[s] for s in own} if start else {}, **rest,
+                    self.schedule,
+                    row,
+                    self.names[row],
+                    replica=replica,
+                    replicas=self.replicas,
+                    modules={s: stages[s] for s in own},
+                    recipe=recipe,
+                    seeds=drawn,
+                    inputs=reader.side(0, replica) if 0 in own else None,
+                    targets=reader.side(1, replica) if last else None,
+                    samples=reader.samples(replica) if last else (),
+                    start={s: start[s] for s in own} if start else {},
+                    **rest,
                 )
-            )  # fmt: skip
+            )
         if self.launched:
             from pipelab.executors.ranks import run_launched
 
@@ -199,7 +308,10 @@ class _Reader:
     def of(self, replica: int) -> list[tuple[Any, Any]]:
         m = self.microbatches
         if not self.pieces:
-            self.pieces = [arguments.cut(self.batches[b], m * self.replicas, b) for b in range(len(self.batches))]
+            self.pieces = [
+                arguments.cut(self.batches[b], m * self.replicas, b)
+                for b in range(len(self.batches))
+            ]
         return [piece for batch in self.pieces for piece in batch[replica * m : (replica + 1) * m]]
 
     def side(self, side: int, replica: int) -> list[Any]:
@@ -209,7 +321,9 @@ class _Reader:
         return [arguments.samples_of(piece) for piece in self.of(replica)]
 
 
-def _part(schedule: Schedule, resume: Path | None, stop: int | None, save: Any) -> tuple[Schedule, Index | None, int]:
+def _part(
+    schedule: Schedule, resume: Path | None, stop: int | None, save: Any
+) -> tuple[Schedule, Index | None, int]:
     """What of the table is to be run: the part, what it goes on from, and its first batch."""
     index = Index.read(resume) if resume else None
     begun, last = index.batch if index else 0, schedule.batches if stop is None else stop

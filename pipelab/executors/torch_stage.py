@@ -18,7 +18,9 @@ from pipelab.executors.torch_device import CpuDevice
 from pipelab.executors.worker import Bytes
 
 Loss = Callable[[Any, Any], Any]
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Any]  # an optimizer, or a tuple of one and its LR schedulers
+OptimizerFactory = Callable[
+    [Iterable[nn.Parameter]], Any
+]  # an optimizer, or a tuple of one and its LR schedulers
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,29 @@ class TorchStage:
     """
 
     def __init__(
-        self, module: nn.Module, device: CpuDevice, recipe: Recipe, versions: np.ndarray, groups: np.ndarray, *,
-        later: Iterable[int] = (), samples: Sequence[int] = (), inputs: Sequence[Any] | None = None,
-        targets: Sequence[Any] | None = None, seeds: Sequence[int] | None = None, ties: dict[str, int] | None = None,
+        self,
+        module: nn.Module,
+        device: CpuDevice,
+        recipe: Recipe,
+        versions: np.ndarray,
+        groups: np.ndarray,
+        *,
+        later: Iterable[int] = (),
+        samples: Sequence[int] = (),
+        inputs: Sequence[Any] | None = None,
+        targets: Sequence[Any] | None = None,
+        seeds: Sequence[int] | None = None,
+        ties: dict[str, int] | None = None,
         start: StageState | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.module, self.device, self.recipe = module, device, recipe
-        self.inputs, self.targets, self.samples, self.seeds, self.ties = inputs, targets, samples, seeds, ties or {}
+        self.inputs, self.targets, self.samples, self.seeds, self.ties = (
+            inputs,
+            targets,
+            samples,
+            seeds,
+            ties or {},
+        )
         self.version_of, self.group_of = versions.tolist(), groups.tolist()
         self.weights: dict[int, dict[str, nn.Parameter]] = {0: dict(module.named_parameters())}
         self._slots = _slots(module)
@@ -99,12 +117,22 @@ class TorchStage:
         if start:
             self._load_optimizer(start)
         self._left = Counter(self.group_of)  # update group -> backwards to come
-        self._kept: dict[int, tuple[Any, Any, float]] = {}  # micro-batch -> input leaves, output edges, count
-        self._split: dict[int, tuple[list, list, float]] = {}  # micro-batch -> edges, gradients, count, between I and W
-        self._counts: dict[int, float] = {}  # update group -> what its micro-batches' losses counted
+        self._kept: dict[
+            int, tuple[Any, Any, float]
+        ] = {}  # micro-batch -> input leaves, output edges, count
+        self._split: dict[
+            int, tuple[list, list, float]
+        ] = {}  # micro-batch -> edges, gradients, count, between I and W
+        self._counts: dict[
+            int, float
+        ] = {}  # update group -> what its micro-batches' losses counted
         self.losses: dict[int, tuple[Tensor, float]] = {}
-        self.steps: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []  # gradients and weights of each update
-        self._stepped: dict[str, Tensor] = {}  # the gradients of an update that `steps` does not have yet
+        self.steps: list[
+            tuple[dict[str, Tensor], dict[str, Tensor]]
+        ] = []  # gradients and weights of each update
+        self._stepped: dict[
+            str, Tensor
+        ] = {}  # the gradients of an update that `steps` does not have yet
         self._ledger = device.ledger
         self._note_constants()
         module.train(module.training and recipe.training)
@@ -113,7 +141,11 @@ class TorchStage:
     def versions_held(self) -> int:
         """Weight versions kept, by unique storages of a weight."""
         first = next(iter(self._handles), None)
-        return len({w[first].untyped_storage().data_ptr() for w in self.weights.values()}) if first else 1
+        return (
+            len({w[first].untyped_storage().data_ptr() for w in self.weights.values()})
+            if first
+            else 1
+        )
 
     # ---- the five kinds of action
 
@@ -129,7 +161,9 @@ class TorchStage:
                 self._kept[microbatch] = (x, None, 0)
             with torch.no_grad():  # on a copy: a layer that works in place must not change what the second forward starts from
                 output = self._apply(microbatch, pytree.tree_map_only(Tensor, Tensor.clone, x))[0]
-        if self.targets is not None and self.device.device.type == "cpu":  # a GPU would have to be waited for: see `update`
+        if (
+            self.targets is not None and self.device.device.type == "cpu"
+        ):  # a GPU would have to be waited for: see `update`
             self._check_loss(microbatch)
         return output
 
@@ -146,7 +180,9 @@ class TorchStage:
         edges, gradients, leaves, count = self._prepare(microbatch, given)
         wanted = [leaf for leaf in leaves if leaf is not None]
         found = iter(
-            torch.autograd.grad(edges, wanted, gradients, retain_graph=True, allow_unused=True) if edges and wanted else ()
+            torch.autograd.grad(edges, wanted, gradients, retain_graph=True, allow_unused=True)
+            if edges and wanted
+            else ()
         )
         self._split[microbatch] = (edges, gradients, count)
         return count, [next(found, None) if leaf is not None else None for leaf in leaves]
@@ -167,10 +203,18 @@ class TorchStage:
         if self.targets is not None and self.device.device.type != "cpu":
             for k in [k for k, group in enumerate(self.group_of) if group == number]:
                 self._check_loss(k)
-        news = [given[s] for s in sorted(given)] if given else [self.news()] if self.recipe.clip is not None else []
+        news = (
+            [given[s] for s in sorted(given)]
+            if given
+            else [self.news()]
+            if self.recipe.clip is not None
+            else []
+        )
         latest, count, tied = self.weights[number], self._counts.pop(number) or 1.0, _add_up(news)
         if self.recipe.clip is not None:  # as torch.nn.utils.clip_grad_norm_
-            square = sum(n.square for n in news) + sum(float(g.double().square().sum()) for g in tied.values())
+            square = sum(n.square for n in news) + sum(
+                float(g.double().square().sum()) for g in tied.values()
+            )
             count /= min(1.0, self.recipe.clip / (square**0.5 / count + 1e-6))
         for name, handle in self._handles.items():
             handle.data = latest[name].data
@@ -181,12 +225,19 @@ class TorchStage:
             handle.grad = None if total is None else total.div_(count)
             for w in self.weights.values():
                 w[name].grad = None
-        if self.recipe.keep:  # before the step: some optimizers use the gradient's memory for their own
-            self._stepped = {n: torch.zeros_like(h) if h.grad is None else h.grad.clone() for n, h in self._handles.items()}
+        if (
+            self.recipe.keep
+        ):  # before the step: some optimizers use the gradient's memory for their own
+            self._stepped = {
+                n: torch.zeros_like(h) if h.grad is None else h.grad.clone()
+                for n, h in self._handles.items()
+            }
         if self.readers[number]:
             for handle in self._handles.values():
                 handle.data = handle.data.clone()
-            self.weights[number + 1] = {n: nn.Parameter(h.data, h.requires_grad) for n, h in self._handles.items()}
+            self.weights[number + 1] = {
+                n: nn.Parameter(h.data, h.requires_grad) for n, h in self._handles.items()
+            }
             self._note_constants()
         else:
             self.weights[number + 1] = self.weights.pop(number)
@@ -211,7 +262,9 @@ class TorchStage:
     def sums(self, group: int) -> list[Tensor]:
         """The group's count, then the gradient of every trained weight (a flush: all are of the latest version)."""
         latest = self.weights[max(self.weights)].values()
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in latest if p.requires_grad]
+        gradients = [
+            torch.zeros_like(p) if p.grad is None else p.grad for p in latest if p.requires_grad
+        ]
         return [torch.tensor([self._counts[group]], dtype=torch.float64), *gradients]
 
     def replace_sums(self, group: int, sums: list[Tensor]) -> None:
@@ -234,9 +287,17 @@ class TorchStage:
         """What is kept now, by unique storages."""
         latest = max(self.weights)
         weights = _storages(self.weights[latest].values())
-        older = _storages(p for v, named in self.weights.items() if v != latest for p in named.values())
-        gradients = _storages(p.grad for named in self.weights.values() for p in named.values() if p.grad is not None)
-        values = (value for state in self.optimizer.state.values() for value in state.values()) if self.optimizer else ()
+        older = _storages(
+            p for v, named in self.weights.items() if v != latest for p in named.values()
+        )
+        gradients = _storages(
+            p.grad for named in self.weights.values() for p in named.values() if p.grad is not None
+        )
+        values = (
+            (value for state in self.optimizer.state.values() for value in state.values())
+            if self.optimizer
+            else ()
+        )
         optimizer = _storages(value for value in values if isinstance(value, Tensor))
         versions = {at: size for at, size in older.items() if at not in weights}
         return Bytes(*(sum(x.values()) for x in (weights, versions, gradients, optimizer)))
@@ -245,7 +306,10 @@ class TorchStage:
         """The module's state with its latest weights, on the CPU."""
         latest = self.weights[max(self.weights)]
         names = {alias: name for name, slots in self._slots.items() for _, _, alias in slots}
-        return _to_host((name, latest.get(names.get(name, ""), value)) for name, value in self.module.state_dict().items())
+        return _to_host(
+            (name, latest.get(names.get(name, ""), value))
+            for name, value in self.module.state_dict().items()
+        )
 
     def state(self, updates: int) -> StageState:
         """For a checkpoint after `updates` updates in all: what is still to be read, on the CPU."""
@@ -255,11 +319,25 @@ class TorchStage:
         buffers = {name: t for name, t in self.trained().items() if name not in aliases}
         states = self.optimizer.state if self.optimizer else {}
         by_name = {
-            name: {k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in states[h].items()}
-            for name, h in self._handles.items() if h in states
-        }  # fmt: skip
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups] if self.optimizer else []
-        return StageState(weights, buffers, by_name, groups, [scheduler.state_dict() for scheduler in self.schedulers])
+            name: {
+                k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v
+                for k, v in states[h].items()
+            }
+            for name, h in self._handles.items()
+            if h in states
+        }
+        groups = (
+            [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+            if self.optimizer
+            else []
+        )
+        return StageState(
+            weights,
+            buffers,
+            by_name,
+            groups,
+            [scheduler.state_dict() for scheduler in self.schedulers],
+        )
 
     # ---- pieces of the actions
 
@@ -269,7 +347,7 @@ class TorchStage:
         self.weights = {
             v: {name: nn.Parameter(t.to(on, copy=True), trains[name]) for name, t in named.items()}
             for v, named in start.weights.items()
-        }  # fmt: skip
+        }
         self.module.load_state_dict(start.buffers, strict=False)
 
     def _load_optimizer(self, start: StageState) -> None:
@@ -278,9 +356,11 @@ class TorchStage:
         for name, values in start.optimizer.items():
             handle = self._handles[name]
             self.optimizer.state[handle] = {
-                k: v.to("cpu" if k == "step" else handle.device, copy=True) if isinstance(v, Tensor) else v
+                k: v.to("cpu" if k == "step" else handle.device, copy=True)
+                if isinstance(v, Tensor)
+                else v
                 for k, v in values.items()
-            }  # fmt: skip
+            }
         for group, saved in zip(self.optimizer.param_groups, start.groups, strict=True):
             group.update(saved)
         for scheduler, saved in zip(self.schedulers, start.schedulers, strict=True):
@@ -302,7 +382,9 @@ class TorchStage:
 
     def _apply(self, microbatch: int, x: Any) -> tuple[Any, Any, float]:
         """Run the module, and the loss behind the last stage: (what is sent on, what a backward starts from, count)."""
-        with self.device.forward_context(self.seeds[microbatch] if self.seeds else None, self.recipe.autocast):
+        with self.device.forward_context(
+            self.seeds[microbatch] if self.seeds else None, self.recipe.autocast
+        ):
             y = self.module(x)
             if self.targets is None:
                 return pytree.tree_map_only(Tensor, Tensor.detach, y), y, 0
@@ -317,14 +399,22 @@ class TorchStage:
         leaves, spec = pytree.tree_flatten(x)
         if self.inputs is None:
             leaves = [t.detach().requires_grad_() if _differentiable(t) else t for t in leaves]
-        wanted = [t if isinstance(t, Tensor) and t.requires_grad and self.inputs is None else None for t in leaves]
-        entered = [_Entry.apply(t) if w is not None else t for t, w in zip(leaves, wanted, strict=True)]
+        wanted = [
+            t if isinstance(t, Tensor) and t.requires_grad and self.inputs is None else None
+            for t in leaves
+        ]
+        entered = [
+            _Entry.apply(t) if w is not None else t for t, w in zip(leaves, wanted, strict=True)
+        ]
         key = (id(self), microbatch)
         self._ledger.hold(key, wanted)
         with self._ledger.watch(key):
             output, ends, count = self._apply(microbatch, pytree.tree_unflatten(entered, spec))
         # The edge of an output, not the output: what was sent on need not be kept.
-        edges = [get_gradient_edge(t) if isinstance(t, Tensor) and t.requires_grad else None for t in pytree.tree_leaves(ends)]
+        edges = [
+            get_gradient_edge(t) if isinstance(t, Tensor) and t.requires_grad else None
+            for t in pytree.tree_leaves(ends)
+        ]
         return output, (wanted, (edges, ends.detach() if self.targets is not None else None), count)
 
     def _prepare(self, microbatch: int, given: Any) -> tuple[list, list, list, float]:
@@ -338,7 +428,9 @@ class TorchStage:
             count, gradients = given
         else:  # a micro-batch that counts nothing (all its tokens masked) has no gradient, whatever its mean is
             gradients = [torch.full_like(mean, count) if count else None]
-        pairs = [(e, g) for e, g in zip(edges, gradients, strict=True) if e is not None and g is not None]
+        pairs = [
+            (e, g) for e, g in zip(edges, gradients, strict=True) if e is not None and g is not None
+        ]
         return [e for e, _ in pairs], [g for _, g in pairs], leaves, count
 
     def _finish(self, microbatch: int, count: float) -> None:
@@ -352,7 +444,10 @@ class TorchStage:
         if not self.readers[version] and version != max(self.weights):
             old = self.weights.pop(version)
             latest = self.weights[max(self.weights)]
-            for name, p in old.items():  # its gradient belongs to the group that is being accumulated
+            for (
+                name,
+                p,
+            ) in old.items():  # its gradient belongs to the group that is being accumulated
                 if p.grad is not None:
                     sofar = latest[name].grad
                     latest[name].grad = p.grad if sofar is None else sofar + p.grad

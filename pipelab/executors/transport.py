@@ -74,7 +74,9 @@ class Mailboxes:
         for replica in self.replicas:
             replica.send((key, me), device, Message(parts, 0.0))
         all_parts = [self.receive((key, r), device).payload for r in range(len(self.replicas))]
-        return [sum(same[1:], same[0]) for same in zip(*all_parts, strict=True)]  # in one order: equal in all replicas
+        return [
+            sum(same[1:], same[0]) for same in zip(*all_parts, strict=True)
+        ]  # in one order: equal in all replicas
 
     def sleep(self, seconds: float) -> None:
         if self._aborted.wait(seconds) if seconds > 0 else self._aborted.is_set():

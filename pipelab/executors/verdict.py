@@ -21,27 +21,63 @@ from pipelab.schedule import Schedule
 
 
 def judge(
-    schedule: Schedule, part: Schedule, begun: int, stages: Sequence[nn.Module], batches: Sequence[Any], recipe: Recipe,
-    start: dict[int, StageState], steps: Sequence[Sequence[list]], losses: list[float], microbatch_losses: list[float], *,
-    tolerance: float | None, seeds: np.ndarray | None, replicas: int, device: str,
-) -> Check:  # fmt: skip
+    schedule: Schedule,
+    part: Schedule,
+    begun: int,
+    stages: Sequence[nn.Module],
+    batches: Sequence[Any],
+    recipe: Recipe,
+    start: dict[int, StageState],
+    steps: Sequence[Sequence[list]],
+    losses: list[float],
+    microbatch_losses: list[float],
+    *,
+    tolerance: float | None,
+    seeds: np.ndarray | None,
+    replicas: int,
+    device: str,
+) -> Check:
     """Compare with the rule that describes the table: a paper's, or the table's own rows where no paper's does.
 
     `part` is what has been run of `schedule`, from batch `begun` on, `batches` its data; `steps` are [replica][stage].
     The data of an update is one undivided batch, unless forwards draw random numbers or normalize over a micro-batch.
     """
-    rule, n, first = rules.rule_of(schedule), schedule.stages, begun * schedule.microbatches // schedule.per_update
+    rule, n, first = (
+        rules.rule_of(schedule),
+        schedule.stages,
+        begun * schedule.microbatches // schedule.per_update,
+    )
     divided = seeds is not None or arguments.normalizes_batches(stages)
     if rule == rules.TABLE:
         reading = rules.by_rows(schedule.rows, schedule.updates, n)
     else:
         pieces = schedule.per_update * replicas if divided else 1
         reading = rules.by_formula(rule, schedule.updates, pieces, n)
-    whole = [pytree.tree_map_only(Tensor, lambda t: t.to(device, copy=True), tuple(batch)) for batch in batches]
-    updates = reference.pieces_of(whole, reading[first : first + part.updates], None if seeds is None else seeds.tolist())
-    reported = losses if sum(map(len, updates)) == len(losses) and rule != rules.TABLE else microbatch_losses
-    copies = list(copy.deepcopy(nn.ModuleList(stages)).to(device))  # together, so that tied weights stay one
-    trainer = Trainer(rule, copies, recipe.loss, _factory(recipe), recipe.clip, recipe.autocast, first, _start(start))
+    whole = [
+        pytree.tree_map_only(Tensor, lambda t: t.to(device, copy=True), tuple(batch))
+        for batch in batches
+    ]
+    updates = reference.pieces_of(
+        whole, reading[first : first + part.updates], None if seeds is None else seeds.tolist()
+    )
+    reported = (
+        losses
+        if sum(map(len, updates)) == len(losses) and rule != rules.TABLE
+        else microbatch_losses
+    )
+    copies = list(
+        copy.deepcopy(nn.ModuleList(stages)).to(device)
+    )  # together, so that tied weights stay one
+    trainer = Trainer(
+        rule,
+        copies,
+        recipe.loss,
+        _factory(recipe),
+        recipe.clip,
+        recipe.autocast,
+        first,
+        _start(start),
+    )
     for s, state in start.items():
         copies[s].load_state_dict(state.buffers, strict=False)
     limit = tolerance if tolerance is not None else _tolerance(stages, recipe)
@@ -50,15 +86,23 @@ def judge(
 
 
 def judge_evaluation(
-    table: Schedule, stages: Sequence[nn.Module], batches: Sequence[Any], recipe: Recipe, losses: list[float],
-    tolerance: float | None, device: str,
-) -> Check:  # fmt: skip
+    table: Schedule,
+    stages: Sequence[nn.Module],
+    batches: Sequence[Any],
+    recipe: Recipe,
+    losses: list[float],
+    tolerance: float | None,
+    device: str,
+) -> Check:
     """Compare with the modules one after another, micro-batch by micro-batch."""
     copies = copy.deepcopy(nn.Sequential(*stages)).to(device).eval()
     limit, found = tolerance if tolerance is not None else _tolerance(stages, recipe), Comparison()
     parts = chain.from_iterable(reference.cut(batch, table.microbatches) for batch in batches)
     kind = torch.device(device).type
-    with torch.no_grad(), torch.autocast(kind, recipe.autocast, enabled=recipe.autocast is not None):
+    with (
+        torch.no_grad(),
+        torch.autocast(kind, recipe.autocast, enabled=recipe.autocast is not None),
+    ):
         for k, (reported, part) in enumerate(zip(losses, parts, strict=True)):
             x, y = pytree.tree_map_only(Tensor, lambda t: t.to(device), part)
             value = recipe.loss(copies(x), y)
@@ -82,7 +126,9 @@ def _start(states: dict[int, StageState]) -> Start | None:
         return None
     in_order = [states[s] for s in sorted(states)]
     some = next((state for state in in_order if state.groups), in_order[0])
-    return Start([x.weights for x in in_order], [x.optimizer for x in in_order], some.groups, some.schedulers)
+    return Start(
+        [x.weights for x in in_order], [x.optimizer for x in in_order], some.groups, some.schedulers
+    )
 
 
 def _same_everywhere(check: Check, steps: Sequence[Sequence[list]]) -> Check:
@@ -94,5 +140,9 @@ def _same_everywhere(check: Check, steps: Sequence[Sequence[list]]) -> Check:
             for t, (step, first) in enumerate(zip(mine, theirs, strict=True)):
                 for what, a, b in zip(("the gradient of", "weight"), step, first, strict=True):
                     for name in b:
-                        found.add(f"{what} {name} of stage {s} of replica {r} in update {t}", wide(a[name]), wide(b[name]))
+                        found.add(
+                            f"{what} {name} of stage {s} of replica {r} in update {t}",
+                            wide(a[name]),
+                            wide(b[name]),
+                        )
     return found.verdict(check.tolerance, check.rule)

@@ -74,7 +74,9 @@ class Layout:
 
     @classmethod
     def announced(cls, content: Tensor) -> Layout:
-        leaves, spec = pytree.tree_flatten(pickle.loads(content.numpy().tobytes()), is_leaf=lambda x: isinstance(x, Leaf))
+        leaves, spec = pytree.tree_flatten(
+            pickle.loads(content.numpy().tobytes()), is_leaf=lambda x: isinstance(x, Leaf)
+        )
         return cls(spec, tuple(leaf.kind for leaf in leaves))
 
     @cached_property
@@ -114,7 +116,9 @@ class Layout:
         for kind in self.leaves:
             if isinstance(kind, tuple):
                 dtype, shape, at, end = next(places)
-                leaves.append(body[at:end].view(dtype).view(shape).data)  # .data: no version counter in common
+                leaves.append(
+                    body[at:end].view(dtype).view(shape).data
+                )  # .data: no version counter in common
             else:
                 leaves.append(next(floats) if kind is float else kind[0])
         return pytree.tree_unflatten(leaves, self.spec)
@@ -148,9 +152,17 @@ class Wire:
     """
 
     def __init__(
-        self, schedule: Schedule, rank: int, partners: Sequence[Sequence[int]], *, replica: int = 0, replicas: int = 1,
-        device: torch.device | None = None, channels: dict[tuple[int, int], Any] | None = None, peers: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        schedule: Schedule,
+        rank: int,
+        partners: Sequence[Sequence[int]],
+        *,
+        replica: int = 0,
+        replicas: int = 1,
+        device: torch.device | None = None,
+        channels: dict[tuple[int, int], Any] | None = None,
+        peers: Any = None,
+    ) -> None:
         self.rank, self._replica, self._count, self._peers = rank, replica, replicas, peers
         self._channels, self._device = channels or {}, device or CPU
         self._stage, self._kind = schedule.columns.stage.tolist(), schedule.columns.kind.tolist()
@@ -168,14 +180,20 @@ class Wire:
         self._order: dict[int, deque[Key]] = {}  # sender -> what is still to come, in its order
         self._to_post: dict[int, deque[tuple[Key, int]]] = {}  # with their number in their stream
         for source in range(schedule.devices):
-            keys = [key for key, target in outgoing(schedule, source, partners) if target == rank and source != rank]
+            keys = [
+                key
+                for key, target in outgoing(schedule, source, partners)
+                if target == rank and source != rank
+            ]
             if keys:
                 numbers: Counter[Any] = Counter()
                 self._order[source], self._to_post[source] = deque(keys), deque()
                 for key in keys:
                     self._to_post[source].append((key, numbers[self._stream(key)]))
                     numbers[self._stream(key)] += 1
-        self.began: float | None = None  # the run's time zero on time.perf_counter, from when on arrivals are timed
+        self.began: float | None = (
+            None  # the run's time zero on time.perf_counter, from when on arrivals are timed
+        )
 
     def greet(self) -> None:
         """Open the connections, so that no measured message pays for it; waits for those who will send here."""
@@ -184,15 +202,22 @@ class Wire:
                 self._post(torch.zeros(1, dtype=torch.uint8, device=device), target, group)
         for source in self._order:
             for group, device in {self._channel(source, self.rank), (None, CPU)}:
-                dist.recv(torch.zeros(1, dtype=torch.uint8, device=device), self._global(source), group)
+                dist.recv(
+                    torch.zeros(1, dtype=torch.uint8, device=device), self._global(source), group
+                )
 
     def send(self, key: Key, device: int, message: Message) -> None:
         if device == self.rank:
             self._here[key] = message
             return
-        payload = message.payload[0] if isinstance(key, int) else message.payload  # a parcel of the device's `give`
+        payload = (
+            message.payload[0] if isinstance(key, int) else message.payload
+        )  # a parcel of the device's `give`
         layout, tensors, numbers = Layout.of(payload)
-        stream, (group, on) = self._sending[device, self._stream(key)], self._channel(self.rank, device)
+        stream, (group, on) = (
+            self._sending[device, self._stream(key)],
+            self._channel(self.rank, device),
+        )
         known = stream.reference(len(stream.layouts))
         if _same(known, layout):
             self._post(layout.pack(tensors, [message.at, 0.0, *numbers], on), device, group)
@@ -213,7 +238,9 @@ class Wire:
     def receive(self, key: Any, device: int) -> Message:
         try:
             while key not in self._here:
-                self._take_next(self._home[key] if isinstance(key, int) else self._placement[key[0]])
+                self._take_next(
+                    self._home[key] if isinstance(key, int) else self._placement[key[0]]
+                )
         except RuntimeError as error:
             raise _lost(error) from error
         return self._here.pop(key)
@@ -270,7 +297,9 @@ class Wire:
             at, _, *numbers = layout.numbers(body)
         stream.layouts.append(layout)
         self._post_receives(source)
-        if self.began is not None and (now := time.perf_counter()) - asked > AT_ONCE:  # else it was there; not known since when
+        if (
+            self.began is not None and (now := time.perf_counter()) - asked > AT_ONCE
+        ):  # else it was there; not known since when
             at = now - self.began
         payload = layout.unpack(body, numbers)
         self._here[key] = Message((payload, None) if isinstance(key, int) else payload, at)
@@ -286,7 +315,11 @@ class Wire:
             waiting.popleft()
             if layout:
                 body = torch.empty(layout.size, dtype=torch.uint8, device=device)
-                self._posted[key] = dist.irecv(body, self._global(source), group=group), body, layout
+                self._posted[key] = (
+                    dist.irecv(body, self._global(source), group=group),
+                    body,
+                    layout,
+                )
 
     def _fill(self, tensor: Tensor, source: int) -> Tensor:
         dist.recv(tensor, self._global(source), tag=BESIDE)
@@ -294,7 +327,9 @@ class Wire:
 
     def _post(self, tensor: Tensor, device: int, group: Any = None, tag: int = 0) -> None:
         try:
-            self._sent.append((dist.isend(tensor, self._global(device), group=group, tag=tag), tensor))
+            self._sent.append(
+                (dist.isend(tensor, self._global(device), group=group, tag=tag), tensor)
+            )
         except RuntimeError as error:
             raise _lost(error) from error
         if len(self._sent) == TOGETHER:
@@ -317,10 +352,14 @@ def _lost(error: Exception) -> ConnectionError:
     return ConnectionError(f"a message to or from another rank was lost: {error}")
 
 
-def outgoing(schedule: Schedule, rank: int, partners: Sequence[Sequence[int]]) -> Iterator[tuple[Key, int]]:
+def outgoing(
+    schedule: Schedule, rank: int, partners: Sequence[Sequence[int]]
+) -> Iterator[tuple[Key, int]]:
     """What a rank sends in the order of its row, as (key, device): outputs, and after a group's last backward its news."""
     home, takers = schedule.columns.device, schedule.takers
-    left = {(s, g): schedule.per_update for s in range(schedule.stages) for g in range(schedule.updates)}
+    left = {
+        (s, g): schedule.per_update for s in range(schedule.stages) for g in range(schedule.updates)
+    }
     for i, action in enumerate(schedule.rows[rank], schedule.bounds[rank]):
         if takers[i] >= 0 and home[takers[i]] != rank:
             yield i, int(home[takers[i]])

@@ -14,13 +14,21 @@ from pipelab.action import Action, Kind
 from pipelab.executors.transport import Aborted, Message, Transport
 from pipelab.schedule import Schedule
 
-METHODS = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input_grad", Kind.W: "weight_grad", Kind.U: "update"}
+METHODS = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input_grad",
+    Kind.W: "weight_grad",
+    Kind.U: "update",
+}
 
 
 class RunError(RuntimeError):
     """A run that failed; the message names device and action, and the cause has the failing stage's own traceback."""
 
-    def __init__(self, message: str, device: int | None = None, action: Action | None = None) -> None:
+    def __init__(
+        self, message: str, device: int | None = None, action: Action | None = None
+    ) -> None:
         super().__init__(message, device, action)
         self.device, self.action = device, action
 
@@ -173,7 +181,11 @@ class Worker:
                 raise
             except Exception as error:
                 message = f"{self.where}, action {action}: {type(error).__name__}: {error}"
-                if given is not None and action.kind is not Kind.U and not isinstance(error, ConnectionError):
+                if (
+                    given is not None
+                    and action.kind is not Kind.U
+                    and not isinstance(error, ConnectionError)
+                ):
                     message += f" (it was given {self.device.describe(given)})"
                 raise RunError(message, self.rank, action) from error
             if action.kind is not Kind.F:
@@ -188,7 +200,10 @@ class Worker:
             record.kept.append(_sum(kept.values()))
             record.versions.append(stage.versions_held)
         self.device.finish()
-        record.start, record.end = self.device.seconds(record.start), self.device.seconds(record.end)
+        record.start, record.end = (
+            self.device.seconds(record.start),
+            self.device.seconds(record.end),
+        )
         return record
 
     def _receive(self, i: int) -> tuple[Any, float]:
@@ -209,7 +224,9 @@ class Worker:
         if taker >= 0:
             target = int(self.schedule.columns.device[taker])
             at = self.clock if self.pace else time.perf_counter() - self.began
-            self.transport.send(i, target, Message(made if target == self.rank else self.device.give(made), at))
+            self.transport.send(
+                i, target, Message(made if target == self.rank else self.device.give(made), at)
+            )
 
     def _end_group(self, action: Action, stage: StageRuntime) -> None:
         """After the last backward of an update group: add up over replicas, and tell partners what their updates wait for.
@@ -221,12 +238,16 @@ class Worker:
         if not stage.complete(group):
             return
         if self.replicas > 1:
-            sums = self.transport.sum_over_replicas((action.stage, group), self.rank, stage.sums(group))
+            sums = self.transport.sum_over_replicas(
+                (action.stage, group), self.rank, stage.sums(group)
+            )
             stage.replace_sums(group, sums)
         if self.partners[action.stage]:
             news = stage.news()
             for other in self.partners[action.stage]:
-                self.transport.send((action.stage, other, group), self.schedule.placement[other], Message(news, 0.0))
+                self.transport.send(
+                    (action.stage, other, group), self.schedule.placement[other], Message(news, 0.0)
+                )
 
     def _collect_news(self, update: Action) -> dict[int, Any]:
         keys = {s: (s, update.stage, update.microbatch) for s in self.partners[update.stage]}

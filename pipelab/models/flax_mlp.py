@@ -27,4 +27,6 @@ class Layers(linen.Module):
 def mlp(stages: int, width: int = 64, layers: int = 2, seed: int = 0) -> list[tuple[Layers, Any]]:
     """Stages for `pipelab.run(..., backend="jax")`: pairs of a module of `layers` layers and its variables."""
     modules = [Layers(width, layers, last=s == stages - 1) for s in range(stages)]
-    return [(m, m.init(jax.random.key(seed + s), jnp.ones((1, width)))) for s, m in enumerate(modules)]
+    return [
+        (m, m.init(jax.random.key(seed + s), jnp.ones((1, width)))) for s, m in enumerate(modules)
+    ]

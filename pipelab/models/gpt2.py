@@ -15,10 +15,16 @@ class Embedding(nn.Module):
 
     def __init__(self, model: GPT2LMHeadModel) -> None:
         super().__init__()
-        self.word, self.position, self.dropout = model.transformer.wte, model.transformer.wpe, model.transformer.drop
+        self.word, self.position, self.dropout = (
+            model.transformer.wte,
+            model.transformer.wpe,
+            model.transformer.drop,
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.dropout(self.word(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device)))
+        return self.dropout(
+            self.word(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        )
 
 
 class Head(nn.Module):
@@ -36,9 +42,15 @@ class Head(nn.Module):
 
 
 def gpt2(
-    *, vocabulary: int = 256, length: int = 64, width: int = 64, blocks: int = 12, heads: int = 4, dropout: float = 0.0,
+    *,
+    vocabulary: int = 256,
+    length: int = 64,
+    width: int = 64,
+    blocks: int = 12,
+    heads: int = 4,
+    dropout: float = 0.0,
     pretrained: str | None = None,
-) -> list[nn.Module]:  # fmt: skip
+) -> list[nn.Module]:
     """GPT-2 layers for `pipelab.models.split`: 1 embedding, `blocks` blocks, 1 head.
 
     With `pretrained` ("gpt2", or a folder) the published weights and sizes are loaded by transformers and the other
@@ -49,9 +61,16 @@ def gpt2(
         model = GPT2LMHeadModel.from_pretrained(pretrained, **rates)
     else:
         config = GPT2Config(
-            vocab_size=vocabulary, n_positions=length, n_embd=width, n_layer=blocks, n_head=heads, bos_token_id=None,
-            eos_token_id=None, use_cache=False, **rates,
-        )  # fmt: skip
+            vocab_size=vocabulary,
+            n_positions=length,
+            n_embd=width,
+            n_layer=blocks,
+            n_head=heads,
+            bos_token_id=None,
+            eos_token_id=None,
+            use_cache=False,
+            **rates,
+        )
         model = GPT2LMHeadModel(config)
     return [Embedding(model), *model.transformer.h, Head(model)]
 

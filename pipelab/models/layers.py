@@ -19,13 +19,19 @@ def split(layers: Sequence[nn.Module], balance: Sequence[int]) -> list[nn.Sequen
             f"balance {list(balance)} for {len(layers)} layers: give every stage at least one, {len(layers)} in all"
         )
     ends = [sum(balance[: s + 1]) for s in range(len(balance))]
-    return [nn.Sequential(*layers[end - count : end]) for end, count in zip(ends, balance, strict=True)]
+    return [
+        nn.Sequential(*layers[end - count : end]) for end, count in zip(ends, balance, strict=True)
+    ]
 
 
-def mlp(layers: int = 8, width: int = 64, inputs: int | None = None, outputs: int | None = None) -> list[nn.Module]:
+def mlp(
+    layers: int = 8, width: int = 64, inputs: int | None = None, outputs: int | None = None
+) -> list[nn.Module]:
     """`layers` layers of Linear + GELU, the last one without: (samples, inputs or width) -> (samples, outputs or width)."""
     sizes = [inputs or width, *[width] * (layers - 1), outputs or width]
-    body: list[nn.Module] = [nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in pairwise(sizes[:-1])]
+    body: list[nn.Module] = [
+        nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in pairwise(sizes[:-1])
+    ]
     return [*body, nn.Linear(sizes[-2], sizes[-1])]
 
 

@@ -60,11 +60,15 @@ def with_skips(layers: Sequence[nn.Module]) -> list[nn.Module]:
     for i, layer in enumerate(layers):
         if isinstance(layer, Stash):
             if layer.name in open_names:
-                raise ValueError(f"layer {i} stashes {layer.name!r} again before it is popped: use another name")
+                raise ValueError(
+                    f"layer {i} stashes {layer.name!r} again before it is popped: use another name"
+                )
             open_names.add(layer.name)
         elif isinstance(layer, Pop):
             if layer.name not in open_names:
-                raise ValueError(f"layer {i} pops {layer.name!r}, which no layer before it has stashed")
+                raise ValueError(
+                    f"layer {i} pops {layer.name!r}, which no layer before it has stashed"
+                )
             open_names.remove(layer.name)
     if open_names:
         raise ValueError(f"stashed and never popped: {', '.join(sorted(open_names))}")

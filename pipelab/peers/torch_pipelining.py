@@ -15,7 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 
 from pipelab.executors.processes import run_processes
 from pipelab.executors.torch_stage import Loss, OptimizerFactory
@@ -29,9 +34,16 @@ SCHEDULES: dict[str, Any] = {
 
 
 def run_torch_pipelining(
-    name: str, stages: Sequence[nn.Module], batches: Sequence[tuple[Tensor, Tensor]], loss: Loss,
-    optimizer: OptimizerFactory, *, devices: int, microbatches: int, timeout: float = 60.0,
-) -> PeerRun:  # fmt: skip
+    name: str,
+    stages: Sequence[nn.Module],
+    batches: Sequence[tuple[Tensor, Tensor]],
+    loss: Loss,
+    optimizer: OptimizerFactory,
+    *,
+    devices: int,
+    microbatches: int,
+    timeout: float = 60.0,
+) -> PeerRun:
     """Train copies of `stages`, stage s on rank s % devices, by torch's schedule for pipelab's `name`, on the CPU.
 
     A batch's seconds go from the end of the one before it (the first: from a barrier) to the end of the last rank's
@@ -39,23 +51,38 @@ def run_torch_pipelining(
     `pipelab.run` does.
     """
     if name not in SCHEDULES:
-        raise ValueError(f"torch.distributed.pipelining has no schedule for {name!r}: use one of {', '.join(SCHEDULES)}")
+        raise ValueError(
+            f"torch.distributed.pipelining has no schedule for {name!r}: use one of {', '.join(SCHEDULES)}"
+        )
     for b, (x, _) in enumerate(batches):
         if len(x) % microbatches:
-            raise ValueError(f"batch {b}: {len(x)} samples do not make {microbatches} micro-batches of one size")
+            raise ValueError(
+                f"batch {b}: {len(x)} samples do not make {microbatches} micro-batches of one size"
+            )
     last = (len(stages) - 1) % devices
     jobs = [
         _Job(
-            rank, name, {s: stage for s, stage in enumerate(stages) if s % devices == rank}, len(stages), len(batches),
-            microbatches, loss, optimizer,
-            inputs=[x for x, _ in batches] if rank == 0 else [], targets=[y for _, y in batches] if rank == last else [],
+            rank,
+            name,
+            {s: stage for s, stage in enumerate(stages) if s % devices == rank},
+            len(stages),
+            len(batches),
+            microbatches,
+            loss,
+            optimizer,
+            inputs=[x for x, _ in batches] if rank == 0 else [],
+            targets=[y for _, y in batches] if rank == last else [],
         )
         for rank in range(devices)
-    ]  # fmt: skip
+    ]
     done = run_processes(jobs, _train, timeout)
     ends = [max(times) for times in zip(*(outcome.ends for outcome in done), strict=True)]
     weights = {s: state for outcome in done for s, state in outcome.weights.items()}
-    return PeerRun(done[last].losses, [weights[s] for s in range(len(stages))], [b - a for a, b in pairwise(ends)])
+    return PeerRun(
+        done[last].losses,
+        [weights[s] for s in range(len(stages))],
+        [b - a for a, b in pairwise(ends)],
+    )
 
 
 @dataclass
@@ -85,13 +112,17 @@ class _Job:
 class _Outcome:
     losses: list[float]
     weights: dict[int, dict[str, Tensor]]
-    ends: list[float]  # of the barrier, then of every batch, on the clock that this machine's processes share
+    ends: list[
+        float
+    ]  # of the barrier, then of every batch, on the clock that this machine's processes share
 
 
 def _train(job: _Job, progress: Callable[[int], None]) -> _Outcome:
     cpu, schedule = torch.device("cpu"), SCHEDULES[job.name]
     parts = [PipelineStage(module, s, job.count, cpu) for s, module in job.stages.items()]
-    runtime = schedule(parts if job.name == "interleaved" else parts[0], job.microbatches, loss_fn=job.loss)
+    runtime = schedule(
+        parts if job.name == "interleaved" else parts[0], job.microbatches, loss_fn=job.loss
+    )
     step = job.optimizer([p for module in job.stages.values() for p in module.parameters()])
     losses: list[list[Tensor]] = [[] for _ in range(job.batches)]
     dist.barrier()
@@ -99,11 +130,18 @@ def _train(job: _Job, progress: Callable[[int], None]) -> _Outcome:
     for b in range(job.batches):
         progress(b)
         x, target = job.inputs[b : b + 1], job.targets[b] if job.targets else None
-        runtime.step(*x, target=target, losses=losses[b] if job.targets else None, return_outputs=False)
+        runtime.step(
+            *x, target=target, losses=losses[b] if job.targets else None, return_outputs=False
+        )
         step.step()
         step.zero_grad()
         ends.append(time.perf_counter())
     dist.barrier()  # nobody leaves while its messages are on their way
-    means = [float(torch.stack(of_batch).detach().double().mean()) for of_batch in losses if of_batch]
-    weights = {s: {n: t.detach() for n, t in module.state_dict().items()} for s, module in job.stages.items()}
+    means = [
+        float(torch.stack(of_batch).detach().double().mean()) for of_batch in losses if of_batch
+    ]
+    weights = {
+        s: {n: t.detach() for n, t in module.state_dict().items()}
+        for s, module in job.stages.items()
+    }
     return _Outcome(means, weights, ends)

@@ -20,15 +20,24 @@ from pipelab.peers import PeerRun
 
 
 def run_torchgpipe(
-    stages: Sequence[nn.Sequential], batches: Sequence[tuple[Any, Any]], loss: Loss, optimizer: OptimizerFactory, *,
-    chunks: int, devices: Sequence[str] | None = None, checkpoint: str = "never",
-) -> PeerRun:  # fmt: skip
+    stages: Sequence[nn.Sequential],
+    batches: Sequence[tuple[Any, Any]],
+    loss: Loss,
+    optimizer: OptimizerFactory,
+    *,
+    chunks: int,
+    devices: Sequence[str] | None = None,
+    checkpoint: str = "never",
+) -> PeerRun:
     """Train copies of `stages` with torchgpipe: `chunks` micro-batches, `checkpoint` never, except_last or always."""
     stages = [copy.deepcopy(stage) for stage in stages]
     model = GPipe(
-        nn.Sequential(*(layer for stage in stages for layer in stage)), balance=[len(stage) for stage in stages],
-        devices=list(devices or ["cpu"] * len(stages)), chunks=chunks, checkpoint=checkpoint,
-    )  # fmt: skip
+        nn.Sequential(*(layer for stage in stages for layer in stage)),
+        balance=[len(stage) for stage in stages],
+        devices=list(devices or ["cpu"] * len(stages)),
+        chunks=chunks,
+        checkpoint=checkpoint,
+    )
     step, losses, seconds = optimizer(model.parameters()), [], []
     for x, y in batches:
         began = time.perf_counter()
@@ -41,7 +50,11 @@ def run_torchgpipe(
         losses.append(float(value.detach()))
         seconds.append(time.perf_counter() - began)
     parts = [
-        {f"{i}.{name}": t.detach().cpu() for i, layer in enumerate(partition) for name, t in layer.state_dict().items()}
+        {
+            f"{i}.{name}": t.detach().cpu()
+            for i, layer in enumerate(partition)
+            for name, t in layer.state_dict().items()
+        }
         for partition in model.partitions
     ]
     return PeerRun(losses, parts, seconds)

@@ -20,6 +20,14 @@ from pipelab.pipeshard.parallelize import Parallelized, parallelize
 from pipelab.pipeshard.plan import ManualStages, Pipeshard, Plan, StagePlan
 
 __all__ = [
-    "ManualStages", "Parallelized", "Pipeshard", "PipeshardError", "Plan", "StagePlan", "grad", "mark_pipeline_boundary",
-    "parallelize", "value_and_grad",
-]  # fmt: skip
+    "ManualStages",
+    "Parallelized",
+    "Pipeshard",
+    "PipeshardError",
+    "Plan",
+    "StagePlan",
+    "grad",
+    "mark_pipeline_boundary",
+    "parallelize",
+    "value_and_grad",
+]

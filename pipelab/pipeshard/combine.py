@@ -49,8 +49,13 @@ def combinations(
 
     Raises PipeshardError where a result is neither a mean nor a sum over the batch, nor one value per sample.
     """
-    small = traced if samples > 1 else trace(step, arguments, 2)  # one sample: no dimension would show
-    sizes = max(samples, 2), arguments.samples if arguments.samples > max(samples, 2) else 2 * max(samples, 2)
+    small = (
+        traced if samples > 1 else trace(step, arguments, 2)
+    )  # one sample: no dimension would show
+    sizes = (
+        max(samples, 2),
+        arguments.samples if arguments.samples > max(samples, 2) else 2 * max(samples, 2),
+    )
     try:
         large = whole if sizes[1] == arguments.samples else trace(step, arguments, sizes[1])
         found = Reductions(small.loss, large.loss, small.batch, sizes)
@@ -76,7 +81,9 @@ def _of_loss(tag: Tag, reduce: str | None) -> Combine:
         raise PipeshardError("the loss does not depend on the batch: check batch_argnums")
     known = {0: How.MEAN, 1: How.SUM}.get(tag.degree) if tag.how is reduction.How.REDUCED else None  # type: ignore[call-overload]
     if known and reduce and known is not How(reduce):
-        raise PipeshardError(f"reduce={reduce!r}, but the loss is a {known.value} over the batch: leave reduce out")
+        raise PipeshardError(
+            f"reduce={reduce!r}, but the loss is a {known.value} over the batch: leave reduce out"
+        )
     if known or reduce:
         return Combine(known or How(reduce))
     why = f": {tag.why}" if tag.why else f" (it grows as samples to the power {tag.degree:g})"
@@ -92,9 +99,18 @@ def _of_aux(i: int, tag: Tag, atom: Atom, axis: int | None, reduce: str | None) 
     mixed = tag.how is reduction.How.MIXED
     if axis is not None and (reduce or not (mixed or tag.degree)):
         return Combine(How.JOIN, axis)
-    if tag.how in (reduction.How.FIXED, reduction.How.REDUCED) and axis is None and tag.degree in (0, 1):
+    if (
+        tag.how in (reduction.How.FIXED, reduction.How.REDUCED)
+        and axis is None
+        and tag.degree in (0, 1)
+    ):
         return Combine(How.MEAN if tag.degree == 0 else How.SUM)
-    if reduce and axis is None and tag.how is not reduction.How.SAMPLES and jnp.issubdtype(dtype_of(atom), jnp.inexact):
+    if (
+        reduce
+        and axis is None
+        and tag.how is not reduction.How.SAMPLES
+        and jnp.issubdtype(dtype_of(atom), jnp.inexact)
+    ):
         return Combine(How.MEAN)
     why = f" ({tag.why})" if tag.why else ""
     raise PipeshardError(

@@ -24,7 +24,13 @@ ROUNDED = (
 FLOOR = 1e-3  # of the largest gradient: what a gradient that is zero in theory is measured by
 
 
-def compare(train_step: Callable, program: Program, arguments: Arguments, call: Call, tolerance: float | None) -> Check:
+def compare(
+    train_step: Callable,
+    program: Program,
+    arguments: Arguments,
+    call: Call,
+    tolerance: float | None,
+) -> Check:
     """See `Parallelized.compare`."""
     home = jax.sharding.SingleDeviceSharding(program.meshes[0].devices.flat[0])
     values = [jax.device_put(x, home) for x in arguments.values]
@@ -42,20 +48,32 @@ def compare(train_step: Callable, program: Program, arguments: Arguments, call: 
         return verdict(_pieces(program, program.step, program.loss, values), PIECES)
     expected = _whole(train_step, arguments, values)
     if not np.isfinite(_numbers(expected[0])):
-        raise PipeshardError(f"the loss of this batch is {expected[0]} on one device too: there is nothing to compare")
+        raise PipeshardError(
+            f"the loss of this batch is {expected[0]} on one device too: there is nothing to compare"
+        )
     check = verdict(expected, WHOLE)
     if check.passed:
         return check
     near = verdict(_pieces(program, program.step, program.loss, values), ROUNDED)
-    return near if near.passed and _same_in_double(train_step, program, arguments, values) else check
+    return (
+        near if near.passed and _same_in_double(train_step, program, arguments, values) else check
+    )
 
 
-def _add(comparison: Comparison, program: Program, got: Sequence[Any], expected: Sequence[Any]) -> None:
+def _add(
+    comparison: Comparison, program: Program, got: Sequence[Any], expected: Sequence[Any]
+) -> None:
     """Compare two lists of [loss, *aux, *gradients]."""
     count = len(program.combine)
     paths = [program.paths[a] for a in program.step.parameters.values()]
-    names = ["the loss", *(f"auxiliary result {i}" for i in range(count - 1)), *(f"the gradient of {path}" for path in paths)]
-    floor = FLOOR * max((float(np.abs(_numbers(x)).max(initial=0)) for x in expected[count:]), default=0.0)
+    names = [
+        "the loss",
+        *(f"auxiliary result {i}" for i in range(count - 1)),
+        *(f"the gradient of {path}" for path in paths),
+    ]
+    floor = FLOOR * max(
+        (float(np.abs(_numbers(x)).max(initial=0)) for x in expected[count:]), default=0.0
+    )
     for i, (name, a, b) in enumerate(zip(names, got, expected, strict=True)):
         comparison.add(name, _numbers(a), _numbers(b), floor if i >= count else 0.0)
 
@@ -71,18 +89,30 @@ def _types(program: Program) -> set[Any]:
     return {x for x in found if jnp.issubdtype(x, jnp.floating)}
 
 
-def _results(program: Program, call: Call, values: list[Any], home: Any) -> list[tuple[str, Any, Any]]:
+def _results(
+    program: Program, call: Call, values: list[Any], home: Any
+) -> list[tuple[str, Any, Any]]:
     """Every result of the step: its name, the pipeline's, and the step's own update of the same gradients on one device."""
     update = program.step.update
     fun = jax.jit(function(update.inputs, update.outputs, update.equations))
     known = {**dict(zip(program.step.arguments, values, strict=True)), **program.step.consts}
-    known.update((v, jax.device_put(x, home)) for v, x in zip(program.step.gradient, call.gradient, strict=True))
-    results = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(program.step.results, call.results))[0]
+    known.update(
+        (v, jax.device_put(x, home))
+        for v, x in zip(program.step.gradient, call.gradient, strict=True)
+    )
+    results = jax.tree_util.tree_flatten_with_path(
+        jax.tree.unflatten(program.step.results, call.results)
+    )[0]
     wanted = fun(*(known[v] for v in update.inputs))
-    return [(f"result {jax.tree_util.keystr(path)}", got, x) for (path, got), x in zip(results, wanted, strict=True)]
+    return [
+        (f"result {jax.tree_util.keystr(path)}", got, x)
+        for (path, got), x in zip(results, wanted, strict=True)
+    ]
 
 
-def _same_in_double(train_step: Callable, program: Program, arguments: Arguments, values: list[Any]) -> bool:
+def _same_in_double(
+    train_step: Callable, program: Program, arguments: Arguments, values: list[Any]
+) -> bool:
     """Whether the batch undivided and in micro-batches has the same gradients in double precision, both on one device."""
     limit, comparison = tolerance_for(["float64"]), Comparison()
     with jax.enable_x64(True):
@@ -91,7 +121,12 @@ def _same_in_double(train_step: Callable, program: Program, arguments: Arguments
         given = replace(arguments, values=double)
         try:
             step = trace(train_step, given, program.samples)
-            _add(comparison, program, _pieces(program, step, step.loss, double), _whole(train_step, given, double))
+            _add(
+                comparison,
+                program,
+                _pieces(program, step, step.loss, double),
+                _whole(train_step, given, double),
+            )
         except (TypeError, ValueError):  # a step for single precision alone
             return False
     return comparison.verdict(limit, WHOLE).passed
@@ -101,7 +136,9 @@ def _whole(train_step: Callable, arguments: Arguments, values: list[Any]) -> lis
     """[loss, *aux, *gradients] of the undivided batch, by jax.value_and_grad of the loss as it was written."""
     graph = gradient_on_one_device(trace(train_step, arguments, arguments.samples))
     inputs = [*graph.inputs, *graph.consts]
-    return jax.jit(function(inputs, graph.outputs, graph.equations))(*values, *graph.consts.values())
+    return jax.jit(function(inputs, graph.outputs, graph.equations))(
+        *values, *graph.consts.values()
+    )
 
 
 def _pieces(program: Program, step: Step, loss: Graph, values: list[Any]) -> list[Any]:
@@ -123,10 +160,16 @@ def _pieces(program: Program, step: Step, loss: Graph, values: list[Any]) -> lis
     pieces = []
     for k in range(program.microbatches):
         rows = slice(k * program.samples, (k + 1) * program.samples)
-        mine = {v: known[v][rows] if v in step.batch else known.get(v, np.uint32(k)) for v in others}
+        mine = {
+            v: known[v][rows] if v in step.batch else known.get(v, np.uint32(k)) for v in others
+        }
         pieces.append(one(parameters, list(mine.values())))
-    results = [combine.apply([out[i] for _, out in pieces]) for i, combine in enumerate(program.combine)]
-    gradients = [program.combine[0].apply([g[i] for g, _ in pieces]) for i in range(len(parameters))]
+    results = [
+        combine.apply([out[i] for _, out in pieces]) for i, combine in enumerate(program.combine)
+    ]
+    gradients = [
+        program.combine[0].apply([g[i] for g, _ in pieces]) for i in range(len(parameters))
+    ]
     return [*results, *gradients]
 
 
@@ -134,4 +177,6 @@ def _numbers(x: Any) -> np.ndarray:
     """As float64 or complex128; random keys by their words."""
     if jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
-    return np.asarray(x).astype(np.complex128 if jnp.issubdtype(x.dtype, jnp.complexfloating) else np.float64)
+    return np.asarray(x).astype(
+        np.complex128 if jnp.issubdtype(x.dtype, jnp.complexfloating) else np.float64
+    )

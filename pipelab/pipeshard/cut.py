@@ -71,12 +71,18 @@ def count_layers(loss: Graph) -> int:
             )
     count = sum(eqn.primitive.name == "pipeline_boundary" for eqn in loss.equations)
     if not count:
-        raise PipeshardError("the loss has no pipeline boundary: call mark_pipeline_boundary() between layers")
+        raise PipeshardError(
+            "the loss has no pipeline boundary: call mark_pipeline_boundary() between layers"
+        )
     return count + 1
 
 
 def cut(
-    loss: Graph, parameters: Sequence[Var], batch: Sequence[Var], stages: Sequence[Sequence[int]], number: Var | None = None
+    loss: Graph,
+    parameters: Sequence[Var],
+    batch: Sequence[Var],
+    stages: Sequence[Sequence[int]],
+    number: Var | None = None,
 ) -> list[StageGraph]:
     """Cut the loss into stages of these layers; `number` is the micro-batch's. PipeshardError: a stage has nothing to do."""
     stage_of_layer = {layer: s for s, layers in enumerate(stages) for layer in layers}
@@ -87,24 +93,43 @@ def cut(
         else:
             placed.append((eqn, stage_of_layer[at]))
     equations = [e for e, _ in placed]
-    frozen = [v for v in loss.inputs if v not in parameters and v not in batch and size(v) > 1 and not is_key(v)]
+    frozen = [
+        v
+        for v in loss.inputs
+        if v not in parameters and v not in batch and size(v) > 1 and not is_key(v)
+    ]
     homes = _Homes(equations, [s for _, s in placed], parameters, batch, frozen, loss.outputs).homes
-    made_at = {v: s for e, s in zip(equations, homes, strict=True) for v in e.outvars if s is not None}
+    made_at = {
+        v: s for e, s in zip(equations, homes, strict=True) for v in e.outvars if s is not None
+    }
     last = len(stages) - 1
-    asked: list[dict[Var, None]] = [{} for _ in stages]  # what others need of each stage, in the order of asking
+    asked: list[dict[Var, None]] = [
+        {} for _ in stages
+    ]  # what others need of each stage, in the order of asking
     results: list[dict[int, Atom]] = [{} for _ in stages]
     for i, atom in enumerate(loss.outputs):
         results[made_at.get(atom, last) if isinstance(atom, Var) else last][i] = atom
     if 0 not in results[last]:
-        raise PipeshardError(f"the loss is complete before stage {last}, whose layers it does not need: move the boundaries")
+        raise PipeshardError(
+            f"the loss is complete before stage {last}, whose layers it does not need: move the boundaries"
+        )
     active = depending(equations, parameters)
     out = []
     for s in reversed(range(len(stages))):
         graph = _stage(
-            s, equations, homes, [*asked[s], *variables(results[s].values())], loss, parameters, [*batch, number], active
+            s,
+            equations,
+            homes,
+            [*asked[s], *variables(results[s].values())],
+            loss,
+            parameters,
+            [*batch, number],
+            active,
         )
         if not graph.equations:
-            raise PipeshardError(f"stage {s} (layers {list(stages[s])}) has nothing that the loss needs: move the boundaries")
+            raise PipeshardError(
+                f"stage {s} (layers {list(stages[s])}) has nothing that the loss needs: move the boundaries"
+            )
         for v in (*graph.given, *graph.told):
             asked[made_at[v]][v] = None
         graph.results = results[s]
@@ -117,9 +142,15 @@ def cut(
 
 
 def _stage(
-    s: int, equations: Sequence[JaxprEqn], homes: Sequence[int | None], wanted: Sequence[Var], loss: Graph,
-    parameters: Sequence[Var], each: Sequence[Var | None], active: set[Var],
-) -> StageGraph:  # fmt: skip
+    s: int,
+    equations: Sequence[JaxprEqn],
+    homes: Sequence[int | None],
+    wanted: Sequence[Var],
+    loss: Graph,
+    parameters: Sequence[Var],
+    each: Sequence[Var | None],
+    active: set[Var],
+) -> StageGraph:
     """The equations that stage s runs to make what is wanted, and what it reads."""
     need, kept = dict.fromkeys(wanted), []
     own: set[Var] = set()
@@ -134,9 +165,13 @@ def _stage(
     crossing = [v for v in reversed(need) if v not in own and v not in known]
     given = [v for v in crossing if _has_gradient(v, active)]
     return StageGraph(
-        kept[::-1], [v for v in read if v in parameters], [v for v in read if v not in parameters and v not in each],
-        [v for v in read if v in each], given, [v for v in crossing if v not in given],
-    )  # fmt: skip
+        kept[::-1],
+        [v for v in read if v in parameters],
+        [v for v in read if v not in parameters and v not in each],
+        [v for v in read if v in each],
+        given,
+        [v for v in crossing if v not in given],
+    )
 
 
 def _has_gradient(v: Var, active: set[Var]) -> bool:
@@ -146,11 +181,20 @@ def _has_gradient(v: Var, active: set[Var]) -> bool:
 class _Homes:
     """The stage of each equation; None: wherever it is needed."""
 
-    def __init__(self, equations: Sequence[JaxprEqn], stages: Sequence[int], parameters: Sequence[Var],
-                 batch: Sequence[Var], frozen: Sequence[Var], outputs: Sequence[Atom]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        equations: Sequence[JaxprEqn],
+        stages: Sequence[int],
+        parameters: Sequence[Var],
+        batch: Sequence[Var],
+        frozen: Sequence[Var],
+        outputs: Sequence[Atom],
+    ) -> None:
         self.active, self.data = depending(equations, parameters), depending(equations, batch)
         self.frozen = depending(equations, frozen)
-        self.roots: dict[Var, set[Var]] = {p: {p} for p in parameters}  # parameters that an array of parameters is made of
+        self.roots: dict[Var, set[Var]] = {
+            p: {p} for p in parameters
+        }  # parameters that an array of parameters is made of
         self.owner: dict[Var, int] = {}  # parameter -> the first stage that uses it on the batch
         for eqn, s in zip(equations, stages, strict=True):
             self._find_owners(eqn, s)
@@ -182,12 +226,20 @@ class _Homes:
         if not active or (not data and not number):
             home = None
         elif not data:
-            owners = {self.owner.get(r, s) for v in variables(eqn.invars) for r in self.roots.get(v, ())}
+            owners = {
+                self.owner.get(r, s) for v in variables(eqn.invars) for r in self.roots.get(v, ())
+            }
             home = max(first, owners.pop()) if len(owners) == 1 else home
         self.earliest.update(dict.fromkeys(eqn.outvars, first if home is None else home))
         return home
 
-    def _put_off(self, equations: Sequence[JaxprEqn], stages: Sequence[int], outputs: Sequence[Atom], idle: set[int]) -> None:
+    def _put_off(
+        self,
+        equations: Sequence[JaxprEqn],
+        stages: Sequence[int],
+        outputs: Sequence[Atom],
+        idle: set[int],
+    ) -> None:
         """What depends on the batch alone is computed by the first stage that needs it, but for that of idle stages."""
         first: dict[Var, int] = {}
         results = set(variables(outputs))

@@ -93,7 +93,9 @@ def needed(equations: Sequence[JaxprEqn], outputs: Iterable[Atom]) -> list[Jaxpr
     return kept[::-1]
 
 
-def function(inputs: Sequence[Var], outputs: Sequence[Atom], equations: Sequence[JaxprEqn]) -> Callable[..., list[Any]]:
+def function(
+    inputs: Sequence[Var], outputs: Sequence[Atom], equations: Sequence[JaxprEqn]
+) -> Callable[..., list[Any]]:
     """The equations as a function of the inputs -> a list of the outputs."""
     about = DebugInfo("pipelab.pipeshard", "a part of the train step", None, None)
     jaxpr = Jaxpr((), list(inputs), list(outputs), list(equations), debug_info=about)
@@ -113,7 +115,9 @@ def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
 def contains(eqn: JaxprEqn, names: Iterable[str]) -> bool:
     """Whether the equation, or one inside it, has one of these primitives."""
     names = set(names)
-    return eqn.primitive.name in names or any(contains(e, names) for j in inner_jaxprs(eqn) for e in j.eqns)
+    return eqn.primitive.name in names or any(
+        contains(e, names) for j in inner_jaxprs(eqn) for e in j.eqns
+    )
 
 
 def shape_of(atom: Atom) -> tuple[int, ...]:

@@ -15,7 +15,16 @@ import jax
 from jax.extend.core import Var
 
 from pipelab.pipeshard.cut import StageGraph
-from pipelab.pipeshard.graph import Graph, depending, dtype_of, function, inline, needed, shape_of, variables
+from pipelab.pipeshard.graph import (
+    Graph,
+    depending,
+    dtype_of,
+    function,
+    inline,
+    needed,
+    shape_of,
+    variables,
+)
 
 Source = tuple[str, int]  # "input", "made", "saved" or "again", and which of them
 
@@ -29,7 +38,11 @@ class Halves:
 
     def __init__(self, graph: StageGraph) -> None:
         outputs = [*graph.made, *graph.telling, *graph.results.values()]
-        self.graph, self._fun, self._outputs = graph, function(graph.inputs, outputs, graph.equations), len(outputs)
+        self.graph, self._fun, self._outputs = (
+            graph,
+            function(graph.inputs, outputs, graph.equations),
+            len(outputs),
+        )
         sizes = map(len, (graph.parameters, graph.given, graph.fixed, graph.data, graph.told))
         self._groups = [slice(a, b) for a, b in pairwise(accumulate(sizes, initial=0))]
         self._where: list[Source] = []
@@ -60,7 +73,9 @@ class Halves:
     def _divide(self, whole: Graph) -> None:
         """Tell what has to be saved from what can be made again."""
         _, given, _, data, told = self._groups
-        varying = depending(whole.equations, [v for group in (given, data, told) for v in whole.inputs[group]])
+        varying = depending(
+            whole.equations, [v for group in (given, data, told) for v in whole.inputs[group]]
+        )
         results, found = whole.outputs[: self._outputs], whole.outputs[self._outputs :]
         save = [i for i, a in enumerate(found) if isinstance(a, Var) and a in varying]
         again = [i for i in range(len(found)) if i not in save]
@@ -68,13 +83,21 @@ class Halves:
         place.update({("saved", i): ("again", n) for n, i in enumerate(again)})
         self._where = [place.get(source, source) for source in self._where]
         self.saved, self._consts = len(save), list(whole.consts.values())
-        self._forward = function([*whole.inputs, *whole.consts], [*results, *(found[i] for i in save)], whole.equations)
-        equations = needed([eqn for eqn in whole.equations if not eqn.effects], [found[i] for i in again])
+        self._forward = function(
+            [*whole.inputs, *whole.consts], [*results, *(found[i] for i in save)], whole.equations
+        )
+        equations = needed(
+            [eqn for eqn in whole.equations if not eqn.effects], [found[i] for i in again]
+        )
         read = {v for eqn in equations for v in variables(eqn.invars)}
         self._steady = [("input", i) for i, v in enumerate(whole.inputs) if v in read]
         inputs = [whole.inputs[i] for _, i in self._steady]
         self._again = function([*inputs, *whole.consts], [found[i] for i in again], equations)
-        self.kept = list(dict.fromkeys([*(source for source in self._where if source[0] != "again"), *self._steady]))
+        self.kept = list(
+            dict.fromkeys(
+                [*(source for source in self._where if source[0] != "again"), *self._steady]
+            )
+        )
 
     def forward(self, *inputs: Any) -> list[Any]:
         """The stage's inputs -> [*made, *telling, *results, *saved]."""
@@ -85,7 +108,9 @@ class Halves:
         known = {"input": inputs, "made": made, "saved": saved}
         return [known[kind][i] for kind, i in self.kept]
 
-    def backward(self, cotangents: Sequence[Sequence[Any]], kept: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def backward(
+        self, cotangents: Sequence[Sequence[Any]], kept: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
         """Per result its gradients, one from each stage that reads it -> gradients of the parameters, and of what was given."""
         known: dict[Source, Any] = dict(zip(self.kept, kept, strict=True))
         made_again = self._again(*(known[source] for source in self._steady), *self._consts)

@@ -23,12 +23,14 @@ from pipelab.pipeshard.graph import (
     renamed,
     shape_of,
     variables,
-)  # fmt: skip
+)
 
 DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform")
 
 
-def with_own_keys(loss: Graph, parameters: Collection[Var], batch: Collection[Var]) -> tuple[Graph, Var | None]:
+def with_own_keys(
+    loss: Graph, parameters: Collection[Var], batch: Collection[Var]
+) -> tuple[Graph, Var | None]:
     """The loss with one more input, the number of the micro-batch, folded into every key where it first appears.
 
     Keys in the batch, one per sample, are each micro-batch's own as they are.
@@ -40,10 +42,15 @@ def with_own_keys(loss: Graph, parameters: Collection[Var], batch: Collection[Va
     number, raw = Var(jax.typeof(np.uint32(0))), _raw_keys(loss.equations)
     equations: list[JaxprEqn] = []
     names: dict[Var, Atom] = {}
-    derived: set[Atom] = set(batch)  # what depends on keys that are the micro-batch's own, or on its samples
+    derived: set[Atom] = set(
+        batch
+    )  # what depends on keys that are the micro-batch's own, or on its samples
 
     def make_own(key: Var) -> None:
-        shapes = (jax.ShapeDtypeStruct(shape_of(key), dtype_of(key)), jax.ShapeDtypeStruct((), np.uint32))
+        shapes = (
+            jax.ShapeDtypeStruct(shape_of(key), dtype_of(key)),
+            jax.ShapeDtypeStruct((), np.uint32),
+        )
         folding = inline(jax.make_jaxpr(_fold)(*shapes))
         given: dict[Var, Atom] = dict(zip(folding.inputs, (key, number), strict=True))
         equations.extend(renamed(eqn, given) for eqn in folding.equations)
@@ -51,12 +58,18 @@ def with_own_keys(loss: Graph, parameters: Collection[Var], batch: Collection[Va
         derived.add(folding.outputs[0])
 
     for v in {**dict.fromkeys(loss.inputs), **loss.consts}:
-        if v not in parameters and v not in batch and (jnp.issubdtype(dtype_of(v), jax.dtypes.prng_key) or v in raw):
+        if (
+            v not in parameters
+            and v not in batch
+            and (jnp.issubdtype(dtype_of(v), jax.dtypes.prng_key) or v in raw)
+        ):
             make_own(v)
     for old in loss.equations:
         eqn = renamed(old, names)
         equations.append(eqn)
-        if contains(eqn, DRAWS) and not any(is_key(a) and a in derived for a in variables(eqn.invars)):
+        if contains(eqn, DRAWS) and not any(
+            is_key(a) and a in derived for a in variables(eqn.invars)
+        ):
             raise PipeshardError(
                 f"{eqn.primitive.name} ({place_of(eqn)}) draws random numbers from a key that is made inside it, the same for "
                 "every micro-batch: make the key in the loss itself or pass it in"
@@ -89,5 +102,9 @@ def _raw_keys(equations: Iterable[JaxprEqn]) -> set[Var]:
         for inner in inner_jaxprs(eqn):
             if len(inner.invars) == len(eqn.invars):
                 inside = _raw_keys(inner.eqns)
-                found.update(a for a, v in zip(eqn.invars, inner.invars, strict=True) if v in inside and isinstance(a, Var))
+                found.update(
+                    a
+                    for a, v in zip(eqn.invars, inner.invars, strict=True)
+                    if v in inside and isinstance(a, Var)
+                )
     return found

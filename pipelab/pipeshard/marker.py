@@ -29,7 +29,9 @@ def mark_pipeline_boundary() -> None:
     boundary_p.bind()
 
 
-def value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable:
+def value_and_grad(
+    fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable:
     """`jax.value_and_grad` that marks the loss, so that `parallelize` can tell the two passes from the update.
 
     fun  (*args) -> a scalar, the mean of something over the batch; with `has_aux` a pair (scalar, tree of arrays)
@@ -45,15 +47,27 @@ def value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: boo
         leaves, tree = jax.tree.flatten((args, kwargs))
         numbered = jax.tree.unflatten(tree, range(len(leaves)))[0]
         try:
-            chosen = numbered[argnums] if isinstance(argnums, int) else tuple(numbered[i] for i in argnums)
+            chosen = (
+                numbered[argnums]
+                if isinstance(argnums, int)
+                else tuple(numbered[i] for i in argnums)
+            )
         except IndexError:
-            raise TypeError(f"argnums={argnums}: the loss was given {len(args)} arguments by position") from None
+            raise TypeError(
+                f"argnums={argnums}: the loss was given {len(args)} arguments by position"
+            ) from None
         wanted, gradients_tree = jax.tree.flatten(chosen)
         for i in wanted:
             if not jnp.issubdtype(jax.dtypes.result_type(leaves[i]), jnp.inexact):
                 kind = jax.dtypes.result_type(leaves[i])
-                raise TypeError(f"the gradient is taken by an array of {kind}: keep such ones in another argument of the loss")
-        traced = [i for i, leaf in enumerate(leaves) if i in set(wanted) or isinstance(leaf, (jax.Array, np.ndarray))]
+                raise TypeError(
+                    f"the gradient is taken by an array of {kind}: keep such ones in another argument of the loss"
+                )
+        traced = [
+            i
+            for i, leaf in enumerate(leaves)
+            if i in set(wanted) or isinstance(leaf, (jax.Array, np.ndarray))
+        ]
         aux_tree: list[Any] = []
 
         def flat(*values: Any) -> list[Any]:
@@ -62,22 +76,39 @@ def value_and_grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: boo
                 given[i] = value
             args, kwargs = jax.tree.unflatten(tree, given)
             out = fun(*args, **kwargs)
-            if not (isinstance(out, tuple) and len(out) == 2 if has_aux else jax.tree_util.all_leaves([out])):
-                wanted = "a pair (scalar, aux), since has_aux=True" if has_aux else "one real number, or say has_aux=True"
+            if not (
+                isinstance(out, tuple) and len(out) == 2
+                if has_aux
+                else jax.tree_util.all_leaves([out])
+            ):
+                wanted = (
+                    "a pair (scalar, aux), since has_aux=True"
+                    if has_aux
+                    else "one real number, or say has_aux=True"
+                )
                 raise TypeError(f"the loss is a {type(out).__name__}: return {wanted}")
             loss, aux = out if has_aux else (out, ())
             aux_leaves, structure = jax.tree.flatten(aux)
             for leaf in aux_leaves:
-                if isinstance(leaf, str) or not (hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))):
-                    raise TypeError(f"the loss returns {leaf!r} beside its value, which is no array: leave it out")
+                if isinstance(leaf, str) or not (
+                    hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))
+                ):
+                    raise TypeError(
+                        f"the loss returns {leaf!r} beside its value, which is no array: leave it out"
+                    )
             aux_tree.append(structure)
             return [loss, *aux_leaves]
 
         given = [leaves[i] for i in traced]
         closed = jax.make_jaxpr(flat)(*given)
         _check_loss(closed.out_avals[0])
-        j, consts = closed.jaxpr, closed.consts  # what the loss closes over, outer tracers too, becomes an argument
-        hoisted = ClosedJaxpr(Jaxpr((), [*j.constvars, *j.invars], j.outvars, j.eqns, j.effects, j.debug_info), ())
+        j, consts = (
+            closed.jaxpr,
+            closed.consts,
+        )  # what the loss closes over, outer tracers too, becomes an argument
+        hoisted = ClosedJaxpr(
+            Jaxpr((), [*j.constvars, *j.invars], j.outvars, j.eqns, j.effects, j.debug_info), ()
+        )
         at = tuple(len(consts) + traced.index(i) for i in wanted)
         loss, *rest = grad_p.bind(*consts, *given, jaxpr=hoisted, wanted=at)
         aux = jax.tree.unflatten(aux_tree[-1], rest[: len(rest) - len(wanted)])
@@ -115,11 +146,17 @@ def evaluate_marked(*args: Any, jaxpr: ClosedJaxpr, wanted: tuple[int, ...]) -> 
 
 def _check_loss(aval: Any) -> None:
     if aval.shape or not jnp.issubdtype(aval.dtype, jnp.inexact):
-        raise TypeError(f"the loss is {aval.str_short()}: return one real number, such as the mean over the batch")
+        raise TypeError(
+            f"the loss is {aval.str_short()}: return one real number, such as the mean over the batch"
+        )
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-    return jax.jvp(partial(evaluate_marked, **params), tuple(primals), tuple(ad.instantiate_zeros(t) for t in tangents))
+    return jax.jvp(
+        partial(evaluate_marked, **params),
+        tuple(primals),
+        tuple(ad.instantiate_zeros(t) for t in tangents),
+    )
 
 
 def _batch(args: Sequence[Any], dimensions: Sequence[Any], **params: Any) -> Any:
@@ -130,7 +167,9 @@ def _batch(args: Sequence[Any], dimensions: Sequence[Any], **params: Any) -> Any
 grad_p = Primitive("pipelab_grad")
 grad_p.multiple_results = True
 grad_p.def_impl(evaluate_marked)
-grad_p.def_abstract_eval(lambda *args, jaxpr, wanted: [*jaxpr.out_avals, *(args[i] for i in wanted)])
+grad_p.def_abstract_eval(
+    lambda *args, jaxpr, wanted: [*jaxpr.out_avals, *(args[i] for i in wanted)]
+)
 ad.primitive_jvps[grad_p] = _jvp
 batching.primitive_batchers[grad_p] = _batch
 mlir.register_lowering(grad_p, mlir.lower_fun(evaluate_marked, multiple_results=True))

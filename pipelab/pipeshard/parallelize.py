@@ -19,7 +19,9 @@ from pipelab.pipeshard.trace import Arguments, flatten
 from pipelab.timeline import Timeline
 
 
-def parallelize(train_step: Callable, method: Pipeshard, batch_argnums: int | Sequence[int] = 1) -> Parallelized:
+def parallelize(
+    train_step: Callable, method: Pipeshard, batch_argnums: int | Sequence[int] = 1
+) -> Parallelized:
     """A train step written for one device, run as a pipeline over meshes of devices.
 
     train_step     (state, batch) -> (state, ...), or any pure function of trees of arrays. It takes one gradient, by
@@ -39,10 +41,18 @@ def parallelize(train_step: Callable, method: Pipeshard, batch_argnums: int | Se
     (PipeshardError): nothing falls back to one device.
     """
     if not callable(train_step):
-        raise PipeshardError(f"train_step is {train_step!r}: give a function (state, batch) -> (state, ...)")
+        raise PipeshardError(
+            f"train_step is {train_step!r}: give a function (state, batch) -> (state, ...)"
+        )
     if not isinstance(method, Pipeshard):
-        raise PipeshardError(f"method is {method!r}: give a plan, such as Pipeshard(microbatches=4)")
-    return Parallelized(train_step, method, (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums))
+        raise PipeshardError(
+            f"method is {method!r}: give a plan, such as Pipeshard(microbatches=4)"
+        )
+    return Parallelized(
+        train_step,
+        method,
+        (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums),
+    )
 
 
 class Parallelized:
@@ -63,7 +73,9 @@ class Parallelized:
     ...     weights, value = step([jnp.ones((3, 5)), jnp.ones((5, 2))], batch)
     """
 
-    def __init__(self, train_step: Callable, method: Pipeshard, batch_argnums: tuple[int, ...]) -> None:
+    def __init__(
+        self, train_step: Callable, method: Pipeshard, batch_argnums: tuple[int, ...]
+    ) -> None:
         update_wrapper(self, train_step, updated=())
         self.train_step, self.method, self.batch_argnums = train_step, method, batch_argnums
         self._programs: dict[Any, Program] = {}
@@ -124,12 +136,16 @@ class Parallelized:
 
     def _flat(self, args: Sequence[Any], options: dict[str, Any]) -> Arguments:
         if options:
-            raise PipeshardError(f"{', '.join(options)}=: pass arrays by position, and bind options by functools.partial")
+            raise PipeshardError(
+                f"{', '.join(options)}=: pass arrays by position, and bind options by functools.partial"
+            )
         return flatten(args, self.batch_argnums)
 
     def _of_last(self) -> tuple[Program, Call | None]:
         if self._last is None:
-            raise PipeshardError(f"{getattr(self.train_step, '__name__', 'the step')} has not run yet: call it, or compile it")
+            raise PipeshardError(
+                f"{getattr(self.train_step, '__name__', 'the step')} has not run yet: call it, or compile it"
+            )
         return self._last
 
     def _call(self) -> Call:
@@ -139,7 +155,13 @@ class Parallelized:
         return call
 
     def _program(self, arguments: Arguments) -> Program:
-        key = (arguments.tree, tuple((x.shape, x.dtype) for x in arguments.shapes()), jax.config.read("jax_enable_x64"))
+        key = (
+            arguments.tree,
+            tuple((x.shape, x.dtype) for x in arguments.shapes()),
+            jax.config.read("jax_enable_x64"),
+        )
         if key not in self._programs:
-            self._programs[key] = Program(self.train_step, self.method, self.batch_argnums, arguments)
+            self._programs[key] = Program(
+                self.train_step, self.method, self.batch_argnums, arguments
+            )
         return self._programs[key]

@@ -72,14 +72,20 @@ class Pipeshard:
                 raise PipeshardError(f"{name}={value!r}: give a whole number of at least 1")
             object.__setattr__(self, name, int(value))
         if not isinstance(self.schedule, (str, Schedule)):
-            raise PipeshardError(f"schedule={self.schedule!r}: give a name, such as 'gpipe', or a table")
+            raise PipeshardError(
+                f"schedule={self.schedule!r}: give a name, such as 'gpipe', or a table"
+            )
         if self.layers != "manual":
-            raise PipeshardError(f"layers={self.layers!r}: use 'manual', and mark_pipeline_boundary() between layers")
+            raise PipeshardError(
+                f"layers={self.layers!r}: use 'manual', and mark_pipeline_boundary() between layers"
+            )
         if self.reduce not in (None, "mean", "sum"):
             raise PipeshardError(f"reduce={self.reduce!r}: use 'mean' or 'sum'")
         uniform = self.stages == "uniform" or (isinstance(self.stages, int) and self.stages >= 2)
         if not uniform and not isinstance(self.stages, ManualStages):
-            raise PipeshardError(f"stages={self.stages!r}: use 'uniform', a number of at least 2, or ManualStages(...)")
+            raise PipeshardError(
+                f"stages={self.stages!r}: use 'uniform', a number of at least 2, or ManualStages(...)"
+            )
 
     def stages_of(self, layers: int) -> list[list[int]]:
         """The layers of each stage. Raises PipeshardError unless every layer is in one, in order."""
@@ -95,11 +101,15 @@ class Pipeshard:
                     "marked); put each into one stage, in order"
                 )
             if len(given) < 2:
-                raise PipeshardError(f"ManualStages(layers={given}): one stage is no pipeline: make two or more")
+                raise PipeshardError(
+                    f"ManualStages(layers={given}): one stage is no pipeline: make two or more"
+                )
             return given
         count = layers if self.stages == "uniform" else self.stages
         if not isinstance(count, int) or count > layers:
-            raise PipeshardError(f"stages={self.stages!r}: the loss has {layers} layers: ask for fewer, or mark more")
+            raise PipeshardError(
+                f"stages={self.stages!r}: the loss has {layers} layers: ask for fewer, or mark more"
+            )
         ends = np.cumsum([0, *uniform(layers, count)]).tolist()
         return [list(range(a, b)) for a, b in pairwise(ends)]
 
@@ -108,11 +118,15 @@ class Pipeshard:
         table = self.schedule
         if isinstance(table, str):
             if stages % self.virtual:
-                raise PipeshardError(f"virtual={self.virtual}: {stages} stages are no multiple of it")
+                raise PipeshardError(
+                    f"virtual={self.virtual}: {stages} stages are no multiple of it"
+                )
             table = make(table, stages // self.virtual, self.microbatches, virtual=self.virtual)
         validate(table)
         if table.asynchronous or not table.training or table.reads is not Reads.LATEST:
-            raise PipeshardError(f"schedule {table.name!r} has no flush: use one that does, such as gpipe or pipedream_flush")
+            raise PipeshardError(
+                f"schedule {table.name!r} has no flush: use one that does, such as gpipe or pipedream_flush"
+            )
         if (table.stages, table.microbatches, table.batches) != (stages, self.microbatches, 1):
             raise PipeshardError(
                 f"schedule {table.name!r} has {table.stages} stages and {table.batches} x {table.microbatches} micro-batches; "
@@ -134,28 +148,38 @@ class Pipeshard:
                 )
             wanted = [len(pool) // rows] * rows
         if len(wanted) != rows:
-            raise PipeshardError(f"meshes={wanted!r}: the schedule has {rows} devices, give a mesh for each")
+            raise PipeshardError(
+                f"meshes={wanted!r}: the schedule has {rows} devices, give a mesh for each"
+            )
         meshes, used = [], 0
         for mesh in wanted:
             shape = (mesh, 1) if isinstance(mesh, int) else mesh
             if isinstance(shape, tuple) and all(isinstance(n, int) for n in shape):
                 if len(shape) != 2 or min(shape) < 1:
-                    raise PipeshardError(f"meshes={wanted!r}: give numbers of devices, shapes (data, model), or devices")
+                    raise PipeshardError(
+                        f"meshes={wanted!r}: give numbers of devices, shapes (data, model), or devices"
+                    )
                 count = shape[0] * shape[1]
                 if used + count > len(pool):
-                    raise PipeshardError(f"meshes={wanted!r} need more than the {len(pool)} devices there are")
+                    raise PipeshardError(
+                        f"meshes={wanted!r} need more than the {len(pool)} devices there are"
+                    )
                 array, used = np.array(pool[used : used + count]).reshape(shape), used + count
             else:
                 array = np.array(mesh)
                 array = array.reshape(-1, 1) if array.ndim == 1 else array
                 if array.ndim != 2:
-                    raise PipeshardError(f"meshes={wanted!r}: give numbers of devices, shapes (data, model), or devices")
+                    raise PipeshardError(
+                        f"meshes={wanted!r}: give numbers of devices, shapes (data, model), or devices"
+                    )
             if not all(isinstance(device, jax.Device) for device in array.flat):
                 raise PipeshardError(f"{array.flat[0]!r} is no device: pass those of jax.devices()")
             meshes.append(Mesh(array, AXES))
         ids = [device.id for mesh in meshes for device in mesh.devices.flat]
         if len(set(ids)) != len(ids):
-            raise PipeshardError(f"meshes={wanted!r}: a device is in two of them; meshes must not overlap")
+            raise PipeshardError(
+                f"meshes={wanted!r}: a device is in two of them; meshes must not overlap"
+            )
         return meshes
 
     def shardings_of(self, rows: int) -> list[Sharding]:
@@ -166,7 +190,9 @@ class Pipeshard:
         if callable(given):
             return [given] * rows
         if len(given) != rows:
-            raise PipeshardError(f"sharding has {len(given)} functions for {rows} meshes: give one for all, or one for each")
+            raise PipeshardError(
+                f"sharding has {len(given)} functions for {rows} meshes: give one for all, or one for each"
+            )
         return list(given)
 
 
@@ -203,14 +229,34 @@ class Plan:
     stages: tuple[StagePlan, ...]
 
     def __str__(self) -> str:
-        head = ("stage", "layers", "mesh", "devices", "parameters", "parameter MiB", "activation MiB", "sent MiB")
+        head = (
+            "stage",
+            "layers",
+            "mesh",
+            "devices",
+            "parameters",
+            "parameter MiB",
+            "activation MiB",
+            "sent MiB",
+        )
         rows: list[tuple[str, ...]] = [head]
         for s, stage in enumerate(self.stages):
             names = " ".join(map(str, stage.layers))
             sizes = (stage.parameter_bytes, stage.activation_bytes, stage.sent_bytes)
             ids = " ".join(str(d.id) for d in stage.devices)
-            rows.append((str(s), names, "x".join(map(str, stage.mesh)), ids, str(len(stage.parameters)),
-                         *(f"{n / 2**20:.3g}" for n in sizes)))  # fmt: skip
+            rows.append(
+                (
+                    str(s),
+                    names,
+                    "x".join(map(str, stage.mesh)),
+                    ids,
+                    str(len(stage.parameters)),
+                    *(f"{n / 2**20:.3g}" for n in sizes),
+                )
+            )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
         return "\n".join(lines)

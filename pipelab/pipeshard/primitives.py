@@ -10,7 +10,15 @@ from jax.extend.core import JaxprEqn
 
 from pipelab.pipeshard.graph import dtype_of, shape_of
 
-ADD = {"add", "sub", "add_any", "select_n", "concatenate", "pad", "stack"}  # a sum of operands, or a choice of them
+ADD = {
+    "add",
+    "sub",
+    "add_any",
+    "select_n",
+    "concatenate",
+    "pad",
+    "stack",
+}  # a sum of operands, or a choice of them
 KEEP = {  # what grows as the first operand does
     "neg", "convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "transpose", "copy", "copy_p", "reduce_sum",
     "stop_gradient", "reduce_precision", "slice", "real", "imag", "sharding_constraint", "pvary", "name", "gather",
@@ -35,7 +43,11 @@ DRAWS = {  # random numbers, and what becomes of keys
 
 def _windows(p: Mapping[str, Any], n: int) -> list[int]:
     rest = zip(p["window_strides"], p["padding"], p.get("window_dilation") or [1] * n, strict=True)
-    return [i for i, x in enumerate(zip(p["window_dimensions"], rest, strict=True)) if x != (1, (1, (0, 0), 1))]
+    return [
+        i
+        for i, x in enumerate(zip(p["window_dimensions"], rest, strict=True))
+        if x != (1, (1, (0, 0), 1))
+    ]
 
 
 def _none(p: Mapping[str, Any], n: int) -> list[int]:
@@ -70,7 +82,9 @@ def rounds(eqn: JaxprEqn) -> bool:
     name, into = eqn.primitive.name, dtype_of(eqn.outvars[0])
     if jnp.issubdtype(into, jnp.inexact):
         return False
-    numbers = jnp.issubdtype(into, jnp.number) and not jnp.issubdtype(dtype_of(eqn.invars[0]), jnp.inexact)
+    numbers = jnp.issubdtype(into, jnp.number) and not jnp.issubdtype(
+        dtype_of(eqn.invars[0]), jnp.inexact
+    )
     return name == "div" or (name == "convert_element_type" and not numbers)
 
 
@@ -99,8 +113,14 @@ def keeps_apart(eqn: JaxprEqn, axes: Sequence[list[int]]) -> bool:
             return axes[0][0] in mine and axes[1] == [theirs[mine.index(axes[0][0])]]
         return set(axes[0]).isdisjoint(left) and set(axes[1]).isdisjoint(right)
     if name == "conv_general_dilated":
-        return axes[0] == [params["dimension_numbers"].lhs_spec[0]] and not axes[1] and params["batch_group_count"] == 1
+        return (
+            axes[0] == [params["dimension_numbers"].lhs_spec[0]]
+            and not axes[1]
+            and params["batch_group_count"] == 1
+        )
     if name == "dynamic_update_slice" and not (axes[0] and axes[1]):
         return False
     operands = [(v, x[0]) for v, x in zip(eqn.invars, axes, strict=True) if x]
-    return name in MIXING and all(axis not in MIXING[name](params, len(shape_of(v))) for v, axis in operands)
+    return name in MIXING and all(
+        axis not in MIXING[name](params, len(shape_of(v))) for v, axis in operands
+    )

@@ -22,7 +22,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from pipelab.pipeshard.graph import CALLS, Atom, Graph, PipeshardError, dtype_of, function, inline, place_of, shape_of, size
+from pipelab.pipeshard.graph import (
+    CALLS,
+    Atom,
+    Graph,
+    PipeshardError,
+    dtype_of,
+    function,
+    inline,
+    place_of,
+    shape_of,
+    size,
+)
 from pipelab.pipeshard.primitives import ADD, DRAWS, KEEP, contracts, is_linear, keeps_apart, rounds
 
 
@@ -47,9 +58,20 @@ class Tag(NamedTuple):
 
 
 FIXED = Tag(How.FIXED)
-INSIDE = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "checkpoint": "jaxpr", "remat2": "jaxpr",
-          "remat": "jaxpr", **dict.fromkeys(CALLS, "jaxpr")}  # fmt: skip
-SIZES = {"shape", "new_sizes", "slice_sizes", "limit_indices"}  # parameters that the results' shapes show as well
+INSIDE = {
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+    "remat": "jaxpr",
+    **dict.fromkeys(CALLS, "jaxpr"),
+}
+SIZES = {
+    "shape",
+    "new_sizes",
+    "slice_sizes",
+    "limit_indices",
+}  # parameters that the results' shapes show as well
 LARGEST = 2**22  # elements of what is computed to see how it grows
 Pair = tuple[Any, Any]  # the same at both sizes: variables, equations, arrays
 
@@ -60,15 +82,23 @@ class Reductions:
     Raises PipeshardError where the two have other equations.
     """
 
-    def __init__(self, small: Graph, large: Graph, batch: Sequence[Var], sizes: tuple[int, int]) -> None:
+    def __init__(
+        self, small: Graph, large: Graph, batch: Sequence[Var], sizes: tuple[int, int]
+    ) -> None:
         self.axes: dict[Var, int] = {}  # the dimension that is the batch's
         self._tags: dict[Var, Tag] = {}
         self._sizes, self._ratio = sizes, sizes[1] / sizes[0]
         self._twin: dict[Var, Atom] = {}  # variable of the first trace -> that of the second
-        self._values: dict[Var, Pair] = {}  # arrays that follow from the batch's size alone, at both sizes
-        self._maker: dict[Var, Callable[[], None]] = {}  # computes such an array, when it is asked for
+        self._values: dict[
+            Var, Pair
+        ] = {}  # arrays that follow from the batch's size alone, at both sizes
+        self._maker: dict[
+            Var, Callable[[], None]
+        ] = {}  # computes such an array, when it is asked for
         self._parts: dict[Var, list[Pair]] = {}  # what an array of indices was joined of
-        self._enter((small, large), [Tag(How.SAMPLES) if v in batch else FIXED for v in small.inputs], ())
+        self._enter(
+            (small, large), [Tag(How.SAMPLES) if v in batch else FIXED for v in small.inputs], ()
+        )
         self._walk(small.equations, large.equations)
 
     def of(self, pair: Pair) -> Tag:
@@ -91,14 +121,18 @@ class Reductions:
 
     def _other(self, place: str = "") -> PipeshardError:
         sizes = f"{self._sizes[0]} samples than for {self._sizes[1]}"
-        return PipeshardError(f"the loss has other equations for {sizes}{place}: write it the same for every size of batch")
+        return PipeshardError(
+            f"the loss has other equations for {sizes}{place}: write it the same for every size of batch"
+        )
 
     def _note(self, pair: Pair, tag: Tag) -> None:
         self._tags[pair[0]], self._twin[pair[0]] = tag, pair[1]
         if axes := _axes(pair):
             self.axes[pair[0]] = axes[0]
 
-    def _enter(self, graphs: tuple[Graph, Graph], tags: Sequence[Tag], known: Sequence[Pair]) -> None:
+    def _enter(
+        self, graphs: tuple[Graph, Graph], tags: Sequence[Tag], known: Sequence[Pair]
+    ) -> None:
         """Note inputs and constants; `known` are atoms outside, one for each of the first inputs."""
         small, large = graphs
         if len(small.consts) != len(large.consts):
@@ -115,7 +149,11 @@ class Reductions:
 
     def _walk(self, small: Sequence[JaxprEqn], large: Sequence[JaxprEqn]) -> None:
         for a, b in zip(small, large, strict=False):
-            if a.primitive is not b.primitive or len(a.outvars) != len(b.outvars) or len(a.invars) != len(b.invars):
+            if (
+                a.primitive is not b.primitive
+                or len(a.outvars) != len(b.outvars)
+                or len(a.invars) != len(b.invars)
+            ):
                 raise self._other(f" ({a.primitive.name}, {place_of(a)})")
             self._step(a, b)
         if len(small) != len(large):
@@ -139,8 +177,15 @@ class Reductions:
         elif name == "optimization_barrier":
             results = tags
         else:
-            results = [self._rule(a, b, ins, list(tags), pair) for pair in zip(a.outvars, b.outvars, strict=True)]
-        if all(map(self._is_known, ins)) and name not in DRAWS and all(size(v) <= LARGEST for v in b.outvars):
+            results = [
+                self._rule(a, b, ins, list(tags), pair)
+                for pair in zip(a.outvars, b.outvars, strict=True)
+            ]
+        if (
+            all(map(self._is_known, ins))
+            and name not in DRAWS
+            and all(size(v) <= LARGEST for v in b.outvars)
+        ):
             self._maker.update(dict.fromkeys(a.outvars, partial(self._evaluate, a, b)))
         if name == "concatenate" and a.params["dimension"] == len(shape_of(a.outvars[0])) - 1:
             self._parts[a.outvars[0]] = ins
@@ -156,22 +201,38 @@ class Reductions:
         if a.params["length"] == b.params["length"]:
             return self._repeat(a, graphs, tags, first, count, ins[:first])
         inner = {t.inner for t in tags if t.how is How.SAMPLES and t.inner}
-        each = not count and all(t.how in (How.FIXED, How.SAMPLES) and not t.degree for t in tags) and len(inner) < 2
+        each = (
+            not count
+            and all(t.how in (How.FIXED, How.SAMPLES) and not t.degree for t in tags)
+            and len(inner) < 2
+        )
         if each and all(_axes(pair) == ([] if i < first else [0]) for i, pair in enumerate(ins)):
             self._enter(graphs, [FIXED] * len(ins), ins[:first])  # lax.map: one sample at a time
             results = self._inside(graphs)
-            return [t if t.how is How.MIXED else Tag(How.SAMPLES, t.degree, inner=min(inner, default=0)) for t in results]
+            return [
+                t if t.how is How.MIXED else Tag(How.SAMPLES, t.degree, inner=min(inner, default=0))
+                for t in results
+            ]
         return [_mixed(a, "goes from sample to sample")] * len(a.outvars)
 
     def _repeat(
-        self, a: JaxprEqn, graphs: tuple[Graph, Graph], tags: Sequence[Tag], first: int, count: int, known: Sequence[Pair]
+        self,
+        a: JaxprEqn,
+        graphs: tuple[Graph, Graph],
+        tags: Sequence[Tag],
+        first: int,
+        count: int,
+        known: Sequence[Pair],
     ) -> list[Tag]:
         """A loop whose state stands among the inputs from `first` on; again, until its tags are those of its next inputs."""
         given = list(tags)
         for _ in range(4):
             self._enter(graphs, given, known)
             results = self._inside(graphs)
-            carried = [_join([t, u]) or _mixed(a) for t, u in zip(given[first : first + count], results[:count], strict=True)]
+            carried = [
+                _join([t, u]) or _mixed(a)
+                for t, u in zip(given[first : first + count], results[:count], strict=True)
+            ]
             if carried == given[first : first + count]:
                 return [*carried, *results[count:]]
             given[first : first + count] = carried
@@ -179,7 +240,9 @@ class Reductions:
 
     def _while(self, a: JaxprEqn, b: JaxprEqn, ins: Sequence[Pair], tags: list[Tag]) -> list[Tag]:
         begin, (first, count) = a.params["cond_nconsts"], carry_of(a)
-        results = self._repeat(a, _graphs(a, b, "body_jaxpr"), tags[begin:], first, count, ins[begin : begin + first])
+        results = self._repeat(
+            a, _graphs(a, b, "body_jaxpr"), tags[begin:], first, count, ins[begin : begin + first]
+        )
         asked = _graphs(a, b, "cond_jaxpr")
         self._enter(asked, [*tags[:begin], *results], ins[:begin])
         return results if self._inside(asked) == [FIXED] else [_mixed(a)] * len(results)
@@ -212,22 +275,34 @@ class Reductions:
     def _evaluate(self, a: JaxprEqn, b: JaxprEqn) -> None:
         made = []
         for i, eqn in enumerate((a, b)):
-            pairs = [pair for pair in zip(a.invars, b.invars, strict=True) if isinstance(pair[i], Var)]
+            pairs = [
+                pair for pair in zip(a.invars, b.invars, strict=True) if isinstance(pair[i], Var)
+            ]
             known: dict[Any, Any] = {pair[i]: self._value(pair)[i] for pair in pairs}
             made.append(function(list(known), eqn.outvars, [eqn])(*known.values()))
         self._values.update(zip(a.outvars, zip(*made, strict=True), strict=True))
 
     def _tag_of(self, values: Pair, why: str) -> Tag:
         """Of an array that is known at both sizes."""
-        if values[0] is values[1] or jnp.issubdtype(jnp.asarray(values[0]).dtype, jax.dtypes.prng_key):
+        if values[0] is values[1] or jnp.issubdtype(
+            jnp.asarray(values[0]).dtype, jax.dtypes.prng_key
+        ):
             return FIXED
         x, y = map(np.asarray, values)
-        grown, inner = [i for i, (m, n) in enumerate(zip(x.shape, y.shape, strict=True)) if m != n], 0
+        grown, inner = (
+            [i for i, (m, n) in enumerate(zip(x.shape, y.shape, strict=True)) if m != n],
+            0,
+        )
         if grown:
             inner = x.shape[grown[0]] // self._sizes[0]
-            if len(grown) > 1 or any(v.shape[grown[0]] != inner * n for v, n in zip((x, y), self._sizes, strict=True)):
+            if len(grown) > 1 or any(
+                v.shape[grown[0]] != inner * n for v, n in zip((x, y), self._sizes, strict=True)
+            ):
                 return Tag(How.MIXED, 0, why)
-            x, y = (np.moveaxis(v, grown[0], 0).reshape(n, -1) for v, n in zip((x, y), self._sizes, strict=True))
+            x, y = (
+                np.moveaxis(v, grown[0], 0).reshape(n, -1)
+                for v, n in zip((x, y), self._sizes, strict=True)
+            )
             if (x != x[:1]).any() or (y != y[:1]).any():  # not the same for every sample
                 return Tag(How.MIXED, 0, why)
             x, y = x[0], y[0]
@@ -245,7 +320,11 @@ class Reductions:
             return None
         rounding = 8 * float(jnp.finfo(x.dtype).eps) if jnp.issubdtype(x.dtype, jnp.floating) else 0
         ratios = y[y != 0].astype(float) / x[x != 0].astype(float)
-        if not (np.isfinite(ratios).all() and ratios.min() > 0 and np.ptp(ratios) <= rounding * ratios.max()):
+        if not (
+            np.isfinite(ratios).all()
+            and ratios.min() > 0
+            and np.ptp(ratios) <= rounding * ratios.max()
+        ):
             return None
         degree = math.log(ratios[0], self._ratio)
         whole = round(2 * degree) / 2
@@ -253,43 +332,86 @@ class Reductions:
 
     # ---- what one equation makes of samples
 
-    def _rule(self, a: JaxprEqn, b: JaxprEqn, ins: Sequence[Pair], tags: list[Tag], out: Pair) -> Tag:
+    def _rule(
+        self, a: JaxprEqn, b: JaxprEqn, ins: Sequence[Pair], tags: list[Tag], out: Pair
+    ) -> Tag:
         name, axes, made = a.primitive.name, [_axes(pair) for pair in ins], _axes(out)
         if name in DRAWS:
-            tags = [FIXED if self._is_known(pair) else tag for pair, tag in zip(ins, tags, strict=True)]
+            tags = [
+                FIXED if self._is_known(pair) else tag for pair, tag in zip(ins, tags, strict=True)
+            ]
         indexing = name == "gather" or name.startswith("scatter")
-        apart = self._indexed(a, ins, axes, tags) if indexing and all(len(x) < 2 for x in axes) else None
+        apart = (
+            self._indexed(a, ins, axes, tags)
+            if indexing and all(len(x) < 2 for x in axes)
+            else None
+        )
         hows = {t.how for t in tags}
         if How.MIXED in hows:
             why = next(t.why for t in tags if t.how is How.MIXED)
-            return Tag(How.MIXED, 0, why) if why else _mixed(a, "reads an array or a number made of the batch's size")
-        changed = any(not _equal(x, b.params.get(key)) for key, x in a.params.items() if key not in SIZES)
+            return (
+                Tag(How.MIXED, 0, why)
+                if why
+                else _mixed(a, "reads an array or a number made of the batch's size")
+            )
+        changed = any(
+            not _equal(x, b.params.get(key)) for key, x in a.params.items() if key not in SIZES
+        )
         if not (made or any(axes) or hows - {How.FIXED} or any(t.degree for t in tags)):
             return _mixed(a) if changed else FIXED
-        degree, inner = self._degree(a, ins, tags), {t.inner for t in tags if t.how is How.SAMPLES and t.inner}
+        degree, inner = (
+            self._degree(a, ins, tags),
+            {t.inner for t in tags if t.how is How.SAMPLES and t.inner},
+        )
         if name in DRAWS and How.REDUCED not in hows and not changed and len(made) < 2:
-            return Tag(How.SAMPLES, 0, inner=min(inner, default=0)) if made else FIXED if hows <= {How.FIXED} else _mixed(a)
+            return (
+                Tag(How.SAMPLES, 0, inner=min(inner, default=0))
+                if made
+                else FIXED
+                if hows <= {How.FIXED}
+                else _mixed(a)
+            )
         if degree is None and name in ADD and hows <= {How.FIXED, How.REDUCED}:
-            return _mixed(a, "adds a sum over the samples to what is none (take their mean instead)")
-        if degree is None or changed or len(made) > 1 or any(len(x) > 1 for x in axes) or len(inner) > 1:
+            return _mixed(
+                a, "adds a sum over the samples to what is none (take their mean instead)"
+            )
+        if (
+            degree is None
+            or changed
+            or len(made) > 1
+            or any(len(x) > 1 for x in axes)
+            or len(inner) > 1
+        ):
             return _mixed(a)
         if How.REDUCED in hows:
             stays = not made and not any(axes) and is_linear(a, [t.how is How.FIXED for t in tags])
             return Tag(How.REDUCED, degree) if stays else _mixed(a)
         how = How.SAMPLES if How.SAMPLES in hows else How.FIXED
         if not made:
-            if (name == "reduce_sum" and any(axes)) or (name == "dot_general" and contracts(a, axes)):
+            if (name == "reduce_sum" and any(axes)) or (
+                name == "dot_general" and contracts(a, axes)
+            ):
                 return Tag(How.REDUCED if how is How.SAMPLES else How.FIXED, degree + 1)
             return Tag(How.FIXED, degree) if how is How.FIXED and not any(axes) else _mixed(a)
         if name == "reshape":
             return self._reshaped(a, ins[0], tags[0]._replace(degree=degree), out)
         if not any(axes):
-            alike = name == "broadcast_in_dim" or (name == "iota" and a.params["dimension"] not in made)
+            alike = name == "broadcast_in_dim" or (
+                name == "iota" and a.params["dimension"] not in made
+            )
             return Tag(How.FIXED, degree) if alike else _mixed(a)
-        whole = all(shape_of(v)[axis[0]] == shape_of(w)[made[0]] for pair, axis in zip(ins, axes, strict=True) if axis
-                    for v, w in zip(pair, out, strict=True))  # fmt: skip
+        whole = all(
+            shape_of(v)[axis[0]] == shape_of(w)[made[0]]
+            for pair, axis in zip(ins, axes, strict=True)
+            if axis
+            for v, w in zip(pair, out, strict=True)
+        )
         keeps = whole and (apart if indexing else keeps_apart(a, axes))
-        return Tag(how, degree, inner=min(inner, default=int(how is How.FIXED))) if keeps else _mixed(a)
+        return (
+            Tag(how, degree, inner=min(inner, default=int(how is How.FIXED)))
+            if keeps
+            else _mixed(a)
+        )
 
     def _degree(self, eqn: JaxprEqn, ins: Sequence[Pair], tags: Sequence[Tag]) -> float | None:
         """How the result grows with the number of samples, or None where that has no answer."""
@@ -303,8 +425,14 @@ class Reductions:
         if name in KEEP and not any(degrees[1:]) and not rounds(eqn):
             return degrees[0]
         if name in ADD:
-            first = int(name == "select_n")  # the predicate grows with nothing; zeros grow as anything does
-            found = {d for pair, d in zip(ins[first:], degrees[first:], strict=True) if not self._is_zero(pair)}
+            first = int(
+                name == "select_n"
+            )  # the predicate grows with nothing; zeros grow as anything does
+            found = {
+                d
+                for pair, d in zip(ins[first:], degrees[first:], strict=True)
+                if not self._is_zero(pair)
+            }
             return found.pop() if len(found) == 1 and not any(degrees[:first]) else None
         return None
 
@@ -319,12 +447,16 @@ class Reductions:
         found = set()
         for v, w, n in zip(pair, out, self._sizes, strict=True):
             inner = tag.inner if tag.how is How.SAMPLES else shape_of(v)[axis] // n
-            now, rest = divmod(inner * math.prod(shape_of(v)[axis + 1 :]), math.prod(shape_of(w)[made + 1 :]))
+            now, rest = divmod(
+                inner * math.prod(shape_of(v)[axis + 1 :]), math.prod(shape_of(w)[made + 1 :])
+            )
             found.add((now, rest or not now or shape_of(w)[made] % (n * now)))
         now, apart = found.pop()
         return Tag(How.SAMPLES, tag.degree, inner=now) if not found and not apart else _mixed(eqn)
 
-    def _indexed(self, eqn: JaxprEqn, ins: Sequence[Pair], axes: Sequence[list[int]], tags: list[Tag]) -> bool:
+    def _indexed(
+        self, eqn: JaxprEqn, ins: Sequence[Pair], axes: Sequence[list[int]], tags: list[Tag]
+    ) -> bool:
         """Whether a gather or scatter keeps samples apart. x[jnp.arange(n), labels] does: such positions are no mixture."""
         numbers = eqn.params["dimension_numbers"]
         if eqn.primitive.name == "gather":
@@ -345,7 +477,12 @@ class Reductions:
             width = shape_of(part[0])[-1]
             if offset != column:
                 rest.append(self.of(part))
-            elif width != 1 or at is None or not self._is_known(part) or not all(_counts(x, at) for x in self._value(part)):
+            elif (
+                width != 1
+                or at is None
+                or not self._is_known(part)
+                or not all(_counts(x, at) for x in self._value(part))
+            ):
                 return False
             offset += width
         joined = _join([FIXED, *rest])

@@ -75,7 +75,9 @@ class CompiledStage:
     `bytes` is what a forward leaves for its backward, on all devices of the mesh together.
     """
 
-    def __init__(self, graph: StageGraph, place: Place, readers: Mapping[Var, int], split: bool) -> None:
+    def __init__(
+        self, graph: StageGraph, place: Place, readers: Mapping[Var, int], split: bool
+    ) -> None:
         self.graph, self.place, self._halves = graph, place, Halves(graph)
         inputs, made = ([spec(v, place) for v in vs] for vs in (graph.inputs, graph.made))
         placed = [place(v) for v in (*graph.made, *graph.telling)]
@@ -83,7 +85,9 @@ class CompiledStage:
         shardings = [*placed, *[None] * (len(graph.results) + self._halves.saved)]
         lowered = jax.jit(self._halves.forward, out_shardings=shardings).lower(*inputs)
         self._forward = lowered.compile()
-        found = list(zip(lowered.out_info, self._forward.output_shardings, strict=True))[self._ends[2] :]
+        found = list(zip(lowered.out_info, self._forward.output_shardings, strict=True))[
+            self._ends[2] :
+        ]
         saved = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x, sharding in found]
         self.bytes = sum(map(bytes_on_mesh, [*saved, *self._crossing(inputs, made)]))
         self._compile_backward(self._halves.keep(inputs, made, saved), readers, split)
@@ -108,7 +112,9 @@ class CompiledStage:
         both = jax.jit(add, donate_argnums=0, out_shardings=(weights, back))
         self.backward = both.lower(sums, cotangents, kept).compile()
         if split:
-            one = jax.jit(lambda cotangents, kept: halves.backward(cotangents, kept)[1], out_shardings=back)
+            one = jax.jit(
+                lambda cotangents, kept: halves.backward(cotangents, kept)[1], out_shardings=back
+            )
             self.input_grad = one.lower(cotangents, kept).compile()
             other = jax.jit(lambda *given: add(*given)[0], donate_argnums=0, out_shardings=weights)
             self.weight_grad = other.lower(sums, cotangents, kept).compile()
@@ -147,13 +153,21 @@ class MeshStage:
     steps: Sequence[Any] = ()
 
     def __init__(
-        self, compiled: CompiledStage, device: MeshDevice, batch: Batch, later: Sequence[Collection[Var]],
-        previous: Collection[Var], update: Callable[[list[Any]], Any], other: int,
-    ) -> None:  # fmt: skip
+        self,
+        compiled: CompiledStage,
+        device: MeshDevice,
+        batch: Batch,
+        later: Sequence[Collection[Var]],
+        previous: Collection[Var],
+        update: Callable[[list[Any]], Any],
+        other: int,
+    ) -> None:
         self.compiled, self.graph, self.device, self.batch = compiled, compiled.graph, device, batch
         self._later, self._previous, self._update, self._other = later, set(previous), update, other
         self.sums_now = compiled.zeros()
-        self.results: dict[int, dict[int, Any]] = {}  # micro-batch -> position among the loss's results -> array
+        self.results: dict[
+            int, dict[int, Any]
+        ] = {}  # micro-batch -> position among the loss's results -> array
         self._kept: dict[int, list[Any]] = {}
         self._halves: dict[int, list[list[Any]]] = {}
         self._left = len(batch.data)
@@ -162,7 +176,9 @@ class MeshStage:
 
     def forward(self, microbatch: int, given: Parcel | None) -> Parcel | None:
         graph, arrived = self.graph, {**given.along, **given.use} if given else {}
-        given_here, told = ([self._here(v, arrived[v]) for v in group] for group in (graph.given, graph.told))
+        given_here, told = (
+            [self._here(v, arrived[v]) for v in group] for group in (graph.given, graph.told)
+        )
         batch = self.batch
         inputs = [*batch.parameters, *given_here, *batch.fixed, *batch.data[microbatch], *told]
         made, telling, results, self._kept[microbatch] = self.compiled.forward(inputs)
@@ -172,7 +188,10 @@ class MeshStage:
             return None
         arrived.update(zip([*graph.made, *graph.telling], [*made, *telling], strict=True))
         after = {v for reads in self._later[1:] for v in reads}
-        return Parcel({v: arrived[v] for v in self._later[0]}, {v: x for v, x in arrived.items() if v in after})
+        return Parcel(
+            {v: arrived[v] for v in self._later[0]},
+            {v: x for v, x in arrived.items() if v in after},
+        )
 
     def backward(self, microbatch: int, given: Parcel | None) -> Parcel:
         """Add to the parameters' gradients; returns those of what earlier stages made."""
@@ -189,14 +208,18 @@ class MeshStage:
 
     def weight_grad(self, microbatch: int, given: Any = None) -> None:
         cotangents, kept = self._halves.pop(microbatch), self._kept.pop(microbatch)
-        self.sums_now = jax.block_until_ready(self.compiled.weight_grad(self.sums_now, cotangents, kept))
+        self.sums_now = jax.block_until_ready(
+            self.compiled.weight_grad(self.sums_now, cotangents, kept)
+        )
         self._end()
 
     def update(self, number: int, given: Any = None) -> None:
         jax.block_until_ready(self._update(self.sums_now))
 
     def _here(self, v: Var, x: Any) -> Any:
-        return jax.device_put(x, self.compiled.place(v))  # nothing to do unless stages share a device
+        return jax.device_put(
+            x, self.compiled.place(v)
+        )  # nothing to do unless stages share a device
 
     def _cotangents(self, given: Parcel | None) -> list[list[Any]]:
         """Per variable made here, its gradients from all stages that read it."""
@@ -245,12 +268,17 @@ class CompiledTask:
 
     def __init__(self, task: Task, place: Place) -> None:
         self.task, self.place = task, place
-        fun = jax.jit(function(task.inputs, task.outputs, task.equations), out_shardings=[place(v) for v in task.outputs])
+        fun = jax.jit(
+            function(task.inputs, task.outputs, task.equations),
+            out_shardings=[place(v) for v in task.outputs],
+        )
         self._fun = fun.lower(*(spec(v, place) for v in task.inputs)).compile()
 
     def __call__(self, known: dict[Var, Any]) -> list[Any]:
         """Add the task's outputs to what is known; returns them."""
-        given = jax.device_put([known[v] for v in self.task.inputs], [self.place(v) for v in self.task.inputs])
+        given = jax.device_put(
+            [known[v] for v in self.task.inputs], [self.place(v) for v in self.task.inputs]
+        )
         made = self._fun(*given)
         known.update(zip(self.task.outputs, made, strict=True))
         return made

@@ -9,7 +9,17 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, Var
 
-from pipelab.pipeshard.graph import Graph, PipeshardError, contains, depending, inline, needed, place_of, renamed, variables
+from pipelab.pipeshard.graph import (
+    Graph,
+    PipeshardError,
+    contains,
+    depending,
+    inline,
+    needed,
+    place_of,
+    renamed,
+    variables,
+)
 
 USE_OURS = "call pipelab.pipeshard.grad or value_and_grad there instead of jax's, once"
 
@@ -47,7 +57,9 @@ def flatten(args: Sequence[Any], batch_argnums: Sequence[int]) -> Arguments:
     found = [jax.tree_util.tree_flatten_with_path(arg)[0] for arg in args]
     for i in batch_argnums:
         if not -len(args) <= i < len(args):
-            raise PipeshardError(f"batch_argnums={tuple(batch_argnums)!r}: the step was given {len(args)} arguments")
+            raise PipeshardError(
+                f"batch_argnums={tuple(batch_argnums)!r}: the step was given {len(args)} arguments"
+            )
     chosen = {i % len(args) for i in batch_argnums}
     values: list[Any] = []
     paths: list[str] = []
@@ -57,9 +69,15 @@ def flatten(args: Sequence[Any], batch_argnums: Sequence[int]) -> Arguments:
         for path, value in leaves:
             name = jax.tree_util.keystr(path)
             if isinstance(value, jax.core.Tracer):
-                raise PipeshardError("the pipeline is called inside jax.jit or another transformation: call it outside")
-            if isinstance(value, str) or (not hasattr(value, "dtype") and not isinstance(value, (bool, int, float, complex))):
-                raise PipeshardError(f"argument {i}{name} is {value!r}, no array: bind it by functools.partial")
+                raise PipeshardError(
+                    "the pipeline is called inside jax.jit or another transformation: call it outside"
+                )
+            if isinstance(value, str) or (
+                not hasattr(value, "dtype") and not isinstance(value, (bool, int, float, complex))
+            ):
+                raise PipeshardError(
+                    f"argument {i}{name} is {value!r}, no array: bind it by functools.partial"
+                )
             if i in chosen:
                 batch.append(len(values))
                 shape = jax.numpy.shape(value)
@@ -73,10 +91,14 @@ def flatten(args: Sequence[Any], batch_argnums: Sequence[int]) -> Arguments:
             paths.append(name)
     if len(set(sizes.values())) != 1:
         problem = "; ".join(sizes) or "it has no arrays"
-        raise PipeshardError(f"the batch (batch_argnums={tuple(batch_argnums)!r}) needs one number of samples: {problem}")
+        raise PipeshardError(
+            f"the batch (batch_argnums={tuple(batch_argnums)!r}) needs one number of samples: {problem}"
+        )
     if not next(iter(sizes.values())):
         raise PipeshardError("the batch has no samples")
-    return Arguments(values, paths, jax.tree.structure(tuple(args)), batch, next(iter(sizes.values())))
+    return Arguments(
+        values, paths, jax.tree.structure(tuple(args)), batch, next(iter(sizes.values()))
+    )
 
 
 @dataclass
@@ -124,16 +146,31 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
     except ValueError as error:
         if "static arguments" not in str(error):
             raise
-        raise PipeshardError("the step has static arguments (jax.jit): bind them by functools.partial") from error
+        raise PipeshardError(
+            "the step has static arguments (jax.jit): bind them by functools.partial"
+        ) from error
     whole = inline(closed)
     marked = _find_gradient(whole.equations)
     batch = [whole.inputs[i] for i in arguments.batch]
     loss, parameters = _loss_of(whole, marked, arguments)
-    after = [eqn for eqn in whole.equations if eqn is not marked and eqn.primitive.name != "pipeline_boundary"]
+    after = [
+        eqn
+        for eqn in whole.equations
+        if eqn is not marked and eqn.primitive.name != "pipeline_boundary"
+    ]
     update = needed(after, whole.outputs)
     _check_update(whole, update, marked, batch)
     made = Graph([*whole.inputs, *marked.outvars], whole.outputs, update)
-    return Step(whole.inputs, batch, loss, parameters, list(marked.outvars), made, jax.tree.structure(shapes), whole)
+    return Step(
+        whole.inputs,
+        batch,
+        loss,
+        parameters,
+        list(marked.outvars),
+        made,
+        jax.tree.structure(shapes),
+        whole,
+    )
 
 
 def trace_piece(step: Callable, arguments: Arguments, samples: int) -> Step:
@@ -160,12 +197,19 @@ def with_update_of(piece: Step, whole: Step) -> Step:
     update = Graph(outer(whole.update.inputs), outer(whole.update.outputs), equations)
     consts = {**piece.whole.consts, **whole.whole.consts}
     graph = Graph(piece.whole.inputs, piece.whole.outputs, piece.whole.equations, consts)
-    return replace(piece, gradient=whole.gradient, update=update, whole=graph, results=whole.results)
+    return replace(
+        piece, gradient=whole.gradient, update=update, whole=graph, results=whole.results
+    )
 
 
 def gradient_on_one_device(step: Step) -> Graph:
     """[loss, *aux, *gradients] as jax itself computes them: the step up to its marked equation."""
-    return Graph(step.whole.inputs, list(step.gradient), needed(step.whole.equations, step.gradient), step.whole.consts)
+    return Graph(
+        step.whole.inputs,
+        list(step.gradient),
+        needed(step.whole.equations, step.gradient),
+        step.whole.consts,
+    )
 
 
 def _find_gradient(equations: Sequence[JaxprEqn]) -> JaxprEqn:
@@ -180,7 +224,9 @@ def _find_gradient(equations: Sequence[JaxprEqn]) -> JaxprEqn:
             )
     if len(found) > 1:
         lines = " and ".join(place_of(eqn) for eqn in found)
-        raise PipeshardError(f"the train step takes {len(found)} gradients ({lines}): take one, of the sum of the losses")
+        raise PipeshardError(
+            f"the train step takes {len(found)} gradients ({lines}): take one, of the sum of the losses"
+        )
     return found[0]
 
 
@@ -197,13 +243,23 @@ def _loss_of(whole: Graph, marked: JaxprEqn, arguments: Arguments) -> tuple[Grap
                 "step, and compute (a cast, say) inside the loss"
             )
         if arguments.batch and source in [whole.inputs[b] for b in arguments.batch]:
-            raise PipeshardError("the gradient is taken by the batch: take it by the parameters, or change batch_argnums")
+            raise PipeshardError(
+                "the gradient is taken by the batch: take it by the parameters, or change batch_argnums"
+            )
         parameters[inner.inputs[i]] = given[i] = source
-    others = [(v, a) for i, (v, a) in enumerate(zip(inner.inputs, given, strict=True)) if v not in parameters]
+    others = [
+        (v, a)
+        for i, (v, a) in enumerate(zip(inner.inputs, given, strict=True))
+        if v not in parameters
+    ]
     names = dict(others)
 
     own = [renamed(eqn, names) for eqn in inner.equations]
-    before = [eqn for eqn in whole.equations[: whole.equations.index(marked)] if eqn.primitive.name != "pipeline_boundary"]
+    before = [
+        eqn
+        for eqn in whole.equations[: whole.equations.index(marked)]
+        if eqn.primitive.name != "pipeline_boundary"
+    ]
     before = needed([e for e in before if not e.effects], variables(a for _, a in others))
     consts = {**whole.consts, **inner.consts}
     return Graph(
@@ -214,7 +270,9 @@ def _loss_of(whole: Graph, marked: JaxprEqn, arguments: Arguments) -> tuple[Grap
     ), parameters
 
 
-def _check_update(whole: Graph, update: Sequence[JaxprEqn], marked: JaxprEqn, batch: Sequence[Var]) -> None:
+def _check_update(
+    whole: Graph, update: Sequence[JaxprEqn], marked: JaxprEqn, batch: Sequence[Var]
+) -> None:
     first = len(marked.outvars) - len(marked.params["wanted"])
     reached = depending(update, marked.outvars[first:])
     if reached.isdisjoint(variables(whole.outputs)):
@@ -230,4 +288,6 @@ def _check_update(whole: Graph, update: Sequence[JaxprEqn], marked: JaxprEqn, ba
                 "return it from there (has_aux=True)"
             )
     if not set(batch).isdisjoint(variables(whole.outputs)):
-        raise PipeshardError("the train step returns a part of its batch: leave it out of the results")
+        raise PipeshardError(
+            "the train step returns a part of its batch: leave it out of the results"
+        )

@@ -21,7 +21,17 @@ from dataclasses import dataclass, field
 import jax
 from jax.extend.core import JaxprEqn, Var
 
-from pipelab.pipeshard.graph import Graph, PipeshardError, dtype_of, inline, place_of, renamed, shape_of, size, variables
+from pipelab.pipeshard.graph import (
+    Graph,
+    PipeshardError,
+    dtype_of,
+    inline,
+    place_of,
+    renamed,
+    shape_of,
+    size,
+    variables,
+)
 
 SMALL = 2  # elements of what may cross: single numbers, and raw random keys
 
@@ -37,7 +47,9 @@ class Task:
     outputs: list[Var] = field(default_factory=list)
 
 
-def split(update: Graph, owners: Mapping[Var, int], late: set[Var], homes: Mapping[Var, int]) -> list[Task]:
+def split(
+    update: Graph, owners: Mapping[Var, int], late: set[Var], homes: Mapping[Var, int]
+) -> list[Task]:
     """The update as tasks, by level.
 
     owners  of parameters and gradients: their stage
@@ -71,12 +83,18 @@ def _chosen(graph: Graph) -> Graph:
         for v, *given in zip(eqn.outvars, *cases, strict=True):
             atoms = [eqn.invars[0], *given]
             shapes = [jax.ShapeDtypeStruct(shape_of(a), dtype_of(a)) for a in atoms]
-            equations.append(jax.make_jaxpr(jax.lax.select_n)(*shapes).eqns[-1].replace(invars=atoms, outvars=[v]))
+            equations.append(
+                jax.make_jaxpr(jax.lax.select_n)(*shapes)
+                .eqns[-1]
+                .replace(invars=atoms, outvars=[v])
+            )
     return Graph(graph.inputs, graph.outputs, equations, graph.consts)
 
 
 class _Split:
-    def __init__(self, update: Graph, owners: Mapping[Var, int], late: set[Var], homes: Mapping[Var, int]) -> None:
+    def __init__(
+        self, update: Graph, owners: Mapping[Var, int], late: set[Var], homes: Mapping[Var, int]
+    ) -> None:
         self.update, self.owners, self.late, self.homes = update, owners, late, homes
         self.maker = {v: i for i, eqn in enumerate(update.equations) for v in eqn.outvars}
         self.stage = self._stages()
@@ -84,7 +102,9 @@ class _Split:
         self._known: dict[tuple[Var, int], int] = {}
         for i, stage in enumerate(self.stage):
             given = variables(update.equations[i].invars)
-            self.level.append(-1 if stage is None else max((self.known(v, stage) for v in given), default=0))
+            self.level.append(
+                -1 if stage is None else max((self.known(v, stage) for v in given), default=0)
+            )
 
     def _stages(self) -> list[int | None]:
         """The stage of each equation; None for what is made of single numbers alone."""
@@ -128,7 +148,10 @@ class _Split:
                 home = self.owners.get(v, stage)
                 found = int(v in self.late or (home != stage))
             elif (where := self.stage[i]) is None:
-                found = max((self.known(x, stage) for x in variables(self.update.equations[i].invars)), default=0)
+                found = max(
+                    (self.known(x, stage) for x in variables(self.update.equations[i].invars)),
+                    default=0,
+                )
             else:
                 found = self.level[i] + (where != stage)
             self._known[v, stage] = found

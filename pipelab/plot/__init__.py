@@ -13,6 +13,16 @@ from pipelab.plot.timeline import timeline, timelines
 from pipelab.plot.versions import versions
 
 __all__ = [
-    "animation", "bubble", "layers", "losses", "memory", "microbatches", "partition", "peaks", "pooling", "timeline",
-    "timelines", "versions",
-]  # fmt: skip
+    "animation",
+    "bubble",
+    "layers",
+    "losses",
+    "memory",
+    "microbatches",
+    "partition",
+    "peaks",
+    "pooling",
+    "timeline",
+    "timelines",
+    "versions",
+]

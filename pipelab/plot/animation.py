@@ -24,7 +24,12 @@ LEFT, RIGHT = 1.02, 1.4  # where the columns beside the lanes begin and end, in 
 
 
 def animation(
-    t: Timeline, ax: Axes | None = None, *, frames: int = 64, seconds: float = 10.0, title: str | None = None
+    t: Timeline,
+    ax: Axes | None = None,
+    *,
+    frames: int = 64,
+    seconds: float = 10.0,
+    title: str | None = None,
 ) -> FuncAnimation:
     """A timeline as it goes on: each frame shows the actions that have started, those that run with a dark outline.
 
@@ -52,7 +57,12 @@ def animation(
     moving = frames - int(frames * HOLD)
     moments = np.append(np.linspace(0, t.makespan, moving), np.full(frames - moving, t.makespan))
     show = film(t, ax, title)
-    return FuncAnimation(cast(Figure, ax.get_figure(root=True)), show, moments.tolist(), interval=1000 * seconds / frames)
+    return FuncAnimation(
+        cast(Figure, ax.get_figure(root=True)),
+        show,
+        moments.tolist(),
+        interval=1000 * seconds / frames,
+    )
 
 
 def film(t: Timeline, ax: Axes, title: str | None = None) -> Callable[[float], list[Artist]]:
@@ -68,23 +78,45 @@ def film(t: Timeline, ax: Axes, title: str | None = None) -> Callable[[float], l
     zero, devices = float(t.start.min()), t.schedule.devices
     start, end = t.start - zero, t.end - zero
     lanes = [
-        Rectangle((0, d - LANE / 2), 0, LANE, facecolor="white", edgecolor="#c8c8c8", hatch="////", lw=0)
+        Rectangle(
+            (0, d - LANE / 2), 0, LANE, facecolor="white", edgecolor="#c8c8c8", hatch="////", lw=0
+        )
         for d in range(devices)
     ]
     for lane in lanes:
         ax.add_patch(lane)
     boxes = [_box(ax, t, i, start[i], end[i]) for i in range(len(start))]
-    cursor = ax.axvline(0, color="black", lw=1.2, zorder=3)  # behind what runs, so that its label stays legible
+    cursor = ax.axvline(
+        0, color="black", lw=1.2, zorder=3
+    )  # behind what runs, so that its label stays legible
     side = ax.get_yaxis_transform()
     for x, words in ((LEFT, "now"), (RIGHT, "in flight")):
-        ax.text(x, -0.62, words, transform=side, fontsize=FONT, color=style.GREY, ha="left" if x == LEFT else "right")
-    now = [ax.text(LEFT, d, "", transform=side, fontsize=9, va="center", gid=f"device {d}") for d in range(devices)]
-    held = [ax.text(RIGHT, d, "", transform=side, fontsize=9, va="center", ha="right") for d in range(devices)]
+        ax.text(
+            x,
+            -0.62,
+            words,
+            transform=side,
+            fontsize=FONT,
+            color=style.GREY,
+            ha="left" if x == LEFT else "right",
+        )
+    now = [
+        ax.text(LEFT, d, "", transform=side, fontsize=9, va="center", gid=f"device {d}")
+        for d in range(devices)
+    ]
+    held = [
+        ax.text(RIGHT, d, "", transform=side, fontsize=9, va="center", ha="right")
+        for d in range(devices)
+    ]
 
     def show(time: float) -> list[Artist]:
         for i, (box, *rest) in enumerate(boxes):
             runs = bool(start[i] <= time < end[i])
-            box.set(edgecolor="black" if runs else "white", linewidth=1.8 if runs else 0.6, zorder=4 if runs else 2)
+            box.set(
+                edgecolor="black" if runs else "white",
+                linewidth=1.8 if runs else 0.6,
+                zorder=4 if runs else 2,
+            )
             for artist in (box, *rest):
                 artist.set_visible(bool(start[i] <= time))
         for d in range(devices):
@@ -124,18 +156,43 @@ def state(t: Timeline, device: int, time: float) -> tuple[str, int]:
     return words, in_flight
 
 
-def _box(ax: Axes, t: Timeline, i: int, start: float, end: float) -> tuple[Rectangle, *tuple[Artist, ...]]:
+def _box(
+    ax: Axes, t: Timeline, i: int, start: float, end: float
+) -> tuple[Rectangle, *tuple[Artist, ...]]:
     s, row, kind = t.schedule, int(t.device[i]), Kind(t.kind[i])
     colour = colour_of(kind, int(t.stage[i]), s.devices, s.stages)
-    box = Rectangle((start, row - LANE / 2), end - start, LANE, facecolor=colour, gid=str(s.action(i)))
+    box = Rectangle(
+        (start, row - LANE / 2), end - start, LANE, facecolor=colour, gid=str(s.action(i))
+    )
     ax.add_patch(box)
     if end == start:
-        return box, *ax.plot([end, end], [row - LANE / 2, row + LANE / 2], color=colour, lw=1.4, solid_capstyle="butt")
+        return box, *ax.plot(
+            [end, end],
+            [row - LANE / 2, row + LANE / 2],
+            color=colour,
+            lw=1.4,
+            solid_capstyle="butt",
+        )
     label = kind.name if kind >= Kind.U else f"{kind.name}{t.microbatch[i]}"
     figure = cast(Figure, ax.get_figure(root=True))
-    points = figure.get_size_inches()[0] * 72 * ax.get_position().width * (end - start) / np.ptp(ax.get_xlim())
+    points = (
+        figure.get_size_inches()[0]
+        * 72
+        * ax.get_position().width
+        * (end - start)
+        / np.ptp(ax.get_xlim())
+    )
     if (size := min(FONT, points / (0.7 * len(label)))) < SMALLEST:
         return (box,)
     middle = (start + end) / 2
-    text = ax.text(middle, row, label, ha="center", va="center_baseline", fontsize=size, color=style.ink(colour), zorder=5)
+    text = ax.text(
+        middle,
+        row,
+        label,
+        ha="center",
+        va="center_baseline",
+        fontsize=size,
+        color=style.ink(colour),
+        zorder=5,
+    )
     return box, text

@@ -23,10 +23,17 @@ LABELS = {"microbatches": "micro-batches m", "devices": "devices p", "virtual": 
 
 
 def bubble(
-    names: Iterable[str], values: Iterable[int], *, over: Literal["microbatches", "devices", "virtual"] = "microbatches",
-    devices: int = 4, microbatches: int = 8, virtual: int = 2, definition: str = "of_total", costs: Costs | None = None,
+    names: Iterable[str],
+    values: Iterable[int],
+    *,
+    over: Literal["microbatches", "devices", "virtual"] = "microbatches",
+    devices: int = 4,
+    microbatches: int = 8,
+    virtual: int = 2,
+    definition: str = "of_total",
+    costs: Costs | None = None,
     ax: Axes | None = None,
-) -> Axes:  # fmt: skip
+) -> Axes:
     """The bubble of the named schedules while one size varies: dots are simulated, lines are the closed form.
 
     `definition` is one of of_total, over_ideal and of_span; the axis names it. The model stays the same when `virtual`
@@ -42,15 +49,42 @@ def bubble(
         theory = THEORY.get(name) if costs is None and definition != "of_span" else None
         dots, line = [], []
         for value in values:
-            size = {"devices": devices, "microbatches": microbatches, "virtual": virtual, over: value}
-            p, m, v = size["devices"], size["microbatches"], size["virtual"] if name == "interleaved" else 1
-            dots.append(getattr(simulate(make(name, p, m, virtual=v), (costs or Costs()).split(v)).bubble, definition))
+            size = {
+                "devices": devices,
+                "microbatches": microbatches,
+                "virtual": virtual,
+                over: value,
+            }
+            p, m, v = (
+                size["devices"],
+                size["microbatches"],
+                size["virtual"] if name == "interleaved" else 1,
+            )
+            dots.append(
+                getattr(
+                    simulate(make(name, p, m, virtual=v), (costs or Costs()).split(v)).bubble,
+                    definition,
+                )
+            )
             if theory and (v == 1 or m % p == 0):
-                line.append((value, theory.over_ideal(p, m, v, 1) if definition == "over_ideal" else theory.of_total(p, m, v)))
+                line.append(
+                    (
+                        value,
+                        theory.over_ideal(p, m, v, 1)
+                        if definition == "over_ideal"
+                        else theory.of_total(p, m, v),
+                    )
+                )
         ax.plot(values, dots, "o", color=colour, ms=4.5, label=f"{name}, simulated", zorder=3)
         if theory:
             formula = theory.bubble.formula if definition == "over_ideal" else theory.share
-            ax.plot(*zip(*line, strict=True), color=colour, lw=1.2, alpha=0.7, label=f"closed form: {formula}")
+            ax.plot(
+                *zip(*line, strict=True),
+                color=colour,
+                lw=1.2,
+                alpha=0.7,
+                label=f"closed form: {formula}",
+            )
     ax.set_xlabel(LABELS[over])
     ax.set_ylabel(DEFINITIONS[definition])
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))

@@ -110,7 +110,9 @@ class Gif(Writer):
     def grab_frame(self, **options: Any) -> None:
         buffer = io.BytesIO()
         self.fig.savefig(buffer, format="rgba", dpi=self.dpi)
-        red, green, blue, _ = np.frombuffer(buffer.getvalue(), np.uint8).reshape(-1, 4).astype(int).T
+        red, green, blue, _ = (
+            np.frombuffer(buffer.getvalue(), np.uint8).reshape(-1, 4).astype(int).T
+        )
         self.frames.append(red << 16 | green << 8 | blue)
 
     def finish(self) -> None:
@@ -119,9 +121,14 @@ class Gif(Writer):
         palette = bytes_of(colours[np.argsort(-pixels, kind="stable")[:COLOURS]])
         first, *rest = (self._indexed(frame, palette) for frame in self.frames)
         first.save(
-            self.outfile, save_all=True, append_images=rest, duration=self.milliseconds, loop=0, optimize=True,
+            self.outfile,
+            save_all=True,
+            append_images=rest,
+            duration=self.milliseconds,
+            loop=0,
+            optimize=True,
             comment=self.comment.encode(),
-        )  # fmt: skip
+        )
 
     def _indexed(self, frame: np.ndarray, palette: np.ndarray) -> Image.Image:
         colours, which = np.unique(frame, return_inverse=True)
@@ -145,7 +152,13 @@ def _of_figure(figure: Figure) -> list[str]:
 
 
 def _of_axes(ax: Axes) -> Iterator[str]:
-    for words in (ax.get_title("left"), ax.get_title(), ax.get_title("right"), ax.get_xlabel(), ax.get_ylabel()):
+    for words in (
+        ax.get_title("left"),
+        ax.get_title(),
+        ax.get_title("right"),
+        ax.get_xlabel(),
+        ax.get_ylabel(),
+    ):
         if words:
             yield f"title {words}"
     legend = ax.get_legend()
@@ -166,7 +179,10 @@ def _of_artist(artist: Artist) -> Iterator[str]:
             yield f"line {to_hex(cast(Any, artist.get_color()))} {_points(artist.get_xydata())}"
         case Patch():
             box = artist.get_path().get_extents(artist.get_patch_transform())
-            fill, edge = (to_hex(cast(Any, colour)) for colour in (artist.get_facecolor(), artist.get_edgecolor()))
+            fill, edge = (
+                to_hex(cast(Any, colour))
+                for colour in (artist.get_facecolor(), artist.get_edgecolor())
+            )
             yield f"box {fill} {edge} {artist.get_hatch() or ''} {_points(box.get_points())}"
         case Collection():
             colours = np.asarray(artist.get_facecolor())

@@ -54,8 +54,19 @@ def alt(name: str) -> str:
 
 def legend(ax: Axes, last: Patch) -> Axes:
     """The legend of forward, backward and update, and one entry more."""
-    handles = [*(Patch(color=style.KINDS[k], label=style.NAMES[k]) for k in (Kind.F, Kind.B, Kind.U)), last]
-    ax.legend(handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=4, fontsize=8, frameon=False, borderaxespad=0.1)
+    handles = [
+        *(Patch(color=style.KINDS[k], label=style.NAMES[k]) for k in (Kind.F, Kind.B, Kind.U)),
+        last,
+    ]
+    ax.legend(
+        handles=handles,
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=4,
+        fontsize=8,
+        frameon=False,
+        borderaxespad=0.1,
+    )
     return ax
 
 
@@ -70,7 +81,9 @@ def overview() -> Axes:
         "inter-layer: one device at a time": simulate(make("inter_layer", 4, 8), costs),
         "GPipe": simulate(make("gpipe", 4, 8), costs),
         "1F1B with a flush": simulate(make("pipedream_flush", 4, 8), costs),
-        "interleaved, two chunks a device": simulate(make("interleaved", 4, 8, virtual=2), costs.split(2)),
+        "interleaved, two chunks a device": simulate(
+            make("interleaved", 4, 8, virtual=2), costs.split(2)
+        ),
     }
     return plot.timelines(items)
 
@@ -126,8 +139,16 @@ def inter_layer_turns() -> Axes:
     t = simulate(make("inter_layer", 4, 1, batches=2), Costs(transfer=0.5, update=0.5))
     ax = plot.timeline(t)
     moved = t.transfers
-    for source, target, sent, arrived in zip(moved["from"], moved["to"], moved["sent"], moved["arrived"], strict=True):
-        arrow = {"arrowstyle": "-|>", "color": style.KINDS[Kind.SEND_F], "lw": 2, "shrinkA": 0, "shrinkB": 0}
+    for source, target, sent, arrived in zip(
+        moved["from"], moved["to"], moved["sent"], moved["arrived"], strict=True
+    ):
+        arrow = {
+            "arrowstyle": "-|>",
+            "color": style.KINDS[Kind.SEND_F],
+            "lw": 2,
+            "shrinkA": 0,
+            "shrinkB": 0,
+        }
         ax.annotate("", (arrived, target), (sent, source), arrowprops=arrow)
     return legend(ax, Patch(color=style.KINDS[Kind.SEND_F], label="transfer"))
 
@@ -167,10 +188,22 @@ def pipedream() -> FuncAnimation:
 def pipedream_versions() -> Axes:
     """Which weight version each action of PipeDream reads: a backward reads the one of its forward, up to three updates old."""
     t = simulate(make("pipedream", 4, 6))
-    ax = plot.timeline(t, style.axes(None, 10, 3.4), by_version=True, title="PipeDream: the weight version (v) an action reads")
+    ax = plot.timeline(
+        t,
+        style.axes(None, 10, 3.4),
+        by_version=True,
+        title="PipeDream: the weight version (v) an action reads",
+    )
     for i in np.flatnonzero(t.kind <= Kind.W).tolist():
         shown = f"v{t.version[i]}"
-        ax.text((t.start[i] + t.end[i]) / 2, t.device[i] + 0.36, shown, ha="center", va="bottom", fontsize=7)
+        ax.text(
+            (t.start[i] + t.end[i]) / 2,
+            t.device[i] + 0.36,
+            shown,
+            ha="center",
+            va="bottom",
+            fontsize=7,
+        )
     return ax
 
 
@@ -185,11 +218,22 @@ def pipeline_flush() -> Axes:
     idle = sum(b - a for device, a, b in gaps if device == 0)
     ax = plot.timeline(t, title=f"A flush between two batches: every device waits {idle:g} units")
     for device, a, b in gaps:
-        box = Rectangle((a, device - LANE / 2), b - a, LANE, facecolor=style.YELLOW, edgecolor=style.GREY, lw=0.8, hatch="..")
+        box = Rectangle(
+            (a, device - LANE / 2),
+            b - a,
+            LANE,
+            facecolor=style.YELLOW,
+            edgecolor=style.GREY,
+            lw=0.8,
+            hatch="..",
+        )
         ax.add_patch(box)
         label = ax.text((a + b) / 2, device, f"{b - a:g}", ha="center", va="center", fontsize=8)
         label.set_bbox({"facecolor": style.YELLOW, "lw": 0, "pad": 3})
-    return legend(ax, Patch(facecolor=style.YELLOW, edgecolor=style.GREY, hatch="..", label="waits (how long)"))
+    return legend(
+        ax,
+        Patch(facecolor=style.YELLOW, edgecolor=style.GREY, hatch="..", label="waits (how long)"),
+    )
 
 
 def flush_gaps(t: Timeline) -> list[tuple[int, float, float]]:
@@ -198,9 +242,16 @@ def flush_gaps(t: Timeline) -> list[tuple[int, float, float]]:
     for d, (a, b) in enumerate(pairwise(t.schedule.bounds)):
         kind, batch = t.kind[a:b], t.microbatch[a:b] // t.schedule.microbatches
         for k in range(t.schedule.batches - 1):
-            first, following = (a + int(np.flatnonzero((kind == Kind.B) & (batch == n))[0]) for n in (k, k + 1))
-            ends, starts = t.end[first:following].tolist(), t.start[first + 1 : following + 1].tolist()
-            gaps += [(d, end, start) for end, start in zip(ends, starts, strict=True) if start > end]
+            first, following = (
+                a + int(np.flatnonzero((kind == Kind.B) & (batch == n))[0]) for n in (k, k + 1)
+            )
+            ends, starts = (
+                t.end[first:following].tolist(),
+                t.start[first + 1 : following + 1].tolist(),
+            )
+            gaps += [
+                (d, end, start) for end, start in zip(ends, starts, strict=True) if start > end
+            ]
     return gaps
 
 
@@ -208,9 +259,17 @@ def flush_gaps(t: Timeline) -> list[tuple[int, float, float]]:
 def flush_memory() -> Axes:
     """Activations kept over time on four devices: GPipe climbs to all eight micro-batches, 1F1B to 4, 3, 2, 1."""
     costs = Costs(activations=1)
-    kept = {name: memory(simulate(make(name, 4, 8), costs), costs) for name in ("gpipe", "pipedream_flush")}
-    figure, grid = plt.subplots(2, 2, figsize=(10, 4.6), sharex=True, sharey=True, layout="constrained")
-    looks = {"gpipe": ("GPipe", style.ORANGE, "--"), "pipedream_flush": ("1F1B with a flush", style.BLUE, "-")}
+    kept = {
+        name: memory(simulate(make(name, 4, 8), costs), costs)
+        for name in ("gpipe", "pipedream_flush")
+    }
+    figure, grid = plt.subplots(
+        2, 2, figsize=(10, 4.6), sharex=True, sharey=True, layout="constrained"
+    )
+    looks = {
+        "gpipe": ("GPipe", style.ORANGE, "--"),
+        "pipedream_flush": ("1F1B with a flush", style.BLUE, "-"),
+    }
     for device, ax in enumerate(grid.flat):
         style.axes(ax)
         peaks = []
@@ -240,14 +299,19 @@ def max_pooling() -> Axes:
 
 # VGG-16 on one image of 224 x 224 (Simonyan & Zisserman 2014, arXiv 1409.1556, table 1, D): (channels, width) of a
 # convolution's output; pooling halves the width between the groups. Then the fully connected layers' sizes.
-CONVOLUTIONS = [(64, 224)] * 2 + [(128, 112)] * 2 + [(256, 56)] * 3 + [(512, 28)] * 3 + [(512, 14)] * 3
+CONVOLUTIONS = (
+    [(64, 224)] * 2 + [(128, 112)] * 2 + [(256, 56)] * 3 + [(512, 28)] * 3 + [(512, 14)] * 3
+)
 CONNECTED = [512 * 7 * 7, 4096, 4096, 1000]
 
 
 def vgg16() -> list[float]:
     """Billions of multiply-adds of each layer's forward: 3 x 3 convolutions, then the fully connected layers."""
     channels = [3, *(c for c, _ in CONVOLUTIONS)]
-    convolutions = [9 * a * b * width**2 for (a, b), (_, width) in zip(pairwise(channels), CONVOLUTIONS, strict=True)]
+    convolutions = [
+        9 * a * b * width**2
+        for (a, b), (_, width) in zip(pairwise(channels), CONVOLUTIONS, strict=True)
+    ]
     return [work / 1e9 for work in convolutions + [a * b for a, b in pairwise(CONNECTED)]]
 
 
@@ -267,12 +331,21 @@ def partition() -> Axes:
     """VGG-16's sixteen layers on four devices: four layers each leave one device nearly idle; balanced times are shorter."""
     times = vgg16()
     items = {}
-    for words, counts in (("equal counts", uniform(len(times), 4)), ("balanced times", fastest(times, 4))):
+    for words, counts in (
+        ("equal counts", uniform(len(times), 4)),
+        ("balanced times", fastest(times, 4)),
+    ):
         work = sums(times, counts)
-        t = simulate(make("pipedream_flush", 4, 8), Costs(forward=work, input_grad=work, weight_grad=work))
-        items[f"{words}: the busiest device {max(work):.3g}; 8 images by 1F1B with a flush take {t.makespan:.0f}"] = counts
+        t = simulate(
+            make("pipedream_flush", 4, 8), Costs(forward=work, input_grad=work, weight_grad=work)
+        )
+        items[
+            f"{words}: the busiest device {max(work):.3g}; 8 images by 1F1B with a flush take {t.makespan:.0f}"
+        ] = counts
     return plot.partition(
-        times, items, unit="forward of one image, billions of multiply-adds (its backward is counted as twice that)"
+        times,
+        items,
+        unit="forward of one image, billions of multiply-adds (its backward is counted as twice that)",
     )
 
 
@@ -292,8 +365,12 @@ def pipedream_2bw_buffers() -> Axes:
 def interleaved_chunks() -> Axes:
     """Eight layers on two devices: device 0 holds 1, 2, 5, 6 and device 1 holds 3, 4, 7, 8; below, their chunks take turns."""
     s = make("interleaved", 2, 4, virtual=2)
-    _, (above, below) = plt.subplots(2, 1, figsize=(10, 4.4), height_ratios=[1.5, 1], layout="constrained")
-    plot.layers([2] * s.stages, s.placement, above, title="four chunks of two layers, placed in turn")
+    _, (above, below) = plt.subplots(
+        2, 1, figsize=(10, 4.4), height_ratios=[1.5, 1], layout="constrained"
+    )
+    plot.layers(
+        [2] * s.stages, s.placement, above, title="four chunks of two layers, placed in turn"
+    )
     return plot.timeline(simulate(s, Costs().split(2)), below)
 
 

@@ -15,7 +15,14 @@ def losses(curves: dict[str, Sequence[float]], ax: Axes | None = None) -> Axes:
     ax = style.axes(ax, 7, 2.8)
     marks = ("-", "--", ":", "-.")
     for i, (name, values) in enumerate(curves.items()):
-        ax.plot(range(len(values)), values, marks[i % 4], color=style.LINES[i % len(style.LINES)], lw=1.6, label=name)
+        ax.plot(
+            range(len(values)),
+            values,
+            marks[i % 4],
+            color=style.LINES[i % len(style.LINES)],
+            lw=1.6,
+            label=name,
+        )
     ax.set_xlabel("batch")
     ax.set_ylabel("loss")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))

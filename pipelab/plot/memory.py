@@ -18,15 +18,28 @@ def memory(m: Memory, device: int = 0, ax: Axes | None = None) -> Axes:
     shown = [i for i in range(len(CAUSES)) if level[i].any()]
     if shown:
         ax.stackplot(
-            time - m.time.min(), level[shown] / factor, step="post", labels=[CAUSES[i] for i in shown],
-            colors=[style.CAUSES[CAUSES[i]] for i in shown], lw=0,
-        )  # fmt: skip
+            time - m.time.min(),
+            level[shown] / factor,
+            step="post",
+            labels=[CAUSES[i] for i in shown],
+            colors=[style.CAUSES[CAUSES[i]] for i in shown],
+            lw=0,
+        )
         ax.axhline(top / factor, color=style.GREY, ls="--", lw=0.8)
-        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(shown), fontsize=8, frameon=False, borderaxespad=0.1)
+        ax.legend(
+            loc="lower right",
+            bbox_to_anchor=(1, 1),
+            ncols=len(shown),
+            fontsize=8,
+            frameon=False,
+            borderaxespad=0.1,
+        )
     ax.set_ylim(0, top / factor * 1.08 or 1)
     ax.set_xlabel("time (s)" if m.source == "measured" else "time")
     ax.set_ylabel(unit)
-    ax.set_title(f"device {device}, {m.source}: peak {top / factor:.4g} {unit}", loc="left", fontsize=10)
+    ax.set_title(
+        f"device {device}, {m.source}: peak {top / factor:.4g} {unit}", loc="left", fontsize=10
+    )
     return ax
 
 
@@ -43,17 +56,42 @@ def peaks(items: dict[str, Memory], ax: Axes | None = None) -> Axes:
             height = np.array([m.at_peak(d)[cause] for d in range(m.devices)]) / factor
             if height.any():
                 label = cause if cause not in used else None
-                ax.bar(x, height, width * 0.92, bottom, color=style.lighter(style.CAUSES[cause], 0.3 * (j % 2)), label=label)
+                ax.bar(
+                    x,
+                    height,
+                    width * 0.92,
+                    bottom,
+                    color=style.lighter(style.CAUSES[cause], 0.3 * (j % 2)),
+                    label=label,
+                )
                 used.add(cause)
                 bottom += height
         if len(items) > 1:
             for xi, h in zip(x, bottom, strict=True):
                 turn = 90 if len(items) > 2 else 0
                 ax.annotate(
-                    name, (xi, h), (0, 2), textcoords="offset points", ha="center", va="bottom", fontsize=7, rotation=turn
+                    name,
+                    (xi, h),
+                    (0, 2),
+                    textcoords="offset points",
+                    ha="center",
+                    va="bottom",
+                    fontsize=7,
+                    rotation=turn,
                 )
     ax.set_xticks(range(count), [f"device {d}" for d in range(count)])
     ax.set_ylabel(f"{unit} at the peak")
-    ax.set_ylim(0, max(max(m.peak()) for m in items.values()) / factor * (1.4 if len(items) > 2 else 1.15) or 1)
-    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=max(len(used), 1), fontsize=8, frameon=False, borderaxespad=0.1)
+    ax.set_ylim(
+        0,
+        max(max(m.peak()) for m in items.values()) / factor * (1.4 if len(items) > 2 else 1.15)
+        or 1,
+    )
+    ax.legend(
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=max(len(used), 1),
+        fontsize=8,
+        frameon=False,
+        borderaxespad=0.1,
+    )
     return ax

@@ -12,7 +12,11 @@ from pipelab.plot import style
 
 
 def partition(
-    times: Sequence[float], items: Mapping[str, Sequence[int]], ax: Axes | None = None, *, unit: str = "time"
+    times: Sequence[float],
+    items: Mapping[str, Sequence[int]],
+    ax: Axes | None = None,
+    *,
+    unit: str = "time",
 ) -> Axes:
     """The time of each device, a box per layer, for one or more partitions: `items` maps a name to layers per device.
 
@@ -22,7 +26,9 @@ def partition(
     """
     for name, counts in items.items():
         if sum(counts) != len(times):
-            raise ValueError(f"{name}: {' + '.join(map(str, counts))} layers, but there are {len(times)} times")
+            raise ValueError(
+                f"{name}: {' + '.join(map(str, counts))} layers, but there are {len(times)} times"
+            )
     ax = style.axes(ax, height=0.8 + 0.38 * sum(len(counts) + 1 for counts in items.values()))
     top, ticks, labels = 0, [], []
     longest = max(max(sums(times, counts)) for counts in items.values())
@@ -32,12 +38,32 @@ def partition(
         for d, (a, b) in enumerate(pairwise(ends)):
             left = 0.0
             for i in range(a, b):
-                colour = style.lighter(style.ORANGE if slowest[d] else style.BLUE, 0.2 if i % 2 else 0.45)
+                colour = style.lighter(
+                    style.ORANGE if slowest[d] else style.BLUE, 0.2 if i % 2 else 0.45
+                )
                 hatch = ".." if slowest[d] else ""
-                ax.barh(top + d, times[i], 0.86, left, color=colour, edgecolor="white", linewidth=0.8, hatch=hatch)
+                ax.barh(
+                    top + d,
+                    times[i],
+                    0.86,
+                    left,
+                    color=colour,
+                    edgecolor="white",
+                    linewidth=0.8,
+                    hatch=hatch,
+                )
                 if times[i] > longest * 0.03:
-                    label = ax.text(left + times[i] / 2, top + d, str(i + 1), ha="center", va="center", fontsize=9)
-                    label.set(color=style.ink(colour), bbox={"facecolor": colour, "lw": 0, "pad": 1})
+                    label = ax.text(
+                        left + times[i] / 2,
+                        top + d,
+                        str(i + 1),
+                        ha="center",
+                        va="center",
+                        fontsize=9,
+                    )
+                    label.set(
+                        color=style.ink(colour), bbox={"facecolor": colour, "lw": 0, "pad": 1}
+                    )
                 left += times[i]
             last = f"layers {a + 1} to {b}" if b - a > 1 else f"layer {b}"
             ax.text(longest * 1.02, top + d, f"{last}: {left:.3g}", va="center", fontsize=9)

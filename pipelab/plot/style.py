@@ -9,19 +9,42 @@ from matplotlib.colors import to_rgb
 from pipelab.action import Kind
 
 BLUE, GREEN, ORANGE, SKY, RED, PINK, YELLOW, GREY = (
-    "#0072B2", "#009E73", "#E69F00", "#56B4E9", "#D55E00", "#CC79A7", "#F0E442", "#4D4D4D",
-)  # fmt: skip
+    "#0072B2",
+    "#009E73",
+    "#E69F00",
+    "#56B4E9",
+    "#D55E00",
+    "#CC79A7",
+    "#F0E442",
+    "#4D4D4D",
+)
 KINDS = {
-    Kind.F: BLUE, Kind.B: GREEN, Kind.I: SKY, Kind.W: ORANGE, Kind.U: GREY,
-    Kind.SEND_F: PINK, Kind.SEND_B: PINK, Kind.RECV_F: PINK, Kind.RECV_B: PINK,
-}  # fmt: skip
+    Kind.F: BLUE,
+    Kind.B: GREEN,
+    Kind.I: SKY,
+    Kind.W: ORANGE,
+    Kind.U: GREY,
+    Kind.SEND_F: PINK,
+    Kind.SEND_B: PINK,
+    Kind.RECV_F: PINK,
+    Kind.RECV_B: PINK,
+}
 NAMES = {
-    Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient", Kind.U: "update",
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+    Kind.U: "update",
     Kind.SEND_F: "transfer",
-}  # fmt: skip
+}
 CAUSES = {
-    "weights": GREY, "versions": PINK, "gradients": GREEN, "optimizer": ORANGE, "activations": BLUE, "buffers": SKY,
-}  # fmt: skip
+    "weights": GREY,
+    "versions": PINK,
+    "gradients": GREEN,
+    "optimizer": ORANGE,
+    "activations": BLUE,
+    "buffers": SKY,
+}
 LINES = (BLUE, ORANGE, GREEN, PINK, RED, SKY, GREY)
 
 
@@ -34,7 +57,9 @@ def lighter(colour: str, share: float) -> tuple[float, float, float]:
 def ink(colour: tuple[float, float, float] | str) -> str:
     """Black or white, whichever is easier to read on the colour."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
-    return "black" if 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.22 else "white"
+    return (
+        "black" if 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.22 else "white"
+    )
 
 
 def axes(ax: Axes | None, width: float = 10.0, height: float = 3.0) -> Axes:

@@ -20,7 +20,12 @@ FONT, SMALLEST = 8.0, 4.5  # points
 
 
 def timeline(
-    t: Timeline, ax: Axes | None = None, *, title: str | None = None, end: float | None = None, by_version: bool = False
+    t: Timeline,
+    ax: Axes | None = None,
+    *,
+    title: str | None = None,
+    end: float | None = None,
+    by_version: bool = False,
 ) -> Axes:
     """One timeline. Blue forward, green backward; a later chunk of the model in a lighter shade; numbers are micro-batches.
 
@@ -58,7 +63,11 @@ def _title(t: Timeline) -> str:
 
 
 def _frame(
-    ax: Axes, items: Sequence[Timeline], names: Sequence[str], end: float | None, legend: list[Patch] | None = None
+    ax: Axes,
+    items: Sequence[Timeline],
+    names: Sequence[str],
+    end: float | None,
+    legend: list[Patch] | None = None,
 ) -> None:
     longest = max([t.makespan for t in items] + [end or 0])
     measured = any(t.source == "measured" for t in items)
@@ -82,16 +91,30 @@ def _frame(
     if legend is None:
         legend = _kind_legend(items)
     ax.legend(
-        handles=legend, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(legend), fontsize=FONT, frameon=False,
-        borderaxespad=0.1, handlelength=1.2, columnspacing=1.2,
-    )  # fmt: skip
+        handles=legend,
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=len(legend),
+        fontsize=FONT,
+        frameon=False,
+        borderaxespad=0.1,
+        handlelength=1.2,
+        columnspacing=1.2,
+    )
 
 
 def _kind_legend(items: Sequence[Timeline]) -> list[Patch]:
-    kinds = sorted({int(k) for t in items for k in np.unique(t.kind)} - {Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
+    kinds = sorted(
+        {int(k) for t in items for k in np.unique(t.kind)} - {Kind.RECV_F, Kind.SEND_B, Kind.RECV_B}
+    )
     patches = [Patch(color=style.KINDS[Kind(k)], label=style.NAMES[Kind(k)]) for k in kinds]
     if (chunks := max(-(-t.schedule.stages // t.schedule.devices) for t in items)) > 1:
-        patches.append(Patch(color=style.lighter(style.KINDS[Kind.F], 0.55), label=f"lighter: later chunk of {chunks}"))
+        patches.append(
+            Patch(
+                color=style.lighter(style.KINDS[Kind.F], 0.55),
+                label=f"lighter: later chunk of {chunks}",
+            )
+        )
     patches.append(Patch(facecolor="white", edgecolor="#b0b0b0", hatch="////", label="idle"))
     return patches
 
@@ -113,34 +136,63 @@ def _version_colours(t: Timeline) -> list:
 
 def _version_legend(t: Timeline) -> list[Patch]:
     versions = sorted({int(v) for v, k in zip(t.version, t.kind, strict=True) if k <= Kind.W})
-    return [Patch(color=style.lighter(style.LINES[v % len(style.LINES)], 0.25), label=f"version {v}") for v in versions[:8]]
+    return [
+        Patch(color=style.lighter(style.LINES[v % len(style.LINES)], 0.25), label=f"version {v}")
+        for v in versions[:8]
+    ]
 
 
 def _lanes(ax: Axes, t: Timeline, top: float, colours: list | None = None) -> None:
     s, zero = t.schedule, float(t.start.min())
     for d in range(s.devices):
         ax.add_patch(
-            Rectangle((0, top + d - LANE / 2), t.makespan, LANE, facecolor="white", edgecolor="#c8c8c8", hatch="////", lw=0)
+            Rectangle(
+                (0, top + d - LANE / 2),
+                t.makespan,
+                LANE,
+                facecolor="white",
+                edgecolor="#c8c8c8",
+                hatch="////",
+                lw=0,
+            )
         )
     start, end, row = t.start - zero, t.end - zero, top + t.device
     if colours is None:
-        colours = [colour_of(Kind(k), int(stage), s.devices, s.stages) for k, stage in zip(t.kind, t.stage, strict=True)]
+        colours = [
+            colour_of(Kind(k), int(stage), s.devices, s.stages)
+            for k, stage in zip(t.kind, t.stage, strict=True)
+        ]
     low, high = row - LANE / 2, row + LANE / 2
-    boxes = np.stack([np.column_stack(c) for c in ((start, low), (start, high), (end, high), (end, low))], axis=1)
+    boxes = np.stack(
+        [np.column_stack(c) for c in ((start, low), (start, high), (end, high), (end, low))], axis=1
+    )
     points = _points_per_second(ax)
     widths = {k: float(np.median((end - start)[t.kind == k])) * points for k in np.unique(t.kind)}
     edge = 0.6 if widths.get(Kind.F, 0) > 3 else 0  # white edges would wash thin boxes out
-    ax.add_collection(PolyCollection(list(boxes), facecolors=colours, edgecolors="white", linewidths=edge))
+    ax.add_collection(
+        PolyCollection(list(boxes), facecolors=colours, edgecolors="white", linewidths=edge)
+    )
     for i in np.flatnonzero((t.kind == Kind.U) & ((end - start) * points < 1.2)):
-        ax.plot([end[i]] * 2, [low[i], high[i]], color=style.KINDS[Kind.U], lw=1.2, solid_capstyle="butt")
+        ax.plot(
+            [end[i]] * 2,
+            [low[i], high[i]],
+            color=style.KINDS[Kind.U],
+            lw=1.2,
+            solid_capstyle="butt",
+        )
     digits = len(str(s.total - 1))
     for k, width in widths.items():
         size = min(FONT, width / (0.68 * digits))  # all numbers of a kind, or none
         for i in np.flatnonzero(t.kind == k) if k <= Kind.W and size >= SMALLEST else ():
             ax.text(
-                (start[i] + end[i]) / 2, row[i], str(t.microbatch[i]), ha="center", va="center_baseline", fontsize=size,
+                (start[i] + end[i]) / 2,
+                row[i],
+                str(t.microbatch[i]),
+                ha="center",
+                va="center_baseline",
+                fontsize=size,
                 color=style.ink(colours[i]),
-            )  # fmt: skip
+            )
 
 
 def _points_per_second(ax: Axes) -> float:

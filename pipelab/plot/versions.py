@@ -44,7 +44,17 @@ def versions(t: Timeline, stage: int = 0, ax: Axes | None = None) -> Axes:
     zero = float(t.start.min())
     mine = np.flatnonzero(t.stage == stage)
     ax.set_xlim(0, t.makespan * 1.002)
-    ax.add_patch(Rectangle((0, -LANE / 2), t.makespan, LANE, facecolor="white", edgecolor="#c8c8c8", hatch="////", lw=0))
+    ax.add_patch(
+        Rectangle(
+            (0, -LANE / 2),
+            t.makespan,
+            LANE,
+            facecolor="white",
+            edgecolor="#c8c8c8",
+            hatch="////",
+            lw=0,
+        )
+    )
     for i in mine.tolist():
         kind, a, b = Kind(t.kind[i]), float(t.start[i]) - zero, float(t.end[i]) - zero
         if kind <= Kind.W:
@@ -59,15 +69,25 @@ def versions(t: Timeline, stage: int = 0, ax: Axes | None = None) -> Axes:
     low = count + 1 + LANE / 2
     for group in range(s.updates):
         numbers = range(group * s.per_update, (group + 1) * s.per_update)
-        ends = sorted(float(t.end[max(s.position[[Kind.B, Kind.W], stage, k])]) - zero for k in numbers)
+        ends = sorted(
+            float(t.end[max(s.position[[Kind.B, Kind.W], stage, k])]) - zero for k in numbers
+        )
         until = float(t.end[s.position[Kind.U, stage, group]]) - zero
         for n, (a, b) in enumerate(zip(ends, [*ends[1:], until], strict=True), 1):
             height = LANE * n / s.per_update
-            ax.add_patch(Rectangle((a, low - height), b - a, height, facecolor="#d4d4d4", edgecolor="white", lw=0.8))
+            ax.add_patch(
+                Rectangle(
+                    (a, low - height), b - a, height, facecolor="#d4d4d4", edgecolor="white", lw=0.8
+                )
+            )
             if b - a >= 1:
                 ax.text((a + b) / 2, low - 0.06, str(n), ha="center", va="bottom", fontsize=8)
     ax.set_ylim(count + 1.6, -0.55)
-    ax.set_yticks(range(count + 2), ["actions", *(f"buffer {i}" for i in range(count)), "gradients"], fontsize=9)
+    ax.set_yticks(
+        range(count + 2),
+        ["actions", *(f"buffer {i}" for i in range(count)), "gradients"],
+        fontsize=9,
+    )
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
     ax.set_xlabel("time")
@@ -81,7 +101,26 @@ def version_colour(version: int, share: float) -> tuple[float, float, float]:
     return style.lighter(style.LINES[version % len(style.LINES)], share)
 
 
-def _box(ax: Axes, row: int, a: float, b: float, colour: tuple[float, float, float], label: str, size: float) -> None:
-    ax.add_patch(Rectangle((a, row - LANE / 2), b - a, LANE, facecolor=colour, edgecolor="white", lw=0.8))
+def _box(
+    ax: Axes,
+    row: int,
+    a: float,
+    b: float,
+    colour: tuple[float, float, float],
+    label: str,
+    size: float,
+) -> None:
+    ax.add_patch(
+        Rectangle((a, row - LANE / 2), b - a, LANE, facecolor=colour, edgecolor="white", lw=0.8)
+    )
     if b > a:
-        ax.text((a + b) / 2, row, label, ha="center", va="center", fontsize=size, color=style.ink(colour), linespacing=1)
+        ax.text(
+            (a + b) / 2,
+            row,
+            label,
+            ha="center",
+            va="center",
+            fontsize=size,
+            color=style.ink(colour),
+            linespacing=1,
+        )

@@ -17,14 +17,26 @@ from pipelab.action import Reads, ScheduleError
 from pipelab.schedule import Schedule
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    module.name: getattr(import_module(f"{__name__}.{module.name}"), module.name) for module in iter_modules(__path__)
+    module.name: getattr(import_module(f"{__name__}.{module.name}"), module.name)
+    for module in iter_modules(__path__)
 }
-ALSO_KNOWN_AS = {"1f1b": "pipedream_flush", "dapple": "pipedream_flush", "megatron": "interleaved", "naive": "inter_layer"}
+ALSO_KNOWN_AS = {
+    "1f1b": "pipedream_flush",
+    "dapple": "pipedream_flush",
+    "megatron": "interleaved",
+    "naive": "inter_layer",
+}
 globals().update(SCHEDULES)  # so that `from pipelab.schedules import gpipe` gives the function
 
 
 def make(
-    name: str, devices: int, microbatches: int, *, virtual: int = 1, batches: int = 1, reads: Reads | None = None
+    name: str,
+    devices: int,
+    microbatches: int,
+    *,
+    virtual: int = 1,
+    batches: int = 1,
+    reads: Reads | None = None,
 ) -> Schedule:
     """The named schedule for `devices` devices, `microbatches` micro-batches a batch and `virtual` chunks a device.
 
@@ -33,9 +45,15 @@ def make(
     """
     if name not in SCHEDULES:
         known = ALSO_KNOWN_AS.get(name.lower())
-        near = [known] if known else difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.4)
+        near = (
+            [known]
+            if known
+            else difflib.get_close_matches(name.lower(), SCHEDULES, n=1, cutoff=0.4)
+        )
         hint = f"did you mean {near[0]}? " if near else ""
-        raise ScheduleError(f"unknown schedule {name!r}: {hint}There are {', '.join(sorted(SCHEDULES))}")
+        raise ScheduleError(
+            f"unknown schedule {name!r}: {hint}There are {', '.join(sorted(SCHEDULES))}"
+        )
     function = SCHEDULES[name]
     chunks = {}
     if "virtual" in inspect.signature(function).parameters:

@@ -20,6 +20,14 @@ def gpipe(devices: int, microbatches: int, batches: int = 1) -> Schedule:
     .   1F0 1F1 1B0 1B1 1U0 .
     """
     check_counts(devices=devices, microbatches=microbatches, batches=batches)
-    order = [(kind, b * microbatches + k) for b in range(batches) for kind in (Kind.F, Kind.B) for k in range(microbatches)]
-    rows = [insert_updates((Action(s, kind, k) for kind, k in order), microbatches) for s in range(devices)]
+    order = [
+        (kind, b * microbatches + k)
+        for b in range(batches)
+        for kind in (Kind.F, Kind.B)
+        for k in range(microbatches)
+    ]
+    rows = [
+        insert_updates((Action(s, kind, k) for kind, k in order), microbatches)
+        for s in range(devices)
+    ]
     return Schedule("gpipe", tuple(map(tuple, rows)), tuple(range(devices)), microbatches, batches)

@@ -33,24 +33,36 @@ def interleaved(devices: int, microbatches: int, virtual: int = 2, batches: int 
     return Schedule("interleaved", tuple(rows), placement, microbatches, batches)
 
 
-def _one_batch(device: int, devices: int, microbatches: int, virtual: int) -> list[tuple[Action, int]]:
-    width = devices if virtual > 1 else 1  # slots of a round; with one chunk a micro-batch waits for no round
+def _one_batch(
+    device: int, devices: int, microbatches: int, virtual: int
+) -> list[tuple[Action, int]]:
+    width = (
+        devices if virtual > 1 else 1
+    )  # slots of a round; with one chunk a micro-batch waits for no round
     rounds = -(-microbatches // width)
     present = 0
     number: dict[int, int] = {}  # slot in the full table -> the micro-batch that stands there
     for r in range(rounds):
-        size = (microbatches + rounds - 1 - r) // rounds  # rounds of nearly equal size, larger ones first
+        size = (
+            microbatches + rounds - 1 - r
+        ) // rounds  # rounds of nearly equal size, larger ones first
         number |= {r * width + k: present + k for k in range(size)}
         present += size
 
     def steps(kind: Kind, chunks: range) -> list[Action]:
         return [
             Action(chunk * devices + device, kind, r * width + k)
-            for r in range(rounds) for chunk in chunks for k in range(width)
-        ]  # fmt: skip
+            for r in range(rounds)
+            for chunk in chunks
+            for k in range(width)
+        ]
 
     # A chunk's first backward comes back after a trip over all later devices and return: the factor 2.
-    warmup = 2 * (devices - device - 1) + (virtual - 1) * devices if virtual > 1 else devices - device - 1
+    warmup = (
+        2 * (devices - device - 1) + (virtual - 1) * devices
+        if virtual > 1
+        else devices - device - 1
+    )
     forwards, backwards = steps(Kind.F, range(virtual)), steps(Kind.B, range(virtual - 1, -1, -1))
     full = one_forward_one_backward(forwards, backwards, warmup)
     return [(a, number[a.microbatch]) for a in full if a.microbatch in number]

@@ -19,8 +19,18 @@ def pipedream(devices: int, microbatches: int, batches: int = 1) -> Schedule:
     .   1F0 1B0 1U0 1F1 1B1 1U1 1F2 1B2 1U2 .
     """
     check_counts(devices=devices, microbatches=microbatches, batches=batches)
-    rows = [insert_updates(one_stage(s, devices, range(microbatches * batches)), 1) for s in range(devices)]
-    return Schedule("pipedream", tuple(map(tuple, rows)), tuple(range(devices)), microbatches, batches, per_update=1)
+    rows = [
+        insert_updates(one_stage(s, devices, range(microbatches * batches)), 1)
+        for s in range(devices)
+    ]
+    return Schedule(
+        "pipedream",
+        tuple(map(tuple, rows)),
+        tuple(range(devices)),
+        microbatches,
+        batches,
+        per_update=1,
+    )
 
 
 def one_stage(stage: int, devices: int, microbatches: Iterable[int]) -> list[Action]:
@@ -31,7 +41,9 @@ def one_stage(stage: int, devices: int, microbatches: Iterable[int]) -> list[Act
     return one_forward_one_backward(forwards, backwards, warmup=devices - stage - 1)
 
 
-def one_forward_one_backward(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
+def one_forward_one_backward(
+    forwards: list[Action], backwards: list[Action], warmup: int
+) -> list[Action]:
     """`warmup` forwards, then forward and backward in turn, then the backwards that are left (the drain)."""
     warmup = min(warmup, len(forwards))
     steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]

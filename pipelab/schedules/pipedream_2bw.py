@@ -22,7 +22,15 @@ def pipedream_2bw(devices: int, microbatches: int, batches: int = 1) -> Schedule
             f"pipedream_2bw needs microbatches >= devices, got {microbatches} < {devices}: "
             f"two versions are enough only then (arXiv 2006.09503, section 3.1); use at least {devices} micro-batches"
         )
-    rows = [insert_updates(one_stage(s, devices, range(microbatches * batches)), microbatches) for s in range(devices)]
+    rows = [
+        insert_updates(one_stage(s, devices, range(microbatches * batches)), microbatches)
+        for s in range(devices)
+    ]
     return Schedule(
-        "pipedream_2bw", tuple(map(tuple, rows)), tuple(range(devices)), microbatches, batches, reads=Reads.PREVIOUS
+        "pipedream_2bw",
+        tuple(map(tuple, rows)),
+        tuple(range(devices)),
+        microbatches,
+        batches,
+        reads=Reads.PREVIOUS,
     )

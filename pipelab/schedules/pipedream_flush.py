@@ -18,5 +18,10 @@ def pipedream_flush(devices: int, microbatches: int, batches: int = 1) -> Schedu
     """
     check_counts(devices=devices, microbatches=microbatches, batches=batches)
     groups = [range(b * microbatches, (b + 1) * microbatches) for b in range(batches)]
-    rows = [insert_updates((a for g in groups for a in one_stage(s, devices, g)), microbatches) for s in range(devices)]
-    return Schedule("pipedream_flush", tuple(map(tuple, rows)), tuple(range(devices)), microbatches, batches)
+    rows = [
+        insert_updates((a for g in groups for a in one_stage(s, devices, g)), microbatches)
+        for s in range(devices)
+    ]
+    return Schedule(
+        "pipedream_flush", tuple(map(tuple, rows)), tuple(range(devices)), microbatches, batches
+    )

@@ -17,7 +17,19 @@ from pipelab.plot import style
 from pipelab.plot.timeline import colour_of
 from pipelab.timeline import Timeline
 
-COLUMNS = ("start", "end", "there", "stage", "kind", "microbatch", "version", "colour", "source", "taker", "cause")
+COLUMNS = (
+    "start",
+    "end",
+    "there",
+    "stage",
+    "kind",
+    "microbatch",
+    "version",
+    "colour",
+    "source",
+    "taker",
+    "cause",
+)
 BOTH = -2
 HINTS = {
     "makespan": "from the first start to the last end",
@@ -36,7 +48,12 @@ def drawing(items: Sequence[tuple[Timeline, Memory]]) -> dict[str, Any]:
     """The whole picture: timelines on one axis that ends at `end`, their memory up to `memory`, a table of numbers."""
     levels = [[m.over_time(d) for d in range(m.devices)] for _, m in items]
     held = [np.array([_peak(level) for _, level in devices]) for devices in levels]  # device, cause
-    shown = np.flatnonzero([any(level[c].any() for devices in levels for _, level in devices) for c in range(len(CAUSES))])
+    shown = np.flatnonzero(
+        [
+            any(level[c].any() for devices in levels for _, level in devices)
+            for c in range(len(CAUSES))
+        ]
+    )
     largest = max(float(h.sum(axis=1).max()) for h in held)
     numbers = [_numbers(t, h, shown) for (t, _), h in zip(items, held, strict=True)]
     chunks = max(_chunks(t) for t, _ in items)
@@ -52,8 +69,10 @@ def drawing(items: Sequence[tuple[Timeline, Memory]]) -> dict[str, Any]:
         "legend": [[style.NAMES[k], style.KINDS[k]] for k in kinds],
         "lighter": f"lighter: later of {chunks} chunks" if chunks > 1 else "",
         "causes": [[CAUSES[c], style.CAUSES[CAUSES[c]]] for c in shown],
-        "numbers": [[label, HINTS.get(label, ""), *(n[label] for n in numbers)] for label in numbers[0]],
-    }  # fmt: skip
+        "numbers": [
+            [label, HINTS.get(label, ""), *(n[label] for n in numbers)] for label in numbers[0]
+        ],
+    }
 
 
 def _timeline(t: Timeline) -> dict[str, Any]:
@@ -73,15 +92,34 @@ def _timeline(t: Timeline) -> dict[str, Any]:
     done = np.where(before >= 0, t.end[before], 0)
     tie = (s.inputs >= 0) & (before >= 0) & (abs(there - done) <= 1e-9 * t.makespan)
     cause = np.where(tie, BOTH, np.where(part.fed, s.inputs, before))
-    colours = [to_hex(colour_of(k, c * s.devices, s.devices, s.stages)) for k in KINDS for c in range(chunks)]
+    colours = [
+        to_hex(colour_of(k, c * s.devices, s.devices, s.stages))
+        for k in KINDS
+        for c in range(chunks)
+    ]
     columns = (
-        t.start, t.end, there, t.stage, t.kind, t.microbatch, t.version, t.kind * chunks + t.stage // s.devices,
-        s.inputs, s.takers, cause,
-    )  # fmt: skip
+        t.start,
+        t.end,
+        there,
+        t.stage,
+        t.kind,
+        t.microbatch,
+        t.version,
+        t.kind * chunks + t.stage // s.devices,
+        s.inputs,
+        s.takers,
+        cause,
+    )
     return {
-        "name": s.name, "summary": t.summary(), "makespan": t.makespan, "bounds": s.bounds, "digits": len(str(s.total - 1)),
-        "colours": [[colour, style.ink(colour)] for colour in colours], "columns": COLUMNS, "data": _packed(columns),
-    }  # fmt: skip
+        "name": s.name,
+        "summary": t.summary(),
+        "makespan": t.makespan,
+        "bounds": s.bounds,
+        "digits": len(str(s.total - 1)),
+        "colours": [[colour, style.ink(colour)] for colour in colours],
+        "columns": COLUMNS,
+        "data": _packed(columns),
+    }
 
 
 def _memory(m: Memory, held: np.ndarray, shown: np.ndarray) -> dict[str, Any]:
@@ -90,7 +128,11 @@ def _memory(m: Memory, held: np.ndarray, shown: np.ndarray) -> dict[str, Any]:
     for time, level in map(m.settled, range(m.devices)):
         blocks.append(np.vstack([time, np.cumsum(level[shown], axis=0)]))
         bounds.append(bounds[-1] + len(time))
-    return {"steps": _packed(np.hstack(blocks)), "step_bounds": bounds, "peaks": [_bytes(x) for x in held.sum(axis=1)]}
+    return {
+        "steps": _packed(np.hstack(blocks)),
+        "step_bounds": bounds,
+        "peaks": [_bytes(x) for x in held.sum(axis=1)],
+    }
 
 
 def _peak(level: np.ndarray) -> np.ndarray:
@@ -117,11 +159,15 @@ def _numbers(t: Timeline, held: np.ndarray, shown: np.ndarray) -> dict[str, str]
         **{CAUSES[c]: _bytes(held[fullest, c]) for c in shown},
     }
     return {
-        "makespan": f"{t.makespan:.5g}", "ideal": f"{t.ideal:.5g}",
-        "bubble of total": f"{b.of_total:.1%}", "bubble over ideal": f"{b.over_ideal:.1%}",
+        "makespan": f"{t.makespan:.5g}",
+        "ideal": f"{t.ideal:.5g}",
+        "bubble of total": f"{b.of_total:.1%}",
+        "bubble over ideal": f"{b.over_ideal:.1%}",
         "bubble of span": f"{b.of_span:.1%}",
-        "peak in flight": _per_device(t.peak_in_flight), "weight versions": _per_device(t.weight_versions), **memory,
-    }  # fmt: skip
+        "peak in flight": _per_device(t.peak_in_flight),
+        "weight versions": _per_device(t.weight_versions),
+        **memory,
+    }
 
 
 def _per_device(values: Sequence[int]) -> str:

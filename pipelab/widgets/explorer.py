@@ -26,7 +26,9 @@ from pipelab.widgets.drawing import drawing
 SIZES = ("devices", "microbatches", "virtual", "batches")
 SECONDS = ("forward", "input_grad", "weight_grad", "update", "transfer")
 BYTES = ("weights", "optimizer", "activations", "boundary")
-COSTS = Costs(weights=2, optimizer=4, activations=1, boundary=0.25)  # sizes that let every cause of memory be seen
+COSTS = Costs(
+    weights=2, optimizer=4, activations=1, boundary=0.25
+)  # sizes that let every cause of memory be seen
 LARGEST = 100_000  # actions; what a browser still draws in about a second
 MOST = 1e15  # seconds or bytes; beyond, sums come near what single precision holds
 
@@ -80,16 +82,27 @@ class Explorer(anywidget.AnyWidget):
         compare: str | None = None,
     ) -> None:
         self._costs = costs or COSTS
-        given = {key: getattr(self._costs, key) for key in SECONDS + BYTES} | {"recompute": self._costs.recompute}
-        settings = _as_text({
-            "schedule": name, "compare": compare, "devices": devices, "microbatches": microbatches, "virtual": virtual,
-            "batches": batches, **given,
-        })  # fmt: skip
+        given = {key: getattr(self._costs, key) for key in SECONDS + BYTES} | {
+            "recompute": self._costs.recompute
+        }
+        settings = _as_text(
+            {
+                "schedule": name,
+                "compare": compare,
+                "devices": devices,
+                "microbatches": microbatches,
+                "virtual": virtual,
+                "batches": batches,
+                **given,
+            }
+        )
         picture = self._picture(settings)
         names = sorted(filter(buildable, SCHEDULES))
         choices = {
-            "schedules": names, "chunks": [n for n in names if with_chunks(n)], "recompute": [r.value for r in Recompute]
-        }  # fmt: skip
+            "schedules": names,
+            "chunks": [n for n in names if with_chunks(n)],
+            "recompute": [r.value for r in Recompute],
+        }
         super().__init__(choices=choices, settings=settings, drawing=picture)
         self.observe(self._answer, "settings")
 
@@ -140,10 +153,14 @@ class Explorer(anywidget.AnyWidget):
         return f"Explorer of {s.name}{beside}, {sizes}: makespan {self.timeline.makespan:.5g}; run this cell to change it"
 
 
-def _simulated(name: str, costs: Costs, devices: int, microbatches: int, virtual: int, batches: int) -> tuple[Timeline, Memory]:
+def _simulated(
+    name: str, costs: Costs, devices: int, microbatches: int, virtual: int, batches: int
+) -> tuple[Timeline, Memory]:
     v = virtual if name not in SCHEDULES or with_chunks(name) else 1
     if (count := 2 * devices * microbatches * v * batches) > LARGEST:
-        raise ScheduleError(f"{name} would have {count:,} actions: the explorer draws {LARGEST:,}, so make a size smaller")
+        raise ScheduleError(
+            f"{name} would have {count:,} actions: the explorer draws {LARGEST:,}, so make a size smaller"
+        )
     split = costs.split(v)
     timeline = simulate(_table(name, devices, microbatches, v, batches), split)
     return timeline, memory(timeline, split)
@@ -170,7 +187,9 @@ def _as_text(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _recompute(text: str) -> Recompute:
     if text not in [mode.value for mode in Recompute]:
-        raise CostError(f"recompute={text!r}: use one of {', '.join(mode.value for mode in Recompute)}")
+        raise CostError(
+            f"recompute={text!r}: use one of {', '.join(mode.value for mode in Recompute)}"
+        )
     return Recompute(text)
 
 
