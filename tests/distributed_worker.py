@@ -36,7 +36,7 @@ def twisted(twist, number):
 
     import pipelab
     from pipelab.executors import clock
-    from pipelab.executors.jax_device import JaxDevice
+    from pipelab.executors.jax.device import JaxDevice
     from pipelab.models.flax_mlp import mlp
 
     if twist == "skewed":
@@ -124,7 +124,7 @@ def spmd(stage, batch):
     from jax.experimental import multihost_utils
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from pipelab.executors.spmd import Parameters, spmd_pipeline, spmd_value_and_grad, stack
+    from pipelab.executors.jax.spmd import Parameters, spmd_pipeline, spmd_value_and_grad, stack
 
     module, variables = stage
     stages = [

@@ -15,7 +15,7 @@ from flax import linen, nnx
 from torch.nn import functional as F
 
 from pipelab import Costs, Kind, Reads, Recompute, RunError, Schedule, evaluate, make, run, simulate
-from pipelab.executors.jax_stage import JaxStage
+from pipelab.executors.jax.stage import JaxStage
 from pipelab.models.flax_mlp import mlp
 from tests.test_run import batches as torch_batches
 from tests.test_run import stages as torch_stages
@@ -264,7 +264,7 @@ def test_everything_is_compiled_before_the_clock_starts(name, monkeypatch):
 def test_stages_are_on_the_devices_that_are_named():
     seen = set()
 
-    from pipelab.executors.jax_stage import JaxStage
+    from pipelab.executors.jax.stage import JaxStage
 
     original = JaxStage.forward
 
@@ -320,7 +320,7 @@ def test_what_goes_wrong_is_named():
 
 
 def test_a_wrong_gradient_fails_the_check(monkeypatch):
-    from pipelab.executors.jax_stage import JaxStage
+    from pipelab.executors.jax.stage import JaxStage
 
     finish = JaxStage._finish
     monkeypatch.setattr(

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipelab
-from pipelab.executors.processes import run_processes
+from pipelab.executors.torch.processes import run_processes
 
 ROOT = Path(__file__).parent.parent
 WORKER = ROOT / "tests" / "launched_worker.py"
@@ -196,7 +196,7 @@ class Asking:
 
 
 def ask(job, progress):
-    from pipelab.executors.ranks import offset
+    from pipelab.executors.torch.ranks import offset
 
     skew = [0.0, 100.0, -7.5][job.rank]
     apart = offset(lambda: time.perf_counter() + skew, host=str(job.rank))

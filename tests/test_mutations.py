@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from pipelab import Reads, Recompute, make, run
 from pipelab.executors import worker
-from pipelab.executors.torch_stage import TorchStage
+from pipelab.executors.torch.stage import TorchStage
 from pipelab.executors.transport import Mailboxes
 from tests.test_run import SGD, batches, stages
 
@@ -213,7 +213,7 @@ def test_the_check_catches(mutate, dtype, optimizer, monkeypatch):
     mutate(monkeypatch)
     verdict = run_small(optimizer, dtype).check
     assert not verdict.passed
-    assert verdict.max_rel > 10 * verdict.tolerance
+    assert verdict.ratio > 10 * verdict.tolerance
     assert "CHECK FAILED" in str(verdict)
 
 
@@ -237,7 +237,7 @@ def test_the_check_of_asynchronous_schedules_catches(mutate, schedule, monkeypat
     mutate(monkeypatch)
     wrong = verdict()
     assert not wrong.passed
-    assert wrong.max_rel > 10 * wrong.tolerance
+    assert wrong.ratio > 10 * wrong.tolerance
 
 
 def test_an_update_too_small_to_show_in_the_weights_is_still_checked(monkeypatch):
@@ -259,7 +259,7 @@ def test_an_update_too_small_to_show_in_the_weights_is_still_checked(monkeypatch
 
 
 def test_nan_never_equals():
-    from pipelab.executors.rules import Comparison
+    from pipelab.executors.check import Comparison
 
     found = Comparison()
     found.add("x", np.array([np.nan]), np.array([np.nan]))
@@ -277,7 +277,7 @@ def test_nan_never_equals():
     ],
 )
 def test_what_is_not_equal(got, expected):
-    from pipelab.executors.rules import Comparison
+    from pipelab.executors.check import Comparison
 
     found = Comparison()
     found.add("x", got, expected)

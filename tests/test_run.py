@@ -86,7 +86,7 @@ def test_float32_stays_within_its_tolerance():
         F.mse_loss,
         partial(torch.optim.Adam, lr=1e-2),
     )
-    assert result.check.tolerance == 1e-4
+    assert result.check.ratio < 1.5
     assert result.check.max_rel < 1e-5
 
 
@@ -477,7 +477,7 @@ def test_a_failing_stage_stops_the_others_before_their_next_action(pace):
 
 
 def test_a_device_that_cannot_start_is_an_error_not_a_hang(monkeypatch):
-    from pipelab.executors.torch_device import CpuDevice
+    from pipelab.executors.torch.device import CpuDevice
 
     monkeypatch.setattr(CpuDevice, "active", lambda self: explode())
     with pytest.raises(ZeroDivisionError):
@@ -832,14 +832,14 @@ def test_arguments_that_do_not_fit(change, message):
 
 def test_weights_are_compared_too():
     found = Counter()
-    original = pipelab.executors.rules.Comparison.add
+    original = pipelab.executors.check.Comparison.add
 
     def add(self, name, got, expected, floor=0.0):
         found["weight" if name.startswith("weight") else name.split()[1]] += 1
         return original(self, name, got, expected, floor)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipelab.executors.rules.Comparison, "add", add)
+        patch.setattr(pipelab.executors.check.Comparison, "add", add)
         run(make("gpipe", 2, 2, batches=2), stages(2), batches(2), F.mse_loss, SGD)
     assert found == {"loss": 2, "gradient": 2 * 8, "weight": 2 * 8}
 

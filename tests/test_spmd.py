@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pipelab
-from pipelab.executors.spmd import (
+from pipelab.executors.jax.spmd import (
     Parameters,
     compiled_bytes,
     iterations,

@@ -56,7 +56,7 @@ def test_tied_weights_have_one_gradient(name, clip, backend):
 
 
 def test_a_tied_gradient_of_one_stage_alone_fails_the_check(monkeypatch):
-    from pipelab.executors import torch_stage
+    from pipelab.executors.torch import stage as torch_stage
 
     monkeypatch.setattr(torch_stage, "_add_up", lambda news: {})
     assert not run(make("gpipe", 3, 4), tied(), batches(1), F.mse_loss, SGD).check.passed
@@ -159,7 +159,7 @@ def test_dropout_is_the_same_again_and_in_the_reference(rule, recompute):
 
 
 def test_dropout_drawn_anew_by_recomputation_fails_the_check(monkeypatch):
-    from pipelab.executors.torch_stage import TorchStage
+    from pipelab.executors.torch.stage import TorchStage
 
     original = TorchStage._apply
 
@@ -249,7 +249,7 @@ def test_autocast_to_bfloat16(backend):
         recompute=Recompute.ALWAYS,
     )
     assert result.check.passed
-    assert result.check.tolerance == 3e-2
+    assert result.check.ratio < 1.5
     assert set(seen) == {torch.bfloat16}
     assert result.weights[0]["0.weight"].dtype == torch.float32
     plain = run(schedule, modules, data, F.mse_loss, ADAMW)
@@ -305,7 +305,7 @@ def test_ranks_are_laid_out_as_in_deepspeeds_topology():
     topology = pytest.importorskip("deepspeed.runtime.pipe.topology").PipeDataParallelTopology(
         num_pp=3, num_dp=2
     )
-    from pipelab.executors.torch_job import TorchJob
+    from pipelab.executors.torch.run import TorchJob
 
     def rank(row, replica):
         return TorchJob(make("gpipe", 3, 2), row, "cpu", [], None, replica, 2, {}, None).rank
@@ -354,7 +354,7 @@ def test_an_evaluation_keeps_nothing_for_a_backward():
         def forward(self, x):
             return (x.repeat(1, 100) * self.w).tanh()[:, :6]
 
-    from pipelab.executors.torch_run import _Ranks
+    from pipelab.executors.torch.run import _Ranks
 
     found = []
     original = _Ranks.run

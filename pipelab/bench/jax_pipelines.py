@@ -17,7 +17,7 @@ import optax
 
 from pipelab.bench.measure import cores, machine, seconds_per_batch, spread, table
 from pipelab.executors.run import run
-from pipelab.executors.spmd import (
+from pipelab.executors.jax.spmd import (
     Parameters,
     compiled_bytes,
     spmd_pipeline,

@@ -1,11 +1,11 @@
-"""What one rank does and what comes of it: the same for a thread, a process, and a process on another machine."""
+"""What one rank does, and who carries ranks out: the same for threads, processes and machines."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from pipelab.executors.result import Outcome
 from pipelab.executors.transport import Transport
@@ -15,9 +15,9 @@ from pipelab.schedule import Schedule
 
 @dataclass
 class Job(ABC):
-    """Row `row` of a schedule in one of the replicas, with all that it needs, and nothing of the other ranks.
+    """Row `row` of a schedule in one of the replicas, with all that it needs of the others' data.
 
-    device    the name of the device that does it (jax: None for the next one)
+    device    the name of the device that does it (jax: the device)
     partners  per stage, the stages whose news its updates wait for
     """
 
@@ -83,11 +83,27 @@ class Job(ABC):
             for k, (mean, count) in stage.losses.items()
         }
         steps = {s: stage.steps for s, stage in stages.items()}
-        return Outcome(
-            self.row,
-            self.replica,
-            record,
-            losses,
-            steps,
-            {s: stage.trained() for s, stage in stages.items()},
-        )
+        weights = {s: stage.trained() for s, stage in stages.items()}
+        return Outcome(self.row, self.replica, record, losses, steps, weights)
+
+
+class Launcher(Protocol):
+    """Who carries out the jobs: threads of this process, processes, or the ranks of a cluster.
+
+    first  whether this process is the one that writes and judges
+    """
+
+    @property
+    def first(self) -> bool: ...
+
+    def ranks(self, count: int) -> Sequence[int]:
+        """Which of `count` ranks are this process's to do. ValueError if there are not as many."""
+
+    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
+        """Do this process's jobs; returns the outcomes of all ranks.
+
+        The first process has all weights and steps, others their own. RunError when a rank fails.
+        """
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """What the first process makes, in every process."""

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from pipelab.executors.measured import memory_of, timeline_of
-from pipelab.executors.rules import Check
-from pipelab.executors.worker import Record
-from pipelab.memory import Memory
+from pipelab.executors.batches import mean_losses
+from pipelab.executors.check import Check
+from pipelab.executors.stage import Step
+from pipelab.executors.worker import Bytes, Record
+from pipelab.memory import CAUSES, Memory
 from pipelab.schedule import Schedule
 from pipelab.timeline import Timeline
 
@@ -24,8 +25,10 @@ class Run:
     losses             one per batch: the mean over the whole batch
     microbatch_losses  one per micro-batch, in the order of the data
     memory             measured bytes over time, by cause (of the first replica)
-    weights            the trained weights, a state dict per stage (on ranks of several machines: of the rank's own stages)
-    weight_versions    per device, the most versions of a stage's weights that were kept at one time, by their storages
+    weights            the trained weights, a state dict per stage (on ranks of several machines: of
+                       the rank's own stages)
+    weight_versions    per device, the most versions of a stage's weights that were kept at one
+                       time, by their storages
     check              the verdict against the reference, or None if it was switched off
     replicas           measured spans of every replica
     """
@@ -41,9 +44,9 @@ class Run:
 
     def __repr__(self) -> str:
         s, late = self.timeline.schedule, self.timeline.late
-        verdict = (
-            str(self.check) if self.check else "Not checked against the reference (check=False)."
-        )
+        verdict = "Not checked against the reference (check=False)."
+        if self.check:
+            verdict = str(self.check)
         pace = "" if late is None else " Paced: it shows order and numerics, not speed."
         times = f" times {len(self.replicas)} replicas" if len(self.replicas) > 1 else ""
         sizes = f"{s.devices} devices{times}, {s.batches} batches of {s.microbatches} micro-batches"
@@ -52,7 +55,8 @@ class Run:
 
 @dataclass
 class Evaluation:
-    """What `evaluate` gives back: losses (one per batch, and per micro-batch), measured spans, and the verdict."""
+    """What `evaluate` gives back: losses (one per batch, and per micro-batch), measured spans, and
+    the verdict."""
 
     losses: list[float]
     microbatch_losses: list[float]
@@ -62,37 +66,93 @@ class Evaluation:
 
 @dataclass
 class Outcome:
-    """What a rank gives back: its record, losses as (mean, count) by micro-batch, kept steps and trained weights by stage."""
+    """What a rank gives back.
+
+    record   what its worker saw
+    losses   (mean, count) by micro-batch, from the rank with the last stage
+    steps    by stage, what each update did
+    weights  by stage, trained
+    """
 
     row: int
     replica: int
     record: Record
     losses: dict[int, tuple[float, float]]
-    steps: dict[int, list[Any]]
+    steps: dict[int, list[Step]]
     weights: dict[int, Any]
 
 
-def result_of(schedule: Schedule, outcomes: Sequence[Outcome], replicas: int, paced: bool) -> Run:
+def result_of(table: Schedule, outcomes: Sequence[Outcome], replicas: int, paced: bool) -> Run:
     """Everything but the verdict."""
     by_place = {(o.row, o.replica): o for o in outcomes}
-    records = [
-        [by_place[row, r].record for row in range(schedule.devices)] for r in range(replicas)
-    ]
-    timelines = [timeline_of(schedule, of_replica, paced) for of_replica in records]
-    ends = [by_place[schedule.placement[-1], r].losses for r in range(replicas)]
-    m = schedule.microbatches
+    records = [[by_place[d, r].record for d in range(table.devices)] for r in range(replicas)]
+    timelines = [timeline_of(table, of_replica, paced) for of_replica in records]
+    last = table.placement[-1]
+    m = table.microbatches
     values = [
-        ends[r][b * m + k]
-        for b in range(schedule.batches)
+        by_place[last, r].losses[b * m + k]
+        for b in range(table.batches)
         for r in range(replicas)
         for k in range(m)
     ]
-    means, counts = (
-        np.reshape([value[i] for value in values], (schedule.batches, -1)) for i in (0, 1)
+    return Run(
+        timelines[0],
+        mean_losses(values, table.batches),
+        [mean for mean, _ in values],
+        memory_of(timelines[0], records[0]),
+        [by_place[d, 0].weights.get(s, {}) for s, d in enumerate(table.placement)],
+        [max(record.versions, default=0) for record in records[0]],
+        None,
+        timelines,
     )
-    total = np.where(counts > 0, means * counts, 0).sum(1)  # the mean over nothing is no number
-    losses = [float(x) for x in total / np.maximum(counts.sum(1), 1e-300)]
-    weights = [by_place[d, 0].weights.get(s, {}) for s, d in enumerate(schedule.placement)]
-    versions = [max(record.versions, default=0) for record in records[0]]
-    memory, microbatch_losses = memory_of(timelines[0], records[0]), [value for value, _ in values]
-    return Run(timelines[0], losses, microbatch_losses, memory, weights, versions, None, timelines)
+
+
+def timeline_of(table: Schedule, records: Sequence[Record], paced: bool) -> Timeline:
+    """The workers' records, one per row, as a measured timeline."""
+    start, end, arrived = (
+        np.concatenate([getattr(record, name) for record in records]).astype(float)
+        for name in ("start", "end", "arrived")
+    )
+    sent = np.full(len(start), np.nan)
+    sent[table.crossing] = end[table.inputs[table.crossing]]
+    late = sum(record.late for record in records) if paced else None
+    return Timeline(table, start, end, sent, np.maximum(arrived, sent), "measured", late)
+
+
+def memory_of(timeline: Timeline, records: Sequence[Record]) -> Memory:
+    """Steps of memory: what an action takes counts from its start, what it gives back from its end.
+
+    Activations between the two as the most that was held; an input from its arrival to its action's
+    start as a buffer.
+    """
+    s, found = timeline.schedule, []
+    first = float(timeline.start.min())
+    for d, (record, a) in enumerate(zip(records, s.bounds, strict=False)):
+        row = slice(a, s.bounds[d + 1])
+        start, end, arrived = timeline.start[row], timeline.end[row], timeline.arrived[row]
+        n = len(start)
+        kept = np.array([record.at_start, *record.kept], float).reshape(n + 1, len(Bytes._fields))
+        held, most = np.array([0, *record.held], float), np.array(record.most, float)
+        received = np.array(record.received, float)
+        # At one moment: an arrival, then its use, then what the action takes, then what it gives.
+        order = 4 * np.arange(n)
+        steps = [
+            (start, order + 1, "activations", most - held[:-1]),
+            (end, order + 2, "activations", held[1:] - most),
+        ]
+        for cause, level in zip(Bytes._fields, kept.T, strict=True):
+            change = np.diff(level)
+            steps.append((np.array([first]), np.array([-1]), cause, level[:1]))
+            steps.append((start, order + 1, cause, np.maximum(change, 0)))
+            steps.append((end, order + 2, cause, np.minimum(change, 0)))
+        waited = np.flatnonzero(arrived < start)
+        steps.append((arrived[waited], order[waited] - 1, "buffers", received[waited]))
+        steps.append((start[waited], order[waited], "buffers", -received[waited]))
+        for time, place, cause, change in steps:
+            some = np.flatnonzero(change)
+            same = np.full((2, some.size), [[d], [CAUSES.index(cause)]])
+            found.append(np.stack([same[0], time[some], place[some], same[1], change[some]]))
+    device, time, order, cause, change = np.concatenate(found, axis=1)
+    by_time = np.lexsort((order, time))
+    device, time, cause, change = (x[by_time] for x in (device, time, cause, change))
+    return Memory(s.devices, device.astype(int), time, cause.astype(int), change, "measured")

@@ -1,18 +1,20 @@
-"""run(schedule, stages, batches, ...): train for real, measure, and check against the reference. evaluate: forwards alone."""
+"""run(schedule, stages, batches, ...): train for real, measure, and check against the reference.
+
+evaluate: the forwards alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from pipelab.costs import Costs, Recompute
+from pipelab.executors.options import Options
 from pipelab.executors.result import Evaluation, Run
 from pipelab.schedule import Schedule
 
 Batches = Sequence[tuple[Any, Any]]
-BACKENDS = {"threads": "torch", "processes": "torch", "jax": "jax"}
 
 
 def run(
@@ -23,7 +25,7 @@ def run(
     optimizer: Any,
     *,
     backend: str | None = None,
-    devices: str | Sequence[str] | None = None,
+    devices: str | Sequence[Any] | None = None,
     replicas: int = 1,
     recompute: Recompute = Recompute.NEVER,
     clip: float | None = None,
@@ -32,7 +34,7 @@ def run(
     finite: bool = True,
     pace: float | None = None,
     costs: Costs | None = None,
-    check: bool = True,
+    check: bool | str = True,
     tolerance: float | None = None,
     dump: str | Path | None = None,
     save: str | Path | None = None,
@@ -42,46 +44,87 @@ def run(
 ) -> Run:
     """Train `stages` on `batches` in the order that the schedule says, one worker per device.
 
-    stages     one module per stage. They are copied: `Run.weights` has the trained weights. A weight that several stages
-               have is tied: its gradients are added up (only with a flush). For jax: nnx modules, or pairs of a linen module
-               or a function (parameters, x) -> y and its parameters
-    batches    schedule.batches pairs (input, target) of tensors (or trees of them), split into micro-batches along
-               dimension 0; sizes may be uneven. Any sequence: on several machines only ranks with the first or the last
-               stage, and rank 0 for the check, read it
-    loss       (output, target) -> the mean over the samples, or a pair (mean, how many it is the mean of)
-    optimizer  a factory: parameters -> torch.optim.Optimizer, or a tuple of one and learning-rate schedulers, which step
-               after each update; called once per stage. For jax: an optax transformation
-    backend    "threads" of this process, or "processes", one a device (messages over gloo, or NCCL where every rank has a
-               GPU of its own). Default: threads; in a process that torchrun or another launcher started, that process is
-               one of the ranks. "jax": threads, with jitted stages; after jax.distributed.initialize, over all processes,
-               which all make this call
-    devices    one per row, such as ["cpu", "cuda:0"]; repeats share a device (each worker has its own CUDA stream); one
-               name for all; default: the GPUs in turn if there are any, else the CPU
-    replicas   this many pipelines train together, each on its share of every batch; needs a schedule with a flush
+    stages     one module per stage. They are copied: `Run.weights` has the trained weights. A
+               weight that several stages have is tied: its gradients are added up (only with a
+               flush). Each module trains or evaluates as its `training` says. For jax: nnx modules,
+               or pairs of a linen module or a function (parameters, x) -> y and its parameters
+    batches    schedule.batches pairs (input, target) of tensors (or trees of them), split into
+               micro-batches along dimension 0; sizes may be uneven. Any sequence: on several
+               machines only ranks with the first or the last stage, and rank 0 for the check, read
+               it
+    loss       (output, target) -> the mean over the samples, or a pair (mean, how many it is the
+               mean of)
+    optimizer  a factory: parameters -> torch.optim.Optimizer, or a tuple of one and learning-rate
+               schedulers, which step after each update; called once per stage. For jax: an optax
+               transformation
+    backend    "threads" of this process, or "processes", one a device (messages over gloo, or NCCL
+               where every rank has a GPU of its own). Default: threads; in a process that torchrun
+               or another launcher started, that process is one of the ranks. "jax": threads, with
+               jitted stages; after jax.distributed.initialize, over all processes, which all make
+               this call
+    devices    one per row, such as ["cpu", "cuda:0"]; repeats share a device (each worker has its
+               own CUDA stream); one name for all; default: the GPUs in turn if there are any, else
+               the CPU
+    replicas   this many pipelines train together, each on its share of every batch; needs a
+               schedule with a flush
     recompute  when a backward first runs its forward again
-    clip       the largest norm of a step's gradient: over all stages for a flush schedule, per stage without a flush
+    clip       the largest norm of a step's gradient: over all stages for a flush schedule, per
+               stage without a flush
     autocast   torch.bfloat16 for mixed precision; default: as in the caller's torch.autocast
-    seed       of the random numbers that forwards draw: each stage and micro-batch has its own, so that recomputation and
-               the reference draw the same. Default: torch's, if a layer has dropout; give one if a forward draws otherwise
+    seed       of the random numbers that forwards draw: each stage and micro-batch has its own, so
+               that recomputation and the reference draw the same. Default: torch's, if a layer has
+               dropout; give one if a forward draws otherwise
     finite     whether a loss that is nan or inf ends the run
-    pace       seconds per unit of `costs`: slow down to the predicted times, to show order on a machine with few cores
-    check      compare every loss, gradient and weight with the reference; `tolerance` replaces the stated one
-    dump       a new or empty folder for the initial weights, the batches and the weights after every update
-    save       a new or empty folder (that all ranks see) for a checkpoint afterwards; with `stop`, after that many batches
-    resume     a checkpoint to go on from: the same schedule and batches; with a flush also on other stages of the same
-               layers. Bit for bit the run that was not stopped
+    pace       seconds per unit of `costs`: slow down to the predicted times, to show order on a
+               machine with few cores
+    check      compare every loss, gradient and weight with a reference on one device, in float64;
+               that takes three to four times as long as the training itself on one device. "quick":
+               with one in the run's own precision. False: not at all
+    tolerance  how many times further from the reference than rounding explains a tensor may be;
+               default 3
+    dump       a new or empty folder for the initial weights, the batches and the weights after
+               every update
+    save       a new or empty folder (that all ranks see) for a checkpoint afterwards; with `stop`,
+               after that many batches
+    resume     a checkpoint to go on from: the same schedule and batches; with a flush also on other
+               stages of the same layers. Bit for bit the run that was not stopped
     timeout    processes: seconds without the end of any action after which the run is given up
 
-    Layers that normalize over a batch (BatchNorm) see micro-batches: that trains another model than whole batches do, and
-    the reference follows it.
+    Layers that normalize over a batch (BatchNorm) see micro-batches: that trains another model than
+    whole batches do, and the reference follows it.
 
-    With jax there are no replicas, no autocast (choose the parameters' type), no tied weights, dumps or checkpoints.
+    With jax there are no replicas, no autocast (choose the parameters' type), no tied weights, no
+    dumps and no checkpoints.
 
-    Raises ScheduleError for a table that cannot run, ValueError for arguments that do not fit it, and RunError when a
-    stage fails, with its device, its action and its own traceback as the cause.
+    Raises ScheduleError for a table that cannot run, ValueError for arguments that do not fit it,
+    and RunError when a stage fails, with its device, its action and its own traceback as the cause.
     """
-    options = dict(locals())
-    return _side(backend).train(**options)
+    options = Options(
+        backend=backend,
+        devices=devices,
+        replicas=replicas,
+        recompute=recompute,
+        clip=clip,
+        autocast=autocast,
+        seed=seed,
+        finite=finite,
+        pace=pace,
+        costs=costs,
+        check=check,
+        tolerance=tolerance,
+        dump=dump,
+        save=save,
+        stop=stop,
+        resume=resume,
+        timeout=timeout,
+    )
+    if backend == "jax":
+        from pipelab.executors.jax.run import train as train_jax
+
+        return train_jax(schedule, stages, batches, loss, optimizer, options)
+    from pipelab.executors.torch.run import train
+
+    return train(schedule, stages, batches, loss, optimizer, options)
 
 
 def evaluate(
@@ -91,24 +134,31 @@ def evaluate(
     loss: Callable[[Any, Any], Any],
     *,
     backend: str | None = None,
-    devices: str | Sequence[str] | None = None,
+    devices: str | Sequence[Any] | None = None,
     autocast: Any = None,
-    check: bool = True,
+    check: bool | str = True,
     tolerance: float | None = None,
     timeout: float = 60.0,
 ) -> Evaluation:
-    """The losses of `batches` without training: the schedule's forwards alone, modules in evaluation mode, no graphs.
+    """The losses of `batches` without training: the schedule's forwards alone, no graphs.
 
-    Arguments as for `run`. To evaluate trained weights, load `Run.weights` into the stages first (load_state_dict).
+    Modules are in evaluation mode. Arguments as for `run`. To evaluate trained weights, load
+    `Run.weights` into the stages first (load_state_dict).
 
     Raises as `run` does.
     """
-    options = dict(locals())
-    return _side(backend).evaluate(**options)
+    options = Options(
+        backend=backend,
+        devices=devices,
+        autocast=autocast,
+        check=check,
+        tolerance=tolerance,
+        timeout=timeout,
+    )
+    if backend == "jax":
+        from pipelab.executors.jax.run import evaluate as evaluate_jax
 
+        return evaluate_jax(schedule, stages, batches, loss, options)
+    from pipelab.executors.torch.run import evaluate as evaluate_torch
 
-def _side(backend: str | None) -> Any:
-    """The module that does it; neither side loads the other's library."""
-    if backend not in (None, *BACKENDS):
-        raise ValueError(f"backend={backend!r}: use one of {', '.join(BACKENDS)}")
-    return import_module(f"pipelab.executors.{BACKENDS[backend or 'threads']}_run")
+    return evaluate_torch(schedule, stages, batches, loss, options)

@@ -1,4 +1,7 @@
-"""The thread launcher: a worker thread per device, in this process; models and functions of a notebook just work."""
+"""The thread launcher: a worker thread per device, in this process.
+
+Models and functions defined in a notebook just work.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,26 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from threading import Barrier, BrokenBarrierError
+from typing import Any
 
 from pipelab.executors.job import Job
 from pipelab.executors.result import Outcome
 from pipelab.executors.transport import Aborted, Mailboxes, Transport
+
+
+class Threads:
+    """A `Launcher`: this process does everything."""
+
+    first = True
+
+    def ranks(self, count: int) -> Sequence[int]:
+        return range(count)
+
+    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
+        return run_threads(jobs)
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        return make()
 
 
 def run_threads(
@@ -62,13 +81,18 @@ def run_threads(
             pass  # a worker could not start; its error is raised below
         finally:
             end()
-    errors = [future.exception() for future in futures]
-    for error in errors:
-        if error is not None and not isinstance(error, (Aborted, BrokenBarrierError)):
-            raise error
-    if any(errors):  # only those of workers that were ended: what failed is outside
-        raise Aborted
-    return [future.result() for future in futures]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    failures = [e for e in errors if not isinstance(e, (Aborted, BrokenBarrierError))]
+    try:
+        if failures:
+            raise failures[0]
+        if errors:  # all workers were ended: what failed is outside
+            raise Aborted
+        return [future.result() for future in futures]
+    finally:
+        # An error's traceback refers to this frame: referred to from here, it would be kept, with
+        # all stages, until the next garbage collection.
+        del futures, errors, failures
 
 
 def _mailboxes(job: Job) -> list[Mailboxes]:

@@ -1,6 +1,7 @@
-"""Messages between workers of one process: a mailbox per device, keyed by the action whose output it is.
+"""Messages between workers of one process: a mailbox per device, keyed by the action that sends.
 
-A plain queue per pair of devices would not do: a consumer may want outputs in another order than they were made.
+A plain queue per pair of devices would not do: a consumer may want outputs in another order than
+they were made.
 """
 
 from __future__ import annotations
@@ -13,8 +14,13 @@ Key = Hashable
 
 
 class Message(NamedTuple):
+    """A payload, and the second since the run began when it was there.
+
+    In a paced run, when it was sent, by the sender's paced clock.
+    """
+
     payload: Any
-    at: float  # when it was there: seconds since the run began (in a paced run, when it was sent by the sender's paced clock)
+    at: float
 
 
 class Aborted(Exception):
@@ -24,8 +30,8 @@ class Aborted(Exception):
 class Transport(Protocol):
     """What the worker needs of a transport between the devices of one pipeline, and to its replicas.
 
-    A key is the flat index of the action whose output the message is, or (stage, stage, update) for what stages tell each
-    other before an update.
+    A key is the flat index of the action whose output the message is, or (stage, stage, update) for
+    what stages tell each other before an update.
     """
 
     def send(self, key: Key, device: int, message: Message) -> None:

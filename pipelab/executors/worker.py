@@ -1,16 +1,16 @@
-"""The one interpreter of schedules: for each action of a row, receive what it needs, do it, send what it makes."""
+"""The one interpreter of schedules: for each action of a row, receive, do it, send."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from pipelab.action import Action, Kind
+from pipelab.executors.device import Device
 from pipelab.executors.transport import Aborted, Message, Transport
 from pipelab.schedule import Schedule
 
@@ -24,7 +24,10 @@ METHODS = {
 
 
 class RunError(RuntimeError):
-    """A run that failed; the message names device and action, and the cause has the failing stage's own traceback."""
+    """A run that failed.
+
+    The message names device and action, and the cause has the failing stage's own traceback.
+    """
 
     def __init__(
         self, message: str, device: int | None = None, action: Action | None = None
@@ -37,7 +40,7 @@ class RunError(RuntimeError):
 
 
 class Bytes(NamedTuple):
-    """What is kept besides activations: the latest weights, further versions of them, their gradients, optimizer state."""
+    """What is kept besides activations: the latest weights, more versions of them, and so on."""
 
     weights: int
     versions: int
@@ -54,21 +57,22 @@ class StageRuntime(Protocol):
     @property
     def versions_held(self) -> int: ...
 
-    def forward(self, microbatch: int, given: Any) -> Any: ...
-    def backward(self, microbatch: int, given: Any) -> Any: ...
-    def input_grad(self, microbatch: int, given: Any) -> Any: ...
-    def weight_grad(self, microbatch: int, given: Any) -> Any: ...
+    def forward(self, microbatch: int, received: Any) -> Any: ...
+    def backward(self, microbatch: int, received: Any) -> Any: ...
+    def input_grad(self, microbatch: int, received: Any) -> Any: ...
+    def weight_grad(self, microbatch: int, received: Any) -> Any: ...
 
-    def update(self, number: int, given: Any) -> Any:
-        """`given` is the news of its partners by stage, if it has any."""
+    def update(self, number: int, received: Any) -> Any:
+        """`received` is the news of its partners by stage, if it has any."""
 
     def complete(self, group: int) -> bool:
         """Whether all backwards of an update group are through."""
 
     def sums(self, group: int) -> list[Any]:
-        """What a complete group has accumulated: to be added up over replicas, then given to `replace_sums`."""
+        """What a complete group has accumulated: to be added up over replicas."""
 
-    def replace_sums(self, group: int, sums: list[Any]) -> None: ...
+    def replace_sums(self, group: int, sums: list[Any]) -> None:
+        """Go on from what all replicas together have accumulated."""
 
     def news(self) -> Any:
         """What other stages' updates wait for after the last backward of a group."""
@@ -79,24 +83,11 @@ class StageRuntime(Protocol):
     def held(self) -> Bytes: ...
 
 
-class DeviceRuntime(Protocol):
-    """One device: its clock, what a payload needs to leave it or to enter it, and the ledger of its activations."""
-
-    ledger: Any
-
-    def active(self) -> AbstractContextManager: ...
-    def now(self) -> Any: ...
-    def finish(self) -> None: ...
-    def seconds(self, marks: list[Any]) -> list[float]: ...
-    def give(self, payload: Any) -> Any: ...
-    def take(self, payload: Any) -> Any: ...
-    def size(self, payload: Any) -> int: ...
-    def describe(self, payload: Any) -> str: ...
-
-
 @dataclass(frozen=True)
 class Pace:
-    """Slows a run down to its predicted times, so that a machine with fewer cores than devices can show them.
+    """Slows a run down to its predicted times.
+
+    So that a machine with fewer cores than devices can show them.
 
     duration, delay  seconds of every action and of its input's way, flat over the table
     """
@@ -107,7 +98,7 @@ class Pace:
 
 @dataclass
 class Record:
-    """What one worker saw, per action of its row: times in seconds since the run began, bytes, and weight versions.
+    """What one worker saw, per action of its row: seconds since the run began, bytes, versions.
 
     start, end  of the action
     arrived     of its input, if that came from another device (else nan); `received` are its bytes
@@ -144,7 +135,7 @@ class Worker:
     schedule: Schedule
     rank: int
     stages: Mapping[int, StageRuntime]
-    device: DeviceRuntime
+    device: Device
     transport: Transport
     began: float
     partners: Sequence[Sequence[int]]
@@ -155,60 +146,60 @@ class Worker:
     clock: float = 0.0  # of a paced run: when this device is done with what it has started
 
     def work(self) -> Record:
-        """Every action of the row in order. Raises RunError, with the failing stage's own error as its cause."""
-        record = Record()
+        """Every action of the row in order. Raises RunError, with the stage's error as its cause."""
+        record, ledger = Record(), self.device.ledger
         kept = {s: stage.held() for s, stage in self.stages.items()}
         record.at_start = _sum(kept.values())
         for i, action in enumerate(self.schedule.rows[self.rank], self.schedule.bounds[self.rank]):
-            stage, given = self.stages[action.stage], None
+            stage, received = self.stages[action.stage], None
             if self.progress:
                 self.progress(i)
             try:
-                given, arrived = self._receive(i)
-                if action.kind is Kind.U and self.partners[action.stage]:
-                    given = self._collect_news(action)
+                # [1] receive what the action needs
+                received, arrived = self._receive(i, action)
+                # [2] do it
                 self._wait_for_turn()
-                self.device.ledger.most = self.device.ledger.held
+                ledger.most = ledger.held
                 start = self.device.now()
-                made = getattr(stage, METHODS[action.kind])(action.microbatch, given)
+                output = getattr(stage, METHODS[action.kind])(action.microbatch, received)
                 record.late += self._take_time(i)
                 end = self.device.now()
                 stage.snapshot()
-                self._send(i, made)
+                # [3] send what it makes
+                self._send(i, output)
                 if action.kind in (Kind.B, Kind.W):
                     self._end_group(action, stage)
             except Aborted:
                 raise
             except Exception as error:
-                message = f"{self.where}, action {action}: {type(error).__name__}: {error}"
-                if (
-                    given is not None
-                    and action.kind is not Kind.U
-                    and not isinstance(error, ConnectionError)
-                ):
-                    message += f" (it was given {self.device.describe(given)})"
-                raise RunError(message, self.rank, action) from error
+                raise self._failure(action, received, error) from error
+            # [4] note what happened
             if action.kind is not Kind.F:
                 kept[action.stage] = stage.held()
-            ledger = self.device.ledger
             record.start.append(start)
             record.end.append(end)
             record.arrived.append(arrived)
-            record.received.append(0 if arrived != arrived else self.device.size(given))
+            record.received.append(0 if np.isnan(arrived) else self.device.size(received))
             record.held.append(ledger.held)
             record.most.append(max(ledger.held, ledger.most))
             record.kept.append(_sum(kept.values()))
             record.versions.append(stage.versions_held)
         self.device.finish()
-        record.start, record.end = (
-            self.device.seconds(record.start),
-            self.device.seconds(record.end),
-        )
+        record.start, record.end = map(self.device.seconds, (record.start, record.end))
         return record
 
-    def _receive(self, i: int) -> tuple[Any, float]:
+    def _failure(self, action: Action, received: Any, error: Exception) -> RunError:
+        message = f"{self.where}, action {action}: {type(error).__name__}: {error}"
+        described = received is not None and action.kind is not Kind.U
+        if described and not isinstance(error, ConnectionError):
+            message += f" (it was given {self.device.describe(received)})"
+        return RunError(message, self.rank, action)
+
+    def _receive(self, i: int, action: Action) -> tuple[Any, float]:
         """The input of action i and, where it comes from another device, when it was there."""
         source = int(self.schedule.inputs[i])
+        if action.kind is Kind.U and self.partners[action.stage]:
+            return self._collect_news(action), float("nan")
         if source < 0:
             return None, float("nan")
         payload, at = self.transport.receive(source, self.rank)
@@ -219,20 +210,20 @@ class Worker:
             self.clock = max(self.clock, at)
         return self.device.take(payload), at
 
-    def _send(self, i: int, made: Any) -> None:
+    def _send(self, i: int, output: Any) -> None:
         taker = int(self.schedule.takers[i])
         if taker >= 0:
             target = int(self.schedule.columns.device[taker])
+            payload = output if target == self.rank else self.device.give(output)
             at = self.clock if self.pace else time.perf_counter() - self.began
-            self.transport.send(
-                i, target, Message(made if target == self.rank else self.device.give(made), at)
-            )
+            self.transport.send(i, target, Message(payload, at))
 
     def _end_group(self, action: Action, stage: StageRuntime) -> None:
-        """After the last backward of an update group: add up over replicas, and tell partners what their updates wait for.
+        """After the last backward of an update group: add up over replicas, and tell partners.
 
-        Here and not in the update itself: two updates that wait for each other would never end. Replicas may wait for each
-        other, since they do the same things in the same order.
+        What their updates wait for is told here and not in the update itself: two updates that wait
+        for each other would never end. Replicas may wait for each other, since they do the
+        same things in the same order.
         """
         group = action.microbatch // self.schedule.per_update
         if not stage.complete(group):

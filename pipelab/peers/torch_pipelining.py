@@ -22,8 +22,8 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 
-from pipelab.executors.processes import run_processes
-from pipelab.executors.torch_stage import Loss, OptimizerFactory
+from pipelab.executors.torch.processes import run_processes
+from pipelab.executors.torch.stage import Loss, OptimizerFactory
 from pipelab.peers import PeerRun
 
 SCHEDULES: dict[str, Any] = {

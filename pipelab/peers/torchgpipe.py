@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torchgpipe import GPipe
 
-from pipelab.executors.torch_stage import Loss, OptimizerFactory
+from pipelab.executors.torch.stage import Loss, OptimizerFactory
 from pipelab.peers import PeerRun
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from pipelab.executors.measured import memory_of, timeline_of
+from pipelab.executors.result import memory_of, timeline_of
 from pipelab.executors.rules import Check
 from pipelab.memory import Memory
 from pipelab.pipeshard.compare import compare

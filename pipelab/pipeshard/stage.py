@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding
 
-from pipelab.executors.jax_device import JaxDevice
+from pipelab.executors.jax.device import JaxDevice
 from pipelab.executors.worker import Bytes
 from pipelab.pipeshard.cut import StageGraph
 from pipelab.pipeshard.graph import dtype_of, function, shape_of

@@ -1,4 +1,7 @@
-"""How the processes of jax.distributed meet: addresses go by a collective of JAX's, then each pair has a connection."""
+"""How the processes of jax.distributed meet.
+
+Addresses go by a collective of JAX's, then each pair has a connection.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +29,11 @@ MEETING = 30.0  # seconds within which all processes have to have called
 
 
 class Peer:
-    """Another process: the connection to it, its transfer server, and what it has told."""
+    """Another process: the connection to it, its transfer server, and what it has said."""
 
     def __init__(self, number: int, connection: Connection, server: Any, same_host: bool) -> None:
-        self.number, self.connection, self.server, self.same_host = (
-            number,
-            connection,
-            server,
-            same_host,
-        )
+        self.number, self.connection = number, connection
+        self.server, self.same_host = server, same_host
         self.values: SimpleQueue = SimpleQueue()
         self.reader: Thread | None = None
         self._lock = Lock()
@@ -48,7 +47,7 @@ class Peer:
         try:
             return self.connection.recv()
         except (EOFError, OSError):
-            return "failed", (f"process {self.number} is gone, without a word", None, None)
+            return "failed", (f"process {self.number} disconnected without a word", None, None)
 
 
 def meet(call: str, client: Any) -> tuple[Any, dict[int, Peer]]:

@@ -21,6 +21,9 @@ from typing import Any, NoReturn, Protocol
 
 import cloudpickle
 
+from pipelab.executors.job import Job
+from pipelab.executors.result import Outcome
+from pipelab.executors.threads import Threads
 from pipelab.executors.worker import RunError
 
 PRELOAD = [
@@ -28,9 +31,21 @@ PRELOAD = [
     "torch.distributed",
     "torch._dynamo",
     "cloudpickle",
-    "pipelab.executors.processes",
-    "pipelab.executors.ranks",
+    "pipelab.executors.torch.processes",
+    "pipelab.executors.torch.ranks",
 ]
+
+
+class Processes(Threads):
+    """A `Launcher`: this process starts one for every rank, and keeps the rest to itself."""
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+
+    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
+        from pipelab.executors.torch.ranks import perform
+
+        return run_processes(jobs, perform, self.timeout)
 
 
 class RankJob(Protocol):

@@ -1,11 +1,14 @@
-"""What a rank does: connect to the others, start with them, do its job. Also: the ranks that a launcher has started."""
+"""What a rank does: connect to the others, start with them, do its job.
+
+Also the launcher of ranks that torchrun or another program has started.
+"""
 
 from __future__ import annotations
 
 import atexit
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -16,24 +19,8 @@ import torch.distributed as dist
 from pipelab.executors import clock
 from pipelab.executors.job import Job
 from pipelab.executors.result import Outcome
-from pipelab.executors.wire import Wire
+from pipelab.executors.torch.wire import Wire
 from pipelab.executors.worker import RunError
-
-
-@dataclass(frozen=True)
-class Launched:
-    """This process's place among those that torchrun, deepspeed or another launcher has started."""
-
-    rank: int
-    world: int
-    local: int  # its number on its host
-
-    @classmethod
-    def here(cls) -> Launched | None:
-        """From the environment that launchers set; None if this process was started alone."""
-        if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            return None
-        return cls(*(int(os.environ.get(name, 0)) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
 
 
 def perform(job: Job, progress: Callable[[int], None] | None = None) -> Outcome:
@@ -122,59 +109,93 @@ def _wire(job: Job, device: torch.device) -> Wire:
     )
 
 
-def run_launched(job: Job, launched: Launched, timeout: float) -> list[Outcome]:
-    """Do this rank's job; returns every rank's outcome, on rank 0 with all weights and steps, elsewhere with its own.
+@dataclass(frozen=True)
+class Ranks:
+    """A `Launcher`: this process is one of those that torchrun, deepspeed or another has started.
 
-    The first rank that fails says so to the others, and all raise its RunError. A rank that hangs is given up by the others
-    after `timeout` seconds. The process group stays for the next call.
+    local  its number on its host
     """
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
-        atexit.register(dist.destroy_process_group)
-    store, world = dist.distributed_c10d._get_default_store(), launched.world
-    try:
-        outcome = perform(job)
-    except Exception as error:
-        known = (
-            error
-            if isinstance(error, RunError)
-            else RunError(f"{job.where}: {type(error).__name__}: {error}", job.row)
-        )
-        if known is not error:
-            known.__cause__ = error
-        failure = _first_failure(store, known)
-        raise failure from known.__cause__ if failure is known else None
-    if job.rank:
-        dist.send_object_list([outcome], dst=0)
-        everyone = share(None)
-        everyone[job.rank] = outcome
+
+    rank: int
+    world: int
+    local: int
+    timeout: float
+
+    @classmethod
+    def here(cls, timeout: float) -> Ranks | None:
+        """From the environment that launchers set; None if this process was started alone."""
+        if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            return None
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return cls(rank, world, int(os.environ.get("LOCAL_RANK", 0)), timeout)
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def ranks(self, count: int) -> Sequence[int]:
+        if self.world != count:
+            raise ValueError(
+                f"the devices, times the replicas, need {count} ranks, and {self.world} were "
+                f"started: start {count} (torchrun --nproc-per-node, --nnodes)"
+            )
+        return [self.rank]
+
+    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
+        """Do this rank's job; the process group stays for the next call.
+
+        The first rank that fails says so to the others, and all raise its RunError. A rank that
+        hangs is given up by the others after `timeout` seconds.
+        """
+        (job,) = jobs
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=timedelta(seconds=self.timeout))
+            atexit.register(dist.destroy_process_group)
+        try:
+            outcome = perform(job)
+        except Exception as error:
+            if isinstance(error, RunError):
+                known, cause = error, error.__cause__
+            else:
+                known = RunError(f"{job.where}: {type(error).__name__}: {error}", job.row)
+                cause = error
+            failure = _first_failure(known, cause)
+            raise failure from cause if failure is known else None
+        if self.rank:
+            dist.send_object_list([outcome], dst=0)
+            everyone = share(None)
+            everyone[self.rank] = outcome
+            return everyone
+        everyone = [outcome]
+        for rank in range(1, self.world):
+            dist.recv_object_list(box := [None], src=rank)
+            everyone.append(box[0])
+        share([replace(o, steps={}, weights={}) for o in everyone])
         return everyone
-    everyone = [outcome]
-    for rank in range(1, world):
-        dist.recv_object_list(box := [None], src=rank)
-        everyone.append(box[0])
-    share([replace(o, steps={}, weights={}) for o in everyone])
-    return everyone
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        return share(make() if self.first else None)
 
 
-def _first_failure(store: Any, error: RunError) -> RunError:
-    """The error that began it: this one, or if a connection broke, what the rank behind it has said."""
-    if not isinstance(error.__cause__, ConnectionError):
+def _first_failure(error: RunError, cause: BaseException | None) -> RunError:
+    """The error that began it: this one, or if a connection broke, what the rank behind it said."""
+    store = dist.distributed_c10d._get_default_store()
+    if not isinstance(cause, ConnectionError):
         store.set("pipelab/failure", f"{error.device}\n{error}")
         return error
     try:
         store.wait(["pipelab/failure"], timedelta(seconds=2))
         device, _, text = store.get("pipelab/failure").decode().partition("\n")
-    except (
-        RuntimeError,
-        ValueError,
-    ):  # nobody said anything, or rank 0, which keeps the store, is gone
+    except (RuntimeError, ValueError):  # no rank said anything, or rank 0, with the store, is lost
         return error
     return RunError(text, int(device), error.action)
 
 
 def share(value: Any) -> Any:
-    """Rank 0's value, on every rank. No collective: gloo's threads may drop its tensors when Python has ended already."""
+    """Rank 0's value, on every rank.
+
+    No collective: gloo's threads may drop its tensors when Python has ended already.
+    """
     if dist.get_rank():
         dist.recv_object_list(box := [None], src=0)
         return box[0]

@@ -1,0 +1,112 @@
+"""Batches as micro-batches: cut along their first axis, read once, and only where they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Trees(NamedTuple):
+    """How a library takes nested tuples, lists and dictionaries apart.
+
+    flatten    tree -> (leaves, spec)
+    unflatten  (leaves, spec) -> tree
+    """
+
+    flatten: Callable[[Any], tuple[Sequence[Any], Any]]
+    unflatten: Callable[[Sequence[Any], Any], Any]
+
+    def map(self, function: Callable[[Any], Any], tree: Any) -> Any:
+        leaves, spec = self.flatten(tree)
+        return self.unflatten([function(leaf) for leaf in leaves], spec)
+
+
+def cut(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[Any, Any]]:
+    """A batch (input, target) in `pieces` parts, every array cut at the same places.
+
+    Arrays without an axis and other leaves are in every part. ValueError if the arrays differ in
+    their number of samples, or have fewer than parts; `number` is the batch's, for the message.
+    """
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+        raise ValueError(
+            f"batch {number} is a {type(batch).__name__}{size}: give a pair (input, target)"
+        )
+    leaves, spec = trees.flatten(tuple(batch))
+    sizes = {len(leaf) for leaf in leaves if _cuttable(leaf)}
+    if len(sizes) != 1:
+        found = sorted(sizes) or "no"
+        raise ValueError(
+            f"batch {number}: its tensors have {found} samples: give all the same first dimension"
+        )
+    if (samples := sizes.pop()) < pieces:
+        raise ValueError(
+            f"batch {number} has {samples} samples for {pieces} micro-batches: "
+            "give at least one each"
+        )
+    sizes_of_parts = np.full(pieces, samples // pieces)
+    sizes_of_parts[: samples % pieces] += 1  # the first ones are larger, as in tensor_split
+    ends = np.cumsum(sizes_of_parts).tolist()
+    parts = []
+    for first, end in zip([0, *ends], ends, strict=False):
+        part = [leaf[first:end] if _cuttable(leaf) else leaf for leaf in leaves]
+        parts.append(trees.unflatten(part, spec))
+    return parts
+
+
+def samples_of(piece: Any, trees: Trees) -> int:
+    """How many samples a piece of a batch has."""
+    leaves, _ = trees.flatten(piece)
+    return next(len(leaf) for leaf in leaves if _cuttable(leaf))
+
+
+def _cuttable(leaf: Any) -> bool:
+    return getattr(leaf, "ndim", 0) > 0
+
+
+class Reader:
+    """A sequence of batches as micro-batches; no batch is read before somebody asks.
+
+    count  how many batches there are: a sequence need not raise IndexError behind its end
+    """
+
+    def __init__(
+        self, batches: Sequence[Any], count: int, microbatches: int, replicas: int, trees: Trees
+    ) -> None:
+        self.batches, self.count, self.trees = batches, count, trees
+        self.microbatches, self.replicas = microbatches, replicas
+        self._batches: list[list[tuple[Any, Any]]] = []
+
+    def pieces(self, replica: int) -> list[tuple[Any, Any]]:
+        """The micro-batches (input, target) of one replica."""
+        m = self.microbatches
+        if not self._batches:
+            self._batches = [
+                cut(self.batches[b], m * self.replicas, b, self.trees) for b in range(self.count)
+            ]
+        first = replica * m
+        return [piece for of_batch in self._batches for piece in of_batch[first : first + m]]
+
+
+class Part(Sequence):
+    """Batches `first` to `first + count` - 1 of a sequence, none of them read before it is asked."""
+
+    def __init__(self, batches: Sequence[Any], first: int, count: int) -> None:
+        self.batches, self.first, self.size = batches, first, count
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, b: Any) -> Any:
+        if not 0 <= b < self.size:
+            raise IndexError(b)
+        return self.batches[self.first + b]
+
+
+def mean_losses(pieces: Any, batches: int) -> list[float]:
+    """The mean loss of every batch, from (mean, count) of its pieces; what counts nothing has none."""
+    means, counts = np.reshape(pieces, (batches, -1, 2)).transpose(2, 0, 1)
+    total = np.where(counts > 0, means * counts, 0).sum(1)
+    return (total / np.maximum(counts.sum(1), 1e-300)).tolist()

@@ -1,0 +1,74 @@
+"""What `run` and `evaluate` are asked for beside the model and the data: refused where it makes no sense."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipelab.costs import Costs, Recompute
+
+BACKENDS = ("threads", "processes", "jax")
+
+
+@dataclass(frozen=True)
+class Options:
+    """As `run` documents them. ValueError, with the remedy, for a value that no run can have."""
+
+    backend: str | None = None
+    devices: str | Sequence[Any] | None = None
+    replicas: int = 1
+    recompute: Recompute = Recompute.NEVER
+    clip: float | None = None
+    autocast: Any = None
+    seed: int | None = None
+    finite: bool = True
+    pace: float | None = None
+    costs: Costs | None = None
+    check: bool | str = True
+    tolerance: float | None = None
+    dump: str | Path | None = None
+    save: str | Path | None = None
+    stop: int | None = None
+    resume: str | Path | None = None
+    timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.backend not in (None, *BACKENDS):
+            raise ValueError(f"backend={self.backend!r}: use one of {', '.join(BACKENDS)}")
+        if not isinstance(self.replicas, int) or self.replicas < 1:
+            raise ValueError(f"replicas={self.replicas!r}: give a whole number of at least 1")
+        if self.check not in (True, False, "quick"):
+            raise ValueError(f"check={self.check!r}: use True, False or 'quick'")
+        _require("clip", self.clip, "the largest norm, a number above 0")
+        _require("pace", self.pace, "the seconds of one cost unit, such as 0.005")
+        _require("timeout", self.timeout, "seconds, a number above 0")
+        _require(
+            "tolerance",
+            self.tolerance,
+            "how many times its rounding a tensor may be off, at least 1",
+            least=1.0,
+        )
+        for name, other in (("save", self.save), ("resume", self.resume)):
+            if self.dump and other and Path(self.dump).resolve() == Path(other).resolve():
+                raise ValueError(f"dump and {name} are both {str(other)!r}: name two folders")
+
+    def refuse(self, *names: str) -> None:
+        """ValueError if one of these options is not as it is by default."""
+        for name in names:
+            value = getattr(self, name)
+            if value != getattr(Options, name):
+                raise ValueError(
+                    f"{name}={value!r} is not supported with backend={self.backend!r}: leave it out"
+                )
+
+
+def _require(name: str, value: Any, remedy: str, least: float | None = None) -> None:
+    if value is None:
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    enough = number and (value > 0 if least is None else value >= least)
+    if not (enough and math.isfinite(value)):
+        raise ValueError(f"{name}={value!r}: give {remedy}")

@@ -1,0 +1,327 @@
+"""Checkpoints: a file per stage, written by whoever holds the stage, and an index of them.
+
+A checkpoint is taken between two batches, when nothing is in flight: weights with every older
+version that is still to be read, buffers, the optimizer's and the schedulers' state. Files are read
+by torch.load(weights_only=True), which runs no code, and only if they are as they were written.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipelab.executors.table import Segment
+from pipelab.schedule import Schedule
+
+INDEX = "checkpoint.json"
+
+
+@dataclass
+class StageState:
+    """All that a stage goes on from.
+
+    weights     by version, then by name; versions are numbered through the whole training
+    buffers     by name
+    optimizer   per trained parameter: its state, tensors and numbers
+    groups      hyperparameters of each parameter group
+    schedulers  state of each learning-rate scheduler
+    kinds       names of the optimizer's and the schedulers' classes
+    """
+
+    weights: dict[int, dict[str, Tensor]]
+    buffers: dict[str, Tensor]
+    optimizer: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    schedulers: list[dict[str, Any]] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+
+    @property
+    def latest(self) -> dict[str, Tensor]:
+        return self.weights[max(self.weights)]
+
+    def add_optimizer(
+        self, optimizer: Any, schedulers: Sequence[Any], weights: Mapping[str, nn.Parameter]
+    ) -> None:
+        """The state of an optimizer of these weights, and of its learning-rate schedulers."""
+        for name, weight in weights.items():
+            if weight in optimizer.state:
+                self.optimizer[name] = on_cpu(optimizer.state[weight])
+        self.groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        self.schedulers = [scheduler.state_dict() for scheduler in schedulers]
+        self.kinds = kinds_of(optimizer, schedulers)
+
+    def values(self) -> dict[str, Tensor]:
+        """All numbers in it by their path, for a comparison."""
+        content = (self.weights, self.buffers, self.optimizer, self.groups, self.schedulers)
+        found = {}
+        for path, value in pytree.tree_flatten_with_path(content)[0]:
+            if isinstance(value, (Tensor, bool, int, float, complex)):
+                found[pytree.keystr(path)] = torch.as_tensor(value)
+        return found
+
+    def renumbered(self, shift: int) -> StageState:
+        """With versions counted from another start."""
+        moved = copy.copy(self)
+        moved.weights = {v + shift: weights for v, weights in self.weights.items()}
+        return moved
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a checkpoint is of.
+
+    batch    batches of the table that are done; `updates` the updates made
+    seed     what forwards draw from
+    schedule as CSV
+    names    the weights of each stage
+    ties     per stage, name -> number of the weights that other stages have too
+    digests  of the stages' files
+    """
+
+    batch: int
+    updates: int
+    seed: int | None
+    asynchronous: bool
+    schedule: str
+    names: list[list[str]]
+    ties: list[dict[str, int]]
+    digests: list[str]
+
+    @classmethod
+    def read(cls, folder: Path) -> Index:
+        """ValueError for a folder that holds no checkpoint, or one that was changed."""
+        try:
+            content = json.loads((folder / INDEX).read_text())
+            digest = content.pop("digest")
+            index = cls(**content)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"{folder} holds no checkpoint ({type(error).__name__}: {error})"
+            ) from None
+        if digest != _digest(json.dumps(content).encode()):
+            raise ValueError(f"{folder / INDEX} is not as it was written: use another checkpoint")
+        return index
+
+    def write(self, folder: Path) -> None:
+        content = asdict(self)
+        content["digest"] = _digest(json.dumps(content).encode())
+        (folder / INDEX).write_text(json.dumps(content, indent=1) + "\n")
+
+    def check_fits(self, folder: Path, schedule: Schedule) -> None:
+        """ValueError if the schedule cannot go on from this checkpoint."""
+        if self.batch >= schedule.batches:
+            raise ValueError(
+                f"{folder} is after batch {self.batch} of {schedule.batches}: "
+                "there is nothing left to do"
+            )
+        if (self.asynchronous or schedule.asynchronous) and self.schedule != schedule.to_csv():
+            raise ValueError(
+                f"{folder} was made by another table than {schedule.name}: without a flush, "
+                "training goes on only by the same table (its weight versions depend on it)"
+            )
+
+
+def index_of(
+    segment: Segment,
+    seed: int | None,
+    stages: Sequence[nn.Module],
+    ties: list[dict[str, int]],
+    folder: Path,
+) -> Index:
+    """The index of the stages' files in `folder`."""
+    whole = segment.whole
+    digests = [_digest(_file(folder, s).read_bytes()) for s in range(len(stages))]
+    names = names_of(stages)
+    table, updates = whole.to_csv(), segment.updates
+    return Index(segment.end, updates, seed, whole.asynchronous, table, names, ties, digests)
+
+
+def save_stage(folder: Path, stage: int, state: StageState) -> None:
+    """Write a stage's file. OSError where that is not possible."""
+    content = {f.name: getattr(state, f.name) for f in fields(state)}
+    try:
+        torch.save(content, _file(folder, stage))
+    except (OSError, RuntimeError) as error:
+        raise OSError(f"stage {stage} could not be saved in {folder.parent}: {error}") from error
+
+
+def load_stage(folder: Path, stage: int, index: Index) -> StageState:
+    """Read a stage's file. ValueError if it is not as it was written."""
+    path = _file(folder, stage)
+    try:
+        if _digest(path.read_bytes()) != index.digests[stage]:
+            raise ValueError("its content was changed")
+        return StageState(**torch.load(path, weights_only=True))
+    except Exception as error:
+        raise ValueError(
+            f"{path} cannot be read ({str(error).splitlines()[0]}): use another checkpoint"
+        ) from None
+
+
+def states_for(
+    folder: Path, index: Index, stages: Sequence[nn.Module], wanted: Sequence[int]
+) -> dict[int, StageState]:
+    """The states that the `wanted` ones of `stages` go on from, also where the cut is another one.
+
+    Layers keep their order over the stages, so tensors are matched in that order. ValueError where
+    they do not fit.
+    """
+    if index.names == names_of(stages):
+        states = {s: load_stage(folder, s, index) for s in wanted}
+    else:
+        every = [load_stage(folder, s, index) for s in range(len(index.names))]
+        recut = _recut(folder, every, index.ties, stages)
+        states = {s: recut[s] for s in wanted}
+    for s, state in states.items():
+        stage = stages[s]
+        for kind, mine, theirs in (
+            ("weight", dict(stage.named_parameters()), state.latest),
+            ("buffer", dict(stage.named_buffers()), state.buffers),
+        ):
+            for name in {**mine, **theirs}:
+                here, there = (
+                    str(tuple(x[name].shape)) if name in x else "missing" for x in (mine, theirs)
+                )
+                if here != there or here == "missing":
+                    raise ValueError(
+                        f"{kind} {name} of stage {s} is {here} in the model and {there} in "
+                        f"{folder}: give the same model"
+                    )
+    return states
+
+
+def names_of(stages: Sequence[nn.Module]) -> list[list[str]]:
+    return [[name for name, _ in stage.named_parameters()] for stage in stages]
+
+
+def _recut(
+    folder: Path,
+    every: Sequence[StageState],
+    ties: Sequence[dict[str, int]],
+    stages: Sequence[nn.Module],
+) -> list[StageState]:
+    """One version each, tensors dealt out again in order; a tied weight counts where it is first."""
+    seen: set[int] = set()
+    weights = []
+    for state, of_stage in zip(every, ties, strict=True):
+        for name in state.latest:
+            if of_stage.get(name) not in seen:
+                weights.append((state, name))
+            if name in of_stage:
+                seen.add(of_stage[name])
+    buffers = [(state, name) for state in every for name in state.buffers]
+    left, left_buffers = iter(weights), iter(buffers)
+    version = max(max(state.weights) for state in every)
+    donor = next((state for state in every if state.groups), every[0])
+    dealt: dict[int, tuple[StageState, str]] = {}  # a parameter's id -> where its tensor is
+    states = []
+    try:
+        for stage in stages:
+            mine = {}
+            for name, p in stage.named_parameters():
+                mine[name] = dealt[id(p)] = dealt.get(id(p)) or next(left)
+            optimizer = {n: s.optimizer[old] for n, (s, old) in mine.items() if old in s.optimizer}
+            states.append(
+                StageState(
+                    {version: {name: s.latest[old] for name, (s, old) in mine.items()}},
+                    {name: _take(next(left_buffers)) for name, _ in stage.named_buffers()},
+                    optimizer,
+                    donor.groups,
+                    donor.schedulers,
+                    donor.kinds,
+                )
+            )
+    except StopIteration:
+        raise ValueError(
+            f"{folder} has fewer tensors than the model: give the same layers, cut anew"
+        ) from None
+    if next(left, None) or next(left_buffers, None):
+        raise ValueError(
+            f"{folder} has more tensors than the model: give the same layers, cut anew"
+        )
+    return states
+
+
+def _take(place: tuple[StageState, str]) -> Tensor:
+    state, name = place
+    return state.buffers[name]
+
+
+def kinds_of(optimizer: Any, schedulers: Sequence[Any]) -> list[str]:
+    return [type(x).__name__ for x in (optimizer, *schedulers)]
+
+
+def load_optimizer(
+    state: StageState,
+    optimizer: Any,
+    schedulers: Sequence[Any],
+    weights: Mapping[str, nn.Parameter],
+) -> None:
+    """Put a stage's saved state into an optimizer of these weights. ValueError for another kind."""
+    if not state.kinds:  # the stage had nothing to train
+        return
+    kinds = kinds_of(optimizer, schedulers)
+    if state.kinds != kinds or len(state.groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"the checkpoint is of {', '.join(state.kinds)} with {len(state.groups)} groups, and "
+            f"the optimizer is {', '.join(kinds)} with {len(optimizer.param_groups)}: give the same"
+        )
+    for name, values in state.optimizer.items():
+        weight = weights[name]
+        optimizer.state[weight] = {
+            key: value.to("cpu" if key == "step" else weight.device, copy=True)
+            if isinstance(value, Tensor)
+            else value
+            for key, value in values.items()
+        }
+    for group, saved in zip(optimizer.param_groups, state.groups, strict=True):
+        group.update(saved)
+    for scheduler, saved in zip(schedulers, state.schedulers, strict=True):
+        scheduler.load_state_dict(copy.deepcopy(saved))
+
+
+def on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies on the CPU of those that are tensors."""
+    return {
+        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+        for name, value in values.items()
+    }
+
+
+@contextmanager
+def draft_of(folder: Path | None, first: bool) -> Iterator[Path | None]:
+    """A place for ranks to write to: the folder, once all have; nothing is left if one fails."""
+    if folder is None:
+        yield None
+        return
+    draft = folder.with_name(f".{folder.name}.draft")
+    draft.mkdir(parents=True, exist_ok=True)
+    try:
+        yield draft
+        if first:
+            draft.replace(folder)
+    finally:
+        if first:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _digest(content: bytes) -> str:
+    return sha256(content).hexdigest()
+
+
+def _file(folder: Path, stage: int) -> Path:
+    return folder / f"stage_{stage:03}.pt"

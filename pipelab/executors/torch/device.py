@@ -1,0 +1,176 @@
+"""A device that runs torch stages: its clock, payloads to it, and the bytes that autograd keeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from threading import RLock
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from pipelab.executors.device import Device
+from pipelab.executors.stage import Ledger
+
+_DRAWING = RLock()
+
+
+class CpuDevice(Device):
+    """The CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, Ledger())
+        self._constants: dict[int, set[int]] = {}  # owner -> storages that are no activations
+
+    def active(self) -> AbstractContextManager:
+        # Of the caller's mixed precision nothing is inherited: each forward opens its own.
+        return torch.autocast(self.device.type, enabled=False)
+
+    def give(self, payload: Any) -> Any:
+        """With the CUDA event (or None) after which the payload is there."""
+        return payload, None
+
+    def take(self, parcel: Any) -> Any:
+        payload, event = parcel
+        if event is not None:
+            event.synchronize()
+        return pytree.tree_map_only(Tensor, lambda t: t.to(self.device), payload)
+
+    def arrays(self, payload: Any) -> Iterable[Tensor]:
+        return (leaf for leaf in pytree.tree_leaves(payload) if isinstance(leaf, Tensor))
+
+    # ---- bytes of activations: unique storages of what autograd saves, without weights and buffers
+
+    def ignore(self, owner: int, tensors: Iterable[Tensor]) -> None:
+        """Storages of these tensors do not count; replaces what the owner said before."""
+        self._constants[owner] = set(storages(tensors))
+
+    def hold(self, key: Hashable, tensors: Iterable[Any]) -> None:
+        """Count the storages of those that are tensors for `key`."""
+        blocks = storages(tensor for tensor in tensors if isinstance(tensor, Tensor))
+        for known in self._constants.values():
+            for block in blocks.keys() & known:
+                del blocks[block]
+        self.ledger.hold(key, blocks)
+
+    def watch(self, key: Hashable) -> AbstractContextManager:
+        """Count for `key` all that autograd saves in this context."""
+
+        def pack(tensor: Tensor) -> tuple[Tensor, int]:
+            self.hold(key, [tensor])
+            return tensor.detach(), tensor._version  # the tensor itself would keep its graph alive
+
+        def unpack(packed: tuple[Tensor, int]) -> Tensor:
+            tensor, version = packed
+            if tensor._version != version:
+                raise RuntimeError(
+                    "a tensor saved for the backward was changed in place after the forward"
+                )
+            return tensor
+
+        return saved_tensors_hooks(pack, unpack)
+
+    # ---- what actions run in
+
+    @contextmanager
+    def forward_context(self, seed: int | None, autocast: torch.dtype | None) -> Iterator[None]:
+        """What a forward runs in: a stream of random numbers of its own, and mixed precision.
+
+        torch draws from one generator a device, so that the threads of a process take turns where
+        forwards draw. A cache of casts would outlive the weights: the caller's own autocast, around
+        this one, is what empties it.
+        """
+        with ExitStack() as stack:
+            if seed is not None:
+                cuda = [self.device] if self.device.type == "cuda" else []
+                stack.enter_context(_DRAWING)
+                stack.enter_context(torch.random.fork_rng(cuda))
+                torch.default_generator.manual_seed(seed)
+                if cuda:
+                    torch.cuda.manual_seed(seed)
+            if autocast is not None:
+                kind = self.device.type
+                stack.enter_context(torch.autocast(kind, autocast, cache_enabled=False))
+            yield
+
+    def backward_context(self, seed: int | None) -> AbstractContextManager:
+        """What a backward runs in: torch.utils.checkpoint draws in it what its forward drew."""
+        return nullcontext() if seed is None else _DRAWING
+
+
+class CudaDevice(CpuDevice):
+    """A GPU with a stream of its own, so that several workers can share it.
+
+    The host runs ahead, so marks of time are events.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.stream = torch.cuda.Stream(device)
+
+    def begin(self, began: float) -> None:
+        # Weights and data were put there on the caller's stream.
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._zero = self.now()
+        self._zero.synchronize()
+        self._before = time.perf_counter() - began  # seconds from the run's zero to the event
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with super().active(), torch.cuda.stream(self.stream):
+            yield
+
+    def now(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        return event
+
+    def finish(self) -> None:
+        self.stream.synchronize()
+
+    def seconds(self, marks: list[Any]) -> list[float]:
+        return [self._zero.elapsed_time(mark) / 1e3 + self._before for mark in marks]
+
+    def give(self, payload: Any) -> Any:
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return payload, event
+
+    def take(self, parcel: Any) -> Any:
+        payload, event = parcel
+        if event is not None:
+            self.stream.wait_event(event)
+
+        def move(tensor: Tensor) -> Tensor:
+            if tensor.is_cuda:
+                tensor.record_stream(self.stream)  # its sender may free it before it is read here
+            return tensor.to(self.device, non_blocking=True)
+
+        return pytree.tree_map_only(Tensor, move, payload)
+
+
+def torch_device(name: str | torch.device) -> CpuDevice:
+    """The runtime of a torch device by its name. ValueError if this machine does not have it."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r}: {str(error).splitlines()[0]}") from None
+    if device.type == "cpu":
+        return CpuDevice(device)
+    if device.type != "cuda":
+        raise ValueError(f"device {name!r}: use cpu or cuda")
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device {name!r}: this machine has {torch.cuda.device_count()} CUDA devices"
+        )
+    return CudaDevice(device)
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The memory of tensors, {address: bytes}, each once."""
+    blocks = (tensor.untyped_storage() for tensor in tensors)
+    return {block.data_ptr(): block.nbytes() for block in blocks}

@@ -1,0 +1,278 @@
+"""The reference of torch runs: the stages one after another on one device, as `check.Trainer` asks.
+
+It shares no code with the worker or the stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipelab.executors.check import Arrays, Losses, Piece
+from pipelab.executors.stage import Recipe
+from pipelab.executors.torch.arguments import TREES, copies_of
+from pipelab.executors.torch.checkpoint import StageState, load_optimizer
+
+
+class Trainer:
+    """See `check.Trainer`; `wide` computes in float64, else as the run does.
+
+    start  where training goes on, by stage; `first` is the latest version there
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        recipe: Recipe,
+        device: str,
+        *,
+        wide: bool,
+        first: int = 0,
+        start: Sequence[StageState] = (),
+    ) -> None:
+        self.stages, self.recipe, self.device = copies_of(stages), recipe, torch.device(device)
+        for stage in self.stages:
+            stage.to(self.device)
+            if not recipe.training:
+                stage.eval()
+        self.precision = _lowest([*_floating(self.stages), recipe.autocast])
+        self.eps = torch.finfo(self.precision).eps
+        self.computes_in = "float64" if wide else str(self.precision).removeprefix("torch.")
+        self.autocast = None if wide else recipe.autocast
+        self.wide = wide
+        self._draws: Any = nullcontext()
+        if wide:
+            self._draws = _DrawsIn(_lowest(_floating(self.stages)))
+            for stage in self.stages:
+                for tensor in (*stage.parameters(), *stage.buffers()):
+                    tensor.data = _widen(tensor.data)  # in place, so that tied ones stay tied
+        self.trained = [p for p in nn.ModuleList(self.stages).parameters() if p.requires_grad]
+        self.history = [{first: _weights(stage)} for stage in self.stages]  # [stage][version]
+        for stage, history, state in zip(self.stages, self.history, start, strict=False):
+            history.update({v: self._placed(w) for v, w in state.weights.items()})
+            for name, buffer in stage.named_buffers():
+                buffer.copy_(state.buffers[name])
+        if recipe.optimizer and self.trained and not wide:
+            made = recipe.optimizer(self.trained)
+            self.optimizer, *self.schedulers = made if isinstance(made, tuple) else (made,)
+            for stage, state in zip(self.stages, start, strict=False):
+                of_stage = dict(stage.named_parameters())
+                load_optimizer(state, self.optimizer, self.schedulers, of_stage)
+        else:
+            self.optimizer, self.schedulers = None, []
+
+    @torch.no_grad()
+    def losses(self, pieces: Sequence[Piece], jitter: int = 0) -> Losses:
+        with self._restored(jitter) as random:
+            found = [self._loss(piece, random) for piece in pieces]
+        return [(float(mean), count) for mean, count in found]
+
+    @torch.enable_grad()
+    def gradients(self, t: int, pieces: Sequence[Piece], jitter: int = 0) -> tuple[Losses, Arrays]:
+        for p in self.trained:
+            p.grad = None
+        losses = []
+        with self._restored(jitter) as random:
+            for piece in pieces:
+                mean, count = self._loss(piece, random)
+                losses.append((float(mean.detach()), count))
+                if mean.requires_grad and (count or len(pieces) == 1):
+                    (mean * count if len(pieces) > 1 else mean).backward()
+        if len(pieces) > 1:
+            total = sum(count for _, count in losses) or 1.0
+            for p in self.trained:
+                if p.grad is not None:
+                    p.grad /= total
+        if self.recipe.clip is not None:
+            together = [self.trained]
+            if not self.recipe.shared_clip:
+                together = [list(stage.parameters()) for stage in self.stages]
+            for group in together:
+                nn.utils.clip_grad_norm_(group, self.recipe.clip)
+        return losses, self.arrays(
+            [
+                {
+                    name: torch.zeros_like(p) if p.grad is None else p.grad
+                    for name, p in stage.named_parameters()
+                    if p.requires_grad
+                }
+                for stage in self.stages
+            ]
+        )
+
+    def step(self, t: int, gradients: Sequence[dict[str, Any]]) -> tuple[Arrays, Arrays]:
+        for stage, history, of_stage in zip(self.stages, self.history, gradients, strict=True):
+            _load(stage, history[t])
+            for name, p in stage.named_parameters():
+                if p.grad is not None:  # else no forward uses it, and optimizers leave it alone
+                    p.grad = of_stage[name].to(p)
+        before = self.arrays(self._trained_weights())
+        if self.optimizer is not None:
+            self.optimizer.step()
+            for scheduler in self.schedulers:
+                scheduler.step()
+        return before, self.arrays(self._trained_weights())
+
+    def accept(self, t: int, weights: Sequence[dict[str, Any]]) -> None:
+        for history, of_stage in zip(self.history, weights, strict=True):
+            history[t] = self._placed(of_stage)
+
+    def forget(self, needed: Sequence[set[int]]) -> None:
+        for s, keep in enumerate(needed):
+            self.history[s] = {v: w for v, w in self.history[s].items() if v in keep}
+
+    def arrays(self, by_stage: Sequence[Any]) -> Arrays:
+        return {
+            f"{name} of stage {s}": _widen(tensor.detach().cpu()).numpy()
+            for s, of_stage in enumerate(by_stage)
+            for name, tensor in of_stage.items()
+            if isinstance(tensor, Tensor)
+        }
+
+    def state(self) -> tuple[Arrays, Arrays]:
+        weights, buffers = [], []
+        for stage, history in zip(self.stages, self.history, strict=True):
+            _load(stage, history[max(history)])
+            parameters = dict(stage.named_parameters(remove_duplicate=False))
+            weights.append(parameters)
+            kept = stage.state_dict()
+            buffers.append({name: kept[name] for name in kept if name not in parameters})
+        return self.arrays(weights), self.arrays(buffers)
+
+    def saved(self, states: Sequence[StageState]) -> tuple[Arrays, Arrays]:
+        expected = []
+        for s, (stage, history) in enumerate(zip(self.stages, self.history, strict=True)):
+            state = StageState(history, dict(stage.named_buffers()))
+            if self.optimizer is not None and states[s].kinds:
+                state.add_optimizer(self.optimizer, self.schedulers, dict(stage.named_parameters()))
+            expected.append(state.values())
+        return self.arrays([state.values() for state in states]), self.arrays(expected)
+
+    # ---- one forward
+
+    def _loss(self, piece: Piece, random: torch.Generator | None) -> tuple[Tensor, float]:
+        """The stages at the versions that the piece reads, and the loss behind them: (mean, count)."""
+        x, y = TREES.map(self._moved, (piece.x, piece.y))
+        with ExitStack() as stack:
+            autocast = self.autocast is not None
+            stack.enter_context(
+                torch.autocast(self.device.type, self.autocast, autocast, cache_enabled=False)
+            )
+            if piece.seeds is not None:
+                cuda = [self.device] if self.device.type == "cuda" else []
+                stack.enter_context(torch.random.fork_rng(cuda))
+                stack.enter_context(self._draws)
+            if random:
+                x = TREES.map(lambda leaf: _jittered(leaf, self.eps, random), x)
+            for s, stage in enumerate(self.stages):
+                _load(stage, self.history[s][piece.reads[s]])
+                if random:
+                    for p in stage.parameters():
+                        p.data.copy_(_jittered(p.data, self.eps, random))
+                if piece.seeds is not None:
+                    torch.manual_seed(piece.seeds[s])
+                x = stage(x)
+            value = self.recipe.loss(x, y)
+        if isinstance(value, tuple):
+            return value[0], float(value[1])
+        sizes = (len(leaf) for leaf in pytree.tree_leaves((piece.x, piece.y)) if _has_samples(leaf))
+        return value, float(next(sizes))
+
+    def _moved(self, leaf: Any) -> Any:
+        """A copy on the reference's device, since layers may work in place."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        leaf = leaf.detach().to(self.device, copy=True)
+        return _widen(leaf) if self.wide else leaf
+
+    def _placed(self, weights: dict[str, Any]) -> dict[str, Tensor]:
+        placed = {name: torch.as_tensor(w).to(self.device) for name, w in weights.items()}
+        return {name: _widen(w) for name, w in placed.items()} if self.wide else placed
+
+    def _trained_weights(self) -> list[dict[str, Tensor]]:
+        every = (stage.named_parameters() for stage in self.stages)
+        return [{name: p.detach().clone() for name, p in of if p.requires_grad} for of in every]
+
+    @contextmanager
+    def _restored(self, jitter: int) -> Iterator[torch.Generator | None]:
+        """The random errors of a second opinion, which leaves no trace in the buffers."""
+        if not jitter:
+            yield None
+            return
+        buffers = [buffer for stage in self.stages for buffer in stage.buffers()]
+        before = [buffer.clone() for buffer in buffers]
+        try:
+            yield torch.Generator().manual_seed(jitter)
+        finally:
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.data.copy_(value)
+
+
+class _DrawsIn(TorchDispatchMode):
+    """Random numbers come out as the run's precision draws them, then they are widened."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs or {})
+
+        def narrow(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.dtype == torch.float64:
+                return value.to(self.dtype)
+            return self.dtype if value is torch.float64 else value
+
+        narrow_args, narrow_kwargs = pytree.tree_map(narrow, (args, kwargs or {}))
+        drawn = pytree.tree_map_only(Tensor, _widen, func(*narrow_args, **narrow_kwargs))
+        in_place = func._schema.name.endswith("_")
+        return args[0].copy_(drawn) if in_place else drawn
+
+
+def _weights(stage: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in stage.named_parameters()}
+
+
+@torch.no_grad()
+def _load(stage: nn.Module, weights: dict[str, Tensor]) -> None:
+    for name, p in stage.named_parameters():
+        p.data.copy_(weights[name])
+
+
+def _floating(stages: Sequence[nn.Module]) -> list[torch.dtype]:
+    parameters = [p for stage in stages for p in stage.parameters()]
+    return [p.real.dtype if p.is_complex() else p.dtype for p in parameters]
+
+
+def _lowest(dtypes: Sequence[torch.dtype | None]) -> torch.dtype:
+    """The one with the fewest digits; torch's default where there is none."""
+    floating = [dtype for dtype in dtypes if dtype is not None and dtype.is_floating_point]
+    return max(floating, key=lambda d: torch.finfo(d).eps, default=torch.get_default_dtype())
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    """Floating numbers as float64 or complex128; others as they are."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _jittered(value: Any, eps: float, random: torch.Generator) -> Any:
+    """A tensor of floating numbers, each off by up to half an eps of itself."""
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return value
+    off = torch.rand(value.shape, generator=random, dtype=torch.float64) - 0.5
+    return (value * (1 + eps * off.to(value.device))).to(value.dtype)
+
+
+def _has_samples(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0
