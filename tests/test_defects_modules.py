@@ -1,0 +1,268 @@
+"""Modules train as without a pipeline: with their modes, hooks, buffers, checkpoints."""
+
+import copy
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from pipelab import Recompute, evaluate, make, run
+from tests.test_run import SGD, batches, stages
+
+
+def plain(modules, data, optimizer, clip=None):
+    """What training without a pipeline makes of the modules, which are left alone."""
+    model = copy.deepcopy(nn.Sequential(*modules))
+    stepper = optimizer(model.parameters())
+    for x, y in data:
+        stepper.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        stepper.step()
+    return [dict(stage.named_parameters()) for stage in model]
+
+
+def close(weights, expected):
+    return all(
+        torch.allclose(mine[name], theirs[name], rtol=1e-9, atol=1e-12)
+        for mine, theirs in zip(weights, expected, strict=True)
+        for name in theirs
+    )
+
+
+# ---- mixed precision around the call
+
+
+def test_autocast_around_a_run_leaves_no_stale_casts():
+    # Was: the reference ran inside the caller's autocast, whose cache kept the first weights'
+    # casts: a right run failed.
+    modules, data = stages(2, dtype=torch.float32), batches(5, dtype=torch.float32)
+    schedule, fast = make("gpipe", 2, 2, batches=5), partial(torch.optim.SGD, lr=1.0)
+    arguments = (schedule, modules, data, F.mse_loss, fast)
+    expected = run(*arguments, autocast=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = run(*arguments)
+    assert expected.check.passed
+    assert result.losses == expected.losses
+    assert result.check.passed, result.check
+
+
+# ---- torch's own recomputation inside a stage
+
+
+class Checkpointed(nn.Sequential):
+    """Its layers, computed again for the backward by torch's own checkpoint."""
+
+    reentrant = False
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+def wrapped(kind, modules, which):
+    return [kind(*m) if s in which else m for s, m in enumerate(modules)]
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
+@pytest.mark.parametrize(
+    ("kind", "which"), [(Checkpointed, (0, 1, 2)), (Reentrant, (1,))], ids=["new", "reentrant"]
+)
+def test_a_checkpoint_inside_a_stage_reads_its_own_weights(kind, which, name):
+    # Was: the backward computed again with whatever version a later forward had put into the
+    # module.
+    schedule, data = make(name, 3, 4, batches=3), batches(3)
+    expected = run(schedule, stages(3), data, F.mse_loss, SGD)
+    result = run(schedule, wrapped(kind, stages(3), which), data, F.mse_loss, SGD)
+    assert result.check.passed, result.check
+    assert result.losses == expected.losses
+    assert close(result.weights, expected.weights)
+
+
+class Yielding(nn.Module):
+    """Lets other threads go on, so that they meet between the seed and the draw."""
+
+    def forward(self, x):
+        time.sleep(1e-3)
+        return x
+
+
+def test_a_checkpoint_with_dropout_draws_alone():
+    # Was: the backward drew from the process's generator while the other stages' forwards did, on
+    # threads.
+    modules = [nn.Sequential(*m, Yielding(), nn.Dropout(0.4), Yielding()) for m in stages(3)]
+    arguments = (batches(1, 16), F.mse_loss, SGD)
+    schedule = make("pipedream_flush", 3, 8)
+    expected = run(schedule, modules, *arguments, seed=1)
+    result = run(schedule, wrapped(Checkpointed, modules, (0, 1, 2)), *arguments, seed=1)
+    assert expected.check.passed
+    assert result.check.passed, result.check
+    assert result.losses == expected.losses
+
+
+# ---- layers that the caller has put in evaluation mode
+
+
+@pytest.mark.parametrize("recompute", [Recompute.NEVER, Recompute.ALWAYS])
+@pytest.mark.parametrize("name", ["gpipe", "pipedream"])
+def test_a_norm_in_evaluation_mode_stays_in_it(name, recompute):
+    # Was: the stage's own mode was set on all its layers, so that the norm counted again, and the
+    # check failed.
+    norm = nn.BatchNorm1d(6, dtype=torch.float64)
+    norm.running_mean += 1.0
+    modules = [nn.Sequential(*stages(1), norm.eval()), *stages(1)]
+    data = batches(2)
+    result = run(make(name, 2, 2, batches=2), modules, data, F.mse_loss, SGD, recompute=recompute)
+    assert result.check.passed, result.check
+    assert torch.equal(result.weights[0]["1.running_mean"], norm.running_mean)
+    assert result.weights[0]["1.num_batches_tracked"] == 0
+
+
+def test_dropout_in_evaluation_mode_drops_nothing():
+    # Was: it dropped, and not what the reference did: that drew nothing.
+    modules, data = stages(2), batches(2)
+    quiet = [nn.Sequential(*modules[0], nn.Dropout(0.5).eval()), modules[1]]
+    schedule = make("gpipe", 2, 2, batches=2)
+    result = run(schedule, quiet, data, F.mse_loss, SGD)
+    assert result.check.passed, result.check
+    assert result.losses == run(schedule, modules, data, F.mse_loss, SGD).losses
+
+
+# ---- what hangs on a parameter
+
+
+def halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    "hang",
+    [
+        lambda p: p.register_hook(lambda gradient: gradient * 0.5),
+        lambda p: p.register_post_accumulate_grad_hook(halve),
+    ],
+    ids=["hook", "post_accumulate"],
+)
+def test_a_parameters_hook_runs_or_is_refused(hang):
+    # Was: copying a parameter drops its hooks, in the run as in the reference: the check passed
+    # without them.
+    modules, data = stages(2), batches(2)
+    hang(modules[1][0].weight)
+    try:
+        result = run(make("gpipe", 2, 1, batches=2), modules, data, F.mse_loss, SGD)
+    except ValueError as refusal:
+        message = str(refusal)
+        assert "hook" in message and "0.weight" in message and "stage 1" in message
+        return
+    unhooked = stages(2)
+    with_hooks = SGD(p for stage in unhooked for p in stage.parameters())
+    for x, y in data:
+        with_hooks.zero_grad()
+        F.mse_loss(nn.Sequential(*unhooked)(x), y).backward()
+        halve(unhooked[1][0].weight)
+        with_hooks.step()
+    assert close(result.weights, [dict(stage.named_parameters()) for stage in unhooked])
+
+
+def by_rate(parameters):
+    return torch.optim.SGD([{"params": [p], "lr": 0.1 * getattr(p, "rate", 1)} for p in parameters])
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_the_optimizer_sees_a_parameters_attributes(backend):
+    # Was: the optimizer was made for bare parameters, with another rate for these, in the run as in
+    # the reference.
+    modules, data = stages(2), batches(2)
+    for stage in modules:
+        stage[0].weight.rate = 0.0
+    result = run(
+        make("gpipe", 2, 2, batches=2), modules, data, F.mse_loss, by_rate, backend=backend
+    )
+    assert result.check.passed, result.check
+    for mine, stage in zip(result.weights, modules, strict=True):
+        assert torch.equal(mine["0.weight"], stage[0].weight)
+        assert not torch.equal(mine["2.weight"], stage[2].weight)
+
+
+# ---- what a forward changes
+
+
+def test_an_evaluation_leaves_the_batches_alone():
+    # Was: the check ran the modules on the caller's own tensors.
+    data = batches(2)
+    before = copy.deepcopy(data)
+    modules = [nn.Sequential(nn.ReLU(inplace=True), *stages(1)), *stages(1)]
+    assert evaluate(make("gpipe", 2, 2, batches=2), modules, data, F.mse_loss).check.passed
+    for (x, y), (x_before, y_before) in zip(data, before, strict=True):
+        assert torch.equal(x, x_before)
+        assert torch.equal(y, y_before)
+
+
+class Running(nn.Module):
+    """Takes off a mean over all forwards so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.mean
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(6, 6, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("layer", "buffer"),
+    [
+        (Running, "mean"),
+        (lambda: nn.utils.spectral_norm(linear()), "weight_u"),
+        (lambda: parametrizations.spectral_norm(linear()), "_u"),
+    ],
+    ids=["running_mean", "spectral_norm", "parametrized_spectral_norm"],
+)
+@pytest.mark.parametrize("name", ["gpipe", "pipedream_flush"])
+def test_a_buffer_that_every_forward_changes_is_judged_or_named(name, layer, buffer):
+    # Was: a check that failed, by the gradient of some weight, without a word of the buffer: the
+    # reference changes it once a batch, the run once a micro-batch.
+    modules = [nn.Sequential(*stages(1), layer()), nn.Sequential(layer(), *stages(1))]
+    result = run(make(name, 2, 4, batches=2), modules, batches(2), F.mse_loss, SGD)
+    if not result.check.passed:
+        assert "buffer" in str(result.check)
+        assert buffer in str(result.check)
+
+
+# ---- complex weights
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6, 6, dtype=torch.complex128))
+
+    def forward(self, x):
+        return (x.to(torch.complex128) @ self.w).abs()
+
+
+@pytest.mark.parametrize("name", ["gpipe", "pipedream"])
+def test_the_norm_of_a_complex_gradient_counts_both_parts(name):
+    # Was: the imaginary part was cast away (with torch's warning), so that too little was clipped,
+    # and the check failed.
+    torch.manual_seed(0)
+    modules, data = [Complex(), Complex()], batches(2)
+    result = run(make(name, 2, 2, batches=2), modules, data, F.mse_loss, SGD, clip=1e-2)
+    assert result.check.passed, result.check
+    if name == "gpipe":
+        assert close(result.weights, plain(modules, data, SGD, clip=1e-2))
