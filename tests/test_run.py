@@ -834,14 +834,15 @@ def test_weights_are_compared_too():
     found = Counter()
     original = pipelab.executors.check.Comparison.add
 
-    def add(self, name, got, expected, floor=0.0):
-        found["weight" if name.startswith("weight") else name.split()[1]] += 1
-        return original(self, name, got, expected, floor)
+    def add(self, name, *arrays):
+        found[name.split()[1] if name.startswith("the ") else name.split()[0]] += 1
+        return original(self, name, *arrays)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipelab.executors.check.Comparison, "add", add)
         run(make("gpipe", 2, 2, batches=2), stages(2), batches(2), F.mse_loss, SGD)
-    assert found == {"loss": 2, "gradient": 2 * 8, "weight": 2 * 8}
+    # Losses of four micro-batches and two batches; eight tensors in each of two updates.
+    assert found == {"loss": 4 + 2, "gradient": 2 * 8, "weight": 2 * 8, "trained": 8}
 
 
 def test_the_mlp_splits_and_runs():

@@ -17,7 +17,9 @@ class JaxDevice(Device):
 
     def __init__(self, device: jax.Device) -> None:
         super().__init__(device, Ledger())
-        self._double = bool(jax.config.read("jax_enable_x64"))  # the caller's, which a thread does not inherit
+        self._double = bool(
+            jax.config.read("jax_enable_x64")
+        )  # the caller's, which a thread does not inherit
 
     @contextmanager
     def active(self) -> Iterator[None]:
