@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
@@ -235,7 +234,7 @@ def damage(change):
     """What changes the bytes of the last stage's file."""
 
     def to(folder):
-        file = folder / "stage_001.safetensors"
+        file = folder / "stage_001.pt"
         file.write_bytes(change(file.read_bytes()))
 
     return to
@@ -245,7 +244,7 @@ def take_from(name):
     """What puts the file of another checkpoint in the place of this one's."""
 
     def to(folder):
-        file = "stage_001.safetensors"
+        file = "stage_001.pt"
         shutil.copy(folder.with_name(name) / file, folder / file)
 
     return to
@@ -262,7 +261,7 @@ def edit(**entries):
 
 
 def foreign(folder):
-    save_file({"weight": torch.ones(2)}, folder / "stage_001.safetensors")
+    torch.save({"weight": torch.ones(2)}, folder / "stage_001.pt")
 
 
 DAMAGES = {
@@ -273,7 +272,7 @@ DAMAGES = {
     # Was: trained on, until a loss was nan or, with smaller faults, to the end.
     "garbled_at_its_end": damage(lambda content: content[:-64] + bytes(reversed(content[-64:]))),
     # Was: FileNotFoundError.
-    "missing": lambda folder: (folder / "stage_001.safetensors").unlink(),
+    "missing": lambda folder: (folder / "stage_001.pt").unlink(),
     # Was: "'NoneType' object is not subscriptable".
     "foreign": foreign,
     # Was: RunError "device 1, action 1F0: KeyError: 0".

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ def cut(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[Any, A
             f"batch {number} is a {type(batch).__name__}{size}: give a pair (input, target)"
         )
     leaves, spec = trees.flatten(tuple(batch))
+    check_leaves(leaves, f"batch {number}")
     sizes = {len(leaf) for leaf in leaves if _cuttable(leaf)}
     if len(sizes) != 1:
         found = sorted(sizes) or "no"
@@ -54,6 +56,18 @@ def cut(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[Any, A
         part = [leaf[first:end] if _cuttable(leaf) else leaf for leaf in leaves]
         parts.append(trees.unflatten(part, spec))
     return parts
+
+
+def check_leaves(leaves: Sequence[Any], where: str) -> None:
+    """ValueError for a container that the library does not open, with the arrays in it."""
+    for leaf in leaves:
+        opaque = is_dataclass(leaf) or isinstance(leaf, (Mapping, Sequence, Set))
+        numbers = isinstance(leaf, tuple) and all(isinstance(x, int) for x in leaf)  # a torch.Size
+        if opaque and not numbers and not isinstance(leaf, (str, bytes, range)):
+            raise ValueError(
+                f"{where} holds a {type(leaf).__name__}, whose arrays cannot be found: use tuples, "
+                "lists, dicts or namedtuples, or register it as a pytree"
+            )
 
 
 def samples_of(piece: Any, trees: Trees) -> int:

@@ -81,7 +81,7 @@ def run_threads(
             pass  # a worker could not start; its error is raised below
         finally:
             end()
-    errors = [error for future in futures if (error := future.exception()) is not None]
+    errors = [future.exception() for future in futures if future.exception()]
     failures = [e for e in errors if not isinstance(e, (Aborted, BrokenBarrierError))]
     try:
         if failures:

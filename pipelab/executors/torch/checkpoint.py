@@ -8,12 +8,13 @@ by torch.load(weights_only=True), which runs no code, and only if they are as th
 from __future__ import annotations
 
 import copy
+import io
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class StageState:
     groups      hyperparameters of each parameter group
     schedulers  state of each learning-rate scheduler
     kinds       names of the optimizer's and the schedulers' classes
+    origin      the checkpoint that it was read from
     """
 
     weights: dict[int, dict[str, Tensor]]
@@ -45,6 +47,7 @@ class StageState:
     groups: list[dict[str, Any]] = field(default_factory=list)
     schedulers: list[dict[str, Any]] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
+    origin: str = ""
 
     @property
     def latest(self) -> dict[str, Tensor]:
@@ -112,13 +115,13 @@ class Index:
             raise ValueError(
                 f"{folder} holds no checkpoint ({type(error).__name__}: {error})"
             ) from None
-        if digest != _digest(json.dumps(content).encode()):
+        if digest != _digest_of(content):
             raise ValueError(f"{folder / INDEX} is not as it was written: use another checkpoint")
         return index
 
     def write(self, folder: Path) -> None:
         content = asdict(self)
-        content["digest"] = _digest(json.dumps(content).encode())
+        content["digest"] = _digest_of(content)
         (folder / INDEX).write_text(json.dumps(content, indent=1) + "\n")
 
     def check_fits(self, folder: Path, schedule: Schedule) -> None:
@@ -144,7 +147,7 @@ def index_of(
 ) -> Index:
     """The index of the stages' files in `folder`."""
     whole = segment.whole
-    digests = [_digest(_file(folder, s).read_bytes()) for s in range(len(stages))]
+    digests = [_digest(_file(folder, s)) for s in range(len(stages))]
     names = names_of(stages)
     table, updates = whole.to_csv(), segment.updates
     return Index(segment.end, updates, seed, whole.asynchronous, table, names, ties, digests)
@@ -152,24 +155,27 @@ def index_of(
 
 def save_stage(folder: Path, stage: int, state: StageState) -> None:
     """Write a stage's file. OSError where that is not possible."""
-    content = {f.name: getattr(state, f.name) for f in fields(state)}
+    content = io.BytesIO()
+    torch.save({f.name: getattr(state, f.name) for f in fields(state)}, content)
+    path = _file(folder, stage)
     try:
-        torch.save(content, _file(folder, stage))
-    except (OSError, RuntimeError) as error:
-        raise OSError(f"stage {stage} could not be saved in {folder.parent}: {error}") from error
+        path.write_bytes(content.getbuffer())
+    except OSError as error:  # in a draft, whose name says nothing to the caller
+        target = folder.with_name(folder.name.removeprefix(".").removesuffix(".draft"))
+        raise OSError(error.errno, f"{target} could not be written: {error.strerror}") from None
 
 
 def load_stage(folder: Path, stage: int, index: Index) -> StageState:
     """Read a stage's file. ValueError if it is not as it was written."""
     path = _file(folder, stage)
     try:
-        if _digest(path.read_bytes()) != index.digests[stage]:
+        if _digest(path) != index.digests[stage]:
             raise ValueError("its content was changed")
-        return StageState(**torch.load(path, weights_only=True))
-    except Exception as error:
-        raise ValueError(
-            f"{path} cannot be read ({str(error).splitlines()[0]}): use another checkpoint"
-        ) from None
+        state = StageState(**torch.load(path, weights_only=True))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): use another checkpoint") from None
+    state.origin = str(folder)
+    return state
 
 
 def states_for(
@@ -183,6 +189,11 @@ def states_for(
     if index.names == names_of(stages):
         states = {s: load_stage(folder, s, index) for s in wanted}
     else:
+        if index.asynchronous:
+            raise ValueError(
+                f"{folder} has the weights {_shown(index.names)}, and the model "
+                f"{_shown(names_of(stages))}: without a flush, give the same stages"
+            )
         every = [load_stage(folder, s, index) for s in range(len(index.names))]
         recut = _recut(folder, every, index.ties, stages)
         states = {s: recut[s] for s in wanted}
@@ -193,15 +204,24 @@ def states_for(
             ("buffer", dict(stage.named_buffers()), state.buffers),
         ):
             for name in {**mine, **theirs}:
-                here, there = (
-                    str(tuple(x[name].shape)) if name in x else "missing" for x in (mine, theirs)
-                )
+                here, there = (_kind_of(x.get(name)) for x in (mine, theirs))
                 if here != there or here == "missing":
                     raise ValueError(
                         f"{kind} {name} of stage {s} is {here} in the model and {there} in "
                         f"{folder}: give the same model"
                     )
     return states
+
+
+def _kind_of(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "missing"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _shown(names: Sequence[Sequence[str]]) -> str:
+    """The first names of every stage."""
+    return " | ".join(", ".join(of_stage[:3]) for of_stage in names)
 
 
 def names_of(stages: Sequence[nn.Module]) -> list[list[str]]:
@@ -265,6 +285,14 @@ def kinds_of(optimizer: Any, schedulers: Sequence[Any]) -> list[str]:
     return [type(x).__name__ for x in (optimizer, *schedulers)]
 
 
+def _summary(kinds: Sequence[str], groups: Sequence[Any]) -> str:
+    optimizer, *schedulers = kinds
+    return (
+        f"{optimizer}, {len(groups)} parameter groups and "
+        f"{len(schedulers)} schedulers ({', '.join(schedulers) or 'none'})"
+    )
+
+
 def load_optimizer(
     state: StageState,
     optimizer: Any,
@@ -277,8 +305,8 @@ def load_optimizer(
     kinds = kinds_of(optimizer, schedulers)
     if state.kinds != kinds or len(state.groups) != len(optimizer.param_groups):
         raise ValueError(
-            f"the checkpoint is of {', '.join(state.kinds)} with {len(state.groups)} groups, and "
-            f"the optimizer is {', '.join(kinds)} with {len(optimizer.param_groups)}: give the same"
+            f"{state.origin} was made with {_summary(state.kinds, state.groups)}, and now there are "
+            f"{_summary(kinds, optimizer.param_groups)}: give the same optimizer"
         )
     for name, values in state.optimizer.items():
         weight = weights[name]
@@ -319,8 +347,13 @@ def draft_of(folder: Path | None, first: bool) -> Iterator[Path | None]:
             shutil.rmtree(draft, ignore_errors=True)
 
 
-def _digest(content: bytes) -> str:
-    return sha256(content).hexdigest()
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+def _digest_of(content: dict[str, Any]) -> str:
+    return sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _file(folder: Path, stage: int) -> Path:

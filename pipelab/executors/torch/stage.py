@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import is_dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from pipelab.executors.batches import check_leaves
 from pipelab.executors.stage import Feed, Recipe, Stage
 from pipelab.executors.torch.checkpoint import StageState, load_optimizer, on_cpu
 from pipelab.executors.torch.device import CpuDevice, storages
@@ -126,9 +126,7 @@ class TorchStage(Stage):
     def backward(self, microbatch: int, received: Any) -> Any:
         """Accumulate the weights' gradients; returns the input's."""
         edges, gradients, leaves, count = self._prepare(microbatch, received)
-        if edges:
-            with self._backward_context(microbatch):
-                torch.autograd.backward(edges, gradients)
+        self._accumulate(microbatch, edges, gradients)
         self.finish(microbatch, count)
         return count, [leaf.grad if leaf is not None else None for leaf in leaves]
 
@@ -150,10 +148,8 @@ class TorchStage(Stage):
         """Accumulate the weights' gradients, which `input_grad` left out."""
         edges, gradients, count = self._split.pop(microbatch)
         weights = [p for p in self._read_by(microbatch).values() if p.requires_grad]
-        if edges and weights:
-            self._bind(microbatch)
-            with self._backward_context(microbatch):
-                torch.autograd.backward(edges, gradients, inputs=weights)
+        self._bind(microbatch)
+        self._accumulate(microbatch, edges if weights else [], gradients, weights)
         self.finish(microbatch, count)
 
     def update(self, number: int, received: dict[int, News] | None = None) -> None:
@@ -313,6 +309,20 @@ class TorchStage(Stage):
     def _seed(self, microbatch: int) -> int | None:
         return None if self.feed.seeds is None else self.feed.seeds[microbatch]
 
+    def _accumulate(
+        self, microbatch: int, edges: list, gradients: list, inputs: list | None = None
+    ) -> None:
+        """Add the gradients of these weights (default: all) and of the input to what they have."""
+        if edges:
+            with self._backward_context(microbatch):
+                torch.autograd.backward(edges, gradients, inputs=inputs)
+        for name, p in self._read_by(microbatch).items():
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = None
+                raise ValueError(
+                    f"the gradient of {name} is sparse, which is not supported: use sparse=False"
+                )
+
     def _backward_context(self, microbatch: int) -> Any:
         return self.device.backward_context(self._seed(microbatch))
 
@@ -324,7 +334,7 @@ class TorchStage(Stage):
         with self.device.forward_context(self._seed(microbatch), self.recipe.autocast):
             y = self.module(x)
             if self.feed.targets is None:
-                _check_payload(y)
+                check_leaves(pytree.tree_leaves(y), "a stage's output")
                 return pytree.tree_map_only(Tensor, Tensor.detach, y), y, 0
             value = self.recipe.loss(y, self.feed.targets[microbatch])
         pair = isinstance(value, tuple)
@@ -440,7 +450,7 @@ def _differentiable(value: Any) -> bool:
 
 def _check_mean(mean: Any, output: Any) -> None:
     """ValueError for a loss that no backward can start from."""
-    if not isinstance(mean, Tensor) or mean.numel() != 1:
+    if not isinstance(mean, Tensor) or mean.ndim:
         found = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
         raise ValueError(f"the loss is a {found}: give the mean over the samples, one number")
     graph = any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(output))
@@ -449,15 +459,3 @@ def _check_mean(mean: Any, output: Any) -> None:
             "the loss is detached from the model's output, so that nothing would be trained: "
             "leave out detach(), item() and no_grad() in the loss"
         )
-
-
-def _check_payload(output: Any) -> None:
-    """ValueError for containers whose tensors could not be detached and sent."""
-    for leaf in pytree.tree_leaves(output):
-        unknown = is_dataclass(leaf) or isinstance(leaf, (Mapping, Sequence, Set))
-        if unknown and not isinstance(leaf, (str, bytes, torch.Size)):
-            raise ValueError(
-                f"a stage's output holds a {type(leaf).__name__}, whose tensors would be sent with "
-                "their graph: use tuples, lists, dicts or namedtuples, or register it with "
-                "torch.utils._pytree"
-            )

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -129,7 +130,7 @@ class Trainer:
 
     def arrays(self, by_stage: Sequence[Any]) -> Arrays:
         return {
-            f"{name} of stage {s}": _widen(tensor.detach().cpu()).numpy()
+            f"{name} of stage {s}": _numbers(tensor)
             for s, of_stage in enumerate(by_stage)
             for name, tensor in of_stage.items()
             if isinstance(tensor, Tensor)
@@ -257,6 +258,12 @@ def _lowest(dtypes: Sequence[torch.dtype | None]) -> torch.dtype:
     """The one with the fewest digits; torch's default where there is none."""
     floating = [dtype for dtype in dtypes if dtype is not None and dtype.is_floating_point]
     return max(floating, key=lambda d: torch.finfo(d).eps, default=torch.get_default_dtype())
+
+
+def _numbers(tensor: Tensor) -> np.ndarray:
+    """As float64 or complex128, whatever it is."""
+    wide = _widen(tensor.detach().cpu())
+    return wide.numpy() if wide.is_complex() else wide.double().numpy()
 
 
 def _widen(tensor: Tensor) -> Tensor:
