@@ -252,7 +252,7 @@ def test_autocast_to_bfloat16(backend):
     )
     assert result.check.passed
     assert result.check.ratio < 1.5
-    assert set(seen) == {torch.bfloat16}
+    assert set(seen) == {torch.bfloat16, torch.float64}  # the latter of the reference
     assert result.weights[0]["0.weight"].dtype == torch.float32
     plain = run(schedule, modules, data, F.mse_loss, ADAMW)
     assert result.losses == pytest.approx(plain.losses, rel=3e-2)
@@ -476,7 +476,7 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     with pytest.raises(ValueError, match="was made by another table than pipedream"):
         resume(schedule=make("pipedream", 4, 2, batches=2))
     with pytest.raises(
-        ValueError, match=r"weight 0.weight of stage 0 is \(5, 6\) in the model and \(6, 6\) in"
+        ValueError, match=r"weight 0.weight of stage 0 is float64 \(5, 6\) in the model and float64 \(6, 6\) in"
     ):
         resume(
             modules=[
