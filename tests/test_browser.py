@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from pipelab.bench.jupyter import (
+from jupyter_lab import (
     browser,
     chromium,
     lab,
