@@ -23,14 +23,14 @@ fuzz: .venv/.ready  ## 10,000 random tables through the executor, each against i
 notebooks: .venv/.ready  ## run the lectures and store their outputs
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
 
-bench: .venv/.ready  ## measure and rewrite benchmarks/
-	$(BIN)/pipelab bench simulate --repeats 5 --markdown benchmarks/simulate.md
-	$(BIN)/pipelab bench run --markdown benchmarks/run.md
-	$(BIN)/pipelab bench jax --markdown benchmarks/jax.md
-	$(BIN)/pipelab bench explorer --repeats 9 --markdown benchmarks/explorer.md
+bench: .venv/.ready  ## measure and rewrite the pages in benchmarks/
+	$(BIN)/python benchmarks/simulate.py
+	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/jax_pipelines.py
+	$(BIN)/python benchmarks/explorer.py
 
 images: .venv/.ready  ## draw the pictures in images/ again
-	$(BIN)/python -m pipelab.plot.gallery images
+	$(BIN)/python images/draw.py
 
 clean:  ## remove the environment and caches
 	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,12 +1,16 @@
-"""The reports of `pipelab bench run`, in a tiny size: their structure and relations, no absolute times."""
+"""The scripts in benchmarks/, in tiny sizes: structure and relations, no absolute times."""
 
 import re
 import statistics
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 import tests.jax_setup  # isort: skip  # noqa: F401
-from pipelab.bench import run
+import measure
+import run
 from pipelab.explain import CAUSES
 
 TINY = run.Sizes(
@@ -19,6 +23,10 @@ TINY = run.Sizes(
     parcel=1_000_000,
     timeout=1.0,
 )
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+SCRIPTS = {
+    path.name for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()
+}  # the others are what these share
 GUARD = 30  # seconds within which any fault has to be reported
 
 
@@ -109,7 +117,7 @@ def test_seconds_per_batch_leave_out_the_first():
 
 
 def test_jax_pipelines_side_by_side():
-    from pipelab.bench import jax_pipelines
+    import jax_pipelines
 
     page = jax_pipelines.report(
         1, jax_pipelines.Sizes(width=8, samples=2, devices=2, microbatches=(2, 8), batches=3)
@@ -136,3 +144,59 @@ def test_jax_pipelines_side_by_side():
         4 * kept["worker, gpipe", 2], abs=0.02
     )  # GPipe keeps all micro-batches
     assert kept["worker, pipedream_flush", 8] == kept["worker, pipedream_flush", 2]  # 1F1B keeps p
+
+
+# ---- the scripts
+
+
+def script(name, *arguments):
+    command = [sys.executable, BENCHMARKS / name, *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_make_bench_runs_every_script_and_each_has_its_page():
+    makefile = (BENCHMARKS.parent / "Makefile").read_text()
+    assert set(re.findall(r"python benchmarks/(\w+\.py)", makefile)) == SCRIPTS
+    pages = [
+        re.search(r'main\(report, "(.*?)"', (BENCHMARKS / name).read_text())[1] for name in SCRIPTS
+    ]
+    assert sorted(pages) == sorted(path.name for path in BENCHMARKS.glob("*.md"))
+
+
+def test_the_script_writes_its_page_and_prints_it(tmp_path):
+    file = tmp_path / "page.md"
+    done = script("simulate.py", "--repeats", "1", "--actions", "20000", "--markdown", file)
+    assert done.returncode == 0, done.stderr
+    page = file.read_text()
+    assert done.stdout.endswith(page)  # DeepSpeed logs to standard output when it is imported
+    assert "| pipedream_flush | 16 | 256 | 8,208 |" in page
+    for generator in ("pipelab", "torch.distributed.pipelining", "DeepSpeed TrainSchedule"):
+        assert f"| {generator} |" in page
+
+
+@pytest.mark.parametrize("name", sorted(SCRIPTS))
+def test_every_script_says_what_it_measures(name):
+    done = script(name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "as a Markdown page" in " ".join(done.stdout.split())
+    assert "--repeats" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--repeats", "0"], "repeats=0: give a whole number of at least 1"),
+        (["--repeats", "x"], "invalid int value: 'x'"),
+        (["--markdown", "nowhere/page.md"], "nowhere/page.md: there is no folder nowhere"),
+    ],
+)
+def test_bad_input_ends_before_anything_is_measured(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        measure.main(lambda repeats: pytest.fail("measured"), "page.md", arguments, repeats=1)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_spread_is_the_median_and_the_extremes():
+    assert measure.spread([0.003, 0.001, 0.0025]) == "2.50 (1.00-3.00)"
+    assert measure.spread([3, 1, 2], ".0f", unit=1) == "2 (1-3)"

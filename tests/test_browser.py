@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from pipelab.bench.jupyter import (
+from jupyter_lab import (
     browser,
     chromium,
     lab,
@@ -20,14 +20,21 @@ from pipelab.bench.jupyter import (
 pytestmark = pytest.mark.skipif(chromium() is None, reason="needs Chromium and Playwright")
 
 LECTURES = Path(__file__).parent.parent / "notebooks"
-CELL = "from pipelab.widgets import Explorer\nexplorer = Explorer('gpipe', devices=4, microbatches=8)\nexplorer"
+CELL = """from pipelab.widgets import Explorer
+explorer = Explorer('gpipe', devices=4, microbatches=8)
+explorer"""
 READABLE = 4.5  # contrast of small text, after the Web Content Accessibility Guidelines
 
-# Text of the widget whose contrast with what is behind it is below the least; its colour may let the background through.
+# Text of the widget whose contrast with what is behind it is below the least; its colour may let
+# the background through.
 PALE = """(least) => {
-  const parse = (text) => { const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number); return [r, g, b, a]; };
+  const parse = (text) => {
+    const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number);
+    return [r, g, b, a];
+  };
   const linear = (x) => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
-  const luminance = ([r, g, b]) => 0.2126 * linear(r / 255) + 0.7152 * linear(g / 255) + 0.0722 * linear(b / 255);
+  const luminance = ([r, g, b]) =>
+    0.2126 * linear(r / 255) + 0.7152 * linear(g / 255) + 0.0722 * linear(b / 255);
   const behind = (node) => {
     for (; node; node = node.parentElement) {
       const colour = parse(getComputedStyle(node).backgroundColor);
@@ -43,15 +50,19 @@ PALE = """(least) => {
     return (high + 0.05) / (low + 0.05);
   };
   const text = (node) => node.closest("label:has(:disabled)") ? "" : node.textContent || node.value;
-  const texts = "span, select, input, button, summary, legend, td, th, dd, dt, .error, .frame text, .peaks text";
+  const forms = "span, select, input, button, summary, legend";
+  const texts = `${forms}, td, th, dd, dt, .error, .frame text, .peaks text`;
   return [...document.querySelectorAll(`.pipelab-explorer :is(${texts})`)]
     .filter((node) => node.getClientRects().length && text(node))
     .map((node) => [text(node), contrast(node)]).filter(([, found]) => found < least);
 }"""
 
 # How many nodes stand out of the widget on the right.
-OUTSIDE = """(root) => [...root.querySelectorAll("*")]
-  .filter((node) => node.getBoundingClientRect().right > root.getBoundingClientRect().right + 1).length"""
+OUTSIDE = """(root) => {
+  const right = root.getBoundingClientRect().right;
+  const outside = (node) => node.getBoundingClientRect().right > right + 1;
+  return [...root.querySelectorAll("*")].filter(outside).length;
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +125,8 @@ def measure(page, name):
 def shows(page, name, value):
     """Wait until the table shows a number."""
     page.wait_for_function(
-        """([name, value]) => [...document.querySelectorAll(".measures tr")]
-             .some((row) => row.cells[0].textContent === name && row.cells[1].textContent === value)""",
+        """([name, value]) => [...document.querySelectorAll(".measures tr")].some(
+             ({ cells }) => cells[0].textContent === name && cells[1].textContent === value)""",
         arg=[name, value],
         timeout=10_000,
     )
@@ -200,9 +211,9 @@ def test_pointing_at_actions_by_mouse_and_keys(page, tmp_path):
         page.keyboard.press(key)
     assert about.locator("dt").first.inner_text() == "2F1"
     assert (
-        "its input from 1F1, here at 3; 2F0 before it in its row, done at 3. The last: 1F1 and 2F0, both"
-        in about.inner_text()
-    )
+        "its input from 1F1, here at 3; 2F0 before it in its row, done at 3. "
+        "The last: 1F1 and 2F0, both"
+    ) in about.inner_text()
     assert (
         page.locator("svg .selection rect.needed").count()
         == page.locator("svg .selection rect.needing").count()
@@ -259,7 +270,10 @@ def test_text_is_legible_in_both_themes(theme, folder, address, new_page, tmp_pa
     for width in (1400, 820):
         page.set_viewport_size({"width": width, "height": 1100})
         page.wait_for_function(
-            "document.querySelector('.picture').clientWidth == document.querySelector('.picture svg').clientWidth"
+            """() => {
+              const picture = document.querySelector(".picture");
+              return picture.clientWidth == picture.querySelector("svg").clientWidth;
+            }"""
         )
         page.locator(".pipelab-explorer svg").focus()
         page.keyboard.press("ArrowRight")

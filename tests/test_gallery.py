@@ -1,5 +1,6 @@
-"""The pictures in images/ show what the code draws today, and what is drawn is what the data say."""
+"""The pictures in images/ show what the code draws today, and it draws what the data say."""
 
+import re
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -16,15 +17,26 @@ from matplotlib.colors import to_rgb
 from matplotlib.text import Annotation
 from PIL import Image
 
+import draw
+from draw import PICTURES, alt, fastest, flush_gaps, vgg16
+from files import contents, digest, save
 from pipelab import Costs, Kind, make, plot, simulate
-from pipelab.plot import gallery, style
+from pipelab.plot import style
 from pipelab.plot.diagrams import max_pool, max_pool_backward
-from pipelab.plot.files import contents, digest, save, stored
-from pipelab.plot.gallery import PICTURES, alt, fastest, flush_gaps, vgg16
 from pipelab.plot.versions import buffers
 
 IMAGES = Path(__file__).parent.parent / "images"
 SIX = ("inter_layer", "gpipe", "pipedream", "pipedream_2bw", "pipedream_flush", "interleaved")
+
+
+def stored(path):
+    """The alt text and the digest in a file that `save` wrote."""
+    with Image.open(path) as image:
+        comment = image.info.get("comment", "")
+    text = comment.decode() if isinstance(comment, bytes) else comment
+    match = re.fullmatch(r"(.*) \[([0-9a-f]{16})\]", text, re.S)
+    assert match, f"{path} says nothing about what it shows: draw it with `make images`"
+    return match.groups()
 
 
 def words(ax):
@@ -44,8 +56,9 @@ def boxes(ax, colour=None):
 # ---- the files
 
 
-def test_images_holds_the_gallery_and_nothing_else():
-    assert {path.name for path in IMAGES.iterdir()} == set(PICTURES)
+def test_images_holds_the_pictures_and_their_scripts_and_nothing_else():
+    found = {path.name for path in IMAGES.iterdir() if path.name != "__pycache__"}
+    assert found == {*PICTURES, "draw.py", "files.py"}
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -113,15 +126,16 @@ def test_a_file_says_what_it_shows(tmp_path):
         assert (tmp_path / name).read_bytes() == again
     Image.new("RGB", (2, 2)).save(tmp_path / "plain.png")
     with pytest.raises(
-        ValueError, match=r"plain\.png says nothing about what it shows: draw it with `make images`"
+        AssertionError,
+        match=r"plain\.png says nothing about what it shows: draw it with `make images`",
     ):
         stored(tmp_path / "plain.png")
 
 
 def test_main_draws_into_a_folder(tmp_path, monkeypatch):
     few = {name: PICTURES[name] for name in ("timeline_gpipe.png", "gpipe_microbatches.png")}
-    monkeypatch.setattr(gallery, "PICTURES", few)
-    gallery.main(str(tmp_path / "new"))
+    monkeypatch.setattr(draw, "PICTURES", few)
+    draw.main(tmp_path / "new")
     assert {path.name: stored(path) for path in (tmp_path / "new").iterdir()} == {
         n: stored(IMAGES / n) for n in few
     }

@@ -13,7 +13,7 @@ ROOT = Path(pipelab.__file__).parent
 LAYERS = [
     {"action", "earliest", "text", "schedule", "costs", "timeline"},
     {"schedules", "validate", "simulate", "memory", "theory", "fit", "explain", "partition"},
-    {"executors", "pipeshard", "models", "data", "peers", "plot", "bench"},
+    {"executors", "pipeshard", "models", "data", "peers", "plot"},
     {"widgets", "teach", "cli", "__main__"},
 ]
 LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}

@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from pipelab.plot import gallery
+import draw
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 BOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -125,9 +125,7 @@ def test_every_picture_is_used_with_its_words():
     pages = [c.source for path in BOOKS for c in cells(path, "markdown")]
     used = {name: alt for page in pages for alt, name in PICTURE.findall(page)}
     assert used == {
-        name: alt
-        for name in gallery.PICTURES
-        if (alt := gallery.alt(name)) and name != "overview.png"
+        name: alt for name in draw.PICTURES if (alt := draw.alt(name)) and name != "overview.png"
     }
     assert "](images/overview.png)" in (FOLDER.parent / "README.md").read_text()
 

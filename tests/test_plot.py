@@ -8,10 +8,10 @@ import pytest
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 
+from files import Writer, contents, milliseconds
 from pipelab import Costs, Kind, make, memory, plot, simulate
 from pipelab.plot import style
 from pipelab.plot.animation import state
-from pipelab.plot.files import Writer, contents, milliseconds
 from pipelab.plot.timeline import colour_of
 
 

@@ -64,7 +64,7 @@ def test_make_help_lists_the_targets():
 
 
 def test_a_schedule_is_added_by_one_file(tmp_path):
-    """What the README says, tried on a copy of the package: a new file in schedules/ is found by its name."""
+    """What the README says, on a copy of the package: a new file in schedules/ is found by name."""
     (source,) = re.findall(r"```py\n(.*?)```", README, re.S)
     name = re.search(r"def (\w+)", source)[1]
     shutil.copytree(Path(pipelab.__file__).parent, tmp_path / "pipelab")
@@ -87,7 +87,7 @@ def test_a_schedule_is_added_by_one_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path", ["pipelab", "tests", "notebooks", "benchmarks", "README.md", "Makefile"]
+    "path", ["pipelab", "tests", "notebooks", "benchmarks", "images", "README.md", "Makefile"]
 )
 def test_no_path_of_a_machine(path):
     kinds = (".py", ".ipynb", ".md")

@@ -1,6 +1,7 @@
-"""Pictures of timelines, memory and bubbles. Each takes `ax=None` and returns the Axes; none shows or saves anything.
+"""Pictures of timelines, memory and bubbles.
 
-`animation` returns matplotlib's FuncAnimation instead. The course's pictures are drawn from these by `pipelab.plot.gallery`.
+Each takes `ax=None` and returns the Axes, or for `animation` matplotlib's FuncAnimation. They
+neither show nor save anything. The course's pictures in images/ are drawn from these.
 """
 
 from pipelab.plot.animation import animation

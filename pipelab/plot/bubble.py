@@ -34,57 +34,35 @@ def bubble(
     costs: Costs | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """The bubble of the named schedules while one size varies: dots are simulated, lines are the closed form.
+    """The bubble of the named schedules while one size varies.
 
-    `definition` is one of of_total, over_ideal and of_span; the axis names it. The model stays the same when `virtual`
-    varies: its work is divided among the chunks. The closed form is left out with `costs` (it has equal stages and no
-    transfer) and for a schedule that `theory` does not have.
+    Dots are simulated, lines are the closed form. `definition` is one of of_total, over_ideal and
+    of_span; the axis names it. The model stays the same when `virtual` varies: its work is divided
+    among the chunks. The closed form is left out with `costs` (it has equal stages and no transfer)
+    and for a schedule that `theory` does not have.
     """
     if definition not in DEFINITIONS:
         raise ValueError(f"definition={definition!r}: use one of {', '.join(DEFINITIONS)}")
     if over not in LABELS:
         raise ValueError(f"over={over!r}: use one of {', '.join(LABELS)}")
     ax, values = style.axes(ax, 7, 3.2), list(values)
+    sizes = {"microbatches": microbatches, "devices": devices, "virtual": virtual}
     for name, colour in zip(names, style.LINES, strict=False):
         theory = THEORY.get(name) if costs is None and definition != "of_span" else None
-        dots, line = [], []
+        simulated, formula = [], {}
         for value in values:
-            size = {
-                "devices": devices,
-                "microbatches": microbatches,
-                "virtual": virtual,
-                over: value,
-            }
-            p, m, v = (
-                size["devices"],
-                size["microbatches"],
-                size["virtual"] if name == "interleaved" else 1,
-            )
-            dots.append(
-                getattr(
-                    simulate(make(name, p, m, virtual=v), (costs or Costs()).split(v)).bubble,
-                    definition,
-                )
-            )
+            m, p, v = (sizes | {over: value}).values()
+            if name != "interleaved":
+                v = 1
+            timeline = simulate(make(name, p, m, virtual=v), (costs or Costs()).split(v))
+            simulated.append(getattr(timeline.bubble, definition))
             if theory and (v == 1 or m % p == 0):
-                line.append(
-                    (
-                        value,
-                        theory.over_ideal(p, m, v, 1)
-                        if definition == "over_ideal"
-                        else theory.of_total(p, m, v),
-                    )
-                )
-        ax.plot(values, dots, "o", color=colour, ms=4.5, label=f"{name}, simulated", zorder=3)
-        if theory:
-            formula = theory.bubble.formula if definition == "over_ideal" else theory.share
-            ax.plot(
-                *zip(*line, strict=True),
-                color=colour,
-                lw=1.2,
-                alpha=0.7,
-                label=f"closed form: {formula}",
-            )
+                formula[value] = getattr(theory, definition)(p, m, v, 1)
+        ax.plot(values, simulated, "o", color=colour, ms=4.5, label=f"{name}, simulated", zorder=3)
+        if theory and formula:
+            words = theory.bubble.formula if definition == "over_ideal" else theory.share
+            line = list(formula), list(formula.values())
+            ax.plot(*line, color=colour, lw=1.2, alpha=0.7, label=f"closed form: {words}")
     ax.set_xlabel(LABELS[over])
     ax.set_ylabel(DEFINITIONS[definition])
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))

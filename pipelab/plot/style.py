@@ -1,23 +1,32 @@
-"""Colours and axes that all pictures share: the papers' colours from the Okabe-Ito palette, safe for the colour-blind."""
+"""What all pictures share: colours, axes, and the few shapes that they are made of.
+
+The colours are the papers', from the Okabe-Ito palette, which is safe for the colour-blind.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import matplotlib.pyplot as plt
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
+from matplotlib.patches import Rectangle
+from matplotlib.text import Text
 
 from pipelab.action import Kind
 
-BLUE, GREEN, ORANGE, SKY, RED, PINK, YELLOW, GREY = (
-    "#0072B2",
-    "#009E73",
-    "#E69F00",
-    "#56B4E9",
-    "#D55E00",
-    "#CC79A7",
-    "#F0E442",
-    "#4D4D4D",
-)
+Colour = str | tuple[float, float, float]
+
+BLUE = "#0072B2"
+GREEN = "#009E73"
+ORANGE = "#E69F00"
+SKY = "#56B4E9"
+RED = "#D55E00"
+PINK = "#CC79A7"
+YELLOW = "#F0E442"
+GREY = "#4D4D4D"
 KINDS = {
     Kind.F: BLUE,
     Kind.B: GREEN,
@@ -47,19 +56,32 @@ CAUSES = {
 }
 LINES = (BLUE, ORANGE, GREEN, PINK, RED, SKY, GREY)
 
+SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes"))
 
-def lighter(colour: str, share: float) -> tuple[float, float, float]:
+
+def lighter(colour: Colour, share: float) -> tuple[float, float, float]:
     """The colour mixed with `share` of white."""
     r, g, b = (c + (1 - c) * share for c in to_rgb(colour))
     return r, g, b
 
 
-def ink(colour: tuple[float, float, float] | str) -> str:
+def version_colour(version: int, share: float) -> tuple[float, float, float]:
+    """A weight version's colour, mixed with `share` of white."""
+    return lighter(LINES[version % len(LINES)], share)
+
+
+def ink(colour: Colour) -> str:
     """Black or white, whichever is easier to read on the colour."""
+    # The relative luminance of the Web Content Accessibility Guidelines.
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
-    return (
-        "black" if 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.22 else "white"
-    )
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "black" if luminance > 0.22 else "white"
+
+
+def scale_of(largest: float, units: tuple[tuple[float, str], ...]) -> tuple[float, str]:
+    """The largest unit that `largest` reaches, as (factor, name)."""
+    return next(((f, name) for f, name in units if largest >= f), units[-1])
 
 
 def axes(ax: Axes | None, width: float = 10.0, height: float = 3.0) -> Axes:
@@ -70,10 +92,72 @@ def axes(ax: Axes | None, width: float = 10.0, height: float = 3.0) -> Axes:
     return ax
 
 
-def scale_of(largest: float, units: tuple[tuple[float, str], ...]) -> tuple[float, str]:
-    """The largest unit that `largest` reaches, as (factor, name)."""
-    return next(((f, name) for f, name in units if largest >= f), units[-1])
+def lanes(ax: Axes, at: Sequence[float], names: Sequence[str], size: float = 9.0) -> None:
+    """Name the lanes on the left, without ticks or a line."""
+    ax.set_yticks(at, names, fontsize=size)
+    ax.tick_params(axis="y", length=0)
+    ax.spines["left"].set_visible(False)
 
 
-SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes"))
+def title(ax: Axes, text: str) -> None:
+    """A title above the left end."""
+    ax.set_title(text, loc="left", fontsize=10)
+
+
+def legend(
+    ax: Axes, handles: Sequence[Artist] | None = None, size: float = 8.0, **look: Any
+) -> None:
+    """A legend in one row above the right end: of the handles, or of all that has a label."""
+    if handles is None:
+        handles = ax.get_legend_handles_labels()[0]
+    ax.legend(
+        handles=handles,
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=max(len(handles), 1),
+        fontsize=size,
+        frameon=False,
+        borderaxespad=0.1,
+        **look,
+    )
+
+
+def box(
+    ax: Axes,
+    corner: tuple[float, float],
+    width: float,
+    height: float,
+    colour: Colour,
+    edge: Colour = "white",
+    text: str = "",
+    size: float = 9.0,
+    **look: Any,
+) -> Rectangle:
+    """A rectangle from its corner with the smallest coordinates; text stands in its middle."""
+    patch = Rectangle(corner, width, height, facecolor=colour, edgecolor=edge, **look)
+    ax.add_patch(patch)
+    if text:
+        x, y = patch.get_center()
+        label(ax, x, y, text, size, colour)
+    return patch
+
+
+def label(
+    ax: Axes, x: float, y: float, text: str, size: float, on: Colour = "white", **look: Any
+) -> Text:
+    """Text in the middle of something that has the colour `on`."""
+    centred: dict[str, Any] = {"ha": "center", "va": "center", "color": ink(on)}
+    return ax.text(x, y, text, fontsize=size, **centred | look)
+
+
+def arrow(
+    ax: Axes,
+    start: tuple[float, float],
+    end: tuple[float, float],
+    colour: Colour,
+    width: float,
+    **look: Any,
+) -> None:
+    """An arrow that touches both points."""
+    look |= {"arrowstyle": "-|>", "color": colour, "lw": width, "shrinkA": 0, "shrinkB": 0}
+    ax.annotate("", end, start, arrowprops=look)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Collection, Mapping
+from typing import Any, cast
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from pipelab.action import Kind
 from pipelab.plot import style
+from pipelab.plot.style import Colour
 from pipelab.timeline import Timeline
 
 LANE = 0.86  # of the room between two lanes
 FONT, SMALLEST = 8.0, 4.5  # points
+MOST_NAMES = 16  # of devices, beside a timeline; of more every second, third, ... is named
 
 
 def timeline(
@@ -27,16 +30,20 @@ def timeline(
     end: float | None = None,
     by_version: bool = False,
 ) -> Axes:
-    """One timeline. Blue forward, green backward; a later chunk of the model in a lighter shade; numbers are micro-batches.
+    """One timeline: blue forwards, green backwards; the numbers are micro-batches.
 
-    `by_version` colours actions by the weight version that they read, forwards lighter than backwards. `end` extends the
-    time axis, so that several pictures compare. `t.summary()` says the same in words.
+    A later chunk of the model has a lighter shade. `by_version` colours actions by the weight
+    version that they read, forwards lighter than backwards. `end` extends the time axis, so that
+    several pictures compare. `t.summary()` says the same in words.
     """
     ax = style.axes(ax, height=0.9 + 0.38 * t.schedule.devices)
-    _frame(ax, [t], [""], end, _version_legend(t) if by_version else None)
-    _lanes(ax, t, 0, _version_colours(t) if by_version else None)
-    default = f"{t.schedule.name}, {t.source}" if by_version else _title(t)
-    ax.set_title(default if title is None else title, loc="left", fontsize=10)
+    _draw(ax, {"": t}, end, by_version)
+    if title is None:
+        title = f"{t.schedule.name}, {t.source}"
+        if not by_version:
+            b = t.bubble
+            title += f": idle {b.of_total:.1%} of total time, {b.over_ideal:.1%} over ideal"
+    style.title(ax, title)
     return ax
 
 
@@ -44,79 +51,17 @@ def timelines(items: dict[str, Timeline], ax: Axes | None = None, *, title: str 
     """Several timelines on one time axis, one above the other; each starts at its own zero.
 
     >>> from pipelab import make, simulate
-    >>> ax = timelines({"predicted": simulate(make("gpipe", 2, 2)), "again": simulate(make("gpipe", 2, 2))})
+    >>> t = simulate(make("gpipe", 2, 2))
+    >>> ax = timelines({"predicted": t, "again": t})
     """
     lanes = sum(t.schedule.devices + 1 for t in items.values())
     ax = style.axes(ax, height=0.7 + 0.36 * lanes)
-    _frame(ax, list(items.values()), list(items), None)
-    top = 0.0
-    for t in items.values():
-        _lanes(ax, t, top)
-        top += t.schedule.devices + 1
-    ax.set_title(title, loc="left", fontsize=10)
+    _draw(ax, items)
+    style.title(ax, title)
     return ax
 
 
-def _title(t: Timeline) -> str:
-    b = t.bubble
-    return f"{t.schedule.name}, {t.source}: idle {b.of_total:.1%} of total time, {b.over_ideal:.1%} over ideal"
-
-
-def _frame(
-    ax: Axes,
-    items: Sequence[Timeline],
-    names: Sequence[str],
-    end: float | None,
-    legend: list[Patch] | None = None,
-) -> None:
-    longest = max([t.makespan for t in items] + [end or 0])
-    measured = any(t.source == "measured" for t in items)
-    factor, unit = style.scale_of(longest, style.SECONDS) if measured or longest < 1 else (1.0, "")
-    ax.set_xlim(0, longest * 1.002 or 1)
-    ax.xaxis.set_major_formatter(lambda x, _: f"{x / factor:g}")
-    ax.set_xlabel(f"time ({unit})" if unit else "time")
-    ticks, labels, top = [], [], 0.0
-    for t, name in zip(items, names, strict=True):
-        p = t.schedule.devices
-        step = max(1, p // 16)
-        ticks += [top + d for d in range(0, p, step)]
-        labels += [f"device {d}" for d in range(0, p, step)]
-        if name:
-            ax.text(0, top - 0.56, name, fontsize=9, fontweight="bold", va="bottom")
-        top += p + 1
-    ax.set_ylim(top - 1.45, -0.55 - bool(names[0]) * 0.55)
-    ax.set_yticks(ticks, labels, fontsize=FONT)
-    ax.tick_params(axis="y", length=0)
-    ax.spines["left"].set_visible(False)
-    if legend is None:
-        legend = _kind_legend(items)
-    ax.legend(
-        handles=legend,
-        loc="lower right",
-        bbox_to_anchor=(1, 1),
-        ncols=len(legend),
-        fontsize=FONT,
-        frameon=False,
-        borderaxespad=0.1,
-        handlelength=1.2,
-        columnspacing=1.2,
-    )
-
-
-def _kind_legend(items: Sequence[Timeline]) -> list[Patch]:
-    kinds = sorted(
-        {int(k) for t in items for k in np.unique(t.kind)} - {Kind.RECV_F, Kind.SEND_B, Kind.RECV_B}
-    )
-    patches = [Patch(color=style.KINDS[Kind(k)], label=style.NAMES[Kind(k)]) for k in kinds]
-    if (chunks := max(-(-t.schedule.stages // t.schedule.devices) for t in items)) > 1:
-        patches.append(
-            Patch(
-                color=style.lighter(style.KINDS[Kind.F], 0.55),
-                label=f"lighter: later chunk of {chunks}",
-            )
-        )
-    patches.append(Patch(facecolor="white", edgecolor="#b0b0b0", hatch="////", label="idle"))
-    return patches
+# ---- what other pictures use
 
 
 def colour_of(kind: Kind, stage: int, devices: int, stages: int) -> tuple[float, float, float]:
@@ -125,78 +70,138 @@ def colour_of(kind: Kind, stage: int, devices: int, stages: int) -> tuple[float,
     return style.lighter(style.KINDS[kind], 0.55 * (stage // devices) / max(chunks - 1, 1))
 
 
-def _version_colours(t: Timeline) -> list:
-    shade = {Kind.F: 0.6, Kind.U: 0.0}
-    colours = [
-        style.lighter(style.LINES[v % len(style.LINES)], shade.get(Kind(k), 0.25))
-        for v, k in zip(t.version, t.kind, strict=True)
-    ]
-    return [style.KINDS[Kind.U] if k == Kind.U else c for c, k in zip(colours, t.kind, strict=True)]
+def chunks_of(items: Collection[Timeline]) -> int:
+    """The most chunks of the model on a device."""
+    return max(-(-t.schedule.stages // t.schedule.devices) for t in items)
 
 
-def _version_legend(t: Timeline) -> list[Patch]:
-    versions = sorted({int(v) for v, k in zip(t.version, t.kind, strict=True) if k <= Kind.W})
-    return [
-        Patch(color=style.lighter(style.LINES[v % len(style.LINES)], 0.25), label=f"version {v}")
-        for v in versions[:8]
-    ]
+def kinds_of(items: Collection[Timeline]) -> list[Kind]:
+    """The kinds of actions that a legend names; one name stands for all transfers."""
+    return [kind for kind in style.NAMES if any((t.kind == kind).any() for t in items)]
 
 
-def _lanes(ax: Axes, t: Timeline, top: float, colours: list | None = None) -> None:
-    s, zero = t.schedule, float(t.start.min())
-    for d in range(s.devices):
-        ax.add_patch(
-            Rectangle(
-                (0, top + d - LANE / 2),
-                t.makespan,
-                LANE,
-                facecolor="white",
-                edgecolor="#c8c8c8",
-                hatch="////",
-                lw=0,
-            )
-        )
-    start, end, row = t.start - zero, t.end - zero, top + t.device
-    if colours is None:
-        colours = [
-            colour_of(Kind(k), int(stage), s.devices, s.stages)
-            for k, stage in zip(t.kind, t.stage, strict=True)
-        ]
-    low, high = row - LANE / 2, row + LANE / 2
-    boxes = np.stack(
-        [np.column_stack(c) for c in ((start, low), (start, high), (end, high), (end, low))], axis=1
-    )
-    points = _points_per_second(ax)
-    widths = {k: float(np.median((end - start)[t.kind == k])) * points for k in np.unique(t.kind)}
-    edge = 0.6 if widths.get(Kind.F, 0) > 3 else 0  # white edges would wash thin boxes out
-    ax.add_collection(
-        PolyCollection(list(boxes), facecolors=colours, edgecolors="white", linewidths=edge)
-    )
-    for i in np.flatnonzero((t.kind == Kind.U) & ((end - start) * points < 1.2)):
-        ax.plot(
-            [end[i]] * 2,
-            [low[i], high[i]],
-            color=style.KINDS[Kind.U],
-            lw=1.2,
-            solid_capstyle="butt",
-        )
-    digits = len(str(s.total - 1))
-    for k, width in widths.items():
-        size = min(FONT, width / (0.68 * digits))  # all numbers of a kind, or none
-        for i in np.flatnonzero(t.kind == k) if k <= Kind.W and size >= SMALLEST else ():
-            ax.text(
-                (start[i] + end[i]) / 2,
-                row[i],
-                str(t.microbatch[i]),
-                ha="center",
-                va="center_baseline",
-                fontsize=size,
-                color=style.ink(colours[i]),
-            )
+def spans(t: Timeline) -> tuple[np.ndarray, np.ndarray]:
+    """When each action starts and ends, from the timeline's own zero."""
+    zero = t.start.min()
+    return t.start - zero, t.end - zero
 
 
-def _points_per_second(ax: Axes) -> float:
-    """Points (1/72 inch) on paper for a unit of the time axis, before the layout takes room for labels."""
+def bar(
+    ax: Axes,
+    row: float,
+    start: float,
+    end: float,
+    colour: Colour,
+    edge: Colour = "white",
+    **look: Any,
+) -> Rectangle:
+    """A box in a lane."""
+    return style.box(ax, (start, row - LANE / 2), end - start, LANE, colour, edge, **look)
+
+
+def idle(ax: Axes, row: float, end: float) -> Rectangle:
+    """The hatched background of a lane: what stays of it is idle time."""
+    return bar(ax, row, 0, end, "white", "#c8c8c8", hatch="////", lw=0)
+
+
+def instant(ax: Axes, row: float, time: float, colour: Colour, width: float) -> Line2D:
+    """A line across a lane: an action that takes no time."""
+    y = row - LANE / 2, row + LANE / 2
+    (line,) = ax.plot([time, time], y, color=colour, lw=width, solid_capstyle="butt")
+    return line
+
+
+def points_per_unit(ax: Axes) -> float:
+    """Points (1/72 inch) of paper for a unit of the time axis, before labels take their room."""
     a, b = ax.get_xlim()
     figure = cast(Figure, ax.get_figure(root=True))
     return float(figure.get_size_inches()[0] * 72 * ax.get_position().width / (b - a))
+
+
+# ---- the parts of a timeline
+
+
+def _draw(
+    ax: Axes, items: Mapping[str, Timeline], end: float | None = None, by_version: bool = False
+) -> None:
+    """All of the picture but its title."""
+    longest = max(end or 0, *(t.makespan for t in items.values()))
+    factor, unit = 1.0, ""
+    if longest < 1 or any(t.source == "measured" for t in items.values()):
+        factor, unit = style.scale_of(longest, style.SECONDS)
+    ax.set_xlim(0, longest * 1.002 or 1)
+    ax.xaxis.set_major_formatter(lambda x, _: f"{x / factor:g}")
+    ax.set_xlabel(f"time ({unit})" if unit else "time")
+    tops, ticks, names, top = [], [], [], 0
+    for name, t in items.items():
+        tops.append(top)
+        shown = range(0, t.schedule.devices, max(1, t.schedule.devices // MOST_NAMES))
+        ticks += [top + d for d in shown]
+        names += [f"device {d}" for d in shown]
+        if name:
+            ax.text(0, top - 0.56, name, fontsize=9, fontweight="bold", va="bottom")
+        top += t.schedule.devices + 1
+    ax.set_ylim(top - 1.45, -1.1 if next(iter(items)) else -0.55)  # room for the first name
+    style.lanes(ax, ticks, names, FONT)
+    handles = _version_legend(items.values()) if by_version else _kind_legend(items.values())
+    style.legend(ax, handles, FONT, handlelength=1.2, columnspacing=1.2)
+    for top, t in zip(tops, items.values(), strict=True):
+        _lanes(ax, t, top, _version_colours(t) if by_version else _kind_colours(t))
+
+
+def _kind_legend(items: Collection[Timeline]) -> list[Patch]:
+    patches = [Patch(color=style.KINDS[k], label=style.NAMES[k]) for k in kinds_of(items)]
+    if (chunks := chunks_of(items)) > 1:
+        shade = style.lighter(style.KINDS[Kind.F], 0.55)
+        patches.append(Patch(color=shade, label=f"lighter: later chunk of {chunks}"))
+    patches.append(Patch(facecolor="white", edgecolor="#b0b0b0", hatch="////", label="idle"))
+    return patches
+
+
+def _kind_colours(t: Timeline) -> list[Colour]:
+    s = t.schedule
+    return [
+        colour_of(Kind(kind), int(stage), s.devices, s.stages)
+        for kind, stage in zip(t.kind, t.stage, strict=True)
+    ]
+
+
+def _version_legend(items: Collection[Timeline]) -> list[Patch]:
+    versions = np.unique(np.concatenate([t.version[t.kind <= Kind.W] for t in items]))
+    return [Patch(color=style.version_colour(v, 0.25), label=f"version {v}") for v in versions[:8]]
+
+
+def _version_colours(t: Timeline) -> list[Colour]:
+    return [
+        style.KINDS[Kind.U]
+        if kind == Kind.U
+        else style.version_colour(version, 0.6 if kind == Kind.F else 0.25)
+        for kind, version in zip(t.kind, t.version, strict=True)
+    ]
+
+
+def _lanes(ax: Axes, t: Timeline, top: int, colours: list[Colour]) -> None:
+    """The lanes of a timeline, the first one at `top`, with a box per action."""
+    for d in range(t.schedule.devices):
+        idle(ax, top + d, t.makespan)
+    (start, end), row = spans(t), top + t.device
+    low, high = row - LANE / 2, row + LANE / 2
+    corners = np.array([(start, low), (start, high), (end, high), (end, low)])
+    points = (end - start) * points_per_unit(ax)
+    widths = {kind: float(np.median(points[t.kind == kind])) for kind in np.unique(t.kind)}
+    edge = 0.6 if widths.get(Kind.F, 0) > 3 else 0  # white edges would wash thin boxes out
+    boxes = corners.transpose(2, 0, 1)  # corner, x and y, action -> action, corner, x and y
+    ax.add_collection(
+        PolyCollection(list(boxes), facecolors=colours, edgecolors="white", linewidths=edge)
+    )
+    for i in np.flatnonzero((t.kind == Kind.U) & (points < 1.2)):
+        instant(ax, row[i], end[i], style.KINDS[Kind.U], 1.2)
+    # Numbers in all boxes of a kind or in none of them.
+    digits = len(str(t.schedule.total - 1))
+    for kind, width in widths.items():
+        size = min(FONT, width / (0.68 * digits))
+        if kind > Kind.W or size < SMALLEST:
+            continue
+        for i in np.flatnonzero(t.kind == kind):
+            middle, number = (start[i] + end[i]) / 2, str(t.microbatch[i])
+            style.label(ax, middle, row[i], number, size, colours[i], va="center_baseline")

@@ -1,4 +1,4 @@
-"""What the explorer's picture is drawn from: numbers in columns and text, all that the browser is told."""
+"""What the explorer's picture is drawn from: numbers in columns, and text, for the browser."""
 
 from __future__ import annotations
 
@@ -14,23 +14,10 @@ from pipelab.action import Kind
 from pipelab.explain import parts
 from pipelab.memory import CAUSES, Memory
 from pipelab.plot import style
-from pipelab.plot.timeline import colour_of
+from pipelab.plot.timeline import chunks_of, colour_of, kinds_of
 from pipelab.timeline import Timeline
 
-COLUMNS = (
-    "start",
-    "end",
-    "there",
-    "stage",
-    "kind",
-    "microbatch",
-    "version",
-    "colour",
-    "source",
-    "taker",
-    "cause",
-)
-BOTH = -2
+BOTH = -2  # as a cause: the input and the action before came at the same time
 HINTS = {
     "makespan": "from the first start to the last end",
     "ideal": "compute of the busiest device: no order is faster",
@@ -45,28 +32,21 @@ KINDS = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.U)
 
 
 def drawing(items: Sequence[tuple[Timeline, Memory]]) -> dict[str, Any]:
-    """The whole picture: timelines on one axis that ends at `end`, their memory up to `memory`, a table of numbers."""
-    levels = [[m.over_time(d) for d in range(m.devices)] for _, m in items]
-    held = [np.array([_peak(level) for _, level in devices]) for devices in levels]  # device, cause
-    shown = np.flatnonzero(
-        [
-            any(level[c].any() for devices in levels for _, level in devices)
-            for c in range(len(CAUSES))
-        ]
-    )
-    largest = max(float(h.sum(axis=1).max()) for h in held)
-    numbers = [_numbers(t, h, shown) for (t, _), h in zip(items, held, strict=True)]
-    chunks = max(_chunks(t) for t, _ in items)
-    kinds = [k for k in KINDS if any((t.kind == k).any() for t, _ in items)]
+    """The whole picture: timelines on one axis, their memory, a table of numbers."""
+    timelines = [t for t, _ in items]
+    held = [np.array([list(m.at_peak(d).values()) for d in range(m.devices)]) for _, m in items]
+    shown = [c for c in range(len(CAUSES)) if any(m.change[m.cause == c].any() for _, m in items)]
+    numbers = [_numbers(t, h, shown) for t, h in zip(timelines, held, strict=True)]
+    chunks = chunks_of(timelines)
     return {
-        "end": max(t.makespan for t, _ in items),
-        "memory": largest,
+        "end": max(t.makespan for t in timelines),
+        "memory": max(float(h.sum(axis=1).max()) for h in held),
         "timelines": [
             _timeline(t) | _memory(m, h, shown) for (t, m), h in zip(items, held, strict=True)
         ],
-        "letters": [k.name for k in Kind],
-        "names": [style.NAMES.get(k, "") for k in Kind],
-        "legend": [[style.NAMES[k], style.KINDS[k]] for k in kinds],
+        "letters": [kind.name for kind in Kind],
+        "names": [style.NAMES.get(kind, "") for kind in Kind],
+        "legend": [[style.NAMES[kind], style.KINDS[kind]] for kind in kinds_of(timelines)],
         "lighter": f"lighter: later of {chunks} chunks" if chunks > 1 else "",
         "causes": [[CAUSES[c], style.CAUSES[CAUSES[c]]] for c in shown],
         "numbers": [
@@ -80,36 +60,36 @@ def _timeline(t: Timeline) -> dict[str, Any]:
 
     there   when the action's input was on its device (-1: it takes none)
     colour  an index into `colours`, pairs of a box's colour and its number's
-    source, taker, cause  indices of actions, or -1: whose output it takes, which one takes its, and for which of its
-                          input and the action before it in the row it waited, the one that came last (BOTH at a time: -2)
+    source, taker  indices of actions, or -1: whose output it takes, and which one takes its own
+    cause   for which of its input and the action before it in the row it waited: the index of the
+            one that came last, BOTH, or -1
     """
     s = t.schedule
-    chunks = _chunks(t)
+    chunks = chunks_of([t])
     before = np.arange(len(t.start)) - 1
     before[[a for a, b in pairwise(s.bounds) if b > a]] = -1
     part = parts(t)
     there = np.where(s.inputs >= 0, t.end[s.inputs] + part.delay, -1)
     done = np.where(before >= 0, t.end[before], 0)
     tie = (s.inputs >= 0) & (before >= 0) & (abs(there - done) <= 1e-9 * t.makespan)
-    cause = np.where(tie, BOTH, np.where(part.fed, s.inputs, before))
+    columns = {
+        "start": t.start,
+        "end": t.end,
+        "there": there,
+        "stage": t.stage,
+        "kind": t.kind,
+        "microbatch": t.microbatch,
+        "version": t.version,
+        "colour": t.kind * chunks + t.stage // s.devices,
+        "source": s.inputs,
+        "taker": s.takers,
+        "cause": np.where(tie, BOTH, np.where(part.fed, s.inputs, before)),
+    }
     colours = [
-        to_hex(colour_of(k, c * s.devices, s.devices, s.stages))
-        for k in KINDS
-        for c in range(chunks)
+        to_hex(colour_of(kind, chunk * s.devices, s.devices, s.stages))
+        for kind in KINDS
+        for chunk in range(chunks)
     ]
-    columns = (
-        t.start,
-        t.end,
-        there,
-        t.stage,
-        t.kind,
-        t.microbatch,
-        t.version,
-        t.kind * chunks + t.stage // s.devices,
-        s.inputs,
-        s.takers,
-        cause,
-    )
     return {
         "name": s.name,
         "summary": t.summary(),
@@ -117,13 +97,13 @@ def _timeline(t: Timeline) -> dict[str, Any]:
         "bounds": s.bounds,
         "digits": len(str(s.total - 1)),
         "colours": [[colour, style.ink(colour)] for colour in colours],
-        "columns": COLUMNS,
-        "data": _packed(columns),
+        "columns": list(columns),
+        "data": _packed(columns.values()),
     }
 
 
-def _memory(m: Memory, held: np.ndarray, shown: np.ndarray) -> dict[str, Any]:
-    """Memory over time: a row of times, then for each shown cause a row of bytes up to and with it, device after device."""
+def _memory(m: Memory, held: np.ndarray, shown: list[int]) -> dict[str, Any]:
+    """Memory over time, device after device: times, then bytes up to and with each shown cause."""
     bounds, blocks = [0], []
     for time, level in map(m.settled, range(m.devices)):
         blocks.append(np.vstack([time, np.cumsum(level[shown], axis=0)]))
@@ -131,42 +111,30 @@ def _memory(m: Memory, held: np.ndarray, shown: np.ndarray) -> dict[str, Any]:
     return {
         "steps": _packed(np.hstack(blocks)),
         "step_bounds": bounds,
-        "peaks": [_bytes(x) for x in held.sum(axis=1)],
+        "peaks": [_bytes(total) for total in held.sum(axis=1)],
     }
 
 
-def _peak(level: np.ndarray) -> np.ndarray:
-    """What fills a device at the moment of its peak, per cause."""
-    return level[:, np.argmax(level.sum(axis=0))] if level.size else np.zeros(len(CAUSES))
+def _packed(rows: Iterable[np.ndarray]) -> str:
+    """Single-precision numbers as text, which a saved notebook restores like any other value."""
+    return base64.b64encode(np.stack(list(rows)).astype("<f4").tobytes()).decode()
 
 
-def _chunks(t: Timeline) -> int:
-    return -(-t.schedule.stages // t.schedule.devices)
-
-
-def _packed(columns: Iterable[np.ndarray]) -> str:
-    """Rows of single-precision numbers in base64: text, so that a saved notebook restores it like any other value."""
-    return base64.b64encode(np.stack(list(columns)).astype("<f4").tobytes()).decode()
-
-
-def _numbers(t: Timeline, held: np.ndarray, shown: np.ndarray) -> dict[str, str]:
-    """The table beside the picture: label -> text; what the fullest device's memory is made of has no hint."""
-    b, fullest = t.bubble, int(np.argmax(held.sum(axis=1)))
+def _numbers(t: Timeline, held: np.ndarray, shown: list[int]) -> dict[str, str]:
+    """The table beside the picture: label -> text, last what the fullest device's memory holds."""
     total = held.sum(axis=1)
+    fullest = int(np.argmax(total))
     of_device = f" on device {fullest}" if (total < total[fullest]).any() else ""
-    memory = {
-        "peak memory": _bytes(held[fullest].sum()) + of_device,
-        **{CAUSES[c]: _bytes(held[fullest, c]) for c in shown},
-    }
     return {
         "makespan": f"{t.makespan:.5g}",
         "ideal": f"{t.ideal:.5g}",
-        "bubble of total": f"{b.of_total:.1%}",
-        "bubble over ideal": f"{b.over_ideal:.1%}",
-        "bubble of span": f"{b.of_span:.1%}",
+        "bubble of total": f"{t.bubble.of_total:.1%}",
+        "bubble over ideal": f"{t.bubble.over_ideal:.1%}",
+        "bubble of span": f"{t.bubble.of_span:.1%}",
         "peak in flight": _per_device(t.peak_in_flight),
         "weight versions": _per_device(t.weight_versions),
-        **memory,
+        "peak memory": _bytes(total[fullest]) + of_device,
+        **{CAUSES[c]: _bytes(held[fullest, c]) for c in shown},
     }
 
 

@@ -1,4 +1,4 @@
-"""The schedule explorer: change a schedule, its sizes and its costs, and see the timeline that follows."""
+"""The schedule explorer: change a schedule, its sizes and its costs, and see its timeline."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from pipelab.widgets.drawing import drawing
 SIZES = ("devices", "microbatches", "virtual", "batches")
 SECONDS = ("forward", "input_grad", "weight_grad", "update", "transfer")
 BYTES = ("weights", "optimizer", "activations", "boundary")
-COSTS = Costs(
-    weights=2, optimizer=4, activations=1, boundary=0.25
-)  # sizes that let every cause of memory be seen
+# Sizes that let every cause of memory be seen.
+COSTS = Costs(weights=2, optimizer=4, activations=1, boundary=0.25)
+MODES = {mode.value: mode for mode in Recompute}
 LARGEST = 100_000  # actions; what a browser still draws in about a second
 MOST = 1e15  # seconds or bytes; beyond, sums come near what single precision holds
 
@@ -46,15 +46,17 @@ def buildable(name: str) -> bool:
 
 
 class Explorer(anywidget.AnyWidget):
-    """A schedule's simulated timeline with everything it depends on under the reader's hands, alone or beside another's.
+    """A schedule's simulated timeline, with a form for everything it depends on.
 
-    name, devices, microbatches, virtual, batches  what `pipelab.make` takes; `virtual` counts where there are chunks
-    costs    of one device's whole share of the model: with v chunks each has 1/v of it (`Costs.split`), so that the model
-             stays the same (default: unit times, and small sizes in bytes)
+    name, devices, microbatches, virtual, batches
+             what `pipelab.make` takes; `virtual` counts where there are chunks
+    costs    of one device's whole share of the model: with v chunks each has 1/v of it
+             (`Costs.split`), so that the model stays the same (default: unit times, and small sizes
+             in bytes)
     compare  another schedule of the same model, drawn below on the same time axis
 
-    `timeline` is the simulation on display and `compared` the other schedule's; `set` changes what the form shows. What
-    the form cannot simulate it says there, and the last picture stays.
+    `timeline` is the simulation on display and `compared` the other schedule's; `set` changes what
+    the form shows. What cannot be simulated the form says, and the last picture stays.
 
     >>> explorer = Explorer("gpipe", devices=4, microbatches=8)
     >>> explorer.set(microbatches=16, compare="pipedream_flush")
@@ -82,9 +84,6 @@ class Explorer(anywidget.AnyWidget):
         compare: str | None = None,
     ) -> None:
         self._costs = costs or COSTS
-        given = {key: getattr(self._costs, key) for key in SECONDS + BYTES} | {
-            "recompute": self._costs.recompute
-        }
         settings = _as_text(
             {
                 "schedule": name,
@@ -93,7 +92,7 @@ class Explorer(anywidget.AnyWidget):
                 "microbatches": microbatches,
                 "virtual": virtual,
                 "batches": batches,
-                **given,
+                **{key: getattr(self._costs, key) for key in (*SECONDS, *BYTES, "recompute")},
             }
         )
         picture = self._picture(settings)
@@ -101,7 +100,7 @@ class Explorer(anywidget.AnyWidget):
         choices = {
             "schedules": names,
             "chunks": [n for n in names if with_chunks(n)],
-            "recompute": [r.value for r in Recompute],
+            "recompute": list(MODES),
         }
         super().__init__(choices=choices, settings=settings, drawing=picture)
         self.observe(self._answer, "settings")
@@ -133,24 +132,28 @@ class Explorer(anywidget.AnyWidget):
 
     def _picture(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Simulate what the settings say and keep it; the picture of it."""
-        costs = replace(
-            self._costs,
-            **{key: _numbers(key, settings[key]) for key in SECONDS + BYTES},
-            recompute=_recompute(settings["recompute"]),
-        )
+        mode = settings["recompute"]
+        if mode not in MODES:
+            raise CostError(f"recompute={mode!r}: use one of {', '.join(MODES)}")
+        numbers = {key: _numbers(key, settings[key]) for key in SECONDS + BYTES}
+        costs = replace(self._costs, **numbers, recompute=MODES[mode])
         sizes = {key: settings[key] for key in SIZES}
         check_counts(**sizes)
-        names = [settings["schedule"], *filter(None, [settings["compare"]])]
-        shown = [_simulated(name, costs, **sizes) for name in names]
+        shown = [_simulated(settings["schedule"], costs, **sizes)]
+        if settings["compare"]:
+            shown.append(_simulated(settings["compare"], costs, **sizes))
         picture = drawing(shown)
-        self.timeline, self.compared = shown[0][0], shown[1][0] if len(shown) > 1 else None
+        self.timeline = shown[0][0]
+        self.compared = shown[1][0] if len(shown) > 1 else None
         return picture
 
     def __repr__(self) -> str:
         s = self.timeline.schedule
         beside = f" and {self.compared.schedule.name}" if self.compared else ""
-        sizes = f"p={s.devices}, m={s.microbatches}"
-        return f"Explorer of {s.name}{beside}, {sizes}: makespan {self.timeline.makespan:.5g}; run this cell to change it"
+        return (
+            f"Explorer of {s.name}{beside}, p={s.devices}, m={s.microbatches}: "
+            f"makespan {self.timeline.makespan:.5g}; run this cell to change it"
+        )
 
 
 def _simulated(
@@ -159,7 +162,8 @@ def _simulated(
     v = virtual if name not in SCHEDULES or with_chunks(name) else 1
     if (count := 2 * devices * microbatches * v * batches) > LARGEST:
         raise ScheduleError(
-            f"{name} would have {count:,} actions: the explorer draws {LARGEST:,}, so make a size smaller"
+            f"{name} would have {count:,} actions: the explorer draws {LARGEST:,}, "
+            "so make a size smaller"
         )
     split = costs.split(v)
     timeline = simulate(_table(name, devices, microbatches, v, batches), split)
@@ -173,24 +177,16 @@ def _table(name: str, devices: int, microbatches: int, virtual: int, batches: in
 
 
 def _as_text(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as the form holds them: a cost is text, one number or several with commas between."""
-    out = dict(settings)
+    """Settings as the form holds them: a cost is text, its numbers with commas between."""
+    text = dict(settings)
     for key, value in settings.items():
         if key in SECONDS + BYTES and not isinstance(value, str):
-            out[key] = ", ".join(str(x).removesuffix(".0") for x in np.ravel(value).tolist())
+            text[key] = ", ".join(str(x).removesuffix(".0") for x in np.ravel(value).tolist())
         elif isinstance(value, Recompute):
-            out[key] = value.value
+            text[key] = value.value
         elif key == "compare":
-            out[key] = value or ""
-    return out
-
-
-def _recompute(text: str) -> Recompute:
-    if text not in [mode.value for mode in Recompute]:
-        raise CostError(
-            f"recompute={text!r}: use one of {', '.join(mode.value for mode in Recompute)}"
-        )
-    return Recompute(text)
+            text[key] = value or ""
+    return text
 
 
 def _numbers(name: str, text: str) -> Any:

@@ -1,4 +1,4 @@
-"""Runs for real: beside torch's runtime, an action's overhead, launch, faults, predictions: `pipelab bench run`."""
+"""Runs for real, beside torch's runtime; overhead, launch, faults: python benchmarks/run.py."""
 
 from __future__ import annotations
 
@@ -21,18 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipelab.bench.measure import cores, machine, seconds_per_batch, spread, table
-from pipelab.executors.run import run
-from pipelab.executors.worker import RunError
-from pipelab.explain import CAUSES, explain
-from pipelab.fit import fit
+from measure import cores, machine, main, page, paragraph, seconds_per_batch, spread, table
+from pipelab import RunError, Schedule, Timeline, explain, fit, make, run, simulate
+from pipelab.explain import CAUSES
 from pipelab.models import mlp, split
 from pipelab.partition import uniform
 from pipelab.peers.torch_pipelining import run_torch_pipelining
-from pipelab.schedule import Schedule
-from pipelab.schedules import make
-from pipelab.simulate import simulate
-from pipelab.timeline import Timeline
 
 SGD = partial(torch.optim.SGD, lr=0.01)
 SCHEDULES = ("gpipe", "pipedream_flush", "interleaved")
@@ -71,24 +65,24 @@ class Sizes:
 
 
 def report(repeats: int = 3, sizes: Sizes = Sizes()) -> str:
-    """All sections as a Markdown page."""
+    """Runs beside torch's, overhead, launch, faults and predictions, as a Markdown page."""
     with _one_thread():
-        lines = [
+        return page(
             "# Runs",
-            "",
             machine("numpy", "torch"),
-            "",
-            f"Every rank computes with one thread (torch.set_num_threads(1)), and there are {cores()} cores: more ranks",
-            "than cores share them, which shows what contention does, not what a pipeline gains. Messages between processes go",
-            "over gloo and loopback. Nothing is checked against the reference while it is timed, unless said otherwise.",
-            "",
+            paragraph(
+                "Every rank computes with one thread (torch.set_num_threads(1)), and there are "
+                f"{cores()} cores: more ranks than cores share them, which shows what "
+                "contention does, not what a pipeline gains. Messages between processes go "
+                "over gloo and loopback. Nothing is checked against the reference while it is "
+                "timed, unless said otherwise."
+            ),
             *_beside_torch(repeats, sizes),
             *_empty_actions(repeats, sizes),
             *_launch(sizes),
             *_faults(repeats, sizes),
             *_predictions(repeats, sizes),
-        ]
-    return "\n".join(lines).rstrip() + "\n"
+        )
 
 
 @contextmanager
@@ -104,38 +98,32 @@ def _one_thread() -> Iterator[None]:
 # ---- beside torch.distributed.pipelining
 
 
-class Beside(NamedTuple):
-    """Seconds per batch of pipelab's processes and threads, and of torch's processes."""
+def beside_torch(
+    name: str, devices: int, model: Model, sizes: Sizes, repeats: int
+) -> tuple[list[float], list[float], list[float]]:
+    """Seconds per batch of pipelab's processes, of its threads and of torch's processes, in turn.
 
-    name: str
-    devices: int
-    model: str
-    processes: list[float]
-    threads: list[float]
-    torch: list[float]
-
-
-def beside_torch(name: str, devices: int, model: Model, sizes: Sizes, repeats: int) -> Beside:
-    """The same model, split, schedule and batches, `repeats` times in turn."""
+    All run the same model, split, schedule and batches.
+    """
     v, m = 2 if name == "interleaved" else 1, sizes.microbatches
     stages, batches = model.stages(devices * v), model.batches(sizes.batches, m)
     schedule = make(name, devices, m, virtual=v, batches=sizes.batches)
-    found = Beside(name, devices, model.name, [], [], [])
+    ours: dict[str, list[float]] = {"processes": [], "threads": []}
+    theirs = []
     for _ in range(repeats):
-        for backend, times in (("processes", found.processes), ("threads", found.threads)):
-            ours = run(schedule, stages, batches, F.mse_loss, SGD, backend=backend, check=False)
-            times += seconds_per_batch(ours.timeline)
-        theirs = run_torch_pipelining(
+        for backend, times in ours.items():
+            done = run(schedule, stages, batches, F.mse_loss, SGD, backend=backend, check=False)
+            times += seconds_per_batch(done.timeline)
+        peer = run_torch_pipelining(
             name, stages, batches, F.mse_loss, SGD, devices=devices, microbatches=m
         )
-        found.torch.extend(theirs.seconds[1:])
-    return found
+        theirs += peer.seconds[1:]
+    return ours["processes"], ours["threads"], theirs
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> str:
-    return (
-        f"{statistics.median(ours) / statistics.median(theirs):.2f} ({min(ours) / min(theirs):.2f})"
-    )
+    middle = statistics.median(ours) / statistics.median(theirs)
+    return f"{middle:.2f} ({min(ours) / min(theirs):.2f})"
 
 
 def _beside_torch(repeats: int, sizes: Sizes) -> list[str]:
@@ -143,25 +131,25 @@ def _beside_torch(repeats: int, sizes: Sizes) -> list[str]:
     for model in sizes.models:
         for p in sizes.devices:
             for name in SCHEDULES:
-                x = beside_torch(name, p, model, sizes, repeats)
-                ratios = [_ratio(t, x.torch) for t in (x.processes, x.threads)]
-                rows.append(
-                    (model.name, p, name, *map(spread, (x.processes, x.threads, x.torch)), *ratios)
-                )
+                times = beside_torch(name, p, model, sizes, repeats)
+                processes, threads, theirs = times
+                ratios = _ratio(processes, theirs), _ratio(threads, theirs)
+                rows.append((model.name, p, name, *map(spread, times), *ratios))
     shapes = "; ".join(
         f"{x.name}: {x.layers} layers of {x.width}, {x.samples} samples a micro-batch"
         for x in sizes.models
     )
     return [
         "## Beside torch.distributed.pipelining",
-        "",
-        f"An MLP ({shapes}),",
-        f"float32, {sizes.microbatches} micro-batches, MSE, SGD; interleaved has 2 stages a rank. Milliseconds per batch, by",
-        "one rule for all: from the end of one batch's last update to the end of the next one's, without the first batch.",
-        f"The median (fastest to slowest) of {repeats} runs of {sizes.batches} batches each, in turn A B C A B C. Ratios",
-        "are of medians (of the fastest batches): below 1, pipelab is faster.",
-        "",
-        *table(
+        paragraph(
+            f"An MLP ({shapes}), float32, {sizes.microbatches} micro-batches, MSE, SGD; "
+            "interleaved has 2 stages a rank. Milliseconds per batch, by one rule for all: from "
+            "the end of one batch's last update to the end of the next one's, without the first "
+            f"batch. The median (fastest to slowest) of {repeats} runs of {sizes.batches} batches "
+            "each, in turn A B C A B C. Ratios are of medians (of the fastest batches): below 1, "
+            "pipelab is faster."
+        ),
+        table(
             (
                 "model",
                 "ranks",
@@ -174,7 +162,6 @@ def _beside_torch(repeats: int, sizes: Sizes) -> list[str]:
             ),
             rows,
         ),
-        "",
     ]
 
 
@@ -182,7 +169,7 @@ def _beside_torch(repeats: int, sizes: Sizes) -> list[str]:
 
 
 class Scale(nn.Module):
-    """Next to nothing: one multiplication by one weight."""
+    """Almost no work: one multiplication by one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,16 +180,24 @@ class Scale(nn.Module):
 
 
 def empty_actions(devices: int, microbatches: int, how: str, check: bool = False) -> float:
-    """Seconds per action of a device when actions do nothing: makespan / actions of a row. `how`: a backend, or torch."""
+    """Seconds per action when actions do almost nothing: a batch's time / actions of a row.
+
+    `how` is a backend, "torch" for its runtime, or "loop" for the same work without a pipeline.
+    """
     stages, count = [Scale() for _ in range(devices)], 4
     batches = [(torch.randn(microbatches, 1), torch.randn(microbatches, 1)) for _ in range(count)]
     row = 2 * microbatches + 1
     if how == "torch":
-        arguments = ("pipedream_flush", stages, batches, F.mse_loss, SGD)
-        seconds = run_torch_pipelining(
-            *arguments, devices=devices, microbatches=microbatches
-        ).seconds
-        return statistics.median(seconds[1:]) / row
+        peer = run_torch_pipelining(
+            "pipedream_flush",
+            stages,
+            batches,
+            F.mse_loss,
+            SGD,
+            devices=devices,
+            microbatches=microbatches,
+        )
+        return statistics.median(peer.seconds[1:]) / row
     if how == "loop":
         return _plain_loop(batches, microbatches) / row
     schedule = make("pipedream_flush", devices, microbatches, batches=count)
@@ -237,20 +232,20 @@ def _empty_actions(repeats: int, sizes: Sizes) -> list[str]:
     times: list[list[float]] = [[] for _ in cases]
     for _ in range(repeats):
         for (_, how, check, devices), mine in zip(cases, times, strict=True):
-            mine.append(empty_actions(devices, sizes.empty, how, check) * 1e6)
+            mine.append(empty_actions(devices, sizes.empty, how, check))
     rows = [
-        (title, devices, f"{statistics.median(mine):.0f} ({min(mine):.0f}-{max(mine):.0f})")
+        (title, devices, spread(mine, ".0f", unit=1e-6))
         for (title, _, _, devices), mine in zip(cases, times, strict=True)
     ]
     return [
         "## Overhead of an empty action",
-        "",
-        f"Stages that multiply one number by one weight; 1F1B, {sizes.empty} micro-batches. Microseconds per action of a rank,",
-        "a batch's time / (2 m + 1), so with the waiting for the other rank's messages: the median over a run's batches but",
-        f"the first, then the median (fastest to slowest) of {repeats} runs in turn.",
-        "",
-        *table(("runtime", "ranks", "µs per action"), rows),
-        "",
+        paragraph(
+            f"Stages that multiply one number by one weight; 1F1B, {sizes.empty} micro-batches. "
+            "Microseconds per action of a rank, a batch's time / (2 m + 1), so with the "
+            "waiting for the other rank's messages: the median over a run's batches but the "
+            f"first, then the median (fastest to slowest) of {repeats} runs in turn."
+        ),
+        table(("runtime", "ranks", "µs per action"), rows),
     ]
 
 
@@ -258,26 +253,20 @@ def _empty_actions(repeats: int, sizes: Sizes) -> list[str]:
 
 
 def launches(devices: int, count: int) -> list[float]:
-    """Seconds of each of `count` runs on processes that are not the run itself: starting, connecting, bringing results."""
+    """Seconds that each of `count` runs on processes takes beyond its makespan."""
     schedule, batch = make("gpipe", devices, 2), (torch.randn(2, 1), torch.randn(2, 1))
+    # torch's own layers: `launches_afresh` calls this where the script's classes cannot be pickled.
+    stages = [nn.Linear(1, 1) for _ in range(devices)]
     found = []
     for _ in range(count):
         began = time.perf_counter()
-        done = run(
-            schedule,
-            [Scale() for _ in range(devices)],
-            [batch],
-            F.mse_loss,
-            SGD,
-            backend="processes",
-            check=False,
-        )
+        done = run(schedule, stages, [batch], F.mse_loss, SGD, backend="processes", check=False)
         found.append(time.perf_counter() - began - done.timeline.makespan)
     return found
 
 
 def launches_afresh(devices: int, count: int) -> list[float]:
-    """`launches` in a new process, so that the first one also starts the server that later ranks are forked from."""
+    """`launches` in a new process: its first run also starts the server that forks the ranks."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(launches, devices, count).result()
 
@@ -286,22 +275,16 @@ def _launch(sizes: Sizes) -> list[str]:
     rows = []
     for p in sizes.devices:
         first, *later = launches_afresh(p, sizes.launches)
-        rows.append(
-            (
-                p,
-                f"{first:.2f}",
-                f"{statistics.median(later):.2f} ({min(later):.2f}-{max(later):.2f})",
-            )
-        )
+        rows.append((p, f"{first:.2f}", spread(later, unit=1)))
     return [
         "## Launch",
-        "",
-        'Seconds of `run(backend="processes")` that are not its makespan: starting the ranks, connecting them, sending stages',
-        "and results, ending. The first run of a process also starts the server, with torch loaded, that ranks are forked",
-        f"from; then the median (fastest to slowest) of the {sizes.launches - 1} following ones.",
-        "",
-        *table(("ranks", "first run (s)", "following runs (s)"), rows),
-        "",
+        paragraph(
+            'Seconds of `run(backend="processes")` that are not its makespan: starting the '
+            "ranks, connecting them, sending stages and results, ending. The first run of a "
+            "process also starts the server, with torch loaded, that ranks are forked from; "
+            f"then the median (fastest to slowest) of the {sizes.launches - 1} following ones."
+        ),
+        table(("ranks", "first run (s)", "following runs (s)"), rows),
     ]
 
 
@@ -309,37 +292,33 @@ def _launch(sizes: Sizes) -> list[str]:
 
 
 class Faulty(nn.Module):
-    """A layer that does `fault` in its second forward, after it has written the time into a file."""
+    """A layer that in its second forward writes the time into a file and does `fault`."""
 
     def __init__(self, clock: str, fault: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.weight, self.clock, self.fault, self.calls = (
-            nn.Parameter(torch.ones(1)),
-            clock,
-            fault,
-            0,
-        )
+        self.weight = nn.Parameter(torch.ones(1))
+        self.clock = clock
+        self.fault = fault
+        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         if self.calls != 2:
             return x * self.weight
         note(self.clock)
-        made = self.fault(x)
-        return made if isinstance(made, Tensor) else x * self.weight
+        result = self.fault(x)
+        return result if isinstance(result, Tensor) else x * self.weight
 
 
 class Large(nn.Module):
-    """Puts out `count` floats; in its second forward, while the first output is on its way, it kills its process."""
+    """Outputs `count` floats; its second forward ends its process while the first are under way."""
 
     def __init__(self, clock: str, count: int) -> None:
         super().__init__()
-        self.weight, self.clock, self.count, self.calls = (
-            nn.Parameter(torch.ones(1)),
-            clock,
-            count,
-            0,
-        )
+        self.weight = nn.Parameter(torch.ones(1))
+        self.clock = clock
+        self.count = count
+        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -363,34 +342,47 @@ def _kill(x: Tensor) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-FAULTS: dict[str, Callable[[Tensor], Any]] = {
-    "a stage raises": _raise,
-    "a rank is killed in a forward": _kill,
-    "a rank is killed in a transfer": _kill,  # by Large
-    "a rank hangs": lambda x: time.sleep(1000),
-    "a loss is nan": lambda x: x * math.nan,
-    "a stage puts out a wrong shape": lambda x: x.repeat(1, 2),
+class Fault(NamedTuple):
+    """What happens in a second forward; `in_threads` unless it would end the caller's process."""
+
+    happens: Callable[[Tensor], Any]
+    in_threads: bool = True
+
+
+IN_TRANSFER, HANG = "a rank is killed in a transfer", "a rank hangs"
+WRONG_SHAPE = "a stage outputs a wrong shape"
+FAULTS = {
+    "a stage raises": Fault(_raise),
+    "a rank is killed in a forward": Fault(_kill, in_threads=False),
+    IN_TRANSFER: Fault(_kill, in_threads=False),
+    HANG: Fault(lambda x: time.sleep(1000), in_threads=False),
+    "a loss is nan": Fault(lambda x: x * math.nan),
+    WRONG_SHAPE: Fault(lambda x: x.repeat(1, 2)),
 }
 
 
+def _faulty_stages(name: str, clock: str, sizes: Sizes) -> list[nn.Module]:
+    """Two stages. The fault is on the second one, or where its output goes wrong, on the first."""
+    if name == IN_TRANSFER:
+        return [Large(clock, sizes.parcel), nn.AdaptiveAvgPool1d(4)]
+    faulty = Faulty(clock, FAULTS[name].happens)
+    if name == WRONG_SHAPE:
+        return [nn.Sequential(nn.Linear(4, 4), faulty), nn.Linear(4, 4)]
+    return [nn.Linear(4, 4), nn.Sequential(faulty, nn.Linear(4, 4))]
+
+
 def fault(name: str, backend: str, sizes: Sizes) -> tuple[float, str]:
-    """Seconds from a fault (of a hang: from the end of its timeout) to the RunError in the caller, and what that says."""
+    """Seconds from a fault to the RunError in the caller, and the error's first line.
+
+    Of a hang they count from the end of its timeout.
+    """
     with tempfile.TemporaryDirectory() as folder:
         clock = f"{folder}/clock"
-        sick: nn.Module = Faulty(clock, FAULTS[name])
-        sane: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4)]
-        stages = (
-            [sane[0], nn.Sequential(sick, sane[1])]
-            if "shape" not in name
-            else [nn.Sequential(sane[0], sick), sane[1]]
-        )
-        if "transfer" in name:
-            stages = [Large(clock, sizes.parcel), nn.AdaptiveAvgPool1d(4)]
         batch = (torch.ones(8, 4), torch.ones(8, 4))
         try:
             run(
                 make("gpipe", 2, 4),
-                stages,
+                _faulty_stages(name, clock, sizes),
                 [batch],
                 F.mse_loss,
                 SGD,
@@ -403,35 +395,28 @@ def fault(name: str, backend: str, sizes: Sizes) -> tuple[float, str]:
         else:
             raise AssertionError(f"{name}: the run ended as if nothing had happened")
         late = caught - float(Path(clock).read_text())
-    return late - (sizes.timeout if "hangs" in name else 0), message
+    return late - (sizes.timeout if name == HANG else 0), message
 
 
 def _faults(repeats: int, sizes: Sizes) -> list[str]:
     rows = []
-    for name in FAULTS:
-        for backend in ("processes", "threads"):
-            if backend == "threads" and ("killed" in name or "hangs" in name):
-                continue  # it would be the caller's own process
-            found = [fault(name, backend, sizes) for _ in range(repeats)]
-            times = [seconds for seconds, _ in found]
-            message = found[-1][1].partition(" (it was given")[0].replace("|", "\\|")
-            rows.append(
-                (
-                    name,
-                    backend,
-                    f"{statistics.median(times):.3f} ({min(times):.3f}-{max(times):.3f})",
-                    message,
-                )
+    for name, each in FAULTS.items():
+        for backend in ("processes", "threads") if each.in_threads else ("processes",):
+            times, messages = zip(
+                *(fault(name, backend, sizes) for _ in range(repeats)), strict=True
             )
+            # Without what the stage was given: its shape and type are no part of this.
+            message = messages[-1].partition(" (it was given")[0].replace("|", "\\|")
+            rows.append((name, backend, spread(times, ".3f", unit=1), message))
     return [
         "## Faults",
-        "",
-        "Two ranks. Seconds from the fault, which writes its time into a file, to the RunError in the caller, when all ranks",
-        f"have ended: the median (fastest to slowest) of {repeats}. Of a hang: those beyond `timeout={sizes.timeout:g}`. The",
-        f"transfer is of {4 * sizes.parcel / 1e6:.0f} MB.",
-        "",
-        *table(("fault", "backend", "seconds", "the error"), rows),
-        "",
+        paragraph(
+            "Two ranks. Seconds from the fault, which writes its time into a file, to the "
+            "RunError in the caller, when all ranks have ended: the median (fastest to "
+            f"slowest) of {repeats}. Of a hang: those beyond `timeout={sizes.timeout:g}`. The "
+            f"transfer is of {4 * sizes.parcel / 1e6:.0f} MB."
+        ),
+        table(("fault", "backend", "seconds", "the error"), rows),
     ]
 
 
@@ -456,13 +441,13 @@ def predict(
     """Costs fitted on one run of GPipe predict the runs of other tables."""
     m, k = sizes.microbatches, sizes.batches
 
-    def measure(schedule: Schedule) -> Timeline:
+    def timed(schedule: Schedule) -> Timeline:
         stages, batches = model.stages(schedule.stages), model.batches(k, schedule.microbatches)
-        return run(
-            schedule, stages, batches, F.mse_loss, SGD, backend=backend, check=False
-        ).timeline
+        done = run(schedule, stages, batches, F.mse_loss, SGD, backend=backend, check=False)
+        return done.timeline
 
-    costs, found = fit(measure(make("gpipe", devices, m, batches=k))), {}
+    costs = fit(timed(make("gpipe", devices, m, batches=k)))
+    found = {}
     for name, count in (
         ("gpipe", m),
         ("gpipe", 2 * m),
@@ -472,9 +457,9 @@ def predict(
     ):
         v = 2 if name == "interleaved" else 1
         schedule = make(name, devices, count, virtual=v, batches=k)
-        predicted, measured = simulate(schedule, costs.split(v)), measure(schedule)
-        explained = explain(predicted, measured)
-        found[name, count] = Prediction(predicted.makespan, measured.makespan, explained.causes)
+        predicted, measured = simulate(schedule, costs.split(v)), timed(schedule)
+        causes = explain(predicted, measured).causes
+        found[name, count] = Prediction(predicted.makespan, measured.makespan, causes)
     return found
 
 
@@ -485,28 +470,41 @@ def _predictions(repeats: int, sizes: Sizes) -> list[str]:
         turns = [predict(backend, devices, model, sizes) for _ in range(repeats)]
         for name, m in turns[0]:
             found = [turn[name, m] for turn in turns]
+            predicted = statistics.median(x.predicted for x in found)
+            measured = statistics.median(x.measured for x in found)
             errors = [100 * x.error for x in found]
             causes = [
-                f"{statistics.median(100 * x.causes[c] / x.measured for x in found):+.1f}"
-                for c in CAUSES
+                statistics.median(100 * x.causes[cause] / x.measured for x in found)
+                for cause in CAUSES
             ]
-            middle = [
-                f"{statistics.median(x) * 1e3:.0f}"
-                for x in zip(*((x.predicted, x.measured) for x in found), strict=True)
-            ]
-            error = f"{statistics.median(errors):+.1f} ({min(errors):+.1f} to {max(errors):+.1f})"
-            rows.append((devices, backend, name, m, *middle, error, *causes))
+            rows.append(
+                (
+                    devices,
+                    backend,
+                    name,
+                    m,
+                    f"{predicted * 1e3:.0f}",
+                    f"{measured * 1e3:.0f}",
+                    f"{statistics.median(errors):+.1f} ({min(errors):+.1f} to {max(errors):+.1f})",
+                    *(f"{share:+.1f}" for share in causes),
+                )
+            )
     return [
         "## Predictions",
-        "",
-        f"Costs fitted (`pipelab.fit`) on one run of GPipe, {sizes.batches} batches of {sizes.microbatches} micro-batches of",
-        f"the {model.name} model, predict others; interleaved: split in two (`Costs.split`). Medians of {repeats} fits and",
-        "runs: makespans in ms, with the first batch, which warms up; the error in percent of the measured makespan, with its",
-        "range (below 0: the run took longer); then `pipelab.explain`'s causes of the gap, in percent of the same.",
-        "",
-        *table(
+        paragraph(
+            f"Costs fitted (`pipelab.fit`) on one run of GPipe, {sizes.batches} batches of "
+            f"{sizes.microbatches} micro-batches of the {model.name} model, predict others; "
+            f"interleaved: split in two (`Costs.split`). Medians of {repeats} fits and runs: "
+            "makespans in ms, with the first batch, which warms up; the error in percent of "
+            "the measured makespan, with its range (below 0: the run took longer); then "
+            "`pipelab.explain`'s causes of the gap, in percent of the same."
+        ),
+        table(
             ("ranks", "backend", "schedule", "m", "predicted", "measured", "error (%)", *CAUSES),
             rows,
         ),
-        "",
     ]
+
+
+if __name__ == "__main__":
+    main(report, "run.md", repeats=3)

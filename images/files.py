@@ -1,9 +1,8 @@
-"""Pictures and animations as files that know what they show: each carries its alt text and a digest of what was drawn."""
+"""Pictures as files that say what they show: each has an alt text and a digest of the drawing."""
 
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -27,10 +26,11 @@ COLOURS = 128  # of an animation
 
 
 def contents(drawn: Drawn) -> list[str]:
-    """What a picture shows, a line per artist: words, and boxes and lines by their extent in the units of their axes.
+    """What a picture shows, a line per artist: words, and boxes and lines with their extents.
 
-    It is the same for all versions of the libraries, as the bytes of a PNG are not. Ticks are left out. Of an animation,
-    every frame is shown once, in order.
+    Extents are in the units of the axes, and ticks are left out, so that the lines are the same for
+    all versions of the libraries; the bytes of a PNG are not. Of an animation, every frame is shown
+    once, in order.
 
     >>> import matplotlib.pyplot as plt
     >>> ax = plt.figure().subplots()
@@ -60,24 +60,13 @@ def save(drawn: Drawn, path: Path, alt: str, dpi: float = 120) -> None:
         figure.savefig(path, dpi=dpi, metadata={"Software": None, "comment": comment})
 
 
-def stored(path: Path) -> tuple[str, str]:
-    """The alt text and the digest in a file that `save` wrote; ValueError if it has none."""
-    with Image.open(path) as image:
-        comment = image.info.get("comment", "")
-    words = comment.decode() if isinstance(comment, bytes) else comment
-    match = re.fullmatch(r"(.*) \[([0-9a-f]{16})\]", words, re.S)
-    if not match:
-        raise ValueError(f"{path} says nothing about what it shows: draw it with `make images`")
-    return match[1], match[2]
-
-
 def milliseconds(animation: FuncAnimation) -> int:
     """How long each frame stays; a GIF counts in hundredths of a second."""
     return 10 * max(1, round(cast(Any, animation.event_source).interval / 10))
 
 
 class Writer(AbstractMovieWriter):
-    """A writer that takes its frames itself: matplotlib need not draw each once more for a window."""
+    """A writer that takes its frames itself: matplotlib does not draw each again for a window."""
 
     def setup(self, fig: Figure, outfile: Any, dpi: float | None = None) -> None:
         super().setup(fig, outfile, dpi)
@@ -117,6 +106,7 @@ class Gif(Writer):
 
     def finish(self) -> None:
         super().finish()
+        # The last frame shows everything, so its most frequent colours make the palette.
         colours, pixels = np.unique(self.frames[-1], return_counts=True)
         palette = bytes_of(colours[np.argsort(-pixels, kind="stable")[:COLOURS]])
         first, *rest = (self._indexed(frame, palette) for frame in self.frames)

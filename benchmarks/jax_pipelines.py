@@ -1,4 +1,4 @@
-"""The JAX worker beside the SPMD program, in time and memory: `pipelab bench jax`."""
+"""The JAX worker beside SPMD programs, in time and memory: python benchmarks/jax_pipelines.py."""
 
 from __future__ import annotations
 
@@ -15,16 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from pipelab.bench.measure import cores, machine, seconds_per_batch, spread, table
-from pipelab.executors.run import run
-from pipelab.executors.jax.spmd import (
-    Parameters,
-    compiled_bytes,
-    spmd_pipeline,
-    spmd_value_and_grad,
-    stack,
-)
-from pipelab.schedules import make
+from measure import cores, machine, main, page, paragraph, seconds_per_batch, spread, table
+from pipelab import make, run
+from pipelab.executors.jax import spmd
 
 OPTIMIZER = optax.sgd(0.01)
 MIB = 2.0**20
@@ -42,7 +35,7 @@ class Sizes:
 
 
 class Found(NamedTuple):
-    """Seconds of each batch, bytes of the device that keeps most for its backwards, and the last batch's loss."""
+    """Seconds of each batch, bytes that the fullest device keeps for backwards, the last loss."""
 
     seconds: list[float]
     kept: float
@@ -50,12 +43,16 @@ class Found(NamedTuple):
 
 
 def report(repeats: int = 3, sizes: Sizes = Sizes()) -> str:
-    """The Markdown page. Raises ValueError where jax has too few devices."""
+    """The worker's schedules beside SPMD programs and one device, as a Markdown page.
+
+    Raises ValueError where jax has too few devices.
+    """
     with suppress(RuntimeError):  # too late where jax is in use already
         jax.config.update("jax_num_cpu_devices", sizes.devices)
-    if (there := len(jax.devices())) < sizes.devices:
+    if (count := len(jax.devices())) < sizes.devices:
         raise ValueError(
-            f"{sizes.devices} devices are needed, and jax has {there}: run this in a process of its own"
+            f"{sizes.devices} devices are needed, and jax has {count}: "
+            "run this in a process of its own"
         )
     where = jax.devices()[0]
     rows = []
@@ -66,26 +63,28 @@ def report(repeats: int = 3, sizes: Sizes = Sizes()) -> str:
             ratio = f"{statistics.median(one.seconds) / base:.2f}"
             rows.append((m, name, spread(one.seconds), ratio, f"{one.kept / MIB:.2f}"))
     shared = f", host devices that share {cores()} cores" if where.platform == "cpu" else ""
-    lines = [
+    return page(
         "# Pipelines in JAX",
-        "",
         machine("jax", "numpy"),
-        "",
-        f"{sizes.devices} devices ({where.device_kind}{shared}), two residual blocks {sizes.width} -> {4 * sizes.width} ->",
-        f"{sizes.width} a device, {sizes.samples} samples a micro-batch, float32, mean squared error, SGD. All train one model",
-        f"from the same weights to the same loss. Time per batch: the median (fastest to slowest) of {repeats} runs of",
-        f"{sizes.batches} batches, in turn, without the first batch; compiled before. A worker's batch is followed by the next",
-        "one without a pause; a program's is waited for.",
-        "",
-        "Kept: on the device that keeps most, for a worker the measured residuals of its forwards; for a program what the",
-        "compiler reserves beside arguments and results, in which gradients and buffers of the loop are counted too. So the",
-        "rows of the programs compare with each other, and in their growth with the workers'.",
-        "",
-        *table(
+        paragraph(
+            f"{sizes.devices} devices ({where.device_kind}{shared}), two residual blocks "
+            f"{sizes.width} -> {4 * sizes.width} -> {sizes.width} a device, {sizes.samples} "
+            "samples a micro-batch, float32, mean squared error, SGD. All train one model from "
+            "the same weights to the same loss. Time per batch: the median (fastest to "
+            f"slowest) of {repeats} runs of {sizes.batches} batches, in turn, without the first "
+            "batch; compiled before. A worker's batch is followed by the next one without a "
+            "pause; a program's is waited for."
+        ),
+        paragraph(
+            "Kept: on the device that keeps most, for a worker the measured residuals of its "
+            "forwards; for a program what the compiler reserves beside arguments and results, "
+            "in which gradients and buffers of the loop are counted too. So the rows of the "
+            "programs compare with each other, and in their growth with the workers'."
+        ),
+        table(
             ("micro-batches", "program", "time (ms)", "ratio to worker, gpipe", "kept (MiB)"), rows
         ),
-    ]
-    return "\n".join(lines) + "\n"
+    )
 
 
 def _side_by_side(m: int, repeats: int, sizes: Sizes) -> dict[str, Found]:
@@ -161,12 +160,13 @@ def _program(
     p: int, m: int, virtual: int, remat: bool, blocks: list, batches: list
 ) -> Callable[[], Found]:
     each = len(blocks) // (p * virtual)
-    stages = stack([blocks[s : s + each] for s in range(0, len(blocks), each)], virtual)
+    stages = spmd.stack([blocks[s : s + each] for s in range(0, len(blocks), each)], virtual)
     mesh = jax.make_mesh((p,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec(*[None] * (virtual > 1), "stage")
-    start = Parameters(jax.device_put(stages, jax.sharding.NamedSharding(mesh, spec)))
-    gradients = spmd_value_and_grad(
-        spmd_pipeline(_blocks, devices=mesh, microbatches=m, virtual=virtual, remat=remat), _loss
+    start = spmd.Parameters(jax.device_put(stages, jax.sharding.NamedSharding(mesh, spec)))
+    gradients = spmd.spmd_value_and_grad(
+        spmd.spmd_pipeline(_blocks, devices=mesh, microbatches=m, virtual=virtual, remat=remat),
+        _loss,
     )
     return _trainer(gradients, start, batches)
 
@@ -185,7 +185,7 @@ def _trainer(gradients: Callable, start: Any, batches: list) -> Callable[[], Fou
         return optax.apply_updates(parameters, change), state, value
 
     state = OPTIMIZER.init(start)
-    kept = compiled_bytes(gradients, start, *batches[0]).temporary
+    kept = spmd.compiled_bytes(gradients, start, *batches[0]).temporary
     compiled = jax.jit(step)
 
     def once() -> Found:
@@ -197,3 +197,7 @@ def _trainer(gradients: Callable, start: Any, batches: list) -> Callable[[], Fou
         return Found(seconds[1:], kept, float(value))
 
     return once
+
+
+if __name__ == "__main__":
+    main(report, "jax.md", repeats=3)

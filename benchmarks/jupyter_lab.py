@@ -1,4 +1,4 @@
-"""A JupyterLab of its own and a browser that drives it, for the explorer's benchmark and the browser tests."""
+"""A JupyterLab and a browser that drives it: for the explorer's benchmark and the browser tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLAGS = (
 
 
 def chromium() -> str | None:
-    """The path of a Chromium on this machine, if Playwright is there to drive it."""
+    """The path of a Chromium on this machine, if Playwright is installed to drive it."""
     if not find_spec("playwright"):
         return None
     return next(
@@ -48,11 +48,13 @@ def browser() -> Iterator[Any]:
 
 @contextmanager
 def lab(folder: Path, timeout: float = 60.0) -> Iterator[Callable[[str], str]]:
-    """A JupyterLab on a folder of notebooks; gives the function path -> address. It ends, kernels included, with the block.
+    """A JupyterLab on a folder of notebooks, as the function path -> address.
 
-    Settings, trust and logs of its own lie in the folder's `.jupyter`.
+    It ends with the block, kernels included. It has settings, trust and logs of its own, in the
+    folder's `.jupyter`.
     """
-    home, token = folder / ".jupyter", secrets.token_hex(16)
+    home = folder / ".jupyter"
+    token = secrets.token_hex(16)
     set_theme(folder, "JupyterLab Light")
     write_settings(folder, "notification", {"fetchNews": "false", "checkForUpdates": False})
     places = (
@@ -62,9 +64,8 @@ def lab(folder: Path, timeout: float = 60.0) -> Iterator[Callable[[str], str]]:
         "IPYTHONDIR",
         "JUPYTERLAB_WORKSPACES_DIR",
     )
-    inside = {name: str(home / name.lower()) for name in places} | {
-        "JUPYTERLAB_SETTINGS_DIR": str(home / "settings")
-    }
+    settings = {name: str(home / name.lower()) for name in places}
+    settings["JUPYTERLAB_SETTINGS_DIR"] = str(home / "settings")
     command = [
         sys.executable,
         "-m",
@@ -73,12 +74,13 @@ def lab(folder: Path, timeout: float = 60.0) -> Iterator[Callable[[str], str]]:
         "--allow-root",
         "--port=0",
         f"--notebook-dir={folder}",
+        f"--IdentityProvider.token={token}",
+        "--ServerApp.ip=127.0.0.1",
     ]
-    command += [f"--IdentityProvider.token={token}", "--ServerApp.ip=127.0.0.1"]
     with open(home / "log.txt", "w") as log:
         server = subprocess.Popen(
             command,
-            env=os.environ | inside,
+            env=os.environ | settings,
             stdout=log,
             stderr=log,
             stdin=subprocess.DEVNULL,
@@ -98,7 +100,8 @@ def lab(folder: Path, timeout: float = 60.0) -> Iterator[Callable[[str], str]]:
 
 def _port(server: subprocess.Popen, home: Path, timeout: float) -> int:
     """The port that the server says it listens on."""
-    runtime, until = home / "jupyter_runtime_dir", time.monotonic() + timeout
+    runtime = home / "jupyter_runtime_dir"
+    until = time.monotonic() + timeout
     while time.monotonic() < until and server.poll() is None:
         for file in runtime.glob(f"jpserver-{server.pid}.json"):
             try:
@@ -111,16 +114,9 @@ def _port(server: subprocess.Popen, home: Path, timeout: float) -> int:
 
 def write_settings(folder: Path, plugin: str, settings: dict[str, Any]) -> None:
     """Settings of a part of JupyterLab's user interface, for a page opened later."""
-    file = (
-        folder
-        / ".jupyter"
-        / "settings"
-        / "@jupyterlab"
-        / "apputils-extension"
-        / f"{plugin}.jupyterlab-settings"
-    )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(settings))
+    place = folder / ".jupyter" / "settings" / "@jupyterlab" / "apputils-extension"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / f"{plugin}.jupyterlab-settings").write_text(json.dumps(settings))
 
 
 def set_theme(folder: Path, name: str) -> None:

@@ -1,6 +1,6 @@
-"""The pictures in images/, made again by `make images`: python -m pipelab.plot.gallery FOLDER.
+"""The pictures in this folder: python images/draw.py, or `make images`.
 
-Each function draws one; the first line of its docstring is the picture's alt text.
+Each function draws one; the first paragraph of its docstring is the picture's alt text.
 """
 
 from __future__ import annotations
@@ -15,19 +15,14 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.animation import FuncAnimation
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
-from pipelab import plot
-from pipelab.action import Kind
-from pipelab.costs import Costs
-from pipelab.memory import memory
+from files import save
+from pipelab import Costs, Kind, Timeline, make, memory, plot, simulate
 from pipelab.partition import uniform
-from pipelab.plot import files, style
+from pipelab.plot import style
 from pipelab.plot.partition import sums
-from pipelab.plot.timeline import LANE
-from pipelab.schedules import make
-from pipelab.simulate import simulate
-from pipelab.timeline import Timeline
+from pipelab.plot.timeline import bar
 
 Draw = Callable[[], Axes | FuncAnimation]
 PICTURES: dict[str, Draw] = {}
@@ -54,19 +49,8 @@ def alt(name: str) -> str:
 
 def legend(ax: Axes, last: Patch) -> Axes:
     """The legend of forward, backward and update, and one entry more."""
-    handles = [
-        *(Patch(color=style.KINDS[k], label=style.NAMES[k]) for k in (Kind.F, Kind.B, Kind.U)),
-        last,
-    ]
-    ax.legend(
-        handles=handles,
-        loc="lower right",
-        bbox_to_anchor=(1, 1),
-        ncols=4,
-        fontsize=8,
-        frameon=False,
-        borderaxespad=0.1,
-    )
+    kinds = (Kind.F, Kind.B, Kind.U)
+    style.legend(ax, [*(Patch(color=style.KINDS[k], label=style.NAMES[k]) for k in kinds), last])
     return ax
 
 
@@ -75,7 +59,9 @@ def legend(ax: Axes, last: Patch) -> Axes:
 
 @picture("overview.png")
 def overview() -> Axes:
-    """One batch of eight micro-batches on four devices, by four schedules; the model is the same in all of them."""
+    """One batch of eight micro-batches on four devices, by four schedules; the model is the
+    same in all of them.
+    """
     costs = Costs()
     items = {
         "inter-layer: one device at a time": simulate(make("inter_layer", 4, 8), costs),
@@ -90,37 +76,49 @@ def overview() -> Axes:
 
 @picture("timeline_inter_layer.png")
 def timeline_inter_layer() -> Axes:
-    """Inter-layer timeline of four devices and eight micro-batches: a single box at any time, the rest of the lanes idle."""
+    """Inter-layer timeline of four devices and eight micro-batches: a single box at any time,
+    the rest of the lanes idle.
+    """
     return plot.timeline(simulate(make("inter_layer", 4, 8)))
 
 
 @picture("timeline_gpipe.png")
 def timeline_gpipe() -> Axes:
-    """GPipe timeline of four devices: eight forwards in a staircase, then eight backwards, then the update; idle between."""
+    """GPipe timeline of four devices: eight forwards in a staircase, then eight backwards, then
+    the update; idle between.
+    """
     return plot.timeline(simulate(make("gpipe", 4, 8)))
 
 
 @picture("timeline_pipedream.png")
 def timeline_pipedream() -> Axes:
-    """PipeDream timeline over two batches: after a warm-up, forward and backward alternate on every device, never a flush."""
+    """PipeDream timeline over two batches: after a warm-up, forward and backward alternate on
+    every device, never a flush.
+    """
     return plot.timeline(simulate(make("pipedream", 4, 8, batches=2)))
 
 
 @picture("timeline_pipedream_2bw.png")
 def timeline_pipedream_2bw() -> Axes:
-    """PipeDream-2BW timeline over two batches: as PipeDream's, but with one update after every eighth backward."""
+    """PipeDream-2BW timeline over two batches: as PipeDream's, but with one update after every
+    eighth backward.
+    """
     return plot.timeline(simulate(make("pipedream_2bw", 4, 8, batches=2)))
 
 
 @picture("timeline_pipedream_flush.png")
 def timeline_pipedream_flush() -> Axes:
-    """PipeDream-Flush timeline: forward and backward alternate within a batch of eight; then all drain, update and end."""
+    """PipeDream-Flush timeline: forward and backward alternate within a batch of eight; then
+    all drain, update and end.
+    """
     return plot.timeline(simulate(make("pipedream_flush", 4, 8)))
 
 
 @picture("timeline_interleaved.png")
 def timeline_interleaved() -> Axes:
-    """Interleaved timeline, two chunks a device: smaller boxes in two shades take turns, and the idle corners are smaller."""
+    """Interleaved timeline, two chunks a device: smaller boxes in two shades take turns, and
+    the idle corners are smaller.
+    """
     return plot.timeline(simulate(make("interleaved", 4, 8, virtual=2), Costs().split(2)))
 
 
@@ -129,33 +127,32 @@ def timeline_interleaved() -> Axes:
 
 @picture("inter_layer_split.png")
 def inter_layer_split() -> Axes:
-    """Layers 1 to 3 on device 0, layers 4 and 5 on device 1: activations go on to the next layer, gradients come back."""
+    """Layers 1 to 3 on device 0, layers 4 and 5 on device 1: activations go on to the next
+    layer, gradients come back.
+    """
     return plot.layers([3, 2])
 
 
 @picture("inter_layer_turns.png")
 def inter_layer_turns() -> Axes:
-    """Two batches on four devices, one device at a time: arrows hand the activations down and the gradients back up."""
+    """Two batches on four devices, one device at a time: arrows hand the activations down and
+    the gradients back up.
+    """
     t = simulate(make("inter_layer", 4, 1, batches=2), Costs(transfer=0.5, update=0.5))
     ax = plot.timeline(t)
     moved = t.transfers
     for source, target, sent, arrived in zip(
         moved["from"], moved["to"], moved["sent"], moved["arrived"], strict=True
     ):
-        arrow = {
-            "arrowstyle": "-|>",
-            "color": style.KINDS[Kind.SEND_F],
-            "lw": 2,
-            "shrinkA": 0,
-            "shrinkB": 0,
-        }
-        ax.annotate("", (arrived, target), (sent, source), arrowprops=arrow)
+        style.arrow(ax, (sent, source), (arrived, target), style.KINDS[Kind.SEND_F], 2)
     return legend(ax, Patch(color=style.KINDS[Kind.SEND_F], label="transfer"))
 
 
 @picture("inter_layer.gif")
 def inter_layer() -> FuncAnimation:
-    """Animation of inter-layer parallelism: a batch goes down four devices and back up while three of them wait."""
+    """Animation of inter-layer parallelism: a batch goes down four devices and back up while
+    three of them wait.
+    """
     t = simulate(make("inter_layer", 4, 1, batches=2), Costs(update=1))
     return plot.animation(t, title="Inter-layer: one device at a time")
 
@@ -165,13 +162,17 @@ def inter_layer() -> FuncAnimation:
 
 @picture("gpipe_microbatches.png")
 def gpipe_microbatches() -> Axes:
-    """A mini-batch of 16 samples in a row; below it the same samples as four micro-batches of four."""
+    """A mini-batch of 16 samples in a row; below it the same samples as four micro-batches of
+    four.
+    """
     return plot.microbatches(16, 4)
 
 
 @picture("gpipe.gif")
 def gpipe() -> FuncAnimation:
-    """Animation of GPipe on four devices: four micro-batches fill the pipeline, come back, and all devices update."""
+    """Animation of GPipe on four devices: four micro-batches fill the pipeline, come back, and
+    all devices update.
+    """
     return plot.animation(simulate(make("gpipe", 4, 4), Costs(update=1)), title="GPipe")
 
 
@@ -180,13 +181,17 @@ def gpipe() -> FuncAnimation:
 
 @picture("pipedream.gif")
 def pipedream() -> FuncAnimation:
-    """Animation of PipeDream's 1F1B: after the warm-up each device does one forward, one backward, and updates at once."""
+    """Animation of PipeDream's 1F1B: after the warm-up each device does one forward, one
+    backward, and updates at once.
+    """
     return plot.animation(simulate(make("pipedream", 4, 8)), title="PipeDream: 1F1B")
 
 
 @picture("pipedream_versions.png")
 def pipedream_versions() -> Axes:
-    """Which weight version each action of PipeDream reads: a backward reads the one of its forward, up to three updates old."""
+    """Which weight version each action of PipeDream reads: a backward reads the one of its
+    forward, up to three updates old.
+    """
     t = simulate(make("pipedream", 4, 6))
     ax = plot.timeline(
         t,
@@ -195,15 +200,8 @@ def pipedream_versions() -> Axes:
         title="PipeDream: the weight version (v) an action reads",
     )
     for i in np.flatnonzero(t.kind <= Kind.W).tolist():
-        shown = f"v{t.version[i]}"
-        ax.text(
-            (t.start[i] + t.end[i]) / 2,
-            t.device[i] + 0.36,
-            shown,
-            ha="center",
-            va="bottom",
-            fontsize=7,
-        )
+        middle, low = (t.start[i] + t.end[i]) / 2, t.device[i] + 0.36
+        style.label(ax, middle, low, f"v{t.version[i]}", 7, va="bottom")
     return ax
 
 
@@ -212,32 +210,23 @@ def pipedream_versions() -> Axes:
 
 @picture("pipeline_flush.png")
 def pipeline_flush() -> Axes:
-    """Two batches of 1F1B with a flush: every device waits nine units, while the pipeline drains and while it fills."""
+    """Two batches of 1F1B with a flush: every device waits nine units, while the pipeline
+    drains and while it fills.
+    """
     t = simulate(make("pipedream_flush", 4, 6, batches=2), Costs(update=0.5))
     gaps = flush_gaps(t)
     idle = sum(b - a for device, a, b in gaps if device == 0)
     ax = plot.timeline(t, title=f"A flush between two batches: every device waits {idle:g} units")
+    around = {"facecolor": style.YELLOW, "lw": 0, "pad": 3}
     for device, a, b in gaps:
-        box = Rectangle(
-            (a, device - LANE / 2),
-            b - a,
-            LANE,
-            facecolor=style.YELLOW,
-            edgecolor=style.GREY,
-            lw=0.8,
-            hatch="..",
-        )
-        ax.add_patch(box)
-        label = ax.text((a + b) / 2, device, f"{b - a:g}", ha="center", va="center", fontsize=8)
-        label.set_bbox({"facecolor": style.YELLOW, "lw": 0, "pad": 3})
-    return legend(
-        ax,
-        Patch(facecolor=style.YELLOW, edgecolor=style.GREY, hatch="..", label="waits (how long)"),
-    )
+        bar(ax, device, a, b, style.YELLOW, style.GREY, hatch="..", lw=0.8)
+        style.label(ax, (a + b) / 2, device, f"{b - a:g}", 8, style.YELLOW, bbox=around)
+    wait = Patch(facecolor=style.YELLOW, edgecolor=style.GREY, hatch="..", label="waits (how long)")
+    return legend(ax, wait)
 
 
 def flush_gaps(t: Timeline) -> list[tuple[int, float, float]]:
-    """Idle (device, from, to) between a device's first backward of a batch and its first of the next."""
+    """Idle (device, from, to) from a device's first backward of a batch to that of the next one."""
     gaps = []
     for d, (a, b) in enumerate(pairwise(t.schedule.bounds)):
         kind, batch = t.kind[a:b], t.microbatch[a:b] // t.schedule.microbatches
@@ -245,19 +234,18 @@ def flush_gaps(t: Timeline) -> list[tuple[int, float, float]]:
             first, following = (
                 a + int(np.flatnonzero((kind == Kind.B) & (batch == n))[0]) for n in (k, k + 1)
             )
-            ends, starts = (
-                t.end[first:following].tolist(),
-                t.start[first + 1 : following + 1].tolist(),
-            )
-            gaps += [
-                (d, end, start) for end, start in zip(ends, starts, strict=True) if start > end
-            ]
+            ends = t.end[first:following].tolist()
+            starts = t.start[first + 1 : following + 1].tolist()
+            pairs = zip(ends, starts, strict=True)
+            gaps += [(d, end, start) for end, start in pairs if start > end]
     return gaps
 
 
 @picture("flush_memory.png")
 def flush_memory() -> Axes:
-    """Activations kept over time on four devices: GPipe climbs to all eight micro-batches, 1F1B to 4, 3, 2, 1."""
+    """Activations kept over time on four devices: GPipe climbs to all eight micro-batches, 1F1B
+    to 4, 3, 2, 1.
+    """
     costs = Costs(activations=1)
     kept = {
         name: memory(simulate(make(name, 4, 8), costs), costs)
@@ -290,15 +278,18 @@ def flush_memory() -> Axes:
 
 @picture("max_pooling.png")
 def max_pooling() -> Axes:
-    """Max-pooling of 4 x 4 to 2 x 2: the backward puts each of four gradients where the largest input of its block stood."""
+    """Max-pooling of 4 x 4 to 2 x 2: the backward puts each of four gradients where the largest
+    input of its block stood.
+    """
     x = np.random.default_rng(4).permutation(16).reshape(4, 4)
     return plot.pooling(x, np.array([[3, -1], [2, 5]]))
 
 
 # ---- partition
 
-# VGG-16 on one image of 224 x 224 (Simonyan & Zisserman 2014, arXiv 1409.1556, table 1, D): (channels, width) of a
-# convolution's output; pooling halves the width between the groups. Then the fully connected layers' sizes.
+# VGG-16 on one image of 224 x 224 (Simonyan & Zisserman 2014, arXiv 1409.1556, table 1, D):
+# (channels, width) of a convolution's output; pooling halves the width between the groups.
+# Then the fully connected layers' sizes.
 CONVOLUTIONS = (
     [(64, 224)] * 2 + [(128, 112)] * 2 + [(256, 56)] * 3 + [(512, 28)] * 3 + [(512, 14)] * 3
 )
@@ -306,7 +297,9 @@ CONNECTED = [512 * 7 * 7, 4096, 4096, 1000]
 
 
 def vgg16() -> list[float]:
-    """Billions of multiply-adds of each layer's forward: 3 x 3 convolutions, then the fully connected layers."""
+    """Billions of multiply-adds of each layer's forward: 3 x 3 convolutions, then the fully
+    connected layers.
+    """
     channels = [3, *(c for c, _ in CONVOLUTIONS)]
     convolutions = [
         9 * a * b * width**2
@@ -328,7 +321,9 @@ def fastest(times: Sequence[float], devices: int) -> list[int]:
 
 @picture("partition.png")
 def partition() -> Axes:
-    """VGG-16's sixteen layers on four devices: four layers each leave one device nearly idle; balanced times are shorter."""
+    """VGG-16's sixteen layers on four devices: four layers each leave one device nearly idle;
+    balanced times are shorter.
+    """
     times = vgg16()
     items = {}
     for words, counts in (
@@ -336,17 +331,13 @@ def partition() -> Axes:
         ("balanced times", fastest(times, 4)),
     ):
         work = sums(times, counts)
-        t = simulate(
-            make("pipedream_flush", 4, 8), Costs(forward=work, input_grad=work, weight_grad=work)
-        )
-        items[
-            f"{words}: the busiest device {max(work):.3g}; 8 images by 1F1B with a flush take {t.makespan:.0f}"
-        ] = counts
-    return plot.partition(
-        times,
-        items,
-        unit="forward of one image, billions of multiply-adds (its backward is counted as twice that)",
-    )
+        costs = Costs(forward=work, input_grad=work, weight_grad=work)
+        t = simulate(make("pipedream_flush", 4, 8), costs)
+        words += f": the busiest device {max(work):.3g}; "
+        words += f"8 images by 1F1B with a flush take {t.makespan:.0f}"
+        items[words] = counts
+    unit = "forward of one image, billions of multiply-adds (its backward is counted as twice that)"
+    return plot.partition(times, items, unit=unit)
 
 
 # ---- PipeDream-2BW
@@ -354,7 +345,9 @@ def partition() -> Axes:
 
 @picture("pipedream_2bw_buffers.png")
 def pipedream_2bw_buffers() -> Axes:
-    """Stage 0 of PipeDream-2BW: two buffers take turns to hold the weight versions; gradients of four micro-batches add up."""
+    """Stage 0 of PipeDream-2BW: two buffers take turns to hold the weight versions; gradients
+    of four micro-batches add up.
+    """
     return plot.versions(simulate(make("pipedream_2bw", 4, 4, batches=3), Costs(update=1)))
 
 
@@ -363,7 +356,9 @@ def pipedream_2bw_buffers() -> Axes:
 
 @picture("interleaved_chunks.png")
 def interleaved_chunks() -> Axes:
-    """Eight layers on two devices: device 0 holds 1, 2, 5, 6 and device 1 holds 3, 4, 7, 8; below, their chunks take turns."""
+    """Eight layers on two devices: device 0 holds 1, 2, 5, 6 and device 1 holds 3, 4, 7, 8;
+    below, their chunks take turns.
+    """
     s = make("interleaved", 2, 4, virtual=2)
     _, (above, below) = plt.subplots(
         2, 1, figsize=(10, 4.4), height_ratios=[1.5, 1], layout="constrained"
@@ -374,14 +369,14 @@ def interleaved_chunks() -> Axes:
     return plot.timeline(simulate(s, Costs().split(2)), below)
 
 
-def main(folder: str) -> None:
+def main(folder: Path) -> None:
     """Draw every picture into the folder."""
     matplotlib.use("Agg")
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for name, draw in PICTURES.items():
-        files.save(draw(), Path(folder) / name, alt(name))
+        save(draw(), folder / name, alt(name))
         plt.close("all")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)
