@@ -1,4 +1,4 @@
-"""Batches as micro-batches: cut along their first axis, read once, and only where they are needed."""
+"""Batches as micro-batches: cut along their first axis, read once, and only where needed."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Reader:
 
 
 class Part(Sequence):
-    """Batches `first` to `first + count` - 1 of a sequence, none of them read before it is asked."""
+    """Batches `first` to `first + count` - 1 of a sequence; none is read before it is asked."""
 
     def __init__(self, batches: Sequence[Any], first: int, count: int) -> None:
         self.batches, self.first, self.size = batches, first, count
@@ -120,7 +120,7 @@ class Part(Sequence):
 
 
 def mean_losses(pieces: Any, batches: int) -> list[float]:
-    """The mean loss of every batch, from (mean, count) of its pieces; what counts nothing has none."""
+    """The mean loss of every batch, from (mean, count) of its pieces; some count nothing."""
     means, counts = np.reshape(pieces, (batches, -1, 2)).transpose(2, 0, 1)
     total = np.where(counts > 0, means * counts, 0).sum(1)
     return (total / np.maximum(counts.sum(1), 1e-300)).tolist()

@@ -1,4 +1,4 @@
-"""What `run` and `evaluate` are asked for beside the model and the data: refused where it makes no sense."""
+"""What `run` and `evaluate` are asked for beside the model and the data."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Reading = list[list[list[int]]]  # [update][piece of its data][stage] -> version
 
 
 def version_read(rule: str, t: int, stage: int, stages: int) -> int:
-    """The weight version that `stage` (from 0) reads for update t, by the rule's formula; from 0."""
+    """The weight version that `stage` (from 0) reads for update t, by the rule's formula."""
     n, s = stages, stage + 1  # the papers number stages from 1
     return max(0, {FLUSH: t, STASHING: t - n + s, VERTICAL: t - n + 1, DOUBLE: t - 1}[rule])
 

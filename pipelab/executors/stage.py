@@ -1,4 +1,4 @@
-"""What every stage counts, whichever library computes it: readers of weights, backwards to come, losses, bytes."""
+"""What every stage counts, whichever library computes it: readers, backwards, losses, bytes."""
 
 from __future__ import annotations
 

@@ -97,13 +97,13 @@ def find_partners(
         for action in reversed(row):
             if action.kind in (Kind.B, Kind.W):
                 to_come.add((action.stage, action.microbatch // schedule.per_update))
-            elif action.kind is Kind.U:
-                if any((s, action.microbatch) in to_come for s in partners[action.stage]):
-                    raise ValueError(
-                        f"{'tied weights' if clip is None else 'clip'}: {action} on device {d} "
-                        "would wait for a stage whose backward comes later in its row: put updates "
-                        "after the last backward of the row"
-                    )
+            waits_for = partners[action.stage] if action.kind is Kind.U else ()
+            if any((s, action.microbatch) in to_come for s in waits_for):
+                raise ValueError(
+                    f"{'tied weights' if clip is None else 'clip'}: {action} on device {d} "
+                    "would wait for a stage whose backward comes later in its row: put updates "
+                    "after the last backward of the row"
+                )
     return partners
 
 

@@ -102,7 +102,8 @@ class Record:
 
     start, end  of the action
     arrived     of its input, if that came from another device (else nan); `received` are its bytes
-    most, held  activation bytes, the most during the action and after it; `kept` are the other bytes after it
+    most, held  activation bytes, the most during the action and after it
+    kept        other bytes after it
     versions    kept of the action's stage
     late        paced: how many actions took longer than they should
     """
@@ -125,11 +126,12 @@ class Worker:
 
     partners  per stage, the stages whose news its updates wait for
     where     the worker's name for errors
-    replicas  how many pipelines train together; their gradients are added up when an update group is complete
+    replicas  how many pipelines train together; their gradients are added up when an update group
+              is complete
     progress  is told the flat index of every action before it
 
-    A paced action starts when its device and its input are there by the paced clocks, computes for real, and ends no
-    earlier than its predicted end; one whose computing takes longer is counted as late.
+    A paced action starts when its device and its input are there by the paced clocks, computes for
+    real, and ends no earlier than its predicted end; one whose computing takes longer is late.
     """
 
     schedule: Schedule
@@ -146,7 +148,7 @@ class Worker:
     clock: float = 0.0  # of a paced run: when this device is done with what it has started
 
     def work(self) -> Record:
-        """Every action of the row in order. Raises RunError, with the stage's error as its cause."""
+        """Every action of the row in order. RunError where one fails, with its cause."""
         record, ledger = Record(), self.device.ledger
         kept = {s: stage.held() for s, stage in self.stages.items()}
         record.at_start = _sum(kept.values())
@@ -247,7 +249,7 @@ class Worker:
     # ---- pacing
 
     def _wait_for_turn(self) -> None:
-        """Until the action is due in a paced run; nobody starts anything after the run has ended."""
+        """Until the action is due in a paced run; nothing starts after the run has ended."""
         self.transport.sleep(self.began + self.clock - time.perf_counter() if self.pace else 0)
 
     def _take_time(self, i: int) -> bool:

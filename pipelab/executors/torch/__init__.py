@@ -1,1 +1,1 @@
-"""Training torch modules: `run` hands `stage`s on `device`s to the worker; `trainer` is the reference."""
+"""Training torch modules: `run`, `stage` and `device` for the worker, `trainer` for the check."""

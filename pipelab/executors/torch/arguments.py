@@ -1,4 +1,4 @@
-"""What `run` is given for torch: refused where it cannot be run, and looked through for what is shared."""
+"""What `run` is given for torch: refused where it cannot be run, else looked through."""
 
 from __future__ import annotations
 

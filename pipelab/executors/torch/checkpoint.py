@@ -234,7 +234,7 @@ def _recut(
     ties: Sequence[dict[str, int]],
     stages: Sequence[nn.Module],
 ) -> list[StageState]:
-    """One version each, tensors dealt out again in order; a tied weight counts where it is first."""
+    """One version each, tensors dealt out again in order; a tied one counts where it is first."""
     seen: set[int] = set()
     weights = []
     for state, of_stage in zip(every, ties, strict=True):
