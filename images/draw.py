@@ -17,6 +17,7 @@ from matplotlib.animation import FuncAnimation
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from diagrams import layers, microbatches, pooling
 from files import save
 from pipelab import Costs, Kind, Timeline, make, memory, plot, simulate
 from pipelab.partition import uniform
@@ -130,7 +131,7 @@ def inter_layer_split() -> Axes:
     """Layers 1 to 3 on device 0, layers 4 and 5 on device 1: activations go on to the next
     layer, gradients come back.
     """
-    return plot.layers([3, 2])
+    return layers([3, 2])
 
 
 @picture("inter_layer_turns.png")
@@ -165,7 +166,7 @@ def gpipe_microbatches() -> Axes:
     """A mini-batch of 16 samples in a row; below it the same samples as four micro-batches of
     four.
     """
-    return plot.microbatches(16, 4)
+    return microbatches(16, 4)
 
 
 @picture("gpipe.gif")
@@ -282,7 +283,7 @@ def max_pooling() -> Axes:
     input of its block stood.
     """
     x = np.random.default_rng(4).permutation(16).reshape(4, 4)
-    return plot.pooling(x, np.array([[3, -1], [2, 5]]))
+    return pooling(x, np.array([[3, -1], [2, 5]]))
 
 
 # ---- partition
@@ -363,9 +364,7 @@ def interleaved_chunks() -> Axes:
     _, (above, below) = plt.subplots(
         2, 1, figsize=(10, 4.4), height_ratios=[1.5, 1], layout="constrained"
     )
-    plot.layers(
-        [2] * s.stages, s.placement, above, title="four chunks of two layers, placed in turn"
-    )
+    layers([2] * s.stages, s.placement, above, title="four chunks of two layers, placed in turn")
     return plot.timeline(simulate(s, Costs().split(2)), below)
 
 

@@ -18,11 +18,11 @@ from matplotlib.text import Annotation
 from PIL import Image
 
 import draw
+from diagrams import layers, max_pool, max_pool_backward, microbatches, pooling
 from draw import PICTURES, alt, fastest, flush_gaps, vgg16
 from files import contents, digest, save
 from pipelab import Costs, Kind, make, plot, simulate
 from pipelab.plot import style
-from pipelab.plot.diagrams import max_pool, max_pool_backward
 from pipelab.plot.versions import buffers
 
 IMAGES = Path(__file__).parent.parent / "images"
@@ -58,7 +58,7 @@ def boxes(ax, colour=None):
 
 def test_images_holds_the_pictures_and_their_scripts_and_nothing_else():
     found = {path.name for path in IMAGES.iterdir() if path.name != "__pycache__"}
-    assert found == {*PICTURES, "draw.py", "files.py"}
+    assert found == {*PICTURES, "diagrams.py", "draw.py", "files.py"}
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -189,11 +189,11 @@ def test_inter_layer_hands_over_once_per_boundary_and_direction():
     [([3, 2], None, [0, 0, 0, 1, 1]), ([2, 2, 2, 2], (0, 1, 0, 1), [0, 0, 1, 1, 0, 0, 1, 1])],
 )
 def test_each_layer_is_a_box_on_its_device(counts, placement, rows):
-    ax = plot.layers(counts, placement)
+    ax = layers(counts, placement)
     devices = max(rows) + 1
-    layers = boxes(ax)[devices:]  # after the lanes
-    assert [round(lane) for *_, lane in layers] == rows
-    assert [(a + b) / 2 for a, b, _ in layers] == pytest.approx(range(1, len(rows) + 1))
+    drawn = boxes(ax)[devices:]  # after the lanes
+    assert [round(lane) for *_, lane in drawn] == rows
+    assert [(a + b) / 2 for a, b, _ in drawn] == pytest.approx(range(1, len(rows) + 1))
     assert words(ax) == [f"layer {i + 1}" for i in range(len(rows))]
     arrows = [(text.get_position(), text.xy) for text in ax.texts if isinstance(text, Annotation)]
     crossing = [1 for a, b in arrows if round(a[1]) != round(b[1])]
@@ -203,7 +203,7 @@ def test_each_layer_is_a_box_on_its_device(counts, placement, rows):
 
 def test_layers_needs_a_device_for_each_stage():
     with pytest.raises(ValueError, match="2 stages, but 3 have a device: give each stage one"):
-        plot.layers([1, 2], [0, 1, 0])
+        layers([1, 2], [0, 1, 0])
 
 
 def test_the_interleaved_picture_places_the_layers_as_its_schedule_does():
@@ -223,7 +223,7 @@ def test_the_interleaved_picture_places_the_layers_as_its_schedule_does():
 
 @pytest.mark.parametrize(("samples", "count", "sizes"), [(16, 4, [4, 4, 4, 4]), (7, 3, [3, 2, 2])])
 def test_the_micro_batches_hold_the_mini_batch(samples, count, sizes):
-    ax = plot.microbatches(samples, count)
+    ax = microbatches(samples, count)
     whole, parts = boxes(ax)[::2], boxes(ax)[1::2]
     assert {lane for *_, lane in whole} == {0.5}
     assert all(b[0] == pytest.approx(a[1]) for a, b in pairwise(whole))
@@ -234,7 +234,7 @@ def test_the_micro_batches_hold_the_mini_batch(samples, count, sizes):
     with pytest.raises(
         ValueError, match="3 micro-batches of 2 samples: a micro-batch needs at least one sample"
     ):
-        plot.microbatches(2, 3)
+        microbatches(2, 3)
 
 
 def test_the_versions_written_are_the_versions_read():
@@ -302,7 +302,7 @@ def test_max_pooling_is_torchs(seed):
 
 def test_the_pooling_picture_shows_the_numbers():
     x, gradient = np.arange(16).reshape(4, 4) * 7 % 16, np.array([[1, 2], [3, 4]])
-    ax = plot.pooling(x, gradient)
+    ax = pooling(x, gradient)
     out, won = max_pool(x)
     numbers = [int(word) for word in words(ax) if word.lstrip("-").isdigit()]
     expected = [x, out, max_pool_backward(gradient, won), gradient]

@@ -476,7 +476,8 @@ def test_checkpoints_that_do_not_fit(tmp_path):
     with pytest.raises(ValueError, match="was made by another table than pipedream"):
         resume(schedule=make("pipedream", 4, 2, batches=2))
     with pytest.raises(
-        ValueError, match=r"weight 0.weight of stage 0 is float64 \(5, 6\) in the model and float64 \(6, 6\) in"
+        ValueError,
+        match=r"weight 0.weight of stage 0 is float64 \(5, 6\) in the model and float64 \(6, 6\) in",
     ):
         resume(
             modules=[

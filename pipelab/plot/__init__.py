@@ -6,7 +6,6 @@ neither show nor save anything. The course's pictures in images/ are drawn from 
 
 from pipelab.plot.animation import animation
 from pipelab.plot.bubble import bubble
-from pipelab.plot.diagrams import layers, microbatches, pooling
 from pipelab.plot.losses import losses
 from pipelab.plot.memory import memory, peaks
 from pipelab.plot.partition import partition
@@ -16,13 +15,10 @@ from pipelab.plot.versions import versions
 __all__ = [
     "animation",
     "bubble",
-    "layers",
     "losses",
     "memory",
-    "microbatches",
     "partition",
     "peaks",
-    "pooling",
     "timeline",
     "timelines",
     "versions",
