@@ -17,6 +17,7 @@ from matplotlib.animation import FuncAnimation
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from animation import animation
 from diagrams import layers, microbatches, pooling
 from files import save
 from pipelab import Costs, Kind, Timeline, make, memory, plot, simulate
@@ -155,7 +156,7 @@ def inter_layer() -> FuncAnimation:
     three of them wait.
     """
     t = simulate(make("inter_layer", 4, 1, batches=2), Costs(update=1))
-    return plot.animation(t, title="Inter-layer: one device at a time")
+    return animation(t, title="Inter-layer: one device at a time")
 
 
 # ---- GPipe
@@ -174,7 +175,7 @@ def gpipe() -> FuncAnimation:
     """Animation of GPipe on four devices: four micro-batches fill the pipeline, come back, and
     all devices update.
     """
-    return plot.animation(simulate(make("gpipe", 4, 4), Costs(update=1)), title="GPipe")
+    return animation(simulate(make("gpipe", 4, 4), Costs(update=1)), title="GPipe")
 
 
 # ---- PipeDream
@@ -185,7 +186,7 @@ def pipedream() -> FuncAnimation:
     """Animation of PipeDream's 1F1B: after the warm-up each device does one forward, one
     backward, and updates at once.
     """
-    return plot.animation(simulate(make("pipedream", 4, 8)), title="PipeDream: 1F1B")
+    return animation(simulate(make("pipedream", 4, 8)), title="PipeDream: 1F1B")
 
 
 @picture("pipedream_versions.png")

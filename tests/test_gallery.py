@@ -18,6 +18,7 @@ from matplotlib.text import Annotation
 from PIL import Image
 
 import draw
+from animation import animation
 from diagrams import layers, max_pool, max_pool_backward, microbatches, pooling
 from draw import PICTURES, alt, fastest, flush_gaps, vgg16
 from files import contents, digest, save
@@ -58,7 +59,7 @@ def boxes(ax, colour=None):
 
 def test_images_holds_the_pictures_and_their_scripts_and_nothing_else():
     found = {path.name for path in IMAGES.iterdir() if path.name != "__pycache__"}
-    assert found == {*PICTURES, "diagrams.py", "draw.py", "files.py"}
+    assert found == {*PICTURES, "animation.py", "diagrams.py", "draw.py", "files.py"}
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -109,7 +110,7 @@ def test_a_picture_of_other_data_has_another_digest(change):
     assert before == digest(contents(plot.timeline(simulate(schedule))))
     assert before != digest(contents(plot.timeline(simulate(schedule, change))))
     frames = [
-        digest(contents(plot.animation(simulate(schedule, costs), frames=8)))
+        digest(contents(animation(simulate(schedule, costs), frames=8)))
         for costs in (Costs(), change)
     ]
     assert frames[0] != frames[1]
@@ -118,7 +119,7 @@ def test_a_picture_of_other_data_has_another_digest(change):
 def test_a_file_says_what_it_shows(tmp_path):
     for name in ("a.png", "a.gif"):
         t = simulate(make("gpipe", 2, 2))
-        drawn = plot.timeline(t) if name == "a.png" else plot.animation(t, frames=4)
+        drawn = plot.timeline(t) if name == "a.png" else animation(t, frames=4)
         save(drawn, tmp_path / name, "Two µ-batches.")
         assert stored(tmp_path / name) == ("Two µ-batches.", digest(contents(drawn)))
         again = (tmp_path / name).read_bytes()

@@ -8,10 +8,10 @@ import pytest
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 
+from animation import animation, state
 from files import Writer, contents, milliseconds
 from pipelab import Costs, Kind, make, memory, plot, simulate
 from pipelab.plot import style
-from pipelab.plot.animation import state
 from pipelab.plot.timeline import colour_of
 
 
@@ -158,7 +158,7 @@ class Seen(Writer):
 
 
 def seen(t, **options):
-    movie, writer = plot.animation(t, **options), Seen()
+    movie, writer = animation(t, **options), Seen()
     movie.save("", writer)
     return list(movie.new_frame_seq()), writer
 
@@ -221,7 +221,7 @@ def test_an_animation_starts_at_its_own_zero_sweeps_evenly_and_holds_the_end():
     assert moments == same == a.cursor
     assert a.started == b.started and a.words == b.words
     assert np.allclose(moments, [*np.linspace(0, 9, 35), *[9] * 5])
-    movie = plot.animation(t, frames=40, seconds=8)
+    movie = animation(t, frames=40, seconds=8)
     assert milliseconds(movie) == 200
     assert len(contents(movie)) > 40
 
@@ -229,11 +229,11 @@ def test_an_animation_starts_at_its_own_zero_sweeps_evenly_and_holds_the_end():
 def test_an_animation_takes_axes_and_refuses_nonsense():
     t = simulate(make("gpipe", 2, 2))
     figure, ax = plt.subplots()
-    movie, writer = plot.animation(t, ax, frames=4, title="mine"), Seen()
+    movie, writer = animation(t, ax, frames=4, title="mine"), Seen()
     movie.save("", writer)
     assert writer.fig is figure and len(writer.words) == 4
     assert ax.get_title(loc="left") == "mine"
     with pytest.raises(ValueError, match="frames=1: give at least 2"):
-        plot.animation(t, frames=1)
+        animation(t, frames=1)
     with pytest.raises(ValueError, match="seconds=0: give a positive number"):
-        plot.animation(t, seconds=0)
+        animation(t, seconds=0)

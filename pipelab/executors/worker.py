@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,41 +46,6 @@ class Bytes(NamedTuple):
     versions: int
     gradients: int
     optimizer: int
-
-
-class StageRuntime(Protocol):
-    """One stage of the model as the worker sees it; each method does one kind of action.
-
-    versions_held  weight versions kept now
-    """
-
-    @property
-    def versions_held(self) -> int: ...
-
-    def forward(self, microbatch: int, received: Any) -> Any: ...
-    def backward(self, microbatch: int, received: Any) -> Any: ...
-    def input_grad(self, microbatch: int, received: Any) -> Any: ...
-    def weight_grad(self, microbatch: int, received: Any) -> Any: ...
-
-    def update(self, number: int, received: Any) -> Any:
-        """`received` is the news of its partners by stage, if it has any."""
-
-    def complete(self, group: int) -> bool:
-        """Whether all backwards of an update group are through."""
-
-    def sums(self, group: int) -> list[Any]:
-        """What a complete group has accumulated: to be added up over replicas."""
-
-    def replace_sums(self, group: int, sums: list[Any]) -> None:
-        """Go on from what all replicas together have accumulated."""
-
-    def news(self) -> Any:
-        """What other stages' updates wait for after the last backward of a group."""
-
-    def snapshot(self) -> None:
-        """Keep what the last update did, for the check."""
-
-    def held(self) -> Bytes: ...
 
 
 @dataclass(frozen=True)
@@ -124,6 +89,7 @@ class Record:
 class Worker:
     """Carries out row `rank` of a schedule; `began` is the run's time zero on `time.perf_counter`.
 
+    stages    the row's stages by number: `executors.stage.Stage`s, or what has their methods
     partners  per stage, the stages whose news its updates wait for
     where     the worker's name for errors
     replicas  how many pipelines train together; their gradients are added up when an update group
@@ -136,7 +102,7 @@ class Worker:
 
     schedule: Schedule
     rank: int
-    stages: Mapping[int, StageRuntime]
+    stages: Mapping[int, Any]
     device: Device
     transport: Transport
     began: float
@@ -220,7 +186,7 @@ class Worker:
             at = self.clock if self.pace else time.perf_counter() - self.began
             self.transport.send(i, target, Message(payload, at))
 
-    def _end_group(self, action: Action, stage: StageRuntime) -> None:
+    def _end_group(self, action: Action, stage: Any) -> None:
         """After the last backward of an update group: add up over replicas, and tell partners.
 
         What their updates wait for is told here and not in the update itself: two updates that wait

@@ -1,10 +1,9 @@
 """Pictures of timelines, memory and bubbles.
 
-Each takes `ax=None` and returns the Axes, or for `animation` matplotlib's FuncAnimation. They
-neither show nor save anything. The course's pictures in images/ are drawn from these.
+Each takes `ax=None` and returns the Axes. They neither show nor save anything. The course's
+pictures and animations in images/ are drawn from these.
 """
 
-from pipelab.plot.animation import animation
 from pipelab.plot.bubble import bubble
 from pipelab.plot.losses import losses
 from pipelab.plot.memory import memory, peaks
@@ -13,7 +12,6 @@ from pipelab.plot.timeline import timeline, timelines
 from pipelab.plot.versions import versions
 
 __all__ = [
-    "animation",
     "bubble",
     "losses",
     "memory",
