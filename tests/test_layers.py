@@ -109,3 +109,30 @@ def test_the_library_prints_nothing():
                 n.func for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)
             )
             assert not any(isinstance(f, ast.Name) and f.id == "print" for f in calls), path
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if unit(p) == "executors"], ids=lambda p: p.stem)
+def test_the_executors_share_what_needs_no_library_and_the_wings_know_themselves_alone(path):
+    place = path.relative_to(ROOT / "executors").parts
+    wing = place[0] if len(place) > 1 else None
+    lazy = {"run"}  # names its wings inside its two functions
+    tree = ast.parse(path.read_text())
+    inside = {n for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}
+    nodes = {(node.lineno, node.col_offset) for node in inside if isinstance(node, ast.ImportFrom)}
+    for name, node in imports(path):
+        for other, libraries in (
+            ("torch", {"torch", "safetensors"}),
+            ("jax", {"jax", "flax", "optax"}),
+        ):
+            if wing == other or (path.stem in lazy and (node.lineno, node.col_offset) in nodes):
+                continue
+            assert name.split(".")[0] not in libraries, f"{path}:{node.lineno} imports {name}"
+            assert not name.startswith(f"pipelab.executors.{other}"), f"{path}:{node.lineno}"
+
+
+@pytest.mark.parametrize("names", [("run", "stage", "device", "trainer")])
+def test_the_wings_mirror_each_other(names):
+    for wing in ("torch", "jax"):
+        assert {f"{name}.py" for name in names} <= {
+            p.name for p in (ROOT / "executors" / wing).iterdir()
+        }
