@@ -37,7 +37,7 @@ from pipelab.pipeshard.graph import (
 from pipelab.pipeshard.primitives import ADD, DRAWS, KEEP, contracts, is_linear, keeps_apart, rounds
 
 
-class How(Enum):
+class Role(Enum):
     FIXED = "fixed"
     SAMPLES = "samples"
     REDUCED = "reduced"
@@ -51,13 +51,13 @@ class Tag(NamedTuple):
     inner  entries of one sample that lie side by side in the batch's dimension (tokens, after a reshape); 0: any order will do
     """
 
-    how: How
+    role: Role
     degree: float = 0
     why: str = ""
     inner: int = 1
 
 
-FIXED = Tag(How.FIXED)
+FIXED = Tag(Role.FIXED)
 INSIDE = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
@@ -97,7 +97,7 @@ class Reductions:
         ] = {}  # computes such an array, when it is asked for
         self._parts: dict[Var, list[Pair]] = {}  # what an array of indices was joined of
         self._enter(
-            (small, large), [Tag(How.SAMPLES) if v in batch else FIXED for v in small.inputs], ()
+            (small, large), [Tag(Role.SAMPLES) if v in batch else FIXED for v in small.inputs], ()
         )
         self._walk(small.equations, large.equations)
 
@@ -113,7 +113,7 @@ class Reductions:
     def axis_of(self, pair: Pair) -> int | None:
         """The dimension in which micro-batches can be joined: one in which samples follow each other."""
         axis, tag = self.axes.get(pair[0]) if isinstance(pair[0], Var) else None, self.of(pair)
-        if axis is None or tag.how is How.FIXED or not tag.inner:
+        if axis is None or tag.role is Role.FIXED or not tag.inner:
             return axis
         return axis if shape_of(pair[0])[axis] == tag.inner * self._sizes[0] else None
 
@@ -190,7 +190,7 @@ class Reductions:
         if name == "concatenate" and a.params["dimension"] == len(shape_of(a.outvars[0])) - 1:
             self._parts[a.outvars[0]] = ins
         for pair, tag in zip(zip(a.outvars, b.outvars, strict=True), results, strict=True):
-            if tag.how is How.MIXED and pair[0] in self._maker:
+            if tag.role is Role.MIXED and pair[0] in self._maker:
                 tag = self._tag_of(self._value(pair), tag.why)
             self._note(pair, tag)
 
@@ -200,17 +200,19 @@ class Reductions:
         graphs, (first, count) = _graphs(a, b, "jaxpr"), carry_of(a)
         if a.params["length"] == b.params["length"]:
             return self._repeat(a, graphs, tags, first, count, ins[:first])
-        inner = {t.inner for t in tags if t.how is How.SAMPLES and t.inner}
+        inner = {t.inner for t in tags if t.role is Role.SAMPLES and t.inner}
         each = (
             not count
-            and all(t.how in (How.FIXED, How.SAMPLES) and not t.degree for t in tags)
+            and all(t.role in (Role.FIXED, Role.SAMPLES) and not t.degree for t in tags)
             and len(inner) < 2
         )
         if each and all(_axes(pair) == ([] if i < first else [0]) for i, pair in enumerate(ins)):
             self._enter(graphs, [FIXED] * len(ins), ins[:first])  # lax.map: one sample at a time
             results = self._inside(graphs)
             return [
-                t if t.how is How.MIXED else Tag(How.SAMPLES, t.degree, inner=min(inner, default=0))
+                t
+                if t.role is Role.MIXED
+                else Tag(Role.SAMPLES, t.degree, inner=min(inner, default=0))
                 for t in results
             ]
         return [_mixed(a, "goes from sample to sample")] * len(a.outvars)
@@ -298,18 +300,18 @@ class Reductions:
             if len(grown) > 1 or any(
                 v.shape[grown[0]] != inner * n for v, n in zip((x, y), self._sizes, strict=True)
             ):
-                return Tag(How.MIXED, 0, why)
+                return Tag(Role.MIXED, 0, why)
             x, y = (
                 np.moveaxis(v, grown[0], 0).reshape(n, -1)
                 for v, n in zip((x, y), self._sizes, strict=True)
             )
             if (x != x[:1]).any() or (y != y[:1]).any():  # not the same for every sample
-                return Tag(How.MIXED, 0, why)
+                return Tag(Role.MIXED, 0, why)
             x, y = x[0], y[0]
         degree = self._growth(x, y)
         if degree is None:
-            return Tag(How.MIXED, 0, why)
-        return Tag(How.FIXED, degree) if inner < 2 else Tag(How.SAMPLES, degree, inner=inner)
+            return Tag(Role.MIXED, 0, why)
+        return Tag(Role.FIXED, degree) if inner < 2 else Tag(Role.SAMPLES, degree, inner=inner)
 
     def _growth(self, x: np.ndarray, y: np.ndarray) -> float | None:
         """d, if y is x times the ratio of the sizes to the power d."""
@@ -346,32 +348,32 @@ class Reductions:
             if indexing and all(len(x) < 2 for x in axes)
             else None
         )
-        hows = {t.how for t in tags}
-        if How.MIXED in hows:
-            why = next(t.why for t in tags if t.how is How.MIXED)
+        roles = {t.role for t in tags}
+        if Role.MIXED in roles:
+            why = next(t.why for t in tags if t.role is Role.MIXED)
             return (
-                Tag(How.MIXED, 0, why)
+                Tag(Role.MIXED, 0, why)
                 if why
                 else _mixed(a, "reads an array or a number made of the batch's size")
             )
         changed = any(
             not _equal(x, b.params.get(key)) for key, x in a.params.items() if key not in SIZES
         )
-        if not (made or any(axes) or hows - {How.FIXED} or any(t.degree for t in tags)):
+        if not (made or any(axes) or roles - {Role.FIXED} or any(t.degree for t in tags)):
             return _mixed(a) if changed else FIXED
         degree, inner = (
             self._degree(a, ins, tags),
-            {t.inner for t in tags if t.how is How.SAMPLES and t.inner},
+            {t.inner for t in tags if t.role is Role.SAMPLES and t.inner},
         )
-        if name in DRAWS and How.REDUCED not in hows and not changed and len(made) < 2:
+        if name in DRAWS and Role.REDUCED not in roles and not changed and len(made) < 2:
             return (
-                Tag(How.SAMPLES, 0, inner=min(inner, default=0))
+                Tag(Role.SAMPLES, 0, inner=min(inner, default=0))
                 if made
                 else FIXED
-                if hows <= {How.FIXED}
+                if roles <= {Role.FIXED}
                 else _mixed(a)
             )
-        if degree is None and name in ADD and hows <= {How.FIXED, How.REDUCED}:
+        if degree is None and name in ADD and roles <= {Role.FIXED, Role.REDUCED}:
             return _mixed(
                 a, "adds a sum over the samples to what is none (take their mean instead)"
             )
@@ -383,23 +385,25 @@ class Reductions:
             or len(inner) > 1
         ):
             return _mixed(a)
-        if How.REDUCED in hows:
-            stays = not made and not any(axes) and is_linear(a, [t.how is How.FIXED for t in tags])
-            return Tag(How.REDUCED, degree) if stays else _mixed(a)
-        how = How.SAMPLES if How.SAMPLES in hows else How.FIXED
+        if Role.REDUCED in roles:
+            stays = (
+                not made and not any(axes) and is_linear(a, [t.role is Role.FIXED for t in tags])
+            )
+            return Tag(Role.REDUCED, degree) if stays else _mixed(a)
+        role = Role.SAMPLES if Role.SAMPLES in roles else Role.FIXED
         if not made:
             if (name == "reduce_sum" and any(axes)) or (
                 name == "dot_general" and contracts(a, axes)
             ):
-                return Tag(How.REDUCED if how is How.SAMPLES else How.FIXED, degree + 1)
-            return Tag(How.FIXED, degree) if how is How.FIXED and not any(axes) else _mixed(a)
+                return Tag(Role.REDUCED if role is Role.SAMPLES else Role.FIXED, degree + 1)
+            return Tag(Role.FIXED, degree) if role is Role.FIXED and not any(axes) else _mixed(a)
         if name == "reshape":
             return self._reshaped(a, ins[0], tags[0]._replace(degree=degree), out)
         if not any(axes):
             alike = name == "broadcast_in_dim" or (
                 name == "iota" and a.params["dimension"] not in made
             )
-            return Tag(How.FIXED, degree) if alike else _mixed(a)
+            return Tag(Role.FIXED, degree) if alike else _mixed(a)
         whole = all(
             shape_of(v)[axis[0]] == shape_of(w)[made[0]]
             for pair, axis in zip(ins, axes, strict=True)
@@ -408,13 +412,13 @@ class Reductions:
         )
         keeps = whole and (apart if indexing else keeps_apart(a, axes))
         return (
-            Tag(how, degree, inner=min(inner, default=int(how is How.FIXED)))
+            Tag(role, degree, inner=min(inner, default=int(role is Role.FIXED)))
             if keeps
             else _mixed(a)
         )
 
     def _degree(self, eqn: JaxprEqn, ins: Sequence[Pair], tags: Sequence[Tag]) -> float | None:
-        """How the result grows with the number of samples, or None where that has no answer."""
+        """Role the result grows with the number of samples, or None where that has no answer."""
         name, degrees = eqn.primitive.name, [t.degree for t in tags]
         if name in ("mul", "dot_general", "conv_general_dilated"):
             return sum(degrees)
@@ -446,13 +450,13 @@ class Reductions:
             return tag
         found = set()
         for v, w, n in zip(pair, out, self._sizes, strict=True):
-            inner = tag.inner if tag.how is How.SAMPLES else shape_of(v)[axis] // n
+            inner = tag.inner if tag.role is Role.SAMPLES else shape_of(v)[axis] // n
             now, rest = divmod(
                 inner * math.prod(shape_of(v)[axis + 1 :]), math.prod(shape_of(w)[made + 1 :])
             )
             found.add((now, rest or not now or shape_of(w)[made] % (n * now)))
         now, apart = found.pop()
-        return Tag(How.SAMPLES, tag.degree, inner=now) if not found and not apart else _mixed(eqn)
+        return Tag(Role.SAMPLES, tag.degree, inner=now) if not found and not apart else _mixed(eqn)
 
     def _indexed(
         self, eqn: JaxprEqn, ins: Sequence[Pair], axes: Sequence[list[int]], tags: list[Tag]
@@ -491,19 +495,22 @@ class Reductions:
 
 
 def _mixed(eqn: JaxprEqn, why: str = "makes it another") -> Tag:
-    return Tag(How.MIXED, 0, f"{eqn.primitive.name} ({place_of(eqn)}) {why}")
+    return Tag(Role.MIXED, 0, f"{eqn.primitive.name} ({place_of(eqn)}) {why}")
 
 
 def _join(tags: Sequence[Tag]) -> Tag | None:
     """Of what is one or another, as they come."""
-    hows, inner = {t.how for t in tags}, {t.inner for t in tags if t.how is How.SAMPLES and t.inner}
-    if How.MIXED in hows:
-        return next(t for t in tags if t.how is How.MIXED)
-    if {How.SAMPLES, How.REDUCED} <= hows or len(inner) > 1 or len({t.degree for t in tags}) > 1:
+    roles, inner = (
+        {t.role for t in tags},
+        {t.inner for t in tags if t.role is Role.SAMPLES and t.inner},
+    )
+    if Role.MIXED in roles:
+        return next(t for t in tags if t.role is Role.MIXED)
+    if {Role.SAMPLES, Role.REDUCED} <= roles or len(inner) > 1 or len({t.degree for t in tags}) > 1:
         return None
-    if How.SAMPLES in hows:
-        return Tag(How.SAMPLES, tags[0].degree, inner=min(inner, default=0))
-    return Tag(How.REDUCED if How.REDUCED in hows else How.FIXED, tags[0].degree)
+    if Role.SAMPLES in roles:
+        return Tag(Role.SAMPLES, tags[0].degree, inner=min(inner, default=0))
+    return Tag(Role.REDUCED if Role.REDUCED in roles else Role.FIXED, tags[0].degree)
 
 
 def _graphs(a: JaxprEqn, b: JaxprEqn, key: str, branch: int | None = None) -> tuple[Graph, Graph]:
