@@ -28,11 +28,10 @@ from pipelab.pipeshard.graph import (
     variables,
 )
 from pipelab.pipeshard.plan import Pipeshard
-from pipelab.pipeshard.reduction import FIXED, Reductions, Role, Tag
+from pipelab.pipeshard.primitives import DRAWS
+from pipelab.pipeshard.reduction import Reductions
+from pipelab.pipeshard.samples import FIXED, Role, Tag
 from pipelab.pipeshard.trace import Arguments, Step, trace
-
-DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform")
-
 
 # ---- what micro-batches' results add up to
 
