@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from pipelab.executors.rules import Check, Comparison, tolerance_for
-from pipelab.pipeshard.graph import Graph, PipeshardError, dtype_of, function
+from pipelab.pipeshard.graph import (
+    Arrays,
+    Graph,
+    PipeshardError,
+    Values,
+    all_equations,
+    dtype_of,
+    function,
+    is_key_type,
+    read_by,
+)
 from pipelab.pipeshard.program import Call, Program
 from pipelab.pipeshard.trace import Arguments, Step, gradient_on_one_device, trace
 
@@ -36,21 +45,24 @@ def compare(
     tolerance: float | None,
 ) -> Check:
     """See `Parallelized.compare`."""
-    home = jax.sharding.SingleDeviceSharding(program.meshes[0].devices.flat[0])
+    home = program.meshes[0].devices.flat[0]
     values = [jax.device_put(x, home) for x in arguments.values]
     limit = tolerance or tolerance_for([np.dtype(x).name for x in _float_types(program)])
     updated = _update_alone(program, call, values, home)
 
-    def verdict(expected: list[Any], rule: str) -> Check:
+    def verdict(expected: Arrays, rule: str) -> Check:
         comparison = Comparison()
         _add_gradient(comparison, program, call.gradient, expected)
         for name, got, wanted in updated:
             comparison.add(name, _numbers(got), _numbers(wanted))
         return comparison.verdict(limit, rule)
 
+    def in_pieces(rule: str) -> Check:
+        return verdict(_in_pieces(program, program.step, program.loss, values), rule)
+
     # [1] What is not exact can only be compared with the same micro-batches.
     if not program.exact:
-        return verdict(_in_pieces(program, program.step, program.loss, values), PIECES)
+        return in_pieces(PIECES)
     # [2] Else with the undivided batch.
     expected = _undivided(train_step, arguments, values)
     if not np.isfinite(_numbers(expected[0])):
@@ -63,15 +75,13 @@ def compare(
         return check
     # [3] Where they differ, micro-batches may round to another side of a kink. Then the pipeline
     #     equals micro-batches on one device, and in double precision these equal the whole.
-    near = verdict(_in_pieces(program, program.step, program.loss, values), ROUNDED)
+    near = in_pieces(ROUNDED)
     if near.passed and _same_in_double(train_step, program, arguments, values):
         return near
     return check
 
 
-def _add_gradient(
-    comparison: Comparison, program: Program, got: Sequence[Any], expected: Sequence[Any]
-) -> None:
+def _add_gradient(comparison: Comparison, program: Program, got: Arrays, expected: Arrays) -> None:
     """Compare two lists of [loss, *aux, *gradients]."""
     count = len(program.combine)
     largest = [float(np.abs(_numbers(x)).max(initial=0)) for x in expected[count:]]
@@ -86,29 +96,22 @@ def _add_gradient(
 def _float_types(program: Program) -> set[Any]:
     """Of the parameters and of all that the loss computes."""
     found: set[Any] = {dtype_of(p) for p in program.step.parameters}
-
-    def visit(equations: Sequence[JaxprEqn]) -> None:
-        for eqn in equations:
-            found.update(dtype_of(v) for v in eqn.outvars if hasattr(v.aval, "dtype"))
-            for inner in jaxprs_in_params(eqn.params):
-                visit(inner.eqns)
-
-    visit(program.step.loss.equations)
+    for eqn in all_equations(program.step.loss.equations):
+        found.update(dtype_of(v) for v in eqn.outvars if hasattr(v.aval, "dtype"))
     return {x for x in found if jnp.issubdtype(x, jnp.floating)}
 
 
 def _update_alone(
-    program: Program, call: Call, values: list[Any], home: Any
+    program: Program, call: Call, values: Arrays, home: Any
 ) -> list[tuple[str, Any, Any]]:
     """Every result of the step: its name, the pipeline's, and one device's.
 
     The latter by the step's own update of the pipeline's gradients, so that only the update counts.
     """
-    step, update = program.step, program.step.update
-    fun = jax.jit(function(update.inputs, update.outputs, update.equations))
+    step = program.step
     known = {**dict(zip(step.arguments, values, strict=True)), **step.consts}
     known.update(zip(step.gradient, jax.device_put(call.gradient, home), strict=True))
-    wanted = fun(*(known[v] for v in update.inputs))
+    wanted = _evaluate(step.update, known)
     results = jax.tree.leaves_with_path(jax.tree.unflatten(step.results, call.results))
     return [
         (f"result {jax.tree_util.keystr(path)}", got, x)
@@ -117,13 +120,13 @@ def _update_alone(
 
 
 def _same_in_double(
-    train_step: Callable, program: Program, arguments: Arguments, values: list[Any]
+    train_step: Callable, program: Program, arguments: Arguments, values: Arrays
 ) -> bool:
     """Whether the gradients of the batch and of micro-batches are the same in double precision.
 
     Both on one device.
     """
-    limit, comparison = tolerance_for(["float64"]), Comparison()
+    comparison = Comparison()
     with jax.enable_x64(True):
         double = [
             x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
@@ -137,23 +140,28 @@ def _same_in_double(
             _add_gradient(comparison, program, pieces, whole)
         except (TypeError, ValueError):  # a step for single precision alone
             return False
-    return comparison.verdict(limit, WHOLE).passed
+    return comparison.verdict(tolerance_for(["float64"]), WHOLE).passed
 
 
-def _undivided(train_step: Callable, arguments: Arguments, values: list[Any]) -> list[Any]:
+def _undivided(train_step: Callable, arguments: Arguments, values: Arrays) -> Arrays:
     """[loss, *aux, *gradients] of the batch, by jax.value_and_grad of the loss as written."""
     graph = gradient_on_one_device(trace(train_step, arguments, arguments.samples))
-    fun = jax.jit(function(graph.sources, graph.outputs, graph.equations))
-    return fun(*values, *graph.consts.values())
+    return _evaluate(graph, {**dict(zip(graph.inputs, values, strict=True)), **graph.consts})
 
 
-def _in_pieces(program: Program, step: Step, loss: Graph, values: list[Any]) -> list[Any]:
+def _evaluate(graph: Graph, known: Values) -> Arrays:
+    inputs = read_by(graph.equations, graph.outputs)
+    run = jax.jit(function(inputs, graph.outputs, graph.equations))
+    return run(*(known[v] for v in inputs))
+
+
+def _in_pieces(program: Program, step: Step, loss: Graph, values: Arrays) -> Arrays:
     """The same, accumulated over micro-batches with random keys of their own."""
     known = {**dict(zip(step.arguments, values, strict=True)), **loss.consts}
     others = [v for v in loss.sources if v not in step.parameters]
     fun = function([*step.parameters, *others], loss.outputs, loss.equations)
 
-    def value(parameters: list[Any], others: list[Any]) -> tuple[Any, list[Any]]:
+    def value(parameters, others):
         out = fun(*parameters, *others)
         return out[0], out
 
@@ -173,7 +181,7 @@ def _in_pieces(program: Program, step: Step, loss: Graph, values: list[Any]) -> 
 
 def _numbers(x: Any) -> np.ndarray:
     """As float64 or complex128; random keys by their words."""
-    if jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key):
+    if is_key_type(jnp.asarray(x).dtype):
         x = jax.random.key_data(x)
     inexact = np.complex128 if jnp.issubdtype(x.dtype, jnp.complexfloating) else np.float64
     return np.asarray(x).astype(inexact)

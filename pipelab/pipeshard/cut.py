@@ -26,8 +26,10 @@ from jax.extend.core import JaxprEqn, Var
 
 from pipelab.pipeshard.graph import (
     Atom,
+    Equations,
     Graph,
     PipeshardError,
+    Variables,
     contains,
     depending,
     dtype_of,
@@ -55,18 +57,18 @@ class StageGraph:
     results     position among the loss's results -> the variable, of those computed here
     """
 
-    equations: list[JaxprEqn]
-    parameters: list[Var]
-    fixed: list[Var]
-    data: list[Var]
-    inputs: list[Var]
-    aux_inputs: list[Var]
-    outputs: list[Var]
-    aux_outputs: list[Var]
+    equations: Equations
+    parameters: Variables
+    fixed: Variables
+    data: Variables
+    inputs: Variables
+    aux_inputs: Variables
+    outputs: Variables
+    aux_outputs: Variables
     results: dict[int, Atom]
 
     @property
-    def arguments(self) -> list[Var]:
+    def arguments(self) -> Variables:
         """All that it reads."""
         return [*self.parameters, *self.inputs, *self.fixed, *self.data, *self.aux_inputs]
 
@@ -95,8 +97,8 @@ def count_layers(loss: Graph) -> int:
 
 def cut(
     loss: Graph,
-    parameters: Sequence[Var],
-    batch: Sequence[Var],
+    parameters: Variables,
+    batch: Variables,
     stages: Sequence[Sequence[int]],
     number: Var | None = None,
 ) -> list[StageGraph]:
@@ -106,17 +108,15 @@ def cut(
     """
     # [1] Every equation with the stage of its layer, and with the stage that computes it.
     stage_of_layer = {layer: s for s, layers in enumerate(stages) for layer in layers}
-    equations: list[JaxprEqn] = []
-    layer_stages: list[int] = []
+    layered: list[tuple[JaxprEqn, int]] = []
     layer = 0
     for eqn in loss.equations:
         if eqn.primitive is boundary_p:
             layer += 1
         else:
-            equations.append(eqn)
-            layer_stages.append(stage_of_layer[layer])
-    placement = _Placement(loss, equations, layer_stages, parameters, batch)
-    placed = list(zip(equations, placement.homes, strict=True))
+            layered.append((eqn, stage_of_layer[layer]))
+    placement = _Placement(loss, layered, parameters, batch)
+    placed = [(eqn, home) for (eqn, _), home in zip(layered, placement.homes, strict=True)]
     maker = {v: home for eqn, home in placed if home is not None for v in eqn.outvars}
 
     # [2] The stage that knows each result of the loss: the last, unless another one computes it.
@@ -136,6 +136,7 @@ def cut(
     #
     #         stage 2 needs y and z         crossing[1] = y    crossing[0] = z
     #         stage 1 needs x to make y                        crossing[0] = z, x
+    data = [*batch, number]
     crossing: list[dict[Var, None]] = [{} for _ in stages]  # sets that keep their order
     graphs = []
     for s in reversed(range(len(stages))):
@@ -162,8 +163,8 @@ def cut(
             StageGraph(
                 kept,
                 [v for v in own if v in parameters],
-                [v for v in own if v not in parameters and v not in batch and v is not number],
-                [v for v in own if v in batch or v is number],
+                [v for v in own if v not in parameters and v not in data],
+                [v for v in own if v in data],
                 inputs,
                 aux_inputs,
                 outputs,
@@ -183,12 +184,12 @@ class _Placement:
     def __init__(
         self,
         loss: Graph,
-        equations: Sequence[JaxprEqn],
-        layer_stages: Sequence[int],
-        parameters: Sequence[Var],
-        batch: Sequence[Var],
+        layered: list[tuple[JaxprEqn, int]],
+        parameters: Variables,
+        batch: Variables,
     ) -> None:
-        self.equations, self.layer_stages = equations, layer_stages
+        self.layered = layered
+        equations = [eqn for eqn, _ in layered]
         self.active = depending(equations, parameters)  # what depends on parameters
         self.varying = depending(equations, batch)  # what depends on the batch
         frozen = [v for v in loss.inputs if size(v) > 1 and not is_key(v)]
@@ -198,24 +199,21 @@ class _Placement:
         # [1] Who owns each parameter: the first stage that uses it on the batch.
         self.made_of: dict[Var, set[Var]] = {p: {p} for p in parameters}  # parameters in an array
         self.owner: dict[Var, int] = {}
-        for eqn, s in zip(equations, layer_stages, strict=True):
+        for eqn, s in layered:
             self._find_owners(eqn, s)
         # [2] A home for every equation, by what it reads.
         self.earliest: dict[Var, int] = {}  # the first stage that can know a variable
-        self.homes = [self._home(eqn, s) for eqn, s in zip(equations, layer_stages, strict=True)]
+        self.homes = [self._home(eqn, s) for eqn, s in layered]
         # [3] What reads the batch alone goes to the first stage that needs it. Stages that this
         #     leaves without an equation of their own get theirs back.
         self._put_off(idle=set())
-        self._put_off(idle={*layer_stages} - {*self.homes})
+        self._put_off(idle={s for _, s in layered} - {*self.homes})
 
-    def by_gradient(self, vs: Iterable[Var]) -> tuple[list[Var], list[Var]]:
+    def by_gradient(self, vs: Iterable[Var]) -> tuple[Variables, Variables]:
         """The variables that have a gradient, and those that have none."""
-        with_gradient: list[Var] = []
-        without: list[Var] = []
-        for v in vs:
-            inexact = jnp.issubdtype(dtype_of(v), jnp.inexact)
-            (with_gradient if inexact and v in self.active else without).append(v)
-        return with_gradient, without
+        inexact = [v for v in vs if jnp.issubdtype(dtype_of(v), jnp.inexact)]
+        with_gradient = [v for v in inexact if v in self.active]
+        return with_gradient, [v for v in vs if v not in with_gradient]
 
     def _kind(self, eqn: JaxprEqn) -> tuple[bool, bool]:
         """Whether an equation depends on parameters, and on the batch."""
@@ -255,8 +253,7 @@ class _Placement:
     def _put_off(self, idle: set[int]) -> None:
         """Place what reads the batch alone where it is first needed; idle stages keep theirs."""
         first: dict[Var, int] = {}  # the first stage that reads a variable
-        for i in reversed(range(len(self.equations))):
-            eqn, s = self.equations[i], self.layer_stages[i]
+        for i, (eqn, s) in reversed(list(enumerate(self.layered))):
             active, varying = self._kind(eqn)
             if varying and not active:
                 readers = [first[v] for v in eqn.outvars if v in first]

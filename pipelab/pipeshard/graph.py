@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,10 @@ from jax.extend.core import (
 )
 
 Atom = Var | Literal
+Arrays = list[Any]  # in the order of some variables
+Values = dict[Var, Any]  # variable -> array
+Variables = list[Var]
+Equations = list[JaxprEqn]
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 
@@ -41,27 +45,30 @@ class Graph:
     consts           variable -> the array that the traced function closed over
     """
 
-    inputs: list[Var]
+    inputs: Variables
     outputs: list[Atom]
-    equations: list[JaxprEqn]
-    consts: dict[Var, Any] = field(default_factory=dict)
+    equations: Equations
+    consts: Values = field(default_factory=dict)
 
     @property
-    def sources(self) -> list[Var]:
+    def sources(self) -> Variables:
         """What the equations may read without making it: the inputs, then the constants."""
         return [*self.inputs, *self.consts]
 
 
-def inline(traced: ClosedJaxpr | Jaxpr, outer: JaxprEqn | None = None) -> Graph:
+def inline(
+    traced: ClosedJaxpr | Jaxpr, inputs: Sequence[Atom] = (), outer: JaxprEqn | None = None
+) -> Graph:
     """A traced function with the jitted functions that it calls written out.
 
     Every variable is new, since jax shares one jaxpr between all calls of a jitted function.
 
-    outer  the equation that it stands in: an equation that names no line of the user's takes its
+    inputs  what it is called with, or the first of these; for the others the graph has inputs
+    outer   the equation that it stands in: an equation that names no line of the user's takes its
     """
     closed = traced if isinstance(traced, ClosedJaxpr) else ClosedJaxpr(traced, ())
-    consts: dict[Var, Any] = {}
-    equations: list[JaxprEqn] = []
+    consts: Values = {}
+    equations: Equations = []
 
     def enter(inner: ClosedJaxpr, inputs: Sequence[Atom], outer: JaxprEqn | None) -> list[Atom]:
         fresh = [Var(v.aval) for v in inner.jaxpr.constvars]
@@ -80,8 +87,8 @@ def inline(traced: ClosedJaxpr | Jaxpr, outer: JaxprEqn | None = None) -> Graph:
             names.update(zip(eqn.outvars, results, strict=True))
         return substitute(inner.jaxpr.outvars, names)
 
-    inputs = [Var(v.aval) for v in closed.jaxpr.invars]
-    return Graph(inputs, enter(closed, inputs, outer), equations, consts)
+    others = [Var(v.aval) for v in closed.jaxpr.invars[len(inputs) :]]
+    return Graph(others, enter(closed, [*inputs, *others], outer), equations, consts)
 
 
 def substitute(atoms: Iterable[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
@@ -94,7 +101,7 @@ def renamed(eqn: JaxprEqn, names: Mapping[Var, Atom]) -> JaxprEqn:
     return eqn.replace(invars=substitute(eqn.invars, names))
 
 
-def variables(atoms: Iterable[Atom]) -> list[Var]:
+def variables(atoms: Iterable[Atom]) -> Variables:
     return [a for a in atoms if not isinstance(a, Literal)]
 
 
@@ -108,10 +115,10 @@ def depending(equations: Iterable[JaxprEqn], sources: Iterable[Var]) -> set[Var]
 
 
 def needed(
-    equations: Sequence[JaxprEqn],
+    equations: Equations,
     outputs: Iterable[Atom],
     always: Collection[JaxprEqn] | None = None,
-) -> list[JaxprEqn]:
+) -> Equations:
     """The equations that the outputs need, in order.
 
     always  equations that are kept although nothing reads them; default: those with effects
@@ -127,7 +134,7 @@ def needed(
     return kept[::-1]
 
 
-def read_by(equations: Sequence[JaxprEqn], outputs: Iterable[Atom] = ()) -> list[Var]:
+def read_by(equations: Equations, outputs: Iterable[Atom] = ()) -> Variables:
     """The variables that equations or outputs read, and that no equation makes."""
     made = {v for eqn in equations for v in eqn.outvars}
     read = [v for eqn in equations for v in variables(eqn.invars)]
@@ -135,18 +142,25 @@ def read_by(equations: Sequence[JaxprEqn], outputs: Iterable[Atom] = ()) -> list
 
 
 def function(
-    inputs: Sequence[Var], outputs: Sequence[Atom], equations: Sequence[JaxprEqn]
-) -> Callable[..., list[Any]]:
+    inputs: Variables, outputs: Sequence[Atom], equations: Equations
+) -> Callable[..., Arrays]:
     """The equations as a function of the inputs -> a list of the outputs."""
     about = DebugInfo("pipelab.pipeshard", "a part of the train step", None, None)
     jaxpr = Jaxpr((), list(inputs), list(outputs), list(equations), debug_info=about)
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
 
 
+def all_equations(equations: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
+    """These and all inside them: a loop's body, a custom derivative's function."""
+    for eqn in equations:
+        yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from all_equations(inner.eqns)
+
+
 def contains(eqn: JaxprEqn, names: Collection[str]) -> bool:
     """Whether the equation, or one inside it, has one of these primitives."""
-    inside = [inner for jaxpr in jaxprs_in_params(eqn.params) for inner in jaxpr.eqns]
-    return eqn.primitive.name in names or any(contains(inner, names) for inner in inside)
+    return any(inner.primitive.name in names for inner in all_equations([eqn]))
 
 
 def shape_of(atom: Atom) -> tuple[int, ...]:
@@ -170,14 +184,14 @@ def bytes_of(atom: Atom) -> int:
     return size(atom) * dtype_of(atom).itemsize
 
 
-def is_typed_key(atom: Atom) -> bool:
-    """Whether it is a random key with a type of its own, as jax.random.key makes them."""
-    return jnp.issubdtype(dtype_of(atom), jax.dtypes.prng_key)
+def is_key_type(dtype: Any) -> bool:
+    """Whether it is that of typed random keys, as jax.random.key makes them."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def is_key(atom: Atom) -> bool:
     """Whether it may be a random key, typed or raw."""
-    return is_typed_key(atom) or dtype_of(atom) == np.uint32
+    return is_key_type(dtype_of(atom)) or dtype_of(atom) == np.uint32
 
 
 def is_array(value: Any) -> bool:

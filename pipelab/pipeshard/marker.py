@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from pipelab.pipeshard.graph import is_array
+from pipelab.pipeshard.graph import Arrays, is_array
 
 # A boundary is a primitive without arguments or results. jax keeps it where it stands in a traced
 # function; it is lowered to nothing, and has no derivative: the loss is cut, never its gradient.
@@ -78,11 +78,8 @@ def value_and_grad(
             if i in wanted or isinstance(leaf, (jax.Array, np.ndarray))
         ]
 
-        def flat(*values: Any) -> Any:
-            inputs = list(leaves)
-            for i, value in zip(traced, values, strict=True):
-                inputs[i] = value
-            args, kwargs = jax.tree.unflatten(tree, inputs)
+        def flat(*values):
+            args, kwargs = jax.tree.unflatten(tree, _replaced(leaves, traced, values))
             return _checked(fun(*args, **kwargs), has_aux)
 
         values = [leaves[i] for i in traced]
@@ -143,15 +140,20 @@ def _checked(out: Any, has_aux: bool) -> Any:
     return loss, aux
 
 
-def evaluate_marked(*args: Any, jaxpr: ClosedJaxpr, wanted: tuple[int, ...]) -> list[Any]:
+def _replaced(values: Sequence[Any], at: Sequence[int], others: Sequence[Any]) -> Arrays:
+    """The values with others at these positions."""
+    out = list(values)
+    for i, other in zip(at, others, strict=True):
+        out[i] = other
+    return out
+
+
+def evaluate_marked(*args: Any, jaxpr: ClosedJaxpr, wanted: tuple[int, ...]) -> Arrays:
     """What the primitive computes, by jax's own value_and_grad: [loss, *aux, *gradients]."""
     fun = jaxpr_as_fun(jaxpr)
 
-    def loss(chosen: list[Any]) -> tuple[Any, list[Any]]:
-        inputs = list(args)
-        for i, value in zip(wanted, chosen, strict=True):
-            inputs[i] = value
-        value, *aux = fun(*inputs)
+    def loss(chosen):
+        value, *aux = fun(*_replaced(args, wanted, chosen))
         return value, aux
 
     (value, aux), gradients = jax.value_and_grad(loss, has_aux=True)([args[i] for i in wanted])

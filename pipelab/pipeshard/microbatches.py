@@ -13,14 +13,16 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var, jaxprs_in_params
 
 from pipelab.pipeshard.graph import (
+    Arrays,
     Atom,
+    Equations,
     Graph,
     PipeshardError,
     contains,
     dtype_of,
     inline,
     is_key,
-    is_typed_key,
+    is_key_type,
     place_of,
     renamed,
     shape_of,
@@ -56,7 +58,7 @@ class Combine:
     how: How
     axis: int = 0
 
-    def apply(self, values: list[Any]) -> Any:
+    def apply(self, values: Arrays) -> Any:
         if self.how is How.LAST or len(values) == 1:
             return values[-1]
         if self.how is How.JOIN:
@@ -159,20 +161,19 @@ def with_own_keys(
         return loss, None
     number = Var(jax.typeof(np.uint32(0)))
     raw = _raw_keys(loss.equations)
-    equations: list[JaxprEqn] = []
+    equations: Equations = []
     own: dict[Var, Atom] = {}  # key -> the micro-batch's
     derived: set[Atom] = set(batch)  # what depends on such keys, or on the samples
 
     def make_own(key: Var) -> None:
-        folding = inline(jax.make_jaxpr(_fold)(spec_of(key), spec_of(number)))
-        names: dict[Var, Atom] = dict(zip(folding.inputs, (key, number), strict=True))
-        equations.extend(renamed(eqn, names) for eqn in folding.equations)
+        folding = inline(jax.make_jaxpr(_fold)(spec_of(key), spec_of(number)), (key, number))
+        equations.extend(folding.equations)
         (own[key],) = folding.outputs
         derived.add(own[key])
 
     # [1] Keys that come from outside.
     for v in loss.sources:
-        if v not in parameters and v not in batch and (is_typed_key(v) or v in raw):
+        if v not in parameters and v not in batch and (is_key_type(dtype_of(v)) or v in raw):
             make_own(v)
     # [2] Keys that the loss makes, unless it makes them of keys that are the micro-batch's own.
     for eqn in loss.equations:
@@ -198,7 +199,7 @@ def with_own_keys(
 
 def _fold(key: Any, number: Any) -> Any:
     """One key or an array of them, typed or raw."""
-    raw = not jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    raw = not is_key_type(key.dtype)
     keys = jax.random.wrap_key_data(key) if raw else key
     fold_in = jax.vmap(lambda one: jax.random.fold_in(one, number))
     folded = fold_in(keys.reshape(-1)).reshape(keys.shape)

@@ -155,8 +155,7 @@ class Parallelized:
 
     def _program(self, arguments: Arguments) -> Program:
         """Compiled at the first call for arguments of these shapes."""
-        shapes = tuple((x.shape, x.dtype) for x in arguments.shapes())
-        key = (arguments.tree, shapes, jax.config.read("jax_enable_x64"))
+        key = (arguments.tree, *arguments.shapes(), jax.config.read("jax_enable_x64"))
         if key not in self._programs:
             self._programs[key] = Program(self.train_step, self.method, arguments)
         return self._programs[key]

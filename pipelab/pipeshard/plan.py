@@ -20,7 +20,8 @@ from pipelab.schedules import make
 from pipelab.validate import validate
 
 AXES = ("data", "model")
-Sharding = Callable[[str, tuple[int, ...]], PartitionSpec]
+Shape = tuple[int, ...]
+Sharding = Callable[[str, Shape], PartitionSpec]
 
 
 @dataclass(frozen=True)
@@ -141,22 +142,22 @@ class Pipeshard:
         Raises PipeshardError where they overlap or there are too few devices.
         """
         pool = list(jax.devices() if self.devices is None else self.devices)
+        available = len(pool)
         wanted: list[Any]
         if isinstance(self.stages, ManualStages):
             wanted = list(self.stages.meshes)
-        elif len(pool) % rows or not pool:
+        elif available % rows or not pool:
             raise PipeshardError(
-                f"{len(pool)} devices do not share out over {rows} meshes: pass devices= so many, "
+                f"{available} devices do not share out over {rows} meshes: pass devices= so many, "
                 "or ManualStages with the number of devices of each"
             )
         else:
-            wanted = [len(pool) // rows] * rows
+            wanted = [available // rows] * rows
         if len(wanted) != rows:
             raise PipeshardError(
                 f"meshes={wanted!r}: the schedule has {rows} devices, give a mesh for each"
             )
         meshes = []
-        used = 0
         for mesh in wanted:
             shape = (mesh, 1) if isinstance(mesh, int) else mesh
             named = not isinstance(shape, tuple) or not all(isinstance(n, int) for n in shape)
@@ -169,12 +170,12 @@ class Pipeshard:
                     f"meshes={wanted!r}: give numbers of devices, shapes (data, model), or devices"
                 )
             if not named:  # the next devices of the pool
-                start, used = used, used + math.prod(shape)
-                if used > len(pool):
+                count = math.prod(shape)
+                if count > len(pool):
                     raise PipeshardError(
-                        f"meshes={wanted!r} need more than the {len(pool)} devices there are"
+                        f"meshes={wanted!r} need more than the {available} devices there are"
                     )
-                array = np.array(pool[start:used]).reshape(shape)
+                array, pool = np.array(pool[:count]).reshape(shape), pool[count:]
             for device in array.flat:
                 if not isinstance(device, jax.Device):
                     raise PipeshardError(f"{device!r} is no device: pass those of jax.devices()")
@@ -190,7 +191,7 @@ class Pipeshard:
         """Per mesh, what places arguments in it."""
         sharding = self.stages.sharding if isinstance(self.stages, ManualStages) else None
         if sharding is None:
-            sharding = _whole
+            return [lambda path, shape: PartitionSpec()] * rows
         if callable(sharding):
             return [sharding] * rows
         if len(sharding) != rows:
@@ -220,10 +221,6 @@ def _manual_layers(manual: ManualStages, layers: int) -> list[list[int]]:
     return stages
 
 
-def _whole(path: str, shape: tuple[int, ...]) -> PartitionSpec:
-    return PartitionSpec()
-
-
 @dataclass(frozen=True)
 class StagePlan:
     """What one stage holds.
@@ -239,11 +236,11 @@ class StagePlan:
     equations         of its forward
     """
 
-    layers: tuple[int, ...]
+    layers: Shape
     device: int
-    mesh: tuple[int, ...]
+    mesh: Shape
     devices: tuple[Any, ...]
-    parameters: dict[str, tuple[int, ...]]
+    parameters: dict[str, Shape]
     parameter_bytes: int
     activation_bytes: int
     sent_bytes: int
@@ -258,25 +255,21 @@ class Plan:
     stages: tuple[StagePlan, ...]
 
     def __str__(self) -> str:
-        table: list[list[str]] = [
-            [
-                "stage",
-                "layers",
-                "mesh",
-                "devices",
-                "parameters",
-                "parameter MiB",
-                "activation MiB",
-                "sent MiB",
-            ]
-        ]
+        rows = []
         for s, stage in enumerate(self.stages):
-            layers = " ".join(map(str, stage.layers))
-            mesh = "x".join(map(str, stage.mesh))
-            devices = " ".join(str(device.id) for device in stage.devices)
-            sizes = (stage.parameter_bytes, stage.activation_bytes, stage.sent_bytes)
-            megabytes = [f"{n / 2**20:.3g}" for n in sizes]
-            table.append([str(s), layers, mesh, devices, str(len(stage.parameters)), *megabytes])
+            rows.append(
+                {
+                    "stage": str(s),
+                    "layers": " ".join(map(str, stage.layers)),
+                    "mesh": "x".join(map(str, stage.mesh)),
+                    "devices": " ".join(str(device.id) for device in stage.devices),
+                    "parameters": str(len(stage.parameters)),
+                    "parameter MiB": f"{stage.parameter_bytes / 2**20:.3g}",
+                    "activation MiB": f"{stage.activation_bytes / 2**20:.3g}",
+                    "sent MiB": f"{stage.sent_bytes / 2**20:.3g}",
+                }
+            )
+        table = [list(rows[0]), *(list(row.values()) for row in rows)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = []
         for row in table:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from pipelab.pipeshard.graph import dtype_of, shape_of
 
@@ -17,6 +18,8 @@ from pipelab.pipeshard.graph import dtype_of, shape_of
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
+
+SIZES = ("shape", "new_sizes", "slice_sizes", "limit_indices")  # parameters that shapes show, too
 
 ADD = _names("add sub add_any select_n concatenate pad stack")  # sums or choices of operands
 
@@ -113,26 +116,45 @@ def is_linear(eqn: JaxprEqn, fixed: Sequence[bool]) -> bool:
     return name in ADD and (name != "select_n" or fixed[0])
 
 
-def contracts(eqn: JaxprEqn, axes: Sequence[list[int]]) -> bool:
+def contracts(eqn: JaxprEqn, axes: Sequence[int | None]) -> bool:
     """Whether a product of matrices is a sum over the samples."""
     (left, right), _ = eqn.params["dimension_numbers"]
-    return bool(axes[0] and axes[0][0] in left) and axes[1] == [right[left.index(axes[0][0])]]
+    return axes[0] in left and axes[1] == right[left.index(axes[0])]
 
 
-def keeps_apart(eqn: JaxprEqn, axes: Sequence[list[int]]) -> bool:
+def keeps_apart(eqn: JaxprEqn, axes: Sequence[int | None]) -> bool:
     """Whether an equation keeps samples apart that lie along these dimensions of its operands."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (left, right), (mine, theirs) = params["dimension_numbers"]
-        if axes[0] and axes[1]:
-            return axes[0][0] in mine and axes[1] == [theirs[mine.index(axes[0][0])]]
-        return set(axes[0]).isdisjoint(left) and set(axes[1]).isdisjoint(right)
+        if None not in axes:
+            return axes[0] in mine and axes[1] == theirs[mine.index(axes[0])]
+        return axes[0] not in left and axes[1] not in right
     if name == "conv_general_dilated":
-        batch = [params["dimension_numbers"].lhs_spec[0]]
-        return axes[0] == batch and not axes[1] and params["batch_group_count"] == 1
-    if name not in MIXING or (name == "dynamic_update_slice" and not (axes[0] and axes[1])):
+        batch = params["dimension_numbers"].lhs_spec[0]
+        return axes == [batch, None] and params["batch_group_count"] == 1
+    if name not in MIXING or (name == "dynamic_update_slice" and None in axes[:2]):
         return False
+    mixing = MIXING[name]
     for v, axis in zip(eqn.invars, axes, strict=True):
-        if axis and axis[0] in MIXING[name](params, len(shape_of(v))):
+        if axis is not None and axis in mixing(params, len(shape_of(v))):
             return False
     return True
+
+
+def same_parameters(a: JaxprEqn, b: JaxprEqn) -> bool:
+    """Whether equations at two sizes differ in their shapes at most.
+
+    Functions and jaxprs are looked at elsewhere, if at all.
+    """
+    for key, x in a.params.items():
+        y = b.params.get(key)
+        code = isinstance(x, (Jaxpr, ClosedJaxpr)) or (callable(x) and not isinstance(x, type))
+        equal = code or key in SIZES or x == y or (_is_nan(x) and _is_nan(y))
+        if not equal:
+            return False
+    return True
+
+
+def _is_nan(x: Any) -> bool:
+    return isinstance(x, (float, np.floating)) and bool(np.isnan(x))

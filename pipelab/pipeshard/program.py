@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,23 +17,37 @@ from pipelab.action import Kind
 from pipelab.executors.threads import run_threads
 from pipelab.executors.worker import Record
 from pipelab.pipeshard.cut import count_layers, cut
-from pipelab.pipeshard.graph import PipeshardError, bytes_of, dtype_of, shape_of, spec_of
-from pipelab.pipeshard.mesh import Batch, MeshDevice, MeshJob, MeshStage
+from pipelab.pipeshard.graph import (
+    Arrays,
+    PipeshardError,
+    Values,
+    Variables,
+    bytes_of,
+    dtype_of,
+    shape_of,
+)
+from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
 from pipelab.pipeshard.microbatches import How, combinations, with_own_keys
 from pipelab.pipeshard.plan import Pipeshard, Plan, StagePlan
-from pipelab.pipeshard.stage import CompiledStage, CompiledTask, Place, bytes_on_mesh
+from pipelab.pipeshard.stage import (
+    CompiledStage,
+    CompiledTask,
+    Place,
+    StageUpdate,
+    bytes_on_mesh,
+    specs,
+)
 from pipelab.pipeshard.trace import Arguments, trace, trace_piece, with_update_of
 from pipelab.pipeshard.update import split
-from pipelab.schedule import Schedule
 
 
 @dataclass
 class Call:
     """What one train step made: flat results, a record per row, and [loss, *aux, *gradients]."""
 
-    results: list[Any]
+    results: Arrays
     records: list[Record]
-    gradient: list[Any]
+    gradient: Arrays
 
 
 class Program:
@@ -73,7 +87,7 @@ class Program:
         self.exact = exact and number is None
 
         # [2] The schedule, a mesh for each of its devices, and the stages.
-        self.schedule: Schedule = method.table_for(len(layers))
+        self.schedule = method.table_for(len(layers))
         self.meshes = method.meshes_of(self.schedule.devices)
         self._shardings = method.shardings_of(self.schedule.devices)
         parameters, batch = self.step.parameters, self.step.batch
@@ -92,27 +106,20 @@ class Program:
             p: [s for s, graph in enumerate(self.graphs) if p in graph.parameters]
             for p in parameters
         }
+        self.paths = dict(zip(self.step.arguments, arguments.paths, strict=True))
+        state = [v for v in self.step.arguments if v not in batch]
+        pinned = self._next_values(state)
+        self._like: dict[Var, Var] = {**pinned, **{v: v for v in state}, **parameters}
         self.owner: dict[Var, int] = {}
         for p, argument in parameters.items():
             first = min(self.readers[p], default=0)
             self.owner.update({argument: first, gradients[p]: first})
-        self.paths = dict(zip(self.step.arguments, arguments.paths, strict=True))
-        state = [v for v in self.step.arguments if v not in batch]
-        pinned = self._next_values(state)
-        self._like: dict[Var, Var] = {
-            **pinned,
-            **{v: v for v in state},
-            **parameters,
-            **{gradients[p]: argument for p, argument in parameters.items()},
-        }
+            self._like[gradients[p]] = argument
 
         # [4] Compile the stages, then the update.
-        counts = Counter(v for graph in self.graphs for v in graph.inputs)
-        halves = bool(np.isin(self.schedule.columns.kind, (Kind.I, Kind.W)).any())
-        self.stages = [
-            CompiledStage(graph, self._place_on(s), counts, halves)
-            for s, graph in enumerate(self.graphs)
-        ]
+        apart = Kind.W in self.schedule.columns.kind
+        numbers = range(len(layers))
+        self.stages = [CompiledStage(self.graphs, s, self._place_on(s), apart) for s in numbers]
         # A gradient is known to its owner as soon as that has ended its backwards, unless others
         # have parts of it; all else that the loss makes is known when all stages have ended.
         early = {g for p, g in gradients.items() if len(self.readers[p]) == 1}
@@ -122,7 +129,8 @@ class Program:
             CompiledTask(task, self._place_on(task.stage))
             for task in split(self.step.update, self.owner, late, homes)
         ]
-        self.plan = Plan(self.schedule, tuple(map(self._stage_plan, range(len(layers)), layers)))
+        self.updates = [self._stage_update(s) for s in numbers]
+        self.plan = Plan(self.schedule, tuple(map(self._stage_plan, numbers, layers)))
 
     # ---- where things are
 
@@ -150,7 +158,7 @@ class Program:
     def _place_on(self, stage: int) -> Place:
         return partial(self.place, self.schedule.placement[stage])
 
-    def _next_values(self, state: Sequence[Var]) -> dict[Var, Var]:
+    def _next_values(self, state: Variables) -> dict[Var, Var]:
         """Result -> the argument that it is the next value of.
 
         That is known if the step returns its state first, in the order in which it takes it.
@@ -160,11 +168,10 @@ class Program:
             return {}
         return {b: a for a, b in pairs if isinstance(b, Var)}
 
-    def _stage_plan(self, s: int, layers: Sequence[int]) -> StagePlan:
+    def _stage_plan(self, s: int, layers: list[int]) -> StagePlan:
         graph, row = self.graphs[s], self.schedule.placement[s]
         devices = self.meshes[row].devices
-        last = s == len(self.graphs) - 1
-        sent = [] if last else [*graph.outputs, *graph.aux_outputs]
+        sent = [*graph.outputs, *graph.aux_outputs] if self.stages[s].later else []
         return StagePlan(
             tuple(layers),
             row,
@@ -177,75 +184,52 @@ class Program:
             len(graph.equations),
         )
 
-    def optimizer_bytes(self, s: int) -> int:
-        """Arguments that a stage's part of the update reads beside parameters.
-
-        On all devices of its mesh together.
-        """
-        place = self._place_on(s)
-        read = {v for t in self.tasks if t.task.stage == s for v in t.task.inputs}
+    def _stage_update(self, s: int) -> StageUpdate:
+        tasks = [task for task in self.tasks if task.stage == s]
+        read = {v for task in tasks for v in task.inputs}
         state = read & {*self.step.arguments} - {*self.step.parameters.values()}
-        return sum(bytes_on_mesh(spec_of(v, place(v))) for v in state)
+        place, gradients = self._place_on(s), self.step.gradients
+        return StageUpdate(
+            [gradients[p] for p in self.graphs[s].parameters],
+            [task for task in tasks if task.level == 0],
+            sum(map(bytes_on_mesh, specs(state, place))),
+        )
 
     # ---- running
 
     def run(self, arguments: Arguments) -> Call:
         """One train step. Raises RunError when a stage fails."""
-        # [1] The arguments, on the meshes that need them.
-        step, placement = self.step, self.schedule.placement
+        step = self.step
         values = {v: _array(x) for v, x in zip(step.arguments, arguments.values, strict=True)}
         values.update(step.consts)
-        placed = _Placed(self, values)
 
-        # [2] Every stage's own part of the update, which waits for no other.
-        own: list[list[CompiledTask]] = [[] for _ in self.graphs]
-        known: list[dict[Var, Any]] = [{} for _ in self.graphs]
-        for task in self.tasks:
-            if task.task.level == 0:
-                s = task.task.stage
-                own[s].append(task)
-                known[s].update((v, placed.at(s, v)) for v in task.task.inputs if v in values)
-        gradients = step.gradients
-
-        def update(s: int, sums: list[Any]) -> list[Any]:
-            for p, x in zip(self.graphs[s].parameters, sums, strict=True):
-                known[s][gradients[p]] = x
-            return [x for task in own[s] for x in task(known[s])]
-
-        # [3] A worker for each mesh carries out its row of the schedule.
+        # [1] Every stage on its mesh. A mean over the batch is the mean of the micro-batches'
+        #     means, so that the gradient of each of these is 1 / m.
+        share = 1 / self.microbatches if self.combine[0].how is How.MEAN else 1
+        seed = np.asarray(share).astype(dtype_of(self.loss.outputs[0]))
+        pieces, known = self._pieces(values), self._on_meshes(values)
         devices = [
             MeshDevice(mesh, partial(self.place, row)) for row, mesh in enumerate(self.meshes)
         ]
-        reads = [(*graph.inputs, *graph.aux_inputs) for graph in self.graphs]
         stages = [
-            MeshStage(
-                self.stages[s],
-                devices[row],
-                placed.batch(s),
-                reads[s + 1 :],
-                self.graphs[s - 1].outputs if s else (),
-                partial(update, s),
-                self.optimizer_bytes(s),
-            )
-            for s, row in enumerate(placement)
+            MeshStage(self.stages[s], self.updates[s], devices[row], known[row], pieces, seed)
+            for s, row in enumerate(self.schedule.placement)
         ]
-        partners: list[list[int]] = [[] for _ in stages]  # no stage waits for another's news
+
+        # [2] A worker for each mesh carries out its row of the schedule.
+        partners: list[tuple[int, ...]] = [()] * len(stages)  # no stage waits for another's news
         jobs = []
         for row, device in enumerate(devices):
-            mine = {s: stage for s, stage in enumerate(stages) if placement[s] == row}
-            jobs.append(
-                MeshJob(self.schedule, row, self.meshes[row], partners, None, 0, 1, device, mine)
-            )
+            mine = {s: stage for s, stage in enumerate(stages) if stage.device is device}
+            jobs.append(MeshJob(self.schedule, row, device, partners, None, 0, 1, mine))
         outcomes = run_threads(jobs)
 
-        # [4] What all stages together know, and the rest of the update.
-        everything = dict(values)
-        for of_stage in known:
-            everything.update((v, x) for v, x in of_stage.items() if v not in values)
+        # [3] What all stages together know, and the rest of the update.
+        everything = dict(ChainMap(values, *known))
         everything.update(self._shared_gradients(stages))
         everything.update(self._combined(stages))
         for task in self.tasks:
-            if task.task.level:
+            if task.level:
                 task(everything)
         results = [
             jax.numpy.asarray(a.val) if isinstance(a, Literal) else everything[a]
@@ -254,21 +238,47 @@ class Program:
         records = [outcome.record for outcome in outcomes]
         return Call(results, records, [everything[v] for v in step.gradient])
 
-    def _shared_gradients(self, stages: Sequence[MeshStage]) -> dict[Var, Any]:
-        """Of parameters that several stages read, or none: added up where the owner is."""
-        sums: dict[Var, Any] = {}
+    def _on_meshes(self, values: Values) -> list[Values]:
+        """Per mesh, the arguments that its stages and their own parts of the update read."""
+        known: list[Values] = [{} for _ in self.meshes]
+        for s, row in enumerate(self.schedule.placement):
+            graph, mine = self.graphs[s], known[row]
+            read = [v for task in self.updates[s].tasks for v in task.inputs]
+            for v in (*graph.parameters, *graph.fixed, *read):
+                source = self.step.parameters.get(v, v)
+                if source in values:
+                    if source not in mine:
+                        mine[source] = jax.device_put(values[source], self.place(row, source))
+                    mine[v] = mine[source]
+        return known
+
+    def _pieces(self, values: Values) -> list[Values]:
+        """Per micro-batch: its number, and its part of the leaves of the batch that stages read."""
+        m = self.microbatches
+        cut: dict[Var, Any] = {}
+        for v in {v for graph in self.graphs for v in graph.data}:
+            if v not in values:
+                cut[v] = list(np.arange(m, dtype=np.uint32))
+            elif isinstance(values[v], np.ndarray):
+                cut[v] = np.split(values[v], m)
+            else:
+                cut[v] = _split(values[v], m)
+        return [{v: parts[k] for v, parts in cut.items()} for k in range(m)]
+
+    def _shared_gradients(self, stages: list[MeshStage]) -> Values:
+        """Of parameters that not exactly one stage reads: added up where the owner is."""
+        sums: Values = {}
         for p, v in self.step.gradients.items():
             readers = [stages[s] for s in self.readers[p]]
-            if len(readers) == 1:
-                continue
-            home = self._place_on(self.owner[v])(v)
-            total = np.zeros(shape_of(v), dtype_of(v))
-            parts = [stage.gradients[stage.graph.parameters.index(p)] for stage in readers]
-            parts = jax.device_put(parts or [total], home)
-            sums[v] = sum(parts[1:], parts[0])
+            if len(readers) != 1:
+                home = self._place_on(self.owner[v])(v)
+                parts = [stage.gradients[stage.graph.parameters.index(p)] for stage in readers]
+                nothing = np.zeros(shape_of(v), dtype_of(v))
+                parts = jax.device_put(parts or [nothing], home)
+                sums[v] = sum(parts[1:], parts[0])
         return sums
 
-    def _combined(self, stages: Sequence[MeshStage]) -> dict[Var, Any]:
+    def _combined(self, stages: list[MeshStage]) -> Values:
         """The loss and what it returns beside, of the whole batch."""
         found = {}
         for i, (v, combine) in enumerate(zip(self.step.gradient, self.combine, strict=False)):
@@ -277,55 +287,8 @@ class Program:
         return found
 
 
-class _Placed:
-    """The arrays of one call on the meshes that need them; each is moved to a mesh once."""
-
-    def __init__(self, program: Program, values: Mapping[Var, Any]) -> None:
-        self._program, self._values = program, values
-        self._at: dict[tuple[int, Var], Any] = {}
-        self._pieces: dict[Var, list[Any]] = {}
-
-    def at(self, stage: int, v: Var) -> Any:
-        """An argument of the step, or what the loss is differentiated by, on a stage's mesh."""
-        program = self._program
-        row, source = program.schedule.placement[stage], program.step.parameters.get(v, v)
-        if (row, source) not in self._at:
-            sharding = program.place(row, source)
-            self._at[row, source] = jax.device_put(self._values[source], sharding)
-        return self._at[row, source]
-
-    def batch(self, s: int) -> Batch:
-        program, graph = self._program, self._program.graphs[s]
-        row = program.schedule.placement[s]
-        m = program.microbatches
-        shardings = [program.place(row, v) for v in graph.data]
-        data = [jax.device_put([self._cut(v)[k] for v in graph.data], shardings) for k in range(m)]
-        # A mean over the batch is the mean of the micro-batches' means: each counts 1 / m.
-        loss = program.loss.outputs[0]
-        share = 1 / m if program.combine[0].how is How.MEAN else 1
-        seed = np.asarray(share).astype(dtype_of(loss))
-        everywhere = NamedSharding(program.meshes[row], PartitionSpec())
-        return Batch(
-            [self.at(s, v) for v in graph.parameters],
-            [self.at(s, v) for v in graph.fixed],
-            data,
-            jax.device_put(seed, everywhere),
-        )
-
-    def _cut(self, v: Var) -> list[Any]:
-        """A leaf of the batch in micro-batches, or their numbers."""
-        if v not in self._pieces:
-            m, value = self._program.microbatches, self._values.get(v)
-            if value is None:
-                self._pieces[v] = list(np.arange(m, dtype=np.uint32))
-            else:
-                cut = np.split if isinstance(value, np.ndarray) else _split
-                self._pieces[v] = cut(value, m)
-        return self._pieces[v]
-
-
 @partial(jax.jit, static_argnums=1)
-def _split(value: Any, count: int) -> list[Any]:
+def _split(value: Any, count: int) -> Arrays:
     return jax.numpy.split(value, count)
 
 

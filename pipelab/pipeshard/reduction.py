@@ -14,8 +14,6 @@ batch, and whatever an equation makes of samples that is not known here to keep 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from pipelab.pipeshard.graph import (
@@ -23,8 +21,10 @@ from pipelab.pipeshard.graph import (
     Atom,
     Graph,
     PipeshardError,
+    Variables,
+    dtype_of,
     inline,
-    is_typed_key,
+    is_key_type,
     place_of,
     shape_of,
     size,
@@ -34,9 +34,11 @@ from pipelab.pipeshard.samples import (
     FIXED,
     Known,
     Pair,
+    Pairs,
     Role,
     Rules,
     Tag,
+    Tags,
     axes_of,
     inner_of,
     join,
@@ -63,7 +65,7 @@ class Reductions:
     """
 
     def __init__(
-        self, small: Graph, large: Graph, batch: Sequence[Var], sizes: tuple[int, int]
+        self, small: Graph, large: Graph, batch: Variables, sizes: tuple[int, int]
     ) -> None:
         self.axes: dict[Var, int] = {}
         self._sizes = sizes
@@ -78,7 +80,7 @@ class Reductions:
         """Of a variable or a number at both sizes."""
         a, b = pair
         if isinstance(a, Literal) and isinstance(b, Literal):
-            return self._known.tag((a.val, b.val), "")
+            return self._known.tag(pair)
         if isinstance(a, Literal) or self._twin.get(a) is not b:
             raise self._unequal()
         return self._tags[a]
@@ -99,11 +101,8 @@ class Reductions:
 
     # ---- one equation after another
 
-    def _run(self, graphs: Graphs, tags: Sequence[Tag], outside: Sequence[Pair] = ()) -> list[Tag]:
-        """Go through a function at both sizes: the tags of its inputs -> those of its outputs.
-
-        outside  what the first inputs are where the function is called
-        """
+    def _run(self, graphs: Graphs, tags: Tags) -> Tags:
+        """Go through a function at both sizes: the tags of its inputs -> those of its outputs."""
         small, large = graphs
         if len(small.consts) != len(large.consts):
             raise self._unequal()
@@ -111,12 +110,11 @@ class Reductions:
         for v, w, tag in zip(small.inputs, large.inputs, tags, strict=True):
             self._note((v, w), tag)
         for (v, x), (w, y) in zip(small.consts.items(), large.consts.items(), strict=True):
-            if not is_typed_key(v):
+            tag = FIXED
+            if not is_key_type(dtype_of(v)):
                 self._known.add(v, (x, y))
-            self._note((v, w), self._known.tag((x, y), ""))
-        for v, source in zip(small.inputs, outside, strict=False):
-            if source in self._known:
-                self._known.add_copy(v, source)
+                tag = self._known.tag((v, w))
+            self._note((v, w), tag)
         # [2] Equations, which have to be the same.
         for a, b in zip(small.equations, large.equations, strict=False):
             counts = [(len(eqn.invars), len(eqn.outvars)) for eqn in (a, b)]
@@ -135,14 +133,13 @@ class Reductions:
 
     def _step(self, a: JaxprEqn, b: JaxprEqn) -> None:
         name = a.primitive.name
-        ins, outs = (
-            list(zip(*both, strict=True)) for both in ((a.invars, b.invars), (a.outvars, b.outvars))
-        )
+        ins = list(zip(a.invars, b.invars, strict=True))
+        outs = list(zip(a.outvars, b.outvars, strict=True))
         tags = [self.of(pair) for pair in ins]
         loops = {"scan": self._scan, "while": self._while, "cond": self._cond}
         # [1] The tags of the results.
         if INSIDE.get(name) in a.params:
-            results = self._run(_graphs(a, b, INSIDE[name]), tags, ins)
+            results = self._run(_graphs(a, b, INSIDE[name], ins), [])
         elif name in loops:
             results = loops[name](a, b, ins, tags)
         elif name == "optimization_barrier":
@@ -157,15 +154,16 @@ class Reductions:
             self._rules.parts[a.outvars[0]] = ins
         for pair, tag in zip(outs, results, strict=True):
             if tag.role is Role.MIXED and pair in self._known:
-                tag = self._known.tag(self._known.values(pair), tag.why)
+                tag = self._known.tag(pair, tag.why)
             self._note(pair, tag)
 
     # ---- loops and branches
 
-    def _scan(self, a: JaxprEqn, b: JaxprEqn, ins: Sequence[Pair], tags: list[Tag]) -> list[Tag]:
-        graphs, (first, count) = _graphs(a, b, "jaxpr"), carry_of(a)
+    def _scan(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags) -> Tags:
+        first, count = carry_of(a)
+        graphs = _graphs(a, b, "jaxpr", ins[:first])
         if a.params["length"] == b.params["length"]:
-            return self._repeat(a, graphs, tags, first, count, ins[:first])
+            return self._repeat(a, graphs, tags[first:], count)
         # As many iterations as samples: one sample at a time (lax.map), if there is no carry.
         inner = inner_of(tags)
         apart = not count and len(inner) < 2
@@ -174,58 +172,49 @@ class Reductions:
             apart &= axes_of(pair) == ([] if i < first else [0])
         if not apart:
             return [mixed(a, "goes from sample to sample")] * len(a.outvars)
-        results = self._run(graphs, [FIXED] * len(ins), ins[:first])
+        results = self._run(graphs, [FIXED] * len(ins[first:]))
         return [tag if tag.role is Role.MIXED else samples(tag.degree, inner) for tag in results]
 
-    def _while(self, a: JaxprEqn, b: JaxprEqn, ins: Sequence[Pair], tags: list[Tag]) -> list[Tag]:
+    def _while(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags) -> Tags:
         begin, (first, count) = a.params["cond_nconsts"], carry_of(a)
-        outside = ins[begin : begin + first]
-        body = _graphs(a, b, "body_jaxpr")
-        results = self._repeat(a, body, tags[begin:], first, count, outside)
-        condition = _graphs(a, b, "cond_jaxpr")
-        found = self._run(condition, [*tags[:begin], *results], ins[:begin])
-        return results if found == [FIXED] else [mixed(a)] * len(results)
+        body = _graphs(a, b, "body_jaxpr", ins[begin : begin + first])
+        results = self._repeat(a, body, tags[begin + first :], count)
+        condition = self._run(_graphs(a, b, "cond_jaxpr", ins[:begin]), results)
+        return results if condition == [FIXED] else [mixed(a)] * len(results)
 
-    def _cond(self, a: JaxprEqn, b: JaxprEqn, ins: Sequence[Pair], tags: list[Tag]) -> list[Tag]:
+    def _cond(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags) -> Tags:
         found = []
         for i in range(len(a.params["branches"])):
-            found.append(self._run(_graphs(a, b, "branches", i), tags[1:], ins[1:]))
+            found.append(self._run(_graphs(a, b, "branches", ins[1:], i), []))
         if tags[0] != FIXED:
             return [mixed(a)] * len(a.outvars)
         return [join(choices) or mixed(a) for choices in zip(*found, strict=True)]
 
-    def _repeat(
-        self,
-        a: JaxprEqn,
-        graphs: Graphs,
-        tags: Sequence[Tag],
-        first: int,
-        count: int,
-        outside: Sequence[Pair],
-    ) -> list[Tag]:
-        """A loop whose carry is `count` inputs from `first` on.
+    def _repeat(self, a: JaxprEqn, graphs: Graphs, tags: Tags, count: int) -> Tags:
+        """A loop whose carry is its first `count` inputs.
 
         An iteration may make something else of the carry, such as samples of what was fixed: go
         through the body again, until its results have the tags of its inputs.
         """
-        inputs = list(tags)
-        carry = slice(first, first + count)
+        carry, others = tags[:count], tags[count:]
         for _ in range(4):
-            results = self._run(graphs, inputs, outside)
-            pairs = zip(inputs[carry], results[:count], strict=True)
+            results = self._run(graphs, [*carry, *others])
+            pairs = zip(carry, results[:count], strict=True)
             carried = [join(pair) or mixed(a) for pair in pairs]
-            if carried == inputs[carry]:
-                return [*carried, *results[count:]]
-            inputs[carry] = carried
+            if carried == carry:
+                return [*carry, *results[count:]]
+            carry = carried
         return [mixed(a)] * len(a.outvars)
 
 
-def _graphs(a: JaxprEqn, b: JaxprEqn, key: str, branch: int | None = None) -> Graphs:
-    """What two equations run inside; every variable is new: several may run one jaxpr."""
+def _graphs(
+    a: JaxprEqn, b: JaxprEqn, key: str, outside: Pairs, branch: int | None = None
+) -> Graphs:
+    """What two equations run inside; its first inputs are these variables outside."""
     small, large = a.params[key], b.params[key]
     if branch is not None:
         small, large = small[branch], large[branch]
-    return inline(small, a), inline(large, b)
+    return inline(small, [v for v, _ in outside], a), inline(large, [w for _, w in outside], b)
 
 
 def carry_of(eqn: JaxprEqn) -> tuple[int, int]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from pipelab.pipeshard.graph import function, place_of, shape_of
 from pipelab.pipeshard.primitives import (
@@ -26,15 +26,11 @@ from pipelab.pipeshard.primitives import (
     is_linear,
     keeps_apart,
     rounds,
+    same_parameters,
 )
 
 Pair = tuple[Any, Any]  # the same at both sizes: variables, equations, arrays
-SIZES = (
-    "shape",
-    "new_sizes",
-    "slice_sizes",
-    "limit_indices",
-)  # parameters that shapes show as well
+Pairs = list[Pair]
 
 
 class Role(Enum):
@@ -60,6 +56,7 @@ class Tag(NamedTuple):
 
 
 FIXED = Tag(Role.FIXED)
+Tags = list[Tag]
 
 
 def mixed(eqn: JaxprEqn, why: str = "makes it another") -> Tag:
@@ -81,10 +78,12 @@ def join(tags: Sequence[Tag]) -> Tag | None:
     degree = tags[0].degree
     if Role.MIXED in roles:
         return next(tag for tag in tags if tag.role is Role.MIXED)
-    if len(inner) > 1 or any(tag.degree != degree for tag in tags):
+    if len(inner) > 1 or {Role.SAMPLES, Role.REDUCED} <= roles:
+        return None
+    if any(tag.degree != degree for tag in tags):
         return None
     if Role.SAMPLES in roles:
-        return None if Role.REDUCED in roles else samples(degree, inner)
+        return samples(degree, inner)
     return Tag(Role.REDUCED if Role.REDUCED in roles else Role.FIXED, degree)
 
 
@@ -108,9 +107,6 @@ class Known:
     def add(self, v: Var, values: Pair) -> None:
         self._values[v] = values
 
-    def add_copy(self, v: Var, source: Pair) -> None:
-        self._makers[v] = lambda: {v: self.values(source)}
-
     def add_results(self, a: JaxprEqn, b: JaxprEqn) -> None:
         """Results of an equation with known operands."""
         self._makers.update(dict.fromkeys(a.outvars, partial(self._evaluate, a, b)))
@@ -130,21 +126,19 @@ class Known:
         return pair in self and not any(np.any(np.asarray(x)) for x in self.values(pair))
 
     def _evaluate(self, a: JaxprEqn, b: JaxprEqn) -> dict[Var, Pair]:
+        operands = [self.values(pair) for pair in zip(a.invars, b.invars, strict=True)]
         results = []
         for i, eqn in enumerate((a, b)):
-            operands: dict[Var, Any] = {}
-            for pair in zip(a.invars, b.invars, strict=True):
-                if isinstance(pair[i], Var):
-                    operands[pair[i]] = self.values(pair)[i]
-            run = function(list(operands), eqn.outvars, [eqn])
-            results.append(run(*operands.values()))
+            inputs: list[Any] = [Var(atom.aval) for atom in eqn.invars]
+            run = function(inputs, eqn.outvars, [eqn.replace(invars=inputs)])
+            results.append(run(*(values[i] for values in operands)))
         return dict(zip(a.outvars, zip(*results, strict=True), strict=True))
 
-    def tag(self, values: Pair, why: str) -> Tag:
-        """Of an array that is known at both sizes; `why` it is mixed, if its growth does not show."""
+    def tag(self, pair: Pair, why: str = "") -> Tag:
+        """By what it is at both sizes; `why` it is mixed, if it is."""
         unknown = Tag(Role.MIXED, 0, why)
-        kind = jnp.asarray(values[0]).dtype
-        if values[0] is values[1] or jnp.issubdtype(kind, jax.dtypes.prng_key):
+        values = self.values(pair)
+        if values[0] is values[1]:
             return FIXED
         x, y = map(np.asarray, values)
         dimensions = enumerate(zip(x.shape, y.shape, strict=True))
@@ -179,9 +173,8 @@ def _growth(x: np.ndarray, y: np.ndarray, ratio: float) -> float | None:
         return None
     rounding = 8 * float(jnp.finfo(x.dtype).eps) if floating else 0
     ratios = y[y != 0].astype(float) / x[x != 0].astype(float)
-    if not np.isfinite(ratios).all() or ratios.min() <= 0:
-        return None
-    if np.ptp(ratios) > rounding * ratios.max():
+    alike = np.isfinite(ratios).all() and np.ptp(ratios) <= rounding * ratios.max()
+    if not alike or ratios.min() <= 0:
         return None
     # A sum, a mean and a square root have degrees of 1, 0 and 1/2: rounding is taken off these.
     degree = math.log(ratios[0], ratio)
@@ -190,6 +183,7 @@ def _growth(x: np.ndarray, y: np.ndarray, ratio: float) -> float | None:
     return half if close else degree
 
 
+@dataclass
 class Rules:
     """Tags of the results of single equations.
 
@@ -198,16 +192,17 @@ class Rules:
     of     a variable or a number at both sizes -> its tag
     """
 
-    def __init__(self, known: Known, of: Callable[[Pair], Tag]) -> None:
-        self.known, self.of = known, of
-        self.parts: dict[Var, list[Pair]] = {}
+    known: Known
+    of: Callable[[Pair], Tag]
+    parts: dict[Var, Pairs] = field(default_factory=dict)
 
-    def tag(self, a: JaxprEqn, b: JaxprEqn, ins: Sequence[Pair], tags: list[Tag], out: Pair) -> Tag:
+    def tag(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags, out: Pair) -> Tag:
         """Of one result of an equation with these operands."""
         name = a.primitive.name
-        axes, made = [axes_of(pair) for pair in ins], axes_of(out)
-        several = len(made) > 1 or any(len(axis) > 1 for axis in axes)
-        grows = bool(made or any(axes))
+        read, made = [axes_of(pair) for pair in ins], axes_of(out)
+        single = all(len(axes) < 2 for axes in read)
+        axes = [axes[0] if axes else None for axes in read]  # the batch's dimension of an operand
+        grows = bool(made or any(read))
         indexing = name == "gather" or name.startswith("scatter")
         apart = False
         # [1] Numbers that follow from the batch's size are no mixture of samples, if keys are made
@@ -215,19 +210,18 @@ class Rules:
         if name in RANDOM:
             pairs = zip(ins, tags, strict=True)
             tags = [FIXED if pair in self.known else tag for pair, tag in pairs]
-        elif indexing and all(len(axis) < 2 for axis in axes):
+        elif indexing and single:
             apart, positions = self._indexed(a, ins, axes, tags[1])
             tags = [tags[0], positions, *tags[2:]]
         # [2] What is mixed stays so.
         roles = {tag.role for tag in tags}
         if Role.MIXED in roles:
-            why = next(tag.why for tag in tags if tag.role is Role.MIXED)
-            unnamed = mixed(a, "reads an array or a number made of the batch's size")
-            return Tag(Role.MIXED, 0, why) if why else unnamed
+            tag = next(tag for tag in tags if tag.role is Role.MIXED)
+            return (
+                tag if tag.why else mixed(a, "reads an array or a number made of the batch's size")
+            )
         # [3] What has nothing to do with the batch is fixed, if it is the same at both sizes.
-        changed = any(
-            not _equal(x, b.params.get(key)) for key, x in a.params.items() if key not in SIZES
-        )
+        changed = not same_parameters(a, b)
         if not grows and roles <= {Role.FIXED} and not any(tag.degree for tag in tags):
             return mixed(a) if changed else FIXED
         degree, inner = self._degree(a, ins, tags), inner_of(tags)
@@ -238,8 +232,10 @@ class Rules:
             return FIXED if roles <= {Role.FIXED} else mixed(a)
         # [5] Nothing else is known that could change with the size.
         if degree is None and name in ADD and roles <= {Role.FIXED, Role.REDUCED}:
-            return mixed(a, "adds a sum over the samples to what is none (take their mean instead)")
-        if degree is None or changed or several or len(inner) > 1:
+            return mixed(
+                a, "adds a sum over the samples to something else (take their mean instead)"
+            )
+        if degree is None or changed or not single or len(made) > 1 or len(inner) > 1:
             return mixed(a)
         # [6] A sum over the samples stays one under what is linear.
         if Role.REDUCED in roles:
@@ -248,21 +244,21 @@ class Rules:
         # [7] The batch's dimension goes: that is a sum over it, or nothing that is known.
         role = Role.SAMPLES if Role.SAMPLES in roles else Role.FIXED
         if not made:
-            added = name == "reduce_sum" and any(axes)
+            added = name == "reduce_sum" and any(read)
             if added or (name == "dot_general" and contracts(a, axes)):
                 return Tag(Role.REDUCED if role is Role.SAMPLES else role, degree + 1)
-            return Tag(role, degree) if role is Role.FIXED and not any(axes) else mixed(a)
+            return Tag(role, degree) if role is Role.FIXED and not any(read) else mixed(a)
         # [8] It moves, or it comes, by copies alone.
         if name == "reshape":
             return self._reshaped(a, ins[0], tags[0]._replace(degree=degree), out)
-        if not any(axes):
+        if not any(read):
             counts = name == "iota" and a.params["dimension"] not in made
             alike = counts or name == "broadcast_in_dim"
             return Tag(Role.FIXED, degree) if alike else mixed(a)
         # [9] It stays: all of it, with every sample by itself.
         for pair, axis in zip(ins, axes, strict=True):
             for v, w in zip(pair, out, strict=True):
-                if axis and shape_of(v)[axis[0]] != shape_of(w)[made[0]]:
+                if axis is not None and shape_of(v)[axis] != shape_of(w)[made[0]]:
                     return mixed(a)
         if not (apart if indexing else keeps_apart(a, axes)):
             return mixed(a)
@@ -270,7 +266,7 @@ class Rules:
             return Tag(role, degree)
         return samples(degree, inner)
 
-    def _degree(self, eqn: JaxprEqn, ins: Sequence[Pair], tags: Sequence[Tag]) -> float | None:
+    def _degree(self, eqn: JaxprEqn, ins: Pairs, tags: Tags) -> float | None:
         """How the result grows with the number of samples, or None where that has no answer."""
         name, degrees = eqn.primitive.name, [tag.degree for tag in tags]
         if name in ("mul", "dot_general", "conv_general_dilated"):
@@ -310,7 +306,7 @@ class Rules:
         return samples(tag.degree, found) if len(found) == 1 else mixed(eqn)
 
     def _indexed(
-        self, eqn: JaxprEqn, ins: Sequence[Pair], axes: Sequence[list[int]], positions: Tag
+        self, eqn: JaxprEqn, ins: Pairs, axes: Sequence[int | None], positions: Tag
     ) -> tuple[bool, Tag]:
         """Whether a gather or scatter keeps samples apart, and the tag of its indices.
 
@@ -318,17 +314,18 @@ class Rules:
         counts the samples, so that it is no mixture; the others say what they say of sample i.
         """
         numbers = eqn.params["dimension_numbers"]
+        batched = numbers.operand_batching_dims
         if eqn.primitive.name == "gather":
-            batched, theirs = numbers.operand_batching_dims, numbers.start_indices_batching_dims
-            asked, single = numbers.start_index_map, numbers.collapsed_slice_dims
+            theirs, asked = numbers.start_indices_batching_dims, numbers.start_index_map
+            single = numbers.collapsed_slice_dims
         else:
-            batched, theirs = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+            theirs = numbers.scatter_indices_batching_dims
             asked, single = numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims
         # [1] The samples' dimension of the operand, and of the indices.
-        axis, at = (x[0] if x else None for x in axes[:2])
+        axis, at = axes[:2]
         if at == len(shape_of(eqn.invars[1])) - 1:  # the columns
             return False, positions
-        if len(ins) > 2 and not (axes[0] and axes[2]):  # a scatter of, or into, what is no samples
+        if len(ins) > 2 and None in (axis, axes[2]):  # a scatter of, or into, what is no samples
             return False, positions
         # [2] It is not indexed: then both have it, or the operand alone.
         if axis is None:
@@ -352,17 +349,6 @@ class Rules:
                 return False, positions
             column += width
         return at is not None and axis in single, join(rest) or positions
-
-
-def _equal(x: Any, y: Any) -> bool:
-    """Of two parameters of an equation; functions and jaxprs are looked at elsewhere, if at all."""
-    if isinstance(x, (Jaxpr, ClosedJaxpr)) or (callable(x) and not isinstance(x, type)):
-        return True
-    return bool(x == y) or (_is_nan(x) and _is_nan(y))
-
-
-def _is_nan(x: Any) -> bool:
-    return isinstance(x, (float, np.floating)) and bool(np.isnan(x))
 
 
 def _counts(indices: Any, axis: int) -> bool:

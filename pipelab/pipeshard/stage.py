@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import jax
@@ -14,6 +16,9 @@ from jax.sharding import NamedSharding
 
 from pipelab.pipeshard.cut import StageGraph
 from pipelab.pipeshard.graph import (
+    Arrays,
+    Values,
+    Variables,
     depending,
     function,
     inline,
@@ -46,14 +51,13 @@ class Passes:
 
     def __init__(self, graph: StageGraph) -> None:
         # [1] Trace the forward together with its pullback.
+        self._graph = graph
         results = [*graph.outputs, *graph.aux_outputs, *graph.results.values()]
-        groups = (graph.outputs, graph.aux_outputs, graph.results)
-        self._ends = list(accumulate(map(len, groups)))
         run = function(graph.arguments, results, graph.equations)
         count = len(graph.outputs)
 
-        def differentiate(parameters: list, inputs: list, others: list) -> tuple[list, Any]:
-            def forward(parameters: list, inputs: list) -> tuple[list, list]:
+        def differentiate(parameters, inputs, others):
+            def forward(parameters, inputs):
                 out = run(*parameters, *inputs, *others)
                 return out[:count], out[count:]
 
@@ -61,17 +65,16 @@ class Passes:
             return [*outputs, *rest], pullback
 
         others = [*graph.fixed, *graph.data, *graph.aux_inputs]
-        specs = [list(map(spec_of, vs)) for vs in (graph.parameters, graph.inputs, others)]
-        closed, (_, pullback) = jax.make_jaxpr(differentiate, return_shape=True)(*specs)
+        shapes = [list(map(spec_of, vs)) for vs in (graph.parameters, graph.inputs, others)]
+        closed, (_, pullback) = jax.make_jaxpr(differentiate, return_shape=True)(*shapes)
         self._pullback = jax.tree.structure(pullback)
-        traced = inline(closed)
+        traced = inline(closed, graph.arguments)
         self._consts = list(traced.consts.values())
         results, leaves = traced.outputs[: len(results)], traced.outputs[len(results) :]
-        self._at_hand = [*results[:count], *traced.inputs]
+        self._at_hand = [*results[:count], *graph.arguments]
 
         # [2] Sort the pullback's leaves by where they come from.
-        names = dict(zip(graph.arguments, traced.inputs, strict=True))
-        arriving = [names[v] for v in (*graph.inputs, *graph.data, *graph.aux_inputs)]
+        arriving = (*graph.inputs, *graph.data, *graph.aux_inputs)
         varying = depending(traced.equations, arriving)
         at_hand = set(variables(self._at_hand))
         steady = [v for v in variables(leaves) if v not in varying and v not in at_hand]
@@ -79,31 +82,26 @@ class Passes:
         again = needed(pure, steady)
         self.kept = [v for v in read_by(again, leaves) if v not in traced.consts]
         self.saved = [v for v in self.kept if v not in at_hand]
-        self._own = {names[v] for v in (*graph.parameters, *graph.fixed, *graph.data)}
 
         # [3] The two functions.
-        self._forward = function(traced.sources, [*results, *self.saved], traced.equations)
+        inputs = [*graph.arguments, *traced.consts]
+        self._forward = function(inputs, [*results, *self.saved], traced.equations)
         self._leaves = function([*self.kept, *traced.consts], leaves, again)
 
-    def forward(self, *arguments: Any) -> tuple[list[Any], ...]:
+    def forward(self, *arguments: Any) -> tuple[Arrays, ...]:
         """The stage's arguments -> outputs, aux_outputs, results, saved."""
-        out = self._forward(*arguments, *self._consts)
-        a, b, c = self._ends
-        return out[:a], out[a:b], out[b:c], out[c:]
+        out = iter(self._forward(*arguments, *self._consts))
+        graph = self._graph
+        groups = (graph.outputs, graph.aux_outputs, graph.results, self.saved)
+        return tuple(list(islice(out, len(group))) for group in groups)
 
-    def keep(self, arguments: Sequence[Any], outputs: Sequence[Any], saved: Sequence[Any]) -> list:
+    def keep(self, arguments: Arrays, outputs: Arrays, saved: Arrays) -> Arrays:
         """What a backward needs beside the gradients of the outputs."""
         pairs = zip([*self._at_hand, *self.saved], [*outputs, *arguments, *saved], strict=True)
         known = {atom: value for atom, value in pairs if isinstance(atom, Var)}
         return [known[v] for v in self.kept]
 
-    def activations(self, kept: Sequence[Any]) -> list[Any]:
-        """Of what is kept, what would be gone without the backward: no parameters, no data."""
-        return [value for v, value in zip(self.kept, kept, strict=True) if v not in self._own]
-
-    def backward(
-        self, cotangents: Sequence[Sequence[Any]], kept: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
+    def backward(self, cotangents: list[Arrays], kept: Arrays) -> tuple[Arrays, Arrays]:
         """Gradients of the parameters and of the inputs.
 
         cotangents  per output its gradients, one from each stage that reads it
@@ -116,83 +114,96 @@ class Passes:
 class CompiledStage:
     """A stage's forward and backward, compiled for its mesh.
 
-    graph    its equations
-    place    variable -> sharding in the mesh
-    readers  variable -> how many stages send its gradient back
-    split    whether the schedule has input and weight gradients apart
-
-    `bytes` is what a forward leaves for its backward, on all devices of the mesh together.
+    graph     its equations
+    place     variable -> sharding in the mesh
+    later     for each later stage, what it reads of earlier ones
+    previous  what the stage before makes
+    bytes     what a forward leaves for its backward, on all devices of the mesh together;
+              `parameter_bytes` of its parameters
     """
 
-    def __init__(
-        self, graph: StageGraph, place: Place, readers: Mapping[Var, int], split: bool
-    ) -> None:
-        def specs(vs: Sequence[Var]) -> list[jax.ShapeDtypeStruct]:
-            return [spec_of(v, place(v)) for v in vs]
-
-        def places(vs: Sequence[Var]) -> list[NamedSharding]:
-            return [place(v) for v in vs]
-
-        self.graph, self.place = graph, place
+    def __init__(self, graphs: list[StageGraph], s: int, place: Place, split: bool) -> None:
+        """Stage `s` of these; `split`: input and weight gradients of the schedule are apart."""
+        self.graph = graph = graphs[s]
+        self.place = place
+        self.later = [[*other.inputs, *other.aux_inputs] for other in graphs[s + 1 :]]
+        self.previous = graphs[s - 1].outputs if s else []
+        readers = Counter(v for other in graphs for v in other.inputs)
         self._passes = passes = Passes(graph)
-        arguments, outputs = specs(graph.arguments), specs(graph.outputs)
-        shardings = (places(graph.outputs), places(graph.aux_outputs), None, None)
-        self._forward = _compiled(passes.forward, shardings, *arguments)
+        sums, inputs = specs(graph.parameters, place), specs(graph.inputs, place)
+        outputs, aux_outputs = specs(graph.outputs, place), specs(graph.aux_outputs, place)
+        self.parameter_bytes = sum(map(bytes_on_mesh, sums))
+        arguments = specs(graph.arguments, place)
+        self._forward = _compiled(passes.forward, (outputs, aux_outputs, None, None), *arguments)
         found = zip(passes.saved, self._forward.output_shardings[3], strict=True)
         kept = passes.keep(arguments, outputs, [spec_of(v, sharding) for v, sharding in found])
-        self.bytes = sum(map(bytes_on_mesh, passes.activations(kept)))
+        own = {*graph.parameters, *graph.fixed, *graph.data}
+        arriving = [x for v, x in zip(passes.kept, kept, strict=True) if v not in own]
+        self.bytes = sum(map(bytes_on_mesh, arriving))
 
-        # The backward adds to the sums of the parameters' gradients, in place (donated).
-        sums = specs(graph.parameters)
-        cotangents = [[spec_of(v, place(v))] * readers.get(v, 1) for v in graph.outputs]
-        weights, back = places(graph.parameters), places(graph.inputs)
+        # The backward adds to the sums of the parameters' gradients, in place (donated). It needs a
+        # gradient of every output from each stage that reads it, and one of the loss.
+        cotangents = [[x] * (readers[v] or 1) for v, x in zip(graph.outputs, outputs, strict=True)]
+        backward = (cotangents, kept)
 
-        def add(sums: list, cotangents: list[list], kept: list) -> tuple[list, list]:
-            gradients, inputs = passes.backward(cotangents, kept)
-            return [a + b for a, b in zip(sums, gradients, strict=True)], inputs
+        def add(sums, cotangents, kept):
+            gradients, back = passes.backward(cotangents, kept)
+            return [a + b for a, b in zip(sums, gradients, strict=True)], back
 
-        def only_inputs(cotangents: list[list], kept: list) -> list:
-            return passes.backward(cotangents, kept)[1]
-
-        def only_weights(sums: list, cotangents: list[list], kept: list) -> list:
-            return add(sums, cotangents, kept)[0]
-
-        self.backward = _compiled(add, (weights, back), sums, cotangents, kept, donate=0)
+        self.zeros = _compiled(lambda: [jnp.zeros(x.shape, x.dtype) for x in sums], sums)
+        self.backward = _compiled(add, (sums, inputs), sums, *backward, donate=0)
         if split:
-            self.input_grad = _compiled(only_inputs, back, cotangents, kept)
-            self.weight_grad = _compiled(only_weights, weights, sums, cotangents, kept, donate=0)
-        self.zeros = _compiled(lambda: [jnp.zeros(x.shape, x.dtype) for x in sums], weights)
+            self.input_grad = _compiled(lambda *x: passes.backward(*x)[1], inputs, *backward)
+            self.weight_grad = _compiled(lambda *x: add(*x)[0], sums, sums, *backward, donate=0)
 
-    def forward(self, arguments: list[Any]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    def forward(self, arguments: Arrays) -> tuple[Arrays, ...]:
         """On the mesh: outputs, aux_outputs, results, and what is kept for the backward."""
-        found = jax.block_until_ready(self._forward(*arguments))
-        outputs, aux_outputs, results, saved = found
+        outputs, aux_outputs, results, saved = jax.block_until_ready(self._forward(*arguments))
         return outputs, aux_outputs, results, self._passes.keep(arguments, outputs, saved)
 
 
-class CompiledTask:
-    """One task of the update on its stage's mesh."""
+class CompiledTask(Task):
+    """A task of the update, compiled for its stage's mesh."""
 
     def __init__(self, task: Task, place: Place) -> None:
-        self.task = task
-        self._places = [place(v) for v in task.inputs]
-        self._run = _compiled(
-            function(task.inputs, task.outputs, task.equations),
-            [place(v) for v in task.outputs],
-            *map(spec_of, task.inputs, self._places),
-        )
+        super().__init__(**vars(task))
+        inputs = specs(task.inputs, place)
+        self._places = [x.sharding for x in inputs]
+        run = function(task.inputs, task.outputs, task.equations)
+        self._run = _compiled(run, specs(task.outputs, place), *inputs)
 
-    def __call__(self, known: dict[Var, Any]) -> list[Any]:
+    def __call__(self, known: Values) -> Arrays:
         """Add the task's outputs to what is known; returns them."""
-        inputs = jax.device_put([known[v] for v in self.task.inputs], self._places)
+        inputs = jax.device_put([known[v] for v in self.inputs], self._places)
         outputs = self._run(*inputs)
-        known.update(zip(self.task.outputs, outputs, strict=True))
+        known.update(zip(self.outputs, outputs, strict=True))
         return outputs
 
 
-def _compiled(fun: Callable, shardings: Any, *specs: Any, donate: Any = ()) -> Any:
+@dataclass
+class StageUpdate:
+    """A stage's own part of the update, which waits for no other stage.
+
+    gradients  of the parameters that the stage reads, in the same order
+    tasks      of level 0
+    optimizer  bytes of the arguments that its tasks of all levels read beside parameters, on all
+               devices of the mesh together
+    """
+
+    gradients: Variables
+    tasks: list[CompiledTask]
+    optimizer: int
+
+
+def specs(of: Iterable[Var], place: Place) -> list[jax.ShapeDtypeStruct]:
+    return [spec_of(v, place(v)) for v in of]
+
+
+def _compiled(fun: Callable, results: Any, *arguments: Any, donate: Any = ()) -> Any:
+    """Compiled for arrays like these; None: the results' shardings are the compiler's choice."""
+    shardings = jax.tree.map(lambda x: x.sharding, results)
     jitted = jax.jit(fun, donate_argnums=donate, out_shardings=shardings)
-    return jitted.lower(*specs).compile()
+    return jitted.lower(*arguments).compile()
 
 
 def bytes_on_mesh(x: jax.ShapeDtypeStruct) -> int:

@@ -10,9 +10,13 @@ import jax
 from jax.extend.core import JaxprEqn, Var
 
 from pipelab.pipeshard.graph import (
+    Arrays,
     Atom,
+    Equations,
     Graph,
     PipeshardError,
+    Values,
+    Variables,
     contains,
     depending,
     inline,
@@ -39,7 +43,7 @@ class Arguments:
     samples  in the batch
     """
 
-    values: list[Any]
+    values: Arrays
     paths: list[str]
     tree: Any
     batch: list[int]
@@ -56,12 +60,12 @@ class Arguments:
         return out
 
 
-def flatten(args: Sequence[Any], batch_argnums: Sequence[int]) -> Arguments:
+def flatten(args: Sequence[Any], batch_argnums: tuple[int, ...]) -> Arguments:
     """Raises PipeshardError where there is no batch: without samples, or of unequal numbers."""
     for i in batch_argnums:
         if not -len(args) <= i < len(args):
             raise PipeshardError(
-                f"batch_argnums={tuple(batch_argnums)!r}: the step was given {len(args)} arguments"
+                f"batch_argnums={batch_argnums!r}: the step was given {len(args)} arguments"
             )
     chosen = {i % len(args) for i in batch_argnums}
     leaves, tree = jax.tree.flatten_with_path(tuple(args))
@@ -92,8 +96,7 @@ def flatten(args: Sequence[Any], batch_argnums: Sequence[int]) -> Arguments:
     if len(set(sizes.values())) != 1:
         problem = "; ".join(sizes) or "it has no arrays"
         raise PipeshardError(
-            f"the batch (batch_argnums={tuple(batch_argnums)!r}) needs one number of samples: "
-            f"{problem}"
+            f"the batch (batch_argnums={batch_argnums!r}) needs one number of samples: {problem}"
         )
     (samples,) = set(sizes.values())
     if not samples:
@@ -117,17 +120,17 @@ class Step:
     whole         the step as it was traced, with the marked equation
     """
 
-    arguments: list[Var]
-    batch: list[Var]
+    arguments: Variables
+    batch: Variables
     loss: Graph
     parameters: dict[Var, Var]
-    gradient: list[Var]
+    gradient: Variables
     update: Graph
     results: Any
     whole: Graph
 
     @property
-    def consts(self) -> dict[Var, Any]:
+    def consts(self) -> Values:
         return {**self.whole.consts, **self.loss.consts}
 
     @property
@@ -145,7 +148,7 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
     Raises PipeshardError where it is not what a pipeline needs.
     """
 
-    def flat(*values: Any) -> Any:
+    def flat(*values):
         return step(*jax.tree.unflatten(arguments.tree, values))
 
     # [1] The whole step as equations.
@@ -165,9 +168,10 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
     # [3] What the results need beside it is the update.
     others = [eqn for eqn in whole.equations if eqn is not marked]
     update = Graph([*whole.inputs, *marked.outvars], whole.outputs, needed(others, whole.outputs))
-    _check_update(update, marked, batch)
     tree = jax.tree.structure(shapes)
-    return Step(whole.inputs, batch, loss, parameters, marked.outvars, update, tree, whole)
+    found = Step(whole.inputs, batch, loss, parameters, marked.outvars, update, tree, whole)
+    _check_update(found)
+    return found
 
 
 def trace_piece(step: Callable, arguments: Arguments, samples: int) -> Step:
@@ -177,9 +181,9 @@ def trace_piece(step: Callable, arguments: Arguments, samples: int) -> Step:
     """
     try:
         return trace(step, arguments, samples)
+    except PipeshardError:
+        raise
     except (TypeError, ValueError) as error:
-        if isinstance(error, PipeshardError):
-            raise
         raise PipeshardError(
             f"the step works on the batch of {arguments.samples} samples but not on a micro-batch "
             f"of {samples} of them: pass every array that has samples in batch_argnums, and write "
@@ -207,7 +211,7 @@ def gradient_on_one_device(step: Step) -> Graph:
     return replace(step.whole, outputs=list(step.gradient), equations=equations)
 
 
-def _find_gradient(equations: Sequence[JaxprEqn]) -> JaxprEqn:
+def _find_gradient(equations: Equations) -> JaxprEqn:
     found = [eqn for eqn in equations if contains(eqn, [grad_p.name])]
     if not found:
         raise PipeshardError(f"the train step has no marked gradient: {USE_OURS}")
@@ -226,18 +230,16 @@ def _find_gradient(equations: Sequence[JaxprEqn]) -> JaxprEqn:
     return found[0]
 
 
-def _loss_of(whole: Graph, marked: JaxprEqn, batch: Sequence[Var]) -> tuple[Graph, dict[Var, Var]]:
+def _loss_of(whole: Graph, marked: JaxprEqn, batch: Variables) -> tuple[Graph, dict[Var, Var]]:
     """The loss with what leads up to it (keys split, images scaled), and its parameters.
 
     What leads up to a parameter would be left out of the gradient: it has to be an argument.
     """
-    # [1] Inside the marked equation, the inputs have names of their own: outside ones, but for
-    #     parameters, take their places.
-    inner = inline(marked.params["jaxpr"], marked)
-    names: dict[Var, Atom] = dict(zip(inner.inputs, marked.invars, strict=True))
+    # [1] Inside, a parameter has a variable of its own; everything else is what it is outside.
+    inputs = list(marked.invars)
     parameters: dict[Var, Var] = {}
     for i in marked.params["wanted"]:
-        source = names.pop(inner.inputs[i])
+        source = marked.invars[i]
         if source not in whole.inputs:
             raise PipeshardError(
                 f"the gradient is taken by a {source.aval.str_short()} that the step computes: "
@@ -248,36 +250,37 @@ def _loss_of(whole: Graph, marked: JaxprEqn, batch: Sequence[Var]) -> tuple[Grap
                 "the gradient is taken by the batch: take it by the parameters, or change "
                 "batch_argnums"
             )
-        parameters[inner.inputs[i]] = source
-    # [2] Before the marked equation: what these outside variables need.
+        inputs[i] = own = Var(source.aval)
+        parameters[own] = source
+    inner = inline(marked.params["jaxpr"], inputs, marked)
+    # [2] Before the marked equation: what these inputs need.
     before = whole.equations[: whole.equations.index(marked)]
-    before = needed([eqn for eqn in before if not eqn.effects], names.values())
+    before = needed([eqn for eqn in before if not eqn.effects], inputs)
     loss = Graph(
         [*parameters, *whole.inputs],
-        substitute(inner.outputs, names),
-        [*before, *(renamed(eqn, names) for eqn in inner.equations)],
+        inner.outputs,
+        [*before, *inner.equations],
         {**whole.consts, **inner.consts},
     )
     return loss, parameters
 
 
-def _check_update(update: Graph, marked: JaxprEqn, batch: Sequence[Var]) -> None:
-    results = variables(update.outputs)
-    gradients = marked.outvars[len(marked.outvars) - len(marked.params["wanted"]) :]
-    if depending(update.equations, gradients).isdisjoint(results):
+def _check_update(step: Step) -> None:
+    update, results = step.update, variables(step.update.outputs)
+    if depending(update.equations, step.gradients.values()).isdisjoint(results):
         raise PipeshardError(
             "no result of the train step depends on the gradients, so that the update would be "
             "lost: return the new state. A step that changes its arguments in place "
             "(nnx.Optimizer.update) has to be pure: nnx.split before, nnx.merge inside"
         )
-    varying = depending(update.equations, batch)
+    varying = depending(update.equations, step.batch)
     for eqn in update.equations:
         if not varying.isdisjoint(variables(eqn.invars)):
             raise PipeshardError(
                 f"{eqn.primitive.name} ({place_of(eqn)}) reads the batch outside the loss: "
                 "compute it in the loss and return it from there (has_aux=True)"
             )
-    if not set(batch).isdisjoint(results):
+    if not set(step.batch).isdisjoint(results):
         raise PipeshardError(
             "the train step returns a part of its batch: leave it out of the results"
         )

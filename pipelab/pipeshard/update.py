@@ -16,23 +16,22 @@ computed by every task that needs it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 from jax.extend.core import JaxprEqn, Var
 
 from pipelab.pipeshard.graph import (
+    Equations,
     Graph,
     PipeshardError,
+    Variables,
     inline,
     needed,
     place_of,
     read_by,
-    renamed,
     size,
     spec_of,
-    substitute,
     variables,
 )
 
@@ -48,13 +47,13 @@ class Task:
 
     stage: int
     level: int
-    equations: list[JaxprEqn]
-    inputs: list[Var]
-    outputs: list[Var]
+    equations: Equations
+    inputs: Variables
+    outputs: Variables
 
 
 def split(
-    update: Graph, owners: Mapping[Var, int], late: set[Var], homes: Mapping[Var, int]
+    update: Graph, owners: dict[Var, int], late: set[Var], homes: dict[Var, int]
 ) -> list[Task]:
     """The update as tasks, by level.
 
@@ -83,7 +82,7 @@ def _without_branches(graph: Graph) -> Graph:
     a, b = cond(i, (f, g), x)   ->   a0, b0 = f(x);  a1, b1 = g(x)
                                      a = select_n(i, a0, a1);  b = select_n(i, b0, b1)
     """
-    equations: list[JaxprEqn] = []
+    equations: Equations = []
     for eqn in graph.equations:
         if not _is_branch(eqn):
             equations.append(eqn)
@@ -91,10 +90,9 @@ def _without_branches(graph: Graph) -> Graph:
         index, *operands = eqn.invars
         cases = []
         for branch in eqn.params["branches"]:
-            inner = _without_branches(inline(branch))
-            names = dict(zip(inner.inputs, operands, strict=True))
-            equations += [renamed(e, names) for e in inner.equations]
-            cases.append(substitute(inner.outputs, names))
+            inner = _without_branches(inline(branch, operands))
+            equations += inner.equations
+            cases.append(inner.outputs)
         for result, *choices in zip(eqn.outvars, *cases, strict=True):
             atoms = [index, *choices]
             traced = jax.make_jaxpr(jax.lax.select_n)(*map(spec_of, atoms))
@@ -106,23 +104,26 @@ def _without_branches(graph: Graph) -> Graph:
 class _Group:
     """Arrays that equations join, and the stage that owns one of them."""
 
-    members: list[Var]
+    members: Variables
     stage: int | None
 
 
+@dataclass
 class _Split:
-    """Where and when the equations of the update run.
+    """Where and when the equations of the update run; see `split`.
 
     maker   variable -> the number of the equation that makes it
     places  number of an equation -> level and stage; without an entry are those that are made of
             single numbers alone, which every task may compute
     """
 
-    def __init__(
-        self, update: Graph, owners: Mapping[Var, int], late: set[Var], homes: Mapping[Var, int]
-    ) -> None:
-        self.update, self.owners, self.late, self.homes = update, owners, late, homes
-        self.maker = {v: i for i, eqn in enumerate(update.equations) for v in eqn.outvars}
+    update: Graph
+    owners: dict[Var, int]
+    late: set[Var]
+    homes: dict[Var, int]
+
+    def __post_init__(self) -> None:
+        self.maker = {v: i for i, eqn in enumerate(self.update.equations) for v in eqn.outvars}
         self.places: dict[int, tuple[int, int]] = {}
         self._known: dict[tuple[Var, int], int] = {}
         for i, stage in self._stages().items():
