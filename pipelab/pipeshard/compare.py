@@ -170,7 +170,7 @@ def _in_pieces(program: Program, step: Step, loss: Graph, values: Arrays) -> Arr
     pieces = []
     for k in range(program.microbatches):
         rows = slice(k * program.samples, (k + 1) * program.samples)
-        number = np.uint32(k)  # the one input that is no argument
+        number = np.uint32(k)  # the one input that is not an argument
         inputs = [known[v][rows] if v in step.batch else known.get(v, number) for v in others]
         gradients, results = one(parameters, inputs)
         pieces.append([*results, *gradients])

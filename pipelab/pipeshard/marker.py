@@ -45,7 +45,7 @@ def value_and_grad(
 
     Returns a function of the same arguments -> (value, gradients), the value as `fun` returns it.
     Elsewhere than in `parallelize`, eagerly or under `jax.jit`, it computes what jax's own does.
-    Raises TypeError where the loss is no scalar.
+    Raises TypeError where the loss is not a scalar.
 
     >>> value_and_grad(lambda w, x: (w * x).mean())(2.0, np.ones(4, np.float32))[1]
     Array(1., dtype=float32, weak_type=True)
@@ -67,8 +67,8 @@ def value_and_grad(
             kind = jax.dtypes.result_type(leaves[i])
             if not jnp.issubdtype(kind, jnp.inexact):
                 raise TypeError(
-                    f"the gradient is taken by an array of {kind}: keep such ones in another "
-                    "argument of the loss"
+                    f"the gradient is taken by an array of {kind}: keep arrays of that type in "
+                    "another argument of the loss"
                 )
 
         # [2] Trace the loss as a function of these and of all arrays; numbers stay what they are.
@@ -135,7 +135,7 @@ def _checked(out: Any, has_aux: bool) -> Any:
     for leaf in jax.tree.leaves(aux):
         if not is_array(leaf):
             raise TypeError(
-                f"the loss returns {leaf!r} beside its value, which is no array: leave it out"
+                f"the loss returns {leaf!r} beside its value, which is not an array: leave it out"
             )
     return loss, aux
 

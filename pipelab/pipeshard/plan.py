@@ -119,7 +119,7 @@ class Pipeshard:
         if isinstance(table, str):
             if stages % self.virtual:
                 raise PipeshardError(
-                    f"virtual={self.virtual}: {stages} stages are no multiple of it"
+                    f"virtual={self.virtual}: {stages} stages are not a multiple of it"
                 )
             table = make(table, stages // self.virtual, self.microbatches, virtual=self.virtual)
         validate(table)
@@ -143,13 +143,13 @@ class Pipeshard:
         """
         pool = list(jax.devices() if self.devices is None else self.devices)
         available = len(pool)
-        wanted: list[Any]
         if isinstance(self.stages, ManualStages):
             wanted = list(self.stages.meshes)
         elif available % rows or not pool:
             raise PipeshardError(
-                f"{available} devices do not share out over {rows} meshes: pass devices= so many, "
-                "or ManualStages with the number of devices of each"
+                f"{available} devices cannot be shared out equally over {rows} meshes: pass "
+                "devices= with a multiple of that, or ManualStages with the number of devices of "
+                "each"
             )
         else:
             wanted = [available // rows] * rows
@@ -178,10 +178,10 @@ class Pipeshard:
                 array, pool = np.array(pool[:count]).reshape(shape), pool[count:]
             for device in array.flat:
                 if not isinstance(device, jax.Device):
-                    raise PipeshardError(f"{device!r} is no device: pass those of jax.devices()")
+                    raise PipeshardError(f"{device!r} is not a device: pass those of jax.devices()")
             meshes.append(Mesh(array, AXES))
-        ids = [device.id for mesh in meshes for device in mesh.devices.flat]
-        if len(set(ids)) != len(ids):
+        devices = [device for mesh in meshes for device in mesh.devices.flat]
+        if len(set(devices)) != len(devices):
             raise PipeshardError(
                 f"meshes={wanted!r}: a device is in two of them; meshes must not overlap"
             )
@@ -216,7 +216,7 @@ def _manual_layers(manual: ManualStages, layers: int) -> list[list[int]]:
         )
     if len(stages) < 2:
         raise PipeshardError(
-            f"ManualStages(layers={stages}): one stage is no pipeline: make two or more"
+            f"ManualStages(layers={stages}): one stage is not a pipeline: make two or more"
         )
     return stages
 

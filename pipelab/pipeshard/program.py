@@ -73,17 +73,18 @@ class Program:
                 f"a batch of {arguments.samples} samples does not divide into {m} micro-batches"
             )
         self.samples, self.microbatches = arguments.samples // m, m
-        whole = trace(step, arguments, arguments.samples)
+        whole = piece = trace(step, arguments, arguments.samples)
         layers = method.stages_of(count_layers(whole.loss))
-        piece = trace_piece(step, arguments, self.samples) if m > 1 else whole
+        if m > 1:
+            piece = trace_piece(step, arguments, self.samples)
         self.combine, self.axes, exact = combinations(
             step, arguments, piece, whole, self.samples, method
         )
-        self.step = with_update_of(piece, whole) if m > 1 else whole
-        self.loss = self.step.loss
+        self.step, self.loss = whole, whole.loss
         number: Var | None = None
         if m > 1:
-            self.loss, number = with_own_keys(self.loss, self.step.parameters, self.step.batch)
+            self.step = with_update_of(piece, whole)
+            self.loss, number = with_own_keys(piece.loss, piece.parameters, piece.batch)
         self.exact = exact and number is None
 
         # [2] The schedule, a mesh for each of its devices, and the stages.
@@ -135,7 +136,12 @@ class Program:
     # ---- where things are
 
     def place(self, row: int, v: Var) -> NamedSharding:
-        """The sharding of a variable on a row's mesh."""
+        """The sharding of a variable on a row's mesh.
+
+        An argument, its gradient and its next value lie as the plan says; what has a dimension of
+        samples is divided over the devices that are parallel over data, if it divides; anything
+        else is whole on each of them.
+        """
         mesh = self.meshes[row]
         like = self._like.get(v)
         axis = 0 if v in self.step.batch else self.axes.get(v)

@@ -59,7 +59,7 @@ FIXED = Tag(Role.FIXED)
 Tags = list[Tag]
 
 
-def mixed(eqn: JaxprEqn, why: str = "makes it another") -> Tag:
+def mixed(eqn: JaxprEqn, why: str = "makes something else of it") -> Tag:
     return Tag(Role.MIXED, 0, f"{eqn.primitive.name} ({place_of(eqn)}) {why}")
 
 

@@ -74,8 +74,12 @@ class Passes:
         self._at_hand = [*results[:count], *graph.arguments]
 
         # [2] Sort the pullback's leaves by where they come from.
+        #
+        #         h = x @ w.astype(bfloat16);  y = tanh(h)      the pullback needs x, the cast w, y
+        #
+        #     x and y are at hand; the cast is made again of w, which is at hand; nothing is saved.
         arriving = (*graph.inputs, *graph.data, *graph.aux_inputs)
-        varying = depending(traced.equations, arriving)
+        varying = depending(traced.equations, arriving)  # another one in every micro-batch
         at_hand = set(variables(self._at_hand))
         steady = [v for v in variables(leaves) if v not in varying and v not in at_hand]
         pure = [eqn for eqn in traced.equations if not eqn.effects]
@@ -83,7 +87,7 @@ class Passes:
         self.kept = [v for v in read_by(again, leaves) if v not in traced.consts]
         self.saved = [v for v in self.kept if v not in at_hand]
 
-        # [3] The two functions.
+        # [3] The forward, and what makes the pullback's leaves of what is kept.
         inputs = [*graph.arguments, *traced.consts]
         self._forward = function(inputs, [*results, *self.saved], traced.equations)
         self._leaves = function([*self.kept, *traced.consts], leaves, again)
@@ -124,11 +128,13 @@ class CompiledStage:
 
     def __init__(self, graphs: list[StageGraph], s: int, place: Place, split: bool) -> None:
         """Stage `s` of these; `split`: input and weight gradients of the schedule are apart."""
+        # [1] What its neighbours need to know.
         self.graph = graph = graphs[s]
         self.place = place
         self.later = [[*other.inputs, *other.aux_inputs] for other in graphs[s + 1 :]]
         self.previous = graphs[s - 1].outputs if s else []
         readers = Counter(v for other in graphs for v in other.inputs)
+        # [2] The forward. The compiler chooses where results and activations lie.
         self._passes = passes = Passes(graph)
         sums, inputs = specs(graph.parameters, place), specs(graph.inputs, place)
         outputs, aux_outputs = specs(graph.outputs, place), specs(graph.aux_outputs, place)
@@ -137,12 +143,13 @@ class CompiledStage:
         self._forward = _compiled(passes.forward, (outputs, aux_outputs, None, None), *arguments)
         found = zip(passes.saved, self._forward.output_shardings[3], strict=True)
         kept = passes.keep(arguments, outputs, [spec_of(v, sharding) for v, sharding in found])
+        # Parameters, constants and data are there with or without a backward.
         own = {*graph.parameters, *graph.fixed, *graph.data}
         arriving = [x for v, x in zip(passes.kept, kept, strict=True) if v not in own]
         self.bytes = sum(map(bytes_on_mesh, arriving))
 
-        # The backward adds to the sums of the parameters' gradients, in place (donated). It needs a
-        # gradient of every output from each stage that reads it, and one of the loss.
+        # [3] The backward adds to the sums of the parameters' gradients, in place (donated). It
+        #     needs a gradient of every output from each stage that reads it, and one of the loss.
         cotangents = [[x] * (readers[v] or 1) for v, x in zip(graph.outputs, outputs, strict=True)]
         backward = (cotangents, kept)
 

@@ -61,7 +61,10 @@ class Arguments:
 
 
 def flatten(args: Sequence[Any], batch_argnums: tuple[int, ...]) -> Arguments:
-    """Raises PipeshardError where there is no batch: without samples, or of unequal numbers."""
+    """The leaves of the arguments, and which of them are the batch.
+
+    Raises PipeshardError where the batch has no samples, or its leaves unequal numbers of them.
+    """
     for i in batch_argnums:
         if not -len(args) <= i < len(args):
             raise PipeshardError(
@@ -82,7 +85,7 @@ def flatten(args: Sequence[Any], batch_argnums: tuple[int, ...]) -> Arguments:
             )
         if not is_array(value):
             raise PipeshardError(
-                f"argument {i}{name} is {value!r}, no array: bind it by functools.partial"
+                f"argument {i}{name} is {value!r}, not an array: bind it by functools.partial"
             )
         if i in chosen:
             batch.append(position)
@@ -250,8 +253,8 @@ def _loss_of(whole: Graph, marked: JaxprEqn, batch: Variables) -> tuple[Graph, d
                 "the gradient is taken by the batch: take it by the parameters, or change "
                 "batch_argnums"
             )
-        inputs[i] = own = Var(source.aval)
-        parameters[own] = source
+        inputs[i] = Var(source.aval)
+        parameters[inputs[i]] = source
     inner = inline(marked.params["jaxpr"], inputs, marked)
     # [2] Before the marked equation: what these inputs need.
     before = whole.equations[: whole.equations.index(marked)]
@@ -266,6 +269,7 @@ def _loss_of(whole: Graph, marked: JaxprEqn, batch: Variables) -> tuple[Graph, d
 
 
 def _check_update(step: Step) -> None:
+    """Raises PipeshardError where it does no more than the loss, or reads the batch."""
     update, results = step.update, variables(step.update.outputs)
     if depending(update.equations, step.gradients.values()).isdisjoint(results):
         raise PipeshardError(
