@@ -24,8 +24,10 @@ class Parcel(NamedTuple):
     use    what the next stage needs, moved to its mesh
     along  what only passes through it, left where it is
 
-        stage 0: x, z      stage 1 reads x, stage 2 reads z: (use x, along z) to stage 1,
-                           and there (use y and z, along nothing) to stage 2
+    Stage 0 makes x for stage 1 and z for stage 2; stage 1 makes y:
+
+        from stage 0 to 1    use x       along z
+        from stage 1 to 2    use y, z
     """
 
     use: Values
