@@ -61,7 +61,10 @@ def mse(params, batch, forward=forward):
 
 
 def step_of(loss, optimizer=None, has_aux=False):
-    """A train step ((parameters, optimizer state), batch) -> (state, value), and its first state from parameters."""
+    """A train step ((parameters, optimizer state), batch) -> (state, value).
+
+    And a function that makes its first state of parameters.
+    """
     optimizer = optimizer or optax.sgd(0.1)
 
     def step(state, batch):
@@ -378,7 +381,10 @@ def test_gradients_without_the_value_and_of_several_arguments():
 
 
 def test_kinks_that_rounding_decides_are_told_from_errors():
-    """relu of what is zero but for rounding: of 24 samples another one than of 8, in single precision alone."""
+    """relu of what is zero but for rounding.
+
+    Of 24 samples it is another one than of 8, in single precision alone.
+    """
 
     def loss(params, batch):
         n = len(batch["x"])
@@ -570,10 +576,14 @@ def test_linen_train_state(train):
         return state.apply_gradients(grads=gradients), value
 
     pipeline = parallelize(step, Pipeshard(4, stages=3, devices=jax.devices()[:3]))
+    plans = []
     for _ in range(3):
         assert pipeline.compare(state, batch).passed
+        plans.append(pipeline.plan)
         state, value = pipeline(state, batch)
-    assert state.step == 3 and len(pipeline._programs) == 1 and np.isfinite(value)
+        plans.append(pipeline.plan)
+    assert state.step == 3 and np.isfinite(value)
+    assert all(plan is plans[0] for plan in plans)  # compiled once
 
 
 class Nnx(nnx.Module):
@@ -651,7 +661,8 @@ def test_marked_gradients_are_jax_s_own():
         with pytest.raises(TypeError, match=match):
             fun(x)
     with pytest.raises(
-        TypeError, match="the gradient is taken by an array of int32: keep such ones"
+        TypeError,
+        match="the gradient is taken by an array of int32: keep arrays of that type in another",
     ):
         grad(lambda x: (2.0 * x).sum())(np.arange(3, dtype=np.int32))
 
@@ -683,7 +694,10 @@ def test_memory_is_what_is_kept(schedule):
 
 
 def test_only_activations_are_saved():
-    """No weight, not as a cast copy either, and no zeros of relu's slope; on several devices each its share."""
+    """No weight, not as a cast copy either, and no zeros of relu's slope.
+
+    On several devices each saves its share.
+    """
 
     def loss(params, batch):
         low = [w.astype(jnp.bfloat16) for w in params]
@@ -720,7 +734,7 @@ def assert_error(
         (dict(virtual=0), "virtual=0: give a whole number"),
         (dict(schedule=None), "schedule=None: give a name"),
         (dict(stages=2, schedule="pipedream_2bw"), "schedule 'pipedream_2bw' has no flush"),
-        (dict(devices=[0, 1, 2, 3]), "np.int64.0. is no device|0 is no device"),
+        (dict(devices=[0, 1, 2, 3]), "np.int64.0. is not a device|0 is not a device"),
         (
             dict(stages=ManualStages([2, 2], [1, 1])),
             r"ManualStages\(layers=\[2, 2\]\): give the layers of each stage",
@@ -749,7 +763,7 @@ def assert_error(
             dict(reduce="sum"),
             "reduce='sum', but the loss is a mean over the batch: leave reduce out",
         ),
-        (dict(stages=3), "8 devices do not share out over 3 meshes: pass devices="),
+        (dict(stages=3), "8 devices cannot be shared out equally over 3 meshes: pass devices="),
         (
             dict(stages=2, schedule="pipedream"),
             "schedule 'pipedream' has no flush: use one that does",
@@ -758,12 +772,12 @@ def assert_error(
             dict(stages=2, schedule=pipelab.make("gpipe", 2, 8)),
             "2 stages and 1 x 8 micro-batches; the plan has 2 and 1 x 4",
         ),
-        (dict(stages=4, virtual=3), "virtual=3: 4 stages are no multiple"),
+        (dict(stages=4, virtual=3), "virtual=3: 4 stages are not a multiple"),
         (
             dict(stages=ManualStages([[0, 1], [3]], [4, 4])),
             "the loss has layers 0 to 3 .3 boundaries are marked.; put each",
         ),
-        (dict(stages=ManualStages([[0, 1, 2, 3]], [4])), "one stage is no pipeline"),
+        (dict(stages=ManualStages([[0, 1, 2, 3]], [4])), "one stage is not a pipeline"),
         (
             dict(stages=ManualStages([[0, 1], [2, 3]], [4])),
             r"meshes=\[4\]: the schedule has 2 devices, give a mesh for each",
@@ -1219,7 +1233,7 @@ def test_boundaries_around_nothing():
         ({}, dict(batch_argnums=5), r"batch_argnums=\(5,\): the step was given 2 arguments"),
     ],
 )
-def test_batches_that_are_none(batch, rest, match):
+def test_batches_without_samples_or_of_unequal_numbers(batch, rest, match):
     with pytest.raises(PipeshardError, match=match):
         parallelize(step_of(mse)[0], Pipeshard(4), **rest)(network(), batch)
 
@@ -1238,13 +1252,13 @@ def test_options_are_bound_beforehand():
     ):
         pipeline(network(), data(32), False)
     with pytest.raises(
-        PipeshardError, match=r"argument 2 is 'abc', no array: bind it by functools.partial"
+        PipeshardError, match=r"argument 2 is 'abc', not an array: bind it by functools.partial"
     ):
         pipeline(network(), data(32), "abc")
     assert parallelize(partial(step, train=False), Pipeshard(4)).compare(network(), data(32)).passed
 
 
-def test_calls_that_are_none():
+def test_wrong_calls():
     with pytest.raises(PipeshardError, match="train_step is 3: give a function"):
         parallelize(3, Pipeshard(4))
     with pytest.raises(PipeshardError, match=r"method is <class .*: give a plan, such as"):

@@ -377,7 +377,7 @@ def _compare_update(
     """
     losses, gradients = truth.gradients(t, exact)
     own_losses, own_gradients = own.gradients(t, pieces)
-    again = _Draws(lambda jitter: truth.gradients(t, exact, jitter)[1])
+    again = Draws(lambda jitter: truth.gradients(t, exact, jitter)[1])
     run = own.arrays([step.gradients for step in steps])
     for name, expected in gradients.items():
         noise = norms(own_gradients[name] - expected) + own.eps * norms(expected)
@@ -401,7 +401,7 @@ def _compare_losses(
     known  the truth's losses, if they are
     """
     exact = known or truth.losses(pieces)
-    again = _Draws(lambda jitter: [np.array(mean) for mean, _ in truth.losses(pieces, jitter)])
+    again = Draws(lambda jitter: [np.array(mean) for mean, _ in truth.losses(pieces, jitter)])
     for k, (mean, count) in enumerate(exact):
         if count:
             noise = norms(np.array(own[k][0] - mean)) + eps * norms(np.array(mean))
@@ -410,7 +410,7 @@ def _compare_losses(
             found.add(label, run, expected, noise, partial(again.of, k))
 
 
-class _Draws:
+class Draws:
     """The truth under a few random rounding errors, computed when somebody asks for the first."""
 
     def __init__(self, compute: Callable[[int], Any]) -> None:

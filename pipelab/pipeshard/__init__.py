@@ -1,17 +1,19 @@
-"""Pipelines of jax programs: a train step written for one device, cut at marked boundaries and run over meshes of devices.
+"""Pipelines of jax programs: a train step written for one device, run over meshes of devices.
 
-After Alpa (Zheng et al., OSDI 2022). `mark_pipeline_boundary` and `grad` mark the step; `parallelize` makes the pipeline.
-In the order in which a step passes through them:
+After Alpa (Zheng et al., OSDI 2022). `mark_pipeline_boundary` and `grad` mark the step;
+`parallelize` makes the pipeline. In the order in which a step passes through them:
 
-    marker       what the step is marked with
-    trace        the step taken apart: the loss, the update            (graph: equations as lists)
-    combine      what micro-batches' results add up to                 (reduction, primitives: whether they do)
-    keys         random numbers of each micro-batch's own
-    plan         layers to stages, stages to meshes
-    cut          the loss, cut into stages                             (halves: forward and backward of one)
-    update       the update, split over the stages
-    stage        a compiled stage, as the worker of `pipelab.executors` sees it
-    program      all of it for one shape of arguments; run, and compare with one device
+    marker        what the step is marked with
+    trace         the step taken apart: the loss, the update        (graph: equations as lists)
+    microbatches  what their results add up to, their random keys   (reduction, primitives)
+    plan          layers to stages, stages to meshes
+    cut           the loss, cut into stages
+    update        the update, split over the stages
+    stage         a stage, compiled: its forward, backward, and tasks of the update
+    mesh          a mesh and its stages, as the worker of `pipelab.executors` sees them
+    program       all of it for one shape of arguments, and one call of it
+    compare       that call against the same step on one device
+    parallelize   what the user calls
 """
 
 from pipelab.pipeshard.graph import PipeshardError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, DebugInfo, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import (
+    ClosedJaxpr,
+    DebugInfo,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    jaxpr_as_fun,
+    jaxprs_in_params,
+)
 
 Atom = Var | Literal
+Arrays = list[Any]  # in the order of some variables
+Values = dict[Var, Any]  # variable -> array
+Variables = list[Var]
+Equations = list[JaxprEqn]
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 
 class PipeshardError(ValueError):
-    """A train step or a plan that cannot be made a pipeline; the message says what, where and what to do."""
+    """A train step or a plan that cannot be made a pipeline.
+
+    The message says what, where and what to do.
+    """
 
 
 @dataclass
@@ -29,48 +45,63 @@ class Graph:
     consts           variable -> the array that the traced function closed over
     """
 
-    inputs: list[Var]
+    inputs: Variables
     outputs: list[Atom]
-    equations: list[JaxprEqn]
-    consts: dict[Var, Any] = field(default_factory=dict)
+    equations: Equations
+    consts: Values = field(default_factory=dict)
+
+    @property
+    def sources(self) -> Variables:
+        """What the equations may read without making it: the inputs, then the constants."""
+        return [*self.inputs, *self.consts]
 
 
-def inline(traced: ClosedJaxpr | Jaxpr, outer: JaxprEqn | None = None) -> Graph:
-    """A traced function with the jitted functions that it calls written out; every variable is new.
+def inline(
+    traced: ClosedJaxpr | Jaxpr, inputs: Sequence[Atom] = (), outer: JaxprEqn | None = None
+) -> Graph:
+    """A traced function with the jitted functions that it calls written out.
 
-    outer  the equation that it stands in: an equation that names no line of the user's takes its own
+    Every variable is new, since jax shares one jaxpr between all calls of a jitted function.
+
+    inputs  what it is called with, or the first of these; for the others the graph has inputs
+    outer   the equation that it stands in: an equation that names no line of the user's takes its
     """
     closed = traced if isinstance(traced, ClosedJaxpr) else ClosedJaxpr(traced, ())
-    consts: dict[Var, Any] = {}
-    equations: list[JaxprEqn] = []
+    consts: Values = {}
+    equations: Equations = []
 
-    def enter(inner: ClosedJaxpr, given: Sequence[Atom], outer: JaxprEqn | None) -> list[Atom]:
+    def enter(inner: ClosedJaxpr, inputs: Sequence[Atom], outer: JaxprEqn | None) -> list[Atom]:
         fresh = [Var(v.aval) for v in inner.jaxpr.constvars]
         consts.update(zip(fresh, inner.consts, strict=True))
         names: dict[Var, Atom] = dict(zip(inner.jaxpr.constvars, fresh, strict=True))
-        names.update(zip(inner.jaxpr.invars, given, strict=True))
+        names.update(zip(inner.jaxpr.invars, inputs, strict=True))
         for eqn in inner.jaxpr.eqns:
-            arguments = [a if isinstance(a, Literal) else names[a] for a in eqn.invars]
-            if outer is not None and _frame_of(eqn) is None:
+            if outer is not None and _user_frame(eqn) is None:
                 eqn = eqn.replace(source_info=outer.source_info)
+            eqn = renamed(eqn, names)
             if eqn.primitive.name in CALLS:
-                results = enter(eqn.params["jaxpr"], arguments, eqn)
+                results: list[Any] = enter(eqn.params["jaxpr"], eqn.invars, eqn)
             else:
                 results = [Var(v.aval) for v in eqn.outvars]
-                equations.append(eqn.replace(invars=arguments, outvars=results))
+                equations.append(eqn.replace(outvars=results))
             names.update(zip(eqn.outvars, results, strict=True))
-        return [a if isinstance(a, Literal) else names[a] for a in inner.jaxpr.outvars]
+        return substitute(inner.jaxpr.outvars, names)
 
-    inputs = [Var(v.aval) for v in closed.jaxpr.invars]
-    return Graph(inputs, enter(closed, inputs, outer), equations, consts)
+    others = [Var(v.aval) for v in closed.jaxpr.invars[len(inputs) :]]
+    return Graph(others, enter(closed, [*inputs, *others], outer), equations, consts)
+
+
+def substitute(atoms: Iterable[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
+    """The atoms with those variables replaced that `names` names."""
+    return [a if isinstance(a, Literal) else names.get(a, a) for a in atoms]
 
 
 def renamed(eqn: JaxprEqn, names: Mapping[Var, Atom]) -> JaxprEqn:
     """The equation with other inputs."""
-    return eqn.replace(invars=[names.get(a, a) if isinstance(a, Var) else a for a in eqn.invars])
+    return eqn.replace(invars=substitute(eqn.invars, names))
 
 
-def variables(atoms: Iterable[Atom]) -> list[Var]:
+def variables(atoms: Iterable[Atom]) -> Variables:
     return [a for a in atoms if not isinstance(a, Literal)]
 
 
@@ -83,41 +114,53 @@ def depending(equations: Iterable[JaxprEqn], sources: Iterable[Var]) -> set[Var]
     return found
 
 
-def needed(equations: Sequence[JaxprEqn], outputs: Iterable[Atom]) -> list[JaxprEqn]:
-    """The equations that the outputs need, in order."""
-    wanted, kept = set(variables(outputs)), []
+def needed(
+    equations: Equations,
+    outputs: Iterable[Atom],
+    always: Collection[JaxprEqn] | None = None,
+) -> Equations:
+    """The equations that the outputs need, in order.
+
+    always  equations that are kept although nothing reads them; default: those with effects
+    """
+    if always is None:
+        always = [eqn for eqn in equations if eqn.effects]
+    wanted = set(variables(outputs))
+    kept = []
     for eqn in reversed(equations):
-        if eqn.effects or not wanted.isdisjoint(eqn.outvars):
+        if eqn in always or not wanted.isdisjoint(eqn.outvars):
             wanted.update(variables(eqn.invars))
             kept.append(eqn)
     return kept[::-1]
 
 
+def read_by(equations: Equations, outputs: Iterable[Atom] = ()) -> Variables:
+    """The variables that equations or outputs read, and that no equation makes."""
+    made = {v for eqn in equations for v in eqn.outvars}
+    read = [v for eqn in equations for v in variables(eqn.invars)]
+    return [v for v in dict.fromkeys([*read, *variables(outputs)]) if v not in made]
+
+
 def function(
-    inputs: Sequence[Var], outputs: Sequence[Atom], equations: Sequence[JaxprEqn]
-) -> Callable[..., list[Any]]:
+    inputs: Variables, outputs: Sequence[Atom], equations: Equations
+) -> Callable[..., Arrays]:
     """The equations as a function of the inputs -> a list of the outputs."""
     about = DebugInfo("pipelab.pipeshard", "a part of the train step", None, None)
     jaxpr = Jaxpr((), list(inputs), list(outputs), list(equations), debug_info=about)
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
 
 
-def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """The jaxprs in an equation's parameters: a loop's body, a custom derivative's function."""
-    for value in eqn.params.values():
-        for x in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(x, ClosedJaxpr):
-                yield x.jaxpr
-            elif isinstance(x, Jaxpr):
-                yield x
+def all_equations(equations: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
+    """These and all inside them: a loop's body, a custom derivative's function."""
+    for eqn in equations:
+        yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from all_equations(inner.eqns)
 
 
-def contains(eqn: JaxprEqn, names: Iterable[str]) -> bool:
+def contains(eqn: JaxprEqn, names: Collection[str]) -> bool:
     """Whether the equation, or one inside it, has one of these primitives."""
-    names = set(names)
-    return eqn.primitive.name in names or any(
-        contains(e, names) for j in inner_jaxprs(eqn) for e in j.eqns
-    )
+    return any(inner.primitive.name in names for inner in all_equations([eqn]))
 
 
 def shape_of(atom: Atom) -> tuple[int, ...]:
@@ -128,32 +171,47 @@ def dtype_of(atom: Atom) -> Any:
     return atom.aval.dtype  # type: ignore[attr-defined]
 
 
+def spec_of(atom: Atom, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape_of(atom), dtype_of(atom), sharding=sharding)
+
+
 def size(atom: Atom) -> int:
     """Elements of an array."""
     return math.prod(shape_of(atom))
-
-
-def is_key(atom: Atom) -> bool:
-    """Whether it may be a random key, typed or raw."""
-    return jnp.issubdtype(dtype_of(atom), jax.dtypes.prng_key) or dtype_of(atom) == np.uint32
 
 
 def bytes_of(atom: Atom) -> int:
     return size(atom) * dtype_of(atom).itemsize
 
 
+def is_key_type(dtype: Any) -> bool:
+    """Whether it is that of typed random keys, as jax.random.key makes them."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def is_key(atom: Atom) -> bool:
+    """Whether it may be a random key, typed or raw."""
+    return is_key_type(dtype_of(atom)) or dtype_of(atom) == np.uint32
+
+
+def is_array(value: Any) -> bool:
+    """Whether a leaf is an array, a number, or the shape and type of an array."""
+    numeric = hasattr(value, "dtype") or isinstance(value, (int, float, complex))
+    return numeric and not isinstance(value, str)
+
+
 def place_of(eqn: JaxprEqn) -> str:
     """The line of the user's code that made an equation, for an error."""
-    frame = _frame_of(eqn)
+    frame = _user_frame(eqn)
     return f"{frame.file_name}:{frame.start_line}" if frame else "an unknown line"
 
 
-def _frame_of(eqn: JaxprEqn) -> Any:
+def _user_frame(eqn: JaxprEqn) -> Any:
     from jax._src import source_info_util  # no public way to it
 
     here = str(Path(__file__).parent)
     try:
         frames = list(source_info_util.user_frames(eqn.source_info.traceback))
-    except Exception:  # a message without the line is better than none
+    except Exception:  # a message without the line is better than no message
         return None
     return next((f for f in frames if not f.file_name.startswith(here)), None)

@@ -9,9 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
+from pipelab.pipeshard.graph import Arrays, is_array
+
+# A boundary is a primitive without arguments or results. jax keeps it where it stands in a traced
+# function; it is lowered to nothing, and has no derivative: the loss is cut, never its gradient.
 boundary_p = Primitive("pipeline_boundary")
 boundary_p.multiple_results = True
 boundary_p.def_impl(lambda: [])
@@ -21,10 +25,10 @@ ad.primitive_jvps[boundary_p] = lambda primals, tangents: ([], [])
 
 
 def mark_pipeline_boundary() -> None:
-    """One layer ends here and the next begins: call it between two layers of a model's forward pass.
+    """One layer ends here and the next begins: call it between two layers of a forward pass.
 
-    It computes nothing; without `parallelize` it has no effect. Not inside `lax.scan`, `jax.checkpoint` or a custom
-    derivative: those are cut between, never within.
+    It computes nothing; without `parallelize` it has no effect. Not inside `lax.scan`,
+    `jax.checkpoint` or a custom derivative: those are cut between, never within.
     """
     boundary_p.bind()
 
@@ -32,94 +36,80 @@ def mark_pipeline_boundary() -> None:
 def value_and_grad(
     fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False
 ) -> Callable:
-    """`jax.value_and_grad` that marks the loss, so that `parallelize` can tell the two passes from the update.
+    """`jax.value_and_grad` that marks the loss.
 
-    fun  (*args) -> a scalar, the mean of something over the batch; with `has_aux` a pair (scalar, tree of arrays)
+    So `parallelize` can tell the two passes from the update.
 
-    Returns a function of the same arguments -> (value, gradients), the value as `fun` returns it. Elsewhere than in
-    `parallelize`, eagerly or under `jax.jit`, it computes what jax's own does. Raises TypeError where the loss is no scalar.
+    fun  (*args) -> a scalar, the mean of something over the batch; with `has_aux` a pair (scalar,
+         tree of arrays)
+
+    Returns a function of the same arguments -> (value, gradients), the value as `fun` returns it.
+    Elsewhere than in `parallelize`, eagerly or under `jax.jit`, it computes what jax's own does.
+    Raises TypeError where the loss is not a scalar.
 
     >>> value_and_grad(lambda w, x: (w * x).mean())(2.0, np.ones(4, np.float32))[1]
     Array(1., dtype=float32, weak_type=True)
     """
+    positions = argnums if isinstance(argnums, int) else tuple(argnums)
 
     def marked(*args: Any, **kwargs: Any) -> Any:
+        # [1] Which leaves of the arguments the gradient is taken by: a tree of their numbers.
         leaves, tree = jax.tree.flatten((args, kwargs))
-        numbered = jax.tree.unflatten(tree, range(len(leaves)))[0]
+        numbered, _ = jax.tree.unflatten(tree, range(len(leaves)))
         try:
-            chosen = (
-                numbered[argnums]
-                if isinstance(argnums, int)
-                else tuple(numbered[i] for i in argnums)
-            )
+            chosen = jax.tree.map(lambda i: numbered[i], positions)
         except IndexError:
             raise TypeError(
                 f"argnums={argnums}: the loss was given {len(args)} arguments by position"
             ) from None
-        wanted, gradients_tree = jax.tree.flatten(chosen)
+        wanted = jax.tree.leaves(chosen)
         for i in wanted:
-            if not jnp.issubdtype(jax.dtypes.result_type(leaves[i]), jnp.inexact):
-                kind = jax.dtypes.result_type(leaves[i])
+            kind = jax.dtypes.result_type(leaves[i])
+            if not jnp.issubdtype(kind, jnp.inexact):
                 raise TypeError(
-                    f"the gradient is taken by an array of {kind}: keep such ones in another argument of the loss"
+                    f"the gradient is taken by an array of {kind}: keep arrays of that type in "
+                    "another argument of the loss"
                 )
+
+        # [2] Trace the loss as a function of these and of all arrays; numbers stay what they are.
         traced = [
             i
             for i, leaf in enumerate(leaves)
-            if i in set(wanted) or isinstance(leaf, (jax.Array, np.ndarray))
+            if i in wanted or isinstance(leaf, (jax.Array, np.ndarray))
         ]
-        aux_tree: list[Any] = []
 
-        def flat(*values: Any) -> list[Any]:
-            given = list(leaves)
-            for i, value in zip(traced, values, strict=True):
-                given[i] = value
-            args, kwargs = jax.tree.unflatten(tree, given)
-            out = fun(*args, **kwargs)
-            if not (
-                isinstance(out, tuple) and len(out) == 2
-                if has_aux
-                else jax.tree_util.all_leaves([out])
-            ):
-                wanted = (
-                    "a pair (scalar, aux), since has_aux=True"
-                    if has_aux
-                    else "one real number, or say has_aux=True"
-                )
-                raise TypeError(f"the loss is a {type(out).__name__}: return {wanted}")
-            loss, aux = out if has_aux else (out, ())
-            aux_leaves, structure = jax.tree.flatten(aux)
-            for leaf in aux_leaves:
-                if isinstance(leaf, str) or not (
-                    hasattr(leaf, "dtype") or isinstance(leaf, (int, float, complex))
-                ):
-                    raise TypeError(
-                        f"the loss returns {leaf!r} beside its value, which is no array: leave it out"
-                    )
-            aux_tree.append(structure)
-            return [loss, *aux_leaves]
+        def flat(*values):
+            args, kwargs = jax.tree.unflatten(tree, _replaced(leaves, traced, values))
+            return _checked(fun(*args, **kwargs), has_aux)
 
-        given = [leaves[i] for i in traced]
-        closed = jax.make_jaxpr(flat)(*given)
-        _check_loss(closed.out_avals[0])
-        j, consts = (
-            closed.jaxpr,
-            closed.consts,
-        )  # what the loss closes over, outer tracers too, becomes an argument
-        hoisted = ClosedJaxpr(
-            Jaxpr((), [*j.constvars, *j.invars], j.outvars, j.eqns, j.effects, j.debug_info), ()
+        values = [leaves[i] for i in traced]
+        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
+        loss = closed.out_avals[0]
+        if loss.shape or not jnp.issubdtype(loss.dtype, jnp.inexact):
+            raise TypeError(
+                f"the loss is {loss.str_short()}: return one real number, such as the mean over "
+                "the batch"
+            )
+
+        # [3] What the loss closes over, outer tracers too, becomes its first arguments.
+        jaxpr, consts = closed.jaxpr, closed.consts
+        hoisted = jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars])
+        found = grad_p.bind(
+            *consts,
+            *values,
+            jaxpr=ClosedJaxpr(hoisted, ()),
+            wanted=tuple(len(consts) + traced.index(i) for i in wanted),
         )
-        at = tuple(len(consts) + traced.index(i) for i in wanted)
-        loss, *rest = grad_p.bind(*consts, *given, jaxpr=hoisted, wanted=at)
-        aux = jax.tree.unflatten(aux_tree[-1], rest[: len(rest) - len(wanted)])
-        gradients = jax.tree.unflatten(gradients_tree, rest[len(rest) - len(wanted) :])
-        return ((loss, aux) if has_aux else loss), gradients
+        return jax.tree.unflatten(jax.tree.structure((shapes, chosen)), found)
 
     return marked
 
 
 def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable:
-    """`jax.grad` that marks the loss: see `value_and_grad`. Returns gradients; with `has_aux` a pair (gradients, aux)."""
+    """`jax.grad` that marks the loss: see `value_and_grad`.
+
+    Returns gradients; with `has_aux` a pair (gradients, aux).
+    """
     both = value_and_grad(fun, argnums, has_aux)
 
     def marked(*args: Any, **kwargs: Any) -> Any:
@@ -129,26 +119,45 @@ def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False)
     return marked
 
 
-def evaluate_marked(*args: Any, jaxpr: ClosedJaxpr, wanted: tuple[int, ...]) -> list[Any]:
+def _checked(out: Any, has_aux: bool) -> Any:
+    """What the loss returned. Raises TypeError where it is not what `has_aux` says."""
+    if has_aux:
+        good = isinstance(out, tuple) and len(out) == 2
+        wanted = "a pair (scalar, aux), since has_aux=True"
+    else:
+        good = jax.tree_util.all_leaves([out])
+        wanted = "one real number, or say has_aux=True"
+    if not good:
+        raise TypeError(f"the loss is a {type(out).__name__}: return {wanted}")
+    if not has_aux:
+        return out
+    loss, aux = out
+    for leaf in jax.tree.leaves(aux):
+        if not is_array(leaf):
+            raise TypeError(
+                f"the loss returns {leaf!r} beside its value, which is not an array: leave it out"
+            )
+    return loss, aux
+
+
+def _replaced(values: Sequence[Any], at: Sequence[int], others: Sequence[Any]) -> Arrays:
+    """The values with others at these positions."""
+    out = list(values)
+    for i, other in zip(at, others, strict=True):
+        out[i] = other
+    return out
+
+
+def evaluate_marked(*args: Any, jaxpr: ClosedJaxpr, wanted: tuple[int, ...]) -> Arrays:
     """What the primitive computes, by jax's own value_and_grad: [loss, *aux, *gradients]."""
     fun = jaxpr_as_fun(jaxpr)
 
-    def loss(chosen: list[Any]) -> tuple[Any, list[Any]]:
-        given = list(args)
-        for i, value in zip(wanted, chosen, strict=True):
-            given[i] = value
-        value, *aux = fun(*given)
+    def loss(chosen):
+        value, *aux = fun(*_replaced(args, wanted, chosen))
         return value, aux
 
     (value, aux), gradients = jax.value_and_grad(loss, has_aux=True)([args[i] for i in wanted])
     return [value, *aux, *gradients]
-
-
-def _check_loss(aval: Any) -> None:
-    if aval.shape or not jnp.issubdtype(aval.dtype, jnp.inexact):
-        raise TypeError(
-            f"the loss is {aval.str_short()}: return one real number, such as the mean over the batch"
-        )
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
@@ -164,6 +173,8 @@ def _batch(args: Sequence[Any], dimensions: Sequence[Any], **params: Any) -> Any
     return out, [0] * len(out)
 
 
+# The marked gradient: a primitive that carries the loss as a parameter. Where no pipeline takes it
+# apart, it is evaluated, differentiated and lowered as jax's own value_and_grad.
 grad_p = Primitive("pipelab_grad")
 grad_p.multiple_results = True
 grad_p.def_impl(evaluate_marked)

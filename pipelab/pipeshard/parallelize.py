@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
+from pipelab.executors.check import Check
 from pipelab.executors.result import memory_of, timeline_of
-from pipelab.executors.rules import Check
 from pipelab.memory import Memory
 from pipelab.pipeshard.compare import compare
 from pipelab.pipeshard.graph import PipeshardError
@@ -24,21 +24,24 @@ def parallelize(
 ) -> Parallelized:
     """A train step written for one device, run as a pipeline over meshes of devices.
 
-    train_step     (state, batch) -> (state, ...), or any pure function of trees of arrays. It takes one gradient, by
-                   `pipelab.pipeshard.grad` or `value_and_grad`, of a loss that marks its layers' boundaries. It may be
-                   jitted, and use flax (linen, or nnx by split and merge), optax, or neither
+    train_step     (state, batch) -> (state, ...), or any pure function of trees of arrays. It takes
+                   one gradient, by `pipelab.pipeshard.grad` or `value_and_grad`, of a loss that
+                   marks its layers' boundaries. It may be jitted, and use flax (linen, or nnx by
+                   split and merge), optax, or neither
     method         how to cut it, place it, and order it
-    batch_argnums  which arguments are batches: every array in them has the samples along dimension 0
+    batch_argnums  which arguments are batches: every array in them has the samples along
+                   dimension 0
 
-    The loss is computed micro-batch by micro-batch and its gradients added up: the result is that of the undivided batch,
-    for a loss that is a mean or a sum over it. Further results of the loss (has_aux) are averaged, added up, or joined along
-    the samples, as they come of the batch. Where the loss draws random numbers, every micro-batch draws its own.
+    The loss is computed micro-batch by micro-batch and its gradients added up: the result is that
+    of the undivided batch, for a loss that is a mean or a sum over it. Further results of the loss
+    (has_aux) are averaged, added up, or joined along the samples, as they come of the batch. Where
+    the loss draws random numbers, every micro-batch draws its own.
 
-    Results stay where they are made: each stage's part of the state on its own devices, ready for the next call. To use them
-    elsewhere, `jax.device_put(state, device)`.
+    Results stay where they are made: each stage's part of the state on its own devices, ready for
+    the next call. To use them elsewhere, `jax.device_put(state, device)`.
 
-    Everything is compiled at the first call for arguments of these shapes. What does not fit is an error that says why
-    (PipeshardError): nothing falls back to one device.
+    Everything is compiled at the first call for arguments of these shapes. What does not fit is an
+    error that says why (PipeshardError): nothing falls back to one device.
     """
     if not callable(train_step):
         raise PipeshardError(
@@ -48,11 +51,8 @@ def parallelize(
         raise PipeshardError(
             f"method is {method!r}: give a plan, such as Pipeshard(microbatches=4)"
         )
-    return Parallelized(
-        train_step,
-        method,
-        (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums),
-    )
+    argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+    return Parallelized(train_step, method, argnums)
 
 
 class Parallelized:
@@ -82,37 +82,42 @@ class Parallelized:
         self._last: tuple[Program, Call | None] | None = None
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """One train step. Raises PipeshardError (see `parallelize`), and RunError when a stage fails."""
-        arguments = self._flat(args, options)
-        program = self._program(arguments)
-        call = program.run(arguments)
-        self._last = program, call
+        """One train step.
+
+        Raises PipeshardError (see `parallelize`), and RunError when a stage fails.
+        """
+        program, call = self._run(self._flat(args, options))
         return jax.tree.unflatten(program.step.results, call.results)
 
     def compile(self, *args: Any, **options: Any) -> Plan:
-        """Trace and compile for arguments of these shapes (arrays or jax.ShapeDtypeStruct), and return the plan."""
+        """Trace and compile for arguments of these shapes, and return the plan.
+
+        They may be arrays or jax.ShapeDtypeStruct.
+        """
         program = self._program(self._flat(args, options))
         self._last = program, None
         return program.plan
 
     def compare(self, *args: Any, tolerance: float | None = None, **options: Any) -> Check:
-        """Run one step and compare it with the same step on one device; the arguments stay as they are.
+        """Run one step and compare it with the same step on one device.
 
-        Compared are the loss, what it returns beside, and every gradient, with jax's own on the undivided batch (where the
-        loss draws random numbers, or `reduce` was named for what is neither mean nor sum: with accumulation over the same
-        micro-batches); and every result of the step with the step's own update, on one device, of the same gradients, so
-        that an optimizer that divides by tiny gradients does not blow up their rounding.
+        The arguments stay as they are. Compared are the loss, what it returns beside, and every
+        gradient, with jax's own on the undivided batch (where the loss draws random numbers, or
+        `reduce` was named for what is neither mean nor sum: with accumulation over the same
+        micro-batches); and every result of the step with the step's own update, on one device, of
+        the same gradients, so that an optimizer that divides by tiny gradients does not blow up
+        their rounding.
 
-        Where an input of relu is zero but for rounding, the undivided batch may take its other side. So gradients that differ
-        are compared with accumulation over the same micro-batches on one device, if in double precision that is the same as
-        the undivided batch; the check's rule says so.
+        Where an input of relu is zero but for rounding, the undivided batch may take its other
+        side. So gradients that differ are compared with accumulation over the same micro-batches on
+        one device, if in double precision that is the same as the undivided batch; the check's rule
+        says so.
 
-        tolerance  largest relative difference; default: by the lowest precision that the loss computes in
+        tolerance  largest relative difference; default: by the lowest precision that the loss
+                   computes in
         """
         arguments = self._flat(args, options)
-        program = self._program(arguments)
-        call = program.run(arguments)
-        self._last = program, call
+        program, call = self._run(arguments)
         return compare(self.train_step, program, arguments, call, tolerance)
 
     @property
@@ -137,15 +142,28 @@ class Parallelized:
     def _flat(self, args: Sequence[Any], options: dict[str, Any]) -> Arguments:
         if options:
             raise PipeshardError(
-                f"{', '.join(options)}=: pass arrays by position, and bind options by functools.partial"
+                f"{', '.join(options)}=: pass arrays by position, and bind options by "
+                "functools.partial"
             )
         return flatten(args, self.batch_argnums)
 
+    def _run(self, arguments: Arguments) -> tuple[Program, Call]:
+        program = self._program(arguments)
+        call = program.run(arguments)
+        self._last = program, call
+        return program, call
+
+    def _program(self, arguments: Arguments) -> Program:
+        """Compiled at the first call for arguments of these shapes."""
+        key = (arguments.tree, *arguments.shapes(), jax.config.read("jax_enable_x64"))
+        if key not in self._programs:
+            self._programs[key] = Program(self.train_step, self.method, arguments)
+        return self._programs[key]
+
     def _of_last(self) -> tuple[Program, Call | None]:
         if self._last is None:
-            raise PipeshardError(
-                f"{getattr(self.train_step, '__name__', 'the step')} has not run yet: call it, or compile it"
-            )
+            name = getattr(self.train_step, "__name__", "the step")
+            raise PipeshardError(f"{name} has not run yet: call it, or compile it")
         return self._last
 
     def _call(self) -> Call:
@@ -153,15 +171,3 @@ class Parallelized:
         if call is None:
             raise PipeshardError("the step was compiled but has not run yet: call it first")
         return call
-
-    def _program(self, arguments: Arguments) -> Program:
-        key = (
-            arguments.tree,
-            tuple((x.shape, x.dtype) for x in arguments.shapes()),
-            jax.config.read("jax_enable_x64"),
-        )
-        if key not in self._programs:
-            self._programs[key] = Program(
-                self.train_step, self.method, self.batch_argnums, arguments
-            )
-        return self._programs[key]

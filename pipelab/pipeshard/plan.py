@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,7 +20,8 @@ from pipelab.schedules import make
 from pipelab.validate import validate
 
 AXES = ("data", "model")
-Sharding = Callable[[str, tuple[int, ...]], PartitionSpec]
+Shape = tuple[int, ...]
+Sharding = Callable[[str, Shape], PartitionSpec]
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,13 @@ class ManualStages:
     """Which layers make up each stage, and which devices run it (alpa's ManualStageOption).
 
     layers    per stage its layers, from 0, in order: [[0, 1], [2, 3]]
-    meshes    per device of the schedule a number of devices (1, 3), a shape (data, model) such as (2, 2), or the
-              jax devices themselves, flat or as a (data, model) array. Numbers and shapes take devices in order
-    sharding  (path, shape) -> PartitionSpec over the axes "data" and "model", for every array of the arguments but the
-              batch; one function, or one per mesh. The path is such as ".params['Dense_0']['kernel']", and optimizer state
-              has its own. Default: whole on every device of its mesh, so that a stage is parallel over data alone
+    meshes    per device of the schedule a number of devices (1, 3), a shape (data, model) such as
+              (2, 2), or the jax devices themselves, flat or as a (data, model) array. Numbers and
+              shapes take devices in order
+    sharding  (path, shape) -> PartitionSpec over the axes "data" and "model", for every array of
+              the arguments but the batch; one function, or one per mesh. The path is such as
+              ".params['Dense_0']['kernel']", and optimizer state has its own. Default: whole on
+              every device of its mesh, so that a stage is parallel over data alone
     """
 
     layers: Sequence[Sequence[int]]
@@ -41,17 +45,20 @@ class ManualStages:
 
 @dataclass(frozen=True)
 class Pipeshard:
-    """Pipeline parallelism between meshes of devices, and data or operator parallelism inside each (Alpa, section 3).
+    """How to run a train step as a pipeline over meshes of devices (Alpa, section 3).
+
+    There is pipeline parallelism between the meshes, data or operator parallelism inside each.
 
     microbatches  of a batch
     layers        "manual": where `mark_pipeline_boundary` says
-    stages        "uniform": every layer a stage; a number: so many stages of equally many layers; or `ManualStages`. The
-                  devices are shared out equally unless it says otherwise
+    stages        "uniform": every layer a stage; a number: so many stages of equally many layers;
+                  or `ManualStages`. The devices are shared out equally unless it says otherwise
     schedule      a schedule that flushes: its name, or a table of one batch
     virtual       stages per mesh (interleaved)
     devices       jax devices to use; default: all
-    reduce        how a loss over the batch comes of those over micro-batches: "mean" or "sum". Default: read off the loss,
-                  and an error where it is neither; naming one says that micro-batches are what you want to train on
+    reduce        how a loss over the batch comes of those over micro-batches: "mean" or "sum".
+                  Default: read off the loss, and an error where it is neither; naming one says that
+                  micro-batches are what you want to train on
 
     >>> Pipeshard(microbatches=16, stages=ManualStages([[0, 1], [2, 3]], meshes=[1, 3])).schedule
     'pipedream_flush'
@@ -84,27 +91,17 @@ class Pipeshard:
         uniform = self.stages == "uniform" or (isinstance(self.stages, int) and self.stages >= 2)
         if not uniform and not isinstance(self.stages, ManualStages):
             raise PipeshardError(
-                f"stages={self.stages!r}: use 'uniform', a number of at least 2, or ManualStages(...)"
+                f"stages={self.stages!r}: use 'uniform', a number of at least 2, or "
+                "ManualStages(...)"
             )
 
     def stages_of(self, layers: int) -> list[list[int]]:
-        """The layers of each stage. Raises PipeshardError unless every layer is in one, in order."""
+        """The layers of each stage.
+
+        Raises PipeshardError unless every layer is in one, in order.
+        """
         if isinstance(self.stages, ManualStages):
-            if any(isinstance(stage, (int, str)) for stage in self.stages.layers):
-                raise PipeshardError(
-                    f"ManualStages(layers={self.stages.layers}): give the layers of each stage: [[0, 1], [2, 3]]"
-                )
-            given = [list(stage) for stage in self.stages.layers]
-            if [x for stage in given for x in stage] != list(range(layers)) or not all(given):
-                raise PipeshardError(
-                    f"ManualStages(layers={given}): the loss has layers 0 to {layers - 1} ({layers - 1} boundaries are "
-                    "marked); put each into one stage, in order"
-                )
-            if len(given) < 2:
-                raise PipeshardError(
-                    f"ManualStages(layers={given}): one stage is no pipeline: make two or more"
-                )
-            return given
+            return _manual_layers(self.stages, layers)
         count = layers if self.stages == "uniform" else self.stages
         if not isinstance(count, int) or count > layers:
             raise PipeshardError(
@@ -114,69 +111,77 @@ class Pipeshard:
         return [list(range(a, b)) for a, b in pairwise(ends)]
 
     def table_for(self, stages: int) -> Schedule:
-        """The schedule for so many stages. Raises PipeshardError where it does not fit or has no flush."""
+        """The schedule for so many stages.
+
+        Raises PipeshardError where it does not fit or has no flush.
+        """
         table = self.schedule
         if isinstance(table, str):
             if stages % self.virtual:
                 raise PipeshardError(
-                    f"virtual={self.virtual}: {stages} stages are no multiple of it"
+                    f"virtual={self.virtual}: {stages} stages are not a multiple of it"
                 )
             table = make(table, stages // self.virtual, self.microbatches, virtual=self.virtual)
         validate(table)
         if table.asynchronous or not table.training or table.reads is not Reads.LATEST:
             raise PipeshardError(
-                f"schedule {table.name!r} has no flush: use one that does, such as gpipe or pipedream_flush"
+                f"schedule {table.name!r} has no flush: use one that does, such as gpipe or "
+                "pipedream_flush"
             )
         if (table.stages, table.microbatches, table.batches) != (stages, self.microbatches, 1):
             raise PipeshardError(
-                f"schedule {table.name!r} has {table.stages} stages and {table.batches} x {table.microbatches} micro-batches; "
-                f"the plan has {stages} and 1 x {self.microbatches}: make the table for these"
+                f"schedule {table.name!r} has {table.stages} stages and {table.batches} x "
+                f"{table.microbatches} micro-batches; the plan has {stages} and 1 x "
+                f"{self.microbatches}: make the table for these"
             )
         return table
 
     def meshes_of(self, rows: int) -> list[Mesh]:
-        """A mesh per device of the schedule. Raises PipeshardError where they overlap or there are too few devices."""
+        """A mesh per device of the schedule.
+
+        Raises PipeshardError where they overlap or there are too few devices.
+        """
         pool = list(jax.devices() if self.devices is None else self.devices)
-        wanted: list[Any]
+        available = len(pool)
         if isinstance(self.stages, ManualStages):
             wanted = list(self.stages.meshes)
+        elif available % rows or not pool:
+            raise PipeshardError(
+                f"{available} devices cannot be shared out equally over {rows} meshes: pass "
+                "devices= with a multiple of that, or ManualStages with the number of devices of "
+                "each"
+            )
         else:
-            if len(pool) % rows or not pool:
-                raise PipeshardError(
-                    f"{len(pool)} devices do not share out over {rows} meshes: pass devices= so many, or ManualStages with the "
-                    "number of devices of each"
-                )
-            wanted = [len(pool) // rows] * rows
+            wanted = [available // rows] * rows
         if len(wanted) != rows:
             raise PipeshardError(
                 f"meshes={wanted!r}: the schedule has {rows} devices, give a mesh for each"
             )
-        meshes, used = [], 0
+        meshes = []
         for mesh in wanted:
             shape = (mesh, 1) if isinstance(mesh, int) else mesh
-            if isinstance(shape, tuple) and all(isinstance(n, int) for n in shape):
-                if len(shape) != 2 or min(shape) < 1:
-                    raise PipeshardError(
-                        f"meshes={wanted!r}: give numbers of devices, shapes (data, model), or devices"
-                    )
-                count = shape[0] * shape[1]
-                if used + count > len(pool):
-                    raise PipeshardError(
-                        f"meshes={wanted!r} need more than the {len(pool)} devices there are"
-                    )
-                array, used = np.array(pool[used : used + count]).reshape(shape), used + count
-            else:
+            named = not isinstance(shape, tuple) or not all(isinstance(n, int) for n in shape)
+            if named:  # its devices one by one
                 array = np.array(mesh)
                 array = array.reshape(-1, 1) if array.ndim == 1 else array
-                if array.ndim != 2:
+                shape = array.shape
+            if len(shape) != 2 or min(shape) < 1:
+                raise PipeshardError(
+                    f"meshes={wanted!r}: give numbers of devices, shapes (data, model), or devices"
+                )
+            if not named:  # the next devices of the pool
+                count = math.prod(shape)
+                if count > len(pool):
                     raise PipeshardError(
-                        f"meshes={wanted!r}: give numbers of devices, shapes (data, model), or devices"
+                        f"meshes={wanted!r} need more than the {available} devices there are"
                     )
-            if not all(isinstance(device, jax.Device) for device in array.flat):
-                raise PipeshardError(f"{array.flat[0]!r} is no device: pass those of jax.devices()")
+                array, pool = np.array(pool[:count]).reshape(shape), pool[count:]
+            for device in array.flat:
+                if not isinstance(device, jax.Device):
+                    raise PipeshardError(f"{device!r} is not a device: pass those of jax.devices()")
             meshes.append(Mesh(array, AXES))
-        ids = [device.id for mesh in meshes for device in mesh.devices.flat]
-        if len(set(ids)) != len(ids):
+        devices = [device for mesh in meshes for device in mesh.devices.flat]
+        if len(set(devices)) != len(devices):
             raise PipeshardError(
                 f"meshes={wanted!r}: a device is in two of them; meshes must not overlap"
             )
@@ -184,37 +189,58 @@ class Pipeshard:
 
     def shardings_of(self, rows: int) -> list[Sharding]:
         """Per mesh, what places arguments in it."""
-        given = self.stages.sharding if isinstance(self.stages, ManualStages) else None
-        if given is None:
+        sharding = self.stages.sharding if isinstance(self.stages, ManualStages) else None
+        if sharding is None:
             return [lambda path, shape: PartitionSpec()] * rows
-        if callable(given):
-            return [given] * rows
-        if len(given) != rows:
+        if callable(sharding):
+            return [sharding] * rows
+        if len(sharding) != rows:
             raise PipeshardError(
-                f"sharding has {len(given)} functions for {rows} meshes: give one for all, or one for each"
+                f"sharding has {len(sharding)} functions for {rows} meshes: give one for all, or "
+                "one for each"
             )
-        return list(given)
+        return list(sharding)
+
+
+def _manual_layers(manual: ManualStages, layers: int) -> list[list[int]]:
+    """The layers of each stage, of a loss with so many layers."""
+    if any(isinstance(stage, (int, str)) for stage in manual.layers):
+        raise PipeshardError(
+            f"ManualStages(layers={manual.layers}): give the layers of each stage: [[0, 1], [2, 3]]"
+        )
+    stages = [list(stage) for stage in manual.layers]
+    if [layer for stage in stages for layer in stage] != [*range(layers)] or not all(stages):
+        raise PipeshardError(
+            f"ManualStages(layers={stages}): the loss has layers 0 to {layers - 1} "
+            f"({layers - 1} boundaries are marked); put each into one stage, in order"
+        )
+    if len(stages) < 2:
+        raise PipeshardError(
+            f"ManualStages(layers={stages}): one stage is not a pipeline: make two or more"
+        )
+    return stages
 
 
 @dataclass(frozen=True)
 class StagePlan:
     """What one stage holds.
 
-    layers       of the model
-    device       the row of the schedule that runs it
-    mesh         shape (data, model)
-    devices      of the mesh
-    parameters   path -> shape, of those that it reads
-    parameter_bytes, activation_bytes, sent_bytes  of the parameters; kept per micro-batch for its backward, on all devices
-                 of the mesh together; sent on per micro-batch
-    equations    of its forward
+    layers            of the model
+    device            the row of the schedule that runs it
+    mesh              shape (data, model)
+    devices           of the mesh
+    parameters        path -> shape, of those that it reads
+    parameter_bytes   of these, once
+    activation_bytes  kept per micro-batch for its backward, on all devices of the mesh together
+    sent_bytes        sent on per micro-batch
+    equations         of its forward
     """
 
-    layers: tuple[int, ...]
+    layers: Shape
     device: int
-    mesh: tuple[int, ...]
+    mesh: Shape
     devices: tuple[Any, ...]
-    parameters: dict[str, tuple[int, ...]]
+    parameters: dict[str, Shape]
     parameter_bytes: int
     activation_bytes: int
     sent_bytes: int
@@ -229,34 +255,24 @@ class Plan:
     stages: tuple[StagePlan, ...]
 
     def __str__(self) -> str:
-        head = (
-            "stage",
-            "layers",
-            "mesh",
-            "devices",
-            "parameters",
-            "parameter MiB",
-            "activation MiB",
-            "sent MiB",
-        )
-        rows: list[tuple[str, ...]] = [head]
+        rows = []
         for s, stage in enumerate(self.stages):
-            names = " ".join(map(str, stage.layers))
-            sizes = (stage.parameter_bytes, stage.activation_bytes, stage.sent_bytes)
-            ids = " ".join(str(d.id) for d in stage.devices)
             rows.append(
-                (
-                    str(s),
-                    names,
-                    "x".join(map(str, stage.mesh)),
-                    ids,
-                    str(len(stage.parameters)),
-                    *(f"{n / 2**20:.3g}" for n in sizes),
-                )
+                {
+                    "stage": str(s),
+                    "layers": " ".join(map(str, stage.layers)),
+                    "mesh": "x".join(map(str, stage.mesh)),
+                    "devices": " ".join(str(device.id) for device in stage.devices),
+                    "parameters": str(len(stage.parameters)),
+                    "parameter MiB": f"{stage.parameter_bytes / 2**20:.3g}",
+                    "activation MiB": f"{stage.activation_bytes / 2**20:.3g}",
+                    "sent MiB": f"{stage.sent_bytes / 2**20:.3g}",
+                }
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
+        table = [list(rows[0]), *(list(row.values()) for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = []
+        for row in table:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            lines.append("  ".join(cells).rstrip())
         return "\n".join(lines)

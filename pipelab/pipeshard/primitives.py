@@ -1,4 +1,7 @@
-"""What is known of jax's primitives: which keep samples apart, which are linear. Of any other one nothing is assumed."""
+"""What is known of jax's primitives: which keep samples apart, which are linear.
+
+Of any other primitive nothing is assumed.
+"""
 
 from __future__ import annotations
 
@@ -6,75 +9,90 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from pipelab.pipeshard.graph import dtype_of, shape_of
 
-ADD = {
-    "add",
-    "sub",
-    "add_any",
-    "select_n",
-    "concatenate",
-    "pad",
-    "stack",
-}  # a sum of operands, or a choice of them
-KEEP = {  # what grows as the first operand does
-    "neg", "convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "transpose", "copy", "copy_p", "reduce_sum",
-    "stop_gradient", "reduce_precision", "slice", "real", "imag", "sharding_constraint", "pvary", "name", "gather",
-    "dynamic_slice", "rev", "split", "tile", "device_put", "cumsum", "reduce_window_sum", "unstack",
-}  # fmt: skip
-ELEMENTWISE = [
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e",
-    "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type", "copy", "copy_p",
-    "cos", "cosh", "device_put", "digamma", "div", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor",
-    "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log",
-    "log1p", "logistic", "lt", "lt_to", "max", "min", "mul", "mulhi", "name", "ne", "neg", "nextafter", "not", "or",
-    "polygamma", "population_count", "pow", "pvary", "random_gamma_grad", "real", "reduce_precision",
-    "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "sharding_constraint", "shift_left",
-    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan",
-    "tanh", "xor", "zeta",
-]  # fmt: skip
-DRAWS = {  # random numbers, and what becomes of keys
-    "random_bits", "random_gamma", "random_split", "random_fold_in", "random_wrap", "random_unwrap", "random_seed",
-    "random_clone", "threefry2x32", "rng_bit_generator", "rng_uniform",
-}  # fmt: skip
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
 
 
-def _windows(p: Mapping[str, Any], n: int) -> list[int]:
-    rest = zip(p["window_strides"], p["padding"], p.get("window_dilation") or [1] * n, strict=True)
-    return [
-        i
-        for i, x in enumerate(zip(p["window_dimensions"], rest, strict=True))
-        if x != (1, (1, (0, 0), 1))
-    ]
+SIZES = ("shape", "new_sizes", "slice_sizes", "limit_indices")  # parameters that shapes show, too
+
+ADD = _names("add sub add_any select_n concatenate pad stack")  # sums or choices of operands
+
+KEEP = _names(  # the result grows with the batch as the first operand does
+    """
+    neg convert_element_type reshape squeeze broadcast_in_dim transpose copy copy_p reduce_sum
+    stop_gradient reduce_precision slice real imag sharding_constraint pvary name gather
+    dynamic_slice rev split tile device_put cumsum reduce_window_sum unstack
+    """
+)
+
+DRAWS = _names("random_bits random_gamma threefry2x32 rng_bit_generator rng_uniform")
+RANDOM = DRAWS | _names(  # and what becomes of keys
+    "random_split random_fold_in random_wrap random_unwrap random_seed random_clone"
+)
+
+ELEMENTWISE = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh
+    device_put digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
+    igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul mulhi
+    name ne neg nextafter not or polygamma population_count pow pvary random_gamma_grad real
+    reduce_precision regularized_incomplete_beta rem round rsqrt select_n sharding_constraint
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient
+    sub tan tanh xor zeta
+"""
+
+# ---- of operands with n dimensions, those whose entries an equation mixes, moves or leaves out
 
 
-def _none(p: Mapping[str, Any], n: int) -> list[int]:
+def _no_dimension(params: Mapping[str, Any], n: int) -> list[int]:
     return []
 
 
-def _last_two(p: Mapping[str, Any], n: int) -> list[int]:
+def _last_two(params: Mapping[str, Any], n: int) -> list[int]:
     return [n - 2, n - 1]
 
 
-MIXING: dict[str, Callable[[Mapping[str, Any], int], Collection[int]]] = {
-    # of operands with n dimensions, those whose entries an equation mixes, moves or leaves out
-    **dict.fromkeys([*ELEMENTWISE, "broadcast_in_dim", "squeeze", "transpose", "stack"], _none),
-    **dict.fromkeys(("slice", "dynamic_slice", "dynamic_update_slice"), _none),  # the whole dimension: its size is checked
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "split", "unstack"), lambda p, n: [p["axis"]]),
-    **dict.fromkeys([f"reduce_{x}" for x in ("sum", "max", "min", "prod", "and", "or", "xor")], lambda p, n: p["axes"]),
-    **dict.fromkeys(("argmax", "argmin"), lambda p, n: p["axes"]),
-    **dict.fromkeys(("sort", "concatenate"), lambda p, n: [p["dimension"]]),
-    **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_scatter_add",
-                     "select_and_gather_add"), _windows),
-    **dict.fromkeys(("cholesky", "triangular_solve", "lu", "qr", "eigh", "svd", "householder_product"), _last_two),
+def _windows(params: Mapping[str, Any], n: int) -> list[int]:
+    """All dimensions but those whose windows are one entry each, side by side."""
+    windows = zip(
+        params["window_dimensions"],
+        params["window_strides"],
+        params["padding"],
+        params.get("window_dilation") or [1] * n,
+        strict=True,
+    )
+    return [i for i, window in enumerate(windows) if window != (1, 1, (0, 0), 1)]
+
+
+def _padded(params: Mapping[str, Any], n: int) -> list[int]:
+    return [i for i, pad in enumerate(params["padding_config"]) if tuple(pad) != (0, 0, 0)]
+
+
+_BY_NAMES: dict[str, Callable[[Mapping[str, Any], int], Collection[int]]] = {
+    ELEMENTWISE: _no_dimension,
+    "broadcast_in_dim squeeze transpose stack": _no_dimension,
+    # of these the whole dimension: its size is checked
+    "slice dynamic_slice dynamic_update_slice": _no_dimension,
+    "cumsum cumprod cummax cummin cumlogsumexp split unstack": lambda p, n: [p["axis"]],
+    "reduce_sum reduce_max reduce_min reduce_prod": lambda p, n: p["axes"],
+    "reduce_and reduce_or reduce_xor argmax argmin": lambda p, n: p["axes"],
+    "sort concatenate": lambda p, n: [p["dimension"]],
+    "reduce_window_sum reduce_window_max reduce_window_min": _windows,
+    "select_and_scatter_add select_and_gather_add": _windows,
+    "cholesky triangular_solve lu qr eigh svd householder_product": _last_two,
     "rev": lambda p, n: p["dimensions"],
     "top_k": lambda p, n: [p.get("axis", -1) % n],
     "fft": lambda p, n: range(n - len(p["fft_lengths"]), n),
     "tile": lambda p, n: [i for i, count in enumerate(p["reps"]) if count != 1],
-    "pad": lambda p, n: [i for i, config in enumerate(p["padding_config"]) if tuple(config) != (0, 0, 0)],
-}  # fmt: skip
+    "pad": _padded,
+}
+MIXING = {name: dimensions for names, dimensions in _BY_NAMES.items() for name in names.split()}
 
 
 def rounds(eqn: JaxprEqn) -> bool:
@@ -82,14 +100,14 @@ def rounds(eqn: JaxprEqn) -> bool:
     name, into = eqn.primitive.name, dtype_of(eqn.outvars[0])
     if jnp.issubdtype(into, jnp.inexact):
         return False
-    numbers = jnp.issubdtype(into, jnp.number) and not jnp.issubdtype(
-        dtype_of(eqn.invars[0]), jnp.inexact
-    )
-    return name == "div" or (name == "convert_element_type" and not numbers)
+    if name == "convert_element_type":  # a float is cut off, a number becomes true or false
+        source = dtype_of(eqn.invars[0])
+        return jnp.issubdtype(source, jnp.inexact) or not jnp.issubdtype(into, jnp.number)
+    return name == "div"
 
 
 def is_linear(eqn: JaxprEqn, fixed: Sequence[bool]) -> bool:
-    """Whether a sum over samples stays one; `fixed` says which operands are none."""
+    """Whether a sum over samples stays one; `fixed` says which operands are no such sums."""
     name = eqn.primitive.name
     if name in ("mul", "dot_general"):
         return any(fixed)
@@ -98,29 +116,45 @@ def is_linear(eqn: JaxprEqn, fixed: Sequence[bool]) -> bool:
     return name in ADD and (name != "select_n" or fixed[0])
 
 
-def contracts(eqn: JaxprEqn, axes: Sequence[list[int]]) -> bool:
+def contracts(eqn: JaxprEqn, axes: Sequence[int | None]) -> bool:
     """Whether a product of matrices is a sum over the samples."""
     (left, right), _ = eqn.params["dimension_numbers"]
-    return bool(axes[0] and axes[0][0] in left) and axes[1] == [right[left.index(axes[0][0])]]
+    return axes[0] in left and axes[1] == right[left.index(axes[0])]
 
 
-def keeps_apart(eqn: JaxprEqn, axes: Sequence[list[int]]) -> bool:
+def keeps_apart(eqn: JaxprEqn, axes: Sequence[int | None]) -> bool:
     """Whether an equation keeps samples apart that lie along these dimensions of its operands."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         (left, right), (mine, theirs) = params["dimension_numbers"]
-        if axes[0] and axes[1]:
-            return axes[0][0] in mine and axes[1] == [theirs[mine.index(axes[0][0])]]
-        return set(axes[0]).isdisjoint(left) and set(axes[1]).isdisjoint(right)
+        if None not in axes:
+            return axes[0] in mine and axes[1] == theirs[mine.index(axes[0])]
+        return axes[0] not in left and axes[1] not in right
     if name == "conv_general_dilated":
-        return (
-            axes[0] == [params["dimension_numbers"].lhs_spec[0]]
-            and not axes[1]
-            and params["batch_group_count"] == 1
-        )
-    if name == "dynamic_update_slice" and not (axes[0] and axes[1]):
+        batch = params["dimension_numbers"].lhs_spec[0]
+        return axes == [batch, None] and params["batch_group_count"] == 1
+    if name not in MIXING or (name == "dynamic_update_slice" and None in axes[:2]):
         return False
-    operands = [(v, x[0]) for v, x in zip(eqn.invars, axes, strict=True) if x]
-    return name in MIXING and all(
-        axis not in MIXING[name](params, len(shape_of(v))) for v, axis in operands
-    )
+    mixing = MIXING[name]
+    for v, axis in zip(eqn.invars, axes, strict=True):
+        if axis is not None and axis in mixing(params, len(shape_of(v))):
+            return False
+    return True
+
+
+def same_parameters(a: JaxprEqn, b: JaxprEqn) -> bool:
+    """Whether equations at two sizes differ in their shapes at most.
+
+    Functions and jaxprs are looked at elsewhere, if at all.
+    """
+    for key, x in a.params.items():
+        y = b.params.get(key)
+        code = isinstance(x, (Jaxpr, ClosedJaxpr)) or (callable(x) and not isinstance(x, type))
+        equal = code or key in SIZES or x == y or (_is_nan(x) and _is_nan(y))
+        if not equal:
+            return False
+    return True
+
+
+def _is_nan(x: Any) -> bool:
+    return isinstance(x, (float, np.floating)) and bool(np.isnan(x))

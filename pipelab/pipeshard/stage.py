@@ -1,291 +1,216 @@
-"""One stage on its mesh: compiled once, then what a worker's actions do to it."""
+"""One stage, compiled for its mesh: its forward, its backward, and its tasks of the update."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import pairwise
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
-from pipelab.executors.jax.device import JaxDevice
-from pipelab.executors.worker import Bytes
 from pipelab.pipeshard.cut import StageGraph
-from pipelab.pipeshard.graph import dtype_of, function, shape_of
-from pipelab.pipeshard.halves import Halves
+from pipelab.pipeshard.graph import (
+    Arrays,
+    Values,
+    Variables,
+    depending,
+    function,
+    inline,
+    needed,
+    read_by,
+    spec_of,
+    variables,
+)
 from pipelab.pipeshard.update import Task
 
 Place = Callable[[Var], NamedSharding]
 
 
-class Parcel(NamedTuple):
-    """What one stage hands to the next: what that one needs, and what only passes through it, left where it is.
+class Passes:
+    """A stage's forward and backward as two functions, and what goes from one to the other.
 
-    Forwards arrays by variable; backwards, by variable, the gradients that its readers found.
+    The forward is jax's vjp: beside the stage's outputs it returns the leaves of a pullback, which
+    are all that the backward needs. By where they come from, they are treated in three ways:
+
+        an argument or an output of the stage     at hand anyway: kept, but not returned again
+        made of parameters and constants alone    (a cast, zeros) not kept: the backward makes it
+        anything else                             saved: these are the activations
+
+    A jitted function that returned its arguments would copy them, every parameter for every
+    micro-batch.
+
+    saved  variables of the third kind, which the forward returns
+    kept   variables of all values that are kept for the backward
     """
 
-    use: dict[Var, Any]
-    along: dict[Var, Any]
+    def __init__(self, graph: StageGraph) -> None:
+        # [1] Trace the forward together with its pullback.
+        self._graph = graph
+        results = [*graph.outputs, *graph.aux_outputs, *graph.results.values()]
+        run = function(graph.arguments, results, graph.equations)
+        count = len(graph.outputs)
 
+        def differentiate(parameters, inputs, others):
+            def forward(parameters, inputs):
+                out = run(*parameters, *inputs, *others)
+                return out[:count], out[count:]
 
-class Ledger:
-    """Bytes of activations kept on a mesh: now, and the most since `most` was last set."""
+            outputs, pullback, rest = jax.vjp(forward, parameters, inputs, has_aux=True)
+            return [*outputs, *rest], pullback
 
-    def __init__(self) -> None:
-        self.held = self.most = 0
+        others = [*graph.fixed, *graph.data, *graph.aux_inputs]
+        shapes = [list(map(spec_of, vs)) for vs in (graph.parameters, graph.inputs, others)]
+        closed, (_, pullback) = jax.make_jaxpr(differentiate, return_shape=True)(*shapes)
+        self._pullback = jax.tree.structure(pullback)
+        traced = inline(closed, graph.arguments)
+        self._consts = list(traced.consts.values())
+        results, leaves = traced.outputs[: len(results)], traced.outputs[len(results) :]
+        self._at_hand = [*results[:count], *graph.arguments]
 
-    def add(self, count: int) -> None:
-        self.held += count
-        self.most = max(self.most, self.held)
+        # [2] Sort the pullback's leaves by where they come from.
+        #
+        #         h = x @ w.astype(bfloat16);  y = tanh(h)      the pullback needs x, the cast w, y
+        #
+        #     x and y are at hand; the cast is made again of w, which is at hand; nothing is saved.
+        arriving = (*graph.inputs, *graph.data, *graph.aux_inputs)
+        varying = depending(traced.equations, arriving)  # another one in every micro-batch
+        at_hand = set(variables(self._at_hand))
+        steady = [v for v in variables(leaves) if v not in varying and v not in at_hand]
+        pure = [eqn for eqn in traced.equations if not eqn.effects]
+        again = needed(pure, steady)
+        self.kept = [v for v in read_by(again, leaves) if v not in traced.consts]
+        self.saved = [v for v in self.kept if v not in at_hand]
 
+        # [3] The forward, and what makes the pullback's leaves of what is kept.
+        inputs = [*graph.arguments, *traced.consts]
+        self._forward = function(inputs, [*results, *self.saved], traced.equations)
+        self._leaves = function([*self.kept, *traced.consts], leaves, again)
 
-class MeshDevice(JaxDevice):
-    """A device of the schedule: a mesh of jax devices, with one thread."""
+    def forward(self, *arguments: Any) -> tuple[Arrays, ...]:
+        """The stage's arguments -> outputs, aux_outputs, results, saved."""
+        out = iter(self._forward(*arguments, *self._consts))
+        graph = self._graph
+        groups = (graph.outputs, graph.aux_outputs, graph.results, self.saved)
+        return tuple(list(islice(out, len(group))) for group in groups)
 
-    def __init__(self, mesh: Mesh, place: Place) -> None:
-        super().__init__(mesh.devices.flat[0])
-        self.ledger: Any = Ledger()
-        self._place = place
+    def keep(self, arguments: Arrays, outputs: Arrays, saved: Arrays) -> Arrays:
+        """What a backward needs beside the gradients of the outputs."""
+        pairs = zip([*self._at_hand, *self.saved], [*outputs, *arguments, *saved], strict=True)
+        known = {atom: value for atom, value in pairs if isinstance(atom, Var)}
+        return [known[v] for v in self.kept]
 
-    def take(self, payload: Parcel) -> Parcel:
-        moved = {v: jax.device_put(x, self._place(v)) for v, x in payload.use.items()}
-        jax.block_until_ready(list(moved.values()))
-        return Parcel(moved, payload.along)
+    def backward(self, cotangents: list[Arrays], kept: Arrays) -> tuple[Arrays, Arrays]:
+        """Gradients of the parameters and of the inputs.
 
-    def size(self, payload: Parcel) -> int:
-        return super().size(list(payload.use.values()))
-
-    def describe(self, payload: Parcel) -> str:
-        return super().describe(list(payload.use.values()))
+        cotangents  per output its gradients, one from each stage that reads it
+        """
+        leaves = self._leaves(*kept, *self._consts)
+        pullback = jax.tree.unflatten(self._pullback, leaves)
+        return pullback([sum(parts[1:], parts[0]) for parts in cotangents])
 
 
 class CompiledStage:
     """A stage's forward and backward, compiled for its mesh.
 
-    graph    its equations
-    place    variable -> sharding in the mesh
-    readers  variable -> how many stages send its gradient back
-    split    whether the schedule has input and weight gradients apart
-
-    `bytes` is what a forward leaves for its backward, on all devices of the mesh together.
-    """
-
-    def __init__(
-        self, graph: StageGraph, place: Place, readers: Mapping[Var, int], split: bool
-    ) -> None:
-        self.graph, self.place, self._halves = graph, place, Halves(graph)
-        inputs, made = ([spec(v, place) for v in vs] for vs in (graph.inputs, graph.made))
-        placed = [place(v) for v in (*graph.made, *graph.telling)]
-        self._ends = [len(graph.made), len(placed), len(placed) + len(graph.results)]
-        shardings = [*placed, *[None] * (len(graph.results) + self._halves.saved)]
-        lowered = jax.jit(self._halves.forward, out_shardings=shardings).lower(*inputs)
-        self._forward = lowered.compile()
-        found = list(zip(lowered.out_info, self._forward.output_shardings, strict=True))[
-            self._ends[2] :
-        ]
-        saved = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x, sharding in found]
-        self.bytes = sum(map(bytes_on_mesh, [*saved, *self._crossing(inputs, made)]))
-        self._compile_backward(self._halves.keep(inputs, made, saved), readers, split)
-
-    def _crossing(self, inputs: list[Any], made: list[Any]) -> list[Any]:
-        """What is kept of the inputs from other stages, and of the results."""
-        graph, known = self.graph, {"input": inputs, "made": made}
-        own = {*graph.parameters, *graph.fixed, *graph.data}
-        kept = [(kind, i) for kind, i in self._halves.kept if kind != "saved"]
-        return [known[kind][i] for kind, i in kept if kind == "made" or graph.inputs[i] not in own]
-
-    def _compile_backward(self, kept: list[Any], readers: Mapping[Var, int], split: bool) -> None:
-        graph, place, halves = self.graph, self.place, self._halves
-        sums = [spec(v, place) for v in graph.parameters]
-        cotangents = [[spec(v, place)] * readers.get(v, 1) for v in graph.made]
-        weights, back = [x.sharding for x in sums], [place(v) for v in graph.given]
-
-        def add(sums: list, cotangents: list[list], kept: list) -> tuple[list, list]:
-            gradients, given = halves.backward(cotangents, kept)
-            return [a + b for a, b in zip(sums, gradients, strict=True)], given
-
-        both = jax.jit(add, donate_argnums=0, out_shardings=(weights, back))
-        self.backward = both.lower(sums, cotangents, kept).compile()
-        if split:
-            one = jax.jit(
-                lambda cotangents, kept: halves.backward(cotangents, kept)[1], out_shardings=back
-            )
-            self.input_grad = one.lower(cotangents, kept).compile()
-            other = jax.jit(lambda *given: add(*given)[0], donate_argnums=0, out_shardings=weights)
-            self.weight_grad = other.lower(sums, cotangents, kept).compile()
-        zeros = jax.jit(lambda: [jnp.zeros(x.shape, x.dtype) for x in sums], out_shardings=weights)
-        self.zeros = zeros.lower().compile()
-
-    def forward(self, inputs: list[Any]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-        """The graph's inputs on the mesh -> made, telling, results, and what the backward is given."""
-        out = jax.block_until_ready(self._forward(*inputs))
-        made, telling, results, saved = (out[a:b] for a, b in pairwise([0, *self._ends, len(out)]))
-        return made, telling, results, self._halves.keep(inputs, made, saved)
-
-
-class Batch(NamedTuple):
-    """What a stage needs for one call, on its mesh: arrays of the step's arguments, and of each micro-batch."""
-
-    parameters: list[Any]
-    fixed: list[Any]
-    data: list[list[Any]]
-    seed: Any
-
-
-class MeshStage:
-    """One stage during one call, as the worker sees it.
-
-    compiled  its functions
-    batch     its arrays
+    graph     its equations
+    place     variable -> sharding in the mesh
     later     for each later stage, what it reads of earlier ones
     previous  what the stage before makes
-    update    does the stage's own part of the update with its gradients; returns what to wait for
-    other     bytes of optimizer state
+    bytes     what a forward leaves for its backward, on all devices of the mesh together;
+              `parameter_bytes` of its parameters
     """
 
-    versions_held = 1
-    losses: Mapping[int, Any] = MappingProxyType({})  # the program has the results, see `results`
-    steps: Sequence[Any] = ()
+    def __init__(self, graphs: list[StageGraph], s: int, place: Place, split: bool) -> None:
+        """Stage `s` of these; `split`: input and weight gradients of the schedule are apart."""
+        # [1] What its neighbours need to know.
+        self.graph = graph = graphs[s]
+        self.place = place
+        self.later = [[*other.inputs, *other.aux_inputs] for other in graphs[s + 1 :]]
+        self.previous = graphs[s - 1].outputs if s else []
+        readers = Counter(v for other in graphs for v in other.inputs)
+        # [2] The forward. The compiler chooses where results and activations lie.
+        self._passes = passes = Passes(graph)
+        sums, inputs = specs(graph.parameters, place), specs(graph.inputs, place)
+        outputs, aux_outputs = specs(graph.outputs, place), specs(graph.aux_outputs, place)
+        self.parameter_bytes = sum(map(bytes_on_mesh, sums))
+        arguments = specs(graph.arguments, place)
+        self._forward = _compiled(passes.forward, (outputs, aux_outputs, None, None), *arguments)
+        found = zip(passes.saved, self._forward.output_shardings[3], strict=True)
+        kept = passes.keep(arguments, outputs, [spec_of(v, sharding) for v, sharding in found])
+        # Parameters, constants and data are there with or without a backward.
+        own = {*graph.parameters, *graph.fixed, *graph.data}
+        arriving = [x for v, x in zip(passes.kept, kept, strict=True) if v not in own]
+        self.bytes = sum(map(bytes_on_mesh, arriving))
 
-    def __init__(
-        self,
-        compiled: CompiledStage,
-        device: MeshDevice,
-        batch: Batch,
-        later: Sequence[Collection[Var]],
-        previous: Collection[Var],
-        update: Callable[[list[Any]], Any],
-        other: int,
-    ) -> None:
-        self.compiled, self.graph, self.device, self.batch = compiled, compiled.graph, device, batch
-        self._later, self._previous, self._update, self._other = later, set(previous), update, other
-        self.sums_now = compiled.zeros()
-        self.results: dict[
-            int, dict[int, Any]
-        ] = {}  # micro-batch -> position among the loss's results -> array
-        self._kept: dict[int, list[Any]] = {}
-        self._halves: dict[int, list[list[Any]]] = {}
-        self._left = len(batch.data)
+        # [3] The backward adds to the sums of the parameters' gradients, in place (donated). It
+        #     needs a gradient of every output from each stage that reads it, and one of the loss.
+        cotangents = [[x] * (readers[v] or 1) for v, x in zip(graph.outputs, outputs, strict=True)]
+        backward = (cotangents, kept)
 
-    # ---- the kinds of action
+        def add(sums, cotangents, kept):
+            gradients, back = passes.backward(cotangents, kept)
+            return [a + b for a, b in zip(sums, gradients, strict=True)], back
 
-    def forward(self, microbatch: int, given: Parcel | None) -> Parcel | None:
-        graph, arrived = self.graph, {**given.along, **given.use} if given else {}
-        given_here, told = (
-            [self._here(v, arrived[v]) for v in group] for group in (graph.given, graph.told)
-        )
-        batch = self.batch
-        inputs = [*batch.parameters, *given_here, *batch.fixed, *batch.data[microbatch], *told]
-        made, telling, results, self._kept[microbatch] = self.compiled.forward(inputs)
-        self.device.ledger.add(self.compiled.bytes)
-        self.results[microbatch] = dict(zip(graph.results, results, strict=True))
-        if not self._later:
-            return None
-        arrived.update(zip([*graph.made, *graph.telling], [*made, *telling], strict=True))
-        after = {v for reads in self._later[1:] for v in reads}
-        return Parcel(
-            {v: arrived[v] for v in self._later[0]},
-            {v: x for v, x in arrived.items() if v in after},
-        )
+        self.zeros = _compiled(lambda: [jnp.zeros(x.shape, x.dtype) for x in sums], sums)
+        self.backward = _compiled(add, (sums, inputs), sums, *backward, donate=0)
+        if split:
+            self.input_grad = _compiled(lambda *x: passes.backward(*x)[1], inputs, *backward)
+            self.weight_grad = _compiled(lambda *x: add(*x)[0], sums, sums, *backward, donate=0)
 
-    def backward(self, microbatch: int, given: Parcel | None) -> Parcel:
-        """Add to the parameters' gradients; returns those of what earlier stages made."""
-        cotangents = self._cotangents(given)
-        out = self.compiled.backward(self.sums_now, cotangents, self._kept.pop(microbatch))
-        self.sums_now, gradients = jax.block_until_ready(out)
-        self._end()
-        return self._parcel(given, gradients)
-
-    def input_grad(self, microbatch: int, given: Parcel | None) -> Parcel:
-        self._halves[microbatch] = self._cotangents(given)
-        gradients = self.compiled.input_grad(self._halves[microbatch], self._kept[microbatch])
-        return self._parcel(given, jax.block_until_ready(gradients))
-
-    def weight_grad(self, microbatch: int, given: Any = None) -> None:
-        cotangents, kept = self._halves.pop(microbatch), self._kept.pop(microbatch)
-        self.sums_now = jax.block_until_ready(
-            self.compiled.weight_grad(self.sums_now, cotangents, kept)
-        )
-        self._end()
-
-    def update(self, number: int, given: Any = None) -> None:
-        jax.block_until_ready(self._update(self.sums_now))
-
-    def _here(self, v: Var, x: Any) -> Any:
-        return jax.device_put(
-            x, self.compiled.place(v)
-        )  # nothing to do unless stages share a device
-
-    def _cotangents(self, given: Parcel | None) -> list[list[Any]]:
-        """Per variable made here, its gradients from all stages that read it."""
-        if given is None:
-            return [[self.batch.seed]]
-        return [[self._here(v, x) for x in given.use[v]] for v in self.graph.made]
-
-    def _parcel(self, given: Parcel | None, gradients: list[Any]) -> Parcel:
-        found = {v: list(parts) for v, parts in given.along.items()} if given else {}
-        for v, gradient in zip(self.graph.given, gradients, strict=True):
-            found.setdefault(v, []).append(gradient)
-        there = {v: parts for v, parts in found.items() if v in self._previous}
-        return Parcel(there, {v: parts for v, parts in found.items() if v not in there})
-
-    def _end(self) -> None:
-        self.device.ledger.add(-self.compiled.bytes)
-        self._left -= 1
-
-    # ---- what the worker asks of it
-
-    def snapshot(self) -> None: ...
-
-    def trained(self) -> dict[str, Any]:
-        """The results of the step have the weights."""
-        return {}
-
-    def complete(self, group: int) -> bool:
-        return not self._left
-
-    def sums(self, group: int) -> list[Any]:
-        return self.sums_now
-
-    def replace_sums(self, group: int, sums: list[Any]) -> None:
-        self.sums_now = sums
-
-    def news(self) -> Any:
-        """Stages tell each other nothing before their updates: what needs others is done after all of them."""
-
-    def held(self) -> Bytes:
-        weights = sum(bytes_on_mesh(spec(v, self.compiled.place)) for v in self.graph.parameters)
-        return Bytes(weights, 0, weights, self._other)
+    def forward(self, arguments: Arrays) -> tuple[Arrays, ...]:
+        """On the mesh: outputs, aux_outputs, results, and what is kept for the backward."""
+        outputs, aux_outputs, results, saved = jax.block_until_ready(self._forward(*arguments))
+        return outputs, aux_outputs, results, self._passes.keep(arguments, outputs, saved)
 
 
-class CompiledTask:
-    """One task of the update on its stage's mesh."""
+class CompiledTask(Task):
+    """A task of the update, compiled for its stage's mesh."""
 
     def __init__(self, task: Task, place: Place) -> None:
-        self.task, self.place = task, place
-        fun = jax.jit(
-            function(task.inputs, task.outputs, task.equations),
-            out_shardings=[place(v) for v in task.outputs],
-        )
-        self._fun = fun.lower(*(spec(v, place) for v in task.inputs)).compile()
+        super().__init__(**vars(task))
+        inputs = specs(task.inputs, place)
+        self._places = [x.sharding for x in inputs]
+        run = function(task.inputs, task.outputs, task.equations)
+        self._run = _compiled(run, specs(task.outputs, place), *inputs)
 
-    def __call__(self, known: dict[Var, Any]) -> list[Any]:
+    def __call__(self, known: Values) -> Arrays:
         """Add the task's outputs to what is known; returns them."""
-        given = jax.device_put(
-            [known[v] for v in self.task.inputs], [self.place(v) for v in self.task.inputs]
-        )
-        made = self._fun(*given)
-        known.update(zip(self.task.outputs, made, strict=True))
-        return made
+        inputs = jax.device_put([known[v] for v in self.inputs], self._places)
+        outputs = self._run(*inputs)
+        known.update(zip(self.outputs, outputs, strict=True))
+        return outputs
 
 
-def spec(v: Var, place: Place) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape_of(v), dtype_of(v), sharding=place(v))
+@dataclass
+class StageUpdate:
+    """A stage's own part of the update, which waits for no other stage.
+
+    gradients  of the parameters that the stage reads, in the same order
+    tasks      of level 0
+    optimizer  bytes of the arguments that its tasks of all levels read beside parameters, on all
+               devices of the mesh together
+    """
+
+    gradients: Variables
+    tasks: list[CompiledTask]
+    optimizer: int
+
+
+def specs(of: Iterable[Var], place: Place) -> list[jax.ShapeDtypeStruct]:
+    return [spec_of(v, place(v)) for v in of]
+
+
+def _compiled(fun: Callable, results: Any, *arguments: Any, donate: Any = ()) -> Any:
+    """Compiled for arrays like these; None: the results' shardings are the compiler's choice."""
+    shardings = jax.tree.map(lambda x: x.sharding, results)
+    jitted = jax.jit(fun, donate_argnums=donate, out_shardings=shardings)
+    return jitted.lower(*arguments).compile()
 
 
 def bytes_on_mesh(x: jax.ShapeDtypeStruct) -> int:

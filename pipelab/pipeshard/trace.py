@@ -10,16 +10,24 @@ import jax
 from jax.extend.core import JaxprEqn, Var
 
 from pipelab.pipeshard.graph import (
+    Arrays,
+    Atom,
+    Equations,
     Graph,
     PipeshardError,
+    Values,
+    Variables,
     contains,
     depending,
     inline,
+    is_array,
     needed,
     place_of,
     renamed,
+    substitute,
     variables,
 )
+from pipelab.pipeshard.marker import grad_p
 
 USE_OURS = "call pipelab.pipeshard.grad or value_and_grad there instead of jax's, once"
 
@@ -35,7 +43,7 @@ class Arguments:
     samples  in the batch
     """
 
-    values: list[Any]
+    values: Arrays
     paths: list[str]
     tree: Any
     batch: list[int]
@@ -52,53 +60,51 @@ class Arguments:
         return out
 
 
-def flatten(args: Sequence[Any], batch_argnums: Sequence[int]) -> Arguments:
-    """Raises PipeshardError where the batch is none: leaves without samples, or of different numbers of them."""
-    found = [jax.tree_util.tree_flatten_with_path(arg)[0] for arg in args]
+def flatten(args: Sequence[Any], batch_argnums: tuple[int, ...]) -> Arguments:
+    """The leaves of the arguments, and which of them are the batch.
+
+    Raises PipeshardError where the batch has no samples, or its leaves unequal numbers of them.
+    """
     for i in batch_argnums:
         if not -len(args) <= i < len(args):
             raise PipeshardError(
-                f"batch_argnums={tuple(batch_argnums)!r}: the step was given {len(args)} arguments"
+                f"batch_argnums={batch_argnums!r}: the step was given {len(args)} arguments"
             )
     chosen = {i % len(args) for i in batch_argnums}
-    values: list[Any] = []
+    leaves, tree = jax.tree.flatten_with_path(tuple(args))
     paths: list[str] = []
     batch: list[int] = []
-    sizes: dict[str, int] = {}
-    for i, leaves in enumerate(found):
-        for path, value in leaves:
-            name = jax.tree_util.keystr(path)
-            if isinstance(value, jax.core.Tracer):
+    sizes: dict[str, int] = {}  # a leaf of the batch, in words -> its samples
+    for position, ((argument, *path), value) in enumerate(leaves):
+        i = argument.idx
+        name = jax.tree_util.keystr(tuple(path))
+        paths.append(name)
+        if isinstance(value, jax.core.Tracer):
+            raise PipeshardError(
+                "the pipeline is called inside jax.jit or another transformation: call it outside"
+            )
+        if not is_array(value):
+            raise PipeshardError(
+                f"argument {i}{name} is {value!r}, not an array: bind it by functools.partial"
+            )
+        if i in chosen:
+            batch.append(position)
+            shape = jax.numpy.shape(value)
+            if not shape:
                 raise PipeshardError(
-                    "the pipeline is called inside jax.jit or another transformation: call it outside"
+                    f"batch leaf {name or i} is {value!r}: every leaf of the batch needs samples "
+                    "along dimension 0; pass anything else in another argument"
                 )
-            if isinstance(value, str) or (
-                not hasattr(value, "dtype") and not isinstance(value, (bool, int, float, complex))
-            ):
-                raise PipeshardError(
-                    f"argument {i}{name} is {value!r}, no array: bind it by functools.partial"
-                )
-            if i in chosen:
-                batch.append(len(values))
-                shape = jax.numpy.shape(value)
-                if not shape:
-                    raise PipeshardError(
-                        f"batch leaf {name or i} is {value!r}: every leaf of the batch needs samples along dimension 0; pass "
-                        "anything else in another argument"
-                    )
-                sizes[f"{name or f'argument {i}'} has {shape[0]}"] = shape[0]
-            values.append(value)
-            paths.append(name)
+            sizes[f"{name or f'argument {i}'} has {shape[0]}"] = shape[0]
     if len(set(sizes.values())) != 1:
         problem = "; ".join(sizes) or "it has no arrays"
         raise PipeshardError(
-            f"the batch (batch_argnums={tuple(batch_argnums)!r}) needs one number of samples: {problem}"
+            f"the batch (batch_argnums={batch_argnums!r}) needs one number of samples: {problem}"
         )
-    if not next(iter(sizes.values())):
+    (samples,) = set(sizes.values())
+    if not samples:
         raise PipeshardError("the batch has no samples")
-    return Arguments(
-        values, paths, jax.tree.structure(tuple(args)), batch, next(iter(sizes.values()))
-    )
+    return Arguments([value for _, value in leaves], paths, tree, batch, samples)
 
 
 @dataclass
@@ -108,25 +114,26 @@ class Step:
     arguments     one variable per leaf of the arguments
     batch         those of the batch
     loss          its equations -> [loss, *aux]; its inputs are `parameters` and arguments
-    parameters    what the loss is differentiated by -> the argument that it is. Variables of their own, since a loss may
-                  also read an argument without being differentiated by it
-    gradient      the marked equation's results: [loss, *aux, *gradients], inputs of `update` beside the arguments
+    parameters    what the loss is differentiated by -> the argument that it is. Variables of their
+                  own, since a loss may also read an argument without being differentiated by it
+    gradient      the marked equation's results: [loss, *aux, *gradients], inputs of `update` beside
+                  the arguments
     update        the other equations -> the step's results
     results       the tree of the step's results
     whole         the step as it was traced, with the marked equation
     """
 
-    arguments: list[Var]
-    batch: list[Var]
+    arguments: Variables
+    batch: Variables
     loss: Graph
     parameters: dict[Var, Var]
-    gradient: list[Var]
+    gradient: Variables
     update: Graph
     results: Any
     whole: Graph
 
     @property
-    def consts(self) -> dict[Var, Any]:
+    def consts(self) -> Values:
         return {**self.whole.consts, **self.loss.consts}
 
     @property
@@ -136,11 +143,18 @@ class Step:
 
 
 def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
-    """Trace a train step as if its batch had `samples` samples. Raises PipeshardError where it is not what a pipeline needs."""
+    """Trace a train step as if its batch had `samples` samples.
 
-    def flat(*values: Any) -> Any:
+        state, batch --> loss --> loss, aux, gradients --> update --> new state
+                      (the marked equation's own)       (what is left)
+
+    Raises PipeshardError where it is not what a pipeline needs.
+    """
+
+    def flat(*values):
         return step(*jax.tree.unflatten(arguments.tree, values))
 
+    # [1] The whole step as equations.
     try:
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arguments.shapes(samples))
     except ValueError as error:
@@ -150,53 +164,45 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
             "the step has static arguments (jax.jit): bind them by functools.partial"
         ) from error
     whole = inline(closed)
-    marked = _find_gradient(whole.equations)
     batch = [whole.inputs[i] for i in arguments.batch]
-    loss, parameters = _loss_of(whole, marked, arguments)
-    after = [
-        eqn
-        for eqn in whole.equations
-        if eqn is not marked and eqn.primitive.name != "pipeline_boundary"
-    ]
-    update = needed(after, whole.outputs)
-    _check_update(whole, update, marked, batch)
-    made = Graph([*whole.inputs, *marked.outvars], whole.outputs, update)
-    return Step(
-        whole.inputs,
-        batch,
-        loss,
-        parameters,
-        list(marked.outvars),
-        made,
-        jax.tree.structure(shapes),
-        whole,
-    )
+    # [2] The marked equation holds the loss.
+    marked = _find_gradient(whole.equations)
+    loss, parameters = _loss_of(whole, marked, batch)
+    # [3] What the results need beside it is the update.
+    others = [eqn for eqn in whole.equations if eqn is not marked]
+    update = Graph([*whole.inputs, *marked.outvars], whole.outputs, needed(others, whole.outputs))
+    tree = jax.tree.structure(shapes)
+    found = Step(whole.inputs, batch, loss, parameters, marked.outvars, update, tree, whole)
+    _check_update(found)
+    return found
 
 
 def trace_piece(step: Callable, arguments: Arguments, samples: int) -> Step:
-    """`trace` for a micro-batch of a step that is known to work on the whole batch; PipeshardError where it does not."""
+    """`trace` for a micro-batch of a step that works on the whole batch.
+
+    Raises PipeshardError where it does not work on a micro-batch.
+    """
     try:
         return trace(step, arguments, samples)
+    except PipeshardError:
+        raise
     except (TypeError, ValueError) as error:
-        if isinstance(error, PipeshardError):
-            raise
         raise PipeshardError(
-            f"the step works on the batch of {arguments.samples} samples but not on a micro-batch of {samples} of them: pass "
-            f"every array that has samples in batch_argnums, and write no batch size as a number ({error})"
+            f"the step works on the batch of {arguments.samples} samples but not on a micro-batch "
+            f"of {samples} of them: pass every array that has samples in batch_argnums, and write "
+            f"no batch size as a number ({error})"
         ) from error
 
 
 def with_update_of(piece: Step, whole: Step) -> Step:
-    """A micro-batch's step with the update of the whole batch's: it may know the number of samples."""
-    names = dict(zip(whole.arguments, piece.arguments, strict=True))
-
-    def outer(atoms: Sequence[Any]) -> list[Any]:
-        return [names.get(a, a) if isinstance(a, Var) else a for a in atoms]
-
-    equations = [renamed(eqn, names) for eqn in whole.update.equations]
-    update = Graph(outer(whole.update.inputs), outer(whole.update.outputs), equations)
-    consts = {**piece.whole.consts, **whole.whole.consts}
-    graph = Graph(piece.whole.inputs, piece.whole.outputs, piece.whole.equations, consts)
+    """A micro-batch's step with the update of the whole batch's: it may know how many samples."""
+    names: dict[Var, Atom] = dict(zip(whole.arguments, piece.arguments, strict=True))
+    update = Graph(
+        [*piece.arguments, *whole.gradient],
+        substitute(whole.update.outputs, names),
+        [renamed(eqn, names) for eqn in whole.update.equations],
+    )
+    graph = replace(piece.whole, consts={**piece.whole.consts, **whole.whole.consts})
     return replace(
         piece, gradient=whole.gradient, update=update, whole=graph, results=whole.results
     )
@@ -204,90 +210,81 @@ def with_update_of(piece: Step, whole: Step) -> Step:
 
 def gradient_on_one_device(step: Step) -> Graph:
     """[loss, *aux, *gradients] as jax itself computes them: the step up to its marked equation."""
-    return Graph(
-        step.whole.inputs,
-        list(step.gradient),
-        needed(step.whole.equations, step.gradient),
-        step.whole.consts,
-    )
+    equations = needed(step.whole.equations, step.gradient)
+    return replace(step.whole, outputs=list(step.gradient), equations=equations)
 
 
-def _find_gradient(equations: Sequence[JaxprEqn]) -> JaxprEqn:
-    found = [eqn for eqn in equations if contains(eqn, ["pipelab_grad"])]
+def _find_gradient(equations: Equations) -> JaxprEqn:
+    found = [eqn for eqn in equations if contains(eqn, [grad_p.name])]
     if not found:
         raise PipeshardError(f"the train step has no marked gradient: {USE_OURS}")
     for eqn in found:
-        if eqn.primitive.name != "pipelab_grad":
+        if eqn.primitive is not grad_p:
             raise PipeshardError(
-                f"the gradient is taken inside {eqn.primitive.name} ({place_of(eqn)}): call it in the step itself; the "
-                "pipeline already accumulates over micro-batches"
+                f"the gradient is taken inside {eqn.primitive.name} ({place_of(eqn)}): call it in "
+                "the step itself; the pipeline already accumulates over micro-batches"
             )
     if len(found) > 1:
-        lines = " and ".join(place_of(eqn) for eqn in found)
+        lines = " and ".join(map(place_of, found))
         raise PipeshardError(
-            f"the train step takes {len(found)} gradients ({lines}): take one, of the sum of the losses"
+            f"the train step takes {len(found)} gradients ({lines}): take one, of the sum of the "
+            "losses"
         )
     return found[0]
 
 
-def _loss_of(whole: Graph, marked: JaxprEqn, arguments: Arguments) -> tuple[Graph, dict[Var, Var]]:
-    """The loss with what leads up to it (keys split, images scaled), but not what it is differentiated by."""
-    inner = inline(marked.params["jaxpr"], marked)
-    given = list(marked.invars)
+def _loss_of(whole: Graph, marked: JaxprEqn, batch: Variables) -> tuple[Graph, dict[Var, Var]]:
+    """The loss with what leads up to it (keys split, images scaled), and its parameters.
+
+    What leads up to a parameter would be left out of the gradient: it has to be an argument.
+    """
+    # [1] Inside, a parameter has a variable of its own; everything else is what it is outside.
+    inputs = list(marked.invars)
     parameters: dict[Var, Var] = {}
     for i in marked.params["wanted"]:
-        source = given[i]
+        source = marked.invars[i]
         if source not in whole.inputs:
             raise PipeshardError(
-                f"the gradient is taken by a {source.aval.str_short()} that the step computes: take it by an argument of the "
-                "step, and compute (a cast, say) inside the loss"
+                f"the gradient is taken by a {source.aval.str_short()} that the step computes: "
+                "take it by an argument of the step, and compute (a cast, say) inside the loss"
             )
-        if arguments.batch and source in [whole.inputs[b] for b in arguments.batch]:
+        if source in batch:
             raise PipeshardError(
-                "the gradient is taken by the batch: take it by the parameters, or change batch_argnums"
+                "the gradient is taken by the batch: take it by the parameters, or change "
+                "batch_argnums"
             )
-        parameters[inner.inputs[i]] = given[i] = source
-    others = [
-        (v, a)
-        for i, (v, a) in enumerate(zip(inner.inputs, given, strict=True))
-        if v not in parameters
-    ]
-    names = dict(others)
-
-    own = [renamed(eqn, names) for eqn in inner.equations]
-    before = [
-        eqn
-        for eqn in whole.equations[: whole.equations.index(marked)]
-        if eqn.primitive.name != "pipeline_boundary"
-    ]
-    before = needed([e for e in before if not e.effects], variables(a for _, a in others))
-    consts = {**whole.consts, **inner.consts}
-    return Graph(
+        inputs[i] = Var(source.aval)
+        parameters[inputs[i]] = source
+    inner = inline(marked.params["jaxpr"], inputs, marked)
+    # [2] Before the marked equation: what these inputs need.
+    before = whole.equations[: whole.equations.index(marked)]
+    before = needed([eqn for eqn in before if not eqn.effects], inputs)
+    loss = Graph(
         [*parameters, *whole.inputs],
-        [names.get(a, a) if isinstance(a, Var) else a for a in inner.outputs],
-        [*before, *own],
-        consts,
-    ), parameters
+        inner.outputs,
+        [*before, *inner.equations],
+        {**whole.consts, **inner.consts},
+    )
+    return loss, parameters
 
 
-def _check_update(
-    whole: Graph, update: Sequence[JaxprEqn], marked: JaxprEqn, batch: Sequence[Var]
-) -> None:
-    first = len(marked.outvars) - len(marked.params["wanted"])
-    reached = depending(update, marked.outvars[first:])
-    if reached.isdisjoint(variables(whole.outputs)):
+def _check_update(step: Step) -> None:
+    """Raises PipeshardError where it does no more than the loss, or reads the batch."""
+    update, results = step.update, variables(step.update.outputs)
+    if depending(update.equations, step.gradients.values()).isdisjoint(results):
         raise PipeshardError(
-            "no result of the train step depends on the gradients, so that the update would be lost: return the new state. A "
-            "step that changes its arguments in place (nnx.Optimizer.update) has to be pure: nnx.split before, nnx.merge inside"
+            "no result of the train step depends on the gradients, so that the update would be "
+            "lost: return the new state. A step that changes its arguments in place "
+            "(nnx.Optimizer.update) has to be pure: nnx.split before, nnx.merge inside"
         )
-    read = depending(update, batch)
-    for eqn in update:
-        if not read.isdisjoint(variables(eqn.invars)):
+    varying = depending(update.equations, step.batch)
+    for eqn in update.equations:
+        if not varying.isdisjoint(variables(eqn.invars)):
             raise PipeshardError(
-                f"{eqn.primitive.name} ({place_of(eqn)}) reads the batch outside the loss: compute it in the loss and "
-                "return it from there (has_aux=True)"
+                f"{eqn.primitive.name} ({place_of(eqn)}) reads the batch outside the loss: "
+                "compute it in the loss and return it from there (has_aux=True)"
             )
-    if not set(batch).isdisjoint(variables(whole.outputs)):
+    if not set(step.batch).isdisjoint(results):
         raise PipeshardError(
             "the train step returns a part of its batch: leave it out of the results"
         )

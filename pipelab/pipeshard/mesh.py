@@ -1,0 +1,205 @@
+"""A mesh as a device of the schedule, and its stages during one call, as a worker sees them."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Var
+from jax.sharding import Mesh
+
+from pipelab.executors.jax.device import JaxDevice
+from pipelab.executors.job import Job
+from pipelab.executors.worker import Bytes
+from pipelab.pipeshard.graph import Arrays, Values
+from pipelab.pipeshard.stage import CompiledStage, Place, StageUpdate
+
+
+class Parcel(NamedTuple):
+    """What one stage hands to the next: by variable an array, or on the way back its gradients.
+
+    use    what the next stage needs, moved to its mesh
+    along  what only passes through it, left where it is
+
+    Stage 0 makes x for stage 1 and z for stage 2; stage 1 makes y:
+
+        from stage 0 to 1    use x       along z
+        from stage 1 to 2    use y, z
+    """
+
+    use: Values
+    along: Values
+
+
+@dataclass
+class Ledger:
+    """Bytes of activations kept on a mesh: now, and the most since `most` was last set."""
+
+    held: int = 0
+    most: int = 0
+
+    def add(self, count: int) -> None:
+        self.held += count
+        self.most = max(self.most, self.held)
+
+
+class MeshDevice(JaxDevice):
+    """A device of the schedule: a mesh of jax devices, with one thread."""
+
+    def __init__(self, mesh: Mesh, place: Place) -> None:
+        super().__init__(mesh.devices.flat[0])
+        self.ledger: Any = Ledger()
+        self.mesh, self._place = mesh, place
+
+    def take(self, payload: Parcel) -> Parcel:
+        moved = {v: jax.device_put(x, self._place(v)) for v, x in payload.use.items()}
+        jax.block_until_ready(list(moved.values()))
+        return Parcel(moved, payload.along)
+
+    def size(self, payload: Parcel) -> int:
+        return super().size(list(payload.use.values()))
+
+    def describe(self, payload: Parcel) -> str:
+        return super().describe(list(payload.use.values()))
+
+
+class MeshStage:
+    """One stage during one call, as the worker sees it.
+
+    compiled  its functions
+    part      its own part of the update
+    known     on its mesh: variable -> array of an argument; the update adds what it makes
+    pieces    per micro-batch: variable -> part of a leaf of the batch
+    seed      the gradient of a micro-batch's loss
+    """
+
+    versions_held = 1
+    steps: Sequence[Any] = ()
+
+    def __init__(
+        self,
+        compiled: CompiledStage,
+        part: StageUpdate,
+        device: MeshDevice,
+        known: Values,
+        pieces: Sequence[Values],
+        seed: Any,
+    ) -> None:
+        self.compiled, self.graph, self.part = compiled, compiled.graph, part
+        self.device, self.known = device, known
+        self._data = [{v: self._here(v, piece[v]) for v in self.graph.data} for piece in pieces]
+        self._seed = None if compiled.later else self._here(self.graph.outputs[0], seed)
+        self.gradients = compiled.zeros()  # of the parameters, added up
+        self.results: dict[int, dict[int, Any]] = {}  # micro-batch -> number of a result -> array
+        self.losses: dict[int, Any] = {}  # they are among the results
+        self._kept: dict[int, Arrays] = {}
+        self._split: dict[int, list[Arrays]] = {}  # between input and weight gradients
+        self._left = len(pieces)
+
+    # ---- the kinds of action
+
+    def forward(self, microbatch: int, received: Parcel | None) -> Parcel | None:
+        # [1] What this stage reads: some of what arrives, the batch, and arguments.
+        graph = self.graph
+        arrived = {**received.along, **received.use} if received else {}
+        here = {v: self._here(v, arrived[v]) for v in (*graph.inputs, *graph.aux_inputs)}
+        found = ChainMap(here, self._data[microbatch], self.known)
+        # [2] Compute.
+        arguments = [found[v] for v in graph.arguments]
+        outputs, aux_outputs, results, kept = self.compiled.forward(arguments)
+        self._kept[microbatch] = kept
+        self.device.ledger.add(self.compiled.bytes)
+        self.results[microbatch] = dict(zip(graph.results, results, strict=True))
+        # [3] Hand on what later stages read.
+        later = self.compiled.later
+        if not later:
+            return None
+        arrived.update(zip(graph.outputs, outputs, strict=True))
+        arrived.update(zip(graph.aux_outputs, aux_outputs, strict=True))
+        after = {v for reads in later[1:] for v in reads}
+        return Parcel(
+            {v: arrived[v] for v in later[0]},
+            {v: x for v, x in arrived.items() if v in after},
+        )
+
+    def backward(self, microbatch: int, received: Parcel | None) -> Parcel:
+        """Add to the parameters' gradients; returns those of what earlier stages made."""
+        cotangents, kept = self._cotangents(received), self._kept.pop(microbatch)
+        found = self.compiled.backward(self.gradients, cotangents, kept)
+        self.gradients, gradients = jax.block_until_ready(found)
+        self._end()
+        return self._parcel(received, gradients)
+
+    def input_grad(self, microbatch: int, received: Parcel | None) -> Parcel:
+        cotangents, kept = self._cotangents(received), self._kept[microbatch]
+        self._split[microbatch] = cotangents
+        gradients = jax.block_until_ready(self.compiled.input_grad(cotangents, kept))
+        return self._parcel(received, gradients)
+
+    def weight_grad(self, microbatch: int, received: Any = None) -> None:
+        cotangents, kept = self._split.pop(microbatch), self._kept.pop(microbatch)
+        found = self.compiled.weight_grad(self.gradients, cotangents, kept)
+        self.gradients = jax.block_until_ready(found)
+        self._end()
+
+    def update(self, number: int, received: Any = None) -> None:
+        self.known.update(zip(self.part.gradients, self.gradients, strict=True))
+        made = [task(self.known) for task in self.part.tasks]
+        jax.block_until_ready(made)
+
+    def _here(self, v: Var, x: Any) -> Any:
+        """Nothing is moved, unless stages share a device."""
+        return jax.device_put(x, self.compiled.place(v))
+
+    def _cotangents(self, received: Parcel | None) -> list[Arrays]:
+        """Per output its gradients, from all stages that read it."""
+        if received is None:
+            return [[self._seed]]
+        return [[self._here(v, x) for x in received.use[v]] for v in self.graph.outputs]
+
+    def _parcel(self, received: Parcel | None, gradients: Arrays) -> Parcel:
+        """Gradients of the inputs join those that later stages found of the same variables."""
+        found = {v: list(parts) for v, parts in received.along.items()} if received else {}
+        for v, gradient in zip(self.graph.inputs, gradients, strict=True):
+            found.setdefault(v, []).append(gradient)
+        use = {v: found.pop(v) for v in list(found) if v in self.compiled.previous}
+        return Parcel(use, found)
+
+    def _end(self) -> None:
+        self.device.ledger.add(-self.compiled.bytes)
+        self._left -= 1
+
+    # ---- what the worker asks of it (no sums and no news: there are no replicas and no partners)
+
+    def snapshot(self) -> None: ...
+
+    def trained(self) -> dict[str, Any]:
+        """The results of the step have the weights."""
+        return {}
+
+    def complete(self, group: int) -> bool:
+        return not self._left
+
+    def held(self) -> Bytes:
+        weights = self.compiled.parameter_bytes
+        return Bytes(weights, 0, weights, self.part.optimizer)
+
+
+@dataclass
+class MeshJob(Job):
+    """What one worker thread does: the stages of one mesh."""
+
+    mesh_stages: dict[int, MeshStage]
+
+    @property
+    def where(self) -> str:
+        return f"mesh {self.row} ({', '.join(map(str, self.device.mesh.devices.flat))})"
+
+    def home(self) -> MeshDevice:
+        return self.device
+
+    def stages(self, home: MeshDevice) -> dict[int, MeshStage]:
+        return self.mesh_stages

@@ -1,0 +1,357 @@
+"""What one equation makes of samples: the tag of its result, from those of its operands.
+
+Everything is looked at in two traces of the same function, for two sizes of batch. So it comes in
+pairs, and the batch's dimension of an array is the one that differs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from pipelab.pipeshard.graph import function, place_of, shape_of
+from pipelab.pipeshard.primitives import (
+    ADD,
+    KEEP,
+    RANDOM,
+    contracts,
+    is_linear,
+    keeps_apart,
+    rounds,
+    same_parameters,
+)
+
+Pair = tuple[Any, Any]  # the same at both sizes: variables, equations, arrays
+Pairs = list[Pair]
+
+
+class Role(Enum):
+    FIXED = "fixed"
+    SAMPLES = "samples"
+    REDUCED = "reduced"
+    MIXED = "mixed"
+
+
+class Tag(NamedTuple):
+    """What a value is to the batch (see `reduction`).
+
+    degree  of its growth with the number of samples
+    why     the equation that mixed samples
+    inner   entries of one sample that lie side by side in the batch's dimension (tokens, after a
+            reshape); 0: any order will do
+    """
+
+    role: Role
+    degree: float = 0
+    why: str = ""
+    inner: int = 1
+
+
+FIXED = Tag(Role.FIXED)
+Tags = list[Tag]
+
+
+def mixed(eqn: JaxprEqn, why: str = "makes something else of it") -> Tag:
+    return Tag(Role.MIXED, 0, f"{eqn.primitive.name} ({place_of(eqn)}) {why}")
+
+
+def samples(degree: float, inner: Iterable[int]) -> Tag:
+    return Tag(Role.SAMPLES, degree, inner=min(inner, default=0))
+
+
+def inner_of(tags: Iterable[Tag]) -> set[int]:
+    """How samples lie in these values; they go together if there is one answer at most."""
+    return {tag.inner for tag in tags if tag.role is Role.SAMPLES and tag.inner}
+
+
+def join(tags: Sequence[Tag]) -> Tag | None:
+    """Of a value that is one of these, who knows which; None where that has no answer."""
+    roles, inner = {tag.role for tag in tags}, inner_of(tags)
+    degree = tags[0].degree
+    if Role.MIXED in roles:
+        return next(tag for tag in tags if tag.role is Role.MIXED)
+    if len(inner) > 1 or {Role.SAMPLES, Role.REDUCED} <= roles:
+        return None
+    if any(tag.degree != degree for tag in tags):
+        return None
+    if Role.SAMPLES in roles:
+        return samples(degree, inner)
+    return Tag(Role.REDUCED if Role.REDUCED in roles else Role.FIXED, degree)
+
+
+def axes_of(pair: Pair) -> list[int]:
+    """The dimensions that grow with the batch."""
+    small, large = map(shape_of, pair)
+    return [i for i, (m, n) in enumerate(zip(small, large, strict=False)) if m != n]
+
+
+class Known:
+    """Arrays that follow from the batch's size alone: len(x), jnp.arange(len(x)), 1 / len(x).
+
+    They are computed at both sizes, but only when somebody asks for them.
+    """
+
+    def __init__(self, sizes: tuple[int, int]) -> None:
+        self.sizes = sizes
+        self._values: dict[Var, Pair] = {}
+        self._makers: dict[Var, Callable[[], dict[Var, Pair]]] = {}
+
+    def add(self, v: Var, values: Pair) -> None:
+        self._values[v] = values
+
+    def add_results(self, a: JaxprEqn, b: JaxprEqn) -> None:
+        """Results of an equation with known operands."""
+        self._makers.update(dict.fromkeys(a.outvars, partial(self._evaluate, a, b)))
+
+    def __contains__(self, pair: Pair) -> bool:
+        return isinstance(pair[0], Literal) or pair[0] in self._values or pair[0] in self._makers
+
+    def values(self, pair: Pair) -> Pair:
+        a, b = pair
+        if isinstance(a, Literal):
+            return a.val, b.val
+        if a not in self._values:
+            self._values.update(self._makers[a]())
+        return self._values[a]
+
+    def is_zero(self, pair: Pair) -> bool:
+        return pair in self and not any(np.any(np.asarray(x)) for x in self.values(pair))
+
+    def _evaluate(self, a: JaxprEqn, b: JaxprEqn) -> dict[Var, Pair]:
+        operands = [self.values(pair) for pair in zip(a.invars, b.invars, strict=True)]
+        results = []
+        for i, eqn in enumerate((a, b)):
+            inputs: list[Any] = [Var(atom.aval) for atom in eqn.invars]
+            run = function(inputs, eqn.outvars, [eqn.replace(invars=inputs)])
+            results.append(run(*(values[i] for values in operands)))
+        return dict(zip(a.outvars, zip(*results, strict=True), strict=True))
+
+    def tag(self, pair: Pair, why: str = "") -> Tag:
+        """By what it is at both sizes; `why` it is mixed, if it is."""
+        unknown = Tag(Role.MIXED, 0, why)
+        values = self.values(pair)
+        if values[0] is values[1]:
+            return FIXED
+        x, y = map(np.asarray, values)
+        dimensions = enumerate(zip(x.shape, y.shape, strict=True))
+        grown = [i for i, (m, n) in dimensions if m != n]
+        inner = 0
+        if grown:
+            # The same entries for every sample, such as ones: they grow as those of one sample do.
+            axis = grown[0]
+            inner = x.shape[axis] // self.sizes[0]
+            rows = []
+            for array, n in zip((x, y), self.sizes, strict=True):
+                if len(grown) > 1 or array.shape[axis] != inner * n:
+                    return unknown
+                each = np.moveaxis(array, axis, 0).reshape(n, -1)
+                if (each != each[:1]).any():
+                    return unknown
+                rows.append(each[0])
+            x, y = rows
+        degree = _growth(x, y, self.sizes[1] / self.sizes[0])
+        if degree is None:
+            return unknown
+        return Tag(Role.FIXED, degree) if inner < 2 else samples(degree, [inner])
+
+
+def _growth(x: np.ndarray, y: np.ndarray, ratio: float) -> float | None:
+    """d, if y is x times the ratio of the sizes to the power d."""
+    inexact, floating = (jnp.issubdtype(x.dtype, kind) for kind in (jnp.inexact, jnp.floating))
+    if np.array_equal(x, y, equal_nan=inexact):
+        return 0
+    real = floating or jnp.issubdtype(x.dtype, jnp.integer)
+    if not real or ((x == 0) != (y == 0)).any():
+        return None
+    rounding = 8 * float(jnp.finfo(x.dtype).eps) if floating else 0
+    ratios = y[y != 0].astype(float) / x[x != 0].astype(float)
+    alike = np.isfinite(ratios).all() and np.ptp(ratios) <= rounding * ratios.max()
+    if not alike or ratios.min() <= 0:
+        return None
+    # A sum, a mean and a square root have degrees of 1, 0 and 1/2: rounding is taken off these.
+    degree = math.log(ratios[0], ratio)
+    half = round(2 * degree) / 2
+    close = abs(degree - half) * math.log(ratio) <= rounding + 1e-12
+    return half if close else degree
+
+
+@dataclass
+class Rules:
+    """Tags of the results of single equations.
+
+    known  arrays that follow from the batch's size
+    parts  an array of indices -> what it was joined of
+    of     a variable or a number at both sizes -> its tag
+    """
+
+    known: Known
+    of: Callable[[Pair], Tag]
+    parts: dict[Var, Pairs] = field(default_factory=dict)
+
+    def tag(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags, out: Pair) -> Tag:
+        """Of one result of an equation with these operands."""
+        name = a.primitive.name
+        read, made = [axes_of(pair) for pair in ins], axes_of(out)
+        single = all(len(axes) < 2 for axes in read)
+        axes = [axes[0] if axes else None for axes in read]  # the batch's dimension of an operand
+        grows = bool(made or any(read))
+        indexing = name == "gather" or name.startswith("scatter")
+        apart = False
+        # [1] Numbers that follow from the batch's size are no mixture of samples, if keys are made
+        #     of them, or if they say where each sample is.
+        if name in RANDOM:
+            pairs = zip(ins, tags, strict=True)
+            tags = [FIXED if pair in self.known else tag for pair, tag in pairs]
+        elif indexing and single:
+            apart, positions = self._indexed(a, ins, axes, tags[1])
+            tags = [tags[0], positions, *tags[2:]]
+        # [2] What is mixed stays so.
+        roles = {tag.role for tag in tags}
+        if Role.MIXED in roles:
+            tag = next(tag for tag in tags if tag.role is Role.MIXED)
+            return (
+                tag if tag.why else mixed(a, "reads an array or a number made of the batch's size")
+            )
+        # [3] What has nothing to do with the batch is fixed, if it is the same at both sizes.
+        changed = not same_parameters(a, b)
+        if not grows and roles <= {Role.FIXED} and not any(tag.degree for tag in tags):
+            return mixed(a) if changed else FIXED
+        degree, inner = self._degree(a, ins, tags), inner_of(tags)
+        # [4] Every sample draws random numbers of its own.
+        if name in RANDOM and Role.REDUCED not in roles and not changed and len(made) < 2:
+            if made:
+                return samples(0, inner)
+            return FIXED if roles <= {Role.FIXED} else mixed(a)
+        # [5] Nothing else is known that could change with the size.
+        if degree is None and name in ADD and roles <= {Role.FIXED, Role.REDUCED}:
+            return mixed(
+                a, "adds a sum over the samples to something else (take their mean instead)"
+            )
+        if degree is None or changed or not single or len(made) > 1 or len(inner) > 1:
+            return mixed(a)
+        # [6] A sum over the samples stays one under what is linear.
+        if Role.REDUCED in roles:
+            linear = is_linear(a, [tag.role is Role.FIXED for tag in tags])
+            return Tag(Role.REDUCED, degree) if linear and not grows else mixed(a)
+        # [7] The batch's dimension goes: that is a sum over it, or nothing that is known.
+        role = Role.SAMPLES if Role.SAMPLES in roles else Role.FIXED
+        if not made:
+            added = name == "reduce_sum" and any(read)
+            if added or (name == "dot_general" and contracts(a, axes)):
+                return Tag(Role.REDUCED if role is Role.SAMPLES else role, degree + 1)
+            return Tag(role, degree) if role is Role.FIXED and not any(read) else mixed(a)
+        # [8] It moves, or it comes, by copies alone.
+        if name == "reshape":
+            return self._reshaped(a, ins[0], tags[0]._replace(degree=degree), out)
+        if not any(read):
+            counts = name == "iota" and a.params["dimension"] not in made
+            alike = counts or name == "broadcast_in_dim"
+            return Tag(Role.FIXED, degree) if alike else mixed(a)
+        # [9] It stays: all of it, with every sample by itself.
+        for pair, axis in zip(ins, axes, strict=True):
+            for v, w in zip(pair, out, strict=True):
+                if axis is not None and shape_of(v)[axis] != shape_of(w)[made[0]]:
+                    return mixed(a)
+        if not (apart if indexing else keeps_apart(a, axes)):
+            return mixed(a)
+        if role is Role.FIXED:
+            return Tag(role, degree)
+        return samples(degree, inner)
+
+    def _degree(self, eqn: JaxprEqn, ins: Pairs, tags: Tags) -> float | None:
+        """How the result grows with the number of samples, or None where that has no answer."""
+        name, degrees = eqn.primitive.name, [tag.degree for tag in tags]
+        if name in ("mul", "dot_general", "conv_general_dilated"):
+            return sum(degrees)
+        if not any(degrees):
+            return 0
+        if name == "div" and not rounds(eqn):
+            return degrees[0] - degrees[1]
+        if name in KEEP and not any(degrees[1:]) and not rounds(eqn):
+            return degrees[0]
+        if name in ADD:
+            # Operands that grow alike; zeros grow as anything does. A choice is made by its first.
+            choice = degrees[:1] if name == "select_n" else []
+            operands = list(zip(ins, degrees, strict=True))[len(choice) :]
+            found = {degree for pair, degree in operands if not self.known.is_zero(pair)}
+            return found.pop() if len(found) == 1 and not any(choice) else None
+        return None
+
+    def _reshaped(self, eqn: JaxprEqn, pair: Pair, tag: Tag, out: Pair) -> Tag:
+        """Samples in another shape: where each one's entries lie now.
+
+        (2 samples, 3 tokens, 4) -> (6, 4)    aaa bbb    3 rows of a sample side by side
+        (6, 4) -> (12, 2)                     aaaaaa bbbbbb    6 rows
+        (6, 4) -> (3, 8)                      aa ab bb   a row of two samples: mixed
+        """
+        (axis,), (made,) = axes_of(pair), axes_of(out)
+        if tag.inner == 0:
+            return tag
+        found = set()
+        for v, w, n in zip(pair, out, self.known.sizes, strict=True):
+            inner = tag.inner if tag.role is Role.SAMPLES else shape_of(v)[axis] // n
+            entries = inner * math.prod(shape_of(v)[axis + 1 :])  # of a sample, in a row
+            rows, rest = divmod(entries, math.prod(shape_of(w)[made + 1 :]))
+            if rest or not rows or shape_of(w)[made] % (n * rows):
+                return mixed(eqn)
+            found.add(rows)
+        return samples(tag.degree, found) if len(found) == 1 else mixed(eqn)
+
+    def _indexed(
+        self, eqn: JaxprEqn, ins: Pairs, axes: Sequence[int | None], positions: Tag
+    ) -> tuple[bool, Tag]:
+        """Whether a gather or scatter keeps samples apart, and the tag of its indices.
+
+        x[jnp.arange(n), labels] does: row i of the indices is (i, labels[i]). Their first column
+        counts the samples, so that it is no mixture; the others say what they say of sample i.
+        """
+        numbers = eqn.params["dimension_numbers"]
+        batched = numbers.operand_batching_dims
+        if eqn.primitive.name == "gather":
+            theirs, asked = numbers.start_indices_batching_dims, numbers.start_index_map
+            single = numbers.collapsed_slice_dims
+        else:
+            theirs = numbers.scatter_indices_batching_dims
+            asked, single = numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims
+        # [1] The samples' dimension of the operand, and of the indices.
+        axis, at = axes[:2]
+        if at == len(shape_of(eqn.invars[1])) - 1:  # the columns
+            return False, positions
+        if len(ins) > 2 and None in (axis, axes[2]):  # a scatter of, or into, what is no samples
+            return False, positions
+        # [2] It is not indexed: then both have it, or the operand alone.
+        if axis is None:
+            return True, positions
+        if axis in batched:
+            return at == theirs[batched.index(axis)], positions
+        if axis not in asked:
+            return at is None, positions
+        # [3] It is indexed: the column that does has to count the samples.
+        column, rest = 0, [FIXED]
+        for part in self.parts.get(ins[1][0], [ins[1]]):
+            width = shape_of(part[0])[-1]
+            if column != asked.index(axis):
+                rest.append(self.of(part))
+            elif (
+                width != 1
+                or at is None
+                or part not in self.known
+                or not all(_counts(x, at) for x in self.known.values(part))
+            ):
+                return False, positions
+            column += width
+        return at is not None and axis in single, join(rest) or positions
+
+
+def _counts(indices: Any, axis: int) -> bool:
+    """Whether indices, the last dimension of which is 1, are 0, 1, 2, ... along this dimension."""
+    x = np.moveaxis(np.asarray(indices), axis, -1)
+    return bool((x == np.arange(x.shape[-1])).all())
