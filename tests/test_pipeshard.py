@@ -311,7 +311,7 @@ def test_loops_and_bfloat16_inside_layers():
     first, second = arrays((2, 4, 4), (3, 4, 4))
     step, start = step_of(loss)
     state, batch = start({"first": first, "second": second}), data(16, 4, 4)
-    assert parallelize(step, Pipeshard(2)).compare(state, batch, tolerance=3e-2).passed
+    assert parallelize(step, Pipeshard(2)).compare(state, batch).passed
 
 
 def test_custom_derivatives_convolutions_frozen_and_unused_parameters():
@@ -396,7 +396,7 @@ def test_kinks_that_rounding_decides_are_told_from_errors():
     params, batch = arrays((6,), (6,)), data(24)
     batch["z"] = batch["x"] * params[0]
     check = parallelize(step, Pipeshard(3, devices=jax.devices()[:2])).compare(start(params), batch)
-    assert check.passed and "in double precision both agree" in check.rule
+    assert check.passed and "undivided" in check.rule and check.precision == "float64"
     wrong, start = step_of(
         lambda p, b: jnp.mean(forward(p, b["x"])) * jnp.where(len(b["x"]) > 20, 1.0, 3.0)
     )
@@ -412,7 +412,7 @@ def test_the_tolerance_is_of_the_lowest_precision_in_the_loss():
 
     step, start = step_of(loss)
     check = parallelize(step, Pipeshard(4)).compare(start(arrays((6, 5), (5, 3))), data(32))
-    assert check.passed and check.tolerance == 1e-2
+    assert check.passed and check.max_rel > 1e-5  # float16's, not float32's
 
 
 def test_the_update_knows_the_whole_batch():

@@ -64,7 +64,8 @@ def compare(
             f"the loss of this batch is {expected[0]} on one device too: there is nothing to "
             "compare"
         )
-    again = Draws(lambda seed: [*map(_numbers, truth(_jittered(values, eps, seed)))])
+    wide = precision == "float64"
+    again = Draws(lambda seed: [*map(_numbers, truth(_jittered(values, eps, seed, wide)))])
     for i, name in enumerate(_names(program)):
         exact = _numbers(expected[i])
         noise = norms(_numbers(own[i]) - exact) + eps * norms(exact)
@@ -109,14 +110,15 @@ def _most_precise(
         return partial(_undivided, train_step, arguments), own
 
 
-def _jittered(values: Arrays, eps: float, seed: int) -> Arrays:
-    """Floating numbers, each off by up to half an eps of itself."""
+def _jittered(values: Arrays, eps: float, seed: int, wide: bool = False) -> Arrays:
+    """Floating numbers, each off by up to half an eps of itself; rounded, unless `wide`."""
     random = np.random.default_rng(seed)
     found = []
     for x in values:
         if jnp.issubdtype(x.dtype, jnp.inexact):
             off = random.uniform(-0.5, 0.5, jnp.shape(x))
-            x = jnp.asarray(np.asarray(x) * (1 + eps * off)).astype(x.dtype)
+            exact = np.asarray(x) * (1 + eps * off)
+            x = exact if wide else exact.astype(x.dtype)
         found.append(x)
     return found
 

@@ -108,13 +108,11 @@ class Parallelized:
         the same gradients, so that an optimizer that divides by tiny gradients does not blow up
         their rounding.
 
-        Where an input of relu is zero but for rounding, the undivided batch may take its other
-        side. So gradients that differ are compared with accumulation over the same micro-batches on
-        one device, if in double precision that is the same as the undivided batch; the check's rule
-        says so.
+        The difference is measured in the rounding of the precision that the loss computes in, as
+        `pipelab.run` does it: see `executors.check`.
 
-        tolerance  largest relative difference; default: by the lowest precision that the loss
-                   computes in
+        tolerance  how many times further from the reference than rounding explains a result may
+                   be; default 3
         """
         arguments = self._flat(args, options)
         program, call = self._run(arguments)
