@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import atexit
 import os
+import pickle
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from threading import Thread
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,36 +23,81 @@ import torch.distributed as dist
 from pipelab.executors import clock
 from pipelab.executors.job import Job
 from pipelab.executors.result import Outcome
-from pipelab.executors.torch.wire import Wire
+from pipelab.executors.torch.wire import Wire, connected
 from pipelab.executors.worker import RunError
 
+BEFORE, AFTER = -1, -2  # marks of a rank before its first and after its last action
+LOOK = 0.25  # seconds between two looks at how far the ranks are
+FOREVER = timedelta(days=1)  # for torch, which counts a rank's wait for others who work as a hang
+UNSENT = 9  # tag of a message that nobody sends
 
-def perform(job: Job, progress: Callable[[int], None] | None = None) -> Outcome:
-    """Do the job of this rank of the default process group, starting at the same moment as the others."""
+
+class RankJob(Protocol):
+    """A rank's job: its number, a name for errors, and what its progress marks mean."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def where(self) -> str: ...
+    def doing(self, mark: int) -> str: ...
+
+
+def place(job: RankJob, mark: int) -> str:
+    """Where a rank is, by its latest progress mark."""
+    known = {BEFORE: "(before the first)", AFTER: "(after the last)"}
+    return known.get(mark) or job.doing(mark)
+
+
+def stuck(places: Sequence[str], timeout: float) -> str:
+    return f"no action ended within {timeout:g} s: {'; '.join(places)}"
+
+
+def run_error(job: RankJob, device: int, error: BaseException) -> RunError:
+    """What ended a rank, as the error of the run: itself, or with it as its cause."""
+    if isinstance(error, RunError):
+        return error
+    wrapped = RunError(f"{job.where}: {type(error).__name__}: {error}", device)
+    wrapped.__cause__ = error
+    return wrapped
+
+
+# ---- a rank's job
+
+
+def perform(job: Job, progress: Callable[[int], None]) -> Outcome:
+    """Do the job of this rank of the default process group, at the same time as the others."""
     home = job.home()
     if home.device.type == "cuda":
         torch.cuda.set_device(home.device)
     stages = job.stages(home)
-    ahead = offset()  # before the wire listens to the same ranks
-    wire = _wire(job, home.device)
-    wire.greet()
-    began = torch.tensor([time.perf_counter() + ahead + 0.01], dtype=torch.float64)
-    dist.all_reduce(began, dist.ReduceOp.MAX)
-    mine = float(began) - ahead
-    wire.began = None if job.pace else mine  # a paced message says itself when it is there
-    home.begin(mine)
-    time.sleep(max(0.0, mine - time.perf_counter()))
-    with home.active():
-        outcome = job.work(stages, home, wire, mine, progress)
-        wire.finish()
-    dist.barrier()  # nobody leaves while its messages are on their way
+    # [1] connect, and agree on a moment to begin
+    with connected():
+        ahead = offset()
+        wire = _wire(job, home.device)
+    with wire:
+        began = torch.tensor([time.perf_counter() + ahead + 0.01], dtype=torch.float64)
+        with connected():
+            dist.all_reduce(began, dist.ReduceOp.MAX)
+        mine = float(began) - ahead
+        wire.began = None if job.pace else mine  # a paced message says itself when it is there
+        home.begin(mine)
+        time.sleep(max(0.0, mine - time.perf_counter()))
+        # [2] the row
+        with home.active():
+            outcome = job.work(stages, home, wire, mine, progress)
+        progress(AFTER)
+    # [3] nobody leaves while its messages are on their way
+    with connected():
+        dist.barrier()
     return outcome
 
 
 def offset(now: Callable[[], float] = time.perf_counter, host: str | None = None) -> float:
-    """Seconds to add to this rank's clock `now` to read rank 0's: exactly 0 on its host. Every rank has to call it."""
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, host or clock.host())
+    """Seconds to add to this rank's clock `now` to read rank 0's: exactly 0 on its host.
+
+    Every rank has to call it.
+    """
+    hosts = _gather(host or clock.host())
     mine, message = dist.get_rank(), torch.zeros(1, dtype=torch.float64)
 
     def ask() -> float:
@@ -58,55 +107,104 @@ def offset(now: Callable[[], float] = time.perf_counter, host: str | None = None
 
     found = 0.0
     for rank, other in enumerate(hosts):
-        if other == hosts[0] or mine not in (0, rank):
+        if other == hosts[0]:
             continue
-        if mine:
+        if mine == rank:
             found = clock.behind(ask, now)
-        for _ in range(0 if mine else clock.ROUNDS):
-            dist.recv(message, rank)
-            message[0] = now()
-            dist.send(message, rank)
+        if mine == 0:
+            for _ in range(clock.ROUNDS):
+                dist.recv(message, rank)
+                message[0] = now()
+                dist.send(message, rank)
     return found
 
 
 def _wire(job: Job, device: torch.device) -> Wire:
-    """Process groups are made by all ranks in one order: one per direction and replica, since NCCL would let an early receive
-    block what goes the other way, and one for the replicas of each device."""
+    """The rank's wire: over NCCL if every rank has a GPU of its own.
+
+    Process groups are made by all ranks in one order: one per direction and replica, since NCCL
+    would let an early receive block what goes the other way, and one for the replicas of each
+    device.
+    """
     s = job.schedule
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (str(device), os.uname().nodename))
-    nccl = (
-        device.type == "cuda"
-        and all(name.startswith("cuda") for name, _ in every)
-        and len(set(every)) == len(every)
-    )
-    backend, channels, peers = "nccl" if nccl else "gloo", {}, None
+    devices = _gather((device.type, str(device), os.uname().nodename))
+    nccl = all(kind == "cuda" for kind, *_ in devices) and len({*devices}) == len(devices)
+    backend = "nccl" if nccl else "gloo"
+
+    def group(places: Sequence[tuple[int, int]]) -> Any:
+        """Of ranks by device and replica."""
+        ranks = [row * job.replicas + replica for row, replica in places]
+        return dist.new_group(ranks, timeout=FOREVER, backend=backend)
+
+    channels, peers = {}, None
     if nccl:
-        edges = sorted(
-            {(int(s.columns.device[s.inputs[i]]), int(s.columns.device[i])) for i in s.crossing}
-        )
+        home = s.columns.device
+        edges = {(int(home[s.inputs[i]]), int(home[i])) for i in s.crossing}
         for replica in range(job.replicas):
-            for a, b in edges:
-                group = dist.new_group(
-                    [a * job.replicas + replica, b * job.replicas + replica], backend=backend
-                )
+            for a, b in sorted(edges):
+                made = group([(a, replica), (b, replica)])
                 if replica == job.replica:
-                    channels[a, b] = group
-    for row in range(s.devices if job.replicas > 1 else 0):
-        group = dist.new_group(
-            [row * job.replicas + r for r in range(job.replicas)], backend=backend
-        )
-        peers = group if row == job.row else peers
-    return Wire(
-        s,
-        job.row,
-        job.partners,
-        replica=job.replica,
-        replicas=job.replicas,
-        device=device,
-        channels=channels,
-        peers=peers,
-    )
+                    channels[a, b] = made
+    if job.replicas > 1:
+        for row in range(s.devices):
+            made = group([(row, replica) for replica in range(job.replicas)])
+            peers = made if row == job.row else peers
+    return Wire(job, device, channels, peers)
+
+
+def _gather(value: Any) -> list[Any]:
+    """The values of all ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+# ---- ranks that look after each other
+
+
+class _JobThread(Thread):
+    """A rank's job in a thread; `mark` says how far it is."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(daemon=True, name=f"pipelab rank {job.rank}")
+        self.job, self.mark = job, BEFORE
+        self.outcome: Future[Outcome] = Future()
+
+    def run(self) -> None:
+        try:
+            self.outcome.set_result(perform(self.job, self._progress))
+        except BaseException as error:
+            self.outcome.set_exception(error)
+
+    def _progress(self, mark: int) -> None:
+        self.mark = mark
+
+
+class _Board:
+    """What ranks say beside their messages: where each of them is, and which failure was the first.
+
+    It hangs in the store by which they have met, on a connection of its own: a store's connection
+    is locked while somebody waits on it.
+    """
+
+    def __init__(self, rank: int, world: int) -> None:
+        self._store = dist.distributed_c10d._get_default_store().clone()
+        run = self._store.add(f"pipelab/runs of rank {rank}", 1)  # all ranks make the same calls
+        self._places = [f"pipelab/run {run}/rank {r}" for r in range(world)]
+        self._mine, self._failure = self._places[rank], f"pipelab/run {run}/failure"
+        for r, key in enumerate(self._places):  # where there is nothing yet
+            self._store.compare_set(key, "", f"rank {r} (not in this run yet)")
+
+    def places(self, mine: str) -> list[str]:
+        """Say where this rank is; returns where all are."""
+        self._store.set(self._mine, mine)
+        return [text.decode() for text in self._store.multi_get(self._places)]
+
+    def failure(self, mine: RunError | None = None) -> RunError | None:
+        """The first failure of any rank: `mine`, if there was none."""
+        text = "" if mine is None else pickle.dumps(mine).hex()
+        first = self._store.compare_set(self._failure, "", text).decode()
+        return mine if first == text else pickle.loads(bytes.fromhex(first))
 
 
 @dataclass(frozen=True)
@@ -144,51 +242,82 @@ class Ranks:
     def run(self, jobs: Sequence[Job]) -> list[Outcome]:
         """Do this rank's job; the process group stays for the next call.
 
-        The first rank that fails says so to the others, and all raise its RunError. A rank that
-        hangs is given up by the others after `timeout` seconds.
+        All ranks raise the RunError of the first one that fails. When no action has ended anywhere
+        for `timeout` seconds, they say where each of them is; so does the one that hangs.
         """
         (job,) = jobs
         if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=timedelta(seconds=self.timeout))
+            limit = timedelta(seconds=self.timeout)
+            store, rank, world = next(dist.rendezvous("env://", timeout=limit))
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=world, timeout=FOREVER
+            )
             atexit.register(dist.destroy_process_group)
+        thread = _JobThread(job)
+        thread.start()
         try:
-            outcome = perform(job)
-        except Exception as error:
-            if isinstance(error, RunError):
-                known, cause = error, error.__cause__
-            else:
-                known = RunError(f"{job.where}: {type(error).__name__}: {error}", job.row)
-                cause = error
-            failure = _first_failure(known, cause)
-            raise failure from cause if failure is known else None
-        if self.rank:
+            outcome = self._watch(thread)
+        except BaseException as error:
+            _end_waits()
+            time.sleep(2 * LOOK)  # the store may end with this process: let others read it
+            if isinstance(error, dist.DistError):  # it has ended with another
+                raise run_error(job, job.row, error) from error
+            raise
+        if not self.first:
             dist.send_object_list([outcome], dst=0)
             everyone = share(None)
             everyone[self.rank] = outcome
             return everyone
-        everyone = [outcome]
-        for rank in range(1, self.world):
-            dist.recv_object_list(box := [None], src=rank)
-            everyone.append(box[0])
+        everyone = [outcome, *(_object_from(rank) for rank in range(1, self.world))]
         share([replace(o, steps={}, weights={}) for o in everyone])
         return everyone
 
     def from_first(self, make: Callable[[], Any]) -> Any:
-        return share(make() if self.first else None)
+        try:
+            value = make() if self.first else None
+        except BaseException as error:
+            share(RunError(f"rank 0: {type(error).__name__}: {error}"))
+            raise
+        value = share(value)
+        if isinstance(value, RunError):
+            raise value
+        return value
+
+    def _watch(self, thread: _JobThread) -> Outcome:
+        """Wait for the job's outcome; RunError when any of the ranks fails or hangs."""
+        job, board = thread.job, _Board(self.rank, self.world)
+        known: list[str] = []
+        since = time.monotonic()
+        failure: RunError | None = None
+        while not failure and not wait([thread.outcome], LOOK).done:
+            # [1] say how far this rank is, and see how far the others are
+            places = board.places(f"{job.where} at {place(job, thread.mark)}")
+            # [2] there has been no progress for too long, or another rank has failed
+            hangs = None
+            if places != known:
+                known, since = places, time.monotonic()
+            elif time.monotonic() - since > self.timeout:
+                hangs = RunError(stuck(places, self.timeout))
+            failure = board.failure(hangs)
+        # [3] this rank has failed
+        if not failure:
+            error = thread.outcome.exception()
+            failure = error and board.failure(run_error(job, job.row, error))
+        if failure:
+            raise failure
+        return thread.outcome.result()
 
 
-def _first_failure(error: RunError, cause: BaseException | None) -> RunError:
-    """The error that began it: this one, or if a connection broke, what the rank behind it said."""
-    store = dist.distributed_c10d._get_default_store()
-    if not isinstance(cause, ConnectionError):
-        store.set("pipelab/failure", f"{error.device}\n{error}")
-        return error
-    try:
-        store.wait(["pipelab/failure"], timedelta(seconds=2))
-        device, _, text = store.get("pipelab/failure").decode().partition("\n")
-    except (RuntimeError, ValueError):  # no rank said anything, or rank 0, with the store, is lost
-        return error
-    return RunError(text, int(device), error.action)
+def _end_waits() -> None:
+    """End all waits of this process for others, whose failure another one has told.
+
+    abort does it for NCCL, and nothing for gloo (torch 2.13). But when a receive runs out of time,
+    gloo closes all connections of its group.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        group.abort()
+        with suppress(RuntimeError, ValueError):
+            dist.irecv(torch.zeros(1), group=group, tag=UNSENT).wait(timedelta(milliseconds=1))
 
 
 def share(value: Any) -> Any:
@@ -197,8 +326,13 @@ def share(value: Any) -> Any:
     No collective: gloo's threads may drop its tensors when Python has ended already.
     """
     if dist.get_rank():
-        dist.recv_object_list(box := [None], src=0)
-        return box[0]
+        return _object_from(0)
     for rank in range(1, dist.get_world_size()):
         dist.send_object_list([value], dst=rank)
     return value
+
+
+def _object_from(rank: int) -> Any:
+    box = [None]
+    dist.recv_object_list(box, src=rank)
+    return box[0]
