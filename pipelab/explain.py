@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from pipelab.action import Kind
-from pipelab.earliest import earliest
 from pipelab.timeline import Timeline
 
 CAUSES = IMBALANCE, CONTENTION, MOVING, LAUNCH, WAITING, UNEXPLAINED = (
@@ -86,18 +85,15 @@ def parts(timeline: Timeline) -> Parts:
 
     A row is free from the first start of the whole timeline on.
     """
-    bounds, source, there = (
-        timeline.schedule.bounds,
-        timeline.schedule.inputs,
-        timeline._input_there(),
-    )
+    bounds, source = timeline.schedule.bounds, timeline.schedule.inputs
+    arrival = timeline.input_arrival()
     free = np.full(len(source), timeline.start.min())
     for a, b in pairwise(bounds):
         free[a + 1 : b] = timeline.end[a : b - 1]
-    delay = np.where(source >= 0, there - timeline.end[source], 0)
-    wait = timeline.start - np.maximum(free, there)
-    duration, delay, wait = (np.maximum(x, 0) for x in (timeline.end - timeline.start, delay, wait))
-    return Parts(duration, delay, wait, there > free)
+    delay = np.where(source >= 0, arrival - timeline.end[source], 0)
+    wait = timeline.start - np.maximum(free, arrival)
+    duration, delay, wait = np.maximum((timeline.end - timeline.start, delay, wait), 0)
+    return Parts(duration, delay, wait, arrival > free)
 
 
 def explain(predicted: Timeline, measured: Timeline) -> Explanation:
@@ -157,7 +153,7 @@ def explain(predicted: Timeline, measured: Timeline) -> Explanation:
 def _check_tables(predicted: Timeline, measured: Timeline) -> None:
     a, b = predicted.schedule, measured.schedule
     for timeline in (predicted, measured):
-        timeline._without_transfers("explain")
+        timeline.refuse_transfers("explain")
     if a.rows != b.rows:
         devices = range(min(a.devices, b.devices))
         where = next(
@@ -182,13 +178,9 @@ def _medians(values: np.ndarray, group: np.ndarray) -> np.ndarray:
 
 
 def _replay(timeline: Timeline, duration: np.ndarray, delay: np.ndarray, wait: np.ndarray) -> float:
-    """The makespan when every action starts its wait after it can: to the walk, the wait is the first part of its time."""
-    s = timeline.schedule
-    begin, end, _ = earliest(
-        s.bounds,
-        s.needs.tolist(),
-        s.columns.device.tolist(),
-        (wait + duration).tolist(),
-        delay.tolist(),
-    )
-    return float(np.max(end) - np.min(begin + wait))
+    """The makespan when every action starts its wait after it can.
+
+    To the walk, the wait is the first part of an action's time.
+    """
+    walk = timeline.schedule.walk(wait + duration, delay)
+    return float(np.max(walk.end) - np.min(walk.start + wait))

@@ -35,7 +35,7 @@ def fit(timeline: Timeline, memory: Memory | None = None) -> Costs:
     >>> fit(simulate(gpipe(2, 3), Costs(forward=[1, 3], transfer=0.5))).forward
     (1.0, 3.0)
     """
-    timeline._without_transfers("fit")
+    timeline.refuse_transfers("fit")
     s = timeline.schedule
     _, stage, kind, _ = s.columns
     duration, delay, wait, fed = parts(timeline)
