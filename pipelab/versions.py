@@ -23,13 +23,17 @@ class VersionLife(NamedTuple):
 
 def latest_versions(table: Table) -> np.ndarray:
     """[stage, microbatch]: how many updates its row has made on the stage before this forward."""
-    latest = np.zeros((table.stages, table.total), np.int64)
     _, stage, kind, microbatch = table.columns
-    for s in range(table.stages):
-        mine = np.flatnonzero(stage == s)
-        forward = kind[mine] == Kind.F
-        made = np.cumsum(kind[mine] == Kind.U)
-        latest[s, microbatch[mine][forward]] = made[forward]
+    order = np.argsort(stage, kind="stable")  # stage by stage, each in the order of its row
+    update = kind == Kind.U
+    made = np.empty(len(stage), np.int64)
+    made[order] = np.cumsum(update[order])  # by this stage, and by all stages before it
+    of_stage = np.bincount(stage[update], minlength=table.stages)
+    before = np.cumsum(of_stage) - of_stage
+    latest = np.zeros((table.stages, table.total), np.int64)
+    forward = kind == Kind.F
+    s = stage[forward]
+    latest[s, microbatch[forward]] = made[forward] - before[s]
     return latest
 
 

@@ -123,7 +123,6 @@ def test_a_csv_file_is_a_schedule_too(capsys, tmp_path):
             "simulate gpipe --devices 2 --microbatches 2 --csv x.csv --trace nowhere/x.json",
             "there is no folder nowhere",
         ),
-        ("bench simulate --repeats 0", "repeats=0"),
         ("run gpipe --devices 2 --microbatches 2 --device cuda:64", "device 'cuda:64'"),
     ],
 )
@@ -138,7 +137,7 @@ def test_bad_input_is_one_line_and_status_2(capsys, line, message, tmp_path, mon
 
 @pytest.mark.parametrize(
     "line",
-    ["", "bogus", "simulate", "simulate gpipe --devices x", "run gpipe --model nothing", "bench x"],
+    ["", "bogus", "simulate", "simulate gpipe --devices x", "run gpipe --model nothing", "bench"],
 )
 def test_bad_usage_is_one_line_and_status_2(capsys, line):
     with pytest.raises(SystemExit) as stop:
@@ -255,16 +254,6 @@ def test_a_failed_check_is_status_1(capsys, monkeypatch):
     assert status == 1
     assert "CHECK FAILED" in out
     assert "differs from the reference" in err
-
-
-def test_bench_simulate(capsys, tmp_path):
-    report = tmp_path / "simulate.md"
-    status, out, _ = call(capsys, f"bench simulate --repeats 1 --actions 20000 --markdown {report}")
-    assert status == 0
-    assert out.endswith(report.read_text())  # DeepSpeed logs to standard output when it is imported
-    assert "| pipedream_flush | 16 | 256 | 8,208 |" in out
-    for generator in ("pipelab", "torch.distributed.pipelining", "DeepSpeed TrainSchedule"):
-        assert f"| {generator} |" in out
 
 
 def test_the_module_and_the_script_are_the_same_command():
