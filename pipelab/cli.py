@@ -14,6 +14,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
+from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ from pipelab.timeline import Timeline
 from pipelab.validate import validate
 
 LARGEST = 10_000_000  # actions of a table that a schedule's name stands for
+SIZES = ("devices", "microbatches", "virtual", "batches")
 COSTS = {"forward": 1.0, "input_grad": 1.0, "weight_grad": 1.0, "transfer": 0.0, "update": 0.0}
 
 
@@ -181,22 +183,20 @@ def run_command(o: argparse.Namespace) -> None:
 
 def _schedule(o: argparse.Namespace) -> Schedule:
     if o.name.endswith(".csv") or (o.name not in SCHEDULES and Path(o.name).is_file()):
-        sizes = {"devices": None, "microbatches": None, "virtual": 1, "batches": 1, "reads": None}
-        for option, default in sizes.items():
-            if getattr(o, option) != default:
+        for option in (*SIZES, "reads"):
+            if getattr(o, option) not in (None, 1):
                 raise ValueError(f"{o.name} has its own sizes: leave out --{option}")
         return _read_csv(o.name)
     if o.name not in SCHEDULES:
         make(o.name, 1, 1)  # raises, with the nearest name
     if o.devices is None or o.microbatches is None:
         raise ValueError(f"{o.name} needs --devices and --microbatches")
+    sizes = {n: getattr(o, n, 1) for n in (*SIZES, "replicas")}
     # A forward and a backward each; interleaved fills rounds of as many micro-batches as devices.
-    microbatches = max(o.microbatches, o.devices if o.virtual > 1 else 1)
-    if 2 * o.devices * o.virtual * microbatches * o.batches > LARGEST:
-        raise ValueError(
-            f"{o.name} with --devices {o.devices} --microbatches {o.microbatches} --virtual "
-            f"{o.virtual} --batches {o.batches} has more than {LARGEST:,} actions: take fewer"
-        )
+    rounds = sizes | {"microbatches": max(o.microbatches, o.devices if o.virtual > 1 else 1)}
+    if 2 * prod(rounds.values()) > LARGEST:
+        given = " ".join(f"--{name} {size}" for name, size in sizes.items() if size != 1)
+        raise ValueError(f"{o.name} {given}: more than {LARGEST:,} actions; take fewer")
     reads = Reads[o.reads.upper()] if o.reads else None
     return make(
         o.name, o.devices, o.microbatches, virtual=o.virtual, batches=o.batches, reads=reads
@@ -317,7 +317,8 @@ def _idle_table(timeline: Timeline) -> str:
 
 def _check_targets(o: argparse.Namespace, *options: str) -> None:
     """Refuse what could not be written before any work is done for it."""
-    targets = {option: Path(getattr(o, option)) for option in options if getattr(o, option)}
+    names = {option: getattr(o, option) for option in options}
+    targets = {option: Path(name) for option, name in names.items() if name is not None}
     for option, path in targets.items():
         home = path.resolve().parent
         if option in ("dump", "save"):  # they make the folders above them
@@ -345,20 +346,22 @@ def _check_targets(o: argparse.Namespace, *options: str) -> None:
 def _check_format(path: Path) -> None:
     from matplotlib.backend_bases import FigureCanvasBase
 
-    formats, ending = sorted(FigureCanvasBase.get_supported_filetypes()), path.suffix[1:]
+    formats = set(FigureCanvasBase.get_supported_filetypes()) - {"pgf"}  # that one needs LaTeX
+    ending = path.suffix[1:].lower()
     if ending not in formats:
         raise ValueError(
             f"--plot {path}: Format {ending!r} is not supported: name a file that ends in "
-            f".{', .'.join(formats)}"
+            f".{', .'.join(sorted(formats))}"
         )
 
 
 def _write(name: str, save: Callable[[Path], Any]) -> None:
     """Save in a folder of its own first, so that a failure leaves no half-written file."""
-    target = Path(name).resolve()
-    if target.exists() and not target.is_file():  # such as /dev/stdout
-        save(target)
+    path = Path(name)
+    if path.exists() and not path.is_file():  # such as /dev/stdout
+        save(path)
         return
+    target = path.resolve()
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         draft = Path(folder, target.name)
         save(draft)
