@@ -37,7 +37,15 @@ LARGEST = 1e100  # so that no sum, product or quotient of costs overflows
 _POSITIVE = ("bandwidth", "speed")
 _ONE_NUMBER = ("bandwidth", "overhead")
 # What `split` divides among the chunks of a device.
-_OF_DEVICE = "forward input_grad weight_grad update weights optimizer activations".split()
+_OF_DEVICE = [
+    "forward",
+    "input_grad",
+    "weight_grad",
+    "update",
+    "weights",
+    "optimizer",
+    "activations",
+]
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,8 @@ class Costs:
 
     forward, input_grad, weight_grad  seconds; a full backward B takes input_grad + weight_grad
     update        seconds of one optimizer step
-    overhead      one number: seconds that every action takes on top, whatever its size (launching it)
+    overhead      one number: seconds that every action takes on top, whatever its size (launching
+                  it)
     transfer      seconds of latency between stages on different devices, one number or one per link
                   (stages - 1; both directions); it overlaps with compute
     bandwidth     bytes per second of every link; a transfer takes transfer + boundary / bandwidth

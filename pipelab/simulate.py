@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from contextlib import contextmanager
-
 import numpy as np
 
 from pipelab.action import Kind
@@ -30,10 +27,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs = costs or Costs()
     check_static(schedule)
     delay = delays(schedule, costs)
-    with _no_collector():
-        walk = schedule.walk(durations(schedule, costs), delay)
-        check_deadlock(schedule, walk.head)
-        start, end = np.array(walk.start), np.array(walk.end)
+    walk = schedule.walk(durations(schedule, costs), delay)
+    check_deadlock(schedule, walk.head)
+    start, end = np.array(walk.start), np.array(walk.end)
     sent, arrived = np.full_like(start, np.nan), np.full_like(start, np.nan)
     moved = schedule.crossing
     sent[moved] = end[schedule.inputs[moved]]
@@ -68,15 +64,3 @@ def delays(schedule: Schedule, costs: Costs) -> np.ndarray:
     links = costs.links(schedule.stages)
     delay[moved] = links[np.minimum(stage[moved], stage[schedule.inputs[moved]])]
     return delay
-
-
-@contextmanager
-def _no_collector():
-    """Millions of small objects and no garbage: the cyclic collector only costs time here."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -11,7 +11,7 @@ from pipelab.models import GAIN
 
 
 def split(layers: Sequence[nn.Module], balance: Sequence[int]) -> list[nn.Sequential]:
-    """Stages of balance[s] consecutive layers each (torchgpipe's word); the layers themselves, not copies.
+    """Stages of balance[s] consecutive layers each (torchgpipe's word): the layers, not copies.
 
     >>> [len(stage) for stage in split(mlp(layers=4), [1, 3])]
     [1, 3]

@@ -1,4 +1,4 @@
-"""Other people's pipelines on the same stages and batches, to compare with: one file each, all of which give a PeerRun."""
+"""Other people's pipelines on the same stages and batches, to compare with: one file each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 @dataclass
 class PeerRun:
-    """losses one per batch; weights a state dict per stage, named as in pipelab; seconds of each batch."""
+    """Losses, one per batch; a state dict of weights per stage, named as in pipelab; seconds of
+    each batch."""
 
     losses: list[float]
     weights: list[dict[str, Tensor]]
