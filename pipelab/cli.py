@@ -4,8 +4,6 @@ Exit status 0; 1 when a table is not valid (`validate`) or a run's check failed;
 input that makes no sense; 130 when interrupted.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -381,13 +379,8 @@ def _write_figure(name: str, timeline: Timeline) -> None:
 # ---- the options
 
 
-def _numbers(text: str) -> float | list[float]:
-    try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number or a comma-separated list of numbers"
-        ) from None
+def _one_or_more(text: str) -> float | list[float]:
+    values = [float(part) for part in text.split(",")]
     return values if len(values) > 1 else values[0]
 
 
@@ -410,6 +403,7 @@ _COUNT = _number(int, lambda n: n >= 1, "a whole number of at least 1")
 _SEED = _number(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 2 ** 32 - 1")
 _RATE = _number(float, lambda x: 0 <= x < 1, "a number of at least 0 and below 1")
 _SECONDS = _number(float, lambda x: 0 < x <= 1e6, "seconds above 0, at most a million")
+_COST = _number(_one_or_more, lambda x: True, "a number or a comma-separated list of numbers")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -421,104 +415,67 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
 
-    def add(name: str, function: Callable, text: str, epilog: str = "") -> argparse.ArgumentParser:
+    def add(name: str, function: Callable, text: str, epilog: str = "") -> Callable:
+        """A command; returns what adds an option to it."""
         command = commands.add_parser(name, help=text, description=text, epilog=epilog)
         command.set_defaults(command=function, name_of_command=name)
-        return command
+        return command.add_argument
 
-    def add_with_schedule(name: str, function: Callable, text: str) -> argparse.ArgumentParser:
+    def add_with_schedule(name: str, function: Callable, text: str) -> Callable:
         limit = f"A schedule has at most {LARGEST:,} actions: 2 x P x V x M x K, and more for"
-        command = add(name, function, text, f"{limit} interleaved with fewer micro-batches than P.")
-        known = ", ".join(sorted(SCHEDULES))
-        command.add_argument("name", metavar="NAME", help=f"{known}, or a CSV file")
-        command.add_argument("--devices", type=int, metavar="P")
-        command.add_argument("--microbatches", type=int, metavar="M", help="per batch")
-        chunks = "chunks a device (interleaved)"
-        command.add_argument("--virtual", type=int, default=1, metavar="V", help=chunks)
-        command.add_argument("--batches", type=int, default=1, metavar="K")
+        option = add(name, function, text, f"{limit} interleaved with fewer micro-batches than P.")
+        option("name", metavar="NAME", help=f"{', '.join(sorted(SCHEDULES))}, or a CSV file")
+        option("--devices", type=int, metavar="P")
+        option("--microbatches", type=int, metavar="M", help="per batch")
+        option("--virtual", type=int, default=1, metavar="V", help="chunks a device (interleaved)")
+        option("--batches", type=int, default=1, metavar="K")
         rules = [rule.name.lower() for rule in Reads]
-        version = "which weight version a forward reads"
-        command.add_argument("--reads", choices=rules, help=version)
-        return command
+        option("--reads", choices=rules, help="which weight version a forward reads")
+        return option
 
-    def add_recompute(command: argparse.ArgumentParser) -> None:
-        command.add_argument("--recompute", choices=[r.value for r in Recompute], default="never")
-
-    s = add_with_schedule("simulate", simulate_command, "predict a schedule's timeline")
+    modes = [mode.value for mode in Recompute]
+    option = add_with_schedule("simulate", simulate_command, "predict a schedule's timeline")
     for cost, default in COSTS.items():
-        s.add_argument(
-            f"--{cost.replace('_', '-')}",
-            type=_numbers,
-            default=default,
-            metavar="S",
-            help="seconds: one number or one per stage",
-        )
-    add_recompute(s)
-    s.add_argument("--csv", metavar="FILE", help="write the table")
-    s.add_argument("--json", action="store_true", help="print one JSON object")
-    s.add_argument("--plot", metavar="FILE", help="write the picture (png, svg, pdf)")
-    s.add_argument("--trace", metavar="FILE", help="write a Chrome trace")
+        name, text = cost.replace("_", "-"), "seconds: one number or one per stage"
+        option(f"--{name}", type=_COST, default=default, metavar="S", help=text)
+    option("--recompute", choices=modes, default="never")
+    option("--csv", metavar="FILE", help="write the table")
+    option("--json", action="store_true", help="print one JSON object")
+    option("--plot", metavar="FILE", help="write the picture (png, svg, pdf)")
+    option("--trace", metavar="FILE", help="write a Chrome trace")
 
-    t = add_with_schedule("schedule", schedule_command, "print a schedule's table")
-    t.add_argument(
-        "--csv",
-        nargs="?",
-        const="pipelab",
-        choices=["pipelab", "torch"],
-        help="as CSV: ours, or what torch loads",
-    )
-    t.add_argument("--transfers", action="store_true", help="with every SEND and RECV written out")
+    option = add_with_schedule("schedule", schedule_command, "print a schedule's table")
+    forms = ["pipelab", "torch"]
+    text = "as CSV: ours, or what torch loads"
+    option("--csv", nargs="?", const="pipelab", choices=forms, help=text)
+    option("--transfers", action="store_true", help="with every SEND and RECV written out")
 
-    v = add("validate", validate_command, "check a table: complete, in order, no deadlock")
-    v.add_argument("file", metavar="FILE")
+    option = add("validate", validate_command, "check a table: complete, in order, no deadlock")
+    option("file", metavar="FILE")
 
-    r = add_with_schedule("run", run_command, "train a small model and check every gradient")
-    r.add_argument("--model", choices=["mlp", "gpt2"], default="mlp")
-    r.add_argument(
-        "--backend",
-        choices=["threads", "processes", "jax"],
-        help="default: threads; under torchrun or deepspeed: their ranks",
+    option = add_with_schedule(
+        "run", run_command, "train a small model for real and check every gradient"
     )
-    r.add_argument(
-        "--distributed",
-        action="store_true",
-        help="jax: as one of several processes (calls jax.distributed.initialize)",
-    )
-    r.add_argument(
-        "--replicas",
-        type=_COUNT,
-        default=1,
-        metavar="R",
-        help="pipelines that train together (with a flush)",
-    )
-    r.add_argument("--dropout", type=_RATE, default=0.0, metavar="RATE")
-    r.add_argument(
-        "--device",
-        metavar="NAME",
-        help="such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)",
-    )
-    r.add_argument(
-        "--paced",
-        type=_SECONDS,
-        metavar="S",
-        help="seconds per cost unit: slow down to the predicted times",
-    )
-    add_recompute(r)
-    r.add_argument("--seed", type=_SEED, default=0)
-    r.add_argument(
-        "--dump",
-        metavar="DIR",
-        help="write initial weights, batches and the weights after every update",
-    )
-    r.add_argument("--save", metavar="DIR", help="write a checkpoint at the end")
-    r.add_argument("--stop", type=int, metavar="K", help="end after K batches (with --save)")
-    r.add_argument("--resume", metavar="DIR", help="continue from a checkpoint")
-    r.add_argument(
-        "--timeout",
-        type=_SECONDS,
-        default=60.0,
-        metavar="S",
-        help="give up when no action ends in this time",
-    )
-    r.add_argument("--json", action="store_true", help="print one JSON object")
+    option("--model", choices=["mlp", "gpt2"], default="mlp")
+    text = "default: threads; under torchrun or deepspeed: their ranks"
+    option("--backend", choices=["threads", "processes", "jax"], help=text)
+    text = "jax: as one of several processes (calls jax.distributed.initialize)"
+    option("--distributed", action="store_true", help=text)
+    text = "pipelines that train together (with a flush)"
+    option("--replicas", type=_COUNT, default=1, metavar="R", help=text)
+    option("--dropout", type=_RATE, default=0.0, metavar="RATE")
+    text = "such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)"
+    option("--device", metavar="NAME", help=text)
+    text = "seconds per cost unit: slow down to the predicted times"
+    option("--paced", type=_SECONDS, metavar="S", help=text)
+    option("--recompute", choices=modes, default="never")
+    option("--seed", type=_SEED, default=0)
+    text = "write initial weights, batches and the weights after every update"
+    option("--dump", metavar="DIR", help=text)
+    option("--save", metavar="DIR", help="write a checkpoint at the end")
+    option("--stop", type=int, metavar="K", help="end after K batches (with --save)")
+    option("--resume", metavar="DIR", help="continue from a checkpoint")
+    text = "give up when no action ends in this time"
+    option("--timeout", type=_SECONDS, default=60.0, metavar="S", help=text)
+    option("--json", action="store_true", help="print one JSON object")
     return parser

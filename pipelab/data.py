@@ -1,7 +1,5 @@
 """Real text that ships with Python, as batches of tokens."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from typing import NamedTuple

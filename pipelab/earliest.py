@@ -1,7 +1,5 @@
 """When each action can start: the walk that the validator, the simulator and the grid share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

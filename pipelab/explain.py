@@ -1,7 +1,5 @@
 """Why a run took longer than predicted: the gap between two timelines of one table, by cause."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """A measured timeline -> the costs that explain it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Bytes over time on every device, by cause."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter

@@ -18,10 +18,11 @@ from pipelab.versions import (
 
 
 class Schedule(Table):
-    """A table of actions, one row per device, that is validated, simulated, drawn, exported and run.
+    """A table of actions, one row per device: validated, simulated, drawn, exported and run.
 
     Schedule(name, rows, placement, microbatches, batches=1, per_update=microbatches,
-    reads=Reads.LATEST): the fields of `Table`.
+    reads=Reads.LATEST): the fields of `Table`. What the properties and methods compute is described
+    in `pipelab.versions`, `pipelab.transform` and `pipelab.text`.
 
     >>> s = Schedule.from_grid("0F0 .   .   0B0 0U0\\n.   1F0 1B0 1U0 .")
     >>> s.devices, s.stages, s.microbatches
@@ -49,7 +50,7 @@ class Schedule(Table):
 
     @classmethod
     def from_csv(cls, text: str, name: str = "csv") -> Schedule:
-        """Read `to_csv`, or bare rows (empty cell: idle; updates are added where there are none)."""
+        """Read `to_csv`, or bare rows: an empty cell is idle; a table without updates gets them."""
         return cls(**read_table(text, name, lambda line: line.split(",")))
 
     @classmethod

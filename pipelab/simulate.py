@@ -1,7 +1,5 @@
 """Schedule + Costs -> Timeline: every action starts as soon as its row and its input allow."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from pipelab.action import Kind

@@ -3,11 +3,9 @@
     device 0   0F0 0F1 .   .   0B0 0B1 0U0        0F1: stage 0, forward, micro-batch 1
     device 1   .   1F0 1F1 1B0 1B1 1U0 .
 
-Everything else is a function of it: `versions`, `text`, `transform`; `schedule.Schedule` has them as
-methods. Needs numpy alone.
+Everything else is a function of it: `versions`, `text`, `transform`; `schedule.Schedule` has them
+as methods. Needs numpy alone.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -101,7 +99,8 @@ class Table:
         count = self.bounds[-1]
         if self.total > max(count, 1):
             raise ScheduleError(
-                f"{self.total} micro-batches for a table of {count} actions: each needs at least one"
+                f"{self.total} micro-batches for a table of {count} actions: each needs at least "
+                "one"
             )
         device, stage, kind, microbatch = self.columns
         limit = np.where(kind == Kind.U, self.updates, self.total)
@@ -207,7 +206,7 @@ class Table:
 
     @property
     def needs(self) -> np.ndarray:
-        """`inputs`, with what a SEND waits for: its RECV. These two need each other (rendezvous)."""
+        """`inputs`; but a SEND needs its RECV, as that needs the SEND: they meet (rendezvous)."""
         sends = np.isin(self.columns.kind, (Kind.SEND_F, Kind.SEND_B))
         return np.where(sends, self.takers, self.inputs)
 

@@ -1,7 +1,5 @@
 """Guesses and exercises for the lectures: any right answer passes, a wrong one is drawn."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -93,7 +91,7 @@ def check_schedule(
     in_flight: int | None = None,
     costs: Costs | None = None,
 ) -> Feedback:
-    """Any valid table that reaches the numbers: one batch, a stage on each device, one update at its end.
+    """Any valid table that reaches the numbers: one batch, a stage on each device, one update.
 
     The answer is a Schedule, or a grid in text, whose updates may be left out.
 

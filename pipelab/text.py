@@ -1,7 +1,5 @@
 """Tables as text: a line that says how to read them, then a line of cells per device."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ of them assume equal stages, no transfer time and updates that take no time; the
 one with the simulator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple

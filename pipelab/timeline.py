@@ -1,7 +1,5 @@
 """What ran when: spans in columns, simulated or measured, and the measures taken from them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -27,7 +25,7 @@ class Bubble(NamedTuple):
 
     of_total    idle / (p x makespan): the share of all device time that is lost (GPipe)
     over_ideal  (makespan - ideal) / ideal: how much longer than without a bubble (Megatron-LM)
-    of_span     (cost - ideal) / cost, cost = the longest span of one device (zero bubble, section 5.3)
+    of_span     (cost - ideal) / cost, cost = the longest span of a device (zero bubble, sect. 5.3)
     """
 
     of_total: float
@@ -84,7 +82,7 @@ class Timeline:
     def transfers(self) -> dict[str, np.ndarray]:
         """The transfers as columns.
 
-        `action` (that takes what was sent), `from` and `to` (devices), `sent` and `arrived` (seconds).
+        `action` (that takes what was sent), `from`, `to` (devices), `sent`, `arrived` (seconds).
         """
         moved = self.schedule.crossing
         return {
@@ -229,7 +227,7 @@ class Timeline:
                 return path[::-1]
 
     def refuse_transfers(self, what: str) -> None:
-        """Raise ValueError if the table has its transfers written out: `what` does not know them."""
+        """Raise ValueError if the table has its transfers written out, which `what` cannot read."""
         if self.schedule.has_transfers:
             raise ValueError(
                 f"{what}: {self.schedule.name} has its transfers written out; ask the table "

@@ -1,7 +1,5 @@
 """Tables made of a table: some of its batches, its forwards alone, its transfers written out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import TypeVar
 

@@ -1,8 +1,6 @@
 """Is a table complete, in order and free of deadlock? The error draws the grid with the fault
 marked."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NoReturn
 

@@ -1,6 +1,4 @@
-"""Which weight versions a table reads, and how long each must be kept. `U t` makes version t + 1."""
-
-from __future__ import annotations
+"""Which weight versions a table reads, and how long each is kept. `U t` makes version t + 1."""
 
 from itertools import accumulate, pairwise
 from typing import NamedTuple

@@ -54,8 +54,9 @@ def test_simulate_json(capsys):
 def test_all_options_of_simulate(capsys, tmp_path):
     files = {name: tmp_path / f"out.{name}" for name in ("csv", "png", "json")}
     line = (
-        "simulate interleaved --devices 2 --virtual 2 --microbatches 4 --batches 2 --forward 1,2,1,2 --input-grad 2 "
-        "--weight-grad 1 --transfer 0.5 --update 1 --recompute always "
+        "simulate interleaved --devices 2 --virtual 2 --microbatches 4 --batches 2 "
+        "--forward 1,2,1,2 --input-grad 2 --weight-grad 1 --transfer 0.5 "
+        "--update 1 --recompute always "
         f"--csv {files['csv']} --plot {files['png']} --trace {files['json']}"
     )
     status, out, _ = call(capsys, line)
@@ -270,7 +271,8 @@ def test_numbers_beyond_reason(capsys, tmp_path, text):
 
 
 def test_a_reader_that_has_enough_is_no_error(tmp_path):
-    command = f"{sys.executable} -m pipelab schedule gpipe --devices 8 --microbatches 4096 --csv | head -1"
+    line = "schedule gpipe --devices 8 --microbatches 4096 --csv"
+    command = f"{sys.executable} -m pipelab {line} | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert done.stderr == ""
 

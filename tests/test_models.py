@@ -35,7 +35,7 @@ def test_the_layers_are_the_model(tmp_path):
 
 
 def test_published_sizes_of_gpt2_in_stages():
-    """GPT-2 small in stages of 4, 3, 3 and 4 layers has the parameter counts that the original course printed."""
+    """GPT-2 small in stages of 4, 3, 3 and 4 layers: as the original course printed."""
     with torch.device("meta"):
         layers = gpt2(vocabulary=50257, length=1024, width=768, blocks=12, heads=12)
     counts = parameters(split(layers, [4, 3, 3, 4]))
@@ -92,7 +92,7 @@ def test_uniform_and_mlp():
 @pytest.mark.parametrize("layers", [8, 16, 32])
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_of_the_mlp_keep_their_size(layers, seed):
-    """Of every layer's weights and biases, on random data: in deep models too a gradient is no rounding error."""
+    """Of every layer's weights and biases: no gradient of a deep model is a rounding error."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(*mlp(layers=layers, width=64))
     x, y = torch.randn(32, 64), torch.randn(32, 64)
@@ -121,7 +121,7 @@ def test_gradients_of_the_flax_mlp_keep_their_size(layers):
 
 
 def assert_alike(norms):
-    """All layers' gradients within a factor of 10 of the last layer's: weights with weights, biases with biases."""
+    """All within a factor of 10 of the last layer's: weights with weights, biases with biases."""
     for of_layers in zip(*norms, strict=True):
         for norm in of_layers:
             assert 0.1 < norm / of_layers[-1] < 10

@@ -1,7 +1,5 @@
 """A plain MLP in flax, stage by stage."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

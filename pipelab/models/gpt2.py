@@ -1,7 +1,5 @@
 """GPT-2 as a list of layers: embedding, blocks, head (transformers' own modules)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

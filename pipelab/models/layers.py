@@ -1,7 +1,5 @@
 """Cutting a list of layers into stages, and a plain MLP."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 

@@ -4,8 +4,6 @@ Between the layers travels (x, {name: tensor}), so that what is stashed passes t
 between with its gradient on the way back. Over processes it is sent from stage to stage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Other people's pipelines on the same stages and batches, to compare with: one file each."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -5,8 +5,6 @@ the samples, and for 1F1B at least as many micro-batches as stages. Its first ba
 the shapes of all messages, so that it takes much longer.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

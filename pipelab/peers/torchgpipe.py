@@ -4,8 +4,6 @@ What it asks for: an nn.Sequential whose layers take and return tensors or tuple
 GPipe only, `chunks` micro-batches. It was last released in 2020 and still runs.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Sequence

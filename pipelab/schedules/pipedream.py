@@ -12,7 +12,7 @@ from pipelab.schedule import Schedule
 
 
 def pipedream(devices: int, microbatches: int, batches: int = 1) -> Schedule:
-    """1F1B over all micro-batches, an update after every backward, p - s weight versions on stage s.
+    """1F1B over all micro-batches, an update after every backward, p - s versions on stage s.
 
     >>> print(pipedream(2, 3).grid())
     0F0 0F1 .   0B0 0U0 0F2 0B1 0U1 .   0B2 0U2
