@@ -23,9 +23,8 @@ class Kind(IntEnum):
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.U})
-_TEXT = re.compile(
-    r"(0|[1-9][0-9]{0,8})(F|B|I|W|U|SEND_F|RECV_F|SEND_B|RECV_B)(0|[1-9][0-9]{0,8})"
-)  # below a billion
+_NUMBER = "(0|[1-9][0-9]{0,8})"  # below a billion
+_TEXT = re.compile(f"{_NUMBER}({'|'.join(Kind.__members__)}){_NUMBER}")
 
 
 class Reads(IntEnum):
@@ -60,31 +59,32 @@ class Action(NamedTuple):
         match = _TEXT.fullmatch(text)
         if not match:
             raise ScheduleError(
-                f"{text!r} is not an action: write <stage><kind><micro-batch>, such as 2F0, 2B0, 2U0 or 0SEND_F1"
+                f"{text!r} is not an action: write <stage><kind><micro-batch>, such as 2F0, 2B0, "
+                "2U0 or 0SEND_F1"
             )
         return cls(int(match[1]), Kind[match[2]], int(match[3]))
 
 
 def insert_updates(row: Iterable[Action], per_update: int) -> list[Action]:
-    """The row with `U t` of each of its stages after the row's last backward (B or W) of update group t.
+    """The row with `U t` of each of its stages after its last backward (B or W) of update group t.
 
-    Where a stage begins its next group before that, its update stands after its own last backward of the group.
+    Where a stage begins its next group before that, its update stands after its own last backward
+    of the group.
     """
     row = list(row)
-    backwards = [
-        (i, a.stage, a.microbatch // per_update)
-        for i, a in enumerate(row)
-        if a.kind in (Kind.B, Kind.W)
-    ]
-    of_row = {group: i for i, _, group in backwards}
-    of_stage = {(stage, group): i for i, stage, group in backwards}
-    first = {(stage, group): i for i, stage, group in reversed(backwards)}
+    last: dict[int, int] = {}  # group -> where the row's last backward of it is
+    last_of: dict[tuple[int, int], int] = {}  # the same of each stage
+    first_of: dict[tuple[int, int], int] = {}
+    for i, a in enumerate(row):
+        if a.kind in (Kind.B, Kind.W):
+            group = a.microbatch // per_update
+            last[group] = last_of[a.stage, group] = i
+            first_of.setdefault((a.stage, group), i)
     after: dict[int, list[Action]] = {}
-    for stage, group in sorted(of_stage):
-        begun = first.get((stage, group + 1), len(row)) < of_row[group]
-        after.setdefault(of_stage[stage, group] if begun else of_row[group], []).append(
-            Action(stage, Kind.U, group)
-        )
+    for (stage, group), own in sorted(last_of.items()):
+        next_begins = first_of.get((stage, group + 1), len(row))
+        place = own if next_begins < last[group] else last[group]
+        after.setdefault(place, []).append(Action(stage, Kind.U, group))
     return [b for i, a in enumerate(row) for b in (a, *after.get(i, ()))]
 
 

@@ -1,9 +1,8 @@
-"""The command line: pipelab simulate | schedule | validate | run | bench.
+"""The command line: pipelab simulate | schedule | validate | run.
 
-Exit status 0; 1 when a table is not valid (`validate`) or a run's check failed; 2 and one line for input that makes no sense.
+Exit status 0; 1 when a table is not valid (`validate`) or a run's check failed; 2 and one line for
+input that makes no sense; 130 when interrupted.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -12,12 +11,12 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from itertools import pairwise
+from itertools import combinations, pairwise
+from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipelab.action import Reads, ScheduleError, check_counts
+from pipelab.action import Reads, ScheduleError
 from pipelab.costs import Costs, Recompute
 from pipelab.schedule import Schedule
 from pipelab.schedules import SCHEDULES, make
@@ -25,12 +24,9 @@ from pipelab.simulate import simulate
 from pipelab.timeline import Timeline
 from pipelab.validate import validate
 
-BENCHES = {
-    "simulate": "simulate",
-    "run": "run",
-    "jax": "jax_pipelines",
-    "explorer": "explorer",
-}  # each in a module of its own
+LARGEST = 10_000_000  # actions of a table that a schedule's name stands for
+SIZES = ("devices", "microbatches", "virtual", "batches")
+COSTS = {"forward": 1.0, "input_grad": 1.0, "weight_grad": 1.0, "transfer": 0.0, "update": 0.0}
 
 
 class Failure(Exception):
@@ -44,40 +40,40 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
+    command = f"pipelab {options.name_of_command}"
     try:
         options.command(options)
         sys.stdout.flush()
+        return 0
     except Failure as verdict:
-        print(verdict, file=sys.stderr)
-        return 1
+        status, message = 1, str(verdict)
     except BrokenPipeError:  # whoever reads has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        status, message = 130, f"{command}: interrupted"
     except (ValueError, OSError) as error:
         first, _, drawing = str(error).partition("\n")
         hint = " (`pipelab validate FILE` draws the table)" if drawing else ""
-        print(f"{parser.prog} {options.name_of_command}: error: {first}{hint}", file=sys.stderr)
-        return 2
+        status, message = 2, f"{command}: error: {first}{hint}"
     except RuntimeError as error:  # a run that failed: its stage's own traceback is the cause
-        if error.__cause__ or "RANK" not in os.environ:  # else another rank has said it
-            traceback.print_exception(error.__cause__ or error)
-            print(f"{parser.prog} {options.name_of_command}: {error}", file=sys.stderr)
-        return 1
-    return 0
+        if not error.__cause__ and "RANK" in os.environ:
+            return 1  # another rank has said it
+        traceback.print_exception(error.__cause__ or error)
+        status, message = 1, f"{command}: {error}"
+    print(message, file=sys.stderr)
+    return status
 
 
 # ---- the commands
 
 
 def simulate_command(o: argparse.Namespace) -> None:
+    _check_targets(o, "csv", "trace", "plot")
     schedule = _schedule(o)
-    _check_targets(o.plot, o.csv, o.trace)
-    names = ("forward", "input_grad", "weight_grad", "transfer", "update")
-    timeline = simulate(
-        schedule, Costs(**{n: getattr(o, n) for n in names}, recompute=Recompute(o.recompute))
-    )
+    costs = {name: getattr(o, name) for name in COSTS}
+    timeline = simulate(schedule, Costs(**costs, recompute=Recompute(o.recompute)))
     if o.plot:
         _write_figure(o.plot, timeline)
     if o.csv:
@@ -97,11 +93,8 @@ def schedule_command(o: argparse.Namespace) -> None:
         raise ValueError("--csv torch is compute only: leave out --transfers")
     if o.transfers:
         schedule = schedule.with_transfers()
-    print(
-        {"pipelab": schedule.to_csv, "torch": schedule.to_torch_csv, None: schedule.__str__}[
-            o.csv
-        ]().rstrip("\n")
-    )
+    forms = {"pipelab": schedule.to_csv, "torch": schedule.to_torch_csv, None: schedule.__str__}
+    print(forms[o.csv]().rstrip("\n"))
 
 
 def validate_command(o: argparse.Namespace) -> None:
@@ -112,8 +105,8 @@ def validate_command(o: argparse.Namespace) -> None:
         raise Failure(f"not valid: {error}") from None
     transfers = ", its transfers safe for rendezvous" if schedule.has_transfers else ""
     print(
-        f"valid: {schedule.devices} devices, {schedule.stages} stages, {schedule.batches} x {schedule.microbatches} "
-        f"micro-batches, complete, in order, no deadlock{transfers}"
+        f"valid: {schedule.devices} devices, {schedule.stages} stages, {schedule.batches} x "
+        f"{schedule.microbatches} micro-batches, complete, in order, no deadlock{transfers}"
     )
 
 
@@ -126,9 +119,11 @@ def run_command(o: argparse.Namespace) -> None:
     if o.distributed and o.backend != "jax":
         raise ValueError("--distributed needs --backend jax; torch's ranks are started by torchrun")
     first = _join_processes() if o.distributed else os.environ.get("RANK", "0") == "0"
-    stages, batches, loss, optimizer = _model(o, schedule)
-    # Predicted with the very costs it is paced by, or with those that it measured itself.
-    costs = Costs(recompute=Recompute(o.recompute))
+    if first:
+        _check_targets(o, "dump", "save")
+    recompute, unit = Recompute(o.recompute), o.paced or 1.0
+    costs = Costs(unit, unit, unit, recompute=recompute)
+    stages, batches, loss, optimizer = (_jax_model if o.backend == "jax" else _model)(o, schedule)
     result = run(
         schedule,
         stages,
@@ -138,72 +133,156 @@ def run_command(o: argparse.Namespace) -> None:
         backend=o.backend,
         devices=o.device,
         replicas=o.replicas,
-        recompute=costs.recompute,
+        recompute=recompute,
         seed=o.seed if o.dropout else None,
         pace=o.paced,
-        costs=costs,
+        costs=Costs(recompute=recompute),
         dump=o.dump,
         save=o.save,
         stop=o.stop,
         resume=o.resume,
         timeout=o.timeout,
     )
-    if o.paced:
-        predicted = simulate(schedule, Costs(o.paced, o.paced, o.paced, recompute=costs.recompute))
-    else:
-        predicted = simulate(schedule, fit(result.timeline))
-    assert result.check
-    explanation = explain(predicted, result.timeline)
-    measured = describe(result.timeline) | {"weight_versions": result.weight_versions}
+    # Predicted with the very costs it is paced by, or with those that it measured itself; of the
+    # table that ran, which is a part of the schedule with --stop and --resume.
+    measured, check = result.timeline, result.check
+    predicted = simulate(measured.schedule, costs if o.paced else fit(measured))
+    explanation = explain(predicted, measured)
+    assert check
     if not first:  # one of several ranks: the first one reports
-        return None
-    check = {
-        k: getattr(result.check, k) for k in ("passed", "max_abs", "max_rel", "tolerance", "rule")
-    }
+        return
     if o.json:
-        measured |= {"activation_bytes": result.memory.peak(), "late": result.timeline.late}
-        print(
-            json.dumps(
-                {
-                    **{
-                        k: measured[k]
-                        for k in ("schedule", "devices", "stages", "microbatches", "batches")
-                    },
-                    "losses": result.losses,
-                    "check": check,
-                    "measured": measured,
-                    "simulated": describe(predicted),
-                    "explained": explanation.causes,
-                }
-            )
-        )
+        numbers = describe(measured) | {
+            "weight_versions": result.weight_versions,
+            "activation_bytes": result.memory.peak(),
+            "late": measured.late,
+        }
+        sizes = ("schedule", "devices", "stages", "microbatches", "batches")
+        verdict = ("passed", "max_abs", "max_rel", "tolerance", "rule")
+        report = {name: numbers[name] for name in sizes} | {
+            "losses": result.losses,
+            "check": {name: getattr(check, name) for name in verdict},
+            "measured": numbers,
+            "simulated": describe(predicted),
+            "explained": explanation.causes,
+        }
+        print(json.dumps(report))
     else:
-        print(result.timeline.summary())
+        print(measured.summary())
         print(explanation)
         print("losses", *(f"{x:.4f}" for x in result.losses))
-        print(result.check)
-    if not result.check.passed:
-        raise Failure(
-            f"the run differs from the reference by {result.check.max_rel:.2g} ({result.check.worst})"
+        print(check)
+    if not check.passed:
+        raise Failure(f"the run differs from the reference by {check.max_rel:.2g} ({check.worst})")
+
+
+# ---- what they read
+
+
+def _schedule(o: argparse.Namespace) -> Schedule:
+    if o.name.endswith(".csv") or (o.name not in SCHEDULES and Path(o.name).is_file()):
+        for option in (*SIZES, "reads"):
+            if getattr(o, option) not in (None, 1):
+                raise ValueError(f"{o.name} has its own sizes: leave out --{option}")
+        return _read_csv(o.name)
+    if o.name not in SCHEDULES:
+        make(o.name, 1, 1)  # raises, with the nearest name
+    if o.devices is None or o.microbatches is None:
+        raise ValueError(f"{o.name} needs --devices and --microbatches")
+    sizes = {n: getattr(o, n, 1) for n in (*SIZES, "replicas")}
+    # A forward and a backward each; interleaved fills rounds of as many micro-batches as devices.
+    rounds = sizes | {"microbatches": max(o.microbatches, o.devices if o.virtual > 1 else 1)}
+    if 2 * prod(rounds.values()) > LARGEST:
+        given = " ".join(f"--{name} {size}" for name, size in sizes.items() if size != 1)
+        raise ValueError(f"{o.name} {given}: more than {LARGEST:,} actions; take fewer")
+    reads = Reads[o.reads.upper()] if o.reads else None
+    return make(
+        o.name, o.devices, o.microbatches, virtual=o.virtual, batches=o.batches, reads=reads
+    )
+
+
+def _read_csv(name: str) -> Schedule:
+    try:
+        content = Path(name).read_text()
+    except UnicodeDecodeError:
+        raise ValueError(f"{name} is not text") from None
+    try:
+        return Schedule.from_csv(content, name=Path(name).stem)
+    except ScheduleError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+# ---- what they train: stages, batches, a loss and an optimizer
+
+
+def _model(o: argparse.Namespace, schedule: Schedule) -> tuple[list, list, Callable, Any]:
+    """A small model in as many stages as the schedule has, and batches of real or random data."""
+    from functools import partial
+
+    import torch
+    from torch.nn import functional as F
+
+    from pipelab.models import mlp, split
+    from pipelab.partition import uniform
+
+    torch.manual_seed(o.seed)
+    size = 4 * schedule.microbatches * o.replicas
+    loss: Callable
+    if o.model == "mlp":
+        loss, layers = F.mse_loss, mlp(layers=2 * schedule.stages, width=64)
+        if o.dropout:
+            layers = [torch.nn.Sequential(layer, torch.nn.Dropout(o.dropout)) for layer in layers]
+        batches = [(torch.randn(size, 64), torch.randn(size, 64)) for _ in range(schedule.batches)]
+    else:
+        from pipelab import data
+        from pipelab.models.gpt2 import gpt2, next_token_loss
+
+        loss, blocks = next_token_loss, max(4, schedule.stages)
+        layers = gpt2(vocabulary=1024, length=32, width=64, blocks=blocks, dropout=o.dropout)
+        batches = data.batches(data.corpus(1024).tokens, schedule.batches, size, 32, o.seed)
+    stages = split(layers, uniform(len(layers), schedule.stages))
+    return stages, batches, loss, partial(torch.optim.SGD, lr=0.05)
+
+
+def _jax_model(o: argparse.Namespace, schedule: Schedule) -> tuple[list, list, Callable, Any]:
+    """The same MLP in flax, two layers a stage."""
+    if o.model != "mlp" or o.dropout:
+        raise ValueError(
+            "--backend jax has the mlp alone, without dropout: leave out --model and --dropout"
         )
+    import numpy as np
+    import optax
+
+    from pipelab.models.flax_mlp import mlp
+
+    shape = (schedule.batches, 2, 4 * schedule.microbatches, 64)
+    data = np.random.default_rng(o.seed).normal(size=shape).astype(np.float32)
+    stages = mlp(stages=schedule.stages, width=64, seed=o.seed)
+    batches = [(x, target) for x, target in data]
+    return stages, batches, lambda y, target: ((y - target) ** 2).mean(), optax.sgd(0.05)
 
 
-def bench_command(o: argparse.Namespace) -> None:
-    check_counts(repeats=o.repeats, actions=o.actions)
-    options: dict[str, Any] = {"repeats": o.repeats}
-    if o.what == "simulate":
-        options["largest"] = o.actions
-    if o.what == "explorer":
-        from pipelab.widgets import Explorer
+def _join_processes() -> bool:
+    """Join jax.distributed; whether this is the first process.
 
-        options["explorer"] = Explorer
-    report = import_module(f"pipelab.bench.{BENCHES[o.what]}").report(**options)
-    if o.markdown:
-        _write(o.markdown, lambda path: path.write_text(report))
-    print(report, end="")
+    Where JAX does not know the cluster, variables named JAX_* tell the place.
+    """
+    import jax
+
+    names = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    try:
+        count, number = (int(os.environ[n]) if n in os.environ else None for n in names)
+        jax.distributed.initialize(num_processes=count, process_id=number)
+    except ValueError as error:
+        raise ValueError(
+            f"--distributed: {error} Under Slurm, Open MPI or Kubernetes JAX finds its place by "
+            "itself; else set JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and "
+            "JAX_PROCESS_ID"
+        ) from None
+    return jax.process_index() == 0
 
 
-# ---- what they share
+# ---- what they write
 
 
 def describe(timeline: Timeline) -> dict[str, Any]:
@@ -224,142 +303,67 @@ def describe(timeline: Timeline) -> dict[str, Any]:
 
 
 def _idle_table(timeline: Timeline) -> str:
-    causes = {"busy": timeline.busy} | {k: v for k, v in timeline.attribution().items() if v.any()}
-    width = max(map(len, causes))
-    lines = [
-        f"{'device':<{width}} " + " ".join(f"{d:>9}" for d in range(timeline.schedule.devices))
-    ]
-    lines += [
-        f"{cause:<{width}} " + " ".join(f"{x:>9.4g}" for x in values)
-        for cause, values in causes.items()
-    ]
+    rows = {"busy": timeline.busy} | timeline.attribution()
+    rows = {name: seconds for name, seconds in rows.items() if name == "busy" or seconds.any()}
+    width = max(map(len, rows))
+    lines = [f"{'device':<{width}}", *(f"{name:<{width}}" for name in rows)]
+    for d in range(timeline.schedule.devices):
+        cells = [d, *(f"{seconds[d]:.4g}" for seconds in rows.values())]
+        lines = [f"{line} {cell:>9}" for line, cell in zip(lines, cells, strict=True)]
     return "\n".join(lines)
 
 
-def _schedule(o: argparse.Namespace) -> Schedule:
-    if o.name.endswith(".csv") or (o.name not in SCHEDULES and Path(o.name).is_file()):
-        sizes = {"devices": None, "microbatches": None, "virtual": 1, "batches": 1, "reads": None}
-        if given := [key for key, default in sizes.items() if getattr(o, key) != default]:
-            raise ValueError(f"{o.name} has its own sizes: leave out --{given[0]}")
-        return _read_csv(o.name)
-    if o.devices is None or o.microbatches is None:
-        if o.name not in SCHEDULES:
-            make(o.name, 1, 1)  # raises, with the nearest name
-        raise ValueError(f"{o.name} needs --devices and --microbatches")
-    reads = Reads[o.reads.upper()] if o.reads else None
-    return make(
-        o.name, o.devices, o.microbatches, virtual=o.virtual, batches=o.batches, reads=reads
-    )
+def _check_targets(o: argparse.Namespace, *options: str) -> None:
+    """Refuse what could not be written before any work is done for it."""
+    names = {option: getattr(o, option) for option in options}
+    targets = {option: Path(name) for option, name in names.items() if name is not None}
+    for option, path in targets.items():
+        home = path.resolve().parent
+        if option in ("dump", "save"):  # they make the folders above them
+            home = next(folder for folder in path.resolve().parents if folder.exists())
+        elif path.is_dir():
+            raise ValueError(f"--{option} {path} is a folder: name a file")
+        elif path.exists() and not path.is_file():  # such as /dev/stdout
+            continue
+        if not home.is_dir():
+            raise ValueError(f"--{option} {path}: there is no folder {path.parent}")
+        try:
+            tempfile.TemporaryDirectory(dir=home).cleanup()
+        except OSError as error:
+            raise ValueError(
+                f"--{option} {path}: cannot write in {home} ({error.strerror}): name another place"
+            ) from None
+        if option == "plot":
+            _check_format(path)
+    for (a, one), (b, other) in combinations(targets.items(), 2):
+        folders = one.resolve(), other.resolve()
+        if Path(os.path.commonpath(folders)) in folders:
+            raise ValueError(f"--{a} {one} and --{b} {other} overlap: name two places")
 
 
-def _read_csv(name: str) -> Schedule:
-    try:
-        content = Path(name).read_text()
-    except UnicodeDecodeError:
-        raise ValueError(f"{name} is not text") from None
-    try:
-        return Schedule.from_csv(content, name=Path(name).stem)
-    except ScheduleError as error:
-        raise ValueError(f"{name}: {error}") from None
+def _check_format(path: Path) -> None:
+    from matplotlib.backend_bases import FigureCanvasBase
 
-
-def _model(o: argparse.Namespace, schedule: Schedule) -> tuple[list, list, Callable, Any]:
-    """A small model of the asked kind in as many stages as the schedule has, batches of real or random data, an optimizer."""
-    if o.backend == "jax":
-        return _jax_model(o, schedule)
-    from functools import partial
-
-    import torch
-    from torch.nn import functional as F
-
-    from pipelab.models import mlp, split
-    from pipelab.partition import uniform
-
-    torch.manual_seed(o.seed)
-    optimizer = partial(torch.optim.SGD, lr=0.05)
-    size = 4 * schedule.microbatches * o.replicas
-    if o.model == "mlp":
-        layers = mlp(layers=2 * schedule.stages, width=64)
-        if o.dropout:
-            layers = [torch.nn.Sequential(layer, torch.nn.Dropout(o.dropout)) for layer in layers]
-        batches = [(torch.randn(size, 64), torch.randn(size, 64)) for _ in range(schedule.batches)]
-        return split(layers, uniform(len(layers), schedule.stages)), batches, F.mse_loss, optimizer
-    from pipelab import data
-    from pipelab.models.gpt2 import gpt2, next_token_loss
-
-    layers = gpt2(
-        vocabulary=1024, length=32, width=64, blocks=max(4, schedule.stages), dropout=o.dropout
-    )
-    batches = data.batches(data.corpus(1024).tokens, schedule.batches, size, 32, o.seed)
-    return split(layers, uniform(len(layers), schedule.stages)), batches, next_token_loss, optimizer
-
-
-def _join_processes() -> bool:
-    """Join jax.distributed; whether this is the first process. Without a cluster that JAX knows, JAX_* tell the place."""
-    import jax
-
-    try:
-        count, number = (
-            int(os.environ[name]) if name in os.environ else None
-            for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-        )
-        jax.distributed.initialize(num_processes=count, process_id=number)
-    except ValueError as error:
+    formats = set(FigureCanvasBase.get_supported_filetypes()) - {"pgf"}  # that one needs LaTeX
+    ending = path.suffix[1:].lower()
+    if ending not in formats:
         raise ValueError(
-            f"--distributed: {error} Under Slurm, Open MPI or Kubernetes JAX finds its place by itself; else set "
-            "JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
-        ) from None
-    return jax.process_index() == 0
-
-
-def _jax_model(o: argparse.Namespace, schedule: Schedule) -> tuple[list, list, Callable, Any]:
-    """The same MLP in flax, two layers a stage."""
-    if o.model != "mlp" or o.dropout:
-        raise ValueError(
-            "--backend jax has the mlp alone, without dropout: leave out --model and --dropout"
+            f"--plot {path}: Format {ending!r} is not supported: name a file that ends in "
+            f".{', .'.join(sorted(formats))}"
         )
-    import numpy as np
-    import optax
-
-    from pipelab.models.flax_mlp import mlp
-
-    random, shape = np.random.default_rng(o.seed), (4 * schedule.microbatches, 64)
-    batches = [
-        tuple(random.normal(size=shape).astype(np.float32) for _ in range(2))
-        for _ in range(schedule.batches)
-    ]
-    stages = mlp(stages=schedule.stages, width=64, seed=o.seed)
-    return stages, batches, lambda y, target: ((y - target) ** 2).mean(), optax.sgd(0.05)
-
-
-def _check_targets(*names: str | None) -> None:
-    """Refuse a file that cannot be written before anything is."""
-    for name in filter(None, names):
-        if not Path(name).parent.is_dir():
-            raise ValueError(f"{name}: there is no folder {Path(name).parent}")
 
 
 def _write(name: str, save: Callable[[Path], Any]) -> None:
-    """Save under another name first, so that a failure leaves no half-written file."""
-    _check_targets(name)
-    target = Path(name).resolve()
-    if target.exists() and not target.is_file():  # such as /dev/stdout
-        return save(target)
-    handle, draft = tempfile.mkstemp(dir=target.parent, prefix=target.stem, suffix=target.suffix)
-    os.close(handle)
-    try:
-        save(Path(draft))
-        os.chmod(draft, 0o666 & ~_umask())
-        os.replace(draft, target)
-    except BaseException:
-        os.unlink(draft)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    """Save in a folder of its own first, so that a failure leaves no half-written file."""
+    path = Path(name)
+    if path.exists() and not path.is_file():  # such as /dev/stdout
+        save(path)
+        return
+    target = path.resolve()
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        draft = Path(folder, target.name)
+        save(draft)
+        draft.replace(target)
 
 
 def _write_figure(name: str, timeline: Timeline) -> None:
@@ -372,14 +376,34 @@ def _write_figure(name: str, timeline: Timeline) -> None:
     _write(name, lambda path: axes.figure.savefig(path, dpi=150))  # type: ignore[union-attr]
 
 
-def _number(text: str) -> float | list[float]:
-    try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number or a comma-separated list of numbers"
-        ) from None
+# ---- the options
+
+
+def _one_or_more(text: str) -> float | list[float]:
+    values = [float(part) for part in text.split(",")]
     return values if len(values) > 1 else values[0]
+
+
+def _number(kind: Callable[[str], Any], fits: Callable[[Any], bool], remedy: str) -> Callable:
+    """What reads an option's number, or says what to give."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not fits(value):
+            raise argparse.ArgumentTypeError(f"{text!r}: give {remedy}")
+        return value
+
+    return read
+
+
+_COUNT = _number(int, lambda n: n >= 1, "a whole number of at least 1")
+_SEED = _number(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 2 ** 32 - 1")
+_RATE = _number(float, lambda x: 0 <= x < 1, "a number of at least 0 and below 1")
+_SECONDS = _number(float, lambda x: 0 < x <= 1e6, "seconds above 0, at most a million")
+_COST = _number(_one_or_more, lambda x: True, "a number or a comma-separated list of numbers")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -387,127 +411,71 @@ def _parser() -> argparse.ArgumentParser:
         prog="pipelab",
         description="Pipeline schedules: simulate them, check them, run them for real.",
     )
-    parser.add_argument(
-        "--local_rank", "--local-rank", help=argparse.SUPPRESS
-    )  # what deepspeed's launcher puts before everything
+    # What deepspeed's launcher puts before everything.
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
 
-    def add(name: str, function: Callable, text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text)
+    def add(name: str, function: Callable, text: str, epilog: str = "") -> Callable:
+        """A command; returns what adds an option to it."""
+        command = commands.add_parser(name, help=text, description=text, epilog=epilog)
         command.set_defaults(command=function, name_of_command=name)
-        return command
+        return command.add_argument
 
-    def add_schedule(command: argparse.ArgumentParser) -> None:
-        command.add_argument(
-            "name", metavar="NAME", help=f"{', '.join(sorted(SCHEDULES))}, or a CSV file"
-        )
-        command.add_argument("--devices", type=int, metavar="P")
-        command.add_argument("--microbatches", type=int, metavar="M", help="per batch")
-        command.add_argument(
-            "--virtual", type=int, default=1, metavar="V", help="chunks a device (interleaved)"
-        )
-        command.add_argument("--batches", type=int, default=1, metavar="K")
-        command.add_argument(
-            "--reads",
-            choices=[r.name.lower() for r in Reads],
-            help="which weight version a forward reads",
-        )
+    def add_with_schedule(name: str, function: Callable, text: str) -> Callable:
+        limit = f"A schedule has at most {LARGEST:,} actions: 2 x P x V x M x K, and more for"
+        option = add(name, function, text, f"{limit} interleaved with fewer micro-batches than P.")
+        option("name", metavar="NAME", help=f"{', '.join(sorted(SCHEDULES))}, or a CSV file")
+        option("--devices", type=int, metavar="P")
+        option("--microbatches", type=int, metavar="M", help="per batch")
+        option("--virtual", type=int, default=1, metavar="V", help="chunks a device (interleaved)")
+        option("--batches", type=int, default=1, metavar="K")
+        rules = [rule.name.lower() for rule in Reads]
+        option("--reads", choices=rules, help="which weight version a forward reads")
+        return option
 
-    def add_recompute(command: argparse.ArgumentParser) -> None:
-        command.add_argument("--recompute", choices=[r.value for r in Recompute], default="never")
+    modes = [mode.value for mode in Recompute]
+    option = add_with_schedule("simulate", simulate_command, "predict a schedule's timeline")
+    for cost, default in COSTS.items():
+        name, text = cost.replace("_", "-"), "seconds: one number or one per stage"
+        option(f"--{name}", type=_COST, default=default, metavar="S", help=text)
+    option("--recompute", choices=modes, default="never")
+    option("--csv", metavar="FILE", help="write the table")
+    option("--json", action="store_true", help="print one JSON object")
+    option("--plot", metavar="FILE", help="write the picture (png, svg, pdf)")
+    option("--trace", metavar="FILE", help="write a Chrome trace")
 
-    s = add("simulate", simulate_command, "predict a schedule's timeline")
-    add_schedule(s)
-    for cost, default in (
-        ("forward", 1),
-        ("input-grad", 1),
-        ("weight-grad", 1),
-        ("transfer", 0),
-        ("update", 0),
-    ):
-        s.add_argument(
-            f"--{cost}",
-            type=_number,
-            default=float(default),
-            metavar="S",
-            help="seconds: one number or one per stage",
-        )
-    add_recompute(s)
-    s.add_argument("--csv", metavar="FILE", help="write the table")
-    s.add_argument("--json", action="store_true", help="print one JSON object")
-    s.add_argument("--plot", metavar="FILE", help="write the picture (png, svg, pdf)")
-    s.add_argument("--trace", metavar="FILE", help="write a Chrome trace")
+    option = add_with_schedule("schedule", schedule_command, "print a schedule's table")
+    forms = ["pipelab", "torch"]
+    text = "as CSV: ours, or what torch loads"
+    option("--csv", nargs="?", const="pipelab", choices=forms, help=text)
+    option("--transfers", action="store_true", help="with every SEND and RECV written out")
 
-    t = add("schedule", schedule_command, "print a schedule's table")
-    add_schedule(t)
-    t.add_argument(
-        "--csv",
-        nargs="?",
-        const="pipelab",
-        choices=["pipelab", "torch"],
-        help="as CSV: ours, or what torch loads",
-    )
-    t.add_argument("--transfers", action="store_true", help="with every SEND and RECV written out")
+    option = add("validate", validate_command, "check a table: complete, in order, no deadlock")
+    option("file", metavar="FILE")
 
-    v = add("validate", validate_command, "check a table: complete, in order, no deadlock")
-    v.add_argument("file", metavar="FILE")
-
-    r = add("run", run_command, "train a small model for real and check every gradient")
-    add_schedule(r)
-    r.add_argument("--model", choices=["mlp", "gpt2"], default="mlp")
-    r.add_argument(
-        "--backend",
-        choices=["threads", "processes", "jax"],
-        help="default: threads; under torchrun or deepspeed: their ranks",
+    option = add_with_schedule(
+        "run", run_command, "train a small model for real and check every gradient"
     )
-    r.add_argument(
-        "--distributed",
-        action="store_true",
-        help="jax: as one of several processes (calls jax.distributed.initialize)",
-    )
-    r.add_argument(
-        "--replicas",
-        type=int,
-        default=1,
-        metavar="R",
-        help="pipelines that train together (with a flush)",
-    )
-    r.add_argument("--dropout", type=float, default=0.0, metavar="RATE")
-    r.add_argument(
-        "--device",
-        metavar="NAME",
-        help="such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)",
-    )
-    r.add_argument(
-        "--paced",
-        type=float,
-        metavar="S",
-        help="seconds per cost unit: slow down to the predicted times",
-    )
-    add_recompute(r)
-    r.add_argument("--seed", type=int, default=0)
-    r.add_argument(
-        "--dump",
-        metavar="DIR",
-        help="write initial weights, batches and the weights after every update",
-    )
-    r.add_argument("--save", metavar="DIR", help="write a checkpoint at the end")
-    r.add_argument("--stop", type=int, metavar="K", help="end after K batches (with --save)")
-    r.add_argument("--resume", metavar="DIR", help="go on from a checkpoint")
-    r.add_argument(
-        "--timeout",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="give up when no action ends in this time",
-    )
-    r.add_argument("--json", action="store_true", help="print one JSON object")
-
-    b = add("bench", bench_command, "measure; prints medians and ratios")
-    b.add_argument("what", choices=list(BENCHES))
-    b.add_argument("--repeats", type=int, default=3)
-    b.add_argument(
-        "--actions", type=int, default=1_000_000, help="simulate: size of the largest table"
-    )
-    b.add_argument("--markdown", metavar="FILE", help="write the report too")
+    option("--model", choices=["mlp", "gpt2"], default="mlp")
+    text = "default: threads; under torchrun or deepspeed: their ranks"
+    option("--backend", choices=["threads", "processes", "jax"], help=text)
+    text = "jax: as one of several processes (calls jax.distributed.initialize)"
+    option("--distributed", action="store_true", help=text)
+    text = "pipelines that train together (with a flush)"
+    option("--replicas", type=_COUNT, default=1, metavar="R", help=text)
+    option("--dropout", type=_RATE, default=0.0, metavar="RATE")
+    text = "such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)"
+    option("--device", metavar="NAME", help=text)
+    text = "seconds per cost unit: slow down to the predicted times"
+    option("--paced", type=_SECONDS, metavar="S", help=text)
+    option("--recompute", choices=modes, default="never")
+    option("--seed", type=_SEED, default=0)
+    text = "write initial weights, batches and the weights after every update"
+    option("--dump", metavar="DIR", help=text)
+    option("--save", metavar="DIR", help="write a checkpoint at the end")
+    option("--stop", type=int, metavar="K", help="end after K batches (with --save)")
+    option("--resume", metavar="DIR", help="continue from a checkpoint")
+    text = "give up when no action ends in this time"
+    option("--timeout", type=_SECONDS, default=60.0, metavar="S", help=text)
+    option("--json", action="store_true", help="print one JSON object")
     return parser

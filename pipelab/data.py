@@ -1,7 +1,5 @@
 """Real text that ships with Python, as batches of tokens."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from typing import NamedTuple
@@ -12,14 +10,18 @@ from torch import Tensor
 
 
 class Corpus(NamedTuple):
-    """tokens: (count,) numbers of the words of a text; vocabulary: the words, most frequent first, 0 = any other."""
+    """tokens: (count,) numbers of the words of a text; vocabulary: the words, most frequent first;
+    0 stands for any other."""
 
     tokens: Tensor
     vocabulary: list[str]
 
 
 def text() -> str:
-    """The help topics of Python's own `help()`: about 0.46 MB of English prose. Differs a little between Python versions."""
+    """The help topics of Python's own `help()`: about 0.46 MB of English prose.
+
+    It differs a little between Python versions.
+    """
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in sorted(topics))
@@ -42,12 +44,13 @@ def corpus(words: int = 1024, prose: str | None = None) -> Corpus:
 def batches(
     tokens: Tensor, count: int, size: int, length: int, seed: int = 0
 ) -> list[tuple[Tensor, Tensor]]:
-    """`count` batches of (input, target), each (size, length): passages from random places, the target one token later."""
+    """`count` batches of (input, target), each (size, length).
+
+    Passages from random places, the target one token later.
+    """
     if len(tokens) <= length:
         raise ValueError(f"{len(tokens)} tokens for passages of {length}: take shorter ones")
     starts = np.random.default_rng(seed).integers(0, len(tokens) - length, (count, size))
     windows = tokens.unfold(0, length + 1, 1)
-    return [
-        (windows[s, :-1].contiguous(), windows[s, 1:].contiguous())
-        for s in torch.from_numpy(starts)
-    ]
+    passages = windows[torch.from_numpy(starts)]  # (count, size, length + 1)
+    return [(p[:, :-1].contiguous(), p[:, 1:].contiguous()) for p in passages]

@@ -1,8 +1,16 @@
-"""When each action can start: the one walk over a table that the validator, the simulator and the grid share."""
-
-from __future__ import annotations
+"""When each action can start: the walk that the validator, the simulator and the grid share."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Walk(NamedTuple):
+    """Start and end of every action, flat over the table; head: the first action of each row that
+    can never start, or the row's bound."""
+
+    start: list[float]
+    end: list[float]
+    head: list[int]
 
 
 def earliest(
@@ -11,45 +19,49 @@ def earliest(
     device: Sequence[int],
     duration: Sequence[float],
     delay: Sequence[float],
-) -> tuple[list[float], list[float], list[int]]:
-    """Start and end of every action when each starts as soon as its row and its input allow; linear in the table.
+) -> Walk:
+    """Start every action as soon as its row and its input allow; linear in the table.
 
-    All arguments are flat over the table, rows from bounds[d] to bounds[d + 1]. `needs[i]` is the action whose output i
-    takes, which arrives `delay[i]` after that action ends; -1 for none; -2 - j for a rendezvous with j: both start together.
-    Returns starts, ends and the head of each row: a head before the row's bound is an action that can never start.
+    All arguments are flat over the table, rows from bounds[d] to bounds[d + 1]. Action i needs the
+    output of needs[i], which arrives delay[i] after that one's end; -1: it needs no output. Two
+    actions that need each other start together (rendezvous).
     """
     count = len(needs)
-    start, end = [0.0] * count, [-1.0] * count
+    start, end = [0.0] * count, [-1.0] * count  # an end below 0: it has not run
     waiter = [-1] * count  # the device that waits for an action, as every output has one taker
     head, clock = list(bounds[:-1]), [0.0] * (len(bounds) - 1)
     ready = list(range(len(head)))
     while ready:
+        # [1] Take a row that may go on, from its first action that has not run.
         d = ready.pop()
-        i, t, stop = head[d], clock[d], bounds[d + 1]
+        i, now = head[d], clock[d]
+        stop = bounds[d + 1]
         while i < stop:
-            j = needs[i]
-            if j >= 0:
-                there = end[j]
-                if there < 0:
-                    waiter[j] = d
+            source = needs[i]
+            if source >= 0 and end[source] >= 0:
+                # [2] What it needs is made: it arrives after its delay.
+                arrived = end[source] + delay[i]
+                if arrived > now:
+                    now = arrived
+            elif source >= 0 and needs[source] == i:
+                # [3] A rendezvous: the row that comes second to it runs both sides.
+                other = device[source]
+                if other == d or head[other] != source:
                     break
-                there += delay[i]
-                if there > t:
-                    t = there
-            elif j < -1:
-                j = -2 - j
-                other = device[j]
-                if other == d or head[other] != j:
-                    break  # its row looks here when it gets to j
-                t = max(t, clock[other])
-                start[j], end[j] = t, t + duration[j]
-                clock[other], head[other] = end[j], j + 1
+                now = max(now, clock[other])
+                start[source] = now
+                clock[other] = end[source] = now + duration[source]
+                head[other] = source + 1
                 ready.append(other)
-            start[i] = t
-            t += duration[i]
-            end[i] = t
+            elif source >= 0:
+                # [4] What it needs is not made: the row stops until its maker wakes it.
+                waiter[source] = d
+                break
+            # [5] The action runs, and wakes the row that waits for its output.
+            start[i] = now
+            end[i] = now = now + duration[i]
             if waiter[i] >= 0:
                 ready.append(waiter[i])
             i += 1
-        clock[d], head[d] = t, i
-    return start, end, head
+        clock[d], head[d] = now, i
+    return Walk(start, end, head)

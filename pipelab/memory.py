@@ -1,9 +1,8 @@
 """Bytes over time on every device, by cause."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from typing import Literal
 
 import numpy as np
@@ -17,9 +16,10 @@ CAUSES = ("weights", "versions", "gradients", "optimizer", "activations", "buffe
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """Steps of memory: at `time`, `device` takes `change` bytes more (or fewer) for `cause` (an index into CAUSES).
+    """Steps of memory: at `time`, `device` takes `change` bytes more (or fewer) for `cause`.
 
-    Sorted by time; within one device the order of equal times is the order in which things happened.
+    `cause` is an index into CAUSES. Sorted by time; within one device the order of equal times is
+    the order in which things happened.
     """
 
     devices: int
@@ -30,7 +30,7 @@ class Memory:
     source: Literal["simulated", "measured"]
 
     def over_time(self, device: int) -> tuple[np.ndarray, np.ndarray]:
-        """Times, and bytes from each time on with one row per cause: shapes (steps,) and (causes, steps)."""
+        """Times, and bytes from each time on by cause: shapes (steps,) and (causes, steps)."""
         mine = self.device == device
         change = np.where(np.arange(len(CAUSES))[:, None] == self.cause[mine], self.change[mine], 0)
         return self.time[mine], np.cumsum(change, axis=1)
@@ -44,10 +44,8 @@ class Memory:
     def peak(self, cause: str | None = None) -> list[float]:
         """Per device, the most bytes held at once: of one cause, or of all together."""
         rows = [CAUSES.index(cause)] if cause else slice(None)
-        return [
-            float(self.over_time(d)[1][rows].sum(axis=0).max(initial=0))
-            for d in range(self.devices)
-        ]
+        held = (self.over_time(d)[1][rows].sum(axis=0) for d in range(self.devices))
+        return [float(level.max(initial=0)) for level in held]
 
     def at_peak(self, device: int) -> dict[str, float]:
         """What fills a device at the moment of its peak."""
@@ -59,61 +57,67 @@ class Memory:
 def memory(timeline: Timeline, costs: Costs) -> Memory:
     """The memory of a timeline under the byte costs.
 
-    Model: weights and optimizer state are there throughout. Further weight versions from the update that makes them to
-    their last reader. Gradients from the first backward of an update group to its update. Activations from the start of a
-    forward to the end of its backward (of W where the backward is split); with recomputation only the stage's input until
-    the backward starts. Buffers: an input that has arrived and waits. Nothing for temporary values or fragmentation.
+    Model: weights and optimizer state are there throughout. Further weight versions from the update
+    that makes them to their last reader. Gradients from the first backward of an update group to
+    its update. Activations from the start of a forward to the end of its backward (of W where the
+    backward is split); with recomputation only the stage's input until the backward starts.
+    Buffers: an input that has arrived and waits. Nothing for temporary values or fragmentation.
 
     >>> from pipelab import Costs, simulate
     >>> from pipelab.schedules import pipedream_flush
     >>> memory(simulate(pipedream_flush(4, 8)), Costs(activations=10)).peak("activations")
     [40.0, 30.0, 20.0, 10.0]
     """
-    s = timeline.schedule
-    n, at = s.stages, s.position
+    s, start, end = timeline.schedule, timeline.start.tolist(), timeline.end.tolist()
+    at, updates = s.position, s.updates if s.training else 0
     weights, optimizer, activations, boundary = (
-        costs.of(name, n) for name in ("weights", "optimizer", "activations", "boundary")
+        costs.of(name, s.stages) for name in ("weights", "optimizer", "activations", "boundary")
     )
-    begin = float(timeline.start.min())
-    start, end = timeline.start, timeline.end
-    steps: list[tuple] = []  # (device, time, order, cause, change); `order` settles equal times
+    # A moment is a time and, among equal times, an order: action i starts at 2 i, ends at 2 i + 1.
+    begin = (min(start), -1)
+    steps: list[tuple[float, ...]] = []  # (time, order, device, cause, change)
 
-    def step(device, time, order, cause, change):
-        if change:
-            steps.append((device, time, order, CAUSES.index(cause), change))
+    def starts(i: int) -> tuple[float, int]:
+        return start[i], 2 * i
 
-    for stage, d in enumerate(s.placement):
-        step(d, begin, -1, "weights", weights[stage])
-        step(d, begin, -1, "optimizer", optimizer[stage])
-        for t in range(s.updates if s.training else 0):
-            first = at[[Kind.B, Kind.I], stage, t * s.per_update : (t + 1) * s.per_update]
-            i, u = int(first[first >= 0].min()), int(at[Kind.U, stage, t])
-            step(d, start[i], 2 * i, "gradients", weights[stage])
-            step(d, end[u], 2 * u + 1, "gradients", -weights[stage])
+    def ends(i: int) -> tuple[float, int]:
+        return (end[i], 2 * i + 1) if i >= 0 else begin
+
+    def hold(cause: str, stage: int, size: float, since: tuple, until: tuple | None = None) -> None:
+        if size:
+            home = s.placement[stage], CAUSES.index(cause)
+            steps.append((*since, *home, size))
+            if until:
+                steps.append((*until, *home, -size))
+
+    for stage in range(s.stages):
+        hold("weights", stage, weights[stage], begin)
+        hold("optimizer", stage, optimizer[stage], begin)
+        for t in range(updates):
+            group = at[[Kind.B, Kind.I], stage, t * s.per_update : (t + 1) * s.per_update]
+            since, until = starts(group[group >= 0].min()), ends(at[Kind.U, stage, t])
+            hold("gradients", stage, weights[stage], since, until)
     for old, new in pairwise(s.lives):
         if new.stage == old.stage and old.last > new.born:  # else the update works in place
-            d, size = s.placement[old.stage], weights[old.stage]
-            step(d, end[new.born] if new.born >= 0 else begin, 2 * new.born + 1, "versions", size)
-            step(d, end[old.last], 2 * old.last + 1, "versions", -size)
-    again = costs.recompute.mask(s.total, s.microbatches)
+            hold("versions", old.stage, weights[old.stage], ends(new.born), ends(old.last))
+    recomputed = costs.recompute.mask(s.total, s.microbatches)
     for i in np.flatnonzero(timeline.kind == Kind.F).tolist():
-        stage, k, d = int(timeline.stage[i]), int(timeline.microbatch[i]), int(timeline.device[i])
-        backward = max(
-            i, int(at[Kind.B, stage, k]), int(at[Kind.I, stage, k])
-        )  # i itself if there are only forwards
-        last = max(i, int(at[Kind.B, stage, k]), int(at[Kind.W, stage, k]))
-        kept = min(boundary[stage], activations[stage]) if again[k] else activations[stage]
-        step(d, start[i], 2 * i, "activations", kept)
-        step(d, start[backward], 2 * backward, "activations", activations[stage] - kept)
-        step(d, end[last], 2 * last + 1, "activations", -activations[stage])
+        stage, _, k = s.action(i)
+        # Where there are only forwards, nothing is kept after them.
+        backward = max(i, *at[[Kind.B, Kind.I], stage, k])
+        last = max(i, *at[[Kind.B, Kind.W], stage, k])
+        since = starts(i)
+        if recomputed[k]:
+            size = min(boundary[stage], activations[stage])
+            hold("activations", stage, size, since, starts(backward))
+            since = starts(backward)
+        hold("activations", stage, activations[stage], since, ends(last))
     for i in s.crossing.tolist():
-        if start[i] - timeline.arrived[i] > 1e-9 * timeline.makespan:  # else it is rounding
-            stage = int(timeline.stage[i])
-            size = boundary[stage] if timeline.kind[i] == Kind.F else boundary[stage + 1]
-            step(int(timeline.device[i]), timeline.arrived[i], 2 * i - 1, "buffers", size)
-            step(int(timeline.device[i]), start[i], 2 * i, "buffers", -size)
-    steps.sort(key=lambda x: x[1:3])
-    device, time, _, cause, change = (
-        (np.array(c) for c in zip(*steps, strict=True)) if steps else (np.array([]),) * 5
-    )
-    return Memory(s.devices, device, time, cause, change, "simulated")
+        arrived = float(timeline.arrived[i])
+        if start[i] - arrived > 1e-9 * timeline.makespan:  # else it is rounding
+            stage, kind, _ = s.action(i)
+            size = boundary[stage if kind == Kind.F else stage + 1]
+            hold("buffers", stage, size, (arrived, 2 * i - 1), starts(i))
+    in_order = np.array(sorted(steps, key=itemgetter(0, 1))).reshape(-1, 5)
+    time, _, device, cause, change = in_order.T
+    return Memory(s.devices, device.astype(int), time, cause.astype(int), change, "simulated")

@@ -1,11 +1,9 @@
-"""Guesses and exercises for the lectures: checks that accept any right answer and show the grid of a wrong one."""
-
-from __future__ import annotations
+"""Guesses and exercises for the lectures: any right answer passes, a wrong one is drawn."""
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 from pipelab.costs import Costs
@@ -15,7 +13,7 @@ from pipelab.simulate import simulate
 
 @dataclass(frozen=True)
 class Feedback:
-    """What a check says: passed is True, False, or None where nothing was tried; displayed as its text."""
+    """What a check says, displayed as its text; passed is None where nothing was tried."""
 
     passed: bool | None
     text: str
@@ -28,7 +26,7 @@ NOT_ATTEMPTED = Feedback(None, "Not attempted yet: replace None above, then run 
 
 
 def guess(value: float | None, truth: float, tolerance: float = 0.005) -> Feedback:
-    """Compare a guess made before the run with what came out; `tolerance` is relative.
+    """Compare a guess made before the run with the result; `tolerance` is relative.
 
     >>> guess(30, 33)
     You said 30, it is 33. Where does the difference come from?
@@ -54,11 +52,9 @@ def check_number(answer: Any, truth: float, tolerance: float = 0.005, hint: str 
         value = float(answer)
     except (TypeError, ValueError):
         return Feedback(False, f"Not yet: {answer!r} is not a number.")
-    return (
-        Feedback(True, "Right.")
-        if _close(value, truth, tolerance)
-        else Feedback(False, f"Not yet: {value:g}. {hint}".rstrip())
-    )
+    if _close(value, truth, tolerance):
+        return Feedback(True, "Right.")
+    return Feedback(False, f"Not yet: {value:g}. {hint}".rstrip())
 
 
 def check_function(function: Callable | None, truth: Callable, cases: Iterable[tuple]) -> Feedback:
@@ -95,7 +91,7 @@ def check_schedule(
     in_flight: int | None = None,
     costs: Costs | None = None,
 ) -> Feedback:
-    """Any valid table that reaches the numbers: one batch, a stage on each device, one update at its end.
+    """Any valid table that reaches the numbers: one batch, a stage on each device, one update.
 
     The answer is a Schedule, or a grid in text, whose updates may be left out.
 
@@ -112,30 +108,27 @@ def check_schedule(
     have = (schedule.devices, schedule.stages, schedule.total, schedule.updates)
     want = (devices, devices, microbatches, 1)
     if have != want:
-        sizes = "{} devices, {} stages, {} micro-batches and {} update(s)"
+        text = "{} devices, {} stages, {} micro-batches and {} update(s)"
         return Feedback(
             False,
-            f"Not yet: a table with {sizes.format(*have)}, asked were {sizes.format(*want)}.\n{schedule.grid()}",
+            f"Not yet: a table with {text.format(*have)}, asked were {text.format(*want)}.\n"
+            f"{schedule.grid()}",
         )
-    short = []
-    if makespan is not None and timeline.makespan > makespan * (1 + 1e-9):
-        short.append(f"makespan {timeline.makespan:g}, to reach: {makespan:g}")
-    if in_flight is not None and max(timeline.peak_in_flight) > in_flight:
-        short.append(
-            f"{max(timeline.peak_in_flight)} micro-batches in flight, to reach: {in_flight}"
-        )
+    span, most, short = timeline.makespan, max(timeline.peak_in_flight), []
+    if makespan is not None and span > makespan * (1 + 1e-9):
+        short.append(f"makespan {span:g}, to reach: {makespan:g}")
+    if in_flight is not None and most > in_flight:
+        short.append(f"{most} micro-batches in flight, to reach: {in_flight}")
+    verdict = f"Right: makespan {span:g}, at most {most} in flight"
     if short:
-        return Feedback(False, f"Not yet: {'; '.join(short)}.\n{schedule.grid()}")
-    most = max(timeline.peak_in_flight)
-    return Feedback(
-        True, f"Right: makespan {timeline.makespan:g}, at most {most} in flight.\n{schedule.grid()}"
-    )
+        verdict = f"Not yet: {'; '.join(short)}"
+    return Feedback(not short, f"{verdict}.\n{schedule.grid()}")
 
 
 def check_balance(
     answer: Sequence[int] | None, seconds: Sequence[float], stages: int, bottleneck: float
 ) -> Feedback:
-    """Any split of layers with these `seconds` into `stages` whose slowest stage takes at most `bottleneck`.
+    """Any split of layers with these `seconds` whose slowest stage takes at most `bottleneck`.
 
     >>> check_balance([2, 2], [1, 1, 1, 3], 2, 3)
     Not yet: the stages take 2, 4; the slowest has to come down to 3.
@@ -150,8 +143,7 @@ def check_balance(
         return Feedback(
             False, f"Not yet: {counts} does not share {len(seconds)} layers among {stages} stages."
         )
-    ends = list(accumulate(counts))
-    times = [sum(seconds[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+    times = [sum(seconds[a:b]) for a, b in pairwise(accumulate(counts, initial=0))]
     if max(times) > bottleneck * (1 + 1e-9):
         shown = ", ".join(f"{x:g}" for x in times)
         return Feedback(

@@ -1,13 +1,12 @@
 """Closed forms for the six schedules, each with where it comes from and what it assumes.
 
-`p` devices, `m` micro-batches a batch, `v` chunks a device, `batches`; `device` counts from 0. All of them assume equal
-stages, no transfer time and updates that take no time; the tests compare every one with the simulator.
+`p` devices, `m` micro-batches a batch, `v` chunks a device, `batches`; `device` counts from 0. All
+of them assume equal stages, no transfer time and updates that take no time; the tests compare every
+one with the simulator.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -44,83 +43,76 @@ class Theory:
         return x / (1 + x)
 
 
-_GPIPE, _PIPEDREAM, _2BW, _MEGATRON = (
-    "arXiv 1811.06965",
-    "arXiv 1806.03377",
-    "arXiv 2006.09503",
-    "arXiv 2104.04473",
+_GPIPE = "arXiv 1811.06965"
+_PIPEDREAM = "arXiv 1806.03377"
+_2BW = "arXiv 2006.09503"
+_MEGATRON = "arXiv 2104.04473"
+_CONTINUOUS = "only the start and the end of training are idle"
+
+_gpipe = Theory(
+    over_ideal=lambda p, m, v, batches: (p - 1) / m,
+    in_flight=lambda device, p, m, v, batches: m,
+    versions=lambda device, p, m, v, batches: 1,
+    bubble=Source("(p - 1) / m", _GPIPE, "2.3"),
+    share="(p - 1) / (m + p - 1)",
+    peak=Source("m", _MEGATRON, "2.2.1"),
+    stash=Source("1", _2BW, "3.2"),
+    assumes="a flush after every batch",
 )
-_ONE = Source("1", _2BW, "3.2")
+_pipedream = Theory(
+    over_ideal=lambda p, m, v, batches: (p - 1) / (m * batches),
+    in_flight=lambda device, p, m, v, batches: min(m * batches, p - device),
+    versions=lambda device, p, m, v, batches: min(
+        p - device, m * batches, max(2, m * batches - (p - device) + 2)
+    ),
+    bubble=Source("(p - 1) / (m x batches)", _PIPEDREAM, "3.3"),
+    share="(p - 1) / (m x batches + p - 1)",
+    peak=Source("p - s on stage s", _PIPEDREAM, "3.3"),
+    stash=Source(
+        "p - s on stage s; fewer while fewer than 2 (p - s) - 2 micro-batches run in all",
+        _PIPEDREAM,
+        "3.4",
+    ),
+    assumes=f"weight stashing without vertical sync, no replicated stage; {_CONTINUOUS}",
+)
 
 THEORY: dict[str, Theory] = {
-    "inter_layer": Theory(
+    "inter_layer": replace(
+        _gpipe,
         over_ideal=lambda p, m, v, batches: p - 1,
         in_flight=lambda device, p, m, v, batches: 1,
-        versions=lambda device, p, m, v, batches: 1,
         bubble=Source("p - 1", _GPIPE, "2.2, figure 2b"),
         share="(p - 1) / p",
         peak=Source("1", _GPIPE, "2.2, figure 2b"),
-        stash=_ONE,
         assumes="nothing more",
     ),
-    "gpipe": Theory(
-        over_ideal=lambda p, m, v, batches: (p - 1) / m,
-        in_flight=lambda device, p, m, v, batches: m,
-        versions=lambda device, p, m, v, batches: 1,
-        bubble=Source("(p - 1) / m", _GPIPE, "2.3"),
-        share="(p - 1) / (m + p - 1)",
-        peak=Source("m", _MEGATRON, "2.2.1"),
-        stash=_ONE,
-        assumes="a flush after every batch",
-    ),
-    "pipedream": Theory(
-        over_ideal=lambda p, m, v, batches: (p - 1) / (m * batches),
-        in_flight=lambda device, p, m, v, batches: min(m * batches, p - device),
-        versions=lambda device, p, m, v, batches: min(
-            p - device, m * batches, max(2, m * batches - (p - device) + 2)
-        ),
-        bubble=Source("(p - 1) / (m x batches)", _PIPEDREAM, "3.3"),
-        share="(p - 1) / (m x batches + p - 1)",
-        peak=Source("p - s on stage s", _PIPEDREAM, "3.3"),
-        stash=Source(
-            "p - s on stage s; fewer while fewer than 2 (p - s) - 2 micro-batches run in all",
-            _PIPEDREAM,
-            "3.4",
-        ),
-        assumes="weight stashing without vertical sync, no replicated stage; only the start and the end of training are idle",
-    ),
-    "pipedream_2bw": Theory(
-        over_ideal=lambda p, m, v, batches: (p - 1) / (m * batches),
-        in_flight=lambda device, p, m, v, batches: min(m * batches, p - device),
+    "gpipe": _gpipe,
+    "pipedream": _pipedream,
+    "pipedream_2bw": replace(
+        _pipedream,
         versions=lambda device, p, m, v, batches: min(batches, 2),
-        bubble=Source("(p - 1) / (m x batches)", _2BW, "3.1"),
-        share="(p - 1) / (m x batches + p - 1)",
-        peak=Source("p - s on stage s", _2BW, "3.1"),
+        bubble=_pipedream.bubble._replace(paper=_2BW, section="3.1"),
+        peak=_pipedream.peak._replace(paper=_2BW, section="3.1"),
         stash=Source("2", _2BW, "3.1"),
-        assumes="m >= p; two versions from the second batch on; only the start and the end of training are idle",
+        assumes=f"m >= p; two versions from the second batch on; {_CONTINUOUS}",
     ),
-    "pipedream_flush": Theory(
-        over_ideal=lambda p, m, v, batches: (p - 1) / m,
+    "pipedream_flush": replace(
+        _gpipe,
         in_flight=lambda device, p, m, v, batches: min(m, p - device),
-        versions=lambda device, p, m, v, batches: 1,
         bubble=Source("(p - 1) / m", _MEGATRON, "2.2.1"),
-        share="(p - 1) / (m + p - 1)",
         peak=Source("min(m, p - s) on stage s", _MEGATRON, "2.2.1"),
-        stash=_ONE,
-        assumes="a flush after every batch",
     ),
-    "interleaved": Theory(
+    "interleaved": replace(
+        _gpipe,
         over_ideal=lambda p, m, v, batches: (p - 1) / (v * m),
         in_flight=lambda device, p, m, v, batches: min(
             m * v, 2 * (p - device - 1) + (v - 1) * p + 1 if v > 1 else p - device
         ),
-        versions=lambda device, p, m, v, batches: 1,
         bubble=Source("(p - 1) / (v m)", _MEGATRON, "2.2.2"),
         share="(p - 1) / (v m + p - 1)",
         peak=Source(
             "min(m v, 2 (p - r - 1) + (v - 1) p + 1) chunks on device r", _MEGATRON, "2.2.2"
         ),
-        stash=_ONE,
         assumes="p divides m (else the bubble is larger); a flush after every batch",
     ),
 }

@@ -1,7 +1,5 @@
 """What ran when: spans in columns, simulated or measured, and the measures taken from them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -27,7 +25,7 @@ class Bubble(NamedTuple):
 
     of_total    idle / (p x makespan): the share of all device time that is lost (GPipe)
     over_ideal  (makespan - ideal) / ideal: how much longer than without a bubble (Megatron-LM)
-    of_span     (cost - ideal) / cost, cost = the longest span of one device (zero bubble, section 5.3)
+    of_span     (cost - ideal) / cost, cost = the longest span of a device (zero bubble, sect. 5.3)
     """
 
     of_total: float
@@ -75,20 +73,21 @@ class Timeline:
 
     @cached_property
     def version(self) -> np.ndarray:
-        """The weight version that an action reads; for an update the one that it makes; -1 for a transfer."""
+        """The weight version that an action reads, or that an update makes; -1 for a transfer."""
         read = self.schedule.versions[self.stage, self.microbatch]
-        return np.where(
-            self.kind == Kind.U, self.microbatch + 1, np.where(self.kind > Kind.U, -1, read)
-        )
+        made_or_read = np.where(self.kind == Kind.U, self.microbatch + 1, read)
+        return np.where(self.kind > Kind.U, -1, made_or_read)
 
     @property
     def transfers(self) -> dict[str, np.ndarray]:
-        """The transfers as columns: `action` (that takes it), `from`, `to` (devices), `sent`, `arrived` (seconds)."""
+        """The transfers as columns.
+
+        `action` (that takes what was sent), `from`, `to` (devices), `sent`, `arrived` (seconds).
+        """
         moved = self.schedule.crossing
-        source = self.schedule.inputs[moved]
         return {
             "action": moved,
-            "from": self.device[source],
+            "from": self.device[self.schedule.inputs[moved]],
             "to": self.device[moved],
             "sent": self.sent[moved],
             "arrived": self.arrived[moved],
@@ -115,22 +114,16 @@ class Timeline:
     @cached_property
     def span(self) -> float:
         """The longest time from first start to last end on one device."""
-        return max(
-            float(self.end[a:b].max() - self.start[a:b].min())
-            for a, b in pairwise(self.schedule.bounds)
-            if b > a
-        )
+        rows = [(a, b) for a, b in pairwise(self.schedule.bounds) if a < b]
+        return max(float(self.end[a:b].max() - self.start[a:b].min()) for a, b in rows)
 
     @property
     def bubble(self) -> Bubble:
-        if not self.ideal:
+        ideal = self.ideal
+        if not ideal:
             return Bubble(0.0, 0.0, 0.0)
-        of_total = 1 - self.busy.sum() / (self.schedule.devices * self.makespan)
-        return Bubble(
-            float(of_total),
-            (self.makespan - self.ideal) / self.ideal,
-            (self.span - self.ideal) / self.span,
-        )
+        of_total = 1 - float(self.busy.sum()) / (self.schedule.devices * self.makespan)
+        return Bubble(of_total, (self.makespan - ideal) / ideal, (self.span - ideal) / self.span)
 
     @property
     def peak_in_flight(self) -> list[int]:
@@ -154,14 +147,18 @@ class Timeline:
     def summary(self) -> str:
         """One line of text that says what a picture of the timeline shows."""
         s = self.schedule
-        chunks = f", {s.stages} stages" if s.stages != s.devices else ""
-        batches = f", {s.batches} batches" if s.batches > 1 else ""
+        sizes = [_plural(s.devices, "device")]
+        if s.stages != s.devices:
+            sizes.append(_plural(s.stages, "stage"))
+        sizes.append(_plural(s.microbatches, "micro-batch"))
+        if s.batches > 1:
+            sizes.append(_plural(s.batches, "batch"))
+        peaks = " ".join(map(str, self.peak_in_flight))
+        paced = "" if self.late is None else f" Paced, {self.late} actions late."
         return (
-            f"{s.name}, {self.source}: {s.devices} device{'s'[: s.devices > 1]}{chunks}, {s.microbatches} "
-            f"micro-batch{'es' * (s.microbatches > 1)}{batches}. "
-            f"Makespan {self.makespan:.4g}; {self.bubble.of_total:.1%} of all device time is idle "
-            f"({self.bubble.over_ideal:.1%} over ideal). Peak in flight {' '.join(map(str, self.peak_in_flight))}."
-            + (f" Paced, {self.late} actions late." if self.late is not None else "")
+            f"{s.name}, {self.source}: {', '.join(sizes)}. Makespan {self.makespan:.4g}; "
+            f"{self.bubble.of_total:.1%} of all device time is idle ({self.bubble.over_ideal:.1%} "
+            f"over ideal). Peak in flight {peaks}.{paced}"
         )
 
     def __repr__(self) -> str:
@@ -170,69 +167,74 @@ class Timeline:
     # ---- where idle time goes
 
     def attribution(self) -> dict[str, np.ndarray]:
-        """Idle seconds of each device by cause; the causes add up to makespan - busy exactly.
+        """Idle seconds of each device by cause; they add up to makespan - busy exactly.
 
-        Before an action whose input was sent at e: `transfer` from e until it arrived; before e `held back by the order` if
-        the input of a later forward of the row is there already and the action is no forward, else `waiting for a forward`
-        or `for a gradient`. After the last action: `nothing left`. `overhead` is what a measured run shows between an
-        action's input being there and its start; 0 in a simulation. Raises ValueError for a table with transfers.
+        Before an action whose input was sent at e: `transfer` from e until it arrived; before e
+        `held back by the order` if the input of a later forward of the row has arrived already and
+        the action is no forward, else `waiting for a forward` or `for a gradient`. After the last
+        action: `nothing left`. `overhead` is what a measured run shows between the arrival of an
+        action's input and its start; 0 in a simulation. Raises ValueError for a table with
+        transfers.
         """
-        self._without_transfers("attribution")
-        out = {cause: np.zeros(self.schedule.devices) for cause in CAUSES}
+        self.refuse_transfers("attribution")
+        idle = {cause: np.zeros(self.schedule.devices) for cause in CAUSES}
         begin, finish = float(self.start.min()), float(self.end.max())
-        there = self._input_there()
+        arrival = self.input_arrival()
         for d, (a, b) in enumerate(pairwise(self.schedule.bounds)):
-            free = np.concatenate(
-                [[begin], np.maximum.accumulate(self.end[a:b])]
-            )  # when the row before i is done
-            is_forward = self.kind[a:b] == Kind.F
-            ready = np.where(is_forward, there[a:b], np.inf)
-            later = np.append(np.minimum.accumulate(ready[::-1])[::-1], np.inf)[
-                1:
-            ]  # first later forward that is ready
-            g0, g1 = free[:-1], np.maximum(self.start[a:b], free[:-1])
-            e = np.where(np.isnan(self.sent[a:b]), g0, np.clip(self.sent[a:b], g0, g1))
-            arrive = np.where(np.isnan(self.arrived[a:b]), e, np.clip(self.arrived[a:b], e, g1))
-            held = np.where(is_forward, 0, e - np.clip(later, g0, e))
-            waiting = e - g0 - held
-            out[TRANSFER][d] = (arrive - e).sum()
-            out[OVERHEAD][d] = (g1 - arrive).sum()
-            out[HELD][d] = held.sum()
-            out[FORWARD][d] = waiting[is_forward].sum()
-            out[GRADIENT][d] = waiting[~is_forward].sum()
-            out[NOTHING][d] = finish - free[-1]
-        return out
+            forward = self.kind[a:b] == Kind.F
+            # [1] The gap before each action: from when the row is free to the action's start.
+            free = np.append(begin, np.maximum.accumulate(self.end[a:b]))
+            opens = free[:-1]
+            closes = np.maximum(self.start[a:b], opens)
+            # [2] In it, when the input was sent and arrived; an input that never moved: at once.
+            sent = np.minimum(np.fmax(self.sent[a:b], opens), closes)
+            arrived = np.minimum(np.fmax(self.arrived[a:b], sent), closes)
+            # [3] In it, from when on a later forward of the row could have run instead.
+            ready = np.where(forward, arrival[a:b], np.inf)
+            soonest = np.minimum.accumulate(ready[::-1])[::-1]
+            later = np.clip(np.append(soonest, np.inf)[1:], opens, sent)
+            held = np.where(forward, 0, sent - later)
+            waiting = sent - opens - held
+            # [4] Sums over the row.
+            idle[TRANSFER][d] = (arrived - sent).sum()
+            idle[OVERHEAD][d] = (closes - arrived).sum()
+            idle[HELD][d] = held.sum()
+            idle[FORWARD][d] = waiting[forward].sum()
+            idle[GRADIENT][d] = waiting[~forward].sum()
+            idle[NOTHING][d] = finish - free[-1]
+        return idle
 
     def imbalance(self) -> float:
         """Compute seconds that the other devices do less than the busiest: sum of ideal - busy."""
         return float((self.ideal - self.busy).sum())
 
     def critical_path(self) -> list[int]:
-        """Flat indices of a chain of actions, each waiting for the one before, that ends with the last action.
+        """Flat indices of actions, each waiting for the one before, that end with the last action.
 
         Raises ValueError for a table with transfers.
         """
-        self._without_transfers("critical_path")
-        there, begins = self._input_there(), set(self.schedule.bounds)
+        self.refuse_transfers("critical_path")
+        arrival, bounds = self.input_arrival(), set(self.schedule.bounds)
         path = [int(np.argmax(self.end))]
         while True:
             i = path[-1]
-            before = i - 1 if i not in begins else -1
             source = int(self.schedule.inputs[i])
-            if before >= 0 and (source < 0 or self.end[before] >= there[i]):
-                path.append(before)
+            if i not in bounds and (source < 0 or self.end[i - 1] >= arrival[i]):
+                path.append(i - 1)
             elif source >= 0:
                 path.append(source)
             else:
                 return path[::-1]
 
-    def _without_transfers(self, what: str) -> None:
+    def refuse_transfers(self, what: str) -> None:
+        """Raise ValueError if the table has its transfers written out, which `what` cannot read."""
         if self.schedule.has_transfers:
             raise ValueError(
-                f"{what}: {self.schedule.name} has its transfers written out; ask the table without them"
+                f"{what}: {self.schedule.name} has its transfers written out; ask the table "
+                "without them"
             )
 
-    def _input_there(self) -> np.ndarray:
+    def input_arrival(self) -> np.ndarray:
         """When each action's input is on its device (-inf: it takes none)."""
         source = self.schedule.inputs
         local = np.where(source >= 0, self.end[source], -np.inf)
@@ -244,62 +246,47 @@ class Timeline:
         """The spans as a pandas DataFrame, one row per action (needs pandas)."""
         import pandas as pd
 
-        columns = {
-            c: getattr(self, c)
-            for c in ("device", "stage", "kind", "microbatch", "version", "start", "end")
-        }
-        columns["kind"] = [Kind(k).name for k in self.kind]
-        return pd.DataFrame(columns)
+        names = ("device", "stage", "kind", "microbatch", "version", "start", "end")
+        frame = pd.DataFrame({name: getattr(self, name) for name in names})
+        return frame.assign(kind=[Kind(k).name for k in self.kind])
 
     def to_trace(self) -> dict[str, Any]:
-        """A Chrome trace (chrome://tracing, Perfetto): a process per device, transfers on a track of their own, with arrows."""
+        """A Chrome trace (chrome://tracing, Perfetto): a process per device, two tracks each.
+
+        Compute is on the first track, transfers on the second, with arrows between devices.
+        """
         events: list[dict[str, Any]] = []
+        times = (self.start, self.end, self.sent, self.arrived)
+        start, end, sent, arrived = ((t - self.start.min()) * 1e6 for t in times)  # microseconds
+
+        def add(phase: str, device: int, track: int, name: str, **more: Any) -> None:
+            events.append({"ph": phase, "pid": device, "tid": track, "name": name, **more})
+
         for d in range(self.schedule.devices):
-            events.append(
-                {"ph": "M", "pid": d, "name": "process_name", "args": {"name": f"device {d}"}}
-            )
-            for tid, name in enumerate(("compute", "transfers")):
-                events.append(
-                    {"ph": "M", "pid": d, "tid": tid, "name": "thread_name", "args": {"name": name}}
-                )
-        zero = self.start.min()
-        start, end, sent, arrived = (
-            (x - zero) * 1e6 for x in (self.start, self.end, self.sent, self.arrived)
-        )  # microseconds
-        for i in range(len(start)):
-            action = self.schedule.action(i)
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": int(self.device[i]),
-                    "tid": 0,
-                    "name": f"PP:{action}",
-                    "cat": action.kind.name,
-                    "ts": start[i],
-                    "dur": end[i] - start[i],
-                    "args": {"version": int(self.version[i])},
-                }
-            )
+            add("M", d, 0, "process_name", args={"name": f"device {d}"})
+            add("M", d, 0, "thread_name", args={"name": "compute"})
+            add("M", d, 1, "thread_name", args={"name": "transfers"})
+        device, version = self.device.tolist(), self.version.tolist()
+        for i, d in enumerate(device):
+            action, span = self.schedule.action(i), {"ts": start[i], "dur": end[i] - start[i]}
+            args = {"version": version[i]}
+            add("X", d, 0, f"PP:{action}", cat=action.kind.name, **span, args=args)
         for i in self.schedule.crossing.tolist():
-            j = int(self.schedule.inputs[i])
-            source, target = int(self.device[j]), int(self.device[i])
-            name = f"{self.schedule.action(j)} to device {target}"
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": source,
-                    "tid": 1,
-                    "name": name,
-                    "cat": "transfer",
-                    "ts": sent[i],
-                    "dur": arrived[i] - sent[i],
-                }
-            )
-            arrow = {"name": name, "cat": "transfer", "id": i}
-            events.append({**arrow, "ph": "s", "pid": source, "tid": 0, "ts": end[j]})
-            events.append({**arrow, "ph": "f", "bp": "e", "pid": target, "tid": 0, "ts": start[i]})
+            source = int(self.schedule.inputs[i])
+            here, there = device[source], device[i]
+            name = f"{self.schedule.action(source)} to device {there}"
+            shared = {"name": name, "cat": "transfer"}
+            add("X", here, 1, **shared, ts=sent[i], dur=arrived[i] - sent[i])
+            add("s", here, 0, **shared, id=i, ts=end[source])
+            add("f", there, 0, **shared, id=i, bp="e", ts=start[i])
         return {
             "traceEvents": events,
             "displayTimeUnit": "ms",
             "otherData": {"schedule": self.schedule.name, "source": self.source},
         }
+
+
+def _plural(count: int, noun: str) -> str:
+    """A count and its noun: 1 batch, 2 batches, 2 stages."""
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{ending if count > 1 else ''}"

@@ -1,31 +1,31 @@
-"""Is a table complete, in order and free of deadlock? The error draws the grid with the fault marked."""
-
-from __future__ import annotations
+"""Is a table complete, in order and free of deadlock? The error draws the grid with the fault
+marked."""
 
 from collections.abc import Iterable
+from typing import NoReturn
 
 import numpy as np
 
 from pipelab.action import Action, Kind, ScheduleError
 from pipelab.schedule import Schedule
 
-_SHOWN = 2_000  # largest table that an error draws
+LARGEST_DRAWN = 2_000  # actions of a table that an error draws
 
 
 def validate(schedule: Schedule) -> Schedule:
-    """Return the schedule if it can run; else raise a ScheduleError that marks the fault in the grid.
+    """Return the schedule if it can run; else raise a ScheduleError that marks the fault.
 
-    Checked, in this order: every action there once (of a table of forwards alone: every forward), none twice; the order
-    within each row (forward, backward, update); the weight version that each forward reads exists by then; no deadlock, also
-    under rendezvous (neither side of a transfer goes on alone) where the table writes its transfers out.
+    Checked, in this order: every action there once (of a table of forwards alone: every forward),
+    none twice; the order within each row (forward, backward, update); the weight version that each
+    forward reads exists by then; no deadlock, also under rendezvous (neither side of a transfer
+    goes on alone) where the table writes its transfers out.
 
     >>> from pipelab.schedules import gpipe
     >>> validate(gpipe(4, 8)).name
     'gpipe'
     """
     check_static(schedule)
-    _, _, head = schedule.unit_times()
-    check_deadlock(schedule, head)
+    check_deadlock(schedule, schedule.unit_times().head)
     return schedule
 
 
@@ -37,128 +37,119 @@ def check_static(schedule: Schedule) -> None:
     _check_versions(schedule)
 
 
-def _fail(schedule: Schedule, problem: str, mark: Iterable[int] = ()) -> None:
+def _fail(schedule: Schedule, problem: str, mark: Iterable[int] = ()) -> NoReturn:
     size = schedule.bounds[-1]
-    picture = (
-        f"\n{schedule.grid(mark)}"
-        if size <= _SHOWN
-        else f"\n(the table of {size} actions is too large to draw)"
-    )
-    raise ScheduleError(f"{schedule.name}: {problem}{picture}")
+    if size <= LARGEST_DRAWN:
+        picture = schedule.grid(mark)
+    else:
+        picture = f"(the table of {size} actions is too large to draw)"
+    raise ScheduleError(f"{schedule.name}: {problem}\n{picture}")
 
 
 def _check_twice(schedule: Schedule) -> None:
-    here = np.arange(schedule.bounds[-1])
-    _, stage, kind, microbatch = schedule.columns
+    device, stage, kind, microbatch = schedule.columns
     kept = schedule.position[kind, stage, microbatch]
-    if (again := np.flatnonzero(kept != here)).size:
-        i, j = int(again[0]), int(kept[again[0]])
-        _fail(
-            schedule,
-            f"{schedule.action(i)} stands twice on device {schedule.columns.device[i]}: remove one",
-            (i, j),
-        )
+    again = np.flatnonzero(kept != np.arange(len(kept)))
+    if again.size:
+        i = int(again[0])
+        problem = f"{schedule.action(i)} stands twice on device {device[i]}: remove one"
+        _fail(schedule, problem, (i, int(kept[i])))
 
 
 def _check_complete(schedule: Schedule) -> None:
-    have = schedule.position >= 0
+    have = schedule.position >= 0  # [kind, stage, micro-batch or update], as `required`
     split = have[Kind.I] | have[Kind.W]
-    wanted = [(Kind.F, ~have[Kind.F])]
+    required = np.zeros_like(have)
+    required[Kind.F] = True
+    required[[Kind.I, Kind.W]] = split & ~have[Kind.B]
     if schedule.training:
-        wanted += [
-            (Kind.B, ~have[Kind.B] & ~split),
-            (Kind.U, ~have[Kind.U] & (np.arange(schedule.total) < schedule.updates)),
-        ]
-    wanted += [
-        (Kind.I, have[Kind.W] & ~have[Kind.I] & ~have[Kind.B]),
-        (Kind.W, have[Kind.I] & ~have[Kind.W] & ~have[Kind.B]),
-    ]
+        required[Kind.B] = ~split
+        required[Kind.U, :, : schedule.updates] = True
     if schedule.has_transfers:
-        home = np.asarray(schedule.placement)
-        up = np.append(home[:-1] != home[1:], False)[:, None]  # stage s and s + 1 live apart
-        down = np.roll(up, 1, axis=0)
-        back = up & schedule.training
-        needed = {
-            Kind.SEND_F: up,
-            Kind.RECV_B: back,
-            Kind.RECV_F: down,
-            Kind.SEND_B: np.roll(back, 1, axis=0),
-        }
-        wanted += [(kind, apart & ~have[kind]) for kind, apart in needed.items()]
-        for kind, apart in needed.items():
-            if (extra := np.argwhere(have[kind] & ~apart)).size:
-                s, k = map(int, extra[0])
-                _fail(
-                    schedule,
-                    f"{Action(s, kind, k)} has no other side on another device: remove it",
-                    [schedule.position[kind, s, k]],
-                )
-    for kind, missing in wanted:
-        if missing.any():
-            s, k = map(int, np.argwhere(missing)[0])
-            more = f" (and {missing.sum() - 1} more like it)" if missing.sum() > 1 else ""
-            _fail(
-                schedule,
-                f"{Action(s, kind, k)} is missing on device {schedule.placement[s]}{more}: add it",
-            )
-    if (both := np.argwhere(have[Kind.B] & split)).size:
+        home = np.array(schedule.placement)
+        apart = (home[:-1] != home[1:])[:, None]  # stages s and s + 1 are on different devices
+        required[Kind.SEND_F, :-1] = required[Kind.RECV_F, 1:] = apart
+        required[Kind.RECV_B, :-1] = required[Kind.SEND_B, 1:] = apart & schedule.training
+        extra = np.argwhere((have & ~required)[Kind.SEND_F :])
+        if extra.size:
+            kind, s, k = map(int, extra[0])
+            kind += Kind.SEND_F
+            action = Action(s, Kind(kind), k)
+            problem = f"{action} has no other side on another device: remove it"
+            _fail(schedule, problem, [schedule.position[kind, s, k]])
+    missing = np.argwhere(required & ~have)
+    if missing.size:
+        kind, s, k = map(int, missing[0])
+        others = np.count_nonzero(missing[:, 0] == kind) - 1
+        more = f" (and {others} more like it)" if others else ""
+        action, device = Action(s, Kind(kind), k), schedule.placement[s]
+        _fail(schedule, f"{action} is missing on device {device}{more}: add it")
+    both = np.argwhere(have[Kind.B] & split)
+    if both.size:
         s, k = map(int, both[0])
         _fail(
             schedule,
-            f"stage {s} has a full backward B and also I or W for micro-batch {k}: B is both of them",
-            [i for i in schedule.position[[Kind.B, Kind.I, Kind.W], s, k] if i >= 0],
+            f"stage {s} has a full backward B and also I or W for micro-batch {k}: B is both of "
+            "them",
+            schedule.position[[Kind.B, Kind.I, Kind.W], s, k].tolist(),
         )
 
 
 def _check_order(schedule: Schedule) -> None:
-    at = schedule.position
+    at, group = schedule.position, schedule.per_update
     gradient = np.maximum(at[Kind.B], at[Kind.I])
     last_backward = np.maximum(at[Kind.B], at[Kind.W])
-    pairs = [(at[Kind.F], gradient), (at[Kind.I], at[Kind.W])]
-    update = np.repeat(
-        at[Kind.U, :, : schedule.updates], schedule.per_update, axis=1
-    )  # of each micro-batch's group
-    pairs += [(last_backward, update)]
-    pairs += [
-        (update[:, : -schedule.per_update], last_backward[:, schedule.per_update :])
-    ]  # the next group adds to new sums
-    if schedule.has_transfers:
-        pairs += [(at[Kind.RECV_F], at[Kind.F]), (at[Kind.F], at[Kind.SEND_F])]
-        pairs += [(at[Kind.RECV_B], gradient), (gradient, at[Kind.SEND_B])]
+    update = np.repeat(at[Kind.U, :, : schedule.updates], group, axis=1)  # [stage, micro-batch]
+    pairs = [
+        (at[Kind.F], gradient),
+        (at[Kind.I], at[Kind.W]),
+        (last_backward, update),
+        (update[:, :-group], last_backward[:, group:]),  # the next group adds to new sums
+        (at[Kind.RECV_F], at[Kind.F]),
+        (at[Kind.F], at[Kind.SEND_F]),
+        (at[Kind.RECV_B], gradient),
+        (gradient, at[Kind.SEND_B]),
+    ]
     for before, after in pairs:
-        if (wrong := np.argwhere((before >= 0) & (after >= 0) & (before > after))).size:
+        wrong = np.argwhere((before >= 0) & (after >= 0) & (before > after))
+        if wrong.size:
             i, j = (int(x[tuple(wrong[0])]) for x in (before, after))
-            device, needed = schedule.columns.device[i], schedule.action(i)
+            needed, device = schedule.action(i), schedule.columns.device[i]
             _fail(
                 schedule,
-                f"{schedule.action(j)} stands before {needed} on device {device}: it needs {needed} first",
+                f"{schedule.action(j)} stands before {needed} on device {device}: it needs "
+                f"{needed} first",
                 (i, j),
             )
 
 
 def _check_versions(schedule: Schedule) -> None:
-    if (wrong := np.argwhere(schedule.versions > schedule.latest)).size:
+    wrong = np.argwhere(schedule.versions > schedule.latest)
+    if wrong.size:
         s, k = map(int, wrong[0])
-        read, made = schedule.versions[s, k], schedule.latest[s, k]
-        problem = f"{Action(s, Kind.F, k)} reads weight version {read} ({schedule.reads.name}), but its row has made only {made}"
         _fail(
             schedule,
-            f"{problem} before it: move the update up or change `reads`",
+            f"{Action(s, Kind.F, k)} reads weight version {schedule.versions[s, k]} "
+            f"({schedule.reads.name}), but its row has made only {schedule.latest[s, k]} before "
+            "it: move the update up or change `reads`",
             [schedule.position[Kind.F, s, k]],
         )
 
 
 def check_deadlock(schedule: Schedule, head: list[int]) -> None:
-    """Given how far each row got, raise a ScheduleError with the shortest wait-for cycle if some row did not end."""
+    """Raise a ScheduleError with the shortest cycle of devices that wait for each other.
+
+    `head` says how far each row got, as `earliest` does.
+    """
     stuck = {d: i for d, i in enumerate(head) if i < schedule.bounds[d + 1]}
     if not stuck:
         return
-    needed = {d: int(schedule.needs[i]) for d, i in stuck.items()}
-    needs = {d: j if j >= 0 else -2 - j for d, j in needed.items()}
-    device = schedule.columns.device
+    device, needed = schedule.columns.device, schedule.needs.tolist()
+    needs = {d: needed[i] for d, i in stuck.items()}
     cycle = _shortest_cycle({d: int(device[j]) for d, j in needs.items()})
     steps = [
-        f"device {d} holds at {schedule.action(stuck[d])} until {schedule.action(needs[d])} on device {device[needs[d]]}"
+        f"device {d} holds at {schedule.action(stuck[d])} until {schedule.action(needs[d])} on "
+        f"device {device[needs[d]]}"
         for d in cycle
     ]
     _fail(
@@ -169,11 +160,14 @@ def check_deadlock(schedule: Schedule, head: list[int]) -> None:
 
 
 def _shortest_cycle(after: dict[int, int]) -> list[int]:
-    """The shortest cycle where every node has one successor."""
-    cycles = []
+    """The shortest cycle of a graph where every node has one successor."""
+    cycles, seen = [], set()
     for node in after:
-        path = [node]
-        while (node := after[node]) not in path:
+        path: list[int] = []
+        while node not in seen:
+            seen.add(node)
             path.append(node)
-        cycles.append(path[path.index(node) :])
+            node = after[node]
+        if node in path:
+            cycles.append(path[path.index(node) :])
     return min(cycles, key=len)

@@ -1,6 +1,7 @@
 """The command line: its JSON keys, its errors, its files."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -27,6 +28,9 @@ KEYS = [
 ]
 
 
+SMALL = "gpipe --devices 2 --microbatches 2"
+
+
 def call(capsys, line):
     status = main(line.split())
     return status, *capsys.readouterr()
@@ -50,8 +54,9 @@ def test_simulate_json(capsys):
 def test_all_options_of_simulate(capsys, tmp_path):
     files = {name: tmp_path / f"out.{name}" for name in ("csv", "png", "json")}
     line = (
-        "simulate interleaved --devices 2 --virtual 2 --microbatches 4 --batches 2 --forward 1,2,1,2 --input-grad 2 "
-        "--weight-grad 1 --transfer 0.5 --update 1 --recompute always "
+        "simulate interleaved --devices 2 --virtual 2 --microbatches 4 --batches 2 "
+        "--forward 1,2,1,2 --input-grad 2 --weight-grad 1 --transfer 0.5 "
+        "--update 1 --recompute always "
         f"--csv {files['csv']} --plot {files['png']} --trace {files['json']}"
     )
     status, out, _ = call(capsys, line)
@@ -123,8 +128,25 @@ def test_a_csv_file_is_a_schedule_too(capsys, tmp_path):
             "simulate gpipe --devices 2 --microbatches 2 --csv x.csv --trace nowhere/x.json",
             "there is no folder nowhere",
         ),
-        ("bench simulate --repeats 0", "repeats=0"),
         ("run gpipe --devices 2 --microbatches 2 --device cuda:64", "device 'cuda:64'"),
+        (f"simulate {SMALL} --plot x", "--plot x: Format '' is not supported: name a file that"),
+        (f"simulate {SMALL} --plot .", "--plot . is a folder: name a file"),
+        (f"simulate {SMALL} --csv .", "--csv . is a folder: name a file"),
+        (f"simulate {SMALL} --csv x --trace x", "--csv x and --trace x overlap"),
+        (f"simulate {SMALL} --forward 1e308", "forward=1e+308: give numbers of at least 0, up to"),
+        (f"simulate {SMALL} --transfer inf", "transfer=inf: give numbers of at least 0"),
+        (f"simulate {SMALL} --update 1,nan", "update=[1.0, nan]: give numbers of at least 0"),
+        (
+            f"simulate gpipe --devices {10**20} --microbatches 2",
+            f"--devices {10**20} --microbatches 2: more than 10,000,000 actions; take fewer",
+        ),
+        ("schedule gpipe --devices 100000 --microbatches 100000", "more than 10,000,000 actions"),
+        # Few of its micro-batches would stay, but it is built for as many as there are devices.
+        (
+            "simulate interleaved --virtual 2 --devices 100000 --microbatches 1",
+            "more than 10,000,000 actions",
+        ),
+        (f"run {SMALL} --replicas {10**12}", f"--replicas {10**12}: more than 10,000,000 actions"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(capsys, line, message, tmp_path, monkeypatch):
@@ -138,13 +160,81 @@ def test_bad_input_is_one_line_and_status_2(capsys, line, message, tmp_path, mon
 
 @pytest.mark.parametrize(
     "line",
-    ["", "bogus", "simulate", "simulate gpipe --devices x", "run gpipe --model nothing", "bench x"],
+    [
+        "",
+        "bogus",
+        "simulate",
+        "simulate gpipe --devices x",
+        "run gpipe --model nothing",
+        "run gpipe --dropout nan",
+        "run gpipe --dropout 1",
+        "run gpipe --dropout -0.1",
+        "run gpipe --replicas -2",
+        "run gpipe --timeout 0",
+        "run gpipe --timeout 1e308",
+        "run gpipe --paced nan",
+        "run gpipe --paced 0",
+        "run gpipe --paced 1e308",
+        "run gpipe --seed -1",
+        "run gpipe --seed 99999999999999999999",
+    ],
 )
 def test_bad_usage_is_one_line_and_status_2(capsys, line):
     with pytest.raises(SystemExit) as stop:
         main(line.split())
     assert stop.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ("--dump D --save D", "--dump D and --save D overlap: name two places"),
+        ("--dump D --save D/x", "--dump D and --save D/x overlap"),
+        ("--dump file/D", "--dump file/D: there is no folder file"),
+        ("--save /proc/x/D", "--save /proc/x/D: cannot write in /proc"),
+        ("--csv file/x", "--csv file/x: there is no folder file"),
+        ("--trace /proc/x", "--trace /proc/x: cannot write in /proc"),
+        ("--plot /proc/x.png", "--plot /proc/x.png: cannot write in /proc"),
+    ],
+)
+def test_what_cannot_be_written_is_found_before_the_work(
+    capsys, targets, message, tmp_path, monkeypatch
+):
+    import pipelab.cli
+    import pipelab.executors
+
+    def work(*arguments, **options):
+        raise AssertionError("it has begun")
+
+    monkeypatch.setattr(pipelab.cli, "simulate", work)
+    monkeypatch.setattr(pipelab.executors, "run", work)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    command = "run" if "D" in targets else "simulate"
+    status, out, err = call(capsys, f"{command} {SMALL} {targets}")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_limit_is_stated_in_the_help(capsys):
+    with pytest.raises(SystemExit):
+        main(["simulate", "--help"])
+    assert "at most 10,000,000 actions" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("command", ["simulate", "run"])
+def test_an_interrupt_is_one_line_and_status_130(capsys, command, monkeypatch):
+    import pipelab.cli
+    import pipelab.executors
+
+    def interrupted(*arguments, **options):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(pipelab.cli, "simulate", interrupted)
+    monkeypatch.setattr(pipelab.executors, "run", interrupted)
+    assert call(capsys, f"{command} {SMALL}") == (130, "", f"pipelab {command}: interrupted\n")
 
 
 def test_broken_tables(capsys, tmp_path):
@@ -181,9 +271,17 @@ def test_numbers_beyond_reason(capsys, tmp_path, text):
 
 
 def test_a_reader_that_has_enough_is_no_error(tmp_path):
-    command = f"{sys.executable} -m pipelab schedule gpipe --devices 8 --microbatches 4096 --csv | head -1"
+    line = "schedule gpipe --devices 8 --microbatches 4096 --csv"
+    command = f"{sys.executable} -m pipelab {line} | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert done.stderr == ""
+
+
+def test_a_table_goes_through_a_pipe():
+    command = f"{sys.executable} -m pipelab simulate {SMALL} --csv /dev/stdout | head -3"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stderr == ""
+    assert Schedule.from_csv(done.stdout) == make("gpipe", 2, 2)
 
 
 def test_links_stay_links(capsys, tmp_path):
@@ -233,6 +331,22 @@ def test_run_json(capsys, line, tmp_path):
     assert (tmp_path / "dump" / "initial.safetensors").exists()
 
 
+@pytest.mark.parametrize("name", ["gpipe", "pipedream"])
+@pytest.mark.parametrize("how", ["", "--paced 0.002"])
+def test_stop_and_resume(capsys, name, how, tmp_path):
+    line, kept = f"run {name} --devices 2 --microbatches 3 --batches 4 {how} --json", tmp_path / "A"
+    losses = []
+    for part in ("", f"--stop 2 --save {kept}", f"--resume {kept}"):
+        status, out, err = call(capsys, f"{line} {part}")
+        assert (status, err) == (0, "")
+        result = json.loads(out)
+        assert result["check"]["passed"] is True
+        assert result["measured"]["rows"] == result["simulated"]["rows"]
+        losses.append(result["losses"])
+    whole, stopped, resumed = losses
+    assert stopped + resumed == whole
+
+
 def test_run_on_jax(capsys):
     status, out, err = call(
         capsys, "run pipedream --devices 2 --microbatches 3 --batches 2 --backend jax --json"
@@ -255,16 +369,6 @@ def test_a_failed_check_is_status_1(capsys, monkeypatch):
     assert status == 1
     assert "CHECK FAILED" in out
     assert "differs from the reference" in err
-
-
-def test_bench_simulate(capsys, tmp_path):
-    report = tmp_path / "simulate.md"
-    status, out, _ = call(capsys, f"bench simulate --repeats 1 --actions 20000 --markdown {report}")
-    assert status == 0
-    assert out.endswith(report.read_text())  # DeepSpeed logs to standard output when it is imported
-    assert "| pipedream_flush | 16 | 256 | 8,208 |" in out
-    for generator in ("pipelab", "torch.distributed.pipelining", "DeepSpeed TrainSchedule"):
-        assert f"| {generator} |" in out
 
 
 def test_the_module_and_the_script_are_the_same_command():

@@ -15,7 +15,7 @@ seconds = st.floats(0.01, 3)
 
 
 def lay(schedule, duration, delay=0.0, wait=0.0, began=0.0):
-    """A timeline of any durations, delays and waits; a relaxation of its own, not the simulator's walk."""
+    """A timeline of any durations, delays and waits, by a relaxation of its own, no walk."""
     count = schedule.bounds[-1]
     duration, delay, wait = (np.broadcast_to(x, count) for x in (duration, delay, wait))
     end, source = np.full(count, -np.inf), schedule.inputs

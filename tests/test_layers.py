@@ -11,7 +11,17 @@ import pipelab
 
 ROOT = Path(pipelab.__file__).parent
 LAYERS = [
-    {"action", "earliest", "text", "schedule", "costs", "timeline"},
+    {
+        "action",
+        "earliest",
+        "table",
+        "versions",
+        "text",
+        "transform",
+        "schedule",
+        "costs",
+        "timeline",
+    },
     {"schedules", "validate", "simulate", "memory", "theory", "fit", "explain", "partition"},
     {"executors", "pipeshard", "models", "data", "peers", "plot"},
     {"widgets", "teach", "cli", "__main__"},

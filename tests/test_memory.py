@@ -47,7 +47,8 @@ def test_gradients_optimizer_and_buffers():
     ("mode", "peaks"), [(Recompute.NEVER, 80), (Recompute.EXCEPT_LAST, 26), (Recompute.ALWAYS, 17)]
 )
 def test_recomputation_keeps_only_the_input(mode, peaks):
-    # 8 in flight: 8 x 10; 7 inputs, the last in full and one running again; 8 inputs of which one grows to 10.
+    # 8 in flight: 8 x 10; 7 inputs, the last in full and one running again; 8 inputs of which one
+    # grows to 10.
     costs = Costs(activations=10, boundary=1, recompute=mode)
     assert memory(simulate(make("gpipe", 4, 8), costs), costs).peak("activations") == [peaks] * 4
 

@@ -35,7 +35,7 @@ def test_the_layers_are_the_model(tmp_path):
 
 
 def test_published_sizes_of_gpt2_in_stages():
-    """GPT-2 small in stages of 4, 3, 3 and 4 layers has the parameter counts that the original course printed."""
+    """GPT-2 small in stages of 4, 3, 3 and 4 layers: as the original course printed."""
     with torch.device("meta"):
         layers = gpt2(vocabulary=50257, length=1024, width=768, blocks=12, heads=12)
     counts = parameters(split(layers, [4, 3, 3, 4]))
@@ -87,3 +87,41 @@ def test_uniform_and_mlp():
     assert torch.nn.Sequential(*mlp(layers=3, width=4, inputs=7, outputs=2))(
         torch.ones(1, 7)
     ).shape == (1, 2)
+
+
+@pytest.mark.parametrize("layers", [8, 16, 32])
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_of_the_mlp_keep_their_size(layers, seed):
+    """Of every layer's weights and biases: no gradient of a deep model is a rounding error."""
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(*mlp(layers=layers, width=64))
+    x, y = torch.randn(32, 64), torch.randn(32, 64)
+    torch.nn.functional.mse_loss(model(x), y).backward()
+    assert_alike([[p.grad.norm().item() for p in layer.parameters()] for layer in model])
+
+
+@pytest.mark.parametrize("layers", [8, 16, 32])
+def test_gradients_of_the_flax_mlp_keep_their_size(layers):
+    import jax
+
+    from pipelab.models import flax_mlp
+
+    stages = flax_mlp.mlp(stages=layers // 2, width=64)
+    x, y = (jax.random.normal(jax.random.key(k), (32, 64)) for k in (0, 1))
+
+    def loss(variables):
+        out = x
+        for (module, _), own in zip(stages, variables, strict=True):
+            out = module.apply(own, out)
+        return ((out - y) ** 2).mean()
+
+    gradients = jax.grad(loss)([variables for _, variables in stages])
+    layers = [layer for stage in gradients for layer in stage["params"].values()]
+    assert_alike([[float((g**2).sum()) ** 0.5 for g in (d["kernel"], d["bias"])] for d in layers])
+
+
+def assert_alike(norms):
+    """All within a factor of 10 of the last layer's: weights with weights, biases with biases."""
+    for of_layers in zip(*norms, strict=True):
+        for norm in of_layers:
+            assert 0.1 < norm / of_layers[-1] < 10

@@ -12,8 +12,9 @@ from pipelab import CostError, Costs, Kind, Recompute, Schedule, make, simulate
 from pipelab.theory import THEORY
 from tests.conftest import tables
 
-# Zero Bubble (arXiv 2401.10241), tables 5 and 9: p, m, v, F, B, W, transfer (ms) -> 1F1B's published bubble rate, and that
-# of the interleaved schedule, computed with a correct dependency for every micro-batch.
+# Zero Bubble (arXiv 2401.10241), tables 5 and 9: p, m, v, F, B, W, transfer (ms) -> the published
+# bubble rate of 1F1B, and that of the interleaved schedule, computed with a correct dependency for
+# every micro-batch.
 PUBLISHED = [
     (8, 24, 3, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1090),
     (8, 32, 3, 18.513, 18.086, 9.331, 0.626, 0.1985, 0.0847),

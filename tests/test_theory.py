@@ -1,4 +1,7 @@
-"""Every schedule has its closed forms with sources; test_schedules and test_simulate sweep them against the simulator."""
+"""Every schedule has its closed forms with sources.
+
+test_schedules and test_simulate sweep them against the simulator.
+"""
 
 import re
 

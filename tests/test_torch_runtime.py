@@ -1,4 +1,4 @@
-"""A table exported here runs in torch's own pipeline runtime, on two gloo processes, with equal gradients."""
+"""A table exported here runs in torch's own pipeline runtime, on two processes, equal gradients."""
 
 import os
 import subprocess

@@ -133,7 +133,8 @@ def test_a_transfer_to_nowhere():
 
 def test_a_version_must_exist_when_it_is_read():
     two = Schedule.from_grid(
-        "# microbatches=1 batches=3 per_update=1 reads=PREVIOUS placement=0\n0F0 0F1 0F2 0B0 0U0 0B1 0U1 0B2 0U2"
+        "# microbatches=1 batches=3 per_update=1 reads=PREVIOUS placement=0\n"
+        "0F0 0F1 0F2 0B0 0U0 0B1 0U1 0B2 0U2"
     )
     with pytest.raises(
         ScheduleError,

@@ -1,4 +1,4 @@
-"""One rank of torch.distributed.pipelining on an exported table; test_torch_runtime starts it under torchrun."""
+"""One rank of torch.distributed.pipelining on an exported table, started by test_torch_runtime."""
 
 import os
 import sys

@@ -1,4 +1,7 @@
-"""Models in layers, ready to be cut into stages. Those of torch are loaded when they are first used: `flax_mlp` needs none."""
+"""Models in layers, ready to be cut into stages.
+
+Those of torch are loaded when they are first used: `flax_mlp` needs no torch.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -6,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pipelab.models.layers import mlp, parameters, split
 
-__all__ = ["mlp", "parameters", "split"]
+__all__ = ["GAIN", "mlp", "parameters", "split"]
+
+# Of the MLPs' weights. Orthogonal weights keep the length of what passes through them, forward and
+# backward; ELU has slope 1 at 0 and less below, which this makes up for: measured over 64 layers,
+# all gradients stay within a factor of about 2 of each other.
+GAIN = 1.2
 
 
 def __getattr__(name: str) -> Any:

@@ -1,16 +1,19 @@
 """A plain MLP in flax, stage by stage."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen
 
+from pipelab.models import GAIN
+
 
 class Layers(linen.Module):
-    """`count` layers of Dense + GELU: (samples, width) -> (samples, width); the last one of the model without GELU."""
+    """`count` layers of Dense + ELU: (samples, width) -> (samples, width).
+
+    The last layer of the model has no ELU.
+    """
 
     width: int
     count: int = 2
@@ -19,14 +22,16 @@ class Layers(linen.Module):
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         for i in range(self.count):
-            x = linen.Dense(self.width)(x)
-            x = x if self.last and i == self.count - 1 else linen.gelu(x)
+            x = linen.Dense(self.width, kernel_init=linen.initializers.orthogonal(GAIN))(x)
+            if not self.last or i < self.count - 1:
+                x = linen.elu(x)
         return x
 
 
 def mlp(stages: int, width: int = 64, layers: int = 2, seed: int = 0) -> list[tuple[Layers, Any]]:
-    """Stages for `pipelab.run(..., backend="jax")`: pairs of a module of `layers` layers and its variables."""
-    modules = [Layers(width, layers, last=s == stages - 1) for s in range(stages)]
-    return [
-        (m, m.init(jax.random.key(seed + s), jnp.ones((1, width)))) for s, m in enumerate(modules)
-    ]
+    """Stages for `pipelab.run(..., backend="jax")`: a module of `layers` layers, its variables."""
+    pairs = []
+    for s in range(stages):
+        module = Layers(width, layers, last=s == stages - 1)
+        pairs.append((module, module.init(jax.random.key(seed + s), jnp.ones((1, width)))))
+    return pairs

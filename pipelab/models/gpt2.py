@@ -1,7 +1,5 @@
 """GPT-2 as a list of layers: embedding, blocks, head (transformers' own modules)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -15,20 +13,20 @@ class Embedding(nn.Module):
 
     def __init__(self, model: GPT2LMHeadModel) -> None:
         super().__init__()
-        self.word, self.position, self.dropout = (
-            model.transformer.wte,
-            model.transformer.wpe,
-            model.transformer.drop,
-        )
+        self.word = model.transformer.wte
+        self.position = model.transformer.wpe
+        self.dropout = model.transformer.drop
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.dropout(
-            self.word(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        )
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.dropout(self.word(tokens) + self.position(places))
 
 
 class Head(nn.Module):
-    """(samples, length, width) -> logits (samples, length, vocabulary): final norm, then a projection of its own weights."""
+    """(samples, length, width) -> logits (samples, length, vocabulary): final norm, projection.
+
+    The projection's weights are its own, a copy of the embedding's.
+    """
 
     def __init__(self, model: GPT2LMHeadModel) -> None:
         super().__init__()
@@ -53,8 +51,8 @@ def gpt2(
 ) -> list[nn.Module]:
     """GPT-2 layers for `pipelab.models.split`: 1 embedding, `blocks` blocks, 1 head.
 
-    With `pretrained` ("gpt2", or a folder) the published weights and sizes are loaded by transformers and the other
-    arguments but `dropout` do not count. The head has its own copy of the embedding's weights: stages share nothing.
+    With `pretrained` ("gpt2", or a folder) the published weights and sizes are loaded by
+    transformers, and of the other arguments only `dropout` counts. Stages share no weights.
     """
     rates: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     if pretrained:
@@ -76,5 +74,5 @@ def gpt2(
 
 
 def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Mean cross entropy over all positions; `tokens` (samples, length) are the inputs shifted by one."""
+    """Mean cross entropy over all positions; `tokens` (samples, length): inputs shifted by one."""
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())

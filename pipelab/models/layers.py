@@ -1,38 +1,42 @@
 """Cutting a list of layers into stages, and a plain MLP."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from torch import nn
 
+from pipelab.models import GAIN
+
 
 def split(layers: Sequence[nn.Module], balance: Sequence[int]) -> list[nn.Sequential]:
-    """Stages of balance[s] consecutive layers each (torchgpipe's word); the layers themselves, not copies.
+    """Stages of balance[s] consecutive layers each (torchgpipe's word): the layers, not copies.
 
     >>> [len(stage) for stage in split(mlp(layers=4), [1, 3])]
     [1, 3]
     """
-    if sum(balance) != len(layers) or any(b < 1 for b in balance):
+    if sum(balance) != len(layers) or min(balance) < 1:
         raise ValueError(
-            f"balance {list(balance)} for {len(layers)} layers: give every stage at least one, {len(layers)} in all"
+            f"balance {list(balance)} for {len(layers)} layers: give every stage at least one, "
+            f"{len(layers)} in all"
         )
-    ends = [sum(balance[: s + 1]) for s in range(len(balance))]
-    return [
-        nn.Sequential(*layers[end - count : end]) for end, count in zip(ends, balance, strict=True)
-    ]
+    bounds = pairwise(accumulate(balance, initial=0))
+    return [nn.Sequential(*layers[a:b]) for a, b in bounds]
 
 
 def mlp(
     layers: int = 8, width: int = 64, inputs: int | None = None, outputs: int | None = None
 ) -> list[nn.Module]:
-    """`layers` layers of Linear + GELU, the last one without: (samples, inputs or width) -> (samples, outputs or width)."""
+    """`layers` layers of Linear + ELU, the last one without ELU.
+
+    (samples, inputs or width) -> (samples, outputs or width). Gradients keep their size over dozens
+    of layers: see `pipelab.models.GAIN`.
+    """
     sizes = [inputs or width, *[width] * (layers - 1), outputs or width]
-    body: list[nn.Module] = [
-        nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in pairwise(sizes[:-1])
-    ]
-    return [*body, nn.Linear(sizes[-2], sizes[-1])]
+    linears = [nn.Linear(a, b) for a, b in pairwise(sizes)]
+    for linear in linears:
+        nn.init.orthogonal_(linear.weight, GAIN)
+        nn.init.zeros_(linear.bias)
+    return [*(nn.Sequential(linear, nn.ELU()) for linear in linears[:-1]), linears[-1]]
 
 
 def parameters(stages: Sequence[nn.Module]) -> list[int]:

@@ -1,10 +1,8 @@
-"""Skip connections across stages: what one layer stashes, a later one pops, wherever the model is cut.
+"""Skip connections across stages: what one layer stashes, a later one pops, wherever the cuts are.
 
-Between the layers travels (x, {name: tensor}), so that what is stashed passes through the stages in between with its
-gradient on the way back. Over processes it is sent from stage to stage.
+Between the layers travels (x, {name: tensor}), so that what is stashed passes through the stages in
+between with its gradient on the way back. Over processes it is sent from stage to stage.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,22 +33,23 @@ class _Carry(nn.Module):
         super().__init__()
         self.layer, self.first, self.last = layer, first, last
 
-    def forward(self, given: Any) -> Any:
-        x, stashed = (given, {}) if self.first else given
+    def forward(self, carried: Any) -> Any:
+        x, stashed = (carried, {}) if self.first else carried
+        stashed = dict(stashed)  # its input stays as it is
         if isinstance(self.layer, Stash):
-            stashed = stashed | {self.layer.name: x}
+            stashed[self.layer.name] = x
         elif isinstance(self.layer, Pop):
-            x = self.layer.join(x, stashed[self.layer.name])
-            stashed = {name: t for name, t in stashed.items() if name != self.layer.name}
+            x = self.layer.join(x, stashed.pop(self.layer.name))
         else:
             x = self.layer(x)
         return x if self.last else (x, stashed)
 
 
 def with_skips(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Layers with `Stash` and `Pop` among them, for `pipelab.models.split`: as many, to be cut anywhere.
+    """Layers with `Stash` and `Pop` among them, for `split`: as many, to be cut anywhere.
 
-    Raises ValueError for a name that is not stashed before it is popped, or never popped, or stashed twice.
+    Raises ValueError for a name that is not stashed before it is popped, or never popped, or
+    stashed twice.
 
     >>> from torch import nn
     >>> len(with_skips([Stash("a"), nn.Tanh(), Pop("a")]))

@@ -1,6 +1,4 @@
-"""Other people's pipelines on the same stages and batches, to compare with: one file each, all of which give a PeerRun."""
-
-from __future__ import annotations
+"""Other people's pipelines on the same stages and batches, to compare with: one file each."""
 
 from dataclasses import dataclass
 
@@ -9,7 +7,8 @@ from torch import Tensor
 
 @dataclass
 class PeerRun:
-    """losses one per batch; weights a state dict per stage, named as in pipelab; seconds of each batch."""
+    """Losses, one per batch; a state dict of weights per stage, named as in pipelab; seconds of
+    each batch."""
 
     losses: list[float]
     weights: list[dict[str, Tensor]]

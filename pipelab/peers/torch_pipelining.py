@@ -1,10 +1,9 @@
-"""torch.distributed.pipelining, torch's own pipeline runtime, behind a call like `pipelab.run`: a process per rank, gloo.
+"""torch.distributed.pipelining, torch's own pipeline runtime, behind a call like `pipelab.run`.
 
-What it asks for: micro-batches of one size, a loss that is the mean over the samples, and by 1F1B at least as many
-micro-batches as stages. Its first batch also finds out the shapes of all messages, so that it takes much longer.
+A process per rank, gloo. What it asks for: micro-batches of one size, a loss that is the mean over
+the samples, and for 1F1B at least as many micro-batches as stages. Its first batch also finds out
+the shapes of all messages, so that it takes much longer.
 """
-
-from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
@@ -44,42 +43,31 @@ def run_torch_pipelining(
     microbatches: int,
     timeout: float = 60.0,
 ) -> PeerRun:
-    """Train copies of `stages`, stage s on rank s % devices, by torch's schedule for pipelab's `name`, on the CPU.
+    """Train copies of `stages`, stage s on rank s % devices, by torch's schedule for `name`.
 
-    A batch's seconds go from the end of the one before it (the first: from a barrier) to the end of the last rank's
-    optimizer step. Raises ValueError for uneven micro-batches, which torch's runtime does not take, and RunError as
-    `pipelab.run` does.
+    On the CPU. A batch's seconds go from the end of the one before it (the first: from a barrier)
+    to the end of the last rank's optimizer step. Raises ValueError for uneven micro-batches, which
+    torch's runtime does not take, and RunError as `pipelab.run` does.
     """
     if name not in SCHEDULES:
         raise ValueError(
-            f"torch.distributed.pipelining has no schedule for {name!r}: use one of {', '.join(SCHEDULES)}"
+            f"torch.distributed.pipelining has no schedule for {name!r}: use one of "
+            f"{', '.join(SCHEDULES)}"
         )
     for b, (x, _) in enumerate(batches):
         if len(x) % microbatches:
             raise ValueError(
                 f"batch {b}: {len(x)} samples do not make {microbatches} micro-batches of one size"
             )
-    last = (len(stages) - 1) % devices
     jobs = [
-        _Job(
-            rank,
-            name,
-            {s: stage for s, stage in enumerate(stages) if s % devices == rank},
-            len(stages),
-            len(batches),
-            microbatches,
-            loss,
-            optimizer,
-            inputs=[x for x, _ in batches] if rank == 0 else [],
-            targets=[y for _, y in batches] if rank == last else [],
-        )
+        _Job(rank, devices, name, microbatches, list(stages), list(batches), loss, optimizer)
         for rank in range(devices)
     ]
     done = run_processes(jobs, _train, timeout)
     ends = [max(times) for times in zip(*(outcome.ends for outcome in done), strict=True)]
     weights = {s: state for outcome in done for s, state in outcome.weights.items()}
     return PeerRun(
-        done[last].losses,
+        next(outcome.losses for outcome in done if outcome.losses),
         [weights[s] for s in range(len(stages))],
         [b - a for a, b in pairwise(ends)],
     )
@@ -87,18 +75,16 @@ def run_torch_pipelining(
 
 @dataclass
 class _Job:
-    """What one rank needs: its stages by number, and the data if it has the first or the last stage."""
+    """What one rank needs to find its part: stage s is on rank s % devices."""
 
     rank: int
+    devices: int
     name: str
-    stages: dict[int, nn.Module]
-    count: int  # of all stages
-    batches: int
     microbatches: int
+    stages: list[nn.Module]
+    batches: list[tuple[Tensor, Tensor]]
     loss: Loss
     optimizer: OptimizerFactory
-    inputs: list[Tensor]
-    targets: list[Tensor]
 
     @property
     def where(self) -> str:
@@ -110,38 +96,35 @@ class _Job:
 
 @dataclass
 class _Outcome:
-    losses: list[float]
+    losses: list[float]  # of the rank with the last stage
     weights: dict[int, dict[str, Tensor]]
-    ends: list[
-        float
-    ]  # of the barrier, then of every batch, on the clock that this machine's processes share
+    ends: list[float]  # of the barrier, then of every batch, on the clock that all processes share
 
 
 def _train(job: _Job, progress: Callable[[int], None]) -> _Outcome:
-    cpu, schedule = torch.device("cpu"), SCHEDULES[job.name]
-    parts = [PipelineStage(module, s, job.count, cpu) for s, module in job.stages.items()]
-    runtime = schedule(
+    count = len(job.stages)
+    mine = {s: job.stages[s] for s in range(job.rank, count, job.devices)}
+    cpu = torch.device("cpu")
+    parts = [PipelineStage(module, s, count, cpu) for s, module in mine.items()]
+    runtime = SCHEDULES[job.name](
         parts if job.name == "interleaved" else parts[0], job.microbatches, loss_fn=job.loss
     )
-    step = job.optimizer([p for module in job.stages.values() for p in module.parameters()])
-    losses: list[list[Tensor]] = [[] for _ in range(job.batches)]
+    step = job.optimizer([p for module in mine.values() for p in module.parameters()])
+    first, last = 0 in mine, count - 1 in mine
+    losses: list[list[Tensor]] = [[] for _ in job.batches]
     dist.barrier()
     ends = [time.perf_counter()]
-    for b in range(job.batches):
+    for b, (x, y) in enumerate(job.batches):
         progress(b)
-        x, target = job.inputs[b : b + 1], job.targets[b] if job.targets else None
-        runtime.step(
-            *x, target=target, losses=losses[b] if job.targets else None, return_outputs=False
-        )
+        data = {"target": y, "losses": losses[b]} if last else {}
+        runtime.step(*([x] if first else []), **data, return_outputs=False)
         step.step()
         step.zero_grad()
         ends.append(time.perf_counter())
     dist.barrier()  # nobody leaves while its messages are on their way
-    means = [
-        float(torch.stack(of_batch).detach().double().mean()) for of_batch in losses if of_batch
-    ]
+    means = [float(torch.stack(some).detach().double().mean()) for some in losses if some]
     weights = {
-        s: {n: t.detach() for n, t in module.state_dict().items()}
-        for s, module in job.stages.items()
+        s: {name: t.detach() for name, t in module.state_dict().items()}
+        for s, module in mine.items()
     }
     return _Outcome(means, weights, ends)

@@ -1,10 +1,8 @@
 """torchgpipe 0.0.7 (Kim et al. 2020, arXiv 2004.09910) behind a call like `pipelab.run`.
 
-What it asks for: an nn.Sequential whose layers take and give tensors or tuples, one process, GPipe only, `chunks`
-micro-batches. It was last released in 2020 and still runs.
+What it asks for: an nn.Sequential whose layers take and return tensors or tuples, one process,
+GPipe only, `chunks` micro-batches. It was last released in 2020 and still runs.
 """
-
-from __future__ import annotations
 
 import copy
 import time
@@ -29,7 +27,7 @@ def run_torchgpipe(
     devices: Sequence[str] | None = None,
     checkpoint: str = "never",
 ) -> PeerRun:
-    """Train copies of `stages` with torchgpipe: `chunks` micro-batches, `checkpoint` never, except_last or always."""
+    """Train copies of `stages` with torchgpipe; `checkpoint`: never, except_last or always."""
     stages = [copy.deepcopy(stage) for stage in stages]
     model = GPipe(
         nn.Sequential(*(layer for stage in stages for layer in stage)),
@@ -49,12 +47,8 @@ def run_torchgpipe(
             torch.cuda.synchronize()
         losses.append(float(value.detach()))
         seconds.append(time.perf_counter() - began)
-    parts = [
-        {
-            f"{i}.{name}": t.detach().cpu()
-            for i, layer in enumerate(partition)
-            for name, t in layer.state_dict().items()
-        }
-        for partition in model.partitions
-    ]
-    return PeerRun(losses, parts, seconds)
+    weights = []
+    for partition in model.partitions:
+        layers = nn.Sequential(*partition)  # numbered from 0, as in a stage
+        weights.append({name: t.detach().cpu() for name, t in layers.state_dict().items()})
+    return PeerRun(losses, weights, seconds)

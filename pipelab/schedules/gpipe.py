@@ -1,11 +1,11 @@
-"""GPipe (Huang et al. 2019, arXiv 1811.06965, figure 2c): all forwards, all backwards, then the update.
+"""GPipe (Huang et al. 2019, arXiv 1811.06965, figure 2c): all forwards, all backwards, the update.
 
     0F0 0F1 0F2 .   .   .   .   0B0 0B1 0B2 0U0
     .   1F0 1F1 1F2 .   .   1B0 1B1 1B2 1U0
     .   .   2F0 2F1 2F2 2B0 2B1 2B2 2U0
 
-Backwards run first in, first out, as in torch.distributed.pipelining and the later papers' figures; the original figure
-and torchgpipe run them last in, first out, in the same time and memory.
+Backwards run first in, first out, as in torch.distributed.pipelining and the later papers' figures;
+the original figure and torchgpipe run them last in, first out, in the same time and memory.
 """
 
 from pipelab.action import Action, Kind, check_counts, insert_updates

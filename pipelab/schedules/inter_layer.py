@@ -1,4 +1,4 @@
-"""Inter-layer (naive model) parallelism: the model is cut into stages and one device works at a time.
+"""Inter-layer (naive model) parallelism: the model is cut into stages, one device works at a time.
 
 0F0 .   .   .   .   0B0 0U0 0F1 .   .   .   .   0B1 0U1
 .   1F0 .   .   1B0 1U0 .   .   1F1 .   .   1B1 1U1

@@ -1,8 +1,10 @@
-"""Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473, figure 4): v chunks of the model on every device.
+"""Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473, figure 4): v chunks on every device.
 
-0F0 0F1 2F0 2F1 .   2B0 .   2B1 0B0 0B1 0U0 2U0     p = 2, v = 2, m = 2: device 0 holds stages 0 and 2,
-.   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 1U0 3U0 .       device 1 holds 1 and 3; chunks take turns
+0F0 0F1 2F0 2F1 .   2B0 .   2B1 0B0 0B1 0U0 2U0     p = 2, v = 2, m = 2: device 0 holds stages
+.   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 1U0 3U0 .       0 and 2, device 1 1 and 3; chunks take turns
 """
+
+import numpy as np
 
 from pipelab.action import Action, Kind, check_counts, insert_updates
 from pipelab.schedule import Schedule
@@ -10,12 +12,14 @@ from pipelab.schedules.pipedream import one_forward_one_backward
 
 
 def interleaved(devices: int, microbatches: int, virtual: int = 2, batches: int = 1) -> Schedule:
-    """1F1B over v chunks a device, placed in a loop (stage s on device s mod p); a flush after each batch.
+    """1F1B over v chunks a device, placed in a loop (stage s on device s mod p); a flush after each
+    batch.
 
-    Chunks take turns by rounds of p micro-batches. Where p does not divide m, the table of the next multiple is built and
-    the absent micro-batches are dropped, spread evenly over the rounds: dependencies stay inside a micro-batch, so a valid
-    table minus whole micro-batches stays valid, and no more is in flight than with the multiple. (Rounds of more than p would
-    be faster, and hold more.) With virtual=1 it is `pipedream_flush`, row for row.
+    Chunks take turns by rounds of p micro-batches. Where p does not divide m, the table of the next
+    multiple is built and the absent micro-batches are dropped, spread evenly over the rounds:
+    dependencies stay inside a micro-batch, so a valid table minus whole micro-batches stays valid,
+    and no more is in flight than with the multiple. (Rounds of more than p would be faster, and
+    hold more.) With virtual=1 it is `pipedream_flush`, row for row.
 
     >>> interleaved(4, 8, virtual=2).peak_in_flight
     [11, 9, 7, 5]
@@ -23,10 +27,11 @@ def interleaved(devices: int, microbatches: int, virtual: int = 2, batches: int 
     check_counts(devices=devices, microbatches=microbatches, virtual=virtual, batches=batches)
     rows = []
     for d in range(devices):
+        one = _one_batch(d, devices, microbatches, virtual)
         row = [
-            Action(a.stage, a.kind, b * microbatches + number)
+            a._replace(microbatch=b * microbatches + number)
             for b in range(batches)
-            for a, number in _one_batch(d, devices, microbatches, virtual)
+            for a, number in one
         ]
         rows.append(tuple(insert_updates(row, microbatches)))
     placement = tuple(s % devices for s in range(devices * virtual))
@@ -36,18 +41,16 @@ def interleaved(devices: int, microbatches: int, virtual: int = 2, batches: int 
 def _one_batch(
     device: int, devices: int, microbatches: int, virtual: int
 ) -> list[tuple[Action, int]]:
-    width = (
-        devices if virtual > 1 else 1
-    )  # slots of a round; with one chunk a micro-batch waits for no round
-    rounds = -(-microbatches // width)
-    present = 0
+    """A device's row for one batch: actions of the full table, each with its micro-batch."""
+    width, warmup = 1, devices - device - 1  # with one chunk a micro-batch waits for no round
+    if virtual > 1:
+        width = devices
+        # A chunk's first backward comes back after a trip over all later devices and return.
+        warmup = 2 * (devices - device - 1) + (virtual - 1) * devices
+    rounds = -(-microbatches // width)  # rounded up
     number: dict[int, int] = {}  # slot in the full table -> the micro-batch that stands there
-    for r in range(rounds):
-        size = (
-            microbatches + rounds - 1 - r
-        ) // rounds  # rounds of nearly equal size, larger ones first
-        number |= {r * width + k: present + k for k in range(size)}
-        present += size
+    for r, present in enumerate(np.array_split(range(microbatches), rounds)):
+        number |= dict(enumerate(present.tolist(), r * width))
 
     def steps(kind: Kind, chunks: range) -> list[Action]:
         return [
@@ -57,12 +60,6 @@ def _one_batch(
             for k in range(width)
         ]
 
-    # A chunk's first backward comes back after a trip over all later devices and return: the factor 2.
-    warmup = (
-        2 * (devices - device - 1) + (virtual - 1) * devices
-        if virtual > 1
-        else devices - device - 1
-    )
-    forwards, backwards = steps(Kind.F, range(virtual)), steps(Kind.B, range(virtual - 1, -1, -1))
+    forwards, backwards = steps(Kind.F, range(virtual)), steps(Kind.B, range(virtual)[::-1])
     full = one_forward_one_backward(forwards, backwards, warmup)
     return [(a, number[a.microbatch]) for a in full if a.microbatch in number]

@@ -1,8 +1,8 @@
-"""PipeDream (Narayanan et al. 2019; arXiv 1806.03377, figures 4 and 5): one forward, one backward (1F1B), never a flush.
+"""PipeDream (Narayanan et al. 2019; arXiv 1806.03377, figures 4 and 5): 1F1B, never a flush.
 
-0F0 0F1 0F2 .   .   0B0 0U0 0F3 0B1 0U1 ...     device s runs p - s - 1 forwards ahead: the warm-up; then forward
-.   1F0 1F1 .   1B0 1U0 1F2 1B1 1U1 1F3 ...     and backward alternate; an update follows every backward
-.   .   2F0 2B0 2U0 2F1 2B1 2U1 2F2 2B2 ...
+0F0 0F1 0F2 .   .   0B0 0U0 0F3 0B1 0U1 ...     device s runs p - s - 1 forwards ahead: the
+.   1F0 1F1 .   1B0 1U0 1F2 1B1 1U1 1F3 ...     warm-up; then one forward and one backward
+.   .   2F0 2B0 2U0 2F1 2B1 2U1 2F2 2B2 ...     alternate; an update follows every backward
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from pipelab.schedule import Schedule
 
 
 def pipedream(devices: int, microbatches: int, batches: int = 1) -> Schedule:
-    """1F1B over all micro-batches, an update after every backward, weights stashed (p - s versions on stage s).
+    """1F1B over all micro-batches, an update after every backward, p - s versions on stage s.
 
     >>> print(pipedream(2, 3).grid())
     0F0 0F1 .   0B0 0U0 0F2 0B1 0U1 .   0B2 0U2
@@ -44,7 +44,7 @@ def one_stage(stage: int, devices: int, microbatches: Iterable[int]) -> list[Act
 def one_forward_one_backward(
     forwards: list[Action], backwards: list[Action], warmup: int
 ) -> list[Action]:
-    """`warmup` forwards, then forward and backward in turn, then the backwards that are left (the drain)."""
+    """`warmup` forwards, then forward and backward in turn, then the backwards left (the drain)."""
     warmup = min(warmup, len(forwards))
     steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
     return forwards[:warmup] + steady + backwards[len(forwards) - warmup :]
