@@ -1,4 +1,7 @@
-"""What test_launchers starts on every rank: one training run, with the twist that its argument names. Rank 0 prints JSON."""
+"""What test_launchers starts on every rank: one run, with the twist that its argument names.
+
+Rank 0 prints JSON.
+"""
 
 import json
 import os

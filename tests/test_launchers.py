@@ -30,7 +30,7 @@ def free_port():
 
 
 def torchrun(ranks, *command, nodes=1):
-    """The output of one agent per node over loopback: (statuses, standard outputs, standard errors)."""
+    """What one agent per node over loopback gives: (statuses, standard outputs and errors)."""
     port = free_port()
     nodes_at = [
         "--nnodes",
@@ -178,7 +178,10 @@ def test_the_command_line_on_two_agents():
 )
 def test_deepspeeds_launcher():
     shell = ENVIRONMENT | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    line = f"deepspeed --num_gpus 2 --master_port {free_port()} --module pipelab run gpipe --devices 2 --microbatches 4"
+    line = (
+        f"deepspeed --num_gpus 2 --master_port {free_port()} "
+        "--module pipelab run gpipe --devices 2 --microbatches 4"
+    )
     done = subprocess.run(
         line.split(), capture_output=True, text=True, env=shell, timeout=4 * GUARD, cwd=ROOT
     )

@@ -1,4 +1,4 @@
-"""Hygiene of the stored lectures, and their exercises: right answers pass, plausible wrong ones do not."""
+"""The stored lectures' hygiene, and their exercises: right answers pass, wrong ones do not."""
 
 import ast
 import re

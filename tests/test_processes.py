@@ -23,7 +23,7 @@ GUARD = 30  # seconds within which any fault has to be reported
 
 
 def left_behind():
-    """Folders, shared memory, processes, threads and open files (sockets among them) of this test."""
+    """Folders, shared memory, processes, threads and open files (sockets too) of this test."""
     folders = set(Path(tempfile.gettempdir()).glob("pipelab-*"))
     shared = set(Path("/dev/shm").glob("torch_*"))
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
@@ -307,14 +307,15 @@ class Mine(torch.nn.Linear):
 def helper(x): return x.tanh()
 def loss(y, t): return mse_loss(helper(y), t)
 WAIT = sys.argv[1] == "wait"
-run = pipelab.run(pipelab.make("gpipe", 2, 2), [Mine(4, 4), Mine(4, 4)], [(torch.ones(4, 4), torch.ones(4, 4))], loss,
+batches = [(torch.ones(4, 4), torch.ones(4, 4))]
+run = pipelab.run(pipelab.make("gpipe", 2, 2), [Mine(4, 4), Mine(4, 4)], batches, loss,
                   lambda p: torch.optim.SGD(p, lr=0.1), backend="processes")
 print(run.check.passed)
 """
 
 
 def start(tmp_path, *arguments):
-    """A script without a main guard that defines its own models and functions, in a session of its own."""
+    """A script without a main guard that defines its own models, in a session of its own."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = os.environ | {

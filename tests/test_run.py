@@ -198,7 +198,8 @@ def test_the_measured_timeline_obeys_the_table():
 
 
 def test_activation_bytes_are_measured_not_read_from_the_table():
-    # A Linear(6, 6) saves its input of 2 x 6 doubles, tanh its output: 192 bytes for each micro-batch and stage.
+    # A Linear(6, 6) saves its input of 2 x 6 doubles, tanh its output: 192 bytes for each
+    # micro-batch and stage.
     def peaks(name, **options):
         result = run(make(name, 4, 4), stages(4), batches(1), F.l1_loss, SGD, **options)
         assert result.memory.source == "measured"
@@ -234,7 +235,8 @@ def test_memory_is_measured_by_cause_as_predicted(name):
     predicted = pipelab.memory(simulate(schedule, costs), costs)
     for cause in ("weights", "versions", "optimizer"):
         assert result.memory.peak(cause) == predicted.peak(cause)
-    # A gradient of a version that is not read again moves on to the next: there may be two for a moment.
+    # A gradient of a version that is not read again moves on to the next: there may be two for a
+    # moment.
     assert all(size <= x <= 2 * size for x in result.memory.peak("gradients"))
 
 
@@ -427,7 +429,8 @@ def test_a_loss_that_is_no_number_ends_the_run(bad, backend):
     data = batches(2)
     data[1][0][5] = bad
     modules = [nn.Linear(6, 6, dtype=torch.float64) for _ in range(2)]
-    message = r"device 1, action 1F6: FloatingPointError: the loss of micro-batch 6 \(batch 1\) is (nan|inf)"
+    error = "device 1, action 1F6: FloatingPointError"
+    message = rf"{error}: the loss of micro-batch 6 \(batch 1\) is (nan|inf)"
     with pytest.raises(RunError, match=message):
         run(make("gpipe", 2, 4, batches=2), modules, data, F.mse_loss, SGD, backend=backend)
     going_on = run(
@@ -533,7 +536,7 @@ def test_a_first_layer_in_place_changes_neither_the_data_nor_the_rerun(recompute
 
 
 class Attention(nn.Module):
-    """Separate projections: the gradient of the key's bias is zero in theory, and rounding in practice."""
+    """The gradient of the key's bias is zero in theory, and rounding in practice."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -721,7 +724,7 @@ def test_clipping_refuses_a_table_that_would_wait_for_itself():
 
 @st.composite
 def random_tables(draw):
-    """Valid tables of no known schedule: random orders of a random run, updates after every group."""
+    """Valid tables of no known schedule: random orders, updates after every group."""
     p, per_update, groups = (
         draw(st.integers(1, 3)),
         draw(st.integers(1, 3)),
@@ -856,7 +859,7 @@ def test_the_mlp_splits_and_runs():
 
 
 def test_a_failure_from_outside_is_told_from_what_it_breaks():
-    """The run may be ended from outside while its threads leave the barrier, each at its own time."""
+    """The run may be ended from outside while its threads leave the barrier, one by one."""
 
     class Home:
         active = contextlib.nullcontext

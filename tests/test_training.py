@@ -1,4 +1,4 @@
-"""What real training needs: tied weights, skips, dropout, mixed precision, replicas, evaluation, checkpoints."""
+"""What real training needs: ties, skips, dropout, autocast, replicas, evaluation, checkpoints."""
 
 import copy
 import json
@@ -477,7 +477,7 @@ def test_checkpoints_that_do_not_fit(tmp_path):
         resume(schedule=make("pipedream", 4, 2, batches=2))
     with pytest.raises(
         ValueError,
-        match=r"weight 0.weight of stage 0 is float64 \(5, 6\) in the model and float64 \(6, 6\) in",
+        match=r"0.weight of stage 0 is float64 \(5, 6\) in the model and float64 \(6, 6\) in",
     ):
         resume(
             modules=[

@@ -13,7 +13,8 @@ ROUNDS = 20
 def behind(ask: Callable[[], float], clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds to add to `clock` to read the other clock, whose time `ask` asks for, ROUNDS times.
 
-    Takes the quickest answer and assumes that it was given halfway (Cristian 1989): wrong by at most half of that round trip.
+    Takes the quickest answer and assumes that it was given halfway (Cristian 1989): wrong by at
+    most half of that round trip.
     """
     answers = []
     for _ in range(ROUNDS):

@@ -106,8 +106,9 @@ class Stage:
     They have a method for each kind of action, `forward`, `backward`, `input_grad`, `weight_grad`
     and `update`: (micro-batch or update's number, what it received) -> what is sent on. Besides,
     `news()` is what other stages' updates wait for after the last backward of a group (its gradient
-    for a common norm, tied weights); `sums(group)` and `replace_sums(group, sums)` give what a group
-    has accumulated to be added up over replicas; `held()` the bytes kept; `trained()` the weights.
+    for a common norm, tied weights); `sums(group)` and `replace_sums(group, sums)` give what a
+    group has accumulated to be added up over replicas; `held()` the bytes kept; `trained()` the
+    weights.
 
     weights  by version: values, so that a version lives as long as the table has readers of it
     losses   per micro-batch: its mean and what it is the mean of

@@ -305,8 +305,8 @@ def load_optimizer(
     kinds = kinds_of(optimizer, schedulers)
     if state.kinds != kinds or len(state.groups) != len(optimizer.param_groups):
         raise ValueError(
-            f"{state.origin} was made with {_summary(state.kinds, state.groups)}, and now there are "
-            f"{_summary(kinds, optimizer.param_groups)}: give the same optimizer"
+            f"{state.origin} was made with {_summary(state.kinds, state.groups)}, and now there "
+            f"are {_summary(kinds, optimizer.param_groups)}: give the same optimizer"
         )
     for name, values in state.optimizer.items():
         weight = weights[name]
