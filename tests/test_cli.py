@@ -322,7 +322,7 @@ def test_run_json(capsys, line, tmp_path):
     )
     assert (status, err) == (0, "")
     result = json.loads(out)
-    assert list(result["check"]) == ["passed", "max_abs", "max_rel", "tolerance", "rule"]
+    assert " ".join(result["check"]) == "passed max_abs max_rel tolerance rule ratio unjudged"
     assert result["check"]["passed"] is True
     assert len(result["losses"]) == result["batches"]
     assert set(KEYS) <= set(result["measured"])
@@ -368,7 +368,7 @@ def test_a_failed_check_is_status_1(capsys, monkeypatch):
     status, out, err = call(capsys, "run gpipe --devices 2 --microbatches 4")
     assert status == 1
     assert "CHECK FAILED" in out
-    assert "differs from the reference" in err
+    assert "CHECK FAILED" in err
 
 
 def test_the_module_and_the_script_are_the_same_command():
