@@ -41,8 +41,8 @@ def run_threads(
     transports  one per replica; default: mailboxes, which connect jobs of this process alone
     start       is called when all are ready; returns the run's time zero on `time.perf_counter`
 
-    The first worker that raises ends the run, and its error is raised here; so does an interrupt: the other workers stop
-    before their next action, and no thread is left behind.
+    The first worker that raises ends the run, and its error is raised here; so does an interrupt:
+    the other workers stop before their next action, and no thread is left behind.
     """
     replicas = transports or _mailboxes(jobs[0])
     ready = Barrier(len(jobs) + 1)

@@ -28,7 +28,7 @@ class Aborted(Exception):
 
 
 class Transport(Protocol):
-    """What the worker needs of a transport between the devices of one pipeline, and to its replicas.
+    """Messages between the devices of one pipeline, and sums over its replicas.
 
     A key is the flat index of the action whose output the message is, or (stage, stage, update) for
     what stages tell each other before an update.
@@ -38,13 +38,13 @@ class Transport(Protocol):
         """Hand a message to `device`; does not wait for the receiver."""
 
     def receive(self, key: Key, device: int) -> Message:
-        """The message of that key, on `device`; waits for it. Raises Aborted when the run has ended."""
+        """The message of that key, on `device`; waits for it. Aborted when the run has ended."""
 
     def sum_over_replicas(self, key: Key, device: int, parts: list[Any]) -> list[Any]:
         """`parts` added up, one by one, over the same device of all replicas; waits for them."""
 
     def sleep(self, seconds: float) -> None:
-        """Wait, or if `seconds` is not positive just look: raises Aborted when the run has ended."""
+        """Wait, or if `seconds` is not positive just look: Aborted when the run has ended."""
 
     def abort(self) -> None:
         """End the run: whoever waits, or will wait, gets Aborted."""
@@ -80,9 +80,8 @@ class Mailboxes:
         for replica in self.replicas:
             replica.send((key, me), device, Message(parts, 0.0))
         all_parts = [self.receive((key, r), device).payload for r in range(len(self.replicas))]
-        return [
-            sum(same[1:], same[0]) for same in zip(*all_parts, strict=True)
-        ]  # in one order: equal in all replicas
+        # In one order: equal in all replicas.
+        return [sum(same[1:], same[0]) for same in zip(*all_parts, strict=True)]
 
     def sleep(self, seconds: float) -> None:
         if self._aborted.wait(seconds) if seconds > 0 else self._aborted.is_set():

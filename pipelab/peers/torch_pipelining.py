@@ -1,7 +1,8 @@
-"""torch.distributed.pipelining, torch's own pipeline runtime, behind a call like `pipelab.run`: a process per rank, gloo.
+"""torch.distributed.pipelining, torch's own pipeline runtime, behind a call like `pipelab.run`.
 
-What it asks for: micro-batches of one size, a loss that is the mean over the samples, and by 1F1B at least as many
-micro-batches as stages. Its first batch also finds out the shapes of all messages, so that it takes much longer.
+A process per rank, messages over gloo. What it asks for: micro-batches of one size, a loss that is
+the mean over the samples, and by 1F1B at least as many micro-batches as stages. Its first batch
+also finds out the shapes of all messages, so that it takes much longer.
 """
 
 from __future__ import annotations
@@ -44,15 +45,16 @@ def run_torch_pipelining(
     microbatches: int,
     timeout: float = 60.0,
 ) -> PeerRun:
-    """Train copies of `stages`, stage s on rank s % devices, by torch's schedule for pipelab's `name`, on the CPU.
+    """Train copies of `stages`, by torch's schedule for pipelab's `name`, on the CPU.
 
-    A batch's seconds go from the end of the one before it (the first: from a barrier) to the end of the last rank's
-    optimizer step. Raises ValueError for uneven micro-batches, which torch's runtime does not take, and RunError as
-    `pipelab.run` does.
+    Stage s is on rank s % devices. A batch's seconds go from the end of the one before it (the
+    first: from a barrier) to the end of the last rank's optimizer step. Raises ValueError for
+    uneven micro-batches, which torch's runtime does not take, and RunError as `pipelab.run` does.
     """
     if name not in SCHEDULES:
+        known = ", ".join(SCHEDULES)
         raise ValueError(
-            f"torch.distributed.pipelining has no schedule for {name!r}: use one of {', '.join(SCHEDULES)}"
+            f"torch.distributed.pipelining has no schedule for {name!r}: use one of {known}"
         )
     for b, (x, _) in enumerate(batches):
         if len(x) % microbatches:
@@ -87,7 +89,7 @@ def run_torch_pipelining(
 
 @dataclass
 class _Job:
-    """What one rank needs: its stages by number, and the data if it has the first or the last stage."""
+    """What one rank needs: its stages by number, and data if it has the first or the last one."""
 
     rank: int
     name: str
@@ -112,9 +114,7 @@ class _Job:
 class _Outcome:
     losses: list[float]
     weights: dict[int, dict[str, Tensor]]
-    ends: list[
-        float
-    ]  # of the barrier, then of every batch, on the clock that this machine's processes share
+    ends: list[float]  # of the barrier, then of every batch, on the clock that processes share
 
 
 def _train(job: _Job, progress: Callable[[int], None]) -> _Outcome:
