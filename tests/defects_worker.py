@@ -26,6 +26,23 @@ class Slow(nn.Linear):
         return super().forward(x)
 
 
+class Hanging(nn.Linear):
+    def forward(self, x):
+        time.sleep(1000)
+
+
+class ReadOnce(list):
+    """Data that the training may read, and the check after it may not."""
+
+    reads = 0
+
+    def __getitem__(self, b):
+        self.reads += 1
+        if self.reads > 1:
+            raise ZeroDivisionError("by design")
+        return super().__getitem__(b)
+
+
 def linear(kind=nn.Linear):
     torch.manual_seed(0)
     return kind(6, 6)
@@ -70,6 +87,25 @@ def checking():
     return pipelab.run(*arguments, torch.optim.SGD, timeout=TIMEOUT)
 
 
+def hanging():
+    arguments = (make(2, 1), [linear(), linear(Hanging)], batches(1), F.mse_loss)
+    return pipelab.run(*arguments, torch.optim.SGD, check=False, timeout=TIMEOUT)
+
+
+def unchecked():
+    arguments = (make(2, 1), [linear(), linear()], ReadOnce(batches(1)), F.mse_loss)
+    return pipelab.run(*arguments, torch.optim.SGD)
+
+
+RUNS = {
+    "autocast": inside,
+    "waiting": waiting,
+    "checking": checking,
+    "hanging": hanging,
+    "unchecked": unchecked,
+}
+
+
 def meet(folder, rank):
     """Wait until both ranks have come as far as this: they start at their own pace."""
     (folder / str(rank)).touch()
@@ -82,7 +118,7 @@ if __name__ == "__main__":
     autocast(autocast=torch.bfloat16, backend="threads")  # all is imported now
     meet(folder, rank)
     for name in names:
-        result = {"autocast": inside, "waiting": waiting, "checking": checking}[name]()
+        result = RUNS[name]()
         passed = result.check and result.check.passed
         if rank == 0:
             print(json.dumps({"name": name, "losses": result.losses, "passed": passed}), flush=True)

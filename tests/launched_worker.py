@@ -1,4 +1,4 @@
-"""What test_launchers starts on every rank: one run, with the twist that its argument names.
+"""What test_launchers starts on every rank: a training run, with the twist that its argument names.
 
 Rank 0 prints JSON.
 """
@@ -10,9 +10,8 @@ import time
 
 
 def main(twist, folder, rank):
-    if (
-        twist == "skewed"
-    ):  # every rank a host of its own, whose clock is an hour ahead of the one before
+    if twist == "skewed":
+        # Every rank is a host of its own, whose clock is an hour ahead of the one before.
         real = time.perf_counter
         time.perf_counter = lambda: real() + 3600.0 * rank
 

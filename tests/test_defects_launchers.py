@@ -81,6 +81,19 @@ def test_a_check_may_take_longer_than_an_action(tmp_path):
     assert results["checking"]["passed"]
 
 
+def test_all_ranks_say_where_one_hangs(tmp_path):
+    results, errors = on_two_ranks(tmp_path, "hanging")
+    assert not results
+    text = "RunError: no action ended within 3 s: device 0 at 0B0; device 1 at 1F0\n"
+    assert errors.count(text) == 2, errors
+
+
+def test_all_ranks_hear_that_the_check_failed(tmp_path):
+    results, errors = on_two_ranks(tmp_path, "unchecked")
+    assert not results
+    assert "RunError: rank 0: ZeroDivisionError: by design" in errors
+
+
 def test_a_notebooks_named_tuples_cross_processes():
     # Was: "PicklingError: Can't pickle <class '__main__.Pair'>", since only the job went by
     # cloudpickle.

@@ -23,7 +23,7 @@ GUARD = 30  # seconds within which any fault has to be reported
 
 
 def left_behind():
-    """Folders, shared memory, processes, threads and open files (sockets too) of this test."""
+    """Folders, shared memory, processes, threads and open files (and sockets) of this test."""
     folders = set(Path(tempfile.gettempdir()).glob("pipelab-*"))
     shared = set(Path("/dev/shm").glob("torch_*"))
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
@@ -221,7 +221,7 @@ def die_soon():
 
 
 class Wide(nn.Module):
-    """Puts out 200 MB, which take longer on their way than the sender lives."""
+    """Outputs 200 MB, which take longer on their way than the sender lives."""
 
     def __init__(self):
         super().__init__()
@@ -272,6 +272,14 @@ def test_a_rank_that_hangs():
         )
 
 
+def test_a_job_that_cannot_be_pickled(capfd):
+    modules = stages(2)
+    modules[1].lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"cannot pickle '_thread.lock' object"):
+        run(make("gpipe", 2, 2), modules, batches(1), F.mse_loss, SGD, backend="processes")
+    assert capfd.readouterr().err == ""  # was: the traceback of a rank that had no folder
+
+
 def test_what_ranks_print_comes_in_the_order_of_ranks(capsys):
     class Loud(nn.Module):
         def __init__(self, name):
@@ -307,15 +315,15 @@ class Mine(torch.nn.Linear):
 def helper(x): return x.tanh()
 def loss(y, t): return mse_loss(helper(y), t)
 WAIT = sys.argv[1] == "wait"
-batches = [(torch.ones(4, 4), torch.ones(4, 4))]
-run = pipelab.run(pipelab.make("gpipe", 2, 2), [Mine(4, 4), Mine(4, 4)], batches, loss,
+ones = torch.ones(4, 4)
+run = pipelab.run(pipelab.make("gpipe", 2, 2), [Mine(4, 4), Mine(4, 4)], [(ones, ones)], loss,
                   lambda p: torch.optim.SGD(p, lr=0.1), backend="processes")
 print(run.check.passed)
 """
 
 
 def start(tmp_path, *arguments):
-    """A script without a main guard that defines its own models, in a session of its own."""
+    """A script without a main guard, which defines its own models, in a session of its own."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = os.environ | {

@@ -11,17 +11,17 @@ ROUNDS = 20
 
 
 def behind(ask: Callable[[], float], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds to add to `clock` to read the other clock, whose time `ask` asks for, ROUNDS times.
+    """Seconds to add to `clock` to read the other clock, whose time `ask` asks for.
 
-    Takes the quickest answer and assumes that it was given halfway (Cristian 1989): wrong by at
-    most half of that round trip.
+    Asks ROUNDS times, takes the quickest answer, and assumes that the other clock was read halfway
+    (Cristian 1989): wrong by at most half of that round trip.
     """
     answers = []
     for _ in range(ROUNDS):
         asked = clock()
         theirs = ask()
-        told = clock()
-        answers.append((told - asked, theirs - (asked + told) / 2))
+        answered = clock()
+        answers.append((answered - asked, theirs - (asked + answered) / 2))
     return min(answers)[1]
 
 

@@ -28,7 +28,7 @@ class Aborted(Exception):
 
 
 class Transport(Protocol):
-    """What the worker needs of a transport between a pipeline's devices, and to its replicas.
+    """Messages between the devices of one pipeline, and sums over its replicas.
 
     A key is the flat index of the action whose output the message is, or (stage, stage, update) for
     what stages tell each other before an update.
@@ -80,9 +80,8 @@ class Mailboxes:
         for replica in self.replicas:
             replica.send((key, me), device, Message(parts, 0.0))
         all_parts = [self.receive((key, r), device).payload for r in range(len(self.replicas))]
-        return [
-            sum(same[1:], same[0]) for same in zip(*all_parts, strict=True)
-        ]  # in one order: equal in all replicas
+        # In one order: equal in all replicas.
+        return [sum(same[1:], same[0]) for same in zip(*all_parts, strict=True)]
 
     def sleep(self, seconds: float) -> None:
         if self._aborted.wait(seconds) if seconds > 0 else self._aborted.is_set():

@@ -5,11 +5,11 @@ Whatever happens, no process, file or port is left behind.
 
 from __future__ import annotations
 
-import copyreg
 import io
 import mmap
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import sys
@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import cloudpickle
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from pipelab.executors.job import Job
@@ -213,14 +213,22 @@ def _blame(failure: _Failure, others: list[_Rank]) -> NoReturn:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles parametrized modules too, whose class refuses: as if it did not."""
+    """Pickles what torch by itself would refuse, or make far too large."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, nn.Module) and parametrize.is_parametrized(value):
-            refusing = type(value)
-            state = super(refusing, value).__getstate__()  # type: ignore[misc]
-            return copyreg.__newobj__, (refusing,), state  # type: ignore[attr-defined]
+            # Its class forbids it, since others could not import that: cloudpickle sends it along.
+            cls = type(value)
+            return cls.__new__, (cls,), super(cls, value).__getstate__()
+        if type(value) is Tensor and not value.requires_grad and _is_slice(value):
+            # It would be pickled with all of the tensor that it is a slice of.
+            return value.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(value)
+
+
+def _is_slice(tensor: Tensor) -> bool:
+    """Whether it has only a part of its memory, as a micro-batch of its batch."""
+    return tensor.layout is torch.strided and tensor.nbytes < tensor.untyped_storage().nbytes()
 
 
 def _dumps(value: Any) -> memoryview:

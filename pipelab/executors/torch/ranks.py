@@ -188,7 +188,8 @@ class _Board:
     """
 
     def __init__(self, rank: int, world: int) -> None:
-        self._store = dist.distributed_c10d._get_default_store().clone()
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._store = store.clone()
         run = self._store.add(f"pipelab/runs of rank {rank}", 1)  # all ranks make the same calls
         self._places = [f"pipelab/run {run}/rank {r}" for r in range(world)]
         self._mine, self._failure = self._places[rank], f"pipelab/run {run}/failure"
@@ -197,13 +198,15 @@ class _Board:
 
     def places(self, mine: str) -> list[str]:
         """Say where this rank is; returns where all are."""
-        self._store.set(self._mine, mine)
-        return [text.decode() for text in self._store.multi_get(self._places)]
+        with connected():
+            self._store.set(self._mine, mine)
+            return [text.decode() for text in self._store.multi_get(self._places)]
 
     def failure(self, mine: RunError | None = None) -> RunError | None:
         """The first failure of any rank: `mine`, if there was none."""
         text = "" if mine is None else pickle.dumps(mine).hex()
-        first = self._store.compare_set(self._failure, "", text).decode()
+        with connected():
+            first = self._store.compare_set(self._failure, "", text).decode()
         return mine if first == text else pickle.loads(bytes.fromhex(first))
 
 
@@ -260,7 +263,7 @@ class Ranks:
         except BaseException as error:
             _end_waits()
             time.sleep(2 * LOOK)  # the store may end with this process: let others read it
-            if isinstance(error, dist.DistError):  # it has ended with another
+            if isinstance(error, ConnectionError):  # it has ended with another
                 raise run_error(job, job.row, error) from error
             raise
         if not self.first:
@@ -288,23 +291,20 @@ class Ranks:
         job, board = thread.job, _Board(self.rank, self.world)
         known: list[str] = []
         since = time.monotonic()
-        failure: RunError | None = None
-        while not failure and not wait([thread.outcome], LOOK).done:
+        while not wait([thread.outcome], LOOK).done:
             # [1] say how far this rank is, and see how far the others are
             places = board.places(f"{job.where} at {place(job, thread.mark)}")
             # [2] there has been no progress for too long, or another rank has failed
-            hangs = None
+            mine = None
             if places != known:
                 known, since = places, time.monotonic()
             elif time.monotonic() - since > self.timeout:
-                hangs = RunError(stuck(places, self.timeout))
-            failure = board.failure(hangs)
+                mine = RunError(stuck(places, self.timeout))
+            if failure := board.failure(mine):
+                raise failure
         # [3] this rank has failed
-        if not failure:
-            error = thread.outcome.exception()
-            failure = error and board.failure(run_error(job, job.row, error))
-        if failure:
-            raise failure
+        if error := thread.outcome.exception():
+            raise board.failure(run_error(job, job.row, error)) or error
         return thread.outcome.result()
 
 
@@ -317,7 +317,8 @@ def _end_waits() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         group.abort()
         with suppress(RuntimeError, ValueError):
-            dist.irecv(torch.zeros(1), group=group, tag=UNSENT).wait(timedelta(milliseconds=1))
+            work: Any = dist.irecv(torch.zeros(1), group=group, tag=UNSENT)
+            work.wait(timedelta(milliseconds=1))
 
 
 def share(value: Any) -> Any:

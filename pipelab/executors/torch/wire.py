@@ -2,7 +2,7 @@
 
 A message between two ranks is, as a rule, one transfer of bytes:
 
-    | length of the pickle, size of all | pickle of time and payload | tensor | tensor | ...
+    | end of the pickle, size of all | pickle of time and payload | tensor | tensor | ...
 
 Receives are posted before the messages are made, so that no transfer waits for a compute. For that
 both ends have to know how many bytes will come: the message's *slot*. What of a message has no room
@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import struct
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ from pipelab.action import Kind
 from pipelab.executors.job import Job
 from pipelab.executors.transport import Key, Message
 
-HEAD = 16  # bytes of the two numbers
+HEAD = struct.Struct("=qq")  # the two numbers
 ALIGNED = 64  # bytes: tensors begin there, and a pickle may vary a little without another size
 AHEAD = 8  # messages of a stream for which receives are posted
 BESIDE = 1  # tag of what comes beside a slot
@@ -43,13 +44,14 @@ CPU = torch.device("cpu")
 
 
 class _Pickler(cloudpickle.Pickler):
-    """In the place of a tensor, pickles its dtype, shape and first byte behind the pickle.
+    """In the place of a tensor, pickles its dtype, shape and first byte among the tensors.
 
     by_value  whether to pickle types of a notebook, which the receiver cannot import, as a whole
     """
 
     def __init__(self, by_value: bool) -> None:
         self.file = io.BytesIO()
+        self.file.write(bytes(HEAD.size))
         super().__init__(self.file)
         self.by_value = by_value
         self.tensors: list[tuple[int, Tensor]] = []
@@ -68,7 +70,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Takes the tensors from `content`, which they share."""
+    """Makes the tensors views of `content`."""
 
     def __init__(self, pickled: bytes, content: Tensor) -> None:
         super().__init__(io.BytesIO(pickled))
@@ -90,26 +92,28 @@ def pack(message: Any, room: int, device: torch.device) -> tuple[Tensor, int]:
     except (pickle.PicklingError, AttributeError):
         pickler = _Pickler(by_value=True)
         pickler.dump(message)
-    pickled = torch.frombuffer(pickler.file.getbuffer(), dtype=torch.uint8)
-    begin = _aligned(HEAD + len(pickled))
+    pickled = pickler.file.getbuffer()
+    begin = _aligned(len(pickled))
     size = begin + pickler.size
+    HEAD.pack_into(pickled, 0, len(pickled), size)
     body = torch.empty(max(size, room), dtype=torch.uint8, device=device)
-    body[:HEAD].view(torch.int64).copy_(torch.tensor([len(pickled), size]))
-    body[HEAD : HEAD + len(pickled)] = pickled
+    body[: len(pickled)] = torch.frombuffer(pickled, dtype=torch.uint8)
     for first, tensor in pickler.tensors:
         place = body[begin + first :][: tensor.nbytes]
         place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
     return body, size
 
 
-def read_head(body: Tensor) -> list[int]:
-    """Length of the pickle, size of all."""
-    return body[:HEAD].view(torch.int64).tolist()
+def read_head(body: Tensor) -> tuple[int, int]:
+    """Where the pickle ends, and the size of all."""
+    end, size = HEAD.unpack(body[: HEAD.size].cpu().numpy().tobytes())
+    return end, size
 
 
 def unpack(body: Tensor) -> Any:
-    end = HEAD + read_head(body)[0]
-    return _Unpickler(body[HEAD:end].cpu().numpy().tobytes(), body[_aligned(end) :]).load()
+    end, size = read_head(body)
+    pickled = body[HEAD.size : end].cpu().numpy().tobytes()
+    return _Unpickler(pickled, body[_aligned(end) : size]).load()
 
 
 def _aligned(size: int) -> int:
@@ -295,7 +299,7 @@ def _slot(sizes: Sequence[int], j: int) -> Any:
     that by the time when message j - AHEAD, or the first, has come. The first slot is a mere head.
     """
     if j == 0:
-        return HEAD
+        return HEAD.size
     before = max(0, j - AHEAD)
     return sizes[before] if before < len(sizes) else None
 
