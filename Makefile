@@ -14,7 +14,7 @@ test: .venv/.ready  ## set up, then lint, types, unit tests, doctests, notebooks
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 	$(BIN)/pytest --nbval notebooks
 
 fuzz: .venv/.ready  ## 10,000 random tables through the executor, each against its reference
