@@ -1,1 +1,1 @@
-"""Training JAX functions: `run` hands `stage`s on `device`s to the worker; `trainer` is the reference."""
+"""Training JAX functions: `run` hands `stage`s on `device`s to the worker, `trainer` checks."""

@@ -72,16 +72,16 @@ def check_trained(parts: Sequence[Part]) -> None:
     owners: dict[int, int] = {}
     for s, (_, parameters) in enumerate(parts):
         for path, leaf in jax.tree.leaves_with_path(parameters):
-            name = f"parameter {jax.tree_util.keystr(path)} of stage {s}"
+            where = f"stage {s}, parameters{jax.tree_util.keystr(path)}"
             kind = getattr(leaf, "dtype", type(leaf))
             if not jnp.issubdtype(kind, jnp.inexact):
                 raise ValueError(
-                    f"{name} is of type {kind}: only floating-point numbers can be trained; let "
-                    "the function hold the others"
+                    f"{where}: of type {kind}, and only floating-point numbers can be trained; "
+                    "let the function hold the others"
                 )
             owner = owners.setdefault(id(leaf), s)
             if owner != s and isinstance(leaf, (jax.Array, np.ndarray)):
                 raise ValueError(
-                    f"{name} is an array of stage {owner} too: tied weights are not supported "
-                    "with jax; give each stage its own copy"
+                    f"{where}: an array of stage {owner} too; tied weights are not supported with "
+                    "jax: give each stage its own copy"
                 )

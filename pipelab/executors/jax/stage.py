@@ -190,7 +190,8 @@ class JaxStage(Stage):
             count, gradient = received
             return kept, gradient, count
         mean, count = self.losses[microbatch]
-        return kept, np.full(mean.shape, count, mean.dtype), count
+        of_mean = np.full(mean.shape, count, mean.dtype)
+        return kept, jax.device_put(of_mean, self.device.device), count
 
     def _pull(self, microbatch: int, kept: _Kept, gradient: Any, count: float, kind: Kind) -> Any:
         """Accumulate the weights' gradients, unless the action is I; returns the input's."""
