@@ -224,7 +224,8 @@ def test_a_paced_run_shows_the_predicted_times():
     result = run(
         schedule, stages(3), batches(1), mse, optax.sgd(0.1), backend="jax", pace=0.02, costs=costs
     )
-    assert result.timeline.makespan / 0.02 >= simulate(schedule, costs).makespan * 0.99
+    # From the run's time zero: on a busy machine the first action may start late.
+    assert result.timeline.end.max() / 0.02 >= simulate(schedule, costs).makespan * 0.99
 
 
 @pytest.mark.parametrize("name", ["gpipe", "interleaved"])

@@ -22,7 +22,6 @@ from pipelab.executors.jax.spmd import (
     unstack,
     wasted,
 )
-from pipelab.pipeshard.reduction import carry_of
 from tests import jax_setup  # noqa: F401
 
 WIDTH = 6
@@ -261,7 +260,7 @@ def scans(jaxpr):
     """All scans in a jaxpr and in what it calls, as (iterations, shapes of the carry)."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan":
-            first, count = carry_of(equation)
+            first, count = equation.params["num_consts"], equation.params["num_carry"]
             yield (
                 equation.params["length"],
                 [v.aval.shape for v in equation.invars[first : first + count]],

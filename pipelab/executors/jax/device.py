@@ -17,9 +17,8 @@ class JaxDevice(Device):
 
     def __init__(self, device: jax.Device) -> None:
         super().__init__(device, Ledger())
-        self._double = bool(
-            jax.config.read("jax_enable_x64")
-        )  # the caller's, which a thread does not inherit
+        # The caller's, which a thread does not inherit.
+        self._double = bool(jax.config.read("jax_enable_x64"))
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -27,11 +26,10 @@ class JaxDevice(Device):
             yield
 
     def take(self, parcel: Any) -> Any:
-        leaves, spec = jax.tree.flatten(parcel)
-        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-        moved = iter(jax.device_put(arrays, self.device))
-        leaves = [next(moved) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
-        return jax.block_until_ready(jax.tree.unflatten(spec, leaves))
+        def move(leaf: Any) -> Any:
+            return jax.device_put(leaf, self.device) if isinstance(leaf, jax.Array) else leaf
+
+        return jax.block_until_ready(jax.tree.map(move, parcel))
 
     def arrays(self, payload: Any) -> Iterable[jax.Array]:
         return (leaf for leaf in jax.tree.leaves(payload) if isinstance(leaf, jax.Array))
@@ -45,19 +43,17 @@ def jax_devices(names: str | Sequence[Any] | None, rows: int) -> list[jax.Device
     unknown one, for the wrong number of them, and where a process would have nothing to do.
     """
     processes = jax.process_count()
-    if names is None or (isinstance(names, str) and ":" not in names):
+    if isinstance(names, str) and ":" in names:
+        names = [names] * rows
+    if names is None or isinstance(names, str):
         pool = _pool(names, names)
         owners = [row * processes // rows for row in range(rows)]
         own = {q: [d for d in pool if d.process_index == q] for q in owners}
         found = [own[q][(row - owners.index(q)) % len(own[q])] for row, q in enumerate(owners)]
     else:
-        each = [names] * rows if isinstance(names, str) else list(names)
-        if len(each) != rows:
-            raise ValueError(f"{len(each)} devices for {rows} rows: name one per row")
-        found = [
-            name if isinstance(name, jax.Device) else _named(name, row)
-            for row, name in enumerate(each)
-        ]
+        if len(names) != rows:
+            raise ValueError(f"{len(names)} devices for {rows} rows: name one per row")
+        found = [_named(name, row) for row, name in enumerate(names)]
     if idle := set(range(processes)) - {device.process_index for device in found}:
         raise ValueError(
             f"{processes} processes were started, and process {min(idle)} has none of the {rows} "
@@ -66,7 +62,9 @@ def jax_devices(names: str | Sequence[Any] | None, rows: int) -> list[jax.Device
     return found
 
 
-def _named(name: str, row: int) -> jax.Device:
+def _named(name: str | jax.Device, row: int) -> jax.Device:
+    if isinstance(name, jax.Device):
+        return name
     platform, _, number = name.partition(":")
     pool = _pool(platform, name)
     if not number:

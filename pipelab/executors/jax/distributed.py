@@ -37,9 +37,9 @@ class Distributed(AbstractContextManager):
         self._failure: RunError | None = None
 
     def __enter__(self) -> Distributed:
-        home = next(device for device in self._devices if device.process_index == self._me)
-        server, self._peers = meet(self._call, home.client)
-        self._wire = Wire(self._devices, server, lambda n, *said: self._tell(self._peers[n], *said))
+        mine = next(device for device in self._devices if device.process_index == self._me)
+        server, self._peers = meet(self._call, mine.client)
+        self._wire = Wire(self._devices, server, lambda n, *word: self._tell(self._peers[n], *word))
         return self
 
     @property
@@ -55,27 +55,27 @@ class Distributed(AbstractContextManager):
             mine = run_threads(jobs, [self._wire], lambda: self._start(paced))
         except Aborted:
             raise self._failure or RunError("the run was ended") from None
+        if self.first:
+            every = mine + [o for peer in self._peers.values() for o in self._value(peer)]
+            self._share([replace(o, steps={}, weights={}) for o in every])
+            return every
+        self._tell(self._peers[0], "value", mine)
         own = {outcome.row for outcome in mine}
-        if not self.first:
-            self._tell(self._peers[0], "value", mine)
-            return mine + [o for o in self._value(self._peers[0]) if o.row not in own]
-        mine += [o for peer in self._peers.values() for o in self._value(peer)]
-        self._share([replace(o, steps={}, weights={}) for o in mine])
-        return mine
+        return mine + [o for o in self._value(self._peers[0]) if o.row not in own]
 
     def from_first(self, make: Callable[[], Any]) -> Any:
         return self._share(make()) if self.first else self._value(self._peers[0])
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Say goodbye, or what failed, and wait for the others to say theirs."""
-        said: tuple = ("bye",)
+        word: tuple = ("bye",)
         if error is not None:
             text = f"process {self._me}: {type(error).__name__}: {error}".rstrip(": ")
             known = error if isinstance(error, RunError) else RunError(text)
-            said = ("failed", str(known), known.device, known.action)
+            word = ("failed", str(known), known.device, known.action)
         for peer in self._peers.values():
             with suppress(OSError):
-                peer.tell(*said)
+                peer.tell(*word)
         try:
             for peer in self._peers.values():
                 if peer.reader:
@@ -109,6 +109,7 @@ class Distributed(AbstractContextManager):
             self._tell(zero, "ready")
             began = self._hear(zero, "begin") - ahead
         self._wire.began = None if paced else began
+        # [3] from now on a thread hears what each of the others has to say
         for peer in self._peers.values():
             name = f"pipelab process {peer.number}"
             peer.reader = Thread(target=self._listen, args=(peer,), name=name, daemon=True)
@@ -134,7 +135,8 @@ class Distributed(AbstractContextManager):
 
     def _listen(self, peer: Peer) -> None:
         """Take what a process sends until it leaves."""
-        while True:
+        what = ""
+        while what not in ("failed", "bye"):
             what, rest = peer.hear()
             if what == "message":
                 try:
@@ -144,13 +146,11 @@ class Distributed(AbstractContextManager):
                     what, rest = "failed", (text, None, None)
             elif what == "value":
                 peer.values.put(*rest)
-            if what == "failed":
-                self._failure = self._failure or RunError(*rest)
-                self._wire.abort()
-                for other in self._peers.values():
-                    other.values.put(None)
-            if what in ("failed", "bye"):
-                return
+        if what == "failed":
+            self._failure = self._failure or RunError(*rest)
+            self._wire.abort()
+            for other in self._peers.values():
+                other.values.put(None)
 
     def _share(self, value: Any) -> Any:
         for peer in self._peers.values():

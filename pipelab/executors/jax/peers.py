@@ -47,7 +47,7 @@ class Peer:
         try:
             return self.connection.recv()
         except (EOFError, OSError):
-            return "failed", (f"process {self.number} disconnected without a word", None, None)
+            return "failed", (f"process {self.number} disconnected", None, None)
 
 
 def meet(call: str, client: Any) -> tuple[Any, dict[int, Peer]]:
@@ -59,39 +59,42 @@ def meet(call: str, client: Any) -> tuple[Any, dict[int, Peer]]:
     RunError, in all of them, where two cannot reach each other.
     """
     me = jax.process_index()
-    told = _exchange(
-        [clock.host(), _network(), secrets.token_hex(), sha256(call.encode()).hexdigest()]
-    )
-    hosts, networks, keys, calls = zip(*told, strict=True)
-    if other := [number for number, digest in enumerate(calls) if digest != calls[0]]:
-        raise ValueError(
-            f"process {other[0]} runs another schedule than process 0: call run with the same one in all"
-        )
-    here, key = "127.0.0.1" if len(set(networks)) == 1 else _address(), bytes.fromhex(keys[0])
+    # [1] who is there, and do all mean the same call? The key that process 0 draws keeps out others
+    own = [clock.host(), _network(), secrets.token_hex(), sha256(call.encode()).hexdigest()]
+    hosts, networks, keys, calls = zip(*_exchange(own), strict=True)
+    key = bytes.fromhex(keys[0])
+    for number, digest in enumerate(calls):
+        if digest != calls[0]:
+            raise ValueError(
+                f"process {number} runs another schedule than process 0: "
+                "call run with the same one in all"
+            )
+    # [2] every process opens a port and tells the others, which connect to it
+    here = "127.0.0.1" if len(set(networks)) == 1 else _address()
     server = transfer.start_transfer_server(client, f"{here}:0", [f"{here}:0"])
     with Listener((here, 0), backlog=len(hosts), authkey=key) as listener:
         addresses, servers = zip(*_exchange([listener.address, server.address()]), strict=True)
         connections, problem = _connect(listener, addresses, me, key)
         problems = _exchange(problem)
-    if any(problems):
-        for connection in connections.values():
-            connection.close()
-        number = next(number for number, problem in enumerate(problems) if problem)
-        raise RunError(
-            f"the processes cannot reach each other: process {number}: {problems[number]}"
-        )
+    # [3] go on only if all have found all
+    for number, problem in enumerate(problems):
+        if problem:
+            for connection in connections.values():
+                connection.close()
+            raise RunError(f"the processes cannot reach each other: process {number}: {problem}")
     return server, {
-        number: Peer(
-            number, connection, server.connect(servers[number]), hosts[number] == hosts[me]
-        )
-        for number, connection in sorted(connections.items())
+        n: Peer(n, connection, server.connect(servers[n]), hosts[n] == hosts[me])
+        for n, connection in sorted(connections.items())
     }
 
 
 def _connect(
     listener: Listener, addresses: Sequence[Any], me: int, key: bytes
 ) -> tuple[dict[int, Connection], str]:
-    """Connections to all other processes by number, and what went wrong: processes call those before them."""
+    """Connections to all other processes by number, and what went wrong, or "".
+
+    A process calls those before it, and answers those after it.
+    """
     found: dict[int, Connection] = {}
 
     def answer() -> None:
@@ -107,23 +110,26 @@ def _connect(
         answering = Thread(target=answer, daemon=True)
         answering.start()
         answering.join(MEETING)
-        missing = set(range(len(addresses))) - {me, *found}
-        return (
-            found,
-            f"process {min(missing)} has not called within {MEETING:g} s" if missing else "",
-        )
     except Exception as error:
         return found, f"{type(error).__name__}: {error}"[:500]
+    missing = set(range(len(addresses))) - {me, *found}
+    return found, f"process {min(missing)} has not called within {MEETING:g} s" if missing else ""
 
 
 def _network() -> str:
-    """Names this network stack: who shares it meets on loopback. (Containers of one host may share its clock alone.)"""
+    """Names this network stack: who shares it meets on loopback.
+
+    Containers of one host may share its clock alone.
+    """
     namespace = Path("/proc/self/ns/net")
     return clock.host() + (str(namespace.stat().st_ino) if namespace.exists() else "")
 
 
 def _address() -> str:
-    """This host's address towards others: its name's, or where that stands for loopback, the one it would call out from."""
+    """This host's address towards others.
+
+    Its name's, or where that stands for loopback, the one it would call out from.
+    """
     named = socket.gethostbyname(socket.gethostname())
     if not named.startswith("127."):
         return named
@@ -134,6 +140,6 @@ def _address() -> str:
 
 def _exchange(value: Any) -> list[Any]:
     """What every process gives, in their order. JSON, of at most 1000 bytes."""
-    told = json.dumps(value).encode().ljust(1000)
-    found = multihost_utils.process_allgather(np.frombuffer(told, np.uint8))
-    return [json.loads(bytes(row)) for row in np.asarray(found)]
+    padded = json.dumps(value).encode().ljust(1000)
+    rows = multihost_utils.process_allgather(np.frombuffer(padded, np.uint8))
+    return [json.loads(bytes(row)) for row in np.asarray(rows)]

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import linen, nnx
 
-from pipelab.action import Kind
 from pipelab.costs import Recompute
-from pipelab.executors.batches import Reader, Trees, cut
+from pipelab.executors.batches import Reader, cut, samples_of
 from pipelab.executors.check import Evidence, judge, judge_evaluation
+from pipelab.executors.jax.arguments import TREES, Part, as_function, check_trained
 from pipelab.executors.jax.device import JaxDevice, jax_devices
 from pipelab.executors.jax.distributed import Distributed
-from pipelab.executors.jax.stage import Apply, JaxStage
+from pipelab.executors.jax.stage import JaxStage
 from pipelab.executors.jax.trainer import Trainer
 from pipelab.executors.job import Job
 from pipelab.executors.options import Options
@@ -36,22 +34,19 @@ from pipelab.executors.threads import Threads
 from pipelab.schedule import Schedule
 from pipelab.validate import validate
 
-TREES = Trees(jax.tree.flatten, lambda leaves, spec: jax.tree.unflatten(spec, leaves))
-Part = tuple[Apply, Any]  # a stage as (function, parameters)
-
 
 @dataclass
 class JaxJob(Job):
     """A job on JAX stages.
 
     parts   the row's stages by number; `feeds` what the table and the data hold for them
-    shapes  by stage, the (x, target) that it is compiled for, as `jax.ShapeDtypeStruct`s
+    shapes  per stage, each (x, target) that it is compiled for, as `jax.ShapeDtypeStruct`s
     """
 
     parts: dict[int, Part]
     feeds: dict[int, Feed]
     recipe: Recipe
-    shapes: dict[int, list[tuple[Any, Any]]] = field(default_factory=dict)
+    shapes: Sequence[Sequence[tuple[Any, Any]]]
 
     def home(self) -> JaxDevice:
         return JaxDevice(self.device)
@@ -66,7 +61,7 @@ class JaxJob(Job):
         return made
 
     def prepare(self, stages: dict[int, JaxStage]) -> None:
-        kinds = [Kind(kind) for kind in np.unique(self.schedule.columns.kind)]
+        kinds = {action.kind for action in self.schedule.rows[self.row]}
         for s, stage in stages.items():
             for shapes in self.shapes[s]:
                 with suppress(Exception):  # it fails again in the run, which knows the action
@@ -86,9 +81,10 @@ def train(
     validate(schedule)
     check_table(schedule, len(stages), len(batches), training=True)
     options.refuse("replicas", "autocast", "dump", "save", "stop", "resume")
-    segment, draws = Segment(schedule, schedule), options.seed is not None
+    parts = [as_function(stage, s) for s, stage in enumerate(stages)]
+    check_trained(parts)
     # [2] who does it, and on what
-    parts = [as_function(stage, s, draws) for s, stage in enumerate(stages)]
+    segment, draws = Segment(schedule, schedule), options.seed is not None
     recipe = Recipe(
         loss,
         optimizer,
@@ -100,7 +96,7 @@ def train(
         keep=bool(options.check),
     )
     partners = find_partners(schedule, [set() for _ in stages], options.clip)
-    seeds = None if options.seed is None else seeds_for(options.seed, segment, 1)
+    seeds = seeds_for(options.seed, segment, 1) if options.seed is not None else None
     places, pace = jax_devices(options.devices, schedule.devices), pace_of(schedule, options)
     with _launcher(schedule, places) as launcher:
         # [3] run
@@ -145,7 +141,7 @@ def evaluate(
     table = validate(schedule.forward_only())
     check_table(table, len(stages), len(batches), training=False)
     options.refuse("autocast")
-    parts = [as_function(stage, s, False) for s, stage in enumerate(stages)]
+    parts = [as_function(stage, s) for s, stage in enumerate(stages)]
     never = Recompute.NEVER.mask(table.total, table.microbatches)
     recipe = Recipe(loss, None, never, table.microbatches, finite=False, training=False)
     places = jax_devices(options.devices, table.devices)
@@ -172,41 +168,6 @@ def _launcher(table: Schedule, places: Sequence[jax.Device]) -> AbstractContextM
     return Distributed(table, places) if jax.process_count() > 1 else nullcontext(Threads())
 
 
-def as_function(stage: Any, number: int, draws: bool) -> Part:
-    """A stage as (function, parameters).
-
-    The function takes (parameters, x), and a key if forwards draw random numbers. A stage is an nnx
-    module, a pair (linen module, its variables or parameters) or a pair (function, parameters).
-    """
-    if isinstance(stage, nnx.Module):
-        graph, parameters, rest = nnx.split(stage, nnx.Param, ...)  # type: ignore[misc]
-        state = jax.tree.leaves(rest, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        if draws or any(isinstance(v, (nnx.BatchStat, nnx.RngState)) for v in state):
-            raise ValueError(
-                f"stage {number}, an nnx module, has state beside its parameters (dropout, batch "
-                "statistics): call .eval(), or give a function (parameters, x, key) and its "
-                "parameters"
-            )
-        return lambda p, x: nnx.merge(graph, p, rest)(x), parameters
-    if not isinstance(stage, tuple) or len(stage) != 2:
-        raise ValueError(
-            f"stage {number} is a {type(stage).__name__}: give an nnx module, or a pair "
-            "(function, parameters)"
-        )
-    function: Any
-    function, parameters = stage
-    if isinstance(function, linen.Module):
-        variables = parameters if "params" in parameters else {"params": parameters}
-        fixed = {name: value for name, value in variables.items() if name != "params"}
-
-        def apply(p: Any, x: Any, *key: Any) -> Any:
-            rngs = {"dropout": key[0]} if key else None
-            return function.apply({"params": p, **fixed}, x, rngs=rngs)
-
-        return apply, variables["params"]
-    return function, parameters
-
-
 def _jobs(
     table: Schedule,
     parts: Sequence[Part],
@@ -224,9 +185,7 @@ def _jobs(
         if place.process_index == jax.process_index():
             feeds = feeds_of(table, row, reader, seeds=seeds)
             own = {s: parts[s] for s in feeds}
-            to_compile = {s: shapes[s] for s in feeds}
-            identity = (table, row, place, nobody, None, 0, 1)
-            jobs.append(JaxJob(*identity, own, feeds, recipe, to_compile))
+            jobs.append(JaxJob(table, row, place, nobody, None, 0, 1, own, feeds, recipe, shapes))
     return jobs
 
 
@@ -239,9 +198,9 @@ def _shapes(
     """
     found: list[list[tuple[Any, Any]]] = [[] for _ in parts]
     key = (jax.random.key(0),) if draws else ()
-    as_arrays = lambda piece: jax.tree.map(jnp.asarray, piece)  # noqa: E731
-    each_once = {str(like): like for like in (jax.eval_shape(as_arrays, p) for p in pieces)}
-    for x, target in each_once.values():
+    each_size = {samples_of(piece, TREES): piece for piece in pieces}
+    for piece in each_size.values():
+        x, target = jax.eval_shape(lambda data: data, piece)
         with suppress(Exception):
             for s, (apply, parameters) in enumerate(parts):
                 found[s].append((x, target if s == len(parts) - 1 else None))

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,23 +20,17 @@ from pipelab.executors.transport import Aborted, Key, Mailboxes, Message
 from pipelab.executors.worker import RunError
 
 
-class _Array(NamedTuple):
+@dataclass(frozen=True)
+class _Array:
     """Stands for an array in a header; random keys travel as their words, made as `keys` says."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    keys: str | None = None
-
-    @classmethod
-    def of(cls, array: jax.Array) -> _Array:
-        if _is_key(array):
-            words = jax.eval_shape(jax.random.key_data, array)
-            return cls(words.shape, words.dtype, str(jax.random.key_impl(array)))
-        return cls(array.shape, array.dtype)
+    keys: str | None
 
 
-class Wire:
-    """The messages of one process, whose rows are threads and share `boxes`.
+class Wire(Mailboxes):
+    """The messages of one process, whose rows are threads that share these mailboxes.
 
     Another process is sent a header, with the shapes of the arrays, which it then fetches straight
     onto the taker's device.
@@ -49,7 +44,7 @@ class Wire:
     def __init__(
         self, devices: Sequence[jax.Device], server: Any, tell: Callable[..., None]
     ) -> None:
-        self.boxes = Mailboxes(len(devices))
+        super().__init__(len(devices))
         self.began: float | None = None
         self._devices, self._server, self._tell = devices, server, tell
         self._numbers = count()
@@ -57,51 +52,43 @@ class Wire:
     def send(self, key: Key, device: int, message: Message) -> None:
         process = self._devices[device].process_index
         if process == jax.process_index():
-            return self.boxes.send(key, device, message)
-        number = next(self._numbers)
-        leaves = jax.tree.leaves(message.payload)
-        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+            return super().send(key, device, message)
+        arrays = []
+
+        def announce(leaf: Any) -> Any:
+            if not isinstance(leaf, jax.Array):
+                return leaf
+            keys = None
+            if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                keys, leaf = str(jax.random.key_impl(leaf)), jax.random.key_data(leaf)
+            arrays.append(leaf)
+            return _Array(leaf.shape, leaf.dtype, keys)
+
+        number, header = next(self._numbers), jax.tree.map(announce, message.payload)
         if arrays:
-            words = [jax.random.key_data(x) if _is_key(x) else x for x in arrays]
-            self._server.await_pull(number, words)
-        outline = jax.tree.map(
-            lambda x: _Array.of(x) if isinstance(x, jax.Array) else x, message.payload
-        )
+            self._server.await_pull(number, arrays)
         try:
-            return self._tell(process, "message", key, device, number, outline, message.at)
+            return self._tell(process, "message", key, device, number, header, message.at)
         except RunError:
             raise Aborted from None
 
-    def take(self, peer: Peer, key: Key, device: int, number: int, outline: Any, at: float) -> None:
+    def take(self, peer: Peer, key: Key, device: int, number: int, header: Any, at: float) -> None:
         """Fetch the arrays of a message that another process has announced."""
         there = SingleDeviceSharding(self._devices[device])
-        leaves, spec = jax.tree.flatten(outline, is_leaf=lambda x: isinstance(x, _Array))
         shapes = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there)
-            for leaf in leaves
+            for leaf in jax.tree.leaves(header)
             if isinstance(leaf, _Array)
         ]
         arrays = iter(jax.block_until_ready(peer.server.pull(number, shapes)))
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, _Array):
-                array = next(arrays)
-                leaves[i] = jax.random.wrap_key_data(array, impl=leaf.keys) if leaf.keys else array
+
+        def fetched(leaf: Any) -> Any:
+            if not isinstance(leaf, _Array):
+                return leaf
+            array = next(arrays)
+            return jax.random.wrap_key_data(array, impl=leaf.keys) if leaf.keys else array
+
+        payload = jax.tree.map(fetched, header)
         if self.began is not None:
             at = time.perf_counter() - self.began
-        self.boxes.send(key, device, Message(jax.tree.unflatten(spec, leaves), at))
-
-    def receive(self, key: Key, device: int) -> Message:
-        return self.boxes.receive(key, device)
-
-    def sum_over_replicas(self, key: Key, device: int, parts: list[Any]) -> list[Any]:
-        raise NotImplementedError("replicas are not supported with jax")
-
-    def sleep(self, seconds: float) -> None:
-        self.boxes.sleep(seconds)
-
-    def abort(self) -> None:
-        self.boxes.abort()
-
-
-def _is_key(array: jax.Array) -> bool:
-    return jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+        self.send(key, device, Message(payload, at))

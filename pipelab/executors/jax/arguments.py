@@ -1,0 +1,87 @@
+"""What `run` is given for jax: stages as functions, refused where they cannot be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
+from flax.errors import TraceContextError
+
+from pipelab.executors.batches import Trees
+from pipelab.executors.jax.stage import Apply
+
+TREES = Trees(jax.tree.flatten, lambda leaves, spec: jax.tree.unflatten(spec, leaves))
+Part = tuple[Apply, Any]  # a stage as (function, parameters)
+
+
+def as_function(stage: Any, number: int) -> Part:
+    """A stage as (function, parameters).
+
+    The function takes (parameters, x), and a key if forwards draw random numbers. A stage is an nnx
+    module, a pair (linen module, its variables or parameters) or a pair (function, parameters).
+    """
+    if isinstance(stage, nnx.Module):
+        return _of_nnx(stage, number)
+    kinds = [type(part).__name__ for part in stage] if isinstance(stage, tuple) else []
+    if len(kinds) == 2:
+        function, parameters = stage
+        if isinstance(function, linen.Module) and isinstance(parameters, Mapping):
+            return _of_linen(function, parameters)
+        if callable(function) and not isinstance(function, (linen.Module, nnx.Module, type)):
+            return function, parameters
+    found = f"pair of {kinds[0]} and {kinds[1]}" if len(kinds) == 2 else type(stage).__name__
+    raise ValueError(
+        f"stage {number} is a {found}: give an nnx module, or a pair: a linen module and its "
+        "variables, or a function (parameters, x) and its parameters"
+    )
+
+
+def _of_linen(module: linen.Module, variables: Mapping[str, Any]) -> Part:
+    if "params" not in variables:
+        return _of_linen(module, {"params": variables})
+    fixed = {name: value for name, value in variables.items() if name != "params"}
+
+    def apply(p: Any, x: Any, *key: Any) -> Any:
+        rngs = {"dropout": key[0]} if key else None
+        return module.apply({"params": p, **fixed}, x, rngs=rngs)
+
+    return apply, variables["params"]
+
+
+def _of_nnx(module: nnx.Module, number: int) -> Part:
+    graph, parameters, rest = nnx.split(module, nnx.Param, ...)  # type: ignore[misc]
+
+    def apply(p: Any, x: Any, *key: Any) -> Any:
+        try:
+            return nnx.merge(graph, p, rest)(x)
+        except TraceContextError:
+            raise ValueError(
+                f"stage {number}, an nnx module, changes its state (dropout, batch statistics): "
+                "call .eval(), or give a function (parameters, x, key) and its parameters"
+            ) from None
+
+    return apply, parameters
+
+
+def check_trained(parts: Sequence[Part]) -> None:
+    """ValueError for parameters that cannot be trained, or that two stages would train apart."""
+    owners: dict[int, int] = {}
+    for s, (_, parameters) in enumerate(parts):
+        for path, leaf in jax.tree.leaves_with_path(parameters):
+            where = f"stage {s}, parameters{jax.tree_util.keystr(path)}"
+            kind = getattr(leaf, "dtype", type(leaf))
+            if not jnp.issubdtype(kind, jnp.inexact):
+                raise ValueError(
+                    f"{where}: of type {kind}, and only floating-point numbers can be trained; "
+                    "let the function hold the others"
+                )
+            owner = owners.setdefault(id(leaf), s)
+            if owner != s and isinstance(leaf, (jax.Array, np.ndarray)):
+                raise ValueError(
+                    f"{where}: an array of stage {owner} too; tied weights are not supported with "
+                    "jax: give each stage its own copy"
+                )
