@@ -37,10 +37,10 @@ from pipelab.executors.torch.ranks import (
     BEFORE,
     FOREVER,
     RankJob,
+    no_progress,
     perform,
     place,
     run_error,
-    stuck,
 )
 from pipelab.executors.worker import RunError
 
@@ -195,7 +195,7 @@ def _collect(ranks: Sequence[_Rank], timeout: float) -> list[Any]:
         if now != last:
             last, since = now, time.monotonic()
         elif time.monotonic() - since > timeout:
-            held = stuck([f"{rank.job.where} at {rank.place}" for rank in left], timeout)
+            held = no_progress([f"{rank.job.where} at {rank.place}" for rank in left], timeout)
             raise RunError(f"{held}; the processes were killed", left[0].job.rank)
     return [outcomes[rank] for rank in sorted(outcomes)]
 
