@@ -158,7 +158,7 @@ def test_another_number_of_ranks_than_devices():
         3, "-m", "pipelab", "run", "gpipe", "--devices", "2", "--microbatches", "2"
     )
     assert statuses != [0]
-    assert "2 devices need 2 ranks, and 3 were started: start 2" in errors[0]
+    assert "need 2 ranks, and 3 were started: start 2 (torchrun" in errors[0]
 
 
 def test_the_command_line_on_two_agents():

@@ -6,7 +6,6 @@ Whatever happens, no process, file or port is left behind.
 from __future__ import annotations
 
 import io
-import mmap
 import multiprocessing
 import os
 import pickle
@@ -19,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from threading import Thread
@@ -37,15 +37,14 @@ from pipelab.executors.torch.ranks import (
     BEFORE,
     FOREVER,
     RankJob,
+    no_progress,
     perform,
     place,
     run_error,
-    stuck,
 )
 from pipelab.executors.worker import RunError
 
 PRELOAD = ["torch._dynamo", "pipelab.executors.torch.processes"]
-MARK = 8  # bytes of a progress mark in the file that all processes map
 
 
 class Processes(Threads):
@@ -73,14 +72,14 @@ def run_processes(
     """
     with tempfile.TemporaryDirectory(prefix="pipelab-") as name:
         folder = Path(name)
-        marks = folder / "progress"
-        marks.write_bytes(_as_bytes(BEFORE) * len(jobs))
+        context = _context()
+        marks = context.RawArray("q", [BEFORE] * len(jobs))  # of progress, in shared memory
         ranks: list[_Rank] = []
         try:
             with _main_hidden():
                 for job in jobs:
                     packed = _dumps((job, work))  # may raise: before the process is there
-                    ranks.append(_start(job, len(jobs), folder))
+                    ranks.append(_start(context, job, marks, folder))
                     ranks[-1].connection.send_bytes(packed)
             return _collect(ranks, timeout)
         finally:
@@ -101,14 +100,12 @@ class _Rank:
     job: RankJob
     process: Any
     connection: Connection
-    marks: Path
+    marks: Any
 
     @property
     def place(self) -> str:
         """Its action, by its progress mark."""
-        first = MARK * self.job.rank
-        mark = self.marks.read_bytes()[first : first + MARK]
-        return place(self.job, int.from_bytes(mark, "little", signed=True))
+        return place(self.job, self.marks[self.job.rank])
 
     def receive(self) -> Any:
         """What it has sent: its outcome, or a _Failure. RunError if it has died instead."""
@@ -148,17 +145,21 @@ class _Remote(Exception):
 # ---- in the parent
 
 
-def _start(job: RankJob, world: int, folder: Path) -> _Rank:
-    methods = multiprocessing.get_all_start_methods()
-    context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-    if "forkserver" in methods:
-        context.set_forkserver_preload(PRELOAD)
+def _context() -> Any:
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
+def _start(context: Any, job: RankJob, marks: Any, folder: Path) -> _Rank:
     mine, theirs = context.Pipe()
-    arguments = (theirs, job.rank, world, str(folder))
+    arguments = (theirs, job.rank, marks, str(folder))
     process = context.Process(target=_rank, args=arguments, name=f"pipelab rank {job.rank}")
     process.start()
     theirs.close()
-    return _Rank(job, process, mine, folder / "progress")
+    return _Rank(job, process, mine, marks)
 
 
 @contextmanager
@@ -181,7 +182,7 @@ def _collect(ranks: Sequence[_Rank], timeout: float) -> list[Any]:
     """The outcomes of all ranks. RunError for the first that fails, or if none gets on."""
     outcomes: dict[int, Any] = {}
     left = list(ranks)
-    last, since = b"", time.monotonic()
+    last, since = ranks[0].marks[:], time.monotonic()
     while left:
         wait([rank.connection for rank in left], timeout=0.25)
         for rank in [rank for rank in left if rank.connection.poll()]:
@@ -190,11 +191,11 @@ def _collect(ranks: Sequence[_Rank], timeout: float) -> list[Any]:
             if isinstance(outcome, _Failure):
                 _blame(outcome, left)
             outcomes[rank.job.rank] = outcome
-        now = ranks[0].marks.read_bytes()
+        now = ranks[0].marks[:]
         if now != last:
             last, since = now, time.monotonic()
         elif time.monotonic() - since > timeout:
-            held = stuck([f"{rank.job.where} at {rank.place}" for rank in left], timeout)
+            held = no_progress([f"{rank.job.where} at {rank.place}" for rank in left], timeout)
             raise RunError(f"{held}; the processes were killed", left[0].job.rank)
     return [outcomes[rank] for rank in sorted(outcomes)]
 
@@ -237,14 +238,10 @@ def _dumps(value: Any) -> memoryview:
     return file.getbuffer()
 
 
-def _as_bytes(mark: int) -> bytes:
-    return mark.to_bytes(MARK, "little", signed=True)
-
-
 # ---- in the rank
 
 
-def _rank(connection: Connection, rank: int, world: int, folder: str) -> None:
+def _rank(connection: Connection, rank: int, marks: Any, folder: str) -> None:
     """A rank's process: receive the job, do it, send the outcome or the error."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with open(os.path.join(folder, f"log{rank:04}"), "w", buffering=1) as log:
@@ -253,7 +250,7 @@ def _rank(connection: Connection, rank: int, world: int, folder: str) -> None:
         job, work = cloudpickle.loads(connection.recv_bytes())
         Thread(target=_end_with, args=(connection, folder), daemon=True).start()
         try:
-            outcome = _perform(job, work, world, folder)
+            outcome = _perform(job, work, marks, folder)
         except BaseException as error:
             outcome = _Failure(run_error(job, rank, error))
         sys.stdout.flush()
@@ -271,20 +268,11 @@ def _end_with(parent: Connection, folder: str) -> None:
         os._exit(1)
 
 
-def _perform(job: RankJob, work: Callable, world: int, folder: str) -> Any:
+def _perform(job: RankJob, work: Callable, marks: Any, folder: str) -> Any:
     torch.set_num_threads(1)  # the ranks share this machine's cores
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     meeting = f"file://{folder}/rendezvous"
     dist.init_process_group(
-        "gloo", init_method=meeting, world_size=world, rank=job.rank, timeout=FOREVER
+        "gloo", init_method=meeting, world_size=len(marks), rank=job.rank, timeout=FOREVER
     )
-    with (
-        open(os.path.join(folder, "progress"), "r+b") as file,
-        mmap.mmap(file.fileno(), 0) as marks,
-    ):
-
-        def progress(mark: int) -> None:
-            first = MARK * job.rank
-            marks[first : first + MARK] = _as_bytes(mark)
-
-        return work(job, progress)
+    return work(job, partial(marks.__setitem__, job.rank))

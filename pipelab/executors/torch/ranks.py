@@ -48,7 +48,7 @@ def place(job: RankJob, mark: int) -> str:
     return known.get(mark) or job.doing(mark)
 
 
-def stuck(places: Sequence[str], timeout: float) -> str:
+def no_progress(places: Sequence[str], timeout: float) -> str:
     return f"no action ended within {timeout:g} s: {'; '.join(places)}"
 
 
@@ -299,12 +299,13 @@ class Ranks:
             if places != known:
                 known, since = places, time.monotonic()
             elif time.monotonic() - since > self.timeout:
-                mine = RunError(stuck(places, self.timeout))
+                mine = RunError(no_progress(places, self.timeout))
             if failure := board.failure(mine):
                 raise failure
         # [3] this rank has failed
         if error := thread.outcome.exception():
-            raise board.failure(run_error(job, job.row, error)) or error
+            mine = run_error(job, job.row, error)
+            raise board.failure(mine) or mine
         return thread.outcome.result()
 
 

@@ -1,20 +1,12 @@
 """Messages between processes over torch.distributed: a `Transport` for one rank.
 
-A message between two ranks is, as a rule, one transfer of bytes:
-
-    | end of the pickle, size of all | pickle of time and payload | tensor | tensor | ...
-
 Receives are posted before the messages are made, so that no transfer waits for a compute. For that
-both ends have to know how many bytes will come: the message's *slot*. What of a message has no room
-in its slot comes beside it, in a transfer of its own.
+both ends have to know how many bytes will come: the message's *slot*. As a rule a message fits. One
+that does not comes in two transfers: as much as its slot has room for, and the rest *beside* it.
 """
 
 from __future__ import annotations
 
-import io
-import math
-import pickle
-import struct
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -23,104 +15,19 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipelab.action import Kind
 from pipelab.executors.job import Job
+from pipelab.executors.torch.packing import HEAD, pack, read_head, unpack
 from pipelab.executors.transport import Key, Message
 
-HEAD = struct.Struct("=qq")  # the two numbers
-ALIGNED = 64  # bytes: tensors begin there, and a pickle may vary a little without another size
 AHEAD = 8  # messages of a stream for which receives are posted
 BESIDE = 1  # tag of what comes beside a slot
 AT_ONCE = 1e-4  # seconds: a receive that takes less did not wait
 CPU = torch.device("cpu")
-
-
-# ---- a message as bytes
-
-
-class _Pickler(cloudpickle.Pickler):
-    """In the place of a tensor, pickles its dtype, shape and first byte among the tensors.
-
-    by_value  whether to pickle types of a notebook, which the receiver cannot import, as a whole
-    """
-
-    def __init__(self, by_value: bool) -> None:
-        self.file = io.BytesIO()
-        self.file.write(bytes(HEAD.size))
-        super().__init__(self.file)
-        self.by_value = by_value
-        self.tensors: list[tuple[int, Tensor]] = []
-        self.size = 0  # bytes of the tensors
-
-    def persistent_id(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return None
-        first = self.size
-        self.tensors.append((first, value.detach()))
-        self.size = _aligned(first + value.nbytes)
-        return value.dtype, tuple(value.shape), first
-
-    def reducer_override(self, value: Any) -> Any:
-        return super().reducer_override(value) if self.by_value else NotImplemented
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes the tensors views of `content`."""
-
-    def __init__(self, pickled: bytes, content: Tensor) -> None:
-        super().__init__(io.BytesIO(pickled))
-        self.content = content
-
-    def persistent_load(self, place: Any) -> Tensor:
-        dtype, shape, first = place
-        end = first + dtype.itemsize * math.prod(shape)
-        # .data has a version counter of its own: a stage that changes one tensor in place must not
-        # seem to change the others.
-        return self.content[first:end].view(dtype).view(shape).data
-
-
-def pack(message: Any, room: int, device: torch.device) -> tuple[Tensor, int]:
-    """A message as bytes, at least `room` of them, and how many it needs."""
-    pickler = _Pickler(by_value=False)
-    try:
-        pickler.dump(message)
-    except (pickle.PicklingError, AttributeError):
-        pickler = _Pickler(by_value=True)
-        pickler.dump(message)
-    pickled = pickler.file.getbuffer()
-    begin = _aligned(len(pickled))
-    size = begin + pickler.size
-    HEAD.pack_into(pickled, 0, len(pickled), size)
-    body = torch.empty(max(size, room), dtype=torch.uint8, device=device)
-    body[: len(pickled)] = torch.frombuffer(pickled, dtype=torch.uint8)
-    for first, tensor in pickler.tensors:
-        place = body[begin + first :][: tensor.nbytes]
-        place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    return body, size
-
-
-def read_head(body: Tensor) -> tuple[int, int]:
-    """Where the pickle ends, and the size of all."""
-    end, size = HEAD.unpack(body[: HEAD.size].cpu().numpy().tobytes())
-    return end, size
-
-
-def unpack(body: Tensor) -> Any:
-    end, size = read_head(body)
-    pickled = body[HEAD.size : end].cpu().numpy().tobytes()
-    return _Unpickler(pickled, body[_aligned(end) : size]).load()
-
-
-def _aligned(size: int) -> int:
-    return math.ceil(size / ALIGNED) * ALIGNED
-
-
-# ---- the transport
 
 
 class Wire:
@@ -186,13 +93,15 @@ class Wire:
         if device == self._job.row:
             self._here[key] = message
             return
-        # An output is a pair of `Device.give`: its event says nothing to another process, and
-        # packing waits for the output anyway.
+        # [1] An output is a pair of `Device.give`: its event says nothing to another process, and
+        # packing waits for the output anyway. News are no pair.
         payload = message.payload[0] if isinstance(key, int) else message.payload
+        # [2] the receiver has posted a receive of so many bytes, or will
         sizes = self._sizes_sent[device, self._stream(key)]
         room = _slot(sizes, len(sizes))
         group, place = self._channel(self._job.row, device)
         body, size = pack((message.at, payload), room, place)
+        # [3] a smaller message fills the slot with anything; a larger one goes on beside it
         self._post(body[:room], device, group)
         if size > room:
             self._post(body[room:].cpu(), device, tag=BESIDE)
@@ -211,7 +120,7 @@ class Wire:
     def _take_next(self, source: int) -> None:
         """Put the next message of a source among those that are here."""
         asked = time.perf_counter()
-        # [1] its slot
+        # [1] its slot; for all of the source's messages before, the receives are posted
         self._post_receives(source)
         key, work, body = self._posted[source].popleft()
         work.wait()
@@ -222,7 +131,7 @@ class Wire:
             dist.recv(rest, self._global(source), tag=BESIDE)
             body = torch.cat([body, rest.to(body.device)])
         at, payload = unpack(body)
-        # [3] its size says what further slots are
+        # [3] its size is known now, so are further slots
         self._sizes_received[source, self._stream(key)].append(size)
         self._post_receives(source)
         # [4] when it was there: if it was not waited for, only the time of sending is known
@@ -232,7 +141,10 @@ class Wire:
         self._here[key] = Message((payload, None) if isinstance(key, int) else payload, at)
 
     def _post_receives(self, source: int) -> None:
-        """Post a source's next receives, in its order, as far as their slots are known."""
+        """Post a source's next receives, in its order, as far as their slots are known.
+
+        That is AHEAD messages of a stream, and not more: each takes memory until it is wanted.
+        """
         to_post = self._to_post[source]
         group, device = self._channel(source, self._job.row)
         while to_post:
@@ -258,7 +170,7 @@ class Wire:
             time.sleep(seconds)
 
     def abort(self) -> None:
-        """Not needed: who waits here is ended from outside, with its process or connections."""
+        """Does nothing: waits end with the process, or when its connections are closed."""
 
     def _post(self, tensor: Tensor, device: int, group: Any = None, tag: int = 0) -> None:
         with connected():
@@ -295,8 +207,11 @@ class Wire:
 def _slot(sizes: Sequence[int], j: int) -> Any:
     """Bytes of the slot of a stream's message j; None if they are not known yet.
 
-    As many as the message AHEAD places before it, or else the first one, had in all: both ends know
-    that by the time when message j - AHEAD, or the first, has come. The first slot is a mere head.
+    As many as the message AHEAD places before it had in all, or else the first one. The receiver
+    knows that as soon as that message has come; the first slot has room for a head alone.
+
+        message   0         1  ...  8   9         10
+        slot      the head  sizes[0]    sizes[1]  sizes[2]
     """
     if j == 0:
         return HEAD.size
