@@ -423,7 +423,7 @@ def other(**changes):
         ),
         (
             lambda: run(stages=stack(layers(4)), virtual=2),
-            r"\(virtual, devices\) = \(2, 2\): .*stages, virtual=2\), from 4",
+            r"\(virtual, devices\) = \(2, 2\): .*stages, virtual\), from 4",
         ),
         (
             lambda: run(virtual=2, microbatches=1),
