@@ -24,6 +24,7 @@ from torch import nn
 
 from pipelab import Recompute, Schedule, make, run
 from pipelab.executors.check import Check
+from pipelab.executors.jax import stage as jax_stage
 from pipelab.executors.jax.run import JaxJob
 from pipelab.executors.jax.stage import JaxStage
 from pipelab.executors.jax.trainer import Trainer as JaxTrainer
@@ -422,9 +423,11 @@ def sample_lost(s: Sabotage) -> None:
     def backward(call: Callable, stage: Any, k: int, received: Any) -> Any:
         count, gradients = call()
         if k == 1 and stage.number in s.case.broken:
-            keep = np.ones((gradients[0].shape[0], 1))
+            several = gradients if isinstance(gradients, list) else [gradients]
+            keep = np.ones((several[0].shape[0], 1))
             keep[0] = 0
-            gradients = [g * s.hands.array(keep, g) for g in gradients]
+            several = [g * s.hands.array(keep, g) for g in several]
+            gradients = several if isinstance(gradients, list) else several[0]
         return count, gradients
 
     s.around("backward", backward)
@@ -734,17 +737,12 @@ def compiled_once() -> Iterator[None]:
     def recipe(r: Any) -> tuple:
         return r.loss, r.optimizer
 
-    def of_stage(stage: JaxStage) -> tuple:
-        feed = stage.feed
-        ends = feed.inputs is None, feed.targets is None, feed.seeds is None
-        return stage._apply, *recipe(stage.recipe), _shapes(stage.weights[0]), *ends
-
     def of_trainer(trainer: JaxTrainer) -> tuple:
         return trainer.applies, *recipe(trainer.recipe), _shapes(trainer.history), trainer.wide
 
     with pytest.MonkeyPatch.context() as patch:
-        jitted = ("_forward", "_backward", "_mean", "_square", "_step", "_saved", "_outputs")
-        share(patch, JaxStage, jitted, of_stage)
+        for name in ("passes", "step_of"):
+            patch.setattr(jax_stage, name, cache(getattr(jax_stage, name)))
         share(patch, JaxTrainer, ("_value", "_differentiate", "_step"), of_trainer)
         yield
 
