@@ -109,7 +109,7 @@ def test_a_resumed_run_on_ranks_is_the_run_on_threads(expected, tmp_path):
     assert only(outs)["losses"] == expected.losses[2:]
     assert only(outs)["passed"] is True
     files = sorted(p.name for p in (tmp_path / "checkpoint").iterdir())
-    assert files == ["checkpoint.json", "stage_000.safetensors", "stage_001.safetensors"]
+    assert files == ["checkpoint.json", "stage_000.pt", "stage_001.pt"]
 
 
 def test_clocks_of_several_hosts_are_aligned(tmp_path):
