@@ -28,8 +28,9 @@ class Trainer:
         self, parts: Sequence[tuple[Callable, Any]], recipe: Recipe, *, wide: bool
     ) -> None:
         self.recipe, self.wide = recipe, wide
+        self.start: Sequence[Any] = ()
         self._double = bool(jax.config.read("jax_enable_x64"))  # the caller's
-        applies, parameters = zip(*parts, strict=True)
+        self.applies, parameters = zip(*parts, strict=True)
         floating = [d for d in map(jnp.result_type, jax.tree.leaves(parameters)) if _inexact(d)]
         lowest = max(floating, key=lambda d: jnp.finfo(d).eps, default=jnp.dtype(jnp.float32))
         self.eps = float(jnp.finfo(lowest).eps)
@@ -42,7 +43,7 @@ class Trainer:
 
         def value(weights: list, x: Any, y: Any, keys: Any) -> tuple[Any, tuple[Any, Any]]:
             samples = _samples((x, y))
-            for s, apply in enumerate(applies):
+            for s, apply in enumerate(self.applies):
                 x = apply(weights[s], x, *([] if keys is None else [keys[s]]))
             result = recipe.loss(x, y)
             mean, count = result if isinstance(result, tuple) else (result, None)
@@ -101,7 +102,7 @@ class Trainer:
     def state(self) -> tuple[Arrays, Arrays]:
         return self.arrays([history[max(history)] for history in self.history]), {}
 
-    def saved(self, states: Sequence[Any]) -> tuple[Arrays, Arrays]:
+    def saved(self, states: Sequence[Any], weights: Sequence[Any] = ()) -> tuple[Arrays, Arrays]:
         raise NotImplementedError("checkpoints are not supported with jax")
 
     # ---- pieces of it
@@ -163,11 +164,11 @@ def _samples(tree: Any) -> int:
 
 
 def _jittered(leaf: Any, eps: float, random: np.random.Generator) -> Any:
-    """Floating numbers, each off by up to half an eps of itself."""
+    """Floating numbers, each off by up to an eps of itself."""
     if not _inexact(leaf.dtype):
         return leaf
-    off = random.uniform(-0.5, 0.5, leaf.shape)
-    return (leaf * (1 + eps * off)).astype(leaf.dtype)
+    off = random.uniform(-1, 1, leaf.shape)
+    return (leaf + leaf * (eps * off)).astype(leaf.dtype)
 
 
 def _clipped(tree: Any, largest: float) -> Any:

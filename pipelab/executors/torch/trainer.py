@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -37,6 +38,7 @@ class Trainer:
         start: Sequence[StageState] = (),
     ) -> None:
         self.stages, self.recipe, self.device = copies_of(stages), recipe, torch.device(device)
+        self.start = start
         for stage in self.stages:
             stage.to(self.device)
             if not recipe.training:
@@ -82,13 +84,12 @@ class Trainer:
             for piece in pieces:
                 mean, count = self._loss(piece, random)
                 losses.append((float(mean.detach()), count))
-                if mean.requires_grad and (count or len(pieces) == 1):
-                    (mean * count if len(pieces) > 1 else mean).backward()
-        if len(pieces) > 1:
-            total = sum(count for _, count in losses) or 1.0
-            for p in self.trained:
-                if p.grad is not None:
-                    p.grad /= total
+                if mean.requires_grad and count:
+                    (mean * count).backward()
+        total = sum(count for _, count in losses) or 1.0
+        for p in self.trained:
+            if p.grad is not None:
+                p.grad /= total
         if self.recipe.clip is not None:
             together = [self.trained]
             if not self.recipe.shared_clip:
@@ -129,7 +130,7 @@ class Trainer:
 
     def arrays(self, by_stage: Sequence[Any]) -> Arrays:
         return {
-            f"{name} of stage {s}": _widen(tensor.detach().cpu()).numpy()
+            f"{name} of stage {s}": _array(tensor)
             for s, of_stage in enumerate(by_stage)
             for name, tensor in of_stage.items()
             if isinstance(tensor, Tensor)
@@ -145,10 +146,14 @@ class Trainer:
             buffers.append({name: kept[name] for name in kept if name not in parameters})
         return self.arrays(weights), self.arrays(buffers)
 
-    def saved(self, states: Sequence[StageState]) -> tuple[Arrays, Arrays]:
+    def saved(
+        self, states: Sequence[StageState], weights: Sequence[dict[str, Tensor]] = ()
+    ) -> tuple[Arrays, Arrays]:
         expected = []
         for s, (stage, history) in enumerate(zip(self.stages, self.history, strict=True)):
-            state = StageState(history, dict(stage.named_buffers()))
+            given_back = weights[s] if weights else {}
+            buffers = {name: given_back.get(name, own) for name, own in stage.named_buffers()}
+            state = StageState(history, buffers)
             if self.optimizer is not None and states[s].kinds:
                 state.add_optimizer(self.optimizer, self.schedulers, dict(stage.named_parameters()))
             expected.append(state.values())
@@ -157,7 +162,7 @@ class Trainer:
     # ---- one forward
 
     def _loss(self, piece: Piece, random: torch.Generator | None) -> tuple[Tensor, float]:
-        """The stages at the versions that the piece reads, and the loss behind them: (mean, count)."""
+        """The stages at the versions that the piece reads, and the loss: (mean, count)."""
         x, y = TREES.map(self._moved, (piece.x, piece.y))
         with ExitStack() as stack:
             autocast = self.autocast is not None
@@ -266,12 +271,18 @@ def _widen(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
+def _array(tensor: Tensor) -> np.ndarray:
+    """As float64 or complex128, whole numbers and truth values too."""
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    return tensor.detach().cpu().to(wide).numpy()
+
+
 def _jittered(value: Any, eps: float, random: torch.Generator) -> Any:
-    """A tensor of floating numbers, each off by up to half an eps of itself."""
+    """A tensor of floating numbers, each off by up to an eps of itself."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return value
-    off = torch.rand(value.shape, generator=random, dtype=torch.float64) - 0.5
-    return (value * (1 + eps * off.to(value.device))).to(value.dtype)
+    off = torch.rand(value.shape, generator=random, dtype=torch.float64) * 2 - 1
+    return (value + value * (eps * off.to(value.device))).to(value.dtype)
 
 
 def _has_samples(leaf: Any) -> bool:
