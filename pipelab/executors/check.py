@@ -294,7 +294,9 @@ def judge(
     for i in range(table.updates):
         t = segment.first_update + i
         pieces = list(islice(stream, len(reading[i])))
-        truth = truth or _most_precise(trainer, quick, pieces[:1], first=t)
+        truth = truth or _most_precise(trainer, quick, pieces[:1])
+        if not i:
+            _compare_twice(found, own.eps, [own.gradients(t, pieces[:1], 1)[0] for _ in range(2)])
         exact = pieces
         if whole and len(pieces) > 1:
             x, y = batches[i]
@@ -330,11 +332,14 @@ def judge_evaluation(
 ) -> Check:
     """Compare with the stages one after another, micro-batch by micro-batch."""
     found, reads = Comparison(tolerance), [0] * table.stages
-    own, truth = trainer(False), None
+    own = trainer(False)
+    truth: Trainer | None = None
     for b in range(table.batches):
         parts = cut(batches[b], table.microbatches, b, trees)
         pieces = [Piece(*part, reads) for part in parts]
         truth = truth or _most_precise(trainer, quick, pieces[:1])
+        if not b:
+            _compare_twice(found, own.eps, [own.losses(pieces[:1], 1) for _ in range(2)])
         of_batch = reported[b * len(pieces) :][: len(pieces)]
         _compare_losses(found, truth, own, of_batch, pieces, own.losses(pieces), b * len(pieces))
     assert truth
@@ -342,22 +347,13 @@ def judge_evaluation(
 
 
 def _most_precise(
-    trainer: Callable[[bool], Trainer],
-    quick: bool,
-    probe: Sequence[Piece],
-    first: int | None = None,
+    trainer: Callable[[bool], Trainer], quick: bool, probe: Sequence[Piece]
 ) -> Trainer:
-    """The trainer of the truth: in float64, unless some layer computes in one precision only.
-
-    first  the update that the probe belongs to, if there is one
-    """
+    """The trainer of the truth: in float64, unless some layer computes in one precision only."""
     if not quick:
         wide = trainer(True)
-        try:  # with jitter, which leaves no trace
-            if first is None:
-                wide.losses(probe, jitter=1)
-            else:
-                wide.gradients(first, probe, jitter=1)
+        try:
+            wide.losses(probe, jitter=1)
             return wide
         except (RuntimeError, TypeError, ValueError):
             pass  # the verdict says in what precision it was reached
@@ -436,6 +432,13 @@ def _compare_losses(
             label = f"the loss of micro-batch {first + k}"
             run, expected = np.array(reported[k]), np.array(mean)
             found.add(label, run, expected, noise, partial(again.of, k))
+
+
+def _compare_twice(found: Comparison, eps: float, losses: Sequence[Losses]) -> None:
+    """The same computed twice must be the same, or all that follows would look like rounding."""
+    first, second = (np.array(of_time[0][0]) for of_time in losses)
+    label = "a loss computed twice (does a forward draw random numbers? give a seed)"
+    found.add(label, second, first, eps * norms(first))
 
 
 class Draws:
