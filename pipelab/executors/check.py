@@ -181,7 +181,9 @@ class Comparison:
             return self._note(name, run, truth, np.inf, np.inf, np.inf)
         if not run.size:
             return None
-        error, size, opinions = norms(run - truth), norms(truth), again()
+        with np.errstate(invalid="ignore"):  # inf - inf is nan, which is never equal
+            error = norms(run - truth)
+        size, opinions = norms(truth), again()
         while (ratio := _largest(error, noise)) > self.tolerance:
             opinion = next(opinions, None)
             if opinion is None:
