@@ -1,4 +1,8 @@
-"""What test_jax_distributed starts as every process: a pipeline for each twist in its first argument. All print JSON."""
+"""What test_jax_distributed starts as every process: a pipeline for each of the twists it names.
+
+The last line that it prints is JSON, with an object per twist. Where there are several, one that
+fails has its error there, and the next is tried.
+"""
 
 import json
 import os
@@ -8,10 +12,9 @@ import time
 from functools import partial
 
 
-def main(twist, port, number, count):
-    if (
-        twist == "skewed"
-    ):  # every process a host of its own, whose clock is an hour ahead of the one before
+def main(twists, port, number, count):
+    if twists == ["skewed"]:
+        # Every process a host of its own, whose clock is an hour ahead of the one before.
         real = time.perf_counter
         time.perf_counter = lambda: real() + 3600.0 * number
 
@@ -26,7 +29,15 @@ def main(twist, port, number, count):
         heartbeat_timeout_seconds=10,
         shutdown_timeout_seconds=10,
     )
-    return [twisted(one, number) for one in twist.split(",")]
+    found = []
+    for twist in twists:
+        try:
+            found.append(twisted(twist, number))
+        except Exception as error:
+            if len(twists) == 1:
+                raise
+            found.append({"error": f"{type(error).__name__}: {error}"})
+    return found
 
 
 def twisted(twist, number):
@@ -36,52 +47,41 @@ def twisted(twist, number):
 
     import pipelab
     from pipelab.executors import clock
-    from pipelab.executors.jax.device import JaxDevice
     from pipelab.models.flax_mlp import mlp
 
-    if twist == "skewed":
-        clock.host = lambda: str(number)
+    # [1] the model, the data and the schedule
     random = np.random.default_rng(0)
     batches = [tuple(random.normal(size=(12, 8)) for _ in range(2)) for _ in range(2)]
-    parts = mlp(4, width=8)
-    if twist == "keys":  # stages hand random keys on
-        parts = [(partial(with_key, module.apply), variables) for module, variables in parts]
-        batches = [
-            ((x, jax.random.split(jax.random.key(b), len(x))), y)
-            for b, (x, y) in enumerate(batches)
-        ]
-    if (
-        twist == "early" and number == 0
-    ):  # fails while the other process's threads leave the barrier
-        parts[0] = (lambda p, x: 1 / 0), parts[0][1]
-    if twist == "early" and number == 1:
-        JaxDevice.begin = lambda self, began, begin=JaxDevice.begin: (
-            time.sleep(0.05),
-            begin(self, began),
-        )
-    if twist in ("raise", "kill") and number == 1:
-        _, parameters = parts[3]
-
-        def failing(p, x):
-            if twist == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise ZeroDivisionError("by design")
-
-        parts[3] = failing, parameters
+    parts = mlp(4, width=8, layers=1)
     if twist == "spmd":
         return spmd(parts[0], batches[0])
     name = twist if twist in pipelab.SCHEDULES else "pipedream_flush"
     virtual = 2 if name == "interleaved" else 1
     microbatches = 5 if twist == "uneven" or (twist == "differ" and number == 1) else 4
     schedule = pipelab.make(name, len(parts) // virtual, microbatches, batches=2, virtual=virtual)
-    more = {
+    # [2] the twist
+    options = {
         "gpipe": {"clip": 0.05},
         "idle": {"devices": "cpu:0"},
         "paced": {"pace": 0.02},
-        "platform": {"devices": "cpu"},
-        "swapped": {"devices": ["cpu:2", "cpu:0", "cpu:3", "cpu:1"]},
+        "uneven": {"devices": "cpu"},
+        "keys": {"devices": ["cpu:2", "cpu:0", "cpu:3", "cpu:1"]},
     }.get(twist, {})
+    if twist == "skewed":
+        clock.host = lambda: str(number)
+    if twist == "keys":  # stages hand random keys on
+        parts = [(partial(with_key, module.apply), variables) for module, variables in parts]
+        for b, (x, y) in enumerate(batches):
+            batches[b] = (x, jax.random.split(jax.random.key(b), len(x))), y
+    if twist == "early" and number == 0:
+        # Fails while the other process's threads leave the barrier.
+        parts[0] = (lambda p, x: 1 / 0), parts[0][1]
+    if twist == "early" and number == 1:
+        delay_the_first_action()
+    if twist in ("raise", "kill") and number == 1:
+        parts[3] = partial(failing, kill=twist == "kill"), parts[3][1]
 
+    # [3] the run
     def loss(y, target):
         y = y[0] if isinstance(y, tuple) else y
         return ((y - target) ** 2).mean()
@@ -93,7 +93,7 @@ def twisted(twist, number):
             "passed": done.check.passed,
             "makespan": done.timeline.makespan,
         }
-    run = pipelab.run(schedule, parts, batches, loss, optax.adam(0.01), backend="jax", **more)
+    run = pipelab.run(schedule, parts, batches, loss, optax.adam(0.01), backend="jax", **options)
     needs = schedule.crossing
     late = run.timeline.start[needs] - run.timeline.end[schedule.inputs[needs]]
     return {
@@ -107,17 +107,37 @@ def twisted(twist, number):
     }
 
 
-def with_key(function, p, given):
+def delay_the_first_action():
+    from pipelab.executors.jax.device import JaxDevice
+
+    begin = JaxDevice.begin
+
+    def delayed(self, began):
+        time.sleep(0.05)
+        begin(self, began)
+
+    JaxDevice.begin = delayed
+
+
+def failing(p, x, kill):
+    if kill:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ZeroDivisionError("by design")
+
+
+def with_key(function, p, inputs):
     import jax
 
-    x, keys = given
-    return function(p, x) + 0.01 * jax.vmap(lambda key: jax.random.normal(key, x.shape[1:]))(
-        keys
-    ), keys
+    x, keys = inputs
+    noise = jax.vmap(lambda key: jax.random.normal(key, x.shape[1:]))(keys)
+    return function(p, x) + 0.01 * noise, keys
 
 
 def spmd(stage, batch):
-    """Loss and gradients of one SPMD program over both processes' devices, and how far they are from the plain stack's."""
+    """Loss and gradients of one SPMD program over both processes' devices.
+
+    With how far they are from the plain stack's.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -150,7 +170,7 @@ def spmd(stage, batch):
             x = module.apply(variables, x)
         return loss(x, target)
 
-    expected, by_stage = jax.value_and_grad(plain)(stages, *batch)
+    expected, by_stage = jax.jit(jax.value_and_grad(plain))(stages, *batch)
     found = multihost_utils.process_allgather(gradients.stages, tiled=True)
     apart = jax.tree.map(
         lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), found, stack(by_stage)
@@ -165,4 +185,5 @@ def spmd(stage, batch):
 
 
 if __name__ == "__main__":
-    print("\n" + json.dumps(main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))), flush=True)
+    twists, *rest = sys.argv[1:]
+    print("\n" + json.dumps(main(twists.split(","), rest[0], *map(int, rest[1:]))), flush=True)

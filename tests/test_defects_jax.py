@@ -1,12 +1,17 @@
 """The same on JAX stages: data of every kind, and arguments that do not fit."""
 
+import gc
+import weakref
+
 import tests.jax_setup  # isort: skip  # noqa: F401
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen, nnx
 
-from pipelab import evaluate, make, run
+from pipelab import RunError, evaluate, make, run
+from pipelab.executors.jax.stage import JaxStage
 
 
 def layer(p, x):
@@ -38,6 +43,7 @@ def refuse_to_train(*rest):
 
 
 REFUSING = optax.GradientTransformation(refuse_to_train, refuse_to_train)
+REFUSING_TO_STEP = optax.GradientTransformation(lambda p: (), refuse_to_train)
 
 
 def call(way, data, schedule=None, modules=None, optimizer=None, **options):
@@ -108,3 +114,107 @@ def test_a_tolerance_that_nothing_can_keep_is_refused(way, tolerance):
     # Was: 0: ZeroDivisionError after training; the others: a right run failed its check.
     with pytest.raises(ValueError, match=f"tolerance={tolerance!r}"):
         call(way, batches(1), optimizer=REFUSING, tolerance=tolerance)
+
+
+@pytest.mark.parametrize("way", ["run", "evaluate", "failing"])
+def test_stages_end_with_their_run(way, monkeypatch):
+    # Was: every stage, with its weights and data, was kept until the next garbage collection.
+    made, init = [], JaxStage.__init__
+
+    def watched(self, *arguments):
+        init(self, *arguments)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(JaxStage, "__init__", watched)
+    data = batches(1)
+    gc.collect()
+    gc.disable()
+    try:
+        if way == "failing":
+            with pytest.raises(RunError, match="is nan"):
+                call("run", [(np.nan * x, y) for x, y in data])
+        else:
+            call(way, data, check=False)
+        assert [stage() for stage in made] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_stages_that_share_an_array_are_refused():
+    # Was: each trained a copy of its own, so that they were tied no more, and the check passed.
+    (_, first), (_, second) = stages(layer, layer)
+    tied = [(layer, first), (layer, {"w": first["w"]})]
+    message = r"stage 1, parameters\['w'\]: an array of stage 0 too; tied weights are not supported"
+    with pytest.raises(ValueError, match=message):
+        call("run", batches(1), modules=tied, optimizer=REFUSING)
+    assert call("evaluate", batches(1), modules=tied).check.passed
+    assert call("run", batches(1), modules=[(layer, first), (layer, second)]).check.passed
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(np.ones(6, int), "int64"), (jnp.ones(6, bool), "bool"), (3, "int"), ("words", "str")],
+)
+def test_parameters_that_cannot_be_trained_are_refused(value, kind):
+    # Was: an error of jax's own in an action, about float0.
+    (f, first), (g, second) = stages(layer, layer)
+    modules = [(f, first), (g, second | {"count": value})]
+    message = rf"stage 1, parameters\['count'\]: of type .*{kind}.*only floating-point numbers"
+    with pytest.raises(ValueError, match=message):
+        call("run", batches(1), modules=modules, optimizer=REFUSING)
+
+
+class Kernel(nnx.Module):
+    """A layer with what an nnx module may hold beside its parameters."""
+
+    def __init__(self, *, dropout=False, norm=False):
+        rngs = nnx.Rngs(0)
+        self.inner = nnx.Linear(6, 6, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs) if dropout else lambda x: x
+        self.norm = nnx.BatchNorm(6, rngs=rngs) if norm else lambda x: x
+
+    def __call__(self, x):
+        return self.norm(self.dropout(self.inner(x)))
+
+
+DENSE = linen.Dense(6)
+
+
+@pytest.mark.parametrize(
+    ("stage", "found"),
+    [
+        (Kernel, "ModuleMeta"),
+        (DENSE, "Dense"),
+        ((DENSE,), "tuple"),
+        ((DENSE, None), "pair of Dense and NoneType"),
+        ((linen.Dense, {}), "pair of type and dict"),
+        (({}, layer), "pair of dict and function"),
+        ((Kernel(), {}), "pair of Kernel and dict"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_stage_is_named(stage, found):
+    # Was: whatever broke first when an action called it.
+    (first,) = stages(layer)
+    with pytest.raises(ValueError, match=f"stage 1 is a {found}: give an nnx module, or a pair"):
+        call("run", batches(1), modules=[first, stage], optimizer=REFUSING)
+
+
+@pytest.mark.parametrize("kind", ["dropout", "norm"])
+def test_an_nnx_module_may_have_state_that_stays(kind):
+    # Was: refused although .eval() had been called, as the message advised.
+    modules = [Kernel(**{kind: True}), Kernel()]
+    with pytest.raises(RunError, match=r"stage 0, an nnx module, changes its state .*\.eval\(\)"):
+        call("run", batches(1), modules=modules, optimizer=REFUSING_TO_STEP)
+    modules[0].eval()
+    assert call("run", batches(1), modules=modules).check.passed
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda y, t: (y - t) ** 2, lambda y, t: jnp.sum(y > t)], ids=["unreduced", "counted"]
+)
+def test_a_loss_that_is_no_mean_is_refused(wrong):
+    # Was: an error about arrays of size 1, or about float0.
+    arguments = (make("gpipe", 2, 2), stages(layer, layer), batches(1), wrong)
+    with pytest.raises(RunError, match=r"1F0: ValueError: the loss is .*: give the mean over"):
+        run(*arguments, REFUSING_TO_STEP, backend="jax")
