@@ -226,9 +226,8 @@ def _program(stage: Callable, p: int, m: int, v: int, axis: str, remat: bool) ->
     """
 
     def apply(rows, x, job):
-        """Job k of lap r has number r m + k; numbers before and after those are garbage."""
-        lap = jnp.clip(job // m, 0, v - 1)
-        w = jax.tree.map(lambda row: row[0] if v == 1 else _read(row, lap).squeeze(0), rows)
+        """Job k of lap r has number r m + k; before and after those is garbage, of any weights."""
+        w = jax.tree.map(lambda row: row[0] if v == 1 else _read(row, job // m).squeeze(0), rows)
         return stage(*jax.tree.map(partial(_guard, (0 <= job) & (job < m * v)), (w, x)))
 
     def keep(primitive, *_, **__):
@@ -301,6 +300,7 @@ def _first(x: Tree) -> Tree:
 
 
 def _read(buffer: Array, slot: Array) -> Array:
+    """A slot that does not exist is replaced by the nearest, or counted from the end."""
     return lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
 
 
@@ -428,10 +428,9 @@ def _cut(x: Tree, microbatches: int) -> Tree:
             )
     if not batch:
         raise ValueError("x has no arrays: give at least one, [batch, ...]")
-    (samples,) = batch
-    if not samples or samples % microbatches:
+    if not batch[0] or batch[0] % microbatches:
         raise ValueError(
-            f"a batch of {samples} for {microbatches} micro-batches: give a multiple of "
+            f"a batch of {batch[0]} for {microbatches} micro-batches: give a multiple of "
             f"{microbatches} samples"
         )
     return jax.tree.map(lambda a: a.reshape(microbatches, -1, *a.shape[1:]), x)

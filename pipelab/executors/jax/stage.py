@@ -1,6 +1,6 @@
 """A stage of a JAX model: what a worker's five kinds of action do to it.
 
-Values are immutable, so versions fall out.
+Arrays do not change, so that a weight version is just a value that is kept.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class JaxStage(Stage):
         self._kept: dict[int, _Kept] = {}  # by micro-batch
         self._split: dict[int, tuple[_Kept, Any, float]] = {}  # between I and W
         self._sum: Any = None  # of the gradients of the group that is being accumulated
-        # Jitted functions of no method: one would refer to the stage, and the stage to it, so that
-        # all arrays of a run would be kept until the next garbage collection.
+        # Functions of their own: a jitted method would refer to the stage and the stage to it, so
+        # that all arrays of a run would be kept until the next garbage collection.
         first, last = feed.inputs is not None, feed.targets is not None
         self._forward, self._backward = passes(apply, recipe.loss if last else None, first)
         self._step = step_of(recipe.optimizer)
@@ -67,7 +67,7 @@ class JaxStage(Stage):
         """Compile what actions of these kinds run, by doing each once on zeros.
 
         `shapes` are (x, target) of a micro-batch, as shapes and types. A callback in the stage is
-        so called once more than it trains.
+        called once more for it.
         """
         zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
         arguments = (self.weights[0], *jax.device_put(zeros, self.device.device))
@@ -90,8 +90,8 @@ class JaxStage(Stage):
     def forward(self, microbatch: int, received: Any) -> Any:
         """The stage's output, or None on the last stage, which computes the loss."""
         x = received if self.feed.inputs is None else self.feed.inputs[microbatch]
-        again = bool(self.recipe.recompute[microbatch])
-        y, count, kept = self._compute(microbatch, x, keep=self.recipe.training and not again)
+        keep = self.recipe.training and not self.recipe.recompute[microbatch]
+        y, count, kept = self._compute(microbatch, x, keep)
         if self.recipe.training:
             self._keep(microbatch, kept)
         if self.feed.targets is None:
@@ -172,7 +172,7 @@ class JaxStage(Stage):
         return y, count, _Kept(x, pullback)
 
     def _keep(self, microbatch: int, kept: _Kept) -> None:
-        """For the backward, and count it; data count only where they are kept for a gradient."""
+        """Keep it for the backward, and count it: data only where a gradient needs them."""
         self._kept[microbatch] = kept
         arrays = jax.tree.leaves(kept.pullback)
         if self.feed.inputs is None or arrays:
@@ -183,7 +183,7 @@ class JaxStage(Stage):
         """What was kept, the gradient of the output, and the count."""
         if self.recipe.recompute[microbatch]:
             self.device.ledger.drop(self.key(microbatch))
-            _, _, kept = self._compute(microbatch, self._kept[microbatch].x, keep=True)
+            _, _, kept = self._compute(microbatch, self._kept[microbatch].x, True)
             self._keep(microbatch, kept)
         kept = self._kept.pop(microbatch)
         if self.feed.targets is None:
