@@ -845,7 +845,8 @@ def test_weights_are_compared_too():
         patch.setattr(pipelab.executors.check.Comparison, "add", add)
         run(make("gpipe", 2, 2, batches=2), stages(2), batches(2), F.mse_loss, SGD)
     # Losses of four micro-batches and two batches; eight tensors in each of two updates.
-    assert found == {"loss": 4 + 2, "gradient": 2 * 8, "weight": 2 * 8, "trained": 8}
+    # And one loss of our own twice.
+    assert found == {"loss": 4 + 2, "a": 1, "gradient": 2 * 8, "weight": 2 * 8, "trained": 8}
 
 
 def test_the_mlp_splits_and_runs():

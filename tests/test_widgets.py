@@ -154,8 +154,8 @@ BAD = [
     ({"forward": "1, 2"}, "forward has 2 values for 4 stages: give one number, or 4"),
     ({"forward": "fast"}, "forward='fast': give one number"),
     ({"forward": "1, 1, 1e308, 1"}, "forward=1e+308: the explorer draws numbers up to 1e+15"),
-    ({"weights": "nan"}, "weights=nan: give finite numbers"),
-    ({"transfer": "-1"}, "transfer=-1.0: give finite numbers of at least 0"),
+    ({"weights": "nan"}, "weights=nan: give numbers of at least 0"),
+    ({"transfer": "-1"}, "transfer=-1.0: give numbers of at least 0"),
     ({"recompute": "sometimes"}, "recompute='sometimes': use one of never, except_last, always"),
     ({"devices": 1000, "microbatches": 1000}, f"the explorer draws {LARGEST:,}"),
 ]
