@@ -7,10 +7,15 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import tempfile
+from pathlib import Path
+
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from pipelab.executors.check import Comparison
 from pipelab.schedules import SCHEDULES, make
 
 settings.register_profile(
@@ -30,6 +35,37 @@ def tables(draw, names=tuple(SCHEDULES), largest=8):
     v = draw(st.integers(1, largest)) if name == "interleaved" else 1
     batches = draw(st.integers(1, 3))
     return make(name, p, m, virtual=v, batches=batches), p, m, v, batches
+
+
+FAILED = pytest.StashKey[list]()  # the checks that failed in a test
+
+
+@pytest.fixture(autouse=True)
+def _note_failed_checks(request, monkeypatch):
+    failed = request.node.stash[FAILED] = []
+    verdict = Comparison.verdict
+
+    def noted(self, *arguments):
+        check = verdict(self, *arguments)
+        if check.tensors:
+            failed.append(check)
+        return check
+
+    monkeypatch.setattr(Comparison, "verdict", noted)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """When a test fails, save the worst tensor of each check that failed in it, and say where."""
+    report = yield
+    failed = item.stash.get(FAILED, [])
+    if report.when == "call" and report.failed and failed:
+        folder = Path(tempfile.mkdtemp(prefix="pipelab-check-"))
+        for number, check in enumerate(failed):
+            np.savez(folder / f"{number}.npz", **check.tensors)
+        lines = [f"{folder}/{number}.npz: {check}" for number, check in enumerate(failed)]
+        report.sections.append(("tensors of failed checks", "\n".join(lines)))
+    return report
 
 
 @pytest.fixture(autouse=True)

@@ -237,6 +237,12 @@ def norms(array: np.ndarray) -> np.ndarray:
     return np.array([largest * np.sqrt(scaled @ scaled), largest])
 
 
+def _rounding(eps: float, array: np.ndarray) -> np.ndarray:
+    """An eps of an array; but a number below the smallest normal one may be rounded to zero."""
+    smallest = np.finfo(np.float32 if eps >= EPS_32 else np.float64).tiny
+    return eps * norms(array) + smallest * np.array([array.size**0.5, 1.0])
+
+
 def _largest(error: np.ndarray, noise: np.ndarray | float) -> float:
     """The largest error / noise; 0 / 0 counts as 0, nan as infinite."""
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -406,7 +412,7 @@ def _compare_update(
     again = Draws(lambda jitter: own.gradients(t, pieces, jitter)[1])
     run = own.arrays([step.gradients for step in steps])
     for name, expected in gradients.items():
-        noise = norms(own_gradients[name] - expected) + own.eps * norms(expected)
+        noise = norms(own_gradients[name] - expected) + _rounding(own.eps, expected)
         label = f"the gradient of {name} in update {t}"
         found.add(label, run[name], expected, noise, partial(again.of, name))
     return losses, own_losses
@@ -430,7 +436,7 @@ def _compare_losses(
     again = Draws(lambda jitter: [np.array(mean) for mean, _ in own.losses(pieces, jitter)])
     for k, (mean, count) in enumerate(exact):
         if count:
-            noise = norms(np.array(near[k][0] - mean)) + own.eps * norms(np.array(mean))
+            noise = norms(np.array(near[k][0] - mean)) + _rounding(own.eps, np.array(mean))
             label = f"the loss of micro-batch {first + k}"
             run, expected = np.array(reported[k]), np.array(mean)
             found.add(label, run, expected, noise, partial(again.of, k))

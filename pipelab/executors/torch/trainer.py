@@ -264,12 +264,6 @@ def _lowest(dtypes: Sequence[torch.dtype | None]) -> torch.dtype:
     return max(floating, key=lambda d: torch.finfo(d).eps, default=torch.get_default_dtype())
 
 
-def _numbers(tensor: Tensor) -> np.ndarray:
-    """As float64 or complex128, whatever it is."""
-    wide = _widen(tensor.detach().cpu())
-    return wide.numpy() if wide.is_complex() else wide.double().numpy()
-
-
 def _widen(tensor: Tensor) -> Tensor:
     """Floating numbers as float64 or complex128; others as they are."""
     if tensor.is_complex():
