@@ -1,7 +1,5 @@
 """Batches as micro-batches: cut along their first axis, read once, and only where needed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import is_dataclass
 from typing import Any, NamedTuple

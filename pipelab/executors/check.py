@@ -21,8 +21,6 @@ stages. Every update is judged by itself: the gradient at the run's own weights,
 the optimizer takes from the run's own gradient. Steps that start equal and are equal stay equal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial

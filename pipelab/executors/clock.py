@@ -1,7 +1,5 @@
 """One clock for many hosts: how far a host's clock is from another's."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

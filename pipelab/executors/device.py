@@ -1,7 +1,5 @@
 """What both wings' devices have in common: a clock, and payloads looked at."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,11 +1,10 @@
 """What one rank does, and who carries ranks out: the same for threads, processes and machines."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from pipelab.executors.result import Outcome
 from pipelab.executors.transport import Transport
@@ -87,23 +86,30 @@ class Job(ABC):
         return Outcome(self.row, self.replica, record, losses, steps, weights)
 
 
-class Launcher(Protocol):
+class Launcher(AbstractContextManager):
     """Who carries out the jobs: threads of this process, processes, or the ranks of a cluster.
 
     first  whether this process is the one that writes and judges
     """
 
     @property
+    @abstractmethod
     def first(self) -> bool: ...
 
+    @abstractmethod
     def ranks(self, count: int) -> Sequence[int]:
         """Which of `count` ranks are this process's to do. ValueError if there are not as many."""
 
+    @abstractmethod
     def run(self, jobs: Sequence[Job]) -> list[Outcome]:
         """Do this process's jobs; returns the outcomes of all ranks.
 
         The first process has all weights and steps, others their own. RunError when a rank fails.
         """
 
+    @abstractmethod
     def from_first(self, make: Callable[[], Any]) -> Any:
         """What the first process makes, in every process."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Everything is done, or has failed."""

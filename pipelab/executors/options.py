@@ -1,7 +1,5 @@
 """What `run` and `evaluate` are asked for beside the model and the data."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

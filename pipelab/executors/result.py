@@ -1,7 +1,5 @@
 """What runs and evaluations give back, whichever library did the work."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

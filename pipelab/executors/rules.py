@@ -4,8 +4,6 @@ They share no code with the worker, the stages or the schedule's versions; `rule
 those, to choose a rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,13 +3,12 @@
 evaluate: the forwards alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipelab.costs import Costs, Recompute
+from pipelab.executors import train
 from pipelab.executors.options import Options
 from pipelab.executors.result import Evaluation, Run
 from pipelab.schedule import Schedule
@@ -118,13 +117,7 @@ def run(
         resume=resume,
         timeout=timeout,
     )
-    if backend == "jax":
-        from pipelab.executors.jax.run import train as train_jax
-
-        return train_jax(schedule, stages, batches, loss, optimizer, options)
-    from pipelab.executors.torch.run import train
-
-    return train(schedule, stages, batches, loss, optimizer, options)
+    return train.train(_wing(backend), schedule, stages, batches, loss, optimizer, options)
 
 
 def evaluate(
@@ -155,10 +148,14 @@ def evaluate(
         tolerance=tolerance,
         timeout=timeout,
     )
+    return train.evaluate(_wing(backend), schedule, stages, batches, loss, options)
+
+
+def _wing(backend: str | None) -> type[train.Wing]:
     if backend == "jax":
-        from pipelab.executors.jax.run import evaluate as evaluate_jax
+        from pipelab.executors.jax.run import JaxWing
 
-        return evaluate_jax(schedule, stages, batches, loss, options)
-    from pipelab.executors.torch.run import evaluate as evaluate_torch
+        return JaxWing
+    from pipelab.executors.torch.run import TorchWing
 
-    return evaluate_torch(schedule, stages, batches, loss, options)
+    return TorchWing

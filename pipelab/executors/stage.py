@@ -1,7 +1,5 @@
 """What every stage counts, whichever library computes it: readers, backwards, losses, bytes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass

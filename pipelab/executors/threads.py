@@ -3,21 +3,19 @@
 Models and functions defined in a notebook just work.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from threading import Barrier, BrokenBarrierError
 from typing import Any
 
-from pipelab.executors.job import Job
+from pipelab.executors.job import Job, Launcher
 from pipelab.executors.result import Outcome
 from pipelab.executors.transport import Aborted, Mailboxes, Transport
 
 
-class Threads:
-    """A `Launcher`: this process does everything."""
+class Threads(Launcher):
+    """This process does everything."""
 
     first = True
 

@@ -4,8 +4,6 @@ A plain queue per pair of devices would not do: a consumer may want outputs in a
 they were made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from threading import Condition, Event
 from typing import Any, NamedTuple, Protocol

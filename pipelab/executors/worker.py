@@ -1,7 +1,5 @@
 """The one interpreter of schedules: for each action of a row, receive, do it, send."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

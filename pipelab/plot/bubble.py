@@ -1,7 +1,5 @@
 """The bubble over the number of micro-batches, devices or chunks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Loss curves."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import cycle
 

@@ -1,7 +1,5 @@
 """Memory: bytes over time on one device, and the peaks of all devices, stacked by cause."""
 
-from __future__ import annotations
-
 import numpy as np
 from matplotlib.axes import Axes
 

@@ -1,7 +1,5 @@
 """A partition: what every device has to do, layer by layer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 

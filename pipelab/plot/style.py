@@ -3,8 +3,6 @@
 The colours are the papers', from the Okabe-Ito palette, which is safe for the colour-blind.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Timelines: a lane per device, a box per action, idle time hatched."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Weight versions over time: which are kept in which buffer, and the gradients for the next one."""
 
-from __future__ import annotations
-
 import numpy as np
 from matplotlib.axes import Axes
 

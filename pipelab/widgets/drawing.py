@@ -1,7 +1,5 @@
 """What the explorer's picture is drawn from: numbers in columns, and text, for the browser."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterable, Sequence
 from itertools import pairwise

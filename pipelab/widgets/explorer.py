@@ -1,7 +1,5 @@
 """The schedule explorer: change a schedule, its sizes and its costs, and see its timeline."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """What `run` is given for jax: stages as functions, refused where they cannot be trained."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

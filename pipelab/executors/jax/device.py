@@ -1,7 +1,5 @@
 """A device that runs JAX stages: its clock, how payloads reach it, and where each row's is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from threading import Thread
 from typing import Any
@@ -14,7 +14,7 @@ import jax
 from pipelab.executors import clock
 from pipelab.executors.jax.peers import Peer, meet
 from pipelab.executors.jax.wire import Wire
-from pipelab.executors.job import Job
+from pipelab.executors.job import Job, Launcher
 from pipelab.executors.result import Outcome
 from pipelab.executors.threads import run_threads
 from pipelab.executors.transport import Aborted
@@ -24,8 +24,8 @@ from pipelab.schedule import Schedule
 LEAVING = 2.0  # seconds that a process which failed waits for the others to hear of it
 
 
-class Distributed(AbstractContextManager):
-    """A `Launcher`: one of the processes of jax.distributed, which all make one.
+class Distributed(Launcher):
+    """One of the processes of jax.distributed, which all make one.
 
     A process does the rows whose device is its own, in threads. The first process that fails tells
     the others, and all raise its RunError; ValueError where they were called differently.

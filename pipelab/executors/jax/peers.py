@@ -3,8 +3,6 @@
 Addresses go by a collective of JAX's, then each pair has a connection.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import socket

@@ -25,8 +25,6 @@ in every iteration of a training step: many small micro-batches cost time there.
 do not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 Arrays do not change, so that a weight version is just a value that is kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 Sockets say what comes, jax.experimental.transfer brings the arrays.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

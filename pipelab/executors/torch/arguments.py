@@ -1,7 +1,5 @@
 """What `run` is given for torch: refused where it cannot be run, else looked through."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Sequence

@@ -13,7 +13,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
@@ -119,11 +119,6 @@ class Index:
             raise ValueError(f"{folder / INDEX} is not as it was written: use another checkpoint")
         return index
 
-    def write(self, folder: Path) -> None:
-        content = asdict(self)
-        content["digest"] = _digest_of(content)
-        (folder / INDEX).write_text(json.dumps(content, indent=1) + "\n")
-
     def check_fits(self, folder: Path, schedule: Schedule) -> None:
         """ValueError if the schedule cannot go on from this checkpoint."""
         if self.batch >= schedule.batches:
@@ -138,19 +133,28 @@ class Index:
             )
 
 
-def index_of(
+def write_index(
+    folder: Path,
     segment: Segment,
     seed: int | None,
     stages: Sequence[nn.Module],
     ties: list[dict[str, int]],
-    folder: Path,
-) -> Index:
-    """The index of the stages' files in `folder`."""
+) -> None:
+    """Of the stages' files in `folder`."""
     whole = segment.whole
     digests = [_digest(_file(folder, s)) for s in range(len(stages))]
-    names = names_of(stages)
-    table, updates = whole.to_csv(), segment.updates
-    return Index(segment.end, updates, seed, whole.asynchronous, table, names, ties, digests)
+    content = {
+        "batch": segment.end,
+        "updates": segment.updates,
+        "seed": seed,
+        "asynchronous": whole.asynchronous,
+        "schedule": whole.to_csv(),
+        "names": names_of(stages),
+        "ties": ties,
+        "digests": digests,
+    }
+    content["digest"] = _digest_of(content)
+    (folder / INDEX).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def save_stage(folder: Path, stage: int, state: StageState) -> None:

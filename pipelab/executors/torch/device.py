@@ -1,7 +1,5 @@
 """A device that runs torch stages: its clock, payloads to it, and the bytes that autograd keeps."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Everything that an outsider needs to compute a run again."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Sequence

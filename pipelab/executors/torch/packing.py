@@ -3,8 +3,6 @@
 | end of the pickle, size of all | pickle of everything but tensors | tensor | tensor | ...
 """
 
-from __future__ import annotations
-
 import io
 import math
 import pickle

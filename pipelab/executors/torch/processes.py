@@ -3,8 +3,6 @@
 Whatever happens, no process, file or port is left behind.
 """
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 import os
@@ -48,7 +46,7 @@ PRELOAD = ["torch._dynamo", "pipelab.executors.torch.processes"]
 
 
 class Processes(Threads):
-    """A `Launcher`: this process starts one for every rank, and keeps the rest to itself."""
+    """This process starts one for every rank, and keeps the rest to itself."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from pipelab.executors import clock
-from pipelab.executors.job import Job
+from pipelab.executors.job import Job, Launcher
 from pipelab.executors.result import Outcome
 from pipelab.executors.torch.wire import Wire, connected
 from pipelab.executors.worker import RunError
@@ -211,8 +211,8 @@ class _Board:
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """A `Launcher`: this process is one of those that torchrun, deepspeed or another has started.
+class Ranks(Launcher):
+    """This process is one of those that torchrun, deepspeed or another has started.
 
     local  its number on its host
     """

@@ -1,7 +1,5 @@
 """A stage of a torch model: what a worker's five kinds of action do to it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 It shares no code with the worker or the stages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any

@@ -1,0 +1,221 @@
+"""Training and evaluating, the same for every library, which comes as a `Wing`."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from pipelab.costs import Recompute
+from pipelab.executors.batches import Part, Reader, Trees
+from pipelab.executors.check import Check, Evidence, Trainer, judge, judge_evaluation
+from pipelab.executors.job import Job, Launcher
+from pipelab.executors.options import Options
+from pipelab.executors.result import Evaluation, Outcome, Run, result_of
+from pipelab.executors.stage import Feed, Recipe, Step
+from pipelab.executors.table import (
+    Segment,
+    check_table,
+    feeds_of,
+    find_partners,
+    pace_of,
+    seeds_for,
+)
+from pipelab.schedule import Schedule
+from pipelab.validate import validate
+
+
+class Wing(ABC):
+    """One library's part in a run: its stages, looked at, and who carries out their jobs.
+
+    The constructor refuses what the library cannot run.
+
+    trees        how it takes batches apart
+    draws_alike  whether float64 draws the same random numbers as the run's precision
+    segment      which part of the training this is
+    launcher     who carries out the jobs
+    devices      of the rows
+    seed         of the random numbers that forwards draw; None if they draw none
+    autocast     torch: type of mixed precision, or None
+    ties         per stage, the weights that other stages have too: name -> number of the tie
+    """
+
+    trees: Trees
+    draws_alike = True
+    launcher: Launcher
+    devices: Sequence[Any]
+    seed: int | None = None
+    autocast: Any = None
+
+    def __init__(
+        self, schedule: Schedule, stages: Sequence[Any], options: Options, *, training: bool
+    ) -> None:
+        self.stages, self.options = stages, options
+        self.segment = Segment(schedule, schedule)
+        self.ties: list[dict[str, int]] = [{} for _ in stages]
+
+    @abstractmethod
+    def job(self, recipe: Recipe, feeds: dict[int, Feed], **fields: Any) -> Job:
+        """The job with these fields of every `Job`, and a feed for each stage of its row."""
+
+    @abstractmethod
+    def trainer(self, recipe: Recipe, wide: bool) -> Trainer:
+        """The reference, in float64 (`wide`) or as the run computes."""
+
+    def look_at(self, batches: Sequence[Any]) -> None:  # noqa: B027
+        """What the jobs need to know of the data beforehand."""
+
+    def saving(self) -> AbstractContextManager:
+        """Entered before the jobs are made, left when all are done: then a checkpoint is kept."""
+        return nullcontext()
+
+    def saved(self) -> Sequence[Any]:
+        """What the checkpoint holds of every stage, if one was written."""
+        return ()
+
+    def dump(  # noqa: B027
+        self, batches: Sequence[Any], losses: list[float], steps: Sequence[Sequence[Step]]
+    ) -> None:
+        """Write what an outsider needs to compute the run again, if that was asked for."""
+
+    def depends_on_cut(self, result: Run) -> bool:
+        """Whether forwards see how the batch is cut: they normalize over it, say, or count."""
+        return False
+
+
+def train(
+    make: type[Wing],
+    schedule: Schedule,
+    stages: Sequence[Any],
+    batches: Sequence[Any],
+    loss: Callable,
+    optimizer: Any,
+    options: Options,
+) -> Run:
+    """`pipelab.run` in one library."""
+    # [1] refuse what cannot be run
+    check_table(validate(schedule), len(stages), len(batches), training=True)
+    wing = make(schedule, stages, options, training=True)
+    partners = find_partners(schedule, [set(of.values()) for of in wing.ties], options.clip)
+    # [2] what is to be done
+    segment, replicas = wing.segment, options.replicas
+    table = segment.table
+    recipe = Recipe(
+        loss,
+        optimizer,
+        options.recompute.mask(table.total, table.microbatches),
+        table.microbatches,
+        options.clip,
+        not schedule.asynchronous,
+        wing.autocast,
+        options.finite,
+        keep=bool(options.check) or options.dump is not None,
+    )
+    seeds = None if wing.seed is None else seeds_for(wing.seed, segment, replicas)
+    data = Part(batches, segment.begun, table.batches)
+    with wing.launcher as launcher:
+        # [3] run, and keep the checkpoint only if all of it could be written
+        with wing.saving():
+            outcomes = launcher.run(_jobs(wing, recipe, data, partners, seeds))
+        # [4] what came of it
+        result = result_of(table, outcomes, replicas, paced=options.pace is not None)
+        steps = [_steps(table, outcomes, replica) for replica in range(replicas)]
+        if launcher.first:
+            wing.dump(batches, result.losses, steps[0])
+
+        def verdict() -> Check:
+            losses, weights = result.microbatch_losses, result.weights
+            return judge(
+                segment,
+                data,
+                Evidence(steps, result.losses, losses, weights, wing.saved()),
+                partial(wing.trainer, recipe),
+                wing.trees,
+                divided=seeds is not None or wing.depends_on_cut(result),
+                seeds=seeds,
+                replicas=replicas,
+                tolerance=options.tolerance,
+                quick=options.check == "quick" or (seeds is not None and not wing.draws_alike),
+            )
+
+        if options.check:
+            result.check = launcher.from_first(verdict)
+    return result
+
+
+def evaluate(
+    make: type[Wing],
+    schedule: Schedule,
+    stages: Sequence[Any],
+    batches: Sequence[Any],
+    loss: Callable,
+    options: Options,
+) -> Evaluation:
+    """`pipelab.evaluate` in one library."""
+    table = validate(schedule.forward_only())
+    check_table(table, len(stages), len(batches), training=False)
+    wing = make(table, stages, options, training=False)
+    never = Recompute.NEVER.mask(table.total, table.microbatches)
+    recipe = Recipe(
+        loss, None, never, table.microbatches, autocast=wing.autocast, finite=False, training=False
+    )
+    with wing.launcher as launcher:
+        nobody: list[list[int]] = [[] for _ in stages]
+        outcomes = launcher.run(_jobs(wing, recipe, batches, nobody))
+        result = result_of(table, outcomes, 1, paced=False)
+
+        def verdict() -> Check:
+            return judge_evaluation(
+                table,
+                batches,
+                result.microbatch_losses,
+                partial(wing.trainer, recipe),
+                wing.trees,
+                tolerance=options.tolerance,
+                quick=options.check == "quick",
+            )
+
+        if options.check:
+            result.check = launcher.from_first(verdict)
+    return Evaluation(result.losses, result.microbatch_losses, result.timeline, result.check)
+
+
+def _jobs(
+    wing: Wing,
+    recipe: Recipe,
+    batches: Sequence[Any],
+    partners: Sequence[Sequence[int]],
+    seeds: np.ndarray | None = None,
+) -> list[Job]:
+    """The jobs of this process's ranks."""
+    segment, replicas = wing.segment, wing.options.replicas
+    table = segment.table
+    wing.look_at(batches)
+    reader = Reader(batches, table.batches, table.microbatches, replicas, wing.trees)
+    later = segment.later_versions() if wing.options.save else []
+    pace = pace_of(table, wing.options)
+    jobs = []
+    for rank in wing.launcher.ranks(table.devices * replicas):
+        row, replica = divmod(rank, replicas)
+        jobs.append(
+            wing.job(
+                recipe,
+                feeds_of(table, row, reader, replica=replica, seeds=seeds, later=later),
+                schedule=table,
+                row=row,
+                device=wing.devices[row],
+                partners=partners,
+                pace=pace,
+                replica=replica,
+                replicas=replicas,
+            )
+        )
+    return jobs
+
+
+def _steps(table: Schedule, outcomes: Sequence[Outcome], replica: int) -> list[list[Step]]:
+    """Per stage, what every update of one replica did; empty where another rank has it."""
+    by_row = {o.row: o.steps for o in outcomes if o.replica == replica}
+    return [by_row[d].get(s, []) for s, d in enumerate(table.placement)]
