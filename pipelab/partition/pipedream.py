@@ -1,0 +1,217 @@
+"""PipeDream's optimizer: stages, and how many devices share each of them.
+
+The slowest stage or link sets the pace of a pipeline. With A(j, m) the best pace of everything
+before cut j on m devices [arXiv 1806.03377, section 3.2],
+
+    A(j, m) = min over cuts i < j, m' < m of max{ A(i, m - m'), C(i), T(i -> j, m') }
+
+    A(i, m - m')     what is before cut i, on the other devices
+    C(i)             both ways over that cut: 2 bytes / bandwidth
+    T(i -> j, m')    the last stage, shared by m' devices:
+
+        max{ sum of times, all-reduce } / m'      in the paper
+        (sum of times + all-reduce) / m'          in the authors' program
+
+    all-reduce       4 (m' - 1) / m' x bytes of the weights / bandwidth
+
+The program also counts the link behind the last stage, and shares a link among the m' devices. On
+several levels (devices in a machine, machines in a cluster), the times of a level are the paces of
+the one below on all that it has.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipelab.partition.layers import Profile
+from pipelab.partition.plan import Partition, Stage
+
+MODELS = ("sum", "max")
+
+
+@dataclass(frozen=True)
+class Level:
+    """So many of what the level below is (first: devices), joined by links of so many bytes/s."""
+
+    count: int
+    bandwidth: float = 1e9
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The dynamic program's answers: [units - 1, a, b], from cut a to cut b.
+
+    pace   the best one, inf where there is none
+    cut    where its last stage begins
+    units  that the last stage has
+    """
+
+    pace: np.ndarray
+    cut: np.ndarray
+    units: np.ndarray
+
+
+def pipedream(
+    profile: Profile,
+    devices: int | Sequence[Level],
+    *,
+    bandwidth: float = 1e9,
+    memory: float = math.inf,
+    straight: bool = False,
+    model: str = "sum",
+) -> Partition:
+    """The plan with the best pace that uses all devices.
+
+    devices   how many, with links of `bandwidth` bytes a second; or levels, from the devices of a
+              machine up
+    memory    bytes of a device, on one level. A stage keeps a version of its weights, and its
+              activations, for every micro-batch in flight: ceil(devices from here on / replicas)
+    straight  one device a stage
+    model     "sum", as the authors' program has it, or "max", as the paper has
+
+    ValueError for arguments that make no sense, and where no plan fits: by how much.
+
+    >>> from pipelab.partition.layers import Layer
+    >>> layers = [Layer("convolution", forward=6), Layer("head", forward=2, output=1)]
+    >>> [stage.replicas for stage in pipedream(Profile(tuple(layers)), 4).stages]
+    [3, 1]
+    """
+    levels = [Level(devices, bandwidth)] if isinstance(devices, int) else list(devices)
+    _check(levels, memory, model, len(profile.layers) if straight else None)
+    # [1] what stages between any two cuts take, and what crosses a cut
+    cuts = profile.cuts()
+    follows, end = cuts.follows, len(cuts.before) - 1
+    time, weights, activations = (
+        cuts.between(profile.of(name)) for name in ("time", "weights", "activations")
+    )
+    crossing = profile.crossing(cuts)
+
+    def allreduce(level: Level, units: int) -> np.ndarray:
+        return 4 * (units - 1) * weights / (level.bandwidth * units)
+
+    def held(units: int, later: int) -> np.ndarray:
+        return math.ceil((units + later) / units) * (weights + activations)
+
+    # [2] level after level, from the devices up
+    tables: list[_Table] = []
+    below = 1  # devices in one unit of a level
+    for number, level in enumerate(levels):
+        inside, smaller = tables[-1].pace[-1] if tables else time, below
+
+        def pace(units: int, later: int, first: bool, level=level, inside=inside, smaller=smaller):
+            """Of a stage between any two cuts; the first one has no link before it."""
+            sync = allreduce(level, units)
+            if model == "max":
+                found, link = np.maximum(inside, sync) / units, 2 * crossing / level.bandwidth
+            else:
+                found = (inside + (sync / smaller if first else sync)) / units
+                link = 2 * crossing / (level.bandwidth * units)
+            if not first:
+                found = np.maximum(found, link[:, None])
+                if model == "sum":
+                    found = np.maximum(found, link)
+            return np.where(follows & (held(units, later) <= memory), found, np.inf)
+
+        top = number == len(levels) - 1
+        tables.append(_solve(pace, level.count, end, [0] if top else range(end), straight))
+        below *= level.count
+    best = float(tables[-1].pace[-1, 0, end])
+    # [3] the plan, or why there is none
+    if not math.isfinite(best):
+        least = _solve(
+            lambda units, later, first: np.where(follows, held(units, later), np.inf),
+            levels[0].count,
+            end,
+            [0],
+            straight,
+        ).pace[-1, 0, end]
+        raise ValueError(
+            f"no plan for {levels[0].count} devices of {memory:,.0f} bytes: the best one in memory "
+            f"needs {least:,.0f}, {least - memory:,.0f} more; use more devices or smaller "
+            "micro-batches"
+        )
+    stages = []
+    for a, b, replicas in _stages(tables, levels, len(levels) - 1, 0, end):
+        inside = tuple(np.flatnonzero(cuts.before[b] & ~cuts.before[a]).tolist())
+        # What shares a stage is joined by the slowest links between them.
+        slowest = next(
+            level for n, level in enumerate(levels) if replicas <= _devices(levels[: n + 1])
+        )
+        sync = float(4 * (replicas - 1) * weights[a, b] / (slowest.bandwidth * replicas))
+        shared, alone = sync / replicas, float(time[a, b]) / replicas
+        seconds = alone + shared if model == "sum" else max(alone, shared)
+        stages.append(Stage(inside, seconds, replicas, seconds - alone))
+    return Partition(profile, tuple(stages), best)
+
+
+def _solve(
+    cost: Callable[[int, int, bool], np.ndarray],
+    count: int,
+    end: int,
+    starts: Iterable[int],
+    straight: bool,
+) -> _Table:
+    """The dynamic program on `count` units.
+
+    cost    (units of a stage, units of the stages behind it, whether it is the first) -> [a, b]
+    starts  the cuts that a plan may begin at
+    """
+    pace = np.full((count, end + 1, end + 1), np.inf)
+    cut, units = np.zeros(pace.shape, int), np.zeros(pace.shape, int)
+    for m in range(1, count + 1):
+        later = count - m
+        # [1] one stage
+        if m == 1 or not straight:
+            pace[m - 1] = cost(m, later, True)
+            cut[m - 1], units[m - 1] = np.arange(end + 1)[:, None], m
+        # [2] one more behind the best plan with the other units
+        for mine in range(1, 2 if straight else m):
+            if mine == m:
+                break
+            behind = cost(mine, later, False)
+            for a in starts:
+                paces = np.maximum(pace[m - mine - 1, a][:, None], behind)  # [cut, b]
+                at = paces.argmin(0)
+                value = paces[at, np.arange(end + 1)]
+                better = value < pace[m - 1, a]
+                pace[m - 1, a][better] = value[better]
+                cut[m - 1, a][better], units[m - 1, a][better] = at[better], mine
+    return _Table(pace, cut, units)
+
+
+def _stages(
+    tables: Sequence[_Table], levels: Sequence[Level], number: int, a: int, b: int
+) -> list[tuple[int, int, int]]:
+    """(first cut, last cut, devices) of each stage of a level's plan on all of its units."""
+    if number < 0:
+        return [(a, b, 1)]
+    table, left = tables[number], levels[number].count
+    found: list[tuple[int, int, int]] = []
+    while left:
+        begin, mine = int(table.cut[left - 1, a, b]), int(table.units[left - 1, a, b])
+        inner = _stages(tables, levels, number - 1, begin, b)
+        found[:0] = [(first, last, mine * devices) for first, last, devices in inner]
+        b, left = begin, left - mine
+    return found
+
+
+def _devices(levels: Sequence[Level]) -> int:
+    return math.prod(level.count for level in levels)
+
+
+def _check(levels: Sequence[Level], memory: float, model: str, layers: int | None) -> None:
+    if model not in MODELS:
+        raise ValueError(f"model={model!r}: use one of {', '.join(MODELS)}")
+    if not levels or any(level.count < 1 or not level.bandwidth > 0 for level in levels):
+        raise ValueError(f"{levels}: give at least one device, and a bandwidth above 0")
+    if not memory > 0:
+        raise ValueError(f"memory={memory}: give bytes above 0")
+    if memory < math.inf and len(levels) > 1:
+        raise ValueError("memory with several levels is not supported: give one number of devices")
+    if layers is not None and _devices(levels) > layers:
+        raise ValueError(
+            f"{_devices(levels)} devices for {layers} layers, one device a stage: use at most "
+            f"{layers}"
+        )
