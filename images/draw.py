@@ -6,8 +6,8 @@ Each function draws one; the first paragraph of its docstring is the picture's a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from itertools import combinations, pairwise
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib
@@ -21,9 +21,8 @@ from animation import animation
 from diagrams import layers, microbatches, pooling
 from files import save
 from pipelab import Costs, Kind, Timeline, make, memory, plot, simulate
-from pipelab.partition import uniform
+from pipelab.partition import Layer, Profile, split_layers
 from pipelab.plot import style
-from pipelab.plot.partition import sums
 from pipelab.plot.timeline import bar
 
 Draw = Callable[[], Axes | FuncAnimation]
@@ -310,36 +309,22 @@ def vgg16() -> list[float]:
     return [work / 1e9 for work in convolutions + [a * b for a, b in pairwise(CONNECTED)]]
 
 
-def fastest(times: Sequence[float], devices: int) -> list[int]:
-    """The layers of each device where the busiest has the least to do, found by trying every cut.
-
-    >>> fastest([1, 1, 1, 3], 2)
-    [3, 1]
-    """
-    cuts = ([0, *middle, len(times)] for middle in combinations(range(1, len(times)), devices - 1))
-    splits = ([b - a for a, b in pairwise(cut)] for cut in cuts)
-    return min(splits, key=lambda counts: max(sums(times, counts)))
-
-
 @picture("partition.png")
 def partition() -> Axes:
     """VGG-16's sixteen layers on four devices: four layers each leave one device nearly idle;
     balanced times are shorter.
     """
-    times = vgg16()
+    # Multiply-adds as they are; the backward of a layer is twice its forward.
+    layers = [Layer(str(i), t, t, t) for i, t in enumerate(vgg16())]
     items = {}
-    for words, counts in (
-        ("equal counts", uniform(len(times), 4)),
-        ("balanced times", fastest(times, 4)),
-    ):
-        work = sums(times, counts)
-        costs = Costs(forward=work, input_grad=work, weight_grad=work)
-        t = simulate(make("pipedream_flush", 4, 8), costs)
-        words += f": the busiest device {max(work):.3g}; "
+    for words, method in (("equal counts", "uniform"), ("balanced times", "time")):
+        found = split_layers(Profile(tuple(layers)), 4, method)
+        t = simulate(make("pipedream_flush", 4, 8), found.costs())
+        words += f": the busiest device {found.bottleneck:.3g}; "
         words += f"8 images by 1F1B with a flush take {t.makespan:.0f}"
-        items[words] = counts
-    unit = "forward of one image, billions of multiply-adds (its backward is counted as twice that)"
-    return plot.partition(times, items, unit=unit)
+        items[words] = found
+    unit = "forward and backward of one image, billions of multiply-adds"
+    return plot.partition(items, unit=unit, scale=1)
 
 
 # ---- PipeDream-2BW

@@ -1,4 +1,4 @@
-"""The command line: pipelab simulate | schedule | validate | run.
+"""The command line: pipelab simulate | schedule | validate | run | partition.
 
 Exit status 0; 1 when a table is not valid (`validate`) or a run's check failed; 2 and one line for
 input that makes no sense; 130 when interrupted.
@@ -6,18 +6,19 @@ input that makes no sense; 130 when interrupted.
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
-from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
 from pipelab.action import Reads, ScheduleError
 from pipelab.costs import Costs, Recompute
+from pipelab.partition import METHODS, Profile
 from pipelab.schedule import Schedule
 from pipelab.schedules import SCHEDULES, make
 from pipelab.simulate import simulate
@@ -75,7 +76,9 @@ def simulate_command(o: argparse.Namespace) -> None:
     costs = {name: getattr(o, name) for name in COSTS}
     timeline = simulate(schedule, Costs(**costs, recompute=Recompute(o.recompute)))
     if o.plot:
-        _write_figure(o.plot, timeline)
+        from pipelab import plot
+
+        _write_figure(o.plot, lambda: plot.timeline(timeline))
     if o.csv:
         _write(o.csv, lambda path: path.write_text(schedule.to_csv()))
     if o.trace:
@@ -176,6 +179,29 @@ def run_command(o: argparse.Namespace) -> None:
         raise Failure(str(check))
 
 
+def partition_command(o: argparse.Namespace) -> None:
+    from pipelab.partition import pipedream, split_layers
+
+    _check_targets(o, "plot")
+    profile = Profile.read(_read_text(o.profile))
+    if o.method == "pipedream":
+        found = pipedream(
+            profile,
+            o.devices,
+            bandwidth=o.bandwidth,
+            memory=o.memory,
+            straight=o.straight,
+            model=o.model,
+        )
+    else:
+        found = split_layers(profile, o.devices, o.method, memory=o.memory)
+    if o.plot:
+        from pipelab import plot
+
+        _write_figure(o.plot, lambda: plot.partition(found))
+    print(json.dumps(found.to_json()) if o.json else found)
+
+
 # ---- what they read
 
 
@@ -192,7 +218,7 @@ def _schedule(o: argparse.Namespace) -> Schedule:
     sizes = {n: getattr(o, n, 1) for n in (*SIZES, "replicas")}
     # A forward and a backward each; interleaved fills rounds of as many micro-batches as devices.
     rounds = sizes | {"microbatches": max(o.microbatches, o.devices if o.virtual > 1 else 1)}
-    if 2 * prod(rounds.values()) > LARGEST:
+    if 2 * math.prod(rounds.values()) > LARGEST:
         given = " ".join(f"--{name} {size}" for name, size in sizes.items() if size != 1)
         raise ValueError(f"{o.name} {given}: more than {LARGEST:,} actions; take fewer")
     reads = Reads[o.reads.upper()] if o.reads else None
@@ -201,11 +227,15 @@ def _schedule(o: argparse.Namespace) -> Schedule:
     )
 
 
-def _read_csv(name: str) -> Schedule:
+def _read_text(name: str) -> str:
     try:
-        content = Path(name).read_text()
+        return Path(name).read_text()
     except UnicodeDecodeError:
         raise ValueError(f"{name} is not text") from None
+
+
+def _read_csv(name: str) -> Schedule:
+    content = _read_text(name)
     try:
         return Schedule.from_csv(content, name=Path(name).stem)
     except ScheduleError as error:
@@ -366,14 +396,12 @@ def _write(name: str, save: Callable[[Path], Any]) -> None:
         draft.replace(target)
 
 
-def _write_figure(name: str, timeline: Timeline) -> None:
+def _write_figure(name: str, draw: Callable[[], Any]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from pipelab import plot
-
-    axes = plot.timeline(timeline)
-    _write(name, lambda path: axes.figure.savefig(path, dpi=150))  # type: ignore[union-attr]
+    axes = draw()
+    _write(name, lambda path: axes.figure.savefig(path, dpi=150))
 
 
 # ---- the options
@@ -403,6 +431,7 @@ _COUNT = _number(int, lambda n: n >= 1, "a whole number of at least 1")
 _SEED = _number(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 2 ** 32 - 1")
 _RATE = _number(float, lambda x: 0 <= x < 1, "a number of at least 0 and below 1")
 _SECONDS = _number(float, lambda x: 0 < x <= 1e6, "seconds above 0, at most a million")
+_POSITIVE = _number(float, lambda x: x > 0, "a number above 0")
 _COST = _number(_one_or_more, lambda x: True, "a number or a comma-separated list of numbers")
 
 
@@ -478,4 +507,19 @@ def _parser() -> argparse.ArgumentParser:
     text = "give up when no action ends in this time"
     option("--timeout", type=_SECONDS, default=60.0, metavar="S", help=text)
     option("--json", action="store_true", help="print one JSON object")
+
+    option = add("partition", partition_command, "cut a model's layers into stages")
+    text = "a profile: JSON, or PipeDream's graph.txt"
+    option("--profile", metavar="FILE", required=True, help=text)
+    option("--devices", type=_COUNT, metavar="N", required=True)
+    option("--method", default="time", metavar="NAME", help=f"{', '.join(METHODS)} (default: time)")
+    text = "bytes of a device"
+    option("--memory", type=_POSITIVE, default=math.inf, metavar="BYTES", help=text)
+    text = "pipedream: bytes a second of every link"
+    option("--bandwidth", type=_POSITIVE, default=1e9, metavar="B", help=text)
+    option("--straight", action="store_true", help="pipedream: one device a stage")
+    text = "pipedream: compute and all-reduce one after the other, or side by side"
+    option("--model", choices=["sum", "max"], default="sum", help=text)
+    option("--json", action="store_true", help="print one JSON object")
+    option("--plot", metavar="FILE", help="write the picture (png, svg, pdf)")
     return parser

@@ -1,7 +1,6 @@
 """The pictures in images/ show what the code draws today, and it draws what the data say."""
 
 import re
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,8 +8,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from matplotlib.animation import FuncAnimation
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
@@ -20,9 +17,10 @@ from PIL import Image
 import draw
 from animation import animation
 from diagrams import layers, max_pool, max_pool_backward, microbatches, pooling
-from draw import PICTURES, alt, fastest, flush_gaps, vgg16
+from draw import PICTURES, alt, flush_gaps, vgg16
 from files import contents, digest, save
 from pipelab import Costs, Kind, make, plot, simulate
+from pipelab.partition import Layer, Profile, pipedream, split_layers
 from pipelab.plot import style
 from pipelab.plot.versions import buffers
 
@@ -324,37 +322,25 @@ def test_vgg16_has_its_known_work():
     )  # billions of multiply-adds, as published for 224 x 224
 
 
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=9), st.integers(1, 4))
-def test_the_balanced_cut_is_the_best(times, devices):
-    devices = min(devices, len(times))
-
-    @cache
-    def best(first, left):
-        if left == 1:
-            return sum(times[first:])
-        return min(
-            max(sum(times[first:i]), best(i, left - 1))
-            for i in range(first + 1, len(times) - left + 2)
-        )
-
-    counts = fastest(times, devices)
-    ends = np.cumsum([0, *counts])
-    assert sum(counts) == len(times) and min(counts) >= 1 and len(counts) == devices
-    assert max(sum(times[a:b]) for a, b in pairwise(ends)) == best(0, devices)
-
-
-def test_a_partition_is_a_bar_per_layer_in_its_devices_lane():
-    times, items = [1.0, 2.0, 3.0, 4.0], {"equal": [2, 2], "balanced": [3, 1]}
-    ax = plot.partition(times, items)
-    drawn = boxes(ax)
-    assert [b - a for a, b, _ in drawn] == pytest.approx(times * 2)
-    assert [round(lane) for *_, lane in drawn] == [0, 0, 1, 1, 3, 3, 3, 4]
-    assert [a for a, *_ in drawn] == pytest.approx([0, 1, 0, 3, 0, 1, 3, 0])
+def test_a_partition_is_a_bar_per_layer_in_its_stages_lane():
+    profile = Profile(tuple(Layer(str(t), forward=t) for t in (1, 2, 3, 4)))
+    items = {name: split_layers(profile, 2, name) for name in ("uniform", "time")}
+    ax = plot.partition(items, scale=1)
+    whole = [p for p in ax.patches if not p.get_hatch()]
+    assert [p.get_width() for p in whole] == pytest.approx([1, 2, 3, 4] * 2)
+    middles = [round(p.get_y() + p.get_height() / 2) for p in whole]
+    assert middles == [0, 0, 1, 1, 3, 3, 3, 4]
+    assert [p.get_x() for p in whole] == pytest.approx([0, 1, 0, 3, 0, 1, 3, 0])
     assert [line.get_xdata()[0] for line in ax.lines] == [7, 6]
-    hatched = [bool(p.get_hatch()) for p in ax.patches]
-    assert hatched == [False, False, True, True, True, True, True, False]
-    with pytest.raises(ValueError, match="few: 2 \\+ 1 layers, but there are 4 times"):
-        plot.partition(times, {"few": [2, 1]})
+    assert len(ax.patches) == len(whole) + 4  # the idle background of every lane
+    assert next(t for t in words(ax) if "idle" in t) == "layers 0 to 1: 3, 57% idle"
+
+
+def test_shared_layers_take_their_share():
+    profile = Profile((Layer("a", forward=6, output=1), Layer("b", forward=2, weights=1e10)))
+    ax = plot.partition(pipedream(profile, 4), scale=1)
+    assert [p.get_width() for p in ax.patches if not p.get_hatch()] == [2, 2]
+    assert "stage 0 x 3" in [label.get_text() for label in ax.get_yticklabels()]
 
 
 def test_balanced_times_beat_equal_counts_in_the_picture():

@@ -74,7 +74,7 @@ def pipedream(
     ValueError for arguments that make no sense, and where no plan fits: by how much.
 
     >>> from pipelab.partition.layers import Layer
-    >>> layers = [Layer("convolution", forward=6), Layer("head", forward=2, output=1)]
+    >>> layers = [Layer("convolution", forward=6), Layer("head", forward=2, weights=1e10)]
     >>> [stage.replicas for stage in pipedream(Profile(tuple(layers)), 4).stages]
     [3, 1]
     """

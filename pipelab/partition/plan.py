@@ -47,6 +47,25 @@ class Partition:
     def devices(self) -> int:
         return sum(stage.replicas for stage in self.stages)
 
+    def __str__(self) -> str:
+        lines = [f"{'stage':>5} {'layers':>9} {'devices':>7} {'ms':>9} {'MB':>9}"]
+        for number, (stage, entry) in enumerate(
+            zip(self.stages, self.to_json()["stages"], strict=True)
+        ):
+            layers = f"{entry['first']}-{entry['last']}"
+            weights = sum(self.profile.layers[i].weights for i in stage.layers) / 1e6
+            lines.append(
+                f"{number:>5} {layers:>9} {stage.replicas:>7} {1e3 * stage.time:>9.3f} "
+                f"{weights:>9.1f}"
+            )
+        slower = self.bottleneck > max(stage.time for stage in self.stages)
+        what = "link" if slower else "stage"
+        lines.append(
+            f"bottleneck {1e3 * self.bottleneck:.3f} ms (a {what}); all layers on one device "
+            f"{1e3 * self.time:.3f} ms, {self.time / self.bottleneck:.2f} times as long"
+        )
+        return "\n".join(lines)
+
     def costs(self, **others: Any) -> Costs:
         """For `simulate`: a replicated stage costs its share, and its all-reduce is an update."""
         order = [i for stage in self.stages for i in stage.layers]

@@ -1,71 +1,65 @@
-"""A partition: what every device has to do, layer by layer."""
+"""A partition: what every stage has to do, layer by layer."""
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping
 
-import numpy as np
 from matplotlib.axes import Axes
 
+from pipelab.partition import Partition
 from pipelab.plot import style
-from pipelab.plot.timeline import bar
+from pipelab.plot.timeline import bar, idle
 
 
 def partition(
-    times: Sequence[float],
-    items: Mapping[str, Sequence[int]],
+    items: Partition | Mapping[str, Partition],
     ax: Axes | None = None,
     *,
-    unit: str = "time",
+    unit: str = "ms per micro-batch",
+    scale: float = 1e3,
 ) -> Axes:
-    """The time of each device, a box per layer, for one or more partitions.
+    """The time of each stage, a box per layer, for one partition or several by name.
 
-    `items` maps a name to layers per device; `times` has one value per layer, in `unit`. Shades
-    alternate from layer to layer; numbers are layers, from 1. What the busiest devices do is
-    hatched, and the dashed line at its end is the pace of the pipeline.
-    Raises ValueError where the counts of a partition do not add up to the layers.
+    A layer that r devices share takes an r-th of its time. Shades alternate from layer to layer;
+    numbers count layers in the order of the stages, from 0. The all-reduce of replicas is grey. The
+    dashed line is the pace of the pipeline, the slowest stage or link; what is hatched in front of
+    it is idle in every micro-batch. Times are `scale` times seconds, in `unit`.
     """
-    for name, counts in items.items():
-        if sum(counts) != len(times):
-            layers = " + ".join(map(str, counts))
-            raise ValueError(f"{name}: {layers} layers, but there are {len(times)} times")
-    ax = style.axes(ax, height=0.8 + 0.38 * sum(len(counts) + 1 for counts in items.values()))
-    longest = max(max(sums(times, counts)) for counts in items.values())
+    if isinstance(items, Partition):
+        items = {"": items}
+    lanes = sum(len(found.stages) + 1 for found in items.values())
+    ax = style.axes(ax, height=0.8 + 0.38 * lanes)
+    longest = scale * max(found.bottleneck for found in items.values())
     row, ticks, names = 0, [], []
-    for name, counts in items.items():
-        work = sums(times, counts)
-        ends = np.cumsum([0, *counts]).tolist()
-        above = row - 0.5
-        for d, (a, b) in enumerate(pairwise(ends)):
-            busiest = np.isclose(work[d], max(work))
+    for name, found in items.items():
+        above, number, pace = row - 0.5, 0, scale * found.bottleneck
+        slowest = max(stage.time for stage in found.stages)
+        for s, stage in enumerate(found.stages):
+            colour = style.ORANGE if stage.time == slowest else style.BLUE
+            idle(ax, row, pace)
             left = 0.0
-            for i in range(a, b):
-                shade = 0.2 if i % 2 else 0.45
-                colour = style.lighter(style.ORANGE if busiest else style.BLUE, shade)
-                bar(ax, row, left, left + times[i], colour, lw=0.8, hatch=".." if busiest else "")
-                if times[i] > longest * 0.03:
-                    around = {"facecolor": colour, "lw": 0, "pad": 1}
-                    style.label(ax, left + times[i] / 2, row, str(i + 1), 9, colour, bbox=around)
-                left += times[i]
-            last = f"layers {a + 1} to {b}" if b - a > 1 else f"layer {b}"
-            ax.text(longest * 1.02, row, f"{last}: {left:.3g}", va="center", fontsize=9)
+            for i in stage.layers:
+                width = scale * found.profile.layers[i].time / stage.replicas
+                shade = style.lighter(colour, 0.2 if number % 2 else 0.45)
+                bar(ax, row, left, left + width, shade, lw=0.8)
+                if width > longest * 0.03:
+                    style.label(ax, left + width / 2, row, str(number), 9, shade)
+                left, number = left + width, number + 1
+            if stage.allreduce:
+                bar(ax, row, left, scale * stage.time, style.GREY, lw=0.8)
+            count = len(stage.layers)
+            layers = (
+                f"layers {number - count} to {number - 1}" if count > 1 else f"layer {number - 1}"
+            )
+            share = 1 - stage.time / found.bottleneck
+            text = f"{layers}: {scale * stage.time:.3g}, {share:.0%} idle"
+            ax.text(longest * 1.02, row, text, va="center", fontsize=9)
             ticks.append(row)
-            names.append(f"device {d}")
+            names.append(f"stage {s}" + (f" x {stage.replicas}" if stage.replicas > 1 else ""))
             row += 1
-        ax.plot([max(work)] * 2, [above, row - 0.5], "--", color=style.GREY, lw=1)
+        ax.plot([pace] * 2, [above, row - 0.5], "--", color=style.GREY, lw=1)
         ax.text(0, above - 0.05, name, fontsize=9, fontweight="bold", va="bottom")
         row += 1
     style.lanes(ax, ticks, names)
-    ax.set_xlim(0, longest * 1.2)
+    ax.set_xlim(0, longest * 1.3)
     ax.set_ylim(row - 1.45, -1.1)
     ax.set_xlabel(unit)
     return ax
-
-
-def sums(times: Sequence[float], counts: Sequence[int]) -> list[float]:
-    """The time of each device.
-
-    >>> sums([1, 2, 3, 4], [3, 1])
-    [6.0, 4.0]
-    """
-    ends = np.cumsum([0, *counts]).tolist()
-    return [float(sum(times[a:b])) for a, b in pairwise(ends)]

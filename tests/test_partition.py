@@ -1,0 +1,332 @@
+"""Partitions: splits equal brute force, PipeDream's optimizer equals its authors' program."""
+
+import json
+import math
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from pipelab import make, simulate
+from pipelab.cli import main
+from pipelab.models import split
+from pipelab.models.gpt2 import gpt2
+from pipelab.partition import Layer, Level, Profile, pipedream, profile, split_layers
+
+numbers = st.integers(0, 9).map(float)
+layers = st.builds(
+    Layer, st.just("x"), numbers, numbers, numbers, numbers, numbers, numbers, st.sampled_from("AB")
+)
+profiles = st.lists(layers, min_size=1, max_size=7).map(lambda found: Profile(tuple(found)))
+
+
+def splits(n, stages):
+    for middle in combinations(range(1, n), stages - 1):
+        yield [0, *middle, n]
+
+
+def held(profile, bounds):
+    """Bytes of each stage's device under 1F1B."""
+    weights, activations = profile.of("weights"), profile.of("activations")
+    stages = len(bounds) - 1
+    return [
+        2 * weights[a:b].sum() + (stages - s) * activations[a:b].sum()
+        for s, (a, b) in enumerate(pairwise(bounds))
+    ]
+
+
+# ---- splits of a chain
+
+
+@given(profiles, st.integers(1, 5), st.sampled_from([math.inf, 10.0, 40.0, 90.0]))
+def test_splits_are_the_best_there_are(profile, stages, memory):
+    n = len(profile.layers)
+    stages = min(stages, n)
+    time = profile.of("time")
+    fitting = [b for b in splits(n, stages) if max(held(profile, b)) <= memory]
+    if not fitting:
+        least = min(max(held(profile, b)) for b in splits(n, stages))
+        with pytest.raises(ValueError, match=f"needs {least:,.0f}, {least - memory:,.0f} more"):
+            split_layers(profile, stages, "time", memory=memory)
+        return
+    found = split_layers(profile, stages, "time", memory=memory)
+    largest = {tuple(b): max(time[x:y].sum() for x, y in pairwise(b)) for b in fitting}
+    assert found.bottleneck == min(largest.values())
+    alike = min(
+        sum(time[x:y].sum() ** 2 for x, y in pairwise(b))
+        for b in fitting
+        if largest[tuple(b)] == found.bottleneck
+    )
+    assert sum(stage.time**2 for stage in found.stages) == alike
+    assert sum(found.balance) == n and max(held(profile, np.cumsum([0, *found.balance]))) <= memory
+
+
+@pytest.mark.parametrize(
+    ("method", "balance"),
+    [
+        ("uniform", [2, 2]),
+        ("time", [3, 1]),
+        ("parameters", [1, 3]),
+        ("size", [1, 3]),
+        ("type:conv", [1, 3]),
+    ],
+)
+def test_each_method_balances_its_own(method, balance):
+    kinds = ["Conv2d", "ReLU", "Conv2d", "Linear"]
+    found = Profile(
+        tuple(
+            Layer(kind, forward=t, weights=w, kind=kind)
+            for t, w, kind in zip([1, 1, 1, 3], [9, 1, 1, 1], kinds, strict=True)
+        )
+    )
+    assert split_layers(found, 2, method).balance == balance
+
+
+def test_gpt2_small_by_its_blocks():
+    """The numbers of parameters that DeepSpeed prints for type:GPT2Block."""
+    with torch.device("meta"):
+        model = gpt2(vocabulary=50257, length=1024, width=768, heads=12, blocks=12)
+    found = Profile(
+        tuple(
+            Layer(
+                str(i),
+                weights=4.0 * sum(p.numel() for p in layer.parameters()),
+                kind=type(layer).__name__,
+            )
+            for i, layer in enumerate(model)
+        )
+    )
+    balance = split_layers(found, 4, "type:GPT2Block").balance
+    assert balance == [4, 3, 3, 4]
+    counts = [sum(p.numel() for p in stage.parameters()) for stage in split(model, balance)]
+    assert counts == [60_647_424, 21_263_616, 21_263_616, 59_862_528]
+    assert sum(counts) == 163_037_184
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((0,), "0 stages for 2 layers: a stage needs at least one layer"),
+        ((3,), "3 stages for 2 layers"),
+        ((1, "speed"), "method='speed': use one of uniform, parameters, type:REGEX"),
+        ((1, "type:("), "no regular expression"),
+        ((1, "type:conv"), "no layer matches; there are A, B"),
+    ],
+)
+def test_splits_that_cannot_be(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        split_layers(Profile((Layer("a", kind="A"), Layer("b", kind="B"))), *arguments)
+
+
+# ---- PipeDream
+
+
+def plans(n, devices):
+    """All (bounds, replicas)."""
+    for stages in range(1, min(n, devices) + 1):
+        for bounds in splits(n, stages):
+            for share in splits(devices, stages):
+                yield bounds, [b - a for a, b in pairwise(share)]
+
+
+def pace(profile, bounds, replicas, bandwidth, model):
+    """As the module's formulas say, one plan at a time."""
+    time, weights, output = (profile.of(name) for name in ("time", "weights", "output"))
+    found = []
+    for (a, b), r in zip(pairwise(bounds), replicas, strict=True):
+        sync = 4 * (r - 1) / r * weights[a:b].sum() / bandwidth
+        work = time[a:b].sum()
+        found.append((work + sync if model == "sum" else max(work, sync)) / r)
+        share = r if model == "sum" else 1
+        if a:
+            found.append(2 * output[a - 1] / bandwidth / share)
+            if model == "sum" and b < len(time):
+                found.append(2 * output[b - 1] / bandwidth / share)
+    return max(found)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(layers, min_size=1, max_size=5),
+    st.integers(1, 5),
+    st.sampled_from(["sum", "max"]),
+    st.sampled_from([1.0, 7.0]),
+)
+def test_pipedream_is_the_best_of_all_plans(found, devices, model, bandwidth):
+    profile = Profile(tuple(found))
+    best = min(pace(profile, *plan, bandwidth, model) for plan in plans(len(found), devices))
+    result = pipedream(profile, devices, bandwidth=bandwidth, model=model)
+    bounds = np.cumsum([0, *result.balance]).tolist()
+    replicas = [stage.replicas for stage in result.stages]
+    assert sum(replicas) == devices
+    assert result.bottleneck == pytest.approx(best)
+    assert pace(profile, bounds, replicas, bandwidth, model) == pytest.approx(best)
+    assert max(stage.time for stage in result.stages) <= result.bottleneck * (1 + 1e-12)
+
+
+def test_memory_leaves_plans_out():
+    """Activations of all in flight: 3 + 2 + 1 on three devices, or a third of the batches each."""
+    found = Profile(tuple(Layer(str(i), forward=1, activations=1, output=100) for i in range(3)))
+    free = pipedream(found, 3, bandwidth=1.0)
+    assert [stage.replicas for stage in free.stages] == [3]
+    assert pipedream(found, 3, bandwidth=1.0, memory=3).balance == [3]
+    with pytest.raises(ValueError, match=r"no plan for 3 devices of 1 bytes: .* needs 2, 1 more"):
+        pipedream(found, 3, memory=1)
+    assert pipedream(found, 3, memory=3, straight=True).balance == [1, 1, 1]
+
+
+def test_two_levels_of_one_are_one():
+    found = Profile(tuple(Layer(str(i), forward=t, weights=t) for i, t in enumerate((3, 1, 2))))
+    flat = pipedream(found, 3, bandwidth=5.0)
+    for levels in ([Level(3, 5.0), Level(1)], [Level(1), Level(3, 5.0)]):
+        assert pipedream(found, levels).bottleneck == pytest.approx(flat.bottleneck)
+
+
+def test_branches_are_cut_together():
+    """0 -> 1 and 2 -> 3: layers 1 and 2 stand side by side."""
+    found = Profile(
+        tuple(Layer(str(i), forward=t, output=1) for i, t in enumerate((1, 4, 1, 2))),
+        ((0, 1), (0, 2), (1, 3), (2, 3)),
+    )
+    result = pipedream(found, 2, bandwidth=1e9, straight=True)
+    assert [stage.layers for stage in result.stages] == [(0, 2), (1, 3)] or result.bottleneck == 5
+    cuts = found.cuts()
+    assert len(cuts.before) == 6  # {}, 0, 01, 02, 012, all
+    assert sorted(found.crossing(cuts).tolist()) == [0, 0, 1, 2, 2, 2]
+    wide = Profile(tuple(Layer(str(i)) for i in range(16)), ((0, 15),))
+    with pytest.raises(ValueError, match="can be cut in more than 5,000 places"):
+        wide.cuts()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (dict(devices=4, model="best"), "model='best': use one of sum, max"),
+        (dict(devices=0), "at least one device"),
+        (dict(devices=2, bandwidth=0), "a bandwidth above 0"),
+        (dict(devices=2, memory=0), "memory=0: give bytes above 0"),
+        (dict(devices=[Level(2), Level(2)], memory=1.0), "several levels is not supported"),
+        (dict(devices=3, straight=True), "3 devices for 2 layers"),
+    ],
+)
+def test_plans_that_cannot_be(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        pipedream(Profile((Layer("a"), Layer("b"))), **arguments)
+
+
+# ---- the authors' file
+
+
+GRAPH = """node1 -- Input0 -- forward_compute_time=1.5, backward_compute_time=0.000, activation_size=8.0, parameter_size=0.000
+node3 -- LSTM(2, 1) -- forward_compute_time=3.000, backward_compute_time=5.000, activation_size=[4.0; 1.0; 1.0], parameter_size=50.000
+node2 -- Embedding(3, 2) -- forward_compute_time=1.000, backward_compute_time=2.000, activation_size=6.0, parameter_size=24.000
+node4 -- __getitem__(0) -- forward_compute_time=0.000, backward_compute_time=0.000, activation_size=4.0, parameter_size=0.000
+node5 -- __getitem__(1) -- forward_compute_time=0.000, backward_compute_time=0.000, activation_size=1.0, parameter_size=0.000
+\tnode1 -- node2
+\tnode2 -- node3
+\tnode3 -- node4
+\tnode3 -- node5
+\tnode4 -- node6
+node6 -- Linear(1, 1) -- forward_compute_time=2.000, backward_compute_time=4.000, activation_size=2.0, parameter_size=8.000
+"""  # noqa: E501
+
+
+def test_the_authors_profiles_are_read():
+    found = Profile.read(GRAPH)
+    assert [layer.kind for layer in found.layers] == ["Embedding", "LSTM", "__getitem__", "Linear"]
+    assert found.edges == ((0, 1), (1, 2), (2, 3))
+    assert found.of("time").tolist() == pytest.approx([0.003, 0.008, 0, 0.006])
+    assert found.of("output").tolist() == [6, 6, 4, 2] and found.layers[1].weights == 50
+    assert Profile.read(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "at least one layer"),
+        ("node1 -- what", "line 1 is no node of a profile: 'node1 -- what'"),
+        (GRAPH.replace("=3.000, b", "=x, b"), "line 2: .* are not four numbers"),
+        (GRAPH + "\tnode6 -- node9\n", "an edge names node9"),
+        (GRAPH + "\tnode6 -- node2\n", "the graph has a cycle"),
+        ("{}", "no profile"),
+        ('{"layers": [{"name": "a", "speed": 1}]}', "no profile: .*speed"),
+        ('{"layers": [{"name": "a", "forward": -1}]}', "layer 'a' has forward=-1: give at least 0"),
+        ('{"layers": [{"name": "a"}], "edges": [[0, 0]]}', "edge 0 -> 0"),
+        ("{", "no profile"),
+    ],
+)
+def test_files_that_are_no_profiles(text, match):
+    with pytest.raises(ValueError, match=match):
+        Profile.read(text)
+
+
+# ---- measured
+
+
+def test_a_profile_of_real_layers():
+    torch.manual_seed(0)
+    model = gpt2(vocabulary=64, length=8, width=32, blocks=2)
+    before = [p.clone() for layer in model for p in layer.parameters()]
+    found = profile(model, torch.randint(0, 64, (4, 8)), repeats=2, warm_up=1)
+    assert [layer.kind for layer in found.layers] == ["Embedding", "GPT2Block", "GPT2Block", "Head"]
+    weights = [4 * sum(p.numel() for p in layer.parameters()) for layer in model]
+    assert found.of("weights").tolist() == weights
+    assert found.of("output").tolist() == [4 * 8 * 32 * 4] * 3 + [4 * 8 * 64 * 4]
+    assert (found.of("forward") > 0).all() and found.samples == 4
+    assert found.layers[1].activations > 10 * found.layers[1].output
+    after = [p for layer in model for p in layer.parameters()]
+    assert all(torch.equal(a, b) and a.grad is None for a, b in zip(after, before, strict=True))
+
+
+def test_what_is_saved_counts_once():
+    x = torch.ones(4, 8)
+    linear, relu, dropout = profile(
+        [nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Dropout(0.5)], x, repeats=1
+    ).layers
+    assert linear.activations == x.nbytes  # the input, which it saves
+    assert relu.activations == x.nbytes  # the output, in the place of the input
+    assert dropout.activations > x.nbytes  # the input, and the mask
+    assert dropout.weight_grad == 0 and linear.kind == "Linear"
+    with pytest.raises(ValueError, match="0 layers, repeats=10"):
+        profile([], x)
+
+
+def test_what_a_partition_costs():
+    """Stages that a schedule simulates: shares of replicas, all-reduce as an update."""
+    found = Profile(
+        (
+            Layer("a", 4, 4, 4, weights=2, output=5),
+            Layer("b", 1, 1, 1, weights=900, activations=3),
+        ),
+        samples=2,
+    )
+    plan = pipedream(found, 3, bandwidth=100.0)
+    assert [stage.replicas for stage in plan.stages] == [2, 1]
+    costs = plan.costs(transfer=0.5)
+    assert costs.forward == (2, 1) and costs.boundary == (0, 5) and costs.activations == (0, 3)
+    assert costs.update == pytest.approx((4 * 0.5 * 2 / 100 / 2, 0))
+    assert simulate(make("pipedream", 2, 4), costs).makespan > 4 * plan.stages[0].time
+
+
+# ---- the command line
+
+
+def test_partition_on_the_command_line(tmp_path, capsys):
+    file, picture = tmp_path / "graph.txt", tmp_path / "plan.png"
+    file.write_text(GRAPH)
+    command = ["partition", "--profile", str(file), "--devices", "2"]
+    assert main([*command, "--json", "--plot", str(picture)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bottleneck"] == pytest.approx(0.011) and found["time"] == pytest.approx(0.017)
+    assert [s["first"] for s in found["stages"]] == [0, 2] and found["stages"][1]["last"] == 3
+    assert picture.stat().st_size > 1000
+    assert main([*command, "--method", "pipedream", "--straight"]) == 0
+    assert "bottleneck 11.000 ms (a stage)" in capsys.readouterr().out
+    assert main([*command, "--method", "fast"]) == 2
+    assert "method='fast': use one of" in capsys.readouterr().err
+    assert main([*command[:-1], "9"]) == 2
+    assert "9 stages for 4 layers" in capsys.readouterr().err
