@@ -1,4 +1,4 @@
-"""The command line: pipelab simulate | schedule | validate | run | partition.
+"""The command line: pipelab simulate | schedule | validate | run | train | partition.
 
 Exit status 0; 1 when a table is not valid (`validate`) or a run's check failed; 2 and one line for
 input that makes no sense; 130 when interrupted.
@@ -12,6 +12,8 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -161,10 +163,9 @@ def run_command(o: argparse.Namespace) -> None:
             "late": measured.late,
         }
         sizes = ("schedule", "devices", "stages", "microbatches", "batches")
-        verdict = ("passed", "max_abs", "max_rel", "tolerance", "rule", "ratio", "unjudged")
         report = {name: numbers[name] for name in sizes} | {
             "losses": result.losses,
-            "check": {name: getattr(check, name) for name in verdict},
+            "check": _verdict(check),
             "measured": numbers,
             "simulated": describe(predicted),
             "explained": explanation.causes,
@@ -177,6 +178,60 @@ def run_command(o: argparse.Namespace) -> None:
         print(check)
     if not check.passed:
         raise Failure(str(check))
+
+
+def train_command(o: argparse.Namespace) -> None:
+    import torch
+    from tqdm import tqdm
+
+    from pipelab.models import split
+    from pipelab.partition import uniform
+    from pipelab.train import train
+
+    o.name, o.batches, o.reads = o.schedule, o.steps, None
+    schedule = validate(_schedule(o))
+    torch.manual_seed(o.seed)
+    layers, batches, loss, length = _gpt2(o)
+    stages = split(layers, uniform(len(layers), schedule.stages))
+    optimizer = partial(torch.optim.Adam, lr=o.lr)
+    first = os.environ.get("RANK", "0") == "0"
+    options = dict(
+        backend=o.backend, devices=o.device, replicas=o.replicas, clip=o.clip, timeout=o.timeout
+    )
+    seconds, part, verdict = 0.0, None, None
+    with (
+        nullcontext(o.save) if o.save else tempfile.TemporaryDirectory() as folder,
+        tqdm(total=o.steps, unit="step", disable=not first) as bar,
+    ):
+        parts = train(schedule, stages, batches, loss, optimizer, folder, every=o.every, **options)
+        for part in parts:
+            timeline, steps = part.run.timeline, part.run.timeline.schedule.batches
+            seconds += timeline.makespan
+            speed = steps * o.batch * length / timeline.makespan
+            bar.update(part.steps - bar.n)
+            bar.set_postfix(loss=f"{part.losses[-1]:.3f}", tokens_per_s=f"{speed:.0f}")
+            verdict = part.run.check or verdict
+            if verdict and not verdict.passed:
+                break
+            if first and not o.json:
+                memory = max(part.run.memory.peak()) / 2**20
+                tqdm.write(
+                    f"step {part.steps:>5}  loss {part.losses[-1]:.4f}  {speed:,.0f} tokens/s  "
+                    f"bubble {timeline.bubble.of_total:.1%}  {memory:.1f} MiB at the most"
+                )
+    assert part
+    assert verdict
+    if not first:
+        return
+    if o.json:
+        report: dict[str, Any] = {"steps": part.steps, "losses": part.losses, "seconds": seconds}
+        report |= {"tokens_per_second": speed, "bubble": timeline.bubble._asdict()}
+        report |= {"memory": part.run.memory.peak(), "check": _verdict(verdict)}
+        print(json.dumps(report))
+    else:
+        print(f"The first {o.every} steps of this call: {verdict}")
+    if not verdict.passed:
+        raise Failure(str(verdict))
 
 
 def partition_command(o: argparse.Namespace) -> None:
@@ -247,8 +302,6 @@ def _read_csv(name: str) -> Schedule:
 
 def _model(o: argparse.Namespace, schedule: Schedule) -> tuple[list, list, Callable, Any]:
     """A small model in as many stages as the schedule has, and batches of real or random data."""
-    from functools import partial
-
     import torch
     from torch.nn import functional as F
 
@@ -272,6 +325,31 @@ def _model(o: argparse.Namespace, schedule: Schedule) -> tuple[list, list, Calla
         batches = data.batches(data.corpus(1024).tokens, schedule.batches, size, 32, o.seed)
     stages = split(layers, uniform(len(layers), schedule.stages))
     return stages, batches, loss, partial(torch.optim.SGD, lr=0.05)
+
+
+def _gpt2(o: argparse.Namespace) -> tuple[list, list, Callable, int]:
+    """GPT-2's layers, batches of text, a loss, and the length of a passage."""
+    from pipelab import data
+    from pipelab.models.gpt2 import gpt2, masked_loss, next_token_loss
+
+    sizes: dict[str, Any] = {"vocabulary": 512, "length": 32, "width": 64, "heads": 4}
+    if o.size == "small":
+        sizes = {"vocabulary": 50257, "length": 1024, "width": 768, "heads": 12}
+    layers = gpt2(**sizes, dropout=o.dropout, pretrained=o.pretrained, tied=o.tied)
+    length = o.length or sizes["length"]
+    if o.text == "prose" and not o.pretrained:
+        tokens = data.corpus(min(sizes["vocabulary"], 8192)).tokens
+    else:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(o.pretrained or "gpt2")
+        if o.text == "squad":
+            texts = data.squad(tokenizer, o.steps * o.batch)
+            batches = data.padded(texts, o.steps, o.batch, length, tokenizer.eos_token_id)
+            return layers, batches, masked_loss, length
+        tokens = tokenizer(data.text(), return_tensors="pt")["input_ids"][0]
+    batches = data.batches(tokens, o.steps, o.batch, length, o.seed)
+    return layers, batches, next_token_loss, length
 
 
 def _jax_model(o: argparse.Namespace, schedule: Schedule) -> tuple[list, list, Callable, Any]:
@@ -330,6 +408,11 @@ def describe(timeline: Timeline) -> dict[str, Any]:
         "start": [timeline.start[a:b].tolist() for a, b in rows],
         "end": [timeline.end[a:b].tolist() for a, b in rows],
     }
+
+
+def _verdict(check: Any) -> dict[str, Any]:
+    names = ("passed", "max_abs", "max_rel", "tolerance", "rule", "ratio", "unjudged")
+    return {name: getattr(check, name) for name in names}
 
 
 def _idle_table(timeline: Timeline) -> str:
@@ -506,6 +589,35 @@ def _parser() -> argparse.ArgumentParser:
     option("--resume", metavar="DIR", help="continue from a checkpoint")
     text = "give up when no action ends in this time"
     option("--timeout", type=_SECONDS, default=60.0, metavar="S", help=text)
+    option("--json", action="store_true", help="print one JSON object")
+
+    option = add("train", train_command, "train GPT-2 on real text, resumable at any step")
+    option("model", choices=["gpt2"])
+    option("--schedule", default="pipedream_flush", metavar="NAME", help="or a CSV file")
+    option("--devices", type=int, default=2, metavar="P")
+    option("--microbatches", type=int, default=4, metavar="M", help="per step")
+    option("--virtual", type=int, default=1, metavar="V", help="chunks a device (interleaved)")
+    option("--steps", type=_COUNT, default=100, metavar="N")
+    option(
+        "--size", choices=["narrow", "small"], default="narrow", help="12 blocks of width 64/768"
+    )
+    option("--pretrained", metavar="NAME", help="such as gpt2, or a folder: published weights")
+    option("--tied", action="store_true", help="the head shares the embedding's weights")
+    text = "what ships with Python, or SQuAD's contexts (needs a hub)"
+    option("--text", choices=["prose", "squad"], default="prose", help=text)
+    option("--batch", type=_COUNT, default=32, metavar="SAMPLES")
+    option("--length", type=_COUNT, metavar="TOKENS")
+    option("--lr", type=_POSITIVE, default=1e-3, help="Adam's (published weights: 3e-5)")
+    option("--clip", type=_POSITIVE, metavar="NORM")
+    option("--dropout", type=_RATE, default=0.0, metavar="RATE")
+    option("--replicas", type=_COUNT, default=1, metavar="R")
+    option("--backend", choices=["threads", "processes"])
+    option("--device", metavar="NAME")
+    option("--every", type=_COUNT, default=10, metavar="K", help="a checkpoint every K steps")
+    text = "keep the last checkpoint there, and go on from it"
+    option("--save", metavar="DIR", help=text)
+    option("--seed", type=_SEED, default=0)
+    option("--timeout", type=_SECONDS, default=60.0, metavar="S")
     option("--json", action="store_true", help="print one JSON object")
 
     option = add("partition", partition_command, "cut a model's layers into stages")

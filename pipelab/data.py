@@ -1,20 +1,30 @@
-"""Real text that ships with Python, as batches of tokens."""
+"""Real text as batches of tokens: prose that ships with Python, or SQuAD's where it can be had."""
 
-import re
-from collections import Counter
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+
+from pipelab.models.gpt2 import PADDING
+
+END = "<|endoftext|>"  # GPT-2's
 
 
 class Corpus(NamedTuple):
-    """tokens: (count,) numbers of the words of a text; vocabulary: the words, most frequent first;
-    0 stands for any other."""
+    """A text in tokens.
+
+    tokens      (count,)
+    vocabulary  the tokens as text, by number
+    tokenizer   what has made them; `tokenizer.decode([...])` makes text of them
+    """
 
     tokens: Tensor
     vocabulary: list[str]
+    tokenizer: Tokenizer
 
 
 def text() -> str:
@@ -27,18 +37,34 @@ def text() -> str:
     return "\n".join(topics[name] for name in sorted(topics))
 
 
-def corpus(words: int = 1024, prose: str | None = None) -> Corpus:
-    """A text (default: `text()`) as the numbers of its `words` - 1 most frequent words and marks.
+@cache
+def corpus(vocabulary: int = 1024, prose: str | None = None) -> Corpus:
+    """A text (default: `text()`) in tokens of a byte-level BPE, as GPT-2 has it, trained on it.
 
-    >>> corpus(3, "to be or not to be").tokens.tolist()
-    [1, 2, 0, 0, 1, 2]
+    `vocabulary` is how many tokens there are; all bytes are among them, so that any text can be
+    written. ValueError for fewer than 257.
+
+    >>> found = corpus(300, "to be or not to be")
+    >>> found.tokenizer.decode(found.tokens.tolist())
+    'to be or not to be'
     """
-    if words < 2:
-        raise ValueError(f"words={words}: a vocabulary needs at least 2")
-    found = re.findall(r"\w+|[^\w\s]+|\n+", text() if prose is None else prose)
-    vocabulary = ["<other>", *(word for word, _ in Counter(found).most_common(words - 1))]
-    number = {word: i for i, word in enumerate(vocabulary)}
-    return Corpus(torch.tensor([number.get(word, 0) for word in found]), vocabulary)
+    if vocabulary < 257:
+        raise ValueError(f"vocabulary={vocabulary}: all bytes and an end of text are 257 tokens")
+    prose = text() if prose is None else prose
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([prose], trainer)
+    number = tokenizer.get_vocab()
+    return Corpus(
+        torch.tensor(tokenizer.encode(prose).ids), sorted(number, key=number.__getitem__), tokenizer
+    )
 
 
 def batches(
@@ -54,3 +80,41 @@ def batches(
     windows = tokens.unfold(0, length + 1, 1)
     passages = windows[torch.from_numpy(starts)]  # (count, size, length + 1)
     return [(p[:, :-1].contiguous(), p[:, 1:].contiguous()) for p in passages]
+
+
+def padded(
+    texts: Sequence[Sequence[int]], count: int, size: int, length: int, end: int = 0
+) -> list[tuple[Tensor, Tensor]]:
+    """`count` batches of (input, target), each (size, length), of texts in tokens.
+
+    Each text is ended by `end` and filled up with it; in the target the fill is PADDING, which
+    `masked_loss` leaves out. Texts are taken in their order, again from the first when they end,
+    and cut at `length`.
+
+    >>> padded([[5, 6]], count=1, size=1, length=4)
+    [(tensor([[5, 6, 0, 0]]), tensor([[   6,    0, -100, -100]]))]
+    """
+    if not texts:
+        raise ValueError("no texts: give at least one")
+    inputs = torch.full((count * size, length), end)
+    targets = torch.full((count * size, length), PADDING)
+    for k in range(count * size):
+        tokens = torch.tensor([*texts[k % len(texts)], end])[: length + 1]
+        inputs[k, : len(tokens) - 1], targets[k, : len(tokens) - 1] = tokens[:-1], tokens[1:]
+    return list(zip(inputs.split(size), targets.split(size), strict=True))
+
+
+def squad(tokenizer: Any, count: int) -> list[list[int]]:
+    """The first `count` different contexts of SQuAD in tokens, for `padded`.
+
+    tokenizer  one of transformers, such as AutoTokenizer.from_pretrained("gpt2")
+
+    The `datasets` library loads them from its hub, or from what it has cached. ImportError without
+    that library.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ImportError("SQuAD is loaded by `datasets`: pip install datasets") from None
+    contexts = dict.fromkeys(load_dataset("squad", split="train")["context"])
+    return [tokenizer(context)["input_ids"] for context in list(contexts)[:count]]

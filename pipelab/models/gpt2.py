@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
+PADDING = -100  # a target that no loss counts; transformers' number
+
 
 class Embedding(nn.Module):
     """Tokens (samples, length) -> (samples, length, width): word plus position, then dropout."""
@@ -25,15 +27,16 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """(samples, length, width) -> logits (samples, length, vocabulary): final norm, projection.
 
-    The projection's weights are its own, a copy of the embedding's.
+    The projection's weights are the embedding's (`tied`), or a copy of them.
     """
 
-    def __init__(self, model: GPT2LMHeadModel) -> None:
+    def __init__(self, model: GPT2LMHeadModel, tied: bool) -> None:
         super().__init__()
         self.norm = model.transformer.ln_f
         self.project = nn.Linear(model.config.n_embd, model.config.vocab_size, bias=False)
-        with torch.no_grad():
-            self.project.weight.copy_(model.lm_head.weight)
+        self.project.weight = model.transformer.wte.weight
+        if not tied:
+            self.project.weight = nn.Parameter(model.transformer.wte.weight.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.project(self.norm(x))
@@ -48,11 +51,14 @@ def gpt2(
     heads: int = 4,
     dropout: float = 0.0,
     pretrained: str | None = None,
+    tied: bool = False,
 ) -> list[nn.Module]:
     """GPT-2 layers for `pipelab.models.split`: 1 embedding, `blocks` blocks, 1 head.
 
-    With `pretrained` ("gpt2", or a folder) the published weights and sizes are loaded by
-    transformers, and of the other arguments only `dropout` counts. Stages share no weights.
+    (samples, length) tokens -> (samples, length, vocabulary) logits. With `pretrained` ("gpt2", or
+    a folder) the published weights and sizes are loaded by transformers, and of the sizes none
+    counts. `tied`, as GPT-2 is: the embedding's weights are the head's too, so that two stages have
+    them; that needs a schedule with a flush, which adds up their gradients at every update.
     """
     rates: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     if pretrained:
@@ -70,9 +76,21 @@ def gpt2(
             **rates,
         )
         model = GPT2LMHeadModel(config)
-    return [Embedding(model), *model.transformer.h, Head(model)]
+    return [Embedding(model), *model.transformer.h, Head(model, tied)]
 
 
 def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     """Mean cross entropy over all positions; `tokens` (samples, length): inputs shifted by one."""
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def masked_loss(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The same over the positions that are not PADDING, and how many they are.
+
+    So a micro-batch counts by its tokens, and the mean is the whole batch's.
+    """
+    total = F.cross_entropy(
+        logits.flatten(0, 1), tokens.flatten(), ignore_index=PADDING, reduction="sum"
+    )
+    count = (tokens != PADDING).sum()
+    return total / count.clamp(min=1), count

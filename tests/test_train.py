@@ -1,0 +1,182 @@
+"""Text as batches; long trainings in parts: stopped or killed at any moment, they go on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from pipelab import data, make, run
+from pipelab.cli import main
+from pipelab.executors.torch.checkpoint import Index, load_stage
+from pipelab.models import split
+from pipelab.models.gpt2 import PADDING, gpt2, masked_loss, next_token_loss
+from pipelab.train import train
+
+# ---- data
+
+
+def test_byte_pairs_write_any_text():
+    corpus = data.corpus(512)
+    assert len(corpus.vocabulary) == 512 and corpus.tokens.max() < 512
+    assert (
+        corpus.tokenizer.decode(corpus.tokens[:200].tolist())
+        == data.text()[: len(corpus.tokenizer.decode(corpus.tokens[:200].tolist()))]
+    )
+    other = "Überraschung: 漢字 \x00!"
+    assert corpus.tokenizer.decode(corpus.tokenizer.encode(other).ids) == other
+    assert len(corpus.tokens) < 0.6 * len(data.text()) and data.corpus(512) is corpus
+    with pytest.raises(ValueError, match="vocabulary=256: all bytes and an end of text are 257"):
+        data.corpus(256)
+
+
+def test_padding_is_not_counted():
+    ((x, y),) = data.padded([[5, 6, 7], [8]], count=1, size=3, length=3)
+    assert x.tolist() == [[5, 6, 7], [8, 0, 0], [5, 6, 7]]
+    assert y.tolist() == [[6, 7, 0], [0, PADDING, PADDING], [6, 7, 0]]
+    logits = torch.randn(3, 3, 9)
+    mean, count = masked_loss(logits, y)
+    kept = y.flatten() != PADDING
+    assert count == 7
+    assert torch.allclose(
+        mean, next_token_loss(logits[None].reshape(1, 9, 9)[:, kept], y.flatten()[kept][None])
+    )
+    empty, none = masked_loss(logits, torch.full_like(y, PADDING))
+    assert (float(empty), int(none)) == (0, 0)
+    with pytest.raises(ValueError, match="no texts"):
+        data.padded([], 1, 1, 1)
+
+
+def test_micro_batches_count_by_their_tokens():
+    """Texts of unequal lengths: the mean is over all tokens of the batch, whatever the cut."""
+    torch.manual_seed(0)
+    texts = [list(range(1, 1 + n)) for n in (1, 2, 3, 9, 14, 15, 2, 1)]
+    batches = data.padded(texts, count=2, size=8, length=16)
+    stages = split(gpt2(vocabulary=32, length=16, width=16, blocks=2), [2, 2])
+    optimizer = partial(torch.optim.Adam, lr=1e-3)
+    runs = [
+        run(make("pipedream_flush", 2, m, batches=2), stages, batches, masked_loss, optimizer)
+        for m in (1, 4)
+    ]
+    assert all(r.check.passed for r in runs)
+    assert runs[0].losses == pytest.approx(runs[1].losses)
+
+
+def test_a_tied_embedding_is_exchanged():
+    """One weight in two stages: its gradients are added up, as in the undivided model."""
+    torch.manual_seed(0)
+    layers = gpt2(vocabulary=64, length=8, width=16, blocks=2, tied=True)
+    assert layers[0].word.weight is layers[-1].project.weight
+    stages = split(layers, [2, 2])
+    batches = data.batches(torch.randint(64, (500,)), 3, 8, 8)
+    result = run(
+        make("pipedream_flush", 2, 4, batches=3),
+        stages,
+        batches,
+        next_token_loss,
+        partial(torch.optim.SGD, lr=0.1),
+    )
+    assert result.check.passed
+    first, last = result.weights
+    assert torch.equal(first["0.word.weight"], last["1.project.weight"])
+
+
+# ---- parts
+
+
+def setting(batches=6):
+    torch.manual_seed(0)
+    stages = split(gpt2(vocabulary=64, length=8, width=16, blocks=2, dropout=0.1), [2, 2])
+    tokens = torch.randint(64, (500,), generator=torch.Generator().manual_seed(1))
+    table = make("pipedream_flush", 2, 2, batches=batches)
+    optimizer = partial(torch.optim.AdamW, lr=1e-3)
+    return table, stages, data.batches(tokens, batches, 4, 8), next_token_loss, optimizer
+
+
+def test_parts_are_the_whole(tmp_path):
+    whole = run(*setting(), seed=3)
+    parts = list(train(*setting(), tmp_path / "t", every=4, seed=3))
+    assert [part.steps for part in parts] == [4, 6]
+    assert parts[0].run.check.passed and parts[1].run.check is None
+    assert parts[-1].losses == whole.losses
+    for a, b in zip(whole.weights, parts[-1].run.weights, strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    left = sorted(p.name for p in (tmp_path / "t").iterdir())
+    assert left == ["losses.json", "step_000006"]
+    with pytest.raises(ValueError, match="holds a training of 6 batches: nothing is left to do"):
+        next(train(*setting(), tmp_path / "t", seed=3))
+
+
+def test_a_part_that_fails_costs_only_itself(tmp_path):
+    table, stages, batches, loss, optimizer = setting()
+    broken = [*batches[:4], (batches[4][0] * 1000, batches[4][1]), batches[5]]  # no such token
+    parts = train(table, stages, broken, loss, optimizer, tmp_path, every=2, seed=3)
+    with pytest.raises(Exception, match="index out of range"):
+        list(parts)
+    after = list(train(table, stages, batches, loss, optimizer, tmp_path, every=2, seed=3))
+    assert [part.steps for part in after] == [6]
+    assert after[-1].losses == run(*setting(), seed=3).losses
+
+
+def test_bad_parts(tmp_path):
+    with pytest.raises(ValueError, match="every=0: give at least one batch a part"):
+        next(train(*setting(), tmp_path, every=0))
+
+
+# ---- the command line
+
+COMMAND = ["train", "gpt2", "--devices", "2", "--microbatches", "2", "--batch", "4", "--steps", "9"]
+
+
+def state_of(folder):
+    index = Index.read(folder)
+    return [load_stage(folder, s, index).values() for s in range(len(index.names))]
+
+
+@pytest.mark.parametrize("tied", [[], ["--tied", "--clip", "1"]])
+def test_train_prints_what_it_does(capsys, tied):
+    assert main([*COMMAND, *tied, "--json", "--length", "8"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["steps"] == 9 and len(found["losses"]) == 9 and found["check"]["passed"]
+    assert found["tokens_per_second"] > 0 and len(found["memory"]) == 2
+    assert set(found["bubble"]) == {"of_total", "over_ideal", "of_span"}
+
+
+def test_killed_at_any_step_it_goes_on(tmp_path, capsys):
+    command = [*COMMAND, "--every", "2", "--dropout", "0.1", "--length", "8"]
+    assert main([*command, "--save", str(tmp_path / "whole"), "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    killed = tmp_path / "killed"
+    for steps in (1, 3):  # killed as soon as so many checkpoints more have been written
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipelab", *command, "--save", str(killed)],
+            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        before, deadline = set(), time.monotonic() + 60
+        while len(before) < steps and time.monotonic() < deadline:
+            before |= {p.parent.name for p in killed.glob("step_*/checkpoint.json")}
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert before
+    if "step_000009" not in os.listdir(killed):
+        assert main([*command, "--save", str(killed), "--json"]) == 0
+        again = json.loads(capsys.readouterr().out)
+        pairs = zip(again["losses"], whole["losses"], strict=True)
+        assert all(a == b or a is None for a, b in pairs)
+    last = "step_000009"
+    for a, b in zip(state_of(tmp_path / "whole" / last), state_of(killed / last), strict=True):
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_train_wants_what_makes_sense(capsys):
+    assert main(["train", "gpt2", "--schedule", "what"]) == 2
+    assert "what" in capsys.readouterr().err
+    assert main(["train", "gpt2", "--schedule", "pipedream", "--tied", "--steps", "2"]) == 2
+    assert "share the weight" in capsys.readouterr().err
