@@ -1,4 +1,4 @@
-"""The command line: pipelab simulate | schedule | validate | run | train | partition.
+"""The command line: pipelab simulate | schedule | validate | run | train | compare | partition.
 
 Exit status 0; 1 when a table is not valid (`validate`) or a run's check failed; 2 and one line for
 input that makes no sense; 130 when interrupted.
@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from pipelab.action import Reads, ScheduleError
 from pipelab.costs import Costs, Recompute
-from pipelab.partition import METHODS, Profile
+from pipelab.partition import METHODS, Profile, pipedream, split_layers
 from pipelab.schedule import Schedule
 from pipelab.schedules import SCHEDULES, make
 from pipelab.simulate import simulate
@@ -234,9 +234,50 @@ def train_command(o: argparse.Namespace) -> None:
         raise Failure(str(verdict))
 
 
-def partition_command(o: argparse.Namespace) -> None:
-    from pipelab.partition import pipedream, split_layers
+def compare_command(o: argparse.Namespace) -> None:
+    from pipelab.compare import compare, page, text
 
+    _check_targets(o, "html")
+    o.virtual, o.dropout, o.replicas = 2, 0.0, 1
+    if o.profile:
+        found = split_layers(Profile.read(_read_text(o.profile)), o.devices)
+        costs, title = found.costs(transfer=o.transfer, bandwidth=o.bandwidth), Path(o.profile).stem
+        entries = compare(costs, o.devices, o.microbatches, batches=o.batches)
+    else:
+        entries, title = _compare_live(o), o.model
+    title += f": {o.devices} devices, {o.batches} batches of {o.microbatches} micro-batches"
+    if o.html:
+        _use_agg()
+        _write(o.html, lambda path: path.write_text(page(entries, title)))
+    if o.json:
+        print(json.dumps({"title": title, "schedules": [entry.to_json() for entry in entries]}))
+    else:
+        print(title, text(entries), sep="\n")
+    if failed := [e.schedule.name for e in entries if e.run and not e.run.check.passed]:
+        raise Failure(f"the check failed: {', '.join(failed)}")
+
+
+def _compare_live(o: argparse.Namespace) -> list:
+    """A small model run by every schedule, each predicted from the costs of one GPipe run."""
+    from dataclasses import replace
+
+    from pipelab.compare import compare
+    from pipelab.executors import run
+    from pipelab.fit import fit
+
+    def measure(name: str) -> Any:
+        virtual = o.virtual if name == "interleaved" else 1
+        schedule = make(name, o.devices, o.microbatches, virtual=virtual, batches=o.batches)
+        stages, batches, loss, optimizer = _model(o, schedule, 4 * o.devices, width=256)
+        return run(schedule, stages, batches, loss, optimizer, backend=o.backend, timeout=o.timeout)
+
+    runs = {name: measure(name) for name in SCHEDULES}
+    costs = fit(runs["gpipe"].timeline, runs["gpipe"].memory)
+    entries = compare(costs, o.devices, o.microbatches, batches=o.batches, virtual=o.virtual)
+    return [replace(entry, run=runs[entry.schedule.name]) for entry in entries]
+
+
+def partition_command(o: argparse.Namespace) -> None:
     _check_targets(o, "plot")
     profile = Profile.read(_read_text(o.profile))
     if o.method == "pipedream":
@@ -300,8 +341,13 @@ def _read_csv(name: str) -> Schedule:
 # ---- what they train: stages, batches, a loss and an optimizer
 
 
-def _model(o: argparse.Namespace, schedule: Schedule) -> tuple[list, list, Callable, Any]:
-    """A small model in as many stages as the schedule has, and batches of real or random data."""
+def _model(
+    o: argparse.Namespace, schedule: Schedule, count: int | None = None, width: int = 64
+) -> tuple[list, list, Callable, Any]:
+    """A small model in as many stages as the schedule has, and batches of real or random data.
+
+    count  of layers; by default two a stage (GPT-2: at least four blocks)
+    """
     import torch
     from torch.nn import functional as F
 
@@ -312,15 +358,15 @@ def _model(o: argparse.Namespace, schedule: Schedule) -> tuple[list, list, Calla
     size = 4 * schedule.microbatches * o.replicas
     loss: Callable
     if o.model == "mlp":
-        loss, layers = F.mse_loss, mlp(layers=2 * schedule.stages, width=64)
+        loss, layers = F.mse_loss, mlp(layers=count or 2 * schedule.stages, width=width)
         if o.dropout:
             layers = [torch.nn.Sequential(layer, torch.nn.Dropout(o.dropout)) for layer in layers]
-        batches = [(torch.randn(size, 64), torch.randn(size, 64)) for _ in range(schedule.batches)]
+        batches = [tuple(torch.randn(2, size, width)) for _ in range(schedule.batches)]
     else:
         from pipelab import data
         from pipelab.models.gpt2 import gpt2, next_token_loss
 
-        loss, blocks = next_token_loss, max(4, schedule.stages)
+        loss, blocks = next_token_loss, (count or max(6, schedule.stages + 2)) - 2
         layers = gpt2(vocabulary=1024, length=32, width=64, blocks=blocks, dropout=o.dropout)
         batches = data.batches(data.corpus(1024).tokens, schedule.batches, size, 32, o.seed)
     stages = split(layers, uniform(len(layers), schedule.stages))
@@ -480,11 +526,16 @@ def _write(name: str, save: Callable[[Path], Any]) -> None:
 
 
 def _write_figure(name: str, draw: Callable[[], Any]) -> None:
+    _use_agg()
+    axes = draw()
+    _write(name, lambda path: axes.figure.savefig(path, dpi=150))
+
+
+def _use_agg() -> None:
+    """Figures are written, not shown."""
     import matplotlib
 
     matplotlib.use("Agg")
-    axes = draw()
-    _write(name, lambda path: axes.figure.savefig(path, dpi=150))
 
 
 # ---- the options
@@ -619,6 +670,21 @@ def _parser() -> argparse.ArgumentParser:
     option("--seed", type=_SEED, default=0)
     option("--timeout", type=_SECONDS, default=60.0, metavar="S")
     option("--json", action="store_true", help="print one JSON object")
+
+    option = add("compare", compare_command, "run all schedules on one model, side by side")
+    option("--model", choices=["mlp", "gpt2"], default="mlp")
+    option("--profile", metavar="FILE", help="predict for this profile instead of running a model")
+    option("--transfer", type=_COST, default=0.0, metavar="S", help="with --profile: latency")
+    text = "with --profile: bytes a second of every link"
+    option("--bandwidth", type=_POSITIVE, default=math.inf, metavar="B", help=text)
+    option("--devices", type=_COUNT, default=2, metavar="P")
+    option("--microbatches", type=_COUNT, default=4, metavar="M")
+    option("--batches", type=_COUNT, default=2, metavar="K")
+    option("--backend", choices=["threads", "processes"])
+    option("--seed", type=_SEED, default=0)
+    option("--timeout", type=_SECONDS, default=60.0, metavar="S")
+    option("--json", action="store_true", help="print one JSON object")
+    option("--html", metavar="FILE", help="write a page with the figures, in one file")
 
     option = add("partition", partition_command, "cut a model's layers into stages")
     text = "a profile: JSON, or PipeDream's graph.txt"

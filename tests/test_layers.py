@@ -24,7 +24,7 @@ LAYERS = [
     },
     {"schedules", "validate", "simulate", "memory", "theory", "fit", "explain", "partition"},
     {"executors", "pipeshard", "models", "data", "peers", "plot"},
-    {"widgets", "teach", "train", "cli", "__main__"},
+    {"widgets", "teach", "train", "compare", "cli", "__main__"},
 ]
 LAYER = {name: i for i, names in enumerate(LAYERS) for name in names}
 HEAVY = {

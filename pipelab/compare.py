@@ -1,0 +1,201 @@
+"""All schedules side by side on one model: predicted, and measured if they are run."""
+
+import base64
+import html
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipelab.costs import Costs
+from pipelab.memory import Memory, memory
+from pipelab.schedule import Schedule
+from pipelab.schedules import SCHEDULES, make
+from pipelab.simulate import simulate
+from pipelab.timeline import Timeline
+
+COLUMNS = (
+    "seconds",
+    "measured",
+    "bubble",
+    "measured bubble",
+    "MiB",
+    "measured MiB",
+    "versions",
+    "staleness",
+    "check",
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One schedule of a comparison.
+
+    run  what `pipelab.run` gave back, if it was run
+    """
+
+    schedule: Schedule
+    predicted: Timeline
+    memory: Memory
+    run: Any = None
+
+    @property
+    def staleness(self) -> int:
+        """Updates between the version that a forward reads and the one it helps to make."""
+        s = self.schedule
+        return int((np.arange(s.total) // s.per_update - s.versions).max())
+
+    def to_json(self) -> dict[str, Any]:
+        """Seconds and bytes; a peak by cause for every device."""
+        found = {
+            "schedule": self.schedule.name,
+            "predicted": _numbers(self.predicted, self.memory),
+            "weight_versions": self.predicted.weight_versions,
+            "staleness": self.staleness,
+        }
+        if self.run:
+            found["measured"] = _numbers(self.run.timeline, self.run.memory)
+            found["check"] = self.run.check.passed if self.run.check else None
+        return found
+
+    def cells(self) -> list[str]:
+        """As COLUMNS has them; empty where nothing was measured."""
+        found = [
+            f"{self.predicted.makespan:.4g}",
+            "",
+            f"{self.predicted.bubble.of_total:.1%}",
+            "",
+            f"{max(self.memory.peak()) / 2**20:.4g}",
+            "",
+            str(max(self.predicted.weight_versions)),
+            str(self.staleness),
+            "",
+        ]
+        if self.run:
+            found[1] = f"{self.run.timeline.makespan:.4g}"
+            found[3] = f"{self.run.timeline.bubble.of_total:.1%}"
+            found[5] = f"{max(self.run.memory.peak()) / 2**20:.4g}"
+            verdict = self.run.check
+            found[8] = "" if verdict is None else "passed" if verdict.passed else "FAILED"
+        return found
+
+
+def _numbers(timeline: Timeline, found: Memory) -> dict[str, Any]:
+    return {
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble._asdict(),
+        "peak": found.peak(),
+        "at_peak": [found.at_peak(d) for d in range(found.devices)],
+    }
+
+
+def compare(
+    costs: Costs,
+    devices: int,
+    microbatches: int,
+    *,
+    names: Sequence[str] = tuple(SCHEDULES),
+    virtual: int = 2,
+    batches: int = 2,
+) -> list[Entry]:
+    """Schedules of one model, predicted.
+
+    costs    of each device's part of the model. An interleaved schedule has each divided evenly
+             into `virtual` chunks, so that the model is the same
+    batches  more show what schedules without a flush gain
+
+    >>> for entry in compare(Costs(), 4, 8, names=["gpipe", "interleaved"], batches=1):
+    ...     print(entry.schedule.name, entry.predicted.makespan)
+    gpipe 33.0
+    interleaved 28.5
+    """
+    found = []
+    for name in names:
+        chunks = virtual if name == "interleaved" else 1
+        schedule = make(name, devices, microbatches, virtual=chunks, batches=batches)
+        own = costs.split(chunks)
+        predicted = simulate(schedule, own)
+        found.append(Entry(schedule, predicted, memory(predicted, own)))
+    return found
+
+
+def text(entries: Sequence[Entry]) -> str:
+    """The comparison as a table."""
+    rows = _table(entries)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def _table(entries: Sequence[Entry]) -> list[list[str]]:
+    """A heading and a row per schedule; columns where nothing was measured are left out."""
+    rows = [["schedule", *COLUMNS], *([e.schedule.name, *e.cells()] for e in entries)]
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def page(entries: Sequence[Entry], title: str) -> str:
+    """The comparison as one HTML page that needs no other file: the table and the figures."""
+    from pipelab import plot
+
+    predicted = {e.schedule.name: e.predicted for e in entries}
+    figures = [
+        ("Predicted timelines, on one time axis", plot.timelines(predicted)),
+        (
+            "What fills every device at its peak, predicted",
+            plot.peaks({e.schedule.name: e.memory for e in entries}),
+        ),
+    ]
+    if any(entry.run for entry in entries):
+        measured = {e.schedule.name: e.run.timeline for e in entries if e.run}
+        memories = {e.schedule.name: e.run.memory for e in entries if e.run}
+        figures[1:1] = [("Measured timelines, on one time axis", plot.timelines(measured))]
+        figures += [("The same, measured", plot.peaks(memories))]
+    rows = _table(entries)
+    head, *body = (
+        "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+        for tag, row in zip(["th", *["td"] * len(entries)], rows, strict=True)
+    )
+    pictures = "\n".join(
+        f"<figure><figcaption>{caption}</figcaption>"
+        f'<img alt="{caption}" src="{_source(ax)}"></figure>'
+        for caption, ax in figures
+    )
+    return PAGE.format(title=html.escape(title), head=head, body="\n".join(body), pictures=pictures)
+
+
+def _source(ax: Any) -> str:
+    """The figure as the source of an image."""
+    from matplotlib import pyplot as plt
+
+    file = io.BytesIO()
+    ax.figure.savefig(file, format="png", dpi=110)
+    plt.close(ax.figure)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em }}
+table {{ border-collapse: collapse }}
+td, th {{ padding: .25em .8em; text-align: right; border-bottom: 1px solid #ccc }}
+td:first-child, th:first-child {{ text-align: left }}
+figure {{ margin: 2em 0 }} figcaption {{ font-weight: 600 }} img {{ max-width: 100% }}
+</style></head><body>
+<h1>{title}</h1>
+<table>{head}
+{body}</table>
+<p>Seconds from the first start to the last end. Bubble: idle share of all device time. MiB: of the
+fullest device at its peak. Versions: of a stage's weights, at the most. Staleness: updates between
+the weights that a forward reads and those that its gradient helps to make.</p>
+{pictures}
+</body></html>
+"""

@@ -1,0 +1,93 @@
+"""Schedules side by side: what is shown is what simulating and running them says."""
+
+import base64
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from pipelab import Costs, make, simulate
+from pipelab.cli import main
+from pipelab.compare import compare, page, text
+from pipelab.memory import memory
+from pipelab.schedules import SCHEDULES
+
+COSTS = Costs(forward=[1, 2], input_grad=2, weight_grad=1, weights=8, activations=4)
+
+
+def test_every_schedule_is_simulated_on_the_same_model():
+    entries = compare(COSTS, 2, 4, batches=3)
+    assert [e.schedule.name for e in entries] == list(SCHEDULES)
+    for entry in entries:
+        virtual = 2 if entry.schedule.name == "interleaved" else 1
+        again = simulate(
+            make(entry.schedule.name, 2, 4, virtual=virtual, batches=3), COSTS.split(virtual)
+        )
+        assert entry.predicted.makespan == again.makespan
+        assert entry.memory.peak() == memory(again, COSTS.split(virtual)).peak()
+        # the work of a device is the same in all
+        assert entry.predicted.busy.tolist() == [3 * 4 * 4, 3 * 4 * 5]
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "staleness"),
+    [("gpipe", 4, 0), ("pipedream", 4, 3), ("pipedream_2bw", 4, 1), ("interleaved", 2, 0)],
+)
+def test_staleness_is_the_papers(name, p, staleness):
+    (entry,) = compare(Costs(), p, 4, names=[name], batches=4)
+    assert entry.staleness == staleness
+
+
+def test_the_table_has_a_row_each_and_no_empty_columns():
+    entries = compare(COSTS, 2, 4, names=["gpipe", "pipedream"])
+    head, *rows = text(entries).splitlines()
+    assert head.split() == ["schedule", "seconds", "bubble", "MiB", "versions", "staleness"]
+    assert [row.split()[0] for row in rows] == ["gpipe", "pipedream"]
+    assert rows[1].split()[-2:] == ["2", "1"]
+
+
+class Pictures(HTMLParser):
+    def __init__(self, content):
+        super().__init__()
+        self.sources, self.cells = [], []
+        self.feed(content)
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        assert "http" not in " ".join(map(str, found.values()))
+        if tag == "img":
+            assert found["alt"]
+            self.sources.append(found["src"])
+
+
+def test_the_page_needs_no_other_file():
+    content = page(compare(COSTS, 2, 4), "a <model>")
+    assert "a &lt;model&gt;" in content and "<link" not in content and "<script" not in content
+    for source in Pictures(content).sources:
+        kind, _, coded = source.partition(",")
+        assert kind == "data:image/png;base64"
+        assert base64.b64decode(coded).startswith(b"\x89PNG")
+
+
+def test_compare_runs_every_schedule(tmp_path, capsys):
+    file = tmp_path / "page.html"
+    assert main(["compare", "--devices", "2", "--json", "--html", str(file)]) == 0
+    found = json.loads(capsys.readouterr().out)["schedules"]
+    assert {x["schedule"] for x in found} == set(SCHEDULES)
+    assert all(x["check"] and x["measured"]["makespan"] > 0 for x in found)
+    weights = {x["schedule"]: sum(p["weights"] for p in x["measured"]["at_peak"]) for x in found}
+    assert len(set(weights.values())) == 1  # one model
+    assert len(Pictures(file.read_text()).sources) == 4
+
+
+def test_compare_predicts_for_a_profile(tmp_path, capsys):
+    file = tmp_path / "p.json"
+    layers = [{"name": str(i), "forward": 1, "kind": "x"} for i in range(4)]
+    file.write_text(json.dumps({"layers": layers}))
+    command = ["compare", "--profile", str(file), "--devices", "2", "--microbatches", "4"]
+    assert main([*command, "--batches", "1"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^gpipe +10 +20.0% ", out, re.M) and "measured" not in out
+    assert main([*command, "--html", str(tmp_path)]) == 2
+    assert "is a folder: name a file" in capsys.readouterr().err
