@@ -21,7 +21,8 @@ from animation import animation
 from diagrams import layers, microbatches, pooling
 from files import save
 from pipelab import Costs, Kind, Timeline, make, memory, plot, simulate
-from pipelab.partition import Layer, Profile, split_layers
+from pipelab.models.vgg16 import vgg16
+from pipelab.partition import split_layers
 from pipelab.plot import style
 from pipelab.plot.timeline import bar
 
@@ -288,37 +289,15 @@ def max_pooling() -> Axes:
 
 # ---- partition
 
-# VGG-16 on one image of 224 x 224 (Simonyan & Zisserman 2014, arXiv 1409.1556, table 1, D):
-# (channels, width) of a convolution's output; pooling halves the width between the groups.
-# Then the fully connected layers' sizes.
-CONVOLUTIONS = (
-    [(64, 224)] * 2 + [(128, 112)] * 2 + [(256, 56)] * 3 + [(512, 28)] * 3 + [(512, 14)] * 3
-)
-CONNECTED = [512 * 7 * 7, 4096, 4096, 1000]
-
-
-def vgg16() -> list[float]:
-    """Billions of multiply-adds of each layer's forward: 3 x 3 convolutions, then the fully
-    connected layers.
-    """
-    channels = [3, *(c for c, _ in CONVOLUTIONS)]
-    convolutions = [
-        9 * a * b * width**2
-        for (a, b), (_, width) in zip(pairwise(channels), CONVOLUTIONS, strict=True)
-    ]
-    return [work / 1e9 for work in convolutions + [a * b for a, b in pairwise(CONNECTED)]]
-
 
 @picture("partition.png")
 def partition() -> Axes:
     """VGG-16's sixteen layers on four devices: four layers each leave one device nearly idle;
     balanced times are shorter.
     """
-    # Multiply-adds as they are; the backward of a layer is twice its forward.
-    layers = [Layer(str(i), t, t, t) for i, t in enumerate(vgg16())]
     items = {}
     for words, method in (("equal counts", "uniform"), ("balanced times", "time")):
-        found = split_layers(Profile(tuple(layers)), 4, method)
+        found = split_layers(vgg16(), 4, method)
         t = simulate(make("pipedream_flush", 4, 8), found.costs())
         words += f": the busiest device {found.bottleneck:.3g}; "
         words += f"8 images by 1F1B with a flush take {t.makespan:.0f}"

@@ -330,3 +330,22 @@ def test_partition_on_the_command_line(tmp_path, capsys):
     assert "method='fast': use one of" in capsys.readouterr().err
     assert main([*command[:-1], "9"]) == 2
     assert "9 stages for 4 layers" in capsys.readouterr().err
+
+
+# ---- shown step by step
+
+
+@settings(max_examples=40)
+@given(st.lists(layers, min_size=1, max_size=5), st.integers(1, 4))
+def test_the_steps_are_the_optimizers(found, devices):
+    from pipelab.widgets.steps import Steps
+
+    profile = Profile(tuple(found))
+    steps = Steps(profile, devices, bandwidth=3.0)
+    best = pipedream(profile, devices, bandwidth=3.0, model="max")
+    assert steps.entries[-1].pace == pytest.approx(best.bottleneck)
+    for value in range(len(steps.entries)):
+        steps.slider.value = value
+        entry = steps.entries[value]
+        assert f"A({entry.j}, {entry.m})" in steps.view.value
+        assert entry.pace == min(pace for _, pace in entry.candidates)

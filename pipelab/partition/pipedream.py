@@ -88,35 +88,35 @@ def pipedream(
     )
     crossing = profile.crossing(cuts)
 
-    def allreduce(level: Level, units: int) -> np.ndarray:
-        return 4 * (units - 1) * weights / (level.bandwidth * units)
+    below = [_devices(levels[:number]) for number in range(len(levels))]  # in a level's unit
+
+    def shared(number: int, inside: np.ndarray, units: int, first: bool) -> np.ndarray:
+        """Seconds between any two cuts where a level's `units`, each taking `inside`, share it."""
+        sync = 4 * (units - 1) * weights / (levels[number].bandwidth * units)
+        if model == "max":
+            return np.maximum(inside, sync) / units
+        return (inside + (sync / below[number] if first else sync)) / units
 
     def held(units: int, later: int) -> np.ndarray:
         return math.ceil((units + later) / units) * (weights + activations)
 
     # [2] level after level, from the devices up
     tables: list[_Table] = []
-    below = 1  # devices in one unit of a level
     for number, level in enumerate(levels):
-        inside, smaller = tables[-1].pace[-1] if tables else time, below
+        inside = tables[-1].pace[-1] if tables else time
 
-        def pace(units: int, later: int, first: bool, level=level, inside=inside, smaller=smaller):
+        def pace(units: int, later: int, first: bool, number=number, inside=inside):
             """Of a stage between any two cuts; the first one has no link before it."""
-            sync = allreduce(level, units)
-            if model == "max":
-                found, link = np.maximum(inside, sync) / units, 2 * crossing / level.bandwidth
-            else:
-                found = (inside + (sync / smaller if first else sync)) / units
-                link = 2 * crossing / (level.bandwidth * units)
+            found = shared(number, inside, units, first)
             if not first:
+                link = 2 * crossing / levels[number].bandwidth
+                link = link / units if model == "sum" else link
                 found = np.maximum(found, link[:, None])
-                if model == "sum":
-                    found = np.maximum(found, link)
+                found = np.maximum(found, link) if model == "sum" else found
             return np.where(follows & (held(units, later) <= memory), found, np.inf)
 
         top = number == len(levels) - 1
         tables.append(_solve(pace, level.count, end, [0] if top else range(end), straight))
-        below *= level.count
     best = float(tables[-1].pace[-1, 0, end])
     # [3] the plan, or why there is none
     if not math.isfinite(best):
@@ -132,18 +132,28 @@ def pipedream(
             f"needs {least:,.0f}, {least - memory:,.0f} more; use more devices or smaller "
             "micro-batches"
         )
-    stages = []
-    for a, b, replicas in _stages(tables, levels, len(levels) - 1, 0, end):
-        inside = tuple(np.flatnonzero(cuts.before[b] & ~cuts.before[a]).tolist())
-        # What shares a stage is joined by the slowest links between them.
-        slowest = next(
-            level for n, level in enumerate(levels) if replicas <= _devices(levels[: n + 1])
-        )
-        sync = float(4 * (replicas - 1) * weights[a, b] / (slowest.bandwidth * replicas))
-        shared, alone = sync / replicas, float(time[a, b]) / replicas
-        seconds = alone + shared if model == "sum" else max(alone, shared)
-        stages.append(Stage(inside, seconds, replicas, seconds - alone))
-    return Partition(profile, tuple(stages), best)
+
+    def stages(number: int, a: int, b: int) -> list[tuple[int, int, int, float]]:
+        """(first cut, last cut, devices, seconds) of each stage of a level's plan on all it has."""
+        if number < 0:
+            return [(a, b, 1, float(time[a, b]))]
+        table, left = tables[number], levels[number].count
+        found: list[tuple[int, int, int, float]] = []
+        while left:
+            begin, mine = int(table.cut[left - 1, a, b]), int(table.units[left - 1, a, b])
+            for first, last, devices, seconds in reversed(stages(number - 1, begin, b)):
+                whole = np.full_like(time, seconds)
+                seconds = float(shared(number, whole, mine, begin == a)[begin, b])
+                found.insert(0, (first, last, mine * devices, seconds))
+            b, left = begin, left - mine
+        return found
+
+    plan = []
+    for a, b, replicas, seconds in stages(len(levels) - 1, 0, end):
+        inside = np.flatnonzero(cuts.before[b] & ~cuts.before[a])
+        sync = seconds - float(time[a, b]) / replicas
+        plan.append(Stage(tuple(inside.tolist()), seconds, replicas, max(sync, 0.0)))
+    return Partition(profile, tuple(plan), best)
 
 
 def _solve(
@@ -179,22 +189,6 @@ def _solve(
                 pace[m - 1, a][better] = value[better]
                 cut[m - 1, a][better], units[m - 1, a][better] = at[better], mine
     return _Table(pace, cut, units)
-
-
-def _stages(
-    tables: Sequence[_Table], levels: Sequence[Level], number: int, a: int, b: int
-) -> list[tuple[int, int, int]]:
-    """(first cut, last cut, devices) of each stage of a level's plan on all of its units."""
-    if number < 0:
-        return [(a, b, 1)]
-    table, left = tables[number], levels[number].count
-    found: list[tuple[int, int, int]] = []
-    while left:
-        begin, mine = int(table.cut[left - 1, a, b]), int(table.units[left - 1, a, b])
-        inner = _stages(tables, levels, number - 1, begin, b)
-        found[:0] = [(first, last, mine * devices) for first, last, devices in inner]
-        b, left = begin, left - mine
-    return found
 
 
 def _devices(levels: Sequence[Level]) -> int:

@@ -1,5 +1,6 @@
 """What a notebook shows and lets its reader change."""
 
 from pipelab.widgets.explorer import Explorer
+from pipelab.widgets.steps import Steps
 
-__all__ = ["Explorer"]
+__all__ = ["Explorer", "Steps"]
