@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from pipelab.costs import Costs
+from pipelab.partition import Layer, Profile, split_layers
 from pipelab.schedule import Schedule
 from pipelab.simulate import simulate
 
@@ -151,6 +152,56 @@ def check_balance(
             f"Not yet: the stages take {shown}; the slowest has to come down to {bottleneck:g}.",
         )
     return Feedback(True, f"Right: the slowest stage takes {max(times):g}.")
+
+
+# ---- the answers to single exercises
+
+
+def check_split(answer: Sequence[int] | None, seconds: Sequence[float], stages: int) -> Feedback:
+    """Any split that is as fast as the best one.
+
+    >>> check_split([3, 1], [1, 1, 1, 3], stages=2)
+    Right: the slowest stage takes 3.
+    """
+    profile = Profile(tuple(Layer("", forward=t) for t in seconds))
+    return check_balance(answer, seconds, stages, split_layers(profile, stages).bottleneck)
+
+
+def check_imbalance(function: Callable) -> Feedback:
+    """Stage times -> the share of device time that is idle in the long run."""
+    cases = [([1, 1],), ([1, 3],), ([2, 4, 3],), ([5],), ([0.5, 0.25, 1, 1],)]
+    return check_function(function, lambda times: 1 - sum(times) / len(times) / max(times), cases)
+
+
+def check_replicas(function: Callable, heavy: float, light: float) -> Feedback:
+    """Devices -> the pace, if all but one share the heavy layer."""
+    cases = [(n,) for n in (2, 3, 5, 7, 8, 20)]
+    return check_function(function, lambda n: max(heavy / (n - 1), light), cases)
+
+
+def check_parameters(answer: Any, profile: Profile, stages: int) -> Feedback:
+    """How many times slower the slowest stage is with balanced weights than with balanced times."""
+    slow, good = (split_layers(profile, stages, method) for method in ("parameters", "time"))
+    truth = slow.bottleneck / good.bottleneck
+    return check_number(answer, truth, hint="Compare the bottlenecks of two splits.")
+
+
+def check_flush_memory(function: Callable) -> Feedback:
+    """(stage, p, m, bytes of a micro-batch in all stages) -> bytes held under 1F1B with a flush."""
+    cases = [(0, 4, 8, 100), (3, 4, 8, 100), (1, 4, 2, 60), (0, 1, 5, 7), (2, 8, 3, 16)]
+    return check_function(function, lambda s, p, m, a: min(m, p - s) * a / p, cases)
+
+
+def check_smaller_microbatches(answer: Any, samples: int, devices: int, room: int) -> Feedback:
+    """GPipe's time over that of 1F1B with a flush, a sample a micro-batch, as memory allows."""
+    flushes = -(-samples // room)
+    truth = flushes * (room + devices - 1) / (samples + devices - 1)
+    return check_number(answer, truth, hint="How often does GPipe have to flush?")
+
+
+def check_kept(answer: Any) -> Feedback:
+    """Tensors that x sigmoid(x) has to keep."""
+    return check_number(answer, 1, hint="The sigmoid can be computed again.")
 
 
 def _close(value: float, truth: float, tolerance: float) -> bool:
