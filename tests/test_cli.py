@@ -201,13 +201,13 @@ def test_bad_usage_is_one_line_and_status_2(capsys, line):
 def test_what_cannot_be_written_is_found_before_the_work(
     capsys, targets, message, tmp_path, monkeypatch
 ):
-    import pipelab.cli
+    import pipelab.cli.tables
     import pipelab.executors
 
     def work(*arguments, **options):
         raise AssertionError("it has begun")
 
-    monkeypatch.setattr(pipelab.cli, "simulate", work)
+    monkeypatch.setattr(pipelab.cli.tables, "simulate", work)
     monkeypatch.setattr(pipelab.executors, "run", work)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
@@ -226,13 +226,13 @@ def test_the_limit_is_stated_in_the_help(capsys):
 
 @pytest.mark.parametrize("command", ["simulate", "run"])
 def test_an_interrupt_is_one_line_and_status_130(capsys, command, monkeypatch):
-    import pipelab.cli
+    import pipelab.cli.tables
     import pipelab.executors
 
     def interrupted(*arguments, **options):
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(pipelab.cli, "simulate", interrupted)
+    monkeypatch.setattr(pipelab.cli.tables, "simulate", interrupted)
     monkeypatch.setattr(pipelab.executors, "run", interrupted)
     assert call(capsys, f"{command} {SMALL}") == (130, "", f"pipelab {command}: interrupted\n")
 

@@ -266,7 +266,10 @@ EXERCISES = {
     },
     ("06_pipedream_flush", 2): {
         "right": ["answer = lambda s, p, m, a: a / p * (p - s if m > p - s else m)"],
-        "wrong": ["answer = lambda s, p, m, a: (p - s) * a / p", "answer = lambda s, p, m, a: m * a"],
+        "wrong": [
+            "answer = lambda s, p, m, a: (p - s) * a / p",
+            "answer = lambda s, p, m, a: m * a",
+        ],
     },
     ("06_pipedream_flush", 3): {
         "right": ["answer = 66 / 57"],

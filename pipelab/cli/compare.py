@@ -1,0 +1,74 @@
+"""compare: all schedules on one model, side by side."""
+
+import argparse
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pipelab.cli.files import check_targets, read_text, use_agg, write
+from pipelab.cli.models import small_model
+from pipelab.cli.options import COST, COUNT, POSITIVE, SECONDS, SEED, Commands
+from pipelab.cli.report import Failure
+from pipelab.compare import compare, page, text
+from pipelab.fit import fit
+from pipelab.partition import Profile, split_layers
+from pipelab.schedules import SCHEDULES, make
+
+
+def add_to(commands: Commands) -> None:
+    """The command."""
+    option = commands.add(
+        "compare", compare_command, "run all schedules on one model, side by side"
+    )
+    option("--model", choices=["mlp", "gpt2"], default="mlp")
+    option("--profile", metavar="FILE", help="predict for this profile instead of running a model")
+    option("--transfer", type=COST, default=0.0, metavar="S", help="with --profile: latency")
+    text = "with --profile: bytes a second of every link"
+    option("--bandwidth", type=POSITIVE, default=math.inf, metavar="B", help=text)
+    option("--devices", type=COUNT, default=2, metavar="P")
+    option("--microbatches", type=COUNT, default=4, metavar="M")
+    option("--batches", type=COUNT, default=2, metavar="K")
+    option("--backend", choices=["threads", "processes"])
+    option("--seed", type=SEED, default=0)
+    option("--timeout", type=SECONDS, default=60.0, metavar="S")
+    option("--json", action="store_true", help="print one JSON object")
+    option("--html", metavar="FILE", help="write a page with the figures, in one file")
+
+
+def compare_command(o: argparse.Namespace) -> None:
+    check_targets(o, "html")
+    o.virtual, o.dropout, o.replicas = 2, 0.0, 1
+    if o.profile:
+        found = split_layers(Profile.read(read_text(o.profile)), o.devices)
+        costs, title = found.costs(transfer=o.transfer, bandwidth=o.bandwidth), Path(o.profile).stem
+        entries = compare(costs, o.devices, o.microbatches, batches=o.batches)
+    else:
+        entries, title = _compare_live(o), o.model
+    title += f": {o.devices} devices, {o.batches} batches of {o.microbatches} micro-batches"
+    if o.html:
+        use_agg()
+        write(o.html, lambda path: path.write_text(page(entries, title)))
+    if o.json:
+        print(json.dumps({"title": title, "schedules": [entry.to_json() for entry in entries]}))
+    else:
+        print(title, text(entries), sep="\n")
+    if failed := [e.schedule.name for e in entries if e.run and not e.run.check.passed]:
+        raise Failure(f"the check failed: {', '.join(failed)}")
+
+
+def _compare_live(o: argparse.Namespace) -> list:
+    """A small model run by every schedule, each predicted from the costs of one GPipe run."""
+    from pipelab.executors import run
+
+    def measure(name: str) -> Any:
+        virtual = o.virtual if name == "interleaved" else 1
+        schedule = make(name, o.devices, o.microbatches, virtual=virtual, batches=o.batches)
+        stages, batches, loss, optimizer = small_model(o, schedule, 4 * o.devices, width=256)
+        return run(schedule, stages, batches, loss, optimizer, backend=o.backend, timeout=o.timeout)
+
+    runs = {name: measure(name) for name in SCHEDULES}
+    costs = fit(runs["gpipe"].timeline, runs["gpipe"].memory)
+    entries = compare(costs, o.devices, o.microbatches, batches=o.batches, virtual=o.virtual)
+    return [replace(entry, run=runs[entry.schedule.name]) for entry in entries]

@@ -1,0 +1,101 @@
+"""Options: numbers that make sense, and those of every command that takes a schedule."""
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pipelab.action import Reads
+from pipelab.cli.files import read_csv
+from pipelab.costs import Recompute
+from pipelab.schedule import Schedule
+from pipelab.schedules import SCHEDULES, make
+
+LARGEST = 10_000_000  # actions of a table that a schedule's name stands for
+MODES = [mode.value for mode in Recompute]
+SIZES = ("devices", "microbatches", "virtual", "batches")
+
+
+def _one_or_more(text: str) -> float | list[float]:
+    values = [float(part) for part in text.split(",")]
+    return values if len(values) > 1 else values[0]
+
+
+def _number(kind: Callable[[str], Any], fits: Callable[[Any], bool], remedy: str) -> Callable:
+    """What reads an option's number, or says what to give."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not fits(value):
+            raise argparse.ArgumentTypeError(f"{text!r}: give {remedy}")
+        return value
+
+    return read
+
+
+COUNT = _number(int, lambda n: n >= 1, "a whole number of at least 1")
+SEED = _number(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 2 ** 32 - 1")
+RATE = _number(float, lambda x: 0 <= x < 1, "a number of at least 0 and below 1")
+SECONDS = _number(float, lambda x: 0 < x <= 1e6, "seconds above 0, at most a million")
+POSITIVE = _number(float, lambda x: x > 0, "a number above 0")
+COST = _number(_one_or_more, lambda x: True, "a number or a comma-separated list of numbers")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+class Commands:
+    """The commands of a parser."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self._commands = parser.add_subparsers(
+            required=True, metavar="COMMAND", parser_class=Parser
+        )
+
+    def add(self, name: str, function: Callable, text: str, epilog: str = "") -> Callable:
+        """A command; returns what adds an option to it."""
+        command = self._commands.add_parser(name, help=text, description=text, epilog=epilog)
+        command.set_defaults(command=function, name_of_command=name)
+        return command.add_argument
+
+    def with_schedule(self, name: str, function: Callable, text: str) -> Callable:
+        """One that takes a schedule by name and sizes, or from a file: see `schedule_of`."""
+        limit = f"A schedule has at most {LARGEST:,} actions: 2 x P x V x M x K, and more for"
+        epilog = f"{limit} interleaved with fewer micro-batches than P."
+        option = self.add(name, function, text, epilog)
+        option("name", metavar="NAME", help=f"{', '.join(sorted(SCHEDULES))}, or a CSV file")
+        option("--devices", type=int, metavar="P")
+        option("--microbatches", type=int, metavar="M", help="per batch")
+        option("--virtual", type=int, default=1, metavar="V", help="chunks a device (interleaved)")
+        option("--batches", type=int, default=1, metavar="K")
+        rules = [rule.name.lower() for rule in Reads]
+        option("--reads", choices=rules, help="which weight version a forward reads")
+        return option
+
+
+def schedule_of(o: argparse.Namespace) -> Schedule:
+    if o.name.endswith(".csv") or (o.name not in SCHEDULES and Path(o.name).is_file()):
+        for option in (*SIZES, "reads"):
+            if getattr(o, option) not in (None, 1):
+                raise ValueError(f"{o.name} has its own sizes: leave out --{option}")
+        return read_csv(o.name)
+    if o.name not in SCHEDULES:
+        make(o.name, 1, 1)  # raises, with the nearest name
+    if o.devices is None or o.microbatches is None:
+        raise ValueError(f"{o.name} needs --devices and --microbatches")
+    sizes = {n: getattr(o, n, 1) for n in (*SIZES, "replicas")}
+    # A forward and a backward each; interleaved fills rounds of as many micro-batches as devices.
+    rounds = sizes | {"microbatches": max(o.microbatches, o.devices if o.virtual > 1 else 1)}
+    if 2 * math.prod(rounds.values()) > LARGEST:
+        given = " ".join(f"--{name} {size}" for name, size in sizes.items() if size != 1)
+        raise ValueError(f"{o.name} {given}: more than {LARGEST:,} actions; take fewer")
+    reads = Reads[o.reads.upper()] if o.reads else None
+    return make(
+        o.name, o.devices, o.microbatches, virtual=o.virtual, batches=o.batches, reads=reads
+    )

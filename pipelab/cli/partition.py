@@ -1,0 +1,48 @@
+"""partition: a model's layers cut into stages."""
+
+import argparse
+import json
+import math
+
+from pipelab.cli.files import check_targets, read_text, write_figure
+from pipelab.cli.options import COUNT, POSITIVE, Commands
+from pipelab.partition import METHODS, Profile, pipedream, split_layers
+
+
+def add_to(commands: Commands) -> None:
+    """The command."""
+    option = commands.add("partition", partition_command, "cut a model's layers into stages")
+    text = "a profile: JSON, or PipeDream's graph.txt"
+    option("--profile", metavar="FILE", required=True, help=text)
+    option("--devices", type=COUNT, metavar="N", required=True)
+    option("--method", default="time", metavar="NAME", help=f"{', '.join(METHODS)} (default: time)")
+    text = "bytes of a device"
+    option("--memory", type=POSITIVE, default=math.inf, metavar="BYTES", help=text)
+    text = "pipedream: bytes a second of every link"
+    option("--bandwidth", type=POSITIVE, default=1e9, metavar="B", help=text)
+    option("--straight", action="store_true", help="pipedream: one device a stage")
+    text = "pipedream: compute and all-reduce one after the other, or side by side"
+    option("--model", choices=["sum", "max"], default="sum", help=text)
+    option("--json", action="store_true", help="print one JSON object")
+    option("--plot", metavar="FILE", help="write the picture (png, svg, pdf)")
+
+
+def partition_command(o: argparse.Namespace) -> None:
+    check_targets(o, "plot")
+    profile = Profile.read(read_text(o.profile))
+    if o.method == "pipedream":
+        found = pipedream(
+            profile,
+            o.devices,
+            bandwidth=o.bandwidth,
+            memory=o.memory,
+            straight=o.straight,
+            model=o.model,
+        )
+    else:
+        found = split_layers(profile, o.devices, o.method, memory=o.memory)
+    if o.plot:
+        from pipelab import plot
+
+        write_figure(o.plot, lambda: plot.partition(found))
+    print(json.dumps(found.to_json()) if o.json else found)

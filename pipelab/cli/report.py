@@ -1,0 +1,43 @@
+"""What commands print."""
+
+from itertools import pairwise
+from typing import Any
+
+from pipelab.timeline import Timeline
+
+
+class Failure(Exception):
+    """A verdict to print: exit status 1."""
+
+
+def describe(timeline: Timeline) -> dict[str, Any]:
+    """A timeline as the command line's JSON object."""
+    s = timeline.schedule
+    rows = list(pairwise(s.bounds))
+    return {
+        "schedule": s.name,
+        "devices": s.devices,
+        "stages": s.stages,
+        "microbatches": s.microbatches,
+        "batches": s.batches,
+        **timeline.measures(),
+        "rows": [[str(a) for a in row] for row in s.rows],
+        "start": [timeline.start[a:b].tolist() for a, b in rows],
+        "end": [timeline.end[a:b].tolist() for a, b in rows],
+    }
+
+
+def verdict_of(check: Any) -> dict[str, Any]:
+    names = ("passed", "max_abs", "max_rel", "tolerance", "rule", "ratio", "unjudged")
+    return {name: getattr(check, name) for name in names}
+
+
+def idle_table(timeline: Timeline) -> str:
+    rows = {"busy": timeline.busy} | timeline.attribution()
+    rows = {name: seconds for name, seconds in rows.items() if name == "busy" or seconds.any()}
+    width = max(map(len, rows))
+    lines = [f"{'device':<{width}}", *(f"{name:<{width}}" for name in rows)]
+    for d in range(timeline.schedule.devices):
+        cells = [d, *(f"{seconds[d]:.4g}" for seconds in rows.values())]
+        lines = [f"{line} {cell:>9}" for line, cell in zip(lines, cells, strict=True)]
+    return "\n".join(lines)

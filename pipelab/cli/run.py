@@ -1,0 +1,129 @@
+"""run: a small model, trained for real and checked."""
+
+import argparse
+import json
+import os
+
+from pipelab.cli.files import check_targets
+from pipelab.cli.models import jax_model, small_model
+from pipelab.cli.options import COUNT, MODES, RATE, SECONDS, SEED, Commands, schedule_of
+from pipelab.cli.report import Failure, describe, verdict_of
+from pipelab.costs import Costs, Recompute
+from pipelab.simulate import simulate
+from pipelab.validate import validate
+
+
+def add_to(commands: Commands) -> None:
+    """The command."""
+    option = commands.with_schedule(
+        "run", run_command, "train a small model for real and check every gradient"
+    )
+    option("--model", choices=["mlp", "gpt2"], default="mlp")
+    text = "default: threads; under torchrun or deepspeed: their ranks"
+    option("--backend", choices=["threads", "processes", "jax"], help=text)
+    text = "jax: as one of several processes (calls jax.distributed.initialize)"
+    option("--distributed", action="store_true", help=text)
+    text = "pipelines that train together (with a flush)"
+    option("--replicas", type=COUNT, default=1, metavar="R", help=text)
+    option("--dropout", type=RATE, default=0.0, metavar="RATE")
+    text = "such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)"
+    option("--device", metavar="NAME", help=text)
+    text = "seconds per cost unit: slow down to the predicted times"
+    option("--paced", type=SECONDS, metavar="S", help=text)
+    option("--recompute", choices=MODES, default="never")
+    option("--seed", type=SEED, default=0)
+    text = "write initial weights, batches and the weights after every update"
+    option("--dump", metavar="DIR", help=text)
+    option("--save", metavar="DIR", help="write a checkpoint at the end")
+    option("--stop", type=int, metavar="K", help="end after K batches (with --save)")
+    option("--resume", metavar="DIR", help="continue from a checkpoint")
+    text = "give up when no action ends in this time"
+    option("--timeout", type=SECONDS, default=60.0, metavar="S", help=text)
+    option("--json", action="store_true", help="print one JSON object")
+
+
+def run_command(o: argparse.Namespace) -> None:
+    from pipelab.executors import run
+    from pipelab.explain import explain
+    from pipelab.fit import fit
+
+    schedule = validate(schedule_of(o))
+    if o.distributed and o.backend != "jax":
+        raise ValueError("--distributed needs --backend jax; torch's ranks are started by torchrun")
+    first = _join_processes() if o.distributed else os.environ.get("RANK", "0") == "0"
+    if first:
+        check_targets(o, "dump", "save")
+    recompute, unit = Recompute(o.recompute), o.paced or 1.0
+    costs = Costs(unit, unit, unit, recompute=recompute)
+    stages, batches, loss, optimizer = (jax_model if o.backend == "jax" else small_model)(
+        o, schedule
+    )
+    result = run(
+        schedule,
+        stages,
+        batches,
+        loss,
+        optimizer,
+        backend=o.backend,
+        devices=o.device,
+        replicas=o.replicas,
+        recompute=recompute,
+        seed=o.seed if o.dropout else None,
+        pace=o.paced,
+        costs=Costs(recompute=recompute),
+        dump=o.dump,
+        save=o.save,
+        stop=o.stop,
+        resume=o.resume,
+        timeout=o.timeout,
+    )
+    # Predicted with the very costs it is paced by, or with those that it measured itself; of the
+    # table that ran, which is a part of the schedule with --stop and --resume.
+    measured, check = result.timeline, result.check
+    predicted = simulate(measured.schedule, costs if o.paced else fit(measured))
+    explanation = explain(predicted, measured)
+    assert check
+    if not first:  # one of several ranks: the first one reports
+        return
+    if o.json:
+        numbers = describe(measured) | {
+            "weight_versions": result.weight_versions,
+            "activation_bytes": result.memory.peak(),
+            "late": measured.late,
+        }
+        sizes = ("schedule", "devices", "stages", "microbatches", "batches")
+        report = {name: numbers[name] for name in sizes} | {
+            "losses": result.losses,
+            "check": verdict_of(check),
+            "measured": numbers,
+            "simulated": describe(predicted),
+            "explained": explanation.causes,
+        }
+        print(json.dumps(report))
+    else:
+        print(measured.summary())
+        print(explanation)
+        print("losses", *(f"{x:.4f}" for x in result.losses))
+        print(check)
+    if not check.passed:
+        raise Failure(str(check))
+
+
+def _join_processes() -> bool:
+    """Join jax.distributed; whether this is the first process.
+
+    Where JAX does not know the cluster, variables named JAX_* tell the place.
+    """
+    import jax
+
+    names = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    try:
+        count, number = (int(os.environ[n]) if n in os.environ else None for n in names)
+        jax.distributed.initialize(num_processes=count, process_id=number)
+    except ValueError as error:
+        raise ValueError(
+            f"--distributed: {error} Under Slurm, Open MPI or Kubernetes JAX finds its place by "
+            "itself; else set JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and "
+            "JAX_PROCESS_ID"
+        ) from None
+    return jax.process_index() == 0

@@ -1,0 +1,81 @@
+"""simulate, schedule, validate: tables alone."""
+
+import argparse
+import json
+
+from pipelab.action import ScheduleError
+from pipelab.cli.files import check_targets, read_csv, write, write_figure
+from pipelab.cli.options import COST, MODES, Commands, schedule_of
+from pipelab.cli.report import Failure, describe, idle_table
+from pipelab.costs import Costs, Recompute
+from pipelab.simulate import simulate
+from pipelab.validate import validate
+
+COSTS = {"forward": 1.0, "input_grad": 1.0, "weight_grad": 1.0, "transfer": 0.0, "update": 0.0}
+
+
+def add_to(commands: Commands) -> None:
+    """The three commands."""
+    option = commands.with_schedule("simulate", simulate_command, "predict a schedule's timeline")
+    for cost, default in COSTS.items():
+        name, text = cost.replace("_", "-"), "seconds: one number or one per stage"
+        option(f"--{name}", type=COST, default=default, metavar="S", help=text)
+    option("--recompute", choices=MODES, default="never")
+    option("--csv", metavar="FILE", help="write the table")
+    option("--json", action="store_true", help="print one JSON object")
+    option("--plot", metavar="FILE", help="write the picture (png, svg, pdf)")
+    option("--trace", metavar="FILE", help="write a Chrome trace")
+
+    option = commands.with_schedule("schedule", schedule_command, "print a schedule's table")
+    forms = ["pipelab", "torch"]
+    text = "as CSV: ours, or what torch loads"
+    option("--csv", nargs="?", const="pipelab", choices=forms, help=text)
+    option("--transfers", action="store_true", help="with every SEND and RECV written out")
+
+    option = commands.add(
+        "validate", validate_command, "check a table: complete, in order, no deadlock"
+    )
+    option("file", metavar="FILE")
+
+
+def simulate_command(o: argparse.Namespace) -> None:
+    check_targets(o, "csv", "trace", "plot")
+    schedule = schedule_of(o)
+    costs = {name: getattr(o, name) for name in COSTS}
+    timeline = simulate(schedule, Costs(**costs, recompute=Recompute(o.recompute)))
+    if o.plot:
+        from pipelab import plot
+
+        write_figure(o.plot, lambda: plot.timeline(timeline))
+    if o.csv:
+        write(o.csv, lambda path: path.write_text(schedule.to_csv()))
+    if o.trace:
+        write(o.trace, lambda path: path.write_text(json.dumps(timeline.to_trace())))
+    if o.json:
+        print(json.dumps(describe(timeline)))
+    else:
+        print(timeline.summary())
+        print(idle_table(timeline))
+
+
+def schedule_command(o: argparse.Namespace) -> None:
+    schedule = validate(schedule_of(o))
+    if o.transfers and o.csv == "torch":
+        raise ValueError("--csv torch is compute only: leave out --transfers")
+    if o.transfers:
+        schedule = schedule.with_transfers()
+    forms = {"pipelab": schedule.to_csv, "torch": schedule.to_torch_csv, None: schedule.__str__}
+    print(forms[o.csv]().rstrip("\n"))
+
+
+def validate_command(o: argparse.Namespace) -> None:
+    schedule = read_csv(o.file)
+    try:
+        validate(schedule)
+    except ScheduleError as error:
+        raise Failure(f"not valid: {error}") from None
+    transfers = ", its transfers safe for rendezvous" if schedule.has_transfers else ""
+    print(
+        f"valid: {schedule.devices} devices, {schedule.stages} stages, {schedule.batches} x "
+        f"{schedule.microbatches} micro-batches, complete, in order, no deadlock{transfers}"
+    )
