@@ -1,0 +1,190 @@
+"""The same model through pipelab and three other libraries, in turn: python benchmarks/peers.py."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from pipelab.peers.deepspeed import run_deepspeed
+from torch import nn
+from torch.nn import functional as F
+
+from measure import cores, machine, main, page, paragraph, seconds_per_batch, spread, table
+from pipelab import data, make, run
+from pipelab.models import mlp, split
+from pipelab.models.gpt2 import gpt2, next_token_loss
+from pipelab.partition import uniform
+from pipelab.peers.torch_pipelining import run_torch_pipelining
+from pipelab.peers.torchgpipe import run_torchgpipe
+
+SGD = partial(torch.optim.SGD, lr=0.01)
+MIB = 2**20
+
+
+class Case(NamedTuple):
+    """A model as layers, and a micro-batch's samples."""
+
+    name: str
+    layers: Callable[[], list[nn.Module]]
+    batch: Callable[[int], tuple[Any, Any]]
+    loss: Callable
+    samples: int
+
+    def stages(self, count: int) -> list[nn.Sequential]:
+        torch.manual_seed(0)
+        layers = self.layers()
+        return split(layers, uniform(len(layers), count))
+
+    def batches(self, count: int, microbatches: int) -> list[tuple[Any, Any]]:
+        torch.manual_seed(1)
+        return [self.batch(self.samples * microbatches) for _ in range(count)]
+
+
+def _vectors(width: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(samples, width), torch.randn(samples, width)
+
+
+def _text(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = data.corpus(1024).tokens
+    return data.batches(tokens, 1, samples, 64, seed=int(torch.randint(1000, ())))[0]
+
+
+def _gpt2(blocks: int) -> list[nn.Module]:
+    return gpt2(vocabulary=1024, length=64, width=128, blocks=blocks)
+
+
+class Sizes(NamedTuple):
+    """How much is measured; the default takes some minutes."""
+
+    cases: tuple[Case, ...] = (
+        Case("MLP, 8 x 512", partial(mlp, 8, 512), partial(_vectors, 512), F.mse_loss, 64),
+        Case("MLP, 8 x 32", partial(mlp, 8, 32), partial(_vectors, 32), F.mse_loss, 8),
+        Case("GPT-2, 6 x 128", partial(_gpt2, 6), _text, next_token_loss, 4),
+    )
+    devices: tuple[int, ...] = (2, 4)
+    microbatches: int = 8
+    batches: int = 6
+
+
+class Measured(NamedTuple):
+    """Seconds of every batch but the first, and bytes of each device at its peak."""
+
+    seconds: list[float]
+    memory: list[float]
+
+
+def ours(backend: str, name: str, case: Case, devices: int, sizes: Sizes) -> Measured:
+    virtual = 2 if name == "interleaved" else 1
+    schedule = make(name, devices, sizes.microbatches, virtual=virtual, batches=sizes.batches)
+    batches = case.batches(sizes.batches, sizes.microbatches)
+    stages = case.stages(schedule.stages)
+    done = run(schedule, stages, batches, case.loss, SGD, backend=backend, check=False)
+    return Measured(seconds_per_batch(done.timeline), done.memory.peak())
+
+
+def theirs(library: str, name: str, case: Case, devices: int, sizes: Sizes) -> Measured:
+    """Timed without hooks; once more with them, for the bytes."""
+    m = sizes.microbatches
+    stages = case.stages(devices * (2 if name == "interleaved" else 1))
+    calls: dict[str, Callable] = {
+        "torch": partial(run_torch_pipelining, name, devices=devices, microbatches=m),
+        "torchgpipe": partial(run_torchgpipe, chunks=m),
+        "DeepSpeed": partial(run_deepspeed, microbatches=m),
+    }
+
+    def train(count: int, watch: bool) -> Any:
+        given = (stages, case.batches(count, m), case.loss, SGD)
+        if library == "torch":
+            return run_torch_pipelining(name, *given, devices=devices, microbatches=m, watch=watch)
+        return calls[library](*given, watch=watch)
+
+    seconds = train(sizes.batches, False).seconds[1:]
+    watched = train(2, True)
+    return Measured(seconds, watched.memory.peak())
+
+
+# The same schedule, on the same kind of ranks: threads of one process, or processes.
+BESIDE = (
+    ("gpipe", "threads", "torchgpipe"),
+    ("gpipe", "processes", "torch"),
+    ("pipedream_flush", "processes", "torch"),
+    ("pipedream_flush", "processes", "DeepSpeed"),
+    ("interleaved", "processes", "torch"),
+)
+
+
+def rows(repeats: int, sizes: Sizes, beside: Sequence[tuple[str, str, str]] = BESIDE) -> list:
+    found = []
+    for case in sizes.cases:
+        for devices in sizes.devices:
+            for name, backend, library in beside:
+                turns: list[list[Measured]] = [[], [], []]
+                for _ in range(repeats):  # A B A: ours twice, for the spread of the same
+                    turns[0].append(ours(backend, name, case, devices, sizes))
+                    turns[1].append(theirs(library, name, case, devices, sizes))
+                    turns[2].append(ours(backend, name, case, devices, sizes))
+                a, b, again = ([x for one in turn for x in one.seconds] for turn in turns)
+                memory = [max(max(one.memory) for one in turn) / MIB for turn in turns[:2]]
+                middle = [statistics.median(x) for x in (a + again, b, a, again)]
+                found.append(
+                    (
+                        case.name,
+                        devices,
+                        name,
+                        f"{library} / {backend}",
+                        spread(a + again),
+                        spread(b),
+                        f"{middle[0] / middle[1]:.2f} ({min(a + again) / min(b):.2f})",
+                        f"{middle[2] / middle[3]:.2f}",
+                        f"{memory[0]:.2f}",
+                        f"{memory[1]:.2f}",
+                    )
+                )
+    return found
+
+
+def report(repeats: int = 3, sizes: Sizes = Sizes()) -> str:
+    """Step time and peak memory beside torchgpipe, torch and DeepSpeed, as a Markdown page."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = rows(repeats, sizes)
+    finally:
+        torch.set_num_threads(before)
+    return page(
+        "# Beside other libraries",
+        machine("torch", "torchgpipe", "deepspeed"),
+        paragraph(
+            "The same layers, cut alike, the same batches, loss and SGD, float32, "
+            f"{sizes.microbatches} micro-batches, one thread a rank; interleaved has 2 stages a "
+            f"rank. There are {cores()} cores: more ranks than cores share them, which shows what "
+            "contention does, not what a pipeline gains. Milliseconds per batch, from the end of "
+            "one batch's last update to the end of the next one's, without the first batch; the "
+            f"median (fastest-slowest) of {repeats} runs of {sizes.batches} batches in turn, ours "
+            "before and after each of theirs. Ratios are of medians (of the fastest batches): "
+            "below 1, pipelab is faster. A/A is the ratio of our own two turns: what is noise. "
+            "Nothing is checked while it is timed, and theirs run without hooks. Memory: MiB of "
+            "the fullest device at its peak, counted alike by what autograd saves, weights, "
+            "gradients and optimizer state."
+        ),
+        table(
+            (
+                "model",
+                "ranks",
+                "schedule",
+                "beside",
+                "pipelab (ms)",
+                "theirs (ms)",
+                "ratio",
+                "A/A",
+                "pipelab MiB",
+                "theirs MiB",
+            ),
+            found,
+        ),
+    )
+
+
+if __name__ == "__main__":
+    main(report, "peers.md", repeats=3)
