@@ -1,4 +1,4 @@
-"""The command line: pipelab simulate | schedule | validate | run.
+"""The command line: pipelab simulate | schedule | plan | validate | run.
 
 Exit status 0; 1 when a table is not valid (`validate`) or a run's check failed; 2 and one line for
 input that makes no sense; 130 when interrupted.
@@ -11,6 +11,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 from math import prod
 from pathlib import Path
@@ -26,6 +27,17 @@ from pipelab.validate import validate
 
 LARGEST = 10_000_000  # actions of a table that a schedule's name stands for
 SIZES = ("devices", "microbatches", "virtual", "batches")
+TRANSFORMER = ("layers", "hidden", "heads", "sequence", "vocabulary")
+MACHINE = {  # options of a machine -> their help
+    "flops": "FLOP/s of a device, at most",
+    "share": "of the FLOP/s that is reached (default: 0.5)",
+    "memory": "bytes of a device",
+    "bandwidth": "bytes/s of a device's link to another node",
+    "inside": "bytes/s of its link inside the node (default: as --bandwidth)",
+    "node": "devices of a node (default: 1)",
+    "latency": "seconds of a message (default: 5e-6)",
+    "overhead": "seconds that every action takes on top (default: 0)",
+}
 COSTS = {"forward": 1.0, "input_grad": 1.0, "weight_grad": 1.0, "transfer": 0.0, "update": 0.0}
 
 
@@ -75,7 +87,7 @@ def simulate_command(o: argparse.Namespace) -> None:
     costs = {name: getattr(o, name) for name in COSTS}
     timeline = simulate(schedule, Costs(**costs, recompute=Recompute(o.recompute)))
     if o.plot:
-        _write_figure(o.plot, timeline)
+        _write_figure(o.plot, "timeline", timeline)
     if o.csv:
         _write(o.csv, lambda path: path.write_text(schedule.to_csv()))
     if o.trace:
@@ -108,6 +120,25 @@ def validate_command(o: argparse.Namespace) -> None:
         f"valid: {schedule.devices} devices, {schedule.stages} stages, {schedule.batches} x "
         f"{schedule.microbatches} micro-batches, complete, in order, no deadlock{transfers}"
     )
+
+
+def plan_command(o: argparse.Namespace) -> None:
+    from pipelab.plan import ASYNCHRONOUS, FLUSH, Problem, plan
+
+    _check_targets(o, "plot")
+    problem = Problem(
+        _planned_model(o),
+        _machine(o),
+        o.devices,
+        o.batch,
+        tensor=tuple(o.tensor),
+        schedules=FLUSH + (ASYNCHRONOUS if o.asynchronous else ()),
+        optimizer=o.optimizer,
+    )
+    answer = plan(problem, frontier=bool(o.plot))
+    if o.plot:
+        _write_figure(o.plot, "plan", answer)
+    print(json.dumps(answer.to_json()) if o.json else answer)
 
 
 def run_command(o: argparse.Namespace) -> None:
@@ -210,6 +241,45 @@ def _read_csv(name: str) -> Schedule:
         return Schedule.from_csv(content, name=Path(name).stem)
     except ScheduleError as error:
         raise ValueError(f"{name}: {error}") from None
+
+
+def _planned_model(o: argparse.Namespace) -> Any:
+    """A measured profile, or a transformer of the given sizes."""
+    from pipelab.partition import Profile
+    from pipelab.plan import Transformer
+
+    sizes = {name: getattr(o, name) for name in TRANSFORMER}
+    missing = " ".join(f"--{name}" for name, size in sizes.items() if size is None)
+    if not o.profile:
+        if missing:
+            raise ValueError(f"no model: add {missing}, or give --profile FILE")
+        return Transformer(**sizes)
+    if any(sizes.values()):
+        raise ValueError(f"{o.profile} has its own layers: leave out --{' --'.join(TRANSFORMER)}")
+    try:
+        profile = Profile.read(Path(o.profile).read_text())
+    except ValueError as error:
+        raise ValueError(f"{o.profile}: {error}") from None
+    return replace(profile, samples=o.samples or profile.samples)
+
+
+def _machine(o: argparse.Namespace) -> Any:
+    """A machine by its name, by its numbers, or both: the numbers replace its own."""
+    from pipelab.plan import MACHINES, Machine
+
+    numbers = {name: value for name in MACHINE if (value := getattr(o, name)) is not None}
+    if o.machine in MACHINES:
+        return replace(MACHINES[o.machine], **numbers)
+    if o.machine:
+        raise ValueError(f"unknown machine {o.machine!r}: there are {', '.join(MACHINES)}")
+    if o.profile:
+        numbers.setdefault("flops", 1.0)  # the profile has seconds of its own
+    missing = [f"--{name}" for name in ("flops", "memory", "bandwidth") if name not in numbers]
+    if missing:
+        raise ValueError(
+            f"no machine: add {' '.join(missing)}, or give --machine {', '.join(MACHINES)}"
+        )
+    return Machine("this machine", **numbers)
 
 
 # ---- what they train: stages, batches, a loss and an optimizer
@@ -366,13 +436,14 @@ def _write(name: str, save: Callable[[Path], Any]) -> None:
         draft.replace(target)
 
 
-def _write_figure(name: str, timeline: Timeline) -> None:
+def _write_figure(name: str, picture: str, content: Any) -> None:
+    """The picture of that name in `pipelab.plot`."""
     import matplotlib
 
     matplotlib.use("Agg")
     from pipelab import plot
 
-    axes = plot.timeline(timeline)
+    axes = getattr(plot, picture)(content)
     _write(name, lambda path: axes.figure.savefig(path, dpi=150))  # type: ignore[union-attr]
 
 
@@ -400,6 +471,12 @@ def _number(kind: Callable[[str], Any], fits: Callable[[Any], bool], remedy: str
 
 
 _COUNT = _number(int, lambda n: n >= 1, "a whole number of at least 1")
+_COUNTS = _number(
+    lambda text: [int(part) for part in text.split(",")],
+    lambda counts: min(counts) >= 1,
+    "whole numbers of at least 1, comma-separated",
+)
+_AT_LEAST_0 = _number(float, lambda x: 0 <= x < 1e6, "a number from 0 to a million")
 _SEED = _number(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 2 ** 32 - 1")
 _RATE = _number(float, lambda x: 0 <= x < 1, "a number of at least 0 and below 1")
 _SECONDS = _number(float, lambda x: 0 < x <= 1e6, "seconds above 0, at most a million")
@@ -449,6 +526,31 @@ def _parser() -> argparse.ArgumentParser:
     text = "as CSV: ours, or what torch loads"
     option("--csv", nargs="?", const="pipelab", choices=forms, help=text)
     option("--transfers", action="store_true", help="with every SEND and RECV written out")
+
+    option = add(
+        "plan",
+        plan_command,
+        "which schedule, stages, replicas and micro-batch train a model fastest on a machine",
+        "The model is a transformer of the given sizes in half precision, or a measured profile.",
+    )
+    for name in TRANSFORMER:
+        option(f"--{name}", type=_COUNT, metavar="N")
+    option("--profile", metavar="FILE", help="JSON of `profile`, or PipeDream's graph.txt")
+    text = "that the profile's micro-batch had (default: as the file says, else 1)"
+    option("--samples", type=_COUNT, metavar="N", help=text)
+    option("--machine", metavar="NAME", help="such as A100-80GB; its numbers can be replaced:")
+    for name, text in MACHINE.items():
+        option(f"--{name}", type=_COUNT if name == "node" else float, metavar="N", help=text)
+    option("--devices", type=_COUNT, required=True, metavar="N", help="all of them")
+    option("--batch", type=_COUNT, required=True, metavar="N", help="samples, of all devices")
+    text = "how many devices may share every layer: one number, or several (1,2,4,8)"
+    option("--tensor", type=_COUNTS, default=[1], metavar="T", help=text)
+    text = "bytes of its state a byte of weights (default: 7, or 2 with --profile)"
+    option("--optimizer", type=_AT_LEAST_0, metavar="X", help=text)
+    text = "also schedules that train with weights of several versions"
+    option("--asynchronous", action="store_true", help=text)
+    option("--json", action="store_true", help="print one JSON object")
+    option("--plot", metavar="FILE", help="throughput over memory, with the frontier (png, svg)")
 
     option = add("validate", validate_command, "check a table: complete, in order, no deadlock")
     option("file", metavar="FILE")

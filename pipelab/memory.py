@@ -101,11 +101,13 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
         if new.stage == old.stage and old.last > new.born:  # else the update works in place
             hold("versions", old.stage, weights[old.stage], ends(new.born), ends(old.last))
     recomputed = costs.recompute.mask(s.total, s.microbatches)
-    for i in np.flatnonzero(timeline.kind == Kind.F).tolist():
-        stage, _, k = s.action(i)
-        # Where there are only forwards, nothing is kept after them.
-        backward = max(i, *at[[Kind.B, Kind.I], stage, k])
-        last = max(i, *at[[Kind.B, Kind.W], stage, k])
+    forwards = np.flatnonzero(timeline.kind == Kind.F)
+    stages, microbatches = timeline.stage[forwards], timeline.microbatch[forwards]
+    # Where there are only forwards, nothing is kept after them.
+    backwards = np.maximum(forwards, at[[Kind.B, Kind.I]].max(0)[stages, microbatches])
+    lasts = np.maximum(forwards, at[[Kind.B, Kind.W]].max(0)[stages, microbatches])
+    columns = (forwards, stages, microbatches, backwards, lasts)
+    for i, stage, k, backward, last in np.transpose(columns).tolist():
         since = starts(i)
         if recomputed[k]:
             size = min(boundary[stage], activations[stage])

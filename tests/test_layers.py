@@ -22,7 +22,7 @@ LAYERS = [
         "costs",
         "timeline",
     },
-    {"schedules", "validate", "simulate", "memory", "theory", "fit", "explain", "partition"},
+    {"schedules", "validate", "simulate", "memory", "theory", "fit", "explain", "partition", "plan"},
     {"executors", "pipeshard", "models", "data", "peers", "plot"},
     {"widgets", "teach", "cli", "__main__"},
 ]
