@@ -444,7 +444,7 @@ def _write_figure(name: str, picture: str, content: Any) -> None:
     from pipelab import plot
 
     axes = getattr(plot, picture)(content)
-    _write(name, lambda path: axes.figure.savefig(path, dpi=150))  # type: ignore[union-attr]
+    _write(name, lambda path: axes.figure.savefig(path, dpi=150))
 
 
 # ---- the options

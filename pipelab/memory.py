@@ -114,12 +114,11 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
             hold("activations", stage, size, since, starts(backward))
             since = starts(backward)
         hold("activations", stage, activations[stage], since, ends(last))
-    for i in s.crossing.tolist():
-        arrived = float(timeline.arrived[i])
-        if start[i] - arrived > 1e-9 * timeline.makespan:  # else it is rounding
-            stage, kind, _ = s.action(i)
-            size = boundary[stage if kind == Kind.F else stage + 1]
-            hold("buffers", stage, size, (arrived, 2 * i - 1), starts(i))
+    waited = (timeline.start - timeline.arrived)[s.crossing] > 1e-9 * timeline.makespan
+    for i in s.crossing[waited].tolist():  # the others: rounding
+        stage, kind, _ = s.action(i)
+        size = boundary[stage if kind == Kind.F else stage + 1]
+        hold("buffers", stage, size, (float(timeline.arrived[i]), 2 * i - 1), starts(i))
     in_order = np.array(sorted(steps, key=itemgetter(0, 1))).reshape(-1, 5)
     time, _, device, cause, change = in_order.T
     return Memory(s.devices, device.astype(int), time, cause.astype(int), change, "simulated")

@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from pipelab import Recompute
@@ -54,7 +54,24 @@ machines = st.builds(
     latency=st.floats(0, 0.5),
     overhead=st.sampled_from([0.0, 0.1]),
 )
-problems = st.builds(
+small = Transformer(layers=3, hidden=4, heads=2, sequence=3, vocabulary=20)
+transformers = st.builds(
+    Problem,
+    model=st.just(small),
+    machine=st.builds(
+        Machine,
+        name=st.just("any"),
+        flops=st.just(1e3),
+        memory=st.just(math.inf),
+        bandwidth=st.floats(50, 500),
+        inside=st.floats(100, 1000),
+        node=st.sampled_from([1, 2]),
+    ),
+    devices=st.just(4),
+    batch=st.sampled_from([2, 4]),
+    tensor=st.sampled_from([(1, 2), (2,)]),
+)
+profiles = st.builds(
     Problem,
     model=st.builds(Profile, st.lists(layers, min_size=3, max_size=6).map(tuple)),
     machine=machines,
@@ -62,16 +79,21 @@ problems = st.builds(
     batch=st.sampled_from([4, 6, 8]),
     schedules=st.sampled_from([FLUSH, FLUSH + ASYNCHRONOUS]),
 )
+problems = profiles | transformers
+
+
+def choices_of(problem):
+    """All of them; a problem without any shows nothing."""
+    try:
+        return list(problem.choices())
+    except ValueError:
+        reject()
 
 
 @settings(max_examples=15, deadline=None)
 @given(problems, st.floats(0, 1))
 def test_the_best_plan_is_that_of_exhaustive_simulation(problem, tightness):
-    try:
-        every = [judge(problem, choice) for choice in problem.choices()]
-    except ValueError as error:
-        assert "change it" in str(error)
-        return
+    every = [judge(problem, choice) for choice in choices_of(problem)]
     needs = sorted(x.memory for x in every)
     limit = needs[int(tightness * (len(needs) - 1))]
     truth = min((x.step, x.memory) for x in every if x.memory <= limit)
@@ -84,11 +106,7 @@ def test_the_best_plan_is_that_of_exhaustive_simulation(problem, tightness):
 @settings(max_examples=15, deadline=None)
 @given(problems)
 def test_no_simulation_beats_the_bounds_and_the_parts_add_up(problem):
-    try:
-        choices = list(problem.choices())
-    except ValueError:
-        return
-    for choice in choices[::3]:
+    for choice in choices_of(problem)[::3]:
         result, costs = judge(problem, choice), problem.costs(choice)
         assert result.step >= least_seconds(choice, costs) * (1 - 1e-9)
         assert result.memory >= least_bytes(choice, costs) * (1 - 1e-9)
@@ -110,6 +128,7 @@ def test_the_bounds_are_exact_for_equal_stages():
             continue
         if choice.recompute is not Recompute.EXCEPT_LAST:
             assert result.step == pytest.approx(least_seconds(choice, costs))
+        if choice.recompute is not Recompute.EXCEPT_LAST and choice.virtual == 1:
             assert result.memory == pytest.approx(least_bytes(choice, costs))
 
 
@@ -117,7 +136,7 @@ def test_few_are_simulated():
     problem = equal_layers(8, devices=8, batch=32)
     search = Search(problem)
     search.best(math.inf)
-    assert len(search.seconds) > 200
+    assert len(search.seconds) > 100
     assert len(search.plans) <= 5
 
 
@@ -127,9 +146,9 @@ def test_few_are_simulated():
 def test_the_published_formulas():
     # The 175 billion parameters and 4.5e18 FLOPs a batch of 1536 of arXiv 2104.04473.
     assert GPT3.parameters == pytest.approx(174.6e9, rel=1e-3)
-    b, s, l, h, v = 1536, 2048, 96, 12288, 51200
+    b, s, h, v = 1536, 2048, 12288, 51200
     assert GPT3.flops(b) == pytest.approx(
-        96 * b * s * l * h**2 * (1 + s / (6 * h) + v / (16 * l * h))
+        96 * b * s * 96 * h**2 * (1 + s / (6 * h) + v / (16 * 96 * h))
     )
     unit = Machine("unit", 1, 1, math.inf, share=1, latency=0)
     profile = GPT3.profile(unit)
@@ -173,17 +192,23 @@ def test_asynchronous_schedules_only_when_asked_and_without_a_bubble():
 
 
 def test_memory_decides():
-    """With less and less memory: interleaved, then plain 1F1B, then recomputation."""
-    model = Profile((Layer("layer", 1, 1, 1, activations=1, output=0.01, weights=8),) * 8)
-    found = {}
-    for memory in (200, 150, 90):
-        machine = Machine("tight", 1, memory, bandwidth=0.5, inside=math.inf, node=1, latency=0)
-        best = plan(Problem(model, machine, devices=4, batch=64, optimizer=0.0)).best
-        assert best.memory <= memory
-        found[memory] = best
-    steps = [best.step for best in found.values()]
-    assert steps == sorted(steps)
-    assert found[200].choice != found[90].choice
+    """With less and less memory: interleaved, then plain 1F1B, then the forwards run again."""
+    layer = Layer("layer", 1, 1, 1, weights=8, activations=1, output=0.01)
+    found = []
+    for memory in (44, 42, 36):
+        machine = Machine("tight", 1, memory, bandwidth=0.5, latency=0)
+        problem = Problem(Profile((layer,) * 8), machine, devices=4, batch=16, optimizer=0.0)
+        answer = plan(problem)
+        found.append((answer.best.choice.schedule, answer.best.choice.recompute.value))
+        assert answer.best.memory <= memory
+    assert found == [
+        ("interleaved", "never"),
+        ("pipedream_flush", "never"),
+        ("interleaved", "except_last"),
+    ]
+    fastest = answer.runners_up[0]
+    assert (fastest.cause, fastest.plan.choice.recompute) == ("memory", Recompute.NEVER)
+    assert "GB more than a device has" in fastest.why
 
 
 # ---- against what was published
@@ -209,7 +234,7 @@ ZERO_BUBBLE = [
 
 @pytest.mark.parametrize(("p", "m", "v", "f", "b", "w", "c", "plain", "chunked"), ZERO_BUBBLE)
 def test_zero_bubbles_tables(p, m, v, f, b, w, c, plain, chunked):
-    layer = Layer("chunk", f / v, b / v, w / v)
+    layer = Layer("chunk", f / v, b / v, w / v, activations=1)
     machine = Machine("theirs", 1, math.inf, math.inf, latency=c)
     problem = Problem(Profile((layer,) * (p * v)), machine, devices=p, batch=m)
     wanted = {"pipeline": p, "microbatch": 1, "recompute": Recompute.NEVER}
@@ -349,7 +374,7 @@ def test_errors_are_one_line(capsys, line, message):
 
 
 def test_nothing_fits_says_by_how_much():
-    tight = Machine("tight", 1, memory=10.0, bandwidth=1.0)
+    tight = Machine("tight", 1, memory=5.0, bandwidth=1.0)
     with pytest.raises(ValueError, match="nothing fits") as error:
         plan(equal_layers(4, tight, devices=2, batch=2))
     smallest = Search(equal_layers(4, tight, devices=2, batch=2)).smallest()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from pipelab.plan.judge import Plan
 from pipelab.plan.problem import Choice, Problem
 from pipelab.plan.search import SLACK, Search
 from pipelab.plan.transformer import Transformer
+
+Allowed = Callable[[Choice], bool]
 
 
 class RunnerUp(NamedTuple):
@@ -118,23 +121,31 @@ def plan(problem: Problem, *, frontier: bool = False) -> Answer:
     return Answer(problem, best, ranked, limits, bounds, len(search.plans))
 
 
-def _decisions(search: Search, best: Choice) -> Iterator[tuple[str, Callable[[Choice], bool]]]:
+def _decisions(search: Search, best: Choice) -> Iterator[tuple[str, Allowed]]:
     """What could have been decided otherwise, and which choices do so."""
+    # [1] every other schedule, recomputation and tensor; the next shorter and longer pipeline
     for name in ("schedule", "recompute", "tensor", "pipeline"):
         own = getattr(best, name)
-        for value in sorted({getattr(choice, name) for choice in search.seconds} - {own}, key=str):
-            if name == "pipeline" and not own / 2 <= value <= own * 2:
-                continue  # its neighbours will do
-            yield name, lambda c, name=name, value=value: getattr(c, name) == value
-    for name in ("virtual", "microbatch", "balance"):
-        same = ("schedule", "pipeline") if name != "microbatch" else ()
-        yield (
-            name,
-            lambda c, name=name, same=same: (
-                getattr(c, name) != getattr(best, name)
-                and all(getattr(c, fixed) == getattr(best, fixed) for fixed in same)
-            ),
-        )
+        others = {getattr(choice, name) for choice in search.seconds} - {own}
+        if name == "pipeline":
+            others = {max((p for p in others if p < own), default=own)} | {
+                min((p for p in others if p > own), default=own)
+            }
+        for value in sorted(others - {own}, key=str):
+            yield name, partial(_has, name, value)
+    # [2] any other micro-batch; any other cut of the same pipeline
+    yield "micro-batch", lambda c: c.microbatch != best.microbatch
+    for name in ("virtual", "balance"):
+        yield name, partial(_recut, best, name)
+
+
+def _has(name: str, value: Any, choice: Choice) -> bool:
+    return getattr(choice, name) == value
+
+
+def _recut(best: Choice, name: str, choice: Choice) -> bool:
+    same = choice.schedule == best.schedule and choice.pipeline == best.pipeline
+    return same and getattr(choice, name) != getattr(best, name)
 
 
 def _runner_up(decision: str, plan: Plan, best: Plan, limit: float) -> RunnerUp:

@@ -49,7 +49,7 @@ def least_seconds(choice: Choice, costs: Costs) -> float:
         backward = backward + forward
     warmup = np.append(0, np.cumsum(forward[:-1] + costs.overhead + links))
     back = np.append(0, np.cumsum(backward[:-1] + costs.overhead + links))
-    # From the last backward on d through s = d - 1, ..., 0 and the update of s; or that of d itself.
+    # From the last backward on d through those before it to the update of any; or d's own update.
     drain = back + np.maximum.accumulate(updates - back)
     return float((warmup + work(choice, costs) + drain).max())
 

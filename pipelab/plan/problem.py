@@ -16,6 +16,8 @@ from pipelab.plan.transformer import Transformer
 
 FLUSH = ("pipedream_flush", "interleaved", "gpipe")
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
+MOST_CHUNKS = 16  # a device
+LARGEST = 2_000_000  # actions of a table that is simulated
 BALANCED = ("time", "size")  # what a partition is balanced by
 
 
@@ -116,7 +118,10 @@ class Problem:
         return len(self.profile(1).layers)
 
     def choices(self) -> Iterator[Choice]:
-        """All that use all devices and give every micro-batch the same number of samples."""
+        """All that use all devices and give every micro-batch the same number of samples.
+
+        Without tables of more than 2,000,000 actions, which would take minutes to simulate.
+        """
         found: dict[Choice, None] = {}
         for tensor in self.tensor:
             devices = self.devices // tensor
@@ -127,7 +132,8 @@ class Problem:
         if not found:
             raise ValueError(
                 f"batch={self.batch} on {self.devices} devices: no pipeline of at most "
-                f"{self.layers} devices has a number of replicas that divides the batch; change it"
+                f"{self.layers} devices has a number of replicas that divides the batch; change it "
+                f"(or every table has more than {LARGEST:,} actions)"
             )
         return iter(found)
 
@@ -135,14 +141,16 @@ class Problem:
         """The choices of one pipeline length: schedules and chunks, balances, micro-batches."""
         samples = self.batch // replicas
         for schedule in self.schedules if p > 1 else self.schedules[:1]:
-            chunks = range(2, self.layers // p + 1) if schedule == "interleaved" else [1]
+            most = min(self.layers // p, MOST_CHUNKS)
+            chunks = range(2, most + 1) if schedule == "interleaved" else [1]
             for v in chunks:
                 for by in BALANCED:
                     balance = self.balance(tensor, p * v, by)
                     for b in _divisors(samples):
                         m = samples // b
-                        if schedule == "pipedream_2bw" and m < p:
-                            continue  # it needs a version that is not made yet
+                        early = schedule == "pipedream_2bw" and m < p  # no version to read yet
+                        if early or 2 * p * v * m > LARGEST:
+                            continue
                         for mode in Recompute:
                             yield Choice(schedule, p, replicas, v, b, m, mode, balance, tensor)
 

@@ -1,6 +1,7 @@
 """What a transformer costs, by the published formulas."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from pipelab.action import check_counts
 from pipelab.partition.layers import Layer, Profile
@@ -61,7 +62,7 @@ class Transformer:
         boundary = 2 * s * h
         reduce = 2 * machine.allreduce(boundary, tensor, machine.link(tensor))
 
-        def layer(name: str, flops: float, reduce: float, **sizes: float) -> Layer:
+        def layer(name: str, flops: float, reduce: float, **sizes: Any) -> Layer:
             seconds = flops / tensor / (machine.flops * machine.share)
             return Layer(
                 name, seconds + reduce, seconds + reduce, seconds, output=boundary, **sizes

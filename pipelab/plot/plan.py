@@ -21,8 +21,8 @@ def plan(answer: Answer, ax: Axes | None = None) -> Axes:
     memory, seconds = np.array(answer.bounds).T
     batch = answer.problem.batch
     # [1] all choices
-    look = {"color": style.lighter(style.GREY, 0.6), "ms": 2, "label": "a choice, by its bounds"}
-    ax.plot(memory / 1e9, batch / seconds, ".", zorder=1, **look)
+    pale, name = style.lighter(style.GREY, 0.6), "a choice, by its bounds"
+    ax.plot(memory / 1e9, batch / seconds, ".", color=pale, ms=2, label=name, zorder=1)
     # [2] the frontier: what fits stays possible with more memory
     if answer.frontier:
         rising = answer.frontier[::-1]
