@@ -59,6 +59,11 @@ class Answer:
             plan = runner.plan
             lines.append(f"  {number}. other {runner.decision}: {plan.choice}")
             lines.append(f"     {plan.step:.4g} s, {plan.memory / 1e9:.4g} GB: {runner.why}")
+        if self.frontier:
+            lines.append("frontier, from no limit of memory down:")
+        for plan in self.frontier:
+            size = f"{plan.memory / 1e9:.4g} GB, {plan.throughput:.4g} samples/s"
+            lines.append(f"  {size}: {plan.choice}")
         return "\n".join(lines)
 
     def _rate(self) -> str:

@@ -73,7 +73,7 @@ MACHINES = {
     for machine in (
         # Megatron-LM's cluster (arXiv 2104.04473, section 5): nodes of 8 A100 of 80 GB, 312
         # TFLOP/s, NVSwitch of 600 GB/s both ways, one 200 Gb/s InfiniBand card a GPU. With this
-        # share the plain schedule of its figure 12 reaches the published 136 at a batch of 60.
+        # share the plain schedule of figure 12 comes to 135 at a batch of 60, published 136.
         Machine("A100-80GB", 312e12, 80e9, 25e9, 300e9, 8, share=0.58),
         # DGX H100 (NVIDIA's data sheet): 989 TFLOP/s, 900 GB/s both ways, one 400 Gb/s card a GPU.
         # Llama 3 reached 38 to 43 % end to end (arXiv 2407.21783, table 4); 0.5 is an estimate.
