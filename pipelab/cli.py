@@ -550,7 +550,9 @@ def _parser() -> argparse.ArgumentParser:
     text = "also schedules that train with weights of several versions"
     option("--asynchronous", action="store_true", help=text)
     option("--json", action="store_true", help="print one JSON object")
-    option("--plot", metavar="FILE", help="throughput over memory, with the frontier (png, svg)")
+    option(
+        "--plot", metavar="FILE", help="throughput over memory; its frontier in the answer as well"
+    )
 
     option = add("validate", validate_command, "check a table: complete, in order, no deadlock")
     option("file", metavar="FILE")

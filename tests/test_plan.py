@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, reject, settings
@@ -181,6 +182,8 @@ def test_tensor_parallelism_by_hand():
     assert layer.weight_grad == pytest.approx(flops / 2 / 1e3)
     assert layer.forward == layer.input_grad
     assert layer.forward == pytest.approx(flops / 2 / 1e3 + 2 * (2 * 3 * 4) / 10)
+    apart = model.profile(replace(machine, node=1), tensor=2).layers[1]
+    assert apart.forward == pytest.approx(flops / 2 / 1e3 + 2 * (2 * 3 * 4) / 1)
     # Between nodes both of them send: half of the boundary each.
     problem = Problem(model, machine, devices=4, batch=1, tensor=(2,))
     costs = {choice.pipeline: problem.costs(choice) for choice in problem.choices()}
@@ -206,6 +209,14 @@ def test_asynchronous_schedules_only_when_asked_and_without_a_bubble():
     for choice in asked.choices():
         if choice.balance == (2, 2, 2, 2) and choice.recompute is Recompute.NEVER:
             assert judge(asked, choice).step == pytest.approx(8 * 2 * 3)
+
+
+def test_an_asynchronous_step_is_the_slowest_devices_work():
+    model = Profile((Layer("slow", 3, 3, 3), Layer("fast", 1, 1, 1, weights=1)))
+    machine = Machine("two", 1, math.inf, math.inf, latency=0)
+    problem = Problem(model, machine, devices=2, batch=4, schedules=ASYNCHRONOUS)
+    for found in only(problem, pipeline=2, recompute=Recompute.NEVER):
+        assert found.step == pytest.approx(4 * 9)
 
 
 def test_memory_decides():
@@ -359,11 +370,11 @@ def test_a_profile_and_a_machine_in_numbers(capsys, tmp_path):
     file = tmp_path / "profile.json"
     layer = Layer("layer", 1.0, 1.0, 1.0, weights=1e6, activations=1e6, output=1e3)
     file.write_text(Profile((layer,) * 4, samples=2).to_json())
-    line = f"--profile {file} --memory 1e9 --bandwidth 1e9 --devices 4 --batch 8 --json"
-    status, out, err = call(capsys, line)
+    line = f"--profile {file} --memory inf --bandwidth 1e9 --devices 4 --batch 8 --json"
+    status, out, err = call(capsys, f"{line} --plot {tmp_path / 'plan.png'}")
     assert (status, err) == (0, "")
-    best = json.loads(out)["best"]
-    assert best["parts"]["compute"] == 4 * 3 * (8 / 2) / 4
+    assert json.loads(out)["memory_limit"] is None
+    assert json.loads(out)["best"]["parts"]["compute"] == 4 * 3 * (8 / 2) / 4
     status, out, err = call(capsys, f"{line} --samples 8 --asynchronous")
     assert json.loads(out)["best"]["parts"]["compute"] == 4 * 3 * (8 / 8) / 4
 
@@ -380,6 +391,7 @@ def test_a_profile_and_a_machine_in_numbers(capsys, tmp_path):
         (f"{SMALL} --machine A100-80GB --tensor 3", "tensor=3: give a number that divides"),
         (f"{SMALL} --machine A100-80GB --memory 1e6", "nothing fits devices of 0.001 GB"),
         (f"{SMALL} --machine A100-80GB --devices 7", "batch=16 on 7 devices: no pipeline"),
+        ("--profile pyproject.toml --machine A100-80GB", "pyproject.toml: line 1 is no node"),
         ("--profile nowhere.json --machine A100-80GB", "nowhere.json"),
     ],
 )

@@ -75,6 +75,7 @@ class Answer:
         return f", {flops / self.best.step / devices / 1e12:.4g} TFLOP/s a device"
 
     def to_json(self) -> dict[str, Any]:
+        limit = self.problem.machine.memory
         others = [
             {"decision": r.decision, "cause": r.cause, "why": r.why, **r.plan.to_json()}
             for r in self.runners_up
@@ -83,7 +84,7 @@ class Answer:
             "machine": self.problem.machine.name,
             "devices": self.problem.devices,
             "batch": self.problem.batch,
-            "memory_limit": self.problem.machine.memory,
+            "memory_limit": limit if limit < math.inf else None,
             "choices": len(self.bounds),
             "simulated": self.simulated,
             "best": self.best.to_json(),

@@ -1,5 +1,6 @@
 """The question: a model, a machine, a batch; and every answer that it can have."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -82,6 +83,10 @@ class Problem:
 
     def __post_init__(self) -> None:
         check_counts(devices=self.devices, batch=self.batch)
+        if isinstance(self.model, Profile) and not self.model.time:
+            raise ValueError(
+                "the profile has no times: measure them, or give a transformer's sizes"
+            )
         heads = self.model.heads if isinstance(self.model, Transformer) else 1
         for tensor in self.tensor:
             check_counts(tensor=tensor)
@@ -186,4 +191,5 @@ _PER_SAMPLE = ("forward", "input_grad", "weight_grad", "activations", "boundary"
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

@@ -17,7 +17,8 @@ def plan(answer: Answer, ax: Axes | None = None) -> Axes:
     ax = style.axes(ax, 9, 4.2)
     limit = answer.problem.machine.memory
     shown = [answer.best, *answer.frontier, *(runner.plan for runner in answer.runners_up)]
-    right = 1.15 * max(limit, *(plan.memory for plan in shown)) / 1e9
+    sizes = [plan.memory for plan in shown] + [limit] * (limit < np.inf)
+    right = 1.15 * max(sizes) / 1e9
     memory, seconds = np.array(answer.bounds).T
     batch = answer.problem.batch
     # [1] all choices
