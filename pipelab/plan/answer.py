@@ -17,7 +17,7 @@ Allowed = Callable[[Choice], bool]
 
 
 class RunnerUp(NamedTuple):
-    """The best plan that decides one thing otherwise, such as `schedule` gpipe.
+    """The best plan that decides one thing otherwise, such as the schedule, or has more memory.
 
     cause  why it loses most: memory, or a part of the step
     why    the same with numbers
@@ -57,7 +57,8 @@ class Answer:
         ]
         for number, runner in enumerate(self.runners_up, 1):
             plan = runner.plan
-            lines.append(f"  {number}. other {runner.decision}: {plan.choice}")
+            other = "more" if runner.decision == "memory" else "other"
+            lines.append(f"  {number}. {other} {runner.decision}: {plan.choice}")
             lines.append(f"     {plan.step:.4g} s, {plan.memory / 1e9:.4g} GB: {runner.why}")
         if self.frontier:
             lines.append("frontier, from no limit of memory down:")
