@@ -67,6 +67,9 @@ class Sizes(NamedTuple):
     batches: int = 6
 
 
+DEFAULT = Sizes()
+
+
 class Measured(NamedTuple):
     """Seconds of every batch but the first, and bytes of each device at its peak."""
 
@@ -144,7 +147,7 @@ def rows(repeats: int, sizes: Sizes, beside: Sequence[tuple[str, str, str]] = BE
     return found
 
 
-def report(repeats: int = 3, sizes: Sizes = Sizes()) -> str:
+def report(repeats: int = 3, sizes: Sizes = DEFAULT) -> str:
     """Step time and peak memory beside torchgpipe, torch and DeepSpeed, as a Markdown page."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -101,23 +101,24 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
         if new.stage == old.stage and old.last > new.born:  # else the update works in place
             hold("versions", old.stage, weights[old.stage], ends(new.born), ends(old.last))
     recomputed = costs.recompute.mask(s.total, s.microbatches)
-    for i in np.flatnonzero(timeline.kind == Kind.F).tolist():
-        stage, _, k = s.action(i)
-        # Where there are only forwards, nothing is kept after them.
-        backward = max(i, *at[[Kind.B, Kind.I], stage, k])
-        last = max(i, *at[[Kind.B, Kind.W], stage, k])
+    forwards = np.flatnonzero(timeline.kind == Kind.F)
+    stages, microbatches = timeline.stage[forwards], timeline.microbatch[forwards]
+    # Where there are only forwards, nothing is kept after them.
+    backwards = np.maximum(forwards, at[[Kind.B, Kind.I]].max(0)[stages, microbatches])
+    lasts = np.maximum(forwards, at[[Kind.B, Kind.W]].max(0)[stages, microbatches])
+    columns = (forwards, stages, microbatches, backwards, lasts)
+    for i, stage, k, backward, last in np.transpose(columns).tolist():
         since = starts(i)
         if recomputed[k]:
             size = min(boundary[stage], activations[stage])
             hold("activations", stage, size, since, starts(backward))
             since = starts(backward)
         hold("activations", stage, activations[stage], since, ends(last))
-    for i in s.crossing.tolist():
-        arrived = float(timeline.arrived[i])
-        if start[i] - arrived > 1e-9 * timeline.makespan:  # else it is rounding
-            stage, kind, _ = s.action(i)
-            size = boundary[stage if kind == Kind.F else stage + 1]
-            hold("buffers", stage, size, (arrived, 2 * i - 1), starts(i))
+    waited = (timeline.start - timeline.arrived)[s.crossing] > 1e-9 * timeline.makespan
+    for i in s.crossing[waited].tolist():  # the others: rounding
+        stage, kind, _ = s.action(i)
+        size = boundary[stage if kind == Kind.F else stage + 1]
+        hold("buffers", stage, size, (float(timeline.arrived[i]), 2 * i - 1), starts(i))
     in_order = np.array(sorted(steps, key=itemgetter(0, 1))).reshape(-1, 5)
     time, _, device, cause, change = in_order.T
     return Memory(s.devices, device.astype(int), time, cause.astype(int), change, "simulated")

@@ -22,7 +22,17 @@ LAYERS = [
         "costs",
         "timeline",
     },
-    {"schedules", "validate", "simulate", "memory", "theory", "fit", "explain", "partition"},
+    {
+        "schedules",
+        "validate",
+        "simulate",
+        "memory",
+        "theory",
+        "fit",
+        "explain",
+        "partition",
+        "plan",
+    },
     {"executors", "pipeshard", "models", "data", "peers", "plot"},
     {"widgets", "teach", "train", "compare", "cli", "__main__"},
 ]

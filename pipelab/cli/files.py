@@ -80,9 +80,12 @@ def write(name: str, save: Callable[[Path], Any]) -> None:
         draft.replace(target)
 
 
-def write_figure(name: str, draw: Callable[[], Any]) -> None:
+def write_figure(name: str, picture: str, content: Any) -> None:
+    """The picture of that name in `pipelab.plot`."""
     use_agg()
-    axes = draw()
+    from pipelab import plot
+
+    axes = getattr(plot, picture)(content)
     write(name, lambda path: axes.figure.savefig(path, dpi=150))
 
 

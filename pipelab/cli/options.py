@@ -22,7 +22,7 @@ def _one_or_more(text: str) -> float | list[float]:
     return values if len(values) > 1 else values[0]
 
 
-def _number(kind: Callable[[str], Any], fits: Callable[[Any], bool], remedy: str) -> Callable:
+def number(kind: Callable[[str], Any], fits: Callable[[Any], bool], remedy: str) -> Callable:
     """What reads an option's number, or says what to give."""
 
     def read(text: str) -> Any:
@@ -37,12 +37,12 @@ def _number(kind: Callable[[str], Any], fits: Callable[[Any], bool], remedy: str
     return read
 
 
-COUNT = _number(int, lambda n: n >= 1, "a whole number of at least 1")
-SEED = _number(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 2 ** 32 - 1")
-RATE = _number(float, lambda x: 0 <= x < 1, "a number of at least 0 and below 1")
-SECONDS = _number(float, lambda x: 0 < x <= 1e6, "seconds above 0, at most a million")
-POSITIVE = _number(float, lambda x: x > 0, "a number above 0")
-COST = _number(_one_or_more, lambda x: True, "a number or a comma-separated list of numbers")
+COUNT = number(int, lambda n: n >= 1, "a whole number of at least 1")
+SEED = number(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 2 ** 32 - 1")
+RATE = number(float, lambda x: 0 <= x < 1, "a number of at least 0 and below 1")
+SECONDS = number(float, lambda x: 0 < x <= 1e6, "seconds above 0, at most a million")
+POSITIVE = number(float, lambda x: x > 0, "a number above 0")
+COST = number(_one_or_more, lambda x: True, "a number or a comma-separated list of numbers")
 
 
 class Parser(argparse.ArgumentParser):

@@ -42,7 +42,5 @@ def partition_command(o: argparse.Namespace) -> None:
     else:
         found = split_layers(profile, o.devices, o.method, memory=o.memory)
     if o.plot:
-        from pipelab import plot
-
-        write_figure(o.plot, lambda: plot.partition(found))
+        write_figure(o.plot, "partition", found)
     print(json.dumps(found.to_json()) if o.json else found)

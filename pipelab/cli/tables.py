@@ -44,9 +44,7 @@ def simulate_command(o: argparse.Namespace) -> None:
     costs = {name: getattr(o, name) for name in COSTS}
     timeline = simulate(schedule, Costs(**costs, recompute=Recompute(o.recompute)))
     if o.plot:
-        from pipelab import plot
-
-        write_figure(o.plot, lambda: plot.timeline(timeline))
+        write_figure(o.plot, "timeline", timeline)
     if o.csv:
         write(o.csv, lambda path: path.write_text(schedule.to_csv()))
     if o.trace:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipelab.partition.layers import Profile
-from pipelab.partition.plan import Partition, Stage
+from pipelab.partition.stages import Partition, Stage
 
 MODELS = ("sum", "max")
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from pipelab.partition.layers import Profile
-from pipelab.partition.plan import Partition, Stage
+from pipelab.partition.stages import Partition, Stage
 
 METHODS = ("uniform", "parameters", "type:REGEX", "time", "size", "pipedream")
 

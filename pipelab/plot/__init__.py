@@ -8,6 +8,7 @@ from pipelab.plot.bubble import bubble
 from pipelab.plot.losses import losses
 from pipelab.plot.memory import memory, peaks
 from pipelab.plot.partition import partition
+from pipelab.plot.plan import plan
 from pipelab.plot.timeline import timeline, timelines
 from pipelab.plot.versions import versions
 
@@ -17,6 +18,7 @@ __all__ = [
     "memory",
     "partition",
     "peaks",
+    "plan",
     "timeline",
     "timelines",
     "versions",

@@ -1,0 +1,43 @@
+"""Which schedule, how many stages and replicas, which micro-batch: the best for a machine.
+
+The model's times and bytes come from published formulas or a measured profile; the simulator judges
+every plan, under the memory of a device.
+
+Held against what was published (tests/test_plan.py):
+
+- Zero Bubble's tables 5 and 9: 1F1B to four digits. Its interleaved column is another: their script
+  lets a chunk wait for the chunk before it only with the first micro-batch of each round. With that
+  dependency for every micro-batch the numbers are those of the simulator.
+- Megatron-LM's figure 12, 175B on 96 GPUs, read by eye: plain 84 and 135 TFLOP/s at a batch of 12
+  and of 60 where 81 and 136 are drawn; interleaved 109 and 145 with 2 chunks, 129 and 151 with 4,
+  where 119 and 147 are drawn. So interleaving gains less with a larger batch, as published. Here
+  all messages overlap with compute, which theirs did not, and the optimizer's step takes no time.
+- GPipe's table 2, Transformer-48 on 2, 4, 8 cores: 1.91, 3.48, 5.91 where 1.8, 3.4, 6.3 were
+  measured. Splitting a batch costs nothing here; and the softmax counts, which is worth 1.3 layers
+  that no split shares out evenly.
+
+Not modelled: stages with replicas of their own (see `pipelab.partition.pipedream`), recomputation
+of less than a stage, all-reduce during the backward, optimizer states shared among replicas,
+micro-batches too small to fill a device (but see `Machine.overhead`).
+"""
+
+from pipelab.plan.answer import Answer, RunnerUp, plan
+from pipelab.plan.judge import Plan, judge
+from pipelab.plan.machine import MACHINES, Machine
+from pipelab.plan.problem import ASYNCHRONOUS, FLUSH, Choice, Problem
+from pipelab.plan.transformer import Transformer
+
+__all__ = [
+    "ASYNCHRONOUS",
+    "FLUSH",
+    "MACHINES",
+    "Answer",
+    "Choice",
+    "Machine",
+    "Plan",
+    "Problem",
+    "RunnerUp",
+    "Transformer",
+    "judge",
+    "plan",
+]

@@ -1,0 +1,104 @@
+"""What a choice takes: its step and memory by the simulator, and where the step goes."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from pipelab.action import Kind
+from pipelab.costs import Recompute
+from pipelab.memory import memory
+from pipelab.plan.bounds import even_share, work
+from pipelab.plan.problem import ASYNCHRONOUS, Choice, Problem
+from pipelab.schedule import Schedule
+from pipelab.schedules import make
+from pipelab.simulate import simulate
+from pipelab.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A choice and what it takes.
+
+    step    seconds of a batch, its flush and all-reduce included
+    """
+
+    problem: Problem
+    choice: Choice
+    step: float
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second."""
+        return self.problem.batch / self.step
+
+    @cached_property
+    def memory(self) -> float:
+        """Bytes of the fullest device at its peak."""
+        costs = self.problem.costs(self.choice)
+        return max(memory(simulate(table(self.choice), costs), costs).peak())
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """Seconds of the step by cause; they add up to it. One may be below 0.
+
+        Each is what the step, or a bound of it, gains when one more cause is counted.
+        """
+        choice, costs = self.choice, self.problem.costs(self.choice)
+        schedule = table(choice)
+        flat = replace(costs, update=0.0, transfer=0.0, bandwidth=np.inf)
+        local = replace(self.problem, machine=self.problem.machine.without_links())
+        no_recompute = choice._replace(recompute=Recompute.NEVER)
+        bare = replace(costs, overhead=0.0)
+        total = {
+            "compute": even_share(choice, local.costs(choice)),
+            "tensor": even_share(choice, costs),
+            "imbalance": work(no_recompute, bare).max(),
+            "recompute": work(choice, bare).max(),
+            "overhead": work(choice, costs).max(),
+            "bubble": seconds(choice, simulate(schedule, flat)),
+            "transfer": seconds(choice, simulate(schedule, replace(costs, update=0.0))),
+            "all-reduce": self.step,
+        }
+        gains = np.diff(list(total.values()), prepend=0.0)
+        gains[np.abs(gains) < 1e-9 * self.step] = 0.0  # rounding
+        return dict(zip(total, gains.tolist(), strict=True))
+
+    def to_json(self) -> dict[str, Any]:
+        return self.choice.to_json() | {
+            "step": self.step,
+            "throughput": self.throughput,
+            "memory": self.memory,
+            "parts": self.parts,
+        }
+
+
+def judge(problem: Problem, choice: Choice) -> Plan:
+    """Simulate it."""
+    timeline = simulate(table(choice), problem.costs(choice))
+    return Plan(problem, choice, seconds(choice, timeline))
+
+
+def table(choice: Choice) -> Schedule:
+    """One batch; without a flush three spells long enough for the pipeline to fill."""
+    p, m = choice.pipeline, choice.microbatches
+    batches = 3 * _spell(choice) if choice.schedule in ASYNCHRONOUS else 1
+    return make(choice.schedule, p, m, virtual=choice.virtual, batches=batches)
+
+
+def seconds(choice: Choice, timeline: Timeline) -> float:
+    """Of a batch: the whole timeline; without a flush the second spell, on the slowest device."""
+    if choice.schedule not in ASYNCHRONOUS:
+        return timeline.makespan
+    spell = _spell(choice)
+    last = np.zeros((3, choice.pipeline))  # [spell, device]: the last backward's end
+    backward = timeline.kind == Kind.B
+    which = timeline.microbatch[backward] // (spell * choice.microbatches)
+    np.maximum.at(last, (which, timeline.device[backward]), timeline.end[backward])
+    return float((last[1] - last[0]).max()) / spell
+
+
+def _spell(choice: Choice) -> int:
+    """Batches with at least twice as many micro-batches as the pipeline has devices."""
+    return -(-2 * choice.pipeline // choice.microbatches)

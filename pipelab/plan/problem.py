@@ -1,0 +1,195 @@
+"""The question: a model, a machine, a batch; and every answer that it can have."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pipelab.action import check_counts
+from pipelab.costs import Costs, Recompute
+from pipelab.partition.layers import Profile
+from pipelab.partition.splits import split_layers
+from pipelab.plan.machine import Machine
+from pipelab.plan.transformer import Transformer
+
+FLUSH = ("pipedream_flush", "interleaved", "gpipe")
+ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
+MOST_CHUNKS = 16  # a device
+LARGEST = 2_000_000  # actions of a table that is simulated
+BALANCED = ("time", "size")  # what a partition is balanced by
+
+
+class Choice(NamedTuple):
+    """One way to train.
+
+    pipeline      devices of a pipeline (of groups of `tensor` devices)
+    replicas      pipelines that share every batch
+    virtual       chunks a device
+    microbatch    samples of a micro-batch
+    microbatches  of a pipeline, per batch
+    balance       layers a stage
+    tensor        devices that share every layer
+    """
+
+    schedule: str
+    pipeline: int
+    replicas: int
+    virtual: int
+    microbatch: int
+    microbatches: int
+    recompute: Recompute
+    balance: tuple[int, ...]
+    tensor: int = 1
+
+    def __str__(self) -> str:
+        parts = [f"{self.schedule} p={self.pipeline}"]
+        if self.virtual > 1:
+            parts.append(f"v={self.virtual}")
+        if self.tensor > 1:
+            parts.append(f"t={self.tensor}")
+        parts.append(f"replicas={self.replicas} micro-batch={self.microbatch}")
+        parts.append(f"m={self.microbatches} recompute={self.recompute.value}")
+        return " ".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        numbers = self._asdict()
+        return numbers | {"recompute": self.recompute.value, "balance": list(self.balance)}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is asked.
+
+    model       a Transformer, or a Profile that was measured; its times grow with the micro-batch
+    batch       samples of a batch, of all devices together
+    tensor      how many devices may share a layer (a Transformer's)
+    schedules   that may be used; those that flush, unless more are asked for
+    optimizer   bytes of optimizer state a byte of weights. 7: the 18 bytes a parameter that
+                Megatron-LM counts for Adam in mixed precision (2 weight, 4 gradient, 12 state);
+                6: ZeRO's 16 bytes, whose gradients have 2; 2: Adam in float32. Unless given, 7 for
+                a Transformer and 2 for a Profile
+    """
+
+    model: Transformer | Profile
+    machine: Machine
+    devices: int
+    batch: int
+    tensor: tuple[int, ...] = (1,)
+    schedules: tuple[str, ...] = FLUSH
+    optimizer: float | None = None
+
+    def __post_init__(self) -> None:
+        check_counts(devices=self.devices, batch=self.batch)
+        if isinstance(self.model, Profile) and not self.model.time:
+            raise ValueError(
+                "the profile has no times: measure them, or give a transformer's sizes"
+            )
+        heads = self.model.heads if isinstance(self.model, Transformer) else 1
+        for tensor in self.tensor:
+            check_counts(tensor=tensor)
+            if self.devices % tensor or heads % tensor:
+                raise ValueError(
+                    f"tensor={tensor}: give a number that divides the {self.devices} devices and "
+                    f"the {heads} heads (a measured profile has one)"
+                )
+
+    # Each of these is a function that remembers what it has returned.
+
+    @cached_property
+    def profile(self) -> Callable[[int], Profile]:
+        """tensor -> the layers on one device."""
+        model = self.model
+        if isinstance(model, Profile):
+            return lambda tensor: model
+        return cache(lambda tensor: model.profile(self.machine, tensor))
+
+    @cached_property
+    def balance(self) -> Callable[[int, int, str], tuple[int, ...]]:
+        """tensor, stages, what is balanced -> layers a stage."""
+        return cache(
+            lambda tensor, stages, by: tuple(split_layers(self.profile(tensor), stages, by).balance)
+        )
+
+    @cached_property
+    def of_sample(self) -> Callable[[int, tuple[int, ...]], Costs]:
+        """tensor, balance -> costs of a micro-batch as in the profile, without the machine."""
+        return cache(lambda tensor, balance: self.profile(tensor).costs(balance))
+
+    @property
+    def layers(self) -> int:
+        return len(self.profile(1).layers)
+
+    def choices(self) -> Iterator[Choice]:
+        """All that use all devices and give every micro-batch the same number of samples.
+
+        Without tables of more than 2,000,000 actions, which would take minutes to simulate.
+        """
+        found: dict[Choice, None] = {}
+        for tensor in self.tensor:
+            devices = self.devices // tensor
+            for p in _divisors(devices):
+                replicas = devices // p
+                if self.batch % replicas == 0 and p <= self.layers:
+                    found |= dict.fromkeys(self._of_pipeline(p, replicas, tensor))
+        if not found:
+            raise ValueError(
+                f"batch={self.batch} on {self.devices} devices: no pipeline of at most "
+                f"{self.layers} devices has a number of replicas that divides the batch; change it "
+                f"(or every table has more than {LARGEST:,} actions)"
+            )
+        return iter(found)
+
+    def _of_pipeline(self, p: int, replicas: int, tensor: int) -> Iterator[Choice]:
+        """The choices of one pipeline length: schedules and chunks, balances, micro-batches."""
+        samples = self.batch // replicas
+        for schedule in self.schedules if p > 1 else self.schedules[:1]:
+            most = min(self.layers // p, MOST_CHUNKS)
+            chunks = range(2, most + 1) if schedule == "interleaved" else [1]
+            for v in chunks:
+                for by in BALANCED:
+                    balance = self.balance(tensor, p * v, by)
+                    for b in _divisors(samples):
+                        m = samples // b
+                        early = schedule == "pipedream_2bw" and m < p  # no version to read yet
+                        if early or 2 * p * v * m > LARGEST:
+                            continue
+                        for mode in Recompute:
+                            yield Choice(schedule, p, replicas, v, b, m, mode, balance, tensor)
+
+    def costs(self, choice: Choice) -> Costs:
+        """Of its stages, for the simulator; the all-reduce of the replicas is the update.
+
+        Between stages every one of the `tensor` devices sends its part of the boundary (arXiv
+        2104.04473, section 4.1). The gradients that replicas exchange are as large as the weights.
+        """
+        whole = self.of_sample(choice.tensor, choice.balance)
+        machine, optimizer = self.machine, self.optimizer
+        if optimizer is None:
+            optimizer = 7.0 if isinstance(self.model, Transformer) else 2.0
+        weights = np.array(whole.weights)
+        link = machine.link(choice.tensor * choice.pipeline)
+        more = choice.microbatch / self.profile(choice.tensor).samples
+        grown = {name: np.multiply(getattr(whole, name), more) for name in _PER_SAMPLE}
+        sizes: dict[str, Any] = grown | {
+            "update": machine.allreduce(weights, choice.replicas, machine.link(self.devices)),
+            "optimizer": optimizer * weights,
+        }
+        return replace(
+            whole,
+            **sizes,
+            transfer=machine.latency,
+            bandwidth=link * choice.tensor,
+            overhead=machine.overhead,
+            recompute=choice.recompute,
+        )
+
+
+_PER_SAMPLE = ("forward", "input_grad", "weight_grad", "activations", "boundary")
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
