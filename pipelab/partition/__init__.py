@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipelab.partition.layers import Layer, Profile
 from pipelab.partition.pipedream import Level, pipedream
-from pipelab.partition.stages import Partition, Stage
 from pipelab.partition.splits import METHODS, split_layers
+from pipelab.partition.stages import Partition, Stage
 from pipelab.partition.uniform import uniform
 
 if TYPE_CHECKING:
