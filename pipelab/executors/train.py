@@ -170,6 +170,7 @@ def evaluate(
             return judge_evaluation(
                 table,
                 batches,
+                result.losses,
                 result.microbatch_losses,
                 partial(wing.trainer, recipe),
                 wing.trees,

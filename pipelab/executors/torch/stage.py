@@ -207,17 +207,19 @@ class TorchStage(Stage):
             self._note_constants()
 
     def sums(self, group: int) -> list[Tensor]:
-        """The group's count, then the gradient of every trained weight.
+        """The group's count and who has a gradient, then the gradient of every trained weight.
 
         Replicas need a flush, so that all of them are of the latest version.
         """
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._trained()]
-        return [torch.tensor([self.counts[group]], dtype=torch.float64), *gradients]
+        trained = self._trained()
+        used = [p.grad is not None for p in trained]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        return [torch.tensor([self.counts[group], *used], dtype=torch.float64), *gradients]
 
     def replace_sums(self, group: int, sums: list[Tensor]) -> None:
-        self.counts[group] = float(sums[0])
-        for p, total in zip(self._trained(), sums[1:], strict=True):
-            p.grad = total
+        self.counts[group], *used = sums[0].tolist()
+        for p, total, users in zip(self._trained(), sums[1:], used, strict=True):
+            p.grad = total if users else None  # without one, optimizers leave a weight alone
 
     def news(self) -> News:
         square, tied = 0.0, {}

@@ -41,14 +41,17 @@ class Trainer:
             stage.to(self.device)
             if not recipe.training:
                 stage.eval()
-        self.precision = _lowest([*_floating(self.stages), recipe.autocast])
-        self.eps = torch.finfo(self.precision).eps
+        of_weights = _lowest(_floating(self.stages))
+        self.precision = _lowest([of_weights, recipe.autocast])
+        self.eps, self.eps_of_steps = (
+            torch.finfo(dtype).eps for dtype in (self.precision, of_weights)
+        )
         self.computes_in = "float64" if wide else str(self.precision).removeprefix("torch.")
         self.autocast = None if wide else recipe.autocast
         self.wide = wide
         self._draws: Any = nullcontext()
         if wide:
-            self._draws = _DrawsIn(_lowest(_floating(self.stages)))
+            self._draws = _DrawsIn(of_weights)
             for stage in self.stages:
                 for tensor in (*stage.parameters(), *stage.buffers()):
                     tensor.data = _widen(tensor.data)  # in place, so that tied ones stay tied
@@ -111,12 +114,12 @@ class Trainer:
             for name, p in stage.named_parameters():
                 if p.grad is not None:  # else no forward uses it, and optimizers leave it alone
                     p.grad = of_stage[name].to(p)
-        before = self.arrays(self._trained_weights())
+        before = self.arrays([_weights(stage) for stage in self.stages])
         if self.optimizer is not None:
             self.optimizer.step()
             for scheduler in self.schedulers:
                 scheduler.step()
-        return before, self.arrays(self._trained_weights())
+        return before, self.arrays([_weights(stage) for stage in self.stages])
 
     def accept(self, t: int, weights: Sequence[dict[str, Any]]) -> None:
         for history, of_stage in zip(self.history, weights, strict=True):
@@ -197,10 +200,6 @@ class Trainer:
     def _placed(self, weights: dict[str, Any]) -> dict[str, Tensor]:
         placed = {name: torch.as_tensor(w).to(self.device) for name, w in weights.items()}
         return {name: _widen(w) for name, w in placed.items()} if self.wide else placed
-
-    def _trained_weights(self) -> list[dict[str, Tensor]]:
-        every = (stage.named_parameters() for stage in self.stages)
-        return [{name: p.detach().clone() for name, p in of if p.requires_grad} for of in every]
 
     @contextmanager
     def _restored(self, jitter: int) -> Iterator[torch.Generator | None]:
