@@ -155,7 +155,7 @@ def torch_device(name: str | torch.device) -> CpuDevice:
     """The runtime of a torch device by its name. ValueError if this machine does not have it."""
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"device {name!r}: {str(error).splitlines()[0]}") from None
     if device.type == "cpu":
         return CpuDevice(device)
