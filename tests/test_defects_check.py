@@ -1,5 +1,7 @@
 """The check sees what it once let pass: still weights, batch losses, steps in mixed precision."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -77,3 +79,28 @@ def test_replicas_leave_a_weight_without_a_gradient_alone(backend):
     result = run(make("gpipe", 2, 2), modules, data, F.mse_loss, ADAMW, replicas=2, backend=backend)
     assert result.check.passed, result.check
     assert torch.equal(result.weights[0]["unused"], torch.ones(3, dtype=torch.float64))
+
+
+class Slow(nn.Module):
+    """Draws late in its forward, so that another thread has time to draw before."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return F.dropout(x, 0.5)
+
+
+def test_two_runs_at_once_have_their_own_random_numbers():
+    # Was: the reference of one drew from the generator that the other's stages had seeded.
+    def train(seed):
+        modules = [nn.Sequential(stage, Slow(0.007 + 0.003 * seed)) for stage in stages(2)]
+        schedule, data = make("gpipe", 2, 4, batches=2), batches(2, samples=8)
+        return run(schedule, modules, data, F.mse_loss, ADAMW, seed=seed)
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(train, range(2)))
+    for result in results:
+        assert result.check.passed, result.check

@@ -17,6 +17,7 @@ from pipelab.executors.check import Arrays, Losses, Piece
 from pipelab.executors.stage import Recipe
 from pipelab.executors.torch.arguments import TREES, copies_of
 from pipelab.executors.torch.checkpoint import StageState, load_optimizer
+from pipelab.executors.torch.device import DRAWING
 
 
 class Trainer:
@@ -72,7 +73,7 @@ class Trainer:
 
     @torch.no_grad()
     def losses(self, pieces: Sequence[Piece], jitter: int = 0) -> Losses:
-        with self._restored(jitter) as random:
+        with DRAWING, self._restored(jitter) as random:
             found = [self._loss(piece, random) for piece in pieces]
         return [(float(mean), count) for mean, count in found]
 
@@ -81,7 +82,7 @@ class Trainer:
         for p in self.trained:
             p.grad = None
         losses = []
-        with self._restored(jitter) as random:
+        with DRAWING, self._restored(jitter) as random:
             for piece in pieces:
                 mean, count = self._loss(piece, random)
                 losses.append((float(mean.detach()), count))
