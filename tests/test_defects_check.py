@@ -81,6 +81,16 @@ def test_replicas_leave_a_weight_without_a_gradient_alone(backend):
     assert torch.equal(result.weights[0]["unused"], torch.ones(3, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_replicas_give_back_the_buffers_of_the_first(backend):
+    # Was: held to what all replicas together would have counted, so that right runs failed.
+    modules = [nn.Sequential(s, nn.BatchNorm1d(6, dtype=torch.float64)) for s in stages(2)]
+    schedule, data = make("gpipe", 2, 2, batches=2), batches(2, samples=16)
+    result = run(schedule, modules, data, F.mse_loss, ADAMW, replicas=2, backend=backend)
+    assert result.check.passed, result.check
+    assert result.weights[0]["1.num_batches_tracked"] == 4
+
+
 class Slow(nn.Module):
     """Draws late in its forward, so that another thread has time to draw before."""
 

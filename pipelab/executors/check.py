@@ -48,12 +48,14 @@ class Piece(NamedTuple):
 
     reads  the weight version of every stage
     seeds  the random numbers that every stage's forward draws from; None if they draw none
+    first  whether the first replica computes it, whose buffers are those that a run gives back
     """
 
     x: Any
     y: Any
     reads: Sequence[int]
     seeds: Sequence[int] | None = None
+    first: bool = True
 
 
 class Trainer(Protocol):
@@ -394,8 +396,9 @@ def _pieces(
     reads = chain.from_iterable(reading)
     drawn = repeat(None) if seeds is None else iter(seeds.T.tolist())
     for b in range(segment.table.batches):
-        for part in cut(batches[b], segment.table.microbatches * replicas, b, trees):
-            yield Piece(*part, next(reads), next(drawn))
+        m = segment.table.microbatches
+        for k, part in enumerate(cut(batches[b], m * replicas, b, trees)):
+            yield Piece(*part, next(reads), next(drawn), k < m)
 
 
 def _compare_update(

@@ -167,6 +167,8 @@ class Trainer:
         """The stages at the versions that the piece reads, and the loss: (mean, count)."""
         x, y = TREES.map(self._moved, (piece.x, piece.y))
         with ExitStack() as stack:
+            if not piece.first:
+                stack.enter_context(self._buffers_kept())
             autocast = self.autocast is not None
             stack.enter_context(
                 torch.autocast(self.device.type, self.autocast, autocast, cache_enabled=False)
@@ -208,10 +210,16 @@ class Trainer:
         if not jitter:
             yield None
             return
+        with self._buffers_kept():
+            yield torch.Generator().manual_seed(jitter)
+
+    @contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
+        """What is computed inside leaves the buffers as they were before."""
         buffers = [buffer for stage in self.stages for buffer in stage.buffers()]
         before = [buffer.clone() for buffer in buffers]
         try:
-            yield torch.Generator().manual_seed(jitter)
+            yield
         finally:
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.data.copy_(value)
