@@ -370,7 +370,7 @@ def _most_precise(
         try:
             wide.losses(probe, jitter=1)
             return wide
-        except (RuntimeError, TypeError, ValueError):
+        except Exception:
             pass  # the verdict says in what precision it was reached
     return trainer(False)
 
