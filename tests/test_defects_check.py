@@ -91,6 +91,20 @@ def test_replicas_give_back_the_buffers_of_the_first(backend):
     assert result.weights[0]["1.num_batches_tracked"] == 4
 
 
+@pytest.mark.parametrize("call", [run, evaluate])
+def test_a_first_micro_batch_that_counts_nothing_may_have_no_loss(call):
+    # Was: nan, as of targets that are all ignored, looked like a loss that changes.
+    def loss(y, target):
+        kept = target.isfinite()
+        return (y - target)[kept].square().mean(), kept.sum()
+
+    (x, target), *_ = batches(1, samples=8)
+    target[:4] = torch.nan
+    optimizer = [ADAMW] if call is run else []
+    found = call(make("gpipe", 2, 2), stages(2), [(x, target)], loss, *optimizer).check
+    assert found.passed, found
+
+
 class Slow(nn.Module):
     """Draws late in its forward, so that another thread has time to draw before."""
 
