@@ -217,6 +217,22 @@ def test_a_loss_that_cannot_be_trained_on_is_refused(kind):
     assert Counted.steps == 0
 
 
+def test_a_batch_that_has_a_graph_is_data():
+    # Was: backwards went on into the caller's graph, which the second one did not find any more.
+    (x, target), *_ = batches(1)
+    x.requires_grad_()
+    result = run(make("gpipe", 2, 2), stages(2), [(x * 2, target)], F.mse_loss, SGD)
+    assert result.check.passed
+    assert x.grad is None
+
+
+@pytest.mark.parametrize("count", [-1.0, float("nan"), float("inf")])
+def test_a_loss_that_is_the_mean_of_no_number_is_refused(count):
+    loss = lambda y, t: (F.mse_loss(y, t), count)  # noqa: E731
+    with pytest.raises(RunError, match=f"the loss is the mean of {count}: give how many"):
+        run(make("gpipe", 2, 2), stages(2), batches(1), loss, SGD)
+
+
 def test_an_unreduced_loss_is_not_evaluated():
     # Was: "only one element tensors can be converted to Python scalars".
     with pytest.raises((ValueError, RunError), match=r"loss.*\(4, 6\)"):

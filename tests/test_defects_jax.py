@@ -151,15 +151,27 @@ def test_stages_that_share_an_array_are_refused():
     assert call("run", batches(1), modules=[(layer, first), (layer, second)]).check.passed
 
 
+@pytest.mark.parametrize("wrong", [optax.sgd, 0.1])
+def test_what_is_no_optimizer_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"optimizer is a .*: give an optax transformation"):
+        call("run", batches(1), modules=stages(layer, layer), optimizer=wrong)
+
+
 @pytest.mark.parametrize(
     ("value", "kind"),
-    [(np.ones(6, int), "int64"), (jnp.ones(6, bool), "bool"), (3, "int"), ("words", "str")],
+    [
+        (np.ones(6, int), "int64"),
+        (jnp.ones(6, bool), "bool"),
+        (3, "int"),
+        ("words", "str"),
+        (0.5, "float"),
+    ],
 )
 def test_parameters_that_cannot_be_trained_are_refused(value, kind):
     # Was: an error of jax's own in an action, about float0.
     (f, first), (g, second) = stages(layer, layer)
     modules = [(f, first), (g, second | {"count": value})]
-    message = rf"stage 1, parameters\['count'\]: of type .*{kind}.*only floating-point numbers"
+    message = rf"stage 1, parameters\['count'\]: of type .*{kind}.*only floating-point arrays"
     with pytest.raises(ValueError, match=message):
         call("run", batches(1), modules=modules, optimizer=REFUSING)
 

@@ -294,9 +294,15 @@ def test_a_quick_check_and_one_of_a_single_precision_say_so():
         def forward(self, x):
             return self.inner(x.float())
 
-    single = run(make("gpipe", 2, 2), [Single(), Single()], data, F.mse_loss, SGD).check
-    assert single.passed
-    assert single.precision == "float32"
+    class Asserting(nn.Linear):
+        def forward(self, x):
+            assert x.dtype == torch.float32
+            return super().forward(x)
+
+    for modules in ([Single(), Single()], [Asserting(6, 6), Asserting(6, 6)]):
+        single = run(make("gpipe", 2, 2), modules, data, F.mse_loss, SGD).check
+        assert single.passed
+        assert single.precision == "float32"
 
 
 def test_the_small_model_of_the_readme_many_times():

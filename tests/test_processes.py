@@ -377,6 +377,17 @@ def test_an_interrupted_or_killed_caller_leaves_no_process_behind(how, tmp_path)
     assert list(tmp_path.glob("pipelab-*")) == []
 
 
+def test_a_rank_ends_quietly_if_its_caller_was_interrupted_meanwhile(tmp_path):
+    # Was: it wrote an error about its log, in a folder that was removed already.
+    script = f"""
+from multiprocessing import Pipe
+from pipelab.executors.torch.processes import _rank
+_rank(Pipe()[0], 0, [], {str(tmp_path / "removed")!r})
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
 def test_an_unknown_backend():
     with pytest.raises(ValueError, match="backend='rays': use one of threads, processes, jax"):
         run(

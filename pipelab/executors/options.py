@@ -1,14 +1,27 @@
 """What `run` and `evaluate` are asked for beside the model and the data."""
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from pipelab.costs import Costs, Recompute
 
 BACKENDS = ("threads", "processes", "jax")
+FOLDER = (str, os.PathLike), "the name of a folder"
+KINDS: dict[str, tuple[Any, str]] = {  # of options, unless they are as they are by default
+    "devices": ((str, Sequence), "a device for each row, or one name for all"),
+    "recompute": (Recompute, "Recompute.NEVER, EXCEPT_LAST or ALWAYS"),
+    "seed": (Integral, "a whole number of at least 0"),
+    "costs": (Costs, "a pipelab.Costs"),
+    "dump": FOLDER,
+    "save": FOLDER,
+    "stop": (Integral, "a number of batches"),
+    "resume": FOLDER,
+}
 
 
 @dataclass(frozen=True)
@@ -36,7 +49,13 @@ class Options:
     def __post_init__(self) -> None:
         if self.backend not in (None, *BACKENDS):
             raise ValueError(f"backend={self.backend!r}: use one of {', '.join(BACKENDS)}")
-        if not isinstance(self.replicas, int) or self.replicas < 1:
+        for name, (kinds, remedy) in KINDS.items():
+            value: Any = getattr(self, name)
+            if value is getattr(Options, name):
+                continue
+            if not isinstance(value, kinds) or value == "" or (name == "seed" and value < 0):
+                raise ValueError(f"{name}={value!r}: give {remedy}")
+        if not isinstance(self.replicas, Integral) or self.replicas < 1:
             raise ValueError(f"replicas={self.replicas!r}: give a whole number of at least 1")
         if self.check not in (True, False, "quick"):
             raise ValueError(f"check={self.check!r}: use True, False or 'quick'")

@@ -55,7 +55,8 @@ def run(
                mean of)
     optimizer  a factory: parameters -> torch.optim.Optimizer, or a tuple of one and learning-rate
                schedulers, which step after each update; called once per stage. For jax: an optax
-               transformation
+               transformation. It sees one stage: for a norm over all of them there is `clip`, not
+               optax.clip_by_global_norm
     backend    "threads" of this process, or "processes", one a device (messages over gloo, or NCCL
                where every rank has a GPU of its own). Default: threads; in a process that torchrun
                or another launcher started, that process is one of the ranks. "jax": threads, with

@@ -165,6 +165,8 @@ class Stage:
     def check_loss(self, microbatch: int) -> None:
         """FloatingPointError for a loss that is nan or inf, unless the recipe allows it."""
         mean, count = self.losses[microbatch]
+        if not 0 <= count < np.inf:
+            raise ValueError(f"the loss is the mean of {count}: give how many it is the mean of")
         if self.recipe.finite and count and not np.isfinite(value := float(mean)):
             batch = microbatch // self.recipe.microbatches
             raise FloatingPointError(

@@ -32,6 +32,7 @@ class Wing(ABC):
 
     The constructor refuses what the library cannot run.
 
+    optimizer    a method that what `run` takes for one has, and what that is
     trees        how it takes batches apart
     draws_alike  whether float64 draws the same random numbers as the run's precision
     segment      which part of the training this is
@@ -42,6 +43,7 @@ class Wing(ABC):
     ties         per stage, the weights that other stages have too: name -> number of the tie
     """
 
+    optimizer = "__call__", "a factory, such as torch.optim.SGD"
     trees: Trees
     draws_alike = True
     launcher: Launcher
@@ -96,6 +98,10 @@ def train(
 ) -> Run:
     """`pipelab.run` in one library."""
     # [1] refuse what cannot be run
+    _check_arguments(schedule, stages, batches, loss)
+    method, remedy = make.optimizer
+    if not hasattr(optimizer, method):
+        raise ValueError(f"optimizer is a {type(optimizer).__name__}: give {remedy}")
     check_table(validate(schedule), len(stages), len(batches), training=True)
     wing = make(schedule, stages, options, training=True)
     partners = find_partners(schedule, [set(of.values()) for of in wing.ties], options.clip)
@@ -154,6 +160,7 @@ def evaluate(
     options: Options,
 ) -> Evaluation:
     """`pipelab.evaluate` in one library."""
+    _check_arguments(schedule, stages, batches, loss)
     table = validate(schedule.forward_only())
     check_table(table, len(stages), len(batches), training=False)
     wing = make(table, stages, options, training=False)
@@ -170,6 +177,7 @@ def evaluate(
             return judge_evaluation(
                 table,
                 batches,
+                result.losses,
                 result.microbatch_losses,
                 partial(wing.trainer, recipe),
                 wing.trees,
@@ -180,6 +188,18 @@ def evaluate(
         if options.check:
             result.check = launcher.from_first(verdict)
     return Evaluation(result.losses, result.microbatch_losses, result.timeline, result.check)
+
+
+def _check_arguments(schedule: Any, stages: Any, batches: Any, loss: Any) -> None:
+    """ValueError for arguments of another kind than a schedule, two sequences and a function."""
+    for name, value, fits, remedy in (
+        ("schedule", schedule, isinstance(schedule, Schedule), "one of pipelab.make"),
+        ("stages", stages, hasattr(stages, "__len__"), "a list"),
+        ("batches", batches, hasattr(batches, "__len__"), "a list, or what has a length"),
+        ("loss", loss, callable(loss), "a function (output, target) -> mean"),
+    ):
+        if not fits:
+            raise ValueError(f"{name} is a {type(value).__name__}: give {remedy}")
 
 
 def _jobs(

@@ -72,9 +72,9 @@ def check_trained(parts: Sequence[Part]) -> None:
         for path, leaf in jax.tree.leaves_with_path(parameters):
             where = f"stage {s}, parameters{jax.tree_util.keystr(path)}"
             kind = getattr(leaf, "dtype", type(leaf))
-            if not jnp.issubdtype(kind, jnp.inexact):
+            if not hasattr(leaf, "dtype") or not jnp.issubdtype(kind, jnp.inexact):
                 raise ValueError(
-                    f"{where}: of type {kind}, and only floating-point numbers can be trained; "
+                    f"{where}: of type {kind}, and only floating-point arrays can be trained; "
                     "let the function hold the others"
                 )
             owner = owners.setdefault(id(leaf), s)

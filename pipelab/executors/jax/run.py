@@ -57,6 +57,7 @@ class JaxJob(Job):
 class JaxWing(Wing):
     """JAX stages in threads, of this process or of all those of jax.distributed."""
 
+    optimizer = "update", "an optax transformation, such as optax.sgd(0.1)"
     trees = TREES
     draws_alike = False
 

@@ -31,7 +31,7 @@ class Trainer:
         self.applies, parameters = zip(*parts, strict=True)
         floating = [d for d in map(jnp.result_type, jax.tree.leaves(parameters)) if _inexact(d)]
         lowest = max(floating, key=lambda d: jnp.finfo(d).eps, default=jnp.dtype(jnp.float32))
-        self.eps = float(jnp.finfo(lowest).eps)
+        self.eps = self.eps_of_steps = float(jnp.finfo(lowest).eps)
         self.computes_in = "float64" if wide else lowest.name
         self.history = [{0: self._placed(weights)} for weights in parameters]  # [stage][version]
         self.state_of_optimizer: Any = None

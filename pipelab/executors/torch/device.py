@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from pipelab.executors.device import Device
 from pipelab.executors.stage import Ledger
 
-_DRAWING = RLock()
+DRAWING = RLock()  # torch has one generator a device, whichever run draws from it
 
 
 class CpuDevice(Device):
@@ -85,7 +85,7 @@ class CpuDevice(Device):
         with ExitStack() as stack:
             if seed is not None:
                 cuda = [self.device] if self.device.type == "cuda" else []
-                stack.enter_context(_DRAWING)
+                stack.enter_context(DRAWING)
                 stack.enter_context(torch.random.fork_rng(cuda))
                 torch.default_generator.manual_seed(seed)
                 if cuda:
@@ -97,7 +97,7 @@ class CpuDevice(Device):
 
     def backward_context(self, seed: int | None) -> AbstractContextManager:
         """What a backward runs in: torch.utils.checkpoint draws in it what its forward drew."""
-        return nullcontext() if seed is None else _DRAWING
+        return nullcontext() if seed is None else DRAWING
 
 
 class CudaDevice(CpuDevice):
@@ -155,7 +155,7 @@ def torch_device(name: str | torch.device) -> CpuDevice:
     """The runtime of a torch device by its name. ValueError if this machine does not have it."""
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(f"device {name!r}: {str(error).splitlines()[0]}") from None
     if device.type == "cpu":
         return CpuDevice(device)

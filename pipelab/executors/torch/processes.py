@@ -242,6 +242,8 @@ def _dumps(value: Any) -> memoryview:
 def _rank(connection: Connection, rank: int, marks: Any, folder: str) -> None:
     """A rank's process: receive the job, do it, send the outcome or the error."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if not os.path.isdir(folder):  # the caller was interrupted while it started this
+        os._exit(1)
     with open(os.path.join(folder, f"log{rank:04}"), "w", buffering=1) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

@@ -78,10 +78,10 @@ class TorchJob(Job):
 
 
 def _onto(pieces: Sequence[Any] | None, home: CpuDevice) -> list[Any] | None:
-    """Copies: a slice would keep, and count as, the memory of the whole batch."""
+    """Copies: a slice would keep, and count as, the memory of the whole batch, and its graph."""
     if pieces is None:
         return None
-    move = lambda t: t.to(home.device, copy=True)  # noqa: E731
+    move = lambda t: t.detach().to(home.device, copy=True)  # noqa: E731
     return [pytree.tree_map_only(Tensor, move, piece) for piece in pieces]
 
 

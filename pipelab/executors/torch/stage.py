@@ -1,6 +1,6 @@
 """A stage of a torch model: what a worker's five kinds of action do to it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +87,8 @@ class TorchStage(Stage):
         trained = [h for h in self._handles.values() if h.requires_grad]
         made = recipe.optimizer(trained) if trained and recipe.optimizer else None
         self.optimizer, *self.schedulers = made if isinstance(made, tuple) else (made,)
+        if trained and recipe.optimizer:
+            _check_optimizer(self.optimizer, trained)
         if start and self.optimizer:
             load_optimizer(start, self.optimizer, self.schedulers, self._handles)
         self._kept: dict[int, _Kept] = {}  # by micro-batch
@@ -207,17 +209,19 @@ class TorchStage(Stage):
             self._note_constants()
 
     def sums(self, group: int) -> list[Tensor]:
-        """The group's count, then the gradient of every trained weight.
+        """The group's count and who has a gradient, then the gradient of every trained weight.
 
         Replicas need a flush, so that all of them are of the latest version.
         """
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._trained()]
-        return [torch.tensor([self.counts[group]], dtype=torch.float64), *gradients]
+        trained = self._trained()
+        used = [p.grad is not None for p in trained]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        return [torch.tensor([self.counts[group], *used], dtype=torch.float64), *gradients]
 
     def replace_sums(self, group: int, sums: list[Tensor]) -> None:
-        self.counts[group] = float(sums[0])
-        for p, total in zip(self._trained(), sums[1:], strict=True):
-            p.grad = total
+        self.counts[group], *used = sums[0].tolist()
+        for p, total, users in zip(self._trained(), sums[1:], used, strict=True):
+            p.grad = total if users else None  # without one, optimizers leave a weight alone
 
     def news(self) -> News:
         square, tied = 0.0, {}
@@ -444,6 +448,17 @@ class _Entry(torch.autograd.Function):
 
 def _differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _check_optimizer(optimizer: Any, trained: Sequence[Tensor]) -> None:
+    """ValueError for what is no optimizer, or one of the caller's own weights."""
+    groups = getattr(optimizer, "param_groups", [{"params": [None]}])
+    found = {id(p) for group in groups for p in group["params"]}
+    if not found <= set(map(id, trained)):
+        raise ValueError(
+            f"the optimizer's factory made a {type(optimizer).__name__} of other weights than it "
+            "was called with: give one that uses its argument, such as torch.optim.SGD"
+        )
 
 
 def _check_mean(mean: Any, output: Any) -> None:

@@ -17,6 +17,7 @@ from pipelab.executors.check import Arrays, Losses, Piece
 from pipelab.executors.stage import Recipe
 from pipelab.executors.torch.arguments import TREES, copies_of
 from pipelab.executors.torch.checkpoint import StageState, load_optimizer
+from pipelab.executors.torch.device import DRAWING
 
 
 class Trainer:
@@ -41,14 +42,17 @@ class Trainer:
             stage.to(self.device)
             if not recipe.training:
                 stage.eval()
-        self.precision = _lowest([*_floating(self.stages), recipe.autocast])
-        self.eps = torch.finfo(self.precision).eps
+        of_weights = _lowest(_floating(self.stages))
+        self.precision = _lowest([of_weights, recipe.autocast])
+        self.eps, self.eps_of_steps = (
+            torch.finfo(dtype).eps for dtype in (self.precision, of_weights)
+        )
         self.computes_in = "float64" if wide else str(self.precision).removeprefix("torch.")
         self.autocast = None if wide else recipe.autocast
         self.wide = wide
         self._draws: Any = nullcontext()
         if wide:
-            self._draws = _DrawsIn(_lowest(_floating(self.stages)))
+            self._draws = _DrawsIn(of_weights)
             for stage in self.stages:
                 for tensor in (*stage.parameters(), *stage.buffers()):
                     tensor.data = _widen(tensor.data)  # in place, so that tied ones stay tied
@@ -69,7 +73,7 @@ class Trainer:
 
     @torch.no_grad()
     def losses(self, pieces: Sequence[Piece], jitter: int = 0) -> Losses:
-        with self._restored(jitter) as random:
+        with DRAWING, self._restored(jitter) as random:
             found = [self._loss(piece, random) for piece in pieces]
         return [(float(mean), count) for mean, count in found]
 
@@ -78,7 +82,7 @@ class Trainer:
         for p in self.trained:
             p.grad = None
         losses = []
-        with self._restored(jitter) as random:
+        with DRAWING, self._restored(jitter) as random:
             for piece in pieces:
                 mean, count = self._loss(piece, random)
                 losses.append((float(mean.detach()), count))
@@ -111,12 +115,12 @@ class Trainer:
             for name, p in stage.named_parameters():
                 if p.grad is not None:  # else no forward uses it, and optimizers leave it alone
                     p.grad = of_stage[name].to(p)
-        before = self.arrays(self._trained_weights())
+        before = self.arrays([_weights(stage) for stage in self.stages])
         if self.optimizer is not None:
             self.optimizer.step()
             for scheduler in self.schedulers:
                 scheduler.step()
-        return before, self.arrays(self._trained_weights())
+        return before, self.arrays([_weights(stage) for stage in self.stages])
 
     def accept(self, t: int, weights: Sequence[dict[str, Any]]) -> None:
         for history, of_stage in zip(self.history, weights, strict=True):
@@ -163,6 +167,8 @@ class Trainer:
         """The stages at the versions that the piece reads, and the loss: (mean, count)."""
         x, y = TREES.map(self._moved, (piece.x, piece.y))
         with ExitStack() as stack:
+            if not piece.first:
+                stack.enter_context(self._buffers_kept())
             autocast = self.autocast is not None
             stack.enter_context(
                 torch.autocast(self.device.type, self.autocast, autocast, cache_enabled=False)
@@ -198,20 +204,22 @@ class Trainer:
         placed = {name: torch.as_tensor(w).to(self.device) for name, w in weights.items()}
         return {name: _widen(w) for name, w in placed.items()} if self.wide else placed
 
-    def _trained_weights(self) -> list[dict[str, Tensor]]:
-        every = (stage.named_parameters() for stage in self.stages)
-        return [{name: p.detach().clone() for name, p in of if p.requires_grad} for of in every]
-
     @contextmanager
     def _restored(self, jitter: int) -> Iterator[torch.Generator | None]:
         """The random errors of a second opinion, which leaves no trace in the buffers."""
         if not jitter:
             yield None
             return
+        with self._buffers_kept():
+            yield torch.Generator().manual_seed(jitter)
+
+    @contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
+        """What is computed inside leaves the buffers as they were before."""
         buffers = [buffer for stage in self.stages for buffer in stage.buffers()]
         before = [buffer.clone() for buffer in buffers]
         try:
-            yield torch.Generator().manual_seed(jitter)
+            yield
         finally:
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.data.copy_(value)
