@@ -46,7 +46,7 @@ def entries(profile: Profile, devices: int, bandwidth: float = 1e9) -> list[Entr
                     work = time[i:j].sum()
                     sync = 4 * (mine - 1) / mine * weights[i:j].sum() / bandwidth
                     pace = max(work, sync) / mine
-                    words = f"layers {i + 1} to {j}" if j > i + 1 else f"layer {j}"
+                    words = f"layers {i} to {j - 1}" if j > i + 1 else f"layer {i}"
                     words += f" on {mine}: max({work:.3g}, {sync:.3g}) / {mine} = {pace:.3g}"
                     if i:
                         before, link = known[i, m - mine].pace, 2 * output[i - 1] / bandwidth
