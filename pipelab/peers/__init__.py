@@ -1,15 +1,47 @@
 """Other people's pipelines on the same stages and batches, to compare with: one file each."""
 
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 from torch import Tensor
+
+from pipelab.memory import Memory
+from pipelab.timeline import Timeline
 
 
 @dataclass
 class PeerRun:
-    """Losses, one per batch; a state dict of weights per stage, named as in pipelab; seconds of
-    each batch."""
+    """What a peer's run gives back.
+
+    losses     one per batch
+    weights    the trained weights, a state dict per stage, named as in pipelab
+    seconds    of each batch
+    timeline   measured spans, by hooks inside the peer's run (never by our simulator): the rows are
+               its actions in the order in which they ran. None with watch=False
+    memory     measured bytes over time, counted as `pipelab.run` counts them: weights, gradients,
+               optimizer state, and what autograd saves; not what the library buffers besides. None
+               with watch=False
+    gradients  of the last update, per stage by name; empty with watch=False
+    """
 
     losses: list[float]
     weights: list[dict[str, Tensor]]
     seconds: list[float]
+    timeline: Timeline | None
+    memory: Memory | None
+    gradients: list[dict[str, Tensor]]
+
+
+def load(name: str) -> Any:
+    """A module of a peer's library. ImportError that says what to install where it is missing."""
+    library = name.split(".")[0]
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != library:
+            raise
+        raise ImportError(
+            f"{library} is not installed: pip install 'pipelab[peers]'", name=library
+        ) from None
+

@@ -1,20 +1,77 @@
 """torchgpipe 0.0.7 (Kim et al. 2020, arXiv 2004.09910) behind a call like `pipelab.run`.
 
 What it asks for: an nn.Sequential whose layers take and return tensors or tuples, one process,
-GPipe only, `chunks` micro-batches. It was last released in 2020 and still runs.
+GPipe only, `chunks` micro-batches. It was last released in 2020 and still runs. It has one thread
+for each *different* device, so that on a CPU its partitions take turns and nothing overlaps: what
+the timeline shows there is the order, and it is real.
+
+Its backwards run last in, first out:
+
+    0F0 0F1 0F2 .   .   .   .   0B2 0B1 0B0 0U0
+    .   1F0 1F1 1F2 .   .   1B2 1B1 1B0 1U0 .
+    .   .   2F0 2F1 2F2 2B2 2B1 2B0 2U0 .   .
+
+which is why `checkpoint` has a mode of its own for the last micro-batch:
+
+never        every micro-batch keeps what its backward needs; each forward runs once
+always       every micro-batch keeps its input; every forward runs again before its backward
+except_last  (their default) all but the last one's forwards run again
+
+The last micro-batch's backward comes right after its forward. To drop what the forward made and to
+make it again at once would cost a forward and save nothing: the peak is that of `always`, since any
+backward needs one micro-batch's activations. (With backwards first in, first out the last one would
+wait, and keep them all that time.)
 """
 
 import copy
 import time
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import nn
-from torchgpipe import GPipe
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from pipelab.action import Action, Kind, insert_updates
 from pipelab.executors.torch.stage import Loss, OptimizerFactory
-from pipelab.peers import PeerRun
+from pipelab.peers import PeerRun, load
+from pipelab.peers.watch import Outcome, Steps, Watch, gather, weights_of
+from pipelab.schedule import Schedule
+
+
+def schedule_of(partitions: int, chunks: int, batches: int = 1) -> Schedule:
+    """The order of torchgpipe: GPipe with its backwards last in, first out.
+
+    >>> print(schedule_of(2, 2).grid())
+    0F0 0F1 .   .   0B1 0B0 0U0
+    .   1F0 1F1 1B1 1B0 1U0 .
+    """
+    order = [
+        (kind, k)
+        for b in range(batches)
+        for kind, step in ((Kind.F, 1), (Kind.B, -1))
+        for k in range(b * chunks, (b + 1) * chunks)[::step]
+    ]
+    rows = [
+        tuple(insert_updates((Action(j, kind, k) for kind, k in order), chunks))
+        for j in range(partitions)
+    ]
+    return Schedule("torchgpipe", tuple(rows), tuple(range(partitions)), chunks, batches)
+
+
+def balance_by_time(
+    layers: Sequence[nn.Module], partitions: int, sample: Any, *, timeout: float = 1.0
+) -> list[int]:
+    """torchgpipe's own balance: layers per partition, by times measured for `timeout` seconds.
+
+    On the device of the sample. ValueError from torchgpipe where a parameter has a gradient. (Its
+    balance_by_size works on CUDA alone.)
+    """
+    device = pytree.tree_leaves(sample)[0].device
+    balance = load("torchgpipe.balance")
+    model = nn.Sequential(*layers)
+    return balance.balance_by_time(partitions, model, sample, timeout=timeout, device=device)
 
 
 def run_torchgpipe(
@@ -24,31 +81,106 @@ def run_torchgpipe(
     optimizer: OptimizerFactory,
     *,
     chunks: int,
+    balance: Sequence[int] | None = None,
     devices: Sequence[str] | None = None,
     checkpoint: str = "never",
+    watch: bool = True,
 ) -> PeerRun:
-    """Train copies of `stages` with torchgpipe; `checkpoint`: never, except_last or always."""
-    stages = [copy.deepcopy(stage) for stage in stages]
-    model = GPipe(
-        nn.Sequential(*(layer for stage in stages for layer in stage)),
-        balance=[len(stage) for stage in stages],
-        devices=list(devices or ["cpu"] * len(stages)),
+    """Train copies of `stages` with torchgpipe; `checkpoint`: never, except_last or always.
+
+    balance  layers per partition, where the stages are to be cut anew
+    watch    whether hooks note spans, bytes and gradients
+
+    The loss is of whole batches, between the forwards and the backwards, and in no span.
+    """
+    layers = [copy.deepcopy(layer) for stage in stages for layer in stage]
+    model = load("torchgpipe").GPipe(
+        nn.Sequential(*layers),
+        balance=list(balance or map(len, stages)),
+        devices=list(devices or ["cpu"] * len(balance or stages)),
         chunks=chunks,
         checkpoint=checkpoint,
     )
-    step, losses, seconds = optimizer(model.parameters()), [], []
-    for x, y in batches:
-        began = time.perf_counter()
-        step.zero_grad()
-        value = loss(model(x.to(model.devices[0])), y.to(model.devices[-1]))
+    # Named as in a stage: numbered from 0. The layers are those of the model.
+    bounds = pairwise(accumulate(model.balance, initial=0))
+    parts = [nn.Sequential(*layers[a:b]) for a, b in bounds]
+    steps = [Steps(part, optimizer) for part in parts]
+    hooks = []
+    if watch:
+        hooks = [
+            _Hooks(j, part, partition, steps[j], model.devices[j])
+            for j, (part, partition) in enumerate(zip(parts, model.partitions, strict=True))
+        ]
+    losses, ends, done = [], [time.perf_counter()], 0
+    for b, (x, y) in enumerate(batches):
+        for hook in hooks:
+            hook.start(done)
+        done += len(pytree.tree_leaves(x)[0].chunk(chunks))
+        x = pytree.tree_map_only(Tensor, lambda t: t.to(model.devices[0]), x)
+        y = pytree.tree_map_only(Tensor, lambda t: t.to(model.devices[-1]), y)
+        value = loss(model(x), y)
         value.backward()
-        step.step()
+        for j, mine in enumerate(steps):
+            if watch:
+                hooks[j].watch.begin(j, Kind.U, b)
+            mine.step()
+            if watch:
+                hooks[j].watch.end()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         losses.append(float(value.detach()))
-        seconds.append(time.perf_counter() - began)
-    weights = []
-    for partition in model.partitions:
-        layers = nn.Sequential(*partition)  # numbered from 0, as in a stage
-        weights.append({name: t.detach().cpu() for name, t in layers.state_dict().items()})
-    return PeerRun(losses, weights, seconds)
+        ends.append(time.perf_counter())
+    outcomes = [
+        Outcome(losses, {j: weights_of(part)}, ends, hooks[j].watch.finish() if watch else None)
+        for j, part in enumerate(parts)
+    ]
+    return gather("torchgpipe", outcomes, done // len(batches))
+
+
+class _Hooks:
+    """Notes forwards and backwards of one partition.
+
+    A forward is between the hooks of the module. A backward begins when the output's gradient is
+    known, or with the recomputed forward, and ends with the input's gradient or the last one of a
+    weight. A recomputed forward is known by its input, which torchgpipe has kept.
+    """
+
+    def __init__(
+        self, j: int, part: nn.Module, partition: nn.Module, steps: Steps, device: torch.device
+    ) -> None:
+        self.j = j
+        self.watch = Watch({j: part}, [steps], device)
+        self.start(0)
+        self._recomputing = load("torchgpipe").is_recomputing
+        partition.register_forward_pre_hook(self._before)
+        partition.register_forward_hook(self._after)
+        for p in part.parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(lambda _: self.watch.end())
+
+    def start(self, first: int) -> None:
+        """A batch begins, whose micro-batches count from `first`."""
+        self._first = first
+        self._number: dict[int, int] = {}  # address of an input -> its micro-batch
+
+    def _before(self, _: nn.Module, inputs: tuple) -> None:
+        tensors = pytree.tree_leaves(inputs)
+        address = tensors[0].data_ptr()
+        kind = Kind.B
+        if not self._recomputing():
+            kind = Kind.F
+            self._number[address] = self._first + len(self._number)
+        self._current = self._number[address]
+        self.watch.begin(self.j, kind, self._current, forward=True)
+        if not torch.is_grad_enabled():  # a checkpoint, which keeps its input
+            self.watch.home.hold((self.j, self._current), tensors)
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self.watch.end())
+
+    def _after(self, _: nn.Module, inputs: tuple, output: Any) -> None:
+        self.watch.end()
+        number = self._current
+        for tensor in pytree.tree_leaves(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self.watch.begin(self.j, Kind.B, number))
