@@ -1,8 +1,7 @@
 """Other people's pipelines on the same stages and batches, to compare with: one file each."""
 
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
+from importlib.util import find_spec
 
 from torch import Tensor
 
@@ -33,15 +32,9 @@ class PeerRun:
     gradients: list[dict[str, Tensor]]
 
 
-def load(name: str) -> Any:
-    """A module of a peer's library. ImportError that says what to install where it is missing."""
-    library = name.split(".")[0]
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != library:
-            raise
+def need(library: str) -> None:
+    """ImportError that says what to install, where a peer's library is missing."""
+    if find_spec(library) is None:
         raise ImportError(
             f"{library} is not installed: pip install 'pipelab[peers]'", name=library
-        ) from None
-
+        )

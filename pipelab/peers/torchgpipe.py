@@ -26,6 +26,8 @@ wait, and keep them all that time.)
 import copy
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -35,7 +37,7 @@ from torch.utils import _pytree as pytree
 
 from pipelab.action import Action, Kind, insert_updates
 from pipelab.executors.torch.stage import Loss, OptimizerFactory
-from pipelab.peers import PeerRun, load
+from pipelab.peers import PeerRun, need
 from pipelab.peers.watch import Outcome, Steps, Watch, gather, weights_of
 from pipelab.schedule import Schedule
 
@@ -68,8 +70,10 @@ def balance_by_time(
     On the device of the sample. ValueError from torchgpipe where a parameter has a gradient. (Its
     balance_by_size works on CUDA alone.)
     """
+    need("torchgpipe")
+    from torchgpipe import balance
+
     device = pytree.tree_leaves(sample)[0].device
-    balance = load("torchgpipe.balance")
     model = nn.Sequential(*layers)
     return balance.balance_by_time(partitions, model, sample, timeout=timeout, device=device)
 
@@ -93,8 +97,11 @@ def run_torchgpipe(
 
     The loss is of whole batches, between the forwards and the backwards, and in no span.
     """
+    need("torchgpipe")
+    from torchgpipe import GPipe
+
     layers = [copy.deepcopy(layer) for stage in stages for layer in stage]
-    model = load("torchgpipe").GPipe(
+    model = GPipe(
         nn.Sequential(*layers),
         balance=list(balance or map(len, stages)),
         devices=list(devices or ["cpu"] * len(balance or stages)),
@@ -108,8 +115,10 @@ def run_torchgpipe(
     hooks = []
     if watch:
         hooks = [
-            _Hooks(j, part, partition, steps[j], model.devices[j])
-            for j, (part, partition) in enumerate(zip(parts, model.partitions, strict=True))
+            _Hooks(j, partition, Watch({j: part}, [mine], batches, device))
+            for j, (partition, part, mine, device) in enumerate(
+                zip(model.partitions, parts, steps, model.devices, strict=True)
+            )
         ]
     losses, ends, done = [], [time.perf_counter()], 0
     for b, (x, y) in enumerate(batches):
@@ -141,22 +150,21 @@ class _Hooks:
     """Notes forwards and backwards of one partition.
 
     A forward is between the hooks of the module. A backward begins when the output's gradient is
-    known, or with the recomputed forward, and ends with the input's gradient or the last one of a
-    weight. A recomputed forward is known by its input, which torchgpipe has kept.
+    known. It ends when the input's gradient is known, or, where the input has none, behind the last
+    node of the graph that makes the gradient of a weight.
+
+    A forward that runs again is known by its input, which torchgpipe has kept, and belongs to its
+    backward if that comes next. (On a stage that reads tokens, which have no gradient, torchgpipe
+    runs it ahead, before the backward of another micro-batch: then it is in no span.)
     """
 
-    def __init__(
-        self, j: int, part: nn.Module, partition: nn.Module, steps: Steps, device: torch.device
-    ) -> None:
-        self.j = j
-        self.watch = Watch({j: part}, [steps], device)
+    def __init__(self, j: int, partition: nn.Module, watch: Watch) -> None:
+        self.j, self.watch = j, watch
+        self._again: dict[int, Any] = {}  # micro-batch -> when its forward ran again, till the next
+        self._saving = ExitStack()
         self.start(0)
-        self._recomputing = load("torchgpipe").is_recomputing
         partition.register_forward_pre_hook(self._before)
         partition.register_forward_hook(self._after)
-        for p in part.parameters():
-            if p.requires_grad:
-                p.register_post_accumulate_grad_hook(lambda _: self.watch.end())
 
     def start(self, first: int) -> None:
         """A batch begins, whose micro-batches count from `first`."""
@@ -164,23 +172,53 @@ class _Hooks:
         self._number: dict[int, int] = {}  # address of an input -> its micro-batch
 
     def _before(self, _: nn.Module, inputs: tuple) -> None:
-        tensors = pytree.tree_leaves(inputs)
+        from torchgpipe import is_recomputing
+
+        tensors, home = pytree.tree_leaves(inputs), self.watch.home
         address = tensors[0].data_ptr()
-        kind = Kind.B
-        if not self._recomputing():
-            kind = Kind.F
-            self._number[address] = self._first + len(self._number)
-        self._current = self._number[address]
-        self.watch.begin(self.j, kind, self._current, forward=True)
+        if is_recomputing():
+            number = self._number[address]
+            self.watch.settle()
+            self._saving.enter_context(home.watch((self.j, number)))
+            self._again = {number: home.now()}
+        else:
+            number = self._number[address] = self._first + len(self._number)
+            self.watch.begin(self.j, Kind.F, number)
+        self._current = number
         if not torch.is_grad_enabled():  # a checkpoint, which keeps its input
-            self.watch.home.hold((self.j, self._current), tensors)
+            home.hold((self.j, number), tensors)
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: self.watch.end())
+                tensor.register_hook(self._ends)
 
     def _after(self, _: nn.Module, inputs: tuple, output: Any) -> None:
+        self._saving.close()
+        if self._current not in self._again:
+            self.watch.end()
+        outputs = [t for t in pytree.tree_leaves(output) if t.requires_grad]
+        if not any(tensor.requires_grad for tensor in pytree.tree_leaves(inputs)):
+            for node in _last_nodes([tensor.grad_fn for tensor in outputs]):
+                node.register_hook(self._ends)
+        for tensor in outputs:
+            tensor.register_hook(partial(self._begins, self._current))
+
+    def _begins(self, number: int, _: Tensor) -> None:
+        self.watch.begin(self.j, Kind.B, number, since=self._again.get(number))
+        self._again = {}
+
+    def _ends(self, *_: Any) -> None:
         self.watch.end()
-        number = self._current
-        for tensor in pytree.tree_leaves(output):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _: self.watch.begin(self.j, Kind.B, number))
+
+
+def _last_nodes(nodes: list[Any]) -> set[Any]:
+    """Nodes of a graph that hand a gradient to a leaf."""
+    found, seen = set(), set(nodes)
+    while nodes:
+        node = nodes.pop()
+        for after, _ in node.next_functions:
+            if hasattr(after, "variable"):
+                found.add(node)
+            elif after is not None and after not in seen:
+                seen.add(after)
+                nodes.append(after)
+    return found

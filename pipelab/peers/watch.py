@@ -47,15 +47,20 @@ class Seen:
 class Watch:
     """Notes the actions of one device of a peer: `begin` and `end` stand around each.
 
-    stages  the device's modules by number
-    steps   their optimizers
+    stages   the device's modules by number
+    steps    their optimizers
+    batches  the data, which count as nobody's memory
 
-    An action that goes on (a loss behind its forward, a backward behind its recomputation) begins
-    again and stays one span. Bytes are counted between actions, where no time is measured.
+    An action that goes on (a forward with the loss behind it) begins again and stays one span.
+    Bytes are counted between actions, where no time is measured.
     """
 
     def __init__(
-        self, stages: Mapping[int, nn.Module], steps: Sequence[Steps], device: Any = "cpu"
+        self,
+        stages: Mapping[int, nn.Module],
+        steps: Sequence[Steps],
+        batches: Sequence[Any],
+        device: Any = "cpu",
     ) -> None:
         self.stages, self.steps, self.seen = stages, steps, Seen()
         self.home = torch_device(device)
@@ -64,11 +69,13 @@ class Watch:
         self.home.begin(0.0)
         for s, stage in stages.items():
             self.home.ignore(s, [*stage.parameters(), *stage.buffers()])
+        self.home.ignore(-1, self.home.arrays(list(batches)))
+        self._summing: set[int] = set()  # stages between their first backward and their update
         self.seen.record.at_start = self._kept()
         self._saving = ExitStack()
 
-    def begin(self, stage: int, kind: Kind, number: int, forward: bool = False) -> None:
-        """`forward`: also where a backward runs one again; what autograd saves in it counts."""
+    def begin(self, stage: int, kind: Kind, number: int, since: Any = None) -> None:
+        """`since`: a mark of time before now at which the action began."""
         action, seen = Action(stage, kind, number), self.seen
         going_on = seen.actions[-1:] == [action]
         if not going_on:
@@ -81,10 +88,10 @@ class Watch:
                 for name, p in self.stages[stage].named_parameters()
                 if p.grad is not None
             }
-        if forward or kind is Kind.F:
+        if kind is Kind.F:
             self._saving.enter_context(self.home.watch((stage, number)))
         if not going_on:
-            seen.record.start.append(self.home.now())
+            seen.record.start.append(self.home.now() if since is None else since)
             seen.record.end.append(None)
 
     def end(self) -> None:
@@ -111,6 +118,9 @@ class Watch:
             record.most.append(max(ledger.held, ledger.most))
             if kind in (Kind.B, Kind.W):
                 ledger.drop((stage, number))
+                self._summing.add(stage)
+            if kind is Kind.U:
+                self._summing.discard(stage)
             record.held.append(ledger.held)
             record.kept.append(self._kept())
 
@@ -122,11 +132,17 @@ class Watch:
         return self.seen
 
     def _kept(self) -> Bytes:
-        weights = [p for stage in self.stages.values() for p in stage.parameters()]
-        gradients = [p.grad for p in weights if p.grad is not None]
-        optimizers = [steps.optimizer for steps in self.steps if steps.optimizer]
-        states = [state for o in optimizers for state in o.state.values()]
-        values = [v for state in states for v in state.values() if isinstance(v, Tensor)]
+        weights, gradients, values = [], [], []
+        for s, stage in self.stages.items():
+            weights += list(stage.parameters())
+            # One backward over all micro-batches shows its sums only at the end.
+            summing = s in self._summing
+            gradients += [
+                p for p in stage.parameters() if p.grad is not None or (summing and p.requires_grad)
+            ]
+        for steps in self.steps:
+            states = steps.optimizer.state.values() if steps.optimizer else ()
+            values += [v for state in states for v in state.values() if isinstance(v, Tensor)]
         found = (weights, (), gradients, values)
         return Bytes(*(sum(storages(tensors).values()) for tensors in found))
 
