@@ -35,6 +35,4 @@ class PeerRun:
 def need(library: str) -> None:
     """ImportError that says what to install, where a peer's library is missing."""
     if find_spec(library) is None:
-        raise ImportError(
-            f"{library} is not installed: pip install 'pipelab[peers]'", name=library
-        )
+        raise ImportError(f"{library} is not installed: pip install 'pipelab[peers]'", name=library)

@@ -145,6 +145,8 @@ def _train(job: PeerJob, progress: Callable[[int], None]) -> Outcome:
     losses = []
     for _, (x, y) in job.each_batch(progress):
         engine.train_batch(zip(x.chunk(m), y.chunk(m), strict=True))
+        for scheduler in steps.schedulers:
+            scheduler.step()
         if engine.is_last_stage():
             losses.append(float(engine.total_loss) / m)
     return Outcome(losses, {rank: weights_of(mine)}, job.ends, watch.finish() if watch else None)
@@ -182,7 +184,7 @@ def _engine(job: PeerJob) -> tuple[Any, Steps]:
         "gradient_accumulation_steps": job.microbatches,
         "steps_per_print": 2**31,
     }
-    engine, *_ = deepspeed.initialize(model=module, optimizer=steps.optimizer, config=config)
+    engine = deepspeed.initialize(model=module, optimizer=steps.optimizer, config=config)[0]
     if any(p.dtype == torch.float64 for p in module.parameters()):
         # It adds gradients up over replicas even where there is one, and refuses float64.
         engine.pipeline_enable_backward_allreduce = False

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 
 from pipelab.executors.torch.processes import run_processes
 from pipelab.executors.torch.stage import Loss, OptimizerFactory
@@ -25,7 +24,7 @@ class PeerJob:
 
     library: str
     rank: int
-    stages: Sequence[nn.Module]
+    stages: Sequence[Any]
     batches: Sequence[tuple[Any, Any]]
     loss: Loss
     optimizer: OptimizerFactory

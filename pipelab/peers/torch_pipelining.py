@@ -95,9 +95,7 @@ def _train(job: PeerJob, progress: Callable[[int], None]) -> Outcome:
         actions = {d: [_Action.from_str(cell) for cell in row] for d, row in enumerate(rows)}
         runtime._prepare_schedule_with_comms(actions)
     else:
-        runtime = SCHEDULES[name](
-            parts if name == "interleaved" else parts[0], m, loss_fn=job.loss
-        )
+        runtime = SCHEDULES[name](parts if name == "interleaved" else parts[0], m, loss_fn=job.loss)
     steps = {s: Steps(module, job.optimizer) for s, module in mine.items()}
     watch = Watch(mine, [*steps.values()], job.batches) if job.watch else None
     first = 0  # number of the batch's first micro-batch
@@ -121,9 +119,7 @@ def _train(job: PeerJob, progress: Callable[[int], None]) -> Outcome:
     return Outcome(losses, weights, job.ends, watch.finish() if watch else None)
 
 
-def _hook(
-    watch: Watch, runtime: Any, parts: Sequence[Any], number: Callable[[int], int]
-) -> None:
+def _hook(watch: Watch, runtime: Any, parts: Sequence[Any], number: Callable[[int], int]) -> None:
     """Around what the runtime calls for an action; `number` counts through all batches."""
     for part in parts:
         s = part.stage_index

@@ -2,8 +2,9 @@
 
 What it asks for: an nn.Sequential whose layers take and return tensors or tuples, one process,
 GPipe only, `chunks` micro-batches. It was last released in 2020 and still runs. It has one thread
-for each *different* device, so that on a CPU its partitions take turns and nothing overlaps: what
-the timeline shows there is the order, and it is real.
+for each *different* device: on a CPU one thread does all, so that nothing is gained there, and a
+backward that waits for its turn inside (between its forward's second run and itself) has a span
+that covers what ran meanwhile. The order is real.
 
 Its backwards run last in, first out:
 
