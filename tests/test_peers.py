@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipelab import Recompute, ScheduleError, data, make, run, validate
+from pipelab import Recompute, RunError, Schedule, ScheduleError, data, make, run, validate
 from pipelab.models import parameters, split
 from pipelab.models.gpt2 import gpt2, next_token_loss
 from pipelab.partition import Layer, Profile, split_layers, uniform
@@ -204,6 +204,17 @@ def test_torchs_runtime_carries_out_our_tables(name, m):
     agree(ours, theirs, ours.timeline.schedule)
 
 
+def test_torchs_runtime_carries_out_split_backwards():
+    """Weight gradients last, as in the zero-bubble tables."""
+    table = Schedule.from_grid("""
+        0F0 0F1 .   .   0I0 0I1 0W0 0W1
+        .   1F0 1F1 1I0 1I1 1W0 1W1 .
+    """)
+    modules, corpus = stages(2), batches(1)
+    ours = run(table, modules, corpus, F.mse_loss, SGD)
+    agree(ours, run_torch_pipelining(table, modules, corpus, F.mse_loss, SGD), table)
+
+
 def test_torch_pipelining_says_what_it_does_not_take():
     go = partial(
         run_torch_pipelining,
@@ -290,6 +301,49 @@ def test_a_script_under_deepspeeds_launcher_trains_the_same_weights(tmp_path):
 
 
 # ---- all of them
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (partial(run_torchgpipe, chunks=2), "duplicate parameters"),
+        (partial(run_deepspeed, microbatches=2), "stages share a weight"),
+        (lambda *a: run_torch_pipelining(make("gpipe", 2, 2), *a), "stages share a weight"),
+    ],
+    ids=["torchgpipe", "deepspeed", "torch"],
+)
+def test_shared_weights_are_refused(train, message):
+    modules = stages(2)
+    modules[1][0].weight = modules[0][0].weight
+    with pytest.raises(ValueError, match=message):
+        train(modules, batches(1), F.mse_loss, SGD)
+
+
+@pytest.mark.parametrize(
+    ("train", "error", "message"),
+    [
+        (partial(run_torchgpipe, chunks=2), ZeroDivisionError, "^here$"),
+        (
+            partial(run_deepspeed, microbatches=2),
+            RunError,
+            "^rank 1 of DeepSpeed: ZeroDivisionError: here$",
+        ),
+        (
+            lambda *a: run_torch_pipelining(make("gpipe", 2, 2), *a),
+            RunError,
+            "^rank 1 of torch.distributed.pipelining: ",
+        ),
+    ],
+    ids=["torchgpipe", "deepspeed", "torch"],
+)
+def test_a_stage_that_fails_says_where(train, error, message):
+    class Broken(nn.Linear):
+        def forward(self, x):
+            raise ZeroDivisionError("here")
+
+    modules = [*stages(1), nn.Sequential(Broken(6, 6).double())]
+    with pytest.raises(error, match=message):
+        train(modules, batches(1), F.mse_loss, SGD)
 
 
 @pytest.mark.parametrize(

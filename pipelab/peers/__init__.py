@@ -1,6 +1,9 @@
-"""Other people's pipelines on the same stages and batches, to compare with: one file each."""
+"""Other people's pipelines on the same stages and batches, to compare with: one file each.
 
-from dataclasses import dataclass
+A loss is the mean over the samples. What forwards draw (dropout), each library draws its own way.
+"""
+
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 from torch import Tensor
@@ -25,11 +28,11 @@ class PeerRun:
     """
 
     losses: list[float]
-    weights: list[dict[str, Tensor]]
+    weights: list[dict[str, Tensor]] = field(repr=False)
     seconds: list[float]
-    timeline: Timeline | None
-    memory: Memory | None
-    gradients: list[dict[str, Tensor]]
+    timeline: Timeline | None = None
+    memory: Memory | None = field(default=None, repr=False)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list, repr=False)
 
 
 def need(library: str) -> None:

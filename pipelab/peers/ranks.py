@@ -58,8 +58,16 @@ def run_ranks(
     timeout: float,
     **fields: Any,
 ) -> PeerRun:
-    """`work` in a process for each rank, on a job with these fields. ValueError for a batch that
-    cannot be cut evenly, since these peers average over micro-batches."""
+    """`work` in a process for each rank, on a job with these fields.
+
+    ValueError for a batch that cannot be cut evenly, since these peers average over micro-batches,
+    and for weights that stages share, since each rank has its own.
+    """
+    owned = [id(p) for stage in fields["stages"] for p in stage.parameters()]
+    if len({*owned}) < len(owned):
+        raise ValueError(
+            f"{name}: stages share a weight, which would be trained apart: give each its own"
+        )
     for b, (x, _) in enumerate(fields["batches"]):
         if len(x) % fields["microbatches"]:
             raise ValueError(

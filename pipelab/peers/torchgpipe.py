@@ -101,7 +101,7 @@ def run_torchgpipe(
     need("torchgpipe")
     from torchgpipe import GPipe
 
-    layers = [copy.deepcopy(layer) for stage in stages for layer in stage]
+    layers = copy.deepcopy([layer for stage in stages for layer in stage])
     model = GPipe(
         nn.Sequential(*layers),
         balance=list(balance or map(len, stages)),

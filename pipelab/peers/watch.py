@@ -24,8 +24,8 @@ class Steps:
 
     def __init__(self, module: nn.Module, factory: OptimizerFactory) -> None:
         trained = [p for p in module.parameters() if p.requires_grad]
-        made = factory(trained) if trained else ()
-        self.optimizer, *self.schedulers = made if isinstance(made, tuple) and made else (made,)
+        made = factory(trained) if trained else None
+        self.optimizer, *self.schedulers = made if isinstance(made, tuple) else (made,)
 
     def step(self) -> None:
         if self.optimizer:
@@ -176,9 +176,6 @@ def gather(name: str, outcomes: Sequence[Outcome], microbatches: int) -> PeerRun
         next(outcome.losses for outcome in outcomes if outcome.losses),
         [weights[s] for s in in_order],
         [b - a for a, b in pairwise(ends)],
-        None,
-        None,
-        [],
     )
     seen = [outcome.seen for outcome in outcomes if outcome.seen]
     if seen:
