@@ -23,6 +23,7 @@ def main(folder: str) -> None:
         config={
             "train_micro_batch_size_per_gpu": len(batches[0][0]) // microbatches,
             "gradient_accumulation_steps": microbatches,
+            "gradient_clipping": 0.0,  # by default 1.0
         },
     )
     losses = []

@@ -244,11 +244,14 @@ def test_torch_pipelining_says_what_it_does_not_take():
 
 @pytest.mark.parametrize(("p", "m", "optimizer"), [(2, 4, Adam), (3, 2, decayed)])
 def test_deepspeed_trains_the_same_weights_and_prints_nothing(p, m, optimizer, capfd):
+    """Nor does it clip gradients to a norm of 1, its default."""
     modules, corpus = stages(p), batches(3, samples=2 * m)
     table = make("pipedream_flush", p, m, batches=3)
-    ours = run(table, modules, corpus, F.mse_loss, optimizer)
-    theirs = run_deepspeed(modules, corpus, F.mse_loss, optimizer, microbatches=m)
+    loss = lambda output, target: 10 * F.mse_loss(output, target)  # noqa: E731
+    ours = run(table, modules, corpus, loss, optimizer)
+    theirs = run_deepspeed(modules, corpus, loss, optimizer, microbatches=m)
     agree(ours, theirs, table)
+    assert sum(g.square().sum() for found in theirs.gradients for g in found.values()) > 4
     assert tuple(capfd.readouterr()) == ("", "")
 
 

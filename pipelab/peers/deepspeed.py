@@ -2,7 +2,8 @@
 
 A process per stage, gloo. What it asks for: micro-batches of one size, a loss that is the mean over
 the samples, and one schedule, 1F1B with a flush (`TrainSchedule`). Its messages block: a stage
-sends what its last action made right before the next one, or after receiving for it.
+sends what its last action made right before the next one, or after receiving for it. Left alone it
+clips gradients to a norm of 1 (its default for `gradient_clipping`): here it does not.
 
 On the CPU it compiles an extension with the machine's C++ compiler when it is first started, for
 all-reduces by shared memory: that takes a minute, and without a compiler it fails. Training a
@@ -182,6 +183,7 @@ def _engine(job: PeerJob) -> tuple[Any, Steps]:
     config = {
         "train_micro_batch_size_per_gpu": size,
         "gradient_accumulation_steps": job.microbatches,
+        "gradient_clipping": 0.0,
         "steps_per_print": 2**31,
     }
     engine = deepspeed.initialize(model=module, optimizer=steps.optimizer, config=config)[0]
