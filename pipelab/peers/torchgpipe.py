@@ -29,7 +29,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from typing import Any
 
 import torch
@@ -101,6 +101,12 @@ def run_torchgpipe(
     need("torchgpipe")
     from torchgpipe import GPipe
 
+    found = {len(pytree.tree_leaves(x)[0].chunk(chunks)) for x, _ in batches}
+    if len(found) > 1:
+        raise ValueError(
+            f"torchgpipe would cut the batches into {sorted(found)} micro-batches: give batches of "
+            "one size"
+        )
     layers = copy.deepcopy([layer for stage in stages for layer in stage])
     model = GPipe(
         nn.Sequential(*layers),
@@ -121,11 +127,8 @@ def run_torchgpipe(
                 zip(model.partitions, parts, steps, model.devices, strict=True)
             )
         ]
-    losses, ends, done = [], [time.perf_counter()], 0
+    losses, ends = [], [time.perf_counter()]
     for b, (x, y) in enumerate(batches):
-        for hook in hooks:
-            hook.start(done)
-        done += len(pytree.tree_leaves(x)[0].chunk(chunks))
         x = pytree.tree_map_only(Tensor, lambda t: t.to(model.devices[0]), x)
         y = pytree.tree_map_only(Tensor, lambda t: t.to(model.devices[-1]), y)
         value = loss(model(x), y)
@@ -144,7 +147,7 @@ def run_torchgpipe(
         Outcome(losses, {j: weights_of(part)}, ends, hooks[j].watch.finish() if watch else None)
         for j, part in enumerate(parts)
     ]
-    return gather("torchgpipe", outcomes, done // len(batches))
+    return gather("torchgpipe", outcomes, found.pop())
 
 
 class _Hooks:
@@ -163,14 +166,10 @@ class _Hooks:
         self.j, self.watch = j, watch
         self._again: dict[int, Any] = {}  # micro-batch -> when its forward ran again, till the next
         self._saving = ExitStack()
-        self.start(0)
+        self._numbers = count()
+        self._number: dict[int, int] = {}  # address of an input that is kept -> its micro-batch
         partition.register_forward_pre_hook(self._before)
         partition.register_forward_hook(self._after)
-
-    def start(self, first: int) -> None:
-        """A batch begins, whose micro-batches count from `first`."""
-        self._first = first
-        self._number: dict[int, int] = {}  # address of an input -> its micro-batch
 
     def _before(self, _: nn.Module, inputs: tuple) -> None:
         from torchgpipe import is_recomputing
@@ -183,7 +182,7 @@ class _Hooks:
             self._saving.enter_context(home.watch((self.j, number)))
             self._again = {number: home.now()}
         else:
-            number = self._number[address] = self._first + len(self._number)
+            number = self._number[address] = next(self._numbers)
             self.watch.begin(self.j, Kind.F, number)
         self._current = number
         if not torch.is_grad_enabled():  # a checkpoint, which keeps its input
