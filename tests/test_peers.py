@@ -124,18 +124,6 @@ def test_torchgpipe_runs_forwards_again_ahead_where_the_input_has_no_gradient():
         assert found.memory.peak("activations")[0] == kept[mode] * one
 
 
-@pytest.mark.parametrize("recompute", Recompute)
-def test_torchgpipe_where_a_stage_does_not_keep_its_input(recompute):
-    """The memory of one micro-batch's input is that of a later one's."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)]
-    modules = [stage.double() for stage in split(layers, [2, 2])]
-    corpus = batches(2)
-    ours = run(make("gpipe", 2, 8, batches=2), modules, corpus, F.mse_loss, SGD)
-    theirs = run_torchgpipe(modules, corpus, F.mse_loss, SGD, chunks=8, checkpoint=recompute.value)
-    agree(ours, theirs, torchgpipe.schedule_of(2, 8, batches=2))
-
-
 def test_torchgpipe_makes_fewer_micro_batches_than_it_is_told():
     """torch.chunk cuts 5 samples into 2, 2 and 1, where 4 are asked for."""
     modules, corpus = stages(2), batches(1, samples=5)
