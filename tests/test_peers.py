@@ -264,6 +264,19 @@ def test_deepspeed_trains_the_same_weights_and_prints_nothing(p, m, optimizer, c
     assert tuple(capfd.readouterr()) == ("", "")
 
 
+@pytest.mark.parametrize(("method", "balance"), [("uniform", [3, 3]), ("parameters", [5, 1])])
+def test_deepspeed_cuts_layers_by_its_own_methods(method, balance):
+    torch.manual_seed(0)
+    layers = [*(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 30), nn.Linear(30, 30)]
+    layers = [layer.double() for layer in layers]
+    corpus = [(torch.randn(8, 6).double(), torch.randn(8, 30).double())]
+    ours = run(make("pipedream_flush", 2, 4), split(layers, balance), corpus, F.mse_loss, SGD)
+    theirs = run_deepspeed(
+        split(layers, [1, 5]), corpus, F.mse_loss, SGD, microbatches=4, partition_method=method
+    )
+    agree(ours, theirs, make("pipedream_flush", 2, 4))
+
+
 def test_reading_deepspeeds_schedule_prints_nothing():
     code = "from pipelab.peers.deepspeed import schedule_of; schedule_of(2, 2)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
