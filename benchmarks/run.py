@@ -115,7 +115,7 @@ def beside_torch(
             done = run(schedule, stages, batches, F.mse_loss, SGD, backend=backend, check=False)
             times += seconds_per_batch(done.timeline)
         peer = run_torch_pipelining(
-            name, stages, batches, F.mse_loss, SGD, devices=devices, microbatches=m
+            name, stages, batches, F.mse_loss, SGD, devices=devices, microbatches=m, watch=False
         )
         theirs += peer.seconds[1:]
     return ours["processes"], ours["threads"], theirs
@@ -196,6 +196,7 @@ def empty_actions(devices: int, microbatches: int, how: str, check: bool = False
             SGD,
             devices=devices,
             microbatches=microbatches,
+            watch=False,
         )
         return statistics.median(peer.seconds[1:]) / row
     if how == "loop":

@@ -164,6 +164,23 @@ class Timeline:
     def __repr__(self) -> str:
         return f"<Timeline {self.summary()}>"
 
+    def part(self, first: int, last: int) -> "Timeline":
+        """The spans of batches `first` to `last` - 1 alone; a run's first batch warms up.
+
+        Raises ScheduleError as `Schedule.part` does.
+
+        >>> from pipelab import make, simulate
+        >>> simulate(make("gpipe", 2, 4, batches=3)).part(2, 3).schedule.batches
+        1
+        """
+        s = self.schedule
+        number = self.microbatch * np.where(self.kind == Kind.U, s.per_update, 1)
+        kept = (number >= first * s.microbatches) & (number < last * s.microbatches)
+        start, end, sent, arrived = (
+            t[kept] for t in (self.start, self.end, self.sent, self.arrived)
+        )
+        return Timeline(s.part(first, last), start, end, sent, arrived, self.source, self.late)
+
     # ---- where idle time goes
 
     def attribution(self) -> dict[str, np.ndarray]:

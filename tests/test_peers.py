@@ -1,36 +1,191 @@
-"""Other pipelines on the same stages and batches give the same losses and weights."""
+"""Other pipelines on the same stages and batches: the same losses, gradients and weights.
 
+Their spans come from hooks inside their runs.
+"""
+
+import itertools
+import os
+import socket
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from pipelab import Recompute, make, run
+from pipelab import Recompute, RunError, Schedule, ScheduleError, data, make, run, validate
+from pipelab.models import parameters, split
+from pipelab.models.gpt2 import gpt2, next_token_loss
+from pipelab.partition import Layer, Profile, split_layers, uniform
+from pipelab.peers import torchgpipe
+from pipelab.peers.deepspeed import run_deepspeed, schedule_of
 from pipelab.peers.torch_pipelining import run_torch_pipelining
-from pipelab.peers.torchgpipe import run_torchgpipe
+from pipelab.peers.torchgpipe import balance_by_time, run_torchgpipe
 from tests.test_run import SGD, batches, stages
 
 Adam = partial(torch.optim.Adam, lr=0.01)
 
 
-def agree(ours, theirs):
-    assert theirs.losses == pytest.approx(ours.losses, rel=1e-12)
-    for mine, other in zip(ours.weights, theirs.weights, strict=True):
+def decayed(weights):
+    optimizer = SGD(weights, momentum=0.9)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def gradients_of(modules, batch, loss):
+    """The gradients of plain autograd over the whole batch, per stage."""
+    x, y = batch
+    for module in modules:
+        module.zero_grad()
+    loss(nn.Sequential(*modules)(x), y).backward()
+    return [{name: p.grad for name, p in module.named_parameters()} for module in modules]
+
+
+def equal(ours, theirs, rtol=1e-10):
+    for mine, other in zip(ours, theirs, strict=True):
         assert mine.keys() == other.keys()
-        assert all(torch.allclose(mine[k], other[k], rtol=1e-10) for k in mine)
+        for name, tensor in mine.items():
+            assert torch.allclose(other[name], tensor, rtol=rtol, atol=1e-15), name
+
+
+def agree(ours, theirs, table):
+    """Losses, weights and the order of the actions; and the spans can be of that order."""
+    assert theirs.losses == pytest.approx(ours.losses, rel=1e-12)
+    equal(ours.weights, theirs.weights)
     assert len(theirs.seconds) == len(ours.losses)
     assert min(theirs.seconds) > 0
+    t = theirs.timeline
+    assert t.source == theirs.memory.source == "measured"
+    assert validate(t.schedule).rows == table.rows
+    assert (t.end > t.start).all()
+    for a, b in zip(t.schedule.bounds, t.schedule.bounds[1:], strict=False):
+        assert (t.start[a + 1 : b] >= t.end[a : b - 1]).all()
+    taken = t.schedule.inputs >= 0
+    assert (t.start[taken] >= t.end[t.schedule.inputs[taken]]).all()
+    assert sum(theirs.seconds) >= t.makespan
+    assert theirs.memory.peak("weights") == ours.memory.peak("weights")
+    assert theirs.memory.peak("gradients") == ours.memory.peak("gradients")
+    assert theirs.memory.peak("optimizer") == ours.memory.peak("optimizer")
+
+
+# ---- torchgpipe
 
 
 @pytest.mark.parametrize("recompute", Recompute)
-@pytest.mark.parametrize("samples", [8, 10])
-def test_torchgpipe_trains_the_same_weights(samples, recompute):
-    modules, data = stages(3), batches(3, samples=samples)
-    ours = run(make("gpipe", 3, 4, batches=3), modules, data, F.mse_loss, SGD, recompute=recompute)
-    agree(
-        ours, run_torchgpipe(modules, data, F.mse_loss, SGD, chunks=4, checkpoint=recompute.value)
+@pytest.mark.parametrize(("samples", "optimizer"), [(8, SGD), (10, decayed)])
+def test_torchgpipe_trains_the_same_weights(samples, optimizer, recompute):
+    modules, corpus = stages(3), batches(3, samples=samples)
+    table = make("gpipe", 3, 4, batches=3)
+    ours = run(table, modules, corpus, F.mse_loss, optimizer, recompute=recompute)
+    theirs = run_torchgpipe(
+        modules, corpus, F.mse_loss, optimizer, chunks=4, checkpoint=recompute.value
     )
+    agree(ours, theirs, torchgpipe.schedule_of(3, 4, batches=3))
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+def test_why_torchgpipes_last_micro_batch_is_special(recompute):
+    """Its backward follows its forward: to compute it again saves no memory, and costs a forward.
+
+    Activations of the middle stage: its input (a) and what else its backward needs (b), for each of
+    4 micro-batches.
+    """
+    modules, corpus = stages(3), batches(1)
+    train = partial(run_torchgpipe, modules, corpus, F.mse_loss, SGD, chunks=4)
+    a = b = 2 * 6 * 8  # 2 samples of 6 float64 each: the input, and the output of tanh
+    found = train(checkpoint=recompute.value).memory.peak("activations")[1]
+    if recompute is Recompute.NEVER:
+        assert found == 4 * (a + b)
+    else:
+        assert found == 4 * a + b
+    # The layers are counted, as torchgpipe has no module for a stage.
+    calls = []
+    modules[1][0].register_forward_hook(lambda *_: calls.append(1))
+    train(checkpoint=recompute.value)
+    assert len(calls) == {"never": 4, "except_last": 4 + 3, "always": 4 + 4}[recompute.value]
+
+
+def test_torchgpipe_runs_forwards_again_ahead_where_the_input_has_no_gradient():
+    """A stage that reads tokens: two micro-batches' activations are kept, for a while."""
+    torch.manual_seed(0)
+    model = split([nn.Embedding(9, 6), *stages(3)], [2, 2])
+    tokens = torch.randint(9, (8,))
+    model, batch = [stage.double() for stage in model], (tokens, torch.randn(8, 6).double())
+    table = torchgpipe.schedule_of(2, 4)
+    for mode in Recompute:
+        found = run_torchgpipe(model, [batch], F.mse_loss, SGD, chunks=4, checkpoint=mode.value)
+        assert found.timeline.schedule.rows == table.rows
+        equal(gradients_of(model, batch, F.mse_loss), found.gradients)
+        one = 2 * 2 * 6 * 8  # 2 samples: the outputs of the embedding and of tanh; 6 float64 each
+        kept = {Recompute.NEVER: 4, Recompute.EXCEPT_LAST: 2, Recompute.ALWAYS: 2}
+        assert found.memory.peak("activations")[0] == kept[mode] * one
+
+
+def test_torchgpipe_makes_fewer_micro_batches_than_it_is_told():
+    """torch.chunk cuts 5 samples into 2, 2 and 1, where 4 are asked for."""
+    modules, corpus = stages(2), batches(1, samples=5)
+    found = run_torchgpipe(modules, corpus, F.mse_loss, SGD, chunks=4)
+    assert found.timeline.schedule.rows == torchgpipe.schedule_of(2, 3).rows
+    with pytest.raises(ValueError, match=r"into \[3, 4\] micro-batches: give batches of one size"):
+        run_torchgpipe(modules, corpus + batches(1, samples=8), F.mse_loss, SGD, chunks=4)
+
+
+def test_torchgpipes_balances():
+    modules, corpus = stages(3), batches(2)
+    flat = split([layer for stage in modules for layer in stage], [4, 5])
+    theirs = run_torchgpipe(modules, corpus, F.mse_loss, SGD, chunks=2, balance=[4, 5])
+    ours = run(make("gpipe", 2, 2, batches=2), flat, corpus, F.mse_loss, SGD)
+    agree(ours, theirs, torchgpipe.schedule_of(2, 2, batches=2))
+
+
+def test_torchgpipes_balance_by_time():
+    class Slow(nn.Module):
+        def forward(self, x):
+            for _ in range(200):
+                x = torch.tanh(x)
+            return x
+
+    quick = [nn.Linear(6, 6) for _ in range(3)]
+    sample = torch.ones(4, 6, requires_grad=True)
+    first, second = balance_by_time([*quick, Slow(), Slow(), Slow()], 2, sample, timeout=0.2)
+    assert first > 3  # where equal numbers of layers would leave it almost nothing to do
+    assert first + second == 6
+    quick[0](sample).sum().backward()
+    with pytest.raises(ValueError, match="already has gradient"):
+        balance_by_time(quick, 2, sample, timeout=0.1)
+
+
+def test_torchgpipes_balance_is_no_more_than_a_layer_off_the_best():
+    """It stops where partitions differ by no more than the longest layer; ours is exact."""
+    from torchgpipe.balance import balance_cost
+
+    def compare(times, partitions):
+        layers = tuple(Layer(str(i), forward=float(t)) for i, t in enumerate(times))
+        ours = split_layers(Profile(layers), partitions)
+        ends = np.cumsum([0, *balance_cost(times, partitions)])
+        largest = max(sum(times[a:b]) for a, b in itertools.pairwise(ends))
+        return ours.balance, np.diff(ends).tolist(), ours.bottleneck, largest
+
+    assert compare([1000, 1, 1, 1], 2) == ([1, 3], [2, 2], 1000, 1001)
+    assert compare([10, 1, 1, 1, 1, 1], 2) == ([1, 5], [3, 3], 10, 12)
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        times = random.integers(1, 100, size=9).tolist()
+        _, _, best, theirs = compare(times, 3)
+        assert best <= theirs <= best + max(times)
+
+
+def test_torchgpipes_balance_by_size_is_for_cuda_alone():
+    from torchgpipe.balance import balance_by_size
+
+    with pytest.raises(ValueError, match="only CUDA"):
+        balance_by_size(2, nn.Sequential(nn.Linear(6, 6)), torch.ones(4, 6), device="cpu")
+
+
+# ---- torch.distributed.pipelining
 
 
 @pytest.mark.parametrize("optimizer", [SGD, Adam])
@@ -38,12 +193,35 @@ def test_torchgpipe_trains_the_same_weights(samples, recompute):
     ("name", "v", "m"), [("gpipe", 1, 3), ("pipedream_flush", 1, 5), ("interleaved", 2, 4)]
 )
 def test_torch_pipelining_trains_the_same_weights(name, v, m, optimizer):
-    modules, data = stages(2 * v), batches(3, samples=2 * m)
-    ours = run(make(name, 2, m, virtual=v, batches=3), modules, data, F.mse_loss, optimizer)
-    agree(
-        ours,
-        run_torch_pipelining(name, modules, data, F.mse_loss, optimizer, devices=2, microbatches=m),
+    """In our order, though its table of 1F1B as data is off by one."""
+    modules, corpus = stages(2 * v), batches(3, samples=2 * m)
+    table = make(name, 2, m, virtual=v, batches=3)
+    ours = run(table, modules, corpus, F.mse_loss, optimizer)
+    theirs = run_torch_pipelining(
+        name, modules, corpus, F.mse_loss, optimizer, devices=2, microbatches=m
     )
+    agree(ours, theirs, table)
+
+
+@pytest.mark.parametrize(("name", "m"), [("gpipe", 4), ("pipedream_flush", 1), ("interleaved", 3)])
+def test_torchs_runtime_carries_out_our_tables(name, m):
+    """Few micro-batches, and numbers of them that its own schedules refuse."""
+    v = 2 if name == "interleaved" else 1
+    modules, corpus = stages(2 * v), batches(2, samples=2 * m)
+    ours = run(make(name, 2, m, virtual=v, batches=2), modules, corpus, F.mse_loss, decayed)
+    theirs = run_torch_pipelining(make(name, 2, m, virtual=v), modules, corpus, F.mse_loss, decayed)
+    agree(ours, theirs, ours.timeline.schedule)
+
+
+def test_torchs_runtime_carries_out_split_backwards():
+    """Weight gradients last, as in the zero-bubble tables."""
+    table = Schedule.from_grid("""
+        0F0 0F1 .   .   0I0 0I1 0W0 0W1
+        .   1F0 1F1 1I0 1I1 1W0 1W1 .
+    """)
+    modules, corpus = stages(2), batches(1)
+    ours = run(table, modules, corpus, F.mse_loss, SGD)
+    agree(ours, run_torch_pipelining(table, modules, corpus, F.mse_loss, SGD), table)
 
 
 def test_torch_pipelining_says_what_it_does_not_take():
@@ -64,20 +242,197 @@ def test_torch_pipelining_says_what_it_does_not_take():
         match="no schedule for 'pipedream': use one of gpipe, pipedream_flush, interleaved",
     ):
         go("pipedream", microbatches=7)
+    with pytest.raises(ValueError, match="torch's own gpipe: give devices and microbatches"):
+        go("gpipe")
+    with pytest.raises(ScheduleError, match="updates without a flush"):
+        go(make("pipedream", 2, 7))
+
+
+# ---- DeepSpeed
+
+
+@pytest.mark.parametrize(("p", "m", "optimizer"), [(2, 4, Adam), (3, 2, decayed)])
+def test_deepspeed_trains_the_same_weights_and_prints_nothing(p, m, optimizer, capfd):
+    """Nor does it clip gradients to a norm of 1, its default."""
+    modules, corpus = stages(p), batches(3, samples=2 * m)
+    table = make("pipedream_flush", p, m, batches=3)
+    loss = lambda output, target: 10 * F.mse_loss(output, target)  # noqa: E731
+    ours = run(table, modules, corpus, loss, optimizer)
+    theirs = run_deepspeed(modules, corpus, loss, optimizer, microbatches=m)
+    agree(ours, theirs, table)
+    assert sum(g.square().sum() for found in theirs.gradients for g in found.values()) > 4
+    assert tuple(capfd.readouterr()) == ("", "")
+
+
+@pytest.mark.parametrize(("method", "balance"), [("uniform", [3, 3]), ("parameters", [5, 1])])
+def test_deepspeed_cuts_layers_by_its_own_methods(method, balance):
+    torch.manual_seed(0)
+    layers = [*(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 30), nn.Linear(30, 30)]
+    layers = [layer.double() for layer in layers]
+    corpus = [(torch.randn(8, 6).double(), torch.randn(8, 30).double())]
+    ours = run(make("pipedream_flush", 2, 4), split(layers, balance), corpus, F.mse_loss, SGD)
+    theirs = run_deepspeed(
+        split(layers, [1, 5]), corpus, F.mse_loss, SGD, microbatches=4, partition_method=method
+    )
+    agree(ours, theirs, make("pipedream_flush", 2, 4))
+
+
+def test_reading_deepspeeds_schedule_prints_nothing():
+    code = "from pipelab.peers.deepspeed import schedule_of; schedule_of(2, 2)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == done.stderr == ""
+
+
+def test_deepspeed_refuses_uneven_micro_batches():
+    with pytest.raises(ValueError, match="batch 0: 7 samples do not make 2 micro-batches"):
+        run_deepspeed(stages(2), batches(1, 7), F.mse_loss, SGD, microbatches=2)
+
+
+def test_a_script_under_deepspeeds_launcher_trains_the_same_weights(tmp_path):
+    layers, corpus, m = [layer for stage in stages(2) for layer in stage], batches(2), 4
+    torch.manual_seed(0)
+    modules = split([layer.float() for layer in layers], [2, 4])
+    corpus = [(x.float(), y.float()) for x, y in corpus]
+    torch.save((layers, corpus, m), tmp_path / "job.pt")
+    with socket.socket() as found:
+        found.bind(("", 0))
+        port = found.getsockname()[1]
+    command = [
+        sys.executable,
+        "-c",
+        "from deepspeed.launcher.runner import main; main()",
+        "--num_gpus=2",
+        f"--master_port={port}",
+        Path(__file__).with_name("deepspeed_worker.py"),
+        tmp_path,
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    ours = run(make("pipedream_flush", 2, m, batches=2), modules, corpus, F.mse_loss, SGD)
+    numbered = [f"{number}." for number in range(6)]
+    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert results[0][0] == pytest.approx(ours.losses, rel=1e-6)
+    theirs = results[0][1] | results[1][1]
+    mine = nn.Sequential(*layers)
+    for s, stage in enumerate(modules):
+        stage.load_state_dict(ours.weights[s])
+    assert mine.state_dict().keys() == theirs.keys()
+    assert all(name.startswith(tuple(numbered)) for name in theirs)
+    for name, weight in mine.state_dict().items():
+        assert torch.allclose(theirs[name], weight, rtol=1e-5), name
+
+
+# ---- all of them
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (partial(run_torchgpipe, chunks=2), "duplicate parameters"),
+        (partial(run_deepspeed, microbatches=2), "stages share a weight"),
+        (lambda *a: run_torch_pipelining(make("gpipe", 2, 2), *a), "stages share a weight"),
+    ],
+    ids=["torchgpipe", "deepspeed", "torch"],
+)
+def test_shared_weights_are_refused(train, message):
+    modules = stages(2)
+    modules[1][0].weight = modules[0][0].weight
+    with pytest.raises(ValueError, match=message):
+        train(modules, batches(1), F.mse_loss, SGD)
+
+
+@pytest.mark.parametrize(
+    ("train", "error", "message"),
+    [
+        (partial(run_torchgpipe, chunks=2), ZeroDivisionError, "^here$"),
+        (
+            partial(run_deepspeed, microbatches=2),
+            RunError,
+            "^rank 1 of DeepSpeed: ZeroDivisionError: here$",
+        ),
+        (
+            lambda *a: run_torch_pipelining(make("gpipe", 2, 2), *a),
+            RunError,
+            "^rank 1 of torch.distributed.pipelining: ",
+        ),
+    ],
+    ids=["torchgpipe", "deepspeed", "torch"],
+)
+def test_a_stage_that_fails_says_where(train, error, message):
+    class Broken(nn.Linear):
+        def forward(self, x):
+            raise ZeroDivisionError("here")
+
+    modules = [*stages(1), nn.Sequential(Broken(6, 6).double())]
+    with pytest.raises(error, match=message):
+        train(modules, batches(1), F.mse_loss, SGD)
 
 
 @pytest.mark.parametrize(
     "train",
     [
         partial(run_torchgpipe, chunks=2),
+        partial(run_torchgpipe, chunks=2, watch=False),
         lambda *a: run_torch_pipelining("gpipe", *a, devices=2, microbatches=2),
+        lambda *a: run_torch_pipelining(make("gpipe", 2, 2), *a, watch=False),
+        partial(run_deepspeed, microbatches=2, watch=False),
     ],
-    ids=["torchgpipe", "torch"],
+    ids=["torchgpipe", "torchgpipe-unwatched", "torch", "torch-unwatched", "deepspeed-unwatched"],
 )
 def test_the_stages_are_left_alone(train):
-    modules = stages(2)
+    modules, corpus = stages(2), batches(1)
     before = [p.clone() for s in modules for p in s.parameters()]
-    train(modules, batches(1), F.mse_loss, partial(torch.optim.Adam, lr=0.1))
+    found = train(modules, corpus, F.mse_loss, partial(torch.optim.Adam, lr=0.1))
     after = [p for s in modules for p in s.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert all(p.grad is None for p in after)
+    assert (found.timeline is None) == (found.memory is None) == (not found.gradients)
+    trained = [p for weights in found.weights for p in weights.values()]
+    assert not any(torch.equal(a, b) for a, b in zip(before, trained, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("library", "call"),
+    [
+        ("torchgpipe", lambda: run_torchgpipe([], [], None, None, chunks=1)),
+        ("torchgpipe", lambda: balance_by_time([], 1, torch.ones(1))),
+        ("deepspeed", lambda: run_deepspeed([], [], None, None, microbatches=1)),
+        ("deepspeed", lambda: schedule_of(2, 2)),
+    ],
+)
+def test_a_missing_library_is_named_with_what_to_install(library, call, monkeypatch):
+    monkeypatch.setitem(sys.modules, library, None)
+    message = rf"^{library} is not installed: pip install 'pipelab\[peers\]'$"
+    with pytest.raises(ImportError, match=message):
+        call()
+
+
+def test_gpt2_through_all_of_them():
+    """Token by token the same loss and the same gradients, each in its own processes."""
+    torch.manual_seed(0)
+    layers = gpt2(vocabulary=64, length=8, width=16, blocks=4, heads=2)
+    modules = [stage.double() for stage in split(layers, uniform(6, 2))]
+    corpus = data.batches(torch.randint(64, (500,)), 1, 8, 8)
+    expected = gradients_of(modules, corpus[0], next_token_loss)
+    lopsided = split(layers, [1, 5])  # for DeepSpeed to cut anew
+    ours = run(make("gpipe", 2, 4), modules, corpus, next_token_loss, SGD)
+    arguments = corpus, next_token_loss, SGD
+    runs = {
+        "torchgpipe": run_torchgpipe(modules, *arguments, chunks=4, checkpoint="except_last"),
+        "torch": run_torch_pipelining(
+            "pipedream_flush", modules, *arguments, devices=2, microbatches=4
+        ),
+        "torch, our table": run_torch_pipelining(make("gpipe", 2, 4), modules, *arguments),
+        "DeepSpeed": run_deepspeed(
+            lopsided, *arguments, microbatches=4, partition_method="type:GPT2Block"
+        ),
+    }
+    for name, found in runs.items():
+        assert found.losses == pytest.approx(ours.losses, rel=1e-12), name
+        equal(ours.weights, found.weights)
+        equal(expected, found.gradients)
+    counted = [sum(map(torch.numel, state.values())) for state in runs["DeepSpeed"].weights]
+    assert counted == parameters(modules)

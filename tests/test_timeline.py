@@ -82,6 +82,22 @@ def test_versions_are_a_column():
     assert (table["0F2"], table["0B2"], table["0U2"]) == (1, 1, 3)
 
 
+@given(tables(), st.data())
+def test_a_part_has_the_spans_of_its_batches(case, draw):
+    s, _, m, _, batches = case
+    first = draw.draw(st.integers(0, batches - 1))
+    last = draw.draw(st.integers(first + 1, batches))
+    whole = simulate(s)
+    part = whole.part(first, last)
+    assert part.schedule.rows == s.part(first, last).rows
+    for i in range(len(part.start)):
+        stage, kind, number = part.schedule.action(i)
+        before = first * m // s.per_update if kind is Kind.U else first * m
+        j = s.position[kind, stage, number + before]
+        assert (part.start[i], part.end[i]) == (whole.start[j], whole.end[j])
+    assert part.source == whole.source
+
+
 def test_the_frame_has_a_row_per_action():
     frame = simulate(make("gpipe", 2, 2)).to_frame()
     assert list(frame.columns) == [

@@ -5,14 +5,10 @@ the samples, and for 1F1B at least as many micro-batches as stages. Its first ba
 the shapes of all messages, so that it takes much longer.
 """
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -20,10 +16,14 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from pipelab.executors.torch.processes import run_processes
+from pipelab.action import Kind
 from pipelab.executors.torch.stage import Loss, OptimizerFactory
 from pipelab.peers import PeerRun
+from pipelab.peers.ranks import PeerJob, run_ranks
+from pipelab.peers.watch import Outcome, Steps, Watch, weights_of
+from pipelab.schedule import Schedule
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -33,98 +33,108 @@ SCHEDULES: dict[str, Any] = {
 
 
 def run_torch_pipelining(
-    name: str,
+    schedule: str | Schedule,
     stages: Sequence[nn.Module],
     batches: Sequence[tuple[Tensor, Tensor]],
     loss: Loss,
     optimizer: OptimizerFactory,
     *,
-    devices: int,
-    microbatches: int,
+    devices: int | None = None,
+    microbatches: int | None = None,
     timeout: float = 60.0,
+    watch: bool = True,
 ) -> PeerRun:
-    """Train copies of `stages`, stage s on rank s % devices, by torch's schedule for `name`.
+    """Train copies of `stages` by torch's schedule of that name, or by a table of ours.
 
-    On the CPU. A batch's seconds go from the end of the one before it (the first: from a barrier)
-    to the end of the last rank's optimizer step. Raises ValueError for uneven micro-batches, which
-    torch's runtime does not take, and RunError as `pipelab.run` does.
+    On the CPU. A name: stage s is on rank s % devices, and torch makes the order. A `Schedule` of
+    one batch, with a flush: torch's runtime carries out its rows for every batch, and it says how
+    many devices and micro-batches there are. A batch's seconds go from the end of the one before it
+    (the first: from a barrier) to the end of the last rank's optimizer step. With watch=False no
+    hooks note spans, bytes and gradients. Raises ValueError for uneven micro-batches, which torch's
+    runtime does not take, ScheduleError for a table that it would train otherwise than we do, and
+    RunError as `pipelab.run` does.
     """
-    if name not in SCHEDULES:
-        raise ValueError(
-            f"torch.distributed.pipelining has no schedule for {name!r}: use one of "
-            f"{', '.join(SCHEDULES)}"
-        )
-    for b, (x, _) in enumerate(batches):
-        if len(x) % microbatches:
+    if isinstance(schedule, Schedule):
+        rows = [line.split(",") for line in schedule.to_torch_csv().splitlines()]
+        placement, microbatches = schedule.placement, schedule.microbatches
+        devices, name = schedule.devices, schedule.name
+    else:
+        rows, name = None, schedule
+        if name not in SCHEDULES:
             raise ValueError(
-                f"batch {b}: {len(x)} samples do not make {microbatches} micro-batches of one size"
+                f"torch.distributed.pipelining has no schedule for {name!r}: use one of "
+                f"{', '.join(SCHEDULES)}"
             )
-    jobs = [
-        _Job(rank, devices, name, microbatches, list(stages), list(batches), loss, optimizer)
-        for rank in range(devices)
-    ]
-    done = run_processes(jobs, _train, timeout)
-    ends = [max(times) for times in zip(*(outcome.ends for outcome in done), strict=True)]
-    weights = {s: state for outcome in done for s, state in outcome.weights.items()}
-    return PeerRun(
-        next(outcome.losses for outcome in done if outcome.losses),
-        [weights[s] for s in range(len(stages))],
-        [b - a for a, b in pairwise(ends)],
+        if devices is None or microbatches is None:
+            raise ValueError(f"torch's own {name}: give devices and microbatches")
+        placement = tuple(s % devices for s in range(len(stages)))
+    return run_ranks(
+        f"torch {name}",
+        _train,
+        devices,
+        timeout,
+        library="torch.distributed.pipelining",
+        stages=stages,
+        batches=batches,
+        loss=loss,
+        optimizer=optimizer,
+        microbatches=microbatches,
+        watch=watch,
+        options=(name, rows, placement),
     )
 
 
-@dataclass
-class _Job:
-    """What one rank needs to find its part: stage s is on rank s % devices."""
+def _train(job: PeerJob, progress: Callable[[int], None]) -> Outcome:
+    name, rows, placement = job.options
+    count, m = len(job.stages), job.microbatches
+    mine = {s: job.stages[s] for s in range(count) if placement[s] == job.rank}
+    parts = [PipelineStage(module, s, count, torch.device("cpu")) for s, module in mine.items()]
+    runtime: Any
+    if rows:
+        runtime = _PipelineScheduleRuntime(parts, m, loss_fn=job.loss)
+        actions = {d: [_Action.from_str(cell) for cell in row] for d, row in enumerate(rows)}
+        runtime._prepare_schedule_with_comms(actions)
+    else:
+        runtime = SCHEDULES[name](parts if name == "interleaved" else parts[0], m, loss_fn=job.loss)
+    steps = {s: Steps(module, job.optimizer) for s, module in mine.items()}
+    watch = Watch(mine, [*steps.values()], job.batches) if job.watch else None
+    first = 0  # number of the batch's first micro-batch
+    if watch:
+        _hook(watch, runtime, parts, lambda k: first + k)
+    losses = []
+    for b, (x, y) in job.each_batch(progress):
+        first = b * m
+        means: list[Tensor] = []
+        inputs = [x] if 0 in mine else []
+        last = {"target": y, "losses": means} if count - 1 in mine else {}
+        runtime.step(*inputs, **last, return_outputs=False)
+        for s, each in steps.items():
+            step = each.step
+            if watch:
+                step = watch.around(step, lambda: (s, Kind.U, b))  # noqa: B023
+            step()
+        if means:
+            losses.append(float(torch.stack(means).detach().double().mean()))
+    weights = {s: weights_of(module) for s, module in mine.items()}
+    return Outcome(losses, weights, job.ends, watch.finish() if watch else None)
 
-    rank: int
-    devices: int
-    name: str
-    microbatches: int
-    stages: list[nn.Module]
-    batches: list[tuple[Tensor, Tensor]]
-    loss: Loss
-    optimizer: OptimizerFactory
 
-    @property
-    def where(self) -> str:
-        return f"rank {self.rank} of torch.distributed.pipelining"
+def _hook(watch: Watch, runtime: Any, parts: Sequence[Any], number: Callable[[int], int]) -> None:
+    """Around what the runtime calls for an action; `number` counts through all batches."""
+    for part in parts:
+        s = part.stage_index
 
-    def doing(self, mark: int) -> str:
-        return f"batch {mark}"
+        def backward(k: int, *_: Any, s: int = s, full_backward: bool = True, **__: Any) -> tuple:
+            return s, Kind.B if full_backward else Kind.I, number(k)
 
-
-@dataclass
-class _Outcome:
-    losses: list[float]  # of the rank with the last stage
-    weights: dict[int, dict[str, Tensor]]
-    ends: list[float]  # of the barrier, then of every batch, on the clock that all processes share
-
-
-def _train(job: _Job, progress: Callable[[int], None]) -> _Outcome:
-    count = len(job.stages)
-    mine = {s: job.stages[s] for s in range(job.rank, count, job.devices)}
-    cpu = torch.device("cpu")
-    parts = [PipelineStage(module, s, count, cpu) for s, module in mine.items()]
-    runtime = SCHEDULES[job.name](
-        parts if job.name == "interleaved" else parts[0], job.microbatches, loss_fn=job.loss
+        part.forward_one_chunk = watch.around(
+            part.forward_one_chunk, lambda k, *_, s=s, **__: (s, Kind.F, number(k))
+        )
+        part.backward_one_chunk = watch.around(part.backward_one_chunk, backward)
+        part.backward_weight_one_chunk = watch.around(
+            part.backward_weight_one_chunk, lambda k, *_, s=s, **__: (s, Kind.W, number(k))
+        )
+    # The loss belongs to the forward that it follows.
+    runtime._compute_loss = watch.around(
+        runtime._compute_loss, lambda *_, **__: watch.seen.actions[-1]
     )
-    step = job.optimizer([p for module in mine.values() for p in module.parameters()])
-    first, last = 0 in mine, count - 1 in mine
-    losses: list[list[Tensor]] = [[] for _ in job.batches]
-    dist.barrier()
-    ends = [time.perf_counter()]
-    for b, (x, y) in enumerate(job.batches):
-        progress(b)
-        data = {"target": y, "losses": losses[b]} if last else {}
-        runtime.step(*([x] if first else []), **data, return_outputs=False)
-        step.step()
-        step.zero_grad()
-        ends.append(time.perf_counter())
-    dist.barrier()  # nobody leaves while its messages are on their way
-    means = [float(torch.stack(some).detach().double().mean()) for some in losses if some]
-    weights = {
-        s: {name: t.detach() for name, t in module.state_dict().items()}
-        for s, module in mine.items()
-    }
-    return _Outcome(means, weights, ends)

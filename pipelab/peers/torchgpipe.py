@@ -1,20 +1,82 @@
 """torchgpipe 0.0.7 (Kim et al. 2020, arXiv 2004.09910) behind a call like `pipelab.run`.
 
 What it asks for: an nn.Sequential whose layers take and return tensors or tuples, one process,
-GPipe only, `chunks` micro-batches. It was last released in 2020 and still runs.
+GPipe only, `chunks` micro-batches. It was last released in 2020 and still runs. It has one thread
+for each *different* device: on a CPU one thread does all, so that nothing is gained there, and a
+backward that waits for its turn inside (between its forward's second run and itself) has a span
+that covers what ran meanwhile. The order is real.
+
+Its backwards run last in, first out:
+
+    0F0 0F1 0F2 .   .   .   .   0B2 0B1 0B0 0U0
+    .   1F0 1F1 1F2 .   .   1B2 1B1 1B0 1U0 .
+    .   .   2F0 2F1 2F2 2B2 2B1 2B0 2U0 .   .
+
+which is why `checkpoint` has a mode of its own for the last micro-batch:
+
+never        every micro-batch keeps what its backward needs; each forward runs once
+always       every micro-batch keeps its input; every forward runs again before its backward
+except_last  (their default) all but the last one's forwards run again
+
+The last micro-batch's backward comes right after its forward. To drop what the forward made and to
+make it again at once would cost a forward and save nothing: the peak is that of `always`, since any
+backward needs one micro-batch's activations. (With backwards first in, first out the last one would
+wait, and keep them all that time.)
 """
 
 import copy
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import accumulate, count, pairwise
 from typing import Any
 
 import torch
-from torch import nn
-from torchgpipe import GPipe
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from pipelab.action import Action, Kind, insert_updates
 from pipelab.executors.torch.stage import Loss, OptimizerFactory
-from pipelab.peers import PeerRun
+from pipelab.peers import PeerRun, need
+from pipelab.peers.watch import Outcome, Steps, Watch, gather, weights_of
+from pipelab.schedule import Schedule
+
+
+def schedule_of(partitions: int, chunks: int, batches: int = 1) -> Schedule:
+    """The order of torchgpipe: GPipe with its backwards last in, first out.
+
+    >>> print(schedule_of(2, 2).grid())
+    0F0 0F1 .   .   0B1 0B0 0U0
+    .   1F0 1F1 1B1 1B0 1U0 .
+    """
+    order = [
+        (kind, k)
+        for b in range(batches)
+        for kind, step in ((Kind.F, 1), (Kind.B, -1))
+        for k in range(b * chunks, (b + 1) * chunks)[::step]
+    ]
+    rows = [
+        tuple(insert_updates((Action(j, kind, k) for kind, k in order), chunks))
+        for j in range(partitions)
+    ]
+    return Schedule("torchgpipe", tuple(rows), tuple(range(partitions)), chunks, batches)
+
+
+def balance_by_time(
+    layers: Sequence[nn.Module], partitions: int, sample: Any, *, timeout: float = 1.0
+) -> list[int]:
+    """torchgpipe's own balance: layers per partition, by times measured for `timeout` seconds.
+
+    On the device of the sample. ValueError from torchgpipe where a parameter has a gradient. (Its
+    balance_by_size works on CUDA alone.)
+    """
+    need("torchgpipe")
+    from torchgpipe import balance
+
+    device = pytree.tree_leaves(sample)[0].device
+    model = nn.Sequential(*layers)
+    return balance.balance_by_time(partitions, model, sample, timeout=timeout, device=device)
 
 
 def run_torchgpipe(
@@ -24,31 +86,139 @@ def run_torchgpipe(
     optimizer: OptimizerFactory,
     *,
     chunks: int,
+    balance: Sequence[int] | None = None,
     devices: Sequence[str] | None = None,
     checkpoint: str = "never",
+    watch: bool = True,
 ) -> PeerRun:
-    """Train copies of `stages` with torchgpipe; `checkpoint`: never, except_last or always."""
-    stages = [copy.deepcopy(stage) for stage in stages]
+    """Train copies of `stages` with torchgpipe; `checkpoint`: never, except_last or always.
+
+    balance  layers per partition, where the stages are to be cut anew
+    watch    whether hooks note spans, bytes and gradients
+
+    The loss is of whole batches, between the forwards and the backwards, and in no span.
+    """
+    need("torchgpipe")
+    from torchgpipe import GPipe
+
+    found = {len(pytree.tree_leaves(x)[0].chunk(chunks)) for x, _ in batches}
+    if len(found) > 1:
+        raise ValueError(
+            f"torchgpipe would cut the batches into {sorted(found)} micro-batches: give batches of "
+            "one size"
+        )
+    layers = copy.deepcopy([layer for stage in stages for layer in stage])
     model = GPipe(
-        nn.Sequential(*(layer for stage in stages for layer in stage)),
-        balance=[len(stage) for stage in stages],
-        devices=list(devices or ["cpu"] * len(stages)),
+        nn.Sequential(*layers),
+        balance=list(balance or map(len, stages)),
+        devices=list(devices or ["cpu"] * len(balance or stages)),
         chunks=chunks,
         checkpoint=checkpoint,
     )
-    step, losses, seconds = optimizer(model.parameters()), [], []
-    for x, y in batches:
-        began = time.perf_counter()
-        step.zero_grad()
-        value = loss(model(x.to(model.devices[0])), y.to(model.devices[-1]))
+    # Named as in a stage: numbered from 0. The layers are those of the model.
+    bounds = pairwise(accumulate(model.balance, initial=0))
+    parts = [nn.Sequential(*layers[a:b]) for a, b in bounds]
+    steps = [Steps(part, optimizer) for part in parts]
+    hooks = []
+    if watch:
+        hooks = [
+            _Hooks(j, partition, Watch({j: part}, [mine], batches, device))
+            for j, (partition, part, mine, device) in enumerate(
+                zip(model.partitions, parts, steps, model.devices, strict=True)
+            )
+        ]
+    losses, ends = [], [time.perf_counter()]
+    for b, (x, y) in enumerate(batches):
+        x = pytree.tree_map_only(Tensor, lambda t: t.to(model.devices[0]), x)
+        y = pytree.tree_map_only(Tensor, lambda t: t.to(model.devices[-1]), y)
+        value = loss(model(x), y)
         value.backward()
-        step.step()
+        for j, mine in enumerate(steps):
+            if watch:
+                hooks[j].watch.begin(j, Kind.U, b)
+            mine.step()
+            if watch:
+                hooks[j].watch.end()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         losses.append(float(value.detach()))
-        seconds.append(time.perf_counter() - began)
-    weights = []
-    for partition in model.partitions:
-        layers = nn.Sequential(*partition)  # numbered from 0, as in a stage
-        weights.append({name: t.detach().cpu() for name, t in layers.state_dict().items()})
-    return PeerRun(losses, weights, seconds)
+        ends.append(time.perf_counter())
+    outcomes = [
+        Outcome(losses, {j: weights_of(part)}, ends, hooks[j].watch.finish() if watch else None)
+        for j, part in enumerate(parts)
+    ]
+    return gather("torchgpipe", outcomes, found.pop())
+
+
+class _Hooks:
+    """Notes forwards and backwards of one partition.
+
+    A forward is between the hooks of the module. A backward begins when the output's gradient is
+    known. It ends when the input's gradient is known, or, where the input has none, behind the last
+    node of the graph that makes the gradient of a weight.
+
+    A forward that runs again is known by its input, which torchgpipe has kept, and belongs to its
+    backward if that comes next. (On a stage that reads tokens, which have no gradient, torchgpipe
+    runs it ahead, before the backward of another micro-batch: then it is in no span.)
+    """
+
+    def __init__(self, j: int, partition: nn.Module, watch: Watch) -> None:
+        self.j, self.watch = j, watch
+        self._again: dict[int, Any] = {}  # micro-batch -> when its forward ran again, till the next
+        self._saving = ExitStack()
+        self._numbers = count()
+        self._number: dict[int, int] = {}  # address of an input that is kept -> its micro-batch
+        partition.register_forward_pre_hook(self._before)
+        partition.register_forward_hook(self._after)
+
+    def _before(self, _: nn.Module, inputs: tuple) -> None:
+        from torchgpipe import is_recomputing
+
+        tensors, home = pytree.tree_leaves(inputs), self.watch.home
+        address = tensors[0].data_ptr()
+        if is_recomputing():
+            number = self._number[address]
+            self.watch.settle()
+            self._saving.enter_context(home.watch((self.j, number)))
+            self._again = {number: home.now()}
+        else:
+            number = self._number[address] = next(self._numbers)
+            self.watch.begin(self.j, Kind.F, number)
+        self._current = number
+        if not torch.is_grad_enabled():  # a checkpoint, which keeps its input
+            home.hold((self.j, number), tensors)
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(self._ends)
+
+    def _after(self, _: nn.Module, inputs: tuple, output: Any) -> None:
+        self._saving.close()
+        if self._current not in self._again:
+            self.watch.end()
+        outputs = [t for t in pytree.tree_leaves(output) if t.requires_grad]
+        if not any(tensor.requires_grad for tensor in pytree.tree_leaves(inputs)):
+            for node in _last_nodes([tensor.grad_fn for tensor in outputs]):
+                node.register_hook(self._ends)
+        for tensor in outputs:
+            tensor.register_hook(partial(self._begins, self._current))
+
+    def _begins(self, number: int, _: Tensor) -> None:
+        self.watch.begin(self.j, Kind.B, number, since=self._again.get(number))
+        self._again = {}
+
+    def _ends(self, *_: Any) -> None:
+        self.watch.end()
+
+
+def _last_nodes(nodes: list[Any]) -> set[Any]:
+    """Nodes of a graph that hand a gradient to a leaf."""
+    found, seen = set(), set(nodes)
+    while nodes:
+        node = nodes.pop()
+        for after, _ in node.next_functions:
+            if hasattr(after, "variable"):
+                found.add(node)
+            elif after is not None and after not in seen:
+                seen.add(after)
+                nodes.append(after)
+    return found

@@ -1,0 +1,207 @@
+"""DeepSpeed's PipelineModule 0.19 on the CPU, behind a call like `pipelab.run`.
+
+A process per stage, gloo. What it asks for: micro-batches of one size, a loss that is the mean over
+the samples, and one schedule, 1F1B with a flush (`TrainSchedule`). Its messages block: a stage
+sends what its last action made right before the next one, or after receiving for it. Left alone it
+clips gradients to a norm of 1 (its default for `gradient_clipping`): here it does not.
+
+On the CPU it compiles an extension with the machine's C++ compiler when it is first started, for
+all-reduces by shared memory: that takes a minute, and without a compiler it fails. Training a
+pipeline does not use the extension, so it is switched off here: see `skip_compiling`. A script of
+your own, under its launcher too (`deepspeed --num_gpus 4 script.py`), may do the same.
+"""
+
+import contextlib
+import io
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipelab.action import Action, Kind
+from pipelab.executors.torch.stage import Loss, OptimizerFactory
+from pipelab.peers import PeerRun, need
+from pipelab.peers.ranks import PeerJob, run_ranks
+from pipelab.peers.watch import Outcome, Steps, Watch, weights_of
+from pipelab.schedule import Schedule
+
+# Its instructions, and what we call them; the others move or add up what is there.
+KINDS = {
+    "ForwardPass": Kind.F,
+    "BackwardPass": Kind.B,
+    "OptimizerStep": Kind.U,
+    "SendActivation": Kind.SEND_F,
+    "RecvActivation": Kind.RECV_F,
+    "SendGrad": Kind.SEND_B,
+    "RecvGrad": Kind.RECV_B,
+}
+
+
+def schedule_of(stages: int, micro_batches: int, *, transfers: bool = False) -> Schedule:
+    """DeepSpeed's TrainSchedule as a table; with its sends and receives if `transfers`.
+
+    Its instructions name buffers, not micro-batches: the k-th of a kind is of micro-batch k.
+    """
+    rows = []
+    for s in range(stages):
+        seen: Counter[Kind] = Counter()
+        row = []
+        for instruction in (i for step in _train_schedule(stages, micro_batches, s) for i in step):
+            kind = KINDS.get(instruction.name)
+            if kind is not None and (transfers or kind <= Kind.U):
+                row.append(Action(s, kind, seen[kind]))
+                seen[kind] += 1
+        rows.append(tuple(row))
+    return Schedule("deepspeed", tuple(rows), tuple(range(stages)), micro_batches)
+
+
+def buffers(stages: int, micro_batches: int) -> list[int]:
+    """How many activations DeepSpeed makes room for on each stage: max(2, min(p - s, m)).
+
+    One more than 1F1B has in flight on the last stage: see `Schedule.peak_in_flight`.
+    """
+    return [_train_schedule(stages, micro_batches, s).num_pipe_buffers() for s in range(stages)]
+
+
+def skip_compiling() -> None:
+    """Keep DeepSpeed from compiling its shared-memory operation for the CPU, in this process.
+
+    To be called before `deepspeed.init_distributed` and `deepspeed.initialize`.
+    """
+    need("deepspeed")
+    with _unlogged():
+        from deepspeed import ops
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _train_schedule(stages: int, micro_batches: int, stage: int) -> Any:
+    need("deepspeed")
+    with _unlogged():
+        from deepspeed.runtime.pipe.schedule import TrainSchedule
+    return TrainSchedule(micro_batches, stages, stage)
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """DeepSpeed logs what it finds when it is imported and set up."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def run_deepspeed(
+    stages: Sequence[nn.Module],
+    batches: Sequence[tuple[Tensor, Tensor]],
+    loss: Loss,
+    optimizer: OptimizerFactory,
+    *,
+    microbatches: int,
+    partition_method: str | None = None,
+    timeout: float = 120.0,
+    watch: bool = True,
+) -> PeerRun:
+    """Train copies of `stages` by DeepSpeed's pipeline engine, stage s on rank s.
+
+    partition_method  uniform, parameters or type:REGEX: DeepSpeed cuts the layers of the stages
+                      anew into as many stages. Default: the stages as they are
+    watch             whether hooks note spans, bytes and gradients
+
+    Raises ValueError for uneven micro-batches and RunError as `pipelab.run` does.
+    """
+    need("deepspeed")
+    return run_ranks(
+        "deepspeed",
+        _train,
+        len(stages),
+        timeout,
+        library="DeepSpeed",
+        stages=stages,
+        batches=batches,
+        loss=loss,
+        optimizer=optimizer,
+        microbatches=microbatches,
+        watch=watch,
+        options=partition_method,
+    )
+
+
+def _train(job: PeerJob, progress: Callable[[int], None]) -> Outcome:
+    rank, m = job.rank, job.microbatches
+    with _unlogged(), contextlib.redirect_stdout(io.StringIO()):  # it prints, too
+        engine, steps = _engine(job)
+    layers = engine.module.forward_funcs
+    mine = nn.Sequential(*layers) if job.options else layers[0]  # named as in a stage
+    watch = None
+    if job.watch:
+        watch = Watch({rank: mine}, [steps], job.batches)
+        _hook(watch, engine, rank)
+    losses = []
+    for _, (x, y) in job.each_batch(progress):
+        engine.train_batch(zip(x.chunk(m), y.chunk(m), strict=True))
+        for scheduler in steps.schedulers:
+            scheduler.step()
+        if engine.is_last_stage():
+            losses.append(float(engine.total_loss) / m)
+    return Outcome(losses, {rank: weights_of(mine)}, job.ends, watch.finish() if watch else None)
+
+
+def _engine(job: PeerJob) -> tuple[Any, Steps]:
+    """DeepSpeed's engine for this rank, in the process group that there is."""
+    world = len(job.stages)
+    os.environ |= {
+        "DS_ACCELERATOR": "cpu",
+        "RANK": str(job.rank),
+        "LOCAL_RANK": str(job.rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }
+    import deepspeed
+
+    skip_compiling()
+    deepspeed.init_distributed("gloo")
+    layers, method = list(job.stages), "uniform"
+    if job.options:
+        layers, method = [layer for stage in job.stages for layer in stage], job.options
+    module = deepspeed.PipelineModule(
+        layers,
+        num_stages=world,
+        loss_fn=job.loss,
+        partition_method=method,
+        dynamic_shape=len({x.shape for x, _ in job.batches}) > 1,
+    )
+    steps = Steps(module, job.optimizer)
+    size = len(job.batches[0][0]) // job.microbatches
+    config = {
+        "train_micro_batch_size_per_gpu": size,
+        "gradient_accumulation_steps": job.microbatches,
+        "gradient_clipping": 0.0,
+        "steps_per_print": 2**31,
+    }
+    engine = deepspeed.initialize(model=module, optimizer=steps.optimizer, config=config)[0]
+    if any(p.dtype == torch.float64 for p in module.parameters()):
+        # It adds gradients up over replicas even where there is one, and refuses float64.
+        engine.pipeline_enable_backward_allreduce = False
+    return engine, steps
+
+
+def _hook(watch: Watch, engine: Any, rank: int) -> None:
+    """Around what the engine calls for an instruction that computes."""
+
+    def noted(kind: Kind, method: Callable) -> Callable:
+        numbers = count()
+        return watch.around(method, lambda *_, **__: (rank, kind, next(numbers)))
+
+    methods = {}
+    for instruction, method in engine._INSTRUCTION_MAP.items():
+        kind = KINDS.get(instruction.__name__, Kind.SEND_F)
+        methods[instruction] = noted(kind, method) if kind <= Kind.U else method
+    engine._INSTRUCTION_MAP = methods
