@@ -1,4 +1,4 @@
-"""Runs for real, beside torch's runtime; overhead, launch, faults: python benchmarks/run.py."""
+"""Runs for real: overhead, launch, faults, predictions: python benchmarks/run.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from pipelab.partition import uniform
 from pipelab.peers.torch_pipelining import run_torch_pipelining
 
 SGD = partial(torch.optim.SGD, lr=0.01)
-SCHEDULES = ("gpipe", "pipedream_flush", "interleaved")
 
 
 class Model(NamedTuple):
@@ -65,7 +64,7 @@ class Sizes:
 
 
 def report(repeats: int = 3, sizes: Sizes = Sizes()) -> str:
-    """Runs beside torch's, overhead, launch, faults and predictions, as a Markdown page."""
+    """Overhead, launch, faults and predictions, as a Markdown page."""
     with _one_thread():
         return page(
             "# Runs",
@@ -77,7 +76,6 @@ def report(repeats: int = 3, sizes: Sizes = Sizes()) -> str:
                 "over gloo and loopback. Nothing is checked against the reference while it is "
                 "timed, unless said otherwise."
             ),
-            *_beside_torch(repeats, sizes),
             *_empty_actions(repeats, sizes),
             *_launch(sizes),
             *_faults(repeats, sizes),
@@ -93,76 +91,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-# ---- beside torch.distributed.pipelining
-
-
-def beside_torch(
-    name: str, devices: int, model: Model, sizes: Sizes, repeats: int
-) -> tuple[list[float], list[float], list[float]]:
-    """Seconds per batch of pipelab's processes, of its threads and of torch's processes, in turn.
-
-    All run the same model, split, schedule and batches.
-    """
-    v, m = 2 if name == "interleaved" else 1, sizes.microbatches
-    stages, batches = model.stages(devices * v), model.batches(sizes.batches, m)
-    schedule = make(name, devices, m, virtual=v, batches=sizes.batches)
-    ours: dict[str, list[float]] = {"processes": [], "threads": []}
-    theirs = []
-    for _ in range(repeats):
-        for backend, times in ours.items():
-            done = run(schedule, stages, batches, F.mse_loss, SGD, backend=backend, check=False)
-            times += seconds_per_batch(done.timeline)
-        peer = run_torch_pipelining(
-            name, stages, batches, F.mse_loss, SGD, devices=devices, microbatches=m, watch=False
-        )
-        theirs += peer.seconds[1:]
-    return ours["processes"], ours["threads"], theirs
-
-
-def _ratio(ours: list[float], theirs: list[float]) -> str:
-    middle = statistics.median(ours) / statistics.median(theirs)
-    return f"{middle:.2f} ({min(ours) / min(theirs):.2f})"
-
-
-def _beside_torch(repeats: int, sizes: Sizes) -> list[str]:
-    rows = []
-    for model in sizes.models:
-        for p in sizes.devices:
-            for name in SCHEDULES:
-                times = beside_torch(name, p, model, sizes, repeats)
-                processes, threads, theirs = times
-                ratios = _ratio(processes, theirs), _ratio(threads, theirs)
-                rows.append((model.name, p, name, *map(spread, times), *ratios))
-    shapes = "; ".join(
-        f"{x.name}: {x.layers} layers of {x.width}, {x.samples} samples a micro-batch"
-        for x in sizes.models
-    )
-    return [
-        "## Beside torch.distributed.pipelining",
-        paragraph(
-            f"An MLP ({shapes}), float32, {sizes.microbatches} micro-batches, MSE, SGD; "
-            "interleaved has 2 stages a rank. Milliseconds per batch, by one rule for all: from "
-            "the end of one batch's last update to the end of the next one's, without the first "
-            f"batch. The median (fastest to slowest) of {repeats} runs of {sizes.batches} batches "
-            "each, in turn A B C A B C. Ratios are of medians (of the fastest batches): below 1, "
-            "pipelab is faster."
-        ),
-        table(
-            (
-                "model",
-                "ranks",
-                "schedule",
-                "processes (ms)",
-                "threads (ms)",
-                "torch, processes (ms)",
-                "processes / torch",
-                "threads / torch",
-            ),
-            rows,
-        ),
-    ]
 
 
 # ---- overhead of an empty action

@@ -10,6 +10,7 @@ import pytest
 
 import tests.jax_setup  # isort: skip  # noqa: F401
 import measure
+import peers
 import run
 from pipelab.explain import CAUSES
 
@@ -53,18 +54,19 @@ def numbers(text):
     return middle
 
 
-def test_beside_torch(tables):
-    rows = tables["Beside torch.distributed.pipelining"]
-    assert [row["schedule"] for row in rows] == list(run.SCHEDULES)
-    for row in rows:
-        ours, threads, theirs = (
-            numbers(row[c]) for c in ("processes (ms)", "threads (ms)", "torch, processes (ms)")
-        )
-        assert min(ours, threads, theirs) > 0
-        for column, value in (("processes / torch", ours), ("threads / torch", threads)):
-            assert float(row[column].split()[0]) == pytest.approx(
-                value / theirs, abs=0.02, rel=0.02
-            )
+def test_beside_others():
+    """Each library that has the schedule, on each model; ratios are those of the medians shown."""
+    case = peers.DEFAULT.cases[1]
+    sizes = peers.Sizes(cases=(case,), devices=(2,), microbatches=4, batches=2)
+    found = peers.rows(1, sizes)
+    assert [row[2:4] for row in found] == [
+        (name, f"{library} / {backend}") for name, backend, library in peers.BESIDE
+    ]
+    for row in found:
+        ours, theirs = map(numbers, row[4:6])
+        assert min(ours, theirs) > 0
+        assert float(row[6].split()[0]) == pytest.approx(ours / theirs, abs=0.02, rel=0.02)
+        assert min(float(row[7]), float(row[8]), float(row[9])) > 0
 
 
 def test_what_takes_time_takes_some(tables):
