@@ -128,3 +128,16 @@ def test_two_runs_at_once_have_their_own_random_numbers():
         results = list(pool.map(train, range(2)))
     for result in results:
         assert result.check.passed, result.check
+
+
+class Sized(nn.Module):
+    def forward(self, x):
+        assert len(x) == 2, len(x)
+        return x.clone()
+
+
+def test_a_layer_may_insist_on_the_size_of_a_micro_batch():
+    # Was: the reference gave it the undivided batch, and the run ended in its error.
+    modules = [nn.Sequential(stage, Sized()) for stage in stages(2)]
+    result = run(make("gpipe", 2, 4), modules, batches(1, samples=8), F.mse_loss, ADAMW)
+    assert result.check.passed

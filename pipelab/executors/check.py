@@ -310,7 +310,9 @@ def judge(
         exact = pieces
         if whole and len(pieces) > 1:
             x, y = batches[i]
-            exact = [Piece(x, y, reading[i][0])]
+            undivided = Piece(x, y, reading[i][0])
+            whole = i > 0 or _takes(truth, undivided)
+            exact = [undivided] if whole else pieces
         steps = [of_stage[i] for of_stage in evidence.steps[0]]
         losses, near = _compare_update(found, t, truth, own, exact, pieces, steps)
         reported = evidence.microbatch_losses[len(counted) :][: len(pieces)]
@@ -373,6 +375,15 @@ def _most_precise(
         except Exception:
             pass  # the verdict says in what precision it was reached
     return trainer(False)
+
+
+def _takes(truth: Trainer, batch: Piece) -> bool:
+    """Whether the model takes a whole batch: a layer may insist on a micro-batch's size."""
+    try:
+        truth.losses([batch], jitter=1)
+        return True
+    except Exception:
+        return False
 
 
 def _reading(table: Schedule, replicas: int) -> tuple[str, rules.Reading]:
