@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipelab import make, simulate
+from pipelab import make, plot, simulate
 from pipelab.cli import main
 from pipelab.models import split
 from pipelab.models.gpt2 import gpt2
@@ -280,6 +280,29 @@ def test_a_profile_of_real_layers():
     assert found.layers[1].activations > 10 * found.layers[1].output
     after = [p for layer in model for p in layer.parameters()]
     assert all(torch.equal(a, b) and a.grad is None for a, b in zip(after, before, strict=True))
+
+
+def test_a_profile_as_table_and_picture():
+    found = Profile((Layer("one", 1e-3, 2e-3, 3e-3, 4e6, 5e6, 6e6), Layer("another", 1)))
+    head, first, second = str(found).splitlines()
+    assert head.split() == [
+        "F",
+        "ms",
+        "I",
+        "ms",
+        "W",
+        "ms",
+        "weights",
+        "MB",
+        "kept",
+        "MB",
+        "sent",
+        "MB",
+    ]
+    assert first.split() == ["one", "1.000", "2.000", "3.000", "4.000", "5.000", "6.000"]
+    assert len(head) == len(first) == len(second)
+    ax = plot.profile(found)
+    assert [p.get_width() for p in ax.patches] == pytest.approx([1, 1000, 2, 0, 3, 0])
 
 
 def test_what_is_saved_counts_once():

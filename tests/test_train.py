@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,6 +85,19 @@ def test_a_tied_embedding_is_exchanged():
     assert result.check.passed
     first, last = result.weights
     assert torch.equal(first["0.word.weight"], last["1.project.weight"])
+
+
+def test_squad_where_its_library_is(monkeypatch):
+    """The library's own path, on rows as its hub has them: several questions to a context."""
+    rows = {"context": ["a b", "a b", "c", "d e f"]}
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="pip install datasets"):
+        data.squad(None, 1)
+    asked = []
+    library = SimpleNamespace(load_dataset=lambda *a, **k: asked.append((a, k)) or rows)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    found = data.squad(lambda text: {"input_ids": [len(word) for word in text.split()]}, 2)
+    assert found == [[1, 1], [1]] and asked == [(("squad",), {"split": "train"})]
 
 
 # ---- parts
@@ -173,6 +187,21 @@ def test_killed_at_any_step_it_goes_on(tmp_path, capsys):
     last = "step_000009"
     for a, b in zip(state_of(tmp_path / "whole" / last), state_of(killed / last), strict=True):
         assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_train_under_torchrun(tmp_path, capsys):
+    """Two ranks train six steps, then nine: as threads that do it in one go."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*COMMAND, "--every", "3", "--length", "8", "--save"]
+    folder = str(tmp_path / "ranks")
+    short = [x if x != "9" else "6" for x in command]
+    assert main([*command, str(tmp_path / "threads"), "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    for arguments in (short, command):
+        line = [*torchrun, "-m", "pipelab", *arguments, folder, "--json"]
+        done = subprocess.run(line, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["losses"] == whole["losses"]
 
 
 def test_train_wants_what_makes_sense(capsys):

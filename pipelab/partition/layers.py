@@ -97,6 +97,17 @@ class Profile:
                     f"edge {a} -> {b}: a layer reads earlier ones, of 0 to {len(self.layers) - 1}"
                 )
 
+    def __str__(self) -> str:
+        """A table: a line a layer, ms and MB."""
+        names = ("F ms", "I ms", "W ms", "weights MB", "kept MB", "sent MB")
+        width = max(len(layer.name) for layer in self.layers)
+        lines = [" ".join([" " * width, *(f"{name:>10}" for name in names)])]
+        for layer in self.layers:
+            values = [getattr(layer, name) for name in NUMBERS]
+            scaled = [1e3 * x for x in values[:3]] + [x / 1e6 for x in values[3:]]
+            lines.append(" ".join([f"{layer.name:{width}}", *(f"{x:10.3f}" for x in scaled)]))
+        return "\n".join(lines)
+
     def of(self, name: str) -> np.ndarray:
         """One value per layer, such as "forward", "weights" or "time"."""
         return np.array([getattr(layer, name) for layer in self.layers], float)

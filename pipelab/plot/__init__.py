@@ -7,7 +7,7 @@ pictures and animations in images/ are drawn from these.
 from pipelab.plot.bubble import bubble
 from pipelab.plot.losses import losses
 from pipelab.plot.memory import memory, peaks
-from pipelab.plot.partition import partition
+from pipelab.plot.partition import partition, profile
 from pipelab.plot.plan import plan
 from pipelab.plot.timeline import timeline, timelines
 from pipelab.plot.versions import versions
@@ -19,6 +19,7 @@ __all__ = [
     "partition",
     "peaks",
     "plan",
+    "profile",
     "timeline",
     "timelines",
     "versions",

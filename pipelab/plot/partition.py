@@ -1,10 +1,12 @@
-"""A partition: what every stage has to do, layer by layer."""
+"""What layers cost, and a partition of them: what every stage has to do."""
 
 from collections.abc import Mapping
 
+import numpy as np
 from matplotlib.axes import Axes
 
-from pipelab.partition import Partition
+from pipelab.action import Kind
+from pipelab.partition import Partition, Profile
 from pipelab.plot import style
 from pipelab.plot.timeline import bar, idle
 
@@ -62,4 +64,20 @@ def partition(
     ax.set_xlim(0, longest * 1.3)
     ax.set_ylim(row - 1.45, -1.1)
     ax.set_xlabel(unit)
+    return ax
+
+
+def profile(found: Profile, ax: Axes | None = None) -> Axes:
+    """Milliseconds of every layer, by forward, input gradient and weight gradient."""
+    ax = style.axes(ax, height=0.8 + 0.26 * len(found.layers))
+    left, places = np.zeros(len(found.layers)), range(len(found.layers))
+    parts = {"forward": Kind.F, "input_grad": Kind.I, "weight_grad": Kind.W}
+    for name, kind in parts.items():
+        width = 1e3 * found.of(name)
+        ax.barh(places, width, 0.8, left, color=style.KINDS[kind], label=style.NAMES[kind])
+        left = left + width
+    style.lanes(ax, list(places), [layer.name for layer in found.layers])
+    ax.invert_yaxis()
+    ax.set_xlabel(f"ms, {found.samples} samples")
+    style.legend(ax)
     return ax
