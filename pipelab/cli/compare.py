@@ -68,6 +68,7 @@ def _compare_live(o: argparse.Namespace) -> list:
         stages, batches, loss, optimizer = small_model(o, schedule, 4 * o.devices, width=256)
         return run(schedule, stages, batches, loss, optimizer, backend=o.backend, timeout=o.timeout)
 
+    measure("gpipe")  # warms up
     runs = {name: measure(name) for name in SCHEDULES}
     costs = fit(runs["gpipe"].timeline, runs["gpipe"].memory)
     entries = compare(costs, o.devices, o.microbatches, batches=o.batches, virtual=o.virtual)
