@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from pipelab.costs import Costs
-from pipelab.partition import Layer, Profile, split_layers
+from pipelab.partition import Layer, Partition, Profile, split_layers
 from pipelab.schedule import Schedule
 from pipelab.simulate import simulate
 
@@ -167,10 +167,13 @@ def check_split(answer: Sequence[int] | None, seconds: Sequence[float], stages: 
     return check_balance(answer, seconds, stages, split_layers(profile, stages).bottleneck)
 
 
-def check_imbalance(function: Callable) -> Feedback:
-    """Stage times -> the share of device time that is idle in the long run."""
-    cases = [([1, 1],), ([1, 3],), ([2, 4, 3],), ([5],), ([0.5, 0.25, 1, 1],)]
-    return check_function(function, lambda times: 1 - sum(times) / len(times) / max(times), cases)
+def check_imbalance(answer: Any, others: float, stages: int, share: float) -> Feedback:
+    """The slowest stage's time from which on more than this share of device time is idle.
+
+    others  what all other stages take together
+    """
+    hint = "Idle share: 1 - (sum of all stages) / (stages x the slowest)."
+    return check_number(answer, others / (stages * (1 - share) - 1), hint=hint)
 
 
 def check_replicas(function: Callable, heavy: float, light: float) -> Feedback:
@@ -179,11 +182,18 @@ def check_replicas(function: Callable, heavy: float, light: float) -> Feedback:
     return check_function(function, lambda n: max(heavy / (n - 1), light), cases)
 
 
-def check_parameters(answer: Any, profile: Profile, stages: int) -> Feedback:
-    """How many times slower the slowest stage is with balanced weights than with balanced times."""
-    slow, good = (split_layers(profile, stages, method) for method in ("parameters", "time"))
-    truth = slow.bottleneck / good.bottleneck
-    return check_number(answer, truth, hint="Compare the bottlenecks of two splits.")
+def suspect(profile: Profile, stages: int) -> Partition:
+    """A split by a measure that `check_suspect` asks for."""
+    return split_layers(profile, stages, "parameters")
+
+
+def check_suspect(answer: Any) -> Feedback:
+    """What was balanced in `suspect`, by its name among the methods of `split_layers`."""
+    if answer is None:
+        return NOT_ATTEMPTED
+    if answer == "parameters":
+        return Feedback(True, "Right: the weights, as far as single layers allow.")
+    return Feedback(False, f"Not yet: balanced by {answer!r}, the stages would be others.")
 
 
 def check_flush_memory(function: Callable) -> Feedback:
@@ -192,11 +202,11 @@ def check_flush_memory(function: Callable) -> Feedback:
     return check_function(function, lambda s, p, m, a: min(m, p - s) * a / p, cases)
 
 
-def check_smaller_microbatches(answer: Any, samples: int, devices: int, room: int) -> Feedback:
+def check_flushes(answer: Any, samples: int, devices: int, room: int) -> Feedback:
     """GPipe's time over that of 1F1B with a flush, a sample a micro-batch, as memory allows."""
     flushes = -(-samples // room)
     truth = flushes * (room + devices - 1) / (samples + devices - 1)
-    return check_number(answer, truth, hint="How often does GPipe have to flush?")
+    return check_number(answer, truth, hint="How often does each have to fill and drain?")
 
 
 def check_kept(answer: Any) -> Feedback:

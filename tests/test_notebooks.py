@@ -218,12 +218,12 @@ EXERCISES = {
         ],
     },
     ("04_work_partitioning", 1): {
-        "right": ["answer = [2, 3, 3]", "answer = (2, 3, 3)"],
-        "wrong": ["answer = [1, 3, 4]", "answer = [8]", "answer = 3", "answer = [4, 4, 0]"],
+        "right": ["answer = [2, 3, 3]", "answer = (3, 3, 2)"],
+        "wrong": ["answer = [2, 2, 4]", "answer = [8]", "answer = 3", "answer = [4, 4, 0]"],
     },
     ("04_work_partitioning", 2): {
-        "right": ["answer = lambda t: (max(t) - sum(t) / len(t)) / max(t)"],
-        "wrong": ["answer = lambda t: 1 - min(t) / max(t)", "answer = lambda t: max(t) - sum(t)"],
+        "right": ["answer = 9.0"],
+        "wrong": ["answer = 6", "answer = 8", "answer = 'more than 6'"],
     },
     ("04_work_partitioning", 3): {
         "right": ["answer = lambda n: 2 if n > 6 else 12 / (n - 1)"],
@@ -231,7 +231,7 @@ EXERCISES = {
     },
     ("04_work_partitioning", 4): {
         "right": [],
-        "wrong": ["answer = 1", "answer = 'b'", "answer = 10"],
+        "wrong": ["answer = 'time'", "answer = 'uniform'", "answer = 'size'", "answer = 4"],
     },
     ("05_pipedream_2bw", 1): {
         "right": [
@@ -261,8 +261,8 @@ EXERCISES = {
         ],
     },
     ("06_pipedream_flush", 1): {
-        "right": ["answer = pl.make('pipedream_flush', 2, 4)"],
-        "wrong": ["answer = pl.make('gpipe', 2, 4)", "answer = '0F0 0F1'", "answer = 3"],
+        "right": ["answer = pl.make('pipedream_flush', 3, 5)"],
+        "wrong": ["answer = pl.make('gpipe', 3, 5)", "answer = '0F0 0F1'", "answer = 3"],
     },
     ("06_pipedream_flush", 2): {
         "right": ["answer = lambda s, p, m, a: a / p * (p - s if m > p - s else m)"],

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
 
 from pipelab import make, plot, simulate
 from pipelab.cli import main
@@ -280,6 +281,21 @@ def test_a_profile_of_real_layers():
     assert found.layers[1].activations > 10 * found.layers[1].output
     after = [p for layer in model for p in layer.parameters()]
     assert all(torch.equal(a, b) and a.grad is None for a, b in zip(after, before, strict=True))
+
+
+def test_the_loss_counts_with_the_last_layer():
+    x, y = torch.randn(64, 8), torch.randn(64, 4000)
+    model = [nn.Linear(8, 8), nn.Linear(8, 4000)]
+
+    def slow(output, target):
+        for _ in range(20):
+            target = target * 0.9
+        return F.mse_loss(output, target), len(target)
+
+    alone, whole = profile(model, x, repeats=5), profile(model, x, loss=slow, target=y, repeats=5)
+    assert [layer.kind for layer in whole.layers] == ["Linear", "Linear"]
+    assert whole.layers[1].forward > 2 * alone.layers[1].forward
+    assert whole.layers[1].weights == alone.layers[1].weights and whole.layers[1].output == 4
 
 
 def test_a_profile_as_table_and_picture():

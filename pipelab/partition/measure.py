@@ -3,7 +3,7 @@
 import platform
 import time
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain as joined
 from statistics import median
 from typing import Any
 
@@ -15,9 +15,18 @@ from pipelab.partition.layers import Layer, Profile
 
 
 def profile(
-    layers: Sequence[nn.Module], sample: Any, *, repeats: int = 10, warm_up: int = 3
+    layers: Sequence[nn.Module],
+    sample: Any,
+    *,
+    loss: Callable[[Any, Any], Any] | None = None,
+    target: Any = None,
+    repeats: int = 10,
+    warm_up: int = 3,
 ) -> Profile:
     """Times and bytes of a chain of layers for one micro-batch, `sample`, the first one's input.
+
+    With a `loss`, (output, target) -> a mean or a pair with one, it counts as part of the last
+    layer: the last stage computes it.
 
     Each layer runs alone, forward and backward, `warm_up` times unmeasured and then `repeats`
     times; times are medians, on the device that the sample is on, as the layers are (with dropout,
@@ -37,13 +46,26 @@ def profile(
     tensors = _tensors(sample)
     device = tensors[0].device
     found, x = [], sample
-    for number, layer in enumerate(layers):
+    chain = list(layers)
+    if loss:
+        chain[-1] = _WithLoss(chain[-1], loss, target)
+    for number, (layer, own) in enumerate(zip(chain, layers, strict=True)):
         x = pytree.tree_map_only(Tensor, Tensor.detach, x)
         y, costs = _measure(layer, x, device, repeats, warm_up)
-        found.append(Layer(f"{number}: {type(layer).__name__}", kind=type(layer).__name__, **costs))
+        found.append(Layer(f"{number}: {type(own).__name__}", kind=type(own).__name__, **costs))
         x = y
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     return Profile(tuple(found), samples=len(tensors[0]), machine=machine or platform.machine())
+
+
+class _WithLoss(nn.Module):
+    def __init__(self, layer: nn.Module, loss: Callable, target: Any) -> None:
+        super().__init__()
+        self.layer, self.loss, self.target = layer, loss, target
+
+    def forward(self, x: Any) -> Any:
+        value = self.loss(self.layer(x), self.target)
+        return value[0] if isinstance(value, tuple) else value
 
 
 def _measure(
@@ -81,7 +103,7 @@ def _measure(
                 seconds, _ = _timed(device, backward, outputs, wanted)
                 times[name].append(seconds)
     typical = {name: median(values[warm_up:]) for name, values in times.items()}
-    own = {t.untyped_storage().data_ptr() for t in chain(layer.parameters(), layer.buffers())}
+    own = {t.untyped_storage().data_ptr() for t in joined(layer.parameters(), layer.buffers())}
     return y, {
         "forward": typical["forward"],
         "input_grad": min(typical["input"], typical["both"]),
