@@ -10,8 +10,9 @@ import numpy as np
 
 from pipelab.costs import Recompute
 from pipelab.executors.batches import Part, Reader, Trees
-from pipelab.executors.check import Check, Evidence, Trainer, judge, judge_evaluation
+from pipelab.executors.check import Check
 from pipelab.executors.job import Job, Launcher
+from pipelab.executors.judge import Evidence, Trainer, judge, judge_evaluation
 from pipelab.executors.options import Options
 from pipelab.executors.result import Evaluation, Outcome, Run, result_of
 from pipelab.executors.stage import Feed, Recipe, Step

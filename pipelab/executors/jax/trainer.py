@@ -1,4 +1,4 @@
-"""The reference of JAX runs: one differentiated function on one device, as `check.Trainer` asks.
+"""The reference of JAX runs: one differentiated function on one device, as `judge.Trainer` asks.
 
 It shares no code with the worker or the stages.
 """
@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from pipelab.executors.check import Arrays, Losses, Piece
+from pipelab.executors.judge import Arrays, Losses, Piece
 from pipelab.executors.stage import Recipe
 
 
 class Trainer:
-    """See `check.Trainer`; `wide` computes in float64, else as the run does.
+    """See `judge.Trainer`; `wide` computes in float64, else as the run does.
 
     parts  the stages as (function, parameters)
     """

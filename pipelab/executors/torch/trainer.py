@@ -1,4 +1,4 @@
-"""The reference of torch runs: the stages one after another on one device, as `check.Trainer` asks.
+"""The reference of torch runs: the stages one after another on one device, as `judge.Trainer` asks.
 
 It shares no code with the worker or the stages.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipelab.executors.check import Arrays, Losses, Piece
+from pipelab.executors.judge import Arrays, Losses, Piece
 from pipelab.executors.stage import Recipe
 from pipelab.executors.torch.arguments import TREES, copies_of
 from pipelab.executors.torch.checkpoint import StageState, load_optimizer
@@ -21,7 +21,7 @@ from pipelab.executors.torch.device import DRAWING
 
 
 class Trainer:
-    """See `check.Trainer`; `wide` computes in float64, else as the run does.
+    """See `judge.Trainer`; `wide` computes in float64, else as the run does.
 
     start  where training goes on, by stage; `first` is the latest version there
     """

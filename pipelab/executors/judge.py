@@ -1,0 +1,368 @@
+"""Trains by the rule that describes a run's table, update by update, and compares: see `check`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice, repeat
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from pipelab.executors import rules
+from pipelab.executors.batches import Trees, cut, mean_losses
+from pipelab.executors.check import EPS_32, Check, Comparison, Draws, norms, rounding
+from pipelab.executors.stage import Step
+from pipelab.executors.table import Segment
+from pipelab.schedule import Schedule
+
+Arrays = dict[str, np.ndarray]  # "NAME of stage S" -> float64 or complex128
+Losses = list[tuple[float, float]]
+
+
+class Piece(NamedTuple):
+    """What one forward and backward of the reference computes: a batch or a part of it.
+
+    reads  the weight version of every stage
+    seeds  the random numbers that every stage's forward draws from; None if they draw none
+    first  whether the first replica computes it, whose buffers are those that a run gives back
+    """
+
+    x: Any
+    y: Any
+    reads: Sequence[int]
+    seeds: Sequence[int] | None = None
+    first: bool = True
+
+
+class Trainer(Protocol):
+    """The model's stages one after another on one device; each wing has one.
+
+    It keeps the weights of every version that is still to be read, and follows the run's.
+
+    eps          from 1 to the next number, in the lowest precision that the run uses
+    eps_of_steps the same of the weights: mixed precision leaves the optimizer alone
+    computes_in  the name of the precision that it computes in
+    start        by stage, what a checkpoint holds that the training goes on from, if it does
+    """
+
+    eps: float
+    eps_of_steps: float
+    computes_in: str
+    start: Sequence[Any]
+
+    def losses(self, pieces: Sequence[Piece], jitter: int = 0) -> Losses:
+        """The forwards alone: (mean loss, count) of every piece."""
+
+    def gradients(self, t: int, pieces: Sequence[Piece], jitter: int = 0) -> tuple[Losses, Arrays]:
+        """The same, with the (clipped) gradient of update t.
+
+        `jitter`, if not 0, seeds random errors of up to an eps in all weights and data.
+        """
+
+    def step(self, t: int, gradients: Sequence[dict[str, Any]]) -> tuple[Arrays, Arrays]:
+        """The weights before and after the optimizer's step from these gradients, by stage."""
+
+    def accept(self, t: int, weights: Sequence[dict[str, Any]]) -> None:
+        """Go on from these weights, by stage, as version t."""
+
+    def forget(self, needed: Sequence[set[int]]) -> None:
+        """Drop the versions that are not among the needed ones of their stage."""
+
+    def arrays(self, by_stage: Sequence[Any]) -> Arrays:
+        """Gradients or weights of all stages."""
+
+    def state(self) -> tuple[Arrays, Arrays]:
+        """The accepted weights, and the buffers that the forwards have left."""
+
+    def saved(self, states: Sequence[Any], weights: Sequence[Any] = ()) -> tuple[Arrays, Arrays]:
+        """What a checkpoint of all stages holds, and what it should hold.
+
+        `weights`, if given, are what the run gives back: the buffers should be those.
+        """
+
+
+@dataclass
+class Evidence:
+    """What a run has to show.
+
+    steps              [replica][stage][update]
+    losses             one per batch
+    microbatch_losses  one per piece of data, in its order
+    weights            by stage, as `Run.weights` has them
+    saved              by stage, what a checkpoint holds of it, if one was written
+    """
+
+    steps: Sequence[Sequence[Sequence[Step]]]
+    losses: Sequence[float]
+    microbatch_losses: Sequence[float]
+    weights: Sequence[Any]
+    saved: Sequence[Any] = ()
+
+
+def judge(
+    segment: Segment,
+    batches: Sequence[Any],
+    evidence: Evidence,
+    trainer: Callable[[bool], Trainer],
+    trees: Trees,
+    *,
+    divided: bool = False,
+    seeds: np.ndarray | None = None,
+    replicas: int = 1,
+    tolerance: float | None = None,
+    quick: bool = False,
+) -> Check:
+    """Train by the rule that describes the table, update by update, and compare.
+
+    trainer  makes the reference: in float64 (True), or as the run computes (False)
+    quick    make do with the run's precision for the truth too
+    divided  whether a forward depends on how the batch is cut (batch statistics, random numbers):
+             then the truth is computed in micro-batches as well
+    seeds    [stage, piece of data]
+    """
+    table = segment.table
+    rule, every_reading = _reading(segment.whole, replicas)
+    reading = every_reading[segment.first_update :]
+    whole = rule != rules.TABLE and table.per_update == table.microbatches and not divided
+    stream = _pieces(segment, batches, reading, replicas, trees, seeds)
+    own, found = trainer(False), Comparison(tolerance)
+    if own.start:  # did the reference load all that the checkpoint holds?
+        _compare_saved(found, own, "the checkpoint to go on from", own.start)
+    truth: Trainer | None = None
+    counted: Losses = []
+    for i in range(table.updates):
+        t = segment.first_update + i
+        pieces = list(islice(stream, len(reading[i])))
+        truth = truth or _most_precise(trainer, quick, pieces[:1])
+        if not i:
+            _compare_twice(found, own.eps, [own.gradients(t, pieces[:1], 1)[0] for _ in range(2)])
+        exact = pieces
+        if whole and len(pieces) > 1:
+            x, y = batches[i]
+            undivided = Piece(x, y, reading[i][0])
+            whole = i > 0 or _takes(truth, undivided)
+            exact = [undivided] if whole else pieces
+        steps = [of_stage[i] for of_stage in evidence.steps[0]]
+        losses, near = _compare_update(found, t, truth, own, exact, pieces, steps)
+        reported = evidence.microbatch_losses[len(counted) :][: len(pieces)]
+        known = losses if exact is pieces else None
+        _compare_losses(found, truth, own, reported, pieces, near, len(counted), known)
+        counted += [(mean, count) for mean, (_, count) in zip(reported, near, strict=True)]
+        _compare_step(found, t, own, steps)
+        ahead = [reads for later in reading[i + 1 :] for reads in later]
+        needed = [{t + 1, *(reads[s] for reads in ahead)} for s in range(table.stages)]
+        for reference in (truth, own):
+            reference.accept(t + 1, [step.weights for step in steps])
+            reference.forget(needed)
+    _compare_batches(found, evidence.losses, counted)
+    _compare_replicas(found, own, evidence.steps)
+    assert truth
+    _compare_trained(found, truth, own, evidence)
+    return found.verdict(rule, truth.computes_in)
+
+
+def judge_evaluation(
+    table: Schedule,
+    batches: Sequence[Any],
+    losses: Sequence[float],
+    microbatch_losses: Sequence[float],
+    trainer: Callable[[bool], Trainer],
+    trees: Trees,
+    *,
+    tolerance: float | None = None,
+    quick: bool = False,
+) -> Check:
+    """Compare with the stages one after another, micro-batch by micro-batch."""
+    found, reads = Comparison(tolerance), [0] * table.stages
+    own = trainer(False)
+    truth: Trainer | None = None
+    counted: Losses = []
+    for b in range(table.batches):
+        parts = cut(batches[b], table.microbatches, b, trees)
+        pieces = [Piece(*part, reads) for part in parts]
+        truth = truth or _most_precise(trainer, quick, pieces[:1])
+        if not b:
+            _compare_twice(found, own.eps, [own.losses(pieces[:1], 1) for _ in range(2)])
+        near = own.losses(pieces)
+        reported = microbatch_losses[len(counted) :][: len(pieces)]
+        _compare_losses(found, truth, own, reported, pieces, near, len(counted))
+        counted += [(mean, count) for mean, (_, count) in zip(reported, near, strict=True)]
+    _compare_batches(found, losses, counted)
+    assert truth
+    return found.verdict("evaluation: the stages one after another", truth.computes_in)
+
+
+def _most_precise(
+    trainer: Callable[[bool], Trainer], quick: bool, probe: Sequence[Piece]
+) -> Trainer:
+    """The trainer of the truth: in float64, unless some layer computes in one precision only."""
+    if not quick:
+        wide = trainer(True)
+        try:
+            wide.losses(probe, jitter=1)
+            return wide
+        except Exception:
+            pass  # the verdict says in what precision it was reached
+    return trainer(False)
+
+
+def _takes(truth: Trainer, batch: Piece) -> bool:
+    """Whether the model takes a whole batch: a layer may insist on a micro-batch's size."""
+    try:
+        truth.losses([batch], jitter=1)
+        return True
+    except Exception:
+        return False
+
+
+def _reading(table: Schedule, replicas: int) -> tuple[str, rules.Reading]:
+    """The rule that describes the table, and the versions that each piece of data reads by it."""
+    rule = rules.rule_of(table)
+    if rule == rules.TABLE:
+        return rule, rules.by_rows(table.rows, table.updates, table.stages)
+    pieces = table.per_update * replicas
+    return rule, rules.by_formula(rule, table.updates, pieces, table.stages)
+
+
+def _pieces(
+    segment: Segment,
+    batches: Sequence[Any],
+    reading: rules.Reading,
+    replicas: int,
+    trees: Trees,
+    seeds: np.ndarray | None,
+) -> Iterator[Piece]:
+    """The data in its order, in micro-batches, with what they read."""
+    reads = chain.from_iterable(reading)
+    drawn = repeat(None) if seeds is None else iter(seeds.T.tolist())
+    for b in range(segment.table.batches):
+        m = segment.table.microbatches
+        for k, part in enumerate(cut(batches[b], m * replicas, b, trees)):
+            yield Piece(*part, next(reads), next(drawn), k < m)
+
+
+def _compare_update(
+    found: Comparison,
+    t: int,
+    truth: Trainer,
+    own: Trainer,
+    exact: Sequence[Piece],
+    pieces: Sequence[Piece],
+    steps: Sequence[Step],
+) -> tuple[Losses, Losses]:
+    """The gradient of update t; returns the losses of the truth and of our own.
+
+    exact   the data as the truth computes it: undivided where the rule allows it
+    pieces  the same as the run computed it
+    """
+    losses, gradients = truth.gradients(t, exact)
+    own_losses, own_gradients = own.gradients(t, pieces)
+    again = Draws(lambda jitter: own.gradients(t, pieces, jitter)[1])
+    run = own.arrays([step.gradients for step in steps])
+    for name, expected in gradients.items():
+        noise = norms(own_gradients[name] - expected) + rounding(own.eps, expected)
+        label = f"the gradient of {name} in update {t}"
+        found.add(label, run[name], expected, noise, partial(again.of, name))
+    return losses, own_losses
+
+
+def _compare_losses(
+    found: Comparison,
+    truth: Trainer,
+    own: Trainer,
+    reported: Sequence[float],
+    pieces: Sequence[Piece],
+    near: Losses,
+    first: int,
+    known: Losses | None = None,
+) -> None:
+    """The losses of micro-batches from number `first` on; one that counts nothing has none.
+
+    near   our own losses; `known` are the truth's, if they are
+    """
+    exact = known or truth.losses(pieces)
+    again = Draws(lambda jitter: [np.array(mean) for mean, _ in own.losses(pieces, jitter)])
+    for k, (mean, count) in enumerate(exact):
+        if count:
+            noise = norms(np.array(near[k][0] - mean)) + rounding(own.eps, np.array(mean))
+            label = f"the loss of micro-batch {first + k}"
+            run, expected = np.array(reported[k]), np.array(mean)
+            found.add(label, run, expected, noise, partial(again.of, k))
+
+
+def _compare_twice(found: Comparison, eps: float, losses: Sequence[Losses]) -> None:
+    """The same computed twice must be the same, or all that follows would look like rounding."""
+    first, second = (np.array(mean if count else 0.0) for ((mean, count),) in losses)
+    label = "a loss computed twice (does a forward draw random numbers? give a seed)"
+    found.add(label, second, first, eps * norms(first))
+
+
+def _compare_step(found: Comparison, t: int, own: Trainer, steps: Sequence[Step]) -> None:
+    """The optimizer's step from the run's own gradient, in the run's own precision.
+
+    The same numbers go in, so that only the order of a few operations may differ: that is an eps of
+    the change. The new weight is rounded as well, but a coarse weight hides no step that is left
+    out: in bfloat16 it comes out equal to the last bit, or it is wrong.
+    """
+    before, after = own.step(t, [step.gradients for step in steps])
+    gradients = own.arrays([step.gradients for step in steps])
+    run = own.arrays([step.weights for step in steps])
+    for name, expected in after.items():
+        change = expected - before[name]
+        eps = own.eps_of_steps
+        noise: np.ndarray | float = eps * norms(change) + min(eps, EPS_32) * norms(expected)
+        if not gradients[name].any() and not change.any():
+            noise = 0.0  # it must stay as it is. With a gradient, its step is too small to show
+        label = f"weight {name} after update {t}"
+        found.add(label, run[name] - before[name], change, noise)
+
+
+def _compare_batches(found: Comparison, reported: Sequence[float], counted: Losses) -> None:
+    """The losses of whole batches: the means of those reported of the micro-batches."""
+    means = mean_losses(counted, len(reported))
+    for b, (got, mean) in enumerate(zip(reported, means, strict=True)):
+        run, expected = np.array(got), np.array(mean)
+        found.add(f"the loss of batch {b}", run, expected, EPS_32 * norms(expected))
+
+
+def _compare_replicas(
+    found: Comparison, own: Trainer, steps: Sequence[Sequence[Sequence[Step]]]
+) -> None:
+    """Replicas must have made the same steps as the first, to the last bit."""
+    first, *others = steps
+    for r, of_replica in enumerate(others, 1):
+        for t in range(len(first[0])):
+            for part, what in enumerate(("the gradient of", "weight")):
+                expected = own.arrays([of_stage[t][part] for of_stage in first])
+                run = own.arrays([of_stage[t][part] for of_stage in of_replica])
+                for name in expected:
+                    label = f"{what} {name} of replica {r} in update {t}"
+                    found.add(label, run[name], expected[name], 0.0)
+
+
+def _compare_trained(found: Comparison, truth: Trainer, own: Trainer, evidence: Evidence) -> None:
+    """What the run gives back and saves: the weights of its last update, and the buffers."""
+    run = own.arrays(evidence.weights)
+    expected, buffers = truth.state()
+    near = own.state()[1]
+    for name, weight in expected.items():
+        found.add(f"the trained weight {name}", run[name], weight, 0.0)
+    for name, buffer in buffers.items():
+        noise = norms(near[name] - buffer) + own.eps * norms(buffer)
+        found.add(f"buffer {name}", run[name], buffer, noise)
+    if evidence.saved:
+        _compare_saved(found, own, "the checkpoint", evidence.saved, evidence.weights)
+
+
+def _compare_saved(
+    found: Comparison,
+    own: Trainer,
+    where: str,
+    states: Sequence[Any],
+    weights: Sequence[Any] = (),
+) -> None:
+    """All that a checkpoint holds, and nothing is missing: it was saved or loaded, not computed."""
+    saved, expected = own.saved(states, weights)
+    for name in {**saved, **expected}:
+        there, wanted = (arrays.get(name, np.zeros(0)) for arrays in (saved, expected))
+        found.add(f"in {where}, {name}", there, wanted, min(own.eps, EPS_32) * norms(wanted))
