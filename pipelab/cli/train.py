@@ -54,6 +54,8 @@ def train_command(o: argparse.Namespace) -> None:
     from pipelab.partition import uniform
     from pipelab.train import train
 
+    if "RANK" in os.environ and not o.save:
+        raise ValueError("several ranks write their parts of a checkpoint: add --save DIR")
     o.name, o.batches, o.reads = o.schedule, o.steps, None
     schedule = validate(schedule_of(o))
     torch.manual_seed(o.seed)
