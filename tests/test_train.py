@@ -229,3 +229,5 @@ def test_train_wants_what_makes_sense(capsys):
     assert "what" in capsys.readouterr().err
     assert main(["train", "gpt2", "--schedule", "pipedream", "--tied", "--steps", "2"]) == 2
     assert "share the weight" in capsys.readouterr().err
+    assert main(["train", "gpt2", "--length", "100", "--steps", "2"]) == 2
+    assert "--length 100: this model has 32 positions" in capsys.readouterr().err
