@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +25,7 @@ class Part(NamedTuple):
     """
 
     steps: int
-    losses: list[float | None]
+    losses: list[float]
     run: Run
 
 
@@ -37,6 +39,7 @@ def train(
     *,
     every: int = 10,
     check: bool | str = "first",
+    name: str = "",
     **options: Any,
 ) -> Iterator[Part]:
     """Train, `every` batches a part; yields after each. Bit for bit what `run` does in one.
@@ -44,6 +47,7 @@ def train(
     folder   new, or of a training like this that was stopped or killed at any moment: it goes on.
              It keeps the last checkpoint and the losses
     check    as for `run`, or "first": only the first part of this call
+    name     what is trained, in words of yours: a folder of another name is refused
     options  of `run`, but for dump, save, stop and resume
 
     ValueError where the folder holds another training, or this one is done; else as `run`.
@@ -51,15 +55,21 @@ def train(
     folder = Path(folder)
     if every < 1:
         raise ValueError(f"every={every}: give at least one batch a part")
-    last, done = _latest(folder)
+    # The losses are written last: a checkpoint without them is made again.
+    losses = _losses(folder, name)
+    done = len(losses)
+    last = _checkpoint(folder, done) if done else None
+    first = os.environ.get("RANK", "0") == "0"  # of several ranks
+    if first:
+        _keep_only(folder, last)
+    while set(folder.glob("step_*")) & set(_checkpoints(folder)) - {last}:
+        time.sleep(0.05)  # until the first rank has removed them
     if done >= schedule.batches:
         raise ValueError(f"{folder} holds a training of {done} batches: nothing is left to do")
-    losses = _losses(folder)[:done]
-    losses += [None] * (done - len(losses))  # killed just before they were written
     ends = [done, *range(done + every, schedule.batches, every), schedule.batches]
     for begin, end in pairwise(ends):
         checked = begin == done if check == "first" else check
-        save = folder / f"step_{end:06}"
+        save = _checkpoint(folder, end)
         result = run(
             schedule,
             stages,
@@ -73,26 +83,42 @@ def train(
             **options,
         )
         losses += result.losses
-        if os.environ.get("RANK", "0") == "0":  # of several ranks, the first
-            _write(folder / LOSSES, losses)
-            if last:
-                shutil.rmtree(last)
+        if first:
+            _write(folder / LOSSES, {"name": name, "losses": losses})
+            _keep_only(folder, save)
         last = save
         yield Part(end, list(losses), result)
 
 
-def _latest(folder: Path) -> tuple[Path | None, int]:
-    """The last checkpoint that is whole, and its batches."""
-    whole = sorted(path.parent for path in folder.glob("step_*/checkpoint.json"))
-    return (whole[-1], int(whole[-1].name.removeprefix("step_"))) if whole else (None, 0)
+def _checkpoint(folder: Path, done: int) -> Path:
+    return folder / f"step_{done:06}"
 
 
-def _losses(folder: Path) -> list[float | None]:
+def _checkpoints(folder: Path) -> Iterator[Path]:
+    """Also what a killed training has left of one."""
+    for path in folder.glob("*step_*"):
+        if re.fullmatch(r"\.?step_\d{6,}(\.draft)?", path.name):
+            yield path
+
+
+def _keep_only(folder: Path, last: Path | None) -> None:
+    for path in set(_checkpoints(folder)) - {last}:
+        shutil.rmtree(path)
+
+
+def _losses(folder: Path, name: str) -> list[float]:
     file = folder / LOSSES
-    return json.loads(file.read_text()) if file.exists() else []
+    if not file.exists():
+        return []
+    found = json.loads(file.read_text())
+    if found["name"] != name:
+        raise ValueError(
+            f"{folder} holds another training ({found['name']}), not {name}: name another folder"
+        )
+    return found["losses"]
 
 
-def _write(file: Path, losses: list[float | None]) -> None:
+def _write(file: Path, content: dict[str, Any]) -> None:
     draft = file.with_suffix(".draft")
-    draft.write_text(json.dumps(losses))
+    draft.write_text(json.dumps(content))
     draft.replace(file)

@@ -388,3 +388,53 @@ def test_the_steps_are_the_optimizers(found, devices):
         entry = steps.entries[value]
         assert f"A({entry.j}, {entry.m})" in steps.view.value
         assert entry.pace == min(pace for _, pace in entry.candidates)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"layers": [{"name": "a", "forward": "x"}]}', "layer 'a' has forward='x': give at least"),
+        ('{"layers": [{"name": "a", "weights": null}]}', "layer 'a' has weights=None: give at"),
+        ('{"layers": [{"name": "a"}], "samples": 0}', "samples=0: give a whole number of at least"),
+    ],
+)
+@pytest.mark.parametrize("command", ["partition", "compare"])
+def test_a_file_with_other_numbers_is_named(tmp_path, capsys, content, message, command):
+    file = tmp_path / "odd.json"
+    file.write_text(content)
+    assert main([command, "--profile", str(file), "--devices", "1"]) == 2
+    assert f"{file}: {message}" in capsys.readouterr().err
+
+
+def test_layers_without_times(tmp_path):
+    """They can be cut by their parameters; there is nothing to draw."""
+    found = split_layers(Profile((Layer("a", weights=4), Layer("b", weights=8))), 2, "parameters")
+    assert str(found).endswith("bottleneck 0.000 ms (a stage); all layers on one device 0.000 ms")
+    assert found.to_json()["bottleneck"] == 0
+    with pytest.raises(ValueError, match="the profile has no times"):
+        plot.partition(found)
+
+
+def test_sizes_that_would_never_be_answered():
+    chain = Profile(tuple(Layer(str(i), forward=1) for i in range(6000)))
+    with pytest.raises(ValueError, match="6,000 layers: at most 5,000 are split"):
+        split_layers(chain, 2)
+    with pytest.raises(ValueError, match="64 devices and 6,001 cuts: a table of 2,304,768,064"):
+        pipedream(chain, 64)
+    with pytest.raises(ValueError, match="1000000 devices on one level: use at most 2,048"):
+        pipedream(Profile(chain.layers[:3]), 1_000_000)
+
+
+def test_measuring_changes_nothing():
+    """Neither running means nor what is drawn next."""
+    norm, x = nn.BatchNorm1d(4), torch.randn(8, 4)
+    state = torch.get_rng_state()
+    profile([norm, nn.Dropout(0.5)], x, repeats=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert norm.num_batches_tracked == 0 and not norm.running_mean.any()
+
+
+@pytest.mark.parametrize("sample", [None, [], torch.tensor(1.0)])
+def test_a_sample_that_is_no_micro_batch(sample):
+    with pytest.raises(ValueError, match="give a tensor whose first dimension counts samples"):
+        profile([nn.ReLU()], sample)

@@ -391,6 +391,7 @@ def test_a_profile_and_a_machine_in_numbers(capsys, tmp_path):
         (f"{SMALL} --machine A100-80GB --tensor 3", "tensor=3: give a number that divides"),
         (f"{SMALL} --machine A100-80GB --memory 1e6", "nothing fits devices of 0.001 GB"),
         (f"{SMALL} --machine A100-80GB --devices 7", "batch=16 on 7 devices: no pipeline"),
+        (f"{SMALL} --machine A100-80GB --batch 1{12 * '0'}", "give at most 10,000,000"),
         ("--profile pyproject.toml --machine A100-80GB", "pyproject.toml: line 1 is no node"),
         ("--profile nowhere.json --machine A100-80GB", "nowhere.json"),
     ],

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipelab.cli.files import check_targets, read_text, use_agg, write
+from pipelab.cli.files import check_targets, read_profile, use_agg, write
 from pipelab.cli.models import small_model
 from pipelab.cli.options import COST, COUNT, POSITIVE, SECONDS, SEED, Commands
 from pipelab.cli.report import Failure
 from pipelab.compare import compare, page, text
 from pipelab.fit import fit
-from pipelab.partition import Profile, split_layers
+from pipelab.partition import split_layers
 from pipelab.schedules import SCHEDULES, make
 
 
@@ -41,7 +41,7 @@ def compare_command(o: argparse.Namespace) -> None:
     check_targets(o, "html")
     o.virtual, o.dropout, o.replicas = 2, 0.0, 1
     if o.profile:
-        found = split_layers(Profile.read(read_text(o.profile)), o.devices)
+        found = split_layers(read_profile(o.profile), o.devices)
         costs, title = found.costs(transfer=o.transfer, bandwidth=o.bandwidth), Path(o.profile).stem
         entries = compare(costs, o.devices, o.microbatches, batches=o.batches)
     else:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelab.action import ScheduleError
+from pipelab.partition import Profile
 from pipelab.schedule import Schedule
 
 
@@ -24,6 +25,13 @@ def read_csv(name: str) -> Schedule:
     try:
         return Schedule.from_csv(content, name=Path(name).stem)
     except ScheduleError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def read_profile(name: str) -> Profile:
+    try:
+        return Profile.read(read_text(name))
+    except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
 

@@ -49,7 +49,9 @@ def gpt2_model(o: argparse.Namespace) -> tuple[list, list, Callable, int]:
     if o.size == "small":
         sizes = {"vocabulary": 50257, "length": 1024, "width": 768, "heads": 12}
     layers = gpt2(**sizes, dropout=o.dropout, pretrained=o.pretrained, tied=o.tied)
-    length = o.length or sizes["length"]
+    length, most = o.length or sizes["length"], layers[0].position.num_embeddings
+    if length > most:
+        raise ValueError(f"--length {length}: this model has {most} positions; give at most {most}")
     if o.text == "prose" and not o.pretrained:
         tokens = data.corpus(min(sizes["vocabulary"], 8192)).tokens
     else:

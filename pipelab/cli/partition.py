@@ -4,9 +4,9 @@ import argparse
 import json
 import math
 
-from pipelab.cli.files import check_targets, read_text, write_figure
+from pipelab.cli.files import check_targets, read_profile, write_figure
 from pipelab.cli.options import COUNT, POSITIVE, Commands
-from pipelab.partition import METHODS, Profile, pipedream, split_layers
+from pipelab.partition import METHODS, pipedream, split_layers
 
 
 def add_to(commands: Commands) -> None:
@@ -29,7 +29,7 @@ def add_to(commands: Commands) -> None:
 
 def partition_command(o: argparse.Namespace) -> None:
     check_targets(o, "plot")
-    profile = Profile.read(read_text(o.profile))
+    profile = read_profile(o.profile)
     if o.method == "pipedream":
         found = pipedream(
             profile,

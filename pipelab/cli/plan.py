@@ -5,9 +5,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from pipelab.cli.files import check_targets, read_text, write_figure
+from pipelab.cli.files import check_targets, read_profile, write_figure
 from pipelab.cli.options import COUNT, Commands, number
-from pipelab.partition import Profile
 from pipelab.plan import ASYNCHRONOUS, FLUSH, MACHINES, Machine, Problem, Transformer, plan
 
 TRANSFORMER = ("layers", "hidden", "heads", "sequence", "vocabulary")
@@ -86,10 +85,7 @@ def _planned_model(o: argparse.Namespace) -> Any:
         return Transformer(**sizes)
     if any(sizes.values()):
         raise ValueError(f"{o.profile} has its own layers: leave out --{' --'.join(TRANSFORMER)}")
-    try:
-        profile = Profile.read(read_text(o.profile))
-    except ValueError as error:
-        raise ValueError(f"{o.profile}: {error}") from None
+    profile = read_profile(o.profile)
     return replace(profile, samples=o.samples or profile.samples)
 
 

@@ -54,6 +54,8 @@ def train_command(o: argparse.Namespace) -> None:
     from pipelab.partition import uniform
     from pipelab.train import train
 
+    if "RANK" in os.environ and not o.save:
+        raise ValueError("several ranks write their parts of a checkpoint: add --save DIR")
     o.name, o.batches, o.reads = o.schedule, o.steps, None
     schedule = validate(schedule_of(o))
     torch.manual_seed(o.seed)
@@ -64,12 +66,18 @@ def train_command(o: argparse.Namespace) -> None:
     options = dict(
         backend=o.backend, devices=o.device, replicas=o.replicas, clip=o.clip, timeout=o.timeout
     )
+    # Steps may be more than before; all else that changes what is trained has to be the same.
+    same = ("schedule", "devices", "microbatches", "virtual", "size", "pretrained", "tied", "text")
+    same += ("batch", "length", "lr", "clip", "dropout", "replicas", "seed")
+    name = " ".join(f"{key}={getattr(o, key)}" for key in same)
     seconds, part, verdict = 0.0, None, None
     with (
         nullcontext(o.save) if o.save else tempfile.TemporaryDirectory() as folder,
         tqdm(total=o.steps, unit="step", disable=not first) as bar,
     ):
-        parts = train(schedule, stages, batches, loss, optimizer, folder, every=o.every, **options)
+        parts = train(
+            schedule, stages, batches, loss, optimizer, folder, every=o.every, name=name, **options
+        )
         for part in parts:
             timeline, steps = part.run.timeline, part.run.timeline.schedule.batches
             seconds += timeline.makespan

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from graphlib import CycleError, TopologicalSorter
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -84,13 +85,16 @@ class Profile:
     def __post_init__(self) -> None:
         if not self.layers:
             raise ValueError("a profile needs at least one layer")
+        if not isinstance(self.samples, int) or self.samples < 1:
+            raise ValueError(f"samples={self.samples!r}: give a whole number of at least 1")
         if not self.edges:
             chain = tuple((i, i + 1) for i in range(len(self.layers) - 1))
             object.__setattr__(self, "edges", chain)
         for layer in self.layers:
             for name in NUMBERS:
-                if not 0 <= (value := getattr(layer, name)) < np.inf:
-                    raise ValueError(f"layer {layer.name!r} has {name}={value}: give at least 0")
+                value = getattr(layer, name)
+                if not isinstance(value, Real) or not 0 <= value < np.inf:
+                    raise ValueError(f"layer {layer.name!r} has {name}={value!r}: give at least 0")
         for a, b in self.edges:
             if not 0 <= a < b < len(self.layers):
                 raise ValueError(

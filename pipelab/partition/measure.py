@@ -1,5 +1,6 @@
 """Measures what each layer of a torch model costs."""
 
+import copy
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -32,7 +33,8 @@ def profile(
     times; times are medians, on the device that the sample is on, as the layers are (with dropout,
     if they train). What an input gradient takes is measured by itself; a weight gradient is what
     the full backward takes longer. Activations are what autograd saves beside parameters, and the
-    input. Gradients and weights are left as they were. ValueError for no layers or repeats.
+    input. The layers (copies run) and the random generator are left as they were. ValueError for no
+    layers or repeats, or no samples.
 
     >>> found = profile([nn.Linear(3, 4), nn.ReLU()], torch.ones(2, 3), repeats=1)
     >>> [(layer.kind, layer.weights, layer.output) for layer in found.layers]
@@ -44,6 +46,8 @@ def profile(
             "and one repeat"
         )
     tensors = _tensors(sample)
+    if not tensors or not tensors[0].ndim:
+        raise ValueError(f"sample={sample!r}: give a tensor whose first dimension counts samples")
     device = tensors[0].device
     found, x = [], sample
     chain = list(layers)
@@ -51,7 +55,8 @@ def profile(
         chain[-1] = _WithLoss(chain[-1], loss, target)
     for number, (layer, own) in enumerate(zip(chain, layers, strict=True)):
         x = pytree.tree_map_only(Tensor, Tensor.detach, x)
-        y, costs = _measure(layer, x, device, repeats, warm_up)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            y, costs = _measure(copy.deepcopy(layer), x, device, repeats, warm_up)
         found.append(Layer(f"{number}: {type(own).__name__}", kind=type(own).__name__, **costs))
         x = y
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()

@@ -28,6 +28,8 @@ import numpy as np
 from pipelab.partition.layers import Profile
 from pipelab.partition.stages import Partition, Stage
 
+MOST_DEVICES = 2048  # the steps grow with their square
+MOST_ENTRIES = 50_000_000  # of a table, three arrays of them
 MODELS = ("sum", "max")
 
 
@@ -82,6 +84,12 @@ def pipedream(
     _check(levels, memory, model, len(profile.layers) if straight else None)
     # [1] what stages between any two cuts take, and what crosses a cut
     cuts = profile.cuts()
+    size = sum(level.count for level in levels) * len(cuts.before) ** 2
+    if size > MOST_ENTRIES:
+        raise ValueError(
+            f"{_devices(levels):,} devices and {len(cuts.before):,} cuts: a table of {size:,} "
+            f"entries, at most {MOST_ENTRIES:,}; use fewer devices, or join layers"
+        )
     follows, end = cuts.follows, len(cuts.before) - 1
     time, weights, activations = (
         cuts.between(profile.of(name)) for name in ("time", "weights", "activations")
@@ -200,6 +208,8 @@ def _check(levels: Sequence[Level], memory: float, model: str, layers: int | Non
         raise ValueError(f"model={model!r}: use one of {', '.join(MODELS)}")
     if not levels or any(level.count < 1 or not level.bandwidth > 0 for level in levels):
         raise ValueError(f"{levels}: give at least one device, and a bandwidth above 0")
+    if (most := max(level.count for level in levels)) > MOST_DEVICES:
+        raise ValueError(f"{most} devices on one level: use at most {MOST_DEVICES:,}")
     if not memory > 0:
         raise ValueError(f"memory={memory}: give bytes above 0")
     if memory < math.inf and len(levels) > 1:

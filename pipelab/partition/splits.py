@@ -18,6 +18,7 @@ import numpy as np
 from pipelab.partition.layers import Profile
 from pipelab.partition.stages import Partition, Stage
 
+MOST_LAYERS = 5000  # a table of all pairs has to fit the memory
 METHODS = ("uniform", "parameters", "type:REGEX", "time", "size", "pipedream")
 
 
@@ -41,6 +42,8 @@ def split_layers(
     n = len(profile.layers)
     if not 1 <= stages <= n:
         raise ValueError(f"{stages} stages for {n} layers: a stage needs at least one layer")
+    if n > MOST_LAYERS:
+        raise ValueError(f"{n:,} layers: at most {MOST_LAYERS:,} are split; join some of them")
     if not memory > 0:
         raise ValueError(f"memory={memory}: give bytes above 0")
     cost = _sums(_weights_of(profile, method))

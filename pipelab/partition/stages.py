@@ -60,10 +60,11 @@ class Partition:
             )
         slower = self.bottleneck > max(stage.time for stage in self.stages)
         what = "link" if slower else "stage"
-        lines.append(
-            f"bottleneck {1e3 * self.bottleneck:.3f} ms (a {what}); all layers on one device "
-            f"{1e3 * self.time:.3f} ms, {self.time / self.bottleneck:.2f} times as long"
-        )
+        line = f"bottleneck {1e3 * self.bottleneck:.3f} ms (a {what}); all layers on one device "
+        line += f"{1e3 * self.time:.3f} ms"
+        if self.bottleneck:  # a profile may know no times
+            line += f", {self.time / self.bottleneck:.2f} times as long"
+        lines.append(line)
         return "\n".join(lines)
 
     def costs(self, **others: Any) -> Costs:

@@ -18,6 +18,7 @@ from pipelab.plan.transformer import Transformer
 FLUSH = ("pipedream_flush", "interleaved", "gpipe")
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
 MOST_CHUNKS = 16  # a device
+MOST = 10_000_000  # devices, samples
 LARGEST = 2_000_000  # actions of a table that is simulated
 BALANCED = ("time", "size")  # what a partition is balanced by
 
@@ -83,6 +84,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         check_counts(devices=self.devices, batch=self.batch)
+        if max(self.devices, self.batch) > MOST:
+            raise ValueError(f"devices={self.devices} batch={self.batch}: give at most {MOST:,}")
         if isinstance(self.model, Profile) and not self.model.time:
             raise ValueError(
                 "the profile has no times: measure them, or give a transformer's sizes"

@@ -27,6 +27,8 @@ def partition(
     """
     if isinstance(items, Partition):
         items = {"": items}
+    if any(not found.bottleneck for found in items.values()):
+        raise ValueError("the profile has no times: measure them, or leave out the picture")
     lanes = sum(len(found.stages) + 1 for found in items.values())
     ax = style.axes(ax, height=0.8 + 0.38 * lanes)
     longest = scale * max(found.bottleneck for found in items.values())

@@ -147,6 +147,8 @@ class TorchWing(Wing):
             yield
             if self.draft and self.launcher.first:
                 checkpoint.write_index(self.draft, self.segment, self.seed, self.stages, self.ties)
+        if self._save_to:  # all ranks may read it from now on
+            self.launcher.from_first(lambda: None)
 
     def saved(self) -> list[StageState]:
         if not self._save_to:
