@@ -49,7 +49,7 @@ def gpt2_model(o: argparse.Namespace) -> tuple[list, list, Callable, int]:
     if o.size == "small":
         sizes = {"vocabulary": 50257, "length": 1024, "width": 768, "heads": 12}
     layers = gpt2(**sizes, dropout=o.dropout, pretrained=o.pretrained, tied=o.tied)
-    length, most = o.length or sizes["length"], layers[0].position.num_embeddings
+    length, most = o.length or sizes["length"], len(layers[0].get_parameter("position.weight"))
     if length > most:
         raise ValueError(f"--length {length}: this model has {most} positions; give at most {most}")
     if o.text == "prose" and not o.pretrained:

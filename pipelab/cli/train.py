@@ -67,9 +67,9 @@ def train_command(o: argparse.Namespace) -> None:
         backend=o.backend, devices=o.device, replicas=o.replicas, clip=o.clip, timeout=o.timeout
     )
     # Steps may be more than before; all else that changes what is trained has to be the same.
-    same = ("schedule", "devices", "microbatches", "virtual", "size", "pretrained", "tied", "text")
-    same += ("batch", "length", "lr", "clip", "dropout", "replicas", "seed")
-    name = " ".join(f"{key}={getattr(o, key)}" for key in same)
+    same = """schedule devices microbatches virtual size pretrained tied text
+        batch length lr clip dropout replicas seed"""
+    name = " ".join(f"{key}={getattr(o, key)}" for key in same.split())
     seconds, part, verdict = 0.0, None, None
     with (
         nullcontext(o.save) if o.save else tempfile.TemporaryDirectory() as folder,

@@ -93,7 +93,7 @@ class Profile:
         for layer in self.layers:
             for name in NUMBERS:
                 value = getattr(layer, name)
-                if not isinstance(value, Real) or not 0 <= value < np.inf:
+                if not isinstance(value, Real) or not 0 <= float(value) < np.inf:
                     raise ValueError(f"layer {layer.name!r} has {name}={value!r}: give at least 0")
         for a, b in self.edges:
             if not 0 <= a < b < len(self.layers):
