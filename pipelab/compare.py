@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from pipelab.action import ScheduleError
 from pipelab.costs import Costs
 from pipelab.memory import Memory, memory
 from pipelab.schedule import Schedule
@@ -113,11 +114,31 @@ def compare(
     """
     found = []
     for name in names:
-        chunks = virtual if name == "interleaved" else 1
-        schedule = make(name, devices, microbatches, virtual=chunks, batches=batches)
-        own = costs.split(chunks)
+        schedule = table_of(name, devices, microbatches, virtual, batches)
+        own = costs.split(schedule.stages // devices)
         predicted = simulate(schedule, own)
         found.append(Entry(schedule, predicted, memory(predicted, own)))
+    return found
+
+
+def table_of(name: str, devices: int, microbatches: int, virtual: int, batches: int) -> Schedule:
+    """The named schedule; in `virtual` chunks a device if it is interleaved."""
+    chunks = virtual if name == "interleaved" else 1
+    return make(name, devices, microbatches, virtual=chunks, batches=batches)
+
+
+def left_out(devices: int, microbatches: int, virtual: int = 2, batches: int = 2) -> dict[str, str]:
+    """Schedules that there are not for these sizes: name -> why.
+
+    >>> list(left_out(4, 2))
+    ['pipedream_2bw']
+    """
+    found = {}
+    for name in SCHEDULES:
+        try:
+            table_of(name, devices, microbatches, virtual, batches)
+        except ScheduleError as error:
+            found[name] = str(error)
     return found
 
 

@@ -91,3 +91,10 @@ def test_compare_predicts_for_a_profile(tmp_path, capsys):
     assert re.search(r"^gpipe +10 +20.0% ", out, re.M) and "measured" not in out
     assert main([*command, "--html", str(tmp_path)]) == 2
     assert "is a folder: name a file" in capsys.readouterr().err
+
+
+def test_schedules_that_there_are_not_are_left_out(tmp_path, capsys):
+    command = ["compare", "--devices", "4", "--microbatches", "2", "--batches", "1"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "left out: pipedream_2bw" in out and out.count("passed") == len(SCHEDULES) - 1

@@ -11,10 +11,10 @@ from pipelab.cli.files import check_targets, read_profile, use_agg, write
 from pipelab.cli.models import small_model
 from pipelab.cli.options import COST, COUNT, POSITIVE, SECONDS, SEED, Commands
 from pipelab.cli.report import Failure
-from pipelab.compare import compare, page, text
+from pipelab.compare import compare, left_out, page, table_of, text
 from pipelab.fit import fit
 from pipelab.partition import split_layers
-from pipelab.schedules import SCHEDULES, make
+from pipelab.schedules import SCHEDULES
 
 
 def add_to(commands: Commands) -> None:
@@ -40,10 +40,12 @@ def add_to(commands: Commands) -> None:
 def compare_command(o: argparse.Namespace) -> None:
     check_targets(o, "html")
     o.virtual, o.dropout, o.replicas = 2, 0.0, 1
+    missing = left_out(o.devices, o.microbatches, o.virtual, o.batches)
+    o.names = [name for name in SCHEDULES if name not in missing]
     if o.profile:
         found = split_layers(read_profile(o.profile), o.devices)
         costs, title = found.costs(transfer=o.transfer, bandwidth=o.bandwidth), Path(o.profile).stem
-        entries = compare(costs, o.devices, o.microbatches, batches=o.batches)
+        entries = compare(costs, o.devices, o.microbatches, names=o.names, batches=o.batches)
     else:
         entries, title = _compare_live(o), o.model
     title += f": {o.devices} devices, {o.batches} batches of {o.microbatches} micro-batches"
@@ -51,9 +53,10 @@ def compare_command(o: argparse.Namespace) -> None:
         use_agg()
         write(o.html, lambda path: path.write_text(page(entries, title)))
     if o.json:
-        print(json.dumps({"title": title, "schedules": [entry.to_json() for entry in entries]}))
+        shown = [entry.to_json() for entry in entries]
+        print(json.dumps({"title": title, "schedules": shown, "left_out": missing}))
     else:
-        print(title, text(entries), sep="\n")
+        print(title, text(entries), *(f"left out: {why}" for why in missing.values()), sep="\n")
     if failed := [e.schedule.name for e in entries if e.run and not e.run.check.passed]:
         raise Failure(f"the check failed: {', '.join(failed)}")
 
@@ -63,13 +66,13 @@ def _compare_live(o: argparse.Namespace) -> list:
     from pipelab.executors import run
 
     def measure(name: str) -> Any:
-        virtual = o.virtual if name == "interleaved" else 1
-        schedule = make(name, o.devices, o.microbatches, virtual=virtual, batches=o.batches)
+        schedule = table_of(name, o.devices, o.microbatches, o.virtual, o.batches)
         stages, batches, loss, optimizer = small_model(o, schedule, 4 * o.devices, width=256)
         return run(schedule, stages, batches, loss, optimizer, backend=o.backend, timeout=o.timeout)
 
     measure("gpipe")  # warms up
-    runs = {name: measure(name) for name in SCHEDULES}
+    runs = {name: measure(name) for name in o.names}
     costs = fit(runs["gpipe"].timeline, runs["gpipe"].memory)
-    entries = compare(costs, o.devices, o.microbatches, batches=o.batches, virtual=o.virtual)
+    sizes = (o.devices, o.microbatches)
+    entries = compare(costs, *sizes, names=o.names, batches=o.batches, virtual=o.virtual)
     return [replace(entry, run=runs[entry.schedule.name]) for entry in entries]

@@ -68,7 +68,10 @@ class Partition:
         return "\n".join(lines)
 
     def costs(self, **others: Any) -> Costs:
-        """For `simulate`: a replicated stage costs its share, and its all-reduce is an update."""
+        """For `simulate`: a replicated stage costs its share, and its all-reduce is an update.
+
+        What crosses a cut is not shared: links are as for one device a stage.
+        """
         order = [i for stage in self.stages for i in stage.layers]
         costs = self.profile.reordered(order).costs(self.balance, **others)
         shared: dict[str, Any] = {
