@@ -147,12 +147,43 @@ def rows(repeats: int, sizes: Sizes, beside: Sequence[tuple[str, str, str]] = BE
     return found
 
 
+CAUSES = ("transfer", "held back by the order", "waiting for a forward", "overhead")
+
+
+WHERE = (
+    "The first model by 1F1B on two processes: milliseconds per batch and device, from the "
+    "measured timelines, theirs with hooks; the median (fastest-slowest) of the runs in turn. A "
+    "cause differs only where the brackets do not overlap."
+)
+
+
+def where(repeats: int, sizes: Sizes) -> str:
+    """Of 1F1B on two processes, ours and torch's: what the devices do in a batch, by cause."""
+    case, p, m = sizes.cases[0], 2, sizes.microbatches
+    found: dict[str, list[list[float]]] = {"pipelab": [], "torch": []}
+    for _ in range(repeats):
+        given = (case.stages(p), case.batches(sizes.batches, m), case.loss, SGD)
+        schedule = make("pipedream_flush", p, m, batches=sizes.batches)
+        mine = run(schedule, *given, backend="processes", check=False).timeline
+        peer = run_torch_pipelining("pipedream_flush", *given, devices=p, microbatches=m).timeline
+        for name, timeline in (("pipelab", mine), ("torch", peer)):
+            warm = timeline.part(1, sizes.batches)  # the first batch warms up
+            idle = warm.attribution()
+            seconds = [warm.busy.sum(), *(idle[cause].sum() for cause in CAUSES)]
+            found[name].append([float(x) / p / (sizes.batches - 1) for x in seconds])
+    lines = [
+        (name, *(spread(values) for values in zip(*turns, strict=True)))
+        for name, turns in found.items()
+    ]
+    return table(("runtime", "busy (ms)", *(f"{cause} (ms)" for cause in CAUSES)), lines)
+
+
 def report(repeats: int = 3, sizes: Sizes = DEFAULT) -> str:
     """Step time and peak memory beside torchgpipe, torch and DeepSpeed, as a Markdown page."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = rows(repeats, sizes)
+        found, causes = rows(repeats, sizes), where(repeats, sizes)
     finally:
         torch.set_num_threads(before)
     return page(
@@ -169,9 +200,9 @@ def report(repeats: int = 3, sizes: Sizes = DEFAULT) -> str:
             "below 1, pipelab is faster. A/A is the ratio of our own two turns: what is noise. "
             "Nothing is checked while it is timed, and theirs run without hooks. Memory: MiB of "
             "the fullest device at its peak, counted alike by what autograd saves, weights, "
-            "gradients and optimizer state. pipelab copies each micro-batch's part of the data, "
-            "input and target, and counts it (2 MiB of it in the first model); theirs count as "
-            "nobody's."
+            "gradients and optimizer state. pipelab copies each micro-batch's part of the data and "
+            "counts it, the input on the first rank and the target on the last (1 MiB each in the "
+            "first model); theirs count as nobody's."
         ),
         table(
             (
@@ -188,6 +219,9 @@ def report(repeats: int = 3, sizes: Sizes = DEFAULT) -> str:
             ),
             found,
         ),
+        "## Where the time goes",
+        paragraph(WHERE),
+        causes,
     )
 
 
