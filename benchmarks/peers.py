@@ -166,6 +166,7 @@ def where(repeats: int, sizes: Sizes) -> str:
         schedule = make("pipedream_flush", p, m, batches=sizes.batches)
         mine = run(schedule, *given, backend="processes", check=False).timeline
         peer = run_torch_pipelining("pipedream_flush", *given, devices=p, microbatches=m).timeline
+        assert peer
         for name, timeline in (("pipelab", mine), ("torch", peer)):
             warm = timeline.part(1, sizes.batches)  # the first batch warms up
             idle = warm.attribution()
