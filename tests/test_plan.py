@@ -410,3 +410,12 @@ def test_nothing_fits_says_by_how_much():
     smallest = Search(equal_layers(4, tight, devices=2, batch=2)).smallest()
     assert f"needs {smallest.memory / 1e9:,.4g} GB" in str(error.value)
     assert isinstance(smallest.choice, Choice)
+
+
+def test_the_frontier_of_plans_without_bytes_ends(tmp_path):
+    """A profile of times alone: no plan needs less than nothing."""
+    file, picture = tmp_path / "p.json", tmp_path / "plan.png"
+    file.write_text('{"layers": [{"name": "a", "forward": 1}, {"name": "b", "forward": 1}]}')
+    command = ["plan", "--profile", str(file), "--memory", "1e9", "--bandwidth", "1e9"]
+    assert main([*command, "--devices", "2", "--batch", "2", "--plot", str(picture)]) == 0
+    assert picture.stat().st_size > 1000

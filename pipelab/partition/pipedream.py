@@ -16,7 +16,8 @@ before cut j on m devices [arXiv 1806.03377, section 3.2],
 
 The program also counts the link behind the last stage, and shares a link among the m' devices. On
 several levels (devices in a machine, machines in a cluster), the times of a level are the paces of
-the one below on all that it has.
+the one below on all that it has; with "sum", the all-reduce of a level's first stage is divided by
+the devices of the levels below.
 """
 
 import math

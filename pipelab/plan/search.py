@@ -66,6 +66,8 @@ class Search:
         while plan := self.best(limit):
             yield plan
             limit = plan.memory * step
+            if not limit:  # nothing needs less
+                return
 
 
 def _ties(plan: Plan, best: Plan) -> bool:
