@@ -200,7 +200,7 @@ def report(repeats: int = 3, sizes: Sizes = DEFAULT) -> str:
             "before and after each of theirs. Ratios are of medians (of the fastest batches): "
             "below 1, pipelab is faster. A/A is the ratio of our own two turns: what is noise. "
             "Nothing is checked while it is timed, and theirs run without hooks. Memory: MiB of "
-            "the fullest device at its peak, counted alike by what autograd saves, weights, "
+            "the fullest device at its peak, by what autograd saves, weights, "
             "gradients and optimizer state. pipelab copies each micro-batch's part of the data and "
             "counts it, the input on the first rank and the target on the last (1 MiB each in the "
             "first model); theirs count as nobody's."

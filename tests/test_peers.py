@@ -436,3 +436,22 @@ def test_gpt2_through_all_of_them():
         equal(expected, found.gradients)
     counted = [sum(map(torch.numel, state.values())) for state in runs["DeepSpeed"].weights]
     assert counted == parameters(modules)
+
+
+def test_torchgpipe_keeps_the_attributes_of_weights():
+    """An optimizer may group weights by them, as in `run`."""
+    stages = [torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(2)]
+    stages[0][0].weight.still = True
+
+    def optimizer(weights):
+        weights = list(weights)
+        moving = [p for p in weights if not getattr(p, "still", False)]
+        still = [p for p in weights if getattr(p, "still", False)]
+        groups = [{"params": moving}, *([{"params": still, "lr": 0.0}] if still else [])]
+        return torch.optim.SGD(groups, lr=0.5)
+
+    batch = torch.randn(8, 4), torch.randn(8, 4)
+    loss = torch.nn.functional.mse_loss
+    result = run_torchgpipe(stages, [batch], loss, optimizer, chunks=2)
+    assert torch.equal(result.weights[0]["0.weight"], stages[0][0].weight)
+    assert not torch.equal(result.weights[1]["0.weight"], stages[1][0].weight)

@@ -21,9 +21,9 @@ class PeerRun:
     seconds    of each batch
     timeline   measured spans, by hooks inside the peer's run (never by our simulator): the rows are
                its actions in the order in which they ran. None with watch=False
-    memory     measured bytes over time, counted as `pipelab.run` counts them: weights, gradients,
-               optimizer state, and what autograd saves; not what the library buffers besides. None
-               with watch=False
+    memory     measured bytes over time: weights, gradients, optimizer state, and what autograd
+               saves, without the caller's data, which `pipelab.run` copies and counts; not what
+               the library buffers besides. None with watch=False
     gradients  of the last update, per stage by name; empty with watch=False
     """
 

@@ -24,7 +24,6 @@ backward needs one micro-batch's activations. (With backwards first in, first ou
 wait, and keep them all that time.)
 """
 
-import copy
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -37,6 +36,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipelab.action import Action, Kind, insert_updates
+from pipelab.executors.torch.arguments import copies_of
 from pipelab.executors.torch.stage import Loss, OptimizerFactory
 from pipelab.peers import PeerRun, need
 from pipelab.peers.watch import Outcome, Steps, Watch, gather, weights_of
@@ -107,7 +107,7 @@ def run_torchgpipe(
             f"torchgpipe would cut the batches into {sorted(found)} micro-batches: give batches of "
             "one size"
         )
-    layers = copy.deepcopy([layer for stage in stages for layer in stage])
+    layers = copies_of([layer for stage in stages for layer in stage])
     model = GPipe(
         nn.Sequential(*layers),
         balance=list(balance or map(len, stages)),
