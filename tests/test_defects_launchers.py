@@ -91,7 +91,7 @@ def test_all_ranks_say_where_one_hangs(tmp_path):
 def test_all_ranks_hear_that_the_check_failed(tmp_path):
     results, errors = on_two_ranks(tmp_path, "unchecked")
     assert not results
-    assert "RunError: rank 0: ZeroDivisionError: by design" in errors
+    assert "RunError: process 0: ZeroDivisionError: by design" in errors
 
 
 def test_a_notebooks_named_tuples_cross_processes():

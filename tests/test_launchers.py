@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipelab
-from pipelab.executors.torch.processes import run_processes
+from pipelab.executors import clock
 
 ROOT = Path(__file__).parent.parent
 WORKER = ROOT / "tests" / "launched_worker.py"
@@ -187,25 +186,7 @@ def test_deepspeeds_launcher():
     assert "Check passed" in done.stdout
 
 
-@dataclass
-class Asking:
-    rank: int
-    where: str = "a rank"
-
-    def doing(self, mark):
-        return str(mark)
-
-
-def ask(job, progress):
-    from pipelab.executors.torch.ranks import offset
-
-    skew = [0.0, 100.0, -7.5][job.rank]
-    apart = offset(lambda: time.perf_counter() + skew, host=str(job.rank))
-    same = offset(lambda: time.perf_counter() + skew, host="one")
-    return apart + skew, same
-
-
-def test_offsets_are_found_by_an_exchange():
-    for apart, same in run_processes([Asking(rank) for rank in range(3)], ask):
-        assert abs(apart) < 0.05
-        assert same == 0.0
+@pytest.mark.parametrize("skew", [0.0, 100.0, -7.5])
+def test_offsets_are_found_by_asking(skew):
+    found = clock.behind(lambda: time.perf_counter() + skew)
+    assert abs(found - skew) < 0.05

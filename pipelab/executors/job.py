@@ -4,12 +4,34 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from pipelab.executors.result import Outcome
 from pipelab.executors.transport import Transport
 from pipelab.executors.worker import Pace, Worker
 from pipelab.schedule import Schedule
+
+BEFORE, AFTER = -1, -2  # marks of a rank before its first and after its last action
+
+
+class RankJob(Protocol):
+    """A rank's job: its number, a name for errors, and what its progress marks mean."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def where(self) -> str: ...
+    def doing(self, mark: int) -> str: ...
+
+
+def place(job: RankJob, mark: int) -> str:
+    """Where a rank is, by its latest progress mark."""
+    known = {BEFORE: "(before the first)", AFTER: "(after the last)"}
+    return known.get(mark) or job.doing(mark)
+
+
+def no_progress(places: Sequence[str], timeout: float) -> str:
+    return f"no action ended within {timeout:g} s: {'; '.join(places)}"
 
 
 @dataclass

@@ -5,13 +5,16 @@ Models and functions defined in a notebook just work.
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from threading import Barrier, BrokenBarrierError
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
+from threading import Barrier, BrokenBarrierError, Thread
 from typing import Any
 
-from pipelab.executors.job import Job, Launcher
+from pipelab.executors.job import AFTER, Job, Launcher
 from pipelab.executors.result import Outcome
 from pipelab.executors.transport import Aborted, Mailboxes, Transport
+
+LOOK = 0.25  # seconds between two looks at how far others are
 
 
 class Threads(Launcher):
@@ -29,18 +32,40 @@ class Threads(Launcher):
         return make()
 
 
+class _Worker(Thread):
+    """A thread whose function's outcome is kept; a process may end without it if it hangs."""
+
+    def __init__(self, function: Callable[[], Outcome], name: str) -> None:
+        super().__init__(daemon=True, name=name)
+        self.function = function
+        self.outcome: Future[Outcome] = Future()
+
+    def run(self) -> None:
+        try:
+            self.outcome.set_result(self.function())
+        except BaseException as error:
+            self.outcome.set_exception(error)
+        del self.function  # and with it all stages
+
+
 def run_threads(
     jobs: Sequence[Job],
     transports: Sequence[Transport] = (),
     start: Callable[[], float] = time.perf_counter,
+    *,
+    progress: Callable[[Job], Callable[[int], None] | None] = lambda job: None,
+    watch: Callable[[], None] | None = None,
 ) -> list[Outcome]:
     """Do every job in a thread of its own.
 
     transports  one per replica; default: mailboxes, which connect jobs of this process alone
     start       is called when all are ready; returns the run's time zero on `time.perf_counter`
+    progress    of a job: is told the flat index of each action before it starts
+    watch       is called every LOOK seconds, and may raise
 
-    The first worker that raises ends the run, and its error is raised here; so does an interrupt:
-    the other workers stop before their next action, and no thread is left behind.
+    The first worker that raises ends the run, and its error is raised here; so does an interrupt,
+    or `watch`: the other workers stop before their next action. No thread is left behind, but one
+    that hangs if there is a `watch`.
     """
     replicas = transports or _mailboxes(jobs[0])
     ready = Barrier(len(jobs) + 1)
@@ -53,44 +78,60 @@ def run_threads(
             transport.abort()
         ready.abort()
 
-    def worker(rank: int) -> Outcome:
+    def work(job: Job, home: Any, stages: dict[int, Any]) -> Outcome:
         try:
-            with homes[rank].active():
-                jobs[rank].prepare(stages[rank])
+            with home.active():
+                job.prepare(stages)
                 ready.wait()
                 ready.wait()  # the clock has been set in between
-                return jobs[rank].work(
-                    stages[rank], homes[rank], replicas[jobs[rank].replica], began[0]
-                )
+                transport, told = replicas[job.replica], progress(job)
+                outcome = job.work(stages, home, transport, began[0], told)
+                if told:
+                    told(AFTER)
+                return outcome
         except BaseException:
             end()
             raise
 
-    with ThreadPoolExecutor(len(jobs), thread_name_prefix="pipelab device") as pool:
-        try:
-            futures = [pool.submit(worker, rank) for rank in range(len(jobs))]
-            ready.wait()
-            began[0] = start()
-            for home in homes:
-                home.begin(began[0])
-            ready.wait()
-            wait(futures, return_when=FIRST_EXCEPTION)
-        except BrokenBarrierError:
-            pass  # a worker could not start; its error is raised below
-        finally:
-            end()
-    errors = list(filter(None, (future.exception() for future in futures)))
-    failures = [e for e in errors if not isinstance(e, (Aborted, BrokenBarrierError))]
+    workers = [
+        _Worker(partial(work, *of), f"pipelab device {of[0].row}")
+        for of in zip(jobs, homes, stages, strict=True)
+    ]
+    outcomes = [worker.outcome for worker in workers]
+    for worker in workers:
+        worker.start()
+    try:
+        ready.wait()
+        began[0] = start()
+        for home in homes:
+            home.begin(began[0])
+        ready.wait()
+        while not _over(outcomes, LOOK if watch else None) and watch:
+            watch()
+    except BrokenBarrierError:
+        pass  # a worker could not start; its error is raised below
+    except BaseException:
+        end()
+        raise
+    finally:
+        for worker in workers:
+            worker.join(LOOK if watch else None)
+    errors = [outcome.exception() for outcome in outcomes if outcome.done()]
+    failures = [e for e in errors if e and not isinstance(e, (Aborted, BrokenBarrierError))]
     try:
         if failures:
             raise failures[0]
-        if errors:  # all workers were ended: what failed is outside
-            raise Aborted
-        return [future.result() for future in futures]
+        return [outcome.result() for outcome in outcomes]
     finally:
         # An error's traceback refers to this frame: referred to from here, it would be kept, with
         # all stages, until the next garbage collection.
-        del futures, errors, failures
+        del outcomes, workers, worker, errors, failures
+
+
+def _over(outcomes: Sequence[Future], seconds: float | None) -> bool:
+    """Whether all are there or one has failed, within so many seconds."""
+    done, left = wait(outcomes, seconds, FIRST_EXCEPTION)
+    return not left or any(outcome.exception() for outcome in done)
 
 
 def _mailboxes(job: Job) -> list[Mailboxes]:

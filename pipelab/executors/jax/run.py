@@ -73,7 +73,7 @@ class JaxWing(Wing):
         self.devices = jax_devices(options.devices, schedule.devices)
         self.launcher = Threads()
         if jax.process_count() > 1:
-            self.launcher = Distributed(schedule, self.devices)
+            self.launcher = Distributed(self.devices, options.timeout, schedule.to_csv())
 
     def look_at(self, batches: Sequence[Any]) -> None:
         pieces = cut(batches[0], self.segment.table.microbatches, 0, TREES)

@@ -28,18 +28,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from pipelab.executors.job import Job
+from pipelab.executors.job import BEFORE, Job, RankJob, no_progress, place
 from pipelab.executors.result import Outcome
 from pipelab.executors.threads import Threads
-from pipelab.executors.torch.ranks import (
-    BEFORE,
-    FOREVER,
-    RankJob,
-    no_progress,
-    perform,
-    place,
-    run_error,
-)
+from pipelab.executors.torch.ranks import perform
+from pipelab.executors.torch.wire import FOREVER
 from pipelab.executors.worker import RunError
 
 PRELOAD = ["torch._dynamo", "pipelab.executors.torch.processes"]
@@ -125,11 +118,13 @@ class _Failure:
     secondary  whether it only lost its connection to another rank
     """
 
-    def __init__(self, error: RunError) -> None:
-        cause = error.__cause__ or error
+    def __init__(self, job: RankJob, error: BaseException) -> None:
+        cause = error.__cause__ if isinstance(error, RunError) and error.__cause__ else error
         self.traceback = "".join(traceback.format_exception(cause))
         self.secondary = isinstance(cause, ConnectionError)
-        self.error = error
+        self.error = RunError(f"{job.where}: {type(error).__name__}: {error}", job.rank)
+        if isinstance(error, RunError):
+            self.error = error
         error.__cause__ = None
 
 
@@ -252,7 +247,7 @@ def _rank(connection: Connection, rank: int, marks: Any, folder: str) -> None:
         try:
             outcome = _perform(job, work, marks, folder)
         except BaseException as error:
-            outcome = _Failure(run_error(job, rank, error))
+            outcome = _Failure(job, error)
         sys.stdout.flush()
         sys.stderr.flush()
         connection.send_bytes(cloudpickle.dumps(outcome))

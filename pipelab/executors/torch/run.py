@@ -109,7 +109,7 @@ class TorchWing(Wing):
             self._dump_to = arguments.new_folder("dump", options.dump)
             self._save_to = arguments.new_folder("save", options.save)
             self.segment, index = _segment(schedule, options)
-        self.launcher, self.devices = _launcher(self.segment.table, options)
+        self.launcher, self.devices = _launcher(self.segment, options)
         self.autocast = arguments.find_autocast(options.autocast, self.devices)
         if training:
             seed = index.seed if index else options.seed
@@ -173,14 +173,14 @@ class TorchWing(Wing):
         return False
 
 
-def _launcher(table: Schedule, options: Options) -> tuple[Launcher, list[str]]:
+def _launcher(segment: Segment, options: Options) -> tuple[Launcher, list[str]]:
     """Who carries out the rows, and the names of their devices."""
+    table = segment.table
     if options.backend != "threads":
         from pipelab.executors.torch.ranks import Ranks
 
-        ranks = Ranks.here(options.timeout)
-        if ranks:
-            count = torch.cuda.device_count()
+        if Ranks.started():
+            ranks, count = Ranks(options.timeout, segment.whole.to_csv()), torch.cuda.device_count()
             if options.devices is None and count:
                 options = replace(options, devices=f"cuda:{ranks.local % count}")
             return ranks, arguments.device_names(table, options)
