@@ -1,8 +1,8 @@
 """Connections between the processes of a run: how they meet, and messages on a socket.
 
-A message is a pickle, and behind it the bytes of the arrays in it:
+A message is a pickle, in a block that mostly has room for it, and the bytes of the arrays in it:
 
-    | size of the pickle | pickle | array | array | ...
+    | size of the pickle, pickle, nothing | what had no room | array | array | ...
 """
 
 import io
@@ -28,6 +28,7 @@ from pipelab.executors.worker import RunError
 
 MEETING = 30.0  # seconds within which all processes have to have called
 HEAD = struct.Struct("=q")
+BLOCK = 512  # bytes
 PARTS = 512  # of a message that the kernel takes at a time
 
 Fill = Callable[[Any], None]  # fills a writable buffer with the bytes that come next
@@ -166,10 +167,12 @@ class Link:
 
     def read(self) -> Any:
         """The next message; waits for it. ConnectionError if the other end is closed."""
-        head = bytearray(HEAD.size)
-        self._fill(head)
-        pickled = bytearray(*HEAD.unpack(head))
-        self._fill(pickled)
+        block = bytearray(BLOCK)
+        self._fill(block)
+        rest = bytearray(max(0, HEAD.unpack_from(block)[0] - BLOCK))
+        self._fill(rest)
+        pickled = io.BytesIO(block + rest)
+        pickled.seek(HEAD.size)
         return _Unpickler(pickled, self.arrays, self._fill).load()
 
     def settle(self) -> None:
@@ -236,8 +239,8 @@ class _Pickler(cloudpickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     """Builds each array when the pickle comes to its place."""
 
-    def __init__(self, pickled: bytearray, arrays: Arrays, fill: Fill) -> None:
-        super().__init__(io.BytesIO(pickled))
+    def __init__(self, pickled: io.BytesIO, arrays: Arrays, fill: Fill) -> None:
+        super().__init__(pickled)
         self.arrays, self.fill = arrays, fill
 
     def persistent_load(self, described: Any) -> Any:
@@ -245,13 +248,15 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _packed(message: Any, arrays: Arrays) -> list[memoryview]:
-    """A message's bytes: its pickle with its size, then its arrays."""
+    """A message's bytes: its size and its pickle, then its arrays."""
     pickler = _Pickler(arrays, by_value=False)
     try:
         pickler.dump(message)
     except (pickle.PicklingError, AttributeError):
         pickler = _Pickler(arrays, by_value=True)
         pickler.dump(message)
+    size = pickler.file.tell()
+    pickler.file.write(bytes(max(0, BLOCK - size)))
     pickled = pickler.file.getbuffer()
-    HEAD.pack_into(pickled, 0, len(pickled) - HEAD.size)
+    HEAD.pack_into(pickled, 0, size)
     return [pickled, *map(arrays.content, pickler.found)]

@@ -22,7 +22,8 @@ class CpuDevice(Device):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device, Ledger())
-        self._constants: dict[int, set[int]] = {}  # owner -> storages that are no activations
+        self._ignored: dict[int, set[int]] = {}  # owner -> storages that are no activations
+        self._constants: set[int] = set()  # all of them
 
     def active(self) -> AbstractContextManager:
         # Of the caller's mixed precision nothing is inherited: each forward opens its own.
@@ -45,21 +46,22 @@ class CpuDevice(Device):
 
     def ignore(self, owner: int, tensors: Iterable[Tensor]) -> None:
         """Storages of these tensors do not count; replaces what the owner said before."""
-        self._constants[owner] = set(storages(tensors))
+        self._ignored[owner] = set(storages(tensors))
+        self._constants = set().union(*self._ignored.values())
 
     def hold(self, key: Hashable, tensors: Iterable[Any]) -> None:
         """Count the storages of those that are tensors for `key`."""
         blocks = storages(tensor for tensor in tensors if isinstance(tensor, Tensor))
-        for known in self._constants.values():
-            for block in blocks.keys() & known:
-                del blocks[block]
-        self.ledger.hold(key, blocks)
+        kept = {block: size for block, size in blocks.items() if block not in self._constants}
+        self.ledger.hold(key, kept)
 
     def watch(self, key: Hashable) -> AbstractContextManager:
         """Count for `key` all that autograd saves in this context."""
 
         def pack(tensor: Tensor) -> tuple[Tensor, int]:
-            self.hold(key, [tensor])
+            block = tensor.untyped_storage()
+            if (address := block.data_ptr()) not in self._constants:
+                self.ledger.hold(key, {address: block.nbytes()})
             return tensor.detach(), tensor._version  # the tensor itself would keep its graph alive
 
         def unpack(packed: tuple[Tensor, int]) -> Tensor:

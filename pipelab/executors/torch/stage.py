@@ -235,18 +235,10 @@ class TorchStage(Stage):
 
     def held(self) -> Bytes:
         """What is kept now, by unique storages."""
-        latest, every = self.weights[self.latest], list(self.weights.values())
-        weights = storages(latest.values())
-        versions = storages(p for of_version in every for p in of_version.values())
-        gradients = [p.grad for of_version in every for p in of_version.values()]
+        gradients = (p.grad for p in self._every_version() if p.grad is not None)
         states = self.optimizer.state.values() if self.optimizer else ()
-        values = [value for state in states for value in state.values()]
-        return Bytes(
-            sum(weights.values()),
-            sum(size for block, size in versions.items() if block not in weights),
-            sum(storages(g for g in gradients if g is not None).values()),
-            sum(storages(v for v in values if isinstance(v, Tensor)).values()),
-        )
+        values = (v for state in states for v in state.values() if isinstance(v, Tensor))
+        return Bytes(*self._of_weights, _bytes(gradients), _bytes(values))
 
     def trained(self) -> dict[str, Tensor]:
         """The module's state with its latest weights, on the CPU."""
@@ -354,7 +346,7 @@ class TorchStage(Stage):
             leaves = [t.detach().requires_grad_() if _differentiable(t) else t for t in leaves]
             wanted = [t if _differentiable(t) else None for t in leaves]
         entered = [
-            t if leaf is None else _Entry.apply(t) for t, leaf in zip(leaves, wanted, strict=True)
+            t if leaf is None else _entered(t) for t, leaf in zip(leaves, wanted, strict=True)
         ]
         key = self.key(microbatch)
         self.device.hold(key, wanted)
@@ -385,8 +377,13 @@ class TorchStage(Stage):
 
     def _note_constants(self) -> None:
         """Weights and buffers are no activations, whoever saves them."""
-        weights = (p for of_version in self.weights.values() for p in of_version.values())
-        self.device.ignore(id(self), (*weights, *self.module.buffers()))
+        every = self._every_version()
+        self.device.ignore(id(self), (*every, *self.module.buffers()))
+        latest = _bytes(self.weights[self.latest].values())
+        self._of_weights = latest, _bytes(every) - latest  # the versions kept beside it
+
+    def _every_version(self) -> list[nn.Parameter]:
+        return [p for of_version in self.weights.values() for p in of_version.values()]
 
 
 @torch.enable_grad()
@@ -397,7 +394,7 @@ def warm_up(device: CpuDevice) -> None:
     """
     x = torch.ones(2, 2, device=device.device, requires_grad=True)
     with device.watch(warm_up):
-        y = _Entry.apply(x) @ x
+        y = _entered(x) @ x
     torch.autograd.backward([get_gradient_edge(y)], [torch.ones_like(y)])
     device.ledger.drop(warm_up)
 
@@ -430,20 +427,17 @@ def _add_up(news: Iterable[News]) -> dict[int, Tensor]:
     return total
 
 
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(storages(tensors).values())
+
+
 def _square(gradient: Tensor) -> float:
     return float(gradient.abs().double().square().sum())
 
 
-class _Entry(torch.autograd.Function):
-    """The input as no leaf and no view, so that a first layer may work in place."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+def _entered(x: Tensor) -> Tensor:
+    """An input as no leaf and no view, so that a first layer may work in place."""
+    return torch.ops.aten._unsafe_view(x, x.shape)
 
 
 def _differentiable(value: Any) -> bool:
