@@ -94,8 +94,8 @@ def run_threads(
             raise
 
     workers = [
-        _Worker(partial(work, *of), f"pipelab device {of[0].row}")
-        for of in zip(jobs, homes, stages, strict=True)
+        _Worker(partial(work, *of), f"pipelab device {number}")
+        for number, of in enumerate(zip(jobs, homes, stages, strict=True))
     ]
     outcomes = [worker.outcome for worker in workers]
     for worker in workers:
@@ -121,6 +121,8 @@ def run_threads(
     try:
         if failures:
             raise failures[0]
+        if any(errors):  # all workers were ended: what failed is outside
+            raise Aborted
         return [outcome.result() for outcome in outcomes]
     finally:
         # An error's traceback refers to this frame: referred to from here, it would be kept, with
