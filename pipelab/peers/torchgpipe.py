@@ -163,17 +163,19 @@ def run_torchgpipe(
 
 
 def _ending(j: int, forward: Callable) -> Callable:
-    """A partition's forward that always ends a run: torchgpipe's threads wait for ever where an
-    error is no Exception."""
+    """A partition's forward, whose SystemExit and the like end the run.
+
+    A thread of torchgpipe's passes on no error but an Exception: the others would wait for ever.
+    """
 
     def ended(*inputs: Any) -> Any:
         try:
             return forward(*inputs)
-        except Exception:
+        except (Exception, KeyboardInterrupt):
             raise
         except BaseException as error:
-            where = f"stage {j} of torchgpipe"
-            raise RunError(f"{where}: {type(error).__name__}: {error}", j) from error
+            text = f"stage {j} of torchgpipe: {type(error).__name__}: {error}"
+            raise RunError(text, j) from error
 
     return ended
 
