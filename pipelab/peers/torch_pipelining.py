@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from pipelab.action import Kind, check_counts
+from pipelab.action import Action, Kind, check_counts
 from pipelab.executors.table import check_table
 from pipelab.executors.torch.stage import Loss, OptimizerFactory
 from pipelab.peers import PeerRun
@@ -32,6 +32,13 @@ SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "pipedream_flush": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
+}
+
+# What a stage of torch's is called for.
+KINDS = {
+    "forward_one_chunk": Kind.F,
+    "backward_one_chunk": Kind.B,
+    "backward_weight_one_chunk": Kind.W,
 }
 
 
@@ -152,15 +159,12 @@ def _train(job: PeerJob, progress: Callable[[int], None]) -> Outcome:
     for b, (x, y) in job.each_batch(progress):
         first = b * m
         means: list[Tensor] = []
-        whole = x if isinstance(x, tuple) else (x,)
-        inputs = whole if 0 in mine else ()
-        last = {"target": y, "losses": means} if count - 1 in mine else {}
-        runtime.step(*inputs, **last, return_outputs=False)
+        inputs = x if isinstance(x, tuple) else (x,)
+        first_stage = inputs if 0 in mine else ()
+        last_stage = {"target": y, "losses": means} if count - 1 in mine else {}
+        runtime.step(*first_stage, **last_stage, return_outputs=False)
         for s, each in steps.items():
-            step = each.step
-            if watch:
-                step = watch.around(step, lambda: (s, Kind.U, b))  # noqa: B023
-            step()
+            each.step(watch, s, b)
         if means:
             losses.append(float(torch.stack(means).detach().double().mean()))
     weights = {s: weights_of(module) for s, module in mine.items()}
@@ -169,19 +173,16 @@ def _train(job: PeerJob, progress: Callable[[int], None]) -> Outcome:
 
 def _hook(watch: Watch, runtime: Any, parts: Sequence[Any], number: Callable[[int], int]) -> None:
     """Around what the runtime calls for an action; `number` counts through all batches."""
+
+    def noted(s: int, kind: Kind, method: Callable) -> Callable:
+        def action_of(k: int, *_: Any, full_backward: bool = True, **__: Any) -> Action:
+            return Action(s, kind if full_backward else Kind.I, number(k))
+
+        return watch.around(method, action_of)
+
     for part in parts:
-        s = part.stage_index
-
-        def backward(k: int, *_: Any, s: int = s, full_backward: bool = True, **__: Any) -> tuple:
-            return s, Kind.B if full_backward else Kind.I, number(k)
-
-        part.forward_one_chunk = watch.around(
-            part.forward_one_chunk, lambda k, *_, s=s, **__: (s, Kind.F, number(k))
-        )
-        part.backward_one_chunk = watch.around(part.backward_one_chunk, backward)
-        part.backward_weight_one_chunk = watch.around(
-            part.backward_weight_one_chunk, lambda k, *_, s=s, **__: (s, Kind.W, number(k))
-        )
+        for name, kind in KINDS.items():
+            setattr(part, name, noted(part.stage_index, kind, getattr(part, name)))
     # The loss belongs to the forward that it follows.
     runtime._compute_loss = watch.around(
         runtime._compute_loss, lambda *_, **__: watch.seen.actions[-1]

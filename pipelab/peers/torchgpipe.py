@@ -123,20 +123,19 @@ def run_torchgpipe(
         checkpoint=checkpoint,
     )
     check_recompute(stages, Recompute(checkpoint))
-    for j, partition in enumerate(model.partitions):
-        partition.forward = _ending(j, partition.forward)  # type: ignore[method-assign]
     # Named as in a stage: numbered from 0. The layers are those of the model.
     bounds = pairwise(accumulate(model.balance, initial=0))
     parts = [nn.Sequential(*layers[a:b]) for a, b in bounds]
     steps = [Steps(part, optimizer) for part in parts]
-    hooks = []
+    watches: list[Watch | None] = [None] * len(parts)
     if watch:
-        hooks = [
-            _Hooks(j, partition, Watch({j: part}, [mine], batches, device))
-            for j, (partition, part, mine, device) in enumerate(
-                zip(model.partitions, parts, steps, model.devices, strict=True)
-            )
+        watches = [
+            Watch({j: part}, [steps[j]], batches, model.devices[j]) for j, part in enumerate(parts)
         ]
+    for j, partition in enumerate(model.partitions):
+        partition.forward = _ending(j, partition.forward)  # type: ignore[method-assign]
+        if each := watches[j]:
+            _Hooks(j, partition, each)
     losses, ends = [], [time.perf_counter()]
     for b, (x, y) in enumerate(batches):
         # Nobody asks for the gradients of the data.
@@ -146,18 +145,14 @@ def run_torchgpipe(
         if value.requires_grad:
             value.backward()
         for j, mine in enumerate(steps):
-            if watch:
-                hooks[j].watch.begin(j, Kind.U, b)
-            mine.step()
-            if watch:
-                hooks[j].watch.end()
+            mine.step(watches[j], j, b)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         losses.append(float(value.detach()))
         ends.append(time.perf_counter())
     outcomes = [
-        Outcome(losses, {j: weights_of(part)}, ends, hooks[j].watch.finish() if watch else None)
-        for j, part in enumerate(parts)
+        Outcome(losses, {j: weights_of(part)}, ends, each.finish() if each else None)
+        for j, (part, each) in enumerate(zip(parts, watches, strict=True))
     ]
     return gather("torchgpipe", outcomes, found.pop())
 

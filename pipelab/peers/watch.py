@@ -29,12 +29,17 @@ class Steps:
         made = factory(trained) if trained else None
         self.optimizer, *self.schedulers = made if isinstance(made, tuple) else (made,)
 
-    def step(self) -> None:
+    def step(self, watch: "Watch | None", stage: int, update: int) -> None:
+        """Update the weights, which is noted if somebody watches."""
+        if watch:
+            watch.begin(stage, Kind.U, update)
         if self.optimizer:
             self.optimizer.step()
             self.module.zero_grad()  # also of weights that the optimizer was not given
             for scheduler in self.schedulers:
                 scheduler.step()
+        if watch:
+            watch.end()
 
 
 @dataclass
