@@ -226,7 +226,7 @@ class _Hooks:
         if not torch.is_grad_enabled():
             return output
         # A view has a node of its own, also of a tensor that the stage only passes on.
-        output = pytree.tree_map(lambda tensor: tensor.view_as(tensor), output)
+        output = pytree.tree_map_only(Tensor, lambda t: t.view_as(t), output)
         outputs = [t for t in pytree.tree_leaves(output) if t.requires_grad]
         before = {get_gradient_edge(t).node for t in pytree.tree_leaves(inputs) if t.requires_grad}
         for node in _last_nodes([tensor.grad_fn for tensor in outputs], before):
