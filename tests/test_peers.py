@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipelab import Recompute, RunError, Schedule, ScheduleError, data, make, run, validate
+from pipelab import Kind, Recompute, RunError, Schedule, ScheduleError, data, make, run, validate
+from pipelab.memory import CAUSES
 from pipelab.models import parameters, split
 from pipelab.models.gpt2 import gpt2, next_token_loss
 from pipelab.partition import Layer, Profile, split_layers, uniform
@@ -25,6 +26,7 @@ from pipelab.peers import torchgpipe
 from pipelab.peers.deepspeed import run_deepspeed, schedule_of
 from pipelab.peers.torch_pipelining import run_torch_pipelining
 from pipelab.peers.torchgpipe import balance_by_time, run_torchgpipe
+from pipelab.peers.watch import Outcome, gather
 from tests.test_run import SGD, batches, stages
 
 Adam = partial(torch.optim.Adam, lr=0.01)
@@ -131,6 +133,102 @@ def test_torchgpipe_makes_fewer_micro_batches_than_it_is_told():
     assert found.timeline.schedule.rows == torchgpipe.schedule_of(2, 3).rows
     with pytest.raises(ValueError, match=r"into \[3, 4\] micro-batches: give batches of one size"):
         run_torchgpipe(modules, corpus + batches(1, samples=8), F.mse_loss, SGD, chunks=4)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("several", [False, True])
+def test_torchgpipe_runs_a_stage_that_returns_its_input(several, recompute):
+    """Its backward begins before it ends, though one tensor goes in and out."""
+    modules, corpus = stages(3), batches(2)
+    modules[1] = nn.Sequential(Twice() if several else nn.Identity())
+    modules[2] = nn.Sequential(Sum() if several else nn.Identity())
+    found = run_torchgpipe(modules, corpus, F.mse_loss, SGD, chunks=2, checkpoint=recompute)
+    table = make("gpipe", 3, 2, batches=2)
+    ours = run(table, modules, corpus, F.mse_loss, SGD, recompute=Recompute(recompute))
+    agree(ours, found, torchgpipe.schedule_of(3, 2, batches=2))
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return x, 2 * x
+
+
+class Sum(nn.Module):
+    def forward(self, pair):
+        first, second = pair
+        return first + second
+
+
+class Cut(nn.Module):
+    def forward(self, x):
+        return x.detach()
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_torchgpipes_backward_ends_where_no_gradient_gets_to_the_input(recompute):
+    modules, corpus = stages(2), batches(1)
+    modules[1] = nn.Sequential(Cut(), *modules[1])
+    found = run_torchgpipe(modules, corpus, F.mse_loss, SGD, chunks=2, checkpoint=recompute)
+    assert list(map(str, found.timeline.schedule.rows[1])) == ["1F0", "1F1", "1B1", "1B0", "1U0"]
+    assert (found.timeline.end > found.timeline.start).all()
+
+
+def test_torchgpipe_runs_a_stage_that_changes_its_input():
+    modules, corpus = stages(2), batches(1)
+    modules[1] = nn.Sequential(nn.ReLU(inplace=True), *modules[1])
+    ours = run(make("gpipe", 2, 2), modules, corpus, F.mse_loss, SGD)
+    found = run_torchgpipe(modules, corpus, F.mse_loss, SGD, chunks=2)
+    agree(ours, found, torchgpipe.schedule_of(2, 2))
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+def test_torchgpipe_has_no_backward_before_the_first_weight_to_train(recompute):
+    """With a checkpoint it runs the forward again all the same, without any use."""
+    modules, corpus = stages(2), batches(2)
+    modules[0].requires_grad_(False)
+    found = run_torchgpipe(modules, corpus, F.mse_loss, SGD, chunks=2, checkpoint=recompute.value)
+    ours = run(make("gpipe", 2, 2, batches=2), modules, corpus, F.mse_loss, SGD)
+    assert found.losses == pytest.approx(ours.losses, rel=1e-12)
+    equal(ours.weights, found.weights)
+    first, last = torchgpipe.schedule_of(2, 2, batches=2).rows
+    if recompute is Recompute.NEVER:
+        first = tuple(action for action in first if action.kind is not Kind.B)
+    assert found.timeline.schedule.rows == (first, last)
+    _, held = found.memory.over_time(0)
+    assert held[CAUSES.index("activations"), -1] == 0
+    modules[1].requires_grad_(False)
+    found = run_torchgpipe(modules, corpus, F.mse_loss, SGD, chunks=2, checkpoint=recompute.value)
+    equal([module.state_dict() for module in modules], found.weights)
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+def test_torchgpipes_micro_batches_may_share_their_memory(recompute):
+    modules = stages(2)
+    corpus = [(x[:1].expand(8, 6), y) for x, y in batches(2)]
+    table = make("gpipe", 2, 4, batches=2)
+    ours = run(table, modules, corpus, F.mse_loss, SGD, recompute=recompute)
+    theirs = run_torchgpipe(modules, corpus, F.mse_loss, SGD, chunks=4, checkpoint=recompute.value)
+    agree(ours, theirs, torchgpipe.schedule_of(2, 4, batches=2))
+
+
+def test_torchgpipe_would_count_twice_in_batchnorm_with_a_checkpoint():
+    modules = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double() for _ in range(2)]
+    go = partial(run_torchgpipe, batches=batches(1), loss=F.mse_loss, optimizer=SGD, chunks=2)
+    with pytest.raises(ValueError, match=r"stage 0 has BatchNorm1d.* twice in its running stat"):
+        go(modules, checkpoint="always")
+    go([module.eval() for module in modules], checkpoint="always")
+
+
+def test_torchgpipe_ends_with_a_stage_that_leaves():
+    """Its threads pass on Exceptions alone."""
+
+    class Leaving(nn.Linear):
+        def forward(self, x):
+            raise SystemExit(3)
+
+    modules = [*stages(1), nn.Sequential(Leaving(6, 6).double())]
+    with pytest.raises(RunError, match=r"^stage 1 of torchgpipe: SystemExit: 3$"):
+        run_torchgpipe(modules, batches(1), F.mse_loss, SGD, chunks=2)
 
 
 def test_torchgpipes_balances():
@@ -248,6 +346,67 @@ def test_torch_pipelining_says_what_it_does_not_take():
         go(make("pipedream", 2, 7))
 
 
+@pytest.mark.parametrize("name", ["pipedream_flush", "table"])
+def test_torch_pipelining_passes_tuples(name):
+    """Between stages, and as the input; one stage passes on what it has received."""
+    first, second = stages(2)
+    modules = [nn.Sequential(Sum(), *first, Twice()), nn.Sequential(Sum(), *second)]
+    corpus = [((x, y), y) for x, y in batches(2)]
+    table = make("pipedream_flush", 2, 2)
+    go = partial(run_torch_pipelining, table)
+    if name != "table":
+        go = partial(run_torch_pipelining, name, devices=2, microbatches=2)
+    theirs = go(modules, corpus, F.mse_loss, SGD)
+    table = make("pipedream_flush", 2, 2, batches=2)
+    agree(run(table, modules, corpus, F.mse_loss, SGD), theirs, table)
+
+
+def test_torch_pipelining_says_which_values_it_does_not_pass():
+    class Alone(nn.Module):
+        def forward(self, x):
+            return (x,)
+
+    first, second = stages(2)
+    (x, y), *_ = corpus = batches(2)
+    go = partial(run_torch_pipelining, make("gpipe", 2, 2), loss=F.mse_loss, optimizer=SGD)
+    passes = "torch's runtime passes a tensor, or a tuple of several tensors"
+    with pytest.raises(RunError, match=f"the output of stage 0 is a tuple: {passes}"):
+        go([nn.Sequential(*first, Alone()), second], corpus)
+    with pytest.raises(ValueError, match=f"the input of batch 1 is a list: {passes}"):
+        go([first, second], [(x, y), ([x, x], y)])
+    with pytest.raises(ValueError, match="the target of batch 0 is a tuple: give one tensor"):
+        go([first, second], [(x, (y, y))])
+    with pytest.raises(
+        ValueError, match=r"inputs of .*\(4, 6\).*\(8, 6\).*: .* batches of one shape"
+    ):
+        go([first, second], corpus + batches(1, samples=4))
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "sizes", "message"),
+    [
+        ("gpipe", 2, (3, 2), "2 stages for torch's own gpipe on 3 devices: give each device one"),
+        ("pipedream_flush", 4, (2, 2), "4 stages for torch's own pipedream_flush on 2 devices"),
+        ("interleaved", 3, (2, 2), "3 stages for torch's own interleaved on 2 devices"),
+        ("gpipe", 2, (0, 2), "devices=0: give a whole number of at least 1"),
+        ("gpipe", 2, (2, 0), "microbatches=0: give a whole number of at least 1"),
+        (make("gpipe", 3, 2), 2, (None, None), "2 modules for the 3 stages of gpipe: give one per"),
+        (
+            make("gpipe", 2, 2),
+            2,
+            (2, 4),
+            "devices=2, microbatches=4 for a table of 2 devices and 2 micro-batches: leave them",
+        ),
+    ],
+)
+def test_torch_pipelining_refuses_sizes_that_do_not_fit(name, count, sizes, message):
+    devices, m = sizes
+    with pytest.raises(ValueError, match=message):
+        run_torch_pipelining(
+            name, stages(count), batches(1), F.mse_loss, SGD, devices=devices, microbatches=m
+        )
+
+
 # ---- DeepSpeed
 
 
@@ -288,6 +447,23 @@ def test_deepspeed_refuses_uneven_micro_batches():
         run_deepspeed(stages(2), batches(1, 7), F.mse_loss, SGD, microbatches=2)
 
 
+def test_deepspeed_wants_a_weight_to_train_on_every_stage():
+    first, second = stages(2)
+    message = "stage 0 has no weight to train, and DeepSpeed does not run such a stage: join it"
+    modules = [first.requires_grad_(False), second]
+    with pytest.raises(RunError, match=message):
+        run_deepspeed(modules, batches(1), F.mse_loss, SGD, microbatches=2)
+
+
+def test_deepspeed_takes_tuples_and_batches_of_several_sizes():
+    first, second = stages(2)
+    modules = [nn.Sequential(Sum(), *first, Twice()), nn.Sequential(Sum(), *second)]
+    corpus = [((x, y), y) for x, y in batches(1) + batches(1, samples=4)]
+    table = make("pipedream_flush", 2, 2, batches=2)
+    theirs = run_deepspeed(modules, corpus, F.mse_loss, SGD, microbatches=2)
+    agree(run(table, modules, corpus, F.mse_loss, SGD), theirs, table)
+
+
 def test_a_script_under_deepspeeds_launcher_trains_the_same_weights(tmp_path):
     layers, corpus, m = [layer for stage in stages(2) for layer in stage], batches(2), 4
     torch.manual_seed(0)
@@ -326,6 +502,88 @@ def test_a_script_under_deepspeeds_launcher_trains_the_same_weights(tmp_path):
 
 
 # ---- all of them
+
+PEERS = pytest.mark.parametrize(
+    "train",
+    [
+        partial(run_torchgpipe, chunks=2),
+        partial(run_deepspeed, microbatches=2),
+        lambda *a: run_torch_pipelining(make("gpipe", 2, 2), *a),
+    ],
+    ids=["torchgpipe", "deepspeed", "torch"],
+)
+
+
+@PEERS
+def test_each_module_trains_or_evaluates_as_its_training_says(train):
+    """Nor does BatchNorm count a forward that only finds out shapes."""
+    modules, corpus = stages(2), batches(2)
+    modules[0].append(nn.BatchNorm1d(6).double())
+    modules[1].extend([nn.BatchNorm1d(6).double().eval(), nn.Dropout(0.9).eval()])
+    table = make("gpipe", 2, 2, batches=2)
+    ours = run(table, modules, corpus, F.mse_loss, SGD, check=False)
+    theirs = train(modules, corpus, F.mse_loss, SGD)
+    assert theirs.losses == pytest.approx(ours.losses, rel=1e-12)
+    equal(ours.weights, theirs.weights)
+    counted = [state["3.num_batches_tracked"] for state in theirs.weights]
+    assert counted == [4, 0]
+
+
+@PEERS
+def test_gradients_are_of_the_last_update_where_the_optimizer_leaves_weights_out(train):
+    modules, corpus = stages(2), batches(3)
+    theirs = train(modules, corpus, F.mse_loss, lambda weights: SGD(weights[:1], lr=0.0))
+    equal(gradients_of(modules, corpus[-1], F.mse_loss), theirs.gradients)
+
+
+@PEERS
+def test_batches_get_no_gradients(train):
+    modules, corpus = stages(2), batches(2)
+    before = train(modules, corpus, F.mse_loss, SGD)
+    tensors = [tensor.requires_grad_() for batch in corpus for tensor in batch]
+    after = train(modules, corpus, F.mse_loss, SGD)
+    assert all(tensor.grad is None for tensor in tensors)
+    assert after.losses == before.losses
+    assert after.memory.peak("activations") == before.memory.peak("activations")
+
+
+@PEERS
+def test_a_modules_own_state_comes_back_with_the_weights(train):
+    class Named(nn.Linear):
+        def get_extra_state(self):
+            return {"name": "first", "scale": torch.ones(1)}
+
+        def set_extra_state(self, state):
+            pass
+
+    modules = [nn.Sequential(Named(6, 6).double()), *stages(1)]
+    found = train(modules, batches(1), F.mse_loss, SGD).weights[0]
+    assert found["0._extra_state"] == {"name": "first", "scale": torch.ones(1)}
+    assert found["0.weight"].shape == (6, 6)
+
+
+@PEERS
+def test_no_batches_and_no_stages_are_refused(train):
+    with pytest.raises(ValueError, match="batches=0: give a whole number of at least 1"):
+        train(stages(2), [], F.mse_loss, SGD)
+    with pytest.raises(ValueError, match=r"stages=0: give|0 modules for the 2 stages"):
+        train([], batches(1), F.mse_loss, SGD)
+
+
+@pytest.mark.parametrize(
+    ("train", "name"),
+    [(partial(run_torchgpipe, chunks=0), "chunks"), (partial(run_deepspeed, microbatches=0), "mi")],
+)
+def test_no_micro_batches_are_refused(train, name):
+    with pytest.raises(ValueError, match=rf"^{name}\w*=0: give a whole number of at least 1"):
+        train(stages(2), batches(1), F.mse_loss, SGD)
+
+
+def test_seconds_go_from_the_first_device_to_begin_to_the_last_to_end():
+    """So that no action is outside of them."""
+    outcomes = [Outcome([1.0, 2.0], {0: {}}, [5.0, 7.0, 8.0], None)]
+    outcomes.append(Outcome([], {1: {}}, [6.0, 7.5, 7.9], None))
+    assert gather("two", outcomes, 1).seconds == [2.5, 0.5]
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from pipelab.action import Action, Kind
+from pipelab.executors.batches import cut, samples_of
+from pipelab.executors.torch.arguments import TREES
 from pipelab.executors.torch.stage import Loss, OptimizerFactory
 from pipelab.peers import PeerRun, need
-from pipelab.peers.ranks import PeerJob, run_ranks
+from pipelab.peers.ranks import PeerJob, run_ranks, shape_of
 from pipelab.peers.watch import Outcome, Steps, Watch, weights_of
 from pipelab.schedule import Schedule
 
@@ -114,23 +116,14 @@ def run_deepspeed(
                       anew into as many stages. Default: the stages as they are
     watch             whether hooks note spans, bytes and gradients
 
-    Raises ValueError for uneven micro-batches and RunError as `pipelab.run` does.
+    Every stage needs a weight to train. Raises ValueError for uneven micro-batches and RunError as
+    `pipelab.run` does.
     """
     need("deepspeed")
-    return run_ranks(
-        "deepspeed",
-        _train,
-        len(stages),
-        timeout,
-        library="DeepSpeed",
-        stages=stages,
-        batches=batches,
-        loss=loss,
-        optimizer=optimizer,
-        microbatches=microbatches,
-        watch=watch,
-        options=partition_method,
+    job = PeerJob(
+        "DeepSpeed", stages, batches, loss, optimizer, microbatches, watch, partition_method
     )
+    return run_ranks("deepspeed", _train, len(stages), timeout, job)
 
 
 def _train(job: PeerJob, progress: Callable[[int], None]) -> Outcome:
@@ -144,8 +137,8 @@ def _train(job: PeerJob, progress: Callable[[int], None]) -> Outcome:
         watch = Watch({rank: mine}, [steps], job.batches)
         _hook(watch, engine, rank)
     losses = []
-    for _, (x, y) in job.each_batch(progress):
-        engine.train_batch(zip(x.chunk(m), y.chunk(m), strict=True))
+    for b, batch in job.each_batch(progress):
+        engine.train_batch(iter(cut(batch, m, b, TREES)))
         for scheduler in steps.schedulers:
             scheduler.step()
         if engine.is_last_stage():
@@ -176,10 +169,17 @@ def _engine(job: PeerJob) -> tuple[Any, Steps]:
         num_stages=world,
         loss_fn=job.loss,
         partition_method=method,
-        dynamic_shape=len({x.shape for x, _ in job.batches}) > 1,
+        dynamic_shape=len({shape_of(x) for x, _ in job.batches}) > 1,
     )
+    # It would turn on dropout and count in BatchNorm where the caller has called .eval().
+    module.train = lambda: module
     steps = Steps(module, job.optimizer)
-    size = len(job.batches[0][0]) // job.microbatches
+    if steps.optimizer is None:
+        raise ValueError(
+            f"stage {job.rank} has no weight to train, and DeepSpeed does not run such a stage: "
+            "join it with one that has"
+        )
+    size = samples_of(job.batches[0], TREES) // job.microbatches
     config = {
         "train_micro_batch_size_per_gpu": size,
         "gradient_accumulation_steps": job.microbatches,

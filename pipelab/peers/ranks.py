@@ -2,11 +2,16 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from pipelab.action import check_counts
+from pipelab.executors.batches import cut, samples_of
+from pipelab.executors.torch.arguments import TREES
 from pipelab.executors.torch.processes import run_processes
 from pipelab.executors.torch.stage import Loss, OptimizerFactory
 from pipelab.peers import PeerRun
@@ -23,7 +28,6 @@ class PeerJob:
     """
 
     library: str
-    rank: int
     stages: Sequence[Any]
     batches: Sequence[tuple[Any, Any]]
     loss: Loss
@@ -31,7 +35,8 @@ class PeerJob:
     microbatches: int
     watch: bool
     options: Any = None
-    ends: list[float] = field(default_factory=list)
+    rank: int = 0
+    ends: list[float] = field(default_factory=list, init=False)
 
     @property
     def where(self) -> str:
@@ -56,23 +61,32 @@ def run_ranks(
     work: Callable[[PeerJob, Callable[[int], None]], Outcome],
     ranks: int,
     timeout: float,
-    **fields: Any,
+    job: PeerJob,
 ) -> PeerRun:
-    """`work` in a process for each rank, on a job with these fields.
+    """`work` in a process for each rank, on this job.
 
     ValueError for a batch that cannot be cut evenly, since these peers average over micro-batches,
     and for weights that stages share, since each rank has its own.
     """
-    owned = [id(p) for stage in fields["stages"] for p in stage.parameters()]
+    m = job.microbatches
+    check_counts(stages=len(job.stages), batches=len(job.batches), microbatches=m)
+    owned = [id(p) for stage in job.stages for p in stage.parameters()]
     if len({*owned}) < len(owned):
         raise ValueError(
             f"{name}: stages share a weight, which would be trained apart: give each its own"
         )
-    for b, (x, _) in enumerate(fields["batches"]):
-        if len(x) % fields["microbatches"]:
+    for b, batch in enumerate(job.batches):
+        sizes = [samples_of(piece, TREES) for piece in cut(batch, m, b, TREES)]
+        if len({*sizes}) > 1:
             raise ValueError(
-                f"batch {b}: {len(x)} samples do not make {fields['microbatches']} micro-batches "
-                "of one size"
+                f"batch {b}: {sum(sizes)} samples do not make {m} micro-batches of one size"
             )
-    jobs = [PeerJob(rank=rank, **fields) for rank in range(ranks)]
-    return gather(name, run_processes(jobs, work, timeout), fields["microbatches"])
+    # Nobody asks for the gradients of the data.
+    batches = pytree.tree_map_only(Tensor, Tensor.detach, list(job.batches))
+    jobs = [replace(job, batches=batches, rank=rank) for rank in range(ranks)]
+    return gather(name, run_processes(jobs, work, timeout), m)
+
+
+def shape_of(x: Any) -> tuple:
+    """The shape and type of every tensor."""
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in pytree.tree_leaves(x))

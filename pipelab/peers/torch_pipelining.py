@@ -1,10 +1,12 @@
 """torch.distributed.pipelining, torch's own pipeline runtime, behind a call like `pipelab.run`.
 
-A process per rank, gloo. What it asks for: micro-batches of one size, a loss that is the mean over
-the samples, and for 1F1B at least as many micro-batches as stages. Its first batch also finds out
-the shapes of all messages, so that it takes much longer.
+A process per rank, gloo. What it asks for: batches of one shape and micro-batches of one size, a
+tensor or a tuple of several between stages and as the input, one tensor as the target, a loss that
+is the mean over the samples, and for 1F1B at least as many micro-batches as stages. Its first batch
+also finds out the shapes of all messages, so that it takes much longer.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,10 +20,11 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from pipelab.action import Kind
+from pipelab.action import Action, Kind, check_counts
+from pipelab.executors.table import check_table
 from pipelab.executors.torch.stage import Loss, OptimizerFactory
 from pipelab.peers import PeerRun
-from pipelab.peers.ranks import PeerJob, run_ranks
+from pipelab.peers.ranks import PeerJob, run_ranks, shape_of
 from pipelab.peers.watch import Outcome, Steps, Watch, weights_of
 from pipelab.schedule import Schedule
 
@@ -29,6 +32,13 @@ SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "pipedream_flush": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
+}
+
+# What a stage of torch's is called for.
+KINDS = {
+    "forward_one_chunk": Kind.F,
+    "backward_one_chunk": Kind.B,
+    "backward_weight_one_chunk": Kind.W,
 }
 
 
@@ -50,14 +60,22 @@ def run_torch_pipelining(
     one batch, with a flush: torch's runtime carries out its rows for every batch, and it says how
     many devices and micro-batches there are. A batch's seconds go from the end of the one before it
     (the first: from a barrier) to the end of the last rank's optimizer step. With watch=False no
-    hooks note spans, bytes and gradients. Raises ValueError for uneven micro-batches, which torch's
+    hooks note spans, bytes and gradients. Raises ValueError for batches and sizes that torch's
     runtime does not take, ScheduleError for a table that it would train otherwise than we do, and
     RunError as `pipelab.run` does.
     """
+    _check_batches(batches)
     if isinstance(schedule, Schedule):
         rows = [line.split(",") for line in schedule.to_torch_csv().splitlines()]
-        placement, microbatches = schedule.placement, schedule.microbatches
-        devices, name = schedule.devices, schedule.name
+        check_table(schedule, len(stages), schedule.batches, training=True)
+        sizes = schedule.devices, schedule.microbatches
+        if (devices, microbatches) not in ((None, None), sizes):
+            raise ValueError(
+                f"devices={devices}, microbatches={microbatches} for a table of {schedule.devices} "
+                f"devices and {schedule.microbatches} micro-batches: leave them out"
+            )
+        devices, microbatches = sizes
+        placement, name = schedule.placement, schedule.name
     else:
         rows, name = None, schedule
         if name not in SCHEDULES:
@@ -67,28 +85,64 @@ def run_torch_pipelining(
             )
         if devices is None or microbatches is None:
             raise ValueError(f"torch's own {name}: give devices and microbatches")
+        check_counts(devices=devices)
+        most = len(stages) if name == "interleaved" else devices
+        if len(stages) not in range(devices, most + 1, devices):
+            raise ValueError(
+                f"{len(stages)} stages for torch's own {name} on {devices} devices: give each "
+                "device one, or with interleaved the same number of them"
+            )
         placement = tuple(s % devices for s in range(len(stages)))
-    return run_ranks(
-        f"torch {name}",
-        _train,
-        devices,
-        timeout,
-        library="torch.distributed.pipelining",
-        stages=stages,
-        batches=batches,
-        loss=loss,
-        optimizer=optimizer,
-        microbatches=microbatches,
-        watch=watch,
-        options=(name, rows, placement),
-    )
+    library, options = "torch.distributed.pipelining", (name, rows, placement)
+    job = PeerJob(library, stages, batches, loss, optimizer, microbatches, watch, options)
+    return run_ranks(f"torch {name}", _train, devices, timeout, job)
+
+
+def _check_batches(batches: Sequence[tuple[Any, Any]]) -> None:
+    for b, (x, y) in enumerate(batches):
+        _check_passed(x, f"the input of batch {b}")
+        if not isinstance(y, Tensor):
+            raise ValueError(f"the target of batch {b} is a {type(y).__name__}: give one tensor")
+    shapes = {shape_of(x) for x, _ in batches}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"batches with inputs of {sorted(map(str, shapes))}: torch's runtime receives them all "
+            "in the same buffers; give batches of one shape"
+        )
+
+
+def _check_passed(value: Any, where: str) -> None:
+    """ValueError for what torch would pass to a stage otherwise than we do."""
+    leaves = value if type(value) is tuple and len(value) > 1 else [value]
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+        raise ValueError(
+            f"{where} is a {type(value).__name__}: torch's runtime passes a tensor, or a tuple of "
+            "several tensors"
+        )
+
+
+class _Stage(PipelineStage):
+    """torch's stage, which gives a module several tensors as one tuple, as `pipelab.run` does."""
+
+    def _compute_outputs(self, *args: Tensor, module: nn.Module, **_: Any) -> Any:
+        # torch finds out the shapes by a forward of its own: BatchNorm must not count it.
+        output = copy.deepcopy(module)(_as_one(args))
+        _check_passed(output, f"the output of stage {self.stage_index}")
+        return output
+
+    def forward_maybe_with_nosync(self, *args: Tensor) -> Any:
+        return self.submod(_as_one(args))
+
+
+def _as_one(tensors: tuple[Tensor, ...]) -> Any:
+    return tensors if len(tensors) > 1 else tensors[0]
 
 
 def _train(job: PeerJob, progress: Callable[[int], None]) -> Outcome:
     name, rows, placement = job.options
     count, m = len(job.stages), job.microbatches
     mine = {s: job.stages[s] for s in range(count) if placement[s] == job.rank}
-    parts = [PipelineStage(module, s, count, torch.device("cpu")) for s, module in mine.items()]
+    parts = [_Stage(module, s, count, torch.device("cpu")) for s, module in mine.items()]
     runtime: Any
     if rows:
         runtime = _PipelineScheduleRuntime(parts, m, loss_fn=job.loss)
@@ -105,14 +159,12 @@ def _train(job: PeerJob, progress: Callable[[int], None]) -> Outcome:
     for b, (x, y) in job.each_batch(progress):
         first = b * m
         means: list[Tensor] = []
-        inputs = [x] if 0 in mine else []
-        last = {"target": y, "losses": means} if count - 1 in mine else {}
-        runtime.step(*inputs, **last, return_outputs=False)
+        inputs = x if isinstance(x, tuple) else (x,)
+        first_stage = inputs if 0 in mine else ()
+        last_stage = {"target": y, "losses": means} if count - 1 in mine else {}
+        runtime.step(*first_stage, **last_stage, return_outputs=False)
         for s, each in steps.items():
-            step = each.step
-            if watch:
-                step = watch.around(step, lambda: (s, Kind.U, b))  # noqa: B023
-            step()
+            each.step(watch, s, b)
         if means:
             losses.append(float(torch.stack(means).detach().double().mean()))
     weights = {s: weights_of(module) for s, module in mine.items()}
@@ -121,19 +173,16 @@ def _train(job: PeerJob, progress: Callable[[int], None]) -> Outcome:
 
 def _hook(watch: Watch, runtime: Any, parts: Sequence[Any], number: Callable[[int], int]) -> None:
     """Around what the runtime calls for an action; `number` counts through all batches."""
+
+    def noted(s: int, kind: Kind, method: Callable) -> Callable:
+        def action_of(k: int, *_: Any, full_backward: bool = True, **__: Any) -> Action:
+            return Action(s, kind if full_backward else Kind.I, number(k))
+
+        return watch.around(method, action_of)
+
     for part in parts:
-        s = part.stage_index
-
-        def backward(k: int, *_: Any, s: int = s, full_backward: bool = True, **__: Any) -> tuple:
-            return s, Kind.B if full_backward else Kind.I, number(k)
-
-        part.forward_one_chunk = watch.around(
-            part.forward_one_chunk, lambda k, *_, s=s, **__: (s, Kind.F, number(k))
-        )
-        part.backward_one_chunk = watch.around(part.backward_one_chunk, backward)
-        part.backward_weight_one_chunk = watch.around(
-            part.backward_weight_one_chunk, lambda k, *_, s=s, **__: (s, Kind.W, number(k))
-        )
+        for name, kind in KINDS.items():
+            setattr(part, name, noted(part.stage_index, kind, getattr(part, name)))
     # The loss belongs to the forward that it follows.
     runtime._compute_loss = watch.around(
         runtime._compute_loss, lambda *_, **__: watch.seen.actions[-1]

@@ -25,19 +25,23 @@ wait, and keep them all that time.)
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate, count, pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from pipelab.action import Action, Kind, insert_updates
-from pipelab.executors.torch.arguments import copies_of
+from pipelab.action import Action, Kind, check_counts, insert_updates
+from pipelab.costs import Recompute
+from pipelab.executors.torch.arguments import check_recompute, copies_of
 from pipelab.executors.torch.stage import Loss, OptimizerFactory
+from pipelab.executors.worker import RunError
 from pipelab.peers import PeerRun, need
 from pipelab.peers.watch import Outcome, Steps, Watch, gather, weights_of
 from pipelab.schedule import Schedule
@@ -96,11 +100,14 @@ def run_torchgpipe(
     balance  layers per partition, where the stages are to be cut anew
     watch    whether hooks note spans, bytes and gradients
 
-    The loss is of whole batches, between the forwards and the backwards, and in no span.
+    The loss is of whole batches, between the forwards and the backwards, and in no span. A stage
+    has no backward, and so no B in its row, where neither it nor a stage before it has a weight to
+    train. (With a checkpoint it has: torchgpipe runs the forward again all the same.)
     """
     need("torchgpipe")
     from torchgpipe import GPipe
 
+    check_counts(stages=len(stages), batches=len(batches), chunks=chunks)
     found = {len(pytree.tree_leaves(x)[0].chunk(chunks)) for x, _ in batches}
     if len(found) > 1:
         raise ValueError(
@@ -115,51 +122,69 @@ def run_torchgpipe(
         chunks=chunks,
         checkpoint=checkpoint,
     )
+    check_recompute(stages, Recompute(checkpoint))
     # Named as in a stage: numbered from 0. The layers are those of the model.
     bounds = pairwise(accumulate(model.balance, initial=0))
     parts = [nn.Sequential(*layers[a:b]) for a, b in bounds]
     steps = [Steps(part, optimizer) for part in parts]
-    hooks = []
+    watches: list[Watch | None] = [None] * len(parts)
     if watch:
-        hooks = [
-            _Hooks(j, partition, Watch({j: part}, [mine], batches, device))
-            for j, (partition, part, mine, device) in enumerate(
-                zip(model.partitions, parts, steps, model.devices, strict=True)
-            )
+        watches = [
+            Watch({j: part}, [steps[j]], batches, model.devices[j]) for j, part in enumerate(parts)
         ]
+    for j, partition in enumerate(model.partitions):
+        partition.forward = _ending(j, partition.forward)  # type: ignore[method-assign]
+        if each := watches[j]:
+            _Hooks(j, partition, each)
     losses, ends = [], [time.perf_counter()]
     for b, (x, y) in enumerate(batches):
-        x = pytree.tree_map_only(Tensor, lambda t: t.to(model.devices[0]), x)
-        y = pytree.tree_map_only(Tensor, lambda t: t.to(model.devices[-1]), y)
+        # Nobody asks for the gradients of the data.
+        x = pytree.tree_map_only(Tensor, lambda t: t.detach().to(model.devices[0]), x)
+        y = pytree.tree_map_only(Tensor, lambda t: t.detach().to(model.devices[-1]), y)
         value = loss(model(x), y)
-        value.backward()
+        if value.requires_grad:
+            value.backward()
         for j, mine in enumerate(steps):
-            if watch:
-                hooks[j].watch.begin(j, Kind.U, b)
-            mine.step()
-            if watch:
-                hooks[j].watch.end()
+            mine.step(watches[j], j, b)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         losses.append(float(value.detach()))
         ends.append(time.perf_counter())
     outcomes = [
-        Outcome(losses, {j: weights_of(part)}, ends, hooks[j].watch.finish() if watch else None)
-        for j, part in enumerate(parts)
+        Outcome(losses, {j: weights_of(part)}, ends, each.finish() if each else None)
+        for j, (part, each) in enumerate(zip(parts, watches, strict=True))
     ]
     return gather("torchgpipe", outcomes, found.pop())
+
+
+def _ending(j: int, forward: Callable) -> Callable:
+    """A partition's forward, whose SystemExit and the like end the run.
+
+    A thread of torchgpipe's passes on no error but an Exception: the others would wait for ever.
+    """
+
+    def ended(*inputs: Any) -> Any:
+        try:
+            return forward(*inputs)
+        except (Exception, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            text = f"stage {j} of torchgpipe: {type(error).__name__}: {error}"
+            raise RunError(text, j) from error
+
+    return ended
 
 
 class _Hooks:
     """Notes forwards and backwards of one partition.
 
     A forward is between the hooks of the module. A backward begins when the output's gradient is
-    known. It ends when the input's gradient is known, or, where the input has none, behind the last
-    node of the graph that makes the gradient of a weight.
+    known. It ends when the input's gradient is known, or, where no gradient gets there, behind the
+    last node of the graph that makes the gradient of a weight.
 
-    A forward that runs again is known by its input, which torchgpipe has kept, and belongs to its
-    backward if that comes next. (On a stage that reads tokens, which have no gradient, torchgpipe
-    runs it ahead, before the backward of another micro-batch: then it is in no span.)
+    A forward that runs again belongs to its backward if that comes next. (On a stage that reads
+    tokens, which have no gradient, torchgpipe runs it ahead, before the backward of another
+    micro-batch: then it is in no span.)
     """
 
     def __init__(self, j: int, partition: nn.Module, watch: Watch) -> None:
@@ -167,22 +192,24 @@ class _Hooks:
         self._again: dict[int, Any] = {}  # micro-batch -> when its forward ran again, till the next
         self._saving = ExitStack()
         self._numbers = count()
-        self._number: dict[int, int] = {}  # address of an input that is kept -> its micro-batch
+        # torchgpipe has a tracker of skip connections for each micro-batch, also without any.
+        self._number: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         partition.register_forward_pre_hook(self._before)
         partition.register_forward_hook(self._after)
 
     def _before(self, _: nn.Module, inputs: tuple) -> None:
         from torchgpipe import is_recomputing
+        from torchgpipe.skip.tracker import current_skip_tracker
 
         tensors, home = pytree.tree_leaves(inputs), self.watch.home
-        address = tensors[0].data_ptr()
+        microbatch = current_skip_tracker()
         if is_recomputing():
-            number = self._number[address]
+            number = self._number[microbatch]
             self.watch.settle()
             self._saving.enter_context(home.watch((self.j, number)))
             self._again = {number: home.now()}
         else:
-            number = self._number[address] = next(self._numbers)
+            number = self._number[microbatch] = next(self._numbers)
             self.watch.begin(self.j, Kind.F, number)
         self._current = number
         if not torch.is_grad_enabled():  # a checkpoint, which keeps its input
@@ -191,18 +218,27 @@ class _Hooks:
             if tensor.requires_grad:
                 tensor.register_hook(self._ends)
 
-    def _after(self, _: nn.Module, inputs: tuple, output: Any) -> None:
+    def _after(self, _: nn.Module, inputs: tuple, output: Any) -> Any:
         self._saving.close()
-        if self._current not in self._again:
+        again = self._current in self._again
+        if not again:
             self.watch.end()
+        if not torch.is_grad_enabled():
+            return output
+        # A view has a node of its own, also of a tensor that the stage only passes on.
+        output = pytree.tree_map_only(Tensor, lambda t: t.view_as(t), output)
         outputs = [t for t in pytree.tree_leaves(output) if t.requires_grad]
-        if not any(tensor.requires_grad for tensor in pytree.tree_leaves(inputs)):
-            for node in _last_nodes([tensor.grad_fn for tensor in outputs]):
-                node.register_hook(self._ends)
+        before = {get_gradient_edge(t).node for t in pytree.tree_leaves(inputs) if t.requires_grad}
+        for node in _last_nodes([tensor.grad_fn for tensor in outputs], before):
+            node.register_hook(self._ends)
         for tensor in outputs:
             tensor.register_hook(partial(self._begins, self._current))
+        if again and not outputs:  # nothing to train: torchgpipe runs the forward again, no more
+            self._begins(self._current)
+            self._ends()
+        return output
 
-    def _begins(self, number: int, _: Tensor) -> None:
+    def _begins(self, number: int, *_: Any) -> None:
         self.watch.begin(self.j, Kind.B, number, since=self._again.get(number))
         self._again = {}
 
@@ -210,15 +246,17 @@ class _Hooks:
         self.watch.end()
 
 
-def _last_nodes(nodes: list[Any]) -> set[Any]:
-    """Nodes of a graph that hand a gradient to a leaf."""
-    found, seen = set(), set(nodes)
+def _last_nodes(nodes: list[Any], before: set[Any]) -> set[Any]:
+    """Nodes of a graph that hand a gradient to a leaf; empty if one gets to a node of `before`."""
+    found, seen = set(), {*nodes, None}
     while nodes:
         node = nodes.pop()
         for after, _ in node.next_functions:
+            if after in before:
+                return set()
             if hasattr(after, "variable"):
                 found.add(node)
-            elif after is not None and after not in seen:
+            elif after not in seen:
                 seen.add(after)
                 nodes.append(after)
     return found

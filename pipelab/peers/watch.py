@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pipelab.action import Action, Kind
 from pipelab.executors.result import memory_of, timeline_of
@@ -23,16 +24,22 @@ class Steps:
     """The optimizer of a stage, and its learning-rate schedulers; nothing for no parameters."""
 
     def __init__(self, module: nn.Module, factory: OptimizerFactory) -> None:
+        self.module = module
         trained = [p for p in module.parameters() if p.requires_grad]
         made = factory(trained) if trained else None
         self.optimizer, *self.schedulers = made if isinstance(made, tuple) else (made,)
 
-    def step(self) -> None:
+    def step(self, watch: "Watch | None", stage: int, update: int) -> None:
+        """Update the weights, which is noted if somebody watches."""
+        if watch:
+            watch.begin(stage, Kind.U, update)
         if self.optimizer:
             self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.module.zero_grad()  # also of weights that the optimizer was not given
             for scheduler in self.schedulers:
                 scheduler.step()
+        if watch:
+            watch.end()
 
 
 @dataclass
@@ -163,7 +170,8 @@ class Outcome:
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: t.detach().cpu() for name, t in module.state_dict().items()}
+    """Its state dict on the CPU; a module's extra state is as it is."""
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), dict(module.state_dict()))
 
 
 def gather(name: str, outcomes: Sequence[Outcome], microbatches: int) -> PeerRun:
@@ -171,11 +179,12 @@ def gather(name: str, outcomes: Sequence[Outcome], microbatches: int) -> PeerRun
     weights = {s: state for outcome in outcomes for s, state in outcome.weights.items()}
     home = {s: d for d, outcome in enumerate(outcomes) for s in outcome.weights}
     in_order = sorted(weights)
-    ends = [max(times) for times in zip(*(outcome.ends for outcome in outcomes), strict=True)]
+    began, *ends = zip(*(outcome.ends for outcome in outcomes), strict=True)
+    marks = [min(began), *map(max, ends)]  # around all that any device does
     run = PeerRun(
         next(outcome.losses for outcome in outcomes if outcome.losses),
         [weights[s] for s in in_order],
-        [b - a for a, b in pairwise(ends)],
+        [b - a for a, b in pairwise(marks)],
     )
     seen = [outcome.seen for outcome in outcomes if outcome.seen]
     if seen:
