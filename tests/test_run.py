@@ -898,7 +898,7 @@ def test_a_failure_from_outside_is_told_from_what_it_breaks():
 
         def prepare(self, stages): ...
 
-        def work(self, stages, home, transport, began):
+        def work(self, stages, home, transport, began, progress):
             transport.sleep(0)
 
     before = sys.getswitchinterval()

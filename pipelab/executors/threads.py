@@ -6,7 +6,6 @@ Models and functions defined in a notebook just work.
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from functools import partial
 from threading import Barrier, BrokenBarrierError, Thread
 from typing import Any
 
@@ -30,22 +29,6 @@ class Threads(Launcher):
 
     def from_first(self, make: Callable[[], Any]) -> Any:
         return make()
-
-
-class _Worker(Thread):
-    """A thread whose function's outcome is kept; a process may end without it if it hangs."""
-
-    def __init__(self, function: Callable[[], Outcome], name: str) -> None:
-        super().__init__(daemon=True, name=name)
-        self.function = function
-        self.outcome: Future[Outcome] = Future()
-
-    def run(self) -> None:
-        try:
-            self.outcome.set_result(self.function())
-        except BaseException as error:
-            self.outcome.set_exception(error)
-        del self.function  # and with it all stages
 
 
 def run_threads(
@@ -93,11 +76,11 @@ def run_threads(
             end()
             raise
 
+    outcomes: list[Future[Outcome]] = [Future() for _ in jobs]
     workers = [
-        _Worker(partial(work, *of), f"pipelab device {number}")
-        for number, of in enumerate(zip(jobs, homes, stages, strict=True))
+        Thread(target=_keep, args=(work, *of), name=f"pipelab device {number}", daemon=True)
+        for number, of in enumerate(zip(outcomes, jobs, homes, stages, strict=True))
     ]
-    outcomes = [worker.outcome for worker in workers]
     for worker in workers:
         worker.start()
     try:
@@ -127,7 +110,16 @@ def run_threads(
     finally:
         # An error's traceback refers to this frame: referred to from here, it would be kept, with
         # all stages, until the next garbage collection.
-        del outcomes, workers, worker, errors, failures
+        del outcomes, errors, failures
+
+
+def _keep(work: Callable[..., Outcome], outcome: Future[Outcome], *arguments: Any) -> None:
+    """What a thread does: the work, whose outcome or error is kept."""
+    try:
+        outcome.set_result(work(*arguments))
+    except BaseException as error:
+        outcome.set_exception(error)
+    del outcome, arguments  # as below
 
 
 def _over(outcomes: Sequence[Future], seconds: float | None) -> bool:
