@@ -109,14 +109,15 @@ def _network() -> str:
 def _address() -> str:
     """This host's address towards others.
 
-    Its name's, or where that stands for loopback, the one it would call out from.
+    The one from which it calls the launcher's MASTER_ADDR; without that its name's, or where that
+    stands for loopback, the one from which it calls out.
     """
-    named = socket.gethostbyname(socket.gethostname())
-    if not named.startswith("127."):
-        return named
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 1))  # nobody's; no packet is sent
-        return probe.getsockname()[0]
+    found = socket.gethostbyname(socket.gethostname())
+    if "MASTER_ADDR" in os.environ or found.startswith("127."):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((os.environ.get("MASTER_ADDR", "192.0.2.1"), 1))  # no packet is sent
+            found = probe.getsockname()[0]
+    return found
 
 
 # ---- messages

@@ -57,7 +57,7 @@ def run(
                schedulers, which step after each update; called once per stage. For jax: an optax
                transformation. It sees one stage: for a norm over all of them there is `clip`, not
                optax.clip_by_global_norm
-    backend    "threads" of this process, or "processes", one a device (messages over gloo, or NCCL
+    backend    "threads" of this process, or "processes", one a device (messages over sockets, or NCCL
                where every rank has a GPU of its own). Default: threads; in a process that torchrun
                or another launcher started, that process is one of the ranks. "jax": threads, with
                jitted stages; after jax.distributed.initialize, over all processes, which all make
