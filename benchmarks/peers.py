@@ -151,32 +151,34 @@ CAUSES = ("transfer", "held back by the order", "waiting for a forward", "overhe
 
 
 WHERE = (
-    "The first model by 1F1B on two processes: milliseconds per batch and device, from the "
-    "measured timelines, theirs with hooks; the median (fastest-slowest) of the runs in turn. A "
-    "cause differs only where the brackets do not overlap."
+    "1F1B on two processes: milliseconds per batch and device, from the measured timelines, theirs "
+    "with hooks; the median (fastest-slowest) of the runs in turn. A cause differs only where the "
+    "brackets do not overlap."
 )
 
 
 def where(repeats: int, sizes: Sizes) -> str:
     """Of 1F1B on two processes, ours and torch's: what the devices do in a batch, by cause."""
-    case, p, m = sizes.cases[0], 2, sizes.microbatches
-    found: dict[str, list[list[float]]] = {"pipelab": [], "torch": []}
-    for _ in range(repeats):
-        given = (case.stages(p), case.batches(sizes.batches, m), case.loss, SGD)
-        schedule = make("pipedream_flush", p, m, batches=sizes.batches)
-        mine = run(schedule, *given, backend="processes", check=False).timeline
-        peer = run_torch_pipelining("pipedream_flush", *given, devices=p, microbatches=m).timeline
-        assert peer
-        for name, timeline in (("pipelab", mine), ("torch", peer)):
-            warm = timeline.part(1, sizes.batches)  # the first batch warms up
-            idle = warm.attribution()
-            seconds = [warm.busy.sum(), *(idle[cause].sum() for cause in CAUSES)]
-            found[name].append([float(x) / p / (sizes.batches - 1) for x in seconds])
-    lines = [
-        (name, *(spread(values) for values in zip(*turns, strict=True)))
-        for name, turns in found.items()
-    ]
-    return table(("runtime", "busy (ms)", *(f"{cause} (ms)" for cause in CAUSES)), lines)
+    p, m = 2, sizes.microbatches
+    schedule = make("pipedream_flush", p, m, batches=sizes.batches)
+    lines = []
+    for case in sizes.cases:
+        found: dict[str, list[list[float]]] = {"pipelab": [], "torch": []}
+        for _ in range(repeats):
+            given = (case.stages(p), case.batches(sizes.batches, m), case.loss, SGD)
+            mine = run(schedule, *given, backend="processes", check=False).timeline
+            peer = run_torch_pipelining("pipedream_flush", *given, devices=p, microbatches=m)
+            assert peer.timeline
+            for name, timeline in (("pipelab", mine), ("torch", peer.timeline)):
+                warm = timeline.part(1, sizes.batches)  # the first batch warms up
+                idle = warm.attribution()
+                seconds = [warm.busy.sum(), *(idle[cause].sum() for cause in CAUSES)]
+                found[name].append([float(x) / p / (sizes.batches - 1) for x in seconds])
+        for name, turns in found.items():
+            causes = [spread(values) for values in zip(*turns, strict=True)]
+            lines.append((case.name, name, *causes))
+    header = ("model", "runtime", "busy (ms)", *(f"{cause} (ms)" for cause in CAUSES))
+    return table(header, lines)
 
 
 def report(repeats: int = 3, sizes: Sizes = DEFAULT) -> str:
@@ -201,9 +203,8 @@ def report(repeats: int = 3, sizes: Sizes = DEFAULT) -> str:
             "below 1, pipelab is faster. A/A is the ratio of our own two turns: what is noise. "
             "Nothing is checked while it is timed, and theirs run without hooks. Memory: MiB of "
             "the fullest device at its peak, by what autograd saves, weights, "
-            "gradients and optimizer state. pipelab copies each micro-batch's part of the data and "
-            "counts it, the input on the first rank and the target on the last (1 MiB each in the "
-            "first model); theirs count as nobody's."
+            "gradients and optimizer state. What autograd keeps of the data counts: pipelab copies "
+            "each micro-batch's part, theirs are slices, which keep their batch."
         ),
         table(
             (

@@ -195,6 +195,8 @@ class Cluster(Launcher):
     def _value(self, peer: Peer, watch: Callable[[], None] = lambda: None) -> Any:
         """The next value that a process sends; waits for it. RunError if any process fails."""
         while not peer.values:
+            if peer.word:
+                raise RunError(f"process {peer.number} has left")
             watch()
             self._hear_all(LOOK)
         return peer.values.popleft()

@@ -134,7 +134,7 @@ def _train(job: PeerJob, progress: Callable[[int], None]) -> Outcome:
     mine = nn.Sequential(*layers) if job.options else layers[0]  # named as in a stage
     watch = None
     if job.watch:
-        watch = Watch({rank: mine}, [steps], job.batches)
+        watch = Watch({rank: mine}, [steps])
         _hook(watch, engine, rank)
     losses = []
     for b, batch in job.each_batch(progress):

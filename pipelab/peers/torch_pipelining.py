@@ -151,7 +151,7 @@ def _train(job: PeerJob, progress: Callable[[int], None]) -> Outcome:
     else:
         runtime = SCHEDULES[name](parts if name == "interleaved" else parts[0], m, loss_fn=job.loss)
     steps = {s: Steps(module, job.optimizer) for s, module in mine.items()}
-    watch = Watch(mine, [*steps.values()], job.batches) if job.watch else None
+    watch = Watch(mine, [*steps.values()]) if job.watch else None
     first = 0  # number of the batch's first micro-batch
     if watch:
         _hook(watch, runtime, parts, lambda k: first + k)

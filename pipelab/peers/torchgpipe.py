@@ -129,9 +129,7 @@ def run_torchgpipe(
     steps = [Steps(part, optimizer) for part in parts]
     watches: list[Watch | None] = [None] * len(parts)
     if watch:
-        watches = [
-            Watch({j: part}, [steps[j]], batches, model.devices[j]) for j, part in enumerate(parts)
-        ]
+        watches = [Watch({j: part}, [steps[j]], model.devices[j]) for j, part in enumerate(parts)]
     for j, partition in enumerate(model.partitions):
         partition.forward = _ending(j, partition.forward)  # type: ignore[method-assign]
         if each := watches[j]:

@@ -54,9 +54,8 @@ class Seen:
 class Watch:
     """Notes the actions of one device of a peer: `begin` and `end` stand around each.
 
-    stages   the device's modules by number
-    steps    their optimizers
-    batches  the data, which count as nobody's memory
+    stages  the device's modules by number
+    steps   their optimizers
 
     An action that goes on (a forward with the loss behind it) begins again and stays one span.
     Bytes are counted between actions, where no time is measured.
@@ -66,7 +65,6 @@ class Watch:
         self,
         stages: Mapping[int, nn.Module],
         steps: Sequence[Steps],
-        batches: Sequence[Any],
         device: Any = "cpu",
     ) -> None:
         self.stages, self.steps, self.seen = stages, steps, Seen()
@@ -76,7 +74,6 @@ class Watch:
         self.home.begin(0.0)
         for s, stage in stages.items():
             self.home.ignore(s, [*stage.parameters(), *stage.buffers()])
-        self.home.ignore(-1, self.home.arrays(list(batches)))
         self._summing: set[int] = set()  # stages between their first backward and their update
         self.seen.record.at_start = self._kept()
         self._saving = ExitStack()
