@@ -16,6 +16,9 @@ Held against what was published (tests/test_plan.py):
   measured. Splitting a batch costs nothing here; and the softmax counts, which is worth 1.3 layers
   that no split shares out evenly.
 
+Layers are cut evenly, by time and by size, and as `pipelab.plan.cuts` finds it for the memory; that
+no plan fits is certain but for a few cuts with several chunks a device (said there).
+
 Not modelled: stages with replicas of their own (see `pipelab.partition.pipedream`), recomputation
 of less than a stage, all-reduce during the backward, optimizer states shared among replicas,
 micro-batches too small to fill a device (but see `Machine.overhead`).
