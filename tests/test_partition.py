@@ -16,7 +16,16 @@ from pipelab import make, plot, simulate
 from pipelab.cli import main
 from pipelab.models import split
 from pipelab.models.gpt2 import gpt2
-from pipelab.partition import Layer, Level, Profile, pipedream, profile, split_layers
+from pipelab.partition import (
+    Layer,
+    Level,
+    Partition,
+    Profile,
+    Stage,
+    pipedream,
+    profile,
+    split_layers,
+)
 
 numbers = st.integers(0, 9).map(float)
 layers = st.builds(
@@ -349,6 +358,46 @@ def test_what_a_partition_costs():
     assert costs.forward == (2, 1) and costs.boundary == (0, 5) and costs.activations == (0, 3)
     assert costs.update == pytest.approx((4 * 0.5 * 2 / 100 / 2, 0))
     assert simulate(make("pipedream", 2, 4), costs).makespan > 4 * plan.stages[0].time
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(layers, min_size=1, max_size=5),
+    st.integers(1, 5),
+    st.sampled_from(["sum", "max"]),
+    st.sampled_from([1.0, 7.0]),
+)
+def test_the_simulated_pace_is_the_plans(found, devices, model, bandwidth):
+    """Of `pipedream`: the bottleneck, unless a link is it. With a flush: without the all-reduce."""
+    plan = pipedream(Profile(tuple(found)), devices, bandwidth=bandwidth, model=model)
+    p = len(plan.stages)
+
+    def pace(name, **options):
+        spans = []
+        for m in (8 * p, 16 * p):
+            schedule = make(name, p, m)
+            spans.append(simulate(schedule, plan.costs(**options)).makespan)
+        return (spans[1] - spans[0]) / (8 * p)
+
+    slowest = max(stage.time for stage in plan.stages)
+    assert pace("pipedream") == pytest.approx(slowest)
+    time, weights = plan.profile.of("time"), plan.profile.of("weights")
+    works = [time[list(stage.layers)].sum() / stage.replicas for stage in plan.stages]
+    assert pace("pipedream_flush", per_update=8 * p) == pytest.approx(max(works))
+    if model == "sum":  # one exchange an update, whatever the number of micro-batches
+        updates = plan.costs(per_update=99).of("update", p)
+        for stage, update in zip(plan.stages, updates, strict=True):
+            ring = 4 * (1 - 1 / stage.replicas) * weights[list(stage.layers)].sum() / bandwidth
+            assert update == pytest.approx(ring)
+
+
+def test_replicas_share_links():
+    """Three devices send to one: over its one link. Three to two: over two."""
+    found = Profile(tuple(Layer(name, forward=6, output=12) for name in "abc"))
+    parts = [Stage((0,), 2, 3), Stage((1,), 3, 2), Stage((2,), 6, 1)]
+    plan = Partition(found, tuple(parts), 6)
+    links = plan.costs(bandwidth=2, transfer=1).links(3)
+    assert links.tolist() == [1 + 12 / 2 / 2, 1 + 12 / 2]
 
 
 # ---- the command line
