@@ -91,10 +91,11 @@ class Partition:
         only what it takes longer.)
 
         The steady pace of `pipedream` without time for links is then the slowest stage's, which is
-        the bottleneck unless that is a link. 1F1B with a flush, or `pipedream_2bw`, keeps the pace of
-        the slowest work alone between two updates; GPipe has one of the slowest forward and one of
-        the slowest backward. Links are latency alone in a simulation: they slow the pace down only as far as
-        too few micro-batches are in flight to hide them, and nothing waits for a link that is busy.
+        the bottleneck unless that is a link. 1F1B with a flush, or `pipedream_2bw`, keeps the pace
+        of the slowest work alone between two updates; GPipe that of the slowest forward and the
+        slowest backward together. Links are latency alone in a simulation: they slow the pace down
+        only as far as too few micro-batches are in flight to hide them, and nothing waits for a
+        link that is busy.
         """
         order = [i for stage in self.stages for i in stage.layers]
         costs = self.profile.reordered(order).costs(self.balance, **others)
