@@ -217,6 +217,9 @@ def test_branches_are_cut_together():
     [
         (dict(devices=4, model="best"), "model='best': use one of sum, max"),
         (dict(devices=0), "at least one device"),
+        (dict(devices=[Level(2.5)]), "count=2.5 of a level: give a whole number of at least 1"),
+        (dict(devices=[Level(True)]), "count=True of a level"),
+        (dict(devices=2.5), "count=2.5 of a level"),
         (dict(devices=2, bandwidth=0), "a bandwidth above 0"),
         (dict(devices=2, memory=0), "memory=0: give bytes above 0"),
         (dict(devices=[Level(2), Level(2)], memory=1.0), "several levels is not supported"),
@@ -262,7 +265,10 @@ def test_the_authors_profiles_are_read():
         (GRAPH.replace("=3.000, b", "=x, b"), "line 2: .* are not four numbers"),
         (GRAPH + "\tnode6 -- node9\n", "an edge names node9"),
         (GRAPH + "\tnode6 -- node2\n", "the graph has a cycle"),
-        ("{}", "no profile"),
+        ("{}", "no profile: give an object with layers, a list of objects with a name"),
+        ('{"a": 1}', "no profile: give an object with layers"),
+        ('{"layers": {"name": "a"}}', "no profile: give an object with layers"),
+        ('{"layers": ["a"]}', "no profile: give an object with layers"),
         ('{"layers": [{"name": "a", "speed": 1}]}', "no profile: .*speed"),
         ('{"layers": [{"name": "a", "forward": -1}]}', "layer 'a' has forward=-1: give at least 0"),
         ('{"layers": [{"name": "a"}], "edges": [[0, 0]]}', "edge 0 -> 0"),
@@ -411,6 +417,10 @@ def test_partition_on_the_command_line(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["bottleneck"] == pytest.approx(0.011) and found["time"] == pytest.approx(0.017)
     assert [s["first"] for s in found["stages"]] == [0, 2] and found["stages"][1]["last"] == 3
+    assert [s["layers"] for s in found["stages"]] == [
+        ["node2: Embedding(3, 2)", "node3: LSTM(2, 1)"],
+        ["node4: __getitem__(0)", "node6: Linear(1, 1)"],
+    ]
     assert picture.stat().st_size > 1000
     assert main([*command, "--method", "pipedream", "--straight"]) == 0
     assert "bottleneck 11.000 ms (a stage)" in capsys.readouterr().out
@@ -418,6 +428,26 @@ def test_partition_on_the_command_line(tmp_path, capsys):
     assert "method='fast': use one of" in capsys.readouterr().err
     assert main([*command[:-1], "9"]) == 2
     assert "9 stages for 4 layers" in capsys.readouterr().err
+
+
+def test_stages_of_a_branched_graph_are_named(tmp_path, capsys):
+    """node2 and node3 read node1: where they are cut apart, positions alone do not tell them."""
+    times, edges = {1: 1, 2: 1, 3: 7, 4: 4}, [(1, 2), (1, 3), (2, 4), (3, 4)]
+    lines = [
+        f"node{n} -- Layer{n}() -- forward_compute_time={t}, backward_compute_time=0.0, "
+        "activation_size=1.0, parameter_size=0.0"
+        for n, t in times.items()
+    ]
+    lines += [f"\tnode{a} -- node{b}" for a, b in edges]
+    file = tmp_path / "graph.txt"
+    file.write_text("\n".join(lines))
+    command = ["partition", "--profile", str(file), "--devices", "2", "--method", "pipedream"]
+    assert main([*command, "--straight", "--json"]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert [stage["layers"] for stage in stages] == [
+        ["node1: Layer1()", "node3: Layer3()"],
+        ["node2: Layer2()", "node4: Layer4()"],
+    ]
 
 
 # ---- shown step by step

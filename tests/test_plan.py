@@ -465,6 +465,11 @@ def test_a_profile_and_a_machine_in_numbers(capsys, tmp_path):
         (f"{SMALL} --profile x", "x has its own layers: leave out --layers"),
         (SMALL, "no machine: add --flops --memory --bandwidth, or give --machine A100-80GB"),
         (f"{SMALL} --machine B200", "unknown machine 'B200': there are A100-80GB"),
+        (f"{SMALL} --machine A100-80GB --flops inf", "flops=inf of A100-80GB: give a number above"),
+        (
+            f"{SMALL} --machine A100-80GB --heads 3",
+            "heads=3 hidden=256: give a number of heads that divides it",
+        ),
         (f"{SMALL} --machine A100-80GB --share 2", "share=2.0 of A100-80GB: give a number above 0"),
         (f"{SMALL} --machine A100-80GB --memory nan", "memory=nan of A100-80GB"),
         (f"{SMALL} --machine A100-80GB --tensor 3", "tensor=3: give a number that divides"),

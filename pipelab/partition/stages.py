@@ -118,12 +118,23 @@ class Partition:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """For the command line; layers are numbered in the order of the stages, seconds."""
+        """For the command line; seconds.
+
+        first, last  layers, numbered in the order of the stages
+        layers       their names: where a model branches, that order is another than the profile's
+        """
         stages, first = [], 0
         for stage in self.stages:
             last = first + len(stage.layers) - 1
+            names = [self.profile.layers[i].name for i in stage.layers]
             stages.append(
-                {"first": first, "last": last, "replicas": stage.replicas, "time": stage.time}
+                {
+                    "first": first,
+                    "last": last,
+                    "replicas": stage.replicas,
+                    "time": stage.time,
+                    "layers": names,
+                }
             )
             first = last + 1
         return {"stages": stages, "bottleneck": self.bottleneck, "time": self.time}
