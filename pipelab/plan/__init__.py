@@ -16,8 +16,9 @@ Held against what was published (tests/test_plan.py):
   measured. Splitting a batch costs nothing here; and the softmax counts, which is worth 1.3 layers
   that no split shares out evenly.
 
-Layers are cut evenly, by time and by size, and as `pipelab.plan.cuts` finds it for the memory; that
-no plan fits is certain but for a few cuts with several chunks a device (said there).
+Not every cut of the layers is tried: even ones, by time and by size, and those that
+`pipelab.plan.cuts` finds for the memory. How far that is from trying all is said there; that
+nothing fits may be wrong by a hair, where several chunks share a device or inputs wait in buffers.
 
 Not modelled: stages with replicas of their own (see `pipelab.partition.pipedream`), recomputation
 of less than a stage, all-reduce during the backward, optimizer states shared among replicas,
