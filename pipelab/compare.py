@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipelab.action import ScheduleError
-from pipelab.costs import Costs
+from pipelab.costs import CostError, Costs
 from pipelab.memory import Memory, memory
 from pipelab.schedule import Schedule
 from pipelab.schedules import SCHEDULES, make
@@ -97,7 +97,7 @@ def compare(
     devices: int,
     microbatches: int,
     *,
-    names: Sequence[str] = tuple(SCHEDULES),
+    names: Sequence[str] | None = None,
     virtual: int = 2,
     batches: int = 2,
 ) -> list[Entry]:
@@ -105,6 +105,7 @@ def compare(
 
     costs    of each device's part of the model. An interleaved schedule has each divided evenly
              into `virtual` chunks, so that the model is the same
+    names    of schedules; all but those that are left out (see `left_out`), unless given
     batches  more show what schedules without a flush gain
 
     >>> for entry in compare(Costs(), 4, 8, names=["gpipe", "interleaved"], batches=1):
@@ -112,6 +113,9 @@ def compare(
     gpipe 33.0
     interleaved 28.5
     """
+    if names is None:
+        missing = left_out(devices, microbatches, virtual, batches, costs)
+        names = [name for name in SCHEDULES if name not in missing]
     found = []
     for name in names:
         schedule = table_of(name, devices, microbatches, virtual, batches)
@@ -127,8 +131,14 @@ def table_of(name: str, devices: int, microbatches: int, virtual: int, batches: 
     return make(name, devices, microbatches, virtual=chunks, batches=batches)
 
 
-def left_out(devices: int, microbatches: int, virtual: int = 2, batches: int = 2) -> dict[str, str]:
-    """Schedules that there are not for these sizes: name -> why.
+def left_out(
+    devices: int,
+    microbatches: int,
+    virtual: int = 2,
+    batches: int = 2,
+    costs: Costs | None = None,
+) -> dict[str, str]:
+    """Schedules that there are not for these sizes, or these costs of devices: name -> why.
 
     >>> list(left_out(4, 2))
     ['pipedream_2bw']
@@ -136,9 +146,10 @@ def left_out(devices: int, microbatches: int, virtual: int = 2, batches: int = 2
     found = {}
     for name in SCHEDULES:
         try:
-            table_of(name, devices, microbatches, virtual, batches)
-        except ScheduleError as error:
-            found[name] = str(error)
+            schedule = table_of(name, devices, microbatches, virtual, batches)
+            (costs or Costs()).split(schedule.stages // devices)
+        except (ScheduleError, CostError) as error:
+            found[name] = f"{name}: {error}" if isinstance(error, CostError) else str(error)
     return found
 
 

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from pipelab.models.gpt2 import PADDING
+from pipelab.models.hub import loading
 
 END = "<|endoftext|>"  # GPT-2's
 
@@ -110,11 +111,13 @@ def squad(tokenizer: Any, count: int) -> list[list[int]]:
     tokenizer  one of transformers, such as AutoTokenizer.from_pretrained("gpt2")
 
     The `datasets` library loads them from its hub, or from what it has cached. ImportError without
-    that library.
+    that library, ValueError where the text cannot be had.
     """
     try:
         from datasets import load_dataset
     except ImportError:
         raise ImportError("SQuAD is loaded by `datasets`: pip install datasets") from None
-    contexts = dict.fromkeys(load_dataset("squad", split="train")["context"])
+    with loading("squad"):
+        rows = load_dataset("squad", split="train")
+    contexts = dict.fromkeys(rows["context"])
     return [tokenizer(context)["input_ids"] for context in list(contexts)[:count]]

@@ -57,24 +57,31 @@ class Memory:
 def memory(timeline: Timeline, costs: Costs) -> Memory:
     """The memory of a timeline under the byte costs.
 
-    Model: weights and optimizer state are there throughout. Further weight versions from the update
-    that makes them to their last reader. Gradients from the first backward of an update group to
-    its update. Activations from the start of a forward to the end of its backward (of W where the
-    backward is split); with recomputation only the stage's input until the backward starts.
-    Buffers: an input that has arrived and waits. Nothing for temporary values or fragmentation.
+    Model: weights and optimizer state are there throughout. Further weight versions from the start
+    of the update that makes them to their last reader. Gradients from the first backward of an
+    update group to its update. Activations from the start of a forward to the end of its backward
+    (of W where the backward is split); with recomputation only the stage's input until the backward
+    starts. Buffers: an input that has arrived and waits. Nothing for temporary values (such as the
+    gradient that a backward works on) or fragmentation.
+
+    One rule, as in a measured run: when an action starts, its input leaves the buffer (or what
+    recomputation has kept of it) and is part of what the action holds, so that nothing counts
+    twice; what it gives back goes at its end, before the next action starts. An action of no length
+    holds what it needs, too. Times that differ by rounding alone are one moment.
 
     >>> from pipelab import Costs, simulate
     >>> from pipelab.schedules import pipedream_flush
     >>> memory(simulate(pipedream_flush(4, 8)), Costs(activations=10)).peak("activations")
     [40.0, 30.0, 20.0, 10.0]
     """
-    s, start, end = timeline.schedule, timeline.start.tolist(), timeline.end.tolist()
+    s = timeline.schedule
+    start, end, arrived = _moments(timeline)
     at, updates = s.position, s.updates if s.training else 0
     weights, optimizer, activations, boundary = (
         costs.of(name, s.stages) for name in ("weights", "optimizer", "activations", "boundary")
     )
-    # A moment is a time and, among equal times, an order: action i starts at 2 i, ends at 2 i + 1.
-    begin = (min(start), -1)
+    # Among equal times there is an order: action i starts at 2 i, ends at 2 i + 1.
+    begin = (start.min(), -1)
     steps: list[tuple[float, ...]] = []  # (time, order, device, cause, change)
 
     def starts(i: int) -> tuple[float, int]:
@@ -99,7 +106,7 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
             hold("gradients", stage, weights[stage], since, until)
     for old, new in pairwise(s.lives):
         if new.stage == old.stage and old.last > new.born:  # else the update works in place
-            hold("versions", old.stage, weights[old.stage], ends(new.born), ends(old.last))
+            hold("versions", old.stage, weights[old.stage], starts(new.born), ends(old.last))
     recomputed = costs.recompute.mask(s.total, s.microbatches)
     forwards = np.flatnonzero(timeline.kind == Kind.F)
     stages, microbatches = timeline.stage[forwards], timeline.microbatch[forwards]
@@ -109,16 +116,26 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
     columns = (forwards, stages, microbatches, backwards, lasts)
     for i, stage, k, backward, last in np.transpose(columns).tolist():
         since = starts(i)
-        if recomputed[k]:
+        if recomputed[k] and backward > i:
             size = min(boundary[stage], activations[stage])
             hold("activations", stage, size, since, starts(backward))
             since = starts(backward)
         hold("activations", stage, activations[stage], since, ends(last))
-    waited = (timeline.start - timeline.arrived)[s.crossing] > 1e-9 * timeline.makespan
-    for i in s.crossing[waited].tolist():  # the others: rounding
+    for i in s.crossing[arrived[s.crossing] < start[s.crossing]].tolist():
         stage, kind, _ = s.action(i)
         size = boundary[stage if kind == Kind.F else stage + 1]
-        hold("buffers", stage, size, (float(timeline.arrived[i]), 2 * i - 1), starts(i))
-    in_order = np.array(sorted(steps, key=itemgetter(0, 1))).reshape(-1, 5)
+        hold("buffers", stage, size, (arrived[i], 2 * i - 1), starts(i))
+    # When an action starts, what leaves (below 0) goes before what comes.
+    in_order = np.array(sorted(steps, key=itemgetter(0, 1, 4))).reshape(-1, 5)
     time, _, device, cause, change = in_order.T
     return Memory(s.devices, device.astype(int), time, cause.astype(int), change, "simulated")
+
+
+def _moments(timeline: Timeline) -> np.ndarray:
+    """Start, end and arrival of every action (3, actions); those that rounding parts are one."""
+    times = np.stack([timeline.start, timeline.end, timeline.arrived])
+    every = np.unique(times[~np.isnan(times)])
+    new = np.diff(every, prepend=-np.inf) > 1e-9 * timeline.makespan
+    moments = every[new][np.cumsum(new) - 1]
+    # The times of inputs that came from no other device are nan, and stay so.
+    return np.append(moments, np.nan)[np.searchsorted(every, times)]

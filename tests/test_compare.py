@@ -9,7 +9,8 @@ import pytest
 
 from pipelab import Costs, make, simulate
 from pipelab.cli import main
-from pipelab.compare import compare, page, text
+from pipelab.compare import compare, left_out, page, text
+from pipelab.costs import CostError
 from pipelab.memory import memory
 from pipelab.schedules import SCHEDULES
 
@@ -98,3 +99,20 @@ def test_schedules_that_there_are_not_are_left_out(tmp_path, capsys):
     assert main(command) == 0
     out = capsys.readouterr().out
     assert "left out: pipedream_2bw" in out and out.count("passed") == len(SCHEDULES) - 1
+
+
+def test_costs_per_link_leave_interleaved_out(tmp_path, capsys):
+    """Its chunks have a link more than its devices, of which nothing is known."""
+    costs = Costs(transfer=[0.5])
+    entries = compare(costs, 2, 4)
+    assert [e.schedule.name for e in entries] == [n for n in SCHEDULES if n != "interleaved"]
+    (reason,) = left_out(2, 4, costs=costs).values()
+    assert reason.startswith("interleaved: transfer per link has no value")
+    with pytest.raises(CostError, match="transfer per link"):
+        compare(costs, 2, 4, names=["interleaved"])
+    assert len(compare(Costs(transfer=0.5), 2, 4)) == len(SCHEDULES)
+    assert "pipedream_2bw" not in [e.schedule.name for e in compare(Costs(), 4, 2)]
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps({"layers": [{"name": str(i), "forward": 1} for i in range(3)]}))
+    assert main(["compare", "--profile", str(file), "--devices", "3", "--transfer", "1,2"]) == 0
+    assert "left out: interleaved: transfer per link" in capsys.readouterr().out

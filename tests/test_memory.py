@@ -1,9 +1,16 @@
 """Simulated memory by cause."""
 
-import pytest
-from hypothesis import given
+from functools import partial
 
-from pipelab import Costs, Recompute, make, memory, simulate
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from pipelab import Costs, Kind, Recompute, make, memory, run, simulate
 from pipelab.memory import CAUSES
 from tests.conftest import tables
 
@@ -65,13 +72,90 @@ def test_a_split_backward_frees_at_the_weight_gradient():
     assert memory(simulate(late), Costs(activations=1)).over_time(0)[0].tolist() == [0, 1, 5, 6]
 
 
-@pytest.mark.parametrize("name", ["gpipe", "pipedream_flush", "interleaved"])
-def test_peaks_do_not_depend_on_the_unit_of_time(name):
-    """What arrives at the moment when it is used is no buffer, whatever rounding says."""
-    schedule, sizes = make(name, 4, 4), {"activations": 1, "boundary": 0.25}
+@pytest.mark.parametrize("name", ["gpipe", "pipedream_flush", "interleaved", "pipedream"])
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("latency", [0, 0.5, 0.7, 1])
+def test_peaks_do_not_depend_on_the_unit_of_time(name, virtual, latency):
+    """What arrives at the moment when it is used is no buffer, whatever rounding says.
+
+    Nor does it count beside what is given back at that moment.
+    """
+    if name == "interleaved":
+        schedule = make(name, 2, 4, virtual=virtual, batches=2)
+    else:
+        schedule = make(name, 2 * virtual, 4, batches=2)
+    sizes = {"activations": 1, "boundary": 0.25}
     peaks = [
         memory(simulate(schedule, costs), costs).peak()
-        for unit in (1, 0.1, 0.3, 1 / 7)
-        for costs in [Costs(unit, unit, unit, transfer=0.7 * unit, **sizes)]
+        for unit in (1, 0.1, 0.3, 1 / 7, 1.1)
+        for costs in [Costs(unit, unit, unit, transfer=latency * unit, **sizes)]
     ]
     assert all(peak == peaks[0] for peak in peaks)
+
+
+def test_an_input_that_waited_counts_once():
+    """When its forward starts it leaves the buffer and is part of the activations."""
+    costs = Costs(forward=[1, 1 + 1e-6], boundary=100, activations=100)
+    found = memory(simulate(make("gpipe", 2, 2), costs), costs)
+    assert found.peak() == [200, 200]
+    assert sum(found.at_peak(1).values()) == 200
+
+
+def test_what_recomputation_kept_counts_once():
+    """When its backward starts, the input is part of the activations that are built again."""
+    costs = Costs(boundary=100, activations=100, recompute=Recompute.ALWAYS)
+    found = memory(simulate(make("gpipe", 1, 2), costs), costs)
+    assert found.peak() == [200]
+
+
+@given(
+    tables(largest=4),
+    st.sampled_from(list(Recompute)),
+    st.integers(0, 3),
+    st.lists(st.integers(1, 3), min_size=16, max_size=16),
+)
+def test_the_peak_is_that_of_a_moment_that_lasts(case, recompute, transfer, seconds):
+    """All times are whole: what is held in the middle of a second is what counts."""
+    schedule = case[0]
+    forward = seconds[: schedule.stages]
+    costs = Costs(forward, transfer=transfer, activations=8, boundary=3, recompute=recompute)
+    t = simulate(schedule, costs)
+    held = []  # (device, from, to, bytes)
+    spans = {
+        (kind, stage, k): (start, end)
+        for kind, stage, k, start, end in zip(
+            t.kind, t.stage, t.microbatch, t.start, t.end, strict=True
+        )
+    }
+    again = recompute.mask(schedule.total, schedule.microbatches)
+    for stage, device in enumerate(schedule.placement):
+        for k in range(schedule.total):
+            forward, backward = spans[Kind.F, stage, k], spans[Kind.B, stage, k]
+            held.append((device, forward[0], backward[0], 3 if again[k] else 8))
+            held.append((device, *backward, 8))
+    held += [(t.device[i], t.arrived[i], t.start[i], 3) for i in schedule.crossing]
+    middles = np.arange(t.makespan) + 0.5
+    for device, peak in enumerate(memory(t, costs).peak()):
+        levels = sum(
+            size * ((since < middles) & (middles < until))
+            for home, since, until, size in held
+            if home == device
+        )
+        assert peak == levels.max()
+
+
+def test_a_measured_run_holds_what_was_predicted():
+    """The input of a Linear is what it keeps; those that wait for a slow stage are in buffers."""
+    rows, width = 100, 6
+    size, weights = 8 * rows * width, 8 * (width * width + width)
+    model = [nn.Linear(width, width, dtype=torch.float64) for _ in range(3)]
+    data = torch.ones(3 * rows, width, dtype=torch.float64)
+    costs = Costs([1, 2, 1], boundary=size, activations=size, weights=weights)
+    schedule = make("gpipe", 3, 3)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    result = run(schedule, model, [(data, data)], F.mse_loss, sgd, pace=0.02, costs=costs)
+    for found in (result.memory, memory(simulate(schedule, costs), costs)):
+        assert found.peak("buffers")[1] == size
+        _, level = found.over_time(1)
+        last = level[CAUSES.index("activations")].argmax()  # the start of the last forward
+        assert level.sum(0)[: last + 1].max() == weights + 3 * size

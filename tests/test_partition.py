@@ -16,7 +16,16 @@ from pipelab import make, plot, simulate
 from pipelab.cli import main
 from pipelab.models import split
 from pipelab.models.gpt2 import gpt2
-from pipelab.partition import Layer, Level, Profile, pipedream, profile, split_layers
+from pipelab.partition import (
+    Layer,
+    Level,
+    Partition,
+    Profile,
+    Stage,
+    pipedream,
+    profile,
+    split_layers,
+)
 
 numbers = st.integers(0, 9).map(float)
 layers = st.builds(
@@ -208,6 +217,9 @@ def test_branches_are_cut_together():
     [
         (dict(devices=4, model="best"), "model='best': use one of sum, max"),
         (dict(devices=0), "at least one device"),
+        (dict(devices=[Level(2.5)]), "count=2.5 of a level: give a whole number of at least 1"),
+        (dict(devices=[Level(True)]), "count=True of a level"),
+        (dict(devices=2.5), "count=2.5 of a level"),
         (dict(devices=2, bandwidth=0), "a bandwidth above 0"),
         (dict(devices=2, memory=0), "memory=0: give bytes above 0"),
         (dict(devices=[Level(2), Level(2)], memory=1.0), "several levels is not supported"),
@@ -253,7 +265,10 @@ def test_the_authors_profiles_are_read():
         (GRAPH.replace("=3.000, b", "=x, b"), "line 2: .* are not four numbers"),
         (GRAPH + "\tnode6 -- node9\n", "an edge names node9"),
         (GRAPH + "\tnode6 -- node2\n", "the graph has a cycle"),
-        ("{}", "no profile"),
+        ("{}", "no profile: give an object with layers, a list of objects with a name"),
+        ('{"a": 1}', "no profile: give an object with layers"),
+        ('{"layers": {"name": "a"}}', "no profile: give an object with layers"),
+        ('{"layers": ["a"]}', "no profile: give an object with layers"),
         ('{"layers": [{"name": "a", "speed": 1}]}', "no profile: .*speed"),
         ('{"layers": [{"name": "a", "forward": -1}]}', "layer 'a' has forward=-1: give at least 0"),
         ('{"layers": [{"name": "a"}], "edges": [[0, 0]]}', "edge 0 -> 0"),
@@ -351,6 +366,46 @@ def test_what_a_partition_costs():
     assert simulate(make("pipedream", 2, 4), costs).makespan > 4 * plan.stages[0].time
 
 
+@settings(max_examples=60)
+@given(
+    st.lists(layers, min_size=1, max_size=5),
+    st.integers(1, 5),
+    st.sampled_from(["sum", "max"]),
+    st.sampled_from([1.0, 7.0]),
+)
+def test_the_simulated_pace_is_the_plans(found, devices, model, bandwidth):
+    """Of `pipedream`: the bottleneck, unless a link is it. With a flush: without the all-reduce."""
+    plan = pipedream(Profile(tuple(found)), devices, bandwidth=bandwidth, model=model)
+    p = len(plan.stages)
+
+    def pace(name, **options):
+        spans = []
+        for m in (8 * p, 16 * p):
+            schedule = make(name, p, m)
+            spans.append(simulate(schedule, plan.costs(**options)).makespan)
+        return (spans[1] - spans[0]) / (8 * p)
+
+    slowest = max(stage.time for stage in plan.stages)
+    assert pace("pipedream") == pytest.approx(slowest)
+    time, weights = plan.profile.of("time"), plan.profile.of("weights")
+    works = [time[list(stage.layers)].sum() / stage.replicas for stage in plan.stages]
+    assert pace("pipedream_flush", per_update=8 * p) == pytest.approx(max(works))
+    if model == "sum":  # one exchange an update, whatever the number of micro-batches
+        updates = plan.costs(per_update=99).of("update", p)
+        for stage, update in zip(plan.stages, updates, strict=True):
+            ring = 4 * (1 - 1 / stage.replicas) * weights[list(stage.layers)].sum() / bandwidth
+            assert update == pytest.approx(ring)
+
+
+def test_replicas_share_links():
+    """Three devices send to one: over its one link. Three to two: over two."""
+    found = Profile(tuple(Layer(name, forward=6, output=12) for name in "abc"))
+    parts = [Stage((0,), 2, 3), Stage((1,), 3, 2), Stage((2,), 6, 1)]
+    plan = Partition(found, tuple(parts), 6)
+    links = plan.costs(bandwidth=2, transfer=1).links(3)
+    assert links.tolist() == [1 + 12 / 2 / 2, 1 + 12 / 2]
+
+
 # ---- the command line
 
 
@@ -362,6 +417,10 @@ def test_partition_on_the_command_line(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["bottleneck"] == pytest.approx(0.011) and found["time"] == pytest.approx(0.017)
     assert [s["first"] for s in found["stages"]] == [0, 2] and found["stages"][1]["last"] == 3
+    assert [s["layers"] for s in found["stages"]] == [
+        ["node2: Embedding(3, 2)", "node3: LSTM(2, 1)"],
+        ["node4: __getitem__(0)", "node6: Linear(1, 1)"],
+    ]
     assert picture.stat().st_size > 1000
     assert main([*command, "--method", "pipedream", "--straight"]) == 0
     assert "bottleneck 11.000 ms (a stage)" in capsys.readouterr().out
@@ -369,6 +428,26 @@ def test_partition_on_the_command_line(tmp_path, capsys):
     assert "method='fast': use one of" in capsys.readouterr().err
     assert main([*command[:-1], "9"]) == 2
     assert "9 stages for 4 layers" in capsys.readouterr().err
+
+
+def test_stages_of_a_branched_graph_are_named(tmp_path, capsys):
+    """node2 and node3 read node1: where they are cut apart, positions alone do not tell them."""
+    times, edges = {1: 1, 2: 1, 3: 7, 4: 4}, [(1, 2), (1, 3), (2, 4), (3, 4)]
+    lines = [
+        f"node{n} -- Layer{n}() -- forward_compute_time={t}, backward_compute_time=0.0, "
+        "activation_size=1.0, parameter_size=0.0"
+        for n, t in times.items()
+    ]
+    lines += [f"\tnode{a} -- node{b}" for a, b in edges]
+    file = tmp_path / "graph.txt"
+    file.write_text("\n".join(lines))
+    command = ["partition", "--profile", str(file), "--devices", "2", "--method", "pipedream"]
+    assert main([*command, "--straight", "--json"]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert [stage["layers"] for stage in stages] == [
+        ["node1: Layer1()", "node3: Layer3()"],
+        ["node2: Layer2()", "node4: Layer4()"],
+    ]
 
 
 # ---- shown step by step

@@ -101,6 +101,27 @@ def test_squad_where_its_library_is(monkeypatch):
     assert found == [[1, 1], [1]] and asked == [(("squad",), {"split": "train"})]
 
 
+def test_without_a_hub_one_line_says_so_at_once(monkeypatch, capsys, tmp_path):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    missing = str(tmp_path / "nowhere")
+    for options, name in ((["--text", "squad"], "gpt2"), (["--pretrained", missing], missing)):
+        assert main(["train", "gpt2", "--steps", "2", *options]) == 2
+        message = capsys.readouterr().err
+        assert f"cannot load {name!r}: it is no folder with a saved model" in message
+        assert "no hub answers at http://127.0.0.1:9" in message
+        assert message.count("\n") == 1
+    assert not constants.HF_HUB_OFFLINE
+
+
+def test_a_learning_rate_is_finite(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "gpt2", "--lr", "inf"])
+    assert "'inf': give a finite number above 0" in capsys.readouterr().err
+
+
 # ---- parts
 
 

@@ -12,6 +12,7 @@ from pipelab.cli.models import small_model
 from pipelab.cli.options import COST, COUNT, POSITIVE, SECONDS, SEED, Commands
 from pipelab.cli.report import Failure
 from pipelab.compare import compare, left_out, page, table_of, text
+from pipelab.costs import Costs
 from pipelab.fit import fit
 from pipelab.partition import split_layers
 from pipelab.schedules import SCHEDULES
@@ -40,11 +41,13 @@ def add_to(commands: Commands) -> None:
 def compare_command(o: argparse.Namespace) -> None:
     check_targets(o, "html")
     o.virtual, o.dropout, o.replicas = 2, 0.0, 1
-    missing = left_out(o.devices, o.microbatches, o.virtual, o.batches)
-    o.names = [name for name in SCHEDULES if name not in missing]
+    costs = Costs()
     if o.profile:
         found = split_layers(read_profile(o.profile), o.devices)
         costs, title = found.costs(transfer=o.transfer, bandwidth=o.bandwidth), Path(o.profile).stem
+    missing = left_out(o.devices, o.microbatches, o.virtual, o.batches, costs)
+    o.names = [name for name in SCHEDULES if name not in missing]
+    if o.profile:
         entries = compare(costs, o.devices, o.microbatches, names=o.names, batches=o.batches)
     else:
         entries, title = _compare_live(o), o.model

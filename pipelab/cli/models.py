@@ -57,9 +57,16 @@ def gpt2_model(o: argparse.Namespace) -> tuple[list, list, Callable, int]:
     else:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(o.pretrained or "gpt2")
+        from pipelab.models.hub import loading
+
+        name = o.pretrained or "gpt2"
+        with loading(name):
+            tokenizer = AutoTokenizer.from_pretrained(name)
         if o.text == "squad":
-            texts = data.squad(tokenizer, o.steps * o.batch)
+            try:
+                texts = data.squad(tokenizer, o.steps * o.batch)
+            except ImportError as error:
+                raise ValueError(f"--text squad: {error}") from None
             batches = data.padded(texts, o.steps, o.batch, length, tokenizer.eos_token_id)
             return layers, batches, masked_loss, length
         tokens = tokenizer(data.text(), return_tensors="pt")["input_ids"][0]

@@ -42,6 +42,7 @@ SEED = number(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 2 ** 32 -
 RATE = number(float, lambda x: 0 <= x < 1, "a number of at least 0 and below 1")
 SECONDS = number(float, lambda x: 0 < x <= 1e6, "seconds above 0, at most a million")
 POSITIVE = number(float, lambda x: x > 0, "a number above 0")
+FINITE = number(float, lambda x: 0 < x < math.inf, "a finite number above 0")
 COST = number(_one_or_more, lambda x: True, "a number or a comma-separated list of numbers")
 
 

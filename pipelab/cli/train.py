@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from pipelab.cli.models import gpt2_model
-from pipelab.cli.options import COUNT, POSITIVE, RATE, SECONDS, SEED, Commands, schedule_of
+from pipelab.cli.options import COUNT, FINITE, POSITIVE, RATE, SECONDS, SEED, Commands, schedule_of
 from pipelab.cli.report import Failure, verdict_of
 from pipelab.validate import validate
 
@@ -32,7 +32,7 @@ def add_to(commands: Commands) -> None:
     option("--text", choices=["prose", "squad"], default="prose", help=text)
     option("--batch", type=COUNT, default=32, metavar="SAMPLES")
     option("--length", type=COUNT, metavar="TOKENS")
-    option("--lr", type=POSITIVE, default=1e-3, help="Adam's (published weights: 3e-5)")
+    option("--lr", type=FINITE, default=1e-3, help="Adam's (published weights: 3e-5)")
     option("--clip", type=POSITIVE, metavar="NORM")
     option("--dropout", type=RATE, default=0.0, metavar="RATE")
     option("--replicas", type=COUNT, default=1, metavar="R")

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from pipelab.models.hub import loading
+
 PADDING = -100  # a target that no loss counts; transformers' number
 
 
@@ -62,7 +64,8 @@ def gpt2(
     """
     rates: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     if pretrained:
-        model = GPT2LMHeadModel.from_pretrained(pretrained, **rates)
+        with loading(pretrained):
+            model = GPT2LMHeadModel.from_pretrained(pretrained, **rates)
     else:
         config = GPT2Config(
             vocab_size=vocabulary,

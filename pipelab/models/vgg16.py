@@ -17,7 +17,10 @@ def vgg16(samples: int = 1, speed: float = 1e9) -> Profile:
     samples  in a micro-batch
     speed    multiply-adds a second, forward; a backward takes twice as long
 
-    Outputs, after pooling where there is one, and weights in bytes of float32.
+    Outputs, after pooling where there is one, and weights in bytes of float32. Activations are the
+    outputs alone, as PipeDream's profiles count them: what a framework keeps for the backward is
+    more (the input of each pooling, and where it found the largest). `pipelab.partition.profile`
+    measures that.
 
     >>> sum(layer.weights for layer in vgg16().layers) / 4
     138357544.0

@@ -203,7 +203,10 @@ class Profile:
         if text.lstrip().startswith("{"):
             try:
                 content = json.loads(text)
-                layers = tuple(Layer(**layer) for layer in content.pop("layers"))
+                found = content.pop("layers", None)
+                if not isinstance(found, list) or not all(isinstance(x, dict) for x in found):
+                    raise TypeError("give an object with layers, a list of objects with a name")
+                layers = tuple(Layer(**layer) for layer in found)
                 edges = tuple((int(a), int(b)) for a, b in content.pop("edges", ()))
                 return cls(layers, edges, **content)
             except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
@@ -236,13 +239,20 @@ def _read_graph(text: str) -> Profile:
             forward, backward, size, weights = numbers
             half = backward / 2000
             nodes[name] = Layer(
-                kind, forward / 1000, half, half, weights, size, size, kind.partition("(")[0]
+                f"{name}: {kind}",
+                forward / 1000,
+                half,
+                half,
+                weights,
+                size,
+                size,
+                kind.partition("(")[0],
             )
     if missing := {n for b, sources in reads.items() for n in (b, *sources)} - nodes.keys():
         raise ValueError(f"an edge names {min(missing)}, which is no node")
-    inputs = {n for n in nodes if not reads.get(n) and nodes[n].name.startswith("Input")}
+    inputs = {n for n in nodes if not reads.get(n) and nodes[n].kind.startswith("Input")}
     read = {a for sources in reads.values() for a in sources}
-    pieces = {n for n in nodes if n not in read and nodes[n].name.startswith("__getitem__")}
+    pieces = {n for n in nodes if n not in read and nodes[n].kind == "__getitem__"}
     kept = {
         n: [a for a in reads.get(n, ()) if a not in inputs] for n in nodes.keys() - inputs - pieces
     }

@@ -112,7 +112,7 @@ def _measure(
     return y, {
         "forward": typical["forward"],
         "input_grad": min(typical["input"], typical["both"]),
-        "weight_grad": max(typical["both"] - typical["input"], 0.0),
+        "weight_grad": max(typical["both"] - typical["input"], 0.0) if weights else 0.0,
         "weights": float(sum(p.nbytes for p in layer.parameters())),
         "activations": float(sum(size for block, size in saved.items() if block not in own)),
         "output": float(sum(t.nbytes for t in _tensors(y))),

@@ -81,7 +81,7 @@ def pipedream(
     >>> [stage.replicas for stage in pipedream(Profile(tuple(layers)), 4).stages]
     [3, 1]
     """
-    levels = [Level(devices, bandwidth)] if isinstance(devices, int) else list(devices)
+    levels = list(devices) if isinstance(devices, Sequence) else [Level(devices, bandwidth)]
     _check(levels, memory, model, len(profile.layers) if straight else None)
     # [1] what stages between any two cuts take, and what crosses a cut
     cuts = profile.cuts()
@@ -207,6 +207,9 @@ def _devices(levels: Sequence[Level]) -> int:
 def _check(levels: Sequence[Level], memory: float, model: str, layers: int | None) -> None:
     if model not in MODELS:
         raise ValueError(f"model={model!r}: use one of {', '.join(MODELS)}")
+    for level in levels:
+        if not isinstance(level.count, int) or isinstance(level.count, bool):
+            raise ValueError(f"count={level.count!r} of a level: give a whole number of at least 1")
     if not levels or any(level.count < 1 or not level.bandwidth > 0 for level in levels):
         raise ValueError(f"{levels}: give at least one device, and a bandwidth above 0")
     if (most := max(level.count for level in levels)) > MOST_DEVICES:

@@ -1,7 +1,10 @@
 """What a partition is: stages of consecutive layers, each on one device or on several."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from pipelab.costs import Costs
 from pipelab.partition.layers import Profile
@@ -67,29 +70,71 @@ class Partition:
         lines.append(line)
         return "\n".join(lines)
 
-    def costs(self, **others: Any) -> Costs:
+    def costs(
+        self,
+        *,
+        per_update: int = 1,
+        bandwidth: float = math.inf,
+        transfer: Any = 0.0,
+        **others: Any,
+    ) -> Costs:
         """For `simulate`: a replicated stage costs its share, and its all-reduce is an update.
 
-        What crosses a cut is not shared: links are as for one device a stage.
+        per_update  micro-batches between two updates: 1, as the optimizer counts and `pipedream`
+                    has it; `schedule.per_update` for another schedule
+        bandwidth   bytes per second of a device's link; where both stages have replicas, they send
+                    side by side over as many links as the smaller one has
+
+        Replicas exchange their gradients once, after as many micro-batches as they are, or at every
+        update if that is later. So a replica's share of that is an update's of one micro-batch, and
+        with a flush all of it is paid once. (Of the model "max", which hides it behind the compute,
+        only what it takes longer.)
+
+        The steady pace of `pipedream` without time for links is then the slowest stage's, which is
+        the bottleneck unless that is a link. 1F1B with a flush, or `pipedream_2bw`, keeps the pace
+        of the slowest work alone between two updates; GPipe that of the slowest forward and the
+        slowest backward together. Links are latency alone in a simulation: they slow the pace down
+        only as far as too few micro-batches are in flight to hide them, and nothing waits for a
+        link that is busy.
         """
         order = [i for stage in self.stages for i in stage.layers]
         costs = self.profile.reordered(order).costs(self.balance, **others)
+        replicas = np.array([stage.replicas for stage in self.stages])
+        allreduce = np.array([stage.allreduce for stage in self.stages])
         shared: dict[str, Any] = {
-            name: tuple(
-                value / stage.replicas
-                for value, stage in zip(getattr(costs, name), self.stages, strict=True)
-            )
+            name: getattr(costs, name) / replicas
             for name in ("forward", "input_grad", "weight_grad")
         }
-        return replace(costs, **shared, update=tuple(stage.allreduce for stage in self.stages))
+        if bandwidth < math.inf and (replicas > 1).any():
+            width = bandwidth * np.minimum(replicas[1:], replicas[:-1])
+            transfer = np.add(transfer, np.array(costs.boundary)[1:] / width)
+            bandwidth = math.inf
+        return replace(
+            costs,
+            **shared,
+            update=allreduce * np.minimum(per_update, replicas),
+            transfer=transfer,
+            bandwidth=bandwidth,
+        )
 
     def to_json(self) -> dict[str, Any]:
-        """For the command line; layers are numbered in the order of the stages, seconds."""
+        """For the command line; seconds.
+
+        first, last  layers, numbered in the order of the stages
+        layers       their names: where a model branches, that order is another than the profile's
+        """
         stages, first = [], 0
         for stage in self.stages:
             last = first + len(stage.layers) - 1
+            names = [self.profile.layers[i].name for i in stage.layers]
             stages.append(
-                {"first": first, "last": last, "replicas": stage.replicas, "time": stage.time}
+                {
+                    "first": first,
+                    "last": last,
+                    "replicas": stage.replicas,
+                    "time": stage.time,
+                    "layers": names,
+                }
             )
             first = last + 1
         return {"stages": stages, "bottleneck": self.bottleneck, "time": self.time}

@@ -16,6 +16,10 @@ Held against what was published (tests/test_plan.py):
   measured. Splitting a batch costs nothing here; and the softmax counts, which is worth 1.3 layers
   that no split shares out evenly.
 
+Not every cut of the layers is tried: even ones, by time and by size, and those that
+`pipelab.plan.cuts` finds for the memory. How far that is from trying all is said there; that
+nothing fits may be wrong by a hair, where several chunks share a device or inputs wait in buffers.
+
 Not modelled: stages with replicas of their own (see `pipelab.partition.pipedream`), recomputation
 of less than a stage, all-reduce during the backward, optimizer states shared among replicas,
 micro-batches too small to fill a device (but see `Machine.overhead`).

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from pipelab.plan.bounds import SLACK
 from pipelab.plan.judge import Plan
 from pipelab.plan.problem import Choice, Problem
-from pipelab.plan.search import SLACK, Search
+from pipelab.plan.search import Search
 from pipelab.plan.transformer import Transformer
 
 Allowed = Callable[[Choice], bool]
@@ -120,7 +121,7 @@ def plan(problem: Problem, *, frontier: bool = False) -> Answer:
         if other:
             others.setdefault(other.choice, _runner_up(decision, other, best, limit))
     fastest = search.best(math.inf)
-    if fastest and fastest.step < best.step:
+    if fastest and fastest.step * SLACK < best.step:
         others.setdefault(fastest.choice, _runner_up("memory", fastest, best, limit))
     bounds = tuple((search.bytes[choice], search.seconds[choice]) for choice in search.seconds)
     limits = tuple(search.frontier()) if frontier else ()

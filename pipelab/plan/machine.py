@@ -41,6 +41,8 @@ class Machine:
                 fits, remedy = 0 <= value < math.inf, "of at least 0"
             elif field.name == "share":
                 fits, remedy = 0 < value <= 1, "above 0, at most 1"
+            elif field.name == "flops":
+                fits, remedy = 0 < value < math.inf, "above 0 that is finite"
             else:
                 fits, remedy = value > 0, "above 0"
             if not fits:

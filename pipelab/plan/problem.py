@@ -148,7 +148,9 @@ class Problem:
     def _of_pipeline(self, p: int, replicas: int, tensor: int) -> Iterator[Choice]:
         """The choices of one pipeline length: schedules and chunks, balances, micro-batches."""
         samples = self.batch // replicas
-        for schedule in self.schedules if p > 1 else self.schedules[:1]:
+        for schedule in self.schedules:
+            if p == 1 and schedule in FLUSH[1:] and FLUSH[0] in self.schedules:
+                continue  # on one device it is the same, or holds more
             most = min(self.layers // p, MOST_CHUNKS)
             chunks = range(2, most + 1) if schedule == "interleaved" else [1]
             for v in chunks:

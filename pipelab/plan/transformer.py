@@ -25,6 +25,10 @@ class Transformer:
 
     def __post_init__(self) -> None:
         check_counts(**vars(self))
+        if self.hidden % self.heads:
+            raise ValueError(
+                f"heads={self.heads} hidden={self.hidden}: give a number of heads that divides it"
+            )
 
     @property
     def parameters(self) -> float:

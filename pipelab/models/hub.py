@@ -1,0 +1,44 @@
+"""What the libraries of Hugging Face load: from a folder, from their hub, or from its cache."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+from huggingface_hub import constants
+
+PATIENCE = 5.0  # seconds for the hub to answer
+
+
+@contextmanager
+def loading(name: str) -> Iterator[None]:
+    """Load `name` inside; ValueError where it cannot be had.
+
+    Where no hub answers, the libraries are set offline meanwhile and take what they have in their
+    cache: else they would ask again and again, for minutes.
+    """
+    offline = constants.HF_HUB_OFFLINE
+    absent = offline or not (Path(name).is_dir() or _answers())
+    constants.HF_HUB_OFFLINE = absent
+    try:
+        yield
+    except OSError as error:
+        reason = f"no hub answers at {constants.ENDPOINT}" if absent else str(error).split("\n")[0]
+        raise ValueError(
+            f"cannot load {name!r}: it is no folder with a saved model or tokenizer, and nothing "
+            f"of that name was loaded before ({reason}); name such a folder, or what the hub has "
+            "where it can be reached"
+        ) from None
+    finally:
+        constants.HF_HUB_OFFLINE = offline
+
+
+def _answers() -> bool:
+    try:
+        urlopen(constants.ENDPOINT, timeout=PATIENCE).close()
+    except HTTPError:  # an answer, too
+        return True
+    except OSError:
+        return False
+    return True
