@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import itemgetter
 from typing import Literal
 
 import numpy as np
@@ -10,7 +9,9 @@ import numpy as np
 from pipelab.action import Kind
 from pipelab.costs import Costs
 from pipelab.timeline import Timeline
+from pipelab.versions import VersionLife
 
+Moments = tuple[np.ndarray, np.ndarray]  # times, and an order among equal ones
 CAUSES = ("weights", "versions", "gradients", "optimizer", "activations", "buffers")
 
 
@@ -76,59 +77,68 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
     """
     s = timeline.schedule
     start, end, arrived = _moments(timeline)
-    at, updates = s.position, s.updates if s.training else 0
+    at, every = s.position, np.arange(s.stages)
+    updates = np.arange(s.updates if s.training else 0)
     weights, optimizer, activations, boundary = (
-        costs.of(name, s.stages) for name in ("weights", "optimizer", "activations", "boundary")
+        np.array(costs.of(name, s.stages))
+        for name in ("weights", "optimizer", "activations", "boundary")
     )
-    # Among equal times there is an order: action i starts at 2 i, ends at 2 i + 1.
-    begin = (start.min(), -1)
-    steps: list[tuple[float, ...]] = []  # (time, order, device, cause, change)
+    steps: list[np.ndarray] = []  # columns: time, order, device, cause, change
 
-    def starts(i: int) -> tuple[float, int]:
+    # In the order among equal times action i starts at 2 i, and ends at 2 i + 1.
+    def starts(i: np.ndarray) -> Moments:
         return start[i], 2 * i
 
-    def ends(i: int) -> tuple[float, int]:
-        return (end[i], 2 * i + 1) if i >= 0 else begin
+    def ends(i: np.ndarray) -> Moments:
+        return np.where(i < 0, start.min(), end[i]), 2 * i + 1
 
-    def hold(cause: str, stage: int, size: float, since: tuple, until: tuple | None = None) -> None:
-        if size:
-            home = s.placement[stage], CAUSES.index(cause)
-            steps.append((*since, *home, size))
-            if until:
-                steps.append((*until, *home, -size))
+    def hold(
+        cause: str, stages: np.ndarray, sizes: np.ndarray, since: Moments, until: Moments | None
+    ) -> None:
+        home = np.array(s.placement)[stages], CAUSES.index(cause)
+        steps.append(np.column_stack(np.broadcast_arrays(*since, *home, sizes)))
+        if until:
+            steps.append(np.column_stack(np.broadcast_arrays(*until, *home, -sizes)))
 
-    for stage in range(s.stages):
-        hold("weights", stage, weights[stage], begin)
-        hold("optimizer", stage, optimizer[stage], begin)
-        for t in range(updates):
-            group = at[[Kind.B, Kind.I], stage, t * s.per_update : (t + 1) * s.per_update]
-            since, until = starts(group[group >= 0].min()), ends(at[Kind.U, stage, t])
-            hold("gradients", stage, weights[stage], since, until)
-    for old, new in pairwise(s.lives):
-        if new.stage == old.stage and old.last > new.born:  # else the update works in place
-            hold("versions", old.stage, weights[old.stage], starts(new.born), ends(old.last))
-    recomputed = costs.recompute.mask(s.total, s.microbatches)
-    forwards = np.flatnonzero(timeline.kind == Kind.F)
-    stages, microbatches = timeline.stage[forwards], timeline.microbatch[forwards]
-    # Where there are only forwards, nothing is kept after them.
-    backwards = np.maximum(forwards, at[[Kind.B, Kind.I]].max(0)[stages, microbatches])
-    lasts = np.maximum(forwards, at[[Kind.B, Kind.W]].max(0)[stages, microbatches])
-    columns = (forwards, stages, microbatches, backwards, lasts)
-    for i, stage, k, backward, last in np.transpose(columns).tolist():
-        since = starts(i)
-        if recomputed[k] and backward > i:
-            size = min(boundary[stage], activations[stage])
-            hold("activations", stage, size, since, starts(backward))
-            since = starts(backward)
-        hold("activations", stage, activations[stage], since, ends(last))
-    for i in s.crossing[arrived[s.crossing] < start[s.crossing]].tolist():
-        stage, kind, _ = s.action(i)
-        size = boundary[stage if kind == Kind.F else stage + 1]
-        hold("buffers", stage, size, (arrived[i], 2 * i - 1), starts(i))
+    always = ends(np.full_like(every, -1))
+    hold("weights", every, weights, always, None)
+    hold("optimizer", every, optimizer, always, None)
+    # The gradients of an update, from the first backward of its group.
+    backwards = at[[Kind.B, Kind.I]].max(0)
+    for t in updates:
+        group = backwards[:, t * s.per_update : (t + 1) * s.per_update]
+        first = np.where(group < 0, len(start), group).min(1)
+        hold("gradients", every, weights, starts(first), ends(at[Kind.U, :, t]))
+    # Versions that outlive the next one; else the update works in place.
+    pairs = [(old.stage, new.born, old.last) for old, new in pairwise(s.lives) if _stays(old, new)]
+    stage, born, last = np.array(pairs, int).reshape(-1, 3).T
+    hold("versions", stage, weights[stage], starts(born), ends(last))
+    # Activations; where there are only forwards, nothing is kept after them.
+    forward = np.flatnonzero(timeline.kind == Kind.F)
+    stage, k = timeline.stage[forward], timeline.microbatch[forward]
+    backward = np.maximum(forward, backwards[stage, k])
+    last = np.maximum(forward, at[[Kind.B, Kind.W]].max(0)[stage, k])
+    again = costs.recompute.mask(s.total, s.microbatches)[k] & (backward > forward)
+    kept = np.minimum(boundary, activations)[stage] * again
+    hold("activations", stage, kept, starts(forward), starts(backward))
+    since = np.where(again, starts(backward), starts(forward))
+    hold("activations", stage, activations[stage], (since[0], since[1]), ends(last))
+    # Inputs that wait.
+    late = s.crossing[arrived[s.crossing] < start[s.crossing]]
+    stage = timeline.stage[late]
+    size = boundary[np.where(timeline.kind[late] == Kind.F, stage, stage + 1)]
+    hold("buffers", stage, size, (arrived[late], 2 * late - 1), starts(late))
+    table = np.concatenate(steps)
+    time, order, device, cause, change = table[table[:, 4] != 0].T
     # When an action starts, what leaves (below 0) goes before what comes.
-    in_order = np.array(sorted(steps, key=itemgetter(0, 1, 4))).reshape(-1, 5)
-    time, _, device, cause, change = in_order.T
-    return Memory(s.devices, device.astype(int), time, cause.astype(int), change, "simulated")
+    by = np.lexsort((change, order, time))
+    home = device[by].astype(int), time[by], cause[by].astype(int)
+    return Memory(s.devices, *home, change[by], "simulated")
+
+
+def _stays(old: VersionLife, new: VersionLife) -> bool:
+    """Whether a version is kept beside the next one of its stage."""
+    return new.stage == old.stage and old.last > new.born
 
 
 def _moments(timeline: Timeline) -> np.ndarray:

@@ -16,7 +16,7 @@ Held against what was published (tests/test_plan.py):
   measured. Splitting a batch costs nothing here; and the softmax counts, which is worth 1.3 layers
   that no split shares out evenly.
 
-Not every cut of the layers is tried: even ones, by time and by size, and those that
+Up to 64 cuts of the layers are all tried. Of more, even ones by time and by size, and those that
 `pipelab.plan.cuts` finds for the memory. How far that is from trying all is said there; that
 nothing fits may be wrong by a hair, where several chunks share a device or inputs wait in buffers.
 

@@ -13,10 +13,11 @@ For plain schedules with a flush this is the bound of `least_seconds`, all-reduc
 counted for the slowest device alone. A device with v chunks works v times as long as its longest,
 and they share its memory as they would if all layers were equal.
 
-Beside an exhaustive search of every cut, at 600 limits of memory that a plan of 4 to 6 random
-layers just fits: with one chunk a device a plan was found at all of them, and at three it was not
-the fastest (by up to 5 %). With several chunks none was found at 1 limit of 240, and a slower one
-at 15 (by up to 8 %).
+Where there are few cuts all of them are tried (`Problem.choices`); these are for the others. Beside
+an exhaustive search of every cut, at 600 limits of memory that a plan of 4 to 6 random layers just
+fits: with one chunk a device a plan was found at all of them, and at three it was not the fastest
+(by up to 5 %). With several chunks none was found at 1 limit of 240, and a slower one at 15 (by up
+to 8 %).
 """
 
 from collections.abc import Callable, Iterable, Iterator

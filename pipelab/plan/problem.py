@@ -1,9 +1,10 @@
 """The question: a model, a machine, a batch; and every answer that it can have."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from itertools import combinations, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ MOST_CHUNKS = 16  # a device
 MOST = 10_000_000  # devices, samples
 LARGEST = 2_000_000  # actions of a table that is simulated
 BALANCED = ("time", "size")  # what a partition is balanced by
+FEW = 64  # cuts into so many stages that all are tried
 
 
 class Choice(NamedTuple):
@@ -154,8 +156,7 @@ class Problem:
             most = min(self.layers // p, MOST_CHUNKS)
             chunks = range(2, most + 1) if schedule == "interleaved" else [1]
             for v in chunks:
-                for by in BALANCED:
-                    balance = self.balance(tensor, p * v, by)
+                for balance in self._balances(tensor, p * v):
                     for b in _divisors(samples):
                         m = samples // b
                         early = schedule == "pipedream_2bw" and m < p  # no version to read yet
@@ -163,6 +164,14 @@ class Problem:
                             continue
                         for mode in Recompute:
                             yield Choice(schedule, p, replicas, v, b, m, mode, balance, tensor)
+
+    def _balances(self, tensor: int, stages: int) -> Iterable[tuple[int, ...]]:
+        """Every cut where these are few; else the best by time and the best by size."""
+        layers = self.layers
+        if math.comb(layers - 1, stages - 1) > FEW:
+            return [self.balance(tensor, stages, by) for by in BALANCED]
+        cuts = ((0, *middle, layers) for middle in combinations(range(1, layers), stages - 1))
+        return [tuple(b - a for a, b in pairwise(cut)) for cut in cuts]
 
     def costs(self, choice: Choice) -> Costs:
         """Of its stages, for the simulator; the all-reduce of the replicas is the update.

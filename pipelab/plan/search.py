@@ -48,9 +48,16 @@ class Search:
         return found[turn] if turn < len(found) else None
 
     def best(
-        self, memory: float, allowed: Callable[[Choice], bool] = lambda choice: True
+        self,
+        memory: float,
+        allowed: Callable[[Choice], bool] = lambda choice: True,
+        *,
+        cut_anew: bool = True,
     ) -> Plan | None:
-        """The fastest allowed plan that fits; of equally fast ones the one with least memory."""
+        """The fastest allowed plan that fits; of equally fast ones the one with least memory.
+
+        cut_anew  whether layers are also cut for this memory
+        """
         found: list[Plan] = []
         fastest = math.inf
         cut = set()  # choices without their balance that have got cuts of their own
@@ -76,7 +83,7 @@ class Search:
             first = uncut not in cut
             cut.add(uncut)
             again = turn >= 0 and not fits
-            if (first or again) and (other := self._cut(choice, memory, turn + 1)):
+            if cut_anew and (first or again) and (other := self._cut(choice, memory, turn + 1)):
                 self._bound(other)
                 heappush(queue, (self.seconds[other], next(number), other, turn + 1))
         close = [plan for plan in found if plan.step <= fastest * SLACK]
@@ -96,9 +103,12 @@ class Search:
         return best
 
     def frontier(self, step: float = 0.9) -> Iterator[Plan]:
-        """The best plans for less and less memory: each limit is `step` of the last one's need."""
+        """The best plans for less and less memory: each limit is `step` of the last one's need.
+
+        Of layers that are cut once and for all: to cut them for every limit takes a minute.
+        """
         limit = math.inf
-        while plan := self.best(limit):
+        while plan := self.best(limit, cut_anew=False):
             yield plan
             limit = plan.memory * step
             if not limit:  # nothing needs less
