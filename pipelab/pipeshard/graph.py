@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,13 @@ class Graph:
     def sources(self) -> Variables:
         """What the equations may read without making it: the inputs, then the constants."""
         return [*self.inputs, *self.consts]
+
+    def run(self, *values: Any) -> Arrays:
+        """Evaluate the equations: values of the inputs -> those of the outputs."""
+        about = DebugInfo("pipelab.pipeshard", "a part of the train step", None, None)
+        constants = list(self.consts)
+        jaxpr = Jaxpr(constants, self.inputs, self.outputs, self.equations, debug_info=about)
+        return jaxpr_as_fun(ClosedJaxpr(jaxpr, list(self.consts.values())))(*values)
 
 
 def inline(
@@ -139,15 +146,6 @@ def read_by(equations: Equations, outputs: Iterable[Atom] = ()) -> Variables:
     made = {v for eqn in equations for v in eqn.outvars}
     read = [v for eqn in equations for v in variables(eqn.invars)]
     return [v for v in dict.fromkeys([*read, *variables(outputs)]) if v not in made]
-
-
-def function(
-    inputs: Variables, outputs: Sequence[Atom], equations: Equations
-) -> Callable[..., Arrays]:
-    """The equations as a function of the inputs -> a list of the outputs."""
-    about = DebugInfo("pipelab.pipeshard", "a part of the train step", None, None)
-    jaxpr = Jaxpr((), list(inputs), list(outputs), list(equations), debug_info=about)
-    return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
 
 
 def all_equations(equations: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:

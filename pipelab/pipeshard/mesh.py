@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,24 +34,11 @@ class Parcel(NamedTuple):
     along: Values
 
 
-@dataclass
-class Ledger:
-    """Bytes of activations kept on a mesh: now, and the most since `most` was last set."""
-
-    held: int = 0
-    most: int = 0
-
-    def add(self, count: int) -> None:
-        self.held += count
-        self.most = max(self.most, self.held)
-
-
 class MeshDevice(JaxDevice):
     """A device of the schedule: a mesh of jax devices, with one thread."""
 
     def __init__(self, mesh: Mesh, place: Place) -> None:
         super().__init__(mesh.devices.flat[0])
-        self.ledger: Any = Ledger()
         self.mesh, self._place = mesh, place
 
     def take(self, payload: Parcel) -> Parcel:
@@ -59,11 +46,8 @@ class MeshDevice(JaxDevice):
         jax.block_until_ready(list(moved.values()))
         return Parcel(moved, payload.along)
 
-    def size(self, payload: Parcel) -> int:
-        return super().size(list(payload.use.values()))
-
-    def describe(self, payload: Parcel) -> str:
-        return super().describe(list(payload.use.values()))
+    def arrays(self, payload: Parcel) -> Iterable[jax.Array]:
+        return super().arrays(list(payload.use.values()))
 
 
 class MeshStage:
@@ -103,34 +87,29 @@ class MeshStage:
 
     def forward(self, microbatch: int, received: Parcel | None) -> Parcel | None:
         # [1] What this stage reads: some of what arrives, the batch, and arguments.
-        graph = self.graph
+        compiled, graph = self.compiled, self.graph
         arrived = {**received.along, **received.use} if received else {}
         here = {v: self._here(v, arrived[v]) for v in (*graph.inputs, *graph.aux_inputs)}
-        found = ChainMap(here, self._data[microbatch], self.known)
+        found: ChainMap[Any, Any] = ChainMap(here, self._data[microbatch], self.known, arrived)
         # [2] Compute.
-        arguments = [found[v] for v in graph.arguments]
-        outputs, aux_outputs, results, kept = self.compiled.forward(arguments)
-        self._kept[microbatch] = kept
-        self.device.ledger.add(self.compiled.bytes)
-        self.results[microbatch] = dict(zip(graph.results, results, strict=True))
+        made = jax.block_until_ready(compiled.forward(*(found[v] for v in graph.arguments)))
+        found.update(zip(compiled.made, made, strict=True))
+        self.results[microbatch] = {i: found[i] for i in graph.results}
+        self._kept[microbatch] = kept = [found[v] for v in compiled.kept]
+        self.device.ledger.hold(id(kept), {id(kept): compiled.bytes})
         # [3] Hand on what later stages read.
-        later = self.compiled.later
-        if not later:
+        if not compiled.later:
             return None
-        arrived.update(zip(graph.outputs, outputs, strict=True))
-        arrived.update(zip(graph.aux_outputs, aux_outputs, strict=True))
-        after = {v for reads in later[1:] for v in reads}
-        return Parcel(
-            {v: arrived[v] for v in later[0]},
-            {v: x for v, x in arrived.items() if v in after},
-        )
+        following, *others = compiled.later
+        after = [v for reads in others for v in reads]
+        return Parcel({v: found[v] for v in following}, {v: found[v] for v in after if v in found})
 
     def backward(self, microbatch: int, received: Parcel | None) -> Parcel:
         """Add to the parameters' gradients; returns those of what earlier stages made."""
         cotangents, kept = self._cotangents(received), self._kept.pop(microbatch)
         found = self.compiled.backward(self.gradients, cotangents, kept)
         self.gradients, gradients = jax.block_until_ready(found)
-        self._end()
+        self._end(kept)
         return self._parcel(received, gradients)
 
     def input_grad(self, microbatch: int, received: Parcel | None) -> Parcel:
@@ -143,7 +122,7 @@ class MeshStage:
         cotangents, kept = self._split.pop(microbatch), self._kept.pop(microbatch)
         found = self.compiled.weight_grad(self.gradients, cotangents, kept)
         self.gradients = jax.block_until_ready(found)
-        self._end()
+        self._end(kept)
 
     def update(self, number: int, received: Any = None) -> None:
         self.known.update(zip(self.part.gradients, self.gradients, strict=True))
@@ -168,8 +147,8 @@ class MeshStage:
         use = {v: found.pop(v) for v in list(found) if v in self.compiled.previous}
         return Parcel(use, found)
 
-    def _end(self) -> None:
-        self.device.ledger.add(-self.compiled.bytes)
+    def _end(self, kept: Arrays) -> None:
+        self.device.ledger.drop(id(kept))
         self._left -= 1
 
     # ---- what the worker asks of it (no sums and no news: there are no replicas and no partners)

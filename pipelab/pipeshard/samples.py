@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from pipelab.pipeshard.graph import function, place_of, shape_of
+from pipelab.pipeshard.graph import Graph, place_of, shape_of
 from pipelab.pipeshard.primitives import (
     ADD,
     KEEP,
@@ -130,8 +130,8 @@ class Known:
         results = []
         for i, eqn in enumerate((a, b)):
             inputs: list[Any] = [Var(atom.aval) for atom in eqn.invars]
-            run = function(inputs, eqn.outvars, [eqn.replace(invars=inputs)])
-            results.append(run(*(values[i] for values in operands)))
+            single = Graph(inputs, eqn.outvars, [eqn.replace(invars=inputs)])
+            results.append(single.run(*(values[i] for values in operands)))
         return dict(zip(a.outvars, zip(*results, strict=True), strict=True))
 
     def tag(self, pair: Pair, why: str = "") -> Tag:

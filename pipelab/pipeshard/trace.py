@@ -134,7 +134,7 @@ class Step:
 
     @property
     def consts(self) -> Values:
-        return {**self.whole.consts, **self.loss.consts}
+        return {**self.update.consts, **self.loss.consts}
 
     @property
     def gradients(self) -> dict[Var, Var]:
@@ -170,7 +170,8 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
     loss, parameters = _loss_of(whole, marked, batch)
     # [3] What the results need beside it is the update.
     others = [eqn for eqn in whole.equations if eqn is not marked]
-    update = Graph([*whole.inputs, *marked.outvars], whole.outputs, needed(others, whole.outputs))
+    inputs = [*whole.inputs, *marked.outvars]
+    update = Graph(inputs, whole.outputs, needed(others, whole.outputs), whole.consts)
     tree = jax.tree.structure(shapes)
     found = Step(whole.inputs, batch, loss, parameters, marked.outvars, update, tree, whole)
     _check_update(found)
@@ -201,17 +202,9 @@ def with_update_of(piece: Step, whole: Step) -> Step:
         [*piece.arguments, *whole.gradient],
         substitute(whole.update.outputs, names),
         [renamed(eqn, names) for eqn in whole.update.equations],
+        whole.update.consts,
     )
-    graph = replace(piece.whole, consts={**piece.whole.consts, **whole.whole.consts})
-    return replace(
-        piece, gradient=whole.gradient, update=update, whole=graph, results=whole.results
-    )
-
-
-def gradient_on_one_device(step: Step) -> Graph:
-    """[loss, *aux, *gradients] as jax itself computes them: the step up to its marked equation."""
-    equations = needed(step.whole.equations, step.gradient)
-    return replace(step.whole, outputs=list(step.gradient), equations=equations)
+    return replace(piece, gradient=whole.gradient, update=update, results=whole.results)
 
 
 def _find_gradient(equations: Equations) -> JaxprEqn:
