@@ -46,7 +46,7 @@ class Graph:
     """
 
     inputs: Variables
-    outputs: list[Atom]
+    outputs: Sequence[Atom]
     equations: Equations
     consts: Values = field(default_factory=dict)
 
@@ -59,7 +59,7 @@ class Graph:
         """Evaluate the equations: values of the inputs -> those of the outputs."""
         about = DebugInfo("pipelab.pipeshard", "a part of the train step", None, None)
         constants = list(self.consts)
-        jaxpr = Jaxpr(constants, self.inputs, self.outputs, self.equations, debug_info=about)
+        jaxpr = Jaxpr(constants, self.inputs, [*self.outputs], self.equations, debug_info=about)
         return jaxpr_as_fun(ClosedJaxpr(jaxpr, list(self.consts.values())))(*values)
 
 

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from pipelab.executors.jax.device import JaxDevice
 from pipelab.executors.job import Job
 from pipelab.executors.worker import Bytes
-from pipelab.pipeshard.graph import Arrays, Values
-from pipelab.pipeshard.stage import CompiledStage, Place, StageUpdate
+from pipelab.pipeshard.graph import Arrays, Values, Variables
+from pipelab.pipeshard.stage import CompiledStage, Place
 
 
 class Parcel(NamedTuple):
@@ -54,7 +54,7 @@ class MeshStage:
     """One stage during one call, as the worker sees it.
 
     compiled  its functions
-    part      its own part of the update
+    gradients  of its parameters, as the update names them
     known     on its mesh: variable -> array of an argument; the update adds what it makes
     pieces    per micro-batch: variable -> part of a leaf of the batch
     seed      the gradient of a micro-batch's loss
@@ -66,13 +66,13 @@ class MeshStage:
     def __init__(
         self,
         compiled: CompiledStage,
-        part: StageUpdate,
+        gradients: Variables,
         device: MeshDevice,
         known: Values,
         pieces: Sequence[Values],
         seed: Any,
     ) -> None:
-        self.compiled, self.graph, self.part = compiled, compiled.graph, part
+        self.compiled, self.graph, self._names = compiled, compiled.graph, gradients
         self.device, self.known = device, known
         self._data = [{v: self._here(v, piece[v]) for v in self.graph.data} for piece in pieces]
         self._seed = None if compiled.later else self._here(self.graph.outputs[0], seed)
@@ -125,9 +125,10 @@ class MeshStage:
         self._end(kept)
 
     def update(self, number: int, received: Any = None) -> None:
-        self.known.update(zip(self.part.gradients, self.gradients, strict=True))
-        made = [task(self.known) for task in self.part.tasks]
-        jax.block_until_ready(made)
+        self.known.update(zip(self._names, self.gradients, strict=True))
+        for task in self.compiled.tasks:
+            if not task.level:  # it waits for no other stage
+                jax.block_until_ready(task(self.known))
 
     def _here(self, v: Var, x: Any) -> Any:
         """Nothing is moved, unless stages share a device."""
@@ -164,7 +165,7 @@ class MeshStage:
 
     def held(self) -> Bytes:
         weights = self.compiled.parameter_bytes
-        return Bytes(weights, 0, weights, self.part.optimizer)
+        return Bytes(weights, 0, weights, self.compiled.optimizer_bytes)
 
 
 @dataclass

@@ -6,6 +6,7 @@ from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -29,14 +30,7 @@ from pipelab.pipeshard.graph import (
 from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
 from pipelab.pipeshard.microbatches import How, combinations, with_own_keys
 from pipelab.pipeshard.plan import Pipeshard, Plan, StagePlan
-from pipelab.pipeshard.stage import (
-    CompiledStage,
-    CompiledTask,
-    Place,
-    StageUpdate,
-    bytes_on_mesh,
-    specs,
-)
+from pipelab.pipeshard.stage import CompiledStage, Place
 from pipelab.pipeshard.trace import Arguments, trace, trace_piece, with_update_of
 from pipelab.pipeshard.update import split
 
@@ -117,20 +111,19 @@ class Program:
             self.owner.update({argument: first, gradients[p]: first})
             self._like[gradients[p]] = argument
 
-        # [4] Compile the stages, then the update.
+        # [4] Compile the stages, with their tasks of the update.
         apart = Kind.W in self.schedule.columns.kind
         numbers = range(len(layers))
-        self.stages = [CompiledStage(self.graphs, s, self._place_on(s), apart) for s in numbers]
         # A gradient is known to its owner as soon as that has ended its backwards, unless others
         # have parts of it; all else that the loss makes is known when all stages have ended.
         early = {g for p, g in gradients.items() if len(self.readers[p]) == 1}
         late = {*self.step.gradient} - early
         homes = {v: self.owner[a] for v, a in pinned.items() if a in self.owner}
-        self.tasks = [
-            CompiledTask(task, self._place_on(task.stage))
-            for task in split(self.step.update, self.owner, late, homes)
+        tasks = split(self.step.update, self.owner, late, homes)
+        others = {*state} - {*parameters.values()}
+        self.stages = [
+            CompiledStage(self.graphs, s, self._place_on(s), apart, tasks, others) for s in numbers
         ]
-        self.updates = [self._stage_update(s) for s in numbers]
         self.plan = Plan(self.schedule, tuple(map(self._stage_plan, numbers, layers)))
 
     # ---- where things are
@@ -190,17 +183,6 @@ class Program:
             len(graph.equations),
         )
 
-    def _stage_update(self, s: int) -> StageUpdate:
-        tasks = [task for task in self.tasks if task.stage == s]
-        read = {v for task in tasks for v in task.inputs}
-        state = read & {*self.step.arguments} - {*self.step.parameters.values()}
-        place, gradients = self._place_on(s), self.step.gradients
-        return StageUpdate(
-            [gradients[p] for p in self.graphs[s].parameters],
-            [task for task in tasks if task.level == 0],
-            sum(map(bytes_on_mesh, specs(state, place))),
-        )
-
     # ---- running
 
     def run(self, arguments: Arguments) -> Call:
@@ -217,10 +199,10 @@ class Program:
         devices = [
             MeshDevice(mesh, partial(self.place, row)) for row, mesh in enumerate(self.meshes)
         ]
-        stages = [
-            MeshStage(self.stages[s], self.updates[s], devices[row], known[row], pieces, seed)
-            for s, row in enumerate(self.schedule.placement)
-        ]
+        stages = []
+        for compiled, row in zip(self.stages, self.schedule.placement, strict=True):
+            names = [step.gradients[p] for p in compiled.graph.parameters]
+            stages.append(MeshStage(compiled, names, devices[row], known[row], pieces, seed))
 
         # [2] A worker for each mesh carries out its row of the schedule.
         partners: list[tuple[int, ...]] = [()] * len(stages)  # no stage waits for another's news
@@ -234,9 +216,9 @@ class Program:
         everything = dict(ChainMap(values, *known))
         everything.update(self._shared_gradients(stages))
         everything.update(self._combined(stages))
-        for task in self.tasks:
-            if task.level:
-                task(everything)
+        tasks = [task for stage in self.stages for task in stage.tasks if task.level]
+        for task in sorted(tasks, key=attrgetter("level")):
+            task(everything)
         results = [
             jax.numpy.asarray(a.val) if isinstance(a, Literal) else everything[a]
             for a in step.update.outputs
@@ -249,7 +231,7 @@ class Program:
         known: list[Values] = [{} for _ in self.meshes]
         for s, row in enumerate(self.schedule.placement):
             graph, mine = self.graphs[s], known[row]
-            read = [v for task in self.updates[s].tasks for v in task.inputs]
+            read = [v for task in self.stages[s].tasks if not task.level for v in task.inputs]
             for v in (*graph.parameters, *graph.fixed, *read):
                 source = self.step.parameters.get(v, v)
                 if source in values:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,7 +18,6 @@ from pipelab.pipeshard.graph import (
     Arrays,
     Graph,
     Values,
-    Variables,
     depending,
     inline,
     needed,
@@ -102,19 +101,33 @@ class Passes:
 
 
 class CompiledStage:
-    """A stage's forward and backward, compiled for its mesh.
+    """A stage's forward and backward, compiled for its mesh, with its part of the update.
 
     graph     its equations
     place     variable -> sharding in the mesh
     forward   its arguments -> what is `made`; of it and of these, `kept` is for the backward
     later     for each later stage, what it reads of earlier ones
     previous  what the stage before makes
+    tasks     its tasks of the update
     bytes     what a forward leaves for its backward, on all devices of the mesh together;
-              `parameter_bytes` of its parameters
+              `parameter_bytes` of its parameters, `optimizer_bytes` of the state that tasks read
     """
 
-    def __init__(self, graphs: list[StageGraph], s: int, place: Place, split: bool) -> None:
-        """Stage `s` of these; `split`: input and weight gradients of the schedule are apart."""
+    def __init__(
+        self,
+        graphs: list[StageGraph],
+        s: int,
+        place: Place,
+        split: bool,
+        tasks: Iterable[Task],
+        state: set[Var],
+    ) -> None:
+        """Stage `s` of these.
+
+        split  whether input and weight gradients of the schedule are apart
+        tasks  of all stages
+        state  the step's arguments beside parameters
+        """
         # [1] What its neighbours need to know.
         self.graph = graph = graphs[s]
         self.place = place
@@ -151,6 +164,11 @@ class CompiledStage:
             self.input_grad = _compiled(lambda *x: passes.backward(*x)[1], inputs, *backward)
             self.weight_grad = _compiled(lambda *x: add(*x)[0], sums, sums, *backward, donate=0)
 
+        # [4] The update.
+        self.tasks = [CompiledTask(task, place) for task in tasks if task.stage == s]
+        read = {v for task in self.tasks for v in task.inputs}
+        self.optimizer_bytes = sum(map(bytes_on_mesh, specs(read & state, place)))
+
 
 class CompiledTask(Task):
     """A task of the update, compiled for its stage's mesh."""
@@ -168,21 +186,6 @@ class CompiledTask(Task):
         outputs = self._run(*inputs)
         known.update(zip(self.outputs, outputs, strict=True))
         return outputs
-
-
-@dataclass
-class StageUpdate:
-    """A stage's own part of the update, which waits for no other stage.
-
-    gradients  of the parameters that the stage reads, in the same order
-    tasks      of level 0
-    optimizer  bytes of the arguments that its tasks of all levels read beside parameters, on all
-               devices of the mesh together
-    """
-
-    gradients: Variables
-    tasks: list[CompiledTask]
-    optimizer: int
 
 
 def specs(of: Iterable[Var], place: Place) -> list[jax.ShapeDtypeStruct]:
