@@ -72,8 +72,7 @@ def compare(
     update = jax.jit(program.step.update.run)
     wanted = update(*known)
     again = Draws(lambda seed: [*map(_numbers, update(*_jittered(known, eps, seed)))])
-    results = jax.tree.unflatten(program.step.results, call.results)
-    for i, (path, got) in enumerate(jax.tree.leaves_with_path(results)):
+    for i, (path, got) in enumerate(jax.tree.leaves_with_path(call.results)):
         exact = _numbers(wanted[i])
         name = f"result {jax.tree_util.keystr(path)}"
         found.add(name, _numbers(got), exact, eps * norms(exact), partial(again.of, i))

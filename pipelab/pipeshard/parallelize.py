@@ -86,8 +86,7 @@ class Parallelized:
 
         Raises PipeshardError (see `parallelize`), and RunError when a stage fails.
         """
-        program, call = self._run(self._flat(args, options))
-        return jax.tree.unflatten(program.step.results, call.results)
+        return self._run(self._flat(args, options))[1].results
 
     def compile(self, *args: Any, **options: Any) -> Plan:
         """Trace and compile for arguments of these shapes, and return the plan.

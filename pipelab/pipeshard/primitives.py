@@ -54,10 +54,6 @@ def _no_dimension(params: Mapping[str, Any], n: int) -> list[int]:
     return []
 
 
-def _last_two(params: Mapping[str, Any], n: int) -> list[int]:
-    return [n - 2, n - 1]
-
-
 def _windows(params: Mapping[str, Any], n: int) -> list[int]:
     """All dimensions but those whose windows are one entry each, side by side."""
     windows = zip(
@@ -68,10 +64,6 @@ def _windows(params: Mapping[str, Any], n: int) -> list[int]:
         strict=True,
     )
     return [i for i, window in enumerate(windows) if window != (1, 1, (0, 0), 1)]
-
-
-def _padded(params: Mapping[str, Any], n: int) -> list[int]:
-    return [i for i, pad in enumerate(params["padding_config"]) if tuple(pad) != (0, 0, 0)]
 
 
 _BY_NAMES: dict[str, Callable[[Mapping[str, Any], int], Collection[int]]] = {
@@ -85,12 +77,12 @@ _BY_NAMES: dict[str, Callable[[Mapping[str, Any], int], Collection[int]]] = {
     "sort concatenate": lambda p, n: [p["dimension"]],
     "reduce_window_sum reduce_window_max reduce_window_min": _windows,
     "select_and_scatter_add select_and_gather_add": _windows,
-    "cholesky triangular_solve lu qr eigh svd householder_product": _last_two,
+    "cholesky triangular_solve lu qr eigh svd householder_product": lambda p, n: [n - 2, n - 1],
     "rev": lambda p, n: p["dimensions"],
     "top_k": lambda p, n: [p.get("axis", -1) % n],
     "fft": lambda p, n: range(n - len(p["fft_lengths"]), n),
     "tile": lambda p, n: [i for i, count in enumerate(p["reps"]) if count != 1],
-    "pad": _padded,
+    "pad": lambda p, n: [i for i, pad in enumerate(p["padding_config"]) if any(pad)],
 }
 MIXING = {name: dimensions for names, dimensions in _BY_NAMES.items() for name in names.split()}
 

@@ -37,9 +37,9 @@ from pipelab.pipeshard.update import split
 
 @dataclass
 class Call:
-    """What one train step made: flat results, a record per row, and [loss, *aux, *gradients]."""
+    """What one train step made: results, a record per row, and [loss, *aux, *gradients]."""
 
-    results: Arrays
+    results: Any
     records: list[Record]
     gradient: Arrays
 
@@ -224,7 +224,8 @@ class Program:
             for a in step.update.outputs
         ]
         records = [outcome.record for outcome in outcomes]
-        return Call(results, records, [everything[v] for v in step.gradient])
+        tree = jax.tree.unflatten(step.results, results)
+        return Call(tree, records, [everything[v] for v in step.gradient])
 
     def _on_meshes(self, values: Values) -> list[Values]:
         """Per mesh, the arguments that its stages and their own parts of the update read."""

@@ -18,7 +18,6 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from pipelab.pipeshard.graph import (
     CALLS,
-    Atom,
     Graph,
     PipeshardError,
     Variables,
@@ -69,8 +68,7 @@ class Reductions:
     ) -> None:
         self.axes: dict[Var, int] = {}
         self._sizes = sizes
-        self._tags: dict[Var, Tag] = {}
-        self._twin: dict[Var, Atom] = {}  # variable of the first trace -> that of the second
+        self._tags: dict[Pair, Tag] = {}
         self._known = Known(sizes)
         self._rules = Rules(self._known, self.of)
         tags = [Tag(Role.SAMPLES) if v in batch else FIXED for v in small.inputs]
@@ -78,12 +76,12 @@ class Reductions:
 
     def of(self, pair: Pair) -> Tag:
         """Of a variable or a number at both sizes."""
-        a, b = pair
-        if isinstance(a, Literal) and isinstance(b, Literal):
+        literals = [isinstance(atom, Literal) for atom in pair]
+        if all(literals):
             return self._known.tag(pair)
-        if isinstance(a, Literal) or self._twin.get(a) is not b:
+        if any(literals) or pair not in self._tags:
             raise self._unequal()
-        return self._tags[a]
+        return self._tags[pair]
 
     def axis_of(self, pair: Pair) -> int | None:
         """The dimension in which micro-batches can be joined: samples follow each other in it."""
@@ -127,7 +125,7 @@ class Reductions:
         return [self.of(pair) for pair in zip(small.outputs, large.outputs, strict=True)]
 
     def _note(self, pair: Pair, tag: Tag) -> None:
-        self._tags[pair[0]], self._twin[pair[0]] = tag, pair[1]
+        self._tags[pair] = tag
         if axes := axes_of(pair):
             self.axes[pair[0]] = axes[0]
 

@@ -141,8 +141,7 @@ class Known:
         if values[0] is values[1]:
             return FIXED
         x, y = map(np.asarray, values)
-        dimensions = enumerate(zip(x.shape, y.shape, strict=True))
-        grown = [i for i, (m, n) in dimensions if m != n]
+        grown = axes_of(pair)
         inner = 0
         if grown:
             # The same entries for every sample, such as ones: they grow as those of one sample do.
