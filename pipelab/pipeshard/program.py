@@ -31,7 +31,7 @@ from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
 from pipelab.pipeshard.microbatches import How, combinations, with_own_keys
 from pipelab.pipeshard.plan import Pipeshard, Plan, StagePlan
 from pipelab.pipeshard.stage import CompiledStage, Place
-from pipelab.pipeshard.trace import Arguments, trace, trace_piece, with_update_of
+from pipelab.pipeshard.trace import Arguments, trace, trace_piece
 from pipelab.pipeshard.update import split
 
 
@@ -67,18 +67,13 @@ class Program:
                 f"a batch of {arguments.samples} samples does not divide into {m} micro-batches"
             )
         self.samples, self.microbatches = arguments.samples // m, m
-        whole = piece = trace(step, arguments, arguments.samples)
+        whole = self.step = trace(step, arguments, arguments.samples)
         layers = method.stages_of(count_layers(whole.loss))
         if m > 1:
-            piece = trace_piece(step, arguments, self.samples)
-        self.combine, self.axes, exact = combinations(
-            step, arguments, piece, whole, self.samples, method
-        )
-        self.step, self.loss = whole, whole.loss
-        number: Var | None = None
-        if m > 1:
-            self.step = with_update_of(piece, whole)
-            self.loss, number = with_own_keys(piece.loss, piece.parameters, piece.batch)
+            self.step = trace_piece(step, arguments, self.samples, whole)
+        found = combinations(step, arguments, self.step, whole, method)
+        self.combine, self.axes, exact = found
+        self.loss, number = with_own_keys(self.step) if m > 1 else (whole.loss, None)
         self.exact = exact and number is None
 
         # [2] The schedule, a mesh for each of its devices, and the stages.

@@ -178,13 +178,13 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
     return found
 
 
-def trace_piece(step: Callable, arguments: Arguments, samples: int) -> Step:
-    """`trace` for a micro-batch of a step that works on the whole batch.
+def trace_piece(step: Callable, arguments: Arguments, samples: int, whole: Step) -> Step:
+    """A micro-batch's step with the update of the whole batch's: it may know how many samples.
 
-    Raises PipeshardError where it does not work on a micro-batch.
+    Raises PipeshardError where the step, which works on the batch, does not on a micro-batch.
     """
     try:
-        return trace(step, arguments, samples)
+        piece = trace(step, arguments, samples)
     except PipeshardError:
         raise
     except (TypeError, ValueError) as error:
@@ -193,10 +193,6 @@ def trace_piece(step: Callable, arguments: Arguments, samples: int) -> Step:
             f"of {samples} of them: pass every array that has samples in batch_argnums, and write "
             f"no batch size as a number ({error})"
         ) from error
-
-
-def with_update_of(piece: Step, whole: Step) -> Step:
-    """A micro-batch's step with the update of the whole batch's: it may know how many samples."""
     names: dict[Var, Atom] = dict(zip(whole.arguments, piece.arguments, strict=True))
     update = Graph(
         [*piece.arguments, *whole.gradient],
