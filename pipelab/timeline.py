@@ -1,6 +1,6 @@
 """What ran when: spans in columns, simulated or measured, and the measures taken from them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -176,10 +176,8 @@ class Timeline:
         s = self.schedule
         number = self.microbatch * np.where(self.kind == Kind.U, s.per_update, 1)
         kept = (number >= first * s.microbatches) & (number < last * s.microbatches)
-        start, end, sent, arrived = (
-            t[kept] for t in (self.start, self.end, self.sent, self.arrived)
-        )
-        return Timeline(s.part(first, last), start, end, sent, arrived, self.source, self.late)
+        times = {name: getattr(self, name)[kept] for name in ("start", "end", "sent", "arrived")}
+        return replace(self, schedule=s.part(first, last), **times)
 
     # ---- where idle time goes
 

@@ -10,6 +10,7 @@ import jax
 
 from pipelab.executors.check import Check
 from pipelab.executors.result import memory_of, timeline_of
+from pipelab.executors.worker import Record
 from pipelab.memory import Memory
 from pipelab.pipeshard.compare import compare
 from pipelab.pipeshard.graph import PipeshardError
@@ -79,7 +80,8 @@ class Parallelized:
         update_wrapper(self, train_step, updated=())
         self.train_step, self.method, self.batch_argnums = train_step, method, batch_argnums
         self._programs: dict[Any, Program] = {}
-        self._last: tuple[Program, Call | None] | None = None
+        self._plan: Plan | None = None  # of the last call
+        self._records: list[Record] = []  # what it measured
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """One train step.
@@ -93,9 +95,9 @@ class Parallelized:
 
         They may be arrays or jax.ShapeDtypeStruct.
         """
-        program = self._program(self._flat(args, options))
-        self._last = program, None
-        return program.plan
+        self._plan = self._program(self._flat(args, options)).plan
+        self._records = []
+        return self._plan
 
     def compare(self, *args: Any, tolerance: float | None = None, **options: Any) -> Check:
         """Run one step and compare it with the same step on one device.
@@ -120,7 +122,10 @@ class Parallelized:
     @property
     def plan(self) -> Plan:
         """What each stage holds, in the last call."""
-        return self._of_last()[0].plan
+        if self._plan is None:
+            name = getattr(self.train_step, "__name__", "the step")
+            raise PipeshardError(f"{name} has not run yet: call it, or compile it")
+        return self._plan
 
     @property
     def schedule(self) -> Any:
@@ -129,12 +134,15 @@ class Parallelized:
     @property
     def timeline(self) -> Timeline:
         """Measured spans of the last call; seconds since it began."""
-        return timeline_of(self.schedule, self._call().records, paced=False)
+        schedule = self.schedule
+        if not self._records:
+            raise PipeshardError("the step was compiled but has not run yet: call it first")
+        return timeline_of(schedule, self._records, paced=False)
 
     @property
     def memory(self) -> Memory:
         """Measured bytes over time of the last call: of each mesh, on all its devices together."""
-        return memory_of(self.timeline, self._call().records)
+        return memory_of(self.timeline, self._records)
 
     def _flat(self, args: Sequence[Any], options: dict[str, Any]) -> Arguments:
         if options:
@@ -147,7 +155,7 @@ class Parallelized:
     def _run(self, arguments: Arguments) -> tuple[Program, Call]:
         program = self._program(arguments)
         call = program.run(arguments)
-        self._last = program, call
+        self._plan, self._records = program.plan, call.records
         return program, call
 
     def _program(self, arguments: Arguments) -> Program:
@@ -156,15 +164,3 @@ class Parallelized:
         if key not in self._programs:
             self._programs[key] = Program(self.train_step, self.method, arguments)
         return self._programs[key]
-
-    def _of_last(self) -> tuple[Program, Call | None]:
-        if self._last is None:
-            name = getattr(self.train_step, "__name__", "the step")
-            raise PipeshardError(f"{name} has not run yet: call it, or compile it")
-        return self._last
-
-    def _call(self) -> Call:
-        call = self._of_last()[1]
-        if call is None:
-            raise PipeshardError("the step was compiled but has not run yet: call it first")
-        return call

@@ -131,10 +131,13 @@ def box(
     size: float = 9.0,
     **look: Any,
 ) -> Rectangle:
-    """A rectangle from its corner with the smallest coordinates; text stands in its middle."""
+    """A rectangle from its corner with the smallest coordinates; text stands in its middle.
+
+    One without width has no room for text.
+    """
     patch = Rectangle(corner, width, height, facecolor=colour, edgecolor=edge, **look)
     ax.add_patch(patch)
-    if text:
+    if text and width:
         x, y = patch.get_center()
         label(ax, x, y, text, size, colour)
     return patch
@@ -144,7 +147,7 @@ def label(
     ax: Axes, x: float, y: float, text: str, size: float, on: Colour = "white", **look: Any
 ) -> Text:
     """Text in the middle of something that has the colour `on`."""
-    centred: dict[str, Any] = {"ha": "center", "va": "center", "color": ink(on)}
+    centred: dict[str, Any] = {"ha": "center", "va": "center", "linespacing": 1, "color": ink(on)}
     return ax.text(x, y, text, fontsize=size, **centred | look)
 
 

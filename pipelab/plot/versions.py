@@ -56,13 +56,13 @@ def versions(t: Timeline, stage: int = 0, ax: Axes | None = None) -> Axes:
             text = f"{kind.name}{t.microbatch[i]}\nv{t.version[i]}"
         else:
             colour, text = style.GREY, kind.name
-        _bar(ax, 0, start[i], end[i], colour, text, 7.5)
+        bar(ax, 0, start[i], end[i], colour, text=text, size=7.5, lw=0.8)
 
     # A lane per buffer.
     for place, version, born, dies in kept:
         if dies > born:
             colour = style.version_colour(version, 0.3)
-            _bar(ax, 1 + place, born, dies, colour, f"version {version}", 9)
+            bar(ax, 1 + place, born, dies, colour, text=f"version {version}", lw=0.8)
 
     # The last lane: gradients gather with each backward of an update group, until its update.
     floor = count + 1 + LANE / 2
@@ -86,11 +86,3 @@ def versions(t: Timeline, stage: int = 0, ax: Axes | None = None) -> Axes:
     words = f"{count} {noun}, an update every {s.per_update} micro-batches"
     style.title(ax, f"{s.name}, stage {stage}: {words}")
     return ax
-
-
-def _bar(
-    ax: Axes, row: int, start: float, end: float, colour: Colour, text: str, size: float
-) -> None:
-    bar(ax, row, start, end, colour, lw=0.8)
-    if end > start:
-        style.label(ax, (start + end) / 2, row, text, size, colour, linespacing=1)
