@@ -230,8 +230,7 @@ def _loss_of(whole: Graph, marked: JaxprEqn, batch: Variables) -> tuple[Graph, d
     # [1] Inside, a parameter has a variable of its own; everything else is what it is outside.
     inputs = list(marked.invars)
     parameters: dict[Var, Var] = {}
-    for i in marked.params["wanted"]:
-        source = marked.invars[i]
+    for i, source in enumerate(inputs[: marked.params["wanted"]]):
         if source not in whole.inputs:
             raise PipeshardError(
                 f"the gradient is taken by a {source.aval.str_short()} that the step computes: "
@@ -242,8 +241,8 @@ def _loss_of(whole: Graph, marked: JaxprEqn, batch: Variables) -> tuple[Graph, d
                 "the gradient is taken by the batch: take it by the parameters, or change "
                 "batch_argnums"
             )
-        inputs[i] = Var(source.aval)
-        parameters[inputs[i]] = source
+        inputs[i] = inside = Var(source.aval)
+        parameters[inside] = source
     inner = inline(marked.params["jaxpr"], inputs, marked)
     # [2] Before the marked equation: what these inputs need.
     before = whole.equations[: whole.equations.index(marked)]
