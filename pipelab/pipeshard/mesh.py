@@ -56,7 +56,7 @@ class MeshStage:
     compiled  its functions
     gradients  of its parameters, as the update names them
     known     on its mesh: variable -> array of an argument; the update adds what it makes
-    pieces    per micro-batch: variable -> part of a leaf of the batch
+    pieces    leaf of the batch -> its part in each micro-batch
     seed      the gradient of a micro-batch's loss
     """
 
@@ -69,19 +69,18 @@ class MeshStage:
         gradients: Variables,
         device: MeshDevice,
         known: Values,
-        pieces: Sequence[Values],
+        pieces: dict[Var, Arrays],
         seed: Any,
     ) -> None:
         self.compiled, self.graph, self._names = compiled, compiled.graph, gradients
         self.device, self.known = device, known
-        self._data = [{v: self._here(v, piece[v]) for v in self.graph.data} for piece in pieces]
+        self._data = {v: [self._here(v, x) for x in pieces[v]] for v in self.graph.data}
         self._seed = None if compiled.later else self._here(self.graph.outputs[0], seed)
         self.gradients = compiled.zeros()  # of the parameters, added up
         self.results: dict[int, dict[int, Any]] = {}  # micro-batch -> number of a result -> array
         self.losses: dict[int, Any] = {}  # they are among the results
         self._kept: dict[int, Arrays] = {}
         self._split: dict[int, list[Arrays]] = {}  # between input and weight gradients
-        self._left = len(pieces)
 
     # ---- the kinds of action
 
@@ -90,7 +89,8 @@ class MeshStage:
         compiled, graph = self.compiled, self.graph
         arrived = {**received.along, **received.use} if received else {}
         here = {v: self._here(v, arrived[v]) for v in (*graph.inputs, *graph.aux_inputs)}
-        found: ChainMap[Any, Any] = ChainMap(here, self._data[microbatch], self.known, arrived)
+        here.update((v, parts[microbatch]) for v, parts in self._data.items())
+        found: ChainMap[Any, Any] = ChainMap(here, self.known, arrived)
         # [2] Compute.
         made = jax.block_until_ready(compiled.forward(*(found[v] for v in graph.arguments)))
         found.update(zip(compiled.made, made, strict=True))
@@ -109,7 +109,7 @@ class MeshStage:
         cotangents, kept = self._cotangents(received), self._kept.pop(microbatch)
         found = self.compiled.backward(self.gradients, cotangents, kept)
         self.gradients, gradients = jax.block_until_ready(found)
-        self._end(kept)
+        self.device.ledger.drop(id(kept))
         return self._parcel(received, gradients)
 
     def input_grad(self, microbatch: int, received: Parcel | None) -> Parcel:
@@ -122,7 +122,7 @@ class MeshStage:
         cotangents, kept = self._split.pop(microbatch), self._kept.pop(microbatch)
         found = self.compiled.weight_grad(self.gradients, cotangents, kept)
         self.gradients = jax.block_until_ready(found)
-        self._end(kept)
+        self.device.ledger.drop(id(kept))
 
     def update(self, number: int, received: Any = None) -> None:
         self.known.update(zip(self._names, self.gradients, strict=True))
@@ -148,10 +148,6 @@ class MeshStage:
         use = {v: found.pop(v) for v in list(found) if v in self.compiled.previous}
         return Parcel(use, found)
 
-    def _end(self, kept: Arrays) -> None:
-        self.device.ledger.drop(id(kept))
-        self._left -= 1
-
     # ---- what the worker asks of it (no sums and no news: there are no replicas and no partners)
 
     def snapshot(self) -> None: ...
@@ -161,7 +157,7 @@ class MeshStage:
         return {}
 
     def complete(self, group: int) -> bool:
-        return not self._left
+        return False  # nobody waits for that
 
     def held(self) -> Bytes:
         weights = self.compiled.parameter_bytes

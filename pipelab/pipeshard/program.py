@@ -236,10 +236,10 @@ class Program:
                     mine[v] = mine[source]
         return known
 
-    def _pieces(self, values: Values) -> list[Values]:
-        """Per micro-batch: its number, and its part of the leaves of the batch that stages read."""
+    def _pieces(self, values: Values) -> dict[Var, Arrays]:
+        """Per micro-batch its number, and its part of the leaves of the batch that stages read."""
         m = self.microbatches
-        cut: dict[Var, Any] = {}
+        cut: dict[Var, Arrays] = {}
         for v in {v for graph in self.graphs for v in graph.data}:
             if v not in values:
                 cut[v] = list(np.arange(m, dtype=np.uint32))
@@ -247,7 +247,7 @@ class Program:
                 cut[v] = np.split(values[v], m)
             else:
                 cut[v] = _split(values[v], m)
-        return [{v: parts[k] for v, parts in cut.items()} for k in range(m)]
+        return cut
 
     def _shared_gradients(self, stages: list[MeshStage]) -> Values:
         """Of parameters that not exactly one stage reads: added up where the owner is."""

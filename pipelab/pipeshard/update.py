@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Var
 
 from pipelab.pipeshard.graph import (
     Equations,
@@ -69,13 +69,10 @@ def split(
     try:
         return _tasks(update, owners, late, homes)
     except PipeshardError:
-        if not any(map(_is_branch, update.equations)):
+        expanded = _without_branches(update)
+        if expanded.equations == update.equations:  # there are none
             raise
-        return _tasks(_without_branches(update), owners, late, homes)
-
-
-def _is_branch(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "cond" and not eqn.effects
+        return _tasks(expanded, owners, late, homes)
 
 
 def _without_branches(graph: Graph) -> Graph:
@@ -86,7 +83,7 @@ def _without_branches(graph: Graph) -> Graph:
     """
     equations: Equations = []
     for eqn in graph.equations:
-        if not _is_branch(eqn):
+        if eqn.primitive.name != "cond" or eqn.effects:
             equations.append(eqn)
             continue
         index, *operands = eqn.invars
