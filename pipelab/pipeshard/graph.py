@@ -122,16 +122,12 @@ def depending(equations: Iterable[JaxprEqn], sources: Iterable[Var]) -> set[Var]
 
 
 def needed(
-    equations: Equations,
-    outputs: Iterable[Atom],
-    always: Collection[JaxprEqn] | None = None,
+    equations: Equations, outputs: Iterable[Atom], always: Collection[JaxprEqn] = ()
 ) -> Equations:
     """The equations that the outputs need, in order.
 
-    always  equations that are kept although nothing reads them; default: those with effects
+    always  equations that are kept although nothing reads them
     """
-    if always is None:
-        always = [eqn for eqn in equations if eqn.effects]
     wanted = set(variables(outputs))
     kept = []
     for eqn in reversed(equations):

@@ -171,7 +171,9 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
     # [3] What the results need beside it is the update.
     others = [eqn for eqn in whole.equations if eqn is not marked]
     inputs = [*whole.inputs, *marked.outvars]
-    update = Graph(inputs, whole.outputs, needed(others, whole.outputs), whole.consts)
+    effects = [eqn for eqn in others if eqn.effects]
+    equations = needed(others, whole.outputs, effects)
+    update = Graph(inputs, whole.outputs, equations, whole.consts)
     tree = jax.tree.structure(shapes)
     found = Step(whole.inputs, batch, loss, parameters, marked.outvars, update, tree, whole)
     _check_update(found)
@@ -246,11 +248,10 @@ def _loss_of(whole: Graph, marked: JaxprEqn, batch: Variables) -> tuple[Graph, d
     inner = inline(marked.params["jaxpr"], inputs, marked)
     # [2] Before the marked equation: what these inputs need.
     before = whole.equations[: whole.equations.index(marked)]
-    before = needed([eqn for eqn in before if not eqn.effects], inputs)
     loss = Graph(
         [*parameters, *whole.inputs],
         inner.outputs,
-        [*before, *inner.equations],
+        [*needed(before, inputs), *inner.equations],
         {**whole.consts, **inner.consts},
     )
     return loss, parameters

@@ -181,7 +181,7 @@ def _tasks(
         outputs = list(wanted[place])
         pairs = zip(update.equations, places, strict=True)
         mine = [eqn for eqn, where in pairs if where in (place, None)]
-        equations = needed(mine, outputs, always=())
+        equations = needed(mine, outputs)
         inputs = read_by(equations, outputs)
         for v in inputs:
             if made_at := maker.get(v):
