@@ -208,9 +208,8 @@ class Program:
         outcomes = run_threads(jobs)
 
         # [3] What all stages together know, and the rest of the update.
-        everything = dict(ChainMap(values, *known))
-        everything.update(self._shared_gradients(stages))
-        everything.update(self._combined(stages))
+        made = {**self._shared_gradients(stages), **self._combined(stages)}
+        everything = ChainMap(made, values, *known)
         tasks = [task for stage in self.stages for task in stage.tasks if task.level]
         for task in sorted(tasks, key=attrgetter("level")):
             task(everything)

@@ -67,7 +67,6 @@ class Reductions:
         self, small: Graph, large: Graph, batch: Variables, sizes: tuple[int, int]
     ) -> None:
         self.axes: dict[Var, int] = {}
-        self._sizes = sizes
         self._tags: dict[Pair, Tag] = {}
         self._known = Known(sizes)
         self._rules = Rules(self._known, self.of)
@@ -89,12 +88,12 @@ class Reductions:
         axis = self.axes.get(v) if isinstance(v, Var) else None
         if axis is None or tag.role is Role.FIXED or not tag.inner:
             return axis
-        return axis if shape_of(v)[axis] == tag.inner * self._sizes[0] else None
+        return axis if shape_of(v)[axis] == tag.inner * self._known.sizes[0] else None
 
     def _unequal(self, place: str = "") -> PipeshardError:
         return PipeshardError(
-            f"the loss has other equations for {self._sizes[0]} samples than for "
-            f"{self._sizes[1]}{place}: write it the same for every size of batch"
+            f"the loss has other equations for {self._known.sizes[0]} samples than for "
+            f"{self._known.sizes[1]}{place}: write it the same for every size of batch"
         )
 
     # ---- one equation after another

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,6 @@ from pipelab.pipeshard.cut import StageGraph
 from pipelab.pipeshard.graph import (
     Arrays,
     Graph,
-    Values,
     depending,
     inline,
     needed,
@@ -180,7 +179,7 @@ class CompiledTask(Task):
         graph = Graph(task.inputs, task.outputs, task.equations)
         self._run = _compiled(graph.run, specs(task.outputs, place), *inputs)
 
-    def __call__(self, known: Values) -> Arrays:
+    def __call__(self, known: MutableMapping[Var, Any]) -> Arrays:
         """Add the task's outputs to what is known; returns them."""
         inputs = jax.device_put([known[v] for v in self.inputs], self._places)
         outputs = self._run(*inputs)

@@ -15,7 +15,8 @@ from matplotlib.text import Text
 
 from pipelab.action import Kind
 
-Colour = str | tuple[float, float, float]
+RGB = tuple[float, float, float]
+Colour = str | RGB
 
 BLUE = "#0072B2"
 GREEN = "#009E73"
@@ -58,13 +59,13 @@ SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes"))
 
 
-def lighter(colour: Colour, share: float) -> tuple[float, float, float]:
+def lighter(colour: Colour, share: float) -> RGB:
     """The colour mixed with `share` of white."""
     r, g, b = (c + (1 - c) * share for c in to_rgb(colour))
     return r, g, b
 
 
-def version_colour(version: int, share: float) -> tuple[float, float, float]:
+def version_colour(version: int, share: float) -> RGB:
     """A weight version's colour, mixed with `share` of white."""
     return lighter(LINES[version % len(LINES)], share)
 
