@@ -34,6 +34,8 @@ from pipelab.pipeshard.stage import CompiledStage, Place
 from pipelab.pipeshard.trace import Arguments, trace, trace_piece
 from pipelab.pipeshard.update import split
 
+split_array = jax.jit(jax.numpy.split, static_argnums=1)
+
 
 @dataclass
 class Call:
@@ -184,7 +186,7 @@ class Program:
         """One train step. Raises RunError when a stage fails."""
         step = self.step
         values = {v: _array(x) for v, x in zip(step.arguments, arguments.values, strict=True)}
-        values.update(step.consts)
+        values.update({**step.update.consts, **step.loss.consts})
 
         # [1] Every stage on its mesh. A mean over the batch is the mean of the micro-batches'
         #     means, so that the gradient of each of these is 1 / m.
@@ -245,7 +247,7 @@ class Program:
             elif isinstance(values[v], np.ndarray):
                 cut[v] = np.split(values[v], m)
             else:
-                cut[v] = _split(values[v], m)
+                cut[v] = split_array(values[v], m)
         return cut
 
     def _shared_gradients(self, stages: list[MeshStage]) -> Values:
@@ -258,7 +260,7 @@ class Program:
                 parts = [stage.gradients[stage.graph.parameters.index(p)] for stage in readers]
                 nothing = np.zeros(shape_of(v), dtype_of(v))
                 parts = jax.device_put(parts or [nothing], home)
-                sums[v] = sum(parts[1:], parts[0])
+                sums[v] = sum(parts)
         return sums
 
     def _combined(self, stages: list[MeshStage]) -> Values:
@@ -268,11 +270,6 @@ class Program:
             stage = next(stage for stage in stages if i in stage.graph.results)
             found[v] = combine.apply([stage.results[k][i] for k in range(self.microbatches)])
         return found
-
-
-@partial(jax.jit, static_argnums=1)
-def _split(value: Any, count: int) -> Arrays:
-    return jax.numpy.split(value, count)
 
 
 def _array(value: Any) -> Any:

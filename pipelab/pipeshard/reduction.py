@@ -109,7 +109,7 @@ class Reductions:
         for (v, x), (w, y) in zip(small.consts.items(), large.consts.items(), strict=True):
             tag = FIXED
             if not is_key_type(dtype_of(v)):
-                self._known.add(v, (x, y))
+                self._known.arrays[v] = x, y
                 tag = self._known.tag((v, w))
             self._note((v, w), tag)
         # [2] Equations, which have to be the same.

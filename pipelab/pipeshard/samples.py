@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -97,30 +96,29 @@ class Known:
     """Arrays that follow from the batch's size alone: len(x), jnp.arange(len(x)), 1 / len(x).
 
     They are computed at both sizes, but only when somebody asks for them.
+
+    arrays  what is computed by now
     """
 
     def __init__(self, sizes: tuple[int, int]) -> None:
         self.sizes = sizes
-        self._values: dict[Var, Pair] = {}
-        self._makers: dict[Var, Callable[[], dict[Var, Pair]]] = {}
-
-    def add(self, v: Var, values: Pair) -> None:
-        self._values[v] = values
+        self.arrays: dict[Var, Pair] = {}
+        self._makers: dict[Var, Pair] = {}  # the equations that make it
 
     def add_results(self, a: JaxprEqn, b: JaxprEqn) -> None:
         """Results of an equation with known operands."""
-        self._makers.update(dict.fromkeys(a.outvars, partial(self._evaluate, a, b)))
+        self._makers.update(dict.fromkeys(a.outvars, (a, b)))
 
     def __contains__(self, pair: Pair) -> bool:
-        return isinstance(pair[0], Literal) or pair[0] in self._values or pair[0] in self._makers
+        return isinstance(pair[0], Literal) or pair[0] in self.arrays or pair[0] in self._makers
 
     def values(self, pair: Pair) -> Pair:
         a, b = pair
         if isinstance(a, Literal):
             return a.val, b.val
-        if a not in self._values:
-            self._values.update(self._makers[a]())
-        return self._values[a]
+        if a not in self.arrays:
+            self.arrays.update(self._evaluate(*self._makers[a]))
+        return self.arrays[a]
 
     def is_zero(self, pair: Pair) -> bool:
         return pair in self and not any(np.any(np.asarray(x)) for x in self.values(pair))

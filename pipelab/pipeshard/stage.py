@@ -96,7 +96,7 @@ class Passes:
         cotangents  per output its gradients, one from each stage that reads it
         """
         pullback = jax.tree.unflatten(self._pullback, self._leaves(*kept))
-        return pullback([sum(parts[1:], parts[0]) for parts in cotangents])
+        return pullback([sum(parts) for parts in cotangents])
 
 
 class CompiledStage:

@@ -15,7 +15,6 @@ from pipelab.pipeshard.graph import (
     Equations,
     Graph,
     PipeshardError,
-    Values,
     Variables,
     contains,
     depending,
@@ -131,10 +130,6 @@ class Step:
     update: Graph
     results: Any
     whole: Graph
-
-    @property
-    def consts(self) -> Values:
-        return {**self.update.consts, **self.loss.consts}
 
     @property
     def gradients(self) -> dict[Var, Var]:
