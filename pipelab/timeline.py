@@ -229,13 +229,13 @@ class Timeline:
         Raises ValueError for a table with transfers.
         """
         self.refuse_transfers("critical_path")
-        arrival, bounds = self.input_arrival(), set(self.schedule.bounds)
+        arrival = self.input_arrival()
         path = [int(np.argmax(self.end))]
         while True:
             i = path[-1]
-            source = int(self.schedule.inputs[i])
-            if i not in bounds and (source < 0 or self.end[i - 1] >= arrival[i]):
-                path.append(i - 1)
+            source, before = int(self.schedule.inputs[i]), int(self.schedule.before[i])
+            if before >= 0 and (source < 0 or self.end[before] >= arrival[i]):
+                path.append(before)
             elif source >= 0:
                 path.append(source)
             else:

@@ -168,8 +168,7 @@ def cut(
 
 def _by_gradient(vs: Iterable[Var], active: set[Var]) -> tuple[Variables, Variables]:
     """The variables that have a gradient, and those that have none."""
-    inexact = [v for v in vs if jnp.issubdtype(dtype_of(v), jnp.inexact)]
-    with_gradient = [v for v in inexact if v in active]
+    with_gradient = [v for v in vs if v in active and jnp.issubdtype(dtype_of(v), jnp.inexact)]
     return with_gradient, [v for v in vs if v not in with_gradient]
 
 
