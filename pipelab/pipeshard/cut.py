@@ -31,7 +31,6 @@ from pipelab.pipeshard.graph import (
     PipeshardError,
     Variables,
     contains,
-    depending,
     dtype_of,
     is_key,
     needed,
@@ -107,7 +106,7 @@ def cut(
     Raises PipeshardError for a stage that has nothing to do.
     """
     # [1] Every equation with the stage that computes it.
-    active = depending(loss.equations, parameters)
+    active = loss.depending(parameters)
     placed = [(each.eqn, each.home) for each in _place(loss, parameters, batch, active, stages)]
     maker = {v: home for eqn, home in placed if home is not None for v in eqn.outvars}
 
@@ -203,7 +202,7 @@ def _place(
 ) -> list[_Placed]:
     """The equations of the loss but its boundaries; `active` is what depends on parameters."""
     stage_of_layer = {layer: s for s, layers in enumerate(stages) for layer in layers}
-    varying = depending(loss.equations, batch)
+    varying = loss.depending(batch)
     # [1] Who owns each parameter: the first stage that uses it on the batch.
     placed = []
     made_of: dict[Var, set[Var]] = {p: {p} for p in parameters}  # parameters in an array
@@ -236,7 +235,7 @@ def _place(
     # [3] What reads the batch alone goes to the first stage that needs it. Stages that this leaves
     #     without an equation of their own get theirs back.
     frozen = [v for v in loss.inputs if size(v) > 1 and not is_key(v)]
-    stay = depending(loss.equations, {*frozen} - {*parameters} - {*batch})
+    stay = loss.depending({*frozen} - {*parameters} - {*batch})
     _put_off(placed, loss.outputs, stay, idle=set())
     idle = {each.stage for each in placed} - {each.home for each in placed}
     _put_off(placed, loss.outputs, stay, idle)

@@ -55,6 +55,14 @@ class Graph:
         """What the equations may read without making it: the inputs, then the constants."""
         return [*self.inputs, *self.consts]
 
+    def depending(self, sources: Iterable[Var]) -> set[Var]:
+        """All variables that depend on one of the sources, which are among them."""
+        found = set(sources)
+        for eqn in self.equations:
+            if not found.isdisjoint(variables(eqn.invars)):
+                found.update(eqn.outvars)
+        return found
+
     def run(self, *values: Any) -> Arrays:
         """Evaluate the equations: values of the inputs -> those of the outputs."""
         about = DebugInfo("pipelab.pipeshard", "a part of the train step", None, None)
@@ -80,8 +88,8 @@ def inline(
     def enter(inner: ClosedJaxpr, inputs: Sequence[Atom], outer: JaxprEqn | None) -> list[Atom]:
         fresh = [Var(v.aval) for v in inner.jaxpr.constvars]
         consts.update(zip(fresh, inner.consts, strict=True))
-        names: dict[Var, Atom] = dict(zip(inner.jaxpr.constvars, fresh, strict=True))
-        names.update(zip(inner.jaxpr.invars, inputs, strict=True))
+        inside = [*inner.jaxpr.constvars, *inner.jaxpr.invars]
+        names: dict[Var, Atom] = dict(zip(inside, [*fresh, *inputs], strict=True))
         for eqn in inner.jaxpr.eqns:
             if outer is not None and _user_frame(eqn) is None:
                 eqn = eqn.replace(source_info=outer.source_info)
@@ -110,15 +118,6 @@ def renamed(eqn: JaxprEqn, names: Mapping[Var, Atom]) -> JaxprEqn:
 
 def variables(atoms: Iterable[Atom]) -> Variables:
     return [a for a in atoms if not isinstance(a, Literal)]
-
-
-def depending(equations: Iterable[JaxprEqn], sources: Iterable[Var]) -> set[Var]:
-    """All variables that depend on one of the sources, which are among them."""
-    found = set(sources)
-    for eqn in equations:
-        if not found.isdisjoint(variables(eqn.invars)):
-            found.update(eqn.outvars)
-    return found
 
 
 def needed(

@@ -39,10 +39,10 @@ class MeshDevice(JaxDevice):
 
     def __init__(self, mesh: Mesh, place: Place) -> None:
         super().__init__(mesh.devices.flat[0])
-        self.mesh, self._place = mesh, place
+        self.mesh, self.place = mesh, place
 
     def take(self, payload: Parcel) -> Parcel:
-        moved = {v: jax.device_put(x, self._place(v)) for v, x in payload.use.items()}
+        moved = {v: jax.device_put(x, self.place(v)) for v, x in payload.use.items()}
         jax.block_until_ready(list(moved.values()))
         return Parcel(moved, payload.along)
 
@@ -53,11 +53,11 @@ class MeshDevice(JaxDevice):
 class MeshStage:
     """One stage during one call, as the worker sees it.
 
-    compiled  its functions
+    compiled   its functions
     gradients  of its parameters, as the update names them
-    known     on its mesh: variable -> array of an argument; the update adds what it makes
-    pieces    leaf of the batch -> its part in each micro-batch
-    seed      the gradient of a micro-batch's loss
+    known      on its mesh: variable -> array of an argument; the update adds what it makes
+    pieces     leaf of the batch -> its part in each micro-batch
+    seed       the gradient of a micro-batch's loss
     """
 
     versions_held = 1
@@ -132,7 +132,7 @@ class MeshStage:
 
     def _here(self, v: Var, x: Any) -> Any:
         """Nothing is moved, unless stages share a device."""
-        return jax.device_put(x, self.compiled.place(v))
+        return jax.device_put(x, self.device.place(v))
 
     def _cotangents(self, received: Parcel | None) -> list[Arrays]:
         """Per output its gradients, from all stages that read it."""

@@ -17,7 +17,6 @@ from pipelab.pipeshard.cut import StageGraph
 from pipelab.pipeshard.graph import (
     Arrays,
     Graph,
-    depending,
     inline,
     needed,
     read_by,
@@ -74,7 +73,7 @@ class Passes:
         #
         #     x and y are at hand; the cast is made again of w, which is at hand; nothing is saved.
         arriving = (*graph.inputs, *graph.data, *graph.aux_inputs)
-        varying = depending(traced.equations, arriving)  # another one in every micro-batch
+        varying = traced.depending(arriving)  # another one in every micro-batch
         pairs = zip(results[:count], graph.outputs, strict=True)
         at_hand = {atom: v for atom, v in pairs if isinstance(atom, Var)}
         at_hand.update((v, v) for v in graph.arguments)
@@ -103,7 +102,6 @@ class CompiledStage:
     """A stage's forward and backward, compiled for its mesh, with its part of the update.
 
     graph     its equations
-    place     variable -> sharding in the mesh
     forward   its arguments -> what is `made`; of it and of these, `kept` is for the backward
     later     for each later stage, what it reads of earlier ones
     previous  what the stage before makes
@@ -129,7 +127,6 @@ class CompiledStage:
         """
         # [1] What its neighbours need to know.
         self.graph = graph = graphs[s]
-        self.place = place
         self.later = [[*other.inputs, *other.aux_inputs] for other in graphs[s + 1 :]]
         self.previous = graphs[s - 1].outputs if s else []
         readers = Counter(v for other in graphs for v in other.inputs)
@@ -155,7 +152,7 @@ class CompiledStage:
 
         def add(sums, cotangents, kept):
             gradients, back = passes.backward(cotangents, kept)
-            return [a + b for a, b in zip(sums, gradients, strict=True)], back
+            return jax.tree.map(jnp.add, sums, gradients), back
 
         self.zeros = _compiled(lambda: [jnp.zeros(x.shape, x.dtype) for x in sums], sums)
         self.backward = _compiled(add, (sums, inputs), sums, *backward, donate=0)

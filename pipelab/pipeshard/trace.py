@@ -17,7 +17,6 @@ from pipelab.pipeshard.graph import (
     PipeshardError,
     Variables,
     contains,
-    depending,
     inline,
     is_array,
     needed,
@@ -255,13 +254,13 @@ def _loss_of(whole: Graph, marked: JaxprEqn, batch: Variables) -> tuple[Graph, d
 def _check_update(step: Step) -> None:
     """Raises PipeshardError where it does no more than the loss, or reads the batch."""
     update, results = step.update, variables(step.update.outputs)
-    if depending(update.equations, step.gradients.values()).isdisjoint(results):
+    if update.depending(step.gradients.values()).isdisjoint(results):
         raise PipeshardError(
             "no result of the train step depends on the gradients, so that the update would be "
             "lost: return the new state. A step that changes its arguments in place "
             "(nnx.Optimizer.update) has to be pure: nnx.split before, nnx.merge inside"
         )
-    varying = depending(update.equations, step.batch)
+    varying = update.depending(step.batch)
     for eqn in update.equations:
         if not varying.isdisjoint(variables(eqn.invars)):
             raise PipeshardError(
