@@ -94,14 +94,16 @@ def combinations(
     axes = found.axes if small is piece else {}
     if method.microbatches == 1:
         return unchanged, axes, True
-    results = list(zip(small.loss.outputs, large.loss.outputs, strict=True))
-    tags = [found.of(pair) for pair in results]
-    exact = all(tag.role is not Role.MIXED and tag.degree in BY_DEGREE for tag in tags)
-    aux = [
-        _of_aux(i, tag, pair[0], found.axis_of(pair), method.reduce)
-        for i, (tag, pair) in enumerate(zip(tags[1:], results[1:], strict=True))
-    ]
-    return [_of_loss(tags[0], method.reduce), *aux], axes, exact
+    combine = []
+    exact = True
+    for i, pair in enumerate(zip(small.loss.outputs, large.loss.outputs, strict=True)):
+        tag = found.of(pair)
+        exact &= tag.role is not Role.MIXED and tag.degree in BY_DEGREE
+        if i == 0:
+            combine.append(_of_loss(tag, method.reduce))
+        else:
+            combine.append(_of_aux(i - 1, tag, pair[0], found.axis_of(pair), method.reduce))
+    return combine, axes, exact
 
 
 def _of_loss(tag: Tag, reduce: str | None) -> Combine:
