@@ -125,15 +125,12 @@ def _checked(out: Any, has_aux: bool) -> Any:
         wanted = "one real number, or say has_aux=True"
     if not good:
         raise TypeError(f"the loss is a {type(out).__name__}: return {wanted}")
-    if not has_aux:
-        return out
-    loss, aux = out
-    for leaf in jax.tree.leaves(aux):
+    for leaf in jax.tree.leaves(out[1]) if has_aux else ():
         if not is_array(leaf):
             raise TypeError(
                 f"the loss returns {leaf!r} beside its value, which is not an array: leave it out"
             )
-    return loss, aux
+    return out
 
 
 def evaluate_marked(*args: Any, jaxpr: ClosedJaxpr, wanted: int) -> Arrays:
