@@ -203,8 +203,7 @@ def _fold(key: Any, number: Any) -> Any:
     """One key or an array of them, typed or raw."""
     raw = not is_key_type(key.dtype)
     keys = jax.random.wrap_key_data(key) if raw else key
-    fold_in = jax.vmap(lambda one: jax.random.fold_in(one, number))
-    folded = fold_in(keys.reshape(-1)).reshape(keys.shape)
+    folded = jnp.vectorize(jax.random.fold_in)(keys, number)
     return jax.random.key_data(folded) if raw else folded
 
 
