@@ -147,12 +147,12 @@ class Timeline:
     def summary(self) -> str:
         """One line of text that says what a picture of the timeline shows."""
         s = self.schedule
-        sizes = [_plural(s.devices, "device")]
+        sizes = [plural(s.devices, "device")]
         if s.stages != s.devices:
-            sizes.append(_plural(s.stages, "stage"))
-        sizes.append(_plural(s.microbatches, "micro-batch"))
+            sizes.append(plural(s.stages, "stage"))
+        sizes.append(plural(s.microbatches, "micro-batch"))
         if s.batches > 1:
-            sizes.append(_plural(s.batches, "batch"))
+            sizes.append(plural(s.batches, "batch"))
         peaks = " ".join(map(str, self.peak_in_flight))
         paced = "" if self.late is None else f" Paced, {self.late} actions late."
         return (
@@ -301,7 +301,7 @@ class Timeline:
         }
 
 
-def _plural(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
     """A count and its noun: 1 batch, 2 batches, 2 stages."""
     ending = "es" if noun.endswith("ch") else "s"
     return f"{count} {noun}{ending if count > 1 else ''}"

@@ -178,6 +178,7 @@ def _by_gradient(vs: Iterable[Var], active: set[Var]) -> tuple[Variables, Variab
 class _Placed:
     """An equation of the loss and the stage that computes it.
 
+    reads       the variables that it reads
     stage       of its layer
     active      whether it depends on parameters; `varying` on the batch
     parameters  that it reads, through arrays that are made of them alone
@@ -230,7 +231,8 @@ def _place(
             each.home = max(each.stage, first)
         elif each.active and numbers:  # a number made of parameters alone crosses
             owners = {owner.get(p, each.stage) for p in each.parameters}
-            each.home = max(first, *(owners if len(owners) == 1 else {each.stage}))
+            home = owners.pop() if len(owners) == 1 else each.stage
+            each.home = max(home, first)
         earliest.update(dict.fromkeys(each.eqn.outvars, first if each.home is None else each.home))
     # [3] What reads the batch alone goes to the first stage that needs it. Stages that this leaves
     #     without an equation of their own get theirs back.

@@ -7,7 +7,7 @@ from pipelab.action import Kind
 from pipelab.plot import style
 from pipelab.plot.style import Colour
 from pipelab.plot.timeline import LANE, bar, idle, spans
-from pipelab.timeline import Timeline
+from pipelab.timeline import Timeline, plural
 
 
 def buffers(t: Timeline, stage: int = 0) -> list[tuple[int, int, float, float]]:
@@ -66,9 +66,8 @@ def versions(t: Timeline, stage: int = 0, ax: Axes | None = None) -> Axes:
 
     # The last lane: gradients gather with each backward of an update group, until its update.
     floor = count + 1 + LANE / 2
-    for group in range(s.updates):
-        numbers = range(group * s.per_update, (group + 1) * s.per_update)
-        backwards = [s.position[[Kind.B, Kind.W], stage, number].max() for number in numbers]
+    backward = s.position[[Kind.B, Kind.W], stage].max(axis=0)
+    for group, backwards in enumerate(backward.reshape(-1, s.per_update)):
         moments = [*sorted(end[backwards]), end[s.position[Kind.U, stage, group]]]
         for step in range(s.per_update):
             a, b = moments[step : step + 2]
@@ -82,7 +81,6 @@ def versions(t: Timeline, stage: int = 0, ax: Axes | None = None) -> Axes:
         ax, range(count + 2), ["actions", *(f"buffer {i}" for i in range(count)), "gradients"]
     )
     ax.set_xlabel("time")
-    noun = "weight version" if count == 1 else "weight versions"
-    words = f"{count} {noun}, an update every {s.per_update} micro-batches"
+    words = f"{plural(count, 'weight version')}, an update every {s.per_update} micro-batches"
     style.title(ax, f"{s.name}, stage {stage}: {words}")
     return ax
