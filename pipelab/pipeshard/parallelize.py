@@ -160,7 +160,11 @@ class Parallelized:
 
     def _program(self, arguments: Arguments) -> Program:
         """Compiled at the first call for arguments of these shapes."""
-        key = (arguments.tree, *arguments.shapes(), jax.config.read("jax_enable_x64"))
+        key = (
+            arguments.tree,
+            *arguments.shapes(arguments.samples),
+            jax.config.read("jax_enable_x64"),
+        )
         if key not in self._programs:
             self._programs[key] = Program(self.train_step, self.method, arguments)
         return self._programs[key]

@@ -173,9 +173,9 @@ class Reductions:
         return [tag if tag.role is Role.MIXED else samples(tag.degree, inner) for tag in results]
 
     def _while(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags) -> Tags:
-        begin, (first, count) = a.params["cond_nconsts"], carry_of(a)
+        begin, first = a.params["cond_nconsts"], a.params["body_nconsts"]
         body = _graphs(a, b, "body_jaxpr", ins[begin : begin + first])
-        results = self._repeat(a, body, tags[begin + first :], count)
+        results = self._repeat(a, body, tags[begin + first :], len(a.outvars))
         condition = self._run(_graphs(a, b, "cond_jaxpr", ins[:begin]), results)
         return results if condition == [FIXED] else [mixed(a)] * len(results)
 
@@ -215,10 +215,8 @@ def _graphs(
 
 
 def carry_of(eqn: JaxprEqn) -> tuple[int, int]:
-    """Where a loop's carry begins among the inputs of its body, and how many values it has."""
+    """Where a scan's carry begins among the inputs of its body, and how many values it has."""
     params = eqn.params
-    if eqn.primitive.name == "while":
-        return params["body_nconsts"], len(eqn.outvars)
     if "ft_in" in params:  # since jax 0.11
         constants, carry, _ = params["ft_in"].unpack()
         return len(constants), len(carry)

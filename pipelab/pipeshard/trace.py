@@ -47,12 +47,12 @@ class Arguments:
     batch: list[int]
     samples: int
 
-    def shapes(self, samples: int | None = None) -> list[jax.ShapeDtypeStruct]:
+    def shapes(self, samples: int) -> list[jax.ShapeDtypeStruct]:
         """Shapes and types of all leaves, with this many samples in the batch."""
         out = []
         for i, value in enumerate(self.values):
             shape = jax.numpy.shape(value)
-            if samples is not None and i in self.batch:
+            if i in self.batch:
                 shape = (samples, *shape[1:])
             out.append(jax.ShapeDtypeStruct(shape, jax.dtypes.result_type(value)))
         return out

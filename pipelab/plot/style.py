@@ -150,16 +150,3 @@ def label(
     """Text in the middle of something that has the colour `on`."""
     centred: dict[str, Any] = {"ha": "center", "va": "center", "linespacing": 1, "color": ink(on)}
     return ax.text(x, y, text, fontsize=size, **centred | look)
-
-
-def arrow(
-    ax: Axes,
-    start: tuple[float, float],
-    end: tuple[float, float],
-    colour: Colour,
-    width: float,
-    **look: Any,
-) -> None:
-    """An arrow that touches both points."""
-    look |= {"arrowstyle": "-|>", "color": colour, "lw": width, "shrinkA": 0, "shrinkB": 0}
-    ax.annotate("", end, start, arrowprops=look)
