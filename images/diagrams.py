@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -44,8 +45,8 @@ def layers(
         right, left = i + 1.35, i + 1.65  # the facing sides of two layers
         above, below = row[i], row[i + 1]
         width = 1.8 if above != below else 1.2
-        style.arrow(ax, (right, above - 0.12), (left, below - 0.12), style.BLUE, width)
-        style.arrow(ax, (left, below + 0.12), (right, above + 0.12), style.GREEN, width)
+        arrow(ax, (right, above - 0.12), (left, below - 0.12), style.BLUE, width)
+        arrow(ax, (left, below + 0.12), (right, above + 0.12), style.GREEN, width)
     ax.set_xlim(0.5, total + 0.5)
     ax.set_ylim(devices - 0.5, -0.5)
     style.lanes(ax, range(devices), [f"device {d}" for d in range(devices)], 10)
@@ -79,7 +80,7 @@ def microbatches(samples: int, count: int, ax: Axes | None = None) -> Axes:
             for x, y in ((i + above, 0), (i + below, 2.2)):
                 style.box(ax, (x, y), 1, 1, colour, text=str(i), lw=1.5)
         centre = part.mean() + 0.5
-        style.arrow(ax, (centre + above, 1.1), (centre + below, 2.12), style.GREY, 1.2)
+        arrow(ax, (centre + above, 1.1), (centre + below, 2.12), style.GREY, 1.2)
         style.label(ax, centre + below, 3.65, f"micro-batch {k}", 10)
     ax.set_xlim(-3.6, samples + gap * (count - 1) + 0.1)
     ax.set_ylim(4, -0.1)
@@ -133,9 +134,9 @@ def pooling(x: np.ndarray, gradient: np.ndarray, ax: Axes | None = None) -> Axes
         ("forward", style.BLUE, left, right, n / 2),
         ("backward", style.GREEN, right, left, down + n / 2),
     ):
-        style.arrow(ax, (start, y), (end, y), colour, 2.5, mutation_scale=18)
+        arrow(ax, (start, y), (end, y), colour, 2.5, mutation_scale=18)
         style.label(ax, (left + right) / 2, y - 0.35, words, 11, va="bottom")
-    style.arrow(ax, (n / 2, n + 0.15), (n / 2, down - 0.75), style.GREY, 1.5, ls="--")
+    arrow(ax, (n / 2, n + 0.15), (n / 2, down - 0.75), style.GREY, 1.5, ls="--")
     ax.text(n / 2 + 0.2, n + 0.55, "where each largest value stood", va="center", fontsize=10)
     ax.set_xlim(-0.2, far + n / 2 + 1.2)
     ax.set_ylim(down + n + 0.2, -0.8)
@@ -165,3 +166,16 @@ def _cells(
         if i % 2 == j % 2 == 0:
             style.box(ax, (x, y), 2, 2, "none", style.GREY, lw=1.2, zorder=2)
     ax.text(left, top - 0.2, title, fontsize=10, va="bottom")
+
+
+def arrow(
+    ax: Axes,
+    start: tuple[float, float],
+    end: tuple[float, float],
+    colour: style.Colour,
+    width: float,
+    **look: Any,
+) -> None:
+    """An arrow that touches both points."""
+    look |= {"arrowstyle": "-|>", "color": colour, "lw": width, "shrinkA": 0, "shrinkB": 0}
+    ax.annotate("", end, start, arrowprops=look)

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from animation import animation
-from diagrams import layers, microbatches, pooling
+from diagrams import arrow, layers, microbatches, pooling
 from files import save
 from pipelab import Costs, Kind, Timeline, make, memory, plot, simulate
 from pipelab.models.vgg16 import vgg16
@@ -146,7 +146,7 @@ def inter_layer_turns() -> Axes:
     for source, target, sent, arrived in zip(
         moved["from"], moved["to"], moved["sent"], moved["arrived"], strict=True
     ):
-        style.arrow(ax, (sent, source), (arrived, target), style.KINDS[Kind.SEND_F], 2)
+        arrow(ax, (sent, source), (arrived, target), style.KINDS[Kind.SEND_F], 2)
     return legend(ax, Patch(color=style.KINDS[Kind.SEND_F], label="transfer"))
 
 

@@ -83,10 +83,9 @@ def parts(timeline: Timeline) -> Parts:
 
     A row is free from the first start of the whole timeline on.
     """
-    source, arrival = timeline.schedule.inputs, timeline.input_arrival()
-    free = np.full(len(source), timeline.start.min())
-    for a, b in pairwise(timeline.schedule.bounds):
-        free[a + 1 : b] = timeline.end[a : b - 1]
+    source, before = timeline.schedule.inputs, timeline.schedule.before
+    arrival = timeline.input_arrival()
+    free = np.where(before >= 0, timeline.end[before], timeline.start.min())
     duration = timeline.end - timeline.start
     delay = np.where(source >= 0, arrival - timeline.end[source], 0)
     wait = timeline.start - np.maximum(free, arrival)

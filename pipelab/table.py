@@ -204,6 +204,12 @@ class Table:
         takers[self.inputs[taken]] = taken
         return takers
 
+    @cached_property
+    def before(self) -> np.ndarray:
+        """For each action, the flat index of the one before it in its row, or -1."""
+        index = np.arange(self.bounds[-1])
+        return np.where(np.isin(index, self.bounds), -1, index - 1)
+
     @property
     def needs(self) -> np.ndarray:
         """`inputs`; but a SEND needs its RECV, as that needs the SEND: they meet (rendezvous)."""

@@ -1,6 +1,6 @@
 """What ran when: spans in columns, simulated or measured, and the measures taken from them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -147,12 +147,12 @@ class Timeline:
     def summary(self) -> str:
         """One line of text that says what a picture of the timeline shows."""
         s = self.schedule
-        sizes = [_plural(s.devices, "device")]
+        sizes = [plural(s.devices, "device")]
         if s.stages != s.devices:
-            sizes.append(_plural(s.stages, "stage"))
-        sizes.append(_plural(s.microbatches, "micro-batch"))
+            sizes.append(plural(s.stages, "stage"))
+        sizes.append(plural(s.microbatches, "micro-batch"))
         if s.batches > 1:
-            sizes.append(_plural(s.batches, "batch"))
+            sizes.append(plural(s.batches, "batch"))
         peaks = " ".join(map(str, self.peak_in_flight))
         paced = "" if self.late is None else f" Paced, {self.late} actions late."
         return (
@@ -176,10 +176,8 @@ class Timeline:
         s = self.schedule
         number = self.microbatch * np.where(self.kind == Kind.U, s.per_update, 1)
         kept = (number >= first * s.microbatches) & (number < last * s.microbatches)
-        start, end, sent, arrived = (
-            t[kept] for t in (self.start, self.end, self.sent, self.arrived)
-        )
-        return Timeline(s.part(first, last), start, end, sent, arrived, self.source, self.late)
+        times = {name: getattr(self, name)[kept] for name in ("start", "end", "sent", "arrived")}
+        return replace(self, schedule=s.part(first, last), **times)
 
     # ---- where idle time goes
 
@@ -231,13 +229,13 @@ class Timeline:
         Raises ValueError for a table with transfers.
         """
         self.refuse_transfers("critical_path")
-        arrival, bounds = self.input_arrival(), set(self.schedule.bounds)
+        arrival = self.input_arrival()
         path = [int(np.argmax(self.end))]
         while True:
             i = path[-1]
-            source = int(self.schedule.inputs[i])
-            if i not in bounds and (source < 0 or self.end[i - 1] >= arrival[i]):
-                path.append(i - 1)
+            source, before = int(self.schedule.inputs[i]), int(self.schedule.before[i])
+            if before >= 0 and (source < 0 or self.end[before] >= arrival[i]):
+                path.append(before)
             elif source >= 0:
                 path.append(source)
             else:
@@ -303,7 +301,7 @@ class Timeline:
         }
 
 
-def _plural(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
     """A count and its noun: 1 batch, 2 batches, 2 stages."""
     ending = "es" if noun.endswith("ch") else "s"
     return f"{count} {noun}{ending if count > 1 else ''}"

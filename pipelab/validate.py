@@ -46,12 +46,16 @@ def _fail(schedule: Schedule, problem: str, mark: Iterable[int] = ()) -> NoRetur
     raise ScheduleError(f"{schedule.name}: {problem}\n{picture}")
 
 
+def _first(where: np.ndarray) -> list[int]:
+    """The first indices at which an array is true; [] if it is nowhere."""
+    return np.argwhere(where)[:1].ravel().tolist()
+
+
 def _check_twice(schedule: Schedule) -> None:
     device, stage, kind, microbatch = schedule.columns
     kept = schedule.position[kind, stage, microbatch]
-    again = np.flatnonzero(kept != np.arange(len(kept)))
-    if again.size:
-        i = int(again[0])
+    if again := _first(kept != np.arange(len(kept))):
+        (i,) = again
         problem = f"{schedule.action(i)} stands twice on device {device[i]}: remove one"
         _fail(schedule, problem, (i, int(kept[i])))
 
@@ -70,23 +74,22 @@ def _check_complete(schedule: Schedule) -> None:
         apart = (home[:-1] != home[1:])[:, None]  # stages s and s + 1 are on different devices
         required[Kind.SEND_F, :-1] = required[Kind.RECV_F, 1:] = apart
         required[Kind.RECV_B, :-1] = required[Kind.SEND_B, 1:] = apart & schedule.training
-        extra = np.argwhere((have & ~required)[Kind.SEND_F :])
-        if extra.size:
-            kind, s, k = map(int, extra[0])
-            kind += Kind.SEND_F
+        extra = have & ~required
+        extra[: Kind.SEND_F] = False
+        if found := _first(extra):
+            kind, s, k = found
             action = Action(s, Kind(kind), k)
             problem = f"{action} has no other side on another device: remove it"
             _fail(schedule, problem, [schedule.position[kind, s, k]])
-    missing = np.argwhere(required & ~have)
-    if missing.size:
-        kind, s, k = map(int, missing[0])
-        others = np.count_nonzero(missing[:, 0] == kind) - 1
+    missing = required & ~have
+    if found := _first(missing):
+        kind, s, k = found
+        others = np.count_nonzero(missing[kind]) - 1
         more = f" (and {others} more like it)" if others else ""
         action, device = Action(s, Kind(kind), k), schedule.placement[s]
         _fail(schedule, f"{action} is missing on device {device}{more}: add it")
-    both = np.argwhere(have[Kind.B] & split)
-    if both.size:
-        s, k = map(int, both[0])
+    if both := _first(have[Kind.B] & split):
+        s, k = both
         _fail(
             schedule,
             f"stage {s} has a full backward B and also I or W for micro-batch {k}: B is both of "
@@ -111,9 +114,8 @@ def _check_order(schedule: Schedule) -> None:
         (gradient, at[Kind.SEND_B]),
     ]
     for before, after in pairs:
-        wrong = np.argwhere((before >= 0) & (after >= 0) & (before > after))
-        if wrong.size:
-            i, j = (int(x[tuple(wrong[0])]) for x in (before, after))
+        if wrong := _first((before >= 0) & (after >= 0) & (before > after)):
+            i, j = (int(x[tuple(wrong)]) for x in (before, after))
             needed, device = schedule.action(i), schedule.columns.device[i]
             _fail(
                 schedule,
@@ -124,9 +126,8 @@ def _check_order(schedule: Schedule) -> None:
 
 
 def _check_versions(schedule: Schedule) -> None:
-    wrong = np.argwhere(schedule.versions > schedule.latest)
-    if wrong.size:
-        s, k = map(int, wrong[0])
+    if wrong := _first(schedule.versions > schedule.latest):
+        s, k = wrong
         _fail(
             schedule,
             f"{Action(s, Kind.F, k)} reads weight version {schedule.versions[s, k]} "

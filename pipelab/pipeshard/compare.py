@@ -18,17 +18,14 @@ import numpy as np
 from pipelab.executors.check import Check, Comparison, Draws, norms
 from pipelab.pipeshard.graph import (
     Arrays,
-    Graph,
     PipeshardError,
-    Values,
     all_equations,
     dtype_of,
-    function,
     is_key_type,
-    read_by,
+    needed,
 )
 from pipelab.pipeshard.program import Call, Program
-from pipelab.pipeshard.trace import Arguments, Step, gradient_on_one_device, trace
+from pipelab.pipeshard.trace import Arguments, trace
 
 WHOLE = "flush: the same step on one device, the batch undivided"
 PIECES = (
@@ -51,7 +48,7 @@ def compare(
     eps, precision = float(jnp.finfo(coarsest).eps), np.dtype(coarsest).name
     found = Comparison(tolerance)
     # [1] The loss, what it returns beside, and the gradients.
-    in_pieces = partial(_in_pieces, program, program.step, program.loss)
+    in_pieces = partial(_in_pieces, program)
     own = in_pieces(values)
     if program.exact:
         rule = WHOLE
@@ -72,10 +69,10 @@ def compare(
         found.add(name, _numbers(call.gradient[i]), exact, noise, partial(again.of, i))
     # [2] Every result of the step, by its own update of the pipeline's gradients.
     known = [*values, *jax.device_put(call.gradient, home)]
-    wanted = _update(program, known)
-    again = Draws(lambda seed: [*map(_numbers, _update(program, _jittered(known, eps, seed)))])
-    results = jax.tree.unflatten(program.step.results, call.results)
-    for i, (path, got) in enumerate(jax.tree.leaves_with_path(results)):
+    update = jax.jit(program.step.update.run)
+    wanted = update(*known)
+    again = Draws(lambda seed: [*map(_numbers, update(*_jittered(known, eps, seed)))])
+    for i, (path, got) in enumerate(jax.tree.leaves_with_path(call.results)):
         exact = _numbers(wanted[i])
         name = f"result {jax.tree_util.keystr(path)}"
         found.add(name, _numbers(got), exact, eps * norms(exact), partial(again.of, i))
@@ -131,33 +128,22 @@ def _float_types(program: Program) -> set[Any]:
     return {x for x in found if jnp.issubdtype(x, jnp.floating)}
 
 
-def _update(program: Program, known: Arrays) -> Arrays:
-    """The results of the step's own update on one device, from its arguments and the gradients."""
-    step = program.step
-    named = {**dict(zip([*step.arguments, *step.gradient], known, strict=True)), **step.consts}
-    return _evaluate(step.update, named)
-
-
 def _undivided(train_step: Callable, arguments: Arguments, values: Arrays) -> Arrays:
     """[loss, *aux, *gradients] of the batch, by jax.value_and_grad of the loss as written."""
-    graph = gradient_on_one_device(trace(train_step, arguments, arguments.samples))
-    return _evaluate(graph, {**dict(zip(graph.inputs, values, strict=True)), **graph.consts})
+    step = trace(train_step, arguments, arguments.samples)
+    equations = needed(step.whole.equations, step.gradient)  # up to the marked one
+    graph = replace(step.whole, outputs=step.gradient, equations=equations)
+    return jax.jit(graph.run)(*values)
 
 
-def _evaluate(graph: Graph, known: Values) -> Arrays:
-    inputs = read_by(graph.equations, graph.outputs)
-    run = jax.jit(function(inputs, graph.outputs, graph.equations))
-    return run(*(known[v] for v in inputs))
-
-
-def _in_pieces(program: Program, step: Step, loss: Graph, values: Arrays) -> Arrays:
+def _in_pieces(program: Program, values: Arrays) -> Arrays:
     """The same, accumulated over micro-batches with random keys of their own."""
-    known = {**dict(zip(step.arguments, values, strict=True)), **loss.consts}
-    others = [v for v in loss.sources if v not in step.parameters]
-    fun = function([*step.parameters, *others], loss.outputs, loss.equations)
+    step, loss = program.step, program.loss
+    known = dict(zip(step.arguments, values, strict=True))
+    others = loss.inputs[len(step.parameters) :]  # parameters are the first
 
     def value(parameters, others):
-        out = fun(*parameters, *others)
+        out = loss.run(*parameters, *others)
         return out[0], out
 
     one = jax.jit(jax.grad(value, has_aux=True))

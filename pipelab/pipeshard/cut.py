@@ -31,7 +31,6 @@ from pipelab.pipeshard.graph import (
     PipeshardError,
     Variables,
     contains,
-    depending,
     dtype_of,
     is_key,
     needed,
@@ -106,17 +105,9 @@ def cut(
 
     Raises PipeshardError for a stage that has nothing to do.
     """
-    # [1] Every equation with the stage of its layer, and with the stage that computes it.
-    stage_of_layer = {layer: s for s, layers in enumerate(stages) for layer in layers}
-    layered: list[tuple[JaxprEqn, int]] = []
-    layer = 0
-    for eqn in loss.equations:
-        if eqn.primitive is boundary_p:
-            layer += 1
-        else:
-            layered.append((eqn, stage_of_layer[layer]))
-    placement = _Placement(loss, layered, parameters, batch)
-    placed = [(eqn, home) for (eqn, _), home in zip(layered, placement.homes, strict=True)]
+    # [1] Every equation with the stage that computes it.
+    active = loss.depending(parameters)
+    placed = [(each.eqn, each.home) for each in _place(loss, parameters, batch, active, stages)]
     maker = {v: home for eqn, home in placed if home is not None for v in eqn.outvars}
 
     # [2] The stage that knows each result of the loss: the last, unless another one computes it.
@@ -137,6 +128,7 @@ def cut(
     #         stage 2 needs y and z         crossing[1] = y    crossing[0] = z
     #         stage 1 needs x to make y                        crossing[0] = z, x
     data = [*batch, number]
+    fixed = [v for v in loss.sources if v not in parameters and v not in data]
     crossing: list[dict[Var, None]] = [{} for _ in stages]  # sets that keep their order
     graphs = []
     for s in reversed(range(len(stages))):
@@ -151,20 +143,18 @@ def cut(
             )
         read = read_by(kept, wanted)
         received = [v for v in read if v in maker]
-        others = {*read} - {*received}
-        own = [v for v in loss.sources if v in others]
         for v in received:
             crossing[maker[v]][v] = None
-        inputs, aux_inputs = placement.by_gradient(received)
-        outputs, aux_outputs = placement.by_gradient(crossing[s])
+        inputs, aux_inputs = _by_gradient(received, active)
+        outputs, aux_outputs = _by_gradient(crossing[s], active)
         if s == last:
             outputs += variables(loss.outputs[:1])
         graphs.append(
             StageGraph(
                 kept,
-                [v for v in own if v in parameters],
-                [v for v in own if v not in parameters and v not in data],
-                [v for v in own if v in data],
+                [v for v in parameters if v in read],
+                [v for v in fixed if v in read],
+                [v for v in data if v in read],
                 inputs,
                 aux_inputs,
                 outputs,
@@ -175,95 +165,104 @@ def cut(
     return graphs[::-1]
 
 
-class _Placement:
-    """The stage that computes each equation.
+def _by_gradient(vs: Iterable[Var], active: set[Var]) -> tuple[Variables, Variables]:
+    """The variables that have a gradient, and those that have none."""
+    with_gradient = [v for v in vs if v in active and jnp.issubdtype(dtype_of(v), jnp.inexact)]
+    return with_gradient, [v for v in vs if v not in with_gradient]
 
-    homes  per equation its stage; None: wherever it is needed
+
+# ---- which stage computes an equation
+
+
+@dataclass
+class _Placed:
+    """An equation of the loss and the stage that computes it.
+
+    reads       the variables that it reads
+    stage       of its layer
+    active      whether it depends on parameters; `varying` on the batch
+    parameters  that it reads, through arrays that are made of them alone
+    home        the stage that computes it; None: wherever it is needed
     """
 
-    def __init__(
-        self,
-        loss: Graph,
-        layered: list[tuple[JaxprEqn, int]],
-        parameters: Variables,
-        batch: Variables,
-    ) -> None:
-        self.layered = layered
-        equations = [eqn for eqn, _ in layered]
-        self.active = depending(equations, parameters)  # what depends on parameters
-        self.varying = depending(equations, batch)  # what depends on the batch
-        frozen = [v for v in loss.inputs if size(v) > 1 and not is_key(v)]
-        self.frozen = depending(equations, {*frozen} - {*parameters} - {*batch})
-        self.results = set(variables(loss.outputs))
+    eqn: JaxprEqn
+    reads: Variables
+    stage: int
+    active: bool
+    varying: bool
+    parameters: set[Var]
+    home: int | None = None
 
-        # [1] Who owns each parameter: the first stage that uses it on the batch.
-        self.made_of: dict[Var, set[Var]] = {p: {p} for p in parameters}  # parameters in an array
-        self.owner: dict[Var, int] = {}
-        for eqn, s in layered:
-            self._find_owners(eqn, s)
-        # [2] A home for every equation, by what it reads.
-        self.earliest: dict[Var, int] = {}  # the first stage that can know a variable
-        self.homes = [self._home(eqn, s) for eqn, s in layered]
-        # [3] What reads the batch alone goes to the first stage that needs it. Stages that this
-        #     leaves without an equation of their own get theirs back.
-        self._put_off(idle=set())
-        self._put_off(idle={s for _, s in layered} - {*self.homes})
 
-    def by_gradient(self, vs: Iterable[Var]) -> tuple[Variables, Variables]:
-        """The variables that have a gradient, and those that have none."""
-        inexact = [v for v in vs if jnp.issubdtype(dtype_of(v), jnp.inexact)]
-        with_gradient = [v for v in inexact if v in self.active]
-        return with_gradient, [v for v in vs if v not in with_gradient]
+def _place(
+    loss: Graph,
+    parameters: Variables,
+    batch: Variables,
+    active: set[Var],
+    stages: Sequence[Sequence[int]],
+) -> list[_Placed]:
+    """The equations of the loss but its boundaries; `active` is what depends on parameters."""
+    stage_of_layer = {layer: s for s, layers in enumerate(stages) for layer in layers}
+    varying = loss.depending(batch)
+    # [1] Who owns each parameter: the first stage that uses it on the batch.
+    placed = []
+    made_of: dict[Var, set[Var]] = {p: {p} for p in parameters}  # parameters in an array
+    owner: dict[Var, int] = {}
+    layer = 0
+    for eqn in loss.equations:
+        if eqn.primitive is boundary_p:
+            layer += 1
+            continue
+        reads, s = variables(eqn.invars), stage_of_layer[layer]
+        kind = not active.isdisjoint(reads), not varying.isdisjoint(reads)
+        mine = {p for v in reads for p in made_of.get(v, ())}
+        placed.append(_Placed(eqn, reads, s, *kind, mine))
+        if kind == (True, True):
+            for p in mine:
+                owner.setdefault(p, s)
+        elif kind == (True, False):  # who reads a number made of parameters does not use these
+            made_of.update((v, mine if size(v) > 1 else set()) for v in eqn.outvars)
+    # [2] A home for every equation, by what it reads.
+    earliest: dict[Var, int] = {}  # the first stage that can know a variable
+    for each in placed:
+        first = max((earliest.get(v, 0) for v in each.reads), default=0)
+        numbers = all(size(v) == 1 for v in each.eqn.outvars)
+        if each.active and each.varying:
+            each.home = max(each.stage, first)
+        elif each.active and numbers:  # a number made of parameters alone crosses
+            owners = {owner.get(p, each.stage) for p in each.parameters}
+            home = owners.pop() if len(owners) == 1 else each.stage
+            each.home = max(home, first)
+        earliest.update(dict.fromkeys(each.eqn.outvars, first if each.home is None else each.home))
+    # [3] What reads the batch alone goes to the first stage that needs it. Stages that this leaves
+    #     without an equation of their own get theirs back.
+    frozen = [v for v in loss.inputs if size(v) > 1 and not is_key(v)]
+    stay = loss.depending({*frozen} - {*parameters} - {*batch})
+    _put_off(placed, loss.outputs, stay, idle=set())
+    idle = {each.stage for each in placed} - {each.home for each in placed}
+    _put_off(placed, loss.outputs, stay, idle)
+    return placed
 
-    def _kind(self, eqn: JaxprEqn) -> tuple[bool, bool]:
-        """Whether an equation depends on parameters, and on the batch."""
-        read = variables(eqn.invars)
-        return not self.active.isdisjoint(read), not self.varying.isdisjoint(read)
 
-    def _parameters_of(self, eqn: JaxprEqn) -> set[Var]:
-        """The parameters that an equation reads, through arrays that are made of them alone."""
-        return {p for v in variables(eqn.invars) for p in self.made_of.get(v, ())}
+def _put_off(
+    placed: list[_Placed], results: Sequence[Atom], stay: set[Var], idle: set[int]
+) -> None:
+    """Place what reads the batch alone where it is first needed.
 
-    def _find_owners(self, eqn: JaxprEqn, s: int) -> None:
-        active, varying = self._kind(eqn)
-        parameters = self._parameters_of(eqn)
-        if active and varying:
-            for p in parameters:
-                self.owner.setdefault(p, s)
-        elif active:  # a number made of parameters crosses: who reads it does not use them
-            for v in eqn.outvars:
-                self.made_of[v] = parameters if size(v) > 1 else set()
-
-    def _home(self, eqn: JaxprEqn, s: int) -> int | None:
-        active, varying = self._kind(eqn)
-        first = max((self.earliest.get(v, 0) for v in variables(eqn.invars)), default=0)
-        home: int | None = max(s, first)
-        if not varying:
-            if not active or any(size(v) != 1 for v in eqn.outvars):
-                home = None
-            else:
-                owners = {self.owner.get(p, s) for p in self._parameters_of(eqn)}
-                if len(owners) == 1:
-                    home = max(first, *owners)
-        elif not active:
-            home = None  # for now: see [3]
-        self.earliest.update(dict.fromkeys(eqn.outvars, first if home is None else home))
-        return home
-
-    def _put_off(self, idle: set[int]) -> None:
-        """Place what reads the batch alone where it is first needed; idle stages keep theirs."""
-        first: dict[Var, int] = {}  # the first stage that reads a variable
-        for i, (eqn, s) in reversed(list(enumerate(self.layered))):
-            active, varying = self._kind(eqn)
-            if varying and not active:
-                readers = [first[v] for v in eqn.outvars if v in first]
-                stays = (
-                    s in idle
-                    or not self.results.isdisjoint(eqn.outvars)
-                    or not self.frozen.isdisjoint(variables(eqn.invars))
-                )
-                self.homes[i] = s if stays else min(readers, default=s)
-            home = self.homes[i]
-            if home is not None:
-                for v in variables(eqn.invars):
-                    first[v] = min(home, first.get(v, home))
+    It stays with its layer if it makes a result of the loss, if it reads one of the variables in
+    `stay`, or if its stage would be idle.
+    """
+    made = set(variables(results))
+    first: dict[Var, int] = {}  # the first stage that reads a variable
+    for each in reversed(placed):
+        if each.varying and not each.active:
+            readers = [first[v] for v in each.eqn.outvars if v in first]
+            stays = (
+                each.stage in idle
+                or not made.isdisjoint(each.eqn.outvars)
+                or not stay.isdisjoint(each.reads)
+            )
+            each.home = each.stage if stays else min(readers, default=each.stage)
+        if each.home is not None:
+            for v in each.reads:
+                first[v] = min(each.home, first.get(v, each.home))

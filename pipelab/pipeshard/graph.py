@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class Graph:
     """
 
     inputs: Variables
-    outputs: list[Atom]
+    outputs: Sequence[Atom]
     equations: Equations
     consts: Values = field(default_factory=dict)
 
@@ -54,6 +54,21 @@ class Graph:
     def sources(self) -> Variables:
         """What the equations may read without making it: the inputs, then the constants."""
         return [*self.inputs, *self.consts]
+
+    def depending(self, sources: Iterable[Var]) -> set[Var]:
+        """All variables that depend on one of the sources, which are among them."""
+        found = set(sources)
+        for eqn in self.equations:
+            if not found.isdisjoint(variables(eqn.invars)):
+                found.update(eqn.outvars)
+        return found
+
+    def run(self, *values: Any) -> Arrays:
+        """Evaluate the equations: values of the inputs -> those of the outputs."""
+        about = DebugInfo("pipelab.pipeshard", "a part of the train step", None, None)
+        constants = list(self.consts)
+        jaxpr = Jaxpr(constants, self.inputs, [*self.outputs], self.equations, debug_info=about)
+        return jaxpr_as_fun(ClosedJaxpr(jaxpr, list(self.consts.values())))(*values)
 
 
 def inline(
@@ -73,8 +88,8 @@ def inline(
     def enter(inner: ClosedJaxpr, inputs: Sequence[Atom], outer: JaxprEqn | None) -> list[Atom]:
         fresh = [Var(v.aval) for v in inner.jaxpr.constvars]
         consts.update(zip(fresh, inner.consts, strict=True))
-        names: dict[Var, Atom] = dict(zip(inner.jaxpr.constvars, fresh, strict=True))
-        names.update(zip(inner.jaxpr.invars, inputs, strict=True))
+        inside = [*inner.jaxpr.constvars, *inner.jaxpr.invars]
+        names: dict[Var, Atom] = dict(zip(inside, [*fresh, *inputs], strict=True))
         for eqn in inner.jaxpr.eqns:
             if outer is not None and _user_frame(eqn) is None:
                 eqn = eqn.replace(source_info=outer.source_info)
@@ -105,26 +120,13 @@ def variables(atoms: Iterable[Atom]) -> Variables:
     return [a for a in atoms if not isinstance(a, Literal)]
 
 
-def depending(equations: Iterable[JaxprEqn], sources: Iterable[Var]) -> set[Var]:
-    """All variables that depend on one of the sources, which are among them."""
-    found = set(sources)
-    for eqn in equations:
-        if not found.isdisjoint(variables(eqn.invars)):
-            found.update(eqn.outvars)
-    return found
-
-
 def needed(
-    equations: Equations,
-    outputs: Iterable[Atom],
-    always: Collection[JaxprEqn] | None = None,
+    equations: Equations, outputs: Iterable[Atom], always: Collection[JaxprEqn] = ()
 ) -> Equations:
     """The equations that the outputs need, in order.
 
-    always  equations that are kept although nothing reads them; default: those with effects
+    always  equations that are kept although nothing reads them
     """
-    if always is None:
-        always = [eqn for eqn in equations if eqn.effects]
     wanted = set(variables(outputs))
     kept = []
     for eqn in reversed(equations):
@@ -139,15 +141,6 @@ def read_by(equations: Equations, outputs: Iterable[Atom] = ()) -> Variables:
     made = {v for eqn in equations for v in eqn.outvars}
     read = [v for eqn in equations for v in variables(eqn.invars)]
     return [v for v in dict.fromkeys([*read, *variables(outputs)]) if v not in made]
-
-
-def function(
-    inputs: Variables, outputs: Sequence[Atom], equations: Equations
-) -> Callable[..., Arrays]:
-    """The equations as a function of the inputs -> a list of the outputs."""
-    about = DebugInfo("pipelab.pipeshard", "a part of the train step", None, None)
-    jaxpr = Jaxpr((), list(inputs), list(outputs), list(equations), debug_info=about)
-    return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
 
 
 def all_equations(equations: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:

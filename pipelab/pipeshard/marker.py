@@ -72,14 +72,14 @@ def value_and_grad(
                 )
 
         # [2] Trace the loss as a function of these and of all arrays; numbers stay what they are.
-        traced = [
-            i
-            for i, leaf in enumerate(leaves)
-            if i in wanted or isinstance(leaf, (jax.Array, np.ndarray))
-        ]
+        arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
+        traced = [*wanted, *(i for i in arrays if i not in wanted)]
 
         def flat(*values):
-            args, kwargs = jax.tree.unflatten(tree, _replaced(leaves, traced, values))
+            filled = list(leaves)
+            for i, value in zip(traced, values, strict=True):
+                filled[i] = value
+            args, kwargs = jax.tree.unflatten(tree, filled)
             return _checked(fun(*args, **kwargs), has_aux)
 
         values = [leaves[i] for i in traced]
@@ -91,15 +91,11 @@ def value_and_grad(
                 "the batch"
             )
 
-        # [3] What the loss closes over, outer tracers too, becomes its first arguments.
-        jaxpr, consts = closed.jaxpr, closed.consts
-        hoisted = jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars])
-        found = grad_p.bind(
-            *consts,
-            *values,
-            jaxpr=ClosedJaxpr(hoisted, ()),
-            wanted=tuple(len(consts) + traced.index(i) for i in wanted),
-        )
+        # [3] What the loss closes over, outer tracers too, becomes its last arguments.
+        jaxpr = closed.jaxpr
+        hoisted = jaxpr.replace(constvars=(), invars=[*jaxpr.invars, *jaxpr.constvars])
+        inner = ClosedJaxpr(hoisted, ())
+        found = grad_p.bind(*values, *closed.consts, jaxpr=inner, wanted=len(wanted))
         return jax.tree.unflatten(jax.tree.structure((shapes, chosen)), found)
 
     return marked
@@ -129,34 +125,25 @@ def _checked(out: Any, has_aux: bool) -> Any:
         wanted = "one real number, or say has_aux=True"
     if not good:
         raise TypeError(f"the loss is a {type(out).__name__}: return {wanted}")
-    if not has_aux:
-        return out
-    loss, aux = out
-    for leaf in jax.tree.leaves(aux):
+    for leaf in jax.tree.leaves(out[1]) if has_aux else ():
         if not is_array(leaf):
             raise TypeError(
                 f"the loss returns {leaf!r} beside its value, which is not an array: leave it out"
             )
-    return loss, aux
-
-
-def _replaced(values: Sequence[Any], at: Sequence[int], others: Sequence[Any]) -> Arrays:
-    """The values with others at these positions."""
-    out = list(values)
-    for i, other in zip(at, others, strict=True):
-        out[i] = other
     return out
 
 
-def evaluate_marked(*args: Any, jaxpr: ClosedJaxpr, wanted: tuple[int, ...]) -> Arrays:
-    """What the primitive computes, by jax's own value_and_grad: [loss, *aux, *gradients]."""
-    fun = jaxpr_as_fun(jaxpr)
+def evaluate_marked(*args: Any, jaxpr: ClosedJaxpr, wanted: int) -> Arrays:
+    """What the primitive computes, by jax's own value_and_grad: [loss, *aux, *gradients].
+
+    wanted  how many of the arguments, from the first, the gradient is taken by
+    """
 
     def loss(chosen):
-        value, *aux = fun(*_replaced(args, wanted, chosen))
+        value, *aux = jaxpr_as_fun(jaxpr)(*chosen, *args[wanted:])
         return value, aux
 
-    (value, aux), gradients = jax.value_and_grad(loss, has_aux=True)([args[i] for i in wanted])
+    (value, aux), gradients = jax.value_and_grad(loss, has_aux=True)(args[:wanted])
     return [value, *aux, *gradients]
 
 
@@ -178,9 +165,7 @@ def _batch(args: Sequence[Any], dimensions: Sequence[Any], **params: Any) -> Any
 grad_p = Primitive("pipelab_grad")
 grad_p.multiple_results = True
 grad_p.def_impl(evaluate_marked)
-grad_p.def_abstract_eval(
-    lambda *args, jaxpr, wanted: [*jaxpr.out_avals, *(args[i] for i in wanted)]
-)
+grad_p.def_abstract_eval(lambda *args, jaxpr, wanted: [*jaxpr.out_avals, *args[:wanted]])
 ad.primitive_jvps[grad_p] = _jvp
 batching.primitive_batchers[grad_p] = _batch
 mlir.register_lowering(grad_p, mlir.lower_fun(evaluate_marked, multiple_results=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from pipelab.executors.jax.device import JaxDevice
 from pipelab.executors.job import Job
 from pipelab.executors.worker import Bytes
-from pipelab.pipeshard.graph import Arrays, Values
-from pipelab.pipeshard.stage import CompiledStage, Place, StageUpdate
+from pipelab.pipeshard.graph import Arrays, Values, Variables
+from pipelab.pipeshard.stage import CompiledStage, Place
 
 
 class Parcel(NamedTuple):
@@ -34,46 +34,30 @@ class Parcel(NamedTuple):
     along: Values
 
 
-@dataclass
-class Ledger:
-    """Bytes of activations kept on a mesh: now, and the most since `most` was last set."""
-
-    held: int = 0
-    most: int = 0
-
-    def add(self, count: int) -> None:
-        self.held += count
-        self.most = max(self.most, self.held)
-
-
 class MeshDevice(JaxDevice):
     """A device of the schedule: a mesh of jax devices, with one thread."""
 
     def __init__(self, mesh: Mesh, place: Place) -> None:
         super().__init__(mesh.devices.flat[0])
-        self.ledger: Any = Ledger()
-        self.mesh, self._place = mesh, place
+        self.mesh, self.place = mesh, place
 
     def take(self, payload: Parcel) -> Parcel:
-        moved = {v: jax.device_put(x, self._place(v)) for v, x in payload.use.items()}
+        moved = {v: jax.device_put(x, self.place(v)) for v, x in payload.use.items()}
         jax.block_until_ready(list(moved.values()))
         return Parcel(moved, payload.along)
 
-    def size(self, payload: Parcel) -> int:
-        return super().size(list(payload.use.values()))
-
-    def describe(self, payload: Parcel) -> str:
-        return super().describe(list(payload.use.values()))
+    def arrays(self, payload: Parcel) -> Iterable[jax.Array]:
+        return super().arrays(list(payload.use.values()))
 
 
 class MeshStage:
     """One stage during one call, as the worker sees it.
 
-    compiled  its functions
-    part      its own part of the update
-    known     on its mesh: variable -> array of an argument; the update adds what it makes
-    pieces    per micro-batch: variable -> part of a leaf of the batch
-    seed      the gradient of a micro-batch's loss
+    compiled   its functions
+    gradients  of its parameters, as the update names them
+    known      on its mesh: variable -> array of an argument; the update adds what it makes
+    pieces     leaf of the batch -> its part in each micro-batch
+    seed       the gradient of a micro-batch's loss
     """
 
     versions_held = 1
@@ -82,55 +66,50 @@ class MeshStage:
     def __init__(
         self,
         compiled: CompiledStage,
-        part: StageUpdate,
+        gradients: Variables,
         device: MeshDevice,
         known: Values,
-        pieces: Sequence[Values],
+        pieces: dict[Var, Arrays],
         seed: Any,
     ) -> None:
-        self.compiled, self.graph, self.part = compiled, compiled.graph, part
+        self.compiled, self.graph, self._names = compiled, compiled.graph, gradients
         self.device, self.known = device, known
-        self._data = [{v: self._here(v, piece[v]) for v in self.graph.data} for piece in pieces]
+        self._data = {v: [self._here(v, x) for x in pieces[v]] for v in self.graph.data}
         self._seed = None if compiled.later else self._here(self.graph.outputs[0], seed)
         self.gradients = compiled.zeros()  # of the parameters, added up
         self.results: dict[int, dict[int, Any]] = {}  # micro-batch -> number of a result -> array
         self.losses: dict[int, Any] = {}  # they are among the results
         self._kept: dict[int, Arrays] = {}
         self._split: dict[int, list[Arrays]] = {}  # between input and weight gradients
-        self._left = len(pieces)
 
     # ---- the kinds of action
 
     def forward(self, microbatch: int, received: Parcel | None) -> Parcel | None:
         # [1] What this stage reads: some of what arrives, the batch, and arguments.
-        graph = self.graph
+        compiled, graph = self.compiled, self.graph
         arrived = {**received.along, **received.use} if received else {}
         here = {v: self._here(v, arrived[v]) for v in (*graph.inputs, *graph.aux_inputs)}
-        found = ChainMap(here, self._data[microbatch], self.known)
+        here.update((v, parts[microbatch]) for v, parts in self._data.items())
+        found: ChainMap[Any, Any] = ChainMap(here, self.known, arrived)
         # [2] Compute.
-        arguments = [found[v] for v in graph.arguments]
-        outputs, aux_outputs, results, kept = self.compiled.forward(arguments)
-        self._kept[microbatch] = kept
-        self.device.ledger.add(self.compiled.bytes)
-        self.results[microbatch] = dict(zip(graph.results, results, strict=True))
+        made = jax.block_until_ready(compiled.forward(*(found[v] for v in graph.arguments)))
+        found.update(zip(compiled.made, made, strict=True))
+        self.results[microbatch] = {i: found[i] for i in graph.results}
+        self._kept[microbatch] = kept = [found[v] for v in compiled.kept]
+        self.device.ledger.hold(id(kept), {id(kept): compiled.bytes})
         # [3] Hand on what later stages read.
-        later = self.compiled.later
-        if not later:
+        if not compiled.later:
             return None
-        arrived.update(zip(graph.outputs, outputs, strict=True))
-        arrived.update(zip(graph.aux_outputs, aux_outputs, strict=True))
-        after = {v for reads in later[1:] for v in reads}
-        return Parcel(
-            {v: arrived[v] for v in later[0]},
-            {v: x for v, x in arrived.items() if v in after},
-        )
+        following, *others = compiled.later
+        after = [v for reads in others for v in reads]
+        return Parcel({v: found[v] for v in following}, {v: found[v] for v in after if v in found})
 
     def backward(self, microbatch: int, received: Parcel | None) -> Parcel:
         """Add to the parameters' gradients; returns those of what earlier stages made."""
         cotangents, kept = self._cotangents(received), self._kept.pop(microbatch)
         found = self.compiled.backward(self.gradients, cotangents, kept)
         self.gradients, gradients = jax.block_until_ready(found)
-        self._end()
+        self.device.ledger.drop(id(kept))
         return self._parcel(received, gradients)
 
     def input_grad(self, microbatch: int, received: Parcel | None) -> Parcel:
@@ -143,16 +122,17 @@ class MeshStage:
         cotangents, kept = self._split.pop(microbatch), self._kept.pop(microbatch)
         found = self.compiled.weight_grad(self.gradients, cotangents, kept)
         self.gradients = jax.block_until_ready(found)
-        self._end()
+        self.device.ledger.drop(id(kept))
 
     def update(self, number: int, received: Any = None) -> None:
-        self.known.update(zip(self.part.gradients, self.gradients, strict=True))
-        made = [task(self.known) for task in self.part.tasks]
-        jax.block_until_ready(made)
+        self.known.update(zip(self._names, self.gradients, strict=True))
+        for task in self.compiled.tasks:
+            if not task.level:  # it waits for no other stage
+                jax.block_until_ready(task(self.known))
 
     def _here(self, v: Var, x: Any) -> Any:
         """Nothing is moved, unless stages share a device."""
-        return jax.device_put(x, self.compiled.place(v))
+        return jax.device_put(x, self.device.place(v))
 
     def _cotangents(self, received: Parcel | None) -> list[Arrays]:
         """Per output its gradients, from all stages that read it."""
@@ -168,10 +148,6 @@ class MeshStage:
         use = {v: found.pop(v) for v in list(found) if v in self.compiled.previous}
         return Parcel(use, found)
 
-    def _end(self) -> None:
-        self.device.ledger.add(-self.compiled.bytes)
-        self._left -= 1
-
     # ---- what the worker asks of it (no sums and no news: there are no replicas and no partners)
 
     def snapshot(self) -> None: ...
@@ -181,11 +157,11 @@ class MeshStage:
         return {}
 
     def complete(self, group: int) -> bool:
-        return not self._left
+        return False  # nobody waits for that
 
     def held(self) -> Bytes:
         weights = self.compiled.parameter_bytes
-        return Bytes(weights, 0, weights, self.part.optimizer)
+        return Bytes(weights, 0, weights, self.compiled.optimizer_bytes)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -68,17 +68,18 @@ class Combine:
 
 
 def combinations(
-    step: Callable, arguments: Arguments, piece: Step, whole: Step, samples: int, method: Pipeshard
+    step: Callable, arguments: Arguments, piece: Step, whole: Step, method: Pipeshard
 ) -> tuple[list[Combine], dict[Var, int], bool]:
     """Per result of the loss how it is combined; the batch's dimension of each variable; exactness.
 
-    piece, whole  the step of one micro-batch, of so many samples, and of the batch
+    piece, whole  the step of one micro-batch and of the batch
 
     It is exact where the micro-batches add up to the batch. Raises PipeshardError where a result is
     neither a mean nor a sum over the batch, nor one value per sample.
     """
     # What grows with the batch shows in two traces of unequal sizes. None of them is of one sample,
     # whose dimension of size 1 would be like any other.
+    samples = arguments.samples // method.microbatches
     small = piece if samples > 1 else trace(step, arguments, 2)
     fewer = max(samples, 2)
     more = arguments.samples if arguments.samples > fewer else 2 * fewer
@@ -93,14 +94,16 @@ def combinations(
     axes = found.axes if small is piece else {}
     if method.microbatches == 1:
         return unchanged, axes, True
-    results = list(zip(small.loss.outputs, large.loss.outputs, strict=True))
-    tags = [found.of(pair) for pair in results]
-    exact = all(tag.role is not Role.MIXED and tag.degree in BY_DEGREE for tag in tags)
-    aux = [
-        _of_aux(i, tag, pair[0], found.axis_of(pair), method.reduce)
-        for i, (tag, pair) in enumerate(zip(tags[1:], results[1:], strict=True))
-    ]
-    return [_of_loss(tags[0], method.reduce), *aux], axes, exact
+    combine = []
+    exact = True
+    for i, pair in enumerate(zip(small.loss.outputs, large.loss.outputs, strict=True)):
+        tag = found.of(pair)
+        exact &= tag.role is not Role.MIXED and tag.degree in BY_DEGREE
+        if i == 0:
+            combine.append(_of_loss(tag, method.reduce))
+        else:
+            combine.append(_of_aux(i - 1, tag, pair[0], found.axis_of(pair), method.reduce))
+    return combine, axes, exact
 
 
 def _of_loss(tag: Tag, reduce: str | None) -> Combine:
@@ -142,10 +145,8 @@ def _of_aux(i: int, tag: Tag, atom: Atom, axis: int | None, reduce: str | None) 
 # ---- random keys
 
 
-def with_own_keys(
-    loss: Graph, parameters: Collection[Var], batch: Collection[Var]
-) -> tuple[Graph, Var | None]:
-    """The loss with random keys of each micro-batch's own.
+def with_own_keys(step: Step) -> tuple[Graph, Var | None]:
+    """The loss of a micro-batch's step with random keys of each micro-batch's own.
 
     With the step's key, all would draw the same dropout mask. So the loss gets one more input, the
     number of the micro-batch, which is folded into every key where it first appears:
@@ -157,6 +158,7 @@ def with_own_keys(
     Returns the new loss and the number's variable; the loss as it is and None, if no key is to be
     changed. Raises PipeshardError where a key is made inside a loop.
     """
+    loss, batch = step.loss, step.batch
     if not any(contains(eqn, DRAWS) for eqn in loss.equations):
         return loss, None
     number = Var(jax.typeof(np.uint32(0)))
@@ -173,7 +175,7 @@ def with_own_keys(
 
     # [1] Keys that come from outside.
     for v in loss.sources:
-        if v not in parameters and v not in batch and (is_key_type(dtype_of(v)) or v in raw):
+        if v not in step.parameters and v not in batch and (is_key_type(dtype_of(v)) or v in raw):
             make_own(v)
     # [2] Keys that the loss makes, unless it makes them of keys that are the micro-batch's own.
     for eqn in loss.equations:
@@ -201,8 +203,7 @@ def _fold(key: Any, number: Any) -> Any:
     """One key or an array of them, typed or raw."""
     raw = not is_key_type(key.dtype)
     keys = jax.random.wrap_key_data(key) if raw else key
-    fold_in = jax.vmap(lambda one: jax.random.fold_in(one, number))
-    folded = fold_in(keys.reshape(-1)).reshape(keys.shape)
+    folded = jnp.vectorize(jax.random.fold_in)(keys, number)
     return jax.random.key_data(folded) if raw else folded
 
 

@@ -10,6 +10,7 @@ import jax
 
 from pipelab.executors.check import Check
 from pipelab.executors.result import memory_of, timeline_of
+from pipelab.executors.worker import Record
 from pipelab.memory import Memory
 from pipelab.pipeshard.compare import compare
 from pipelab.pipeshard.graph import PipeshardError
@@ -79,24 +80,24 @@ class Parallelized:
         update_wrapper(self, train_step, updated=())
         self.train_step, self.method, self.batch_argnums = train_step, method, batch_argnums
         self._programs: dict[Any, Program] = {}
-        self._last: tuple[Program, Call | None] | None = None
+        self._plan: Plan | None = None  # of the last call
+        self._records: list[Record] = []  # what it measured
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """One train step.
 
         Raises PipeshardError (see `parallelize`), and RunError when a stage fails.
         """
-        program, call = self._run(self._flat(args, options))
-        return jax.tree.unflatten(program.step.results, call.results)
+        return self._run(self._flat(args, options))[1].results
 
     def compile(self, *args: Any, **options: Any) -> Plan:
         """Trace and compile for arguments of these shapes, and return the plan.
 
         They may be arrays or jax.ShapeDtypeStruct.
         """
-        program = self._program(self._flat(args, options))
-        self._last = program, None
-        return program.plan
+        self._plan = self._program(self._flat(args, options)).plan
+        self._records = []
+        return self._plan
 
     def compare(self, *args: Any, tolerance: float | None = None, **options: Any) -> Check:
         """Run one step and compare it with the same step on one device.
@@ -121,7 +122,10 @@ class Parallelized:
     @property
     def plan(self) -> Plan:
         """What each stage holds, in the last call."""
-        return self._of_last()[0].plan
+        if self._plan is None:
+            name = getattr(self.train_step, "__name__", "the step")
+            raise PipeshardError(f"{name} has not run yet: call it, or compile it")
+        return self._plan
 
     @property
     def schedule(self) -> Any:
@@ -130,12 +134,15 @@ class Parallelized:
     @property
     def timeline(self) -> Timeline:
         """Measured spans of the last call; seconds since it began."""
-        return timeline_of(self.schedule, self._call().records, paced=False)
+        schedule = self.schedule
+        if not self._records:
+            raise PipeshardError("the step was compiled but has not run yet: call it first")
+        return timeline_of(schedule, self._records, paced=False)
 
     @property
     def memory(self) -> Memory:
         """Measured bytes over time of the last call: of each mesh, on all its devices together."""
-        return memory_of(self.timeline, self._call().records)
+        return memory_of(self.timeline, self._records)
 
     def _flat(self, args: Sequence[Any], options: dict[str, Any]) -> Arguments:
         if options:
@@ -148,24 +155,16 @@ class Parallelized:
     def _run(self, arguments: Arguments) -> tuple[Program, Call]:
         program = self._program(arguments)
         call = program.run(arguments)
-        self._last = program, call
+        self._plan, self._records = program.plan, call.records
         return program, call
 
     def _program(self, arguments: Arguments) -> Program:
         """Compiled at the first call for arguments of these shapes."""
-        key = (arguments.tree, *arguments.shapes(), jax.config.read("jax_enable_x64"))
+        key = (
+            arguments.tree,
+            *arguments.shapes(arguments.samples),
+            jax.config.read("jax_enable_x64"),
+        )
         if key not in self._programs:
             self._programs[key] = Program(self.train_step, self.method, arguments)
         return self._programs[key]
-
-    def _of_last(self) -> tuple[Program, Call | None]:
-        if self._last is None:
-            name = getattr(self.train_step, "__name__", "the step")
-            raise PipeshardError(f"{name} has not run yet: call it, or compile it")
-        return self._last
-
-    def _call(self) -> Call:
-        call = self._of_last()[1]
-        if call is None:
-            raise PipeshardError("the step was compiled but has not run yet: call it first")
-        return call

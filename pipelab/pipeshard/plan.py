@@ -102,8 +102,8 @@ class Pipeshard:
         """
         if isinstance(self.stages, ManualStages):
             return _manual_layers(self.stages, layers)
-        count = layers if self.stages == "uniform" else self.stages
-        if not isinstance(count, int) or count > layers:
+        count = self.stages if isinstance(self.stages, int) else layers
+        if count > layers:
             raise PipeshardError(
                 f"stages={self.stages!r}: the loss has {layers} layers: ask for fewer, or mark more"
             )

@@ -6,6 +6,7 @@ from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -29,23 +30,18 @@ from pipelab.pipeshard.graph import (
 from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
 from pipelab.pipeshard.microbatches import How, combinations, with_own_keys
 from pipelab.pipeshard.plan import Pipeshard, Plan, StagePlan
-from pipelab.pipeshard.stage import (
-    CompiledStage,
-    CompiledTask,
-    Place,
-    StageUpdate,
-    bytes_on_mesh,
-    specs,
-)
-from pipelab.pipeshard.trace import Arguments, trace, trace_piece, with_update_of
+from pipelab.pipeshard.stage import CompiledStage, Place
+from pipelab.pipeshard.trace import Arguments, trace, trace_piece
 from pipelab.pipeshard.update import split
+
+split_array = jax.jit(jax.numpy.split, static_argnums=1)
 
 
 @dataclass
 class Call:
-    """What one train step made: flat results, a record per row, and [loss, *aux, *gradients]."""
+    """What one train step made: results, a record per row, and [loss, *aux, *gradients]."""
 
-    results: Arrays
+    results: Any
     records: list[Record]
     gradient: Arrays
 
@@ -73,18 +69,13 @@ class Program:
                 f"a batch of {arguments.samples} samples does not divide into {m} micro-batches"
             )
         self.samples, self.microbatches = arguments.samples // m, m
-        whole = piece = trace(step, arguments, arguments.samples)
+        whole = self.step = trace(step, arguments, arguments.samples)
         layers = method.stages_of(count_layers(whole.loss))
         if m > 1:
-            piece = trace_piece(step, arguments, self.samples)
-        self.combine, self.axes, exact = combinations(
-            step, arguments, piece, whole, self.samples, method
-        )
-        self.step, self.loss = whole, whole.loss
-        number: Var | None = None
-        if m > 1:
-            self.step = with_update_of(piece, whole)
-            self.loss, number = with_own_keys(piece.loss, piece.parameters, piece.batch)
+            self.step = trace_piece(step, arguments, self.samples, whole)
+        found = combinations(step, arguments, self.step, whole, method)
+        self.combine, self.axes, exact = found
+        self.loss, number = with_own_keys(self.step) if m > 1 else (whole.loss, None)
         self.exact = exact and number is None
 
         # [2] The schedule, a mesh for each of its devices, and the stages.
@@ -117,20 +108,19 @@ class Program:
             self.owner.update({argument: first, gradients[p]: first})
             self._like[gradients[p]] = argument
 
-        # [4] Compile the stages, then the update.
+        # [4] Compile the stages, with their tasks of the update.
         apart = Kind.W in self.schedule.columns.kind
         numbers = range(len(layers))
-        self.stages = [CompiledStage(self.graphs, s, self._place_on(s), apart) for s in numbers]
         # A gradient is known to its owner as soon as that has ended its backwards, unless others
         # have parts of it; all else that the loss makes is known when all stages have ended.
         early = {g for p, g in gradients.items() if len(self.readers[p]) == 1}
         late = {*self.step.gradient} - early
         homes = {v: self.owner[a] for v, a in pinned.items() if a in self.owner}
-        self.tasks = [
-            CompiledTask(task, self._place_on(task.stage))
-            for task in split(self.step.update, self.owner, late, homes)
+        tasks = split(self.step.update, self.owner, late, homes)
+        others = {*state} - {*parameters.values()}
+        self.stages = [
+            CompiledStage(self.graphs, s, self._place_on(s), apart, tasks, others) for s in numbers
         ]
-        self.updates = [self._stage_update(s) for s in numbers]
         self.plan = Plan(self.schedule, tuple(map(self._stage_plan, numbers, layers)))
 
     # ---- where things are
@@ -190,24 +180,13 @@ class Program:
             len(graph.equations),
         )
 
-    def _stage_update(self, s: int) -> StageUpdate:
-        tasks = [task for task in self.tasks if task.stage == s]
-        read = {v for task in tasks for v in task.inputs}
-        state = read & {*self.step.arguments} - {*self.step.parameters.values()}
-        place, gradients = self._place_on(s), self.step.gradients
-        return StageUpdate(
-            [gradients[p] for p in self.graphs[s].parameters],
-            [task for task in tasks if task.level == 0],
-            sum(map(bytes_on_mesh, specs(state, place))),
-        )
-
     # ---- running
 
     def run(self, arguments: Arguments) -> Call:
         """One train step. Raises RunError when a stage fails."""
         step = self.step
         values = {v: _array(x) for v, x in zip(step.arguments, arguments.values, strict=True)}
-        values.update(step.consts)
+        values.update({**step.update.consts, **step.loss.consts})
 
         # [1] Every stage on its mesh. A mean over the batch is the mean of the micro-batches'
         #     means, so that the gradient of each of these is 1 / m.
@@ -217,10 +196,10 @@ class Program:
         devices = [
             MeshDevice(mesh, partial(self.place, row)) for row, mesh in enumerate(self.meshes)
         ]
-        stages = [
-            MeshStage(self.stages[s], self.updates[s], devices[row], known[row], pieces, seed)
-            for s, row in enumerate(self.schedule.placement)
-        ]
+        stages = []
+        for compiled, row in zip(self.stages, self.schedule.placement, strict=True):
+            names = [step.gradients[p] for p in compiled.graph.parameters]
+            stages.append(MeshStage(compiled, names, devices[row], known[row], pieces, seed))
 
         # [2] A worker for each mesh carries out its row of the schedule.
         partners: list[tuple[int, ...]] = [()] * len(stages)  # no stage waits for another's news
@@ -231,25 +210,25 @@ class Program:
         outcomes = run_threads(jobs)
 
         # [3] What all stages together know, and the rest of the update.
-        everything = dict(ChainMap(values, *known))
-        everything.update(self._shared_gradients(stages))
-        everything.update(self._combined(stages))
-        for task in self.tasks:
-            if task.level:
-                task(everything)
+        made = {**self._shared_gradients(stages), **self._combined(stages)}
+        everything = ChainMap(made, values, *known)
+        tasks = [task for stage in self.stages for task in stage.tasks if task.level]
+        for task in sorted(tasks, key=attrgetter("level")):
+            task(everything)
         results = [
             jax.numpy.asarray(a.val) if isinstance(a, Literal) else everything[a]
             for a in step.update.outputs
         ]
         records = [outcome.record for outcome in outcomes]
-        return Call(results, records, [everything[v] for v in step.gradient])
+        tree = jax.tree.unflatten(step.results, results)
+        return Call(tree, records, [everything[v] for v in step.gradient])
 
     def _on_meshes(self, values: Values) -> list[Values]:
         """Per mesh, the arguments that its stages and their own parts of the update read."""
         known: list[Values] = [{} for _ in self.meshes]
         for s, row in enumerate(self.schedule.placement):
             graph, mine = self.graphs[s], known[row]
-            read = [v for task in self.updates[s].tasks for v in task.inputs]
+            read = [v for task in self.stages[s].tasks if not task.level for v in task.inputs]
             for v in (*graph.parameters, *graph.fixed, *read):
                 source = self.step.parameters.get(v, v)
                 if source in values:
@@ -258,18 +237,18 @@ class Program:
                     mine[v] = mine[source]
         return known
 
-    def _pieces(self, values: Values) -> list[Values]:
-        """Per micro-batch: its number, and its part of the leaves of the batch that stages read."""
+    def _pieces(self, values: Values) -> dict[Var, Arrays]:
+        """Per micro-batch its number, and its part of the leaves of the batch that stages read."""
         m = self.microbatches
-        cut: dict[Var, Any] = {}
+        cut: dict[Var, Arrays] = {}
         for v in {v for graph in self.graphs for v in graph.data}:
             if v not in values:
                 cut[v] = list(np.arange(m, dtype=np.uint32))
             elif isinstance(values[v], np.ndarray):
                 cut[v] = np.split(values[v], m)
             else:
-                cut[v] = _split(values[v], m)
-        return [{v: parts[k] for v, parts in cut.items()} for k in range(m)]
+                cut[v] = split_array(values[v], m)
+        return cut
 
     def _shared_gradients(self, stages: list[MeshStage]) -> Values:
         """Of parameters that not exactly one stage reads: added up where the owner is."""
@@ -281,7 +260,7 @@ class Program:
                 parts = [stage.gradients[stage.graph.parameters.index(p)] for stage in readers]
                 nothing = np.zeros(shape_of(v), dtype_of(v))
                 parts = jax.device_put(parts or [nothing], home)
-                sums[v] = sum(parts[1:], parts[0])
+                sums[v] = sum(parts)
         return sums
 
     def _combined(self, stages: list[MeshStage]) -> Values:
@@ -291,11 +270,6 @@ class Program:
             stage = next(stage for stage in stages if i in stage.graph.results)
             found[v] = combine.apply([stage.results[k][i] for k in range(self.microbatches)])
         return found
-
-
-@partial(jax.jit, static_argnums=1)
-def _split(value: Any, count: int) -> Arrays:
-    return jax.numpy.split(value, count)
 
 
 def _array(value: Any) -> Any:

@@ -18,7 +18,6 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from pipelab.pipeshard.graph import (
     CALLS,
-    Atom,
     Graph,
     PipeshardError,
     Variables,
@@ -68,9 +67,7 @@ class Reductions:
         self, small: Graph, large: Graph, batch: Variables, sizes: tuple[int, int]
     ) -> None:
         self.axes: dict[Var, int] = {}
-        self._sizes = sizes
-        self._tags: dict[Var, Tag] = {}
-        self._twin: dict[Var, Atom] = {}  # variable of the first trace -> that of the second
+        self._tags: dict[Pair, Tag] = {}
         self._known = Known(sizes)
         self._rules = Rules(self._known, self.of)
         tags = [Tag(Role.SAMPLES) if v in batch else FIXED for v in small.inputs]
@@ -78,12 +75,12 @@ class Reductions:
 
     def of(self, pair: Pair) -> Tag:
         """Of a variable or a number at both sizes."""
-        a, b = pair
-        if isinstance(a, Literal) and isinstance(b, Literal):
+        literals = [isinstance(atom, Literal) for atom in pair]
+        if all(literals):
             return self._known.tag(pair)
-        if isinstance(a, Literal) or self._twin.get(a) is not b:
+        if any(literals) or pair not in self._tags:
             raise self._unequal()
-        return self._tags[a]
+        return self._tags[pair]
 
     def axis_of(self, pair: Pair) -> int | None:
         """The dimension in which micro-batches can be joined: samples follow each other in it."""
@@ -91,12 +88,12 @@ class Reductions:
         axis = self.axes.get(v) if isinstance(v, Var) else None
         if axis is None or tag.role is Role.FIXED or not tag.inner:
             return axis
-        return axis if shape_of(v)[axis] == tag.inner * self._sizes[0] else None
+        return axis if shape_of(v)[axis] == tag.inner * self._known.sizes[0] else None
 
     def _unequal(self, place: str = "") -> PipeshardError:
         return PipeshardError(
-            f"the loss has other equations for {self._sizes[0]} samples than for "
-            f"{self._sizes[1]}{place}: write it the same for every size of batch"
+            f"the loss has other equations for {self._known.sizes[0]} samples than for "
+            f"{self._known.sizes[1]}{place}: write it the same for every size of batch"
         )
 
     # ---- one equation after another
@@ -112,7 +109,7 @@ class Reductions:
         for (v, x), (w, y) in zip(small.consts.items(), large.consts.items(), strict=True):
             tag = FIXED
             if not is_key_type(dtype_of(v)):
-                self._known.add(v, (x, y))
+                self._known.arrays[v] = x, y
                 tag = self._known.tag((v, w))
             self._note((v, w), tag)
         # [2] Equations, which have to be the same.
@@ -127,7 +124,7 @@ class Reductions:
         return [self.of(pair) for pair in zip(small.outputs, large.outputs, strict=True)]
 
     def _note(self, pair: Pair, tag: Tag) -> None:
-        self._tags[pair[0]], self._twin[pair[0]] = tag, pair[1]
+        self._tags[pair] = tag
         if axes := axes_of(pair):
             self.axes[pair[0]] = axes[0]
 
@@ -176,9 +173,9 @@ class Reductions:
         return [tag if tag.role is Role.MIXED else samples(tag.degree, inner) for tag in results]
 
     def _while(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags) -> Tags:
-        begin, (first, count) = a.params["cond_nconsts"], carry_of(a)
+        begin, first = a.params["cond_nconsts"], a.params["body_nconsts"]
         body = _graphs(a, b, "body_jaxpr", ins[begin : begin + first])
-        results = self._repeat(a, body, tags[begin + first :], count)
+        results = self._repeat(a, body, tags[begin + first :], len(a.outvars))
         condition = self._run(_graphs(a, b, "cond_jaxpr", ins[:begin]), results)
         return results if condition == [FIXED] else [mixed(a)] * len(results)
 
@@ -218,10 +215,8 @@ def _graphs(
 
 
 def carry_of(eqn: JaxprEqn) -> tuple[int, int]:
-    """Where a loop's carry begins among the inputs of its body, and how many values it has."""
+    """Where a scan's carry begins among the inputs of its body, and how many values it has."""
     params = eqn.params
-    if eqn.primitive.name == "while":
-        return params["body_nconsts"], len(eqn.outvars)
     if "ft_in" in params:  # since jax 0.11
         constants, carry, _ = params["ft_in"].unpack()
         return len(constants), len(carry)

@@ -10,14 +10,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from pipelab.pipeshard.graph import function, place_of, shape_of
+from pipelab.pipeshard.graph import Graph, place_of, shape_of
 from pipelab.pipeshard.primitives import (
     ADD,
     KEEP,
@@ -97,30 +96,29 @@ class Known:
     """Arrays that follow from the batch's size alone: len(x), jnp.arange(len(x)), 1 / len(x).
 
     They are computed at both sizes, but only when somebody asks for them.
+
+    arrays  what is computed by now
     """
 
     def __init__(self, sizes: tuple[int, int]) -> None:
         self.sizes = sizes
-        self._values: dict[Var, Pair] = {}
-        self._makers: dict[Var, Callable[[], dict[Var, Pair]]] = {}
-
-    def add(self, v: Var, values: Pair) -> None:
-        self._values[v] = values
+        self.arrays: dict[Var, Pair] = {}
+        self._makers: dict[Var, Pair] = {}  # the equations that make it
 
     def add_results(self, a: JaxprEqn, b: JaxprEqn) -> None:
         """Results of an equation with known operands."""
-        self._makers.update(dict.fromkeys(a.outvars, partial(self._evaluate, a, b)))
+        self._makers.update(dict.fromkeys(a.outvars, (a, b)))
 
     def __contains__(self, pair: Pair) -> bool:
-        return isinstance(pair[0], Literal) or pair[0] in self._values or pair[0] in self._makers
+        return isinstance(pair[0], Literal) or pair[0] in self.arrays or pair[0] in self._makers
 
     def values(self, pair: Pair) -> Pair:
         a, b = pair
         if isinstance(a, Literal):
             return a.val, b.val
-        if a not in self._values:
-            self._values.update(self._makers[a]())
-        return self._values[a]
+        if a not in self.arrays:
+            self.arrays.update(self._evaluate(*self._makers[a]))
+        return self.arrays[a]
 
     def is_zero(self, pair: Pair) -> bool:
         return pair in self and not any(np.any(np.asarray(x)) for x in self.values(pair))
@@ -130,8 +128,8 @@ class Known:
         results = []
         for i, eqn in enumerate((a, b)):
             inputs: list[Any] = [Var(atom.aval) for atom in eqn.invars]
-            run = function(inputs, eqn.outvars, [eqn.replace(invars=inputs)])
-            results.append(run(*(values[i] for values in operands)))
+            single = Graph(inputs, eqn.outvars, [eqn.replace(invars=inputs)])
+            results.append(single.run(*(values[i] for values in operands)))
         return dict(zip(a.outvars, zip(*results, strict=True), strict=True))
 
     def tag(self, pair: Pair, why: str = "") -> Tag:
@@ -141,8 +139,7 @@ class Known:
         if values[0] is values[1]:
             return FIXED
         x, y = map(np.asarray, values)
-        dimensions = enumerate(zip(x.shape, y.shape, strict=True))
-        grown = [i for i, (m, n) in dimensions if m != n]
+        grown = axes_of(pair)
         inner = 0
         if grown:
             # The same entries for every sample, such as ones: they grow as those of one sample do.

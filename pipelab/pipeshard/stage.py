@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,10 +16,7 @@ from jax.sharding import NamedSharding
 from pipelab.pipeshard.cut import StageGraph
 from pipelab.pipeshard.graph import (
     Arrays,
-    Values,
-    Variables,
-    depending,
-    function,
+    Graph,
     inline,
     needed,
     read_by,
@@ -45,20 +41,20 @@ class Passes:
     A jitted function that returned its arguments would copy them, every parameter for every
     micro-batch.
 
-    saved  variables of the third kind, which the forward returns
-    kept   variables of all values that are kept for the backward
+    forward  the stage's arguments -> `made`
+    made     what the forward returns: variables, and the numbers of the loss's results
+    kept     variables of what is kept for the backward
     """
 
     def __init__(self, graph: StageGraph) -> None:
         # [1] Trace the forward together with its pullback.
-        self._graph = graph
-        results = [*graph.outputs, *graph.aux_outputs, *graph.results.values()]
-        run = function(graph.arguments, results, graph.equations)
+        outputs = [*graph.outputs, *graph.aux_outputs, *graph.results.values()]
+        stage = Graph(graph.arguments, outputs, graph.equations)
         count = len(graph.outputs)
 
         def differentiate(parameters, inputs, others):
             def forward(parameters, inputs):
-                out = run(*parameters, *inputs, *others)
+                out = stage.run(*parameters, *inputs, *others)
                 return out[:count], out[count:]
 
             outputs, pullback, rest = jax.vjp(forward, parameters, inputs, has_aux=True)
@@ -69,9 +65,7 @@ class Passes:
         closed, (_, pullback) = jax.make_jaxpr(differentiate, return_shape=True)(*shapes)
         self._pullback = jax.tree.structure(pullback)
         traced = inline(closed, graph.arguments)
-        self._consts = list(traced.consts.values())
-        results, leaves = traced.outputs[: len(results)], traced.outputs[len(results) :]
-        self._at_hand = [*results[:count], *graph.arguments]
+        results, leaves = traced.outputs[: len(outputs)], traced.outputs[len(outputs) :]
 
         # [2] Sort the pullback's leaves by where they come from.
         #
@@ -79,83 +73,86 @@ class Passes:
         #
         #     x and y are at hand; the cast is made again of w, which is at hand; nothing is saved.
         arriving = (*graph.inputs, *graph.data, *graph.aux_inputs)
-        varying = depending(traced.equations, arriving)  # another one in every micro-batch
-        at_hand = set(variables(self._at_hand))
+        varying = traced.depending(arriving)  # another one in every micro-batch
+        pairs = zip(results[:count], graph.outputs, strict=True)
+        at_hand = {atom: v for atom, v in pairs if isinstance(atom, Var)}
+        at_hand.update((v, v) for v in graph.arguments)
         steady = [v for v in variables(leaves) if v not in varying and v not in at_hand]
         pure = [eqn for eqn in traced.equations if not eqn.effects]
         again = needed(pure, steady)
-        self.kept = [v for v in read_by(again, leaves) if v not in traced.consts]
-        self.saved = [v for v in self.kept if v not in at_hand]
+        kept = [v for v in read_by(again, leaves) if v not in traced.consts]
+        saved = [v for v in kept if v not in at_hand]
 
         # [3] The forward, and what makes the pullback's leaves of what is kept.
-        inputs = [*graph.arguments, *traced.consts]
-        self._forward = function(inputs, [*results, *self.saved], traced.equations)
-        self._leaves = function([*self.kept, *traced.consts], leaves, again)
-
-    def forward(self, *arguments: Any) -> tuple[Arrays, ...]:
-        """The stage's arguments -> outputs, aux_outputs, results, saved."""
-        out = iter(self._forward(*arguments, *self._consts))
-        graph = self._graph
-        groups = (graph.outputs, graph.aux_outputs, graph.results, self.saved)
-        return tuple(list(islice(out, len(group))) for group in groups)
-
-    def keep(self, arguments: Arrays, outputs: Arrays, saved: Arrays) -> Arrays:
-        """What a backward needs beside the gradients of the outputs."""
-        pairs = zip([*self._at_hand, *self.saved], [*outputs, *arguments, *saved], strict=True)
-        known = {atom: value for atom, value in pairs if isinstance(atom, Var)}
-        return [known[v] for v in self.kept]
+        self.forward = replace(traced, inputs=graph.arguments, outputs=[*results, *saved]).run
+        self.made = [*graph.outputs, *graph.aux_outputs, *graph.results, *saved]
+        self.kept = [at_hand.get(v, v) for v in kept]
+        self._leaves = Graph(kept, leaves, again, traced.consts).run
 
     def backward(self, cotangents: list[Arrays], kept: Arrays) -> tuple[Arrays, Arrays]:
         """Gradients of the parameters and of the inputs.
 
         cotangents  per output its gradients, one from each stage that reads it
         """
-        leaves = self._leaves(*kept, *self._consts)
-        pullback = jax.tree.unflatten(self._pullback, leaves)
-        return pullback([sum(parts[1:], parts[0]) for parts in cotangents])
+        pullback = jax.tree.unflatten(self._pullback, self._leaves(*kept))
+        return pullback([sum(parts) for parts in cotangents])
 
 
 class CompiledStage:
-    """A stage's forward and backward, compiled for its mesh.
+    """A stage's forward and backward, compiled for its mesh, with its part of the update.
 
     graph     its equations
-    place     variable -> sharding in the mesh
+    forward   its arguments -> what is `made`; of it and of these, `kept` is for the backward
     later     for each later stage, what it reads of earlier ones
     previous  what the stage before makes
+    tasks     its tasks of the update
     bytes     what a forward leaves for its backward, on all devices of the mesh together;
-              `parameter_bytes` of its parameters
+              `parameter_bytes` of its parameters, `optimizer_bytes` of the state that tasks read
     """
 
-    def __init__(self, graphs: list[StageGraph], s: int, place: Place, split: bool) -> None:
-        """Stage `s` of these; `split`: input and weight gradients of the schedule are apart."""
+    def __init__(
+        self,
+        graphs: list[StageGraph],
+        s: int,
+        place: Place,
+        split: bool,
+        tasks: Iterable[Task],
+        state: set[Var],
+    ) -> None:
+        """Stage `s` of these.
+
+        split  whether input and weight gradients of the schedule are apart
+        tasks  of all stages
+        state  the step's arguments beside parameters
+        """
         # [1] What its neighbours need to know.
         self.graph = graph = graphs[s]
-        self.place = place
         self.later = [[*other.inputs, *other.aux_inputs] for other in graphs[s + 1 :]]
         self.previous = graphs[s - 1].outputs if s else []
         readers = Counter(v for other in graphs for v in other.inputs)
         # [2] The forward. The compiler chooses where results and activations lie.
-        self._passes = passes = Passes(graph)
+        passes = Passes(graph)
+        self.made, self.kept = passes.made, passes.kept
         sums, inputs = specs(graph.parameters, place), specs(graph.inputs, place)
-        outputs, aux_outputs = specs(graph.outputs, place), specs(graph.aux_outputs, place)
-        self.parameter_bytes = sum(map(bytes_on_mesh, sums))
-        arguments = specs(graph.arguments, place)
-        self._forward = _compiled(passes.forward, (outputs, aux_outputs, None, None), *arguments)
-        found = zip(passes.saved, self._forward.output_shardings[3], strict=True)
-        kept = passes.keep(arguments, outputs, [spec_of(v, sharding) for v, sharding in found])
+        outputs = specs(graph.outputs, place)
+        sent = [*outputs, *specs(graph.aux_outputs, place)]
+        results = [*sent, *[None] * (len(self.made) - len(sent))]
+        self.forward = _compiled(passes.forward, results, *specs(graph.arguments, place))
+        found = dict(zip(self.made, self.forward.output_shardings, strict=True))
+        kept = {v: spec_of(v, found.get(v) or place(v)) for v in self.kept}
         # Parameters, constants and data are there with or without a backward.
         own = {*graph.parameters, *graph.fixed, *graph.data}
-        arriving = [x for v, x in zip(passes.kept, kept, strict=True) if v not in own]
-        self.bytes = sum(map(bytes_on_mesh, arriving))
+        self.bytes = sum(bytes_on_mesh(x) for v, x in kept.items() if v not in own)
+        self.parameter_bytes = sum(map(bytes_on_mesh, sums))
 
         # [3] The backward adds to the sums of the parameters' gradients, in place (donated). It
         #     needs a gradient of every output from each stage that reads it, and one of the loss.
         cotangents = [[x] * (readers[v] or 1) for v, x in zip(graph.outputs, outputs, strict=True)]
-        backward = (cotangents, kept)
+        backward = (cotangents, list(kept.values()))
 
         def add(sums, cotangents, kept):
             gradients, back = passes.backward(cotangents, kept)
-            return [a + b for a, b in zip(sums, gradients, strict=True)], back
+            return jax.tree.map(jnp.add, sums, gradients), back
 
         self.zeros = _compiled(lambda: [jnp.zeros(x.shape, x.dtype) for x in sums], sums)
         self.backward = _compiled(add, (sums, inputs), sums, *backward, donate=0)
@@ -163,10 +160,10 @@ class CompiledStage:
             self.input_grad = _compiled(lambda *x: passes.backward(*x)[1], inputs, *backward)
             self.weight_grad = _compiled(lambda *x: add(*x)[0], sums, sums, *backward, donate=0)
 
-    def forward(self, arguments: Arrays) -> tuple[Arrays, ...]:
-        """On the mesh: outputs, aux_outputs, results, and what is kept for the backward."""
-        outputs, aux_outputs, results, saved = jax.block_until_ready(self._forward(*arguments))
-        return outputs, aux_outputs, results, self._passes.keep(arguments, outputs, saved)
+        # [4] The update.
+        self.tasks = [CompiledTask(task, place) for task in tasks if task.stage == s]
+        read = {v for task in self.tasks for v in task.inputs}
+        self.optimizer_bytes = sum(map(bytes_on_mesh, specs(read & state, place)))
 
 
 class CompiledTask(Task):
@@ -176,30 +173,15 @@ class CompiledTask(Task):
         super().__init__(**vars(task))
         inputs = specs(task.inputs, place)
         self._places = [x.sharding for x in inputs]
-        run = function(task.inputs, task.outputs, task.equations)
-        self._run = _compiled(run, specs(task.outputs, place), *inputs)
+        graph = Graph(task.inputs, task.outputs, task.equations)
+        self._run = _compiled(graph.run, specs(task.outputs, place), *inputs)
 
-    def __call__(self, known: Values) -> Arrays:
+    def __call__(self, known: MutableMapping[Var, Any]) -> Arrays:
         """Add the task's outputs to what is known; returns them."""
         inputs = jax.device_put([known[v] for v in self.inputs], self._places)
         outputs = self._run(*inputs)
         known.update(zip(self.outputs, outputs, strict=True))
         return outputs
-
-
-@dataclass
-class StageUpdate:
-    """A stage's own part of the update, which waits for no other stage.
-
-    gradients  of the parameters that the stage reads, in the same order
-    tasks      of level 0
-    optimizer  bytes of the arguments that its tasks of all levels read beside parameters, on all
-               devices of the mesh together
-    """
-
-    gradients: Variables
-    tasks: list[CompiledTask]
-    optimizer: int
 
 
 def specs(of: Iterable[Var], place: Place) -> list[jax.ShapeDtypeStruct]:

@@ -15,10 +15,8 @@ from pipelab.pipeshard.graph import (
     Equations,
     Graph,
     PipeshardError,
-    Values,
     Variables,
     contains,
-    depending,
     inline,
     is_array,
     needed,
@@ -49,12 +47,12 @@ class Arguments:
     batch: list[int]
     samples: int
 
-    def shapes(self, samples: int | None = None) -> list[jax.ShapeDtypeStruct]:
+    def shapes(self, samples: int) -> list[jax.ShapeDtypeStruct]:
         """Shapes and types of all leaves, with this many samples in the batch."""
         out = []
         for i, value in enumerate(self.values):
             shape = jax.numpy.shape(value)
-            if samples is not None and i in self.batch:
+            if i in self.batch:
                 shape = (samples, *shape[1:])
             out.append(jax.ShapeDtypeStruct(shape, jax.dtypes.result_type(value)))
         return out
@@ -133,10 +131,6 @@ class Step:
     whole: Graph
 
     @property
-    def consts(self) -> Values:
-        return {**self.whole.consts, **self.loss.consts}
-
-    @property
     def gradients(self) -> dict[Var, Var]:
         """Parameter -> its gradient."""
         return dict(zip(self.parameters, self.gradient[len(self.loss.outputs) :], strict=True))
@@ -170,20 +164,23 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
     loss, parameters = _loss_of(whole, marked, batch)
     # [3] What the results need beside it is the update.
     others = [eqn for eqn in whole.equations if eqn is not marked]
-    update = Graph([*whole.inputs, *marked.outvars], whole.outputs, needed(others, whole.outputs))
+    inputs = [*whole.inputs, *marked.outvars]
+    effects = [eqn for eqn in others if eqn.effects]
+    equations = needed(others, whole.outputs, effects)
+    update = Graph(inputs, whole.outputs, equations, whole.consts)
     tree = jax.tree.structure(shapes)
     found = Step(whole.inputs, batch, loss, parameters, marked.outvars, update, tree, whole)
     _check_update(found)
     return found
 
 
-def trace_piece(step: Callable, arguments: Arguments, samples: int) -> Step:
-    """`trace` for a micro-batch of a step that works on the whole batch.
+def trace_piece(step: Callable, arguments: Arguments, samples: int, whole: Step) -> Step:
+    """A micro-batch's step with the update of the whole batch's: it may know how many samples.
 
-    Raises PipeshardError where it does not work on a micro-batch.
+    Raises PipeshardError where the step, which works on the batch, does not on a micro-batch.
     """
     try:
-        return trace(step, arguments, samples)
+        piece = trace(step, arguments, samples)
     except PipeshardError:
         raise
     except (TypeError, ValueError) as error:
@@ -192,26 +189,14 @@ def trace_piece(step: Callable, arguments: Arguments, samples: int) -> Step:
             f"of {samples} of them: pass every array that has samples in batch_argnums, and write "
             f"no batch size as a number ({error})"
         ) from error
-
-
-def with_update_of(piece: Step, whole: Step) -> Step:
-    """A micro-batch's step with the update of the whole batch's: it may know how many samples."""
     names: dict[Var, Atom] = dict(zip(whole.arguments, piece.arguments, strict=True))
     update = Graph(
         [*piece.arguments, *whole.gradient],
         substitute(whole.update.outputs, names),
         [renamed(eqn, names) for eqn in whole.update.equations],
+        whole.update.consts,
     )
-    graph = replace(piece.whole, consts={**piece.whole.consts, **whole.whole.consts})
-    return replace(
-        piece, gradient=whole.gradient, update=update, whole=graph, results=whole.results
-    )
-
-
-def gradient_on_one_device(step: Step) -> Graph:
-    """[loss, *aux, *gradients] as jax itself computes them: the step up to its marked equation."""
-    equations = needed(step.whole.equations, step.gradient)
-    return replace(step.whole, outputs=list(step.gradient), equations=equations)
+    return replace(piece, gradient=whole.gradient, update=update, results=whole.results)
 
 
 def _find_gradient(equations: Equations) -> JaxprEqn:
@@ -241,8 +226,7 @@ def _loss_of(whole: Graph, marked: JaxprEqn, batch: Variables) -> tuple[Graph, d
     # [1] Inside, a parameter has a variable of its own; everything else is what it is outside.
     inputs = list(marked.invars)
     parameters: dict[Var, Var] = {}
-    for i in marked.params["wanted"]:
-        source = marked.invars[i]
+    for i, source in enumerate(inputs[: marked.params["wanted"]]):
         if source not in whole.inputs:
             raise PipeshardError(
                 f"the gradient is taken by a {source.aval.str_short()} that the step computes: "
@@ -253,16 +237,15 @@ def _loss_of(whole: Graph, marked: JaxprEqn, batch: Variables) -> tuple[Graph, d
                 "the gradient is taken by the batch: take it by the parameters, or change "
                 "batch_argnums"
             )
-        inputs[i] = Var(source.aval)
-        parameters[inputs[i]] = source
+        inputs[i] = inside = Var(source.aval)
+        parameters[inside] = source
     inner = inline(marked.params["jaxpr"], inputs, marked)
     # [2] Before the marked equation: what these inputs need.
     before = whole.equations[: whole.equations.index(marked)]
-    before = needed([eqn for eqn in before if not eqn.effects], inputs)
     loss = Graph(
         [*parameters, *whole.inputs],
         inner.outputs,
-        [*before, *inner.equations],
+        [*needed(before, inputs), *inner.equations],
         {**whole.consts, **inner.consts},
     )
     return loss, parameters
@@ -271,13 +254,13 @@ def _loss_of(whole: Graph, marked: JaxprEqn, batch: Variables) -> tuple[Graph, d
 def _check_update(step: Step) -> None:
     """Raises PipeshardError where it does no more than the loss, or reads the batch."""
     update, results = step.update, variables(step.update.outputs)
-    if depending(update.equations, step.gradients.values()).isdisjoint(results):
+    if update.depending(step.gradients.values()).isdisjoint(results):
         raise PipeshardError(
             "no result of the train step depends on the gradients, so that the update would be "
             "lost: return the new state. A step that changes its arguments in place "
             "(nnx.Optimizer.update) has to be pure: nnx.split before, nnx.merge inside"
         )
-    varying = depending(update.equations, step.batch)
+    varying = update.depending(step.batch)
     for eqn in update.equations:
         if not varying.isdisjoint(variables(eqn.invars)):
             raise PipeshardError(

@@ -19,7 +19,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
-from jax.extend.core import JaxprEqn, Var
+import numpy as np
+from jax.extend.core import Var
 
 from pipelab.pipeshard.graph import (
     Equations,
@@ -35,6 +36,7 @@ from pipelab.pipeshard.graph import (
     variables,
 )
 
+Place = tuple[int, int]  # level and stage
 SMALL = 2  # elements of what may cross: single numbers, and raw random keys
 
 
@@ -65,15 +67,12 @@ def split(
     sides are computed. Raises PipeshardError where another equation joins arrays of several stages.
     """
     try:
-        return _Split(update, owners, late, homes).tasks()
+        return _tasks(update, owners, late, homes)
     except PipeshardError:
-        if not any(map(_is_branch, update.equations)):
+        expanded = _without_branches(update)
+        if expanded.equations == update.equations:  # there are none
             raise
-        return _Split(_without_branches(update), owners, late, homes).tasks()
-
-
-def _is_branch(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "cond" and not eqn.effects
+        return _tasks(expanded, owners, late, homes)
 
 
 def _without_branches(graph: Graph) -> Graph:
@@ -84,7 +83,7 @@ def _without_branches(graph: Graph) -> Graph:
     """
     equations: Equations = []
     for eqn in graph.equations:
-        if not _is_branch(eqn):
+        if eqn.primitive.name != "cond" or eqn.effects:
             equations.append(eqn)
             continue
         index, *operands = eqn.invars
@@ -102,117 +101,90 @@ def _without_branches(graph: Graph) -> Graph:
 
 @dataclass
 class _Group:
-    """Arrays that equations join, and the stage that owns one of them."""
+    """Arrays that equations join, and the stages that own one of them: one at most."""
 
     members: Variables
-    stage: int | None
+    stages: set[int]
 
 
-@dataclass
-class _Split:
-    """Where and when the equations of the update run; see `split`.
+def _stages(update: Graph, owners: dict[Var, int]) -> dict[int, int]:
+    """Equations that share an array run together, where one of the arrays has an owner.
 
-    maker   variable -> the number of the equation that makes it
-    places  number of an equation -> level and stage; without an entry are those that are made of
-            single numbers alone, which every task may compute
+        g, m (stage 1)     m' = 0.9 m + g     q = p - 0.1 m'     g, m, m', p, q: one group
+
+    Returns the number of each equation that reads an array -> its stage.
     """
-
-    update: Graph
-    owners: dict[Var, int]
-    late: set[Var]
-    homes: dict[Var, int]
-
-    def __post_init__(self) -> None:
-        self.maker = {v: i for i, eqn in enumerate(self.update.equations) for v in eqn.outvars}
-        self.places: dict[int, tuple[int, int]] = {}
-        self._known: dict[tuple[Var, int], int] = {}
-        for i, stage in self._stages().items():
-            self.places[i] = self._first_level(i, stage), stage
-
-    def _stages(self) -> dict[int, int]:
-        """Equations that share an array run together, where one of the arrays has an owner.
-
-            g, m (stage 1)     m' = 0.9 m + g     q = p - 0.1 m'     g, m, m', p, q: one group
-
-        Returns the number of each equation that reads an array -> its stage.
-        """
-        groups: dict[Var, _Group] = {}
-        for v in self.update.inputs:
-            if size(v) > SMALL:
-                groups[v] = _Group([v], self.owners.get(v))
-        found: dict[int, Var] = {}  # one array of each equation
-        for i, eqn in enumerate(self.update.equations):
-            arrays = [v for v in variables(eqn.invars) if v in groups]
-            if not arrays:
+    groups = {}
+    for v in update.inputs:
+        if size(v) > SMALL:
+            groups[v] = _Group([v], {owners[v]} if v in owners else set())
+    found: dict[int, Var] = {}  # one array of each equation
+    for i, eqn in enumerate(update.equations):
+        arrays = [v for v in variables(eqn.invars) if v in groups]
+        if not arrays:
+            continue
+        found[i] = arrays[0]
+        whole = groups[arrays[0]]
+        for v in [*arrays, *(v for v in eqn.outvars if size(v) > SMALL)]:
+            part = groups.get(v) or _Group([v], set())
+            if part is whole:
                 continue
-            found[i] = arrays[0]
-            for v in eqn.outvars:
-                if size(v) > SMALL:
-                    groups[v] = _Group([v], None)
-                    arrays.append(v)
-            whole = groups[arrays[0]]
-            for v in arrays[1:]:
-                part = groups[v]
-                if part is whole:
-                    continue
-                stages = [g.stage for g in (whole, part) if g.stage is not None]
-                if len(set(stages)) > 1:
-                    one, two = sorted(stages)
-                    raise PipeshardError(
-                        f"{eqn.primitive.name} ({place_of(eqn)}) joins arrays of stages {one} and "
-                        f"{two} in the update: update every parameter by itself (single numbers, "
-                        "such as norms, may be shared)"
-                    )
-                whole.stage = stages[0] if stages else None
-                whole.members += part.members
-                groups.update(dict.fromkeys(part.members, whole))
-        return {i: groups[v].stage or 0 for i, v in found.items()}
+            whole.stages |= part.stages
+            if len(whole.stages) > 1:
+                one, two = sorted(whole.stages)
+                raise PipeshardError(
+                    f"{eqn.primitive.name} ({place_of(eqn)}) joins arrays of stages {one} and "
+                    f"{two} in the update: update every parameter by itself (single numbers, "
+                    "such as norms, may be shared)"
+                )
+            whole.members += part.members
+            groups.update(dict.fromkeys(part.members, whole))
+    return {i: max(groups[v].stages, default=0) for i, v in found.items()}
 
-    def _first_level(self, i: int, stage: int) -> int:
-        """At which equation i can run on a stage."""
-        read = variables(self.update.equations[i].invars)
-        return max((self._known_at(v, stage) for v in read), default=0)
 
-    def _known_at(self, v: Var, stage: int) -> int:
-        """The first level at which a variable can be read on a stage."""
-        if (v, stage) not in self._known:
-            i = self.maker.get(v)
-            if i is None:  # an argument or a gradient
-                level = int(v in self.late or self.owners.get(v, stage) != stage)
-            elif i in self.places:  # from another stage it crosses between two levels
-                level, made_on = self.places[i]
-                level += made_on != stage
-            else:  # every task may compute it
-                level = self._first_level(i, stage)
-            self._known[v, stage] = level
-        return self._known[v, stage]
+def _tasks(
+    update: Graph, owners: dict[Var, int], late: set[Var], homes: dict[Var, int]
+) -> list[Task]:
+    # [1] Where and when each equation runs. What is made of single numbers alone has no place:
+    #     every task may compute it.
+    stage_of = _stages(update, owners)
+    stages = np.arange(1 + max(owners.values(), default=0))
+    known: dict[Var, np.ndarray] = {}  # per stage, the first level at which it can be read there
+    for v in update.sources:  # an argument or a gradient
+        known[v] = np.maximum(v in late, stages != owners.get(v, stages))
+    places: list[Place | None] = []
+    maker: dict[Var, Place | None] = {}
+    for i, eqn in enumerate(update.equations):
+        place = None
+        level = np.max([0 * stages, *(known[v] for v in variables(eqn.invars))], axis=0)
+        if i in stage_of:  # from this stage to another it crosses between two levels
+            stage = stage_of[i]
+            place = int(level[stage]), stage
+            level = level[stage] + (stages != stage)
+        places.append(place)
+        maker.update(dict.fromkeys(eqn.outvars, place))
+        known.update(dict.fromkeys(eqn.outvars, level))
 
-    def tasks(self) -> list[Task]:
-        # [1] Every level and stage with equations of its own, and what is wanted of it.
-        wanted: dict[tuple[int, int], dict[Var, None]] = {
-            place: {} for place in self.places.values()
-        }
-        # [2] The step's results are wanted where they are made; one that every task may compute,
-        #     where it is needed next time.
-        for v in variables(self.update.outputs):
-            if v in self.maker:
-                home = self.homes.get(v, 0)
-                place = self.places.get(self.maker[v]) or (self._known_at(v, home), home)
-                wanted.setdefault(place, {})[v] = None
-        # [3] From the last level to the first: what a task needs of the earlier ones.
-        tasks = []
-        for place in sorted(wanted, reverse=True):
-            level, stage = place
-            outputs = list(wanted[place])
-            mine = [
-                eqn
-                for i, eqn in enumerate(self.update.equations)
-                if self.places.get(i, place) == place
-            ]
-            equations = needed(mine, outputs, always=())
-            inputs = read_by(equations, outputs)
-            for v in inputs:
-                if v in self.maker:
-                    wanted[self.places[self.maker[v]]][v] = None
-            tasks.append(Task(stage, level, equations, inputs, outputs))
-        return [task for task in reversed(tasks) if task.outputs]
+    # [2] What is wanted of each: the step's results where they are made; one that every task may
+    #     compute, where it is needed next time.
+    wanted: dict[Place, dict[Var, None]] = {place: {} for place in places if place}
+    for v in variables(update.outputs):
+        if v in maker:
+            home = homes.get(v, 0)
+            place = maker[v] or (int(known[v][home]), home)
+            wanted.setdefault(place, {})[v] = None
+
+    # [3] From the last level to the first: what a task needs of the earlier ones.
+    tasks = []
+    for place in sorted(wanted, reverse=True):
+        level, stage = place
+        outputs = list(wanted[place])
+        pairs = zip(update.equations, places, strict=True)
+        mine = [eqn for eqn, where in pairs if where in (place, None)]
+        equations = needed(mine, outputs)
+        inputs = read_by(equations, outputs)
+        for v in inputs:
+            if made_at := maker.get(v):
+                wanted[made_at][v] = None
+        tasks.append(Task(stage, level, equations, inputs, outputs))
+    return [task for task in reversed(tasks) if task.outputs]

@@ -15,7 +15,8 @@ from matplotlib.text import Text
 
 from pipelab.action import Kind
 
-Colour = str | tuple[float, float, float]
+RGB = tuple[float, float, float]
+Colour = str | RGB
 
 BLUE = "#0072B2"
 GREEN = "#009E73"
@@ -58,13 +59,13 @@ SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes"))
 
 
-def lighter(colour: Colour, share: float) -> tuple[float, float, float]:
+def lighter(colour: Colour, share: float) -> RGB:
     """The colour mixed with `share` of white."""
     r, g, b = (c + (1 - c) * share for c in to_rgb(colour))
     return r, g, b
 
 
-def version_colour(version: int, share: float) -> tuple[float, float, float]:
+def version_colour(version: int, share: float) -> RGB:
     """A weight version's colour, mixed with `share` of white."""
     return lighter(LINES[version % len(LINES)], share)
 
@@ -131,10 +132,13 @@ def box(
     size: float = 9.0,
     **look: Any,
 ) -> Rectangle:
-    """A rectangle from its corner with the smallest coordinates; text stands in its middle."""
+    """A rectangle from its corner with the smallest coordinates; text stands in its middle.
+
+    One without width has no room for text.
+    """
     patch = Rectangle(corner, width, height, facecolor=colour, edgecolor=edge, **look)
     ax.add_patch(patch)
-    if text:
+    if text and width:
         x, y = patch.get_center()
         label(ax, x, y, text, size, colour)
     return patch
@@ -144,18 +148,5 @@ def label(
     ax: Axes, x: float, y: float, text: str, size: float, on: Colour = "white", **look: Any
 ) -> Text:
     """Text in the middle of something that has the colour `on`."""
-    centred: dict[str, Any] = {"ha": "center", "va": "center", "color": ink(on)}
+    centred: dict[str, Any] = {"ha": "center", "va": "center", "linespacing": 1, "color": ink(on)}
     return ax.text(x, y, text, fontsize=size, **centred | look)
-
-
-def arrow(
-    ax: Axes,
-    start: tuple[float, float],
-    end: tuple[float, float],
-    colour: Colour,
-    width: float,
-    **look: Any,
-) -> None:
-    """An arrow that touches both points."""
-    look |= {"arrowstyle": "-|>", "color": colour, "lw": width, "shrinkA": 0, "shrinkB": 0}
-    ax.annotate("", end, start, arrowprops=look)

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from pipelab.action import Kind
 from pipelab.plot import style
-from pipelab.plot.style import Colour
+from pipelab.plot.style import RGB, Colour
 from pipelab.timeline import Timeline
 
 LANE = 0.86  # of the room between two lanes
@@ -62,7 +62,7 @@ def timelines(items: dict[str, Timeline], ax: Axes | None = None, *, title: str 
 # ---- what other pictures use
 
 
-def colour_of(kind: Kind, stage: int, devices: int, stages: int) -> tuple[float, float, float]:
+def colour_of(kind: Kind, stage: int, devices: int, stages: int) -> RGB:
     """The kind's colour, lighter for a later chunk of the model."""
     chunks = -(-stages // devices)
     return style.lighter(style.KINDS[kind], 0.55 * (stage // devices) / max(chunks - 1, 1))

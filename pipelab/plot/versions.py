@@ -7,7 +7,7 @@ from pipelab.action import Kind
 from pipelab.plot import style
 from pipelab.plot.style import Colour
 from pipelab.plot.timeline import LANE, bar, idle, spans
-from pipelab.timeline import Timeline
+from pipelab.timeline import Timeline, plural
 
 
 def buffers(t: Timeline, stage: int = 0) -> list[tuple[int, int, float, float]]:
@@ -56,19 +56,18 @@ def versions(t: Timeline, stage: int = 0, ax: Axes | None = None) -> Axes:
             text = f"{kind.name}{t.microbatch[i]}\nv{t.version[i]}"
         else:
             colour, text = style.GREY, kind.name
-        _bar(ax, 0, start[i], end[i], colour, text, 7.5)
+        bar(ax, 0, start[i], end[i], colour, text=text, size=7.5, lw=0.8)
 
     # A lane per buffer.
     for place, version, born, dies in kept:
         if dies > born:
             colour = style.version_colour(version, 0.3)
-            _bar(ax, 1 + place, born, dies, colour, f"version {version}", 9)
+            bar(ax, 1 + place, born, dies, colour, text=f"version {version}", lw=0.8)
 
     # The last lane: gradients gather with each backward of an update group, until its update.
     floor = count + 1 + LANE / 2
-    for group in range(s.updates):
-        numbers = range(group * s.per_update, (group + 1) * s.per_update)
-        backwards = [s.position[[Kind.B, Kind.W], stage, number].max() for number in numbers]
+    backward = s.position[[Kind.B, Kind.W], stage].max(axis=0)
+    for group, backwards in enumerate(backward.reshape(-1, s.per_update)):
         moments = [*sorted(end[backwards]), end[s.position[Kind.U, stage, group]]]
         for step in range(s.per_update):
             a, b = moments[step : step + 2]
@@ -82,15 +81,6 @@ def versions(t: Timeline, stage: int = 0, ax: Axes | None = None) -> Axes:
         ax, range(count + 2), ["actions", *(f"buffer {i}" for i in range(count)), "gradients"]
     )
     ax.set_xlabel("time")
-    noun = "weight version" if count == 1 else "weight versions"
-    words = f"{count} {noun}, an update every {s.per_update} micro-batches"
+    words = f"{plural(count, 'weight version')}, an update every {s.per_update} micro-batches"
     style.title(ax, f"{s.name}, stage {stage}: {words}")
     return ax
-
-
-def _bar(
-    ax: Axes, row: int, start: float, end: float, colour: Colour, text: str, size: float
-) -> None:
-    bar(ax, row, start, end, colour, lw=0.8)
-    if end > start:
-        style.label(ax, (start + end) / 2, row, text, size, colour, linespacing=1)

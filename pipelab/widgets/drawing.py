@@ -2,7 +2,6 @@
 
 import base64
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -64,9 +63,7 @@ def _timeline(t: Timeline) -> dict[str, Any]:
     """
     s = t.schedule
     chunks = chunks_of([t])
-    before = np.arange(len(t.start)) - 1
-    before[[a for a, b in pairwise(s.bounds) if b > a]] = -1
-    part = parts(t)
+    before, part = s.before, parts(t)
     there = np.where(s.inputs >= 0, t.end[s.inputs] + part.delay, -1)
     done = np.where(before >= 0, t.end[before], 0)
     tie = (s.inputs >= 0) & (before >= 0) & (abs(there - done) <= 1e-9 * t.makespan)

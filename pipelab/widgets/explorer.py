@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +14,6 @@ import traitlets
 from pipelab.action import ScheduleError, check_counts
 from pipelab.costs import CostError, Costs, Recompute
 from pipelab.memory import Memory, memory
-from pipelab.schedule import Schedule
 from pipelab.schedules import SCHEDULES, make
 from pipelab.simulate import simulate
 from pipelab.timeline import Timeline
@@ -29,18 +27,12 @@ COSTS = Costs(weights=2, optimizer=4, activations=1, boundary=0.25)
 MODES = {mode.value: mode for mode in Recompute}
 LARGEST = 100_000  # actions; what a browser still draws in about a second
 MOST = 1e15  # seconds or bytes; beyond, sums come near what single precision holds
+make_once = lru_cache(maxsize=8)(make)  # tables are kept, since most changes are to costs
 
 
 def with_chunks(name: str) -> bool:
     """Whether the named schedule places several chunks of the model on a device."""
     return "virtual" in inspect.signature(SCHEDULES[name]).parameters
-
-
-def buildable(name: str) -> bool:
-    """Whether `make` can call the named schedule."""
-    with suppress(TypeError):
-        return bool(inspect.signature(SCHEDULES[name]).bind(1, 1, batches=1))
-    return False
 
 
 class Explorer(anywidget.AnyWidget):
@@ -94,7 +86,7 @@ class Explorer(anywidget.AnyWidget):
             }
         )
         picture = self._picture(settings)
-        names = sorted(filter(buildable, SCHEDULES))
+        names = sorted(SCHEDULES)
         choices = {
             "schedules": names,
             "chunks": [n for n in names if with_chunks(n)],
@@ -164,14 +156,9 @@ def _simulated(
             "so make a size smaller"
         )
     split = costs.split(v)
-    timeline = simulate(_table(name, devices, microbatches, v, batches), split)
+    table = make_once(name, devices, microbatches, virtual=v, batches=batches)
+    timeline = simulate(table, split)
     return timeline, memory(timeline, split)
-
-
-@lru_cache(maxsize=8)
-def _table(name: str, devices: int, microbatches: int, virtual: int, batches: int) -> Schedule:
-    """Tables are kept, since most changes are to costs."""
-    return make(name, devices, microbatches, virtual=virtual, batches=batches)
 
 
 def _as_text(settings: Mapping[str, Any]) -> dict[str, Any]:

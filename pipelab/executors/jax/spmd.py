@@ -316,7 +316,7 @@ def _guard_jvp(primals, tangents):
     (valid, x), (_, tangent) = primals, tangents
     if tangent.dtype == jax.dtypes.float0:  # of an integer
         return x, tangent
-    return x, lax.select(valid, tangent, jnp.zeros_like(tangent))
+    return x, jnp.where(valid, tangent, 0)
 
 
 # ---- training, memory
