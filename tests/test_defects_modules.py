@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from pipelab import Recompute, evaluate, make, run
+from pipelab.executors.torch.stage import TorchStage
 from tests.test_run import SGD, batches, stages
 
 
@@ -266,3 +267,68 @@ def test_the_norm_of_a_complex_gradient_counts_both_parts(name):
     assert result.check.passed, result.check
     if name == "gpipe":
         assert close(result.weights, plain(modules, data, SGD, clip=1e-2))
+
+
+class Handing(nn.Module):
+    """Hands on a buffer that it changes in its next forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6, dtype=torch.float64)
+        self.register_buffer("count", torch.zeros(5000, dtype=torch.float64))
+
+    def forward(self, x):
+        self.count.add_(1.0)
+        return self.linear(x), self.count
+
+
+class Handed(nn.Linear):
+    def forward(self, pair):
+        x, count = pair
+        return super().forward(x) * count.mean() / 4
+
+
+class Adding(nn.Module):
+    """The gradients of its input and of its weight may share their memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2, 3000, dtype=torch.float64))
+
+    def forward(self, x):
+        return (x.view(-1) + self.w.view(-1)).view_as(x)
+
+
+class Mean(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.view(2, 6, -1).mean(-1))
+
+
+@pytest.mark.parametrize("repeat", range(3))
+def test_what_was_sent_stays_as_it_was(repeat):
+    # Was: read by reference, after the sender had changed it.
+    double = {"dtype": torch.float64}
+    result = run(
+        make("gpipe", 2, 4), [Handing(), Handed(6, 6, **double)], batches(1), F.mse_loss, SGD
+    )
+    assert result.check.passed
+    models = [nn.Linear(6, 3000, **double), Adding(), Mean(6, 6, **double)]
+    assert run(make("gpipe", 3, 4), models, batches(1), F.mse_loss, SGD).check.passed
+
+
+def test_the_check_sees_wrong_losses_of_stages_with_a_state(monkeypatch):
+    # Was: second opinions began with the buffers that an update had left, and were far off: so far
+    # any error was rounding.
+    forward = TorchStage.forward
+
+    def wrong(self, microbatch, received):
+        output = forward(self, microbatch, received)
+        if microbatch == 1 and self.feed.targets is not None:
+            mean, count = self.losses[microbatch]
+            self.losses[microbatch] = mean * 1.04, count
+        return output
+
+    monkeypatch.setattr(TorchStage, "forward", wrong)
+    models = [Handing(), Handed(6, 6, dtype=torch.float64)]
+    result = run(make("gpipe", 2, 4), models, batches(1), F.mse_loss, SGD)
+    assert not result.check.passed

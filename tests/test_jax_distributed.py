@@ -6,15 +6,19 @@ import socket
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import tests.jax_setup  # isort: skip  # noqa: F401
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import pipelab
+from pipelab.executors.jax.wire import JaxArrays
+from pipelab.executors.links import Link
 from pipelab.models.flax_mlp import mlp
 
 ROOT = Path(__file__).parent.parent
@@ -182,3 +186,23 @@ def test_the_command_line_in_two_processes():
     assert reports[1] == []
     assert reports[0][0]["check"]["passed"] is True
     assert reports[0][0]["devices"] == 2
+
+
+def test_arrays_come_as_they_were_sent():
+    near, far = (Link(Connection(s.detach()), JaxArrays()) for s in socket.socketpair())
+    sent = {
+        "keys": jax.random.split(jax.random.key(0), 3),
+        "weak": jnp.asarray(0.37),  # was: of a strong type on the other side
+        "half": jnp.ones((3, 2), jnp.bfloat16),
+        "whole": jnp.arange(3),
+        "empty": jnp.zeros((0, 3)),
+    }
+    near.write(sent)
+    found = far.read()
+    for end in (near, far):
+        end.close()
+    words = jax.random.key_data
+    assert (words(found.pop("keys")) == words(sent.pop("keys"))).all()
+    for name, array in sent.items():
+        assert found[name].aval == array.aval
+        assert (found[name] == array).all()

@@ -17,10 +17,12 @@ from pipelab.executors.job import BEFORE, Job, Launcher, no_progress, place
 from pipelab.executors.links import Line, connect
 from pipelab.executors.result import Outcome
 from pipelab.executors.threads import LOOK, run_threads
+from pipelab.executors.transport import Lost
 from pipelab.executors.wire import Wire
 from pipelab.executors.worker import RunError
 
 LEAVING = 2.0  # seconds that a process which failed waits for the others to hear of it
+STARTING = 300.0  # seconds that others may take for what comes before actions, such as compiling
 
 
 class Peer:
@@ -46,7 +48,8 @@ class Peer:
         try:
             what, rest = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
-            what, rest = "last", (RunError(f"process {self.number} disconnected"), False)
+            text = f"process {self.number} disconnected; it was at: {self.place}"
+            what, rest = "last", (RunError(text), False)
         if what == "value":
             self.values.extend(rest)
         elif what == "at":
@@ -82,6 +85,13 @@ class Cluster(Launcher):
         return self.me == 0
 
     def __enter__(self) -> "Cluster":
+        try:
+            self._meet()
+        except Lost as error:
+            raise RunError(f"process {self.me} does not hear the others: {error}") from error
+        return self
+
+    def _meet(self) -> None:
         hosts, calls = zip(*self.exchange([clock.host(), self.call]), strict=True)
         for number, call in enumerate(calls):
             if call != calls[0]:
@@ -94,7 +104,6 @@ class Cluster(Launcher):
         for line, connection in connect(self.me, lines, self.exchange).items():
             number = line.first + line.second - self.me
             self.peers[number] = Peer(number, connection, hosts[number] == hosts[self.me])
-        return self
 
     def run(self, jobs: Sequence[Job]) -> list[Outcome]:
         self.wire = self.make_wire(jobs)
@@ -116,6 +125,7 @@ class Cluster(Launcher):
                 raise RunError(no_progress(places, self.timeout))
 
         try:
+            watch()
             mine = run_threads(
                 jobs,
                 [self.wire] * jobs[0].replicas,
@@ -157,13 +167,14 @@ class Cluster(Launcher):
     def _start(self, paced: bool) -> float:
         """The run's time zero on this process's clock, at the same moment in all processes."""
         assert self.wire
+        watch = self._deadline()
         if self.first:
             # [1] answer who asks for the time, until all are ready
             for peer in self.peers.values():
                 for _ in range(0 if peer.same_host else clock.ROUNDS):
-                    self._value(peer)
+                    self._value(peer, watch)
                     peer.tell("value", time.perf_counter())
-                self._value(peer)
+                self._value(peer, watch)
             # [2] say when
             began = time.perf_counter() + 0.01
             self._tell_all("value", began)
@@ -172,11 +183,11 @@ class Cluster(Launcher):
 
             def ask() -> float:
                 zero.tell("value", "what time is it?")
-                return self._value(zero)
+                return self._value(zero, watch)
 
             ahead = 0.0 if zero.same_host else clock.behind(ask)
             zero.tell("value", "ready")
-            began = self._value(zero) - ahead
+            began = self._value(zero, watch) - ahead
         self.wire.began = None if paced else began
         time.sleep(max(0.0, began - time.perf_counter()))
         return began
@@ -186,7 +197,20 @@ class Cluster(Launcher):
     def share(self, value: Any) -> list[Any]:
         """What every process gives, in their order; all call this."""
         self._tell_all("value", value)
-        return [self._value(self.peers[n]) if n != self.me else value for n in range(self.count)]
+        watch, of_peers = self._deadline(), self.peers.items()
+        values = {self.me: value} | {n: self._value(peer, watch) for n, peer in of_peers}
+        return [values[n] for n in range(self.count)]
+
+    def _deadline(self) -> Callable[[], None]:
+        """A watch over what comes before actions."""
+        limit = max(self.timeout, STARTING)
+        deadline = time.monotonic() + limit
+
+        def watch() -> None:
+            if time.monotonic() > deadline:
+                raise RunError(no_progress([p.place for p in self.peers.values()], limit))
+
+        return watch
 
     def _tell_all(self, what: str, *rest: Any) -> None:
         for peer in self.peers.values():
@@ -218,7 +242,7 @@ class Cluster(Launcher):
     def _agreed(self, error: RunError) -> RunError:
         """The failure that all raise: of the first process that did not fail by another's."""
         heard = any(peer.word and peer.word[0] is error for peer in self.peers.values())
-        secondary = heard or isinstance(error.__cause__, ConnectionError)
+        secondary = heard or isinstance(error.__cause__, Lost)
         self._last_words(error, secondary)
         words = {n: peer.word for n, peer in self.peers.items() if peer.word}
         words[self.me] = error, secondary

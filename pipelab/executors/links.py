@@ -11,12 +11,13 @@ import pickle
 import secrets
 import socket
 import struct
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from pipelab.executors import clock
+from pipelab.executors.transport import Lost
 from pipelab.executors.worker import RunError
 
 MEETING = 30.0  # seconds within which all processes have to have called
@@ -45,25 +47,26 @@ class Line(NamedTuple):
     second: int
     name: str
 
+    def __str__(self) -> str:
+        return f"{self.name} of processes {self.first} and {self.second}"
+
 
 def connect(me: int, lines: Sequence[Line], exchange: Exchange) -> dict[Line, Connection]:
     """The connections of process `me`; all processes call this, with the same lines.
 
     The second process of a line calls, the first one answers. RunError, in all of them, where two
-    cannot reach each other.
+    cannot reach each other within MEETING seconds.
     """
     mine = [line for line in lines if me in line[:2]]
     # [1] who is there; the key that process 0 draws keeps out others
     networks, keys = zip(*exchange([_network(), secrets.token_hex()]), strict=True)
-    key = bytes.fromhex(keys[0])
-    # [2] every process opens a port, tells the others, calls those before it, answers the rest
     here = "127.0.0.1" if len(set(networks)) == 1 else _address()
-    with Listener((here, 0), backlog=len(mine) + 1, authkey=key) as listener:
-        addresses = exchange(listener.address)
-        found, problem = _meet(listener, addresses, mine, me, key)
-        problems = exchange(problem)
+    # [2] every process opens a port, tells the others, calls those before it, answers the rest
+    with socket.create_server((here, 0), backlog=len(mine) + 1) as server:
+        addresses = exchange(server.getsockname())
+        found, trouble = _meet(server, addresses, mine, me, bytes.fromhex(keys[0]))
     # [3] go on only if all have found all
-    for number, problem in enumerate(problems):
+    for number, problem in enumerate(exchange(trouble)):
         if problem:
             for connection in found.values():
                 connection.close()
@@ -72,29 +75,43 @@ def connect(me: int, lines: Sequence[Line], exchange: Exchange) -> dict[Line, Co
 
 
 def _meet(
-    listener: Listener, addresses: Sequence[Any], mine: Sequence[Line], me: int, key: bytes
+    server: socket.socket, addresses: Sequence[Any], mine: Sequence[Line], me: int, key: bytes
 ) -> tuple[dict[Line, Connection], str]:
-    """This process's connections, and what went wrong, or ""."""
+    """This process's connections, and what went wrong, or "".
+
+    Whoever calls or is called may be anybody, or hang: each has a thread of its own.
+    """
     found: dict[Line, Connection] = {}
+    problems: list[str] = []
 
-    def answer() -> None:
-        while len(found) < len(mine):
-            with suppress(AuthenticationError, EOFError):  # somebody else
-                connection = listener.accept()
-                found[Line(*connection.recv())] = connection
+    def call(line: Line) -> None:
+        try:
+            connection = Client(tuple(addresses[line.first]), authkey=key)
+            connection.send(tuple(line))
+            found[line] = connection
+        except Exception as error:
+            problems.append(f"{type(error).__name__}: {error}")
 
-    try:
-        for line in mine:
-            if line.second == me:
-                found[line] = Client(tuple(addresses[line.first]), authkey=key)
-                found[line].send(tuple(line))
-        answering = Thread(target=answer, daemon=True)
-        answering.start()
-        answering.join(MEETING)
-    except Exception as error:
-        return found, f"{type(error).__name__}: {error}"[:500]
-    missing = [line.second for line in mine if line not in found]
-    return found, f"process {min(missing)} has not called within {MEETING:g} s" if missing else ""
+    def answer(connection: Connection) -> None:
+        with suppress(AuthenticationError, EOFError, OSError):  # else it is somebody else
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+            found[Line(*connection.recv())] = connection
+
+    for line in mine:
+        if line.second == me:
+            Thread(target=call, args=(line,), daemon=True).start()
+    server.settimeout(0.01)
+    deadline = time.monotonic() + MEETING
+    while len(found) < len(mine) and not problems and time.monotonic() < deadline:
+        with suppress(TimeoutError):
+            called, _ = server.accept()
+            called.setblocking(True)
+            Thread(target=answer, args=(Connection(called.detach()),), daemon=True).start()
+    missing = {*mine} - {*found}
+    if missing and not problems:
+        problems = [f"{min(missing)} is not connected within {MEETING:g} s"]
+    return found, "; ".join(problems)
 
 
 def _network() -> str:
@@ -112,9 +129,11 @@ def _address() -> str:
     The one from which it calls the launcher's MASTER_ADDR; without that its name's, or where that
     stands for loopback, the one from which it calls out.
     """
-    found = socket.gethostbyname(socket.gethostname())
+    found = "127.0.0.1"
+    with suppress(OSError):  # it has no name
+        found = socket.gethostbyname(socket.gethostname())
     if "MASTER_ADDR" in os.environ or found.startswith("127."):
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((os.environ.get("MASTER_ADDR", "192.0.2.1"), 1))  # no packet is sent
             found = probe.getsockname()[0]
     return found
@@ -148,6 +167,7 @@ class Link:
     def __init__(self, connection: Connection, arrays: Arrays) -> None:
         self.socket = socket.socket(fileno=os.dup(connection.fileno()))
         connection.close()
+        self.socket.setblocking(True)  # whatever the default is
         with suppress(OSError):  # not every socket is TCP's
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.arrays = arrays
@@ -158,16 +178,17 @@ class Link:
         return self.socket.fileno()
 
     def write(self, message: Any) -> None:
-        """Send a message. ConnectionError if this or an earlier one was lost."""
+        """Send a message. Lost if this or an earlier one is."""
         parts = _packed(message, self.arrays)
         if not self._sending or self._sending.done():
             self.settle()
-            parts = self._send_now(parts)
+            with _lost():
+                parts = self._send_now(parts)
         if parts:
             self._sending = self._thread.submit(self._send, parts)
 
     def read(self) -> Any:
-        """The next message; waits for it. ConnectionError if the other end is closed."""
+        """The next message; waits for it. Lost if the other end is closed."""
         block = bytearray(BLOCK)
         self._fill(block)
         rest = bytearray(max(0, HEAD.unpack_from(block)[0] - BLOCK))
@@ -177,9 +198,10 @@ class Link:
         return _Unpickler(pickled, self.arrays, self._fill).load()
 
     def settle(self) -> None:
-        """Wait until the kernel has all messages. ConnectionError if one was lost."""
+        """Wait until the kernel has all messages. Lost if one is."""
         if self._sending:
-            self._sending.result()
+            with _lost():
+                self._sending.result()
 
     def end(self) -> None:
         """Let no thread wait on the socket any more, here and at the other end."""
@@ -207,10 +229,19 @@ class Link:
     def _fill(self, buffer: Any) -> None:
         left = memoryview(buffer)
         while left:
-            count = self.socket.recv_into(left, 0, socket.MSG_WAITALL)
+            with _lost():
+                count = self.socket.recv_into(left, 0, socket.MSG_WAITALL)
             if not count:
-                raise ConnectionResetError("the connection to another rank was closed")
+                raise Lost("the connection to another process was closed")
             left = left[count:]
+
+
+@contextmanager
+def _lost() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Lost(f"a message to or from another process was lost: {error}") from error
 
 
 class _Pickler(cloudpickle.Pickler):

@@ -21,6 +21,10 @@ class Message(NamedTuple):
     at: float
 
 
+class Lost(ConnectionError):
+    """A message to or from another process was lost: mostly that one's fault."""
+
+
 class Aborted(Exception):
     """Another worker failed; this one ends quietly."""
 

@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from selectors import EVENT_READ, DefaultSelector
 from threading import Event
@@ -14,6 +15,7 @@ from pipelab.executors.transport import Aborted, Key, Message
 from pipelab.schedule import Schedule
 
 AT_ONCE = 1e-4  # seconds: a receive that takes less did not wait
+PIPE = 4096  # rings of a bell that are heard at once
 
 
 class Wire:
@@ -38,7 +40,8 @@ class Wire:
         self._readable = {row: DefaultSelector() for row in rows}
         # Rows of this process hand over by reference, and wake each other by a byte.
         self._bells = {row: socket.socketpair() for row in rows if len(rows) > 1}
-        for row, (ear, _) in self._bells.items():
+        for row, (ear, mouth) in self._bells.items():
+            mouth.setblocking(False)
             self._readable[row].register(ear, EVENT_READ)
         for (row, _), link in links.items():
             self._readable[row].register(link, EVENT_READ, link)
@@ -60,23 +63,23 @@ class Wire:
 
     def send(self, key: Key, device: int, message: Message) -> None:
         source = self._source(key)
-        if device not in self._here:
-            return self._links[source, device].write((key, message))
-        self._here[device][key] = message
-        if device != source:
-            self._bells[device][1].send(b"!")
-        return None
+        if device in self._here:
+            self._here[device][key] = message
+            if device != source:
+                self._ring(device)
+            return
+        try:
+            self._links[source, device].write((key, message))
+        finally:
+            self.sleep(0)  # if the run has ended, nothing else counts
 
     def receive(self, key: Key, device: int) -> Message:
         here = self._here[device]
         while key not in here:
             try:
                 self._read(device)
-            except ConnectionError:
-                if not self._ended.is_set():
-                    raise
-            if self._ended.is_set():
-                raise Aborted
+            finally:
+                self.sleep(0)  # if the run has ended, nothing else counts
         return here.pop(key)
 
     def _read(self, device: int) -> None:
@@ -84,7 +87,7 @@ class Wire:
         asked = time.perf_counter()
         for found, _ in self._readable[device].select():
             if found.data is None:  # the bell; the message is here already
-                found.fileobj.recv(1)  # type: ignore[union-attr]
+                found.fileobj.recv(PIPE)  # type: ignore[union-attr]
                 continue
             key, message = found.data.read()
             # When it came: if it was not waited for, only the time of sending is known.
@@ -101,7 +104,7 @@ class Wire:
             raise Aborted
 
     def settle(self) -> None:
-        """Wait until all that was sent has left. ConnectionError if it cannot."""
+        """Wait until all that was sent has left. Lost if it cannot."""
         for link in self._links.values():
             link.settle()
 
@@ -109,8 +112,12 @@ class Wire:
         self._ended.set()
         for link in self._links.values():
             link.end()
-        for _, mouth in self._bells.values():
-            mouth.send(b"!")
+        for row in self._bells:
+            self._ring(row)
+
+    def _ring(self, row: int) -> None:
+        with suppress(BlockingIOError):  # so often that it is heard anyway
+            self._bells[row][1].send(b"!")
 
     def _source(self, key: Any) -> int:
         """The row that sends a message."""

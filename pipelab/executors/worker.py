@@ -137,7 +137,7 @@ class Worker:
                     self._end_group(action, stage)
             except Aborted:
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise self._failure(action, received, error) from error
             # [4] note what happened
             if action.kind is not Kind.F:
@@ -154,7 +154,7 @@ class Worker:
         record.start, record.end = map(self.device.seconds, (record.start, record.end))
         return record
 
-    def _failure(self, action: Action, received: Any, error: Exception) -> RunError:
+    def _failure(self, action: Action, received: Any, error: BaseException) -> RunError:
         message = f"{self.where}, action {action}: {type(error).__name__}: {error}"
         described = received is not None and action.kind is not Kind.U
         if described and not isinstance(error, ConnectionError):

@@ -1,6 +1,6 @@
 """How JAX arrays travel between processes: by way of the host."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,30 +9,47 @@ import numpy as np
 from pipelab.executors.links import Arrays, Fill
 
 
+class Described(NamedTuple):
+    """An array in a message.
+
+    keys  how its words are made random keys, if it is of keys
+    weak  whether its type gives way to others, as a Python number's does
+    """
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    keys: str | None
+    weak: bool
+
+
 class JaxArrays(Arrays):
-    """Random keys as their words, which are made keys again as `impl` says."""
+    """Random keys as their words."""
 
     def describe(self, value: Any) -> Any:
         if not isinstance(value, jax.Array):
             return None
-        impl = str(jax.random.key_impl(value)) if _are_keys(value) else None
-        like = jax.random.key_data(value) if impl else value
-        return like.dtype, like.shape, impl
+        words = _words(value)
+        keys = None if words is value else str(jax.random.key_impl(value))
+        return Described(words.dtype, words.shape, keys, words.weak_type)
 
     def content(self, array: Any) -> memoryview:
-        return _bytes(np.asarray(jax.random.key_data(array) if _are_keys(array) else array))
+        return _bytes(np.asarray(_words(array)))
 
     def build(self, described: Any, fill: Fill) -> Any:
-        dtype, shape, impl = described
-        array = np.empty(shape, dtype)
+        array = np.empty(described.shape, described.dtype)
         fill(_bytes(array))
-        return (
-            jax.random.wrap_key_data(jnp.asarray(array), impl=impl) if impl else jnp.asarray(array)
-        )
+        if described.keys:
+            return jax.random.wrap_key_data(jnp.asarray(array), impl=described.keys)
+        if described.weak:  # what a Python number is, and keeps what is put into it
+            weak = jnp.asarray(described.dtype.type(0).item())
+            return jnp.broadcast_to(weak, described.shape).at[...].set(array)
+        return jnp.asarray(array)
 
 
-def _are_keys(array: jax.Array) -> bool:
-    return jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+def _words(array: jax.Array) -> jax.Array:
+    """An array of numbers as it is; of random keys, their words."""
+    keys = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(array) if keys else array
 
 
 def _bytes(array: np.ndarray) -> memoryview:

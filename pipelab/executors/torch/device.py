@@ -49,6 +49,10 @@ class CpuDevice(Device):
         self._ignored[owner] = set(storages(tensors))
         self._constants = set().union(*self._ignored.values())
 
+    def ignores(self, tensor: Tensor) -> bool:
+        """Whether its memory is a weight's or a buffer's."""
+        return tensor.untyped_storage().data_ptr() in self._constants
+
     def hold(self, key: Hashable, tensors: Iterable[Any]) -> None:
         """Count the storages of those that are tensors for `key`."""
         blocks = storages(tensor for tensor in tensors if isinstance(tensor, Tensor))
@@ -59,9 +63,8 @@ class CpuDevice(Device):
         """Count for `key` all that autograd saves in this context."""
 
         def pack(tensor: Tensor) -> tuple[Tensor, int]:
-            block = tensor.untyped_storage()
-            if (address := block.data_ptr()) not in self._constants:
-                self.ledger.hold(key, {address: block.nbytes()})
+            if not self.ignores(tensor):
+                self.ledger.hold(key, storages([tensor]))
             return tensor.detach(), tensor._version  # the tensor itself would keep its graph alive
 
         def unpack(packed: tuple[Tensor, int]) -> Tensor:

@@ -33,6 +33,7 @@ from pipelab.executors.result import Outcome
 from pipelab.executors.threads import Threads
 from pipelab.executors.torch.ranks import perform
 from pipelab.executors.torch.wire import FOREVER
+from pipelab.executors.transport import Lost
 from pipelab.executors.worker import RunError
 
 PRELOAD = ["torch._dynamo", "pipelab.executors.torch.processes"]
@@ -121,7 +122,7 @@ class _Failure:
     def __init__(self, job: RankJob, error: BaseException) -> None:
         cause = error.__cause__ if isinstance(error, RunError) and error.__cause__ else error
         self.traceback = "".join(traceback.format_exception(cause))
-        self.secondary = isinstance(cause, ConnectionError)
+        self.secondary = isinstance(cause, Lost)
         self.error = RunError(f"{job.where}: {type(error).__name__}: {error}", job.rank)
         if isinstance(error, RunError):
             self.error = error
@@ -242,7 +243,11 @@ def _rank(connection: Connection, rank: int, marks: Any, folder: str) -> None:
     with open(os.path.join(folder, f"log{rank:04}"), "w", buffering=1) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-        job, work = cloudpickle.loads(connection.recv_bytes())
+        try:
+            packed = connection.recv_bytes()
+        except (EOFError, OSError):
+            _end(folder)
+        job, work = cloudpickle.loads(packed)
         Thread(target=_end_with, args=(connection, folder), daemon=True).start()
         try:
             outcome = _perform(job, work, marks, folder)
@@ -259,8 +264,12 @@ def _end_with(parent: Connection, folder: str) -> None:
     try:
         parent.recv_bytes()
     except (EOFError, OSError):
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
+        _end(folder)
+
+
+def _end(folder: str) -> NoReturn:
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
 
 
 def _perform(job: RankJob, work: Callable, marks: Any, folder: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -50,11 +51,16 @@ def make_wire(job: Job, exchange: Callable[[Any], list[Any]]) -> TorchWire:
 
 
 def exchange(value: Any) -> list[Any]:
-    """The values of all ranks."""
-    values = [None] * dist.get_world_size()
+    """The values of all ranks, by the store in which they have met.
+
+    Lost if one has not given its own within the store's timeout.
+    """
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     with connected():
-        dist.all_gather_object(values, value)
-    return values
+        number = store.add(f"pipelab/{rank}", 1)  # all ranks make the same calls
+        store.set(f"pipelab/{number}/{rank}", json.dumps(value))
+        names = [f"pipelab/{number}/{r}" for r in range(dist.get_world_size())]
+        return [json.loads(store.get(name)) for name in names]
 
 
 class Ranks(Cluster):

@@ -128,7 +128,13 @@ class TorchStage(Stage):
         edges, gradients, leaves, count = self._prepare(microbatch, received)
         self._accumulate(microbatch, edges, gradients)
         self.finish(microbatch, count)
-        return count, [leaf.grad if leaf is not None else None for leaf in leaves]
+        gradients = [leaf.grad if leaf is not None else None for leaf in leaves]
+        # Autograd may give an input and a weight one memory, and the weight's is added to later.
+        added_to = storages(p.grad for p in self._every_version() if p.grad is not None)
+        return count, [
+            g.clone() if g is not None and g.untyped_storage().data_ptr() in added_to else g
+            for g in gradients
+        ]
 
     def input_grad(self, microbatch: int, received: Any) -> Any:
         """The input's gradient alone; the graph stays for `weight_grad`."""
@@ -329,13 +335,17 @@ class TorchStage(Stage):
             y = self.module(x)
             if self.feed.targets is None:
                 check_leaves(pytree.tree_leaves(y), "a stage's output")
-                return pytree.tree_map_only(Tensor, Tensor.detach, y), y, 0
+                return pytree.tree_map_only(Tensor, self._sent, y), y, 0
             value = self.recipe.loss(y, self.feed.targets[microbatch])
         pair = isinstance(value, tuple)
         mean, count = value if pair else (value, self.feed.samples[microbatch])
         _check_mean(mean, y)
         self.losses[microbatch] = (mean.detach(), float(count))
         return None, mean, float(count)
+
+    def _sent(self, output: Tensor) -> Tensor:
+        """Without its graph; a weight or buffer may change before another thread has read it."""
+        return output.detach().clone() if self.device.ignores(output) else output.detach()
 
     def _compute(self, microbatch: int, x: Any) -> tuple[Any, _Kept]:
         """A forward with its graph: what is sent on, and what its backward needs."""

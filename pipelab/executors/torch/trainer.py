@@ -56,6 +56,7 @@ class Trainer:
             for stage in self.stages:
                 for tensor in (*stage.parameters(), *stage.buffers()):
                     tensor.data = _widen(tensor.data)  # in place, so that tied ones stay tied
+        self._found: list[Tensor] = []  # the buffers before the latest gradient or loss
         self.trained = [p for p in nn.ModuleList(self.stages).parameters() if p.requires_grad]
         self.history = [{first: _weights(stage)} for stage in self.stages]  # [stage][version]
         for stage, history, state in zip(self.stages, self.history, start, strict=False):
@@ -206,20 +207,26 @@ class Trainer:
 
     @contextmanager
     def _restored(self, jitter: int) -> Iterator[torch.Generator | None]:
-        """The random errors of a second opinion, which leaves no trace in the buffers."""
+        """The random errors of a second opinion.
+
+        It starts from the buffers that the first one has found, and leaves no trace in them.
+        """
         if not jitter:
+            self._found = [buffer.clone() for stage in self.stages for buffer in stage.buffers()]
             yield None
             return
-        with self._buffers_kept():
+        with self._buffers_kept() as buffers:
+            for buffer, value in zip(buffers, self._found or buffers, strict=True):
+                buffer.data.copy_(value)
             yield torch.Generator().manual_seed(jitter)
 
     @contextmanager
-    def _buffers_kept(self) -> Iterator[None]:
+    def _buffers_kept(self) -> Iterator[list[Tensor]]:
         """What is computed inside leaves the buffers as they were before."""
         buffers = [buffer for stage in self.stages for buffer in stage.buffers()]
         before = [buffer.clone() for buffer in buffers]
         try:
-            yield
+            yield buffers
         finally:
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.data.copy_(value)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipelab.executors.job import Job
 from pipelab.executors.links import Arrays, Exchange, Fill
-from pipelab.executors.transport import Key
+from pipelab.executors.transport import Key, Lost
 from pipelab.executors.wire import Wire, open_links, pairs_of_rows
 
 FOREVER = timedelta(days=1)  # for torch, which counts a rank's wait for others who work as a hang
@@ -90,6 +90,7 @@ class TorchWire(Wire):
         me, world = dist.get_rank(), dist.get_world_size()
         places = exchange([device.type, str(device), os.uname().nodename])
         own = len({*map(tuple, places)}) == world
+        self._groups: list[Any] = []
         self._nccl = own and all(kind == "cuda" for kind, *_ in places)
         over = self._over_nccl(job, device)
         links = open_links(job, me, range(world), exchange, lambda a, b: over.get(b, Tensors()))
@@ -115,7 +116,15 @@ class TorchWire(Wire):
     def _group(self, job: Job, places: Sequence[tuple[int, int]]) -> Any:
         """A process group of ranks by row and replica; all ranks make all, in one order."""
         ranks = [row * job.replicas + replica for row, replica in places]
-        return dist.new_group(ranks, timeout=FOREVER, backend="nccl" if self._nccl else "gloo")
+        backend = "nccl" if self._nccl else "gloo"
+        self._groups.append(dist.new_group(ranks, timeout=FOREVER, backend=backend))
+        return self._groups[-1]
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        for group in self._groups:
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
 
     def sum_over_replicas(self, key: Key, device: int, parts: list[Any]) -> list[Any]:
         sums = [part.contiguous() for part in parts]
@@ -138,8 +147,8 @@ class TorchWire(Wire):
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """ConnectionError where torch.distributed fails: that is mostly another rank's fault."""
+    """Lost where torch.distributed fails: that is mostly another rank's fault."""
     try:
         yield
     except RuntimeError as error:
-        raise ConnectionError(f"a message to or from another rank was lost: {error}") from error
+        raise Lost(f"a message to or from another rank was lost: {error}") from error
