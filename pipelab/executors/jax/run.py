@@ -25,13 +25,11 @@ from pipelab.schedule import Schedule
 class JaxJob(Job):
     """A job on JAX stages.
 
-    parts   the row's stages by number; `feeds` what the table and the data hold for them
+    parts   the row's stages by number
     shapes  per stage, each (x, target) that it is compiled for, as `jax.ShapeDtypeStruct`s
     """
 
     parts: dict[int, Part]
-    feeds: dict[int, Feed]
-    recipe: Recipe
     shapes: Sequence[Sequence[tuple[Any, Any]]]
 
     def home(self) -> JaxDevice:
@@ -79,9 +77,9 @@ class JaxWing(Wing):
         pieces = cut(batches[0], self.segment.table.microbatches, 0, TREES)
         self.shapes = _shapes(self.parts, pieces, self.seed is not None)
 
-    def job(self, recipe: Recipe, feeds: dict[int, Feed], **fields: Any) -> JaxJob:
+    def job(self, feeds: dict[int, Feed], **fields: Any) -> JaxJob:
         parts = {s: self.parts[s] for s in feeds}
-        return JaxJob(parts=parts, feeds=feeds, recipe=recipe, shapes=self.shapes, **fields)
+        return JaxJob(parts=parts, feeds=feeds, shapes=self.shapes, **fields)
 
     def trainer(self, recipe: Recipe, wide: bool) -> Trainer:
         return Trainer(self.parts, recipe, wide=wide)
