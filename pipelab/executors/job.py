@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pipelab.executors.result import Outcome
-from pipelab.executors.stage import Feed, Recipe
 from pipelab.executors.transport import Transport
 from pipelab.executors.worker import Pace, Worker
 from pipelab.schedule import Schedule
@@ -39,7 +38,6 @@ def no_progress(places: Sequence[str], timeout: float) -> str:
 class Job(ABC):
     """Row `row` of a schedule in one of the replicas, with all that it needs of the others' data.
 
-    feeds     what the table and the data hold for the row's stages, by number
     device    the name of the device that does it (jax: the device)
     partners  per stage, the stages whose news its updates wait for
     """
@@ -51,8 +49,6 @@ class Job(ABC):
     pace: Pace | None
     replica: int
     replicas: int
-    feeds: dict[int, Feed]
-    recipe: Recipe
 
     @property
     def rank(self) -> int:

@@ -141,7 +141,7 @@ def judge(
         if whole and len(pieces) > 1:
             x, y = batches[i]
             undivided = Piece(x, y, reading[i][0])
-            whole = i > 0 or _takes(truth, undivided)
+            whole = i > 0 or _takes(truth, [undivided])
             exact = [undivided] if whole else pieces
         steps = [of_stage[i] for of_stage in evidence.steps[0]]
         losses, near = _compare_update(found, t, truth, own, exact, pieces, steps)
@@ -198,18 +198,15 @@ def _most_precise(
     """The trainer of the truth: in float64, unless some layer computes in one precision only."""
     if not quick:
         wide = trainer(True)
-        try:
-            wide.losses(probe, jitter=1)
+        if _takes(wide, probe):
             return wide
-        except Exception:
-            pass  # the verdict says in what precision it was reached
-    return trainer(False)
+    return trainer(False)  # the verdict says in what precision it was reached
 
 
-def _takes(truth: Trainer, batch: Piece) -> bool:
-    """Whether the model takes a whole batch: a layer may insist on a micro-batch's size."""
+def _takes(truth: Trainer, probe: Sequence[Piece]) -> bool:
+    """Whether the model takes such data: a layer may insist on a precision or a size."""
     try:
-        truth.losses([batch], jitter=1)
+        truth.losses(probe, jitter=1)
         return True
     except Exception:
         return False

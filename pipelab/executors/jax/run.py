@@ -25,11 +25,13 @@ from pipelab.schedule import Schedule
 class JaxJob(Job):
     """A job on JAX stages.
 
-    parts   the row's stages by number
+    parts   the row's stages by number; `feeds` what the table and the data hold for them
     shapes  per stage, each (x, target) that it is compiled for, as `jax.ShapeDtypeStruct`s
     """
 
     parts: dict[int, Part]
+    feeds: dict[int, Feed]
+    recipe: Recipe
     shapes: Sequence[Sequence[tuple[Any, Any]]]
 
     def home(self) -> JaxDevice:

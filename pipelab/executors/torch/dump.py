@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipelab.executors.stage import Step
-from pipelab.executors.torch.checkpoint import draft_of
+from pipelab.executors.torch.checkpoint import draft_of, on_cpu
 from pipelab.schedule import Schedule
 
 
@@ -56,5 +56,5 @@ def write_dump(
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    copies = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+    copies = {name: t.contiguous() for name, t in on_cpu(tensors).items()}
     path.write_bytes(save(copies))

@@ -32,13 +32,15 @@ from pipelab.schedule import Schedule
 class TorchJob(Job):
     """A job on torch stages.
 
-    modules  the row's stages by number
+    modules  the row's stages by number; `feeds` what the table and the data hold for them
     ties     per stage, the numbers of its tied weights by name
     start    by stage, what to go on from
     save     where to write the row's stages afterwards, after `updates` updates in all
     """
 
     modules: dict[int, nn.Module]
+    feeds: dict[int, Feed]
+    recipe: Recipe
     ties: Sequence[dict[str, int]] = ()
     start: dict[int, StageState] = field(default_factory=dict)
     save: Path | None = None
