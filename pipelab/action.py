@@ -65,7 +65,7 @@ class Action(NamedTuple):
         return cls(int(match[1]), Kind[match[2]], int(match[3]))
 
 
-def insert_updates(row: Iterable[Action], per_update: int) -> list[Action]:
+def insert_updates(row: Iterable[Action], per_update: int) -> tuple[Action, ...]:
     """The row with `U t` of each of its stages after its last backward (B or W) of update group t.
 
     Where a stage begins its next group before that, its update stands after its own last backward
@@ -85,7 +85,7 @@ def insert_updates(row: Iterable[Action], per_update: int) -> list[Action]:
         next_begins = first_of.get((stage, group + 1), len(row))
         place = own if next_begins < last[group] else last[group]
         after.setdefault(place, []).append(Action(stage, Kind.U, group))
-    return [b for i, a in enumerate(row) for b in (a, *after.get(i, ()))]
+    return tuple(b for i, a in enumerate(row) for b in (a, *after.get(i, ())))
 
 
 def check_counts(**values: int) -> None:

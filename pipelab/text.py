@@ -136,7 +136,7 @@ def _split_header(lines: list[str]) -> tuple[dict[str, str], list[str]]:
     return header, lines[1:]
 
 
-def _read_row(r: int, cells: Sequence[str]) -> list[Action]:
+def _read_row(r: int, cells: Sequence[str]) -> tuple[Action, ...]:
     row = []
     for c, cell in enumerate(map(str.strip, cells)):
         if cell not in ("", "."):
@@ -144,7 +144,7 @@ def _read_row(r: int, cells: Sequence[str]) -> list[Action]:
                 row.append(Action.parse(cell))
             except ScheduleError as error:
                 raise ScheduleError(f"row {r}, cell {c}: {error}") from None
-    return row
+    return tuple(row)
 
 
 def _number(key: str, text: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipelab.cli.files import check_targets, read_profile, use_agg, write
 from pipelab.cli.models import small_model
-from pipelab.cli.options import COST, COUNT, POSITIVE, SECONDS, SEED, Commands
+from pipelab.cli.options import COST, COUNT, POSITIVE, Commands, share
 from pipelab.cli.report import Failure
 from pipelab.compare import compare, left_out, page, table_of, text
 from pipelab.costs import Costs
@@ -23,7 +23,7 @@ def add_to(commands: Commands) -> None:
     option = commands.add(
         "compare", compare_command, "run all schedules on one model, side by side"
     )
-    option("--model", choices=["mlp", "gpt2"], default="mlp")
+    share(option, "model", "seed", "timeout", "json")
     option("--profile", metavar="FILE", help="predict for this profile instead of running a model")
     option("--transfer", type=COST, default=0.0, metavar="S", help="with --profile: latency")
     text = "with --profile: bytes a second of every link"
@@ -32,9 +32,6 @@ def add_to(commands: Commands) -> None:
     option("--microbatches", type=COUNT, default=4, metavar="M")
     option("--batches", type=COUNT, default=2, metavar="K")
     option("--backend", choices=["threads", "processes"])
-    option("--seed", type=SEED, default=0)
-    option("--timeout", type=SECONDS, default=60.0, metavar="S")
-    option("--json", action="store_true", help="print one JSON object")
     option("--html", metavar="FILE", help="write a page with the figures, in one file")
 
 

@@ -13,7 +13,6 @@ from pipelab.schedule import Schedule
 from pipelab.schedules import SCHEDULES, make
 
 LARGEST = 10_000_000  # actions of a table that a schedule's name stands for
-MODES = [mode.value for mode in Recompute]
 SIZES = ("devices", "microbatches", "virtual", "batches")
 
 
@@ -44,6 +43,38 @@ SECONDS = number(float, lambda x: 0 < x <= 1e6, "seconds above 0, at most a mill
 POSITIVE = number(float, lambda x: x > 0, "a number above 0")
 FINITE = number(float, lambda x: 0 < x < math.inf, "a finite number above 0")
 COST = number(_one_or_more, lambda x: True, "a number or a comma-separated list of numbers")
+
+# Options that several commands have, and that mean the same everywhere.
+SHARED: dict[str, dict[str, Any]] = {
+    "model": {"choices": ["mlp", "gpt2"], "default": "mlp"},
+    "replicas": {
+        "type": COUNT,
+        "default": 1,
+        "metavar": "R",
+        "help": "pipelines that train together (with a flush)",
+    },
+    "dropout": {"type": RATE, "default": 0.0, "metavar": "RATE"},
+    "device": {
+        "metavar": "NAME",
+        "help": "such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)",
+    },
+    "recompute": {"choices": [mode.value for mode in Recompute], "default": "never"},
+    "seed": {"type": SEED, "default": 0},
+    "timeout": {
+        "type": SECONDS,
+        "default": 60.0,
+        "metavar": "S",
+        "help": "give up when no action ends in this time",
+    },
+    "json": {"action": "store_true", "help": "print one JSON object"},
+    "plot": {"metavar": "FILE", "help": "write the picture (png, svg, pdf)"},
+}
+
+
+def share(option: Callable, *names: str) -> None:
+    """Add these of the options that several commands have, by what adds one."""
+    for name in names:
+        option(f"--{name}", **SHARED[name])
 
 
 class Parser(argparse.ArgumentParser):

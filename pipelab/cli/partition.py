@@ -5,7 +5,7 @@ import json
 import math
 
 from pipelab.cli.files import check_targets, read_profile, write_figure
-from pipelab.cli.options import COUNT, POSITIVE, Commands
+from pipelab.cli.options import COUNT, POSITIVE, Commands, share
 from pipelab.partition import METHODS, pipedream, split_layers
 
 
@@ -23,8 +23,7 @@ def add_to(commands: Commands) -> None:
     option("--straight", action="store_true", help="pipedream: one device a stage")
     text = "pipedream: compute and all-reduce one after the other, or side by side"
     option("--model", choices=["sum", "max"], default="sum", help=text)
-    option("--json", action="store_true", help="print one JSON object")
-    option("--plot", metavar="FILE", help="write the picture (png, svg, pdf)")
+    share(option, "json", "plot")
 
 
 def partition_command(o: argparse.Namespace) -> None:

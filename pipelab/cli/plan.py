@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipelab.cli.files import check_targets, read_profile, write_figure
-from pipelab.cli.options import COUNT, Commands, number
+from pipelab.cli.options import COUNT, Commands, number, share
 from pipelab.plan import ASYNCHRONOUS, FLUSH, MACHINES, Machine, Problem, Transformer, plan
 
 TRANSFORMER = ("layers", "hidden", "heads", "sequence", "vocabulary")
@@ -52,7 +52,7 @@ def add_to(commands: Commands) -> None:
     option("--optimizer", type=AT_LEAST_0, metavar="X", help=text)
     text = "also schedules that train with weights of several versions"
     option("--asynchronous", action="store_true", help=text)
-    option("--json", action="store_true", help="print one JSON object")
+    share(option, "json")
     option(
         "--plot", metavar="FILE", help="throughput over memory; its frontier in the answer as well"
     )

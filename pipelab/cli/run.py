@@ -6,7 +6,7 @@ import os
 
 from pipelab.cli.files import check_targets
 from pipelab.cli.models import jax_model, small_model
-from pipelab.cli.options import COUNT, MODES, RATE, SECONDS, SEED, Commands, schedule_of
+from pipelab.cli.options import SECONDS, Commands, schedule_of, share
 from pipelab.cli.report import Failure, describe, verdict_of
 from pipelab.costs import Costs, Recompute
 from pipelab.simulate import simulate
@@ -18,28 +18,18 @@ def add_to(commands: Commands) -> None:
     option = commands.with_schedule(
         "run", run_command, "train a small model for real and check every gradient"
     )
-    option("--model", choices=["mlp", "gpt2"], default="mlp")
+    share(option, "model", "replicas", "dropout", "device", "recompute", "seed", "timeout", "json")
     text = "default: threads; under torchrun or deepspeed: their ranks"
     option("--backend", choices=["threads", "processes", "jax"], help=text)
     text = "jax: as one of several processes (calls jax.distributed.initialize)"
     option("--distributed", action="store_true", help=text)
-    text = "pipelines that train together (with a flush)"
-    option("--replicas", type=COUNT, default=1, metavar="R", help=text)
-    option("--dropout", type=RATE, default=0.0, metavar="RATE")
-    text = "such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)"
-    option("--device", metavar="NAME", help=text)
     text = "seconds per cost unit: slow down to the predicted times"
     option("--paced", type=SECONDS, metavar="S", help=text)
-    option("--recompute", choices=MODES, default="never")
-    option("--seed", type=SEED, default=0)
     text = "write initial weights, batches and the weights after every update"
     option("--dump", metavar="DIR", help=text)
     option("--save", metavar="DIR", help="write a checkpoint at the end")
     option("--stop", type=int, metavar="K", help="end after K batches (with --save)")
     option("--resume", metavar="DIR", help="continue from a checkpoint")
-    text = "give up when no action ends in this time"
-    option("--timeout", type=SECONDS, default=60.0, metavar="S", help=text)
-    option("--json", action="store_true", help="print one JSON object")
 
 
 def run_command(o: argparse.Namespace) -> None:

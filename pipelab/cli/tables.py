@@ -5,7 +5,7 @@ import json
 
 from pipelab.action import ScheduleError
 from pipelab.cli.files import check_targets, read_csv, write, write_figure
-from pipelab.cli.options import COST, MODES, Commands, schedule_of
+from pipelab.cli.options import COST, Commands, schedule_of, share
 from pipelab.cli.report import Failure, describe, idle_table
 from pipelab.costs import Costs, Recompute
 from pipelab.simulate import simulate
@@ -20,10 +20,8 @@ def add_to(commands: Commands) -> None:
     for cost, default in COSTS.items():
         name, text = cost.replace("_", "-"), "seconds: one number or one per stage"
         option(f"--{name}", type=COST, default=default, metavar="S", help=text)
-    option("--recompute", choices=MODES, default="never")
     option("--csv", metavar="FILE", help="write the table")
-    option("--json", action="store_true", help="print one JSON object")
-    option("--plot", metavar="FILE", help="write the picture (png, svg, pdf)")
+    share(option, "recompute", "json", "plot")
     option("--trace", metavar="FILE", help="write a Chrome trace")
 
     option = commands.with_schedule("schedule", schedule_command, "print a schedule's table")

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from pipelab.cli.models import gpt2_model
-from pipelab.cli.options import COUNT, FINITE, POSITIVE, RATE, SECONDS, SEED, Commands, schedule_of
+from pipelab.cli.options import COUNT, FINITE, POSITIVE, Commands, schedule_of, share
 from pipelab.cli.report import Failure, verdict_of
 from pipelab.validate import validate
 
@@ -34,16 +34,11 @@ def add_to(commands: Commands) -> None:
     option("--length", type=COUNT, metavar="TOKENS")
     option("--lr", type=FINITE, default=1e-3, help="Adam's (published weights: 3e-5)")
     option("--clip", type=POSITIVE, metavar="NORM")
-    option("--dropout", type=RATE, default=0.0, metavar="RATE")
-    option("--replicas", type=COUNT, default=1, metavar="R")
+    share(option, "dropout", "replicas", "device", "seed", "timeout", "json")
     option("--backend", choices=["threads", "processes"])
-    option("--device", metavar="NAME")
     option("--every", type=COUNT, default=10, metavar="K", help="a checkpoint every K steps")
     text = "keep the last checkpoint there, and go on from it"
     option("--save", metavar="DIR", help=text)
-    option("--seed", type=SEED, default=0)
-    option("--timeout", type=SECONDS, default=60.0, metavar="S")
-    option("--json", action="store_true", help="print one JSON object")
 
 
 def train_command(o: argparse.Namespace) -> None:

@@ -79,15 +79,12 @@ def _cuttable(leaf: Any) -> bool:
 
 
 class Reader:
-    """A sequence of batches as micro-batches; no batch is read before somebody asks.
-
-    count  how many batches there are: a sequence need not raise IndexError behind its end
-    """
+    """A sequence of batches as micro-batches; no batch is read before somebody asks."""
 
     def __init__(
-        self, batches: Sequence[Any], count: int, microbatches: int, replicas: int, trees: Trees
+        self, batches: Sequence[Any], microbatches: int, replicas: int, trees: Trees
     ) -> None:
-        self.batches, self.count, self.trees = batches, count, trees
+        self.batches, self.trees = batches, trees
         self.microbatches, self.replicas = microbatches, replicas
         self._batches: list[list[tuple[Any, Any]]] = []
 
@@ -95,8 +92,10 @@ class Reader:
         """The micro-batches (input, target) of one replica."""
         m = self.microbatches
         if not self._batches:
+            # By number: a sequence need not raise IndexError behind its end.
+            numbers = range(len(self.batches))
             self._batches = [
-                cut(self.batches[b], m * self.replicas, b, self.trees) for b in range(self.count)
+                cut(self.batches[b], m * self.replicas, b, self.trees) for b in numbers
             ]
         first = replica * m
         return [piece for of_batch in self._batches for piece in of_batch[first : first + m]]

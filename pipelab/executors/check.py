@@ -22,7 +22,7 @@ the optimizer takes from the run's own gradient. Steps that start equal and are 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -87,11 +87,8 @@ class Comparison:
     """Collects how far many tensors are from the truth."""
 
     def __init__(self, tolerance: float | None = None) -> None:
-        self.tolerance = TOLERANCE if tolerance is None else tolerance
-        self.max_abs = self.max_rel = self.ratio = 0.0
-        self.worst = ""
-        self.unjudged: list[str] = []
-        self.tensors: dict[str, np.ndarray] = {}
+        tolerance = TOLERANCE if tolerance is None else tolerance
+        self.check = Check(True, 0.0, 0.0, tolerance, rule="")  # so far
 
     def add(
         self,
@@ -113,14 +110,15 @@ class Comparison:
         with np.errstate(invalid="ignore"):  # inf - inf is nan, which is never equal
             error = norms(run - truth)
         size, opinions = norms(truth), again()
-        while (ratio := _largest(error, noise)) > self.tolerance:
+        while (ratio := _largest(error, noise)) > self.check.tolerance:
             opinion = next(opinions, None)
             if opinion is None:
                 break
             noise = np.maximum(noise, norms(opinion - truth))
         relative = _largest(error[1:], size[1:])
-        if np.any(noise) and _largest(size, noise) <= self.tolerance:  # zeros would pass as well
-            self.unjudged.append(name)
+        # Zeros would pass as well.
+        if np.any(noise) and _largest(size, noise) <= self.check.tolerance:
+            self.check.unjudged.append(name)
             relative = 0.0
         return self._note(name, run, truth, error[1], relative, ratio)
 
@@ -135,25 +133,16 @@ class Comparison:
     ) -> None:
         if not np.isfinite(difference):  # nan and inf are never equal
             difference = relative = ratio = np.inf
-        self.max_abs = max(self.max_abs, float(difference))
-        self.max_rel = max(self.max_rel, float(relative))
-        if ratio > self.ratio:
-            self.ratio, self.worst = float(ratio), name
-            self.tensors = {"run": run, "truth": truth} if ratio > self.tolerance else {}
+        check = self.check
+        check.max_abs = max(check.max_abs, float(difference))
+        check.max_rel = max(check.max_rel, float(relative))
+        if ratio > check.ratio:
+            check.ratio, check.worst = float(ratio), name
+            check.passed = check.ratio <= check.tolerance
+            check.tensors = {} if check.passed else {"run": run, "truth": truth}
 
     def verdict(self, rule: str, precision: str = "float64") -> Check:
-        return Check(
-            self.ratio <= self.tolerance,
-            self.max_abs,
-            self.max_rel,
-            self.tolerance,
-            rule,
-            self.worst,
-            self.ratio,
-            self.unjudged,
-            precision,
-            self.tensors,
-        )
+        return replace(self.check, rule=rule, precision=precision)
 
 
 class Draws:

@@ -11,6 +11,7 @@ import numpy as np
 from pipelab.executors import rules
 from pipelab.executors.batches import Trees, cut, mean_losses
 from pipelab.executors.check import EPS_32, Check, Comparison, Draws, norms, rounding
+from pipelab.executors.result import Run
 from pipelab.executors.stage import Step
 from pipelab.executors.table import Segment
 from pipelab.schedule import Schedule
@@ -43,12 +44,14 @@ class Trainer(Protocol):
     eps_of_steps the same of the weights: mixed precision leaves the optimizer alone
     computes_in  the name of the precision that it computes in
     start        by stage, what a checkpoint holds that the training goes on from, if it does
+    history      [stage][version], its weights
     """
 
     eps: float
     eps_of_steps: float
     computes_in: str
     start: Sequence[Any]
+    history: list[dict[int, Any]]
 
     def losses(self, pieces: Sequence[Piece], jitter: int = 0) -> Losses:
         """The forwards alone: (mean loss, count) of every piece."""
@@ -67,6 +70,8 @@ class Trainer(Protocol):
 
     def forget(self, needed: Sequence[set[int]]) -> None:
         """Drop the versions that are not among the needed ones of their stage."""
+        for s, keep in enumerate(needed):
+            self.history[s] = {v: w for v, w in self.history[s].items() if v in keep}
 
     def arrays(self, by_stage: Sequence[Any]) -> Arrays:
         """Gradients or weights of all stages."""
@@ -85,18 +90,14 @@ class Trainer(Protocol):
 class Evidence:
     """What a run has to show.
 
-    steps              [replica][stage][update]
-    losses             one per batch
-    microbatch_losses  one per piece of data, in its order
-    weights            by stage, as `Run.weights` has them
-    saved              by stage, what a checkpoint holds of it, if one was written
+    run    what it gives back: its losses and weights are judged
+    steps  [replica][stage][update]
+    saved  by stage, what a checkpoint holds of it, if one was written
     """
 
+    run: Run
     steps: Sequence[Sequence[Sequence[Step]]]
-    losses: Sequence[float]
-    microbatch_losses: Sequence[float]
-    weights: Sequence[Any]
-    saved: Sequence[Any] = ()
+    saved: Sequence[Any]
 
 
 def judge(
@@ -140,11 +141,11 @@ def judge(
         if whole and len(pieces) > 1:
             x, y = batches[i]
             undivided = Piece(x, y, reading[i][0])
-            whole = i > 0 or _takes(truth, undivided)
+            whole = i > 0 or _takes(truth, [undivided])
             exact = [undivided] if whole else pieces
         steps = [of_stage[i] for of_stage in evidence.steps[0]]
         losses, near = _compare_update(found, t, truth, own, exact, pieces, steps)
-        reported = evidence.microbatch_losses[len(counted) :][: len(pieces)]
+        reported = evidence.run.microbatch_losses[len(counted) :][: len(pieces)]
         known = losses if exact is pieces else None
         _compare_losses(found, truth, own, reported, pieces, near, len(counted), known)
         counted += [(mean, count) for mean, (_, count) in zip(reported, near, strict=True)]
@@ -154,7 +155,7 @@ def judge(
         for reference in (truth, own):
             reference.accept(t + 1, [step.weights for step in steps])
             reference.forget(needed)
-    _compare_batches(found, evidence.losses, counted)
+    _compare_batches(found, evidence.run.losses, counted)
     _compare_replicas(found, own, evidence.steps)
     assert truth
     _compare_trained(found, truth, own, evidence)
@@ -164,8 +165,7 @@ def judge(
 def judge_evaluation(
     table: Schedule,
     batches: Sequence[Any],
-    losses: Sequence[float],
-    microbatch_losses: Sequence[float],
+    run: Run,
     trainer: Callable[[bool], Trainer],
     trees: Trees,
     *,
@@ -184,10 +184,10 @@ def judge_evaluation(
         if not b:
             _compare_twice(found, own.eps, [own.losses(pieces[:1], 1) for _ in range(2)])
         near = own.losses(pieces)
-        reported = microbatch_losses[len(counted) :][: len(pieces)]
+        reported = run.microbatch_losses[len(counted) :][: len(pieces)]
         _compare_losses(found, truth, own, reported, pieces, near, len(counted))
         counted += [(mean, count) for mean, (_, count) in zip(reported, near, strict=True)]
-    _compare_batches(found, losses, counted)
+    _compare_batches(found, run.losses, counted)
     assert truth
     return found.verdict("evaluation: the stages one after another", truth.computes_in)
 
@@ -198,18 +198,15 @@ def _most_precise(
     """The trainer of the truth: in float64, unless some layer computes in one precision only."""
     if not quick:
         wide = trainer(True)
-        try:
-            wide.losses(probe, jitter=1)
+        if _takes(wide, probe):
             return wide
-        except Exception:
-            pass  # the verdict says in what precision it was reached
-    return trainer(False)
+    return trainer(False)  # the verdict says in what precision it was reached
 
 
-def _takes(truth: Trainer, batch: Piece) -> bool:
-    """Whether the model takes a whole batch: a layer may insist on a micro-batch's size."""
+def _takes(truth: Trainer, probe: Sequence[Piece]) -> bool:
+    """Whether the model takes such data: a layer may insist on a precision or a size."""
     try:
-        truth.losses([batch], jitter=1)
+        truth.losses(probe, jitter=1)
         return True
     except Exception:
         return False
@@ -342,7 +339,7 @@ def _compare_replicas(
 
 def _compare_trained(found: Comparison, truth: Trainer, own: Trainer, evidence: Evidence) -> None:
     """What the run gives back and saves: the weights of its last update, and the buffers."""
-    run = own.arrays(evidence.weights)
+    run = own.arrays(evidence.run.weights)
     expected, buffers = truth.state()
     near = own.state()[1]
     for name, weight in expected.items():
@@ -351,7 +348,7 @@ def _compare_trained(found: Comparison, truth: Trainer, own: Trainer, evidence: 
         noise = norms(near[name] - buffer) + own.eps * norms(buffer)
         found.add(f"buffer {name}", run[name], buffer, noise)
     if evidence.saved:
-        _compare_saved(found, own, "the checkpoint", evidence.saved, evidence.weights)
+        _compare_saved(found, own, "the checkpoint", evidence.saved, evidence.run.weights)
 
 
 def _compare_saved(

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pipelab.action import Kind
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -47,7 +49,7 @@ class Feed:
     inputs    on the first stage, the data. None elsewhere
     targets   on the last stage. None elsewhere
     samples   how many it has, on the last stage
-    seeds     the random numbers that its forward draws from; None if forwards draw none
+    seeds     (uint32) what its forward draws random numbers from; None if forwards draw none
     """
 
     versions: Sequence[int]
@@ -56,7 +58,7 @@ class Feed:
     inputs: Sequence[Any] | None = None
     targets: Sequence[Any] | None = None
     samples: Sequence[int] = ()
-    seeds: Sequence[int] | None = None
+    seeds: np.ndarray | None = None
 
 
 class Step(NamedTuple):
@@ -101,7 +103,7 @@ class Ledger:
 class Stage:
     """What the worker drives, and the part of it that counts; the wings' stages do the computing.
 
-    They have a method for each kind of action, `forward`, `backward`, `input_grad`, `weight_grad`
+    There is a method for each kind of action, `forward`, `backward`, `input_grad`, `weight_grad`
     and `update`: (micro-batch or update's number, what it received) -> what is sent on. Besides,
     `news()` is what other stages' updates wait for after the last backward of a group (its gradient
     for a common norm, tied weights); `sums(group)` and `replace_sums(group, sums)` give what a
@@ -122,6 +124,46 @@ class Stage:
         self.readers = Counter([*feed.versions, *feed.later])  # version -> backwards to come
         self.counts: dict[int, float] = {}  # group -> what its micro-batches' losses counted
         self._backwards_left = Counter(feed.groups)
+        self._kept: dict[int, Any] = {}  # by micro-batch, what its forward left for its backward
+        self._split: dict[int, tuple[Any, Any, float]] = {}  # the same between I and W
+
+    # ---- backwards: the same three in both wings, but for how gradients are computed
+
+    def backward(self, microbatch: int, received: Any) -> Any:
+        """Accumulate the weights' gradients; returns the input's."""
+        kept, gradient, count = self._prepare(microbatch, received)
+        gradient = self._pull(microbatch, kept, gradient, count, Kind.B)
+        self.finish(microbatch, count)
+        return count, gradient
+
+    def input_grad(self, microbatch: int, received: Any) -> Any:
+        """The input's gradient alone; what is kept stays for `weight_grad`."""
+        kept, gradient, count = self._prepare(microbatch, received)
+        self._split[microbatch] = kept, gradient, count
+        return count, self._pull(microbatch, kept, gradient, count, Kind.I)
+
+    def weight_grad(self, microbatch: int, received: Any = None) -> None:
+        """Accumulate the weights' gradients, which `input_grad` left out."""
+        kept, gradient, count = self._split.pop(microbatch)
+        self._pull(microbatch, kept, gradient, count, Kind.W)
+        self.finish(microbatch, count)
+
+    def _prepare(self, microbatch: int, received: Any) -> tuple[Any, Any, float]:
+        """What the forward kept, the gradient of its output, and what the loss counted."""
+        raise NotImplementedError
+
+    def _pull(self, microbatch: int, kept: Any, gradient: Any, count: float, kind: Kind) -> Any:
+        """Accumulate the weights' gradients, unless the action is I; returns the input's.
+
+        A micro-batch that counts nothing (all its tokens masked) has no gradient, whatever its mean
+        is.
+        """
+        raise NotImplementedError
+
+    def _seed(self, microbatch: int) -> Any:
+        return None if self.feed.seeds is None else self.feed.seeds[microbatch]
+
+    # ---- what is counted
 
     @property
     def latest(self) -> int:

@@ -118,7 +118,7 @@ def seeds_for(seed: int, segment: Segment, replicas: int) -> np.ndarray:
         [np.random.SeedSequence([seed, s, k]).generate_state(1)[0] for k in pieces]
         for s in range(segment.table.stages)
     ]
-    return np.array(numbers, np.int64)
+    return np.array(numbers, np.uint32)
 
 
 def feeds_of(
@@ -146,7 +146,7 @@ def feeds_of(
             inputs=[x for x, _ in pieces] if s == 0 else None,
             targets=[y for _, y in pieces] if s == last else None,
             samples=[samples_of(piece, reader.trees) for piece in pieces] if s == last else (),
-            seeds=None if seeds is None else seeds[s].tolist(),
+            seeds=None if seeds is None else seeds[s],
         )
         for s in own
     }

@@ -60,7 +60,7 @@ class Wing(ABC):
         self.ties: list[dict[str, int]] = [{} for _ in stages]
 
     @abstractmethod
-    def job(self, recipe: Recipe, feeds: dict[int, Feed], **fields: Any) -> Job:
+    def job(self, feeds: dict[int, Feed], **fields: Any) -> Job:
         """The job with these fields of every `Job`, and a feed for each stage of its row."""
 
     @abstractmethod
@@ -133,11 +133,10 @@ def train(
             wing.dump(batches, result.losses, steps[0])
 
         def verdict() -> Check:
-            losses, weights = result.microbatch_losses, result.weights
             return judge(
                 segment,
                 data,
-                Evidence(steps, result.losses, losses, weights, wing.saved()),
+                Evidence(result, steps, wing.saved()),
                 partial(wing.trainer, recipe),
                 wing.trees,
                 divided=seeds is not None or wing.depends_on_cut(result),
@@ -178,8 +177,7 @@ def evaluate(
             return judge_evaluation(
                 table,
                 batches,
-                result.losses,
-                result.microbatch_losses,
+                result,
                 partial(wing.trainer, recipe),
                 wing.trees,
                 tolerance=options.tolerance,
@@ -214,7 +212,7 @@ def _jobs(
     segment, replicas = wing.segment, wing.options.replicas
     table = segment.table
     wing.look_at(batches)
-    reader = Reader(batches, table.batches, table.microbatches, replicas, wing.trees)
+    reader = Reader(batches, table.microbatches, replicas, wing.trees)
     later = segment.later_versions() if wing.options.save else []
     pace = pace_of(table, wing.options)
     jobs = []
@@ -222,7 +220,6 @@ def _jobs(
         row, replica = divmod(rank, replicas)
         jobs.append(
             wing.job(
-                recipe,
                 feeds_of(table, row, reader, replica=replica, seeds=seeds, later=later),
                 schedule=table,
                 row=row,
@@ -231,6 +228,7 @@ def _jobs(
                 pace=pace,
                 replica=replica,
                 replicas=replicas,
+                recipe=recipe,
             )
         )
     return jobs

@@ -26,8 +26,8 @@ def gpipe(devices: int, microbatches: int, batches: int = 1) -> Schedule:
         for kind in (Kind.F, Kind.B)
         for k in range(microbatches)
     ]
-    rows = [
+    rows = tuple(
         insert_updates((Action(s, kind, k) for kind, k in order), microbatches)
         for s in range(devices)
-    ]
-    return Schedule("gpipe", tuple(map(tuple, rows)), tuple(range(devices)), microbatches, batches)
+    )
+    return Schedule("gpipe", rows, tuple(range(devices)), microbatches, batches)

@@ -18,10 +18,8 @@ def inter_layer(devices: int, microbatches: int = 1, batches: int = 1) -> Schedu
     """
     check_counts(devices=devices, microbatches=microbatches, batches=batches)
     order = [(kind, k) for k in range(microbatches * batches) for kind in (Kind.F, Kind.B)]
-    rows = [
+    rows = tuple(
         insert_updates((Action(s, kind, k) for kind, k in order), microbatches)
         for s in range(devices)
-    ]
-    return Schedule(
-        "inter_layer", tuple(map(tuple, rows)), tuple(range(devices)), microbatches, batches
     )
+    return Schedule("inter_layer", rows, tuple(range(devices)), microbatches, batches)

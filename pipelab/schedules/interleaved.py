@@ -33,7 +33,7 @@ def interleaved(devices: int, microbatches: int, virtual: int = 2, batches: int 
             for b in range(batches)
             for a, number in one
         ]
-        rows.append(tuple(insert_updates(row, microbatches)))
+        rows.append(insert_updates(row, microbatches))
     placement = tuple(s % devices for s in range(devices * virtual))
     return Schedule("interleaved", tuple(rows), placement, microbatches, batches)
 

@@ -19,13 +19,13 @@ def pipedream(devices: int, microbatches: int, batches: int = 1) -> Schedule:
     .   1F0 1B0 1U0 1F1 1B1 1U1 1F2 1B2 1U2 .
     """
     check_counts(devices=devices, microbatches=microbatches, batches=batches)
-    rows = [
+    rows = tuple(
         insert_updates(one_stage(s, devices, range(microbatches * batches)), 1)
         for s in range(devices)
-    ]
+    )
     return Schedule(
         "pipedream",
-        tuple(map(tuple, rows)),
+        rows,
         tuple(range(devices)),
         microbatches,
         batches,

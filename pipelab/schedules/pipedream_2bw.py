@@ -25,13 +25,13 @@ def pipedream_2bw(devices: int, microbatches: int, batches: int = 1) -> Schedule
             "versions are enough only then (arXiv 2006.09503, section 3.1); use at least "
             f"{devices} micro-batches"
         )
-    rows = [
+    rows = tuple(
         insert_updates(one_stage(s, devices, range(microbatches * batches)), microbatches)
         for s in range(devices)
-    ]
+    )
     return Schedule(
         "pipedream_2bw",
-        tuple(map(tuple, rows)),
+        rows,
         tuple(range(devices)),
         microbatches,
         batches,

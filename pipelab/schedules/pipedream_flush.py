@@ -18,10 +18,8 @@ def pipedream_flush(devices: int, microbatches: int, batches: int = 1) -> Schedu
     """
     check_counts(devices=devices, microbatches=microbatches, batches=batches)
     groups = [range(b * microbatches, (b + 1) * microbatches) for b in range(batches)]
-    rows = [
+    rows = tuple(
         insert_updates((a for g in groups for a in one_stage(s, devices, g)), microbatches)
         for s in range(devices)
-    ]
-    return Schedule(
-        "pipedream_flush", tuple(map(tuple, rows)), tuple(range(devices)), microbatches, batches
     )
+    return Schedule("pipedream_flush", rows, tuple(range(devices)), microbatches, batches)

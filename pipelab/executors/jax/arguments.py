@@ -1,6 +1,6 @@
 """What `run` is given for jax: stages as functions, refused where they cannot be trained."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,9 +10,10 @@ from flax import linen, nnx
 from flax.errors import TraceContextError
 
 from pipelab.executors.batches import Trees
-from pipelab.executors.jax.stage import Apply
 
 TREES = Trees(jax.tree.flatten, lambda leaves, spec: jax.tree.unflatten(spec, leaves))
+# (parameters, x) -> y, or (parameters, x, key) -> y where forwards draw random numbers
+Apply = Callable[..., Any]
 Part = tuple[Apply, Any]  # a stage as (function, parameters)
 
 

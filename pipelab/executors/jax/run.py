@@ -79,9 +79,9 @@ class JaxWing(Wing):
         pieces = cut(batches[0], self.segment.table.microbatches, 0, TREES)
         self.shapes = _shapes(self.parts, pieces, self.seed is not None)
 
-    def job(self, recipe: Recipe, feeds: dict[int, Feed], **fields: Any) -> JaxJob:
+    def job(self, feeds: dict[int, Feed], **fields: Any) -> JaxJob:
         parts = {s: self.parts[s] for s in feeds}
-        return JaxJob(parts=parts, feeds=feeds, recipe=recipe, shapes=self.shapes, **fields)
+        return JaxJob(parts=parts, feeds=feeds, shapes=self.shapes, **fields)
 
     def trainer(self, recipe: Recipe, wide: bool) -> Trainer:
         return Trainer(self.parts, recipe, wide=wide)

@@ -103,7 +103,7 @@ def table(devices: int, microbatches: int, virtual: int = 1) -> Schedule:
     rows = []
     for d in range(devices):
         actions = (Action(first + d, kind, k) for kind, first, k in order)
-        rows.append(tuple(insert_updates(actions, microbatches)))
+        rows.append(insert_updates(actions, microbatches))
     return Schedule("spmd", tuple(rows), tuple(range(devices)) * virtual, microbatches)
 
 

@@ -13,13 +13,12 @@ import numpy as np
 import optax
 
 from pipelab.action import Kind
+from pipelab.executors.jax.arguments import Apply
 from pipelab.executors.jax.device import JaxDevice
 from pipelab.executors.jax.trainer import named
 from pipelab.executors.stage import Feed, Recipe, Stage
 from pipelab.executors.worker import Bytes
 
-# (parameters, x) -> y, or (parameters, x, key) -> y where forwards draw random numbers
-Apply = Callable[..., Any]
 # Of a stage's forward: its parameters, its input, and on the last stage the target
 Arguments = tuple[Any, Any, Any]
 
@@ -52,8 +51,6 @@ class JaxStage(Stage):
         self.state: Any = ()  # of the optimizer
         if recipe.optimizer:
             self.state = jax.device_put(recipe.optimizer.init(parameters), device.device)
-        self._kept: dict[int, _Kept] = {}  # by micro-batch
-        self._split: dict[int, tuple[_Kept, Any, float]] = {}  # between I and W
         self._sum: Any = None  # of the gradients of the group that is being accumulated
         # Functions of their own: a jitted method would refer to the stage and the stage to it, so
         # that all arrays of a run would be kept until the next garbage collection.
@@ -83,7 +80,7 @@ class JaxStage(Stage):
             _square(mean)
         jax.block_until_ready(self._step(self.weights[0], self.state, mean))
 
-    # ---- the five kinds of action
+    # ---- forward and update; the backwards are every stage's
 
     def forward(self, microbatch: int, received: Any) -> Any:
         """The stage's output, or None on the last stage, which computes the loss."""
@@ -98,25 +95,6 @@ class JaxStage(Stage):
         self.losses[microbatch] = y, float(count)
         self.check_loss(microbatch)
         return None
-
-    def backward(self, microbatch: int, received: Any) -> Any:
-        """Accumulate the weights' gradients; returns the input's."""
-        kept, gradient, count = self._prepare(microbatch, received)
-        gradient = self._pull(microbatch, kept, gradient, count, Kind.B)
-        self.finish(microbatch, count)
-        return count, gradient
-
-    def input_grad(self, microbatch: int, received: Any) -> Any:
-        """The input's gradient alone; what is kept stays for `weight_grad`."""
-        kept, gradient, count = self._prepare(microbatch, received)
-        self._split[microbatch] = kept, gradient, count
-        return count, self._pull(microbatch, kept, gradient, count, Kind.I)
-
-    def weight_grad(self, microbatch: int, received: Any = None) -> None:
-        """Accumulate the weights' gradients, which `input_grad` left out."""
-        kept, gradient, count = self._split.pop(microbatch)
-        self._pull(microbatch, kept, gradient, count, Kind.W)
-        self.finish(microbatch, count)
 
     def update(self, number: int, received: dict[int, float] | None = None) -> None:
         """Make version number + 1 from the latest one.
@@ -156,9 +134,6 @@ class JaxStage(Stage):
 
     # ---- pieces of the actions
 
-    def _seed(self, microbatch: int) -> np.uint32 | None:
-        return None if self.feed.seeds is None else np.uint32(self.feed.seeds[microbatch])
-
     def _arguments(self, microbatch: int, x: Any) -> Arguments:
         target = None if self.feed.targets is None else self.feed.targets[microbatch]
         return self.weights[self.feed.versions[microbatch]], x, target
@@ -178,7 +153,6 @@ class JaxStage(Stage):
         self.device.ledger.hold(self.key(microbatch), {id(x): x.nbytes for x in arrays})
 
     def _prepare(self, microbatch: int, received: Any) -> tuple[_Kept, Any, float]:
-        """What was kept, the gradient of the output, and the count."""
         if self.recipe.recompute[microbatch]:
             self.device.ledger.drop(self.key(microbatch))
             _, _, kept = self._compute(microbatch, self._kept[microbatch].x, True)
@@ -192,8 +166,7 @@ class JaxStage(Stage):
         return kept, jax.device_put(of_mean, self.device.device), count
 
     def _pull(self, microbatch: int, kept: _Kept, gradient: Any, count: float, kind: Kind) -> Any:
-        """Accumulate the weights' gradients, unless the action is I; returns the input's."""
-        if not count:  # then there is no gradient, whatever the mean is
+        if not count:
             return jax.tree.map(jnp.zeros_like, divide(kept.x)[0])
         arguments = self._arguments(microbatch, kept.x)
         total = None if kind is Kind.I else self._total()

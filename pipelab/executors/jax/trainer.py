@@ -3,7 +3,7 @@
 It shares no code with the worker or the stages.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,19 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from pipelab.executors import judge
+from pipelab.executors.jax.arguments import Part
 from pipelab.executors.judge import Arrays, Losses, Piece
 from pipelab.executors.stage import Recipe
 
 
-class Trainer:
+class Trainer(judge.Trainer):
     """See `judge.Trainer`; `wide` computes in float64, else as the run does.
 
     parts  the stages as (function, parameters)
     """
 
-    def __init__(
-        self, parts: Sequence[tuple[Callable, Any]], recipe: Recipe, *, wide: bool
-    ) -> None:
+    def __init__(self, parts: Sequence[Part], recipe: Recipe, *, wide: bool) -> None:
         self.recipe, self.wide = recipe, wide
         self.start: Sequence[Any] = ()
         self._double = bool(jax.config.read("jax_enable_x64"))  # the caller's
@@ -85,10 +85,6 @@ class Trainer:
     def accept(self, t: int, weights: Sequence[dict[str, Any]]) -> None:
         for history, of_stage in zip(self.history, weights, strict=True):
             history[t] = self._placed(self._like(next(iter(history.values())), of_stage))
-
-    def forget(self, needed: Sequence[set[int]]) -> None:
-        for s, keep in enumerate(needed):
-            self.history[s] = {v: w for v, w in self.history[s].items() if v in keep}
 
     def arrays(self, by_stage: Sequence[Any]) -> Arrays:
         return {

@@ -335,11 +335,8 @@ def on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def draft_of(folder: Path | None, first: bool) -> Iterator[Path | None]:
+def draft_of(folder: Path, first: bool = True) -> Iterator[Path]:
     """A place for ranks to write to: the folder, once all have; nothing is left if one fails."""
-    if folder is None:
-        yield None
-        return
     draft = folder.with_name(f".{folder.name}.draft")
     draft.mkdir(parents=True, exist_ok=True)
     try:

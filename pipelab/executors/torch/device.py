@@ -80,7 +80,7 @@ class CpuDevice(Device):
     # ---- what actions run in
 
     @contextmanager
-    def forward_context(self, seed: int | None, autocast: torch.dtype | None) -> Iterator[None]:
+    def forward_context(self, seed: Any, autocast: torch.dtype | None) -> Iterator[None]:
         """What a forward runs in: a stream of random numbers of its own, and mixed precision.
 
         torch draws from one generator a device, so that the threads of a process take turns where
@@ -92,7 +92,7 @@ class CpuDevice(Device):
                 cuda = [self.device] if self.device.type == "cuda" else []
                 stack.enter_context(DRAWING)
                 stack.enter_context(torch.random.fork_rng(cuda))
-                torch.default_generator.manual_seed(seed)
+                torch.default_generator.manual_seed(int(seed))
                 if cuda:
                     torch.cuda.manual_seed(seed)
             if autocast is not None:
@@ -100,7 +100,7 @@ class CpuDevice(Device):
                 stack.enter_context(torch.autocast(kind, autocast, cache_enabled=False))
             yield
 
-    def backward_context(self, seed: int | None) -> AbstractContextManager:
+    def backward_context(self, seed: Any) -> AbstractContextManager:
         """What a backward runs in: torch.utils.checkpoint draws in it what its forward drew."""
         return nullcontext() if seed is None else DRAWING
 

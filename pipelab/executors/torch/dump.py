@@ -1,7 +1,6 @@
 """Everything that an outsider needs to compute a run again."""
 
 import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipelab.executors.stage import Step
+from pipelab.executors.torch.checkpoint import draft_of, on_cpu
 from pipelab.schedule import Schedule
 
 
@@ -22,7 +22,7 @@ def write_dump(
     losses: list[float],
     steps: Sequence[Sequence[Step]],
 ) -> None:
-    """Write it beside the folder, then move it there. OSError where that is not possible.
+    """Write it as a draft first. OSError where that is not possible.
 
     batches  of the whole schedule
     steps    [stage][update]
@@ -39,10 +39,7 @@ def write_dump(
                 if isinstance(leaf, Tensor):
                     data[f"{b}.{side}.{i}"] = leaf
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as name:
-            draft = Path(name) / "dump"
-            draft.mkdir()
+        with draft_of(folder) as draft:
             _save(initial, draft / "initial.safetensors")
             _save(data, draft / "batches.safetensors")
             for t in range(schedule.updates):
@@ -54,11 +51,10 @@ def write_dump(
                 _save(after, draft / f"update_{t}.safetensors")
             (draft / "schedule.csv").write_text(schedule.to_csv())
             (draft / "losses.json").write_text(json.dumps(losses))
-            draft.rename(folder)  # replaces an empty folder
     except OSError as error:
         raise OSError(error.errno, f"{folder} could not be written: {error.strerror}") from None
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    copies = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+    copies = {name: t.contiguous() for name, t in on_cpu(tensors).items()}
     path.write_bytes(save(copies))

@@ -55,7 +55,14 @@ class TorchJob(Job):
         for s, module in self.modules.items():
             (copied,) = arguments.copies_of([module])
             feed = self.feeds[s]
-            feed = replace(feed, inputs=_onto(feed.inputs, home), targets=_onto(feed.targets, home))
+            # Copies: a slice would keep, and count as, the memory of the whole batch, with its
+            # graph.
+            inputs, targets = pytree.tree_map_only(
+                Tensor,
+                lambda t: t.detach().to(home.device, copy=True),
+                (feed.inputs, feed.targets),
+            )
+            feed = replace(feed, inputs=inputs, targets=targets)
             ties = self.ties[s] if self.ties else {}
             start = self.start.get(s)
             copied.to(home.device)
@@ -75,14 +82,6 @@ class TorchJob(Job):
             for s, stage in stages.items():
                 checkpoint.save_stage(self.save, s, stage.state(self.updates))
         return outcome
-
-
-def _onto(pieces: Sequence[Any] | None, home: CpuDevice) -> list[Any] | None:
-    """Copies: a slice would keep, and count as, the memory of the whole batch, and its graph."""
-    if pieces is None:
-        return None
-    move = lambda t: t.detach().to(home.device, copy=True)  # noqa: E731
-    return [pytree.tree_map_only(Tensor, move, piece) for piece in pieces]
 
 
 class TorchWing(Wing):
@@ -124,12 +123,11 @@ class TorchWing(Wing):
         rows = {rank // replicas for rank in ranks}
         return [s for s, d in enumerate(table.placement) if d in rows or self.launcher.first]
 
-    def job(self, recipe: Recipe, feeds: dict[int, Feed], **fields: Any) -> TorchJob:
+    def job(self, feeds: dict[int, Feed], **fields: Any) -> TorchJob:
         shift = -self.segment.first_update
         return TorchJob(
             modules={s: self.stages[s] for s in feeds},
             feeds=feeds,
-            recipe=recipe,
             ties=self.ties,
             start={s: self.start[s].renumbered(shift) for s in feeds if self.start},
             save=self.draft,
@@ -143,12 +141,15 @@ class TorchWing(Wing):
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        with checkpoint.draft_of(self._save_to, self.launcher.first) as self.draft:
+        if not self._save_to:
             yield
-            if self.draft and self.launcher.first:
+            return
+        first = self.launcher.first
+        with checkpoint.draft_of(self._save_to, first) as self.draft:
+            yield
+            if first:
                 checkpoint.write_index(self.draft, self.segment, self.seed, self.stages, self.ties)
-        if self._save_to:  # all ranks may read it from now on
-            self.launcher.from_first(lambda: None)
+        self.launcher.from_first(lambda: None)  # all ranks may read it from now on
 
     def saved(self) -> list[StageState]:
         if not self._save_to:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from pipelab.action import Kind
 from pipelab.executors.batches import check_leaves
 from pipelab.executors.stage import Feed, Recipe, Stage
 from pipelab.executors.torch.checkpoint import StageState, load_optimizer, on_cpu
@@ -91,8 +92,6 @@ class TorchStage(Stage):
             _check_optimizer(self.optimizer, trained)
         if start and self.optimizer:
             load_optimizer(start, self.optimizer, self.schedulers, self._handles)
-        self._kept: dict[int, _Kept] = {}  # by micro-batch
-        self._split: dict[int, tuple[list, list, float]] = {}  # between I and W
         self._note_constants()
         if not recipe.training:
             module.eval()
@@ -103,7 +102,7 @@ class TorchStage(Stage):
         first = next(iter(self._handles), None)
         return len(storages(w[first] for w in self.weights.values())) if first else 1
 
-    # ---- the five kinds of action
+    # ---- forward and update; the backwards are every stage's
 
     def forward(self, microbatch: int, received: Any) -> Any:
         """The stage's output, or None on the last stage, which computes the loss."""
@@ -122,41 +121,6 @@ class TorchStage(Stage):
         if self.feed.targets is not None and self._on_cpu:
             self.check_loss(microbatch)  # a GPU would have to be waited for: see `update`
         return output
-
-    def backward(self, microbatch: int, received: Any) -> Any:
-        """Accumulate the weights' gradients; returns the input's."""
-        edges, gradients, leaves, count = self._prepare(microbatch, received)
-        self._accumulate(microbatch, edges, gradients)
-        self.finish(microbatch, count)
-        gradients = [leaf.grad if leaf is not None else None for leaf in leaves]
-        # Autograd may give an input and a weight one memory, and the weight's is added to later.
-        added_to = storages(p.grad for p in self._every_version() if p.grad is not None)
-        return count, [
-            g.clone() if g is not None and g.untyped_storage().data_ptr() in added_to else g
-            for g in gradients
-        ]
-
-    def input_grad(self, microbatch: int, received: Any) -> Any:
-        """The input's gradient alone; the graph stays for `weight_grad`."""
-        edges, gradients, leaves, count = self._prepare(microbatch, received)
-        wanted = [leaf for leaf in leaves if leaf is not None]
-        found: Iterable[Any] = ()
-        if edges and wanted:
-            with self._backward_context(microbatch):
-                found = torch.autograd.grad(
-                    edges, wanted, gradients, retain_graph=True, allow_unused=True
-                )
-        self._split[microbatch] = (edges, gradients, count)
-        in_order = iter(found)
-        return count, [next(in_order, None) if leaf is not None else None for leaf in leaves]
-
-    def weight_grad(self, microbatch: int, received: Any = None) -> None:
-        """Accumulate the weights' gradients, which `input_grad` left out."""
-        edges, gradients, count = self._split.pop(microbatch)
-        weights = [p for p in self._read_by(microbatch).values() if p.requires_grad]
-        self._bind(microbatch)
-        self._accumulate(microbatch, edges if weights else [], gradients, weights)
-        self.finish(microbatch, count)
 
     def update(self, number: int, received: dict[int, News] | None = None) -> None:
         """Make version number + 1 from the latest one, with the group's gradient.
@@ -291,9 +255,6 @@ class TorchStage(Stage):
         for name, buffer in self.module.named_buffers():
             buffer.data.copy_(start.buffers[name])
 
-    def _read_by(self, microbatch: int) -> dict[str, nn.Parameter]:
-        return self.weights[self.feed.versions[microbatch]]
-
     def _bind(self, microbatch: int) -> None:
         """Put the version that the micro-batch reads into the module.
 
@@ -305,26 +266,6 @@ class TorchStage(Stage):
         for name, parameter in self.weights[version].items():
             for owner, attribute in self._slots[name]:
                 owner._parameters[attribute] = parameter
-
-    def _seed(self, microbatch: int) -> int | None:
-        return None if self.feed.seeds is None else self.feed.seeds[microbatch]
-
-    def _accumulate(
-        self, microbatch: int, edges: list, gradients: list, inputs: list | None = None
-    ) -> None:
-        """Add the gradients of these weights (default: all) and of the input to what they have."""
-        if edges:
-            with self._backward_context(microbatch):
-                torch.autograd.backward(edges, gradients, inputs=inputs)
-        for name, p in self._read_by(microbatch).items():
-            if p.grad is not None and p.grad.is_sparse:
-                p.grad = None
-                raise ValueError(
-                    f"the gradient of {name} is sparse, which is not supported: use sparse=False"
-                )
-
-    def _backward_context(self, microbatch: int) -> Any:
-        return self.device.backward_context(self._seed(microbatch))
 
     def _apply(self, microbatch: int, x: Any) -> tuple[Any, Any, float]:
         """Run the module, and the loss behind the last stage.
@@ -369,21 +310,47 @@ class TorchStage(Stage):
         mean = None if self.feed.targets is None else ends.detach()
         return output, _Kept(wanted, edges, mean, count)
 
-    def _prepare(self, microbatch: int, received: Any) -> tuple[list, list, list, float]:
-        """What autograd starts from: edges and their gradients, the input leaves, and the count."""
+    def _prepare(self, microbatch: int, received: Any) -> tuple[_Kept, list, float]:
         kept = self._kept.pop(microbatch)
         if self.recipe.recompute[microbatch]:
             self.device.ledger.drop(self.key(microbatch))
             _, kept = self._compute(microbatch, kept.x)
-        self._bind(microbatch)
         if kept.mean is None:
             count, gradients = received
-        else:  # one that counts nothing (all its tokens masked) has no gradient, whatever its mean
-            count = kept.counted
-            gradients = [torch.full_like(kept.mean, count) if count else None]
+            return kept, gradients, count
+        return kept, [torch.full_like(kept.mean, kept.counted)], kept.counted
+
+    def _pull(
+        self, microbatch: int, kept: _Kept, gradients: list, count: float, kind: Kind
+    ) -> list[Tensor | None]:
         pairs = zip(kept.edges, gradients, strict=True)
         starts = [(e, g) for e, g in pairs if e is not None and g is not None]
-        return [e for e, _ in starts], [g for _, g in starts], kept.x, count
+        weights = self.weights[self.feed.versions[microbatch]]
+        inputs = None  # a B differentiates all that the graph has
+        if kind is Kind.I:
+            inputs = [leaf for leaf in kept.x if leaf is not None]
+        elif kind is Kind.W:
+            inputs = [p for p in weights.values() if p.requires_grad]
+        self._bind(microbatch)
+        if count and starts and inputs != []:  # a stage may have nothing to differentiate
+            edges, of_edges = zip(*starts, strict=True)
+            with self.device.backward_context(self._seed(microbatch)):
+                torch.autograd.backward(edges, of_edges, kind is Kind.I, inputs=inputs)
+        for name, p in weights.items():
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = None
+                raise ValueError(
+                    f"the gradient of {name} is sparse, which is not supported: use sparse=False"
+                )
+        # Autograd may give an input and a weight one memory, and the weight's is added to later.
+        added_to = storages(p.grad for p in self._every_version() if p.grad is not None)
+        found: list[Tensor | None] = [None] * len(kept.x)
+        for i, leaf in enumerate(kept.x):
+            if leaf is not None and leaf.grad is not None:
+                shared = leaf.grad.untyped_storage().data_ptr() in added_to
+                found[i] = leaf.grad.clone() if shared else leaf.grad
+                leaf.grad = None  # it is sent on, and not to be kept until W
+        return found
 
     def _note_constants(self) -> None:
         """Weights and buffers are no activations, whoever saves them."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipelab.executors import judge
 from pipelab.executors.judge import Arrays, Losses, Piece
 from pipelab.executors.stage import Recipe
 from pipelab.executors.torch.arguments import TREES, copies_of
@@ -20,7 +21,7 @@ from pipelab.executors.torch.checkpoint import StageState, load_optimizer
 from pipelab.executors.torch.device import DRAWING
 
 
-class Trainer:
+class Trainer(judge.Trainer):
     """See `judge.Trainer`; `wide` computes in float64, else as the run does.
 
     start  where training goes on, by stage; `first` is the latest version there
@@ -126,10 +127,6 @@ class Trainer:
     def accept(self, t: int, weights: Sequence[dict[str, Any]]) -> None:
         for history, of_stage in zip(self.history, weights, strict=True):
             history[t] = self._placed(of_stage)
-
-    def forget(self, needed: Sequence[set[int]]) -> None:
-        for s, keep in enumerate(needed):
-            self.history[s] = {v: w for v, w in self.history[s].items() if v in keep}
 
     def arrays(self, by_stage: Sequence[Any]) -> Arrays:
         return {
