@@ -151,6 +151,8 @@ CAUSES = ("transfer", "held back by the order", "waiting for a forward", "overhe
 
 
 WHERE = (
+    "On threads all ranks share Python's lock, so that every microsecond of bookkeeping counts once "
+    "for each rank: where an action takes about as long as that (8 x 32), torchgpipe is faster. "
     "1F1B on two processes: milliseconds per batch and device, from the measured timelines, theirs "
     "with hooks; the median (fastest-slowest) of the runs in turn. A cause differs only where the "
     "brackets do not overlap."
@@ -204,7 +206,9 @@ def report(repeats: int = 3, sizes: Sizes = DEFAULT) -> str:
             "Nothing is checked while it is timed, and theirs run without hooks. Memory: MiB of "
             "the fullest device at its peak, by what autograd saves, weights, "
             "gradients and optimizer state. What autograd keeps of the data counts: pipelab copies "
-            "each micro-batch's part, theirs are slices, which keep their batch."
+            "each micro-batch's part, theirs are slices, which keep their batch. Inputs that have "
+            "come and wait count for pipelab alone (there are no hooks for them in the others), as "
+            "does what torchgpipe's loss keeps, which stands outside of its stages."
         ),
         table(
             (
