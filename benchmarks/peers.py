@@ -151,8 +151,9 @@ CAUSES = ("transfer", "held back by the order", "waiting for a forward", "overhe
 
 
 WHERE = (
-    "On threads all ranks share Python's lock, so that every microsecond of bookkeeping counts once "
-    "for each rank: where an action takes about as long as that (8 x 32), torchgpipe is faster. "
+    "On threads all ranks share Python's lock, so that every microsecond of bookkeeping counts "
+    "once for each rank: where an action takes about as long as that (8 x 32), torchgpipe is "
+    "faster. "
     "1F1B on two processes: milliseconds per batch and device, from the measured timelines, theirs "
     "with hooks; the median (fastest-slowest) of the runs in turn. A cause differs only where the "
     "brackets do not overlap."
