@@ -285,6 +285,7 @@ class Handing(nn.Module):
 class Handed(nn.Linear):
     def forward(self, pair):
         x, count = pair
+        time.sleep(0.02)  # meanwhile its sender is ahead
         return super().forward(x) * count.mean() / 4
 
 
