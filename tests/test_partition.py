@@ -159,13 +159,16 @@ def pace(profile, bounds, replicas, bandwidth, model):
     return max(found)
 
 
-@settings(max_examples=60)
-@given(
-    st.lists(layers, min_size=1, max_size=5),
-    st.integers(1, 5),
-    st.sampled_from(["sum", "max"]),
-    st.sampled_from([1.0, 7.0]),
+planned = given(
+    found=st.lists(layers, min_size=1, max_size=5),
+    devices=st.integers(1, 5),
+    model=st.sampled_from(["sum", "max"]),
+    bandwidth=st.sampled_from([1.0, 7.0]),
 )
+
+
+@settings(max_examples=60)
+@planned
 def test_pipedream_is_the_best_of_all_plans(found, devices, model, bandwidth):
     profile = Profile(tuple(found))
     best = min(pace(profile, *plan, bandwidth, model) for plan in plans(len(found), devices))
@@ -367,12 +370,7 @@ def test_what_a_partition_costs():
 
 
 @settings(max_examples=60)
-@given(
-    st.lists(layers, min_size=1, max_size=5),
-    st.integers(1, 5),
-    st.sampled_from(["sum", "max"]),
-    st.sampled_from([1.0, 7.0]),
-)
+@planned
 def test_the_simulated_pace_is_the_plans(found, devices, model, bandwidth):
     """Of `pipedream`: the bottleneck, unless a link is it. With a flush: without the all-reduce."""
     plan = pipedream(Profile(tuple(found)), devices, bandwidth=bandwidth, model=model)

@@ -15,7 +15,7 @@ from pipelab.executors.transport import Aborted, Key, Message
 from pipelab.schedule import Schedule
 
 AT_ONCE = 1e-4  # seconds: a receive that takes less did not wait
-PIPE = 4096  # rings of a bell that are heard at once
+RINGS = 4096  # of a bell that are heard at once
 
 
 class Wire:
@@ -87,7 +87,7 @@ class Wire:
         asked = time.perf_counter()
         for found, _ in self._readable[device].select():
             if found.data is None:  # the bell; the message is here already
-                found.fileobj.recv(PIPE)  # type: ignore[union-attr]
+                found.fileobj.recv(RINGS)  # type: ignore[union-attr]
                 continue
             key, message = found.data.read()
             # When it came: if it was not waited for, only the time of sending is known.
