@@ -119,10 +119,13 @@ class Slow(nn.Module):
 
 def test_two_runs_at_once_have_their_own_random_numbers():
     # Was: the reference of one drew from the generator that the other's stages had seeded.
+    schedule, data = make("gpipe", 2, 4, batches=2), batches(2, samples=8)
+    models = [  # before any run, since they draw their weights
+        [nn.Sequential(stage, Slow(seconds)) for stage in stages(2)] for seconds in (0.007, 0.01)
+    ]
+
     def train(seed):
-        modules = [nn.Sequential(stage, Slow(0.007 + 0.003 * seed)) for stage in stages(2)]
-        schedule, data = make("gpipe", 2, 4, batches=2), batches(2, samples=8)
-        return run(schedule, modules, data, F.mse_loss, ADAMW, seed=seed)
+        return run(schedule, models[seed], data, F.mse_loss, ADAMW, seed=seed)
 
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(train, range(2)))

@@ -81,14 +81,14 @@ def judge(problem: Problem, choice: Choice) -> Plan:
 
 
 def table(choice: Choice) -> Schedule:
-    """One batch; without a flush three spells long enough for the pipeline to fill."""
+    """One batch; without a flush four spells, each long enough for the pipeline to fill or drain."""
     p, m = choice.pipeline, choice.microbatches
-    batches = 3 * _spell(choice) if choice.schedule in ASYNCHRONOUS else 1
+    batches = 4 * _spell(choice) if choice.schedule in ASYNCHRONOUS else 1
     return make(choice.schedule, p, m, virtual=choice.virtual, batches=batches)
 
 
 def seconds(choice: Choice, timeline: Timeline) -> float:
-    """Of a batch: the whole timeline; without a flush the later spells, on the slowest device.
+    """Of a batch: the whole timeline; without a flush the inner spells, on the slowest device.
 
     Where links are slow enough to set the pace, it is not the same in every batch: a long run takes
     up to 2 % more or less (150 random pipelines).
@@ -96,7 +96,7 @@ def seconds(choice: Choice, timeline: Timeline) -> float:
     if choice.schedule not in ASYNCHRONOUS:
         return timeline.makespan
     spell = _spell(choice)
-    last = np.zeros((3, choice.pipeline))  # [spell, device]: the last backward's end
+    last = np.zeros((4, choice.pipeline))  # [spell, device]: the last backward's end
     backward = timeline.kind == Kind.B
     which = timeline.microbatch[backward] // (spell * choice.microbatches)
     np.maximum.at(last, (which, timeline.device[backward]), timeline.end[backward])
