@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from pipelab import Costs, Reads, Recompute, RunError, make, run, simulate
 from tests.test_run import SGD, Failing, Fork, Join, batches, explode, stages
 
-GUARD = 30  # seconds within which any fault has to be reported
+GUARD = 60  # seconds within which any fault has to be reported
 
 
 def left_behind():
