@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import linen, nnx
 from flax.errors import TraceContextError
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from pipelab.executors.batches import Trees
 
@@ -84,3 +86,63 @@ def check_trained(parts: Sequence[Part]) -> None:
                     f"{where}: an array of stage {owner} too; tied weights are not supported with "
                     "jax: give each stage its own copy"
                 )
+
+
+def check_optimizer(optimizer: optax.GradientTransformation, parts: Sequence[Part]) -> None:
+    """ValueError for an optimizer whose step of one stage depends on the other stages.
+
+    Each stage has a state and a step of its own, so that a norm over all parameters would be a norm
+    over the stage's. This is told from shapes, before training: the step of all stages at once is
+    traced, and nothing that another stage has may be needed for a stage's change. Where it cannot
+    be traced so, the run itself shows whether it can step.
+    """
+    stages: list[Any] = []
+    for _, parameters in parts:
+        shapes = jax.tree.map(_shape, parameters)
+        if stages.count(shapes) < 2:  # of equal stages two show what they do to each other
+            stages.append(shapes)
+
+    def step(gradients: Any, weights: Any, state: Any) -> tuple[Any, Any]:
+        return optimizer.update(gradients, state, weights)
+
+    try:
+        state = jax.eval_shape(optimizer.init, stages)
+        traced, (changes, _) = jax.make_jaxpr(step, return_shape=True)(stages, stages, state)
+    except Exception:  # its own, such as of a mask for the parameters of one stage
+        return
+    owners = [s for s, shapes in enumerate(stages) for _ in jax.tree.leaves(shapes)]
+    makers = [s for s, change in enumerate(changes) for _ in jax.tree.leaves(change)]
+    for s in range(len(stages)):
+        needed = _needed(traced.jaxpr, [maker == s for maker in makers])
+        # Of all gradients, then of all weights; the rest is state
+        if any(needs and owner != s for needs, owner in zip(needed, owners * 2, strict=False)):
+            raise ValueError(
+                "the optimizer makes one stage's step depend on other stages, but steps each stage "
+                "alone: leave out what looks at all parameters (for optax.clip_by_global_norm "
+                "there is clip=)"
+            )
+    if len(stages) > 1 and "random_bits" in str(traced):
+        raise ValueError(
+            "the optimizer draws random numbers, which would be the same in every stage: leave "
+            "that out"
+        )
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.result_type(leaf))
+
+
+def _needed(jaxpr: Any, changes: Sequence[bool]) -> list[bool]:
+    """Which arguments of an optimizer's steps some of its changes depend on.
+
+    The state is the last argument and the last result. What of it is needed was made by an earlier
+    step, of what that needed.
+    """
+    of_state = [False] * (len(jaxpr.outvars) - len(changes))
+    while True:
+        _, needed = dce_jaxpr(jaxpr, [*changes, *of_state])
+        before = needed[len(needed) - len(of_state) :]
+        every = [a or b for a, b in zip(before, of_state, strict=True)]
+        if every == of_state:
+            return needed
+        of_state = every
