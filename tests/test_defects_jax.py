@@ -189,7 +189,7 @@ def by_shape(of_matrices, of_others):
 def test_an_optimizer_that_looks_at_all_parameters_is_refused(optimizer, name):
     # Was: trained, each stage by its own norm: only a check that ran into the clip told.
     data = Wrapping(batches(1))
-    with pytest.raises(ValueError, match="one stage's step depend on other stages.* clip="):
+    with pytest.raises(ValueError, match=r"one stage's step depend on other stages.* clip="):
         call("run", data, make(name, 2, 2), optimizer=optimizer)
     assert not data.asked
 
