@@ -173,6 +173,11 @@ def by_shape(of_matrices, of_others):
     return optax.multi_transform({"matrix": of_matrices, "other": of_others}, kinds)
 
 
+SCALED = optax.GradientTransformation(
+    optax.global_norm, lambda g, norm, _: (jax.tree.map(lambda g: -0.1 * g / norm, g), norm)
+)
+
+
 @pytest.mark.parametrize("name", ["gpipe", "pipedream"])
 @pytest.mark.parametrize(
     "optimizer",
@@ -183,8 +188,9 @@ def by_shape(of_matrices, of_others):
         by_shape(clipped(optax.sgd(0.1)), optax.sgd(0.1)),
         optax.apply_if_finite(optax.sgd(0.1), 3),
         optax.contrib.prodigy(),
+        SCALED,
     ],
-    ids=["clip", "multi", "inject", "masked", "finite", "prodigy"],
+    ids=["clip", "multi", "inject", "masked", "finite", "prodigy", "at first"],
 )
 def test_an_optimizer_that_looks_at_all_parameters_is_refused(optimizer, name):
     # Was: trained, each stage by its own norm: only a check that ran into the clip told.

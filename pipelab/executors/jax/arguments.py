@@ -106,7 +106,7 @@ def check_optimizer(optimizer: optax.GradientTransformation, parts: Sequence[Par
         return optimizer.update(gradients, state, weights)
 
     try:
-        state = jax.eval_shape(optimizer.init, stages)
+        started, state = jax.make_jaxpr(optimizer.init, return_shape=True)(stages)
         traced, (changes, _) = jax.make_jaxpr(step, return_shape=True)(stages, stages, state)
     except Exception:  # its own, such as of a mask for the parameters of one stage
         return
@@ -114,8 +114,10 @@ def check_optimizer(optimizer: optax.GradientTransformation, parts: Sequence[Par
     makers = [s for s, change in enumerate(changes) for _ in jax.tree.leaves(change)]
     for s in range(len(stages)):
         needed = _needed(traced.jaxpr, [maker == s for maker in makers])
-        # Of all gradients, then of all weights; the rest is state
-        if any(needs and owner != s for needs, owner in zip(needed, owners * 2, strict=False)):
+        gradients_and_weights, state = needed[: 2 * len(owners)], needed[2 * len(owners) :]
+        _, first_weights = dce_jaxpr(started.jaxpr, state)
+        needed = gradients_and_weights + first_weights
+        if any(needs and owner != s for needs, owner in zip(needed, owners * 3, strict=True)):
             raise ValueError(
                 "the optimizer makes one stage's step depend on other stages, but steps each stage "
                 "alone: leave out what looks at all parameters (for optax.clip_by_global_norm "
