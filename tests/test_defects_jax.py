@@ -173,8 +173,12 @@ def by_shape(of_matrices, of_others):
     return optax.multi_transform({"matrix": of_matrices, "other": of_others}, kinds)
 
 
+def squares(parameters):
+    return sum(jnp.vdot(w, w) for w in jax.tree.leaves(parameters))
+
+
 SCALED = optax.GradientTransformation(
-    optax.global_norm, lambda g, norm, _: (jax.tree.map(lambda g: -0.1 * g / norm, g), norm)
+    squares, lambda g, first, _: (jax.tree.map(lambda g: g / first, g), first)
 )
 
 
@@ -198,6 +202,18 @@ def test_an_optimizer_that_looks_at_all_parameters_is_refused(optimizer, name):
     with pytest.raises(ValueError, match=r"one stage's step depend on other stages.* clip="):
         call("run", data, make(name, 2, 2), optimizer=optimizer)
     assert not data.asked
+
+
+def test_an_optimizer_for_the_parameters_of_one_stage_may_not_mix_them_either():
+    # Was: trained; the check, with all stages' parameters, failed on the mask.
+    (f, first), (g, second) = stages(layer, layer)
+    modules = [(f, first | {"b": first["w"] + 1}), (g, second | {"b": second["w"] + 1})]
+    mask = {"w": True, "b": True}
+    mixing = optax.masked(clipped(optax.sgd(0.1)), mask)
+    with pytest.raises(ValueError, match="depend on other stages"):
+        call("run", batches(1), modules=modules, optimizer=mixing, check=False)
+    alone = optax.masked(optax.adam(0.1), mask)
+    assert call("run", batches(1), modules=modules, optimizer=alone, check=False).losses
 
 
 def test_an_optimizer_that_draws_random_numbers_is_refused():

@@ -1,6 +1,7 @@
 """What `run` is given for jax: stages as functions, refused where they cannot be trained."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -92,38 +93,58 @@ def check_optimizer(optimizer: optax.GradientTransformation, parts: Sequence[Par
     """ValueError for an optimizer whose step of one stage depends on the other stages.
 
     Each stage has a state and a step of its own, so that a norm over all parameters would be a norm
-    over the stage's. This is told from shapes, before training: the step of all stages at once is
-    traced, and nothing that another stage has may be needed for a stage's change. Where it cannot
-    be traced so, the run itself shows whether it can step.
+    over the stage's. This is told from shapes, before training. An optimizer made for the
+    parameters of one stage, by a mask of such a form, must not make one tensor's step depend on
+    another's. Where neither can be traced, the run itself shows whether it can step.
     """
+    if len(parts) == 1:
+        return
     stages: list[Any] = []
     for _, parameters in parts:
         shapes = jax.tree.map(_shape, parameters)
         if stages.count(shapes) < 2:  # of equal stages two show what they do to each other
             stages.append(shapes)
+    try:
+        _check_apart(optimizer, stages, [len(jax.tree.leaves(shapes)) for shapes in stages])
+    except _Untraced:
+        for shapes in stages:
+            with suppress(_Untraced):
+                _check_apart(optimizer, shapes, [1] * len(jax.tree.leaves(shapes)))
+
+
+class _Untraced(Exception):
+    """An optimizer raises when its step is traced."""
+
+
+def _check_apart(optimizer: optax.GradientTransformation, tree: Any, groups: Sequence[int]) -> None:
+    """ValueError if the step of one group of a tree's leaves depends on another group.
+
+    groups  how many leaves each has, in their order
+    """
 
     def step(gradients: Any, weights: Any, state: Any) -> tuple[Any, Any]:
         return optimizer.update(gradients, state, weights)
 
     try:
-        started, state = jax.make_jaxpr(optimizer.init, return_shape=True)(stages)
-        traced, (changes, _) = jax.make_jaxpr(step, return_shape=True)(stages, stages, state)
-    except Exception:  # its own, such as of a mask for the parameters of one stage
+        started, state = jax.make_jaxpr(optimizer.init, return_shape=True)(tree)
+        traced, (changes, _) = jax.make_jaxpr(step, return_shape=True)(tree, tree, state)
+    except Exception as error:
+        raise _Untraced from error
+    owners = [number for number, size in enumerate(groups) for _ in range(size)]
+    if len(jax.tree.leaves(changes)) != len(owners):
         return
-    owners = [s for s, shapes in enumerate(stages) for _ in jax.tree.leaves(shapes)]
-    makers = [s for s, change in enumerate(changes) for _ in jax.tree.leaves(change)]
-    for s in range(len(stages)):
-        needed = _needed(traced.jaxpr, [maker == s for maker in makers])
-        gradients_and_weights, state = needed[: 2 * len(owners)], needed[2 * len(owners) :]
-        _, first_weights = dce_jaxpr(started.jaxpr, state)
-        needed = gradients_and_weights + first_weights
-        if any(needs and owner != s for needs, owner in zip(needed, owners * 3, strict=True)):
+    for group in range(len(groups)):
+        needed = _needed(traced.jaxpr, [owner == group for owner in owners])
+        of_gradients_and_weights = needed[: 2 * len(owners)]
+        _, of_first_weights = dce_jaxpr(started.jaxpr, needed[2 * len(owners) :])
+        needed = of_gradients_and_weights + of_first_weights
+        if any(needs and owner != group for needs, owner in zip(needed, owners * 3, strict=True)):
             raise ValueError(
                 "the optimizer makes one stage's step depend on other stages, but steps each stage "
                 "alone: leave out what looks at all parameters (for optax.clip_by_global_norm "
                 "there is clip=)"
             )
-    if len(stages) > 1 and "random_bits" in str(traced):
+    if "random_bits" in str(traced):
         raise ValueError(
             "the optimizer draws random numbers, which would be the same in every stage: leave "
             "that out"
