@@ -32,21 +32,22 @@ def main(twists, port, number, count):
     found = []
     for twist in twists:
         try:
-            found.append(twisted(twist, number))
+            found.append(twisted(twist, number, count))
         except Exception as error:
-            if len(twists) == 1:
-                raise
             found.append({"error": f"{type(error).__name__}: {error}"})
+            if len(twists) == 1:
+                print(json.dumps(found[0] | {"at": time.time()}), flush=True)
+                raise
     return found
 
 
-def twisted(twist, number):
+def twisted(twist, number, count):
     import jax
     import numpy as np
     import optax
 
     import pipelab
-    from pipelab.executors import clock
+    from pipelab.executors import clock, cluster
     from pipelab.models.flax_mlp import mlp
 
     # [1] the model, the data and the schedule
@@ -60,13 +61,15 @@ def twisted(twist, number):
     microbatches = 5 if twist == "uneven" or (twist == "differ" and number == 1) else 4
     schedule = pipelab.make(name, len(parts) // virtual, microbatches, batches=2, virtual=virtual)
     # [2] the twist
+    how, _, victim = twist.partition(" ")
     options = {
         "gpipe": {"clip": 0.05},
         "idle": {"devices": "cpu:0"},
         "paced": {"pace": 0.02},
         "uneven": {"devices": "cpu"},
         "keys": {"devices": ["cpu:2", "cpu:0", "cpu:3", "cpu:1"]},
-    }.get(twist, {})
+        "stop": {"timeout": 2.0},
+    }.get(how, {})
     if twist == "skewed":
         clock.host = lambda: str(number)
     if twist == "keys":  # stages hand random keys on
@@ -78,8 +81,12 @@ def twisted(twist, number):
         parts[0] = (lambda p, x: 1 / 0), parts[0][1]
     if twist == "early" and number == 1:
         delay_the_first_action()
-    if twist in ("raise", "kill") and number == 1:
-        parts[3] = partial(failing, kill=twist == "kill"), parts[3][1]
+    if how == "leave" and victim == str(number):
+        cluster.connect = leave  # when the processes have met, and open their connections
+    elif victim == str(number):
+        own = [s for s in range(len(parts)) if s * count // len(parts) == number]
+        module, variables = parts[own[-1]]
+        parts[own[-1]] = partial(failing, module.apply, how), variables
 
     # [3] the run
     def loss(y, target):
@@ -119,10 +126,26 @@ def delay_the_first_action():
     JaxDevice.begin = delayed
 
 
-def failing(p, x, kill):
-    if kill:
-        os.kill(os.getpid(), signal.SIGKILL)
-    raise ZeroDivisionError("by design")
+def leave(*arguments):
+    print(json.dumps({"failed": time.time()}), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def failing(function, how, p, x):
+    """Raises when it is traced; or ends or stops this process when it runs for the fourth time."""
+    import jax
+
+    if how == "raise":
+        raise ZeroDivisionError("by design")
+    left = iter(range(3))
+
+    def fail_later():
+        if next(left, None) is None:
+            print(json.dumps({"failed": time.time()}), flush=True)
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+
+    jax.debug.callback(fail_later)
+    return function(p, x)
 
 
 def with_key(function, p, inputs):

@@ -4,13 +4,16 @@ import gc
 import weakref
 
 import tests.jax_setup  # isort: skip  # noqa: F401
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 from flax import linen, nnx
 
 from pipelab import RunError, evaluate, make, run
+from pipelab.executors.jax.device import jax_devices
 from pipelab.executors.jax.stage import JaxStage
 
 
@@ -155,6 +158,101 @@ def test_stages_that_share_an_array_are_refused():
 def test_what_is_no_optimizer_is_refused(wrong):
     with pytest.raises(ValueError, match=r"optimizer is a .*: give an optax transformation"):
         call("run", batches(1), modules=stages(layer, layer), optimizer=wrong)
+
+
+def clipped(optimizer):
+    return optax.chain(optax.clip_by_global_norm(1.0), optimizer)
+
+
+def by_shape(of_matrices, of_others):
+    """One optimizer for matrices, another one for the rest."""
+
+    def kinds(parameters):
+        return jax.tree.map(lambda w: "matrix" if w.ndim > 1 else "other", parameters)
+
+    return optax.multi_transform({"matrix": of_matrices, "other": of_others}, kinds)
+
+
+def squares(parameters):
+    return sum(jnp.vdot(w, w) for w in jax.tree.leaves(parameters))
+
+
+SCALED = optax.GradientTransformation(
+    squares, lambda g, first, _: (jax.tree.map(lambda g: g / first, g), first)
+)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "pipedream"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        clipped(optax.adam(0.1)),
+        optax.MultiSteps(clipped(optax.adam(0.1)), 100),
+        optax.inject_hyperparams(lambda rate: clipped(optax.sgd(rate)))(0.1),
+        by_shape(clipped(optax.sgd(0.1)), optax.sgd(0.1)),
+        optax.apply_if_finite(optax.sgd(0.1), 3),
+        optax.contrib.prodigy(),
+        SCALED,
+    ],
+    ids=["clip", "multi", "inject", "masked", "finite", "prodigy", "at first"],
+)
+def test_an_optimizer_that_looks_at_all_parameters_is_refused(optimizer, name):
+    # Was: trained, each stage by its own norm: only a check that ran into the clip told.
+    data = Wrapping(batches(1))
+    with pytest.raises(ValueError, match=r"one stage's step depend on other stages.* clip="):
+        call("run", data, make(name, 2, 2), optimizer=optimizer)
+    assert not data.asked
+
+
+def test_an_optimizer_for_the_parameters_of_one_stage_may_not_mix_them_either():
+    # Was: trained; the check, with all stages' parameters, failed on the mask.
+    (f, first), (g, second) = stages(layer, layer)
+    modules = [(f, first | {"b": first["w"] + 1}), (g, second | {"b": second["w"] + 1})]
+    mask = {"w": True, "b": True}
+    mixing = optax.masked(clipped(optax.sgd(0.1)), mask)
+    with pytest.raises(ValueError, match="depend on other stages"):
+        call("run", batches(1), modules=modules, optimizer=mixing, check=False)
+    alone = optax.masked(optax.adam(0.1), mask)
+    assert call("run", batches(1), modules=modules, optimizer=alone, check=False).losses
+
+
+def test_an_optimizer_that_draws_random_numbers_is_refused():
+    # Was: all stages drew the same, and the check failed.
+    optimizer = optax.noisy_sgd(0.1, key=0)
+    with pytest.raises(ValueError, match="the optimizer draws random numbers"):
+        call("run", batches(1), optimizer=optimizer)
+    assert call("run", batches(1), make("gpipe", 1, 2), stages(layer), optimizer).check.passed
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.MultiSteps(optax.lamb(0.1), 2),
+        by_shape(optax.adafactor(0.1), clipped(optax.sgd(0.1))),  # one stage has all others
+        optax.chain(optax.clip_by_block_rms(0.1), optax.contrib.schedule_free_sgd(0.1)),
+    ],
+    ids=["multi", "masked", "block"],
+)
+def test_an_optimizer_that_looks_at_each_tensor_alone_trains(optimizer):
+    data = batches(3)
+    assert call("run", data, modules=[*stages(layer), Kernel()], optimizer=optimizer).check.passed
+
+
+@pytest.mark.parametrize(
+    ("devices", "of_rows"),
+    [
+        (lambda all: all, [0, 1]),  # Was: 8 devices for 2 rows: name one per row.
+        (lambda all: all[3:4], [3, 3]),
+        (lambda all: ["cpu:1", all[0]], [1, 0]),
+    ],
+)
+def test_devices_themselves_are_taken_in_turn(devices, of_rows):
+    found = jax_devices(devices(jax.devices()), 2)
+    assert [device.id for device in found] == of_rows
+
+
+def test_a_run_takes_all_devices():
+    assert call("run", batches(1), devices=jax.devices()).check.passed
 
 
 @pytest.mark.parametrize(

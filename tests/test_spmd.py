@@ -1,5 +1,7 @@
 """The SPMD pipeline: equal to the plain stack of stages, with the simulator's bubble."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -232,6 +234,48 @@ def test_other_axes_of_a_mesh_stay_automatic():
     assert gap(unstack(jax.device_get(found)), wanted) < 1e-5
 
 
+def dropout(w, x):
+    """Each sample with a key of its own."""
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, shape=(WIDTH,)))(x["keys"])
+    return x | {"h": jnp.where(kept, layer(w, x["h"]), 0.0)}
+
+
+def test_a_key_for_each_sample_goes_round():
+    stages, h = jax.tree.map(np.float32, (layers(4), samples(6)))
+    keys = jax.random.split(jax.random.key(1), len(h))
+    pipeline = spmd_pipeline(dropout, devices=cpu(2), microbatches=3, virtual=2)
+
+    def loss(apply, w):
+        return value(apply(w, {"h": h, "keys": keys})["h"])
+
+    found = jax.jit(jax.grad(lambda w: loss(pipeline, w)))(stack(stages, 2))
+    wanted = jax.jit(jax.grad(lambda w: loss(partial(plain, dropout), w)))(stages)
+    assert gap(unstack(jax.device_get(found), 2), wanted) < 1e-5
+
+
+def normalized(w, x):
+    return w["a"][0] * (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-5)
+
+
+def test_one_micro_batch_may_mix_its_samples():
+    with jax.enable_x64(True):
+        check(normalized, layers(2), samples(6), 2, 1, limit=1e-10)
+
+
+def test_a_stage_may_close_over_what_is_traced():
+    stages, x = jax.tree.map(np.float32, (layers(2), samples(6)))
+
+    def warmer(apply):
+        return lambda heat: value(apply(lambda w, x: heat * layer(w, x)))
+
+    def piped(stage):
+        return spmd_pipeline(stage, devices=cpu(2), microbatches=3)(stack(stages), x)
+
+    found = jax.jit(jax.grad(warmer(piped)))(0.5)
+    wanted = jax.jit(jax.grad(warmer(lambda stage: plain(stage, stages, x))))(0.5)
+    assert gap(found, wanted) < 1e-5
+
+
 @pytest.mark.parametrize(("count", "virtual"), [(1, 1), (6, 1), (6, 2), (6, 3), (6, 6)])
 def test_unstack_inverts_stack(count, virtual):
     stages = layers(count)
@@ -368,6 +412,15 @@ def run(stages=None, x=None, stage=layer, virtual=1, **options):
     return pipeline(stages, samples(8) if x is None else x)
 
 
+def with_key(key):
+    """A run whose stage draws the same for every micro-batch."""
+    return run(stage=lambda w, x: layer(w, x) * jax.random.bernoulli(key, shape=x.shape))
+
+
+MIXES = "depends on the other samples of its micro-batch"
+DRAWS = "depends on its place in the micro-batch.* a key for each sample"
+
+
 def other(**changes):
     return [*layers(1), layers(1)[0] | changes]
 
@@ -397,6 +450,19 @@ def other(**changes):
         (
             lambda: run(stage=lambda w, x: (x, x)),
             "the stage's output is PyTreeDef.*, its input is PyTreeDef",
+        ),
+        # Was: trained, and not as the plain stack.
+        (lambda: run(stage=normalized), MIXES),
+        (lambda: run(stage=normalized, microbatches=8), MIXES),
+        (lambda: run(stage=lambda w, x: layer(w, x) + 1e-4 * x.mean(0)), MIXES),
+        (lambda: run(stage=lambda w, x: layer(w, x) * len(x)), "on how many samples that has"),
+        (lambda: with_key(jax.random.key(0)), DRAWS),
+        (lambda: jax.jit(with_key)(jax.random.key(0)), DRAWS),
+        (lambda: run(stages=layers(2)), r"parameters\[0\]\['a'\] has shape \(6, 6\), .* by stack"),
+        # Was: the stage's own TypeError.
+        (
+            lambda: run(stages=layers(6), devices=cpu(6)),
+            r"parameters is a list of 6, and the stage does not take a row of it .* by stack\(",
         ),
         (
             lambda: run(stages=stack(layers(3))),

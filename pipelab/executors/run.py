@@ -61,10 +61,11 @@ def run(
                NCCL where every rank has a GPU of its own). Default: threads; in a process that
                torchrun or another launcher started, that process is one of the ranks. "jax":
                threads, with jitted stages; after jax.distributed.initialize, over all processes,
-               which all make this call
+               which all make this call. Its heartbeat_timeout_seconds (100) has to be above
+               `timeout`: a process that hangs is ended by it, without a RunError
     devices    one per row, such as ["cpu", "cuda:0"]; repeats share a device (each worker has its
                own CUDA stream); one name for all; default: the GPUs in turn if there are any, else
-               the CPU
+               the CPU. For jax: such as ["cpu:0", "cpu:1"], or jax.devices(), taken in turn
     replicas   this many pipelines train together, each on its share of every batch; needs a
                schedule with a flush
     recompute  when a backward first runs its forward again

@@ -67,6 +67,9 @@ class Wing(ABC):
     def trainer(self, recipe: Recipe, wide: bool) -> Trainer:
         """The reference, in float64 (`wide`) or as the run computes."""
 
+    def check_optimizer(self, optimizer: Any) -> None:  # noqa: B027
+        """Refuse one that cannot step each stage alone, if the library can tell."""
+
     def look_at(self, batches: Sequence[Any]) -> None:  # noqa: B027
         """What the jobs need to know of the data beforehand."""
 
@@ -105,6 +108,7 @@ def train(
         raise ValueError(f"optimizer is a {type(optimizer).__name__}: give {remedy}")
     check_table(validate(schedule), len(stages), len(batches), training=True)
     wing = make(schedule, stages, options, training=True)
+    wing.check_optimizer(optimizer)
     partners = find_partners(schedule, [set(of.values()) for of in wing.ties], options.clip)
     # [2] what is to be done
     segment, replicas = wing.segment, options.replicas

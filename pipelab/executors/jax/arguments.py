@@ -1,13 +1,16 @@
 """What `run` is given for jax: stages as functions, refused where they cannot be trained."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import linen, nnx
 from flax.errors import TraceContextError
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from pipelab.executors.batches import Trees
 
@@ -84,3 +87,85 @@ def check_trained(parts: Sequence[Part]) -> None:
                     f"{where}: an array of stage {owner} too; tied weights are not supported with "
                     "jax: give each stage its own copy"
                 )
+
+
+def check_optimizer(optimizer: optax.GradientTransformation, parts: Sequence[Part]) -> None:
+    """ValueError for an optimizer whose step of one stage depends on the other stages.
+
+    Each stage has a state and a step of its own, so that a norm over all parameters would be a norm
+    over the stage's. This is told from shapes, before training. An optimizer made for the
+    parameters of one stage, by a mask of such a form, must not make one tensor's step depend on
+    another's. Where neither can be traced, the run itself shows whether it can step.
+    """
+    if len(parts) == 1:
+        return
+    stages: list[Any] = []
+    for _, parameters in parts:
+        shapes = jax.tree.map(_shape, parameters)
+        if stages.count(shapes) < 2:  # of equal stages two show what they do to each other
+            stages.append(shapes)
+    try:
+        _check_apart(optimizer, stages, [len(jax.tree.leaves(shapes)) for shapes in stages])
+    except _Untraced:
+        for shapes in stages:
+            with suppress(_Untraced):
+                _check_apart(optimizer, shapes, [1] * len(jax.tree.leaves(shapes)))
+
+
+class _Untraced(Exception):
+    """An optimizer raises when its step is traced."""
+
+
+def _check_apart(optimizer: optax.GradientTransformation, tree: Any, groups: Sequence[int]) -> None:
+    """ValueError if the step of one group of a tree's leaves depends on another group.
+
+    groups  how many leaves each has, in their order
+    """
+
+    def step(gradients: Any, weights: Any, state: Any) -> tuple[Any, Any]:
+        return optimizer.update(gradients, state, weights)
+
+    try:
+        started, state = jax.make_jaxpr(optimizer.init, return_shape=True)(tree)
+        traced, (changes, _) = jax.make_jaxpr(step, return_shape=True)(tree, tree, state)
+    except Exception as error:
+        raise _Untraced from error
+    owners = [number for number, size in enumerate(groups) for _ in range(size)]
+    if len(jax.tree.leaves(changes)) != len(owners):
+        return
+    for group in range(len(groups)):
+        needed = _needed(traced.jaxpr, [owner == group for owner in owners])
+        of_gradients_and_weights = needed[: 2 * len(owners)]
+        _, of_first_weights = dce_jaxpr(started.jaxpr, needed[2 * len(owners) :])
+        needed = of_gradients_and_weights + of_first_weights
+        if any(needs and owner != group for needs, owner in zip(needed, owners * 3, strict=True)):
+            raise ValueError(
+                "the optimizer makes one stage's step depend on other stages, but steps each stage "
+                "alone: leave out what looks at all parameters (for optax.clip_by_global_norm "
+                "there is clip=)"
+            )
+    if "random_bits" in str(traced):
+        raise ValueError(
+            "the optimizer draws random numbers, which would be the same in every stage: leave "
+            "that out"
+        )
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.result_type(leaf))
+
+
+def _needed(jaxpr: Any, changes: Sequence[bool]) -> list[bool]:
+    """Which arguments of an optimizer's steps some of its changes depend on.
+
+    The state is the last argument and the last result. What of it is needed was made by an earlier
+    step, of what that needed.
+    """
+    of_state = [False] * (len(jaxpr.outvars) - len(changes))
+    while True:
+        _, needed = dce_jaxpr(jaxpr, [*changes, *of_state])
+        before = needed[len(needed) - len(of_state) :]
+        every = [a or b for a, b in zip(before, of_state, strict=True)]
+        if every == of_state:
+            return needed
+        of_state = every

@@ -36,28 +36,35 @@ class JaxDevice(Device):
 def jax_devices(names: str | Sequence[Any] | None, rows: int) -> list[jax.Device]:
     """A device per row, by platform and number among all processes' devices, such as "cpu:1".
 
-    One name does for all rows; devices themselves, as jax.devices() has them, do as well. Default:
-    rows in blocks over the processes, and over the devices of each in turn. ValueError for an
-    unknown one, for the wrong number of them, and where a process would have nothing to do.
+    One name does for all rows. Devices themselves do as well, one per row; of another number, such
+    as jax.devices() may be, they are what rows share or choose from. Default: all devices; rows in
+    blocks over the processes, and over the devices of each in turn. ValueError for an unknown one,
+    for the wrong number of them, and where a process would have nothing to do.
     """
-    processes = jax.process_count()
     if isinstance(names, str) and ":" in names:
         names = [names] * rows
     if names is None or isinstance(names, str):
-        pool = _pool(names, names)
-        owners = [row * processes // rows for row in range(rows)]
-        own = {q: [d for d in pool if d.process_index == q] for q in owners}
-        found = [own[q][(row - owners.index(q)) % len(own[q])] for row, q in enumerate(owners)]
-    else:
-        if len(names) != rows:
-            raise ValueError(f"{len(names)} devices for {rows} rows: name one per row")
+        found = _in_turn(_pool(names, names), rows)
+    elif len(names) == rows:
         found = [_named(name, row) for row, name in enumerate(names)]
+    elif names and all(isinstance(name, jax.Device) for name in names):
+        found = _in_turn(names, rows)
+    else:
+        raise ValueError(f"{len(names)} devices for {rows} rows: name one per row")
+    processes = jax.process_count()
     if idle := set(range(processes)) - {device.process_index for device in found}:
         raise ValueError(
             f"{processes} processes were started, and process {min(idle)} has none of the {rows} "
             "rows: start fewer"
         )
     return found
+
+
+def _in_turn(pool: Sequence[jax.Device], rows: int) -> list[jax.Device]:
+    processes = sorted({device.process_index for device in pool})
+    owners = [processes[row * len(processes) // rows] for row in range(rows)]
+    own = {q: [device for device in pool if device.process_index == q] for q in owners}
+    return [own[q][(row - owners.index(q)) % len(own[q])] for row, q in enumerate(owners)]
 
 
 def _named(name: str | jax.Device, row: int) -> jax.Device:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from pipelab.executors.batches import cut, samples_of
-from pipelab.executors.jax.arguments import TREES, Part, as_function, check_trained
+from pipelab.executors.jax.arguments import TREES, Part, as_function, check_optimizer, check_trained
 from pipelab.executors.jax.device import JaxDevice, jax_devices
 from pipelab.executors.jax.distributed import Distributed
 from pipelab.executors.jax.stage import JaxStage
@@ -74,6 +74,9 @@ class JaxWing(Wing):
         self.launcher = Threads()
         if jax.process_count() > 1:
             self.launcher = Distributed(self.devices, options.timeout, schedule.to_csv())
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        check_optimizer(optimizer, self.parts)
 
     def look_at(self, batches: Sequence[Any]) -> None:
         pieces = cut(batches[0], self.segment.table.microbatches, 0, TREES)

@@ -26,21 +26,26 @@ do not.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
-from jax.sharding import AxisType, Mesh, PartitionSpec
-from jax.tree_util import keystr
+from jax import Array
+from jax.sharding import PartitionSpec
 
 from pipelab.action import Action, Kind, check_counts, insert_updates
+from pipelab.executors.jax.spmd_checks import (
+    Devices,
+    Tree,
+    check_leading,
+    check_same,
+    check_stage,
+    cut,
+    mesh_of,
+)
+from pipelab.executors.jax.spmd_program import Program, first
 from pipelab.schedule import Schedule
-
-Tree = Any  # a pytree of arrays
-Devices = int | Sequence[jax.Device] | Mesh
 
 
 class Parameters(NamedTuple):
@@ -139,7 +144,7 @@ def stack(stages: Sequence[Tree], virtual: int = 1) -> Tree:
             "one"
         )
     for s, stage in enumerate(stages):
-        _check_same(stage, stages[0], f"stage {s}", "stage 0")
+        check_same(stage, stages[0], f"stage {s}", "stage 0")
     leading = (-1,) if virtual == 1 else (virtual, -1)
     return jax.tree.map(lambda *w: jnp.stack(w).reshape(*leading, *np.shape(w[0])), *stages)
 
@@ -179,8 +184,9 @@ def spmd_pipeline(
                   comes round
 
     It can be differentiated, forward and backward, and put under jit; y and gradients are those of
-    the plain stack of stages. ValueError for sizes that do not fit and for a stage whose output is
-    not like its input.
+    the plain stack of stages. ValueError for sizes that do not fit, for a stage whose output is not
+    like its input, and for one that makes of a micro-batch something else than of the batch: it
+    mixes samples, or closes over the key of a dropout (x may hold keys, one per sample).
 
     Sources: GPipe (arXiv 1811.06965, figure 2c); GSPMD (arXiv 2105.04663, section 3.3); circular as
     in praxis and MaxText.
@@ -190,14 +196,14 @@ def spmd_pipeline(
     >>> double(stack(stages, virtual=2), np.ones((6, 1), np.float32)).sum().item()
     120.0
     """
-    mesh = _mesh(devices, axis)
+    mesh = mesh_of(devices, axis)
     p = mesh.shape[axis]
     _check_sizes(p, microbatches, virtual)
     leading = (p,) if virtual == 1 else (virtual, p)
     spec = PartitionSpec(axis) if virtual == 1 else PartitionSpec(None, axis)
     # check_vma would ask a stage that has a scan inside for `pcast`s of its own.
     program = jax.shard_map(
-        _program(stage, p, microbatches, virtual, axis, remat),
+        Program(stage, p, microbatches, virtual, axis, remat),
         mesh=mesh,
         in_specs=(spec, PartitionSpec()),
         out_specs=PartitionSpec(axis),
@@ -207,116 +213,13 @@ def spmd_pipeline(
 
     @jax.jit
     def pipeline(parameters, x):
-        _check_leading(parameters, leading)
-        cut = _cut(x, microbatches)  # [m, samples, ...]
-        w, one = jax.tree.map(lambda w: w[(0,) * len(leading)], parameters), _first(cut)
-        _check_same(jax.eval_shape(stage, w, one), one, "the stage's output", "its input")
-        out = program(parameters, cut)  # [p m, samples, ...]; device 0's are the outputs
+        check_leading(parameters, leading)
+        pieces = cut(x, microbatches)  # [m, samples, ...]
+        check_stage(stage, parameters, first(pieces), leading, alone=microbatches == 1)
+        out = program(parameters, pieces)  # [p m, samples, ...]; device 0's are the outputs
         return jax.tree.map(lambda y, x: y[:microbatches].reshape(x.shape), out, x)
 
     return pipeline
-
-
-def _program(stage: Callable, p: int, m: int, v: int, axis: str, remat: bool) -> Callable:
-    """What one device does; device 0's result is the pipeline's.
-
-    (its rows of the parameters, [1, ...] or [v, 1, ...], and x [m, samples, ...]) -> y, as x
-    """
-
-    def apply(rows, x, job):
-        """Job k of lap r has number r m + k; before and after those is garbage, of any weights."""
-        w = jax.tree.map(lambda row: row[0] if v == 1 else _read(row, job // m).squeeze(0), rows)
-        return stage(*jax.tree.map(partial(_guard, (0 <= job) & (job < m * v)), (w, x)))
-
-    def keep(primitive, *_, **__):
-        """All but a lap's weights: they are picked again, or each iteration would keep a copy."""
-        return primitive.name not in ("dynamic_slice", "squeeze")
-
-    if remat or v > 1:
-        apply = jax.checkpoint(apply, prevent_cse=False, policy=None if remat else keep)
-
-    def turn(rows, mine, arrived, t):
-        """Iteration t: device 0 works on `mine`, the others on what has arrived.
-
-        Returns what arrives next; on device 0 that is what has come round.
-        """
-        d = lax.axis_index(axis)
-        x = jax.tree.map(lambda own, a: lax.select(d == 0, own, a), mine, arrived)
-        to_next = [(i, (i + 1) % p) for i in range(p)]
-        return jax.tree.map(lambda y: lax.ppermute(y, axis, to_next), apply(rows, x, t - d))
-
-    def straight(rows, x):
-        """Device 0 takes one micro-batch after the other; what comes round is stacked by the scan.
-
-        What is scanned over is sliced and stacked in place: only one micro-batch is carried along.
-        """
-
-        def iteration(arrived, inputs):
-            t, mine = inputs
-            arrived = turn(rows, mine, arrived, t)
-            return arrived, arrived
-
-        t = jnp.arange(m + p - 1)
-        padded = jax.tree.map(lambda x: x[jnp.minimum(t, m - 1)], x)  # garbage at the end
-        _, y = lax.scan(iteration, _first(x), (t, padded))
-        return jax.tree.map(lambda y: y[p - 1 :], y)  # before, nothing had come round
-
-    def circular(rows, x):
-        """Device 0 works from a buffer, which the scan carries along.
-
-        Slot k holds micro-batch k before it starts, then what came round of it: the next lap's
-        input, and in the end its output. With p = 2, v = 2, m = 3 on device 0:
-
-            t           0   1   2   3   4   5   6
-            takes slot  0   1   2   0   1   2   ~
-            fills slot  ~   0   1   2   0   1   2     what it did in iteration t - p + 1
-        """
-
-        def iteration(carry, t):
-            # [1] take, work, pass on
-            arrived, buffer = carry
-            mine = jax.tree.map(lambda b: _read(b, t % m), buffer)
-            arrived = turn(rows, mine, arrived, t)
-            # [2] fill; before iteration p - 1 nothing has come round, and the slot stays as it is
-            slot, full = (t - p + 1) % m, t >= p - 1
-
-            def fill(b, a):
-                return lax.dynamic_update_index_in_dim(
-                    b, lax.select(full, a, _read(b, slot)), slot, 0
-                )
-
-            return (arrived, jax.tree.map(fill, buffer, arrived)), None
-
-        return lax.scan(iteration, (_first(x), x), jnp.arange(m * v + p - 1))[0][1]
-
-    return straight if v == 1 else circular
-
-
-def _first(x: Tree) -> Tree:
-    """Micro-batch 0, for what is carried into the first iteration: garbage, but of its shape."""
-    return jax.tree.map(lambda x: x[0], x)
-
-
-def _read(buffer: Array, slot: Array) -> Array:
-    """A slot that does not exist is replaced by the nearest, or counted from the end."""
-    return lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
-
-
-@jax.custom_jvp
-def _guard(valid: Array, x: Array) -> Array:
-    """x itself; its gradient is 0 where not `valid`.
-
-    Garbage may overflow, and 0 x inf is not a number.
-    """
-    return x
-
-
-@_guard.defjvp
-def _guard_jvp(primals, tangents):
-    (valid, x), (_, tangent) = primals, tangents
-    if tangent.dtype == jax.dtypes.float0:  # of an integer
-        return x, tangent
-    return x, jnp.where(valid, tangent, 0)
 
 
 # ---- training, memory
@@ -370,80 +273,3 @@ def compiled_bytes(function: Callable, *arguments: Any) -> CompiledBytes:
     return CompiledBytes(
         found.argument_size_in_bytes, found.output_size_in_bytes, found.temp_size_in_bytes
     )
-
-
-# ---- checks
-
-
-def _mesh(devices: Devices, axis: str) -> Mesh:
-    if isinstance(devices, Mesh):
-        names = devices.axis_names
-        if axis not in names:
-            raise ValueError(
-                f"the mesh has axes {names}, not {axis!r}: name the stages' one with axis="
-            )
-        for kind in devices.axis_types:
-            if kind is not AxisType.Auto:
-                raise ValueError(
-                    f"the mesh has axes of type {kind.name}: make it with "
-                    f"axis_types=(AxisType.Auto,) * {len(names)}"
-                )
-        return devices
-    if isinstance(devices, int):
-        check_counts(devices=devices)
-        found = jax.devices()
-        if len(found) < devices:
-            raise ValueError(
-                f"devices={devices}, and jax has {len(found)} ({found[0].platform}): use fewer; on "
-                f'a CPU, jax.config.update("jax_num_cpu_devices", {devices}) before jax is first '
-                "used"
-            )
-        devices = found[:devices]
-    if len(set(devices)) != len(devices) or not devices:
-        raise ValueError(f"devices={devices}: name at least one, and none twice")
-    return Mesh(np.array(devices), (axis,))
-
-
-def _check_leading(parameters: Tree, leading: tuple[int, ...]) -> None:
-    names = "devices" if len(leading) == 1 else "virtual, devices"
-    for path, leaf in jax.tree.leaves_with_path(parameters):
-        if leaf.shape[: len(leading)] != leading:
-            raise ValueError(
-                f"parameters{keystr(path)} has shape {leaf.shape}, which does not begin with "
-                f"({names}) = {leading}: make the parameters by stack(stages, virtual), from "
-                f"{np.prod(leading)} stages"
-            )
-
-
-def _cut(x: Tree, microbatches: int) -> Tree:
-    batch: tuple[int, ...] = ()
-    for path, leaf in jax.tree.leaves_with_path(x):
-        batch = batch or leaf.shape[:1]
-        if not batch or leaf.shape[:1] != batch:
-            raise ValueError(
-                f"x{keystr(path)} has shape {leaf.shape}: all arrays of x need the same first "
-                "dimension, the batch"
-            )
-    if not batch:
-        raise ValueError("x has no arrays: give at least one, [batch, ...]")
-    if not batch[0] or batch[0] % microbatches:
-        raise ValueError(
-            f"a batch of {batch[0]} for {microbatches} micro-batches: give a multiple of "
-            f"{microbatches} samples"
-        )
-    return jax.tree.map(lambda a: a.reshape(microbatches, -1, *a.shape[1:]), x)
-
-
-def _check_same(found: Tree, wanted: Tree, name: str, other: str) -> None:
-    remedy = (
-        "one SPMD program needs equal stages that keep the shape; put other layers before or after "
-        "the stack"
-    )
-    spec: Any = jax.tree.structure
-    if spec(found) != spec(wanted):
-        raise ValueError(f"{name} is {spec(found)}, {other} is {spec(wanted)}: {remedy}")
-    found, wanted = jax.tree.map(lambda a: f"{jnp.result_type(a)}{[*np.shape(a)]}", (found, wanted))
-    pairs = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True)
-    for (path, has), needs in pairs:
-        if has != needs:
-            raise ValueError(f"{name}{keystr(path)} is {has}, {other}'s is {needs}: {remedy}")

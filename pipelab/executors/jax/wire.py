@@ -28,12 +28,12 @@ class JaxArrays(Arrays):
     def describe(self, value: Any) -> Any:
         if not isinstance(value, jax.Array):
             return None
-        words = _words(value)
-        keys = None if words is value else str(jax.random.key_impl(value))
-        return Described(words.dtype, words.shape, keys, words.weak_type)
+        numbers = words(value)
+        keys = None if numbers is value else str(jax.random.key_impl(value))
+        return Described(numbers.dtype, numbers.shape, keys, numbers.weak_type)
 
     def content(self, array: Any) -> memoryview:
-        return _bytes(np.asarray(_words(array)))
+        return _bytes(np.asarray(words(array)))
 
     def build(self, described: Any, fill: Fill) -> Any:
         array = np.empty(described.shape, described.dtype)
@@ -46,7 +46,7 @@ class JaxArrays(Arrays):
         return jnp.asarray(array)
 
 
-def _words(array: jax.Array) -> jax.Array:
+def words(array: jax.Array) -> jax.Array:
     """An array of numbers as it is; of random keys, their words."""
     keys = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(array) if keys else array
