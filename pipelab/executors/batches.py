@@ -102,18 +102,16 @@ class Reader:
 
 
 class Part(Sequence):
-    """Batches `first` to `first + count` - 1 of a sequence; none is read before it is asked."""
+    """Those batches of a sequence that have these numbers; none is read before it is asked."""
 
-    def __init__(self, batches: Sequence[Any], first: int, count: int) -> None:
-        self.batches, self.first, self.size = batches, first, count
+    def __init__(self, batches: Sequence[Any], numbers: range) -> None:
+        self.batches, self.numbers = batches, numbers
 
     def __len__(self) -> int:
-        return self.size
+        return len(self.numbers)
 
     def __getitem__(self, b: Any) -> Any:
-        if not 0 <= b < self.size:
-            raise IndexError(b)
-        return self.batches[self.first + b]
+        return self.batches[self.numbers[b]]
 
 
 def mean_losses(pieces: Any, batches: int) -> list[float]:

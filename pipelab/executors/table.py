@@ -1,7 +1,5 @@
 """What a run needs to know of its table, whichever library computes it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,7 +29,7 @@ class Segment:
     begun: int = 0
 
     @classmethod
-    def of(cls, whole: Schedule, begun: int, end: int) -> Segment:
+    def of(cls, whole: Schedule, begun: int, end: int) -> "Segment":
         """Batches `begun` to `end` - 1."""
         entire = (begun, end) == (0, whole.batches)
         return cls(whole, whole if entire else whole.part(begun, end), begun)

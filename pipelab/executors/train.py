@@ -12,7 +12,7 @@ from pipelab.costs import Recompute
 from pipelab.executors.batches import Part, Reader, Trees
 from pipelab.executors.check import Check
 from pipelab.executors.job import Job, Launcher
-from pipelab.executors.judge import Evidence, Trainer, judge, judge_evaluation
+from pipelab.executors.judge import Evidence, Trainer, judge
 from pipelab.executors.options import Options
 from pipelab.executors.result import Evaluation, Outcome, Run, result_of
 from pipelab.executors.stage import Feed, Recipe, Step
@@ -107,7 +107,7 @@ def train(
     wing = make(schedule, stages, options, training=True)
     partners = find_partners(schedule, [set(of.values()) for of in wing.ties], options.clip)
     # [2] what is to be done
-    segment, replicas = wing.segment, options.replicas
+    segment = wing.segment
     table = segment.table
     recipe = Recipe(
         loss,
@@ -120,35 +120,9 @@ def train(
         options.finite,
         keep=bool(options.check) or options.dump is not None,
     )
-    seeds = None if wing.seed is None else seeds_for(wing.seed, segment, replicas)
-    data = Part(batches, segment.begun, table.batches)
-    with wing.launcher as launcher:
-        # [3] run, and keep the checkpoint only if all of it could be written
-        with wing.saving():
-            outcomes = launcher.run(_jobs(wing, recipe, data, partners, seeds))
-        # [4] what came of it
-        result = result_of(table, outcomes, replicas, paced=options.pace is not None)
-        steps = [_steps(table, outcomes, replica) for replica in range(replicas)]
-        if launcher.first:
-            wing.dump(batches, result.losses, steps[0])
-
-        def verdict() -> Check:
-            return judge(
-                segment,
-                data,
-                Evidence(result, steps, wing.saved()),
-                partial(wing.trainer, recipe),
-                wing.trees,
-                divided=seeds is not None or wing.depends_on_cut(result),
-                seeds=seeds,
-                replicas=replicas,
-                tolerance=options.tolerance,
-                quick=options.check == "quick" or (seeds is not None and not wing.draws_alike),
-            )
-
-        if options.check:
-            result.check = launcher.from_first(verdict)
-    return result
+    seeds = None if wing.seed is None else seeds_for(wing.seed, segment, options.replicas)
+    data = Part(batches, range(segment.begun, segment.end))
+    return _carry_out(wing, recipe, data, partners, seeds)
 
 
 def evaluate(
@@ -168,25 +142,48 @@ def evaluate(
     recipe = Recipe(
         loss, None, never, table.microbatches, autocast=wing.autocast, finite=False, training=False
     )
+    nobody: list[list[int]] = [[] for _ in stages]
+    result = _carry_out(wing, recipe, batches, nobody, None)
+    return Evaluation(result.losses, result.microbatch_losses, result.timeline, result.check)
+
+
+def _carry_out(
+    wing: Wing,
+    recipe: Recipe,
+    batches: Sequence[Any],
+    partners: Sequence[Sequence[int]],
+    seeds: np.ndarray | None,
+) -> Run:
+    """Run the wing's part of the table, and judge the run."""
+    segment, options = wing.segment, wing.options
     with wing.launcher as launcher:
-        nobody: list[list[int]] = [[] for _ in stages]
-        outcomes = launcher.run(_jobs(wing, recipe, batches, nobody))
-        result = result_of(table, outcomes, 1, paced=False)
+        # [1] run, and keep the checkpoint only if all of it could be written
+        with wing.saving():
+            outcomes = launcher.run(_jobs(wing, recipe, batches, partners, seeds))
+        # [2] what came of it
+        replicas, paced = options.replicas, options.pace is not None
+        result = result_of(segment.table, outcomes, replicas, paced)
+        steps = [_steps(segment.table, outcomes, replica) for replica in range(replicas)]
+        if launcher.first:
+            wing.dump(batches, result.losses, steps[0])
 
         def verdict() -> Check:
-            return judge_evaluation(
-                table,
+            return judge(
+                segment,
                 batches,
-                result,
+                Evidence(result, steps, wing.saved()),
                 partial(wing.trainer, recipe),
                 wing.trees,
+                divided=seeds is not None or wing.depends_on_cut(result),
+                seeds=seeds,
+                replicas=replicas,
                 tolerance=options.tolerance,
-                quick=options.check == "quick",
+                quick=options.check == "quick" or (seeds is not None and not wing.draws_alike),
             )
 
         if options.check:
             result.check = launcher.from_first(verdict)
-    return Evaluation(result.losses, result.microbatch_losses, result.timeline, result.check)
+    return result
 
 
 def _check_arguments(schedule: Any, stages: Any, batches: Any, loss: Any) -> None:
@@ -206,7 +203,7 @@ def _jobs(
     recipe: Recipe,
     batches: Sequence[Any],
     partners: Sequence[Sequence[int]],
-    seeds: np.ndarray | None = None,
+    seeds: np.ndarray | None,
 ) -> list[Job]:
     """The jobs of this process's ranks."""
     segment, replicas = wing.segment, wing.options.replicas

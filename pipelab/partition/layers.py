@@ -1,7 +1,5 @@
 """What is known of a model's layers: times, bytes, and which layer reads which."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
@@ -184,7 +182,7 @@ class Profile:
         boundary = tuple(self.crossing(Cuts(rows)).tolist())
         return Costs(**sums, boundary=boundary, **others)
 
-    def reordered(self, order: Sequence[int]) -> Profile:
+    def reordered(self, order: Sequence[int]) -> "Profile":
         """The same layers, listed in another order."""
         place = {old: new for new, old in enumerate(order)}
         edges = tuple(sorted((place[a], place[b]) for a, b in self.edges))
@@ -194,7 +192,7 @@ class Profile:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
-    def read(cls, text: str) -> Profile:
+    def read(cls, text: str) -> "Profile":
         """From `to_json`, or from the text of PipeDream's graph.txt. ValueError for anything else.
 
         The latter has ms and bytes; inputs are left out, as the data come from outside, and so are

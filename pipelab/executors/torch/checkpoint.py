@@ -5,8 +5,6 @@ version that is still to be read, buffers, the optimizer's and the schedulers' s
 by torch.load(weights_only=True), which runs no code, and only if they are as they were written.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import json
@@ -15,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from hashlib import file_digest, sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,7 @@ class StageState:
                 found[pytree.keystr(path)] = torch.as_tensor(value)
         return found
 
-    def renumbered(self, shift: int) -> StageState:
+    def renumbered(self, shift: int) -> "StageState":
         """With versions counted from another start."""
         moved = copy.copy(self)
         moved.weights = {v + shift: weights for v, weights in self.weights.items()}
@@ -105,7 +104,7 @@ class Index:
     digests: list[str]
 
     @classmethod
-    def read(cls, folder: Path) -> Index:
+    def read(cls, folder: Path) -> "Index":
         """ValueError for a folder that holds no checkpoint, or one that was changed."""
         try:
             content = json.loads((folder / INDEX).read_text())
@@ -247,8 +246,7 @@ def _recut(
                 weights.append((state, name))
             if name in of_stage:
                 seen.add(of_stage[name])
-    buffers = [(state, name) for state in every for name in state.buffers]
-    left, left_buffers = iter(weights), iter(buffers)
+    left, left_buffers = iter(weights), chain.from_iterable(s.buffers.values() for s in every)
     version = max(max(state.weights) for state in every)
     donor = next((state for state in every if state.groups), every[0])
     dealt: dict[int, tuple[StageState, str]] = {}  # a parameter's id -> where its tensor is
@@ -262,7 +260,7 @@ def _recut(
             states.append(
                 StageState(
                     {version: {name: s.latest[old] for name, (s, old) in mine.items()}},
-                    {name: _take(next(left_buffers)) for name, _ in stage.named_buffers()},
+                    {name: next(left_buffers) for name, _ in stage.named_buffers()},
                     optimizer,
                     donor.groups,
                     donor.schedulers,
@@ -273,16 +271,11 @@ def _recut(
         raise ValueError(
             f"{folder} has fewer tensors than the model: give the same layers, cut anew"
         ) from None
-    if next(left, None) or next(left_buffers, None):
+    if [*left, *left_buffers]:
         raise ValueError(
             f"{folder} has more tensors than the model: give the same layers, cut anew"
         )
     return states
-
-
-def _take(place: tuple[StageState, str]) -> Tensor:
-    state, name = place
-    return state.buffers[name]
 
 
 def kinds_of(optimizer: Any, schedulers: Sequence[Any]) -> list[str]:
