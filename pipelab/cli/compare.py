@@ -7,15 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipelab import SCHEDULES, Costs, fit
 from pipelab.cli.files import check_targets, read_profile, use_agg, write
 from pipelab.cli.models import small_model
 from pipelab.cli.options import COST, COUNT, POSITIVE, Commands, share
 from pipelab.cli.report import Failure
 from pipelab.compare import compare, left_out, page, table_of, text
-from pipelab.costs import Costs
-from pipelab.fit import fit
 from pipelab.partition import split_layers
-from pipelab.schedules import SCHEDULES
 
 
 def add_to(commands: Commands) -> None:

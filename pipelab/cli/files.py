@@ -8,9 +8,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from pipelab.action import ScheduleError
+from pipelab import Schedule, ScheduleError
 from pipelab.partition import Profile
-from pipelab.schedule import Schedule
 
 
 def read_text(name: str) -> str:

@@ -6,11 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipelab.action import Reads
+from pipelab import SCHEDULES, Reads, Recompute, Schedule, make
 from pipelab.cli.files import read_csv
-from pipelab.costs import Recompute
-from pipelab.schedule import Schedule
-from pipelab.schedules import SCHEDULES, make
 
 LARGEST = 10_000_000  # actions of a table that a schedule's name stands for
 SIZES = ("devices", "microbatches", "virtual", "batches")

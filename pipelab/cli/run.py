@@ -4,13 +4,11 @@ import argparse
 import json
 import os
 
+from pipelab import Costs, Recompute, explain, fit, simulate, validate
 from pipelab.cli.files import check_targets
 from pipelab.cli.models import jax_model, small_model
 from pipelab.cli.options import SECONDS, Commands, schedule_of, share
 from pipelab.cli.report import Failure, describe, verdict_of
-from pipelab.costs import Costs, Recompute
-from pipelab.simulate import simulate
-from pipelab.validate import validate
 
 
 def add_to(commands: Commands) -> None:
@@ -34,8 +32,6 @@ def add_to(commands: Commands) -> None:
 
 def run_command(o: argparse.Namespace) -> None:
     from pipelab.executors import run
-    from pipelab.explain import explain
-    from pipelab.fit import fit
 
     schedule = validate(schedule_of(o))
     if o.distributed and o.backend != "jax":

@@ -3,13 +3,10 @@
 import argparse
 import json
 
-from pipelab.action import ScheduleError
+from pipelab import Costs, Recompute, ScheduleError, simulate, validate
 from pipelab.cli.files import check_targets, read_csv, write, write_figure
 from pipelab.cli.options import COST, Commands, schedule_of, share
 from pipelab.cli.report import Failure, describe, idle_table
-from pipelab.costs import Costs, Recompute
-from pipelab.simulate import simulate
-from pipelab.validate import validate
 
 COSTS = ("forward", "input_grad", "weight_grad", "transfer", "update")
 

@@ -75,6 +75,9 @@ class Job(ABC):
     def prepare(self, stages: dict[int, Any]) -> None:  # noqa: B027
         """What can be done before the run's time zero, in the worker's thread: jax compiles."""
 
+    def after(self, stages: dict[int, Any]) -> None:  # noqa: B027
+        """What is to be done when the row has been carried out."""
+
     def work(
         self,
         stages: dict[int, Any],
@@ -105,6 +108,7 @@ class Job(ABC):
         }
         steps = {s: stage.steps for s, stage in stages.items()}
         weights = {s: stage.trained() for s, stage in stages.items()}
+        self.after(stages)
         return Outcome(self.row, self.replica, record, losses, steps, weights)
 
 

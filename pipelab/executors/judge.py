@@ -265,13 +265,12 @@ def _compare_losses(
     near   our own losses; `known` are the truth's, if they are
     """
     exact = known or truth.losses(pieces)
-    again = Draws(lambda jitter: [np.array(mean) for mean, _ in own.losses(pieces, jitter)])
+    again = Draws(lambda jitter: [mean for mean, _ in own.losses(pieces, jitter)])
     for k, (mean, count) in enumerate(exact):
         if count:
-            noise = norms(np.array(near[k][0] - mean)) + rounding(own.eps, np.array(mean))
+            noise = norms(near[k][0] - mean) + rounding(own.eps, mean)
             label = f"the loss of micro-batch {first + k}"
-            run, expected = np.array(reported[k]), np.array(mean)
-            found.add(label, run, expected, noise, partial(again.of, k))
+            found.add(label, reported[k], mean, noise, partial(again.of, k))
 
 
 def _compare_twice(
@@ -281,7 +280,7 @@ def _compare_twice(
     values = []
     for _ in range(2):
         losses = own.gradients(t, probe, 1)[0] if training else own.losses(probe, 1)
-        values += [np.array(mean if count else 0.0) for mean, count in losses]
+        values += [mean if count else 0.0 for mean, count in losses]
     first, second = values
     label = "a loss computed twice (does a forward draw random numbers? give a seed)"
     found.add(label, second, first, own.eps * norms(first))
@@ -311,8 +310,7 @@ def _compare_batches(found: Comparison, reported: Sequence[float], counted: Loss
     """The losses of whole batches: the means of those reported of the micro-batches."""
     means = mean_losses(counted, len(reported))
     for b, (got, mean) in enumerate(zip(reported, means, strict=True)):
-        run, expected = np.array(got), np.array(mean)
-        found.add(f"the loss of batch {b}", run, expected, EPS_32 * norms(expected))
+        found.add(f"the loss of batch {b}", got, mean, EPS_32 * norms(mean))
 
 
 def _compare_replicas(

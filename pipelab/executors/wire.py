@@ -11,14 +11,14 @@ from typing import Any
 
 from pipelab.executors.job import Job
 from pipelab.executors.links import Arrays, Exchange, Line, Link, connect
-from pipelab.executors.transport import Aborted, Key, Message
+from pipelab.executors.transport import Key, Message, Transport
 from pipelab.schedule import Schedule
 
 AT_ONCE = 1e-4  # seconds: a receive that takes less did not wait
 RINGS = 4096  # of a bell that are heard at once
 
 
-class Wire:
+class Wire(Transport):
     """The transport of one process's rows.
 
     A row that wants a message reads its own links until it has come, in its own thread: the kernel
@@ -36,7 +36,7 @@ class Wire:
         """`links` by (own row, other row)."""
         self._schedule, self._links = schedule, links
         self._here: dict[int, dict[Key, Message]] = {row: {} for row in rows}  # and not yet taken
-        self._ended = Event()
+        self.ended = Event()
         self._readable = {row: DefaultSelector() for row in rows}
         # Rows of this process hand over by reference, and wake each other by a byte.
         self._bells = {row: socket.socketpair() for row in rows if len(rows) > 1}
@@ -99,17 +99,13 @@ class Wire:
     def sum_over_replicas(self, key: Key, device: int, parts: list[Any]) -> list[Any]:
         raise NotImplementedError("replicas")
 
-    def sleep(self, seconds: float) -> None:
-        if self._ended.wait(seconds) if seconds > 0 else self._ended.is_set():
-            raise Aborted
-
     def settle(self) -> None:
         """Wait until all that was sent has left. Lost if it cannot."""
         for link in self._links.values():
             link.settle()
 
     def abort(self) -> None:
-        self._ended.set()
+        self.ended.set()
         for link in self._links.values():
             link.end()
         for row in self._bells:

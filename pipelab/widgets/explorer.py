@@ -10,12 +10,20 @@ import anywidget
 import numpy as np
 import traitlets
 
-from pipelab.action import ScheduleError, check_counts
-from pipelab.costs import CostError, Costs, Recompute
-from pipelab.memory import Memory, memory
-from pipelab.schedules import SCHEDULES, make, with_chunks
-from pipelab.simulate import simulate
-from pipelab.timeline import Timeline
+from pipelab import (
+    SCHEDULES,
+    CostError,
+    Costs,
+    Memory,
+    Recompute,
+    ScheduleError,
+    Timeline,
+    make,
+    memory,
+    simulate,
+)
+from pipelab.action import check_counts
+from pipelab.schedules import with_chunks
 from pipelab.widgets.drawing import drawing
 
 SIZES = ("devices", "microbatches", "virtual", "batches")

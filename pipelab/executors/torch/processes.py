@@ -178,7 +178,10 @@ def _collect(ranks: Sequence[_Rank], timeout: float) -> list[Any]:
     left = list(ranks)
     last, since = ranks[0].marks[:], time.monotonic()
     while left:
-        for rank, outcome in _heard(left, 0.25):
+        wait([rank.connection for rank in left], timeout=0.25)
+        for rank in [rank for rank in left if rank.connection.poll()]:
+            left.remove(rank)
+            outcome = rank.receive()
             if isinstance(outcome, _Failure):
                 _blame(outcome, left)
             outcomes[rank.job.rank] = outcome
@@ -191,19 +194,14 @@ def _collect(ranks: Sequence[_Rank], timeout: float) -> list[Any]:
     return [outcomes[rank] for rank in sorted(outcomes)]
 
 
-def _heard(left: list[_Rank], seconds: float) -> Iterator[tuple[_Rank, Any]]:
-    """What ranks send within so many seconds, each its last; those are no longer in the list."""
-    connections = wait([rank.connection for rank in left], seconds)
-    for rank in [rank for rank in left if rank.connection in connections]:
-        left.remove(rank)
-        yield rank, rank.receive()
-
-
 def _blame(failure: _Failure, others: list[_Rank]) -> NoReturn:
     """Raise a rank's failure; if it only lost its connection to another, what happened to that."""
     deadline = time.monotonic() + 2
     while failure.secondary and others and time.monotonic() < deadline:
-        for _, found in _heard(others, 0.1):
+        wait([rank.connection for rank in others], timeout=0.1)
+        for rank in [rank for rank in others if rank.connection.poll()]:
+            others.remove(rank)
+            found = rank.receive()
             if isinstance(found, _Failure) and not found.secondary:
                 failure = found
     raise failure.error from _Remote(failure.traceback)

@@ -291,13 +291,13 @@ class TorchStage(Stage):
     def _compute(self, microbatch: int, x: Any) -> tuple[Any, _Kept]:
         """A forward with its graph: what is sent on, and what its backward needs."""
         self._bind(microbatch)
-        leaves, spec = pytree.tree_flatten(x)
-        wanted: list[Any] = [None] * len(leaves)
-        if self.feed.inputs is None:
-            leaves = [t.detach().requires_grad_() if _differentiable(t) else t for t in leaves]
-            wanted = [t if _differentiable(t) else None for t in leaves]
+        inputs, spec = pytree.tree_flatten(x)
+        inner = self.feed.inputs is None
+        wanted = [
+            t.detach().requires_grad_() if inner and _differentiable(t) else None for t in inputs
+        ]
         entered = [
-            t if leaf is None else _entered(t) for t, leaf in zip(leaves, wanted, strict=True)
+            t if leaf is None else _entered(leaf) for t, leaf in zip(inputs, wanted, strict=True)
         ]
         key = self.key(microbatch)
         self.device.hold(key, wanted)

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelab.executors import judge
+from pipelab.executors.batches import samples_of
 from pipelab.executors.judge import Arrays, Losses, Piece
 from pipelab.executors.stage import Recipe
 from pipelab.executors.torch.arguments import TREES, copies_of
@@ -188,8 +189,7 @@ class Trainer(judge.Trainer):
             value = self.recipe.loss(x, y)
         if isinstance(value, tuple):
             return value[0], float(value[1])
-        sizes = (len(leaf) for leaf in pytree.tree_leaves((piece.x, piece.y)) if _has_samples(leaf))
-        return value, float(next(sizes))
+        return value, float(samples_of((piece.x, piece.y), TREES))
 
     def _moved(self, leaf: Any) -> Any:
         """A copy on the reference's device, since layers may work in place."""
@@ -293,7 +293,3 @@ def _jittered(value: Any, eps: float, random: torch.Generator) -> Any:
         return value
     off = torch.rand(value.shape, generator=random, dtype=torch.float64) * 2 - 1
     return (value + value * (eps * off.to(value.device))).to(value.dtype)
-
-
-def _has_samples(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0
