@@ -23,6 +23,7 @@ the optimizer takes from the run's own gradient. Steps that start equal and are 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -138,14 +139,11 @@ class Draws:
     """The truth under a few random rounding errors, computed when somebody asks for the first."""
 
     def __init__(self, compute: Callable[[int], Any]) -> None:
-        self._compute = compute
-        self._known: list[Any] = []
+        self._compute = cache(compute)
 
     def of(self, name: Any) -> Iterator[np.ndarray]:
         for draw in range(DRAWS):
-            if draw == len(self._known):
-                self._known.append(self._compute(draw + 1))
-            yield self._known[draw][name]
+            yield self._compute(draw + 1)[name]
 
 
 def norms(array: np.ndarray | float) -> np.ndarray:

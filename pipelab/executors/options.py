@@ -64,7 +64,8 @@ class Options:
         self._require("timeout", "seconds, a number above 0")
         remedy = "how many times its rounding a tensor may be off, at least 1"
         self._require("tolerance", remedy, least=1.0)
-        for name, other in (("save", self.save), ("resume", self.resume)):
+        for name in ("save", "resume"):
+            other = getattr(self, name)
             if self.dump and other and Path(self.dump).resolve() == Path(other).resolve():
                 raise ValueError(f"dump and {name} are both {str(other)!r}: name two folders")
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from numbers import Real
 from typing import Any
 
@@ -86,8 +87,7 @@ class Profile:
         if not isinstance(self.samples, int) or self.samples < 1:
             raise ValueError(f"samples={self.samples!r}: give a whole number of at least 1")
         if not self.edges:
-            chain = tuple((i, i + 1) for i in range(len(self.layers) - 1))
-            object.__setattr__(self, "edges", chain)
+            object.__setattr__(self, "edges", tuple(pairwise(range(len(self.layers)))))
         for layer in self.layers:
             for name in NUMBERS:
                 value = getattr(layer, name)
@@ -121,7 +121,7 @@ class Profile:
 
     @property
     def is_chain(self) -> bool:
-        return set(self.edges) == {(i, i + 1) for i in range(len(self.layers) - 1)}
+        return set(self.edges) == set(pairwise(range(len(self.layers))))
 
     def crossing(self, cuts: Cuts) -> np.ndarray:
         """Bytes that cross each cut: of every layer before it that one behind it reads."""

@@ -11,7 +11,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from hashlib import file_digest, sha256
 from itertools import chain
 from pathlib import Path
@@ -141,7 +141,6 @@ def write_index(
 ) -> None:
     """Of the stages' files in `folder`."""
     whole = segment.whole
-    digests = [_digest(_file(folder, s)) for s in range(len(stages))]
     content = {
         "batch": segment.end,
         "updates": segment.updates,
@@ -150,7 +149,7 @@ def write_index(
         "schedule": whole.to_csv(),
         "names": names_of(stages),
         "ties": ties,
-        "digests": digests,
+        "digests": [_digest(_file(folder, s)) for s in range(len(stages))],
     }
     content["digest"] = _digest_of(content)
     (folder / INDEX).write_text(json.dumps(content, indent=1) + "\n")
@@ -159,7 +158,7 @@ def write_index(
 def save_stage(folder: Path, stage: int, state: StageState) -> None:
     """Write a stage's file. OSError where that is not possible."""
     content = io.BytesIO()
-    torch.save({f.name: getattr(state, f.name) for f in fields(state)}, content)
+    torch.save(vars(state), content)
     path = _file(folder, stage)
     try:
         path.write_bytes(content.getbuffer())

@@ -39,11 +39,11 @@ from pipelab.executors.worker import RunError
 PRELOAD = ["torch._dynamo", "pipelab.executors.torch.processes"]
 
 
+@dataclass
 class Processes(Threads):
     """This process starts one for every rank, and keeps the rest to itself."""
 
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
+    timeout: float
 
     def run(self, jobs: Sequence[Job]) -> list[Outcome]:
         return run_processes(jobs, perform, self.timeout)
@@ -215,15 +215,11 @@ class _Pickler(cloudpickle.Pickler):
             # Its class forbids it, since others could not import that: cloudpickle sends it along.
             cls = type(value)
             return cls.__new__, (cls,), super(cls, value).__getstate__()
-        if type(value) is Tensor and not value.requires_grad and _is_slice(value):
-            # It would be pickled with all of the tensor that it is a slice of.
+        plain = type(value) is Tensor and value.layout is torch.strided and not value.requires_grad
+        if plain and value.nbytes < value.untyped_storage().nbytes():
+            # A slice, as a micro-batch is of its batch: it would be pickled with all of that.
             return value.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(value)
-
-
-def _is_slice(tensor: Tensor) -> bool:
-    """Whether it has only a part of its memory, as a micro-batch of its batch."""
-    return tensor.layout is torch.strided and tensor.nbytes < tensor.untyped_storage().nbytes()
 
 
 def _dumps(value: Any) -> memoryview:

@@ -129,8 +129,9 @@ class TorchStage(Stage):
         group by stage, where stages share a clipping norm or tied weights.
         """
         if self.feed.targets is not None and not self._on_cpu:
-            for k in [k for k, group in enumerate(self.feed.groups) if group == number]:
-                self.check_loss(k)
+            for k, group in enumerate(self.feed.groups):
+                if group == number:
+                    self.check_loss(k)
         news = [received[s] for s in sorted(received)] if received else []
         if not news and self.recipe.clip is not None:
             news = [self.news()]

@@ -44,7 +44,8 @@ class Trainer(judge.Trainer):
             stage.to(self.device)
             if not recipe.training:
                 stage.eval()
-        of_weights = _lowest(_floating(self.stages))
+        parameters = list(nn.ModuleList(self.stages).parameters())
+        of_weights = _lowest([p.real.dtype if p.is_complex() else p.dtype for p in parameters])
         self.precision = _lowest([of_weights, recipe.autocast])
         self.eps, self.eps_of_steps = (
             torch.finfo(dtype).eps for dtype in (self.precision, of_weights)
@@ -59,7 +60,7 @@ class Trainer(judge.Trainer):
                 for tensor in (*stage.parameters(), *stage.buffers()):
                     tensor.data = _widen(tensor.data)  # in place, so that tied ones stay tied
         self._found: list[Tensor] = []  # the buffers before the latest gradient or loss
-        self.trained = [p for p in nn.ModuleList(self.stages).parameters() if p.requires_grad]
+        self.trained = [p for p in parameters if p.requires_grad]
         self.history = [{first: _weights(stage)} for stage in self.stages]  # [stage][version]
         for stage, history, state in zip(self.stages, self.history, start, strict=False):
             history.update({v: self._placed(w) for v, w in state.weights.items()})
@@ -261,11 +262,6 @@ def _weights(stage: nn.Module) -> dict[str, Tensor]:
 def _load(stage: nn.Module, weights: dict[str, Tensor]) -> None:
     for name, p in stage.named_parameters():
         p.data.copy_(weights[name])
-
-
-def _floating(stages: Sequence[nn.Module]) -> list[torch.dtype]:
-    parameters = [p for stage in stages for p in stage.parameters()]
-    return [p.real.dtype if p.is_complex() else p.dtype for p in parameters]
 
 
 def _lowest(dtypes: Sequence[torch.dtype | None]) -> torch.dtype:
