@@ -24,8 +24,13 @@ def add_to(commands: Commands) -> None:
     share(option, "model", "seed", "timeout", "json")
     option("--profile", metavar="FILE", help="predict for this profile instead of running a model")
     option("--transfer", type=COST, default=0.0, metavar="S", help="with --profile: latency")
-    text = "with --profile: bytes a second of every link"
-    option("--bandwidth", type=POSITIVE, default=math.inf, metavar="B", help=text)
+    option(
+        "--bandwidth",
+        type=POSITIVE,
+        default=math.inf,
+        metavar="B",
+        help="with --profile: bytes a second of every link",
+    )
     option("--devices", type=COUNT, default=2, metavar="P")
     option("--microbatches", type=COUNT, default=4, metavar="M")
     option("--batches", type=COUNT, default=2, metavar="K")

@@ -17,14 +17,27 @@ def add_to(commands: Commands) -> None:
         "run", run_command, "train a small model for real and check every gradient"
     )
     share(option, "model", "replicas", "dropout", "device", "recompute", "seed", "timeout", "json")
-    text = "default: threads; under torchrun or deepspeed: their ranks"
-    option("--backend", choices=["threads", "processes", "jax"], help=text)
-    text = "jax: as one of several processes (calls jax.distributed.initialize)"
-    option("--distributed", action="store_true", help=text)
-    text = "seconds per cost unit: slow down to the predicted times"
-    option("--paced", type=SECONDS, metavar="S", help=text)
-    text = "write initial weights, batches and the weights after every update"
-    option("--dump", metavar="DIR", help=text)
+    option(
+        "--backend",
+        choices=["threads", "processes", "jax"],
+        help="default: threads; under torchrun or deepspeed: their ranks",
+    )
+    option(
+        "--distributed",
+        action="store_true",
+        help="jax: as one of several processes (calls jax.distributed.initialize)",
+    )
+    option(
+        "--paced",
+        type=SECONDS,
+        metavar="S",
+        help="seconds per cost unit: slow down to the predicted times",
+    )
+    option(
+        "--dump",
+        metavar="DIR",
+        help="write initial weights, batches and the weights after every update",
+    )
     option("--save", metavar="DIR", help="write a checkpoint at the end")
     option("--stop", type=int, metavar="K", help="end after K batches (with --save)")
     option("--resume", metavar="DIR", help="continue from a checkpoint")

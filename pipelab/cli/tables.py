@@ -23,8 +23,9 @@ def add_to(commands: Commands) -> None:
 
     option = commands.with_schedule("schedule", schedule_command, "print a schedule's table")
     forms = ["pipelab", "torch"]
-    text = "as CSV: ours, or what torch loads"
-    option("--csv", nargs="?", const="pipelab", choices=forms, help=text)
+    option(
+        "--csv", nargs="?", const="pipelab", choices=forms, help="as CSV: ours, or what torch loads"
+    )
     option("--transfers", action="store_true", help="with every SEND and RECV written out")
 
     option = commands.add(

@@ -28,8 +28,12 @@ def add_to(commands: Commands) -> None:
     )
     option("--pretrained", metavar="NAME", help="such as gpt2, or a folder: published weights")
     option("--tied", action="store_true", help="the head shares the embedding's weights")
-    text = "what ships with Python, or SQuAD's contexts (needs a hub)"
-    option("--text", choices=["prose", "squad"], default="prose", help=text)
+    option(
+        "--text",
+        choices=["prose", "squad"],
+        default="prose",
+        help="what ships with Python, or SQuAD's contexts (needs a hub)",
+    )
     option("--batch", type=COUNT, default=32, metavar="SAMPLES")
     option("--length", type=COUNT, metavar="TOKENS")
     option("--lr", type=FINITE, default=1e-3, help="Adam's (published weights: 3e-5)")
@@ -37,8 +41,7 @@ def add_to(commands: Commands) -> None:
     share(option, "dropout", "replicas", "device", "seed", "timeout", "json")
     option("--backend", choices=["threads", "processes"])
     option("--every", type=COUNT, default=10, metavar="K", help="a checkpoint every K steps")
-    text = "keep the last checkpoint there, and go on from it"
-    option("--save", metavar="DIR", help=text)
+    option("--save", metavar="DIR", help="keep the last checkpoint there, and go on from it")
 
 
 def train_command(o: argparse.Namespace) -> None:

@@ -29,8 +29,9 @@ def cut(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[Any, A
     Arrays without an axis and other leaves are in every part. ValueError if the arrays differ in
     their number of samples, or have fewer than parts; `number` is the batch's, for the message.
     """
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+    listed = isinstance(batch, (tuple, list))
+    if not listed or len(batch) != 2:
+        size = f" of {len(batch)}" if listed else ""
         raise ValueError(
             f"batch {number} is a {type(batch).__name__}{size}: give a pair (input, target)"
         )
