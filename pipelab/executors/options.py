@@ -50,7 +50,7 @@ class Options:
         if self.backend not in (None, *BACKENDS):
             raise ValueError(f"backend={self.backend!r}: use one of {', '.join(BACKENDS)}")
         for name, (kinds, remedy) in KINDS.items():
-            value: Any = getattr(self, name)
+            value = getattr(self, name)
             if value is getattr(Options, name):
                 continue
             if not isinstance(value, kinds) or value == "" or (name == "seed" and value < 0):

@@ -36,7 +36,7 @@ def by_formula(rule: str, updates: int, pieces: int, stages: int) -> Reading:
 
 def by_rows(rows: Sequence[Sequence[Any]], updates: int, stages: int) -> Reading:
     """The same of any table, by micro-batches: the updates before each forward in its row."""
-    before: dict[tuple[int, int], int] = {}
+    before = {}
     updates_made = [0] * stages
     for row in rows:
         for stage, kind, number in row:

@@ -91,7 +91,7 @@ def find_partners(
     else:
         partners = [[o for o in every if ties[s] & ties[o]] for s in every]
     for d, row in enumerate(schedule.rows):
-        to_come: set[tuple[int, int]] = set()  # (stage, update) of backwards later in the row
+        to_come = set()  # (stage, update) of backwards later in the row
         for action in reversed(row):
             if action.kind in (Kind.B, Kind.W):
                 to_come.add((action.stage, action.microbatch // schedule.per_update))

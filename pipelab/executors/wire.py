@@ -4,7 +4,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from selectors import EVENT_READ, DefaultSelector
 from threading import Event
 from typing import Any
@@ -136,15 +135,14 @@ def open_links(
 
     All processes call this.
     """
-    ends: dict[Line, tuple[int, int, int]] = {}
+    ends = {}
     for replica in range(job.replicas):
         for a, b in pairs_of_rows(job):
             at = [processes[row * job.replicas + replica] for row in (a, b)]
             if at[0] != at[1]:
                 ends[Line(min(at), max(at), f"{a}-{b} of replica {replica}")] = (a, b, at[0])
-    found: dict[Line, Connection] = connect(me, list(ends), exchange)
     links = {}
-    for line, connection in found.items():
+    for line, connection in connect(me, list(ends), exchange).items():
         a, b, of_a = ends[line]
         rows = (a, b) if of_a == me else (b, a)
         links[rows] = Link(connection, arrays(*rows))

@@ -237,7 +237,7 @@ def _recut(
     stages: Sequence[nn.Module],
 ) -> list[StageState]:
     """One version each, tensors dealt out again in order; a tied one counts where it is first."""
-    seen: set[int] = set()
+    seen = set()
     weights = []
     for state, of_stage in zip(every, ties, strict=True):
         for name in state.latest:

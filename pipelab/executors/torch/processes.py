@@ -66,7 +66,7 @@ def run_processes(
         folder = Path(name)
         context = _context()
         marks = context.RawArray("q", [BEFORE] * len(jobs))  # of progress, in shared memory
-        ranks: list[_Rank] = []
+        ranks = []
         try:
             with _main_hidden():
                 for job in jobs:
@@ -163,8 +163,9 @@ def _main_hidden() -> Iterator[None]:
     Jobs bring all that they need.
     """
     main = sys.modules["__main__"]
-    names: list[str] = [name for name in ("__file__", "__spec__") if name in vars(main)]
-    hidden: dict[str, Any] = {name: vars(main).pop(name) for name in names}
+    hidden: dict[str, Any] = {
+        name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)
+    }
     main.__spec__ = None
     try:
         yield
@@ -174,7 +175,7 @@ def _main_hidden() -> Iterator[None]:
 
 def _collect(ranks: Sequence[_Rank], timeout: float) -> list[Any]:
     """The outcomes of all ranks. RunError for the first that fails, or if none gets on."""
-    outcomes: dict[int, Any] = {}
+    outcomes = {}
     left = list(ranks)
     last, since = ranks[0].marks[:], time.monotonic()
     while left:
