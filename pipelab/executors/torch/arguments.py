@@ -56,10 +56,8 @@ def check_replicas(schedule: Schedule, replicas: int) -> None:
 def check_recompute(stages: Sequence[nn.Module], recompute: Recompute) -> None:
     for s, stage in enumerate(stages):
         for module in stage.modules() if recompute is not Recompute.NEVER else ():
-            statistics = (
-                isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
-            )
-            if module.training and statistics:
+            normalizes = isinstance(module, nn.modules.batchnorm._NormBase)
+            if normalizes and module.training and module.track_running_stats:
                 raise ValueError(
                     f"stage {s} has {module} in training mode: recomputation would count each "
                     "micro-batch twice in its running statistics; call .eval() on it, or use "
