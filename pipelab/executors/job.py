@@ -84,7 +84,7 @@ class Job(ABC):
         home: Any,
         transport: Transport,
         began: float,
-        progress: Callable[[int], None] | None = None,
+        progress: Callable[[int], None] | None,
     ) -> Outcome:
         """Carry the row out; `progress` is told the flat index of each action before it starts."""
         worker = Worker(

@@ -38,7 +38,7 @@ class Run:
     weights: list[Any]
     weight_versions: list[int]
     check: Check | None
-    replicas: list[Timeline] = field(default_factory=list, repr=False)
+    replicas: list[Timeline] = field(repr=False)
 
     def __repr__(self) -> str:
         s, late = self.timeline.schedule, self.timeline.late

@@ -124,9 +124,9 @@ def feeds_of(
     row: int,
     reader: Reader,
     *,
-    replica: int = 0,
-    seeds: np.ndarray | None = None,
-    later: Sequence[Sequence[int]] = (),
+    replica: int,
+    seeds: np.ndarray | None,
+    later: Sequence[Sequence[int]],
 ) -> dict[int, Feed]:
     """What the stages of a row need of the table and the data; only the ends of the model read."""
     n, last = table.stages, table.stages - 1

@@ -109,9 +109,9 @@ class Worker:
     began: float
     partners: Sequence[Sequence[int]]
     where: str
-    replicas: int = 1
-    pace: Pace | None = None
-    progress: Callable[[int], None] | None = None
+    replicas: int
+    pace: Pace | None
+    progress: Callable[[int], None] | None
     clock: float = 0.0  # of a paced run: when this device is done with what it has started
 
     def work(self) -> Record:

@@ -105,8 +105,7 @@ def normalizes_batches(stages: Sequence[nn.Module]) -> bool:
     """Whether a layer normalizes over a micro-batch, so that its size changes what is computed."""
     found = (
         module
-        for stage in stages
-        for module in stage.modules()
+        for module in nn.ModuleList(stages).modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm)
     )
     return any(module.training or not module.track_running_stats for module in found)
@@ -114,7 +113,7 @@ def normalizes_batches(stages: Sequence[nn.Module]) -> bool:
 
 def find_seed(stages: Sequence[nn.Module], seed: int | None, names: Sequence[str]) -> int | None:
     """The seed of what forwards draw, or None if no layer draws and no seed was given."""
-    if seed is None and not any(_draws(module) for stage in stages for module in stage.modules()):
+    if seed is None and not any(map(_draws, nn.ModuleList(stages).modules())):
         return None
     if len({torch.device(name).type for name in names}) > 1:
         raise ValueError(

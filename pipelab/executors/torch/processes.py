@@ -52,7 +52,7 @@ class Processes(Threads):
 def run_processes(
     jobs: Sequence[RankJob],
     work: Callable[[Any, Callable[[int], None]], Any],
-    timeout: float = 60.0,
+    timeout: float,
 ) -> list:
     """work(job, progress) for every job in a process of its own, connected by torch.distributed.
 

@@ -70,11 +70,11 @@ class TorchStage(Stage):
         recipe: Recipe,
         feed: Feed,
         *,
-        ties: Mapping[str, int] | None = None,
-        start: StageState | None = None,
+        ties: Mapping[str, int],
+        start: StageState | None,
     ) -> None:
         super().__init__(device, recipe, feed)
-        self.module, self.ties = module, ties or {}
+        self.module, self.ties = module, ties
         self.weights = {0: dict(module.named_parameters())}
         self._slots = _slots(module)
         if start:

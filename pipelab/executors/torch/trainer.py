@@ -35,8 +35,8 @@ class Trainer(judge.Trainer):
         device: str,
         *,
         wide: bool,
-        first: int = 0,
-        start: Sequence[StageState] = (),
+        first: int,
+        start: Sequence[StageState],
     ) -> None:
         self.stages, self.recipe, self.device = copies_of(stages), recipe, torch.device(device)
         self.start = start
