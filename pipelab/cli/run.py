@@ -69,7 +69,6 @@ def run_command(o: argparse.Namespace) -> None:
         recompute=recompute,
         seed=o.seed if o.dropout else None,
         pace=o.paced,
-        costs=Costs(recompute=recompute),
         dump=o.dump,
         save=o.save,
         stop=o.stop,

@@ -61,9 +61,6 @@ def train_command(o: argparse.Namespace) -> None:
     stages = split(layers, uniform(len(layers), schedule.stages))
     optimizer = partial(torch.optim.Adam, lr=o.lr)
     first = os.environ.get("RANK", "0") == "0"
-    options = dict(
-        backend=o.backend, devices=o.device, replicas=o.replicas, clip=o.clip, timeout=o.timeout
-    )
     # Steps may be more than before; all else that changes what is trained has to be the same.
     same = """schedule devices microbatches virtual size pretrained tied text
         batch length lr clip dropout replicas seed"""
@@ -74,7 +71,19 @@ def train_command(o: argparse.Namespace) -> None:
         tqdm(total=o.steps, unit="step", disable=not first) as bar,
     ):
         parts = train(
-            schedule, stages, batches, loss, optimizer, folder, every=o.every, name=name, **options
+            schedule,
+            stages,
+            batches,
+            loss,
+            optimizer,
+            folder,
+            every=o.every,
+            name=name,
+            backend=o.backend,
+            devices=o.device,
+            replicas=o.replicas,
+            clip=o.clip,
+            timeout=o.timeout,
         )
         for part in parts:
             timeline, steps = part.run.timeline, part.run.timeline.schedule.batches

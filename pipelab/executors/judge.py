@@ -203,9 +203,9 @@ def _reading(table: Schedule, replicas: int) -> tuple[str, rules.Reading]:
         return EVALUATION, [[first] * table.per_update] * table.updates
     rule = rules.rule_of(table)
     if rule == rules.TABLE:
-        return rule, rules.by_rows(table.rows, table.updates, table.stages)
+        return rule, rules.by_rows(table)
     pieces = table.per_update * replicas
-    return rule, rules.by_formula(rule, table.updates, pieces, table.stages)
+    return rule, rules.by_formula(rule, table, pieces)
 
 
 def _pieces(

@@ -42,9 +42,7 @@ class Run:
 
     def __repr__(self) -> str:
         s, late = self.timeline.schedule, self.timeline.late
-        verdict = "Not checked against the reference (check=False)."
-        if self.check:
-            verdict = str(self.check)
+        verdict = self.check or "Not checked against the reference (check=False)."
         pace = "" if late is None else " Paced: it shows order and numerics, not speed."
         times = f" times {len(self.replicas)} replicas" if len(self.replicas) > 1 else ""
         sizes = f"{s.devices} devices{times}, {s.batches} batches of {s.microbatches} micro-batches"

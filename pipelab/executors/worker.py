@@ -170,12 +170,12 @@ class Worker:
         """The input of action i and, where it comes from another device, when it was there."""
         source = int(self.schedule.inputs[i])
         if action.kind is Kind.U and self.partners[action.stage]:
-            return self._collect_news(action), float("nan")
+            return self._collect_news(action), np.nan
         if source < 0:
-            return None, float("nan")
+            return None, np.nan
         payload, at = self.transport.receive(source, self.rank)
         if self.schedule.columns.device[source] == self.rank:
-            return payload, float("nan")
+            return payload, np.nan
         if self.pace:
             at += float(self.pace.delay[i])
             self.clock = max(self.clock, at)
