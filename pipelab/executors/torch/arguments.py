@@ -65,12 +65,12 @@ def check_recompute(stages: Sequence[nn.Module], recompute: Recompute) -> None:
                 )
 
 
-def copies_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
+def copies_of(modules: Sequence[nn.Module]) -> nn.ModuleList:
     """Copies made together, so that tied weights stay one; attributes of weights come along."""
-    copies = list(copy.deepcopy(nn.ModuleList(modules)))
-    for module, copied in zip(modules, copies, strict=True):
-        for p, q in zip(module.parameters(), copied.parameters(), strict=True):
-            vars(q).update(vars(p))
+    originals = nn.ModuleList(modules)
+    copies = copy.deepcopy(originals)
+    for p, q in zip(originals.parameters(), copies.parameters(), strict=True):
+        vars(q).update(vars(p))
     return copies
 
 

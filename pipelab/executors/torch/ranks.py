@@ -87,8 +87,7 @@ class Ranks(Cluster):
         super().__enter__()
         return self
 
-    def exchange(self, value: Any) -> list[Any]:
-        return exchange(value)
+    exchange = staticmethod(exchange)
 
     def ranks(self, count: int) -> Sequence[int]:
         if self.count != count:

@@ -40,11 +40,10 @@ class Trainer(judge.Trainer):
     ) -> None:
         self.stages, self.recipe, self.device = copies_of(stages), recipe, torch.device(device)
         self.start = start
-        for stage in self.stages:
-            stage.to(self.device)
-            if not recipe.training:
-                stage.eval()
-        parameters = list(nn.ModuleList(self.stages).parameters())
+        self.stages.to(self.device)
+        if not recipe.training:
+            self.stages.eval()
+        parameters = list(self.stages.parameters())
         of_weights = _lowest([p.real.dtype if p.is_complex() else p.dtype for p in parameters])
         self.precision = _lowest([of_weights, recipe.autocast])
         self.eps, self.eps_of_steps = (
@@ -56,9 +55,8 @@ class Trainer(judge.Trainer):
         self._draws: Any = nullcontext()
         if wide:
             self._draws = _DrawsIn(of_weights)
-            for stage in self.stages:
-                for tensor in (*stage.parameters(), *stage.buffers()):
-                    tensor.data = _widen(tensor.data)  # in place, so that tied ones stay tied
+            for tensor in (*parameters, *self.stages.buffers()):
+                tensor.data = _widen(tensor.data)  # in place, so that tied ones stay tied
         self._found: list[Tensor] = []  # the buffers before the latest gradient or loss
         self.trained = [p for p in parameters if p.requires_grad]
         self.history = [{first: _weights(stage)} for stage in self.stages]  # [stage][version]
@@ -97,11 +95,8 @@ class Trainer(judge.Trainer):
             if p.grad is not None:
                 p.grad /= total
         if self.recipe.clip is not None:
-            together = [self.trained]
-            if not self.recipe.shared_clip:
-                together = [list(stage.parameters()) for stage in self.stages]
-            for group in together:
-                nn.utils.clip_grad_norm_(group, self.recipe.clip)
+            for module in [self.stages] if self.recipe.shared_clip else self.stages:
+                nn.utils.clip_grad_norm_(module.parameters(), self.recipe.clip)
         return losses, self.arrays(
             [
                 {
@@ -210,7 +205,7 @@ class Trainer(judge.Trainer):
         It starts from the buffers that the first one has found, and leaves no trace in them.
         """
         if not jitter:
-            self._found = [buffer.clone() for stage in self.stages for buffer in stage.buffers()]
+            self._found = [buffer.clone() for buffer in self.stages.buffers()]
             yield None
             return
         with self._buffers_kept() as buffers:
@@ -221,7 +216,7 @@ class Trainer(judge.Trainer):
     @contextmanager
     def _buffers_kept(self) -> Iterator[list[Tensor]]:
         """What is computed inside leaves the buffers as they were before."""
-        buffers = [buffer for stage in self.stages for buffer in stage.buffers()]
+        buffers = list(self.stages.buffers())
         before = [buffer.clone() for buffer in buffers]
         try:
             yield buffers
