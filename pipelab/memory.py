@@ -79,8 +79,7 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
     at, every = s.position, np.arange(s.stages)
     updates = np.arange(s.updates if s.training else 0)
     weights, optimizer, activations, boundary = (
-        costs.of(name, s.stages)
-        for name in ("weights", "optimizer", "activations", "boundary")
+        costs.of(name, s.stages) for name in ("weights", "optimizer", "activations", "boundary")
     )
     steps: list[np.ndarray] = []  # columns: time, order, device, cause, change
 

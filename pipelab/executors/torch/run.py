@@ -90,14 +90,13 @@ class TorchWing(Wing):
         super().__init__(schedule, stages, options, training=training)
         arguments.check_stages(stages, training)
         self.start: dict[int, StageState] = {}
+        arguments.check_replicas(schedule, options.replicas)
+        arguments.check_recompute(stages, options.recompute)
+        if training:
+            self.ties = arguments.find_ties(schedule, stages)
         self._dump_to = arguments.new_folder("dump", options.dump)
         self._save_to = arguments.new_folder("save", options.save)
-        index = None
-        if training:
-            arguments.check_replicas(schedule, options.replicas)
-            arguments.check_recompute(stages, options.recompute)
-            self.ties = arguments.find_ties(schedule, stages)
-            self.segment, index = _segment(schedule, options)
+        self.segment, index = _segment(schedule, options)
         self.launcher, self.devices = _launcher(self.segment, options)
         self.autocast = arguments.find_autocast(options.autocast, self.devices)
         if training:
