@@ -5,7 +5,7 @@
 .   .   2F0 2B0 2F1 2B1 2F2 2B2 2U0 2F3 2B3 2F4 2B4 ...     b - 2 made: late, the same everywhere
 """
 
-from pipelab.action import Reads, ScheduleError
+from pipelab.action import Reads, ScheduleError, check_counts
 from pipelab.schedule import Schedule, one_stage_each
 from pipelab.schedules.pipedream import one_stage
 
@@ -18,7 +18,14 @@ def pipedream_2bw(devices: int, microbatches: int, batches: int = 1) -> Schedule
     >>> pipedream_2bw(3, 3, batches=3).weight_versions
     [2, 2, 2]
     """
-    schedule = one_stage_each(
+    check_counts(devices=devices, microbatches=microbatches)
+    if microbatches < devices:
+        raise ScheduleError(
+            f"pipedream_2bw needs microbatches >= devices, got {microbatches} < {devices}: two "
+            "versions are enough only then (arXiv 2006.09503, section 3.1); use at least "
+            f"{devices} micro-batches"
+        )
+    return one_stage_each(
         "pipedream_2bw",
         lambda stage: one_stage(stage, devices, range(microbatches * batches)),
         devices,
@@ -26,10 +33,3 @@ def pipedream_2bw(devices: int, microbatches: int, batches: int = 1) -> Schedule
         batches,
         reads=Reads.PREVIOUS,
     )
-    if microbatches < devices:
-        raise ScheduleError(
-            f"pipedream_2bw needs microbatches >= devices, got {microbatches} < {devices}: two "
-            "versions are enough only then (arXiv 2006.09503, section 3.1); use at least "
-            f"{devices} micro-batches"
-        )
-    return schedule
