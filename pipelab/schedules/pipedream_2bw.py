@@ -18,7 +18,7 @@ def pipedream_2bw(devices: int, microbatches: int, batches: int = 1) -> Schedule
     >>> pipedream_2bw(3, 3, batches=3).weight_versions
     [2, 2, 2]
     """
-    check_counts(devices=devices, microbatches=microbatches)
+    check_counts(devices=devices, microbatches=microbatches, batches=batches)
     if microbatches < devices:
         raise ScheduleError(
             f"pipedream_2bw needs microbatches >= devices, got {microbatches} < {devices}: two "
