@@ -51,12 +51,12 @@ __all__ = [
     "validate",
 ]
 
-_LATER = dict.fromkeys(("run", "evaluate", "Run", "Evaluation", "RunError"), "pipelab.executors")
+_OF_EXECUTORS = ("run", "evaluate", "Run", "Evaluation", "RunError")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(import_module(_LATER[name]), name)
+    if name in _OF_EXECUTORS:
+        return getattr(import_module("pipelab.executors"), name)
     if name == "plot":
         return import_module("pipelab.plot")
     raise AttributeError(f"module 'pipelab' has no attribute {name!r}")

@@ -1,7 +1,5 @@
 """The cells of a table: what an action is, and its text form."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from enum import IntEnum
@@ -54,7 +52,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind.name}{self.microbatch}"
 
     @classmethod
-    def parse(cls, text: str) -> Action:
+    def parse(cls, text: str) -> "Action":
         """The exact inverse of `str`: the whole cell, or a ScheduleError."""
         match = _TEXT.fullmatch(text)
         if not match:

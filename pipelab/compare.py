@@ -9,13 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from pipelab.action import ScheduleError
-from pipelab.costs import CostError, Costs
-from pipelab.memory import Memory, memory
-from pipelab.schedule import Schedule
-from pipelab.schedules import SCHEDULES, make
-from pipelab.simulate import simulate
-from pipelab.timeline import Timeline
+from pipelab import (
+    SCHEDULES,
+    CostError,
+    Costs,
+    Memory,
+    Schedule,
+    ScheduleError,
+    Timeline,
+    make,
+    memory,
+    simulate,
+)
 
 COLUMNS = (
     "seconds",

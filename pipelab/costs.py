@@ -1,7 +1,5 @@
 """What each stage costs: seconds and bytes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -34,18 +32,6 @@ class CostError(ValueError):
 
 Values = float | Sequence[float]
 LARGEST = 1e100  # so that no sum, product or quotient of costs overflows
-_POSITIVE = ("bandwidth", "speed")
-_ONE_NUMBER = ("bandwidth", "overhead")
-# What `split` divides among the chunks of a device.
-_OF_DEVICE = [
-    "forward",
-    "input_grad",
-    "weight_grad",
-    "update",
-    "weights",
-    "optimizer",
-    "activations",
-]
 
 
 @dataclass(frozen=True)
@@ -118,7 +104,7 @@ class Costs:
         latency = self.of("transfer", max(stages - 1, 0))
         return latency + self.of("boundary", stages)[1:] / self.bandwidth
 
-    def split(self, virtual: int) -> Costs:
+    def split(self, virtual: int) -> "Costs":
         """The same model in `virtual` chunks a device, placed in a loop.
 
         Each device's work and bytes are divided evenly. What crosses a boundary stays as large as
@@ -131,10 +117,18 @@ class Costs:
                 "first: give one number"
             )
         chunks: dict[str, Any] = {}
-        for name in _OF_DEVICE:
-            value = getattr(self, name)
-            every = np.tile(value, virtual) if isinstance(value, tuple) else value
-            chunks[name] = np.divide(every, virtual)
+        # What is a device's, divided among its chunks.
+        for name in (
+            "forward",
+            "input_grad",
+            "weight_grad",
+            "update",
+            "weights",
+            "optimizer",
+            "activations",
+        ):
+            value = np.divide(getattr(self, name), virtual)
+            chunks[name] = np.tile(value, virtual) if value.ndim else value
         if isinstance(self.boundary, tuple):
             # The first device's later chunks take what a chunk outputs, not the data: as large as
             # the second device's input.
@@ -150,11 +144,12 @@ def _checked(name: str, value: Any) -> np.ndarray:
         numbers = np.asarray(value, float)
     except (TypeError, ValueError):
         raise CostError(f"{name}={value!r}: give one number, or one per stage") from None
-    positive = name in _POSITIVE
+    positive = name in ("bandwidth", "speed")
     good = (numbers >= (1 / LARGEST if positive else 0)) & (numbers <= LARGEST)
     if name == "bandwidth":
         good |= numbers == math.inf
-    if numbers.ndim > (name not in _ONE_NUMBER) or not good.all():
+    most = 0 if name in ("bandwidth", "overhead") else 1  # dimensions
+    if numbers.ndim > most or not good.all():
         least = "positive numbers" if positive else "numbers of at least 0"
         raise CostError(
             f"{name}={value!r}: give {least}, up to {LARGEST:g}, one in all or one per stage"

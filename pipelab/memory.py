@@ -9,7 +9,6 @@ import numpy as np
 from pipelab.action import Kind
 from pipelab.costs import Costs
 from pipelab.timeline import Timeline
-from pipelab.versions import VersionLife
 
 Moments = tuple[np.ndarray, np.ndarray]  # times, and an order among equal ones
 CAUSES = ("weights", "versions", "gradients", "optimizer", "activations", "buffers")
@@ -80,8 +79,7 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
     at, every = s.position, np.arange(s.stages)
     updates = np.arange(s.updates if s.training else 0)
     weights, optimizer, activations, boundary = (
-        np.array(costs.of(name, s.stages))
-        for name in ("weights", "optimizer", "activations", "boundary")
+        costs.of(name, s.stages) for name in ("weights", "optimizer", "activations", "boundary")
     )
     steps: list[np.ndarray] = []  # columns: time, order, device, cause, change
 
@@ -110,7 +108,11 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
         first = np.where(group < 0, len(start), group).min(1)
         hold("gradients", every, weights, starts(first), ends(at[Kind.U, :, t]))
     # Versions that outlive the next one; else the update works in place.
-    pairs = [(old.stage, new.born, old.last) for old, new in pairwise(s.lives) if _stays(old, new)]
+    pairs = [
+        (old.stage, new.born, old.last)
+        for old, new in pairwise(s.lives)
+        if new.stage == old.stage and old.last > new.born
+    ]
     stage, born, last = np.array(pairs, int).reshape(-1, 3).T
     hold("versions", stage, weights[stage], starts(born), ends(last))
     # Activations; where there are only forwards, nothing is kept after them.
@@ -134,11 +136,6 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
     by = np.lexsort((change, order, time))
     home = device[by].astype(int), time[by], cause[by].astype(int)
     return Memory(s.devices, *home, change[by], "simulated")
-
-
-def _stays(old: VersionLife, new: VersionLife) -> bool:
-    """Whether a version is kept beside the next one of its stage."""
-    return new.stage == old.stage and old.last > new.born
 
 
 def _moments(timeline: Timeline) -> np.ndarray:

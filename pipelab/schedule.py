@@ -1,9 +1,9 @@
 """A schedule: a table of actions with everything that follows from it."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterable
 from functools import cached_property
 
+from pipelab.action import Action, Reads, check_counts, insert_updates
 from pipelab.table import Table
 from pipelab.text import draw_grid, read_table, write_csv, write_grid, write_torch_csv
 from pipelab.transform import forward_only, part, with_transfers
@@ -49,13 +49,31 @@ class Schedule(Table):
     __str__ = write_grid
 
     @classmethod
-    def from_csv(cls, text: str, name: str = "csv") -> Schedule:
+    def from_csv(cls, text: str, name: str = "csv") -> "Schedule":
         """Read `to_csv`, or bare rows: an empty cell is idle; a table without updates gets them."""
         return cls(**read_table(text, name, lambda line: line.split(",")))
 
     @classmethod
-    def from_grid(cls, text: str, name: str = "grid") -> Schedule:
+    def from_grid(cls, text: str, name: str = "grid") -> "Schedule":
         """Read `str(schedule)`, or a bare grid: cells apart by spaces, `.` for idle."""
         return cls(**read_table(text, name, str.split))
 
     from_torch_csv = from_csv
+
+
+def one_stage_each(
+    name: str,
+    order: Callable[[int], Iterable[Action]],
+    devices: int,
+    microbatches: int,
+    batches: int,
+    per_update: int = 0,
+    reads: Reads = Reads.LATEST,
+) -> Schedule:
+    """A schedule with one stage on each device; `order(stage)` is its row, but for the updates.
+
+    ScheduleError for a size that makes no sense.
+    """
+    check_counts(devices=devices, microbatches=microbatches, batches=batches)
+    rows = tuple(insert_updates(order(s), per_update or microbatches) for s in range(devices))
+    return Schedule(name, rows, tuple(range(devices)), microbatches, batches, per_update, reads)

@@ -28,7 +28,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     walk = schedule.walk(durations(schedule, costs), delay)
     check_deadlock(schedule, walk.head)
     start, end = np.array(walk.start), np.array(walk.end)
-    sent, arrived = np.full_like(start, np.nan), np.full_like(start, np.nan)
+    sent, arrived = np.full((2, len(start)), np.nan)
     moved = schedule.crossing
     sent[moved] = end[schedule.inputs[moved]]
     arrived[moved] = sent[moved] + delay[moved]

@@ -10,7 +10,6 @@ as methods. Needs numpy alone.
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain
-from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -157,11 +156,9 @@ class Table:
     @cached_property
     def columns(self) -> Columns:
         device = np.repeat(np.arange(self.devices), np.diff(self.bounds))
-        fields = (
-            np.fromiter(map(itemgetter(f), chain.from_iterable(self.rows)), np.int64, len(device))
-            for f in range(3)
-        )
-        return Columns(device, *fields)
+        actions = chain.from_iterable(self.rows)
+        numbers = np.fromiter(chain.from_iterable(actions), np.int64)
+        return Columns(device, *numbers.reshape(-1, 3).T.copy())
 
     def action(self, index: int) -> Action:
         """The action at a flat index."""

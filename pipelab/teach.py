@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-from pipelab.costs import Costs
+from pipelab import Costs, Schedule, simulate
 from pipelab.partition import Layer, Partition, Profile, split_layers
-from pipelab.schedule import Schedule
-from pipelab.simulate import simulate
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ def draw_grid(table: Table, mark: Iterable[int] = ()) -> str:
     """
     start, _, heads = table.unit_times()
     marked = set(mark)
-    lines: list[list[str]] = []
+    lines = []
     for d, row in enumerate(table.rows):
         cells: list[str] = []
         for i, a in enumerate(row, table.bounds[d]):

@@ -52,7 +52,7 @@ _CONTINUOUS = "only the start and the end of training are idle"
 _gpipe = Theory(
     over_ideal=lambda p, m, v, batches: (p - 1) / m,
     in_flight=lambda device, p, m, v, batches: m,
-    versions=lambda device, p, m, v, batches: 1,
+    versions=lambda *sizes: 1,
     bubble=Source("(p - 1) / m", _GPIPE, "2.3"),
     share="(p - 1) / (m + p - 1)",
     peak=Source("m", _MEGATRON, "2.2.1"),
@@ -80,7 +80,7 @@ THEORY: dict[str, Theory] = {
     "inter_layer": replace(
         _gpipe,
         over_ideal=lambda p, m, v, batches: p - 1,
-        in_flight=lambda device, p, m, v, batches: 1,
+        in_flight=lambda *sizes: 1,
         bubble=Source("p - 1", _GPIPE, "2.2, figure 2b"),
         share="(p - 1) / p",
         peak=Source("1", _GPIPE, "2.2, figure 2b"),

@@ -114,8 +114,11 @@ class Timeline:
     @cached_property
     def span(self) -> float:
         """The longest time from first start to last end on one device."""
-        rows = [(a, b) for a, b in pairwise(self.schedule.bounds) if a < b]
-        return max(float(self.end[a:b].max() - self.start[a:b].min()) for a, b in rows)
+        return max(
+            float(self.end[a:b].max() - self.start[a:b].min())
+            for a, b in pairwise(self.schedule.bounds)
+            if a < b
+        )
 
     @property
     def bubble(self) -> Bubble:

@@ -84,7 +84,9 @@ def train(
         )
         losses += result.losses
         if first:
-            _write(folder / LOSSES, {"name": name, "losses": losses})
+            draft = folder / "losses.draft"
+            draft.write_text(json.dumps({"name": name, "losses": losses}))
+            draft.replace(folder / LOSSES)
             _keep_only(folder, save)
         last = save
         yield Part(end, list(losses), result)
@@ -116,9 +118,3 @@ def _losses(folder: Path, name: str) -> list[float]:
             f"{folder} holds another training ({found['name']}), not {name}: name another folder"
         )
     return found["losses"]
-
-
-def _write(file: Path, content: dict[str, Any]) -> None:
-    draft = file.with_suffix(".draft")
-    draft.write_text(json.dumps(content))
-    draft.replace(file)

@@ -164,7 +164,7 @@ def _shortest_cycle(after: dict[int, int]) -> list[int]:
     """The shortest cycle of a graph where every node has one successor."""
     cycles, seen = [], set()
     for node in after:
-        path: list[int] = []
+        path = []
         while node not in seen:
             seen.add(node)
             path.append(node)

@@ -7,15 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipelab import SCHEDULES, Costs, fit
 from pipelab.cli.files import check_targets, read_profile, use_agg, write
 from pipelab.cli.models import small_model
 from pipelab.cli.options import COST, COUNT, POSITIVE, Commands, share
 from pipelab.cli.report import Failure
 from pipelab.compare import compare, left_out, page, table_of, text
-from pipelab.costs import Costs
-from pipelab.fit import fit
 from pipelab.partition import split_layers
-from pipelab.schedules import SCHEDULES
 
 
 def add_to(commands: Commands) -> None:
@@ -26,8 +24,13 @@ def add_to(commands: Commands) -> None:
     share(option, "model", "seed", "timeout", "json")
     option("--profile", metavar="FILE", help="predict for this profile instead of running a model")
     option("--transfer", type=COST, default=0.0, metavar="S", help="with --profile: latency")
-    text = "with --profile: bytes a second of every link"
-    option("--bandwidth", type=POSITIVE, default=math.inf, metavar="B", help=text)
+    option(
+        "--bandwidth",
+        type=POSITIVE,
+        default=math.inf,
+        metavar="B",
+        help="with --profile: bytes a second of every link",
+    )
     option("--devices", type=COUNT, default=2, metavar="P")
     option("--microbatches", type=COUNT, default=4, metavar="M")
     option("--batches", type=COUNT, default=2, metavar="K")

@@ -8,9 +8,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from pipelab.action import ScheduleError
+from pipelab import Schedule, ScheduleError
 from pipelab.partition import Profile
-from pipelab.schedule import Schedule
 
 
 def read_text(name: str) -> str:
@@ -37,8 +36,7 @@ def read_profile(name: str) -> Profile:
 
 def check_targets(o: argparse.Namespace, *options: str) -> None:
     """Refuse what could not be written before any work is done for it."""
-    names = {option: getattr(o, option) for option in options}
-    targets = {option: Path(name) for option, name in names.items() if name is not None}
+    targets = {option: Path(name) for option in options if (name := getattr(o, option)) is not None}
     for option, path in targets.items():
         home = path.resolve().parent
         if option in ("dump", "save"):  # they make the folders above them

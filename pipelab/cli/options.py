@@ -6,11 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipelab.action import Reads
+from pipelab import SCHEDULES, Reads, Recompute, Schedule, make
 from pipelab.cli.files import read_csv
-from pipelab.costs import Recompute
-from pipelab.schedule import Schedule
-from pipelab.schedules import SCHEDULES, make
 
 LARGEST = 10_000_000  # actions of a table that a schedule's name stands for
 SIZES = ("devices", "microbatches", "virtual", "batches")
@@ -112,22 +109,21 @@ class Commands:
 
 
 def schedule_of(o: argparse.Namespace) -> Schedule:
-    if o.name.endswith(".csv") or (o.name not in SCHEDULES and Path(o.name).is_file()):
+    name = o.name
+    if name.endswith(".csv") or (name not in SCHEDULES and Path(name).is_file()):
         for option in (*SIZES, "reads"):
             if getattr(o, option) not in (None, 1):
-                raise ValueError(f"{o.name} has its own sizes: leave out --{option}")
-        return read_csv(o.name)
-    if o.name not in SCHEDULES:
-        make(o.name, 1, 1)  # raises, with the nearest name
+                raise ValueError(f"{name} has its own sizes: leave out --{option}")
+        return read_csv(name)
+    if name not in SCHEDULES:
+        make(name, 1, 1)  # raises, with the nearest name
     if o.devices is None or o.microbatches is None:
-        raise ValueError(f"{o.name} needs --devices and --microbatches")
+        raise ValueError(f"{name} needs --devices and --microbatches")
     sizes = {n: getattr(o, n, 1) for n in (*SIZES, "replicas")}
     # A forward and a backward each; interleaved fills rounds of as many micro-batches as devices.
     rounds = sizes | {"microbatches": max(o.microbatches, o.devices if o.virtual > 1 else 1)}
     if 2 * math.prod(rounds.values()) > LARGEST:
-        given = " ".join(f"--{name} {size}" for name, size in sizes.items() if size != 1)
-        raise ValueError(f"{o.name} {given}: more than {LARGEST:,} actions; take fewer")
+        given = " ".join(f"--{n} {size}" for n, size in sizes.items() if size != 1)
+        raise ValueError(f"{name} {given}: more than {LARGEST:,} actions; take fewer")
     reads = Reads[o.reads.upper()] if o.reads else None
-    return make(
-        o.name, o.devices, o.microbatches, virtual=o.virtual, batches=o.batches, reads=reads
-    )
+    return make(name, o.devices, o.microbatches, virtual=o.virtual, batches=o.batches, reads=reads)

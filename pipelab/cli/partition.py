@@ -12,17 +12,26 @@ from pipelab.partition import METHODS, pipedream, split_layers
 def add_to(commands: Commands) -> None:
     """The command."""
     option = commands.add("partition", partition_command, "cut a model's layers into stages")
-    text = "a profile: JSON, or PipeDream's graph.txt"
-    option("--profile", metavar="FILE", required=True, help=text)
+    option(
+        "--profile", metavar="FILE", required=True, help="a profile: JSON, or PipeDream's graph.txt"
+    )
     option("--devices", type=COUNT, metavar="N", required=True)
     option("--method", default="time", metavar="NAME", help=f"{', '.join(METHODS)} (default: time)")
-    text = "bytes of a device"
-    option("--memory", type=POSITIVE, default=math.inf, metavar="BYTES", help=text)
-    text = "pipedream: bytes a second of every link"
-    option("--bandwidth", type=POSITIVE, default=1e9, metavar="B", help=text)
+    option("--memory", type=POSITIVE, default=math.inf, metavar="BYTES", help="bytes of a device")
+    option(
+        "--bandwidth",
+        type=POSITIVE,
+        default=1e9,
+        metavar="B",
+        help="pipedream: bytes a second of every link",
+    )
     option("--straight", action="store_true", help="pipedream: one device a stage")
-    text = "pipedream: compute and all-reduce one after the other, or side by side"
-    option("--model", choices=["sum", "max"], default="sum", help=text)
+    option(
+        "--model",
+        choices=["sum", "max"],
+        default="sum",
+        help="pipedream: compute and all-reduce one after the other, or side by side",
+    )
     share(option, "json", "plot")
 
 

@@ -39,19 +39,35 @@ def add_to(commands: Commands) -> None:
     for name in TRANSFORMER:
         option(f"--{name}", type=COUNT, metavar="N")
     option("--profile", metavar="FILE", help="JSON of `profile`, or PipeDream's graph.txt")
-    text = "that the profile's micro-batch had (default: as the file says, else 1)"
-    option("--samples", type=COUNT, metavar="N", help=text)
+    option(
+        "--samples",
+        type=COUNT,
+        metavar="N",
+        help="that the profile's micro-batch had (default: as the file says, else 1)",
+    )
     option("--machine", metavar="NAME", help="such as A100-80GB; its numbers can be replaced:")
     for name, text in MACHINE.items():
         option(f"--{name}", type=COUNT if name == "node" else float, metavar="N", help=text)
     option("--devices", type=COUNT, required=True, metavar="N", help="all of them")
     option("--batch", type=COUNT, required=True, metavar="N", help="samples, of all devices")
-    text = "how many devices may share every layer: one number, or several (1,2,4,8)"
-    option("--tensor", type=COUNTS, default=[1], metavar="T", help=text)
-    text = "bytes of its state a byte of weights (default: 7, or 2 with --profile)"
-    option("--optimizer", type=AT_LEAST_0, metavar="X", help=text)
-    text = "also schedules that train with weights of several versions"
-    option("--asynchronous", action="store_true", help=text)
+    option(
+        "--tensor",
+        type=COUNTS,
+        default=[1],
+        metavar="T",
+        help="how many devices may share every layer: one number, or several (1,2,4,8)",
+    )
+    option(
+        "--optimizer",
+        type=AT_LEAST_0,
+        metavar="X",
+        help="bytes of its state a byte of weights (default: 7, or 2 with --profile)",
+    )
+    option(
+        "--asynchronous",
+        action="store_true",
+        help="also schedules that train with weights of several versions",
+    )
     share(option, "json")
     option(
         "--plot", metavar="FILE", help="throughput over memory; its frontier in the answer as well"

@@ -33,8 +33,8 @@ def verdict_of(check: Any) -> dict[str, Any]:
 
 
 def idle_table(timeline: Timeline) -> str:
-    rows = {"busy": timeline.busy} | timeline.attribution()
-    rows = {name: seconds for name, seconds in rows.items() if name == "busy" or seconds.any()}
+    idle = {name: seconds for name, seconds in timeline.attribution().items() if seconds.any()}
+    rows = {"busy": timeline.busy} | idle
     width = max(map(len, rows))
     lines = [f"{'device':<{width}}", *(f"{name:<{width}}" for name in rows)]
     for d in range(timeline.schedule.devices):

@@ -4,13 +4,11 @@ import argparse
 import json
 import os
 
+from pipelab import Costs, Recompute, explain, fit, simulate, validate
 from pipelab.cli.files import check_targets
 from pipelab.cli.models import jax_model, small_model
 from pipelab.cli.options import SECONDS, Commands, schedule_of, share
 from pipelab.cli.report import Failure, describe, verdict_of
-from pipelab.costs import Costs, Recompute
-from pipelab.simulate import simulate
-from pipelab.validate import validate
 
 
 def add_to(commands: Commands) -> None:
@@ -19,14 +17,27 @@ def add_to(commands: Commands) -> None:
         "run", run_command, "train a small model for real and check every gradient"
     )
     share(option, "model", "replicas", "dropout", "device", "recompute", "seed", "timeout", "json")
-    text = "default: threads; under torchrun or deepspeed: their ranks"
-    option("--backend", choices=["threads", "processes", "jax"], help=text)
-    text = "jax: as one of several processes (calls jax.distributed.initialize)"
-    option("--distributed", action="store_true", help=text)
-    text = "seconds per cost unit: slow down to the predicted times"
-    option("--paced", type=SECONDS, metavar="S", help=text)
-    text = "write initial weights, batches and the weights after every update"
-    option("--dump", metavar="DIR", help=text)
+    option(
+        "--backend",
+        choices=["threads", "processes", "jax"],
+        help="default: threads; under torchrun or deepspeed: their ranks",
+    )
+    option(
+        "--distributed",
+        action="store_true",
+        help="jax: as one of several processes (calls jax.distributed.initialize)",
+    )
+    option(
+        "--paced",
+        type=SECONDS,
+        metavar="S",
+        help="seconds per cost unit: slow down to the predicted times",
+    )
+    option(
+        "--dump",
+        metavar="DIR",
+        help="write initial weights, batches and the weights after every update",
+    )
     option("--save", metavar="DIR", help="write a checkpoint at the end")
     option("--stop", type=int, metavar="K", help="end after K batches (with --save)")
     option("--resume", metavar="DIR", help="continue from a checkpoint")
@@ -34,8 +45,6 @@ def add_to(commands: Commands) -> None:
 
 def run_command(o: argparse.Namespace) -> None:
     from pipelab.executors import run
-    from pipelab.explain import explain
-    from pipelab.fit import fit
 
     schedule = validate(schedule_of(o))
     if o.distributed and o.backend != "jax":
@@ -60,7 +69,6 @@ def run_command(o: argparse.Namespace) -> None:
         recompute=recompute,
         seed=o.seed if o.dropout else None,
         pace=o.paced,
-        costs=Costs(recompute=recompute),
         dump=o.dump,
         save=o.save,
         stop=o.stop,

@@ -3,31 +3,29 @@
 import argparse
 import json
 
-from pipelab.action import ScheduleError
+from pipelab import Costs, Recompute, ScheduleError, simulate, validate
 from pipelab.cli.files import check_targets, read_csv, write, write_figure
 from pipelab.cli.options import COST, Commands, schedule_of, share
 from pipelab.cli.report import Failure, describe, idle_table
-from pipelab.costs import Costs, Recompute
-from pipelab.simulate import simulate
-from pipelab.validate import validate
 
-COSTS = {"forward": 1.0, "input_grad": 1.0, "weight_grad": 1.0, "transfer": 0.0, "update": 0.0}
+COSTS = ("forward", "input_grad", "weight_grad", "transfer", "update")
 
 
 def add_to(commands: Commands) -> None:
     """The three commands."""
     option = commands.with_schedule("simulate", simulate_command, "predict a schedule's timeline")
-    for cost, default in COSTS.items():
+    for cost in COSTS:
         name, text = cost.replace("_", "-"), "seconds: one number or one per stage"
-        option(f"--{name}", type=COST, default=default, metavar="S", help=text)
+        option(f"--{name}", type=COST, default=getattr(Costs, cost), metavar="S", help=text)
     option("--csv", metavar="FILE", help="write the table")
     share(option, "recompute", "json", "plot")
     option("--trace", metavar="FILE", help="write a Chrome trace")
 
     option = commands.with_schedule("schedule", schedule_command, "print a schedule's table")
     forms = ["pipelab", "torch"]
-    text = "as CSV: ours, or what torch loads"
-    option("--csv", nargs="?", const="pipelab", choices=forms, help=text)
+    option(
+        "--csv", nargs="?", const="pipelab", choices=forms, help="as CSV: ours, or what torch loads"
+    )
     option("--transfers", action="store_true", help="with every SEND and RECV written out")
 
     option = commands.add(

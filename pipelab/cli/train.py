@@ -28,8 +28,12 @@ def add_to(commands: Commands) -> None:
     )
     option("--pretrained", metavar="NAME", help="such as gpt2, or a folder: published weights")
     option("--tied", action="store_true", help="the head shares the embedding's weights")
-    text = "what ships with Python, or SQuAD's contexts (needs a hub)"
-    option("--text", choices=["prose", "squad"], default="prose", help=text)
+    option(
+        "--text",
+        choices=["prose", "squad"],
+        default="prose",
+        help="what ships with Python, or SQuAD's contexts (needs a hub)",
+    )
     option("--batch", type=COUNT, default=32, metavar="SAMPLES")
     option("--length", type=COUNT, metavar="TOKENS")
     option("--lr", type=FINITE, default=1e-3, help="Adam's (published weights: 3e-5)")
@@ -37,8 +41,7 @@ def add_to(commands: Commands) -> None:
     share(option, "dropout", "replicas", "device", "seed", "timeout", "json")
     option("--backend", choices=["threads", "processes"])
     option("--every", type=COUNT, default=10, metavar="K", help="a checkpoint every K steps")
-    text = "keep the last checkpoint there, and go on from it"
-    option("--save", metavar="DIR", help=text)
+    option("--save", metavar="DIR", help="keep the last checkpoint there, and go on from it")
 
 
 def train_command(o: argparse.Namespace) -> None:
@@ -58,9 +61,6 @@ def train_command(o: argparse.Namespace) -> None:
     stages = split(layers, uniform(len(layers), schedule.stages))
     optimizer = partial(torch.optim.Adam, lr=o.lr)
     first = os.environ.get("RANK", "0") == "0"
-    options = dict(
-        backend=o.backend, devices=o.device, replicas=o.replicas, clip=o.clip, timeout=o.timeout
-    )
     # Steps may be more than before; all else that changes what is trained has to be the same.
     same = """schedule devices microbatches virtual size pretrained tied text
         batch length lr clip dropout replicas seed"""
@@ -71,7 +71,19 @@ def train_command(o: argparse.Namespace) -> None:
         tqdm(total=o.steps, unit="step", disable=not first) as bar,
     ):
         parts = train(
-            schedule, stages, batches, loss, optimizer, folder, every=o.every, name=name, **options
+            schedule,
+            stages,
+            batches,
+            loss,
+            optimizer,
+            folder,
+            every=o.every,
+            name=name,
+            backend=o.backend,
+            devices=o.device,
+            replicas=o.replicas,
+            clip=o.clip,
+            timeout=o.timeout,
         )
         for part in parts:
             timeline, steps = part.run.timeline, part.run.timeline.schedule.batches

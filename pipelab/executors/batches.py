@@ -1,7 +1,8 @@
 """Batches as micro-batches: cut along their first axis, read once, and only where needed."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,8 +29,9 @@ def cut(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[Any, A
     Arrays without an axis and other leaves are in every part. ValueError if the arrays differ in
     their number of samples, or have fewer than parts; `number` is the batch's, for the message.
     """
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+    listed = isinstance(batch, (tuple, list))
+    if not listed or len(batch) != 2:
+        size = f" of {len(batch)}" if listed else ""
         raise ValueError(
             f"batch {number} is a {type(batch).__name__}{size}: give a pair (input, target)"
         )
@@ -46,12 +48,10 @@ def cut(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[Any, A
             f"batch {number} has {samples} samples for {pieces} micro-batches: "
             "give at least one each"
         )
-    sizes_of_parts = np.full(pieces, samples // pieces)
-    sizes_of_parts[: samples % pieces] += 1  # the first ones are larger, as in tensor_split
-    ends = np.cumsum(sizes_of_parts).tolist()
     parts = []
-    for first, end in zip([0, *ends], ends, strict=False):
-        part = [leaf[first:end] if _cuttable(leaf) else leaf for leaf in leaves]
+    for numbers in np.array_split(np.arange(samples), pieces):  # the first ones are larger
+        place = slice(int(numbers[0]), int(numbers[-1]) + 1)
+        part = [leaf[place] if _cuttable(leaf) else leaf for leaf in leaves]
         parts.append(trees.unflatten(part, spec))
     return parts
 
@@ -78,42 +78,42 @@ def _cuttable(leaf: Any) -> bool:
     return getattr(leaf, "ndim", 0) > 0
 
 
+@dataclass
 class Reader:
     """A sequence of batches as micro-batches; no batch is read before somebody asks."""
 
-    def __init__(
-        self, batches: Sequence[Any], microbatches: int, replicas: int, trees: Trees
-    ) -> None:
-        self.batches, self.trees = batches, trees
-        self.microbatches, self.replicas = microbatches, replicas
-        self._batches: list[list[tuple[Any, Any]]] = []
+    batches: Sequence[Any]
+    microbatches: int
+    replicas: int
+    trees: Trees
+
+    @cached_property
+    def _every(self) -> list[list[tuple[Any, Any]]]:
+        """The micro-batches of all replicas, batch by batch."""
+        pieces = self.microbatches * self.replicas
+        # By number: a sequence need not raise IndexError behind its end.
+        numbers = range(len(self.batches))
+        return [cut(self.batches[b], pieces, b, self.trees) for b in numbers]
 
     def pieces(self, replica: int) -> list[tuple[Any, Any]]:
         """The micro-batches (input, target) of one replica."""
         m = self.microbatches
-        if not self._batches:
-            # By number: a sequence need not raise IndexError behind its end.
-            numbers = range(len(self.batches))
-            self._batches = [
-                cut(self.batches[b], m * self.replicas, b, self.trees) for b in numbers
-            ]
-        first = replica * m
-        return [piece for of_batch in self._batches for piece in of_batch[first : first + m]]
+        mine = slice(replica * m, (replica + 1) * m)
+        return [piece for of_batch in self._every for piece in of_batch[mine]]
 
 
+@dataclass
 class Part(Sequence):
-    """Batches `first` to `first + count` - 1 of a sequence; none is read before it is asked."""
+    """Those batches of a sequence that have these numbers; none is read before it is asked."""
 
-    def __init__(self, batches: Sequence[Any], first: int, count: int) -> None:
-        self.batches, self.first, self.size = batches, first, count
+    batches: Sequence[Any]
+    numbers: range
 
     def __len__(self) -> int:
-        return self.size
+        return len(self.numbers)
 
     def __getitem__(self, b: Any) -> Any:
-        if not 0 <= b < self.size:
-            raise IndexError(b)
-        return self.batches[self.first + b]
+        return self.batches[self.numbers[b]]
 
 
 def mean_losses(pieces: Any, batches: int) -> list[float]:

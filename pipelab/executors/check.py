@@ -23,6 +23,7 @@ the optimizer takes from the run's own gradient. Steps that start equal and are 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -93,47 +94,36 @@ class Comparison:
     def add(
         self,
         name: str,
-        run: np.ndarray,
-        truth: np.ndarray,
+        run: np.ndarray | float,
+        truth: np.ndarray | float,
         noise: np.ndarray | float,
         again: Callable[[], Iterator[np.ndarray]] = lambda: iter(()),
     ) -> None:
-        """Compare two arrays of float64 or complex128.
+        """Compare two numbers or arrays of float64 or complex128.
 
         noise  how far rounding alone may lead, as `norms` has it
         again  second opinions: what our own computing says if its input is off by a rounding error
         """
-        if run.shape != truth.shape:
-            return self._note(name, run, truth, np.inf, np.inf, np.inf)
-        if not run.size:
-            return None
-        with np.errstate(invalid="ignore"):  # inf - inf is nan, which is never equal
-            error = norms(run - truth)
-        size, opinions = norms(truth), again()
-        while (ratio := _largest(error, noise)) > self.check.tolerance:
-            opinion = next(opinions, None)
-            if opinion is None:
-                break
-            noise = np.maximum(noise, norms(opinion - truth))
-        relative = _largest(error[1:], size[1:])
-        # Zeros would pass as well.
-        if np.any(noise) and _largest(size, noise) <= self.check.tolerance:
-            self.check.unjudged.append(name)
-            relative = 0.0
-        return self._note(name, run, truth, error[1], relative, ratio)
-
-    def _note(
-        self,
-        name: str,
-        run: np.ndarray,
-        truth: np.ndarray,
-        difference: float,
-        relative: float,
-        ratio: float,
-    ) -> None:
-        if not np.isfinite(difference):  # nan and inf are never equal
-            difference = relative = ratio = np.inf
-        check = self.check
+        check, run, truth = self.check, np.asarray(run), np.asarray(truth)
+        difference = relative = ratio = np.inf  # of two shapes
+        if run.shape == truth.shape:
+            if not run.size:
+                return
+            with np.errstate(invalid="ignore"):  # inf - inf is nan, which is never equal
+                error = norms(run - truth)
+            size, opinions = norms(truth), again()
+            while (ratio := _largest(error, noise)) > check.tolerance:
+                opinion = next(opinions, None)
+                if opinion is None:
+                    break
+                noise = np.maximum(noise, norms(opinion - truth))
+            difference, relative = error[1], _largest(error[1:], size[1:])
+            # Zeros would pass as well.
+            if np.any(noise) and _largest(size, noise) <= check.tolerance:
+                check.unjudged.append(name)
+                relative = 0.0
+            if not np.isfinite(difference):  # nan and inf are never equal
+                difference = relative = ratio = np.inf
         check.max_abs = max(check.max_abs, float(difference))
         check.max_rel = max(check.max_rel, float(relative))
         if ratio > check.ratio:
@@ -149,17 +139,14 @@ class Draws:
     """The truth under a few random rounding errors, computed when somebody asks for the first."""
 
     def __init__(self, compute: Callable[[int], Any]) -> None:
-        self._compute = compute
-        self._known: list[Any] = []
+        self._compute = cache(compute)
 
     def of(self, name: Any) -> Iterator[np.ndarray]:
         for draw in range(DRAWS):
-            if draw == len(self._known):
-                self._known.append(self._compute(draw + 1))
-            yield self._known[draw][name]
+            yield self._compute(draw + 1)[name]
 
 
-def norms(array: np.ndarray) -> np.ndarray:
+def norms(array: np.ndarray | float) -> np.ndarray:
     """The 2-norm, which forgives a single flipped relu, and the maximum, which sees one element."""
     magnitude = np.abs(array).ravel()
     largest = magnitude.max(initial=0.0)
@@ -169,10 +156,10 @@ def norms(array: np.ndarray) -> np.ndarray:
     return np.array([largest * np.sqrt(scaled @ scaled), largest])
 
 
-def rounding(eps: float, array: np.ndarray) -> np.ndarray:
+def rounding(eps: float, array: np.ndarray | float) -> np.ndarray:
     """An eps of an array; but a number below the smallest normal one may be rounded to zero."""
     smallest = np.finfo(np.float32 if eps >= EPS_32 else np.float64).tiny
-    return eps * norms(array) + smallest * np.array([array.size**0.5, 1.0])
+    return eps * norms(array) + smallest * np.array([np.size(array) ** 0.5, 1.0])
 
 
 def _largest(error: np.ndarray, noise: np.ndarray | float) -> float:

@@ -4,7 +4,7 @@ import pickle
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -72,6 +72,10 @@ class Cluster(Launcher):
         self.wire: Wire | None = None
         self._left = False
 
+    @property
+    def others(self) -> Iterable[Peer]:
+        return self.peers.values()
+
     @abstractmethod
     def exchange(self, value: Any) -> list[Any]:
         """What every process gives, in their order; all call this. JSON, of at most 1000 bytes."""
@@ -134,7 +138,7 @@ class Cluster(Launcher):
                 watch=watch,
             )
             if self.first:
-                every = mine + [o for peer in self.peers.values() for o in self._value(peer, watch)]
+                every = mine + [o for peer in self.others for o in self._value(peer, watch)]
                 self._tell_all("value", [replace(o, steps={}, weights={}) for o in every])
                 return every
             self.peers[0].tell("value", mine)
@@ -161,7 +165,7 @@ class Cluster(Launcher):
             self._last_words(RunError(text), False)
         if self.wire:
             self.wire.__exit__(kind, error, trace)
-        for peer in self.peers.values():
+        for peer in self.others:
             peer.connection.close()
 
     def _start(self, paced: bool) -> float:
@@ -170,7 +174,7 @@ class Cluster(Launcher):
         watch = self._deadline()
         if self.first:
             # [1] answer who asks for the time, until all are ready
-            for peer in self.peers.values():
+            for peer in self.others:
                 for _ in range(0 if peer.same_host else clock.ROUNDS):
                     self._value(peer, watch)
                     peer.tell("value", time.perf_counter())
@@ -208,12 +212,12 @@ class Cluster(Launcher):
 
         def watch() -> None:
             if time.monotonic() > deadline:
-                raise RunError(no_progress([p.place for p in self.peers.values()], limit))
+                raise RunError(no_progress([p.place for p in self.others], limit))
 
         return watch
 
     def _tell_all(self, what: str, *rest: Any) -> None:
-        for peer in self.peers.values():
+        for peer in self.others:
             peer.tell(what, *rest)
 
     def _value(self, peer: Peer, watch: Callable[[], None] = lambda: None) -> Any:
@@ -228,20 +232,20 @@ class Cluster(Launcher):
     def _hear_all(self, seconds: float = 0.0) -> None:
         """Take what others have said, or say within so many seconds. RunError if one failed."""
         self._hear(seconds)
-        for peer in self.peers.values():
+        for peer in self.others:
             if peer.word and peer.word[0]:
                 raise peer.word[0]
 
     def _hear(self, seconds: float) -> bool:
         """Take what others have said; whether there is anybody who may still say something."""
-        talking = {p.connection: p for p in self.peers.values() if not p.word}
+        talking = {p.connection: p for p in self.others if not p.word}
         for connection in wait(list(talking), seconds):
             talking[connection].hear()  # type: ignore[index]
         return bool(talking)
 
     def _agreed(self, error: RunError) -> RunError:
         """The failure that all raise: of the first process that did not fail by another's."""
-        heard = any(peer.word and peer.word[0] is error for peer in self.peers.values())
+        heard = any(peer.word and peer.word[0] is error for peer in self.others)
         secondary = heard or isinstance(error.__cause__, Lost)
         self._last_words(error, secondary)
         words = {n: peer.word for n, peer in self.peers.items() if peer.word}
@@ -257,6 +261,6 @@ class Cluster(Launcher):
         self._tell_all("last", error, secondary)
         deadline = time.monotonic() + LEAVING
         while self._hear(LOOK):
-            failed = error or any(peer.word and peer.word[0] for peer in self.peers.values())
+            failed = error or any(peer.word and peer.word[0] for peer in self.others)
             if failed and time.monotonic() > deadline:
                 return

@@ -75,13 +75,16 @@ class Job(ABC):
     def prepare(self, stages: dict[int, Any]) -> None:  # noqa: B027
         """What can be done before the run's time zero, in the worker's thread: jax compiles."""
 
+    def after(self, stages: dict[int, Any]) -> None:  # noqa: B027
+        """What is to be done when the row has been carried out."""
+
     def work(
         self,
         stages: dict[int, Any],
         home: Any,
         transport: Transport,
         began: float,
-        progress: Callable[[int], None] | None = None,
+        progress: Callable[[int], None] | None,
     ) -> Outcome:
         """Carry the row out; `progress` is told the flat index of each action before it starts."""
         worker = Worker(
@@ -105,6 +108,7 @@ class Job(ABC):
         }
         steps = {s: stage.steps for s, stage in stages.items()}
         weights = {s: stage.trained() for s, stage in stages.items()}
+        self.after(stages)
         return Outcome(self.row, self.replica, record, losses, steps, weights)
 
 

@@ -16,6 +16,8 @@ from pipelab.executors.stage import Step
 from pipelab.executors.table import Segment
 from pipelab.schedule import Schedule
 
+EVALUATION = "evaluation: the stages one after another"
+
 Arrays = dict[str, np.ndarray]  # "NAME of stage S" -> float64 or complex128
 Losses = list[tuple[float, float]]
 
@@ -107,13 +109,15 @@ def judge(
     trainer: Callable[[bool], Trainer],
     trees: Trees,
     *,
-    divided: bool = False,
-    seeds: np.ndarray | None = None,
-    replicas: int = 1,
-    tolerance: float | None = None,
-    quick: bool = False,
+    divided: bool,
+    seeds: np.ndarray | None,
+    replicas: int,
+    tolerance: float | None,
+    quick: bool,
 ) -> Check:
     """Train by the rule that describes the table, update by update, and compare.
+
+    Of a table of forwards alone, compare the losses: the stages one after another.
 
     trainer  makes the reference: in float64 (True), or as the run computes (False)
     quick    make do with the run's precision for the truth too
@@ -136,19 +140,28 @@ def judge(
         pieces = list(islice(stream, len(reading[i])))
         truth = truth or _most_precise(trainer, quick, pieces[:1])
         if not i:
-            _compare_twice(found, own.eps, [own.gradients(t, pieces[:1], 1)[0] for _ in range(2)])
-        exact = pieces
-        if whole and len(pieces) > 1:
-            x, y = batches[i]
-            undivided = Piece(x, y, reading[i][0])
-            whole = i > 0 or _takes(truth, [undivided])
-            exact = [undivided] if whole else pieces
-        steps = [of_stage[i] for of_stage in evidence.steps[0]]
-        losses, near = _compare_update(found, t, truth, own, exact, pieces, steps)
+            _compare_twice(found, own, t, pieces[:1], table.training)
+        # [1] the gradient
+        known = None
+        if table.training:
+            exact = pieces
+            if whole and len(pieces) > 1:
+                x, y = batches[i]
+                undivided = Piece(x, y, reading[i][0])
+                whole = i > 0 or _takes(truth, [undivided])
+                exact = [undivided] if whole else pieces
+            steps = [of_stage[i] for of_stage in evidence.steps[0]]
+            losses, near = _compare_update(found, t, truth, own, exact, pieces, steps)
+            known = losses if exact is pieces else None
+        else:
+            near = own.losses(pieces)
+        # [2] the losses
         reported = evidence.run.microbatch_losses[len(counted) :][: len(pieces)]
-        known = losses if exact is pieces else None
         _compare_losses(found, truth, own, reported, pieces, near, len(counted), known)
         counted += [(mean, count) for mean, (_, count) in zip(reported, near, strict=True)]
+        if not table.training:
+            continue
+        # [3] the step, and on from the run's own weights
         _compare_step(found, t, own, steps)
         ahead = [reads for later in reading[i + 1 :] for reads in later]
         needed = [{t + 1, *(reads[s] for reads in ahead)} for s in range(table.stages)]
@@ -156,40 +169,11 @@ def judge(
             reference.accept(t + 1, [step.weights for step in steps])
             reference.forget(needed)
     _compare_batches(found, evidence.run.losses, counted)
-    _compare_replicas(found, own, evidence.steps)
     assert truth
-    _compare_trained(found, truth, own, evidence)
+    if table.training:
+        _compare_replicas(found, own, evidence.steps)
+        _compare_trained(found, truth, own, evidence)
     return found.verdict(rule, truth.computes_in)
-
-
-def judge_evaluation(
-    table: Schedule,
-    batches: Sequence[Any],
-    run: Run,
-    trainer: Callable[[bool], Trainer],
-    trees: Trees,
-    *,
-    tolerance: float | None = None,
-    quick: bool = False,
-) -> Check:
-    """Compare with the stages one after another, micro-batch by micro-batch."""
-    found, reads = Comparison(tolerance), [0] * table.stages
-    own = trainer(False)
-    truth: Trainer | None = None
-    counted: Losses = []
-    for b in range(table.batches):
-        parts = cut(batches[b], table.microbatches, b, trees)
-        pieces = [Piece(*part, reads) for part in parts]
-        truth = truth or _most_precise(trainer, quick, pieces[:1])
-        if not b:
-            _compare_twice(found, own.eps, [own.losses(pieces[:1], 1) for _ in range(2)])
-        near = own.losses(pieces)
-        reported = run.microbatch_losses[len(counted) :][: len(pieces)]
-        _compare_losses(found, truth, own, reported, pieces, near, len(counted))
-        counted += [(mean, count) for mean, (_, count) in zip(reported, near, strict=True)]
-    _compare_batches(found, run.losses, counted)
-    assert truth
-    return found.verdict("evaluation: the stages one after another", truth.computes_in)
 
 
 def _most_precise(
@@ -214,11 +198,14 @@ def _takes(truth: Trainer, probe: Sequence[Piece]) -> bool:
 
 def _reading(table: Schedule, replicas: int) -> tuple[str, rules.Reading]:
     """The rule that describes the table, and the versions that each piece of data reads by it."""
+    if not table.training:
+        first = [0] * table.stages
+        return EVALUATION, [[first] * table.per_update] * table.updates
     rule = rules.rule_of(table)
     if rule == rules.TABLE:
-        return rule, rules.by_rows(table.rows, table.updates, table.stages)
+        return rule, rules.by_rows(table)
     pieces = table.per_update * replicas
-    return rule, rules.by_formula(rule, table.updates, pieces, table.stages)
+    return rule, rules.by_formula(rule, table, pieces)
 
 
 def _pieces(
@@ -271,27 +258,32 @@ def _compare_losses(
     pieces: Sequence[Piece],
     near: Losses,
     first: int,
-    known: Losses | None = None,
+    known: Losses | None,
 ) -> None:
     """The losses of micro-batches from number `first` on; one that counts nothing has none.
 
     near   our own losses; `known` are the truth's, if they are
     """
     exact = known or truth.losses(pieces)
-    again = Draws(lambda jitter: [np.array(mean) for mean, _ in own.losses(pieces, jitter)])
+    again = Draws(lambda jitter: [mean for mean, _ in own.losses(pieces, jitter)])
     for k, (mean, count) in enumerate(exact):
         if count:
-            noise = norms(np.array(near[k][0] - mean)) + rounding(own.eps, np.array(mean))
+            noise = norms(near[k][0] - mean) + rounding(own.eps, mean)
             label = f"the loss of micro-batch {first + k}"
-            run, expected = np.array(reported[k]), np.array(mean)
-            found.add(label, run, expected, noise, partial(again.of, k))
+            found.add(label, reported[k], mean, noise, partial(again.of, k))
 
 
-def _compare_twice(found: Comparison, eps: float, losses: Sequence[Losses]) -> None:
+def _compare_twice(
+    found: Comparison, own: Trainer, t: int, probe: Sequence[Piece], training: bool
+) -> None:
     """The same computed twice must be the same, or all that follows would look like rounding."""
-    first, second = (np.array(mean if count else 0.0) for ((mean, count),) in losses)
+    values = []
+    for _ in range(2):
+        losses = own.gradients(t, probe, 1)[0] if training else own.losses(probe, 1)
+        values += [mean if count else 0.0 for mean, count in losses]
+    first, second = values
     label = "a loss computed twice (does a forward draw random numbers? give a seed)"
-    found.add(label, second, first, eps * norms(first))
+    found.add(label, second, first, own.eps * norms(first))
 
 
 def _compare_step(found: Comparison, t: int, own: Trainer, steps: Sequence[Step]) -> None:
@@ -318,8 +310,7 @@ def _compare_batches(found: Comparison, reported: Sequence[float], counted: Loss
     """The losses of whole batches: the means of those reported of the micro-batches."""
     means = mean_losses(counted, len(reported))
     for b, (got, mean) in enumerate(zip(reported, means, strict=True)):
-        run, expected = np.array(got), np.array(mean)
-        found.add(f"the loss of batch {b}", run, expected, EPS_32 * norms(expected))
+        found.add(f"the loss of batch {b}", got, mean, EPS_32 * norms(mean))
 
 
 def _compare_replicas(

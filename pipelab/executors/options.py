@@ -50,7 +50,7 @@ class Options:
         if self.backend not in (None, *BACKENDS):
             raise ValueError(f"backend={self.backend!r}: use one of {', '.join(BACKENDS)}")
         for name, (kinds, remedy) in KINDS.items():
-            value: Any = getattr(self, name)
+            value = getattr(self, name)
             if value is getattr(Options, name):
                 continue
             if not isinstance(value, kinds) or value == "" or (name == "seed" and value < 0):
@@ -59,18 +59,22 @@ class Options:
             raise ValueError(f"replicas={self.replicas!r}: give a whole number of at least 1")
         if self.check not in (True, False, "quick"):
             raise ValueError(f"check={self.check!r}: use True, False or 'quick'")
-        _require("clip", self.clip, "the largest norm, a number above 0")
-        _require("pace", self.pace, "the seconds of one cost unit, such as 0.005")
-        _require("timeout", self.timeout, "seconds, a number above 0")
-        _require(
-            "tolerance",
-            self.tolerance,
-            "how many times its rounding a tensor may be off, at least 1",
-            least=1.0,
-        )
-        for name, other in (("save", self.save), ("resume", self.resume)):
+        self._require("clip", "the largest norm, a number above 0")
+        self._require("pace", "the seconds of one cost unit, such as 0.005")
+        self._require("timeout", "seconds, a number above 0")
+        remedy = "how many times its rounding a tensor may be off, at least 1"
+        self._require("tolerance", remedy, least=1.0)
+        for name in ("save", "resume"):
+            other = getattr(self, name)
             if self.dump and other and Path(self.dump).resolve() == Path(other).resolve():
                 raise ValueError(f"dump and {name} are both {str(other)!r}: name two folders")
+
+    def _require(self, name: str, remedy: str, least: float = 0.0) -> None:
+        """A number above 0, and not below the least, if there is one."""
+        value = getattr(self, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and value > 0 and least <= value < math.inf):
+            raise ValueError(f"{name}={value!r}: give {remedy}")
 
     def refuse(self, *names: str) -> None:
         """ValueError if one of these options is not as it is by default."""
@@ -80,12 +84,3 @@ class Options:
                 raise ValueError(
                     f"{name}={value!r} is not supported with backend={self.backend!r}: leave it out"
                 )
-
-
-def _require(name: str, value: Any, remedy: str, least: float | None = None) -> None:
-    if value is None:
-        return
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    enough = number and (value > 0 if least is None else value >= least)
-    if not (enough and math.isfinite(value)):
-        raise ValueError(f"{name}={value!r}: give {remedy}")

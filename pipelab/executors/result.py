@@ -38,13 +38,11 @@ class Run:
     weights: list[Any]
     weight_versions: list[int]
     check: Check | None
-    replicas: list[Timeline] = field(default_factory=list, repr=False)
+    replicas: list[Timeline] = field(repr=False)
 
     def __repr__(self) -> str:
         s, late = self.timeline.schedule, self.timeline.late
-        verdict = "Not checked against the reference (check=False)."
-        if self.check:
-            verdict = str(self.check)
+        verdict = self.check or "Not checked against the reference (check=False)."
         pace = "" if late is None else " Paced: it shows order and numerics, not speed."
         times = f" times {len(self.replicas)} replicas" if len(self.replicas) > 1 else ""
         sizes = f"{s.devices} devices{times}, {s.batches} batches of {s.microbatches} micro-batches"
@@ -129,7 +127,7 @@ def memory_of(timeline: Timeline, records: Sequence[Record]) -> Memory:
         row = slice(a, s.bounds[d + 1])
         start, end, arrived = timeline.start[row], timeline.end[row], timeline.arrived[row]
         n = len(start)
-        kept = np.array([record.at_start, *record.kept], float).reshape(n + 1, len(Bytes._fields))
+        kept = np.array([record.at_start, *record.kept], float)
         held, most = np.array([0, *record.held], float), np.array(record.most, float)
         received = np.array(record.received, float)
         # At one moment: an arrival, then its use, then what the action takes, then what it gives.
@@ -148,9 +146,9 @@ def memory_of(timeline: Timeline, records: Sequence[Record]) -> Memory:
         steps.append((start[waited], order[waited], "buffers", -received[waited]))
         for time, place, cause, change in steps:
             some = np.flatnonzero(change)
-            same = np.full((2, some.size), [[d], [CAUSES.index(cause)]])
-            found.append(np.stack([same[0], time[some], place[some], same[1], change[some]]))
-    device, time, order, cause, change = np.concatenate(found, axis=1)
-    by_time = np.lexsort((order, time))
-    device, time, cause, change = (x[by_time] for x in (device, time, cause, change))
+            columns = d, time[some], place[some], CAUSES.index(cause), change[some]
+            found.append(np.stack(np.broadcast_arrays(*columns)))
+    every = np.concatenate(found, axis=1)
+    by_time = np.lexsort((every[2], every[1]))
+    device, time, _, cause, change = every[:, by_time]
     return Memory(s.devices, device.astype(int), time, cause.astype(int), change, "measured")

@@ -4,9 +4,6 @@ They share no code with the worker, the stages or the schedule's versions; `rule
 those, to choose a rule.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 
 from pipelab.action import Reads
@@ -27,26 +24,27 @@ def version_read(rule: str, t: int, stage: int, stages: int) -> int:
     return max(0, {FLUSH: t, STASHING: t - n + s, VERTICAL: t - n + 1, DOUBLE: t - 1}[rule])
 
 
-def by_formula(rule: str, updates: int, pieces: int, stages: int) -> Reading:
+def by_formula(rule: str, table: Schedule, pieces: int) -> Reading:
     """The versions that every update's `pieces` read under one of the papers' rules."""
+    n = table.stages
     return [
-        [[version_read(rule, t, s, stages) for s in range(stages)]] * pieces for t in range(updates)
+        [[version_read(rule, t, s, n) for s in range(n)]] * pieces for t in range(table.updates)
     ]
 
 
-def by_rows(rows: Sequence[Sequence[Any]], updates: int, stages: int) -> Reading:
+def by_rows(table: Schedule) -> Reading:
     """The same of any table, by micro-batches: the updates before each forward in its row."""
-    before: dict[tuple[int, int], int] = {}
-    updates_made = [0] * stages
-    for row in rows:
+    before = {}
+    updates_made = [0] * table.stages
+    for row in table.rows:
         for stage, kind, number in row:
             updates_made[stage] += kind.name == "U"
             if kind.name == "F":
                 before[stage, number] = updates_made[stage]
-    size = (1 + max(number for _, number in before)) // updates
+    size = (1 + max(number for _, number in before)) // table.updates
     return [
-        [[before[s, k] for s in range(stages)] for k in range(t * size, (t + 1) * size)]
-        for t in range(updates)
+        [[before[s, k] for s in range(table.stages)] for k in range(t * size, (t + 1) * size)]
+        for t in range(table.updates)
     ]
 
 

@@ -31,12 +31,12 @@ class Recipe:
     optimizer: Any
     recompute: np.ndarray
     microbatches: int
-    clip: float | None = None
-    shared_clip: bool = True
-    autocast: Any = None
-    finite: bool = True
-    training: bool = True
-    keep: bool = False
+    clip: float | None
+    shared_clip: bool
+    autocast: Any
+    finite: bool
+    training: bool
+    keep: bool
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Feed:
 
     versions: Sequence[int]
     groups: Sequence[int]
-    later: Sequence[int] = ()
-    inputs: Sequence[Any] | None = None
-    targets: Sequence[Any] | None = None
-    samples: Sequence[int] = ()
-    seeds: np.ndarray | None = None
+    later: Sequence[int]
+    inputs: Sequence[Any] | None
+    targets: Sequence[Any] | None
+    samples: Sequence[int]
+    seeds: np.ndarray | None
 
 
 class Step(NamedTuple):
@@ -142,7 +142,7 @@ class Stage:
         self._split[microbatch] = kept, gradient, count
         return count, self._pull(microbatch, kept, gradient, count, Kind.I)
 
-    def weight_grad(self, microbatch: int, received: Any = None) -> None:
+    def weight_grad(self, microbatch: int, received: Any) -> None:
         """Accumulate the weights' gradients, which `input_grad` left out."""
         kept, gradient, count = self._split.pop(microbatch)
         self._pull(microbatch, kept, gradient, count, Kind.W)

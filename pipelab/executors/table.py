@@ -1,7 +1,5 @@
 """What a run needs to know of its table, whichever library computes it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,7 +29,7 @@ class Segment:
     begun: int = 0
 
     @classmethod
-    def of(cls, whole: Schedule, begun: int, end: int) -> Segment:
+    def of(cls, whole: Schedule, begun: int, end: int) -> "Segment":
         """Batches `begun` to `end` - 1."""
         entire = (begun, end) == (0, whole.batches)
         return cls(whole, whole if entire else whole.part(begun, end), begun)
@@ -93,7 +91,7 @@ def find_partners(
     else:
         partners = [[o for o in every if ties[s] & ties[o]] for s in every]
     for d, row in enumerate(schedule.rows):
-        to_come: set[tuple[int, int]] = set()  # (stage, update) of backwards later in the row
+        to_come = set()  # (stage, update) of backwards later in the row
         for action in reversed(row):
             if action.kind in (Kind.B, Kind.W):
                 to_come.add((action.stage, action.microbatch // schedule.per_update))
@@ -126,9 +124,9 @@ def feeds_of(
     row: int,
     reader: Reader,
     *,
-    replica: int = 0,
-    seeds: np.ndarray | None = None,
-    later: Sequence[Sequence[int]] = (),
+    replica: int,
+    seeds: np.ndarray | None,
+    later: Sequence[Sequence[int]],
 ) -> dict[int, Feed]:
     """What the stages of a row need of the table and the data; only the ends of the model read."""
     n, last = table.stages, table.stages - 1

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from pipelab.costs import Recompute
 from pipelab.executors.batches import Part, Reader, Trees
 from pipelab.executors.check import Check
 from pipelab.executors.job import Job, Launcher
-from pipelab.executors.judge import Evidence, Trainer, judge, judge_evaluation
+from pipelab.executors.judge import Evidence, Trainer, judge
 from pipelab.executors.options import Options
-from pipelab.executors.result import Evaluation, Outcome, Run, result_of
+from pipelab.executors.result import Outcome, Run, result_of
 from pipelab.executors.stage import Feed, Recipe, Step
 from pipelab.executors.table import (
     Segment,
@@ -99,38 +98,47 @@ def train(
     loss: Callable,
     optimizer: Any,
     options: Options,
+    *,
+    training: bool = True,
 ) -> Run:
-    """`pipelab.run` in one library."""
-    # [1] refuse what cannot be run
+    """`pipelab.run` in one library; without `training` the forwards alone, for `evaluate`."""
     _check_arguments(schedule, stages, batches, loss)
     method, remedy = make.optimizer
-    if not hasattr(optimizer, method):
+    if training and not hasattr(optimizer, method):
         raise ValueError(f"optimizer is a {type(optimizer).__name__}: give {remedy}")
-    check_table(validate(schedule), len(stages), len(batches), training=True)
-    wing = make(schedule, stages, options, training=True)
-    wing.check_optimizer(optimizer)
-    partners = find_partners(schedule, [set(of.values()) for of in wing.ties], options.clip)
-    # [2] what is to be done
-    segment, replicas = wing.segment, options.replicas
-    table = segment.table
+    table = validate(schedule if training else schedule.forward_only())
+    check_table(table, len(stages), len(batches), training)
+    wing = make(table, stages, options, training=training)
+    if training:
+        wing.check_optimizer(optimizer)
+    return _carry_out(wing, batches, loss, optimizer)
+
+
+def _carry_out(wing: Wing, batches: Sequence[Any], loss: Callable, optimizer: Any) -> Run:
+    """Run the wing's part of the table, and judge the run."""
+    # [1] what is to be done
+    segment, options, replicas = wing.segment, wing.options, wing.options.replicas
+    table, whole = segment.table, segment.whole
+    partners = find_partners(whole, [set(of.values()) for of in wing.ties], options.clip)
     recipe = Recipe(
         loss,
         optimizer,
         options.recompute.mask(table.total, table.microbatches),
         table.microbatches,
         options.clip,
-        not schedule.asynchronous,
+        not whole.asynchronous,
         wing.autocast,
-        options.finite,
+        finite=options.finite and table.training,
+        training=table.training,
         keep=bool(options.check) or options.dump is not None,
     )
     seeds = None if wing.seed is None else seeds_for(wing.seed, segment, replicas)
-    data = Part(batches, segment.begun, table.batches)
+    batches = Part(batches, range(segment.begun, segment.end))
     with wing.launcher as launcher:
-        # [3] run, and keep the checkpoint only if all of it could be written
+        # [2] run, and keep the checkpoint only if all of it could be written
         with wing.saving():
-            outcomes = launcher.run(_jobs(wing, recipe, data, partners, seeds))
-        # [4] what came of it
+            outcomes = launcher.run(_jobs(wing, recipe, batches, partners, seeds))
+        # [3] what came of it
         result = result_of(table, outcomes, replicas, paced=options.pace is not None)
         steps = [_steps(table, outcomes, replica) for replica in range(replicas)]
         if launcher.first:
@@ -139,7 +147,7 @@ def train(
         def verdict() -> Check:
             return judge(
                 segment,
-                data,
+                batches,
                 Evidence(result, steps, wing.saved()),
                 partial(wing.trainer, recipe),
                 wing.trees,
@@ -153,44 +161,6 @@ def train(
         if options.check:
             result.check = launcher.from_first(verdict)
     return result
-
-
-def evaluate(
-    make: type[Wing],
-    schedule: Schedule,
-    stages: Sequence[Any],
-    batches: Sequence[Any],
-    loss: Callable,
-    options: Options,
-) -> Evaluation:
-    """`pipelab.evaluate` in one library."""
-    _check_arguments(schedule, stages, batches, loss)
-    table = validate(schedule.forward_only())
-    check_table(table, len(stages), len(batches), training=False)
-    wing = make(table, stages, options, training=False)
-    never = Recompute.NEVER.mask(table.total, table.microbatches)
-    recipe = Recipe(
-        loss, None, never, table.microbatches, autocast=wing.autocast, finite=False, training=False
-    )
-    with wing.launcher as launcher:
-        nobody: list[list[int]] = [[] for _ in stages]
-        outcomes = launcher.run(_jobs(wing, recipe, batches, nobody))
-        result = result_of(table, outcomes, 1, paced=False)
-
-        def verdict() -> Check:
-            return judge_evaluation(
-                table,
-                batches,
-                result,
-                partial(wing.trainer, recipe),
-                wing.trees,
-                tolerance=options.tolerance,
-                quick=options.check == "quick",
-            )
-
-        if options.check:
-            result.check = launcher.from_first(verdict)
-    return Evaluation(result.losses, result.microbatch_losses, result.timeline, result.check)
 
 
 def _check_arguments(schedule: Any, stages: Any, batches: Any, loss: Any) -> None:
@@ -210,7 +180,7 @@ def _jobs(
     recipe: Recipe,
     batches: Sequence[Any],
     partners: Sequence[Sequence[int]],
-    seeds: np.ndarray | None = None,
+    seeds: np.ndarray | None,
 ) -> list[Job]:
     """The jobs of this process's ranks."""
     segment, replicas = wing.segment, wing.options.replicas

@@ -34,7 +34,11 @@ class Transport(Protocol):
 
     A key is the flat index of the action whose output the message is, or (stage, stage, update) for
     what stages tell each other before an update.
+
+    ended  set when the run has ended
     """
+
+    ended: Event
 
     def send(self, key: Key, device: int, message: Message) -> None:
         """Hand a message to `device`; does not wait for the receiver."""
@@ -47,12 +51,14 @@ class Transport(Protocol):
 
     def sleep(self, seconds: float) -> None:
         """Wait, or if `seconds` is not positive just look: Aborted when the run has ended."""
+        if self.ended.wait(seconds) if seconds > 0 else self.ended.is_set():
+            raise Aborted
 
     def abort(self) -> None:
         """End the run: whoever waits, or will wait, gets Aborted."""
 
 
-class Mailboxes:
+class Mailboxes(Transport):
     """A `Transport` between threads: payloads go by reference.
 
     replicas  the mailboxes of all replicas of the pipeline, this one's among them, in order
@@ -61,7 +67,7 @@ class Mailboxes:
     def __init__(self, devices: int) -> None:
         self._changed = [Condition() for _ in range(devices)]
         self._boxes: list[dict[Key, Message]] = [{} for _ in range(devices)]
-        self._aborted = Event()
+        self.ended = Event()
         self.replicas: Sequence[Mailboxes] = [self]
 
     def send(self, key: Key, device: int, message: Message) -> None:
@@ -72,8 +78,8 @@ class Mailboxes:
     def receive(self, key: Key, device: int) -> Message:
         box = self._boxes[device]
         with self._changed[device]:
-            self._changed[device].wait_for(lambda: key in box or self._aborted.is_set())
-            if self._aborted.is_set():
+            self._changed[device].wait_for(lambda: key in box or self.ended.is_set())
+            if self.ended.is_set():
                 raise Aborted
             return box.pop(key)
 
@@ -85,12 +91,8 @@ class Mailboxes:
         # In one order: equal in all replicas.
         return [sum(same[1:], same[0]) for same in zip(*all_parts, strict=True)]
 
-    def sleep(self, seconds: float) -> None:
-        if self._aborted.wait(seconds) if seconds > 0 else self._aborted.is_set():
-            raise Aborted
-
     def abort(self) -> None:
-        self._aborted.set()
+        self.ended.set()
         for changed in self._changed:
             with changed:
                 changed.notify_all()

@@ -4,21 +4,20 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from selectors import EVENT_READ, DefaultSelector
 from threading import Event
 from typing import Any
 
 from pipelab.executors.job import Job
 from pipelab.executors.links import Arrays, Exchange, Line, Link, connect
-from pipelab.executors.transport import Aborted, Key, Message
+from pipelab.executors.transport import Key, Message, Transport
 from pipelab.schedule import Schedule
 
 AT_ONCE = 1e-4  # seconds: a receive that takes less did not wait
 RINGS = 4096  # of a bell that are heard at once
 
 
-class Wire:
+class Wire(Transport):
     """The transport of one process's rows.
 
     A row that wants a message reads its own links until it has come, in its own thread: the kernel
@@ -36,7 +35,7 @@ class Wire:
         """`links` by (own row, other row)."""
         self._schedule, self._links = schedule, links
         self._here: dict[int, dict[Key, Message]] = {row: {} for row in rows}  # and not yet taken
-        self._ended = Event()
+        self.ended = Event()
         self._readable = {row: DefaultSelector() for row in rows}
         # Rows of this process hand over by reference, and wake each other by a byte.
         self._bells = {row: socket.socketpair() for row in rows if len(rows) > 1}
@@ -99,17 +98,13 @@ class Wire:
     def sum_over_replicas(self, key: Key, device: int, parts: list[Any]) -> list[Any]:
         raise NotImplementedError("replicas")
 
-    def sleep(self, seconds: float) -> None:
-        if self._ended.wait(seconds) if seconds > 0 else self._ended.is_set():
-            raise Aborted
-
     def settle(self) -> None:
         """Wait until all that was sent has left. Lost if it cannot."""
         for link in self._links.values():
             link.settle()
 
     def abort(self) -> None:
-        self._ended.set()
+        self.ended.set()
         for link in self._links.values():
             link.end()
         for row in self._bells:
@@ -140,15 +135,14 @@ def open_links(
 
     All processes call this.
     """
-    ends: dict[Line, tuple[int, int, int]] = {}
+    ends = {}
     for replica in range(job.replicas):
         for a, b in pairs_of_rows(job):
             at = [processes[row * job.replicas + replica] for row in (a, b)]
             if at[0] != at[1]:
                 ends[Line(min(at), max(at), f"{a}-{b} of replica {replica}")] = (a, b, at[0])
-    found: dict[Line, Connection] = connect(me, list(ends), exchange)
     links = {}
-    for line, connection in found.items():
+    for line, connection in connect(me, list(ends), exchange).items():
         a, b, of_a = ends[line]
         rows = (a, b) if of_a == me else (b, a)
         links[rows] = Link(connection, arrays(*rows))

@@ -46,6 +46,9 @@ class Bytes(NamedTuple):
     optimizer: int
 
 
+NO_BYTES = Bytes(0, 0, 0, 0)
+
+
 @dataclass(frozen=True)
 class Pace:
     """Slows a run down to its predicted times.
@@ -79,7 +82,7 @@ class Record:
     held: list[int] = field(default_factory=list)
     kept: list[Bytes] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    at_start: Bytes = field(default_factory=lambda: Bytes(0, 0, 0, 0))
+    at_start: Bytes = NO_BYTES
     late: int = 0
 
 
@@ -106,9 +109,9 @@ class Worker:
     began: float
     partners: Sequence[Sequence[int]]
     where: str
-    replicas: int = 1
-    pace: Pace | None = None
-    progress: Callable[[int], None] | None = None
+    replicas: int
+    pace: Pace | None
+    progress: Callable[[int], None] | None
     clock: float = 0.0  # of a paced run: when this device is done with what it has started
 
     def work(self) -> Record:
@@ -124,7 +127,9 @@ class Worker:
                 # [1] receive what the action needs
                 received, arrived = self._receive(i, action)
                 # [2] do it
-                self._wait_for_turn()
+                # In a paced run not before it is due; nothing starts after the run has ended.
+                due = self.began + self.clock - time.perf_counter() if self.pace else 0
+                self.transport.sleep(due)
                 ledger.most = ledger.held
                 start = self.device.now()
                 output = getattr(stage, METHODS[action.kind])(action.microbatch, received)
@@ -165,12 +170,12 @@ class Worker:
         """The input of action i and, where it comes from another device, when it was there."""
         source = int(self.schedule.inputs[i])
         if action.kind is Kind.U and self.partners[action.stage]:
-            return self._collect_news(action), float("nan")
+            return self._collect_news(action), np.nan
         if source < 0:
-            return None, float("nan")
+            return None, np.nan
         payload, at = self.transport.receive(source, self.rank)
         if self.schedule.columns.device[source] == self.rank:
-            return payload, float("nan")
+            return payload, np.nan
         if self.pace:
             at += float(self.pace.delay[i])
             self.clock = max(self.clock, at)
@@ -212,10 +217,6 @@ class Worker:
 
     # ---- pacing
 
-    def _wait_for_turn(self) -> None:
-        """Until the action is due in a paced run; nothing starts after the run has ended."""
-        self.transport.sleep(self.began + self.clock - time.perf_counter() if self.pace else 0)
-
     def _take_time(self, i: int) -> bool:
         """Wait until action i is due to end; whether it ended too late."""
         if not self.pace:
@@ -229,4 +230,4 @@ class Worker:
 
 
 def _sum(all_bytes: Iterable[Bytes]) -> Bytes:
-    return Bytes(*(sum(values) for values in zip(Bytes(0, 0, 0, 0), *all_bytes, strict=True)))
+    return Bytes(*(sum(values) for values in zip(NO_BYTES, *all_bytes, strict=True)))

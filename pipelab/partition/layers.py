@@ -1,12 +1,11 @@
 """What is known of a model's layers: times, bytes, and which layer reads which."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from numbers import Real
 from typing import Any
 
@@ -88,8 +87,7 @@ class Profile:
         if not isinstance(self.samples, int) or self.samples < 1:
             raise ValueError(f"samples={self.samples!r}: give a whole number of at least 1")
         if not self.edges:
-            chain = tuple((i, i + 1) for i in range(len(self.layers) - 1))
-            object.__setattr__(self, "edges", chain)
+            object.__setattr__(self, "edges", tuple(pairwise(range(len(self.layers)))))
         for layer in self.layers:
             for name in NUMBERS:
                 value = getattr(layer, name)
@@ -123,7 +121,7 @@ class Profile:
 
     @property
     def is_chain(self) -> bool:
-        return set(self.edges) == {(i, i + 1) for i in range(len(self.layers) - 1)}
+        return set(self.edges) == set(pairwise(range(len(self.layers))))
 
     def crossing(self, cuts: Cuts) -> np.ndarray:
         """Bytes that cross each cut: of every layer before it that one behind it reads."""
@@ -184,7 +182,7 @@ class Profile:
         boundary = tuple(self.crossing(Cuts(rows)).tolist())
         return Costs(**sums, boundary=boundary, **others)
 
-    def reordered(self, order: Sequence[int]) -> Profile:
+    def reordered(self, order: Sequence[int]) -> "Profile":
         """The same layers, listed in another order."""
         place = {old: new for new, old in enumerate(order)}
         edges = tuple(sorted((place[a], place[b]) for a, b in self.edges))
@@ -194,7 +192,7 @@ class Profile:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
-    def read(cls, text: str) -> Profile:
+    def read(cls, text: str) -> "Profile":
         """From `to_json`, or from the text of PipeDream's graph.txt. ValueError for anything else.
 
         The latter has ms and bytes; inputs are left out, as the data come from outside, and so are

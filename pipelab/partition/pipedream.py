@@ -179,24 +179,25 @@ def _solve(
     """
     pace = np.full((count, end + 1, end + 1), np.inf)
     cut, units = np.zeros(pace.shape, int), np.zeros(pace.shape, int)
-    for m in range(1, count + 1):
+    for row in range(count):
+        m = row + 1
         later = count - m
         # [1] one stage
         if m == 1 or not straight:
-            pace[m - 1] = cost(m, later, True)
-            cut[m - 1], units[m - 1] = np.arange(end + 1)[:, None], m
+            pace[row] = cost(m, later, True)
+            cut[row], units[row] = np.arange(end + 1)[:, None], m
         # [2] one more behind the best plan with the other units
         for mine in range(1, 2 if straight else m):
             if mine == m:
                 break
             behind = cost(mine, later, False)
             for a in starts:
-                paces = np.maximum(pace[m - mine - 1, a][:, None], behind)  # [cut, b]
+                paces = np.maximum(pace[row - mine, a][:, None], behind)  # [cut, b]
                 at = paces.argmin(0)
                 value = paces[at, np.arange(end + 1)]
-                better = value < pace[m - 1, a]
-                pace[m - 1, a][better] = value[better]
-                cut[m - 1, a][better], units[m - 1, a][better] = at[better], mine
+                better = value < pace[row, a]
+                pace[row, a][better] = value[better]
+                cut[row, a][better], units[row, a][better] = at[better], mine
     return _Table(pace, cut, units)
 
 

@@ -77,13 +77,13 @@ def split_layers(
 def _weights_of(profile: Profile, method: str) -> np.ndarray:
     """What each layer counts."""
     counts = {
-        "uniform": lambda: np.ones(len(profile.layers)),
-        "parameters": lambda: profile.of("weights"),
-        "time": lambda: profile.of("time"),
-        "size": lambda: profile.of("activations") + 2 * profile.of("weights"),
+        "uniform": np.ones(len(profile.layers)),
+        "parameters": profile.of("weights"),
+        "time": profile.of("time"),
+        "size": profile.of("activations") + 2 * profile.of("weights"),
     }
     if method in counts:
-        return counts[method]()
+        return counts[method]
     kind, colon, pattern = method.partition(":")
     if kind != "type" or not colon:
         raise ValueError(f"method={method!r}: use one of {', '.join(METHODS)}")

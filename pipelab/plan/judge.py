@@ -81,7 +81,7 @@ def judge(problem: Problem, choice: Choice) -> Plan:
 
 
 def table(choice: Choice) -> Schedule:
-    """One batch; without a flush four spells, each long enough for the pipeline to fill or drain."""
+    """One batch; without a flush four spells, each long enough to fill or drain the pipeline."""
     p, m = choice.pipeline, choice.microbatches
     batches = 4 * _spell(choice) if choice.schedule in ASYNCHRONOUS else 1
     return make(choice.schedule, p, m, virtual=choice.virtual, batches=batches)

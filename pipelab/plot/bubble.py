@@ -6,11 +6,8 @@ from typing import Literal
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from pipelab.costs import Costs
+from pipelab import THEORY, Costs, make, simulate
 from pipelab.plot import style
-from pipelab.schedules import make
-from pipelab.simulate import simulate
-from pipelab.theory import THEORY
 
 DEFINITIONS = {
     "of_total": "idle share of all device time",

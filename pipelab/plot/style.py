@@ -26,16 +26,12 @@ RED = "#D55E00"
 PINK = "#CC79A7"
 YELLOW = "#F0E442"
 GREY = "#4D4D4D"
-KINDS = {
+KINDS = dict.fromkeys(Kind, PINK) | {  # the others are transfers
     Kind.F: BLUE,
     Kind.B: GREEN,
     Kind.I: SKY,
     Kind.W: ORANGE,
     Kind.U: GREY,
-    Kind.SEND_F: PINK,
-    Kind.SEND_B: PINK,
-    Kind.RECV_F: PINK,
-    Kind.RECV_B: PINK,
 }
 NAMES = {
     Kind.F: "forward",

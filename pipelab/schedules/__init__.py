@@ -31,6 +31,11 @@ ALSO_KNOWN_AS = {
 }
 
 
+def with_chunks(name: str) -> bool:
+    """Whether the named schedule places several chunks of the model on a device."""
+    return "virtual" in inspect.signature(SCHEDULES[name]).parameters
+
+
 def make(
     name: str,
     devices: int,
@@ -53,7 +58,7 @@ def make(
             f"unknown schedule {name!r}: {hint}There are {', '.join(sorted(SCHEDULES))}"
         )
     function, sizes = SCHEDULES[name], {"batches": batches}
-    if "virtual" in inspect.signature(function).parameters:
+    if with_chunks(name):
         sizes["virtual"] = virtual
     elif virtual != 1:
         raise ScheduleError(f"virtual={virtual!r}: {name} has one stage a device; use interleaved")

@@ -8,8 +8,10 @@ Backwards run first in, first out, as in torch.distributed.pipelining and the la
 the original figure and torchgpipe run them last in, first out, in the same time and memory.
 """
 
-from pipelab.action import Action, Kind, check_counts, insert_updates
-from pipelab.schedule import Schedule
+from collections.abc import Iterator
+
+from pipelab.action import Action, Kind
+from pipelab.schedule import Schedule, one_stage_each
 
 
 def gpipe(devices: int, microbatches: int, batches: int = 1) -> Schedule:
@@ -19,15 +21,11 @@ def gpipe(devices: int, microbatches: int, batches: int = 1) -> Schedule:
     0F0 0F1 .   .   0B0 0B1 0U0
     .   1F0 1F1 1B0 1B1 1U0 .
     """
-    check_counts(devices=devices, microbatches=microbatches, batches=batches)
-    order = [
-        (kind, b * microbatches + k)
-        for b in range(batches)
-        for kind in (Kind.F, Kind.B)
-        for k in range(microbatches)
-    ]
-    rows = tuple(
-        insert_updates((Action(s, kind, k) for kind, k in order), microbatches)
-        for s in range(devices)
-    )
-    return Schedule("gpipe", rows, tuple(range(devices)), microbatches, batches)
+
+    def order(stage: int) -> Iterator[Action]:
+        for b in range(batches):
+            for kind in (Kind.F, Kind.B):
+                for k in range(microbatches):
+                    yield Action(stage, kind, b * microbatches + k)
+
+    return one_stage_each("gpipe", order, devices, microbatches, batches)

@@ -5,8 +5,10 @@
 .   .   2F0 2B0 2U0 .   .   .   .   2F1 2B1 2U1
 """
 
-from pipelab.action import Action, Kind, check_counts, insert_updates
-from pipelab.schedule import Schedule
+from collections.abc import Iterator
+
+from pipelab.action import Action, Kind
+from pipelab.schedule import Schedule, one_stage_each
 
 
 def inter_layer(devices: int, microbatches: int = 1, batches: int = 1) -> Schedule:
@@ -16,10 +18,10 @@ def inter_layer(devices: int, microbatches: int = 1, batches: int = 1) -> Schedu
     0F0 .   .   0B0 0U0
     .   1F0 1B0 1U0 .
     """
-    check_counts(devices=devices, microbatches=microbatches, batches=batches)
-    order = [(kind, k) for k in range(microbatches * batches) for kind in (Kind.F, Kind.B)]
-    rows = tuple(
-        insert_updates((Action(s, kind, k) for kind, k in order), microbatches)
-        for s in range(devices)
-    )
-    return Schedule("inter_layer", rows, tuple(range(devices)), microbatches, batches)
+
+    def order(stage: int) -> Iterator[Action]:
+        for k in range(microbatches * batches):
+            yield Action(stage, Kind.F, k)
+            yield Action(stage, Kind.B, k)
+
+    return one_stage_each("inter_layer", order, devices, microbatches, batches)

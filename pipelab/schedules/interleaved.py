@@ -29,37 +29,36 @@ def interleaved(devices: int, microbatches: int, virtual: int = 2, batches: int 
     for d in range(devices):
         one = _one_batch(d, devices, microbatches, virtual)
         row = [
-            a._replace(microbatch=b * microbatches + number)
+            a._replace(microbatch=b * microbatches + a.microbatch)
             for b in range(batches)
-            for a, number in one
+            for a in one
         ]
         rows.append(insert_updates(row, microbatches))
     placement = tuple(s % devices for s in range(devices * virtual))
     return Schedule("interleaved", tuple(rows), placement, microbatches, batches)
 
 
-def _one_batch(
-    device: int, devices: int, microbatches: int, virtual: int
-) -> list[tuple[Action, int]]:
-    """A device's row for one batch: actions of the full table, each with its micro-batch."""
+def _one_batch(device: int, devices: int, microbatches: int, virtual: int) -> list[Action]:
+    """A device's row for one batch: that of the full table, without the absent micro-batches."""
     width, warmup = 1, devices - device - 1  # with one chunk a micro-batch waits for no round
     if virtual > 1:
         width = devices
         # A chunk's first backward comes back after a trip over all later devices and return.
         warmup = 2 * (devices - device - 1) + (virtual - 1) * devices
     rounds = -(-microbatches // width)  # rounded up
-    number: dict[int, int] = {}  # slot in the full table -> the micro-batch that stands there
-    for r, present in enumerate(np.array_split(range(microbatches), rounds)):
-        number |= dict(enumerate(present.tolist(), r * width))
+    slots = [  # of each round; -1: no micro-batch stands there
+        [*present.tolist(), *[-1] * (width - len(present))]
+        for present in np.array_split(range(microbatches), rounds)
+    ]
 
     def steps(kind: Kind, chunks: range) -> list[Action]:
         return [
-            Action(chunk * devices + device, kind, r * width + k)
-            for r in range(rounds)
+            Action(chunk * devices + device, kind, k)
+            for of_round in slots
             for chunk in chunks
-            for k in range(width)
+            for k in of_round
         ]
 
     forwards, backwards = steps(Kind.F, range(virtual)), steps(Kind.B, range(virtual)[::-1])
     full = one_forward_one_backward(forwards, backwards, warmup)
-    return [(a, number[a.microbatch]) for a in full if a.microbatch in number]
+    return [a for a in full if a.microbatch >= 0]

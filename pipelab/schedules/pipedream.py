@@ -5,10 +5,8 @@
 .   .   2F0 2B0 2U0 2F1 2B1 2U1 2F2 2B2 ...     alternate; an update follows every backward
 """
 
-from collections.abc import Iterable
-
-from pipelab.action import Action, Kind, check_counts, insert_updates
-from pipelab.schedule import Schedule
+from pipelab.action import Action, Kind
+from pipelab.schedule import Schedule, one_stage_each
 
 
 def pipedream(devices: int, microbatches: int, batches: int = 1) -> Schedule:
@@ -18,24 +16,18 @@ def pipedream(devices: int, microbatches: int, batches: int = 1) -> Schedule:
     0F0 0F1 .   0B0 0U0 0F2 0B1 0U1 .   0B2 0U2
     .   1F0 1B0 1U0 1F1 1B1 1U1 1F2 1B2 1U2 .
     """
-    check_counts(devices=devices, microbatches=microbatches, batches=batches)
-    rows = tuple(
-        insert_updates(one_stage(s, devices, range(microbatches * batches)), 1)
-        for s in range(devices)
-    )
-    return Schedule(
+    return one_stage_each(
         "pipedream",
-        rows,
-        tuple(range(devices)),
+        lambda stage: one_stage(stage, devices, range(microbatches * batches)),
+        devices,
         microbatches,
         batches,
         per_update=1,
     )
 
 
-def one_stage(stage: int, devices: int, microbatches: Iterable[int]) -> list[Action]:
+def one_stage(stage: int, devices: int, microbatches: range) -> list[Action]:
     """The 1F1B order of one stage per device: p - s - 1 forwards of warm-up."""
-    microbatches = list(microbatches)
     forwards = [Action(stage, Kind.F, k) for k in microbatches]
     backwards = [Action(stage, Kind.B, k) for k in microbatches]
     return one_forward_one_backward(forwards, backwards, warmup=devices - stage - 1)

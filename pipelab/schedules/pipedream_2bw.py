@@ -5,8 +5,8 @@
 .   .   2F0 2B0 2F1 2B1 2F2 2B2 2U0 2F3 2B3 2F4 2B4 ...     b - 2 made: late, the same everywhere
 """
 
-from pipelab.action import Reads, ScheduleError, check_counts, insert_updates
-from pipelab.schedule import Schedule
+from pipelab.action import Reads, ScheduleError, check_counts
+from pipelab.schedule import Schedule, one_stage_each
 from pipelab.schedules.pipedream import one_stage
 
 
@@ -25,14 +25,10 @@ def pipedream_2bw(devices: int, microbatches: int, batches: int = 1) -> Schedule
             "versions are enough only then (arXiv 2006.09503, section 3.1); use at least "
             f"{devices} micro-batches"
         )
-    rows = tuple(
-        insert_updates(one_stage(s, devices, range(microbatches * batches)), microbatches)
-        for s in range(devices)
-    )
-    return Schedule(
+    return one_stage_each(
         "pipedream_2bw",
-        rows,
-        tuple(range(devices)),
+        lambda stage: one_stage(stage, devices, range(microbatches * batches)),
+        devices,
         microbatches,
         batches,
         reads=Reads.PREVIOUS,

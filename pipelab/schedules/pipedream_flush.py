@@ -5,8 +5,10 @@
 .   .   2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2U0 .   .       same bubble
 """
 
-from pipelab.action import check_counts, insert_updates
-from pipelab.schedule import Schedule
+from collections.abc import Iterator
+
+from pipelab.action import Action
+from pipelab.schedule import Schedule, one_stage_each
 from pipelab.schedules.pipedream import one_stage
 
 
@@ -16,10 +18,9 @@ def pipedream_flush(devices: int, microbatches: int, batches: int = 1) -> Schedu
     >>> pipedream_flush(4, 8).peak_in_flight
     [4, 3, 2, 1]
     """
-    check_counts(devices=devices, microbatches=microbatches, batches=batches)
-    groups = [range(b * microbatches, (b + 1) * microbatches) for b in range(batches)]
-    rows = tuple(
-        insert_updates((a for g in groups for a in one_stage(s, devices, g)), microbatches)
-        for s in range(devices)
-    )
-    return Schedule("pipedream_flush", rows, tuple(range(devices)), microbatches, batches)
+
+    def order(stage: int) -> Iterator[Action]:
+        for b in range(batches):
+            yield from one_stage(stage, devices, range(b * microbatches, (b + 1) * microbatches))
+
+    return one_stage_each("pipedream_flush", order, devices, microbatches, batches)

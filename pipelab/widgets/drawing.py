@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.colors import to_hex
 
-from pipelab.action import Kind
+from pipelab.action import COMPUTE, Kind
 from pipelab.explain import parts
 from pipelab.memory import CAUSES, Memory
 from pipelab.plot import style
@@ -25,7 +25,7 @@ HINTS = {
     "weight versions": "the most versions of a stage's weights kept at one time, by device",
     "peak memory": "the most bytes held at one time, on the fullest device",
 }
-KINDS = (Kind.F, Kind.B, Kind.I, Kind.W, Kind.U)
+KINDS = sorted(COMPUTE)
 
 
 def drawing(items: Sequence[tuple[Timeline, Memory]]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The schedule explorer: change a schedule, its sizes and its costs, and see its timeline."""
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -11,12 +10,20 @@ import anywidget
 import numpy as np
 import traitlets
 
-from pipelab.action import ScheduleError, check_counts
-from pipelab.costs import CostError, Costs, Recompute
-from pipelab.memory import Memory, memory
-from pipelab.schedules import SCHEDULES, make
-from pipelab.simulate import simulate
-from pipelab.timeline import Timeline
+from pipelab import (
+    SCHEDULES,
+    CostError,
+    Costs,
+    Memory,
+    Recompute,
+    ScheduleError,
+    Timeline,
+    make,
+    memory,
+    simulate,
+)
+from pipelab.action import check_counts
+from pipelab.schedules import with_chunks
 from pipelab.widgets.drawing import drawing
 
 SIZES = ("devices", "microbatches", "virtual", "batches")
@@ -28,11 +35,6 @@ MODES = {mode.value: mode for mode in Recompute}
 LARGEST = 100_000  # actions; what a browser still draws in about a second
 MOST = 1e15  # seconds or bytes; beyond, sums come near what single precision holds
 make_once = lru_cache(maxsize=8)(make)  # tables are kept, since most changes are to costs
-
-
-def with_chunks(name: str) -> bool:
-    """Whether the named schedule places several chunks of the model on a device."""
-    return "virtual" in inspect.signature(SCHEDULES[name]).parameters
 
 
 class Explorer(anywidget.AnyWidget):

@@ -56,10 +56,8 @@ def check_replicas(schedule: Schedule, replicas: int) -> None:
 def check_recompute(stages: Sequence[nn.Module], recompute: Recompute) -> None:
     for s, stage in enumerate(stages):
         for module in stage.modules() if recompute is not Recompute.NEVER else ():
-            statistics = (
-                isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
-            )
-            if module.training and statistics:
+            normalizes = isinstance(module, nn.modules.batchnorm._NormBase)
+            if normalizes and module.training and module.track_running_stats:
                 raise ValueError(
                     f"stage {s} has {module} in training mode: recomputation would count each "
                     "micro-batch twice in its running statistics; call .eval() on it, or use "
@@ -67,12 +65,12 @@ def check_recompute(stages: Sequence[nn.Module], recompute: Recompute) -> None:
                 )
 
 
-def copies_of(modules: Sequence[nn.Module]) -> list[nn.Module]:
+def copies_of(modules: Sequence[nn.Module]) -> nn.ModuleList:
     """Copies made together, so that tied weights stay one; attributes of weights come along."""
-    copies = list(copy.deepcopy(nn.ModuleList(modules)))
-    for module, copied in zip(modules, copies, strict=True):
-        for p, q in zip(module.parameters(), copied.parameters(), strict=True):
-            vars(q).update(vars(p))
+    originals = nn.ModuleList(modules)
+    copies = copy.deepcopy(originals)
+    for p, q in zip(originals.parameters(), copies.parameters(), strict=True):
+        vars(q).update(vars(p))
     return copies
 
 
@@ -107,8 +105,7 @@ def normalizes_batches(stages: Sequence[nn.Module]) -> bool:
     """Whether a layer normalizes over a micro-batch, so that its size changes what is computed."""
     found = (
         module
-        for stage in stages
-        for module in stage.modules()
+        for module in nn.ModuleList(stages).modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm)
     )
     return any(module.training or not module.track_running_stats for module in found)
@@ -116,7 +113,7 @@ def normalizes_batches(stages: Sequence[nn.Module]) -> bool:
 
 def find_seed(stages: Sequence[nn.Module], seed: int | None, names: Sequence[str]) -> int | None:
     """The seed of what forwards draw, or None if no layer draws and no seed was given."""
-    if seed is None and not any(_draws(module) for stage in stages for module in stage.modules()):
+    if seed is None and not any(map(_draws, nn.ModuleList(stages).modules())):
         return None
     if len({torch.device(name).type for name in names}) > 1:
         raise ValueError(

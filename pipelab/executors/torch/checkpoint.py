@@ -5,16 +5,15 @@ version that is still to be read, buffers, the optimizer's and the schedulers' s
 by torch.load(weights_only=True), which runs no code, and only if they are as they were written.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from hashlib import file_digest, sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,7 @@ class StageState:
                 found[pytree.keystr(path)] = torch.as_tensor(value)
         return found
 
-    def renumbered(self, shift: int) -> StageState:
+    def renumbered(self, shift: int) -> "StageState":
         """With versions counted from another start."""
         moved = copy.copy(self)
         moved.weights = {v + shift: weights for v, weights in self.weights.items()}
@@ -105,7 +104,7 @@ class Index:
     digests: list[str]
 
     @classmethod
-    def read(cls, folder: Path) -> Index:
+    def read(cls, folder: Path) -> "Index":
         """ValueError for a folder that holds no checkpoint, or one that was changed."""
         try:
             content = json.loads((folder / INDEX).read_text())
@@ -142,7 +141,6 @@ def write_index(
 ) -> None:
     """Of the stages' files in `folder`."""
     whole = segment.whole
-    digests = [_digest(_file(folder, s)) for s in range(len(stages))]
     content = {
         "batch": segment.end,
         "updates": segment.updates,
@@ -151,7 +149,7 @@ def write_index(
         "schedule": whole.to_csv(),
         "names": names_of(stages),
         "ties": ties,
-        "digests": digests,
+        "digests": [_digest(_file(folder, s)) for s in range(len(stages))],
     }
     content["digest"] = _digest_of(content)
     (folder / INDEX).write_text(json.dumps(content, indent=1) + "\n")
@@ -160,7 +158,7 @@ def write_index(
 def save_stage(folder: Path, stage: int, state: StageState) -> None:
     """Write a stage's file. OSError where that is not possible."""
     content = io.BytesIO()
-    torch.save({f.name: getattr(state, f.name) for f in fields(state)}, content)
+    torch.save(vars(state), content)
     path = _file(folder, stage)
     try:
         path.write_bytes(content.getbuffer())
@@ -239,7 +237,7 @@ def _recut(
     stages: Sequence[nn.Module],
 ) -> list[StageState]:
     """One version each, tensors dealt out again in order; a tied one counts where it is first."""
-    seen: set[int] = set()
+    seen = set()
     weights = []
     for state, of_stage in zip(every, ties, strict=True):
         for name in state.latest:
@@ -247,8 +245,7 @@ def _recut(
                 weights.append((state, name))
             if name in of_stage:
                 seen.add(of_stage[name])
-    buffers = [(state, name) for state in every for name in state.buffers]
-    left, left_buffers = iter(weights), iter(buffers)
+    left, left_buffers = iter(weights), chain.from_iterable(s.buffers.values() for s in every)
     version = max(max(state.weights) for state in every)
     donor = next((state for state in every if state.groups), every[0])
     dealt: dict[int, tuple[StageState, str]] = {}  # a parameter's id -> where its tensor is
@@ -262,7 +259,7 @@ def _recut(
             states.append(
                 StageState(
                     {version: {name: s.latest[old] for name, (s, old) in mine.items()}},
-                    {name: _take(next(left_buffers)) for name, _ in stage.named_buffers()},
+                    {name: next(left_buffers) for name, _ in stage.named_buffers()},
                     optimizer,
                     donor.groups,
                     donor.schedulers,
@@ -273,16 +270,11 @@ def _recut(
         raise ValueError(
             f"{folder} has fewer tensors than the model: give the same layers, cut anew"
         ) from None
-    if next(left, None) or next(left_buffers, None):
+    if [*left, *left_buffers]:
         raise ValueError(
             f"{folder} has more tensors than the model: give the same layers, cut anew"
         )
     return states
-
-
-def _take(place: tuple[StageState, str]) -> Tensor:
-    state, name = place
-    return state.buffers[name]
 
 
 def kinds_of(optimizer: Any, schedulers: Sequence[Any]) -> list[str]:

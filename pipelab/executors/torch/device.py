@@ -128,9 +128,7 @@ class CudaDevice(CpuDevice):
             yield
 
     def now(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self.stream)
-        return event
+        return self.stream.record_event(torch.cuda.Event(enable_timing=True))
 
     def finish(self) -> None:
         self.stream.synchronize()
@@ -139,9 +137,7 @@ class CudaDevice(CpuDevice):
         return [self._zero.elapsed_time(mark) / 1e3 + self._before for mark in marks]
 
     def give(self, payload: Any) -> Any:
-        event = torch.cuda.Event()
-        event.record(self.stream)
-        return payload, event
+        return payload, self.stream.record_event()
 
     def take(self, parcel: Any) -> Any:
         payload, event = parcel

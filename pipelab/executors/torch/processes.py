@@ -39,11 +39,11 @@ from pipelab.executors.worker import RunError
 PRELOAD = ["torch._dynamo", "pipelab.executors.torch.processes"]
 
 
+@dataclass
 class Processes(Threads):
     """This process starts one for every rank, and keeps the rest to itself."""
 
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
+    timeout: float
 
     def run(self, jobs: Sequence[Job]) -> list[Outcome]:
         return run_processes(jobs, perform, self.timeout)
@@ -52,7 +52,7 @@ class Processes(Threads):
 def run_processes(
     jobs: Sequence[RankJob],
     work: Callable[[Any, Callable[[int], None]], Any],
-    timeout: float = 60.0,
+    timeout: float,
 ) -> list:
     """work(job, progress) for every job in a process of its own, connected by torch.distributed.
 
@@ -66,7 +66,7 @@ def run_processes(
         folder = Path(name)
         context = _context()
         marks = context.RawArray("q", [BEFORE] * len(jobs))  # of progress, in shared memory
-        ranks: list[_Rank] = []
+        ranks = []
         try:
             with _main_hidden():
                 for job in jobs:
@@ -163,8 +163,9 @@ def _main_hidden() -> Iterator[None]:
     Jobs bring all that they need.
     """
     main = sys.modules["__main__"]
-    names: list[str] = [name for name in ("__file__", "__spec__") if name in vars(main)]
-    hidden: dict[str, Any] = {name: vars(main).pop(name) for name in names}
+    hidden: dict[str, Any] = {
+        name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)
+    }
     main.__spec__ = None
     try:
         yield
@@ -174,7 +175,7 @@ def _main_hidden() -> Iterator[None]:
 
 def _collect(ranks: Sequence[_Rank], timeout: float) -> list[Any]:
     """The outcomes of all ranks. RunError for the first that fails, or if none gets on."""
-    outcomes: dict[int, Any] = {}
+    outcomes = {}
     left = list(ranks)
     last, since = ranks[0].marks[:], time.monotonic()
     while left:
@@ -215,15 +216,11 @@ class _Pickler(cloudpickle.Pickler):
             # Its class forbids it, since others could not import that: cloudpickle sends it along.
             cls = type(value)
             return cls.__new__, (cls,), super(cls, value).__getstate__()
-        if type(value) is Tensor and not value.requires_grad and _is_slice(value):
-            # It would be pickled with all of the tensor that it is a slice of.
+        plain = type(value) is Tensor and value.layout is torch.strided and not value.requires_grad
+        if plain and value.nbytes < value.untyped_storage().nbytes():
+            # A slice, as a micro-batch is of its batch: it would be pickled with all of that.
             return value.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(value)
-
-
-def _is_slice(tensor: Tensor) -> bool:
-    """Whether it has only a part of its memory, as a micro-batch of its batch."""
-    return tensor.layout is torch.strided and tensor.nbytes < tensor.untyped_storage().nbytes()
 
 
 def _dumps(value: Any) -> memoryview:

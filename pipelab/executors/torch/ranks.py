@@ -1,7 +1,5 @@
 """The ranks of torch.distributed: what one does, and those that torchrun or another has started."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os
@@ -78,7 +76,7 @@ class Ranks(Cluster):
         """Whether a launcher has started this process, and not somebody alone."""
         return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> "Ranks":
         if not dist.is_initialized():
             limit = timedelta(seconds=self.timeout)
             store, rank, world = next(dist.rendezvous("env://", timeout=limit))
@@ -89,8 +87,7 @@ class Ranks(Cluster):
         super().__enter__()
         return self
 
-    def exchange(self, value: Any) -> list[Any]:
-        return exchange(value)
+    exchange = staticmethod(exchange)
 
     def ranks(self, count: int) -> Sequence[int]:
         if self.count != count:

@@ -1,6 +1,6 @@
 """Torch's part in a run: stages looked at, jobs made of them, checkpoints and dumps written."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from pipelab.executors.job import Job, Launcher
 from pipelab.executors.options import Options
-from pipelab.executors.result import Outcome, Run
+from pipelab.executors.result import Run
 from pipelab.executors.stage import Feed, Recipe, Step
 from pipelab.executors.table import Segment
 from pipelab.executors.threads import Threads
@@ -24,7 +24,6 @@ from pipelab.executors.torch.dump import write_dump
 from pipelab.executors.torch.stage import TorchStage, warm_up
 from pipelab.executors.torch.trainer import Trainer
 from pipelab.executors.train import Wing
-from pipelab.executors.transport import Transport
 from pipelab.schedule import Schedule
 
 
@@ -69,19 +68,10 @@ class TorchJob(Job):
             made[s] = TorchStage(copied, home, self.recipe, feed, ties=ties, start=start)
         return made
 
-    def work(
-        self,
-        stages: dict[int, TorchStage],
-        home: CpuDevice,
-        transport: Transport,
-        began: float,
-        progress: Callable[[int], None] | None = None,
-    ) -> Outcome:
-        outcome = super().work(stages, home, transport, began, progress)
+    def after(self, stages: dict[int, TorchStage]) -> None:
         if self.save and not self.replica:
             for s, stage in stages.items():
                 checkpoint.save_stage(self.save, s, stage.state(self.updates))
-        return outcome
 
 
 class TorchWing(Wing):
@@ -100,14 +90,13 @@ class TorchWing(Wing):
         super().__init__(schedule, stages, options, training=training)
         arguments.check_stages(stages, training)
         self.start: dict[int, StageState] = {}
-        index = None
+        arguments.check_replicas(schedule, options.replicas)
+        arguments.check_recompute(stages, options.recompute)
         if training:
-            arguments.check_replicas(schedule, options.replicas)
-            arguments.check_recompute(stages, options.recompute)
             self.ties = arguments.find_ties(schedule, stages)
-            self._dump_to = arguments.new_folder("dump", options.dump)
-            self._save_to = arguments.new_folder("save", options.save)
-            self.segment, index = _segment(schedule, options)
+        self._dump_to = arguments.new_folder("dump", options.dump)
+        self._save_to = arguments.new_folder("save", options.save)
+        self.segment, index = _segment(schedule, options)
         self.launcher, self.devices = _launcher(self.segment, options)
         self.autocast = arguments.find_autocast(options.autocast, self.devices)
         if training:

@@ -70,11 +70,11 @@ class TorchStage(Stage):
         recipe: Recipe,
         feed: Feed,
         *,
-        ties: Mapping[str, int] | None = None,
-        start: StageState | None = None,
+        ties: Mapping[str, int],
+        start: StageState | None,
     ) -> None:
         super().__init__(device, recipe, feed)
-        self.module, self.ties = module, ties or {}
+        self.module, self.ties = module, ties
         self.weights = {0: dict(module.named_parameters())}
         self._slots = _slots(module)
         if start:
@@ -129,8 +129,9 @@ class TorchStage(Stage):
         group by stage, where stages share a clipping norm or tied weights.
         """
         if self.feed.targets is not None and not self._on_cpu:
-            for k in [k for k, group in enumerate(self.feed.groups) if group == number]:
-                self.check_loss(k)
+            for k, group in enumerate(self.feed.groups):
+                if group == number:
+                    self.check_loss(k)
         news = [received[s] for s in sorted(received)] if received else []
         if not news and self.recipe.clip is not None:
             news = [self.news()]
@@ -291,13 +292,13 @@ class TorchStage(Stage):
     def _compute(self, microbatch: int, x: Any) -> tuple[Any, _Kept]:
         """A forward with its graph: what is sent on, and what its backward needs."""
         self._bind(microbatch)
-        leaves, spec = pytree.tree_flatten(x)
-        wanted: list[Any] = [None] * len(leaves)
-        if self.feed.inputs is None:
-            leaves = [t.detach().requires_grad_() if _differentiable(t) else t for t in leaves]
-            wanted = [t if _differentiable(t) else None for t in leaves]
+        inputs, spec = pytree.tree_flatten(x)
+        inner = self.feed.inputs is None
+        wanted = [
+            t.detach().requires_grad_() if inner and _differentiable(t) else None for t in inputs
+        ]
         entered = [
-            t if leaf is None else _entered(t) for t, leaf in zip(leaves, wanted, strict=True)
+            t if leaf is None else _entered(leaf) for t, leaf in zip(inputs, wanted, strict=True)
         ]
         key = self.key(microbatch)
         self.device.hold(key, wanted)

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelab.executors import judge
+from pipelab.executors.batches import samples_of
 from pipelab.executors.judge import Arrays, Losses, Piece
 from pipelab.executors.stage import Recipe
 from pipelab.executors.torch.arguments import TREES, copies_of
@@ -34,16 +35,16 @@ class Trainer(judge.Trainer):
         device: str,
         *,
         wide: bool,
-        first: int = 0,
-        start: Sequence[StageState] = (),
+        first: int,
+        start: Sequence[StageState],
     ) -> None:
         self.stages, self.recipe, self.device = copies_of(stages), recipe, torch.device(device)
         self.start = start
-        for stage in self.stages:
-            stage.to(self.device)
-            if not recipe.training:
-                stage.eval()
-        of_weights = _lowest(_floating(self.stages))
+        self.stages.to(self.device)
+        if not recipe.training:
+            self.stages.eval()
+        parameters = list(self.stages.parameters())
+        of_weights = _lowest([p.real.dtype if p.is_complex() else p.dtype for p in parameters])
         self.precision = _lowest([of_weights, recipe.autocast])
         self.eps, self.eps_of_steps = (
             torch.finfo(dtype).eps for dtype in (self.precision, of_weights)
@@ -54,11 +55,10 @@ class Trainer(judge.Trainer):
         self._draws: Any = nullcontext()
         if wide:
             self._draws = _DrawsIn(of_weights)
-            for stage in self.stages:
-                for tensor in (*stage.parameters(), *stage.buffers()):
-                    tensor.data = _widen(tensor.data)  # in place, so that tied ones stay tied
+            for tensor in (*parameters, *self.stages.buffers()):
+                tensor.data = _widen(tensor.data)  # in place, so that tied ones stay tied
         self._found: list[Tensor] = []  # the buffers before the latest gradient or loss
-        self.trained = [p for p in nn.ModuleList(self.stages).parameters() if p.requires_grad]
+        self.trained = [p for p in parameters if p.requires_grad]
         self.history = [{first: _weights(stage)} for stage in self.stages]  # [stage][version]
         for stage, history, state in zip(self.stages, self.history, start, strict=False):
             history.update({v: self._placed(w) for v, w in state.weights.items()})
@@ -95,11 +95,8 @@ class Trainer(judge.Trainer):
             if p.grad is not None:
                 p.grad /= total
         if self.recipe.clip is not None:
-            together = [self.trained]
-            if not self.recipe.shared_clip:
-                together = [list(stage.parameters()) for stage in self.stages]
-            for group in together:
-                nn.utils.clip_grad_norm_(group, self.recipe.clip)
+            for module in [self.stages] if self.recipe.shared_clip else self.stages:
+                nn.utils.clip_grad_norm_(module.parameters(), self.recipe.clip)
         return losses, self.arrays(
             [
                 {
@@ -188,8 +185,7 @@ class Trainer(judge.Trainer):
             value = self.recipe.loss(x, y)
         if isinstance(value, tuple):
             return value[0], float(value[1])
-        sizes = (len(leaf) for leaf in pytree.tree_leaves((piece.x, piece.y)) if _has_samples(leaf))
-        return value, float(next(sizes))
+        return value, float(samples_of((piece.x, piece.y), TREES))
 
     def _moved(self, leaf: Any) -> Any:
         """A copy on the reference's device, since layers may work in place."""
@@ -209,7 +205,7 @@ class Trainer(judge.Trainer):
         It starts from the buffers that the first one has found, and leaves no trace in them.
         """
         if not jitter:
-            self._found = [buffer.clone() for stage in self.stages for buffer in stage.buffers()]
+            self._found = [buffer.clone() for buffer in self.stages.buffers()]
             yield None
             return
         with self._buffers_kept() as buffers:
@@ -220,7 +216,7 @@ class Trainer(judge.Trainer):
     @contextmanager
     def _buffers_kept(self) -> Iterator[list[Tensor]]:
         """What is computed inside leaves the buffers as they were before."""
-        buffers = [buffer for stage in self.stages for buffer in stage.buffers()]
+        buffers = list(self.stages.buffers())
         before = [buffer.clone() for buffer in buffers]
         try:
             yield buffers
@@ -263,11 +259,6 @@ def _load(stage: nn.Module, weights: dict[str, Tensor]) -> None:
         p.data.copy_(weights[name])
 
 
-def _floating(stages: Sequence[nn.Module]) -> list[torch.dtype]:
-    parameters = [p for stage in stages for p in stage.parameters()]
-    return [p.real.dtype if p.is_complex() else p.dtype for p in parameters]
-
-
 def _lowest(dtypes: Sequence[torch.dtype | None]) -> torch.dtype:
     """The one with the fewest digits; torch's default where there is none."""
     floating = [dtype for dtype in dtypes if dtype is not None and dtype.is_floating_point]
@@ -293,7 +284,3 @@ def _jittered(value: Any, eps: float, random: torch.Generator) -> Any:
         return value
     off = torch.rand(value.shape, generator=random, dtype=torch.float64) * 2 - 1
     return (value + value * (eps * off.to(value.device))).to(value.dtype)
-
-
-def _has_samples(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0

@@ -1,7 +1,5 @@
 """The wire of torch ranks: tensors over sockets, or over NCCL where every rank has its own GPU."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
