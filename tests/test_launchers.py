@@ -179,9 +179,7 @@ def test_deepspeeds_launcher():
     shell = ENVIRONMENT | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     launch = f"deepspeed --num_gpus 2 --master_port {free_port()} --module pipelab"
     line = f"{launch} run gpipe --devices 2 --microbatches 4".split()
-    done = subprocess.run(
-        line, capture_output=True, text=True, env=shell, timeout=GUARD, cwd=ROOT
-    )
+    done = subprocess.run(line, capture_output=True, text=True, env=shell, timeout=GUARD, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "Check passed" in done.stdout
 
