@@ -165,7 +165,14 @@ def dtype_of(atom: Atom) -> Any:
 
 
 def spec_of(atom: Atom, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape_of(atom), dtype_of(atom), sharding=sharding)
+    return jax.ShapeDtypeStruct(
+        shape_of(atom), dtype_of(atom), sharding=sharding, weak_type=is_weak(atom)
+    )
+
+
+def is_weak(atom: Atom) -> bool:
+    """Whether it is of a Python number's type, which gives way to that of an array."""
+    return getattr(atom.aval, "weak_type", False)
 
 
 def size(atom: Atom) -> int:

@@ -20,11 +20,13 @@ from pipelab.executors.worker import Record
 from pipelab.pipeshard.cut import count_layers, cut
 from pipelab.pipeshard.graph import (
     Arrays,
+    Atom,
     PipeshardError,
     Values,
     Variables,
     bytes_of,
     dtype_of,
+    is_weak,
     shape_of,
 )
 from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
@@ -185,7 +187,8 @@ class Program:
     def run(self, arguments: Arguments) -> Call:
         """One train step. Raises RunError when a stage fails."""
         step = self.step
-        values = {v: _array(x) for v, x in zip(step.arguments, arguments.values, strict=True)}
+        pairs = zip(step.arguments, arguments.values, strict=True)
+        values = {v: _array(x, v) for v, x in pairs}
         values.update({**step.update.consts, **step.loss.consts})
 
         # [1] Every stage on its mesh. A mean over the batch is the mean of the micro-batches'
@@ -216,7 +219,7 @@ class Program:
         for task in sorted(tasks, key=attrgetter("level")):
             task(everything)
         results = [
-            jax.numpy.asarray(a.val) if isinstance(a, Literal) else everything[a]
+            _array(a.val, a) if isinstance(a, Literal) else everything[a]
             for a in step.update.outputs
         ]
         records = [outcome.record for outcome in outcomes]
@@ -272,7 +275,9 @@ class Program:
         return found
 
 
-def _array(value: Any) -> Any:
+def _array(value: Any, of: Atom) -> Any:
+    """An argument, or a number of the step's own, as an array of the type that it is traced by."""
     if isinstance(value, jax.Array):
         return value
-    return np.asarray(value, jax.dtypes.result_type(value))
+    array = np.asarray(value, dtype_of(of))
+    return jax.numpy.asarray(array.item()) if is_weak(of) else array

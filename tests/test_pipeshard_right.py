@@ -1,0 +1,415 @@
+"""What a train step must not get silently wrong: keys, derivatives, single samples, weak types."""
+
+import tests.jax_setup  # isort: skip  # noqa: F401
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen
+
+from pipelab.pipeshard import (
+    Pipeshard,
+    PipeshardError,
+    grad,
+    mark_pipeline_boundary,
+    parallelize,
+    value_and_grad,
+)
+from tests.test_pipeshard import arrays, data, worst
+
+TWO = jax.devices()[:2]
+
+
+def gradients_of(loss, batch, params=None, microbatches=4, has_aux=False, **options):
+    """[value, gradients] by the pipeline and by jax on the undivided batch, and the check."""
+    params = arrays((6, 5), (5, 3)) if params is None else params
+
+    def step(params, batch):
+        return params, value_and_grad(loss, has_aux=has_aux)(params, batch)
+
+    pipeline = parallelize(step, Pipeshard(microbatches, devices=TWO, **options))
+    check = pipeline.compare(params, batch)
+    expected = jax.jit(jax.value_and_grad(loss, has_aux=has_aux))(params, batch)
+    return pipeline(params, batch)[1], expected, check
+
+
+def assert_exact(loss, batch=None, **options):
+    got, expected, check = gradients_of(loss, batch or data(16), **options)
+    assert worst(got, expected) < 1e-5 and check.passed and "undivided" in check.rule, check
+
+
+def assert_refused(match, loss, batch=None, **options):
+    with pytest.raises(PipeshardError, match=match):
+        gradients_of(loss, batch or data(16), **options)
+
+
+def two_layers(params, x, between=lambda x: x):
+    x = jnp.tanh(x @ params[0])
+    mark_pipeline_boundary()
+    return between(x) @ params[1]
+
+
+def loss_of(before=lambda x, batch: x, between=lambda x, batch: x):
+    """The mean square of two layers' error, with something before them and between."""
+
+    def loss(params, batch):
+        x = before(batch["x"], batch)
+        out = two_layers(params, x, lambda x: between(x, batch))
+        return jnp.mean((out - batch["y"]) ** 2)
+
+    return loss
+
+
+def indexed(samples=16):
+    return {**data(samples), "i": np.arange(samples, dtype=np.int32)}
+
+
+def noise_of_sample(x, i):
+    return x + jax.random.normal(jax.random.fold_in(jax.random.key(7), i), x.shape)
+
+
+# ---- random numbers
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        lambda x, batch: jnp.cos(x @ jax.random.normal(jax.random.key(0), (6, 6))),
+        lambda x, batch: jax.vmap(noise_of_sample)(x, batch["i"]),
+        lambda x, batch: jax.lax.map(lambda s: noise_of_sample(*s), (x, batch["i"])),
+        lambda x, batch: x * jax.random.bernoulli(jax.random.PRNGKey(3), 0.5, (1, 6)),
+        jax.checkpoint(
+            lambda x, batch: x + jax.random.normal(jax.random.key(0), (6,)) + 0 * batch["x"]
+        ),
+    ],
+    ids=["features", "noise of each sample", "one by one", "one mask for all", "checkpoint"],
+)
+def test_draws_that_do_not_grow_stay_as_written(before):
+    assert_exact(loss_of(before), indexed())
+
+
+def test_a_key_that_is_returned_does_not_depend_on_the_microbatches():
+    def loss(params, batch):
+        key, mine = jax.random.split(jax.random.key(5))
+        mask = jax.random.bernoulli(mine, 0.5, batch["x"].shape)
+        return loss_of(lambda x, batch: x * mask)(params, batch), (key, mine)
+
+    got, expected, check = gradients_of(loss, data(16), has_aux=True)
+    keys = [jax.random.key_data(key) for key in (*got[0][1], *expected[0][1])]
+    assert (keys[0] == keys[2]).all() and (keys[1] == keys[3]).all()
+    assert check.passed and "own" in check.rule
+
+
+def dropout(x, key):
+    return 2 * x * jax.random.bernoulli(key, 0.5, x.shape)
+
+
+def layers_of_dropout(x, key):
+    def layer(x, key):
+        return jnp.tanh(dropout(x, key)), None
+
+    return jax.lax.scan(layer, x, jax.random.split(key, 3))[0]
+
+
+def halves(x, key):
+    """A loop and a branch that draw, and carry the key."""
+
+    def body(carry):
+        i, x, key = carry
+        key, mine = jax.random.split(key)
+        draw = lambda x: x + jax.random.uniform(mine, x.shape)
+        return i + 1, jax.lax.cond(i < 1, draw, lambda x: x, x), key
+
+    return jax.lax.stop_gradient(
+        jax.lax.while_loop(lambda carry: carry[0] < 2, body, (0, x, key))[1]
+    )
+
+
+GROWING = {
+    "dropout": dropout,
+    "checkpoint": jax.checkpoint(dropout),
+    "layers": layers_of_dropout,
+    "layers again": jax.checkpoint(layers_of_dropout),
+    "keys": lambda x, key: jax.vmap(dropout)(x, jax.random.split(key, len(x))),
+    "gamma": lambda x, key: x * jax.random.gamma(key, 1 + jnp.abs(x)),
+    "loop": halves,
+    "transposed": lambda x, key: x * jax.random.normal(key, x.shape[::-1]).T,
+    "ensemble": lambda x, key: jax.vmap(dropout, (None, 0))(x, jax.random.split(key)).mean(0),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_what_grows_is_drawn_for_each_microbatch(name):
+    """The loss of the whole batch, given what every micro-batch drew by its own key at the draw."""
+    draw = GROWING[name]
+    same = {k: np.repeat(v, 8, 0) for k, v in data(1).items()}
+
+    def loss(params, batch):
+        fixed = jax.random.normal(jax.random.key(1), (6,))
+        x = draw(batch["x"] + fixed, jax.random.key(2))
+        return loss_of(lambda *_: x)(params, batch), x
+
+    got, expected, check = gradients_of(loss, same, has_aux=True)
+    assert check.passed and "own" in check.rule, check
+    (_, drawn), gradients = got
+    pieces = np.split(np.asarray(drawn), 4)
+    assert all(np.abs(pieces[0] - piece).max() > 1e-3 for piece in pieces[1:])
+    given = jax.grad(loss_of(lambda *_: np.asarray(drawn)))(arrays((6, 5), (5, 3)), same)
+    assert worst(gradients, given) < 1e-5
+    # The same numbers for all, on request.
+    got, expected, check = gradients_of(loss, same, has_aux=True, own_draws=False)
+    assert check.passed, check
+    pieces = np.split(np.asarray(got[0][1]), 4)
+    assert all((pieces[0] == piece).all() for piece in pieces[1:])
+
+
+@pytest.mark.parametrize(
+    ("before", "match"),
+    [
+        (
+            lambda x, batch: jax.vmap(noise_of_sample)(x, jnp.arange(len(x))),
+            r"random_fold_in \(.*right.py:\d+\) reads an array or a number made of the batch's",
+        ),
+        (
+            lambda x, batch: x
+            + jax.random.normal(jax.random.fold_in(jax.random.key(0), len(x)), (6,)),
+            r"random_fold_in \(.*right.py:\d+\)",
+        ),
+        (
+            lambda x, batch: jax.custom_jvp(lambda x: dropout(x, jax.random.key(0)))(x),
+            r"custom_jvp_call \(.*right.py:\d+\) draws random numbers",
+        ),
+    ],
+)
+def test_draws_that_cannot_be_divided(before, match):
+    assert_refused(match, loss_of(before))
+
+
+def test_compare_sees_draws_that_are_wrong(monkeypatch):
+    """What is folded into keys, and into which, is not believed but compared."""
+    from pipelab.pipeshard import program
+
+    loss = loss_of(lambda x, batch: dropout(x, jax.random.key(0)))
+    right = program.with_own_draws
+    monkeypatch.setattr(
+        program, "with_own_draws", lambda piece, whole, own: right(piece, whole, False)
+    )
+    _, _, check = gradients_of(loss, data(16))
+    assert not check.passed
+
+
+# ---- derivatives of the user's own
+
+
+def backward_of(rule):
+    """The identity with this function of its gradient."""
+    identity = jax.custom_vjp(lambda x: x)
+    identity.defvjp(lambda x: (x, None), lambda _, g: (rule(g),))
+    return identity
+
+
+by_norm = backward_of(lambda g: g / jnp.maximum(1.0, 1e3 * jnp.sqrt(jnp.sum(g**2))))
+by_value = backward_of(lambda g: jnp.clip(g, -1e-3, 1e-3))
+by_sample = backward_of(lambda g: g / (1e-3 + jnp.linalg.norm(g, axis=-1, keepdims=True)))
+half = backward_of(lambda g: g / 2)
+regularized = backward_of(lambda g: g + 0.1)
+
+
+@jax.custom_jvp
+def centred(x):
+    return jnp.sin(x)
+
+
+@centred.defjvp
+def _(primals, tangents):
+    (x,), (t,) = primals, tangents
+    return jnp.sin(x), jnp.cos(x) * (t - t.mean(0))
+
+
+def with_params(rule):
+    return lambda params, batch: loss_of()(jax.tree.map(rule, params), batch)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        with_params(by_norm),
+        with_params(by_value),
+        with_params(regularized),
+        loss_of(between=lambda x, batch: centred(x)),
+        loss_of(between=lambda x, batch: by_norm(x)),
+        loss_of(between=lambda x, batch: jax.checkpoint(by_norm)(x)),
+        loss_of(
+            between=lambda x, batch: jax.lax.scan(lambda x, _: (by_norm(x), None), x, None, 2)[0]
+        ),
+        lambda params, batch: by_value(loss_of()(params, batch)),
+    ],
+    ids=["norm", "value", "added", "jvp", "samples", "checkpoint", "scan", "of the loss"],
+)
+def test_derivatives_that_mix_samples_are_refused(loss):
+    assert_refused(r"custom_[jv][vj]p_call \(.*right.py:\d+\) has a derivative .*", loss)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        with_params(half),
+        with_params(jax.nn.softplus),
+        with_params(lambda p: jax.nn.softmax(jax.nn.relu(p))),
+        loss_of(between=lambda x, batch: by_sample(by_value(half(x)))),
+        loss_of(between=lambda x, batch: jax.vmap(by_norm)(x)),
+        loss_of(between=lambda x, batch: jax.lax.map(by_norm, x)),
+        loss_of(between=lambda x, batch: jax.nn.softmax(jax.nn.relu(jax.nn.silu(x)))),
+        lambda params, batch: half(loss_of()(params, batch)),
+        lambda params, batch: optax.losses.sigmoid_binary_cross_entropy(
+            two_layers(params, batch["x"]), batch["y"] > 0
+        ).mean(),
+        lambda params, batch: optax.safe_softmax_cross_entropy(
+            two_layers(params, batch["x"]), jax.nn.softmax(batch["y"])
+        ).mean(),
+    ],
+)
+def test_derivatives_of_every_sample_by_itself(loss):
+    assert_exact(loss)
+
+
+# ---- micro-batches of one sample
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda p, b: (
+            ((two_layers(p, b["x"]) - b["y"]).squeeze() ** 2).sum(0).mean() / len(b["x"])
+        ),
+        lambda p, b: jnp.sum(two_layers(p, b["x"]) ** 2) / max(len(b["x"]), 2),
+        lambda p, b: jnp.mean(two_layers(p, b["x"] if len(b["x"]) > 1 else 2 * b["x"]) ** 2),
+    ],
+    ids=["squeeze", "max", "branch"],
+)
+def test_single_samples_that_are_treated_otherwise(loss):
+    assert_refused("micro-batch of one sample", loss, data(4))
+    assert_refused("micro-batch of one sample", loss, data(2), microbatches=2)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        loss_of(),
+        lambda p, b: jnp.mean((two_layers(p[:2], b["x"] + p[2]) - b["y"]) ** 2),
+        lambda p, b: jnp.mean(two_layers(p, b["x"]).squeeze() ** 2),
+        lambda p, b: jnp.mean(two_layers(p, b["x"]).reshape(-1) ** 2),
+    ],
+)
+def test_single_samples(loss):
+    """Among them such as are written otherwise: jax broadcasts what is not (1, ...) already."""
+    assert_exact(loss, data(4), params=arrays((6, 5), (5, 3), (1, 6)))
+
+
+def test_single_samples_with_dropout():
+    def loss(params, batch):
+        x = dropout(batch["x"] + params[2], jax.random.key(0))
+        return jnp.mean((two_layers(params[:2], x) - batch["y"]) ** 2)
+
+    _, _, check = gradients_of(loss, data(4), params=arrays((6, 5), (5, 3), (1, 6)))
+    assert check.passed and "own" in check.rule
+
+
+# ---- weak types
+
+
+def test_python_numbers_do_not_widen():
+    """As jit has it: a Python number takes the type of what it meets, in the next call too."""
+
+    def step(state, batch, rate):
+        params, momentum = state
+        gradients = grad(loss_of())(params, batch)
+        params = jax.tree.map(lambda p, g: p - rate * momentum * g, params, gradients)
+        return (params, momentum * 0.5), rate
+
+    params = [p.astype(jnp.bfloat16) for p in arrays((6, 5), (5, 3))]
+    pipeline = parallelize(step, Pipeshard(4, devices=TWO))
+    state, expected = (params, 1.0), (params, 1.0)
+    for rate in (0.1, 0.1, jnp.float32(0.1)):
+        assert pipeline.compare(state, data(16), rate).passed
+        state, given = pipeline(state, data(16), rate)
+        expected, wanted = jax.jit(step)(expected, data(16), rate)
+        for a, b in zip(jax.tree.leaves((state, given)), jax.tree.leaves((expected, wanted))):
+            assert (a.dtype, a.weak_type) == (b.dtype, b.weak_type)
+    assert len(pipeline._programs) == 2
+
+
+# ---- compare
+
+
+def test_an_update_that_closes_over_an_array():
+    mask = jnp.asarray(np.random.default_rng(0).integers(0, 2, (6, 5)), jnp.float32)
+
+    def step(params, batch):
+        first, second = grad(loss_of())(params, batch)
+        return [params[0] - mask * first, params[1] - second]
+
+    params = arrays((6, 5), (5, 3))
+    pipeline = parallelize(step, Pipeshard(4, devices=TWO))
+    assert pipeline.compare(params, data(16)).passed
+    assert worst(pipeline(params, data(16)), step(params, data(16))) < 1e-5
+
+
+# ---- masked means
+
+
+def masked(samples=16):
+    """Most of the samples that count are in the last micro-batch, and none in the first."""
+    batch = data(samples)
+    batch["mask"] = np.arange(samples) ** 2 % 7 < np.arange(samples) / 3
+    batch["mask"][: samples // 4] = False
+    return batch
+
+
+def total_and_count(params, batch):
+    errors = ((two_layers(params, batch["x"]) - batch["y"]) ** 2).mean(-1)
+    return jnp.sum(errors * batch["mask"]), batch["mask"].sum()
+
+
+def masked_mean(params, batch):
+    total, count = total_and_count(params, batch)
+    return total / count
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_a_mean_over_what_a_mask_selects(has_aux):
+    def loss(params, batch):
+        pair = total_and_count(params, batch)
+        return (pair, {"count": pair[1]}) if has_aux else pair
+
+    def step(params, batch):
+        value, gradients = value_and_grad(loss, has_aux=has_aux, weighted=True)(params, batch)
+        return jax.tree.map(lambda p, g: p - g, params, gradients), (value, gradients)
+
+    params, batch = arrays((6, 5), (5, 3)), masked()
+    pipeline = parallelize(step, Pipeshard(4, devices=TWO))
+    assert pipeline.compare(params, batch).passed
+    expected, gradients = jax.value_and_grad(masked_mean)(params, batch)
+    value = (expected, {"count": batch["mask"].sum()}) if has_aux else expected
+    for run in (pipeline, step, jax.jit(step)):
+        assert worst(run(params, batch)[1], (value, gradients)) < 1e-5
+    found = grad(loss, has_aux=has_aux, weighted=True)(params, batch)
+    assert worst(found[0] if has_aux else found, gradients) < 1e-5
+
+
+def test_masked_means_name_the_remedy():
+    assert_refused(r": div \(.*weighted=True", masked_mean, masked())
+
+
+@pytest.mark.parametrize(
+    ("loss", "match"),
+    [
+        (lambda p, x: p.sum(), r"a pair \(total, weight\), since weighted=True"),
+        (lambda p, x: (p.sum(), x), r"the weight is float32\[3\]: return one number"),
+        (lambda p, x: (p.sum(), p.sum()), "the weight depends on what the gradient is taken by"),
+    ],
+)
+def test_weights_that_are_none(loss, match):
+    with pytest.raises(TypeError, match=match):
+        value_and_grad(loss, weighted=True)(jnp.ones(3), jnp.ones(3))
