@@ -1,7 +1,11 @@
 """A pipeline's step against the same step on one device, measured in its own rounding.
 
 As `executors.check` has it: the truth is the step in float64, on the undivided batch; how far
-rounding may lead is what the same micro-batches on one device, in the step's precision, are off.
+rounding may lead is how far the same is off in the step's precision. Nothing that the pipeline made
+of the loss is used for it: neither its micro-batches nor how their results are combined.
+
+Where micro-batches draw random numbers of their own, the undivided batch is given these: whatever
+draws a mask for all samples gets the micro-batches' masks, one after another, in its place.
 """
 
 from __future__ import annotations
@@ -14,20 +18,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from pipelab.executors.check import Check, Comparison, Draws, norms
 from pipelab.pipeshard.graph import (
     Arrays,
+    Graph,
     PipeshardError,
     all_equations,
+    contains,
     dtype_of,
     is_key_type,
     needed,
+    single,
 )
+from pipelab.pipeshard.microbatches import draws_grow, redraw
+from pipelab.pipeshard.primitives import DRAWS
 from pipelab.pipeshard.program import Call, Program
+from pipelab.pipeshard.samples import axes_of
 from pipelab.pipeshard.trace import Arguments, trace
 
 WHOLE = "flush: the same step on one device, the batch undivided"
+DRAWN = WHOLE + ", with the random numbers that its micro-batches draw"
 PIECES = (
     "flush: the same step on one device, accumulated over the same micro-batches "
     "(no check of how these are combined)"
@@ -48,14 +60,11 @@ def compare(
     eps, precision = float(jnp.finfo(coarsest).eps), np.dtype(coarsest).name
     found = Comparison(tolerance)
     # [1] The loss, what it returns beside, and the gradients.
-    in_pieces = partial(_in_pieces, program)
-    own = in_pieces(values)
-    if program.exact:
-        rule = WHOLE
+    rule, own = _reference(train_step, program, arguments)
+    truth = own
+    if rule is WHOLE and not any(contains(e, DRAWS) for e in program.step.loss.equations):
         truth, precision = _most_precise(train_step, arguments, values, precision)
-    else:  # only the same micro-batches compute the same
-        rule, truth = PIECES, in_pieces
-    expected = truth(values)
+    rounded, expected = own(values), truth(values)
     if not np.isfinite(_numbers(expected[0])):
         raise PipeshardError(
             f"the loss of this batch is {expected[0]} on one device too: there is nothing to "
@@ -65,7 +74,7 @@ def compare(
     again = Draws(lambda seed: [*map(_numbers, truth(_jittered(values, eps, seed, wide)))])
     for i, name in enumerate(_names(program)):
         exact = _numbers(expected[i])
-        noise = norms(_numbers(own[i]) - exact) + eps * norms(exact)
+        noise = norms(_numbers(rounded[i]) - exact) + eps * norms(exact)
         found.add(name, _numbers(call.gradient[i]), exact, noise, partial(again.of, i))
     # [2] Every result of the step, by its own update of the pipeline's gradients.
     known = [*values, *jax.device_put(call.gradient, home)]
@@ -77,6 +86,64 @@ def compare(
         name = f"result {jax.tree_util.keystr(path)}"
         found.add(name, _numbers(got), exact, eps * norms(exact), partial(again.of, i))
     return found.verdict(rule, precision)
+
+
+def _reference(
+    train_step: Callable, program: Program, arguments: Arguments
+) -> tuple[str, Callable[[Arrays], Arrays]]:
+    """The rule of what is compared with, and what computes it: values of the arguments -> results.
+
+    Traced anew from the step as it was written.
+    """
+    if not program.exact:  # only the same micro-batches compute the same
+        return PIECES, partial(_in_pieces, program)
+    step = trace(train_step, arguments, arguments.samples)
+    piece = trace(train_step, arguments, program.samples)
+    if not draws_grow(step.loss, piece.loss):
+        return WHOLE, partial(_undivided, train_step, arguments)
+    own = program.number is not None
+    loss, _ = redraw(step.loss, piece.loss, partial(_drawn_in_pieces, program.microbatches, own))
+    gradient = jax.jit(_gradient_of(loss))
+    positions = [step.arguments.index(v) for v in step.parameters.values()]
+
+    def evaluate(values: Arrays) -> Arrays:
+        unused = np.uint32(0)  # the number of the micro-batch
+        return gradient([values[i] for i in positions], [*values, unused])
+
+    return DRAWN, evaluate
+
+
+def _drawn_in_pieces(
+    pieces: int, own: bool, whole: JaxprEqn, piece: JaxprEqn, _: Any, operands: Arrays
+) -> Arrays:
+    """What an equation that draws for the batch would, if every micro-batch drew by itself."""
+    parts = []
+    for k in range(pieces):
+        key, *others = operands
+        if own:
+            key = jax.vmap(lambda one, k=k: jax.random.fold_in(one, k))(key.ravel())
+            key = key.reshape(operands[0].shape)
+        mine = [key]
+        for x, pair in zip(others, zip(whole.invars[1:], piece.invars[1:], strict=True)):
+            axes = axes_of(pair)
+            mine.append(jnp.split(x, pieces, axes[0])[k] if axes else x)
+        parts.append(single(piece).run(*mine)[0])
+    (axis,) = axes_of((whole.outvars[0], piece.outvars[0]))
+    return [jnp.concatenate(parts, axis)]
+
+
+def _gradient_of(loss: Graph) -> Callable[[Arrays, Arrays], Arrays]:
+    """[loss, *aux, *gradients] of a loss, by its first inputs, of these and of the others."""
+
+    def value(parameters, others):
+        out = loss.run(*parameters, *others)
+        return out[0], out
+
+    def gradient(parameters, others):
+        gradients, results = jax.grad(value, has_aux=True)(parameters, others)
+        return [*results, *gradients]
+
+    return gradient
 
 
 def _names(program: Program) -> list[str]:
@@ -137,25 +204,20 @@ def _undivided(train_step: Callable, arguments: Arguments, values: Arrays) -> Ar
 
 
 def _in_pieces(program: Program, values: Arrays) -> Arrays:
-    """The same, accumulated over micro-batches with random keys of their own."""
+    """The same, accumulated over micro-batches that draw random numbers of their own."""
     step, loss = program.step, program.loss
     known = dict(zip(step.arguments, values, strict=True))
-    others = loss.inputs[len(step.parameters) :]  # parameters are the first
-
-    def value(parameters, others):
-        out = loss.run(*parameters, *others)
-        return out[0], out
-
-    one = jax.jit(jax.grad(value, has_aux=True))
+    count = len(step.parameters)
+    one = jax.jit(_gradient_of(loss))
     parameters = [known[argument] for argument in step.parameters.values()]
     pieces = []
     for k in range(program.microbatches):
         rows = slice(k * program.samples, (k + 1) * program.samples)
         number = np.uint32(k)  # the one input that is not an argument
+        others = loss.inputs[count:]
         inputs = [known[v][rows] if v in step.batch else known.get(v, number) for v in others]
-        gradients, results = one(parameters, inputs)
-        pieces.append([*results, *gradients])
-    how = [*program.combine, *[program.combine[0]] * len(parameters)]  # gradients as the loss
+        pieces.append(one(parameters, inputs))
+    how = [*program.combine, *[program.combine[0]] * count]  # gradients as the loss
     columns = zip(*pieces, strict=True)
     return [combine.apply(list(xs)) for combine, xs in zip(how, columns, strict=True)]
 

@@ -106,6 +106,12 @@ def inline(
     return Graph(others, enter(closed, [*inputs, *others], outer), equations, consts)
 
 
+def single(eqn: JaxprEqn) -> Graph:
+    """One equation as a function of all its operands."""
+    inputs = [Var(atom.aval) for atom in eqn.invars]
+    return Graph(inputs, eqn.outvars, [eqn.replace(invars=inputs)])
+
+
 def substitute(atoms: Iterable[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
     """The atoms with those variables replaced that `names` names."""
     return [a if isinstance(a, Literal) else names.get(a, a) for a in atoms]

@@ -1,16 +1,17 @@
-"""A batch in micro-batches: what their results add up to, and random keys of each one's own."""
+"""A batch in micro-batches: what their results add up to, and what each draws of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Var, jaxprs_in_params
+from jax.extend.core import JaxprEqn, Var
 
 from pipelab.pipeshard.graph import (
     Arrays,
@@ -21,19 +22,20 @@ from pipelab.pipeshard.graph import (
     contains,
     dtype_of,
     inline,
-    is_key,
-    is_key_type,
     place_of,
     renamed,
     shape_of,
+    single,
     spec_of,
-    variables,
+    substitute,
 )
 from pipelab.pipeshard.plan import Pipeshard
 from pipelab.pipeshard.primitives import DRAWS
-from pipelab.pipeshard.reduction import Reductions
-from pipelab.pipeshard.samples import FIXED, Role, Tag
+from pipelab.pipeshard.reduction import CHECKPOINTS, Reductions, carry_of
+from pipelab.pipeshard.samples import FIXED, Role, Tag, axes_of
 from pipelab.pipeshard.trace import Arguments, Step, trace
+
+BODIES = ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr")  # parameters: what equations run
 
 # ---- what micro-batches' results add up to
 
@@ -142,80 +144,133 @@ def _of_aux(i: int, tag: Tag, atom: Atom, axis: int | None, reduce: str | None) 
     )
 
 
-# ---- random keys
+# ---- random numbers
+
+# The number of a micro-batch is folded in at the draw, if what is drawn grows with the batch:
+#
+#     key ---- split ---- fold_in(number) ---- random_bits    a mask: (8, 5), of 32 samples (32, 5)
+#                 \\
+#                  `--------------------------- random_bits    features: (4, 4), of 32 samples, too
+#
+# What is drawn in one shape for all sizes of batch stays as it was written, and so does what is
+# drawn from keys of the samples' own.
+
+# An equation that draws, the same for another size of batch, the micro-batch's number and the
+# equation's operands -> results
+Draw = Callable[[JaxprEqn, JaxprEqn, Any, Arrays], Arrays]
 
 
-def with_own_keys(step: Step) -> tuple[Graph, Var | None]:
-    """The loss of a micro-batch's step with random keys of each micro-batch's own.
+def with_own_draws(piece: Step, whole: Step) -> tuple[Graph, dict[Var, Atom]]:
+    """The loss of a micro-batch's step, which draws its own numbers where these grow.
 
-    With the step's key, all would draw the same dropout mask. So the loss gets one more input, the
-    number of the micro-batch, which is folded into every key where it first appears:
+    With the step's key, all micro-batches would draw the same dropout mask.
 
-        key ---- fold_in(number) ---- split ---- bernoulli
-
-    Keys in the batch, one per sample, are each micro-batch's own as they are.
-
-    Returns the new loss and the number's variable; the loss as it is and None, if no key is to be
-    changed. Raises PipeshardError where a key is made inside a loop.
+    Returns the loss as `redraw` does. Raises PipeshardError where that cannot be done.
     """
-    loss, batch = step.loss, step.batch
-    if not any(contains(eqn, DRAWS) for eqn in loss.equations):
-        return loss, None
+
+    def draw(eqn: JaxprEqn, _: JaxprEqn, number: Any, operands: Arrays) -> Arrays:
+        key, *others = operands
+        return single(eqn).run(jnp.vectorize(jax.random.fold_in)(key, number), *others)
+
+    return redraw(piece.loss, whole.loss, draw)
+
+
+def draws_grow(graph: Graph, twin: Graph) -> bool:
+    """Whether something that is drawn has another shape in a trace for another size of batch.
+
+    Raises PipeshardError where the two do not draw in the same places.
+    """
+    return any(_grows(eqn, other) for eqn, other in _drawing(graph, twin))
+
+
+def _drawing(graph: Graph, twin: Graph) -> list[tuple[JaxprEqn, JaxprEqn]]:
+    """The equations that draw, or have such inside, at both sizes."""
+    mine, theirs = ([e for e in g.equations if contains(e, DRAWS)] for g in (graph, twin))
+    if [e.primitive for e in mine] != [e.primitive for e in theirs]:
+        raise PipeshardError(
+            "the loss draws other random numbers for another size of batch: write it the same for "
+            "every size"
+        )
+    return list(zip(mine, theirs, strict=True))
+
+
+def _grows(eqn: JaxprEqn, twin: JaxprEqn) -> bool:
+    if eqn.primitive.name in DRAWS:
+        made, key = (eqn.outvars[0], twin.outvars[0]), (eqn.invars[0], twin.invars[0])
+        return bool(axes_of(made)) and not axes_of(key)
+    bodies = zip(_bodies(eqn), _bodies(twin), strict=True)
+    return any(draws_grow(a, b) for a, b in bodies)
+
+
+def _bodies(eqn: JaxprEqn) -> list[Graph]:
+    """The functions that an equation runs."""
+    functions = [eqn.params[key] for key in BODIES if key in eqn.params]
+    return [inline(f, outer=eqn) for f in (*functions, *eqn.params.get("branches", ()))]
+
+
+def redraw(graph: Graph, twin: Graph, draw: Draw) -> tuple[Graph, dict[Var, Atom]]:
+    """The graph with every draw that grows made by `draw`; its last input is the number for that.
+
+    twin  the same function for another size of batch
+
+    Returns the new graph, and what stands in it for variables of the old one.
+    """
+    twins = {id(eqn): other for eqn, other in _drawing(graph, twin) if _grows(eqn, other)}
     number = Var(jax.typeof(np.uint32(0)))
-    raw = _raw_keys(loss.equations)
     equations: Equations = []
-    own: dict[Var, Atom] = {}  # key -> the micro-batch's
-    derived: set[Atom] = set(batch)  # what depends on such keys, or on the samples
-
-    def make_own(key: Var) -> None:
-        folding = inline(jax.make_jaxpr(_fold)(spec_of(key), spec_of(number)), (key, number))
-        equations.extend(folding.equations)
-        (own[key],) = folding.outputs
-        derived.add(own[key])
-
-    # [1] Keys that come from outside.
-    for v in loss.sources:
-        if v not in step.parameters and v not in batch and (is_key_type(dtype_of(v)) or v in raw):
-            make_own(v)
-    # [2] Keys that the loss makes, unless it makes them of keys that are the micro-batch's own.
-    for eqn in loss.equations:
-        eqn = renamed(eqn, own)
-        equations.append(eqn)
-        read = [v for v in variables(eqn.invars) if v in derived]
-        if contains(eqn, DRAWS) and not any(map(is_key, read)):
-            raise PipeshardError(
-                f"{eqn.primitive.name} ({place_of(eqn)}) draws random numbers from a key that is "
-                "made inside it, the same for every micro-batch: make the key in the loss itself "
-                "or pass it in"
-            )
-        if read:
-            derived.update(eqn.outvars)
+    consts = dict(graph.consts)
+    names: dict[Var, Atom] = {}
+    for eqn in graph.equations:
+        other = twins.get(id(eqn))
+        eqn = renamed(eqn, names)
+        if other is None:
+            equations.append(eqn)
             continue
-        for v in eqn.outvars:
-            if eqn.primitive.name == "random_seed" or v in raw:
-                make_own(v)
-    if not own:
-        return loss, None
-    return Graph([*loss.inputs, number], loss.outputs, equations, loss.consts), number
+        made_anew = draw if eqn.primitive.name in DRAWS else partial(_inside, draw)
+        new = partial(made_anew, eqn, other)
+        operands = [number, *eqn.invars]
+        traced = jax.make_jaxpr(lambda n, *xs, new=new: new(n, list(xs)))(*map(spec_of, operands))
+        part = inline(traced, operands, eqn)
+        equations += part.equations
+        consts.update(part.consts)
+        names.update(zip(eqn.outvars, part.outputs, strict=True))
+    outputs = substitute(graph.outputs, names)
+    return Graph([*graph.inputs, number], outputs, equations, consts), names
 
 
-def _fold(key: Any, number: Any) -> Any:
-    """One key or an array of them, typed or raw."""
-    raw = not is_key_type(key.dtype)
-    keys = jax.random.wrap_key_data(key) if raw else key
-    folded = jnp.vectorize(jax.random.fold_in)(keys, number)
-    return jax.random.key_data(folded) if raw else folded
+def _inside(draw: Draw, eqn: JaxprEqn, twin: JaxprEqn, number: Any, xs: Arrays) -> Arrays:
+    """An equation that runs others, with the draws in these made by `draw`."""
+    name, params = eqn.primitive.name, eqn.params
+    functions = []
+    for body, other in zip(_bodies(eqn), _bodies(twin), strict=True):
+        again = redraw(body, other, draw)[0].run
+        functions.append(lambda *xs, again=again: again(*xs, number))
+    if name in CHECKPOINTS:
+        options = {key: params[key] for key in ("policy", "prevent_cse")}
+        return jax.checkpoint(functions[0], **options)(*xs)
+    if name == "cond":
+        return jax.lax.switch(xs[0], functions, *xs[1:])
+    if name == "scan":
+        first, count = carry_of(eqn)
+        end = first + count
 
+        def iteration(carry, slices):
+            out = functions[0](*xs[:first], *carry, *slices)
+            return out[:count], out[count:]
 
-def _raw_keys(equations: Iterable[JaxprEqn]) -> set[Var]:
-    """Variables that are keys without the type of one: arrays that are wrapped somewhere."""
-    found: set[Var] = set()
-    for eqn in equations:
-        if eqn.primitive.name == "random_wrap":
-            found.update(variables(eqn.invars))
-        for inner in jaxprs_in_params(eqn.params):
-            if len(inner.invars) == len(eqn.invars):
-                inside = _raw_keys(inner.eqns)
-                pairs = zip(eqn.invars, inner.invars, strict=True)
-                found.update(variables(a for a, v in pairs if v in inside))
-    return found
+        options = {key: params[key] for key in ("length", "reverse", "unroll")}
+        carry, stacked = jax.lax.scan(iteration, xs[first:end], xs[end:], **options)
+        return [*carry, *stacked]
+    if name == "while":
+        begin = params["cond_nconsts"]
+        end = begin + params["body_nconsts"]
+        condition, body = functions
+        return jax.lax.while_loop(
+            lambda carry: condition(*xs[:begin], *carry)[0],
+            lambda carry: body(*xs[begin:end], *carry),
+            xs[end:],
+        )
+    raise PipeshardError(
+        f"{name} ({place_of(eqn)}) draws random numbers for every sample, inside a function that "
+        "cannot be opened: draw them before, and pass them in"
+    )

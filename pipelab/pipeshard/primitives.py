@@ -30,10 +30,8 @@ KEEP = _names(  # the result grows with the batch as the first operand does
     """
 )
 
-DRAWS = _names("random_bits random_gamma threefry2x32 rng_bit_generator rng_uniform")
-RANDOM = DRAWS | _names(  # and what becomes of keys
-    "random_split random_fold_in random_wrap random_unwrap random_seed random_clone"
-)
+DRAWS = _names("random_bits random_gamma random_split")  # of a key, their first operand
+RANDOM = DRAWS | _names("random_fold_in random_wrap random_unwrap random_seed random_clone")
 
 ELEMENTWISE = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e

@@ -30,7 +30,7 @@ from pipelab.pipeshard.graph import (
     shape_of,
 )
 from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
-from pipelab.pipeshard.microbatches import How, combinations, with_own_keys
+from pipelab.pipeshard.microbatches import How, combinations, draws_grow, with_own_draws
 from pipelab.pipeshard.plan import Pipeshard, Plan, StagePlan
 from pipelab.pipeshard.stage import CompiledStage, Place
 from pipelab.pipeshard.trace import Arguments, trace, trace_piece
@@ -52,11 +52,11 @@ class Program:
     """A train step, compiled for a plan and for arguments of certain shapes.
 
     step     of one micro-batch, with the update of the whole batch
-    loss     of one micro-batch, which draws its own random numbers
+    loss     of one micro-batch, which draws its own random numbers where these grow with the batch
+    number   its input that is the number of the micro-batch, if it draws such numbers
     combine  how the micro-batches' results are combined
-    exact    whether the pipeline computes what the undivided batch does; else (random numbers of
-             each micro-batch's own, or `reduce` given for a loss that is neither mean nor sum)
-             what accumulation over the micro-batches does
+    exact    whether they add up to those of the batch; else (`reduce` was given for a loss that is
+             neither mean nor sum) the pipeline computes what accumulation over them does
     graphs   per stage its equations
     readers  parameter -> the stages that read it
     owner    of a parameter (the argument) and of its gradient: the first stage that reads it
@@ -76,16 +76,20 @@ class Program:
         if m > 1:
             self.step = trace_piece(step, arguments, self.samples, whole)
         found = combinations(step, arguments, self.step, whole, method)
-        self.combine, self.axes, exact = found
-        self.loss, number = with_own_keys(self.step) if m > 1 else (whole.loss, None)
-        self.exact = exact and number is None
+        self.combine, self.axes, self.exact = found
+        self.loss = self.step.loss
+        self.number: Var | None = None
+        if method.own_draws and draws_grow(self.loss, whole.loss):
+            self.loss, names = with_own_draws(self.step, whole)
+            self.number = self.loss.inputs[-1]
+            self.axes.update((v, self.axes[old]) for old, v in names.items() if old in self.axes)
 
         # [2] The schedule, a mesh for each of its devices, and the stages.
         self.schedule = method.table_for(len(layers))
         self.meshes = method.meshes_of(self.schedule.devices)
         self._shardings = method.shardings_of(self.schedule.devices)
         parameters, batch = self.step.parameters, self.step.batch
-        self.graphs = cut(self.loss, list(parameters), batch, layers, number)
+        self.graphs = cut(self.loss, list(parameters), batch, layers, self.number)
         for mesh in self.meshes:
             if self.samples % mesh.shape["data"]:
                 raise PipeshardError(

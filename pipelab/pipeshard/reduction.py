@@ -14,10 +14,13 @@ batch, and whatever an equation makes of samples that is not known here to keep 
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from pipelab.pipeshard.graph import (
     CALLS,
+    Atom,
     Graph,
     PipeshardError,
     Variables,
@@ -26,7 +29,9 @@ from pipelab.pipeshard.graph import (
     is_key_type,
     place_of,
     shape_of,
+    single,
     size,
+    spec_of,
 )
 from pipelab.pipeshard.primitives import RANDOM
 from pipelab.pipeshard.samples import (
@@ -39,18 +44,21 @@ from pipelab.pipeshard.samples import (
     Tag,
     Tags,
     axes_of,
+    cotangent,
     inner_of,
     join,
     mixed,
     samples,
 )
 
+CHECKPOINTS = ("checkpoint", "remat2", "remat")
 # What only runs the function in one of its parameters.
 INSIDE = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
-    **dict.fromkeys(("checkpoint", "remat2", "remat", *CALLS), "jaxpr"),
+    **dict.fromkeys((*CHECKPOINTS, *CALLS), "jaxpr"),
 }
+CUSTOM = ("custom_jvp_call", "custom_vjp_call")
 LARGEST = 2**22  # elements of what is computed to see how it grows
 Graphs = tuple[Graph, Graph]  # one function at both sizes
 
@@ -70,6 +78,7 @@ class Reductions:
         self._tags: dict[Pair, Tag] = {}
         self._known = Known(sizes)
         self._rules = Rules(self._known, self.of)
+        self._derived = True  # whether gradients are taken of what we are at
         tags = [Tag(Role.SAMPLES) if v in batch else FIXED for v in small.inputs]
         self._run((small, large), tags)
 
@@ -137,6 +146,8 @@ class Reductions:
         # [1] The tags of the results.
         if INSIDE.get(name) in a.params:
             results = self._run(_graphs(a, b, INSIDE[name], ins), [])
+            if name in CUSTOM and self._derived:
+                results = self._derivative(a, b, ins, tags, results)
         elif name in loops:
             results = loops[name](a, b, ins, tags)
         elif name == "optimization_barrier":
@@ -154,6 +165,40 @@ class Reductions:
                 tag = self._known.tag(pair, tag.why)
             self._note(pair, tag)
 
+    # ---- derivatives of the user's own
+
+    def _derivative(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags, made: Tags) -> Tags:
+        """The tags of the results, if the gradient by them adds up, too, as the function does.
+
+            x of samples, w for all       the gradient by x is of samples, that by w is reduced
+            y = f(x, w) of samples        f's own rule makes these of the gradient by y
+        """
+        outs = list(zip(a.outvars, b.outvars, strict=True))
+        known = [cotangent(tag, out) for tag, out in zip(made, outs, strict=True)]
+        wanted = [cotangent(tag, pair) for tag, pair in zip(tags, ins, strict=True)]
+        if None in known or None in wanted:
+            return made
+        graphs = tuple(_pullback(eqn) for eqn in (a, b))
+        self._derived = False  # the gradient is not derived again
+        chosen = [tag for tag, v in zip(known, a.outvars, strict=True) if _is_real(v)]
+        found = self._run(graphs, chosen)
+        self._derived = True
+        pairs = zip(graphs[0].outputs, graphs[1].outputs, strict=True)
+        expected = [tag for tag, v in zip(wanted, a.invars, strict=True) if _is_real(v)]
+        for pair, tag, want in zip(pairs, found, expected, strict=True):
+            copies = want.role is Role.SAMPLES and tag.role is not Role.REDUCED
+            fits = join([tag, want]) == want if copies else tag == want
+            if not (fits or self._known.is_zero(pair)):
+                why = f": {tag.why}" if tag.why else ""
+                return [
+                    mixed(
+                        a,
+                        "has a derivative that mixes samples, or is not linear in the gradients "
+                        f"that are added up{why} (clip gradients in the update)",
+                    )
+                ] * len(made)
+        return made
+
     # ---- loops and branches
 
     def _scan(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags) -> Tags:
@@ -169,7 +214,9 @@ class Reductions:
             apart &= axes_of(pair) == ([] if i < first else [0])
         if not apart:
             return [mixed(a, "goes from sample to sample")] * len(a.outvars)
+        derived, self._derived = self._derived, False  # it derives sample by sample, too
         results = self._run(graphs, [FIXED] * len(ins[first:]))
+        self._derived = derived
         return [tag if tag.role is Role.MIXED else samples(tag.degree, inner) for tag in results]
 
     def _while(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags) -> Tags:
@@ -212,6 +259,31 @@ def _graphs(
     if branch is not None:
         small, large = small[branch], large[branch]
     return inline(small, [v for v, _ in outside], a), inline(large, [w for _, w in outside], b)
+
+
+def _is_real(atom: Atom) -> bool:
+    """Whether there are gradients by it."""
+    return jnp.issubdtype(dtype_of(atom), jnp.inexact)
+
+
+def _pullback(eqn: JaxprEqn) -> Graph:
+    """What the equation makes of gradients by its results: gradients by its operands."""
+    function = single(eqn)
+    operands = [spec_of(atom) for atom in eqn.invars]
+
+    def pull(operands, cotangents):
+        reals = [x for x, v in zip(operands, eqn.invars, strict=True) if _is_real(v)]
+
+        def real(*xs):
+            given = iter(xs)
+            pairs = zip(operands, eqn.invars, strict=True)
+            out = function.run(*(next(given) if _is_real(v) else x for x, v in pairs))
+            return [y for y, v in zip(out, eqn.outvars, strict=True) if _is_real(v)]
+
+        return jax.vjp(real, *reals)[1](cotangents)
+
+    cotangents = [spec_of(v) for v in eqn.outvars if _is_real(v)]
+    return inline(jax.make_jaxpr(pull)(operands, cotangents), eqn.invars, eqn)
 
 
 def carry_of(eqn: JaxprEqn) -> tuple[int, int]:

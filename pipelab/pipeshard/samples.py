@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from pipelab.pipeshard.graph import Graph, place_of, shape_of
+from pipelab.pipeshard.graph import place_of, shape_of, single
 from pipelab.pipeshard.primitives import (
     ADD,
     KEEP,
@@ -92,6 +92,21 @@ def axes_of(pair: Pair) -> list[int]:
     return [i for i, (m, n) in enumerate(zip(small, large, strict=False)) if m != n]
 
 
+def cotangent(tag: Tag, pair: Pair) -> Tag | None:
+    """What the gradient of the loss is, by a value with this tag; None for a mixed one.
+
+    By one sample's value it is that sample's. By what all samples share, every sample adds to it.
+    By a sum over the samples it knows nothing of them, since the loss is linear in it.
+
+    Its degree is that of a sum: a micro-batch's mean counts 1 / m.
+    """
+    if tag.role is Role.MIXED:
+        return None
+    if tag.role is Role.SAMPLES or axes_of(pair):
+        return samples(-tag.degree, inner_of([tag]))
+    return Tag(Role.FIXED if tag.role is Role.REDUCED else Role.REDUCED, 1 - tag.degree)
+
+
 class Known:
     """Arrays that follow from the batch's size alone: len(x), jnp.arange(len(x)), 1 / len(x).
 
@@ -127,9 +142,7 @@ class Known:
         operands = [self.values(pair) for pair in zip(a.invars, b.invars, strict=True)]
         results = []
         for i, eqn in enumerate((a, b)):
-            inputs: list[Any] = [Var(atom.aval) for atom in eqn.invars]
-            single = Graph(inputs, eqn.outvars, [eqn.replace(invars=inputs)])
-            results.append(single.run(*(values[i] for values in operands)))
+            results.append(single(eqn).run(*(values[i] for values in operands)))
         return dict(zip(a.outvars, zip(*results, strict=True), strict=True))
 
     def tag(self, pair: Pair, why: str = "") -> Tag:
@@ -197,17 +210,14 @@ class Rules:
         """Of one result of an equation with these operands."""
         name = a.primitive.name
         read, made = [axes_of(pair) for pair in ins], axes_of(out)
-        single = all(len(axes) < 2 for axes in read)
+        plain = all(len(axes) < 2 for axes in read)
         axes = [axes[0] if axes else None for axes in read]  # the batch's dimension of an operand
         grows = bool(made or any(read))
         indexing = name == "gather" or name.startswith("scatter")
         apart = False
-        # [1] Numbers that follow from the batch's size are no mixture of samples, if keys are made
-        #     of them, or if they say where each sample is.
-        if name in RANDOM:
-            pairs = zip(ins, tags, strict=True)
-            tags = [FIXED if pair in self.known else tag for pair, tag in pairs]
-        elif indexing and single:
+        # [1] Numbers that follow from the batch's size are no mixture of samples, if they say where
+        #     each sample is.
+        if indexing and plain:
             apart, positions = self._indexed(a, ins, axes, tags[1])
             tags = [tags[0], positions, *tags[2:]]
         # [2] What is mixed stays so.
@@ -222,17 +232,16 @@ class Rules:
         if not grows and roles <= {Role.FIXED} and not any(tag.degree for tag in tags):
             return mixed(a) if changed else FIXED
         degree, inner = self._degree(a, ins, tags), inner_of(tags)
-        # [4] Every sample draws random numbers of its own.
-        if name in RANDOM and Role.REDUCED not in roles and not changed and len(made) < 2:
-            if made:
-                return samples(0, inner)
-            return FIXED if roles <= {Role.FIXED} else mixed(a)
+        # [4] Every sample draws random numbers of its own, from a key of its own or for all.
+        if name in RANDOM:
+            apart = degree == 0 and len(made) == 1 and len(inner) < 2 and not changed
+            return samples(0, inner) if apart and Role.REDUCED not in roles else mixed(a)
         # [5] Nothing else is known that could change with the size.
         if degree is None and name in ADD and roles <= {Role.FIXED, Role.REDUCED}:
             return mixed(
                 a, "adds a sum over the samples to something else (take their mean instead)"
             )
-        if degree is None or changed or not single or len(made) > 1 or len(inner) > 1:
+        if degree is None or changed or not plain or len(made) > 1 or len(inner) > 1:
             return mixed(a)
         # [6] A sum over the samples stays one under what is linear.
         if Role.REDUCED in roles:
