@@ -18,24 +18,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
 
 from pipelab.executors.check import Check, Comparison, Draws, norms
+from pipelab.pipeshard.draws import draw_in_pieces, draws_grow, redraw
 from pipelab.pipeshard.graph import (
     Arrays,
-    Graph,
     PipeshardError,
     all_equations,
     contains,
     dtype_of,
     is_key_type,
     needed,
-    single,
 )
-from pipelab.pipeshard.microbatches import draws_grow, redraw
+from pipelab.pipeshard.microbatches import gradient_of, in_pieces
 from pipelab.pipeshard.primitives import DRAWS
 from pipelab.pipeshard.program import Call, Program
-from pipelab.pipeshard.samples import axes_of
 from pipelab.pipeshard.trace import Arguments, trace
 
 WHOLE = "flush: the same step on one device, the batch undivided"
@@ -96,14 +93,15 @@ def _reference(
     Traced anew from the step as it was written.
     """
     if not program.exact:  # only the same micro-batches compute the same
-        return PIECES, partial(_in_pieces, program)
+        known = program.step, program.loss, program.combine
+        return PIECES, lambda values: in_pieces(*known, values, program.microbatches)
     step = trace(train_step, arguments, arguments.samples)
     piece = trace(train_step, arguments, program.samples)
     if not draws_grow(step.loss, piece.loss):
         return WHOLE, partial(_undivided, train_step, arguments)
     own = program.number is not None
-    loss, _ = redraw(step.loss, piece.loss, partial(_drawn_in_pieces, program.microbatches, own))
-    gradient = jax.jit(_gradient_of(loss))
+    loss, _ = redraw(step.loss, piece.loss, partial(draw_in_pieces, program.microbatches, own))
+    gradient = jax.jit(gradient_of(loss))
     positions = [step.arguments.index(v) for v in step.parameters.values()]
 
     def evaluate(values: Arrays) -> Arrays:
@@ -111,39 +109,6 @@ def _reference(
         return gradient([values[i] for i in positions], [*values, unused])
 
     return DRAWN, evaluate
-
-
-def _drawn_in_pieces(
-    pieces: int, own: bool, whole: JaxprEqn, piece: JaxprEqn, _: Any, operands: Arrays
-) -> Arrays:
-    """What an equation that draws for the batch would, if every micro-batch drew by itself."""
-    parts = []
-    for k in range(pieces):
-        key, *others = operands
-        if own:
-            key = jax.vmap(lambda one, k=k: jax.random.fold_in(one, k))(key.ravel())
-            key = key.reshape(operands[0].shape)
-        mine = [key]
-        for x, pair in zip(others, zip(whole.invars[1:], piece.invars[1:], strict=True)):
-            axes = axes_of(pair)
-            mine.append(jnp.split(x, pieces, axes[0])[k] if axes else x)
-        parts.append(single(piece).run(*mine)[0])
-    (axis,) = axes_of((whole.outvars[0], piece.outvars[0]))
-    return [jnp.concatenate(parts, axis)]
-
-
-def _gradient_of(loss: Graph) -> Callable[[Arrays, Arrays], Arrays]:
-    """[loss, *aux, *gradients] of a loss, by its first inputs, of these and of the others."""
-
-    def value(parameters, others):
-        out = loss.run(*parameters, *others)
-        return out[0], out
-
-    def gradient(parameters, others):
-        gradients, results = jax.grad(value, has_aux=True)(parameters, others)
-        return [*results, *gradients]
-
-    return gradient
 
 
 def _names(program: Program) -> list[str]:
@@ -201,25 +166,6 @@ def _undivided(train_step: Callable, arguments: Arguments, values: Arrays) -> Ar
     equations = needed(step.whole.equations, step.gradient)  # up to the marked one
     graph = replace(step.whole, outputs=step.gradient, equations=equations)
     return jax.jit(graph.run)(*values)
-
-
-def _in_pieces(program: Program, values: Arrays) -> Arrays:
-    """The same, accumulated over micro-batches that draw random numbers of their own."""
-    step, loss = program.step, program.loss
-    known = dict(zip(step.arguments, values, strict=True))
-    count = len(step.parameters)
-    one = jax.jit(_gradient_of(loss))
-    parameters = [known[argument] for argument in step.parameters.values()]
-    pieces = []
-    for k in range(program.microbatches):
-        rows = slice(k * program.samples, (k + 1) * program.samples)
-        number = np.uint32(k)  # the one input that is not an argument
-        others = loss.inputs[count:]
-        inputs = [known[v][rows] if v in step.batch else known.get(v, number) for v in others]
-        pieces.append(one(parameters, inputs))
-    how = [*program.combine, *[program.combine[0]] * count]  # gradients as the loss
-    columns = zip(*pieces, strict=True)
-    return [combine.apply(list(xs)) for combine, xs in zip(how, columns, strict=True)]
 
 
 def _numbers(x: Any) -> np.ndarray:

@@ -109,7 +109,7 @@ def inline(
 def single(eqn: JaxprEqn) -> Graph:
     """One equation as a function of all its operands."""
     inputs = [Var(atom.aval) for atom in eqn.invars]
-    return Graph(inputs, eqn.outvars, [eqn.replace(invars=inputs)])
+    return Graph(inputs, eqn.outvars, [eqn.replace(invars=[*inputs])])
 
 
 def substitute(atoms: Iterable[Atom], names: Mapping[Var, Atom]) -> list[Atom]:

@@ -18,6 +18,7 @@ from pipelab.action import Kind
 from pipelab.executors.threads import run_threads
 from pipelab.executors.worker import Record
 from pipelab.pipeshard.cut import count_layers, cut
+from pipelab.pipeshard.draws import draws_grow, with_own_draws
 from pipelab.pipeshard.graph import (
     Arrays,
     Atom,
@@ -30,7 +31,7 @@ from pipelab.pipeshard.graph import (
     shape_of,
 )
 from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
-from pipelab.pipeshard.microbatches import How, combinations, draws_grow, with_own_draws
+from pipelab.pipeshard.microbatches import How, combinations
 from pipelab.pipeshard.plan import Pipeshard, Plan, StagePlan
 from pipelab.pipeshard.stage import CompiledStage, Place
 from pipelab.pipeshard.trace import Arguments, trace, trace_piece
@@ -82,7 +83,9 @@ class Program:
         if method.own_draws and draws_grow(self.loss, whole.loss):
             self.loss, names = with_own_draws(self.step, whole)
             self.number = self.loss.inputs[-1]
-            self.axes.update((v, self.axes[old]) for old, v in names.items() if old in self.axes)
+            for old, v in names.items():
+                if old in self.axes and isinstance(v, Var):
+                    self.axes[v] = self.axes[old]
 
         # [2] The schedule, a mesh for each of its devices, and the stages.
         self.schedule = method.table_for(len(layers))

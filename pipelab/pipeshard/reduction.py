@@ -24,6 +24,7 @@ from pipelab.pipeshard.graph import (
     Graph,
     PipeshardError,
     Variables,
+    contains,
     dtype_of,
     inline,
     is_key_type,
@@ -33,7 +34,7 @@ from pipelab.pipeshard.graph import (
     size,
     spec_of,
 )
-from pipelab.pipeshard.primitives import RANDOM
+from pipelab.pipeshard.primitives import DRAWS, RANDOM
 from pipelab.pipeshard.samples import (
     FIXED,
     Known,
@@ -170,33 +171,35 @@ class Reductions:
     def _derivative(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags, made: Tags) -> Tags:
         """The tags of the results, if the gradient by them adds up, too, as the function does.
 
-            x of samples, w for all       the gradient by x is of samples, that by w is reduced
-            y = f(x, w) of samples        f's own rule makes these of the gradient by y
+        x of samples, w for all       the gradient by x is of samples, that by w is reduced
+        y = f(x, w) of samples        f's own rule makes these of the gradient by y
         """
-        outs = list(zip(a.outvars, b.outvars, strict=True))
-        known = [cotangent(tag, out) for tag, out in zip(made, outs, strict=True)]
-        wanted = [cotangent(tag, pair) for tag, pair in zip(tags, ins, strict=True)]
-        if None in known or None in wanted:
+        if any(tag.role is Role.MIXED for tag in (*tags, *made)):
             return made
-        graphs = tuple(_pullback(eqn) for eqn in (a, b))
-        self._derived = False  # the gradient is not derived again
-        chosen = [tag for tag, v in zip(known, a.outvars, strict=True) if _is_real(v)]
-        found = self._run(graphs, chosen)
+        # [1] What the gradients are by the results, and should be by the operands.
+        outs = zip(zip(a.outvars, b.outvars, strict=True), made, strict=True)
+        given = [cotangent(tag, pair) for pair, tag in outs if _is_real(pair[0])]
+        wanted = [
+            cotangent(tag, pair) for pair, tag in zip(ins, tags, strict=True) if _is_real(pair[0])
+        ]
+        # [2] What the rule makes of them, which is not derived again.
+        small, large = _pullback(a), _pullback(b)
+        if any(contains(eqn, DRAWS) for eqn in small.equations):
+            return [mixed(a, "draws random numbers in its derivative")] * len(made)
+        self._derived = False
+        found = self._run((small, large), given)
         self._derived = True
-        pairs = zip(graphs[0].outputs, graphs[1].outputs, strict=True)
-        expected = [tag for tag, v in zip(wanted, a.invars, strict=True) if _is_real(v)]
-        for pair, tag, want in zip(pairs, found, expected, strict=True):
-            copies = want.role is Role.SAMPLES and tag.role is not Role.REDUCED
+        # [3] Where samples are added up, they have to be. Zeros do no harm.
+        pairs = zip(small.outputs, large.outputs, strict=True)
+        for pair, tag, want in zip(pairs, found, wanted, strict=True):
+            copies = want.role is Role.SAMPLES and tag.role is Role.FIXED
             fits = join([tag, want]) == want if copies else tag == want
             if not (fits or self._known.is_zero(pair)):
-                why = f": {tag.why}" if tag.why else ""
-                return [
-                    mixed(
-                        a,
-                        "has a derivative that mixes samples, or is not linear in the gradients "
-                        f"that are added up{why} (clip gradients in the update)",
-                    )
-                ] * len(made)
+                why = (
+                    "has a derivative that mixes samples, or is not linear in what is added up "
+                    f"over them{f': {tag.why}' if tag.why else ''} (clip gradients in the update)"
+                )
+                return [mixed(a, why)] * len(made)
         return made
 
     # ---- loops and branches

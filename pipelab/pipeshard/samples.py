@@ -92,16 +92,14 @@ def axes_of(pair: Pair) -> list[int]:
     return [i for i, (m, n) in enumerate(zip(small, large, strict=False)) if m != n]
 
 
-def cotangent(tag: Tag, pair: Pair) -> Tag | None:
-    """What the gradient of the loss is, by a value with this tag; None for a mixed one.
+def cotangent(tag: Tag, pair: Pair) -> Tag:
+    """What the gradient of the loss is, by a value with this tag, which is not mixed.
 
     By one sample's value it is that sample's. By what all samples share, every sample adds to it.
     By a sum over the samples it knows nothing of them, since the loss is linear in it.
 
     Its degree is that of a sum: a micro-batch's mean counts 1 / m.
     """
-    if tag.role is Role.MIXED:
-        return None
     if tag.role is Role.SAMPLES or axes_of(pair):
         return samples(-tag.degree, inner_of([tag]))
     return Tag(Role.FIXED if tag.role is Role.REDUCED else Role.REDUCED, 1 - tag.degree)
