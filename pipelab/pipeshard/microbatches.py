@@ -58,6 +58,14 @@ class Combine:
         return total / len(values) if self.how is How.MEAN else total
 
 
+def share_of(combine: list[Combine], m: int) -> float:
+    """What the loss of one of m micro-batches counts in that of the batch.
+
+    The gradient begins with it: a rule that bounds a sample's gradient, say, sees the batch's own.
+    """
+    return 1 / m if combine[0].how is How.MEAN else 1
+
+
 Combined = tuple[list[Combine], dict[Var, int], bool]
 
 
@@ -145,12 +153,15 @@ def _random(random: np.random.Generator, v: Var) -> Any:
     return jnp.asarray(random.integers(0, 2, shape), kind)
 
 
-def gradient_of(loss: Graph) -> Callable[[Arrays, Arrays], Arrays]:
-    """[loss, *aux, *gradients] of a loss, by its first inputs, of these and of the others."""
+def gradient_of(loss: Graph, share: float = 1) -> Callable[[Arrays, Arrays], Arrays]:
+    """[loss, *aux, *gradients] of a loss, by its first inputs, of these and of the others.
+
+    share  of the loss that the gradients are of
+    """
 
     def value(parameters, others):
         out = loss.run(*parameters, *others)
-        return out[0], out
+        return share * out[0], out
 
     def gradient(parameters, others):
         gradients, results = jax.grad(value, has_aux=True)(parameters, others)
@@ -167,7 +178,7 @@ def in_pieces(step: Step, loss: Graph, combine: list[Combine], values: Arrays, m
     """
     known = dict(zip(step.arguments, values, strict=True))
     count = len(step.parameters)
-    gradient = jax.jit(gradient_of(loss))
+    gradient = jax.jit(gradient_of(loss, share_of(combine, m)))
     parameters = [known[argument] for argument in step.parameters.values()]
     pieces = []
     for k in range(m):
@@ -177,7 +188,7 @@ def in_pieces(step: Step, loss: Graph, combine: list[Combine], values: Arrays, m
             size = len(x) // m if v in step.batch else 0
             inputs.append(x[k * size : (k + 1) * size] if size else x)
         pieces.append(gradient(parameters, inputs))
-    how = [*combine, *[combine[0]] * count]  # gradients as the loss
+    how = [*combine, *[Combine(How.SUM)] * count]
     columns = zip(*pieces, strict=True)
     return [each.apply(list(xs)) for each, xs in zip(how, columns, strict=True)]
 

@@ -31,7 +31,7 @@ from pipelab.pipeshard.graph import (
     shape_of,
 )
 from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
-from pipelab.pipeshard.microbatches import How, combinations
+from pipelab.pipeshard.microbatches import combinations, share_of
 from pipelab.pipeshard.plan import Pipeshard, Plan, StagePlan
 from pipelab.pipeshard.stage import CompiledStage, Place
 from pipelab.pipeshard.trace import Arguments, trace, trace_piece
@@ -198,9 +198,8 @@ class Program:
         values = {v: _array(x, v) for v, x in pairs}
         values.update({**step.update.consts, **step.loss.consts})
 
-        # [1] Every stage on its mesh. A mean over the batch is the mean of the micro-batches'
-        #     means, so that the gradient of each of these is 1 / m.
-        share = 1 / self.microbatches if self.combine[0].how is How.MEAN else 1
+        # [1] Every stage on its mesh.
+        share = share_of(self.combine, self.microbatches)
         seed = np.asarray(share).astype(dtype_of(self.loss.outputs[0]))
         pieces, known = self._pieces(values), self._on_meshes(values)
         devices = [

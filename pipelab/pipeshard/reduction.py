@@ -149,6 +149,8 @@ class Reductions:
             results = self._run(_graphs(a, b, INSIDE[name], ins), [])
             if name in CUSTOM and self._derived:
                 results = self._derivative(a, b, ins, tags, results)
+        elif name == "custom_linear_solve":
+            results = self._solve(a, b, ins)
         elif name in loops:
             results = loops[name](a, b, ins, tags)
         elif name == "optimization_barrier":
@@ -192,8 +194,10 @@ class Reductions:
         # [3] Where samples are added up, they have to be. Zeros do no harm.
         pairs = zip(small.outputs, large.outputs, strict=True)
         for pair, tag, want in zip(pairs, found, wanted, strict=True):
-            copies = want.role is Role.SAMPLES and tag.role is Role.FIXED
-            fits = join([tag, want]) == want if copies else tag == want
+            fits = tag == want
+            if want.role is Role.SAMPLES:
+                both = join([tag, want])
+                fits = both is not None and both.role is Role.SAMPLES
             if not (fits or self._known.is_zero(pair)):
                 why = (
                     "has a derivative that mixes samples, or is not linear in what is added up "
@@ -201,6 +205,15 @@ class Reductions:
                 )
                 return [mixed(a, why)] * len(made)
         return made
+
+    def _solve(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs) -> Tags:
+        """What jnp.linalg.solve does; that its derivative is its own is not looked at."""
+        counts = a.params["const_lengths"]
+        first = counts.matvec + counts.vecmat
+        given = [*ins[first : first + counts.solve], *ins[sum(counts) :]]
+        small, large = (eqn.params["jaxprs"].solve for eqn in (a, b))
+        graphs = inline(small, [v for v, _ in given], a), inline(large, [w for _, w in given], b)
+        return self._run(graphs, [])
 
     # ---- loops and branches
 

@@ -19,6 +19,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from pipelab.pipeshard.graph import place_of, shape_of, single
 from pipelab.pipeshard.primitives import (
     ADD,
+    INDEX,
     KEEP,
     RANDOM,
     contracts,
@@ -277,16 +278,22 @@ class Rules:
             return sum(degrees)
         if not any(degrees):
             return 0
+        if name == "triangular_solve" and not degrees[0]:
+            return degrees[1]
         if name == "div" and not rounds(eqn):
             return degrees[0] - degrees[1]
         if name in KEEP and not any(degrees[1:]) and not rounds(eqn):
             return degrees[0]
         if name in ADD:
-            # Operands that grow alike; zeros grow as anything does. A choice is made by its first.
-            choice = degrees[:1] if name == "select_n" else []
-            operands = list(zip(ins, degrees, strict=True))[len(choice) :]
-            found = {degree for pair, degree in operands if not self.known.is_zero(pair)}
-            return found.pop() if len(found) == 1 and not any(choice) else None
+            # Operands that grow alike; zeros grow as anything does.
+            choice = INDEX.get(name, len(ins))
+            found = set()
+            for i, (pair, degree) in enumerate(zip(ins, degrees, strict=True)):
+                if i == choice and degree:
+                    return None
+                if i != choice and not self.known.is_zero(pair):
+                    found.add(degree)
+            return found.pop() if len(found) == 1 else None
         return None
 
     def _reshaped(self, eqn: JaxprEqn, pair: Pair, tag: Tag, out: Pair) -> Tag:
