@@ -219,6 +219,14 @@ class Rules:
         if indexing and plain:
             apart, positions = self._indexed(a, ins, axes, tags[1])
             tags = [tags[0], positions, *tags[2:]]
+        elif name in RANDOM:
+            for pair, tag in zip(ins, tags, strict=True):
+                if pair in self.known and (tag.role is Role.MIXED or tag.degree):
+                    return mixed(
+                        a,
+                        "makes a key of positions in the batch, or of its size: make one of what "
+                        "is in the batch, or jax.random.split(key, n)",
+                    )
         # [2] What is mixed stays so.
         roles = {tag.role for tag in tags}
         if Role.MIXED in roles:
