@@ -425,8 +425,17 @@ def test_a_mean_over_what_a_mask_selects(has_aux):
     assert worst(found[0] if has_aux else found, gradients) < 1e-5
 
 
-def test_masked_means_name_the_remedy():
-    assert_refused(r": div \(.*weighted=True", masked_mean, masked())
+@pytest.mark.parametrize(
+    ("divide", "name"),
+    [
+        (lambda total, count: total / count, "div"),
+        (lambda total, count: total / jnp.maximum(count, 1), "max"),
+        (lambda total, count: total / (count + 1e-6), "add"),
+    ],
+)
+def test_masked_means_name_the_remedy(divide, name):
+    loss = lambda params, batch: divide(*total_and_count(params, batch))  # noqa: E731
+    assert_refused(rf": {name} \(.*return the sum and the weight.*weighted=True", loss, masked())
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,8 @@ def compare(
     truth = own
     if rule is WHOLE and not any(contains(e, DRAWS) for e in program.step.loss.equations):
         truth, precision = _most_precise(train_step, arguments, values, precision)
-    rounded, expected = own(values), truth(values)
+    rounded = own(values)
+    expected = rounded if truth is own else truth(values)
     if not np.isfinite(_numbers(expected[0])):
         raise PipeshardError(
             f"the loss of this batch is {expected[0]} on one device too: there is nothing to "

@@ -206,9 +206,8 @@ def _of_loss(tag: Tag, reduce: str | None) -> Combine:
     why = f": {tag.why}" if tag.why else f" (it grows as samples to the power {tag.degree:g})"
     raise PipeshardError(
         f"the loss is neither a mean nor a sum over the batch{why}, so that micro-batches do not "
-        "add up to the batch. A mean over what a mask selects, or by weights: return its sum and "
-        "its weight, value_and_grad(loss, weighted=True). If each micro-batch is to count by "
-        "itself anyway, say Pipeshard(reduce='mean')"
+        "add up to the batch; if each micro-batch is to count by itself anyway, say "
+        "Pipeshard(reduce='mean')"
     )
 
 

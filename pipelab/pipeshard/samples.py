@@ -244,16 +244,23 @@ class Rules:
             apart = degree == 0 and len(made) == 1 and len(inner) < 2 and not changed
             return samples(0, inner) if apart and Role.REDUCED not in roles else mixed(a)
         # [5] Nothing else is known that could change with the size.
-        if degree is None and name in ADD and roles <= {Role.FIXED, Role.REDUCED}:
-            return mixed(
-                a, "adds a sum over the samples to something else (take their mean instead)"
-            )
-        if degree is None or changed or not plain or len(made) > 1 or len(inner) > 1:
-            return mixed(a)
+        unknown = changed or not plain or len(made) > 1 or len(inner) > 1
         # [6] A sum over the samples stays one under what is linear.
         if Role.REDUCED in roles:
             linear = is_linear(a, [tag.role is Role.FIXED for tag in tags])
-            return Tag(Role.REDUCED, degree) if linear and not grows else mixed(a)
+            if linear and degree is not None and not grows and not unknown:
+                return Tag(Role.REDUCED, degree)
+            why = "makes something else of it"
+            if name in ADD and Role.SAMPLES not in roles:
+                why = "adds a sum over the samples to something else (take their mean instead)"
+            if name in ("div", "max", "add") and Role.SAMPLES not in roles:
+                why += (
+                    "; for a masked mean, return the sum and the weight from the loss, "
+                    "value_and_grad(loss, weighted=True)"
+                )
+            return mixed(a, why)
+        if degree is None or unknown:
+            return mixed(a)
         # [7] The batch's dimension goes: that is a sum over it, or nothing that is known.
         role = Role.SAMPLES if Role.SAMPLES in roles else Role.FIXED
         if not made:
