@@ -22,27 +22,35 @@ from tests.test_pipeshard import arrays, data, worst
 TWO = jax.devices()[:2]
 
 
-def gradients_of(loss, batch, params=None, microbatches=4, has_aux=False, **options):
-    """[value, gradients] by the pipeline and by jax on the undivided batch, and the check."""
-    params = arrays((6, 5), (5, 3)) if params is None else params
+def pipeline_of(loss, microbatches=4, has_aux=False, **options):
+    """A pipeline that returns [value, gradients]."""
 
     def step(params, batch):
         return params, value_and_grad(loss, has_aux=has_aux)(params, batch)
 
-    pipeline = parallelize(step, Pipeshard(microbatches, devices=TWO, **options))
+    return parallelize(step, Pipeshard(microbatches, devices=TWO, **options))
+
+
+PARAMS = arrays((6, 5), (5, 3))
+
+
+def compared(loss, batch, params=PARAMS, **options):
+    """[value, gradients] by a pipeline, and the verdict of the comparison."""
+    pipeline = pipeline_of(loss, **options)
     check = pipeline.compare(params, batch)
-    expected = jax.jit(jax.value_and_grad(loss, has_aux=has_aux))(params, batch)
-    return pipeline(params, batch)[1], expected, check
+    return pipeline(params, batch)[1], check
 
 
-def assert_exact(loss, batch=None, **options):
-    got, expected, check = gradients_of(loss, batch or data(16), **options)
-    assert worst(got, expected) < 1e-5 and check.passed and "undivided" in check.rule, check
+def assert_exact(loss, batch=None, params=PARAMS, **options):
+    """What the pipeline computes is jax's own on the undivided batch."""
+    batch = batch or data(16)
+    got = pipeline_of(loss, **options)(params, batch)[1]
+    assert worst(got, jax.jit(jax.value_and_grad(loss))(params, batch)) < 1e-5
 
 
 def assert_refused(match, loss, batch=None, **options):
     with pytest.raises(PipeshardError, match=match):
-        gradients_of(loss, batch or data(16), **options)
+        pipeline_of(loss, **options).compile(PARAMS, batch or data(16))
 
 
 def two_layers(params, x, between=lambda x: x):
@@ -87,7 +95,10 @@ def drawn_by_sample(x, batch):
 
 @pytest.mark.parametrize("before", [drawn_for_all, drawn_by_sample])
 def test_draws_that_do_not_grow_stay_as_written(before):
-    assert_exact(loss_of(before), indexed())
+    loss, batch = loss_of(before), indexed()
+    got, check = compared(loss, batch)
+    assert worst(got, jax.jit(jax.value_and_grad(loss))(PARAMS, batch)) < 1e-5
+    assert check.passed and "draw" not in check.rule, check
 
 
 def test_a_key_that_is_returned_does_not_depend_on_the_microbatches():
@@ -96,8 +107,9 @@ def test_a_key_that_is_returned_does_not_depend_on_the_microbatches():
         mask = jax.random.bernoulli(mine, 0.5, batch["x"].shape)
         return loss_of(lambda x, batch: x * mask)(params, batch), (key, mine)
 
-    got, expected, check = gradients_of(loss, data(16), has_aux=True)
-    keys = [jax.random.key_data(key) for key in (*got[0][1], *expected[0][1])]
+    got, check = compared(loss, data(16), has_aux=True)
+    expected = loss(PARAMS, data(16))
+    keys = [jax.random.key_data(key) for key in (*got[0][1], *expected[1])]
     assert (keys[0] == keys[2]).all() and (keys[1] == keys[3]).all()
     assert check.passed and "draw" in check.rule
 
@@ -167,12 +179,12 @@ def test_what_grows_is_drawn_for_each_microbatch(name):
         x = draw(batch["x"] + fixed, jax.random.key(2))
         return loss_of(lambda *_: x)(params, batch), x
 
-    got, _, check = gradients_of(loss, same, has_aux=True)
+    got, check = compared(loss, same, has_aux=True)
     assert check.passed and "draw" in check.rule, check
     (_, drawn), gradients = got
     pieces = np.split(np.asarray(drawn), 4)
     assert all(np.abs(pieces[0] - piece).max() > 1e-3 for piece in pieces[1:])
-    given = jax.grad(loss_of(lambda *_: np.asarray(drawn)))(arrays((6, 5), (5, 3)), same)
+    given = jax.grad(loss_of(lambda *_: np.asarray(drawn)))(PARAMS, same)
     assert worst(gradients, given) < 1e-5
 
 
@@ -182,7 +194,7 @@ def test_all_microbatches_may_draw_the_same():
         return loss_of(lambda *_: x)(params, batch), x
 
     same = {k: np.repeat(v, 8, 0) for k, v in data(1).items()}
-    got, _, check = gradients_of(loss, same, has_aux=True, own_draws=False)
+    got, check = compared(loss, same, has_aux=True, own_draws=False)
     pieces = np.split(np.asarray(got[0][1]), 4)
     assert check.passed and all((pieces[0] == piece).all() for piece in pieces[1:])
 
@@ -224,9 +236,9 @@ def test_compare_sees_draws_that_are_wrong(monkeypatch):
         return redraw(piece.loss, whole.loss, lambda eqn, _, n, xs: single(eqn).run(*xs))
 
     loss = loss_of(lambda x, batch: dropout(x, jax.random.key(0)))
-    assert gradients_of(loss, data(16))[2].passed
+    assert compared(loss, data(16))[1].passed
     monkeypatch.setattr(program, "with_own_draws", wrong)
-    assert not gradients_of(loss, data(16))[2].passed
+    assert not compared(loss, data(16))[1].passed
 
 
 # ---- derivatives of the user's own
@@ -255,6 +267,36 @@ def centred(x):
 def _(primals, tangents):
     (x,), (t,) = primals, tangents
     return jnp.sin(x), jnp.cos(x) * (t - t.mean(0))
+
+
+@jax.custom_vjp
+def row_of(table, i):
+    return table[i]
+
+
+row_of.defvjp(
+    lambda table, i: (table[i], (table, i)),
+    lambda kept, g: (jnp.zeros_like(kept[0]).at[kept[1]].add(g), None),
+)
+
+
+@jax.custom_vjp
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def cross_entropy_backward(kept, g):
+    logits, labels = kept
+    errors = jax.nn.softmax(logits) - jax.nn.one_hot(labels, logits.shape[1])
+    return g * errors / len(labels), None
+
+
+cross_entropy.defvjp(lambda *args: (cross_entropy(*args), args), cross_entropy_backward)
+
+
+def classifier(params, batch):
+    x = batch["x"] + row_of(params[2], batch["i"] % 4)
+    return cross_entropy(two_layers(params[:2], x), batch["i"] % 3)
 
 
 def with_params(rule):
@@ -304,6 +346,10 @@ def test_derivatives_of_every_sample_by_itself(loss):
     assert_exact(loss)
 
 
+def test_derivatives_that_add_up():
+    assert_exact(classifier, indexed(), params=arrays((6, 5), (5, 3), (4, 6)))
+
+
 # ---- micro-batches of one sample
 
 
@@ -339,7 +385,7 @@ def test_single_samples_with_dropout():
         x = dropout(batch["x"] + params[2], jax.random.key(0))
         return jnp.mean((two_layers(params[:2], x) - batch["y"]) ** 2)
 
-    _, _, check = gradients_of(loss, data(4), params=arrays((6, 5), (5, 3), (1, 6)))
+    _, check = compared(loss, data(4), params=arrays((6, 5), (5, 3), (1, 6)))
     assert check.passed and "draw" in check.rule
 
 
@@ -355,7 +401,7 @@ def test_python_numbers_do_not_widen():
         params = jax.tree.map(lambda p, g: p - rate * momentum * g, params, gradients)
         return (params, momentum * 0.5), rate
 
-    params = [p.astype(jnp.bfloat16) for p in arrays((6, 5), (5, 3))]
+    params = [p.astype(jnp.bfloat16) for p in PARAMS]
     pipeline = parallelize(step, Pipeshard(4, devices=TWO))
     state, expected = (params, 1.0), (params, 1.0)
     for rate in (0.1, 0.1, jnp.float32(0.1)):
@@ -377,10 +423,9 @@ def test_an_update_that_closes_over_an_array():
         first, second = grad(loss_of())(params, batch)
         return [params[0] - mask * first, params[1] - second]
 
-    params = arrays((6, 5), (5, 3))
     pipeline = parallelize(step, Pipeshard(4, devices=TWO))
-    assert pipeline.compare(params, data(16)).passed
-    assert worst(pipeline(params, data(16)), step(params, data(16))) < 1e-5
+    assert pipeline.compare(PARAMS, data(16)).passed
+    assert worst(pipeline(PARAMS, data(16)), step(PARAMS, data(16))) < 1e-5
 
 
 # ---- masked means
@@ -414,7 +459,7 @@ def test_a_mean_over_what_a_mask_selects(has_aux):
         value, gradients = value_and_grad(loss, has_aux=has_aux, weighted=True)(params, batch)
         return jax.tree.map(lambda p, g: p - g, params, gradients), (value, gradients)
 
-    params, batch = arrays((6, 5), (5, 3)), masked()
+    params, batch = PARAMS, masked()
     pipeline = parallelize(step, Pipeshard(4, devices=TWO))
     assert pipeline.compare(params, batch).passed
     expected, gradients = jax.value_and_grad(masked_mean)(params, batch)

@@ -57,9 +57,10 @@ CHECKPOINTS = ("checkpoint", "remat2", "remat")
 INSIDE = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
+    "linear_call": "callee",
     **dict.fromkeys((*CHECKPOINTS, *CALLS), "jaxpr"),
 }
-CUSTOM = ("custom_jvp_call", "custom_vjp_call")
+CUSTOM = ("custom_jvp_call", "custom_vjp_call", "linear_call")
 LARGEST = 2**22  # elements of what is computed to see how it grows
 Graphs = tuple[Graph, Graph]  # one function at both sizes
 
@@ -161,6 +162,8 @@ class Reductions:
         small_enough = all(size(v) <= LARGEST for v in b.outvars)
         if all(pair in self._known for pair in ins) and name not in RANDOM and small_enough:
             self._known.add_results(a, b)
+        elif name == "broadcast_in_dim" and self._known.is_zero(ins[0]):
+            self._known.zeros.add(a.outvars[0])
         if name == "concatenate" and a.params["dimension"] == len(shape_of(a.outvars[0])) - 1:
             self._rules.parts[a.outvars[0]] = ins
         for pair, tag in zip(outs, results, strict=True):
@@ -199,9 +202,10 @@ class Reductions:
                 both = join([tag, want])
                 fits = both is not None and both.role is Role.SAMPLES
             if not (fits or self._known.is_zero(pair)):
+                inside = tag.why and f": {tag.why.partition(';')[0]}"
                 why = (
                     "has a derivative that mixes samples, or is not linear in what is added up "
-                    f"over them{f': {tag.why}' if tag.why else ''} (clip gradients in the update)"
+                    f"over them{inside} (clip gradients in the update)"
                 )
                 return [mixed(a, why)] * len(made)
         return made

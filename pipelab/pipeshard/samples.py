@@ -112,11 +112,13 @@ class Known:
     They are computed at both sizes, but only when somebody asks for them.
 
     arrays  what is computed by now
+    zeros   arrays that are too large to be computed, and known to be zero
     """
 
     def __init__(self, sizes: tuple[int, int]) -> None:
         self.sizes = sizes
         self.arrays: dict[Var, Pair] = {}
+        self.zeros: set[Var] = set()
         self._makers: dict[Var, Pair] = {}  # the equations that make it
 
     def add_results(self, a: JaxprEqn, b: JaxprEqn) -> None:
@@ -135,6 +137,8 @@ class Known:
         return self.arrays[a]
 
     def is_zero(self, pair: Pair) -> bool:
+        if not isinstance(pair[0], Literal) and pair[0] in self.zeros:
+            return True
         return pair in self and not any(np.any(np.asarray(x)) for x in self.values(pair))
 
     def _evaluate(self, a: JaxprEqn, b: JaxprEqn) -> dict[Var, Pair]:
@@ -265,6 +269,7 @@ class Rules:
         role = Role.SAMPLES if Role.SAMPLES in roles else Role.FIXED
         if not made:
             added = name == "reduce_sum" and any(read)
+            added |= name == "scatter-add" and bool(read[2]) and self.known.is_zero(ins[0])
             if added or (name == "dot_general" and contracts(a, axes)):
                 return Tag(Role.REDUCED if role is Role.SAMPLES else role, degree + 1)
             return Tag(role, degree) if role is Role.FIXED and not any(read) else mixed(a)
