@@ -156,15 +156,15 @@ noisy.defvjp(lambda x: (noisy(x), None), lambda _, g: (g,))
 
 GROWING = {
     "dropout": dropout,
-    "checkpoint": jax.checkpoint(dropout),
-    "layers": layers_of_dropout,
-    "layers again": jax.checkpoint(layers_of_dropout),
+    "layers": jax.checkpoint(layers_of_dropout),
     "keys": lambda x, key: jax.vmap(dropout)(x, jax.random.split(key, len(x))),
     "gamma": lambda x, key: x * jax.random.gamma(key, 1 + jnp.abs(x)),
     "loop": halves,
     "made in a loop": made_in_a_loop,
-    "transposed": lambda x, key: x * jax.random.normal(key, x.shape[::-1]).T,
-    "ensemble": lambda x, key: jax.vmap(dropout, (None, 0))(x, jax.random.split(key)).mean(0),
+    "another dimension": lambda x, key: (
+        jax.vmap(dropout, (None, 0))(x, jax.random.split(key)).mean(0)
+        + jax.random.normal(key, x.shape[::-1]).T
+    ),
 }
 
 
