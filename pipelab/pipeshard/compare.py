@@ -33,7 +33,7 @@ from pipelab.pipeshard.graph import (
 from pipelab.pipeshard.microbatches import gradient_of, in_pieces
 from pipelab.pipeshard.primitives import DRAWS
 from pipelab.pipeshard.program import Call, Program
-from pipelab.pipeshard.trace import Arguments, trace
+from pipelab.pipeshard.trace import Arguments, Step, trace
 
 WHOLE = "flush: the same step on one device, the batch undivided"
 DRAWN = WHOLE + ", with the random numbers that its micro-batches draw"
@@ -53,6 +53,7 @@ def compare(
     """See `Parallelized.compare`."""
     home = program.meshes[0].devices.flat[0]
     values = [jax.device_put(x, home) for x in arguments.values]
+    arguments = replace(arguments, values=values)
     coarsest = max(_float_types(program), key=lambda dtype: float(jnp.finfo(dtype).eps))
     eps, precision = float(jnp.finfo(coarsest).eps), np.dtype(coarsest).name
     found = Comparison(tolerance)
@@ -60,7 +61,7 @@ def compare(
     rule, own = _reference(train_step, program, arguments)
     truth = own
     if rule is WHOLE and not any(contains(e, DRAWS) for e in program.step.loss.equations):
-        truth, precision = _most_precise(train_step, arguments, values, precision)
+        truth, precision = _most_precise(train_step, arguments, own, precision)
     rounded = own(values)
     expected = rounded if truth is own else truth(values)
     if not np.isfinite(_numbers(expected[0])):
@@ -99,7 +100,7 @@ def _reference(
     step = trace(train_step, arguments, arguments.samples)
     piece = trace(train_step, arguments, program.samples)
     if not draws_grow(step.loss, piece.loss):
-        return WHOLE, partial(_undivided, train_step, arguments)
+        return WHOLE, _as_written(step)
     own = program.number is not None
     loss, _ = redraw(step.loss, piece.loss, partial(draw_in_pieces, program.microbatches, own))
     gradient = jax.jit(gradient_of(loss))
@@ -120,24 +121,35 @@ def _names(program: Program) -> list[str]:
     return names
 
 
+def _as_written(step: Step) -> Callable[[Arrays], Arrays]:
+    """[loss, *aux, *gradients] of the batch, by jax.value_and_grad of the loss as written."""
+    equations = needed(step.whole.equations, step.gradient)  # up to the marked one
+    run = jax.jit(replace(step.whole, outputs=step.gradient, equations=equations).run)
+    return lambda values: run(*values)
+
+
 def _most_precise(
-    train_step: Callable, arguments: Arguments, values: Arrays, own: str
+    train_step: Callable, arguments: Arguments, own: Callable[[Arrays], Arrays], precision: str
 ) -> tuple[Callable[[Arrays], Arrays], str]:
-    """The undivided step in float64, or for a step of single precision alone in its own."""
+    """The undivided step in float64, or for a step of single precision alone in its `own`."""
+
+    def double(values: Arrays) -> Arrays:
+        found = map(jnp.asarray, values)
+        real = jnp.floating
+        return [x.astype(jnp.float64) if jnp.issubdtype(x.dtype, real) else x for x in found]
 
     def in_double(values: Arrays) -> Arrays:
         with jax.enable_x64(True):
-            double = [
-                x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
-                for x in map(jnp.asarray, values)
-            ]
-            return _undivided(train_step, replace(arguments, values=double), double)
+            return evaluate(double(values))
 
     try:
-        in_double(values)
+        with jax.enable_x64(True):
+            wide = replace(arguments, values=double(arguments.values))
+            evaluate = _as_written(trace(train_step, wide, wide.samples))
+            evaluate(wide.values)
         return in_double, "float64"
     except (TypeError, ValueError):
-        return partial(_undivided, train_step, arguments), own
+        return own, precision
 
 
 def _jittered(values: Arrays, eps: float, seed: int, wide: bool = False) -> Arrays:
@@ -159,14 +171,6 @@ def _float_types(program: Program) -> set[Any]:
     for eqn in all_equations(program.step.loss.equations):
         found.update(dtype_of(v) for v in eqn.outvars if hasattr(v.aval, "dtype"))
     return {x for x in found if jnp.issubdtype(x, jnp.floating)}
-
-
-def _undivided(train_step: Callable, arguments: Arguments, values: Arrays) -> Arrays:
-    """[loss, *aux, *gradients] of the batch, by jax.value_and_grad of the loss as written."""
-    step = trace(train_step, arguments, arguments.samples)
-    equations = needed(step.whole.equations, step.gradient)  # up to the marked one
-    graph = replace(step.whole, outputs=step.gradient, equations=equations)
-    return jax.jit(graph.run)(*values)
 
 
 def _numbers(x: Any) -> np.ndarray:
