@@ -523,26 +523,6 @@ def test_keys_in_the_batch_are_the_samples_own():
     assert_equal(step, start(network()), batch, Pipeshard(4))
 
 
-def test_keys_made_inside_a_loop():
-    def loss(params, batch):
-        def body(x, _):
-            return x + jax.random.normal(jax.random.key(0), x.shape), None
-
-        noisy = jax.lax.scan(body, batch["x"], None, 2)[0]
-        return mse(
-            params, {"x": noisy * jax.random.bernoulli(batch["key"][0], 0.5), "y": batch["y"]}
-        )
-
-    step, start = step_of(
-        lambda params, batch: loss(params, {**batch, "key": jax.random.split(jax.random.key(2))})
-    )
-    assert_error(
-        r"scan \(.*py:\d+\) draws random numbers from a key that is made inside it",
-        step,
-        state=start(network()),
-    )
-
-
 # ---- flax
 
 

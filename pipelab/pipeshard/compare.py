@@ -1,7 +1,11 @@
 """A pipeline's step against the same step on one device, measured in its own rounding.
 
 As `executors.check` has it: the truth is the step in float64, on the undivided batch; how far
-rounding may lead is what the same micro-batches on one device, in the step's precision, are off.
+rounding may lead is how far the same is off in the step's precision. Nothing that the pipeline made
+of the loss is used for it: neither its micro-batches nor how their results are combined.
+
+Where micro-batches draw random numbers of their own, the undivided batch is given these: whatever
+draws a mask for all samples gets the micro-batches' masks, one after another, in its place.
 """
 
 from __future__ import annotations
@@ -16,18 +20,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipelab.executors.check import Check, Comparison, Draws, norms
+from pipelab.pipeshard.draws import draw_in_pieces, draws_grow, redraw
 from pipelab.pipeshard.graph import (
     Arrays,
     PipeshardError,
     all_equations,
+    contains,
     dtype_of,
     is_key_type,
     needed,
 )
+from pipelab.pipeshard.microbatches import gradient_of, in_pieces
+from pipelab.pipeshard.primitives import DRAWS
 from pipelab.pipeshard.program import Call, Program
-from pipelab.pipeshard.trace import Arguments, trace
+from pipelab.pipeshard.trace import Arguments, Step, trace
 
 WHOLE = "flush: the same step on one device, the batch undivided"
+DRAWN = WHOLE + ", with the random numbers that its micro-batches draw"
 PIECES = (
     "flush: the same step on one device, accumulated over the same micro-batches "
     "(no check of how these are combined)"
@@ -44,18 +53,17 @@ def compare(
     """See `Parallelized.compare`."""
     home = program.meshes[0].devices.flat[0]
     values = [jax.device_put(x, home) for x in arguments.values]
+    arguments = replace(arguments, values=values)
     coarsest = max(_float_types(program), key=lambda dtype: float(jnp.finfo(dtype).eps))
     eps, precision = float(jnp.finfo(coarsest).eps), np.dtype(coarsest).name
     found = Comparison(tolerance)
     # [1] The loss, what it returns beside, and the gradients.
-    in_pieces = partial(_in_pieces, program)
-    own = in_pieces(values)
-    if program.exact:
-        rule = WHOLE
-        truth, precision = _most_precise(train_step, arguments, values, precision)
-    else:  # only the same micro-batches compute the same
-        rule, truth = PIECES, in_pieces
-    expected = truth(values)
+    rule, own = _reference(train_step, program, arguments)
+    truth = own
+    if rule is WHOLE and not any(contains(e, DRAWS) for e in program.step.loss.equations):
+        truth, precision = _most_precise(train_step, arguments, own, precision)
+    rounded = own(values)
+    expected = rounded if truth is own else truth(values)
     if not np.isfinite(_numbers(expected[0])):
         raise PipeshardError(
             f"the loss of this batch is {expected[0]} on one device too: there is nothing to "
@@ -65,7 +73,7 @@ def compare(
     again = Draws(lambda seed: [*map(_numbers, truth(_jittered(values, eps, seed, wide)))])
     for i, name in enumerate(_names(program)):
         exact = _numbers(expected[i])
-        noise = norms(_numbers(own[i]) - exact) + eps * norms(exact)
+        noise = norms(_numbers(rounded[i]) - exact) + eps * norms(exact)
         found.add(name, _numbers(call.gradient[i]), exact, noise, partial(again.of, i))
     # [2] Every result of the step, by its own update of the pipeline's gradients.
     known = [*values, *jax.device_put(call.gradient, home)]
@@ -79,6 +87,32 @@ def compare(
     return found.verdict(rule, precision)
 
 
+def _reference(
+    train_step: Callable, program: Program, arguments: Arguments
+) -> tuple[str, Callable[[Arrays], Arrays]]:
+    """The rule of what is compared with, and what computes it: values of the arguments -> results.
+
+    Traced anew from the step as it was written.
+    """
+    if not program.exact:  # only the same micro-batches compute the same
+        known = program.step, program.loss, program.combine
+        return PIECES, lambda values: in_pieces(*known, values, program.microbatches)
+    step = trace(train_step, arguments, arguments.samples)
+    piece = trace(train_step, arguments, program.samples)
+    if not draws_grow(step.loss, piece.loss):
+        return WHOLE, _as_written(step)
+    own = program.number is not None
+    loss, _ = redraw(step.loss, piece.loss, partial(draw_in_pieces, program.microbatches, own))
+    gradient = jax.jit(gradient_of(loss))
+    positions = [step.arguments.index(v) for v in step.parameters.values()]
+
+    def evaluate(values: Arrays) -> Arrays:
+        unused = np.uint32(0)  # the number of the micro-batch
+        return gradient([values[i] for i in positions], [*values, unused])
+
+    return DRAWN, evaluate
+
+
 def _names(program: Program) -> list[str]:
     """Of [loss, *aux, *gradients]."""
     names = ["the loss", *(f"auxiliary result {i}" for i in range(len(program.combine) - 1))]
@@ -87,24 +121,35 @@ def _names(program: Program) -> list[str]:
     return names
 
 
+def _as_written(step: Step) -> Callable[[Arrays], Arrays]:
+    """[loss, *aux, *gradients] of the batch, by jax.value_and_grad of the loss as written."""
+    equations = needed(step.whole.equations, step.gradient)  # up to the marked one
+    run = jax.jit(replace(step.whole, outputs=step.gradient, equations=equations).run)
+    return lambda values: run(*values)
+
+
 def _most_precise(
-    train_step: Callable, arguments: Arguments, values: Arrays, own: str
+    train_step: Callable, arguments: Arguments, own: Callable[[Arrays], Arrays], precision: str
 ) -> tuple[Callable[[Arrays], Arrays], str]:
-    """The undivided step in float64, or for a step of single precision alone in its own."""
+    """The undivided step in float64, or for a step of single precision alone in its `own`."""
+
+    def double(values: Arrays) -> Arrays:
+        found = map(jnp.asarray, values)
+        real = jnp.floating
+        return [x.astype(jnp.float64) if jnp.issubdtype(x.dtype, real) else x for x in found]
 
     def in_double(values: Arrays) -> Arrays:
         with jax.enable_x64(True):
-            double = [
-                x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
-                for x in map(jnp.asarray, values)
-            ]
-            return _undivided(train_step, replace(arguments, values=double), double)
+            return evaluate(double(values))
 
     try:
-        in_double(values)
+        with jax.enable_x64(True):
+            wide = replace(arguments, values=double(arguments.values))
+            evaluate = _as_written(trace(train_step, wide, wide.samples))
+            evaluate(wide.values)
         return in_double, "float64"
     except (TypeError, ValueError):
-        return partial(_undivided, train_step, arguments), own
+        return own, precision
 
 
 def _jittered(values: Arrays, eps: float, seed: int, wide: bool = False) -> Arrays:
@@ -126,38 +171,6 @@ def _float_types(program: Program) -> set[Any]:
     for eqn in all_equations(program.step.loss.equations):
         found.update(dtype_of(v) for v in eqn.outvars if hasattr(v.aval, "dtype"))
     return {x for x in found if jnp.issubdtype(x, jnp.floating)}
-
-
-def _undivided(train_step: Callable, arguments: Arguments, values: Arrays) -> Arrays:
-    """[loss, *aux, *gradients] of the batch, by jax.value_and_grad of the loss as written."""
-    step = trace(train_step, arguments, arguments.samples)
-    equations = needed(step.whole.equations, step.gradient)  # up to the marked one
-    graph = replace(step.whole, outputs=step.gradient, equations=equations)
-    return jax.jit(graph.run)(*values)
-
-
-def _in_pieces(program: Program, values: Arrays) -> Arrays:
-    """The same, accumulated over micro-batches with random keys of their own."""
-    step, loss = program.step, program.loss
-    known = dict(zip(step.arguments, values, strict=True))
-    others = loss.inputs[len(step.parameters) :]  # parameters are the first
-
-    def value(parameters, others):
-        out = loss.run(*parameters, *others)
-        return out[0], out
-
-    one = jax.jit(jax.grad(value, has_aux=True))
-    parameters = [known[argument] for argument in step.parameters.values()]
-    pieces = []
-    for k in range(program.microbatches):
-        rows = slice(k * program.samples, (k + 1) * program.samples)
-        number = np.uint32(k)  # the one input that is not an argument
-        inputs = [known[v][rows] if v in step.batch else known.get(v, number) for v in others]
-        gradients, results = one(parameters, inputs)
-        pieces.append([*results, *gradients])
-    how = [*program.combine, *[program.combine[0]] * len(parameters)]  # gradients as the loss
-    columns = zip(*pieces, strict=True)
-    return [combine.apply(list(xs)) for combine, xs in zip(how, columns, strict=True)]
 
 
 def _numbers(x: Any) -> np.ndarray:

@@ -106,6 +106,12 @@ def inline(
     return Graph(others, enter(closed, [*inputs, *others], outer), equations, consts)
 
 
+def single(eqn: JaxprEqn) -> Graph:
+    """One equation as a function of all its operands."""
+    inputs = [Var(atom.aval) for atom in eqn.invars]
+    return Graph(inputs, eqn.outvars, [eqn.replace(invars=[*inputs])])
+
+
 def substitute(atoms: Iterable[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
     """The atoms with those variables replaced that `names` names."""
     return [a if isinstance(a, Literal) else names.get(a, a) for a in atoms]
@@ -165,7 +171,14 @@ def dtype_of(atom: Atom) -> Any:
 
 
 def spec_of(atom: Atom, sharding: Any = None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape_of(atom), dtype_of(atom), sharding=sharding)
+    return jax.ShapeDtypeStruct(
+        shape_of(atom), dtype_of(atom), sharding=sharding, weak_type=is_weak(atom)
+    )
+
+
+def is_weak(atom: Atom) -> bool:
+    """Whether it is of a Python number's type, which gives way to that of an array."""
+    return getattr(atom.aval, "weak_type", False)
 
 
 def size(atom: Atom) -> int:

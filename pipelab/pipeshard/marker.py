@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from pipelab.pipeshard.graph import Arrays, is_array
+from pipelab.pipeshard.graph import Arrays, inline, is_array
 
 # A boundary is a primitive without arguments or results. jax keeps it where it stands in a traced
 # function; it is lowered to nothing, and has no derivative: the loss is cut, never its gradient.
@@ -34,21 +34,32 @@ def mark_pipeline_boundary() -> None:
 
 
 def value_and_grad(
-    fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False
+    fun: Callable,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    weighted: bool = False,
 ) -> Callable:
     """`jax.value_and_grad` that marks the loss.
 
     So `parallelize` can tell the two passes from the update.
 
-    fun  (*args) -> a scalar, the mean of something over the batch; with `has_aux` a pair (scalar,
-         tree of arrays)
+    fun       (*args) -> a scalar, the mean of something over the batch; with `has_aux` a pair
+              (scalar, tree of arrays)
+    weighted  in place of the scalar, `fun` returns a pair (total, weight), both sums over the
+              batch; the value is total / weight. So a masked mean is one whose micro-batches count
+              unequally: what counts is added up over them, and divided once
 
     Returns a function of the same arguments -> (value, gradients), the value as `fun` returns it.
     Elsewhere than in `parallelize`, eagerly or under `jax.jit`, it computes what jax's own does.
-    Raises TypeError where the loss is not a scalar.
+    Raises TypeError where the loss is not a scalar, or the weight depends on what the gradient is
+    taken by.
 
     >>> value_and_grad(lambda w, x: (w * x).mean())(2.0, np.ones(4, np.float32))[1]
     Array(1., dtype=float32, weak_type=True)
+    >>> masked = lambda w, x, mask: (jnp.sum(w * x * mask), jnp.sum(mask))
+    >>> x, mask = np.array([1.0, 2.0, 4.0], np.float32), np.array([0, 1, 1])
+    >>> value_and_grad(masked, weighted=True)(1.0, x, mask)[1]
+    Array(3., dtype=float32)
     """
     positions = argnums if isinstance(argnums, int) else tuple(argnums)
 
@@ -80,33 +91,56 @@ def value_and_grad(
             for i, value in zip(traced, values, strict=True):
                 filled[i] = value
             args, kwargs = jax.tree.unflatten(tree, filled)
-            return _checked(fun(*args, **kwargs), has_aux)
+            return _checked(fun(*args, **kwargs), has_aux, weighted)
 
         values = [leaves[i] for i in traced]
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
-        loss = closed.out_avals[0]
+        loss, *others = closed.out_avals
         if loss.shape or not jnp.issubdtype(loss.dtype, jnp.inexact):
             raise TypeError(
                 f"the loss is {loss.str_short()}: return one real number, such as the mean over "
                 "the batch"
             )
+        if weighted:
+            if others[0].shape:
+                raise TypeError(
+                    f"the weight is {others[0].str_short()}: return one number, such as the sum "
+                    "of a mask over the batch"
+                )
+            graph = inline(closed)
+            if graph.outputs[1] in graph.depending(graph.inputs[: len(wanted)]):
+                raise TypeError(
+                    "the weight depends on what the gradient is taken by: weigh by the batch alone"
+                )
 
         # [3] What the loss closes over, outer tracers too, becomes its last arguments.
         jaxpr = closed.jaxpr
         hoisted = jaxpr.replace(constvars=(), invars=[*jaxpr.invars, *jaxpr.constvars])
         inner = ClosedJaxpr(hoisted, ())
         found = grad_p.bind(*values, *closed.consts, jaxpr=inner, wanted=len(wanted))
-        return jax.tree.unflatten(jax.tree.structure((shapes, chosen)), found)
+        value, gradients = jax.tree.unflatten(jax.tree.structure((shapes, chosen)), found)
+        if not weighted:
+            return value, gradients
+
+        # [4] The sums over the batch are divided where they are complete: outside the loss.
+        (total, weight), *aux = value if has_aux else (value,)
+        mean, gradients = jax.tree.map(partial(_divided, weight), (total, gradients))
+        return ((mean, *aux) if has_aux else mean), gradients
 
     return marked
 
 
-def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False) -> Callable:
+def grad(
+    fun: Callable,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    weighted: bool = False,
+) -> Callable:
     """`jax.grad` that marks the loss: see `value_and_grad`.
 
     Returns gradients; with `has_aux` a pair (gradients, aux).
     """
-    both = value_and_grad(fun, argnums, has_aux)
+    both = value_and_grad(fun, argnums, has_aux, weighted)
 
     def marked(*args: Any, **kwargs: Any) -> Any:
         value, gradients = both(*args, **kwargs)
@@ -115,22 +149,44 @@ def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False)
     return marked
 
 
-def _checked(out: Any, has_aux: bool) -> Any:
-    """What the loss returned. Raises TypeError where it is not what `has_aux` says."""
+def _checked(out: Any, has_aux: bool, weighted: bool) -> Any:
+    """What the loss returned. Raises TypeError where it is not what the options say."""
+    aux: Any = ()
     if has_aux:
-        good = isinstance(out, tuple) and len(out) == 2
-        wanted = "a pair (scalar, aux), since has_aux=True"
+        if not _is_pair(out):
+            raise TypeError(
+                f"the loss is a {type(out).__name__}: return a pair (scalar, aux), "
+                "since has_aux=True"
+            )
+        value, aux = out
     else:
-        good = jax.tree_util.all_leaves([out])
-        wanted = "one real number, or say has_aux=True"
-    if not good:
-        raise TypeError(f"the loss is a {type(out).__name__}: return {wanted}")
-    for leaf in jax.tree.leaves(out[1]) if has_aux else ():
+        value = out
+    if weighted and not _is_pair(value):
+        raise TypeError(
+            f"the loss is a {type(value).__name__}: return a pair (total, weight), "
+            "since weighted=True"
+        )
+    for leaf in value if weighted else [value]:
+        if not jax.tree_util.all_leaves([leaf]):
+            raise TypeError(
+                f"the loss is a {type(leaf).__name__}: return one real number, or say has_aux=True"
+            )
+    for leaf in jax.tree.leaves(aux):
         if not is_array(leaf):
             raise TypeError(
                 f"the loss returns {leaf!r} beside its value, which is not an array: leave it out"
             )
     return out
+
+
+def _divided(weight: Any, total: Any) -> Any:
+    """A mean in the type of the sum; in between no coarser than float32, which can count."""
+    wide = jnp.promote_types(total.dtype, jnp.float32)
+    return (total / weight.astype(wide)).astype(total.dtype)
+
+
+def _is_pair(x: Any) -> bool:
+    return isinstance(x, tuple) and len(x) == 2
 
 
 def evaluate_marked(*args: Any, jaxpr: ClosedJaxpr, wanted: int) -> Arrays:

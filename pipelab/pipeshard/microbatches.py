@@ -1,41 +1,32 @@
-"""A batch in micro-batches: what their results add up to, and random keys of each one's own."""
+"""A batch in micro-batches: what their results add up to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Var, jaxprs_in_params
+from jax.extend.core import Var
 
+from pipelab.pipeshard.draws import draw_in_pieces, redraw
 from pipelab.pipeshard.graph import (
     Arrays,
     Atom,
-    Equations,
     Graph,
     PipeshardError,
-    contains,
     dtype_of,
-    inline,
-    is_key,
     is_key_type,
-    place_of,
-    renamed,
     shape_of,
-    spec_of,
-    variables,
 )
 from pipelab.pipeshard.plan import Pipeshard
-from pipelab.pipeshard.primitives import DRAWS
 from pipelab.pipeshard.reduction import Reductions
 from pipelab.pipeshard.samples import FIXED, Role, Tag
 from pipelab.pipeshard.trace import Arguments, Step, trace
-
-# ---- what micro-batches' results add up to
 
 
 class How(Enum):
@@ -67,9 +58,20 @@ class Combine:
         return total / len(values) if self.how is How.MEAN else total
 
 
+def share_of(combine: list[Combine], m: int) -> float:
+    """What the loss of one of m micro-batches counts in that of the batch.
+
+    The gradient begins with it: a rule that bounds a sample's gradient, say, sees the batch's own.
+    """
+    return 1 / m if combine[0].how is How.MEAN else 1
+
+
+Combined = tuple[list[Combine], dict[Var, int], bool]
+
+
 def combinations(
     step: Callable, arguments: Arguments, piece: Step, whole: Step, method: Pipeshard
-) -> tuple[list[Combine], dict[Var, int], bool]:
+) -> Combined:
     """Per result of the loss how it is combined; the batch's dimension of each variable; exactness.
 
     piece, whole  the step of one micro-batch and of the batch
@@ -77,33 +79,124 @@ def combinations(
     It is exact where the micro-batches add up to the batch. Raises PipeshardError where a result is
     neither a mean nor a sum over the batch, nor one value per sample.
     """
-    # What grows with the batch shows in two traces of unequal sizes. None of them is of one sample,
-    # whose dimension of size 1 would be like any other.
-    samples = arguments.samples // method.microbatches
-    small = piece if samples > 1 else trace(step, arguments, 2)
-    fewer = max(samples, 2)
-    more = arguments.samples if arguments.samples > fewer else 2 * fewer
-    unchanged = [Combine(How.LAST)] * len(small.loss.outputs)
+    m, samples = method.microbatches, arguments.samples // method.microbatches
+    # What grows with the batch shows in two traces of unequal sizes.
+    if m == 1:
+        try:
+            twice = trace(step, arguments, 2 * samples)
+            sizes = samples, 2 * samples
+            axes = Reductions(piece.loss, twice.loss, piece.batch, sizes).axes
+        except (TypeError, ValueError):
+            axes = {}
+        return [Combine(How.LAST)] * len(piece.loss.outputs), axes, True
     try:
-        large = whole if more == arguments.samples else trace(step, arguments, more)
-        found = Reductions(small.loss, large.loss, small.batch, (fewer, more))
-    except (TypeError, ValueError):
-        if method.microbatches > 1:
+        return _combined(piece, whole, (samples, arguments.samples), method.reduce)
+    except PipeshardError as error:
+        if samples > 1:
             raise
-        return unchanged, {}, True
-    axes = found.axes if small is piece else {}
-    if method.microbatches == 1:
-        return unchanged, axes, True
+        # A single sample may be written otherwise and be the same: what is (1, 6) already needs no
+        # equation to make it so.
+        single_sample = error
+    pair = trace(step, arguments, 2)
+    more = max(arguments.samples, 3)
+    large = whole if more == arguments.samples else trace(step, arguments, more)
+    combine, _, exact = _combined(pair, large, (2, more), method.reduce)
+    if exact and not _same_alone(piece, pair, combine):
+        raise PipeshardError(
+            "a micro-batch of one sample is not treated as one of two or more: write the loss the "
+            f"same for every size of batch, or ask for fewer micro-batches ({single_sample})"
+        )
+    return combine, {}, exact
+
+
+def _combined(piece: Step, whole: Step, sizes: tuple[int, int], reduce: str | None) -> Combined:
+    found = Reductions(piece.loss, whole.loss, piece.batch, sizes)
     combine = []
     exact = True
-    for i, pair in enumerate(zip(small.loss.outputs, large.loss.outputs, strict=True)):
+    for i, pair in enumerate(zip(piece.loss.outputs, whole.loss.outputs, strict=True)):
         tag = found.of(pair)
         exact &= tag.role is not Role.MIXED and tag.degree in BY_DEGREE
         if i == 0:
-            combine.append(_of_loss(tag, method.reduce))
+            combine.append(_of_loss(tag, reduce))
         else:
-            combine.append(_of_aux(i - 1, tag, pair[0], found.axis_of(pair), method.reduce))
-    return combine, axes, exact
+            combine.append(_of_aux(i - 1, tag, pair[0], found.axis_of(pair), reduce))
+    return combine, found.axes, exact
+
+
+def _same_alone(one: Step, two: Step, combine: list[Combine]) -> bool:
+    """Whether a loss is that of its samples one by one; tried out with random numbers.
+
+    First of any sign; then, since the loss may take logarithms or roots, of positive ones.
+    """
+    tried = False
+    drawn_alike, _ = redraw(two.loss, one.loss, partial(draw_in_pieces, 2, False))
+    undivided = jax.jit(gradient_of(drawn_alike))
+    for seed in range(2):
+        random = np.random.default_rng(seed)
+        values = [_random(random, v, positive=bool(seed)) for v in two.arguments]
+        known = dict(zip(two.arguments, values, strict=True))
+        parameters = [known[v] for v in two.parameters.values()]
+        expected = undivided(parameters, [*values, np.uint32(0)])
+        tried |= bool(np.isfinite(expected[0]))
+        got = in_pieces(one, one.loss, combine, values, 2)
+        for a, b in zip(got, expected, strict=True):
+            if not is_key_type(a.dtype):
+                x, y = np.asarray(a, np.complex128), np.asarray(b, np.complex128)
+                scale = np.abs(y[np.isfinite(y)]).max(initial=0)
+                if not np.allclose(x, y, rtol=0, atol=0.02 * scale, equal_nan=True):
+                    return False
+    return tried
+
+
+def _random(random: np.random.Generator, v: Var, positive: bool) -> Any:
+    """An array of this type."""
+    kind, shape = dtype_of(v), shape_of(v)
+    if is_key_type(kind):
+        return jnp.zeros(shape, kind)
+    if jnp.issubdtype(kind, jnp.inexact):
+        numbers = random.normal(size=shape)
+        return jnp.asarray(abs(numbers) if positive else numbers, kind)
+    return jnp.asarray(random.integers(0, 2, shape), kind)
+
+
+def gradient_of(loss: Graph, share: float = 1) -> Callable[[Arrays, Arrays], Arrays]:
+    """[loss, *aux, *gradients] of a loss, by its first inputs, of these and of the others.
+
+    share  of the loss that the gradients are of
+    """
+
+    def value(parameters, others):
+        out = loss.run(*parameters, *others)
+        return share * out[0], out
+
+    def gradient(parameters, others):
+        gradients, results = jax.grad(value, has_aux=True)(parameters, others)
+        return [*results, *gradients]
+
+    return gradient
+
+
+def in_pieces(step: Step, loss: Graph, combine: list[Combine], values: Arrays, m: int) -> Arrays:
+    """[loss, *aux, *gradients] of a batch, accumulated over its micro-batches on one device.
+
+    step    of a micro-batch; its `loss` may have the micro-batch's number as its last input
+    values  of the step's arguments, of the batch
+    """
+    known = dict(zip(step.arguments, values, strict=True))
+    count = len(step.parameters)
+    gradient = jax.jit(gradient_of(loss, share_of(combine, m)))
+    parameters = [known[argument] for argument in step.parameters.values()]
+    pieces = []
+    for k in range(m):
+        inputs = []
+        for v in loss.inputs[count:]:
+            x = known.get(v, np.uint32(k))
+            size = len(x) // m if v in step.batch else 0
+            inputs.append(x[k * size : (k + 1) * size] if size else x)
+        pieces.append(gradient(parameters, inputs))
+    how = [*combine, *[Combine(How.SUM)] * count]
+    columns = zip(*pieces, strict=True)
+    return [each.apply(list(xs)) for each, xs in zip(how, columns, strict=True)]
 
 
 def _of_loss(tag: Tag, reduce: str | None) -> Combine:
@@ -140,82 +233,3 @@ def _of_aux(i: int, tag: Tag, atom: Atom, axis: int | None, reduce: str | None) 
         f"over the batch nor one value per sample{why}: leave it out, or say "
         "Pipeshard(reduce='mean') to average it over the micro-batches"
     )
-
-
-# ---- random keys
-
-
-def with_own_keys(step: Step) -> tuple[Graph, Var | None]:
-    """The loss of a micro-batch's step with random keys of each micro-batch's own.
-
-    With the step's key, all would draw the same dropout mask. So the loss gets one more input, the
-    number of the micro-batch, which is folded into every key where it first appears:
-
-        key ---- fold_in(number) ---- split ---- bernoulli
-
-    Keys in the batch, one per sample, are each micro-batch's own as they are.
-
-    Returns the new loss and the number's variable; the loss as it is and None, if no key is to be
-    changed. Raises PipeshardError where a key is made inside a loop.
-    """
-    loss, batch = step.loss, step.batch
-    if not any(contains(eqn, DRAWS) for eqn in loss.equations):
-        return loss, None
-    number = Var(jax.typeof(np.uint32(0)))
-    raw = _raw_keys(loss.equations)
-    equations: Equations = []
-    own: dict[Var, Atom] = {}  # key -> the micro-batch's
-    derived: set[Atom] = set(batch)  # what depends on such keys, or on the samples
-
-    def make_own(key: Var) -> None:
-        folding = inline(jax.make_jaxpr(_fold)(spec_of(key), spec_of(number)), (key, number))
-        equations.extend(folding.equations)
-        (own[key],) = folding.outputs
-        derived.add(own[key])
-
-    # [1] Keys that come from outside.
-    for v in loss.sources:
-        if v not in step.parameters and v not in batch and (is_key_type(dtype_of(v)) or v in raw):
-            make_own(v)
-    # [2] Keys that the loss makes, unless it makes them of keys that are the micro-batch's own.
-    for eqn in loss.equations:
-        eqn = renamed(eqn, own)
-        equations.append(eqn)
-        read = [v for v in variables(eqn.invars) if v in derived]
-        if contains(eqn, DRAWS) and not any(map(is_key, read)):
-            raise PipeshardError(
-                f"{eqn.primitive.name} ({place_of(eqn)}) draws random numbers from a key that is "
-                "made inside it, the same for every micro-batch: make the key in the loss itself "
-                "or pass it in"
-            )
-        if read:
-            derived.update(eqn.outvars)
-            continue
-        for v in eqn.outvars:
-            if eqn.primitive.name == "random_seed" or v in raw:
-                make_own(v)
-    if not own:
-        return loss, None
-    return Graph([*loss.inputs, number], loss.outputs, equations, loss.consts), number
-
-
-def _fold(key: Any, number: Any) -> Any:
-    """One key or an array of them, typed or raw."""
-    raw = not is_key_type(key.dtype)
-    keys = jax.random.wrap_key_data(key) if raw else key
-    folded = jnp.vectorize(jax.random.fold_in)(keys, number)
-    return jax.random.key_data(folded) if raw else folded
-
-
-def _raw_keys(equations: Iterable[JaxprEqn]) -> set[Var]:
-    """Variables that are keys without the type of one: arrays that are wrapped somewhere."""
-    found: set[Var] = set()
-    for eqn in equations:
-        if eqn.primitive.name == "random_wrap":
-            found.update(variables(eqn.invars))
-        for inner in jaxprs_in_params(eqn.params):
-            if len(inner.invars) == len(eqn.invars):
-                inside = _raw_keys(inner.eqns)
-                pairs = zip(eqn.invars, inner.invars, strict=True)
-                found.update(variables(a for a, v in pairs if v in inside))
-    return found

@@ -35,8 +35,9 @@ def parallelize(
 
     The loss is computed micro-batch by micro-batch and its gradients added up: the result is that
     of the undivided batch, for a loss that is a mean or a sum over it. Further results of the loss
-    (has_aux) are averaged, added up, or joined along the samples, as they come of the batch. Where
-    the loss draws random numbers, every micro-batch draws its own.
+    (has_aux) are averaged, added up, or joined along the samples, as they come of the batch.
+    Random numbers are those of the undivided batch, too, unless they grow with it, as a dropout
+    mask does: every micro-batch draws its own (see `Pipeshard`).
 
     Results stay where they are made: each stage's part of the state on its own devices, ready for
     the next call. To use them elsewhere, `jax.device_put(state, device)`.
@@ -103,11 +104,11 @@ class Parallelized:
         """Run one step and compare it with the same step on one device.
 
         The arguments stay as they are. Compared are the loss, what it returns beside, and every
-        gradient, with jax's own on the undivided batch (where the loss draws random numbers, or
-        `reduce` was named for what is neither mean nor sum: with accumulation over the same
-        micro-batches); and every result of the step with the step's own update, on one device, of
-        the same gradients, so that an optimizer that divides by tiny gradients does not blow up
-        their rounding.
+        gradient, with jax's own on the undivided batch (where micro-batches draw random numbers of
+        their own, with these; where `reduce` was named for what is neither mean nor sum, with
+        accumulation over the same micro-batches); and every result of the step with the step's own
+        update, on one device, of the same gradients, so that an optimizer that divides by tiny
+        gradients does not blow up their rounding.
 
         The difference is measured in the rounding of the precision that the loss computes in, as
         `pipelab.run` does it: see `executors.check`.

@@ -58,7 +58,11 @@ class Pipeshard:
     devices       jax devices to use; default: all
     reduce        how a loss over the batch comes of those over micro-batches: "mean" or "sum".
                   Default: read off the loss, and an error where it is neither; naming one says that
-                  micro-batches are what you want to train on
+                  micro-batches are what you want to train on. A masked mean is neither: return its
+                  sum and its weight, value_and_grad(loss, weighted=True)
+    own_draws     whether every micro-batch draws random numbers of its own, by its number folded
+                  into the key, where what is drawn grows with the batch (a dropout mask). If not,
+                  all draw the same. What does not grow is drawn as it is written
 
     >>> Pipeshard(microbatches=16, stages=ManualStages([[0, 1], [2, 3]], meshes=[1, 3])).schedule
     'pipedream_flush'
@@ -71,6 +75,7 @@ class Pipeshard:
     virtual: int = 1
     devices: Sequence[Any] | None = None
     reduce: Literal["mean", "sum"] | None = None
+    own_draws: bool = True
 
     def __post_init__(self) -> None:
         for name in ("microbatches", "virtual"):

@@ -20,7 +20,10 @@ def _names(text: str) -> frozenset[str]:
 
 SIZES = ("shape", "new_sizes", "slice_sizes", "limit_indices")  # parameters that shapes show, too
 
-ADD = _names("add sub add_any select_n concatenate pad stack")  # sums or choices of operands
+ADD = _names(  # sums or choices of operands
+    "add sub add_any select_n concatenate pad stack scatter-add"
+)
+INDEX = {"select_n": 0, "scatter-add": 1}  # the operand among these that only chooses
 
 KEEP = _names(  # the result grows with the batch as the first operand does
     """
@@ -30,10 +33,8 @@ KEEP = _names(  # the result grows with the batch as the first operand does
     """
 )
 
-DRAWS = _names("random_bits random_gamma threefry2x32 rng_bit_generator rng_uniform")
-RANDOM = DRAWS | _names(  # and what becomes of keys
-    "random_split random_fold_in random_wrap random_unwrap random_seed random_clone"
-)
+DRAWS = _names("random_bits random_gamma random_split")  # of a key, their first operand
+RANDOM = DRAWS | _names("random_fold_in random_wrap random_unwrap random_seed random_clone")
 
 ELEMENTWISE = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
@@ -102,9 +103,11 @@ def is_linear(eqn: JaxprEqn, fixed: Sequence[bool]) -> bool:
     name = eqn.primitive.name
     if name in ("mul", "dot_general"):
         return any(fixed)
+    if name == "triangular_solve":
+        return fixed[0]
     if name in KEEP or name == "div":
         return all(fixed[1:]) and not rounds(eqn)
-    return name in ADD and (name != "select_n" or fixed[0])
+    return name in ADD and (name not in INDEX or fixed[INDEX[name]])
 
 
 def contracts(eqn: JaxprEqn, axes: Sequence[int | None]) -> bool:

@@ -18,17 +18,20 @@ from pipelab.action import Kind
 from pipelab.executors.threads import run_threads
 from pipelab.executors.worker import Record
 from pipelab.pipeshard.cut import count_layers, cut
+from pipelab.pipeshard.draws import draws_grow, with_own_draws
 from pipelab.pipeshard.graph import (
     Arrays,
+    Atom,
     PipeshardError,
     Values,
     Variables,
     bytes_of,
     dtype_of,
+    is_weak,
     shape_of,
 )
 from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
-from pipelab.pipeshard.microbatches import How, combinations, with_own_keys
+from pipelab.pipeshard.microbatches import combinations, share_of
 from pipelab.pipeshard.plan import Pipeshard, Plan, StagePlan
 from pipelab.pipeshard.stage import CompiledStage, Place
 from pipelab.pipeshard.trace import Arguments, trace, trace_piece
@@ -50,11 +53,11 @@ class Program:
     """A train step, compiled for a plan and for arguments of certain shapes.
 
     step     of one micro-batch, with the update of the whole batch
-    loss     of one micro-batch, which draws its own random numbers
+    loss     of one micro-batch, which draws its own random numbers where these grow with the batch
+    number   its input that is the number of the micro-batch, if it draws such numbers
     combine  how the micro-batches' results are combined
-    exact    whether the pipeline computes what the undivided batch does; else (random numbers of
-             each micro-batch's own, or `reduce` given for a loss that is neither mean nor sum)
-             what accumulation over the micro-batches does
+    exact    whether they add up to those of the batch; else (`reduce` was given for a loss that is
+             neither mean nor sum) the pipeline computes what accumulation over them does
     graphs   per stage its equations
     readers  parameter -> the stages that read it
     owner    of a parameter (the argument) and of its gradient: the first stage that reads it
@@ -74,16 +77,22 @@ class Program:
         if m > 1:
             self.step = trace_piece(step, arguments, self.samples, whole)
         found = combinations(step, arguments, self.step, whole, method)
-        self.combine, self.axes, exact = found
-        self.loss, number = with_own_keys(self.step) if m > 1 else (whole.loss, None)
-        self.exact = exact and number is None
+        self.combine, self.axes, self.exact = found
+        self.loss = self.step.loss
+        self.number: Var | None = None
+        if method.own_draws and draws_grow(self.loss, whole.loss):
+            self.loss, names = with_own_draws(self.step, whole)
+            self.number = self.loss.inputs[-1]
+            for old, v in names.items():
+                if old in self.axes and isinstance(v, Var):
+                    self.axes[v] = self.axes[old]
 
         # [2] The schedule, a mesh for each of its devices, and the stages.
         self.schedule = method.table_for(len(layers))
         self.meshes = method.meshes_of(self.schedule.devices)
         self._shardings = method.shardings_of(self.schedule.devices)
         parameters, batch = self.step.parameters, self.step.batch
-        self.graphs = cut(self.loss, list(parameters), batch, layers, number)
+        self.graphs = cut(self.loss, list(parameters), batch, layers, self.number)
         for mesh in self.meshes:
             if self.samples % mesh.shape["data"]:
                 raise PipeshardError(
@@ -185,12 +194,12 @@ class Program:
     def run(self, arguments: Arguments) -> Call:
         """One train step. Raises RunError when a stage fails."""
         step = self.step
-        values = {v: _array(x) for v, x in zip(step.arguments, arguments.values, strict=True)}
+        pairs = zip(step.arguments, arguments.values, strict=True)
+        values = {v: _array(x, v) for v, x in pairs}
         values.update({**step.update.consts, **step.loss.consts})
 
-        # [1] Every stage on its mesh. A mean over the batch is the mean of the micro-batches'
-        #     means, so that the gradient of each of these is 1 / m.
-        share = 1 / self.microbatches if self.combine[0].how is How.MEAN else 1
+        # [1] Every stage on its mesh.
+        share = share_of(self.combine, self.microbatches)
         seed = np.asarray(share).astype(dtype_of(self.loss.outputs[0]))
         pieces, known = self._pieces(values), self._on_meshes(values)
         devices = [
@@ -216,7 +225,7 @@ class Program:
         for task in sorted(tasks, key=attrgetter("level")):
             task(everything)
         results = [
-            jax.numpy.asarray(a.val) if isinstance(a, Literal) else everything[a]
+            _array(a.val, a) if isinstance(a, Literal) else everything[a]
             for a in step.update.outputs
         ]
         records = [outcome.record for outcome in outcomes]
@@ -272,7 +281,9 @@ class Program:
         return found
 
 
-def _array(value: Any) -> Any:
+def _array(value: Any, of: Atom) -> Any:
+    """An argument, or a number of the step's own, as an array of the type that it is traced by."""
     if isinstance(value, jax.Array):
         return value
-    return np.asarray(value, jax.dtypes.result_type(value))
+    array = np.asarray(value, dtype_of(of))
+    return jax.numpy.asarray(array.item()) if is_weak(of) else array

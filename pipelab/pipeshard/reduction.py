@@ -14,21 +14,27 @@ batch, and whatever an equation makes of samples that is not known here to keep 
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from pipelab.pipeshard.graph import (
     CALLS,
+    Atom,
     Graph,
     PipeshardError,
     Variables,
+    contains,
     dtype_of,
     inline,
     is_key_type,
     place_of,
     shape_of,
+    single,
     size,
+    spec_of,
 )
-from pipelab.pipeshard.primitives import RANDOM
+from pipelab.pipeshard.primitives import DRAWS, RANDOM
 from pipelab.pipeshard.samples import (
     FIXED,
     Known,
@@ -39,18 +45,22 @@ from pipelab.pipeshard.samples import (
     Tag,
     Tags,
     axes_of,
+    cotangent,
     inner_of,
     join,
     mixed,
     samples,
 )
 
+CHECKPOINTS = ("checkpoint", "remat2", "remat")
 # What only runs the function in one of its parameters.
 INSIDE = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
-    **dict.fromkeys(("checkpoint", "remat2", "remat", *CALLS), "jaxpr"),
+    "linear_call": "callee",
+    **dict.fromkeys((*CHECKPOINTS, *CALLS), "jaxpr"),
 }
+CUSTOM = ("custom_jvp_call", "custom_vjp_call", "linear_call")
 LARGEST = 2**22  # elements of what is computed to see how it grows
 Graphs = tuple[Graph, Graph]  # one function at both sizes
 
@@ -70,6 +80,7 @@ class Reductions:
         self._tags: dict[Pair, Tag] = {}
         self._known = Known(sizes)
         self._rules = Rules(self._known, self.of)
+        self._derived = True  # whether gradients are taken of what we are at
         tags = [Tag(Role.SAMPLES) if v in batch else FIXED for v in small.inputs]
         self._run((small, large), tags)
 
@@ -137,6 +148,10 @@ class Reductions:
         # [1] The tags of the results.
         if INSIDE.get(name) in a.params:
             results = self._run(_graphs(a, b, INSIDE[name], ins), [])
+            if name in CUSTOM and self._derived:
+                results = self._derivative(a, b, ins, tags, results)
+        elif name == "custom_linear_solve":
+            results = self._solve(a, b, ins)
         elif name in loops:
             results = loops[name](a, b, ins, tags)
         elif name == "optimization_barrier":
@@ -147,12 +162,62 @@ class Reductions:
         small_enough = all(size(v) <= LARGEST for v in b.outvars)
         if all(pair in self._known for pair in ins) and name not in RANDOM and small_enough:
             self._known.add_results(a, b)
+        elif name == "broadcast_in_dim" and self._known.is_zero(ins[0]):
+            self._known.zeros.add(a.outvars[0])
         if name == "concatenate" and a.params["dimension"] == len(shape_of(a.outvars[0])) - 1:
             self._rules.parts[a.outvars[0]] = ins
         for pair, tag in zip(outs, results, strict=True):
             if tag.role is Role.MIXED and pair in self._known:
                 tag = self._known.tag(pair, tag.why)
             self._note(pair, tag)
+
+    # ---- derivatives of the user's own
+
+    def _derivative(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags, made: Tags) -> Tags:
+        """The tags of the results, if the gradient by them adds up, too, as the function does.
+
+        x of samples, w for all       the gradient by x is of samples, that by w is reduced
+        y = f(x, w) of samples        f's own rule makes these of the gradient by y
+        """
+        if any(tag.role is Role.MIXED for tag in (*tags, *made)):
+            return made
+        # [1] What the gradients are by the results, and should be by the operands.
+        outs = zip(zip(a.outvars, b.outvars, strict=True), made, strict=True)
+        given = [cotangent(tag, pair) for pair, tag in outs if _is_real(pair[0])]
+        wanted = [
+            cotangent(tag, pair) for pair, tag in zip(ins, tags, strict=True) if _is_real(pair[0])
+        ]
+        # [2] What the rule makes of them, which is not derived again.
+        small, large = _pullback(a), _pullback(b)
+        if any(contains(eqn, DRAWS) for eqn in small.equations):
+            return [mixed(a, "draws random numbers in its derivative")] * len(made)
+        self._derived = False
+        found = self._run((small, large), given)
+        self._derived = True
+        # [3] Where samples are added up, they have to be. Zeros do no harm.
+        pairs = zip(small.outputs, large.outputs, strict=True)
+        for pair, tag, want in zip(pairs, found, wanted, strict=True):
+            fits = tag == want
+            if want.role is Role.SAMPLES:
+                both = join([tag, want])
+                fits = both is not None and both.role is Role.SAMPLES
+            if not (fits or self._known.is_zero(pair)):
+                inside = tag.why and f": {tag.why.partition(';')[0]}"
+                why = (
+                    "has a derivative that mixes samples, or is not linear in what is added up "
+                    f"over them{inside} (clip gradients in the update)"
+                )
+                return [mixed(a, why)] * len(made)
+        return made
+
+    def _solve(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs) -> Tags:
+        """What jnp.linalg.solve does; that its derivative is its own is not looked at."""
+        counts = a.params["const_lengths"]
+        first = counts.matvec + counts.vecmat
+        given = [*ins[first : first + counts.solve], *ins[sum(counts) :]]
+        small, large = (eqn.params["jaxprs"].solve for eqn in (a, b))
+        graphs = inline(small, [v for v, _ in given], a), inline(large, [w for _, w in given], b)
+        return self._run(graphs, [])
 
     # ---- loops and branches
 
@@ -169,7 +234,9 @@ class Reductions:
             apart &= axes_of(pair) == ([] if i < first else [0])
         if not apart:
             return [mixed(a, "goes from sample to sample")] * len(a.outvars)
+        derived, self._derived = self._derived, False  # it derives sample by sample, too
         results = self._run(graphs, [FIXED] * len(ins[first:]))
+        self._derived = derived
         return [tag if tag.role is Role.MIXED else samples(tag.degree, inner) for tag in results]
 
     def _while(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags) -> Tags:
@@ -212,6 +279,31 @@ def _graphs(
     if branch is not None:
         small, large = small[branch], large[branch]
     return inline(small, [v for v, _ in outside], a), inline(large, [w for _, w in outside], b)
+
+
+def _is_real(atom: Atom) -> bool:
+    """Whether there are gradients by it."""
+    return jnp.issubdtype(dtype_of(atom), jnp.inexact)
+
+
+def _pullback(eqn: JaxprEqn) -> Graph:
+    """What the equation makes of gradients by its results: gradients by its operands."""
+    function = single(eqn)
+    operands = [spec_of(atom) for atom in eqn.invars]
+
+    def pull(operands, cotangents):
+        reals = [x for x, v in zip(operands, eqn.invars, strict=True) if _is_real(v)]
+
+        def real(*xs):
+            given = iter(xs)
+            pairs = zip(operands, eqn.invars, strict=True)
+            out = function.run(*(next(given) if _is_real(v) else x for x, v in pairs))
+            return [y for y, v in zip(out, eqn.outvars, strict=True) if _is_real(v)]
+
+        return jax.vjp(real, *reals)[1](cotangents)
+
+    cotangents = [spec_of(v) for v in eqn.outvars if _is_real(v)]
+    return inline(jax.make_jaxpr(pull)(operands, cotangents), eqn.invars, eqn)
 
 
 def carry_of(eqn: JaxprEqn) -> tuple[int, int]:

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from pipelab.pipeshard.graph import Graph, place_of, shape_of
+from pipelab.pipeshard.graph import place_of, shape_of, single
 from pipelab.pipeshard.primitives import (
     ADD,
+    INDEX,
     KEEP,
     RANDOM,
     contracts,
@@ -92,17 +93,32 @@ def axes_of(pair: Pair) -> list[int]:
     return [i for i, (m, n) in enumerate(zip(small, large, strict=False)) if m != n]
 
 
+def cotangent(tag: Tag, pair: Pair) -> Tag:
+    """What the gradient of the loss is, by a value with this tag, which is not mixed.
+
+    By one sample's value it is that sample's. By what all samples share, every sample adds to it.
+    By a sum over the samples it knows nothing of them, since the loss is linear in it.
+
+    Its degree is that of a sum: a micro-batch's mean counts 1 / m.
+    """
+    if tag.role is Role.SAMPLES or axes_of(pair):
+        return samples(-tag.degree, inner_of([tag]))
+    return Tag(Role.FIXED if tag.role is Role.REDUCED else Role.REDUCED, 1 - tag.degree)
+
+
 class Known:
     """Arrays that follow from the batch's size alone: len(x), jnp.arange(len(x)), 1 / len(x).
 
     They are computed at both sizes, but only when somebody asks for them.
 
     arrays  what is computed by now
+    zeros   arrays that are too large to be computed, and known to be zero
     """
 
     def __init__(self, sizes: tuple[int, int]) -> None:
         self.sizes = sizes
         self.arrays: dict[Var, Pair] = {}
+        self.zeros: set[Var] = set()
         self._makers: dict[Var, Pair] = {}  # the equations that make it
 
     def add_results(self, a: JaxprEqn, b: JaxprEqn) -> None:
@@ -121,15 +137,15 @@ class Known:
         return self.arrays[a]
 
     def is_zero(self, pair: Pair) -> bool:
+        if not isinstance(pair[0], Literal) and pair[0] in self.zeros:
+            return True
         return pair in self and not any(np.any(np.asarray(x)) for x in self.values(pair))
 
     def _evaluate(self, a: JaxprEqn, b: JaxprEqn) -> dict[Var, Pair]:
         operands = [self.values(pair) for pair in zip(a.invars, b.invars, strict=True)]
         results = []
         for i, eqn in enumerate((a, b)):
-            inputs: list[Any] = [Var(atom.aval) for atom in eqn.invars]
-            single = Graph(inputs, eqn.outvars, [eqn.replace(invars=inputs)])
-            results.append(single.run(*(values[i] for values in operands)))
+            results.append(single(eqn).run(*(values[i] for values in operands)))
         return dict(zip(a.outvars, zip(*results, strict=True), strict=True))
 
     def tag(self, pair: Pair, why: str = "") -> Tag:
@@ -197,19 +213,24 @@ class Rules:
         """Of one result of an equation with these operands."""
         name = a.primitive.name
         read, made = [axes_of(pair) for pair in ins], axes_of(out)
-        single = all(len(axes) < 2 for axes in read)
+        plain = all(len(axes) < 2 for axes in read)
         axes = [axes[0] if axes else None for axes in read]  # the batch's dimension of an operand
         grows = bool(made or any(read))
         indexing = name == "gather" or name.startswith("scatter")
         apart = False
-        # [1] Numbers that follow from the batch's size are no mixture of samples, if keys are made
-        #     of them, or if they say where each sample is.
-        if name in RANDOM:
-            pairs = zip(ins, tags, strict=True)
-            tags = [FIXED if pair in self.known else tag for pair, tag in pairs]
-        elif indexing and single:
+        # [1] Numbers that follow from the batch's size are no mixture of samples, if they say where
+        #     each sample is.
+        if indexing and plain:
             apart, positions = self._indexed(a, ins, axes, tags[1])
             tags = [tags[0], positions, *tags[2:]]
+        elif name in RANDOM:
+            for pair, tag in zip(ins, tags, strict=True):
+                if pair in self.known and (tag.role is Role.MIXED or tag.degree):
+                    return mixed(
+                        a,
+                        "makes a key of positions in the batch, or of its size: make one of what "
+                        "is in the batch, or jax.random.split(key, n)",
+                    )
         # [2] What is mixed stays so.
         roles = {tag.role for tag in tags}
         if Role.MIXED in roles:
@@ -222,26 +243,33 @@ class Rules:
         if not grows and roles <= {Role.FIXED} and not any(tag.degree for tag in tags):
             return mixed(a) if changed else FIXED
         degree, inner = self._degree(a, ins, tags), inner_of(tags)
-        # [4] Every sample draws random numbers of its own.
-        if name in RANDOM and Role.REDUCED not in roles and not changed and len(made) < 2:
-            if made:
-                return samples(0, inner)
-            return FIXED if roles <= {Role.FIXED} else mixed(a)
+        # [4] Every sample draws random numbers of its own, from a key of its own or for all.
+        if name in RANDOM:
+            apart = degree == 0 and len(made) == 1 and len(inner) < 2 and not changed
+            return samples(0, inner) if apart and Role.REDUCED not in roles else mixed(a)
         # [5] Nothing else is known that could change with the size.
-        if degree is None and name in ADD and roles <= {Role.FIXED, Role.REDUCED}:
-            return mixed(
-                a, "adds a sum over the samples to something else (take their mean instead)"
-            )
-        if degree is None or changed or not single or len(made) > 1 or len(inner) > 1:
-            return mixed(a)
+        unknown = changed or not plain or len(made) > 1 or len(inner) > 1
         # [6] A sum over the samples stays one under what is linear.
         if Role.REDUCED in roles:
             linear = is_linear(a, [tag.role is Role.FIXED for tag in tags])
-            return Tag(Role.REDUCED, degree) if linear and not grows else mixed(a)
+            if linear and degree is not None and not grows and not unknown:
+                return Tag(Role.REDUCED, degree)
+            why = "makes something else of it"
+            if name in ADD and Role.SAMPLES not in roles:
+                why = "adds a sum over the samples to something else (take their mean instead)"
+            if name in ("div", "max", "add") and Role.SAMPLES not in roles:
+                why += (
+                    "; for a masked mean, return the sum and the weight from the loss, "
+                    "value_and_grad(loss, weighted=True)"
+                )
+            return mixed(a, why)
+        if degree is None or unknown:
+            return mixed(a)
         # [7] The batch's dimension goes: that is a sum over it, or nothing that is known.
         role = Role.SAMPLES if Role.SAMPLES in roles else Role.FIXED
         if not made:
             added = name == "reduce_sum" and any(read)
+            added |= name == "scatter-add" and bool(read[2]) and self.known.is_zero(ins[0])
             if added or (name == "dot_general" and contracts(a, axes)):
                 return Tag(Role.REDUCED if role is Role.SAMPLES else role, degree + 1)
             return Tag(role, degree) if role is Role.FIXED and not any(read) else mixed(a)
@@ -270,16 +298,22 @@ class Rules:
             return sum(degrees)
         if not any(degrees):
             return 0
+        if name == "triangular_solve" and not degrees[0]:
+            return degrees[1]
         if name == "div" and not rounds(eqn):
             return degrees[0] - degrees[1]
         if name in KEEP and not any(degrees[1:]) and not rounds(eqn):
             return degrees[0]
         if name in ADD:
-            # Operands that grow alike; zeros grow as anything does. A choice is made by its first.
-            choice = degrees[:1] if name == "select_n" else []
-            operands = list(zip(ins, degrees, strict=True))[len(choice) :]
-            found = {degree for pair, degree in operands if not self.known.is_zero(pair)}
-            return found.pop() if len(found) == 1 and not any(choice) else None
+            # Operands that grow alike; zeros grow as anything does.
+            choice = INDEX.get(name, len(ins))
+            found = set()
+            for i, (pair, degree) in enumerate(zip(ins, degrees, strict=True)):
+                if i == choice and degree:
+                    return None
+                if i != choice and not self.known.is_zero(pair):
+                    found.add(degree)
+            return found.pop() if len(found) == 1 else None
         return None
 
     def _reshaped(self, eqn: JaxprEqn, pair: Pair, tag: Tag, out: Pair) -> Tag:

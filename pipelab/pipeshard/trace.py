@@ -48,13 +48,18 @@ class Arguments:
     samples: int
 
     def shapes(self, samples: int) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and types of all leaves, with this many samples in the batch."""
+        """Shapes and types of all leaves, with this many samples in the batch.
+
+        A Python number keeps its weak type: beside bfloat16 it is one, too.
+        """
         out = []
         for i, value in enumerate(self.values):
             shape = jax.numpy.shape(value)
             if i in self.batch:
                 shape = (samples, *shape[1:])
-            out.append(jax.ShapeDtypeStruct(shape, jax.dtypes.result_type(value)))
+            weak = getattr(value, "weak_type", type(value) in (int, float, complex))
+            kind = jax.dtypes.result_type(value)
+            out.append(jax.ShapeDtypeStruct(shape, kind, weak_type=weak))
         return out
 
 

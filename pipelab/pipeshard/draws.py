@@ -1,0 +1,182 @@
+"""Random numbers: what grows with the batch, every micro-batch draws by itself.
+
+The number of a micro-batch is folded in at the draw:
+
+    key ---- split ---- fold_in(number) ---- random_bits    a mask: (8, 5), of 32 samples (32, 5)
+                \\
+                 `--------------------------- random_bits    features: (4, 4), of 32 samples, too
+
+What is drawn in one shape for all sizes of batch stays as it was written, and so do keys, and what
+is drawn from keys of the samples' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
+
+from pipelab.pipeshard.graph import (
+    Arrays,
+    Atom,
+    Equations,
+    Graph,
+    PipeshardError,
+    contains,
+    inline,
+    place_of,
+    renamed,
+    single,
+    spec_of,
+    substitute,
+)
+from pipelab.pipeshard.primitives import DRAWS
+from pipelab.pipeshard.reduction import CHECKPOINTS, carry_of
+from pipelab.pipeshard.samples import axes_of
+from pipelab.pipeshard.trace import Step
+
+BODIES = ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr")  # parameters: what equations run
+# An equation that draws, the same for another size of batch, the micro-batch's number and the
+# equation's operands -> results
+Draw = Callable[[JaxprEqn, JaxprEqn, Any, Arrays], Arrays]
+
+
+def with_own_draws(piece: Step, whole: Step) -> tuple[Graph, dict[Var, Atom]]:
+    """The loss of a micro-batch's step, which draws its own numbers where these grow.
+
+    With the step's key, all micro-batches would draw the same dropout mask.
+
+    Returns the loss as `redraw` does. Raises PipeshardError where that cannot be done.
+    """
+
+    def draw(eqn: JaxprEqn, _: JaxprEqn, number: Any, operands: Arrays) -> Arrays:
+        key, *others = operands
+        return single(eqn).run(jnp.vectorize(jax.random.fold_in)(key, number), *others)
+
+    return redraw(piece.loss, whole.loss, draw)
+
+
+def draws_grow(graph: Graph, twin: Graph) -> bool:
+    """Whether something that is drawn has another shape in a trace for another size of batch.
+
+    Raises PipeshardError where the two do not draw in the same places.
+    """
+    return any(_grows(eqn, other) for eqn, other in _drawing(graph, twin))
+
+
+def _drawing(graph: Graph, twin: Graph) -> list[tuple[JaxprEqn, JaxprEqn]]:
+    """The equations that draw, or have such inside, at both sizes."""
+    mine, theirs = ([e for e in g.equations if contains(e, DRAWS)] for g in (graph, twin))
+    if [e.primitive for e in mine] != [e.primitive for e in theirs]:
+        raise PipeshardError(
+            "the loss draws other random numbers for another size of batch: write it the same for "
+            "every size"
+        )
+    return list(zip(mine, theirs, strict=True))
+
+
+def _grows(eqn: JaxprEqn, twin: JaxprEqn) -> bool:
+    if eqn.primitive.name in DRAWS:
+        made, key = (eqn.outvars[0], twin.outvars[0]), (eqn.invars[0], twin.invars[0])
+        return bool(axes_of(made)) and not axes_of(key)
+    bodies = zip(_bodies(eqn), _bodies(twin), strict=True)
+    return any(draws_grow(a, b) for a, b in bodies)
+
+
+def _bodies(eqn: JaxprEqn) -> list[Graph]:
+    """The functions that an equation runs."""
+    functions = [eqn.params[key] for key in BODIES if key in eqn.params]
+    return [inline(f, outer=eqn) for f in (*functions, *eqn.params.get("branches", ()))]
+
+
+def redraw(graph: Graph, twin: Graph, draw: Draw) -> tuple[Graph, dict[Var, Atom]]:
+    """The graph with every draw that grows made by `draw`; its last input is the number for that.
+
+    twin  the same function for another size of batch
+
+    Returns the new graph, and what stands in it for variables of the old one.
+    """
+    twins = {id(eqn): other for eqn, other in _drawing(graph, twin) if _grows(eqn, other)}
+    number = Var(jax.typeof(np.uint32(0)))
+    equations: Equations = []
+    consts = dict(graph.consts)
+    names: dict[Var, Atom] = {}
+    for eqn in graph.equations:
+        other = twins.get(id(eqn))
+        eqn = renamed(eqn, names)
+        if other is None:
+            equations.append(eqn)
+            continue
+        made_anew = draw if eqn.primitive.name in DRAWS else partial(_inside, draw)
+        new = partial(made_anew, eqn, other)
+        operands = [number, *eqn.invars]
+        traced = jax.make_jaxpr(lambda n, *xs, new=new: new(n, list(xs)))(*map(spec_of, operands))
+        part = inline(traced, operands, eqn)
+        equations += part.equations
+        consts.update(part.consts)
+        names.update(zip(eqn.outvars, part.outputs, strict=True))
+    outputs = substitute(graph.outputs, names)
+    return Graph([*graph.inputs, number], outputs, equations, consts), names
+
+
+def _inside(draw: Draw, eqn: JaxprEqn, twin: JaxprEqn, number: Any, xs: Arrays) -> Arrays:
+    """An equation that runs others, with the draws in these made by `draw`."""
+    name, params = eqn.primitive.name, eqn.params
+    functions = []
+    for body, other in zip(_bodies(eqn), _bodies(twin), strict=True):
+        again, _ = redraw(body, other, draw)
+        functions.append(lambda *xs, again=again: again.run(*xs, number))
+    if name in CHECKPOINTS:
+        options = {key: params[key] for key in ("policy", "prevent_cse")}
+        return jax.checkpoint(functions[0], **options)(*xs)
+    if name == "cond":
+        return jax.lax.switch(xs[0], functions, *xs[1:])
+    if name == "scan":
+        first, count = carry_of(eqn)
+        end = first + count
+
+        def iteration(carry, slices):
+            out = functions[0](*xs[:first], *carry, *slices)
+            return out[:count], out[count:]
+
+        options = {key: params[key] for key in ("length", "reverse", "unroll")}
+        carry, stacked = jax.lax.scan(iteration, xs[first:end], xs[end:], **options)
+        return [*carry, *stacked]
+    if name == "while":
+        begin = params["cond_nconsts"]
+        end = begin + params["body_nconsts"]
+        condition, iterate = functions
+        return jax.lax.while_loop(
+            lambda carry: condition(*xs[:begin], *carry)[0],
+            lambda carry: iterate(*xs[begin:end], *carry),
+            xs[end:],
+        )
+    raise PipeshardError(
+        f"{name} ({place_of(eqn)}) draws random numbers for every sample, inside a function that "
+        "cannot be opened: draw them before, and pass them in"
+    )
+
+
+def draw_in_pieces(
+    m: int, own: bool, whole: JaxprEqn, piece: JaxprEqn, _: Any, operands: Arrays
+) -> Arrays:
+    """What an equation that draws for the batch would, if each of m micro-batches drew by itself.
+
+    own  whether they draw numbers of their own, or all the same
+    """
+    key, *others = operands
+    parts = []
+    for k in range(m):
+        mine = [jnp.vectorize(jax.random.fold_in)(key, np.uint32(k)) if own else key]
+        pairs = zip(whole.invars[1:], piece.invars[1:], strict=True)
+        for x, pair in zip(others, pairs, strict=True):
+            axes = axes_of(pair)
+            mine.append(jnp.split(x, m, axes[0])[k] if axes else x)
+        parts.append(single(piece).run(*mine)[0])
+    (axis,) = axes_of((whole.outvars[0], piece.outvars[0]))
+    return [jnp.concatenate(parts, axis)]
