@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import update_wrapper
+from dataclasses import replace
+from functools import partial, update_wrapper
 from typing import Any
 
 import jax
@@ -19,10 +20,15 @@ from pipelab.pipeshard.program import Call, Program
 from pipelab.pipeshard.trace import Arguments, flatten
 from pipelab.timeline import Timeline
 
+Argnums = int | Sequence[int]
+
 
 def parallelize(
-    train_step: Callable, method: Pipeshard, batch_argnums: int | Sequence[int] = 1
-) -> Parallelized:
+    train_step: Callable | None = None,
+    method: Pipeshard | None = None,
+    batch_argnums: Argnums = 1,
+    donate_argnums: Argnums = (),
+) -> Any:
     """A train step written for one device, run as a pipeline over meshes of devices.
 
     train_step     (state, batch) -> (state, ...), or any pure function of trees of arrays. It takes
@@ -32,6 +38,10 @@ def parallelize(
     method         how to cut it, place it, and order it
     batch_argnums  which arguments are batches: every array in them has the samples along
                    dimension 0
+    donate_argnums  which arguments are given up, as jax.jit has it: their memory is used again for
+                   the results, and their arrays are deleted. What a jitted step donates is donated
+
+    Without a train_step it is a decorator: `@parallelize(method=Pipeshard(4))`.
 
     The loss is computed micro-batch by micro-batch and its gradients added up: the result is that
     of the undivided batch, for a loss that is a mean or a sum over it. Further results of the loss
@@ -44,6 +54,13 @@ def parallelize(
     Everything is compiled at the first call for arguments of these shapes. What does not fit is an
     error that says why (PipeshardError): nothing falls back to one device.
     """
+    if train_step is None:
+        return partial(
+            parallelize,
+            method=method,
+            batch_argnums=batch_argnums,
+            donate_argnums=donate_argnums,
+        )
     if not callable(train_step):
         raise PipeshardError(
             f"train_step is {train_step!r}: give a function (state, batch) -> (state, ...)"
@@ -52,8 +69,11 @@ def parallelize(
         raise PipeshardError(
             f"method is {method!r}: give a plan, such as Pipeshard(microbatches=4)"
         )
-    argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
-    return Parallelized(train_step, method, argnums)
+    return Parallelized(train_step, method, _tuple(batch_argnums), _tuple(donate_argnums))
+
+
+def _tuple(argnums: Argnums) -> tuple[int, ...]:
+    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
 class Parallelized:
@@ -75,10 +95,15 @@ class Parallelized:
     """
 
     def __init__(
-        self, train_step: Callable, method: Pipeshard, batch_argnums: tuple[int, ...]
+        self,
+        train_step: Callable,
+        method: Pipeshard,
+        batch_argnums: tuple[int, ...],
+        donate_argnums: tuple[int, ...] = (),
     ) -> None:
         update_wrapper(self, train_step, updated=())
-        self.train_step, self.method, self.batch_argnums = train_step, method, batch_argnums
+        self.train_step, self.method = train_step, method
+        self.batch_argnums, self.donate_argnums = batch_argnums, donate_argnums
         self._programs: dict[Any, Program] = {}
         self._plan: Plan | None = None  # of the last call
         self._records: list[Record] = []  # what it measured
@@ -116,7 +141,13 @@ class Parallelized:
                    be; default 3
         """
         arguments = self._flat(args, options)
-        program, call = self._run(arguments)
+        given = arguments
+        if self._program(arguments).donated:
+            copies = jax.tree.map(
+                lambda x: x.copy() if isinstance(x, jax.Array) else x, arguments.values
+            )
+            given = replace(arguments, values=copies)
+        program, call = self._run(given)
         return compare(self.train_step, program, arguments, call, tolerance)
 
     @property
@@ -150,6 +181,12 @@ class Parallelized:
                 f"{', '.join(options)}=: pass arrays by position, and bind options by "
                 "functools.partial"
             )
+        for i in self.donate_argnums:
+            if not -len(args) <= i < len(args):
+                raise PipeshardError(
+                    f"donate_argnums={self.donate_argnums}: the step was given {len(args)} "
+                    "arguments"
+                )
         return flatten(args, self.batch_argnums)
 
     def _run(self, arguments: Arguments) -> tuple[Program, Call]:
@@ -166,5 +203,7 @@ class Parallelized:
             jax.config.read("jax_enable_x64"),
         )
         if key not in self._programs:
-            self._programs[key] = Program(self.train_step, self.method, arguments)
+            self._programs[key] = Program(
+                self.train_step, self.method, arguments, self.donate_argnums
+            )
         return self._programs[key]

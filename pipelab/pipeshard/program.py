@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import jax
@@ -16,8 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pipelab.action import Kind
 from pipelab.executors.threads import run_threads
+from pipelab.executors.transport import Transport
 from pipelab.executors.worker import Record
 from pipelab.pipeshard.cut import count_layers, cut
+from pipelab.pipeshard.finish import Finish
 from pipelab.pipeshard.graph import (
     Arrays,
     PipeshardError,
@@ -26,13 +26,15 @@ from pipelab.pipeshard.graph import (
     bytes_of,
     dtype_of,
     shape_of,
+    size,
+    variables,
 )
 from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
 from pipelab.pipeshard.microbatches import How, combinations, with_own_keys
 from pipelab.pipeshard.plan import Pipeshard, Plan, StagePlan
 from pipelab.pipeshard.stage import CompiledStage, Place
 from pipelab.pipeshard.trace import Arguments, trace, trace_piece
-from pipelab.pipeshard.update import split
+from pipelab.pipeshard.update import SMALL, donate, split
 
 split_array = jax.jit(jax.numpy.split, static_argnums=1)
 
@@ -58,10 +60,17 @@ class Program:
     graphs   per stage its equations
     readers  parameter -> the stages that read it
     owner    of a parameter (the argument) and of its gradient: the first stage that reads it
+    donated  arguments whose arrays are given up
     plan     what each stage holds
     """
 
-    def __init__(self, step: Callable, method: Pipeshard, arguments: Arguments) -> None:
+    def __init__(
+        self,
+        step: Callable,
+        method: Pipeshard,
+        arguments: Arguments,
+        donate_argnums: Sequence[int],
+    ) -> None:
         # [1] The step for the batch and for one micro-batch, and what makes one of the other.
         m = method.microbatches
         if arguments.samples % m:
@@ -108,6 +117,10 @@ class Program:
             self.owner.update({argument: first, gradients[p]: first})
             self._like[gradients[p]] = argument
 
+        trees = jax.tree.unflatten(arguments.tree, self.step.arguments)
+        given = jax.tree.leaves([trees[i] for i in donate_argnums])
+        self.donated = {*self.step.donated, *given}
+
         # [4] Compile the stages, with their tasks of the update.
         apart = Kind.W in self.schedule.columns.kind
         numbers = range(len(layers))
@@ -117,11 +130,20 @@ class Program:
         late = {*self.step.gradient} - early
         homes = {v: self.owner[a] for v, a in pinned.items() if a in self.owner}
         tasks = split(self.step.update, self.owner, late, homes)
+        donate(tasks, self._reusable(pinned))
         others = {*state} - {*parameters.values()}
         self.stages = [
             CompiledStage(self.graphs, s, self._place_on(s), apart, tasks, others) for s in numbers
         ]
         self.plan = Plan(self.schedule, tuple(map(self._stage_plan, numbers, layers)))
+
+        # [5] What rows tell each other at the end.
+        placement = self.schedule.placement
+        known = {g: placement[self.owner[g]] for g in gradients.values()}
+        for s, graph in enumerate(self.graphs):
+            known.update((self.step.gradient[i], placement[s]) for i in graph.results)
+        shared = {g: self.readers[p] for p, g in gradients.items() if g not in early}
+        self.finish = Finish(placement, known, shared, tasks, lambda rows: [])
 
     # ---- where things are
 
@@ -164,6 +186,16 @@ class Program:
             return {}
         return {b: a for a, b in pairs if isinstance(b, Var)}
 
+    def _reusable(self, following: Mapping[Var, Var]) -> dict[Var, Var]:
+        """Result -> the donated argument whose memory it may take.
+
+        Not of small ones, which any task may read; nor of what is returned as it is, or read by
+        stages that may not have ended yet.
+        """
+        read = {v for graph in self.graphs for v in graph.fixed}
+        free = self.donated - read - {*variables(self.step.update.outputs)}
+        return {b: a for b, a in following.items() if a in free and size(a) > SMALL}
+
     def _stage_plan(self, s: int, layers: list[int]) -> StagePlan:
         graph, row = self.graphs[s], self.schedule.placement[s]
         devices = self.meshes[row].devices
@@ -188,6 +220,8 @@ class Program:
         values = {v: _array(x) for v, x in zip(step.arguments, arguments.values, strict=True)}
         values.update({**step.update.consts, **step.loss.consts})
 
+        self._check_donated(values)
+
         # [1] Every stage on its mesh. A mean over the batch is the mean of the micro-batches'
         #     means, so that the gradient of each of these is 1 / m.
         share = 1 / self.microbatches if self.combine[0].how is How.MEAN else 1
@@ -201,34 +235,53 @@ class Program:
             names = [step.gradients[p] for p in compiled.graph.parameters]
             stages.append(MeshStage(compiled, names, devices[row], known[row], pieces, seed))
 
-        # [2] A worker for each mesh carries out its row of the schedule.
+        # [2] A worker for each mesh carries out its row of the schedule, and ends the update.
         partners: list[tuple[int, ...]] = [()] * len(stages)  # no stage waits for another's news
         jobs = []
         for row, device in enumerate(devices):
             mine = {s: stage for s, stage in enumerate(stages) if stage.device is device}
-            jobs.append(MeshJob(self.schedule, row, device, partners, None, 0, 1, mine))
+            about = (partners, None, 0, 1, mine, known[row], self._finish)
+            jobs.append(MeshJob(self.schedule, row, device, *about))
         outcomes = run_threads(jobs)
 
-        # [3] What all stages together know, and the rest of the update.
-        made = {**self._shared_gradients(stages), **self._combined(stages)}
-        everything = ChainMap(made, values, *known)
-        tasks = [task for stage in self.stages for task in stage.tasks if task.level]
-        for task in sorted(tasks, key=attrgetter("level")):
-            task(everything)
+        # [3] The results, each from the row that made it.
+        def find(v: Var) -> Any:
+            return values[v] if v in values else known[self.finish.rows[v]][v]
+
         results = [
-            jax.numpy.asarray(a.val) if isinstance(a, Literal) else everything[a]
+            jax.numpy.asarray(a.val) if isinstance(a, Literal) else find(a)
             for a in step.update.outputs
         ]
+        for v in self.donated:
+            if isinstance(values[v], jax.Array) and not any(x is values[v] for x in results):
+                values[v].delete()
         records = [outcome.record for outcome in outcomes]
         tree = jax.tree.unflatten(step.results, results)
-        return Call(tree, records, [everything[v] for v in step.gradient])
+        return Call(tree, records, [find(v) for v in step.gradient])
+
+    def _finish(
+        self, row: int, stages: list[MeshStage], known: Values, transport: Transport
+    ) -> None:
+        self.finish(row, stages, self._combined(stages), known, transport)
+
+    def _check_donated(self, values: Values) -> None:
+        """Raises PipeshardError where a donated array is passed twice."""
+        first: dict[int, Var] = {}
+        given = [v for v in self.step.arguments if isinstance(values[v], jax.Array)]
+        for v in sorted(given, key=lambda v: v in self.donated):
+            other = first.setdefault(id(values[v]), v)
+            if v in self.donated and other is not v:
+                raise PipeshardError(
+                    f"{self.paths[v]} is donated, and {self.paths[other]} is the same array: copy "
+                    "one of them (jax.numpy.copy)"
+                )
 
     def _on_meshes(self, values: Values) -> list[Values]:
         """Per mesh, the arguments that its stages and their own parts of the update read."""
         known: list[Values] = [{} for _ in self.meshes]
         for s, row in enumerate(self.schedule.placement):
             graph, mine = self.graphs[s], known[row]
-            read = [v for task in self.stages[s].tasks if not task.level for v in task.inputs]
+            read = [v for task in self.stages[s].tasks for v in task.inputs]
             for v in (*graph.parameters, *graph.fixed, *read):
                 source = self.step.parameters.get(v, v)
                 if source in values:
@@ -250,25 +303,13 @@ class Program:
                 cut[v] = split_array(values[v], m)
         return cut
 
-    def _shared_gradients(self, stages: list[MeshStage]) -> Values:
-        """Of parameters that not exactly one stage reads: added up where the owner is."""
-        sums: Values = {}
-        for p, v in self.step.gradients.items():
-            readers = [stages[s] for s in self.readers[p]]
-            if len(readers) != 1:
-                home = self._place_on(self.owner[v])(v)
-                parts = [stage.gradients[stage.graph.parameters.index(p)] for stage in readers]
-                nothing = np.zeros(shape_of(v), dtype_of(v))
-                parts = jax.device_put(parts or [nothing], home)
-                sums[v] = sum(parts)
-        return sums
-
     def _combined(self, stages: list[MeshStage]) -> Values:
-        """The loss and what it returns beside, of the whole batch."""
+        """What these stages have of the loss and what it returns beside, of the whole batch."""
         found = {}
-        for i, (v, combine) in enumerate(zip(self.step.gradient, self.combine, strict=False)):
-            stage = next(stage for stage in stages if i in stage.graph.results)
-            found[v] = combine.apply([stage.results[k][i] for k in range(self.microbatches)])
+        for stage in stages:
+            for i in stage.graph.results:
+                values = [stage.results[k][i] for k in range(self.microbatches)]
+                found[self.step.gradient[i]] = self.combine[i].apply(values)
         return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from pipelab.pipeshard.graph import (
     Arrays,
@@ -117,6 +117,7 @@ class Step:
     gradient      the marked equation's results: [loss, *aux, *gradients], inputs of `update` beside
                   the arguments
     update        the other equations -> the step's results
+    donated       arguments that the step, jitted, donates
     results       the tree of the step's results
     whole         the step as it was traced, with the marked equation
     """
@@ -127,6 +128,7 @@ class Step:
     parameters: dict[Var, Var]
     gradient: Variables
     update: Graph
+    donated: Variables
     results: Any
     whole: Graph
 
@@ -169,9 +171,21 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
     equations = needed(others, whole.outputs, effects)
     update = Graph(inputs, whole.outputs, equations, whole.consts)
     tree = jax.tree.structure(shapes)
-    found = Step(whole.inputs, batch, loss, parameters, marked.outvars, update, tree, whole)
+    donated = [whole.inputs[i] for i in _donated(closed)]
+    about = (donated, tree, whole)
+    found = Step(whole.inputs, batch, loss, parameters, marked.outvars, update, *about)
     _check_update(found)
     return found
+
+
+def _donated(closed: ClosedJaxpr) -> list[int]:
+    """Which arguments are donated by a step that is nothing but a call of a jitted function."""
+    if len(closed.jaxpr.eqns) != 1:
+        return []
+    call = closed.jaxpr.eqns[0]
+    pairs = zip(call.invars, call.params.get("donated_invars", ()), strict=False)
+    given = [v for v, donated in pairs if donated]
+    return [i for i, v in enumerate(closed.jaxpr.invars) if v in given]
 
 
 def trace_piece(step: Callable, arguments: Arguments, samples: int, whole: Step) -> Step:
