@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, update_wrapper
 from typing import Any
@@ -14,7 +15,7 @@ from pipelab.executors.result import memory_of, timeline_of
 from pipelab.executors.worker import Record
 from pipelab.memory import Memory
 from pipelab.pipeshard.compare import compare
-from pipelab.pipeshard.graph import PipeshardError
+from pipelab.pipeshard.graph import NO_MESH, PipeshardError
 from pipelab.pipeshard.plan import Pipeshard, Plan
 from pipelab.pipeshard.program import Call, Program
 from pipelab.pipeshard.trace import Arguments, flatten
@@ -76,6 +77,28 @@ def _tuple(argnums: Argnums) -> tuple[int, ...]:
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Errors where flax's modules do not fit, in its users' words."""
+    try:
+        yield
+    except PipeshardError as error:
+        if "/normalization.py" not in str(error):
+            raise
+        raise PipeshardError(
+            f"{error}. This is BatchNorm, whose statistics are those of the whole batch: use "
+            "LayerNorm or GroupNorm, or its running averages (use_running_average=True). With "
+            "reduce='mean' every micro-batch has statistics of its own"
+        ) from None
+    except Exception as error:
+        if type(error).__name__ != "TraceContextError":
+            raise
+        raise PipeshardError(
+            f"the step changes a flax module in place ({error}): pass its arrays in and return "
+            "the new ones, by nnx.split before the step and nnx.merge (with copy=True) in the loss"
+        ) from error
+
+
 class Parallelized:
     """A train step that runs as a pipeline; called as the step is, with the same results.
 
@@ -113,14 +136,16 @@ class Parallelized:
 
         Raises PipeshardError (see `parallelize`), and RunError when a stage fails.
         """
-        return self._run(self._flat(args, options))[1].results
+        with _explained(), jax.set_mesh(NO_MESH):
+            return self._run(self._flat(args, options))[1].results
 
     def compile(self, *args: Any, **options: Any) -> Plan:
         """Trace and compile for arguments of these shapes, and return the plan.
 
         They may be arrays or jax.ShapeDtypeStruct.
         """
-        self._plan = self._program(self._flat(args, options)).plan
+        with _explained(), jax.set_mesh(NO_MESH):
+            self._plan = self._program(self._flat(args, options)).plan
         self._records = []
         return self._plan
 
@@ -140,15 +165,13 @@ class Parallelized:
         tolerance  how many times further from the reference than rounding explains a result may
                    be; default 3
         """
-        arguments = self._flat(args, options)
-        given = arguments
-        if self._program(arguments).donated:
-            copies = jax.tree.map(
-                lambda x: x.copy() if isinstance(x, jax.Array) else x, arguments.values
-            )
-            given = replace(arguments, values=copies)
-        program, call = self._run(given)
-        return compare(self.train_step, program, arguments, call, tolerance)
+        with _explained(), jax.set_mesh(NO_MESH):
+            arguments = given = self._flat(args, options)
+            if self._program(arguments).donated:
+                copies = [x.copy() if isinstance(x, jax.Array) else x for x in arguments.values]
+                given = replace(arguments, values=copies)
+            program, call = self._run(given)
+            return compare(self.train_step, program, arguments, call, tolerance)
 
     @property
     def plan(self) -> Plan:

@@ -25,6 +25,7 @@ from pipelab.pipeshard.graph import (
     Variables,
     bytes_of,
     dtype_of,
+    on_mesh,
     shape_of,
     size,
     variables,
@@ -75,7 +76,9 @@ class Program:
         m = method.microbatches
         if arguments.samples % m:
             raise PipeshardError(
-                f"a batch of {arguments.samples} samples does not divide into {m} micro-batches"
+                f"a batch of {arguments.samples} samples does not divide into {m} micro-batches: "
+                "make every batch a multiple of that, and leave out or fill up a last one that is "
+                "shorter"
             )
         self.samples, self.microbatches = arguments.samples // m, m
         whole = self.step = trace(step, arguments, arguments.samples)
@@ -131,6 +134,11 @@ class Program:
         homes = {v: self.owner[a] for v, a in pinned.items() if a in self.owner}
         tasks = split(self.step.update, self.owner, late, homes)
         donate(tasks, self._reusable(pinned))
+        for s, graph in enumerate(self.graphs):
+            mesh = self.meshes[self.schedule.placement[s]]
+            parts: list[Any] = [graph, *(task for task in tasks if task.stage == s)]
+            for part in parts:
+                part.equations = [on_mesh(eqn, mesh) for eqn in part.equations]
         others = {*state} - {*parameters.values()}
         self.stages = [
             CompiledStage(self.graphs, s, self._place_on(s), apart, tasks, others) for s in numbers

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+from jax.sharding import AbstractMesh
 
 from pipelab.pipeshard.graph import (
     Arrays,
@@ -20,13 +21,17 @@ from pipelab.pipeshard.graph import (
     inline,
     is_array,
     needed,
+    on_mesh,
     place_of,
     renamed,
     substitute,
     variables,
 )
 from pipelab.pipeshard.marker import grad_p
+from pipelab.pipeshard.plan import AXES
 
+# What a step is traced on: sharding constraints may name the axes of a stage's mesh.
+ONE_DEVICE = AbstractMesh((1, 1), AXES)
 USE_OURS = "call pipelab.pipeshard.grad or value_and_grad there instead of jax's, once"
 
 
@@ -83,7 +88,8 @@ def flatten(args: Sequence[Any], batch_argnums: tuple[int, ...]) -> Arguments:
             )
         if not is_array(value):
             raise PipeshardError(
-                f"argument {i}{name} is {value!r}, not an array: bind it by functools.partial"
+                f"argument {i}{name} is {value!r}, not an array: bind it by functools.partial, or "
+                "leave it out"
             )
         if i in chosen:
             batch.append(position)
@@ -152,7 +158,8 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
 
     # [1] The whole step as equations.
     try:
-        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arguments.shapes(samples))
+        with jax.sharding.use_abstract_mesh(ONE_DEVICE):
+            closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arguments.shapes(samples))
     except ValueError as error:
         if "static arguments" not in str(error):
             raise
@@ -160,6 +167,8 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
             "the step has static arguments (jax.jit): bind them by functools.partial"
         ) from error
     whole = inline(closed)
+    # A sharding constraint is for the mesh of a stage, which gets its own (`on_mesh`).
+    whole.equations = [on_mesh(eqn, ONE_DEVICE) for eqn in whole.equations]
     batch = [whole.inputs[i] for i in arguments.batch]
     # [2] The marked equation holds the loss.
     marked = _find_gradient(whole.equations)
