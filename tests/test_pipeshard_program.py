@@ -136,7 +136,7 @@ def test_leaves_that_are_no_numbers(text):
 
 
 def constrained(spec, axes=("data", "model")):
-    """A step whose layers and update constrain where arrays lie, one within a checkpoint."""
+    """A step whose layers and update constrain where arrays lie, in loops too."""
     mesh = jax.make_mesh((4, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
     of = {"bare": spec, "named": NamedSharding(mesh, spec)}
 
@@ -145,6 +145,7 @@ def constrained(spec, axes=("data", "model")):
 
         def loss(params):
             x = keep(jnp.tanh(batch["x"] @ params[0]))
+            x, _ = jax.lax.scan(lambda x, _: (keep(jnp.sin(x)), None), x, length=2)
             x = jax.checkpoint(lambda x: keep(jnp.sin(x)))(x)
             mark_pipeline_boundary()
             return jnp.mean((keep(jnp.tanh(x @ params[1])) - batch["y"]) ** 2)

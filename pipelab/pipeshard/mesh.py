@@ -170,12 +170,16 @@ class MeshStage:
 class MeshJob(Job):
     """What one worker thread does: the stages of one mesh.
 
-    known   on that mesh
-    finish  does what is left when the row has ended: (row, its stages, known, transport)
+    known      on that mesh
+    processes  of all rows
+    names      how variables travel between these
+    finish     does what is left when the row has ended: (row, its stages, known, transport)
     """
 
     mesh_stages: dict[int, MeshStage]
     known: Values
+    processes: Sequence[int]
+    names: Any
     finish: Callable[[int, list[MeshStage], Values, Transport], None]
 
     @property

@@ -17,6 +17,7 @@ from pipelab.memory import Memory
 from pipelab.pipeshard.compare import compare
 from pipelab.pipeshard.graph import NO_MESH, PipeshardError
 from pipelab.pipeshard.plan import Pipeshard, Plan
+from pipelab.pipeshard.processes import Processes
 from pipelab.pipeshard.program import Call, Program
 from pipelab.pipeshard.trace import Arguments, flatten
 from pipelab.timeline import Timeline
@@ -29,6 +30,7 @@ def parallelize(
     method: Pipeshard | None = None,
     batch_argnums: Argnums = 1,
     donate_argnums: Argnums = (),
+    timeout: float = 60.0,
 ) -> Any:
     """A train step written for one device, run as a pipeline over meshes of devices.
 
@@ -61,6 +63,7 @@ def parallelize(
             method=method,
             batch_argnums=batch_argnums,
             donate_argnums=donate_argnums,
+            timeout=timeout,
         )
     if not callable(train_step):
         raise PipeshardError(
@@ -70,7 +73,8 @@ def parallelize(
         raise PipeshardError(
             f"method is {method!r}: give a plan, such as Pipeshard(microbatches=4)"
         )
-    return Parallelized(train_step, method, _tuple(batch_argnums), _tuple(donate_argnums))
+    argnums = _tuple(batch_argnums), _tuple(donate_argnums)
+    return Parallelized(train_step, method, *argnums, timeout)
 
 
 def _tuple(argnums: Argnums) -> tuple[int, ...]:
@@ -123,11 +127,14 @@ class Parallelized:
         method: Pipeshard,
         batch_argnums: tuple[int, ...],
         donate_argnums: tuple[int, ...] = (),
+        timeout: float = 60.0,
     ) -> None:
         update_wrapper(self, train_step, updated=())
         self.train_step, self.method = train_step, method
         self.batch_argnums, self.donate_argnums = batch_argnums, donate_argnums
         self._programs: dict[Any, Program] = {}
+        self.timeout = timeout
+        self._processes: Processes | None = None  # as soon as they are connected
         self._plan: Plan | None = None  # of the last call
         self._records: list[Record] = []  # what it measured
 
@@ -136,16 +143,29 @@ class Parallelized:
 
         Raises PipeshardError (see `parallelize`), and RunError when a stage fails.
         """
-        with _explained(), jax.set_mesh(NO_MESH):
-            return self._run(self._flat(args, options))[1].results
+        arguments = self._flat(args, options)
+        with self._together():
+            return self._run(arguments)[1].results
+
+    def fetch(self, tree: Any) -> Any:
+        """The arrays of a tree as numpy arrays, whole.
+
+        In one process that is jax.device_get; in several it is for all of them to call.
+        """
+        if jax.process_count() == 1:
+            return jax.device_get(tree)
+        with self._together():
+            leaves, structure = jax.tree.flatten(tree)
+            return jax.tree.unflatten(structure, self._connect().gather(leaves))
 
     def compile(self, *args: Any, **options: Any) -> Plan:
         """Trace and compile for arguments of these shapes, and return the plan.
 
         They may be arrays or jax.ShapeDtypeStruct.
         """
-        with _explained(), jax.set_mesh(NO_MESH):
-            self._plan = self._program(self._flat(args, options)).plan
+        arguments = self._flat(args, options)
+        with self._together():
+            self._plan = self._program(arguments).plan
         self._records = []
         return self._plan
 
@@ -165,11 +185,13 @@ class Parallelized:
         tolerance  how many times further from the reference than rounding explains a result may
                    be; default 3
         """
-        with _explained(), jax.set_mesh(NO_MESH):
-            arguments = given = self._flat(args, options)
+        arguments = given = self._flat(args, options)
+        with self._together():
             if self._program(arguments).donated:
                 copies = [x.copy() if isinstance(x, jax.Array) else x for x in arguments.values]
                 given = replace(arguments, values=copies)
+            if self._processes:
+                raise PipeshardError("compare on one host: no process has all the results")
             program, call = self._run(given)
             return compare(self.train_step, program, arguments, call, tolerance)
 
@@ -197,6 +219,24 @@ class Parallelized:
     def memory(self) -> Memory:
         """Measured bytes over time of the last call: of each mesh, on all its devices together."""
         return memory_of(self.timeline, self._records)
+
+    def _connect(self) -> Processes:
+        if self._processes is None:
+            self._processes = Processes(self.timeout)
+            self._processes.__enter__()
+        return self._processes
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """One call, under no mesh of the caller's; an error in it disconnects the processes."""
+        try:
+            with _explained(), jax.set_mesh(NO_MESH):
+                yield
+        except BaseException as error:
+            processes, self._processes = self._processes, None
+            if processes:
+                processes.__exit__(type(error), error, error.__traceback__)
+            raise
 
     def _flat(self, args: Sequence[Any], options: dict[str, Any]) -> Arguments:
         if options:
@@ -227,6 +267,6 @@ class Parallelized:
         )
         if key not in self._programs:
             self._programs[key] = Program(
-                self.train_step, self.method, arguments, self.donate_argnums
+                self.train_step, self.method, arguments, self.donate_argnums, self._connect
             )
         return self._programs[key]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -33,6 +35,7 @@ from pipelab.pipeshard.graph import (
 from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
 from pipelab.pipeshard.microbatches import How, combinations, with_own_keys
 from pipelab.pipeshard.plan import Pipeshard, Plan, StagePlan
+from pipelab.pipeshard.processes import Names, Processes, processes_of
 from pipelab.pipeshard.stage import CompiledStage, Place
 from pipelab.pipeshard.trace import Arguments, trace, trace_piece
 from pipelab.pipeshard.update import SMALL, donate, split
@@ -62,6 +65,8 @@ class Program:
     readers  parameter -> the stages that read it
     owner    of a parameter (the argument) and of its gradient: the first stage that reads it
     donated  arguments whose arrays are given up
+    rows     of this process
+    stages   of these rows, by number
     plan     what each stage holds
     """
 
@@ -71,7 +76,9 @@ class Program:
         method: Pipeshard,
         arguments: Arguments,
         donate_argnums: Sequence[int],
+        connect: Callable[[], Processes],
     ) -> None:
+        """`connect` to the other processes, if the meshes are those of several."""
         # [1] The step for the batch and for one micro-batch, and what makes one of the other.
         m = method.microbatches
         if arguments.samples % m:
@@ -93,6 +100,9 @@ class Program:
         # [2] The schedule, a mesh for each of its devices, and the stages.
         self.schedule = method.table_for(len(layers))
         self.meshes = method.meshes_of(self.schedule.devices)
+        self._processes = processes_of(self.meshes)
+        self.rows = [row for row, q in enumerate(self._processes) if q == jax.process_index()]
+        self.connect = connect if len(self.rows) < len(self.meshes) else None
         self._shardings = method.shardings_of(self.schedule.devices)
         parameters, batch = self.step.parameters, self.step.batch
         self.graphs = cut(self.loss, list(parameters), batch, layers, number)
@@ -120,12 +130,12 @@ class Program:
             self.owner.update({argument: first, gradients[p]: first})
             self._like[gradients[p]] = argument
 
+        # [4] What is donated.
         trees = jax.tree.unflatten(arguments.tree, self.step.arguments)
         given = jax.tree.leaves([trees[i] for i in donate_argnums])
         self.donated = {*self.step.donated, *given}
 
-        # [4] Compile the stages, with their tasks of the update.
-        apart = Kind.W in self.schedule.columns.kind
+        # [5] The update, as tasks of the stages, and all on the meshes' own axes.
         numbers = range(len(layers))
         # A gradient is known to its owner as soon as that has ended its backwards, unless others
         # have parts of it; all else that the loss makes is known when all stages have ended.
@@ -139,19 +149,37 @@ class Program:
             parts: list[Any] = [graph, *(task for task in tasks if task.stage == s)]
             for part in parts:
                 part.equations = [on_mesh(eqn, mesh) for eqn in part.equations]
-        others = {*state} - {*parameters.values()}
-        self.stages = [
-            CompiledStage(self.graphs, s, self._place_on(s), apart, tasks, others) for s in numbers
-        ]
-        self.plan = Plan(self.schedule, tuple(map(self._stage_plan, numbers, layers)))
-
-        # [5] What rows tell each other at the end.
+        # [6] What rows read of the arguments, and tell each other at the end.
         placement = self.schedule.placement
+        self._reads: list[dict[Var, Var]] = [{} for _ in self.meshes]  # -> the argument that it is
+        for s, graph in enumerate(self.graphs):
+            of_tasks = [v for task in tasks if task.stage == s for v in task.inputs]
+            for v in (*graph.parameters, *graph.fixed, *of_tasks):
+                self._reads[placement[s]][v] = parameters.get(v, v)
         known = {g: placement[self.owner[g]] for g in gradients.values()}
         for s, graph in enumerate(self.graphs):
             known.update((self.step.gradient[i], placement[s]) for i in graph.results)
         shared = {g: self.readers[p] for p, g in gradients.items() if g not in early}
-        self.finish = Finish(placement, known, shared, tasks, lambda rows: [])
+        self.finish = Finish(placement, known, shared, tasks, partial(self._wanted, pinned))
+
+        # [7] Compile this process's stages.
+        apart = Kind.W in self.schedule.columns.kind
+        others = {*state} - {*parameters.values()}
+        self.stages = {
+            s: CompiledStage(self.graphs, s, self._place_on(s), apart, tasks, others)
+            for s in numbers
+            if placement[s] in self.rows
+        }
+        kept = {s: stage.bytes for s, stage in self.stages.items()}
+        self.names = None
+        if self.connect:
+            sent = [v for graph in self.graphs for v in (*graph.outputs, *graph.aux_outputs)]
+            told = [v for each in self.finish.rounds for vs in each.values() for v in vs]
+            self.names = Names(list(dict.fromkeys([*sent, *told])))
+            others_kept = self._agreed().share(kept)
+            kept = {s: size for of in others_kept for s, size in of.items()}
+        plans = [self._stage_plan(s, layers[s], kept[s]) for s in numbers]
+        self.plan = Plan(self.schedule, tuple(plans))
 
     # ---- where things are
 
@@ -202,12 +230,40 @@ class Program:
         """
         read = {v for graph in self.graphs for v in graph.fixed}
         free = self.donated - read - {*variables(self.step.update.outputs)}
-        return {b: a for b, a in following.items() if a in free and size(a) > SMALL}
+        pairs = [(b, a) for b, a in following.items() if a in free and size(a) > SMALL]
+        return {b: a for b, a in pairs if dtype_of(a) == dtype_of(b)}
 
-    def _stage_plan(self, s: int, layers: list[int]) -> StagePlan:
+    def _wanted(
+        self, following: Mapping[Var, Var], rows: Mapping[Var, int]
+    ) -> Iterator[tuple[int, Var]]:
+        """What a row tells those of other processes: (one of these, a result of the step).
+
+        Single numbers and results of the loss go to every process, new values of what the next call
+        reads to those that read it.
+        """
+        heads = [self._processes.index(q) for q in {*self._processes}]
+        of_loss = self.step.gradient[: len(self.combine)]
+        for v in variables(self.step.update.outputs):
+            wanting = heads if size(v) <= SMALL or v in of_loss else []
+            source = following.get(v)
+            readers = [row for row, read in enumerate(self._reads) if source in read.values()]
+            for row in (*wanting, *readers):
+                if v in rows and self._processes[row] != self._processes[rows[v]]:
+                    yield row, v
+
+    def _agreed(self) -> Processes:
+        """The processes, when all run this program."""
+        assert self.connect
+        equations = [*self.loss.equations, *self.step.update.equations]
+        text = [(eqn.primitive.name, [str(v.aval) for v in eqn.outvars]) for eqn in equations]
+        processes = self.connect()
+        processes.agree(sha256(f"{text} {self.schedule.to_csv()}".encode()).hexdigest())
+        return processes
+
+    def _stage_plan(self, s: int, layers: list[int], kept: int) -> StagePlan:
         graph, row = self.graphs[s], self.schedule.placement[s]
         devices = self.meshes[row].devices
-        sent = [*graph.outputs, *graph.aux_outputs] if self.stages[s].later else []
+        sent = [*graph.outputs, *graph.aux_outputs] if s < len(self.graphs) - 1 else []
         return StagePlan(
             tuple(layers),
             row,
@@ -215,7 +271,7 @@ class Program:
             tuple(devices.flat),
             {self.paths[self.step.parameters[p]]: shape_of(p) for p in graph.parameters},
             sum(map(bytes_of, graph.parameters)),
-            self.stages[s].bytes,
+            kept,
             sum(map(bytes_of, sent)),
             len(graph.equations),
         )
@@ -235,26 +291,33 @@ class Program:
         share = 1 / self.microbatches if self.combine[0].how is How.MEAN else 1
         seed = np.asarray(share).astype(dtype_of(self.loss.outputs[0]))
         pieces, known = self._pieces(values), self._on_meshes(values)
-        devices = [
-            MeshDevice(mesh, partial(self.place, row)) for row, mesh in enumerate(self.meshes)
-        ]
-        stages = []
-        for compiled, row in zip(self.stages, self.schedule.placement, strict=True):
+        devices = {row: MeshDevice(self.meshes[row], partial(self.place, row)) for row in self.rows}
+        stages = {}
+        for s, compiled in self.stages.items():
+            row = self.schedule.placement[s]
             names = [step.gradients[p] for p in compiled.graph.parameters]
-            stages.append(MeshStage(compiled, names, devices[row], known[row], pieces, seed))
+            stages[s] = MeshStage(compiled, names, devices[row], known[row], pieces, seed)
 
         # [2] A worker for each mesh carries out its row of the schedule, and ends the update.
-        partners: list[tuple[int, ...]] = [()] * len(stages)  # no stage waits for another's news
+        partners: list[tuple[int, ...]] = [()] * len(self.graphs)  # no stage waits for news
         jobs = []
-        for row, device in enumerate(devices):
-            mine = {s: stage for s, stage in enumerate(stages) if stage.device is device}
-            about = (partners, None, 0, 1, mine, known[row], self._finish)
-            jobs.append(MeshJob(self.schedule, row, device, *about))
-        outcomes = run_threads(jobs)
+        for row, device in devices.items():
+            mine = {s: stage for s, stage in stages.items() if stage.device is device}
+            about = (mine, known[row], self._processes, self.names, self._finish)
+            jobs.append(MeshJob(self.schedule, row, device, partners, None, 0, 1, *about))
+        outcomes = self._agreed().run(jobs) if self.connect else run_threads(jobs)
+        outcomes.sort(key=attrgetter("row"))
 
         # [3] The results, each from the row that made it.
         def find(v: Var) -> Any:
-            return values[v] if v in values else known[self.finish.rows[v]][v]
+            row = self.finish.rows.get(v, 0)
+            for here in (values, known.get(row, {}), *known.values()):
+                if v in here:
+                    return here[v]
+            # It is on another process's devices.
+            return jax.make_array_from_single_device_arrays(
+                shape_of(v), self.place(row, v), [], dtype=dtype_of(v)
+            )
 
         results = [
             jax.numpy.asarray(a.val) if isinstance(a, Literal) else find(a)
@@ -284,25 +347,30 @@ class Program:
                     "one of them (jax.numpy.copy)"
                 )
 
-    def _on_meshes(self, values: Values) -> list[Values]:
-        """Per mesh, the arguments that its stages and their own parts of the update read."""
-        known: list[Values] = [{} for _ in self.meshes]
-        for s, row in enumerate(self.schedule.placement):
-            graph, mine = self.graphs[s], known[row]
-            read = [v for task in self.stages[s].tasks for v in task.inputs]
-            for v in (*graph.parameters, *graph.fixed, *read):
-                source = self.step.parameters.get(v, v)
-                if source in values:
-                    if source not in mine:
-                        mine[source] = jax.device_put(values[source], self.place(row, source))
-                    mine[v] = mine[source]
+    def _on_meshes(self, values: Values) -> dict[int, Values]:
+        """By row, the arguments that its stages and their parts of the update read."""
+        known: dict[int, Values] = {row: {} for row in self.rows}
+        for row, mine in known.items():
+            for v, source in self._reads[row].items():
+                if source not in values:  # the step makes it
+                    continue
+                if source not in mine:
+                    array = values[source]
+                    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+                        raise PipeshardError(
+                            f"{self.paths[source]} is on another process's devices: pass it as a "
+                            "host array (`fetch` makes one), or return the state first, in the "
+                            "order in which the step takes it, so that it stays where it is read"
+                        )
+                    mine[source] = jax.device_put(array, self.place(row, source))
+                mine[v] = mine[source]
         return known
 
     def _pieces(self, values: Values) -> dict[Var, Arrays]:
         """Per micro-batch its number, and its part of the leaves of the batch that stages read."""
         m = self.microbatches
         cut: dict[Var, Arrays] = {}
-        for v in {v for graph in self.graphs for v in graph.data}:
+        for v in {v for stage in self.stages.values() for v in stage.graph.data}:
             if v not in values:
                 cut[v] = list(np.arange(m, dtype=np.uint32))
             elif isinstance(values[v], np.ndarray):

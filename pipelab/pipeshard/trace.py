@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 
 from pipelab.pipeshard.graph import (
     Arrays,
@@ -30,7 +33,7 @@ from pipelab.pipeshard.graph import (
 from pipelab.pipeshard.marker import grad_p
 from pipelab.pipeshard.plan import AXES
 
-# What a step is traced on: sharding constraints may name the axes of a stage's mesh.
+# Where a step is traced: its sharding constraints may name the axes of a stage's mesh.
 ONE_DEVICE = AbstractMesh((1, 1), AXES)
 USE_OURS = "call pipelab.pipeshard.grad or value_and_grad there instead of jax's, once"
 
@@ -158,8 +161,7 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
 
     # [1] The whole step as equations.
     try:
-        with jax.sharding.use_abstract_mesh(ONE_DEVICE):
-            closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arguments.shapes(samples))
+        closed, shapes = _traced(flat, arguments.shapes(samples))
     except ValueError as error:
         if "static arguments" not in str(error):
             raise
@@ -185,6 +187,23 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
     found = Step(whole.inputs, batch, loss, parameters, marked.outvars, update, *about)
     _check_update(found)
     return found
+
+
+def _traced(fun: Callable, shapes: Sequence[jax.ShapeDtypeStruct]) -> tuple[ClosedJaxpr, Any]:
+    """The function as equations, and the shapes of its results."""
+    make = jax.make_jaxpr(fun, return_shape=True)
+    try:
+        return make(*shapes)
+    except RuntimeError as error:
+        if "non-empty mesh" not in str(error):
+            raise
+    # It has sharding constraints by axes alone. Under jax.set_mesh, all arrays would be of that
+    # mesh; under this older form, which warns of its age, the constraints alone are.
+    mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1), AXES)
+    with ExitStack() as stack:
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            stack.enter_context(mesh)
+        return make(*shapes)
 
 
 def _donated(closed: ClosedJaxpr) -> list[int]:
