@@ -11,61 +11,86 @@ Rows of one process hand over by reference, those of several by messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.extend.core import Var
 
 from pipelab.executors.transport import Message, Transport
-from pipelab.pipeshard.graph import Values, Variables, dtype_of, shape_of
+from pipelab.pipeshard.cut import StageGraph
+from pipelab.pipeshard.graph import Values, Variables, dtype_of, shape_of, size, variables
 from pipelab.pipeshard.mesh import MeshStage
-from pipelab.pipeshard.update import Task
+from pipelab.pipeshard.update import SMALL, Task
+
+if TYPE_CHECKING:
+    from pipelab.pipeshard.program import Program
 
 
 class Finish:
     """What is left of a step when its rows have ended.
 
+    reads   per row, what its stages and its tasks read -> the argument that it is, if it is one
     rows    of what the step makes -> the row that knows it first
     rounds  per round (row, other row) -> what the one tells the other
     """
 
-    def __init__(
-        self,
-        placement: Sequence[int],
-        known: Mapping[Var, int],
-        shared: Mapping[Var, Sequence[int]],
-        tasks: Sequence[Task],
-        wanted: Callable[[Mapping[Var, int]], Iterable[tuple[int, Var]]],
-    ) -> None:
-        """`placement` of stages on rows.
+    def __init__(self, program: Program, tasks: Sequence[Task], following: Values) -> None:
+        """`following`: result -> the argument that it is the next value of, where that is known."""
+        step, graphs = program.step, program.graphs
+        placement = self.placement = program.schedule.placement
+        gradients, owner = step.gradients, program.owner
+        self.reads: list[dict[Var, Var]] = [{} for _ in program.meshes]
+        for s, graph in enumerate(graphs):
+            of_tasks = [v for task in tasks if task.stage == s for v in task.inputs]
+            for v in (*graph.parameters, *graph.fixed, *of_tasks):
+                self.reads[placement[s]][v] = step.parameters.get(v, v)
+        # Gradients that not exactly one stage makes -> the stages that make parts of them.
+        readers = program.readers
+        self.shared = {g: readers[p] for p, g in gradients.items() if len(readers[p]) != 1}
 
-        known   of gradients and the loss's results -> the row that knows them
-        shared  gradients that not exactly one stage makes -> the stages that make parts of them
-        tasks   of the update
-        wanted  `rows` -> pairs (row, variable) beside what tasks read: what a process needs
-        """
-        self.placement, self.shared = placement, shared
-        # [1] Where and in which round each variable is made.
-        made = {v: (1, row) for v, row in known.items()}
+        # [1] In which round, and by which row, each variable is made.
+        made = {g: (1, placement[owner[g]]) for g in gradients.values()}
+        for s, graph in enumerate(graphs):
+            made.update((step.gradient[i], (1, placement[s])) for i in graph.results)
         for task in tasks:
             made.update((v, (1 + task.level, placement[task.stage])) for v in task.outputs)
         self.rows = {v: row for v, (_, row) in made.items()}
-        # [2] Who tells it whom.
-        found: dict[tuple[int, int, int], dict[Var, None]] = {}  # sets that keep their order
-        for v, stages in shared.items():
+
+        # [2] Who reads it. Between processes, single numbers and results of the loss are for all,
+        #     new values of what the next call reads for those that read it.
+        wanted = [(placement[task.stage], v) for task in tasks if task.level for v in task.inputs]
+        processes, sources = program.processes, [{*read.values()} for read in self.reads]
+        heads = [processes.index(q) for q in dict.fromkeys(processes)]
+        for v in variables(step.update.outputs):
+            if v in made:
+                readers_of = [r for r, read in enumerate(sources) if following.get(v) in read]
+                small = size(v) <= SMALL or v in step.gradient[: len(step.loss.outputs)]
+                others = [*readers_of, *(heads if small else [])]
+                wanted += [(r, v) for r in others if processes[r] != processes[self.rows[v]]]
+
+        # [3] What each tells each, in an order that is the same in all processes.
+        found: dict[tuple[int, int, int], dict[Var, None]] = {}
+        for g, stages in self.shared.items():
             for s in stages:
-                found.setdefault((0, placement[s], known[v]), {})[v] = None
-        reads = [(placement[task.stage], v) for task in tasks if task.level for v in task.inputs]
-        for row, v in (*reads, *wanted(self.rows)):
+                found.setdefault((0, placement[s], self.rows[g]), {})[g] = None
+        for row, v in wanted:
             if v in made:
                 found.setdefault((*made[v], row), {})[v] = None
-        last = max(task.level for task in tasks) if tasks else 0
+        last = max((task.level for task in tasks), default=0)
         self.rounds: list[dict[tuple[int, int], Variables]] = [{} for _ in range(last + 2)]
         for (number, row, other), vs in found.items():
             if row != other:
                 self.rounds[number][row, other] = list(vs)
+
+    def sent(self, graphs: Sequence[StageGraph]) -> Variables:
+        """All that rows ever send each other."""
+        found = [v for graph in graphs for v in (*graph.outputs, *graph.aux_outputs)]
+        for each in self.rounds:
+            for vs in each.values():
+                found += vs
+        return list(dict.fromkeys(found))
 
     def __call__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -24,7 +24,6 @@ from pipelab.pipeshard.graph import (
     Arrays,
     PipeshardError,
     Values,
-    Variables,
     bytes_of,
     dtype_of,
     on_mesh,
@@ -38,7 +37,7 @@ from pipelab.pipeshard.plan import Pipeshard, Plan, StagePlan
 from pipelab.pipeshard.processes import Names, Processes, processes_of
 from pipelab.pipeshard.stage import CompiledStage, Place
 from pipelab.pipeshard.trace import Arguments, trace, trace_piece
-from pipelab.pipeshard.update import SMALL, donate, split
+from pipelab.pipeshard.update import SMALL, Task, donate, split
 
 split_array = jax.jit(jax.numpy.split, static_argnums=1)
 
@@ -65,7 +64,7 @@ class Program:
     readers  parameter -> the stages that read it
     owner    of a parameter (the argument) and of its gradient: the first stage that reads it
     donated  arguments whose arrays are given up
-    rows     of this process
+    rows     of this process; `processes` of all rows
     stages   of these rows, by number
     plan     what each stage holds
     """
@@ -100,8 +99,8 @@ class Program:
         # [2] The schedule, a mesh for each of its devices, and the stages.
         self.schedule = method.table_for(len(layers))
         self.meshes = method.meshes_of(self.schedule.devices)
-        self._processes = processes_of(self.meshes)
-        self.rows = [row for row, q in enumerate(self._processes) if q == jax.process_index()]
+        self.processes = processes_of(self.meshes)
+        self.rows = [row for row, q in enumerate(self.processes) if q == jax.process_index()]
         self.connect = connect if len(self.rows) < len(self.meshes) else None
         self._shardings = method.shardings_of(self.schedule.devices)
         parameters, batch = self.step.parameters, self.step.batch
@@ -114,72 +113,69 @@ class Program:
                     "mesh another shape (data, model)"
                 )
 
-        # [3] Which stage owns which parameter, and which argument says how a variable is sharded.
-        gradients = self.step.gradients
+        # [3] Which stage owns which parameter, and what is donated.
+        self.paths = dict(zip(self.step.arguments, arguments.paths, strict=True))
+        self._state = [v for v in self.step.arguments if v not in batch]
+        self._following = self._next_values()
+        self._find_owners()
+        trees = jax.tree.unflatten(arguments.tree, self.step.arguments)
+        given = jax.tree.leaves([trees[i] for i in donate_argnums])
+        self.donated = {*self.step.donated, *given}
+
+        # [4] The update's tasks, what rows tell each other, and this process's stages.
+        tasks = self._tasks()
+        self.finish = Finish(self, tasks, self._following)
+        self.stages = self._compiled(tasks)
+        self.names, kept = None, {s: stage.bytes for s, stage in self.stages.items()}
+        if self.connect:
+            self.names = Names(self.finish.sent(self.graphs))
+            shares = self._agreed().share(kept)
+            kept = {s: size for share in shares for s, size in share.items()}
+        plans = [self._stage_plan(s, of, kept[s]) for s, of in enumerate(layers)]
+        self.plan = Plan(self.schedule, tuple(plans))
+
+    def _find_owners(self) -> None:
+        """The first stage that reads a parameter owns it; and whose sharding a variable has."""
+        parameters, gradients = self.step.parameters, self.step.gradients
         self.readers = {
             p: [s for s, graph in enumerate(self.graphs) if p in graph.parameters]
             for p in parameters
         }
-        self.paths = dict(zip(self.step.arguments, arguments.paths, strict=True))
-        state = [v for v in self.step.arguments if v not in batch]
-        pinned = self._next_values(state)
-        self._like: dict[Var, Var] = {**pinned, **{v: v for v in state}, **parameters}
+        self._like: dict[Var, Var] = {
+            **self._following,
+            **{v: v for v in self._state},
+            **parameters,
+        }
         self.owner: dict[Var, int] = {}
         for p, argument in parameters.items():
             first = min(self.readers[p], default=0)
             self.owner.update({argument: first, gradients[p]: first})
             self._like[gradients[p]] = argument
 
-        # [4] What is donated.
-        trees = jax.tree.unflatten(arguments.tree, self.step.arguments)
-        given = jax.tree.leaves([trees[i] for i in donate_argnums])
-        self.donated = {*self.step.donated, *given}
-
-        # [5] The update, as tasks of the stages, and all on the meshes' own axes.
-        numbers = range(len(layers))
+    def _tasks(self) -> list[Task]:
+        """The update as tasks of the stages; and their sharding constraints on their meshes."""
         # A gradient is known to its owner as soon as that has ended its backwards, unless others
         # have parts of it; all else that the loss makes is known when all stages have ended.
-        early = {g for p, g in gradients.items() if len(self.readers[p]) == 1}
+        early = {g for p, g in self.step.gradients.items() if len(self.readers[p]) == 1}
         late = {*self.step.gradient} - early
-        homes = {v: self.owner[a] for v, a in pinned.items() if a in self.owner}
+        homes = {v: self.owner[a] for v, a in self._following.items() if a in self.owner}
         tasks = split(self.step.update, self.owner, late, homes)
-        donate(tasks, self._reusable(pinned))
+        donate(tasks, self._reusable())
         for s, graph in enumerate(self.graphs):
             mesh = self.meshes[self.schedule.placement[s]]
             parts: list[Any] = [graph, *(task for task in tasks if task.stage == s)]
             for part in parts:
                 part.equations = [on_mesh(eqn, mesh) for eqn in part.equations]
-        # [6] What rows read of the arguments, and tell each other at the end.
-        placement = self.schedule.placement
-        self._reads: list[dict[Var, Var]] = [{} for _ in self.meshes]  # -> the argument that it is
-        for s, graph in enumerate(self.graphs):
-            of_tasks = [v for task in tasks if task.stage == s for v in task.inputs]
-            for v in (*graph.parameters, *graph.fixed, *of_tasks):
-                self._reads[placement[s]][v] = parameters.get(v, v)
-        known = {g: placement[self.owner[g]] for g in gradients.values()}
-        for s, graph in enumerate(self.graphs):
-            known.update((self.step.gradient[i], placement[s]) for i in graph.results)
-        shared = {g: self.readers[p] for p, g in gradients.items() if g not in early}
-        self.finish = Finish(placement, known, shared, tasks, partial(self._wanted, pinned))
+        return tasks
 
-        # [7] Compile this process's stages.
+    def _compiled(self, tasks: list[Task]) -> dict[int, CompiledStage]:
         apart = Kind.W in self.schedule.columns.kind
-        others = {*state} - {*parameters.values()}
-        self.stages = {
+        others = {*self._state} - {*self.step.parameters.values()}
+        return {
             s: CompiledStage(self.graphs, s, self._place_on(s), apart, tasks, others)
-            for s in numbers
-            if placement[s] in self.rows
+            for s, row in enumerate(self.schedule.placement)
+            if row in self.rows
         }
-        kept = {s: stage.bytes for s, stage in self.stages.items()}
-        self.names = None
-        if self.connect:
-            sent = [v for graph in self.graphs for v in (*graph.outputs, *graph.aux_outputs)]
-            told = [v for each in self.finish.rounds for vs in each.values() for v in vs]
-            self.names = Names(list(dict.fromkeys([*sent, *told])))
-            others_kept = self._agreed().share(kept)
-            kept = {s: size for of in others_kept for s, size in of.items()}
-        plans = [self._stage_plan(s, layers[s], kept[s]) for s in numbers]
-        self.plan = Plan(self.schedule, tuple(plans))
 
     # ---- where things are
 
@@ -212,17 +208,17 @@ class Program:
     def _place_on(self, stage: int) -> Place:
         return partial(self.place, self.schedule.placement[stage])
 
-    def _next_values(self, state: Variables) -> dict[Var, Var]:
+    def _next_values(self) -> dict[Var, Var]:
         """Result -> the argument that it is the next value of.
 
         That is known if the step returns its state first, in the order in which it takes it.
         """
-        pairs = list(zip(state, self.step.update.outputs, strict=False))
+        pairs = list(zip(self._state, self.step.update.outputs, strict=False))
         if any(shape_of(a) != shape_of(b) for a, b in pairs):
             return {}
         return {b: a for a, b in pairs if isinstance(b, Var)}
 
-    def _reusable(self, following: Mapping[Var, Var]) -> dict[Var, Var]:
+    def _reusable(self) -> dict[Var, Var]:
         """Result -> the donated argument whose memory it may take.
 
         Not of small ones, which any task may read; nor of what is returned as it is, or read by
@@ -230,26 +226,8 @@ class Program:
         """
         read = {v for graph in self.graphs for v in graph.fixed}
         free = self.donated - read - {*variables(self.step.update.outputs)}
-        pairs = [(b, a) for b, a in following.items() if a in free and size(a) > SMALL]
+        pairs = [(b, a) for b, a in self._following.items() if a in free and size(a) > SMALL]
         return {b: a for b, a in pairs if dtype_of(a) == dtype_of(b)}
-
-    def _wanted(
-        self, following: Mapping[Var, Var], rows: Mapping[Var, int]
-    ) -> Iterator[tuple[int, Var]]:
-        """What a row tells those of other processes: (one of these, a result of the step).
-
-        Single numbers and results of the loss go to every process, new values of what the next call
-        reads to those that read it.
-        """
-        heads = [self._processes.index(q) for q in {*self._processes}]
-        of_loss = self.step.gradient[: len(self.combine)]
-        for v in variables(self.step.update.outputs):
-            wanting = heads if size(v) <= SMALL or v in of_loss else []
-            source = following.get(v)
-            readers = [row for row, read in enumerate(self._reads) if source in read.values()]
-            for row in (*wanting, *readers):
-                if v in rows and self._processes[row] != self._processes[rows[v]]:
-                    yield row, v
 
     def _agreed(self) -> Processes:
         """The processes, when all run this program."""
@@ -303,7 +281,7 @@ class Program:
         jobs = []
         for row, device in devices.items():
             mine = {s: stage for s, stage in stages.items() if stage.device is device}
-            about = (mine, known[row], self._processes, self.names, self._finish)
+            about = (mine, known[row], self.processes, self.names, self._finish)
             jobs.append(MeshJob(self.schedule, row, device, partners, None, 0, 1, *about))
         outcomes = self._agreed().run(jobs) if self.connect else run_threads(jobs)
         outcomes.sort(key=attrgetter("row"))
@@ -351,7 +329,7 @@ class Program:
         """By row, the arguments that its stages and their parts of the update read."""
         known: dict[int, Values] = {row: {} for row in self.rows}
         for row, mine in known.items():
-            for v, source in self._reads[row].items():
+            for v, source in self.finish.reads[row].items():
                 if source not in values:  # the step makes it
                     continue
                 if source not in mine:
