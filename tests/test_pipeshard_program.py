@@ -81,7 +81,7 @@ def test_what_is_donated_twice_or_does_not_exist():
     method = Pipeshard(4, stages=3, devices=3)
     pipeline = parallelize(step, method, donate_argnums=(0,))
     inner = (inner[0]._replace(mu=params), *inner[1:])
-    with pytest.raises(PipeshardError, match=r"is donated, and .*\['b'\] is the same array: copy"):
+    with pytest.raises(PipeshardError, match=r"is donated, but the step reads the same array"):
         pipeline((params, inner), data(32))
     with pytest.raises(PipeshardError, match=r"donate_argnums=\(2,\): the step was given 2 arg"):
         parallelize(step, method, donate_argnums=2)(params, data(32))

@@ -12,7 +12,7 @@ Rows of one process hand over by reference, those of several by messages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,9 +24,6 @@ from pipelab.pipeshard.graph import Values, Variables, dtype_of, shape_of, size,
 from pipelab.pipeshard.mesh import MeshStage
 from pipelab.pipeshard.update import SMALL, Task
 
-if TYPE_CHECKING:
-    from pipelab.pipeshard.program import Program
-
 
 class Finish:
     """What is left of a step when its rows have ended.
@@ -36,9 +33,13 @@ class Finish:
     rounds  per round (row, other row) -> what the one tells the other
     """
 
-    def __init__(self, program: Program, tasks: Sequence[Task], following: Values) -> None:
-        """`following`: result -> the argument that it is the next value of, where that is known."""
+    def __init__(self, program: Any, tasks: Sequence[Task], following: Values) -> None:
+        """Of a `program.Program`.
+
+        following  result -> the argument that it is the next value of, where that is known
+        """
         step, graphs = program.step, program.graphs
+        self.gradient, self.combine = step.gradient, program.combine
         placement = self.placement = program.schedule.placement
         gradients, owner = step.gradients, program.owner
         self.reads: list[dict[Var, Var]] = [{} for _ in program.meshes]
@@ -96,14 +97,10 @@ class Finish:
         self,
         row: int,
         stages: Sequence[MeshStage],
-        combined: Values,
         known: Values,
         transport: Transport,
     ) -> None:
-        """All that row `row`, which has these stages, has to do; adds it to what is known there.
-
-        combined  results of the loss, of the whole batch, from these stages
-        """
+        """All that row `row`, which has these stages, has to do; adds it to what is known there."""
         # [1] Gradients that several stages have parts of, or none.
         parts = {v: [x for stage in stages for x in _part(stage, v)] for v in self.shared}
         for received in self._swap(0, row, parts, transport):
@@ -114,8 +111,12 @@ class Finish:
                 zeros = np.zeros(shape_of(v), dtype_of(v))
                 home = stages[0].device.place(v)
                 known[v] = sum(jax.device_put(parts[v] or [zeros], home))
-        # [2] What waits for other stages.
-        known.update(combined)
+        # [2] The loss and what it returns beside, of the whole batch.
+        for stage in stages:
+            for i in stage.graph.results:
+                parts_of = [results[i] for _, results in sorted(stage.results.items())]
+                known[self.gradient[i]] = self.combine[i].apply(parts_of)
+        # [3] What waits for other stages.
         for number in range(1, len(self.rounds)):
             for stage in stages:
                 for task in stage.compiled.tasks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pipelab.action import Kind
 from pipelab.executors.threads import run_threads
-from pipelab.executors.transport import Transport
 from pipelab.executors.worker import Record
 from pipelab.pipeshard.cut import count_layers, cut
 from pipelab.pipeshard.finish import Finish
@@ -28,7 +28,6 @@ from pipelab.pipeshard.graph import (
     dtype_of,
     on_mesh,
     shape_of,
-    size,
     variables,
 )
 from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
@@ -37,7 +36,7 @@ from pipelab.pipeshard.plan import Pipeshard, Plan, StagePlan
 from pipelab.pipeshard.processes import Names, Processes, processes_of
 from pipelab.pipeshard.stage import CompiledStage, Place
 from pipelab.pipeshard.trace import Arguments, trace, trace_piece
-from pipelab.pipeshard.update import SMALL, Task, donate, split
+from pipelab.pipeshard.update import Task, donate, split
 
 split_array = jax.jit(jax.numpy.split, static_argnums=1)
 
@@ -160,7 +159,10 @@ class Program:
         late = {*self.step.gradient} - early
         homes = {v: self.owner[a] for v, a in self._following.items() if a in self.owner}
         tasks = split(self.step.update, self.owner, late, homes)
-        donate(tasks, self._reusable())
+        # What stages read that may not have ended yet, or is returned as it is, has to stay.
+        stays = {v for graph in self.graphs for v in graph.fixed}
+        stays.update(variables(self.step.update.outputs))
+        donate(tasks, self.donated - stays, self._following)
         for s, graph in enumerate(self.graphs):
             mesh = self.meshes[self.schedule.placement[s]]
             parts: list[Any] = [graph, *(task for task in tasks if task.stage == s)]
@@ -218,17 +220,6 @@ class Program:
             return {}
         return {b: a for a, b in pairs if isinstance(b, Var)}
 
-    def _reusable(self) -> dict[Var, Var]:
-        """Result -> the donated argument whose memory it may take.
-
-        Not of small ones, which any task may read; nor of what is returned as it is, or read by
-        stages that may not have ended yet.
-        """
-        read = {v for graph in self.graphs for v in graph.fixed}
-        free = self.donated - read - {*variables(self.step.update.outputs)}
-        pairs = [(b, a) for b, a in self._following.items() if a in free and size(a) > SMALL]
-        return {b: a for b, a in pairs if dtype_of(a) == dtype_of(b)}
-
     def _agreed(self) -> Processes:
         """The processes, when all run this program."""
         assert self.connect
@@ -261,8 +252,13 @@ class Program:
         step = self.step
         values = {v: _array(x) for v, x in zip(step.arguments, arguments.values, strict=True)}
         values.update({**step.update.consts, **step.loss.consts})
-
-        self._check_donated(values)
+        uses = Counter(map(id, values.values()))
+        for v in self.donated:
+            if isinstance(values[v], jax.Array) and uses[id(values[v])] > 1:
+                raise PipeshardError(
+                    f"{self.paths[v]} is donated, but the step reads the same array elsewhere, "
+                    "too: pass a copy (jax.numpy.copy)"
+                )
 
         # [1] Every stage on its mesh. A mean over the batch is the mean of the micro-batches'
         #     means, so that the gradient of each of these is 1 / m.
@@ -281,7 +277,7 @@ class Program:
         jobs = []
         for row, device in devices.items():
             mine = {s: stage for s, stage in stages.items() if stage.device is device}
-            about = (mine, known[row], self.processes, self.names, self._finish)
+            about = (mine, known[row], self.processes, self.names, self.finish)
             jobs.append(MeshJob(self.schedule, row, device, partners, None, 0, 1, *about))
         outcomes = self._agreed().run(jobs) if self.connect else run_threads(jobs)
         outcomes.sort(key=attrgetter("row"))
@@ -307,23 +303,6 @@ class Program:
         records = [outcome.record for outcome in outcomes]
         tree = jax.tree.unflatten(step.results, results)
         return Call(tree, records, [find(v) for v in step.gradient])
-
-    def _finish(
-        self, row: int, stages: list[MeshStage], known: Values, transport: Transport
-    ) -> None:
-        self.finish(row, stages, self._combined(stages), known, transport)
-
-    def _check_donated(self, values: Values) -> None:
-        """Raises PipeshardError where a donated array is passed twice."""
-        first: dict[int, Var] = {}
-        given = [v for v in self.step.arguments if isinstance(values[v], jax.Array)]
-        for v in sorted(given, key=lambda v: v in self.donated):
-            other = first.setdefault(id(values[v]), v)
-            if v in self.donated and other is not v:
-                raise PipeshardError(
-                    f"{self.paths[v]} is donated, and {self.paths[other]} is the same array: copy "
-                    "one of them (jax.numpy.copy)"
-                )
 
     def _on_meshes(self, values: Values) -> dict[int, Values]:
         """By row, the arguments that its stages and their parts of the update read."""
@@ -356,15 +335,6 @@ class Program:
             else:
                 cut[v] = split_array(values[v], m)
         return cut
-
-    def _combined(self, stages: list[MeshStage]) -> Values:
-        """What these stages have of the loss and what it returns beside, of the whole batch."""
-        found = {}
-        for stage in stages:
-            for i in stage.graph.results:
-                values = [stage.results[k][i] for k in range(self.microbatches)]
-                found[self.step.gradient[i]] = self.combine[i].apply(values)
-        return found
 
 
 def _array(value: Any) -> Any:

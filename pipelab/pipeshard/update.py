@@ -27,6 +27,7 @@ from pipelab.pipeshard.graph import (
     Graph,
     PipeshardError,
     Variables,
+    dtype_of,
     inline,
     needed,
     place_of,
@@ -77,16 +78,21 @@ def split(
         return _tasks(expanded, owners, late, homes)
 
 
-def donate(tasks: list[Task], previous: dict[Var, Var]) -> None:
+def donate(tasks: list[Task], given: set[Var], following: dict[Var, Var]) -> None:
     """Let new values take the memory of the old ones, where no later task reads these.
 
-    tasks     by level
-    previous  result -> the argument that it is the next value of, if that is donated
+    tasks      by level
+    given      arguments that are donated
+    following  result -> the argument that it is the next value of
     """
     last = {v: task for task in tasks for v in task.inputs}  # that reads a variable
     for task in tasks:
-        old = [previous[v] for v in task.outputs if v in previous]
-        task.donated = [v for v in old if last.get(v) is task]
+        for v in task.outputs:
+            old = following.get(v)
+            if old not in given or last.get(old) is not task:
+                continue
+            if size(old) > SMALL and dtype_of(old) == dtype_of(v):  # any task may read small ones
+                task.donated.append(old)
 
 
 def _without_branches(graph: Graph) -> Graph:
