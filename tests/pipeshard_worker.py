@@ -7,6 +7,7 @@ fails has its error there, and the next is tried.
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from functools import partial
@@ -168,12 +169,13 @@ def local(number):
     return train(number, stages=2, devices=jax.local_devices())
 
 
-def pipeline_of(stages, **options):
+def pipeline_of(stages, timeout=60, **options):
     import optax
 
     from pipelab.pipeshard import Pipeshard, parallelize
 
-    return parallelize(step_of(optax.sgd(0.1)), Pipeshard(4, stages=stages, **options))
+    method = Pipeshard(4, stages=stages, **options)
+    return parallelize(step_of(optax.sgd(0.1)), method, timeout=timeout)
 
 
 def compare(number):
@@ -192,25 +194,27 @@ def differ(number):
     return pipeline(state, jax.tree.map(lambda x: x[: 16 - 8 * number], batch))
 
 
-def fail(number, kill):
-    """Process 1 fails in the second step, within an action."""
+def fail(number, who, how):
+    """Process `who` fails in the second step, within an action."""
     import jax
     import optax
 
     import pipelab
     from pipelab.pipeshard.mesh import MeshStage
 
-    pipeline = pipeline_of(jax.process_count())
+    pipeline = pipeline_of(jax.process_count(), timeout=3)
     state, batch = start(optax.sgd(0.1))
     state, *_ = pipeline(state, batch)
     backward = MeshStage.backward
 
     def failing(self, microbatch, received):
-        if number == 1 and microbatch == 2:
-            if kill:
-                print(time.time(), flush=True)
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise ZeroDivisionError("by design")
+        if number == who and microbatch == 2:
+            if how is None:
+                raise ZeroDivisionError("by design")
+            print(time.time(), flush=True)
+            if how == signal.SIGSTOP:  # nobody else would end this process
+                subprocess.Popen(["sh", "-c", f"sleep 8; kill -9 {os.getpid()}"])
+            os.kill(os.getpid(), how)
         return backward(self, microbatch, received)
 
     MeshStage.backward = failing
@@ -234,11 +238,16 @@ CASES = {
     "lost": lost,
     "compare": compare,
     "differ": differ,
-    "raise": partial(fail, kill=False),
-    "kill": partial(fail, kill=True),
+    "raise": partial(fail, who=1, how=None),
+    "kill 0": partial(fail, who=0, how=signal.SIGKILL),
+    "kill 1": partial(fail, who=1, how=signal.SIGKILL),
+    "stop 1": partial(fail, who=1, how=signal.SIGSTOP),
 }
 
 
 if __name__ == "__main__":
     cases, *rest = sys.argv[1:]
-    print("\n" + json.dumps(main(cases.split(","), rest[0], *map(int, rest[1:]))), flush=True)
+    found = main(cases.split(","), rest[0], *map(int, rest[1:]))
+    print("\n" + json.dumps(found), flush=True)
+    if "time" in found[0]:
+        os._exit(0)  # jax would wait for the process that has ended

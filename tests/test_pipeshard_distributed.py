@@ -98,11 +98,20 @@ def test_four_processes():
         assert len({each["loss"] for each in of}) == 1
 
 
-def test_a_process_that_is_killed_ends_the_others():
-    statuses, outs, errors = start("kill", 3)
-    assert statuses[1] == -9
-    killed = float(outs[1].split()[-1])
-    for out in (outs[0], outs[2]):
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("kill 0", "process 0 disconnected; it was at: mesh 0"),
+        ("kill 1", "process 1 disconnected; it was at: mesh 1"),
+        ("stop 1", "no action ended within 3 s: "),
+    ],
+)
+def test_a_process_that_does_not_get_on_ends_the_others(case, message):
+    statuses, outs, errors = start(case, 3)
+    failed = int(case[-1])
+    assert statuses[failed] == -9
+    began = float(outs.pop(failed).split()[-1])
+    for out in outs:
         [found] = json.loads(out.splitlines()[-1])
-        assert found["error"].startswith("process 1 disconnected"), errors
-        assert found["time"] - killed < 5
+        assert found["error"].startswith(message), errors
+        assert found["time"] - began < 5 + 3 * (case == "stop 1")

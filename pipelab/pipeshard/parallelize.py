@@ -34,17 +34,17 @@ def parallelize(
 ) -> Any:
     """A train step written for one device, run as a pipeline over meshes of devices.
 
-    train_step     (state, batch) -> (state, ...), or any pure function of trees of arrays. It takes
-                   one gradient, by `pipelab.pipeshard.grad` or `value_and_grad`, of a loss that
-                   marks its layers' boundaries. It may be jitted, and use flax (linen, or nnx by
-                   split and merge), optax, or neither
-    method         how to cut it, place it, and order it
-    batch_argnums  which arguments are batches: every array in them has the samples along
-                   dimension 0
-    donate_argnums  which arguments are given up, as jax.jit has it: their memory is used again for
-                   the results, and their arrays are deleted. What a jitted step donates is donated
-
-    Without a train_step it is a decorator: `@parallelize(method=Pipeshard(4))`.
+    train_step      (state, batch) -> (state, ...), or any pure function of trees of arrays. It
+                    takes one gradient, by `pipelab.pipeshard.grad` or `value_and_grad`, of a loss
+                    that marks its layers' boundaries. It may be jitted, and use flax (linen, or nnx
+                    by split and merge), optax, or neither. Without one, this is a decorator:
+                    `@parallelize(method=Pipeshard(4))`
+    method          how to cut it, place it, and order it
+    batch_argnums   which arguments are batches: every array in them has the samples along
+                    dimension 0
+    donate_argnums  which arguments are given up, as in jax.jit: the results use their memory again,
+                    and their arrays are deleted. What a jitted step donates is donated anyway
+    timeout         seconds within which some action has to end, where there are several processes
 
     The loss is computed micro-batch by micro-batch and its gradients added up: the result is that
     of the undivided batch, for a loss that is a mean or a sum over it. Further results of the loss
@@ -52,7 +52,24 @@ def parallelize(
     the loss draws random numbers, every micro-batch draws its own.
 
     Results stay where they are made: each stage's part of the state on its own devices, ready for
-    the next call. To use them elsewhere, `jax.device_put(state, device)`.
+    the next call. `jax.device_put(state, device)` brings them together, `jax.device_get` to the
+    host; `plan.stages[1].parameters` names the arrays of stage 1, by their paths in the state.
+
+    Inside a stage, `jax.lax.with_sharding_constraint` may name the axes of its mesh, "data" and
+    "model": `PartitionSpec("data", "model")`. Without it, XLA decides.
+
+    In several processes of jax.distributed, all make the same call, with the same arguments: arrays
+    of the host, or what the last call returned. Each compiles and runs the stages whose mesh is of
+    its own devices. A result that is on others' devices is an array with its sharding and nothing
+    of it here; single numbers, and what the loss returns, are everywhere. `fetch` makes whole
+    arrays of the others, for a checkpoint, say. When a process ends or hangs, the others raise one
+    RunError (see `executors.jax.distributed` for what jax does then). `compare` needs one process.
+
+    Who knows NVIDIA's JaxPP: there, too, stages have meshes with axes of data and model, and their
+    state stays with them. Here the gradient is marked (`value_and_grad`) instead of the loop over
+    micro-batches (`treduce`), so that the step is the same on one device; micro-batches are cut
+    from the batch by the pipeline; a schedule is one of `pipelab.SCHEDULES` with a flush, or any
+    table of your own; and a loss whose micro-batches do not add up to the batch is refused.
 
     Everything is compiled at the first call for arguments of these shapes. What does not fit is an
     error that says why (PipeshardError): nothing falls back to one device.
