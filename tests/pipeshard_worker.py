@@ -91,6 +91,8 @@ def train(number, *, stages=4, optimizer=None, steps=3, donate=(), **options):
 
     optimizer = optimizer or optax.adam(1e-2)
     options.setdefault("schedule", "pipedream_flush")
+    if "devices" in options:
+        options["devices"] = [jax.devices()[d] for d in options["devices"]]
     method = Pipeshard(4, stages=stages, **options)
     step = step_of(optimizer)
     pipeline = parallelize(step, method, donate_argnums=donate)
@@ -132,12 +134,23 @@ def meshes(number):
     return train(number, stages=ManualStages([[0, 1], [2, 3, 4]], rows))
 
 
-def across(number):
-    import jax
+def sharded(number):
+    """Weights divided over a mesh's devices."""
+    import optax
+    from jax.sharding import PartitionSpec
 
-    return train(
-        number, stages=2, devices=jax.devices()[1:3] + jax.devices()[:1] + jax.devices()[3:]
-    )
+    from pipelab.pipeshard import ManualStages
+
+    def sharding(path, shape):
+        return PartitionSpec(None, "model") if len(shape) == 2 else PartitionSpec()
+
+    stages = ManualStages([[0, 1], [2, 3, 4]], [(1, 2), (1, 2)], sharding)
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.ema(0.9), optax.adam(1e-2))
+    return train(number, stages=stages, optimizer=optimizer, donate=0)
+
+
+def across(number):
+    return train(number, stages=2, devices=[1, 2, 0, 3])
 
 
 def idle(number):
@@ -164,9 +177,7 @@ def lost(number):
 
 def local(number):
     """Every process a pipeline of its own."""
-    import jax
-
-    return train(number, stages=2, devices=jax.local_devices())
+    return train(number, stages=2, devices=[2 * number, 2 * number + 1])
 
 
 def pipeline_of(stages, timeout=60, **options):
@@ -231,6 +242,8 @@ CASES = {
     "gpipe": partial(train, schedule="gpipe", stages=2),
     "donated": partial(train, donate=0, stages=2),
     "clipped": clipped,
+    "interleaved": partial(train, schedule="interleaved", virtual=2, devices=[0, 2]),
+    "sharded": sharded,
     "meshes": meshes,
     "across": across,
     "idle": idle,

@@ -14,6 +14,8 @@ EQUAL = {
     "gpipe": [0, 0, 0, 1],
     "donated": [0, 0, 0, 1],
     "clipped": [0, 0, 0, 1],
+    "interleaved": [0, 0, 1, 0],
+    "sharded": [0, 0, 1, 1],
     "meshes": [0, 0, 1, 1],
 }
 OTHER = "runs another step, or on arguments of other shapes, than process"
