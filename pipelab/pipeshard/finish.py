@@ -19,9 +19,9 @@ import numpy as np
 from jax.extend.core import Var
 
 from pipelab.executors.transport import Message, Transport
-from pipelab.pipeshard.cut import StageGraph
 from pipelab.pipeshard.graph import Values, Variables, dtype_of, shape_of, size, variables
 from pipelab.pipeshard.mesh import MeshStage
+from pipelab.pipeshard.processes import Names
 from pipelab.pipeshard.update import SMALL, Task
 
 
@@ -31,6 +31,7 @@ class Finish:
     reads   per row, what its stages and its tasks read -> the argument that it is, if it is one
     rows    of what the step makes -> the row that knows it first
     rounds  per round (row, other row) -> what the one tells the other
+    names   of all that rows ever send each other
     """
 
     def __init__(self, program: Any, tasks: Sequence[Task], following: Values) -> None:
@@ -62,7 +63,8 @@ class Finish:
         # [2] Who reads it. Between processes, single numbers and results of the loss are for all,
         #     new values of what the next call reads for those that read it.
         wanted = [(placement[task.stage], v) for task in tasks if task.level for v in task.inputs]
-        processes, sources = program.processes, [{*read.values()} for read in self.reads]
+        processes = self.processes = program.processes
+        sources = [{*read.values()} for read in self.reads]
         heads = [processes.index(q) for q in dict.fromkeys(processes)]
         for v in variables(step.update.outputs):
             if v in made:
@@ -84,23 +86,13 @@ class Finish:
         for (number, row, other), vs in found.items():
             if row != other:
                 self.rounds[number][row, other] = list(vs)
+        sent = [[*graph.outputs, *graph.aux_outputs] for graph in graphs]
+        sent += [vs for each in self.rounds for vs in each.values()]
+        self.names = Names(list(dict.fromkeys(v for vs in sent for v in vs)))
 
-    def sent(self, graphs: Sequence[StageGraph]) -> Variables:
-        """All that rows ever send each other."""
-        found = [v for graph in graphs for v in (*graph.outputs, *graph.aux_outputs)]
-        for each in self.rounds:
-            for vs in each.values():
-                found += vs
-        return list(dict.fromkeys(found))
-
-    def __call__(
-        self,
-        row: int,
-        stages: Sequence[MeshStage],
-        known: Values,
-        transport: Transport,
-    ) -> None:
-        """All that row `row`, which has these stages, has to do; adds it to what is known there."""
+    def __call__(self, row: int, stages: Sequence[MeshStage], transport: Transport) -> None:
+        """All that row `row`, which has these stages, has to do; adds it to what they know."""
+        known = stages[0].known
         # [1] Gradients that several stages have parts of, or none.
         parts = {v: [x for stage in stages for x in _part(stage, v)] for v in self.shared}
         for received in self._swap(0, row, parts, transport):

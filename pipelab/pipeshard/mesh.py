@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -170,17 +170,11 @@ class MeshStage:
 class MeshJob(Job):
     """What one worker thread does: the stages of one mesh.
 
-    known      on that mesh
-    processes  of all rows
-    names      how variables travel between these
-    finish     does what is left when the row has ended: (row, its stages, known, transport)
+    finish  a `finish.Finish`: what is left when the row has ended
     """
 
     mesh_stages: dict[int, MeshStage]
-    known: Values
-    processes: Sequence[int]
-    names: Any
-    finish: Callable[[int, list[MeshStage], Values, Transport], None]
+    finish: Any
 
     @property
     def where(self) -> str:
@@ -197,7 +191,7 @@ class MeshJob(Job):
     ) -> Outcome:
         outcome = super().work(stages, home, transport, *rest)
         try:
-            self.finish(self.row, list(stages.values()), self.known, transport)
+            self.finish(self.row, list(stages.values()), transport)
         except Aborted:
             raise
         except Exception as error:

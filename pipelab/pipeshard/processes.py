@@ -57,14 +57,14 @@ class Processes(Distributed):
 
     def make_wire(self, jobs: Sequence[Job]) -> Wire:
         job = jobs[0]
-        assert isinstance(job, MeshJob) and job.names
-        if self.wire is None or job.names is not self._names:
+        assert isinstance(job, MeshJob)
+        names, processes = job.finish.names, job.finish.processes
+        if self.wire is None or names is not self._names:
             if self.wire:
                 self.wire.__exit__(None, None, None)
-            self._names = names = job.names
-            every = range(job.schedule.stages)
+            self._names, every = names, range(job.schedule.stages)
             all_pairs = replace(job, partners=[every] * len(every))
-            links = open_links(all_pairs, self.me, job.processes, self.share, lambda a, b: names)
+            links = open_links(all_pairs, self.me, processes, self.share, lambda a, b: names)
             self.wire = Wire(job.schedule, [job.row for job in jobs], links)
         return self.wire
 

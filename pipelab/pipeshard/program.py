@@ -33,7 +33,7 @@ from pipelab.pipeshard.graph import (
 from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
 from pipelab.pipeshard.microbatches import How, combinations, with_own_keys
 from pipelab.pipeshard.plan import Pipeshard, Plan, StagePlan
-from pipelab.pipeshard.processes import Names, Processes, processes_of
+from pipelab.pipeshard.processes import Processes, processes_of
 from pipelab.pipeshard.stage import CompiledStage, Place
 from pipelab.pipeshard.trace import Arguments, trace, trace_piece
 from pipelab.pipeshard.update import Task, donate, split
@@ -125,9 +125,8 @@ class Program:
         tasks = self._tasks()
         self.finish = Finish(self, tasks, self._following)
         self.stages = self._compiled(tasks)
-        self.names, kept = None, {s: stage.bytes for s, stage in self.stages.items()}
+        kept = {s: stage.bytes for s, stage in self.stages.items()}
         if self.connect:
-            self.names = Names(self.finish.sent(self.graphs))
             shares = self._agreed().share(kept)
             kept = {s: size for share in shares for s, size in share.items()}
         plans = [self._stage_plan(s, of, kept[s]) for s, of in enumerate(layers)]
@@ -277,8 +276,8 @@ class Program:
         jobs = []
         for row, device in devices.items():
             mine = {s: stage for s, stage in stages.items() if stage.device is device}
-            about = (mine, known[row], self.processes, self.names, self.finish)
-            jobs.append(MeshJob(self.schedule, row, device, partners, None, 0, 1, *about))
+            about = (self.schedule, row, device, partners, None, 0, 1)
+            jobs.append(MeshJob(*about, mine, self.finish))
         outcomes = self._agreed().run(jobs) if self.connect else run_threads(jobs)
         outcomes.sort(key=attrgetter("row"))
 
