@@ -136,15 +136,20 @@ class Pipeshard:
             )
         return table
 
+    @property
+    def pool(self) -> list[Any]:
+        """The devices to use."""
+        some = self.devices
+        if isinstance(some, int) and not 1 <= some <= jax.device_count():
+            raise PipeshardError(f"devices={some}: there are {jax.device_count()}")
+        return jax.devices()[:some] if some is None or isinstance(some, int) else list(some)
+
     def meshes_of(self, rows: int) -> list[Mesh]:
         """A mesh per device of the schedule.
 
         Raises PipeshardError where they overlap or there are too few devices.
         """
-        some = self.devices
-        if isinstance(some, int) and not 1 <= some <= jax.device_count():
-            raise PipeshardError(f"devices={some}: there are {jax.device_count()}")
-        pool = jax.devices()[:some] if some is None or isinstance(some, int) else list(some)
+        pool = self.pool
         available = len(pool)
         if isinstance(self.stages, ManualStages):
             wanted = list(self.stages.meshes)
