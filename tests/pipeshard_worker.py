@@ -102,8 +102,8 @@ def train(number, *, stages=4, optimizer=None, steps=3, donate=(), **options):
         state, value, sizes = pipeline(state, batch)
         expected, wanted, wanted_sizes = jax.jit(step)(expected, batch)
     layers = [state[0][f"w{i}"] for i in range(4)]
-    whole = jax.tree.leaves(pipeline.fetch((state[:2], value, sizes)))
-    pairs = zip(whole, jax.tree.leaves((expected[:2], wanted, wanted_sizes)), strict=True)
+    *whole, _ = jax.tree.leaves(pipeline.fetch((value, sizes, *state)))
+    pairs = zip(whole, jax.tree.leaves((wanted, wanted_sizes, *expected[:2])), strict=True)
     records = pipeline.timeline
     return {
         "worst": max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs),

@@ -204,11 +204,12 @@ class Parallelized:
         """
         arguments = given = self._flat(args, options)
         with self._together():
-            if self._program(arguments).donated:
+            program = self._program(arguments)
+            if program.connect:
+                raise PipeshardError("compare on one host: no process has all the results")
+            if program.donated:
                 copies = [x.copy() if isinstance(x, jax.Array) else x for x in arguments.values]
                 given = replace(arguments, values=copies)
-            if self._processes:
-                raise PipeshardError("compare on one host: no process has all the results")
             program, call = self._run(given)
             return compare(self.train_step, program, arguments, call, tolerance)
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import Var
 from jax.sharding import Mesh
 
@@ -69,11 +68,11 @@ class Processes(Distributed):
         return self.wire
 
     def gather(self, arrays: Arrays) -> Arrays:
-        """All arrays as numpy's: those of other processes' devices come from these."""
+        """All arrays on the host: those of other processes' devices come from these."""
         has = self.share([_is_here(x) for x in arrays])
         found = []
         for i, x in enumerate(arrays):
-            whole = np.asarray(x) if has[self.me][i] else None
+            whole = jax.device_get(x) if has[self.me][i] else None
             if not all(of[i] for of in has):
                 source = next(n for n, of in enumerate(has) if of[i])
                 # One at a time: two that send much to each other at once would wait for ever.
