@@ -21,12 +21,15 @@ from jax.extend.core import (
     jaxpr_as_fun,
     jaxprs_in_params,
 )
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 Atom = Var | Literal
 Arrays = list[Any]  # in the order of some variables
 Values = dict[Var, Any]  # variable -> array
 Variables = list[Var]
 Equations = list[JaxprEqn]
+CONSTRAINT = "sharding_constraint"
+NO_MESH = Mesh(np.empty((), object), ())
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 
@@ -202,8 +205,41 @@ def is_key(atom: Atom) -> bool:
 
 def is_array(value: Any) -> bool:
     """Whether a leaf is an array, a number, or the shape and type of an array."""
-    numeric = hasattr(value, "dtype") or isinstance(value, (int, float, complex))
-    return numeric and not isinstance(value, str)
+    kind = getattr(getattr(value, "dtype", None), "kind", None)
+    if kind in ("U", "S", "O", "M", "m"):  # numpy's strings, objects, times
+        return False
+    return hasattr(value, "dtype") or isinstance(value, (int, float, complex))
+
+
+def on_mesh(eqn: JaxprEqn, mesh: Mesh | AbstractMesh) -> JaxprEqn:
+    """The equation with the user's sharding constraints, in it or inside it, on this mesh.
+
+    Raises PipeshardError where one names other axes than the mesh has.
+    """
+    if not contains(eqn, [CONSTRAINT]):
+        return eqn
+    if eqn.primitive.name != CONSTRAINT:
+        return eqn.replace(params={key: _on_mesh(x, mesh) for key, x in eqn.params.items()})
+    sharding = eqn.params["sharding"]
+    try:
+        here = NamedSharding(mesh, sharding.spec)
+    except (AttributeError, ValueError):
+        raise PipeshardError(
+            f"with_sharding_constraint ({place_of(eqn)}) asks for {sharding}: give a PartitionSpec "
+            f"over the axes that a stage's mesh has, {mesh.axis_names}"
+        ) from None
+    return eqn.replace(params=eqn.params | {"sharding": here, "context_mesh": NO_MESH})
+
+
+def _on_mesh(param: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """The same of an equation's parameter, which may be a function or several."""
+    if isinstance(param, ClosedJaxpr):
+        return param.replace(jaxpr=_on_mesh(param.jaxpr, mesh))
+    if isinstance(param, Jaxpr):
+        return param.replace(eqns=[on_mesh(eqn, mesh) for eqn in param.eqns])
+    if type(param) is tuple:  # the branches of a cond
+        return tuple(_on_mesh(x, mesh) for x in param)
+    return param
 
 
 def place_of(eqn: JaxprEqn) -> str:

@@ -13,7 +13,9 @@ from jax.sharding import Mesh
 
 from pipelab.executors.jax.device import JaxDevice
 from pipelab.executors.job import Job
-from pipelab.executors.worker import Bytes
+from pipelab.executors.result import Outcome
+from pipelab.executors.transport import Aborted, Transport
+from pipelab.executors.worker import Bytes, RunError
 from pipelab.pipeshard.graph import Arrays, Values, Variables
 from pipelab.pipeshard.stage import CompiledStage, Place
 
@@ -54,7 +56,7 @@ class MeshStage:
     """One stage during one call, as the worker sees it.
 
     compiled   its functions
-    gradients  of its parameters, as the update names them
+    names      of its parameters' gradients in the update
     known      on its mesh: variable -> array of an argument; the update adds what it makes
     pieces     leaf of the batch -> its part in each micro-batch
     seed       the gradient of a micro-batch's loss
@@ -66,13 +68,13 @@ class MeshStage:
     def __init__(
         self,
         compiled: CompiledStage,
-        gradients: Variables,
+        names: Variables,
         device: MeshDevice,
         known: Values,
         pieces: dict[Var, Arrays],
         seed: Any,
     ) -> None:
-        self.compiled, self.graph, self._names = compiled, compiled.graph, gradients
+        self.compiled, self.graph, self.names = compiled, compiled.graph, names
         self.device, self.known = device, known
         self._data = {v: [self._here(v, x) for x in pieces[v]] for v in self.graph.data}
         self._seed = None if compiled.later else self._here(self.graph.outputs[0], seed)
@@ -125,7 +127,7 @@ class MeshStage:
         self.device.ledger.drop(id(kept))
 
     def update(self, number: int, received: Any = None) -> None:
-        self.known.update(zip(self._names, self.gradients, strict=True))
+        self.known.update(zip(self.names, self.gradients, strict=True))
         for task in self.compiled.tasks:
             if not task.level:  # it waits for no other stage
                 jax.block_until_ready(task(self.known))
@@ -166,9 +168,13 @@ class MeshStage:
 
 @dataclass
 class MeshJob(Job):
-    """What one worker thread does: the stages of one mesh."""
+    """What one worker thread does: the stages of one mesh.
+
+    finish  a `finish.Finish`: what is left when the row has ended
+    """
 
     mesh_stages: dict[int, MeshStage]
+    finish: Any
 
     @property
     def where(self) -> str:
@@ -179,3 +185,16 @@ class MeshJob(Job):
 
     def stages(self, home: MeshDevice) -> dict[int, MeshStage]:
         return self.mesh_stages
+
+    def work(
+        self, stages: dict[int, MeshStage], home: MeshDevice, transport: Transport, *rest: Any
+    ) -> Outcome:
+        outcome = super().work(stages, home, transport, *rest)
+        try:
+            self.finish(self.row, list(stages.values()), transport)
+        except Aborted:
+            raise
+        except Exception as error:
+            text = f"{self.where}, the update's last part: {type(error).__name__}: {error}"
+            raise RunError(text, self.row) from error
+        return outcome

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import update_wrapper
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial, update_wrapper
 from typing import Any
 
 import jax
@@ -13,25 +15,36 @@ from pipelab.executors.result import memory_of, timeline_of
 from pipelab.executors.worker import Record
 from pipelab.memory import Memory
 from pipelab.pipeshard.compare import compare
-from pipelab.pipeshard.graph import PipeshardError
+from pipelab.pipeshard.graph import NO_MESH, PipeshardError
 from pipelab.pipeshard.plan import Pipeshard, Plan
+from pipelab.pipeshard.processes import Processes
 from pipelab.pipeshard.program import Call, Program
 from pipelab.pipeshard.trace import Arguments, flatten
 from pipelab.timeline import Timeline
 
+Argnums = int | Sequence[int]
+
 
 def parallelize(
-    train_step: Callable, method: Pipeshard, batch_argnums: int | Sequence[int] = 1
-) -> Parallelized:
+    train_step: Callable | None = None,
+    method: Pipeshard | None = None,
+    batch_argnums: Argnums = 1,
+    donate_argnums: Argnums = (),
+    timeout: float = 60.0,
+) -> Any:
     """A train step written for one device, run as a pipeline over meshes of devices.
 
-    train_step     (state, batch) -> (state, ...), or any pure function of trees of arrays. It takes
-                   one gradient, by `pipelab.pipeshard.grad` or `value_and_grad`, of a loss that
-                   marks its layers' boundaries. It may be jitted, and use flax (linen, or nnx by
-                   split and merge), optax, or neither
-    method         how to cut it, place it, and order it
-    batch_argnums  which arguments are batches: every array in them has the samples along
-                   dimension 0
+    train_step      (state, batch) -> (state, ...), or any pure function of trees of arrays. It
+                    takes one gradient, by `pipelab.pipeshard.grad` or `value_and_grad`, of a loss
+                    that marks its layers' boundaries. It may be jitted, and use flax (linen, or nnx
+                    by split and merge), optax, or neither. Without one, this is a decorator:
+                    `@parallelize(method=Pipeshard(4))`
+    method          how to cut it, place it, and order it
+    batch_argnums   which arguments are batches: every array in them has the samples along
+                    dimension 0
+    donate_argnums  which arguments are given up, as in jax.jit: the results use their memory again,
+                    and their arrays are deleted. What a jitted step donates is donated anyway
+    timeout         seconds within which some action has to end, where there are several processes
 
     The loss is computed micro-batch by micro-batch and its gradients added up: the result is that
     of the undivided batch, for a loss that is a mean or a sum over it. Further results of the loss
@@ -40,11 +53,36 @@ def parallelize(
     mask does: every micro-batch draws its own (see `Pipeshard`).
 
     Results stay where they are made: each stage's part of the state on its own devices, ready for
-    the next call. To use them elsewhere, `jax.device_put(state, device)`.
+    the next call. `jax.device_put(state, device)` brings them together, `jax.device_get` to the
+    host; `plan.stages[1].parameters` names the arrays of stage 1, by their paths in the state.
+
+    Inside a stage, `jax.lax.with_sharding_constraint` may name the axes of its mesh, "data" and
+    "model": `PartitionSpec("data", "model")`. Without it, XLA decides.
+
+    In several processes of jax.distributed, all make the same call, with the same arguments: arrays
+    of the host, or what the last call returned. Each compiles and runs the stages whose mesh is of
+    its own devices. A result that is on others' devices is an array with its sharding and nothing
+    of it here; single numbers, and what the loss returns, are everywhere. `fetch` makes whole
+    arrays of the others, for a checkpoint, say. When a process ends or hangs, the others raise one
+    RunError (see `executors.jax.distributed` for what jax does then). `compare` needs one process.
+
+    Who knows NVIDIA's JaxPP: there, too, stages have meshes with axes of data and model, and their
+    state stays with them. Here the gradient is marked (`value_and_grad`) instead of the loop over
+    micro-batches (`treduce`), so that the step is the same on one device; micro-batches are cut
+    from the batch by the pipeline; a schedule is one of `pipelab.SCHEDULES` with a flush, or any
+    table of your own; and a loss whose micro-batches do not add up to the batch is refused.
 
     Everything is compiled at the first call for arguments of these shapes. What does not fit is an
     error that says why (PipeshardError): nothing falls back to one device.
     """
+    if train_step is None:
+        return partial(
+            parallelize,
+            method=method,
+            batch_argnums=batch_argnums,
+            donate_argnums=donate_argnums,
+            timeout=timeout,
+        )
     if not callable(train_step):
         raise PipeshardError(
             f"train_step is {train_step!r}: give a function (state, batch) -> (state, ...)"
@@ -53,8 +91,34 @@ def parallelize(
         raise PipeshardError(
             f"method is {method!r}: give a plan, such as Pipeshard(microbatches=4)"
         )
-    argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
-    return Parallelized(train_step, method, argnums)
+    argnums = _tuple(batch_argnums), _tuple(donate_argnums)
+    return Parallelized(train_step, method, *argnums, timeout)
+
+
+def _tuple(argnums: Argnums) -> tuple[int, ...]:
+    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Errors where flax's modules do not fit, in its users' words."""
+    try:
+        yield
+    except PipeshardError as error:
+        if "/normalization.py" not in str(error):
+            raise
+        raise PipeshardError(
+            f"{error}. This is BatchNorm, whose statistics are those of the whole batch: use "
+            "LayerNorm or GroupNorm, or its running averages (use_running_average=True). With "
+            "reduce='mean' every micro-batch has statistics of its own"
+        ) from None
+    except Exception as error:
+        if type(error).__name__ != "TraceContextError":
+            raise
+        raise PipeshardError(
+            f"the step changes a flax module in place ({error}): pass its arrays in and return "
+            "the new ones, by nnx.split before the step and nnx.merge (with copy=True) in the loss"
+        ) from error
 
 
 class Parallelized:
@@ -76,11 +140,19 @@ class Parallelized:
     """
 
     def __init__(
-        self, train_step: Callable, method: Pipeshard, batch_argnums: tuple[int, ...]
+        self,
+        train_step: Callable,
+        method: Pipeshard,
+        batch_argnums: tuple[int, ...],
+        donate_argnums: tuple[int, ...] = (),
+        timeout: float = 60.0,
     ) -> None:
         update_wrapper(self, train_step, updated=())
-        self.train_step, self.method, self.batch_argnums = train_step, method, batch_argnums
+        self.train_step, self.method = train_step, method
+        self.batch_argnums, self.donate_argnums = batch_argnums, donate_argnums
         self._programs: dict[Any, Program] = {}
+        self.timeout = timeout
+        self._processes: Processes | None = None  # as soon as they are connected
         self._plan: Plan | None = None  # of the last call
         self._records: list[Record] = []  # what it measured
 
@@ -89,14 +161,29 @@ class Parallelized:
 
         Raises PipeshardError (see `parallelize`), and RunError when a stage fails.
         """
-        return self._run(self._flat(args, options))[1].results
+        arguments = self._flat(args, options)
+        with self._together():
+            return self._run(arguments)[1].results
+
+    def fetch(self, tree: Any) -> Any:
+        """The arrays of a tree as numpy arrays, whole.
+
+        In one process that is jax.device_get; in several it is for all of them to call.
+        """
+        if jax.process_count() == 1:
+            return jax.device_get(tree)
+        with self._together():
+            leaves, structure = jax.tree.flatten(tree)
+            return jax.tree.unflatten(structure, self._connect().gather(leaves))
 
     def compile(self, *args: Any, **options: Any) -> Plan:
         """Trace and compile for arguments of these shapes, and return the plan.
 
         They may be arrays or jax.ShapeDtypeStruct.
         """
-        self._plan = self._program(self._flat(args, options)).plan
+        arguments = self._flat(args, options)
+        with self._together():
+            self._plan = self._program(arguments).plan
         self._records = []
         return self._plan
 
@@ -116,9 +203,16 @@ class Parallelized:
         tolerance  how many times further from the reference than rounding explains a result may
                    be; default 3
         """
-        arguments = self._flat(args, options)
-        program, call = self._run(arguments)
-        return compare(self.train_step, program, arguments, call, tolerance)
+        arguments = given = self._flat(args, options)
+        with self._together():
+            program = self._program(arguments)
+            if program.connect:
+                raise PipeshardError("compare on one host: no process has all the results")
+            if program.donated:
+                copies = [x.copy() if isinstance(x, jax.Array) else x for x in arguments.values]
+                given = replace(arguments, values=copies)
+            program, call = self._run(given)
+            return compare(self.train_step, program, arguments, call, tolerance)
 
     @property
     def plan(self) -> Plan:
@@ -145,12 +239,36 @@ class Parallelized:
         """Measured bytes over time of the last call: of each mesh, on all its devices together."""
         return memory_of(self.timeline, self._records)
 
+    def _connect(self) -> Processes:
+        if self._processes is None:
+            self._processes = Processes(self.timeout)
+            self._processes.__enter__()
+        return self._processes
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """One call, under no mesh of the caller's; an error in it disconnects the processes."""
+        try:
+            with _explained(), jax.set_mesh(NO_MESH):
+                yield
+        except BaseException as error:
+            processes, self._processes = self._processes, None
+            if processes:
+                processes.__exit__(type(error), error, error.__traceback__)
+            raise
+
     def _flat(self, args: Sequence[Any], options: dict[str, Any]) -> Arguments:
         if options:
             raise PipeshardError(
                 f"{', '.join(options)}=: pass arrays by position, and bind options by "
                 "functools.partial"
             )
+        for i in self.donate_argnums:
+            if not -len(args) <= i < len(args):
+                raise PipeshardError(
+                    f"donate_argnums={self.donate_argnums}: the step was given {len(args)} "
+                    "arguments"
+                )
         return flatten(args, self.batch_argnums)
 
     def _run(self, arguments: Arguments) -> tuple[Program, Call]:
@@ -167,5 +285,7 @@ class Parallelized:
             jax.config.read("jax_enable_x64"),
         )
         if key not in self._programs:
-            self._programs[key] = Program(self.train_step, self.method, arguments)
+            self._programs[key] = Program(
+                self.train_step, self.method, arguments, self.donate_argnums, self._connect
+            )
         return self._programs[key]

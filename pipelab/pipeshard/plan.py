@@ -55,7 +55,7 @@ class Pipeshard:
                   or `ManualStages`. The devices are shared out equally unless it says otherwise
     schedule      a schedule that flushes: its name, or a table of one batch
     virtual       stages per mesh (interleaved)
-    devices       jax devices to use; default: all
+    devices       jax devices to use, or how many of jax.devices(); default: all
     reduce        how a loss over the batch comes of those over micro-batches: "mean" or "sum".
                   Default: read off the loss, and an error where it is neither; naming one says that
                   micro-batches are what you want to train on. A masked mean is neither: return its
@@ -73,7 +73,7 @@ class Pipeshard:
     stages: Literal["uniform"] | int | ManualStages = "uniform"
     schedule: str | Schedule = "pipedream_flush"
     virtual: int = 1
-    devices: Sequence[Any] | None = None
+    devices: Sequence[Any] | int | None = None
     reduce: Literal["mean", "sum"] | None = None
     own_draws: bool = True
 
@@ -141,12 +141,20 @@ class Pipeshard:
             )
         return table
 
+    @property
+    def pool(self) -> list[Any]:
+        """The devices to use."""
+        some = self.devices
+        if isinstance(some, int) and not 1 <= some <= jax.device_count():
+            raise PipeshardError(f"devices={some}: there are {jax.device_count()}")
+        return jax.devices()[:some] if some is None or isinstance(some, int) else list(some)
+
     def meshes_of(self, rows: int) -> list[Mesh]:
         """A mesh per device of the schedule.
 
         Raises PipeshardError where they overlap or there are too few devices.
         """
-        pool = list(jax.devices() if self.devices is None else self.devices)
+        pool = self.pool
         available = len(pool)
         if isinstance(self.stages, ManualStages):
             wanted = list(self.stages.meshes)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from operator import attrgetter
 from typing import Any
 
@@ -19,23 +20,26 @@ from pipelab.executors.threads import run_threads
 from pipelab.executors.worker import Record
 from pipelab.pipeshard.cut import count_layers, cut
 from pipelab.pipeshard.draws import draws_grow, with_own_draws
+from pipelab.pipeshard.finish import Finish
 from pipelab.pipeshard.graph import (
     Arrays,
     Atom,
     PipeshardError,
     Values,
-    Variables,
     bytes_of,
     dtype_of,
     is_weak,
+    on_mesh,
     shape_of,
+    variables,
 )
 from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
 from pipelab.pipeshard.microbatches import combinations, share_of
 from pipelab.pipeshard.plan import Pipeshard, Plan, StagePlan
+from pipelab.pipeshard.processes import Processes, processes_of
 from pipelab.pipeshard.stage import CompiledStage, Place
 from pipelab.pipeshard.trace import Arguments, trace, trace_piece
-from pipelab.pipeshard.update import split
+from pipelab.pipeshard.update import Task, donate, split
 
 split_array = jax.jit(jax.numpy.split, static_argnums=1)
 
@@ -61,15 +65,28 @@ class Program:
     graphs   per stage its equations
     readers  parameter -> the stages that read it
     owner    of a parameter (the argument) and of its gradient: the first stage that reads it
+    donated  arguments whose arrays are given up
+    rows     of this process; `processes` of all rows
+    stages   of these rows, by number
     plan     what each stage holds
     """
 
-    def __init__(self, step: Callable, method: Pipeshard, arguments: Arguments) -> None:
+    def __init__(
+        self,
+        step: Callable,
+        method: Pipeshard,
+        arguments: Arguments,
+        donate_argnums: Sequence[int],
+        connect: Callable[[], Processes],
+    ) -> None:
+        """`connect` to the other processes, if the meshes are those of several."""
         # [1] The step for the batch and for one micro-batch, and what makes one of the other.
         m = method.microbatches
         if arguments.samples % m:
             raise PipeshardError(
-                f"a batch of {arguments.samples} samples does not divide into {m} micro-batches"
+                f"a batch of {arguments.samples} samples does not divide into {m} micro-batches: "
+                "make every batch a multiple of that, and leave out or fill up a last one that is "
+                "shorter"
             )
         self.samples, self.microbatches = arguments.samples // m, m
         whole = self.step = trace(step, arguments, arguments.samples)
@@ -90,6 +107,9 @@ class Program:
         # [2] The schedule, a mesh for each of its devices, and the stages.
         self.schedule = method.table_for(len(layers))
         self.meshes = method.meshes_of(self.schedule.devices)
+        self.processes = processes_of(self.meshes)
+        self.rows = [row for row, q in enumerate(self.processes) if q == jax.process_index()]
+        self.connect = connect if len(self.rows) < len(self.meshes) else None
         self._shardings = method.shardings_of(self.schedule.devices)
         parameters, batch = self.step.parameters, self.step.batch
         self.graphs = cut(self.loss, list(parameters), batch, layers, self.number)
@@ -101,36 +121,71 @@ class Program:
                     "mesh another shape (data, model)"
                 )
 
-        # [3] Which stage owns which parameter, and which argument says how a variable is sharded.
-        gradients = self.step.gradients
+        # [3] Which stage owns which parameter, and what is donated.
+        self.paths = dict(zip(self.step.arguments, arguments.paths, strict=True))
+        self._state = [v for v in self.step.arguments if v not in batch]
+        self._following = self._next_values()
+        self._find_owners()
+        trees = jax.tree.unflatten(arguments.tree, self.step.arguments)
+        given = jax.tree.leaves([trees[i] for i in donate_argnums])
+        self.donated = {*self.step.donated, *given}
+
+        # [4] The update's tasks, what rows tell each other, and this process's stages.
+        tasks = self._tasks()
+        self.finish = Finish(self, tasks, self._following)
+        self.stages = self._compiled(tasks)
+        kept = {s: stage.bytes for s, stage in self.stages.items()}
+        if self.connect:
+            shares = self._agreed().share(kept)
+            kept = {s: size for share in shares for s, size in share.items()}
+        plans = [self._stage_plan(s, of, kept[s]) for s, of in enumerate(layers)]
+        self.plan = Plan(self.schedule, tuple(plans))
+
+    def _find_owners(self) -> None:
+        """The first stage that reads a parameter owns it; and whose sharding a variable has."""
+        parameters, gradients = self.step.parameters, self.step.gradients
         self.readers = {
             p: [s for s, graph in enumerate(self.graphs) if p in graph.parameters]
             for p in parameters
         }
-        self.paths = dict(zip(self.step.arguments, arguments.paths, strict=True))
-        state = [v for v in self.step.arguments if v not in batch]
-        pinned = self._next_values(state)
-        self._like: dict[Var, Var] = {**pinned, **{v: v for v in state}, **parameters}
+        self._like: dict[Var, Var] = {
+            **self._following,
+            **{v: v for v in self._state},
+            **parameters,
+        }
         self.owner: dict[Var, int] = {}
         for p, argument in parameters.items():
             first = min(self.readers[p], default=0)
             self.owner.update({argument: first, gradients[p]: first})
             self._like[gradients[p]] = argument
 
-        # [4] Compile the stages, with their tasks of the update.
-        apart = Kind.W in self.schedule.columns.kind
-        numbers = range(len(layers))
+    def _tasks(self) -> list[Task]:
+        """The update as tasks of the stages; and their sharding constraints on their meshes."""
         # A gradient is known to its owner as soon as that has ended its backwards, unless others
         # have parts of it; all else that the loss makes is known when all stages have ended.
-        early = {g for p, g in gradients.items() if len(self.readers[p]) == 1}
+        early = {g for p, g in self.step.gradients.items() if len(self.readers[p]) == 1}
         late = {*self.step.gradient} - early
-        homes = {v: self.owner[a] for v, a in pinned.items() if a in self.owner}
+        homes = {v: self.owner[a] for v, a in self._following.items() if a in self.owner}
         tasks = split(self.step.update, self.owner, late, homes)
-        others = {*state} - {*parameters.values()}
-        self.stages = [
-            CompiledStage(self.graphs, s, self._place_on(s), apart, tasks, others) for s in numbers
-        ]
-        self.plan = Plan(self.schedule, tuple(map(self._stage_plan, numbers, layers)))
+        # What stages read that may not have ended yet, or is returned as it is, has to stay.
+        stays = {v for graph in self.graphs for v in graph.fixed}
+        stays.update(variables(self.step.update.outputs))
+        donate(tasks, self.donated - stays, self._following)
+        for s, graph in enumerate(self.graphs):
+            mesh = self.meshes[self.schedule.placement[s]]
+            parts: list[Any] = [graph, *(task for task in tasks if task.stage == s)]
+            for part in parts:
+                part.equations = [on_mesh(eqn, mesh) for eqn in part.equations]
+        return tasks
+
+    def _compiled(self, tasks: list[Task]) -> dict[int, CompiledStage]:
+        apart = Kind.W in self.schedule.columns.kind
+        others = {*self._state} - {*self.step.parameters.values()}
+        return {
+            s: CompiledStage(self.graphs, s, self._place_on(s), apart, tasks, others)
+            for s, row in enumerate(self.schedule.placement)
+            if row in self.rows
+        }
 
     # ---- where things are
 
@@ -163,20 +218,29 @@ class Program:
     def _place_on(self, stage: int) -> Place:
         return partial(self.place, self.schedule.placement[stage])
 
-    def _next_values(self, state: Variables) -> dict[Var, Var]:
+    def _next_values(self) -> dict[Var, Var]:
         """Result -> the argument that it is the next value of.
 
         That is known if the step returns its state first, in the order in which it takes it.
         """
-        pairs = list(zip(state, self.step.update.outputs, strict=False))
+        pairs = list(zip(self._state, self.step.update.outputs, strict=False))
         if any(shape_of(a) != shape_of(b) for a, b in pairs):
             return {}
         return {b: a for a, b in pairs if isinstance(b, Var)}
 
-    def _stage_plan(self, s: int, layers: list[int]) -> StagePlan:
+    def _agreed(self) -> Processes:
+        """The processes, when all run this program."""
+        assert self.connect
+        equations = [*self.loss.equations, *self.step.update.equations]
+        text = [(eqn.primitive.name, [str(v.aval) for v in eqn.outvars]) for eqn in equations]
+        processes = self.connect()
+        processes.agree(sha256(f"{text} {self.schedule.to_csv()}".encode()).hexdigest())
+        return processes
+
+    def _stage_plan(self, s: int, layers: list[int], kept: int) -> StagePlan:
         graph, row = self.graphs[s], self.schedule.placement[s]
         devices = self.meshes[row].devices
-        sent = [*graph.outputs, *graph.aux_outputs] if self.stages[s].later else []
+        sent = [*graph.outputs, *graph.aux_outputs] if s < len(self.graphs) - 1 else []
         return StagePlan(
             tuple(layers),
             row,
@@ -184,7 +248,7 @@ class Program:
             tuple(devices.flat),
             {self.paths[self.step.parameters[p]]: shape_of(p) for p in graph.parameters},
             sum(map(bytes_of, graph.parameters)),
-            self.stages[s].bytes,
+            kept,
             sum(map(bytes_of, sent)),
             len(graph.equations),
         )
@@ -197,60 +261,80 @@ class Program:
         pairs = zip(step.arguments, arguments.values, strict=True)
         values = {v: _array(x, v) for v, x in pairs}
         values.update({**step.update.consts, **step.loss.consts})
+        uses = Counter(map(id, values.values()))
+        for v in self.donated:
+            if isinstance(values[v], jax.Array) and uses[id(values[v])] > 1:
+                raise PipeshardError(
+                    f"{self.paths[v]} is donated, but the step reads the same array elsewhere, "
+                    "too: pass a copy (jax.numpy.copy)"
+                )
 
         # [1] Every stage on its mesh.
         share = share_of(self.combine, self.microbatches)
         seed = np.asarray(share).astype(dtype_of(self.loss.outputs[0]))
         pieces, known = self._pieces(values), self._on_meshes(values)
-        devices = [
-            MeshDevice(mesh, partial(self.place, row)) for row, mesh in enumerate(self.meshes)
-        ]
-        stages = []
-        for compiled, row in zip(self.stages, self.schedule.placement, strict=True):
+        devices = {row: MeshDevice(self.meshes[row], partial(self.place, row)) for row in self.rows}
+        stages = {}
+        for s, compiled in self.stages.items():
+            row = self.schedule.placement[s]
             names = [step.gradients[p] for p in compiled.graph.parameters]
-            stages.append(MeshStage(compiled, names, devices[row], known[row], pieces, seed))
+            stages[s] = MeshStage(compiled, names, devices[row], known[row], pieces, seed)
 
-        # [2] A worker for each mesh carries out its row of the schedule.
-        partners: list[tuple[int, ...]] = [()] * len(stages)  # no stage waits for another's news
+        # [2] A worker for each mesh carries out its row of the schedule, and ends the update.
+        partners: list[tuple[int, ...]] = [()] * len(self.graphs)  # no stage waits for news
         jobs = []
-        for row, device in enumerate(devices):
-            mine = {s: stage for s, stage in enumerate(stages) if stage.device is device}
-            jobs.append(MeshJob(self.schedule, row, device, partners, None, 0, 1, mine))
-        outcomes = run_threads(jobs)
+        for row, device in devices.items():
+            mine = {s: stage for s, stage in stages.items() if stage.device is device}
+            about = (self.schedule, row, device, partners, None, 0, 1)
+            jobs.append(MeshJob(*about, mine, self.finish))
+        outcomes = self._agreed().run(jobs) if self.connect else run_threads(jobs)
+        outcomes.sort(key=attrgetter("row"))
 
-        # [3] What all stages together know, and the rest of the update.
-        made = {**self._shared_gradients(stages), **self._combined(stages)}
-        everything = ChainMap(made, values, *known)
-        tasks = [task for stage in self.stages for task in stage.tasks if task.level]
-        for task in sorted(tasks, key=attrgetter("level")):
-            task(everything)
+        # [3] The results, each from the row that made it.
+        def find(v: Var) -> Any:
+            row = self.finish.rows.get(v, 0)
+            for here in (values, known.get(row, {}), *known.values()):
+                if v in here:
+                    return here[v]
+            # It is on another process's devices.
+            return jax.make_array_from_single_device_arrays(
+                shape_of(v), self.place(row, v), [], dtype=dtype_of(v)
+            )
+
         results = [
-            _array(a.val, a) if isinstance(a, Literal) else everything[a]
-            for a in step.update.outputs
+            _array(a.val, a) if isinstance(a, Literal) else find(a) for a in step.update.outputs
         ]
+        for v in self.donated:
+            if isinstance(values[v], jax.Array) and not any(x is values[v] for x in results):
+                values[v].delete()
         records = [outcome.record for outcome in outcomes]
         tree = jax.tree.unflatten(step.results, results)
-        return Call(tree, records, [everything[v] for v in step.gradient])
+        return Call(tree, records, [find(v) for v in step.gradient])
 
-    def _on_meshes(self, values: Values) -> list[Values]:
-        """Per mesh, the arguments that its stages and their own parts of the update read."""
-        known: list[Values] = [{} for _ in self.meshes]
-        for s, row in enumerate(self.schedule.placement):
-            graph, mine = self.graphs[s], known[row]
-            read = [v for task in self.stages[s].tasks if not task.level for v in task.inputs]
-            for v in (*graph.parameters, *graph.fixed, *read):
-                source = self.step.parameters.get(v, v)
-                if source in values:
-                    if source not in mine:
-                        mine[source] = jax.device_put(values[source], self.place(row, source))
-                    mine[v] = mine[source]
+    def _on_meshes(self, values: Values) -> dict[int, Values]:
+        """By row, the arguments that its stages and their parts of the update read."""
+        known: dict[int, Values] = {row: {} for row in self.rows}
+        for row, mine in known.items():
+            for v, source in self.finish.reads[row].items():
+                if source not in values:  # the step makes it
+                    continue
+                if source not in mine:
+                    array = values[source]
+                    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+                        raise PipeshardError(
+                            f"{self.paths[source]} is on another process's devices: pass it as a "
+                            "host array (`fetch` makes one), or return the state first, in the "
+                            "order in which the step takes it, so that it stays where it is read"
+                        )
+                    mine[source] = jax.device_put(array, self.place(row, source))
+                mine[v] = mine[source]
         return known
 
     def _pieces(self, values: Values) -> dict[Var, Arrays]:
         """Per micro-batch its number, and its part of the leaves of the batch that stages read."""
         m = self.microbatches
         cut: dict[Var, Arrays] = {}
-        for v in {v for graph in self.graphs for v in graph.data}:
+        for v in {v for stage in self.stages.values() for v in stage.graph.data}:
             if v not in values:
                 cut[v] = list(np.arange(m, dtype=np.uint32))
             elif isinstance(values[v], np.ndarray):
@@ -258,27 +342,6 @@ class Program:
             else:
                 cut[v] = split_array(values[v], m)
         return cut
-
-    def _shared_gradients(self, stages: list[MeshStage]) -> Values:
-        """Of parameters that not exactly one stage reads: added up where the owner is."""
-        sums: Values = {}
-        for p, v in self.step.gradients.items():
-            readers = [stages[s] for s in self.readers[p]]
-            if len(readers) != 1:
-                home = self._place_on(self.owner[v])(v)
-                parts = [stage.gradients[stage.graph.parameters.index(p)] for stage in readers]
-                nothing = np.zeros(shape_of(v), dtype_of(v))
-                parts = jax.device_put(parts or [nothing], home)
-                sums[v] = sum(parts)
-        return sums
-
-    def _combined(self, stages: list[MeshStage]) -> Values:
-        """The loss and what it returns beside, of the whole batch."""
-        found = {}
-        for i, (v, combine) in enumerate(zip(self.step.gradient, self.combine, strict=False)):
-            stage = next(stage for stage in stages if i in stage.graph.results)
-            found[v] = combine.apply([stage.results[k][i] for k in range(self.microbatches)])
-        return found
 
 
 def _array(value: Any, of: Atom) -> Any:

@@ -174,7 +174,8 @@ class CompiledTask(Task):
         inputs = specs(task.inputs, place)
         self._places = [x.sharding for x in inputs]
         graph = Graph(task.inputs, task.outputs, task.equations)
-        self._run = _compiled(graph.run, specs(task.outputs, place), *inputs)
+        donate = [i for i, v in enumerate(task.inputs) if v in task.donated]
+        self._run = _compiled(graph.run, specs(task.outputs, place), *inputs, donate=donate)
 
     def __call__(self, known: MutableMapping[Var, Any]) -> Arrays:
         """Add the task's outputs to what is known; returns them."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, Var
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+from jax.sharding import AbstractMesh, Mesh
 
 from pipelab.pipeshard.graph import (
     Arrays,
@@ -20,13 +24,17 @@ from pipelab.pipeshard.graph import (
     inline,
     is_array,
     needed,
+    on_mesh,
     place_of,
     renamed,
     substitute,
     variables,
 )
 from pipelab.pipeshard.marker import grad_p
+from pipelab.pipeshard.plan import AXES
 
+# Where a step is traced: its sharding constraints may name the axes of a stage's mesh.
+ONE_DEVICE = AbstractMesh((1, 1), AXES)
 USE_OURS = "call pipelab.pipeshard.grad or value_and_grad there instead of jax's, once"
 
 
@@ -88,7 +96,8 @@ def flatten(args: Sequence[Any], batch_argnums: tuple[int, ...]) -> Arguments:
             )
         if not is_array(value):
             raise PipeshardError(
-                f"argument {i}{name} is {value!r}, not an array: bind it by functools.partial"
+                f"argument {i}{name} is {value!r}, not an array: bind it by functools.partial, or "
+                "leave it out"
             )
         if i in chosen:
             batch.append(position)
@@ -122,6 +131,7 @@ class Step:
     gradient      the marked equation's results: [loss, *aux, *gradients], inputs of `update` beside
                   the arguments
     update        the other equations -> the step's results
+    donated       arguments that the step, jitted, donates
     results       the tree of the step's results
     whole         the step as it was traced, with the marked equation
     """
@@ -132,6 +142,7 @@ class Step:
     parameters: dict[Var, Var]
     gradient: Variables
     update: Graph
+    donated: Variables
     results: Any
     whole: Graph
 
@@ -155,7 +166,7 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
 
     # [1] The whole step as equations.
     try:
-        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arguments.shapes(samples))
+        closed, shapes = _traced(flat, arguments.shapes(samples))
     except ValueError as error:
         if "static arguments" not in str(error):
             raise
@@ -163,6 +174,8 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
             "the step has static arguments (jax.jit): bind them by functools.partial"
         ) from error
     whole = inline(closed)
+    # A sharding constraint is for the mesh of a stage, which gets its own (`on_mesh`).
+    whole.equations = [on_mesh(eqn, ONE_DEVICE) for eqn in whole.equations]
     batch = [whole.inputs[i] for i in arguments.batch]
     # [2] The marked equation holds the loss.
     marked = _find_gradient(whole.equations)
@@ -174,9 +187,38 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
     equations = needed(others, whole.outputs, effects)
     update = Graph(inputs, whole.outputs, equations, whole.consts)
     tree = jax.tree.structure(shapes)
-    found = Step(whole.inputs, batch, loss, parameters, marked.outvars, update, tree, whole)
+    donated = [whole.inputs[i] for i in _donated(closed)]
+    about = (donated, tree, whole)
+    found = Step(whole.inputs, batch, loss, parameters, marked.outvars, update, *about)
     _check_update(found)
     return found
+
+
+def _traced(fun: Callable, shapes: Sequence[jax.ShapeDtypeStruct]) -> tuple[ClosedJaxpr, Any]:
+    """The function as equations, and the shapes of its results."""
+    make = jax.make_jaxpr(fun, return_shape=True)
+    try:
+        return make(*shapes)
+    except RuntimeError as error:
+        if "non-empty mesh" not in str(error):
+            raise
+    # It has sharding constraints by axes alone. Under jax.set_mesh, all arrays would be of that
+    # mesh; under this older form, which warns of its age, the constraints alone are.
+    mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1), AXES)
+    with ExitStack() as stack:
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            stack.enter_context(mesh)
+        return make(*shapes)
+
+
+def _donated(closed: ClosedJaxpr) -> list[int]:
+    """Which arguments are donated by a step that is nothing but a call of a jitted function."""
+    if len(closed.jaxpr.eqns) != 1:
+        return []
+    call = closed.jaxpr.eqns[0]
+    pairs = zip(call.invars, call.params.get("donated_invars", ()), strict=False)
+    given = [v for v, donated in pairs if donated]
+    return [i for i, v in enumerate(closed.jaxpr.invars) if v in given]
 
 
 def trace_piece(step: Callable, arguments: Arguments, samples: int, whole: Step) -> Step:

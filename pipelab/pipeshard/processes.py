@@ -1,0 +1,109 @@
+"""The processes of jax.distributed that call one step together: how they are connected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.extend.core import Var
+from jax.sharding import Mesh
+
+from pipelab.executors.jax.distributed import Distributed
+from pipelab.executors.jax.wire import JaxArrays
+from pipelab.executors.job import Job
+from pipelab.executors.links import Fill
+from pipelab.executors.wire import Wire, open_links
+from pipelab.pipeshard.graph import Arrays, PipeshardError, Variables
+from pipelab.pipeshard.mesh import MeshJob
+
+
+class Names(JaxArrays):
+    """How parcels travel: a variable as its number, since every process traced the step itself."""
+
+    def __init__(self, variables: Variables) -> None:
+        self._variables = variables
+        self._numbers = {v: i for i, v in enumerate(variables)}
+
+    def describe(self, value: Any) -> Any:
+        return self._numbers[value] if isinstance(value, Var) else super().describe(value)
+
+    def content(self, array: Any) -> memoryview:
+        return memoryview(b"") if isinstance(array, Var) else super().content(array)
+
+    def build(self, described: Any, fill: Fill) -> Any:
+        if isinstance(described, int):
+            return self._variables[described]
+        return super().build(described, fill)
+
+
+class Processes(Distributed):
+    """They stay connected from call to call."""
+
+    def __init__(self, timeout: float) -> None:
+        super().__init__((), timeout, "pipeshard")
+        self._names: Names | None = None  # of the program that the wire is for
+
+    def agree(self, program: str) -> None:
+        """Raises PipeshardError where others do not call the same."""
+        for number, other in enumerate(self.share(program)):
+            if other != program:
+                raise PipeshardError(
+                    f"process {number} runs another step, or on arguments of other shapes, than "
+                    f"process {self.me}: make the same call in all"
+                )
+
+    def make_wire(self, jobs: Sequence[Job]) -> Wire:
+        job = jobs[0]
+        assert isinstance(job, MeshJob)
+        names, processes = job.finish.names, job.finish.processes
+        if self.wire is None or names is not self._names:
+            if self.wire:
+                self.wire.__exit__(None, None, None)
+            self._names, every = names, range(job.schedule.stages)
+            all_pairs = replace(job, partners=[every] * len(every))
+            links = open_links(all_pairs, self.me, processes, self.share, lambda a, b: names)
+            self.wire = Wire(job.schedule, [job.row for job in jobs], links)
+        return self.wire
+
+    def gather(self, arrays: Arrays) -> Arrays:
+        """All arrays on the host: those of other processes' devices come from these."""
+        has = self.share([_is_here(x) for x in arrays])
+        found = []
+        for i, x in enumerate(arrays):
+            whole = jax.device_get(x) if has[self.me][i] else None
+            if not all(of[i] for of in has):
+                source = next(n for n, of in enumerate(has) if of[i])
+                # One at a time: two that send much to each other at once would wait for ever.
+                whole = self.share(whole if self.me == source else None)[source]
+            found.append(whole)
+        return found
+
+
+def processes_of(meshes: Sequence[Mesh]) -> list[int]:
+    """The process that each mesh's devices belong to.
+
+    Raises PipeshardError unless it is one, and every process has a mesh where there are several.
+    """
+    found = []
+    for row, mesh in enumerate(meshes):
+        processes = sorted({device.process_index for device in mesh.devices.flat})
+        if len(processes) > 1:
+            raise PipeshardError(
+                f"mesh {row} has devices of processes {processes}: make every mesh of devices of "
+                "one process (ManualStages)"
+            )
+        found += processes
+    me = jax.process_index()
+    idle = {*range(jax.process_count())} - {*found}
+    if {*found} != {me} and idle:
+        raise PipeshardError(
+            f"process {min(idle)} has none of the {len(meshes)} meshes: start fewer processes, or "
+            "give it one"
+        )
+    return found
+
+
+def _is_here(x: Any) -> bool:
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
