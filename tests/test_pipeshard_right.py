@@ -19,6 +19,7 @@ from pipelab.pipeshard import (
 from pipelab.pipeshard.draws import redraw
 from pipelab.pipeshard.graph import single
 from pipelab.pipeshard.microbatches import Combine, How
+from pipelab.pipeshard.trace import Arguments
 from tests.test_pipeshard import arrays, data, worst
 
 TWO = jax.devices()[:2]
@@ -423,6 +424,19 @@ def test_python_numbers_do_not_widen():
         found, right = map(jax.tree.leaves, ((state, given), (expected, wanted)))
         assert [(x.dtype, x.weak_type) for x in found] == [(x.dtype, x.weak_type) for x in right]
     assert len(pipeline._programs) == 2
+
+
+def test_compare_sees_types_that_are_wrong(monkeypatch):
+    def step(params, batch, rate):
+        return jax.tree.map(lambda p, g: p - rate * g, params, grad(loss_of())(params, batch))
+
+    def strong(arguments, samples):
+        return [x.update(weak_type=False) for x in right(arguments, samples)]
+
+    right = Arguments.shapes
+    monkeypatch.setattr(Arguments, "shapes", strong)
+    params = [p.astype(jnp.bfloat16) for p in PARAMS]
+    assert not parallelize(step, Pipeshard(4, devices=TWO)).compare(params, data(16), 0.1).passed
 
 
 # ---- compare
