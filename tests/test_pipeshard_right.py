@@ -13,10 +13,13 @@ from pipelab.pipeshard import (
     grad,
     mark_pipeline_boundary,
     parallelize,
+    program,
     value_and_grad,
 )
+from pipelab.pipeshard.draws import redraw
 from pipelab.pipeshard.graph import single
-from pipelab.pipeshard.microbatches import redraw
+from pipelab.pipeshard.microbatches import Combine, How
+from pipelab.pipeshard.trace import Arguments
 from tests.test_pipeshard import arrays, data, worst
 
 TWO = jax.devices()[:2]
@@ -230,7 +233,6 @@ def test_draws_that_cannot_be_divided(before, match):
 
 def test_compare_sees_draws_that_are_wrong(monkeypatch):
     """What is folded into keys, and into which, is not believed but compared."""
-    from pipelab.pipeshard import program
 
     def wrong(piece, whole):
         return redraw(piece.loss, whole.loss, lambda eqn, _, n, xs: single(eqn).run(*xs))
@@ -239,6 +241,17 @@ def test_compare_sees_draws_that_are_wrong(monkeypatch):
     assert compared(loss, data(16))[1].passed
     monkeypatch.setattr(program, "with_own_draws", wrong)
     assert not compared(loss, data(16))[1].passed
+
+
+def test_compare_sees_results_that_are_combined_wrongly(monkeypatch):
+    right = program.combinations
+
+    def wrong(*args):
+        combine, *others = right(*args)
+        return [Combine(How.SUM) for _ in combine], *others
+
+    monkeypatch.setattr(program, "combinations", wrong)
+    assert not compared(loss_of(), data(16))[1].passed
 
 
 # ---- derivatives of the user's own
@@ -411,6 +424,19 @@ def test_python_numbers_do_not_widen():
         found, right = map(jax.tree.leaves, ((state, given), (expected, wanted)))
         assert [(x.dtype, x.weak_type) for x in found] == [(x.dtype, x.weak_type) for x in right]
     assert len(pipeline._programs) == 2
+
+
+def test_compare_sees_types_that_are_wrong(monkeypatch):
+    def step(params, batch, rate):
+        return jax.tree.map(lambda p, g: p - rate * g, params, grad(loss_of())(params, batch))
+
+    def strong(arguments, samples):
+        return [x.update(weak_type=False) for x in right(arguments, samples)]
+
+    right = Arguments.shapes
+    monkeypatch.setattr(Arguments, "shapes", strong)
+    params = [p.astype(jnp.bfloat16) for p in PARAMS]
+    assert not parallelize(step, Pipeshard(4, devices=TWO)).compare(params, data(16), 0.1).passed
 
 
 # ---- compare

@@ -75,7 +75,8 @@ def compare(
         exact = _numbers(expected[i])
         noise = norms(_numbers(rounded[i]) - exact) + eps * norms(exact)
         found.add(name, _numbers(call.gradient[i]), exact, noise, partial(again.of, i))
-    # [2] Every result of the step, by its own update of the pipeline's gradients.
+    # [2] Every result of the step, by its own update of the pipeline's gradients, and in its type.
+    types = jax.tree.leaves(jax.eval_shape(train_step, *jax.tree.unflatten(arguments.tree, values)))
     known = [*values, *jax.device_put(call.gradient, home)]
     update = jax.jit(program.step.update.run)
     wanted = update(*known)
@@ -83,7 +84,8 @@ def compare(
     for i, (path, got) in enumerate(jax.tree.leaves_with_path(call.results)):
         exact = _numbers(wanted[i])
         name = f"result {jax.tree_util.keystr(path)}"
-        found.add(name, _numbers(got), exact, eps * norms(exact), partial(again.of, i))
+        numbers = _numbers(got) if got.dtype == types[i].dtype else np.full(exact.shape, np.nan)
+        found.add(name, numbers, exact, eps * norms(exact), partial(again.of, i))
     return found.verdict(rule, precision)
 
 

@@ -6,8 +6,8 @@ The number of a micro-batch is folded in at the draw:
                 \\
                  `--------------------------- random_bits    features: (4, 4), of 32 samples, too
 
-What is drawn in one shape for all sizes of batch stays as it was written, and so do keys, and what
-is drawn from keys of the samples' own.
+What is drawn in one shape for all sizes of batch stays as it was written. So do keys, unless they
+are split into one for each sample, and what is drawn from keys of the samples' own.
 """
 
 from __future__ import annotations
