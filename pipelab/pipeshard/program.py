@@ -212,12 +212,14 @@ class Program:
     def _next_values(self) -> dict[Var, Var]:
         """Result -> the argument that it is the next value of.
 
-        That is known if the step returns its state first, in the order in which it takes it.
+        That is known if the step returns its state in one piece, in the order in which it takes it.
         """
-        pairs = list(zip(self._state, self.step.update.outputs, strict=False))
-        if any(shape_of(a) != shape_of(b) for a, b in pairs):
-            return {}
-        return {b: a for a, b in pairs if isinstance(b, Var)}
+        results = self.step.update.outputs
+        for i in range(len(results)):
+            pairs = list(zip(self._state, results[i:], strict=False))
+            if all(shape_of(a) == shape_of(b) for a, b in pairs):
+                return {b: a for a, b in pairs if isinstance(b, Var)}
+        return {}
 
     def _agreed(self) -> Processes:
         """The processes, when all run this program."""
@@ -315,8 +317,8 @@ class Program:
                     if isinstance(array, jax.Array) and not array.is_fully_addressable:
                         raise PipeshardError(
                             f"{self.paths[source]} is on another process's devices: pass it as a "
-                            "host array (`fetch` makes one), or return the state first, in the "
-                            "order in which the step takes it, so that it stays where it is read"
+                            "host array (`fetch` makes one), or return the state in the order in "
+                            "which the step takes it, so that it stays where it is read"
                         )
                     mine[source] = jax.device_put(array, self.place(row, source))
                 mine[v] = mine[source]
