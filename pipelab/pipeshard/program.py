@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from operator import attrgetter
 from typing import Any
@@ -224,11 +224,16 @@ class Program:
     def _agreed(self) -> Processes:
         """The processes, when all run this program."""
         assert self.connect
+        processes = self.connect()
+        processes.agree(self._digest)
+        return processes
+
+    @cached_property
+    def _digest(self) -> str:
+        """Tells it from other programs; the same in all processes."""
         equations = [*self.loss.equations, *self.step.update.equations]
         text = [(eqn.primitive.name, [str(v.aval) for v in eqn.outvars]) for eqn in equations]
-        processes = self.connect()
-        processes.agree(sha256(f"{text} {self.schedule.to_csv()}".encode()).hexdigest())
-        return processes
+        return sha256(f"{text} {self.schedule.to_csv()}".encode()).hexdigest()
 
     def _stage_plan(self, s: int, layers: list[int], kept: int) -> StagePlan:
         graph, row = self.graphs[s], self.schedule.placement[s]
