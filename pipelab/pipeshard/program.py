@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from operator import attrgetter
 from typing import Any
@@ -221,21 +221,28 @@ class Program:
     def _next_values(self) -> dict[Var, Var]:
         """Result -> the argument that it is the next value of.
 
-        That is known if the step returns its state first, in the order in which it takes it.
+        That is known if the step returns its state in one piece, in the order in which it takes it.
         """
-        pairs = list(zip(self._state, self.step.update.outputs, strict=False))
-        if any(shape_of(a) != shape_of(b) for a, b in pairs):
-            return {}
-        return {b: a for a, b in pairs if isinstance(b, Var)}
+        results = self.step.update.outputs
+        for i in range(len(results)):
+            pairs = list(zip(self._state, results[i:], strict=False))
+            if all(shape_of(a) == shape_of(b) for a, b in pairs):
+                return {b: a for a, b in pairs if isinstance(b, Var)}
+        return {}
 
     def _agreed(self) -> Processes:
         """The processes, when all run this program."""
         assert self.connect
+        processes = self.connect()
+        processes.agree(self._digest)
+        return processes
+
+    @cached_property
+    def _digest(self) -> str:
+        """Tells it from other programs; the same in all processes."""
         equations = [*self.loss.equations, *self.step.update.equations]
         text = [(eqn.primitive.name, [str(v.aval) for v in eqn.outvars]) for eqn in equations]
-        processes = self.connect()
-        processes.agree(sha256(f"{text} {self.schedule.to_csv()}".encode()).hexdigest())
-        return processes
+        return sha256(f"{text} {self.schedule.to_csv()}".encode()).hexdigest()
 
     def _stage_plan(self, s: int, layers: list[int], kept: int) -> StagePlan:
         graph, row = self.graphs[s], self.schedule.placement[s]
@@ -323,8 +330,8 @@ class Program:
                     if isinstance(array, jax.Array) and not array.is_fully_addressable:
                         raise PipeshardError(
                             f"{self.paths[source]} is on another process's devices: pass it as a "
-                            "host array (`fetch` makes one), or return the state first, in the "
-                            "order in which the step takes it, so that it stays where it is read"
+                            "host array (`fetch` makes one), or return the state in the order in "
+                            "which the step takes it, so that it stays where it is read"
                         )
                     mine[source] = jax.device_put(array, self.place(row, source))
                 mine[v] = mine[source]
