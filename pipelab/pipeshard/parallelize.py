@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import update_wrapper
 from typing import Any
 
@@ -52,6 +53,12 @@ def parallelize(
         raise PipeshardError(
             f"method is {method!r}: give a plan, such as Pipeshard(microbatches=4)"
         )
+    if method.stages == "auto":
+        from pipelab.pipeshard.auto import (
+            AutoStages,
+        )  # above the manual side, which does not know it
+
+        method = replace(method, stages=AutoStages())
     argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
     return Parallelized(train_step, method, argnums)
 

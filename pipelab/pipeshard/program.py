@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pipelab.action import Kind
 from pipelab.executors.threads import run_threads
 from pipelab.executors.worker import Record
-from pipelab.pipeshard.cut import count_layers, cut
+from pipelab.pipeshard.cut import count_layers, cut, mark
 from pipelab.pipeshard.graph import (
     Arrays,
     PipeshardError,
@@ -29,7 +29,7 @@ from pipelab.pipeshard.graph import (
 )
 from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
 from pipelab.pipeshard.microbatches import How, combinations, with_own_keys
-from pipelab.pipeshard.plan import Pipeshard, Plan, StagePlan
+from pipelab.pipeshard.plan import Pipeshard, Plan, Planner, StagePlan, StageProblem
 from pipelab.pipeshard.stage import CompiledStage, Place
 from pipelab.pipeshard.trace import Arguments, trace, trace_piece
 from pipelab.pipeshard.update import split
@@ -70,7 +70,6 @@ class Program:
             )
         self.samples, self.microbatches = arguments.samples // m, m
         whole = self.step = trace(step, arguments, arguments.samples)
-        layers = method.stages_of(count_layers(whole.loss))
         if m > 1:
             self.step = trace_piece(step, arguments, self.samples, whole)
         found = combinations(step, arguments, self.step, whole, method)
@@ -78,11 +77,23 @@ class Program:
         self.loss, number = with_own_keys(self.step) if m > 1 else (whole.loss, None)
         self.exact = exact and number is None
 
-        # [2] The schedule, a mesh for each of its devices, and the stages.
+        # [2] The layers, the schedule, a mesh for each of its devices, and the stages.
+        parameters, batch = self.step.parameters, self.step.batch
+        self.paths = dict(zip(self.step.arguments, arguments.paths, strict=True))
+        state = [v for v in self.step.arguments if v not in batch]
+        if callable(method.layers):
+            self.loss = mark(self.loss, method.layers, list(parameters), batch)
+        count = count_layers(self.loss)
+        auto = None
+        if isinstance(method.stages, Planner):
+            about = (self.axes, self.paths, self.samples, count, method)
+            problem = StageProblem(self.loss, parameters, state, batch, number, *about)
+            auto = method.stages.choose(problem)
+            method = replace(method, stages=auto)
+        layers = method.stages_of(count)
         self.schedule = method.table_for(len(layers))
         self.meshes = method.meshes_of(self.schedule.devices)
         self._shardings = method.shardings_of(self.schedule.devices)
-        parameters, batch = self.step.parameters, self.step.batch
         self.graphs = cut(self.loss, list(parameters), batch, layers, number)
         for mesh in self.meshes:
             if self.samples % mesh.shape["data"]:
@@ -98,8 +109,6 @@ class Program:
             p: [s for s, graph in enumerate(self.graphs) if p in graph.parameters]
             for p in parameters
         }
-        self.paths = dict(zip(self.step.arguments, arguments.paths, strict=True))
-        state = [v for v in self.step.arguments if v not in batch]
         pinned = self._next_values(state)
         self._like: dict[Var, Var] = {**pinned, **{v: v for v in state}, **parameters}
         self.owner: dict[Var, int] = {}
@@ -121,7 +130,7 @@ class Program:
         self.stages = [
             CompiledStage(self.graphs, s, self._place_on(s), apart, tasks, others) for s in numbers
         ]
-        self.plan = Plan(self.schedule, tuple(map(self._stage_plan, numbers, layers)))
+        self.plan = Plan(self.schedule, tuple(map(self._stage_plan, numbers, layers)), auto)
 
     # ---- where things are
 
