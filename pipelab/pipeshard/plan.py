@@ -316,10 +316,15 @@ class Plan:
                     "sent MiB": f"{stage.sent_bytes / 2**20:.3g}",
                 }
             )
-        table = [list(rows[0]), *(list(row.values()) for row in rows)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = []
-        for row in table:
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join(lines)
+        return as_table(rows)
+
+
+def as_table(rows: Sequence[dict[str, str]]) -> str:
+    """Rows with the same keys as lines of text: the keys, then a line each."""
+    table = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

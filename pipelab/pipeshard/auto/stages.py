@@ -10,16 +10,16 @@ and after that the slowest sets the pace. So a step of B micro-batches takes
 
 That is no sum over stages, which a dynamic program could minimise. But for a given t_max it is:
 
-    F(s, k, d; t_max)   least sum of t_i of s stages, on d devices, for the layers from k on, each of
-                        which takes at most t_max:
-                        the least of t(k..j on n devices) + F(s - 1, j + 1, d - n; t_max)
+    F(s, k, d; t_max)   least sum of t_i for the layers from k on, in s stages on d devices, each of
+                        which takes at most t_max: the least over j and n of
+                        t(k..j on n devices) + F(s - 1, j + 1, d - n; t_max)
 
 So every t that occurs is tried as t_max, from the smallest. No later one can be better as soon as
 B t_max alone takes as long as the best plan so far.
 
-A stage holds its weights, their gradients and the optimizer's state, whatever the schedule does, and
-for each micro-batch in flight its activations. How many are in flight depends on the schedule, and
-on how many stages follow: with 1F1B s on a stage that is the s-th from the end, with GPipe all B.
+A stage holds its weights, their gradients and the optimizer's state, whatever the schedule does,
+and for each micro-batch in flight its activations. How many are in flight depends on the schedule,
+and on how many stages follow: with 1F1B s on the s-th stage from the end, with GPipe all B.
 """
 
 from __future__ import annotations
@@ -140,12 +140,9 @@ class _Search:
     def __init__(self, table: StageTable, devices: int, in_flight: Callable[[int], int]) -> None:
         self.table, self.devices = table, devices
         self.most = min(len(table.seconds), devices)  # stages
-        possible = np.where(np.isfinite(table.seconds), 0, np.inf)
-        needs = [
-            table.held + (in_flight(s) if s else 0) * table.activation + possible
-            for s in range(self.most + 1)
-        ]
-        self.needs = np.array(needs)
+        counts = np.array([0, *map(in_flight, range(1, self.most + 1))])
+        needs = table.held + np.multiply.outer(counts, table.activation)
+        self.needs = np.where(np.isfinite(table.seconds), needs, np.inf)
         self.sizes = sorted(set(table.devices))
 
     def best(self, microbatches: int, memory: float) -> Stages | None:

@@ -1,0 +1,329 @@
+"""Stages, their meshes and how these divide the work, found for a train step."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any, ClassVar, Literal
+
+import jax
+import numpy as np
+from jax.extend.core import Var
+from jax.sharding import PartitionSpec
+
+from pipelab.pipeshard.auto.cache import Cache, default_folder
+from pipelab.pipeshard.auto.cost import machine_of
+from pipelab.pipeshard.auto.operators import operator_specs
+from pipelab.pipeshard.auto.profile import (
+    Specs,
+    StageProfile,
+    candidates,
+    mesh_of,
+    profile,
+)
+from pipelab.pipeshard.auto.stages import StageTable, best_stages, submeshes
+from pipelab.pipeshard.graph import PipeshardError, Variables, shape_of
+from pipelab.pipeshard.plan import ManualStages, Shape, Sharding, StageProblem, as_table
+from pipelab.plan.machine import Machine
+from pipelab.schedules import make
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class AutoPlan(ManualStages):
+    """What was found: stages that could have been written by hand, and why these.
+
+    chosen        a profile per stage
+    profiles      of all stages that were possible
+    seconds       of a train step, by these profiles: T = sum t + (micro-batches - 1) max t
+    microbatches
+    machine       whose memory is the limit, and whose seconds are modelled
+    """
+
+    fewest: ClassVar[int] = 1  # one stage, if that is the fastest
+    chosen: tuple[StageProfile, ...] = ()
+    profiles: tuple[StageProfile, ...] = ()
+    seconds: float = math.inf
+    microbatches: int = 1
+    machine: Machine | None = None
+
+    @property
+    def forward_stage_layer_ids(self) -> list[list[int]]:
+        return [list(layers) for layers in self.layers]
+
+    @property
+    def mesh_shapes(self) -> list[Shape]:
+        """Per stage the submesh: hosts, and devices of each."""
+        return [stage.submesh for stage in self.chosen]
+
+    @property
+    def logical_mesh_shapes(self) -> list[Shape]:
+        """Per stage the same devices as (data, model)."""
+        return [stage.logical for stage in self.chosen]
+
+    @property
+    def autosharding_option_dicts(self) -> list[dict[str, PartitionSpec]]:
+        """Per stage the parameters that are divided; all others are whole on every device."""
+        return [stage.sharding for stage in self.chosen]
+
+    def estimate(self, layers: Sequence[Sequence[int]], meshes: Sequence[Shape]) -> float:
+        """Seconds of a train step with other stages on such meshes (data, model).
+
+        Raises PipeshardError for a stage that was not profiled.
+        """
+        known = {(each.layers, each.logical): each.seconds for each in self.profiles}
+        times = []
+        for stage, mesh in zip(layers, meshes, strict=True):
+            key = (stage[0], stage[-1]), tuple(mesh)
+            if key not in known:
+                raise PipeshardError(f"layers {list(stage)} on a mesh {mesh} were not profiled")
+            times.append(known[key])
+        return step_seconds(times, self.microbatches)
+
+    def rows(self) -> list[Row]:
+        """The profile table, a line for each stage that was possible: for pandas.DataFrame."""
+        return [_row(each) for each in self.profiles]
+
+    def __str__(self) -> str:
+        sources = Counter(each.source for each in self.profiles)
+        title = (
+            f"{len(self.chosen)} stages of {len(self.profiles)} possible ones: "
+            f"{1e3 * self.seconds:.4g} ms a step of {self.microbatches} micro-batches "
+            f"({', '.join(sources)}{f' of {self.machine.name}' if self.machine else ''})"
+        )
+        rows = []
+        for stage in self.chosen:
+            row = _row(stage) | {"divided": str(len(stage.sharding))}
+            rows.append({k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in row.items()})
+        return f"{title}\n{as_table(rows)}"
+
+
+@dataclass(frozen=True)
+class AutoStages:
+    """Finds the stages with the shortest train step that fit the devices' memory (Alpa, section 5).
+
+    Every run of layers is compiled for every submesh that it may get, as data parallel, operator
+    parallel and both, unless an equal one has been compiled before; then a dynamic program chooses.
+
+    machine   whose memory is the limit, and whose seconds are modelled; default: the named one with
+              such devices (`auto.cost.machine_of`)
+    measured  whether each possible stage is timed on the devices; default: unless they are host
+              devices, which share the cores of a CPU
+    operator  whether parameters may be divided; otherwise stages are parallel over data alone
+    hosts     that the devices are on, equally many on each; default: as many as jax processes
+    cache     the folder of what was found; default: in the user's cache folder. False: none
+    progress  whether to show a bar while profiling; default: in a terminal
+
+    Modelled or measured is the compute of stages with the collectives inside. What crosses between
+    two stages costs nothing, as in Alpa.
+    """
+
+    machine: Machine | None = None
+    measured: bool | None = None
+    operator: bool = True
+    hosts: int | None = None
+    cache: str | os.PathLike[str] | Literal[False] | None = None
+    progress: bool | None = None
+
+    def choose(self, problem: StageProblem) -> AutoPlan:
+        """Raises PipeshardError where no stages fit, and says what would."""
+        method = problem.method
+        if not isinstance(method.schedule, str) or method.virtual != 1:
+            raise PipeshardError(
+                "stages='auto' finds how many stages there are: name a schedule, such as "
+                "'gpipe', instead of a table, and leave out virtual"
+            )
+        devices, hosts = self._devices(method.devices)
+        machine = self.machine or machine_of(devices[0])
+        # [1] What every possible stage costs.
+        profiles = self._profiles(problem, devices, hosts, machine)
+
+        # [2] The best of them.
+        @cache
+        def in_flight(remaining: int) -> int:
+            table = make(method.schedule, remaining, method.microbatches)
+            return table.peak_in_flight[0]
+
+        table, choices = _table(profiles, problem.layers)
+        found = best_stages(table, len(devices), method.microbatches, machine.memory, in_flight)
+        by_place = {(each.layers, (each.submesh, each.logical)): each for each in profiles}
+        chosen = [by_place[(s.first, s.last), choices[s.choice]] for s in found.stages]
+
+        # [3] Which devices: larger submeshes first where there are several hosts, so that none
+        #     lies across the border of two.
+        order = sorted(range(len(chosen)), key=lambda s: -math.prod(chosen[s].submesh))
+        meshes: list[Any] = [None] * len(chosen)
+        for s in order if hosts > 1 else range(len(chosen)):
+            count = math.prod(chosen[s].submesh)
+            meshes[s] = np.array(devices[:count]).reshape(chosen[s].logical)
+            devices = devices[count:]
+        parameters = {problem.paths[a]: shape_of(a) for a in problem.parameters.values()}
+        return AutoPlan(
+            [list(range(s.first, s.last + 1)) for s in found.stages],
+            meshes,
+            [_sharding(stage.sharding, parameters) for stage in chosen],
+            chosen=tuple(chosen),
+            profiles=tuple(profiles),
+            seconds=found.seconds,
+            microbatches=method.microbatches,
+            machine=machine,
+        )
+
+    def _devices(self, wanted: Sequence[Any] | None) -> tuple[list[Any], int]:
+        """The devices, host by host, and how many hosts there are."""
+        devices = list(jax.devices() if wanted is None else wanted)
+        devices.sort(key=lambda device: device.process_index)  # in a host they stay as they are
+        counts = Counter(device.process_index for device in devices)
+        hosts = self.hosts or len(counts)
+        each = len(devices) // hosts
+        uneven = len(devices) % hosts or (not self.hosts and len(set(counts.values())) > 1)
+        if uneven or (hosts > 1 and each & (each - 1)):
+            raise PipeshardError(
+                f"{len(devices)} devices on {hosts} hosts: use equally many on each, a power of "
+                "two where there are several"
+            )
+        return devices, hosts
+
+    def _profiles(
+        self, problem: StageProblem, devices: list[Any], hosts: int, machine: Machine
+    ) -> list[StageProfile]:
+        from tqdm import tqdm  # only who plans needs it
+
+        folder = default_folder() if self.cache is None else self.cache or None
+        known = Cache(folder)
+        measured = self.measured
+        if measured is None:
+            measured = devices[0].platform != "cpu"
+        places = [
+            (submesh, (count // model, model))
+            for submesh in submeshes(hosts, len(devices) // hosts)
+            for count in [math.prod(submesh)]
+            for model in range(1, count + 1)
+            if count % model == 0 and problem.samples % (count // model) == 0
+            if self.operator or model == 1
+        ]
+        runs = list(candidates(problem))
+        state = _state_of_parameters(problem)
+        # [1] How each layer divides its parameters among so many devices.
+        specs: dict[int, dict[Var, PartitionSpec]] = defaultdict(dict)
+        hidden = None if self.progress is None else not self.progress  # None: unless a terminal
+        layers = [each for each in runs if each.first == each.last]
+        counts = sorted({model for _, (_, model) in places if model > 1})
+        total = len(runs) * len(places) + len(layers) * len(counts)
+        with tqdm(total=total, unit="stage", desc="profiles", disable=hidden) as bar:
+            for layer, count in product(layers, counts):
+                mesh = mesh_of(devices, (1, count))
+                found = operator_specs(layer, mesh, machine, known)
+                specs[count] = {**found, **specs[count]}  # a shared one: as its first layer does
+                bar.update()
+            # [2] Every run of layers in every place.
+            profiles = []
+            for each, (submesh, logical) in product(runs, places):
+                mesh = mesh_of(devices, logical)
+                mine: Specs = {
+                    p: specs[logical[1]][p] for p in each.graph.parameters if p in specs[logical[1]]
+                }
+                about = (mesh, mine, state, machine, measured, known)
+                profiles.append(profile(each, submesh, *about))
+                bar.update()
+        return profiles
+
+
+def step_seconds(times: Sequence[float], microbatches: int) -> float:
+    """Of a train step, by the seconds that a micro-batch takes on each stage.
+
+    >>> step_seconds([1, 2, 1], 8)
+    18
+    """
+    return sum(times) + (microbatches - 1) * max(times)
+
+
+def _table(
+    profiles: Sequence[StageProfile], layers: int
+) -> tuple[StageTable, list[tuple[Shape, Shape]]]:
+    """The profiles as arrays, and what the choices are."""
+    choices = list(dict.fromkeys((each.submesh, each.logical) for each in profiles))
+    held, activation, seconds = np.zeros((3, layers, layers, len(choices)))
+    seconds[:] = np.inf
+    for each in profiles:
+        place = (*each.layers, choices.index((each.submesh, each.logical)))
+        seconds[place] = each.seconds
+        held[place], activation[place] = each.held_bytes, each.activation_bytes
+    counts = tuple(math.prod(submesh) for submesh, _ in choices)
+    return StageTable(counts, seconds, held, activation), choices
+
+
+def _row(each: StageProfile) -> Row:
+    first, last = each.layers
+    return {
+        "layers": f"{first}-{last}" if last > first else f"{first}",
+        "submesh": "x".join(map(str, each.submesh)),
+        "logical": "x".join(map(str, each.logical)),
+        "forward ms": 1e3 * each.forward,
+        "backward ms": 1e3 * each.backward,
+        "argument MiB": each.argument_bytes / 2**20,
+        "output MiB": each.output_bytes / 2**20,
+        "temporary MiB": each.temporary_bytes / 2**20,
+        "peak MiB": each.peak_bytes / 2**20,
+        "held MiB": each.held_bytes / 2**20,
+        "activation MiB": each.activation_bytes / 2**20,
+        "available MiB": each.available_bytes / 2**20,
+        "source": each.source,
+    }
+
+
+# ---- the optimizer's state lies as the parameter that it belongs to
+
+
+def _tokens(path: str) -> list[str]:
+    """
+    >>> _tokens(".opt_state[0].mu['Dense_0']['kernel']")
+    ['.opt_state', '[0]', '.mu', "['Dense_0']", "['kernel']"]
+    """
+    return re.findall(r"\[[^\]]*\]|\.\w+", path)
+
+
+def _owner(path: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | None:
+    """The parameter of this shape whose path ends as this one does, for as long as possible."""
+
+    def alike(other: str) -> int:
+        pairs = zip(reversed(_tokens(path)), reversed(_tokens(other)), strict=False)
+        count = 0
+        for a, b in pairs:
+            if a != b:
+                break
+            count += 1
+        return count
+
+    same: Iterable[str] = (p for p, other in parameters.items() if other == shape)
+    best = max(same, key=alike, default=None)
+    return best if best is not None and (alike(best) or best == path) else None
+
+
+def _sharding(specs: Mapping[str, PartitionSpec], parameters: Mapping[str, Shape]) -> Sharding:
+    """Of every argument, by its path and shape."""
+
+    def sharding(path: str, shape: Shape) -> PartitionSpec:
+        return specs.get(_owner(path, shape, parameters) or path, PartitionSpec())
+
+    return sharding
+
+
+def _state_of_parameters(problem: StageProblem) -> dict[Var, Variables]:
+    """Parameter -> the other arrays of the state that belong to it."""
+    arguments = {problem.paths[a]: p for p, a in problem.parameters.items()}
+    shapes = {path: shape_of(p) for path, p in arguments.items()}
+    found: dict[Var, Variables] = {p: [] for p in problem.parameters}
+    for v in problem.state:
+        path = problem.paths[v]
+        owner = None if path in arguments else _owner(path, shape_of(v), shapes)
+        if owner is not None:
+            found[arguments[owner]].append(v)
+    return found
