@@ -372,26 +372,41 @@ def rows_of(weights, rows):
     return jax.grad(lambda w: jnp.sum(jnp.tanh(rows @ w["a"] + w["b"]) @ w["c"]))(weights)
 
 
+def samples(shape, mesh):
+    return anywhere(shape, mesh)[:2]
+
+
 SMALL = {
-    "two matrices": (train, arguments(16, 32, 64), as_weights),
-    "many samples": (train, arguments(256, 8, 16), as_weights),
-    "a gate": (gated, [{"in": FLOAT((32, 64)), "gate": FLOAT((32, 64))}, FLOAT((16, 32))], None),
+    "many samples": (train, arguments(256, 8, 16), as_weights, [anywhere, whole, samples]),
+    "a gate": (
+        gated,
+        [{"in": FLOAT((32, 64)), "gate": FLOAT((32, 64))}, FLOAT((16, 32))],
+        None,
+        anywhere,
+    ),
     "a bias": (
         rows_of,
         [{"a": FLOAT((32, 128)), "b": FLOAT((128,)), "c": FLOAT((128, 4))}, FLOAT((16, 32))],
         lambda weights, rows: weights,
+        [anywhere, whole],
     ),
 }
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_descent_finds_what_trying_all_finds(name, four):
-    fun, shapes, outputs = SMALL[name]
-    every = search_sharding(fun, shapes, four, outputs=outputs)
-    descent = search_sharding(fun, shapes, four, outputs=outputs, limit=1)
+    fun, shapes, outputs, choices = SMALL[name]
+    search = partial(search_sharding, fun, shapes, four, outputs=outputs, choices=choices)
+    every, descent = search(), search(limit=1)
     assert len(descent.table) < len(every.table) == every.possible == descent.possible
     assert descent.best.predicted == every.best.predicted
     assert descent.best.cost == every.best.cost
+
+
+def test_a_descent_tries_fewer_of_the_81_and_finds_the_same(eighty_one, four):
+    descent = search_sharding(train, arguments(32, 64, 256), four, outputs=as_weights, limit=80)
+    assert len(descent.table) < 40 and descent.best == eighty_one.best
+    assert f"81 candidates ({len(descent.table)} tried)" in str(descent)
 
 
 def test_data_parallel_operator_parallel_or_both_by_the_shape_of_the_mesh():
