@@ -13,34 +13,22 @@ are tried; beyond, one array after another is improved until none can be.
 
 from __future__ import annotations
 
-import inspect
 import math
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from pipelab.pipeshard.auto.cost import Cost, machine_of
+from pipelab.pipeshard.auto.sharded import Sharded, Specs
 from pipelab.pipeshard.graph import PipeshardError
 from pipelab.plan.machine import Machine
 
 Shape = tuple[int, ...]
 Choices = Callable[[Shape, Mesh], list[PartitionSpec]]
-Specs = tuple[PartitionSpec, ...]  # of all arrays
-
-# What is compiled only to be scored need not be fast: a third of the time on a CPU.
-_SCORED_ON_CPU: dict[str, str | bool] = {
-    "xla_backend_optimization_level": "0",
-    "xla_llvm_disable_expensive_passes": True,
-}
-
 
 # ---- what may be chosen for an array
 
@@ -48,8 +36,8 @@ _SCORED_ON_CPU: dict[str, str | bool] = {
 def anywhere(shape: Shape, mesh: Mesh) -> list[PartitionSpec]:
     """Every axis of the mesh along any one dimension that it divides, or along none.
 
-    >>> anywhere((8, 6), Mesh(jax.devices()[:1], ["model"]))  # one device: nothing to split
-    [PartitionSpec()]
+    >>> len(anywhere((8, 6), Mesh(jax.devices()[:1], ["model"])))  # one device: nothing to split
+    1
     """
     return list(_splits(shape, mesh, mesh.axis_names))
 
@@ -67,6 +55,18 @@ def over_data(shape: Shape, mesh: Mesh) -> list[PartitionSpec]:
 def whole(shape: Shape, mesh: Mesh) -> list[PartitionSpec]:
     """On every device as a whole."""
     return [PartitionSpec()]
+
+
+def describe(spec: PartitionSpec) -> str:
+    """A spec in short: per dimension the axes that split it.
+
+    >>> describe(PartitionSpec(None, "model")), describe(PartitionSpec(("data", "model")))
+    ('-,model', 'data+model')
+    >>> describe(PartitionSpec())
+    'whole'
+    """
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    return ",".join("+".join(axis or "-" for axis in entry) for entry in entries) or "whole"
 
 
 def _splits(shape: Shape, mesh: Mesh, axes: Sequence[str]) -> Iterator[PartitionSpec]:
@@ -87,80 +87,6 @@ def _splits(shape: Shape, mesh: Mesh, axes: Sequence[str]) -> Iterator[Partition
             yield PartitionSpec(*entries)
 
 
-# ---- a program whose arrays lie in different ways
-
-
-class _Program:
-    """A function traced once, to be compiled for many assignments.
-
-    outputs  of the specs in the tree of the arguments: those of the results, in their tree; None
-             where the compiler may choose
-    """
-
-    def __init__(self, fun: Callable, arguments: Sequence[Any], mesh: Mesh, outputs: Any) -> None:
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tuple(arguments))
-        closed, results = jax.make_jaxpr(fun, return_shape=True)(*shapes)
-        self.leaves, self.tree = jax.tree.flatten(shapes)
-        self.run, self.results = jaxpr_as_fun(closed), len(jax.tree.leaves(results))
-        self.outputs = outputs or (lambda *specs: [None] * self.results)
-        # With explicit axes, what makes two arrays meet has to say where the result lies.
-        self.mesh = Mesh(mesh.devices, mesh.axis_names)
-        self.paths = _paths(fun, shapes)
-
-    def compile(self, specs: Specs, scored: bool = False) -> Any:
-        """For arrays that lie so; `scored` where it will not run."""
-        arrays = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))
-            for x, spec in zip(self.leaves, specs, strict=True)
-        ]
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        options = _SCORED_ON_CPU if scored and on_cpu else None
-        jitted = jax.jit(self.run, out_shardings=self._out_shardings(specs))
-        return jitted.lower(*arrays).compile(options)
-
-    def timed(self, many: Sequence[Specs], rounds: int) -> list[float]:
-        """Median seconds of each: they take turns, so that all meet the same disturbances."""
-        programs = []
-        for specs in many:
-            placed = [NamedSharding(self.mesh, spec) for spec in specs]
-            filled = jax.jit(self._ones, out_shardings=placed)
-            programs.append((self.compile(specs), filled()))
-        seconds: list[list[float]] = [[] for _ in many]
-        for turn in range(rounds + 1):
-            for (compiled, arrays), found in zip(programs, seconds, strict=True):
-                jax.block_until_ready(arrays)
-                start = time.perf_counter()
-                jax.block_until_ready(compiled(*arrays))
-                if turn:  # the first warms up
-                    found.append(time.perf_counter() - start)
-        return [statistics.median(found) for found in seconds]
-
-    def _ones(self) -> list[jax.Array]:
-        return [jnp.ones(x.shape, x.dtype) for x in self.leaves]
-
-    def _out_shardings(self, specs: Specs) -> list[NamedSharding | None]:
-        results = self.outputs(*jax.tree.unflatten(self.tree, specs))
-        wanted = jax.tree.leaves(results, is_leaf=lambda spec: spec is None)
-        if len(wanted) != self.results:
-            raise PipeshardError(
-                f"outputs gives {len(wanted)} specs for {self.results} results: give "
-                "one for each, or None where the compiler may choose"
-            )
-        return [spec if spec is None else NamedSharding(self.mesh, spec) for spec in wanted]
-
-
-def _paths(fun: Callable, arguments: tuple[Any, ...]) -> tuple[str, ...]:
-    """Names of all arrays: the parameter's, then the way through its tree."""
-    leaves = [path for path, _ in jax.tree_util.tree_leaves_with_path(arguments)]
-    try:
-        names = list(inspect.signature(fun).bind(*arguments).arguments)
-    except (TypeError, ValueError):
-        names = []
-    if len(names) != len(arguments):  # no signature, or *arrays
-        names = [f"[{i}]" for i in range(len(arguments))]
-    return tuple(names[path[0].idx] + jax.tree_util.keystr(path[1:]) for path in leaves)
-
-
 # ---- the search
 
 
@@ -179,7 +105,6 @@ class Search:
     """What a search tried; `str` makes a table of the best.
 
     paths     names of the arrays
-    shapes    of the arrays
     mesh      that they lie on
     machine   whose seconds these are
     table     candidates: those that fit its memory first, then by predicted seconds, then by bytes
@@ -187,12 +112,11 @@ class Search:
     """
 
     paths: tuple[str, ...]
-    shapes: tuple[Shape, ...]
     mesh: Mesh
     machine: Machine
     table: tuple[Candidate, ...]
     possible: int
-    _program: _Program = field(repr=False)
+    program: Sharded = field(repr=False)
 
     @property
     def best(self) -> Candidate:
@@ -213,16 +137,16 @@ class Search:
 
     def tree(self, candidate: Candidate | None = None) -> Any:
         """The specs of a candidate, by default the best, in the tree of the arguments."""
-        return jax.tree.unflatten(self._program.tree, (candidate or self.best).specs)
+        return jax.tree.unflatten(self.program.tree, (candidate or self.best).specs)
 
     def compile(self, candidate: Candidate | None = None) -> Any:
         """A candidate, by default the best, compiled to run: it takes the arrays one by one."""
-        return self._program.compile((candidate or self.best).specs)
+        return self.program.compile((candidate or self.best).specs)
 
     def measure(self, candidates: Iterable[Candidate], rounds: int = 7) -> Search:
         """The same search with the median seconds of these, run on arrays of ones."""
         chosen = [each.specs for each in candidates]
-        found = dict(zip(chosen, self._program.timed(chosen, rounds), strict=True))
+        found = dict(zip(chosen, self.program.timed(chosen, rounds), strict=True))
         return replace(
             self,
             table=tuple(
@@ -264,18 +188,6 @@ class Search:
         return row
 
 
-def describe(spec: PartitionSpec) -> str:
-    """A spec in short: per dimension the axes that split it.
-
-    >>> describe(PartitionSpec(None, "model")), describe(PartitionSpec(("data", "model")))
-    ('-,model', 'data+model')
-    >>> describe(PartitionSpec())
-    'whole'
-    """
-    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-    return ",".join("+".join(axis or "-" for axis in entry) for entry in entries) or "whole"
-
-
 def _written(row: dict[str, Any]) -> dict[str, str]:
     return {
         name: f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
@@ -314,10 +226,10 @@ def search_sharding(
     >>> mesh = Mesh(devices, ("data", "model"))
     >>> arguments = [jax.ShapeDtypeStruct(shape, "float32") for shape in [(8, 4), (2, 8)]]
     >>> search = search_sharding(lambda w, x: x @ w, arguments, mesh)
-    >>> search.paths, search.best.specs, search.best.cost.flops
-    (('w', 'x'), (PartitionSpec(), PartitionSpec()), 128.0)
+    >>> search.paths, len(search.table), search.best.cost.flops
+    (('w', 'x'), 1, 128.0)
     """
-    program = _Program(fun, arguments, mesh, outputs)
+    program = Sharded(fun, arguments, mesh, outputs)
     machine = machine or machine_of(mesh.devices.flat[0])
     options = _options(program, arguments, choices)
     found: dict[Specs, Candidate] = {}
@@ -340,13 +252,12 @@ def search_sharding(
     for specs in tried:
         rank(specs)
     table = sorted(found.values(), key=lambda each: rank(each.specs))
-    shapes = tuple(x.shape for x in program.leaves)
-    search = Search(program.paths, shapes, program.mesh, machine, tuple(table), possible, program)
+    search = Search(program.paths, program.mesh, machine, tuple(table), possible, program)
     return search.measure(table[:timed]) if timed else search
 
 
 def _options(
-    program: _Program, arguments: Sequence[Any], choices: Choices | Sequence[Choices]
+    program: Sharded, arguments: Sequence[Any], choices: Choices | Sequence[Choices]
 ) -> list[list[PartitionSpec]]:
     """The choices of each array."""
     each = [choices] * len(arguments) if callable(choices) else list(choices)
