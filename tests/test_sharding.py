@@ -1,15 +1,18 @@
 """Collectives read from HLO, costs, and the search for shardings: bytes and winners by hand."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pipelab import plot
 from pipelab.pipeshard import PipeshardError
 from pipelab.pipeshard.auto.cost import HOST, Cost, machine_of
 from pipelab.pipeshard.auto.hlo import Collective, collectives, device_count
@@ -359,6 +362,32 @@ def test_memory_is_a_constraint(eighty_one, four):
     need = none.table[0].cost.peak_bytes - 1000
     with pytest.raises(PipeshardError, match=f"a tiny has 1,000 bytes, .* needs {need:,} more"):
         _ = none.best
+
+
+def test_the_picture_has_every_candidate_the_best_and_the_one_without_splits(eighty_one):
+    ax = plot.shardings(eighty_one)
+    lines = {line.get_label(): line.get_xydata() for line in ax.lines}
+    costs = [each.cost for each in eighty_one.table]
+    points = [[cost.ring_bytes / 2**20, cost.flops / 1e9] for cost in costs]
+    assert np.allclose(lines["a candidate"], points)
+    assert np.allclose(lines["best"], points[:1])
+    assert lines["all arrays whole"].tolist() == [[0, max(computed for _, computed in points)]]
+    seconds = lines["equal time"] @ [2**20 / HOST.bandwidth, 1e9 / HOST.flops]
+    assert seconds[0] == pytest.approx(seconds[1])
+    tight = replace(eighty_one, machine=replace(HOST, memory=costs[0].peak_bytes))
+    crosses = plot.shardings(tight).lines
+    beyond = sum(cost.peak_bytes > costs[0].peak_bytes for cost in costs)
+    assert beyond in [len(line.get_xdata()) for line in crosses]
+    plt.close("all")
+
+
+def test_measured_seconds_are_drawn_as_medians_with_their_range():
+    jobs = {"a": {"one": [0.002, 0.001, 0.005], "two": [0.003]}, "b": {"two": [0.004, 0.006]}}
+    ax = plot.seconds(jobs)
+    assert [bar.get_width() for bar in ax.patches] == pytest.approx([2, 3, 5])
+    assert [text.get_text() for text in ax.texts] == ["2", "3", "5"]
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["one", "two"]
+    plt.close("all")
 
 
 def gated(weights, x):

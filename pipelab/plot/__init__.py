@@ -9,6 +9,7 @@ from pipelab.plot.losses import losses
 from pipelab.plot.memory import memory, peaks
 from pipelab.plot.partition import partition, profile
 from pipelab.plot.plan import plan
+from pipelab.plot.sharding import seconds, shardings
 from pipelab.plot.timeline import timeline, timelines
 from pipelab.plot.versions import versions
 
@@ -20,6 +21,8 @@ __all__ = [
     "peaks",
     "plan",
     "profile",
+    "seconds",
+    "shardings",
     "timeline",
     "timelines",
     "versions",
