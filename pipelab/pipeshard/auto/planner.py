@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -196,8 +196,7 @@ class AutoStages:
     ) -> list[StageProfile]:
         from tqdm import tqdm  # only who plans needs it
 
-        folder = default_folder() if self.cache is None else self.cache or None
-        known = Cache(folder)
+        known = Cache(default_folder() if self.cache is None else self.cache or None)
         measured = self.measured
         if measured is None:
             measured = devices[0].platform != "cpu"
@@ -210,28 +209,26 @@ class AutoStages:
             if self.operator or model == 1
         ]
         runs = list(candidates(problem))
-        state = _state_of_parameters(problem)
-        # [1] How each layer divides its parameters among so many devices.
-        specs: dict[int, dict[Var, PartitionSpec]] = defaultdict(dict)
-        hidden = None if self.progress is None else not self.progress  # None: unless a terminal
         layers = [each for each in runs if each.first == each.last]
-        counts = sorted({model for _, (_, model) in places if model > 1})
-        total = len(runs) * len(places) + len(layers) * len(counts)
+        models = {model for _, (_, model) in places if model > 1}
+        state = _state_of_parameters(problem)
+        hidden = None if self.progress is None else not self.progress  # None: unless a terminal
+        total = len(runs) * len(places) + len(layers) * bool(models)
+        profiles, divided = [], {}
         with tqdm(total=total, unit="stage", desc="profiles", disable=hidden) as bar:
-            for layer, count in product(layers, counts):
-                mesh = mesh_of(devices, (1, count))
-                found = operator_specs(layer, mesh, machine, known)
-                specs[count] = {**found, **specs[count]}  # a shared one: as its first layer does
+            # [1] How each layer divides its parameters; a shared one lies as its first layer says.
+            for layer in layers if models else ():
+                mesh = mesh_of(devices, (1, max(models)))
+                divided = {**operator_specs(layer, mesh, machine, known), **divided}
                 bar.update()
             # [2] Every run of layers in every place.
-            profiles = []
             for each, (submesh, logical) in product(runs, places):
+                mine = {p: divided[p] for p in each.graph.parameters if p in divided}
                 mesh = mesh_of(devices, logical)
-                mine: Specs = {
-                    p: specs[logical[1]][p] for p in each.graph.parameters if p in specs[logical[1]]
-                }
-                about = (mesh, mine, state, machine, measured, known)
-                profiles.append(profile(each, submesh, *about))
+                specs: Specs = mine if logical[1] > 1 else {}
+                profiles.append(
+                    profile(each, submesh, mesh, specs, state, machine, measured, known)
+                )
                 bar.update()
         return profiles
 

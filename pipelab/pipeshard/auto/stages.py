@@ -143,7 +143,7 @@ class _Search:
         counts = np.array([0, *map(in_flight, range(1, self.most + 1))])
         needs = table.held + np.multiply.outer(counts, table.activation)
         self.needs = np.where(np.isfinite(table.seconds), needs, np.inf)
-        self.sizes = sorted(set(table.devices))
+        self.sizes = sorted({size for size in table.devices if size <= devices})
 
     def best(self, microbatches: int, memory: float) -> Stages | None:
         # [1] Of the choices with equally many devices, the fastest that fits.
