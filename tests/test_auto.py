@@ -19,17 +19,19 @@ from flax import linen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from matplotlib.colors import to_rgb
 
 import pipelab.pipeshard
-from pipelab import make
+from pipelab import make, plot
 from pipelab.pipeshard import Pipeshard, PipeshardError, parallelize, value_and_grad
-from pipelab.pipeshard.auto import AutoLayers, AutoStages, planner, profile
+from pipelab.pipeshard.auto import AutoLayers, AutoPlan, AutoStages, planner, profile
 from pipelab.pipeshard.auto.flops import as_xla_counts, flops, total
 from pipelab.pipeshard.auto.layers import receipts
 from pipelab.pipeshard.auto.stages import StageTable, best_stages, submeshes
 from pipelab.pipeshard.cut import mark
 from pipelab.pipeshard.graph import inline, variables
 from pipelab.plan import Machine
+from pipelab.plot import style
 
 # A toy whose operators and collectives cost what makes several kinds of plan the best.
 TOY = Machine("toy", 1e9, memory=1e9, bandwidth=1e9, share=1.0, latency=1e-6)
@@ -550,6 +552,38 @@ def test_the_plan_shows_itself(tmp_path, capsys):
     assert plan.seconds == min(plan.estimate(**everything), plan.estimate(**apart))
     with pytest.raises(PipeshardError, match=r"layers \[0\] on a mesh \(3, 1\) were not profiled"):
         plan.estimate([[0], [1]], [(3, 1), (1, 1)])
+
+
+def test_the_picture_of_a_plan():
+    devices = np.array(jax.devices())
+    meshes = [devices[4:6].reshape(2, 1), devices[6:].reshape(1, 2), devices[:4].reshape(2, 2)]
+    plan = AutoPlan([[0, 1], [2], [3, 4]], meshes, cluster=devices.reshape(2, 4))
+    ax = plot.stage_plan(plan)
+    words = [text.get_text() for text in ax.texts]
+    assert sorted(words) == sorted(
+        [
+            "the cluster",
+            "stage 0: layers 0 to 1\n2 x 1 (data x model)",
+            "stage 1: layer 2\n1 x 2 (data x model)",
+            "stage 2: layers 3 to 4\n2 x 2 (data x model)",
+            *[f"device {d.id}" for d in devices] * 2,
+        ]
+    )
+    colours = [patch.get_facecolor()[:3] for patch in ax.patches]
+    expected = [style.LINES[s] for s in (2, 2, 2, 2, 0, 0, 1, 1, 0, 0, 1, 1, 2, 2, 2, 2)]
+    assert colours == [to_rgb(colour) for colour in expected]
+
+
+def test_the_picture_of_logical_meshes():
+    words = [text.get_text() for text in plot.logical_meshes([(2, 1), (1, 2)]).texts]
+    assert words == [
+        "(2, 1)",
+        "part 1 of 2 of the samples\nall the weights",
+        "part 2 of 2 of the samples\nall the weights",
+        "(1, 2)",
+        "all the samples\npart 1 of 2 of the weights",
+        "all the samples\npart 2 of 2 of the weights",
+    ]
 
 
 def test_what_cannot_be_planned(tmp_path):

@@ -7,6 +7,7 @@ pictures and animations in images/ are drawn from these.
 from pipelab.plot.bubble import bubble
 from pipelab.plot.losses import losses
 from pipelab.plot.memory import memory, peaks
+from pipelab.plot.meshes import logical_meshes, stage_plan
 from pipelab.plot.partition import partition, profile
 from pipelab.plot.plan import plan
 from pipelab.plot.sharding import seconds, shardings
@@ -15,6 +16,7 @@ from pipelab.plot.versions import versions
 
 __all__ = [
     "bubble",
+    "logical_meshes",
     "losses",
     "memory",
     "partition",
@@ -23,6 +25,7 @@ __all__ = [
     "profile",
     "seconds",
     "shardings",
+    "stage_plan",
     "timeline",
     "timelines",
     "versions",

@@ -36,7 +36,7 @@ from pipelab.schedules import make
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AutoPlan(ManualStages):
     """What was found: stages that could have been written by hand, and why these.
 
@@ -45,6 +45,7 @@ class AutoPlan(ManualStages):
     seconds       of a train step, by these profiles: T = sum t + (micro-batches - 1) max t
     microbatches
     machine       whose memory is the limit, and whose seconds are modelled
+    cluster       the devices, a row per host
     """
 
     fewest: ClassVar[int] = 1  # one stage, if that is the fastest
@@ -53,6 +54,7 @@ class AutoPlan(ManualStages):
     seconds: float = math.inf
     microbatches: int = 1
     machine: Machine | None = None
+    cluster: Any = ()
 
     @property
     def forward_stage_layer_ids(self) -> list[list[int]]:
@@ -135,7 +137,8 @@ class AutoStages:
     def choose(self, problem: StageProblem) -> AutoPlan:
         """Raises PipeshardError where no stages fit, and says what would."""
         method = problem.method
-        if not isinstance(method.schedule, str) or method.virtual != 1:
+        schedule = method.schedule
+        if not isinstance(schedule, str) or method.virtual != 1:
             raise PipeshardError(
                 "stages='auto' finds how many stages there are: name a schedule, such as "
                 "'gpipe', instead of a table, and leave out virtual"
@@ -148,7 +151,7 @@ class AutoStages:
         # [2] The best of them.
         @cache
         def in_flight(remaining: int) -> int:
-            table = make(method.schedule, remaining, method.microbatches)
+            table = make(schedule, remaining, method.microbatches)
             return table.peak_in_flight[0]
 
         table, choices = _table(profiles, problem.layers)
@@ -159,6 +162,7 @@ class AutoStages:
         # [3] Which devices: larger submeshes first where there are several hosts, so that none
         #     lies across the border of two.
         order = sorted(range(len(chosen)), key=lambda s: -math.prod(chosen[s].submesh))
+        cluster = np.array(devices).reshape(hosts, -1)
         meshes: list[Any] = [None] * len(chosen)
         for s in order if hosts > 1 else range(len(chosen)):
             count = math.prod(chosen[s].submesh)
@@ -174,6 +178,7 @@ class AutoStages:
             seconds=found.seconds,
             microbatches=method.microbatches,
             machine=machine,
+            cluster=cluster,
         )
 
     def _devices(self, wanted: Sequence[Any] | None) -> tuple[list[Any], int]:
@@ -214,7 +219,8 @@ class AutoStages:
         state = _state_of_parameters(problem)
         hidden = None if self.progress is None else not self.progress  # None: unless a terminal
         total = len(runs) * len(places) + len(layers) * bool(models)
-        profiles, divided = [], {}
+        profiles: list[StageProfile] = []
+        divided: dict[Var, PartitionSpec] = {}
         with tqdm(total=total, unit="stage", desc="profiles", disable=hidden) as bar:
             # [1] How each layer divides its parameters; a shared one lies as its first layer says.
             for layer in layers if models else ():

@@ -27,7 +27,6 @@ from pipelab.pipeshard.auto.flops import as_xla_counts, total
 from pipelab.pipeshard.cut import StageGraph, cut
 from pipelab.pipeshard.graph import (
     PipeshardError,
-    Values,
     Variables,
     bytes_of,
     is_key_type,
@@ -68,13 +67,13 @@ class Examined:
     @classmethod
     def parse(cls, found: Any) -> Examined:
         """What `asdict` made. Raises ValueError, TypeError or KeyError for anything else."""
-        costs = [Cost(**found[name]) for name in ("forward", "backward")]
-        seconds = tuple(found["seconds"])
-        values = [value for cost in costs for value in asdict(cost).values()]
-        for value in (*values, found["activation_bytes"], *seconds):
+        forward, backward = Cost(**found["forward"]), Cost(**found["backward"])
+        activation_bytes, seconds = found["activation_bytes"], tuple(found["seconds"])
+        values = [*asdict(forward).values(), *asdict(backward).values(), *seconds]
+        for value in (activation_bytes, *values):
             if isinstance(value, bool) or not 0 <= value < np.inf:
                 raise ValueError(f"{value!r} is no number of at least 0")
-        return cls(*costs, found["activation_bytes"], seconds)
+        return cls(forward, backward, activation_bytes, seconds)
 
 
 @dataclass(frozen=True)
@@ -269,7 +268,7 @@ def _measure(
     def zeros(vs: Variables) -> list[Any]:
         return [_zeros(spec_of(v, candidate.place(mesh, specs, v))) for v in vs]
 
-    found: Values = dict(zip(graph.arguments, zeros(graph.arguments), strict=True))
+    found: dict[Any, Any] = dict(zip(graph.arguments, zeros(graph.arguments), strict=True))
     cotangents = [[x] for x in zeros(graph.outputs)]
     sums = compiled.zeros()
     times = []
