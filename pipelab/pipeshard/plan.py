@@ -179,12 +179,17 @@ class Pipeshard:
             )
         return table
 
+    @property
+    def pool(self) -> list[Any]:
+        """The devices to use."""
+        return list(jax.devices() if self.devices is None else self.devices)
+
     def meshes_of(self, rows: int) -> list[Mesh]:
         """A mesh per device of the schedule.
 
         Raises PipeshardError where they overlap or there are too few devices.
         """
-        pool = list(jax.devices() if self.devices is None else self.devices)
+        pool = self.pool
         available = len(pool)
         if isinstance(self.stages, ManualStages):
             wanted = list(self.stages.meshes)

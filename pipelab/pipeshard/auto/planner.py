@@ -117,7 +117,8 @@ class AutoStages:
     machine   whose memory is the limit, and whose seconds are modelled; default: the named one with
               such devices (`auto.cost.machine_of`)
     measured  whether each possible stage is timed on the devices; default: unless they are host
-              devices, which share the cores of a CPU
+              devices, which share the cores of a CPU, or of several processes, each of which would
+              measure, and plan, something else
     operator  whether parameters may be divided; otherwise stages are parallel over data alone
     hosts     that the devices are on, equally many on each; default: as many as jax processes
     cache     the folder of what was found; default: in the user's cache folder. False: none
@@ -143,7 +144,7 @@ class AutoStages:
                 "stages='auto' finds how many stages there are: name a schedule, such as "
                 "'gpipe', instead of a table, and leave out virtual"
             )
-        devices, hosts = self._devices(method.devices)
+        devices, hosts = self._devices(method.pool)
         machine = self.machine or machine_of(devices[0])
         # [1] What every possible stage costs.
         profiles = self._profiles(problem, devices, hosts, machine)
@@ -181,10 +182,9 @@ class AutoStages:
             cluster=cluster,
         )
 
-    def _devices(self, wanted: Sequence[Any] | None) -> tuple[list[Any], int]:
+    def _devices(self, wanted: Sequence[Any]) -> tuple[list[Any], int]:
         """The devices, host by host, and how many hosts there are."""
-        devices = list(jax.devices() if wanted is None else wanted)
-        devices.sort(key=lambda device: device.process_index)  # in a host they stay as they are
+        devices = sorted(wanted, key=lambda device: device.process_index)  # stable in a host
         counts = Counter(device.process_index for device in devices)
         hosts = self.hosts or len(counts)
         each = len(devices) // hosts
@@ -201,10 +201,13 @@ class AutoStages:
     ) -> list[StageProfile]:
         from tqdm import tqdm  # only who plans needs it
 
+        # A process compiles for devices of its own, as far as there are enough of them.
+        here = jax.process_index()
+        devices = sorted(devices, key=lambda device: device.process_index != here)
         known = Cache(default_folder() if self.cache is None else self.cache or None)
         measured = self.measured
         if measured is None:
-            measured = devices[0].platform != "cpu"
+            measured = devices[0].platform != "cpu" and jax.process_count() == 1
         places = [
             (submesh, (count // model, model))
             for submesh in submeshes(hosts, len(devices) // hosts)

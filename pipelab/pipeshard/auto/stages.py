@@ -92,9 +92,12 @@ def best_stages(
 
     Raises PipeshardError where nothing fits, and says what would.
 
-    >>> costs = np.triu([[np.sum([1, 2, 3, 4][i : j + 1]) for j in range(4)] for i in range(4)])
-    >>> seconds = np.where(costs > 0, costs, np.inf)[..., None] / np.sqrt([1, 2, 4])
-    >>> table = StageTable((1, 2, 4), seconds, 0 * seconds, 0 * seconds)
+    Layers that take 1, 2, 3 and 4, on meshes that are faster by the root of their devices:
+
+    >>> work, ends = np.array([1, 2, 3, 4]), range(1, 5)
+    >>> costs = np.array([[work[i:j].sum() or np.inf for j in ends] for i in range(4)])
+    >>> nothing = np.zeros((4, 4, 3))
+    >>> table = StageTable((1, 2, 4), costs[..., None] / np.sqrt([1, 2, 4]), nothing, nothing)
     >>> best_stages(table, devices=4, microbatches=4).seconds
     17.82842712474619
     """
