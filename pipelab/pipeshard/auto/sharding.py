@@ -14,8 +14,11 @@ are tried; beyond, one array after another is improved until none can be.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -234,26 +237,29 @@ def search_sharding(
     options = _options(program, arguments, choices)
     found: dict[Specs, Candidate] = {}
 
-    def rank(specs: Specs) -> tuple[float, ...]:
-        """Lower is better: bytes too many, then seconds, then bytes."""
-        if specs not in found:
-            cost = Cost.of(program.compile(specs, scored=True))
-            found[specs] = Candidate(specs, cost, cost.seconds(machine))
-        each = found[specs]
-        excess = max(0.0, each.cost.peak_bytes - machine.memory)
-        return excess, each.predicted, each.cost.peak_bytes
+    def best_of(many: Iterable[Specs]) -> Specs:
+        """The first with the fewest bytes too many, then seconds, then bytes."""
+        wanted = list(many)
+        new = [specs for specs in dict.fromkeys(wanted) if specs not in found]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler leaves Python's lock
+            compiled = pool.map(partial(program.compile, scored=True), new)
+            for specs, cost in zip(new, map(Cost.of, compiled), strict=True):
+                found[specs] = Candidate(specs, cost, cost.seconds(machine))
+        return min(wanted, key=lambda specs: _rank(found[specs], machine))
 
     possible = math.prod(map(len, options))
     if possible <= limit:
-        tried: Iterable[Specs] = product(*options)
+        best_of(product(*options))
     else:
-        sizes = [math.prod(x.shape) for x in program.leaves]
-        tried = [_descend(options, sizes, rank)]
-    for specs in tried:
-        rank(specs)
-    table = sorted(found.values(), key=lambda each: rank(each.specs))
+        _descend(options, [math.prod(x.shape) for x in program.leaves], best_of)
+    table = sorted(found.values(), key=lambda each: _rank(each, machine))
     search = Search(program.paths, program.mesh, machine, tuple(table), possible, program)
     return search.measure(table[:timed]) if timed else search
+
+
+def _rank(each: Candidate, machine: Machine) -> tuple[float, ...]:
+    excess = max(0.0, each.cost.peak_bytes - machine.memory)
+    return excess, each.predicted, each.cost.peak_bytes
 
 
 def _options(
@@ -276,9 +282,11 @@ def _options(
 
 
 def _descend(
-    options: list[list[PartitionSpec]], sizes: list[int], rank: Callable[[Specs], tuple]
-) -> Specs:
-    """The best of two descents: from all arrays whole, and from all split as late as can be.
+    options: list[list[PartitionSpec]],
+    sizes: list[int],
+    best_of: Callable[[Iterable[Specs]], Specs],
+) -> None:
+    """Two descents: from all arrays whole, and from all split as late as can be.
 
     In one sweep each array, the largest first, gets its best choice while the others stay:
 
@@ -289,7 +297,6 @@ def _descend(
     No array's change alone is better then; that of two together may be.
     """
     order = sorted(range(len(options)), key=lambda i: -sizes[i])
-    ends = []
     for start in (0, -1):
         here: Specs = tuple(choices[start] for choices in options)
         before = None
@@ -297,6 +304,4 @@ def _descend(
             before = here
             for i in order:
                 changed = [(*here[:i], choice, *here[i + 1 :]) for choice in options[i]]
-                here = min([here, *changed], key=rank)
-        ends.append(here)
-    return min(ends, key=rank)
+                here = best_of([here, *changed])
