@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from pipelab import plot
 from pipelab.pipeshard import PipeshardError
+from pipelab.pipeshard.auto import sharded
 from pipelab.pipeshard.auto.cost import HOST, Cost, machine_of
 from pipelab.pipeshard.auto.hlo import Collective, collectives, device_count
 from pipelab.pipeshard.auto.sharding import (
@@ -334,6 +335,14 @@ def test_the_best_computes_what_one_device_does(eighty_one):
     for gradient, reference, place in zip(gradients, wanted, places, strict=False):
         assert gradient.sharding == place
         assert abs(gradient - reference).max() < 1e-5 * abs(reference).max()
+
+
+def test_what_is_compiled_to_be_scored_costs_what_would_run(eighty_one, monkeypatch):
+    for each in eighty_one.table[::20]:
+        assert Cost.of(eighty_one.compile(each)) == each.cost
+    monkeypatch.setitem(sharded.SCORED_ON_CPU, "xla_no_such_option", True)
+    program = eighty_one.program.compile(eighty_one.best.specs, scored=True)
+    assert Cost.of(program) == eighty_one.best.cost
 
 
 def test_what_was_measured_decides_and_the_table_shows_it(eighty_one):
