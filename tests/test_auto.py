@@ -380,7 +380,7 @@ def test_the_memory_of_the_schedule_decides():
     flush = best_stages(costs, 2, 8, memory=12)
     assert [stage[:2] for stage in flush.stages] == [(0, 0), (1, 1)]  # 2 in flight, and 1
     with pytest.raises(
-        PipeshardError, match=r"stage 0 \(layers 0 to 1 on 2 devices, 8 micro-batches"
+        PipeshardError, match=r"stage 0 \(layers 0 to 1 on 2 of 2 devices, 8 micro-batches"
     ):
         best_stages(costs, 2, 8, memory=12, in_flight=lambda s: 8)
 
@@ -578,11 +578,11 @@ def test_the_picture_of_logical_meshes():
     words = [text.get_text() for text in plot.logical_meshes([(2, 1), (1, 2)]).texts]
     assert words == [
         "(2, 1)",
-        "part 1 of 2 of the samples\nall the weights",
-        "part 2 of 2 of the samples\nall the weights",
+        "samples: 1 of 2\nweights: all",
+        "samples: 2 of 2\nweights: all",
         "(1, 2)",
-        "all the samples\npart 1 of 2 of the weights",
-        "all the samples\npart 2 of 2 of the weights",
+        "samples: all\nweights: 1 of 2",
+        "samples: all\nweights: 2 of 2",
     ]
 
 

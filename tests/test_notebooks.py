@@ -53,6 +53,7 @@ def test_there_are_lectures():
         "07_interleaved",
         "08_jax_pipelines",
         "09_pipeshard_manual",
+        "10_pipeshard_auto",
     ]
 
 
@@ -356,6 +357,46 @@ EXERCISES = {
             "answer = 120",
             "answer = 12 * 4 * (16 - 4)",
             "answer = '648 MiB'",
+        ],
+    },
+    ("10_pipeshard_auto", 1): {
+        "right": ["answer = 34.67", "answer = 8 * 4 + 8 / 3"],
+        "wrong": [
+            "answer = 40",
+            "answer = 36",
+            "answer = 8 * 10 / 4",
+            "answer = 4 / 1.5 + 7 * 4",
+            "answer = '35 ms'",
+        ],
+    },
+    ("10_pipeshard_auto", 2): {
+        "right": [
+            "answer = lambda n, d: n * (n + 1) / 2 * sum(k.bit_length() for k in range(1, d + 1) if d % k == 0)",
+        ],
+        "wrong": [
+            "answer = lambda n, d: n * (n + 1) // 2 * d.bit_length()",
+            "answer = lambda n, d: n * d * (d + 1) // 2",
+            "answer = lambda n, d: 10 * 6",
+            "answer = lambda n, d: n * n * sum(k.bit_length() for k in range(1, d + 1) if d % k == 0)",
+            "answer = lambda n, d: 1 / 0",
+        ],
+    },
+    ("10_pipeshard_auto", 3): {
+        "right": [
+            "def answer(pairs, m):\n    pairs = sorted(pairs)\n    seen = 0\n    best = 10 ** 9\n"
+            "    while seen < len(pairs) and m * pairs[seen][0] < best:\n"
+            "        best = min(best, pairs[seen][1] + (m - 1) * pairs[seen][0])\n        seen += 1\n"
+            "    return seen",
+        ],
+        "wrong": [
+            "answer = lambda pairs, m: len(pairs)",
+            "def answer(pairs, m):\n    best, count = float('inf'), 0\n    for t, least in pairs:\n"
+            "        if m * t >= best:\n            break\n        best = min(best, least + (m - 1) * t)\n"
+            "        count += 1\n    return count",  # not sorted
+            "def answer(pairs, m):\n    best, count = float('inf'), 0\n    for t, least in sorted(pairs):\n"
+            "        if t >= best:\n            break\n        best = min(best, least + (m - 1) * t)\n"
+            "        count += 1\n    return count",
+            "answer = lambda pairs, m: None if m == 2 else 3",
         ],
     },
 }

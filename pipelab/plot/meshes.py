@@ -12,7 +12,7 @@ from pipelab.plot import style
 if TYPE_CHECKING:
     from pipelab.pipeshard.auto import AutoPlan
 
-WIDTH, HEIGHT = 1.9, 0.8  # of a device
+WIDTH, HEIGHT = 1.5, 0.8  # of a device
 
 
 def stage_plan(plan: AutoPlan, ax: Axes | None = None) -> Axes:
@@ -41,7 +41,7 @@ def logical_meshes(shapes: Sequence[tuple[int, int]], ax: Axes | None = None) ->
     for data, model in shapes:
         names, looks = [], []
         for i in range(data):
-            words = [f"{_part(i, data)} samples\n{_part(j, model)} weights" for j in range(model)]
+            words = [f"samples: {_part(i, data)}\nweights: {_part(j, model)}" for j in range(model)]
             names.append(words)
             looks.append([style.lighter(style.LINES[j % 7], 0.3) for j in range(model)])
         grids.append((f"({data}, {model})", names, looks))
@@ -49,7 +49,7 @@ def logical_meshes(shapes: Sequence[tuple[int, int]], ax: Axes | None = None) ->
 
 
 def _part(i: int, count: int) -> str:
-    return f"part {i + 1} of {count} of the" if count > 1 else "all the"
+    return f"{i + 1} of {count}" if count > 1 else "all"
 
 
 def _draw(grids: Sequence[tuple[str, list[list[str]], list[list[Any]]]], ax: Axes | None) -> Axes:
@@ -57,7 +57,7 @@ def _draw(grids: Sequence[tuple[str, list[list[str]], list[list[Any]]]], ax: Axe
     rows = max(len(names) for _, names, _ in grids)
     widths = [WIDTH * max(len(names[0]), 1.4) for _, names, _ in grids]
     total = sum(widths) + 0.5 * (len(grids) - 1)
-    ax = style.axes(ax, width=min(1.0 * total + 0.4, 14), height=0.9 * HEIGHT * rows + 1)
+    ax = style.axes(ax, width=min(0.8 * total + 0.4, 10), height=0.75 * HEIGHT * rows + 0.7)
     left = 0.0
     for (title, names, looks), width in zip(grids, widths, strict=True):
         ax.text(left, 0.15, title, fontsize=9, va="bottom")

@@ -127,7 +127,7 @@ def best_stages(
     raise PipeshardError(
         f"no stages fit into {_mib(memory)} a device. What comes closest: {len(sizes)} stages, "
         f"where stage {s} (layers {stage.first} to {stage.last} on "
-        f"{table.devices[stage.choice]} devices, "
+        f"{table.devices[stage.choice]} of {devices} devices, "
         f"{in_flight(len(sizes) - s)} micro-batches in flight) needs {_mib(sizes[s])}, "
         f"{_mib(sizes[s] - memory)} more than there is: use more micro-batches, more devices, or "
         "more layers"
