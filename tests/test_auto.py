@@ -492,6 +492,48 @@ def test_planning_again_compiles_no_stage_and_a_spoilt_entry_is_made_anew(tmp_pa
     assert {path.suffix for path in tmp_path.iterdir()} == {".json"}  # no drafts
 
 
+def test_another_backward_is_another_stage(tmp_path):
+    def model(times):
+        @jax.custom_vjp
+        def double(x):
+            return 2 * x
+
+        double.defvjp(lambda x: (2 * x, x), lambda x, g: (g * jnp.sum(x @ x.T) ** times,))
+        params = [normal(8, 8), normal(8, 8)]
+
+        def loss(params, batch):
+            return jnp.mean(double(batch["x"] @ params[0]) @ params[1])
+
+        return params, loss, {"x": normal(8, 8)}
+
+    found = []
+    for times in (1, 1, 2):
+        pipeline, state, batch = planned(model(times), tmp_path, layers=2, devices=1)
+        pipeline.compile(state, batch)
+        found.append(len(list(tmp_path.iterdir())))
+    assert found[0] == found[1] < found[2]
+
+
+def test_auto_by_name_keeps_what_it_found_in_the_users_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    params, loss, batch = small()
+    step, start = step_of(loss)
+    method = Pipeshard(4, AutoLayers(2), "auto", devices=jax.devices()[:1])
+    plan = parallelize(step, method).compile(start(params), batch)
+    assert plan.auto.layers == [[0, 1]] and len(plan.stages) == 1
+    assert len(list((tmp_path / "pipelab" / "stages").glob("*.json"))) == 3
+
+
+def test_six_devices_divide_what_they_can(tmp_path):
+    params = [normal(8, 18), normal(18, 8)]  # 18 columns: over 2, 3 and 6 devices, not over 4
+    mse = lambda p, b: jnp.mean((jnp.tanh(b["x"] @ p[0]) @ p[1] - b["x"]) ** 2)  # noqa: E731
+    pipeline, state, batch = planned(
+        (params, mse, {"x": normal(4, 8)}), tmp_path, layers=2, devices=6, operator=True
+    )
+    shapes = {(each.submesh, each.logical) for each in pipeline.compile(state, batch).auto.profiles}
+    assert shapes == {((1, n), (1, n)) for n in (1, 2, 4, 6)}
+
+
 def test_equal_blocks_are_profiled_once(tmp_path):
     params = [normal(8, 8, seed=i) for i in range(6)]
 

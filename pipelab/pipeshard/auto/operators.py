@@ -7,17 +7,14 @@ several layers divides each parameter as its layer does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from pipelab.pipeshard.auto.cache import Cache
 from pipelab.pipeshard.auto.profile import Candidate, Specs
 from pipelab.pipeshard.auto.sharding import over_model, search_sharding, whole
-from pipelab.pipeshard.cut import StageGraph
-from pipelab.pipeshard.graph import Arrays, Graph, shape_of, spec_of
+from pipelab.pipeshard.graph import shape_of, spec_of
 from pipelab.plan.machine import Machine
 
 EXHAUSTIVE = 30  # candidates of a layer; beyond, one parameter after another
@@ -38,7 +35,7 @@ def operator_specs(layer: Candidate, mesh: Mesh, machine: Machine, cache: Cache)
         arguments = [*graph.arguments, *graph.outputs]
         others = len(arguments) - len(parameters)
         found = search_sharding(
-            _both_passes(graph),
+            layer.both_passes,
             list(map(spec_of, arguments)),
             mesh,
             machine,
@@ -63,19 +60,3 @@ def operator_specs(layer: Candidate, mesh: Mesh, machine: Machine, cache: Cache)
     key["machine"] = [machine.flops, machine.share, machine.link(mesh.size), machine.latency]
     found = zip(parameters, cache.get(key, search, parse), strict=True)
     return {p: spec for p, spec in found if spec != PartitionSpec()}
-
-
-def _both_passes(graph: StageGraph) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
-    """A stage's outputs and gradients, of its arguments and the gradients of its outputs."""
-    stage = Graph(graph.arguments, graph.outputs, graph.equations)
-    sizes = len(graph.parameters), len(graph.inputs)
-
-    def both(*arrays: Any) -> tuple[Arrays, Arrays, Arrays]:
-        arguments = arrays[: len(graph.arguments)]
-        fixed = arguments[sum(sizes) :]
-        active = arguments[: sizes[0]], arguments[sizes[0] : sum(sizes)]
-        outputs, pullback = jax.vjp(lambda p, x: stage.run(*p, *x, *fixed), *active)
-        parameters, inputs = pullback(list(arrays[len(graph.arguments) :]))
-        return outputs, list(parameters), list(inputs)
-
-    return both

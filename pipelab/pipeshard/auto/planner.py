@@ -27,6 +27,7 @@ from pipelab.pipeshard.auto.profile import (
     mesh_of,
     profile,
 )
+from pipelab.pipeshard.auto.sharding import over_model
 from pipelab.pipeshard.auto.stages import StageTable, best_stages, submeshes
 from pipelab.pipeshard.graph import PipeshardError, Variables, shape_of
 from pipelab.pipeshard.plan import ManualStages, Shape, Sharding, StageProblem, as_table
@@ -232,9 +233,12 @@ class AutoStages:
                 bar.update()
             # [2] Every run of layers in every place.
             for each, (submesh, logical) in product(runs, places):
-                mine = {p: divided[p] for p in each.graph.parameters if p in divided}
                 mesh = mesh_of(devices, logical)
-                specs: Specs = mine if logical[1] > 1 else {}
+                specs: Specs = {
+                    p: divided[p]
+                    for p in each.graph.parameters
+                    if p in divided and divided[p] in over_model(shape_of(p), mesh)
+                }
                 profiles.append(
                     profile(each, submesh, mesh, specs, state, machine, measured, known)
                 )

@@ -26,6 +26,8 @@ from pipelab.pipeshard.auto.cost import Cost
 from pipelab.pipeshard.auto.flops import as_xla_counts, total
 from pipelab.pipeshard.cut import StageGraph, cut
 from pipelab.pipeshard.graph import (
+    Arrays,
+    Graph,
     PipeshardError,
     Variables,
     bytes_of,
@@ -148,8 +150,28 @@ class Candidate:
         graph = self.graph
         outputs = [*graph.outputs, *graph.aux_outputs, *graph.results.values()]
         about = DebugInfo("pipelab.pipeshard", "a stage", None, None)
-        jaxpr = Jaxpr((), graph.arguments, outputs, graph.equations, debug_info=about)
-        return re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr))  # functions have addresses
+        text = str(Jaxpr((), graph.arguments, outputs, graph.equations, debug_info=about))
+        if "custom_vjp_call" in text:  # whose backward is no part of it yet
+            shapes = map(spec_of, (*graph.arguments, *graph.outputs))
+            text += str(jax.make_jaxpr(self.both_passes)(*shapes))
+        return re.sub(r" at 0x[0-9a-f]+", "", text)  # functions have addresses
+
+    def both_passes(self, *arrays: Any) -> tuple[Arrays, Arrays, Arrays]:
+        """Its outputs, and the gradients of its parameters and of its inputs.
+
+        arrays  its arguments, then the gradients of its outputs
+        """
+        graph = self.graph
+        stage = Graph(graph.arguments, graph.outputs, graph.equations)
+        count = len(graph.parameters)
+        active, end = count + len(graph.inputs), len(graph.arguments)
+
+        def forward(*some: Any) -> Arrays:
+            return stage.run(*some, *arrays[active:end])
+
+        outputs, pullback = jax.vjp(forward, *arrays[:active])
+        gradients = pullback(list(arrays[end:]))
+        return outputs, list(gradients[:count]), list(gradients[count:])
 
     @cached_property
     def repeats(self) -> float:
