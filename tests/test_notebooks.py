@@ -54,6 +54,7 @@ def test_there_are_lectures():
         "08_jax_pipelines",
         "09_pipeshard_manual",
         "10_pipeshard_auto",
+        "11_sharding_and_pmap",
     ]
 
 
@@ -397,6 +398,43 @@ EXERCISES = {
             "        if t >= best:\n            break\n        best = min(best, least + (m - 1) * t)\n"
             "        count += 1\n    return count",
             "answer = lambda pairs, m: None if m == 2 else 3",
+        ],
+    },
+    ("11_sharding_and_pmap", 1): {
+        "right": [
+            "answer = lambda matrices, axes: 9 ** matrices if axes == 2 else (3 ** axes) ** matrices",
+            "from itertools import product\nanswer = lambda matrices, axes: sum(1 for _ in product(range(3), repeat=matrices * axes))",
+        ],
+        "wrong": [
+            "answer = lambda matrices, axes: 3 ** matrices",
+            "answer = lambda matrices, axes: (3 * axes) ** matrices",
+            "answer = lambda matrices, axes: (2 * axes + 1) ** matrices",
+            "answer = 81",
+        ],
+    },
+    ("11_sharding_and_pmap", 2): {
+        "right": [
+            "answer = lambda n, B, N, W: 8 * (n - 1) / n * N * (2 * W if B > 2 * W else B)",
+            "from fractions import Fraction\nanswer = lambda n, B, N, W: min(Fraction(n - 1, n) * 16 * N * W, Fraction(n - 1, n) * 8 * B * N)",
+        ],
+        "wrong": [
+            "answer = lambda n, B, N, W: 2 * (n - 1) / n * 4 * min(N * W, B * N)",
+            "answer = lambda n, B, N, W: 4 * min(2 * N * W, B * N)",
+            "answer = lambda n, B, N, W: 1.5 * 4 * min(2 * N * W, B * N)",
+            "answer = lambda n, B, N, W: 2 * (n - 1) / n * 4 * max(2 * N * W, B * N)",
+            "answer = lambda n, B, N, W: 2 * (n - 1) / n * 8 * N * W",
+        ],
+    },
+    ("11_sharding_and_pmap", 3): {
+        "right": ["answer = 2.0"],
+        "wrong": ["answer = 1", "answer = 3", "answer = 'two'"],
+    },
+    ("11_sharding_and_pmap", 4): {
+        "right": ["answer = lambda R, W: 4 * R / (5 * W)"],
+        "wrong": [
+            "answer = lambda R, W: 0.6 * R / W",
+            "answer = lambda R, W: 1.5 * 4 * R * 0.75 / (10 * W)",
+            "answer = lambda R, W: 0.8 * W / R",
         ],
     },
 }
