@@ -492,6 +492,19 @@ def test_planning_again_compiles_no_stage_and_a_spoilt_entry_is_made_anew(tmp_pa
     assert {path.suffix for path in tmp_path.iterdir()} == {".json"}  # no drafts
 
 
+def test_a_bar_is_shown_when_it_is_asked_for(tmp_path, capsys):
+    pipeline, state, batch = planned(small(), tmp_path, layers=2, devices=1, progress=True)
+    pipeline.compile(state, batch)
+    out, err = capsys.readouterr()
+    assert "profiles: 100%" in err and "3/3" in err and not out
+
+
+def test_a_compiler_without_the_quick_options_takes_longer(tmp_path, monkeypatch):
+    monkeypatch.setattr(profile, "SCORED_ON_CPU", {"xla_no_such_option": "1"})
+    pipeline, state, batch = planned(small(), tmp_path, layers=2, devices=1)
+    assert len(pipeline.compile(state, batch).auto.profiles) == 3
+
+
 def test_another_backward_is_another_stage(tmp_path):
     def model(times):
         @jax.custom_vjp

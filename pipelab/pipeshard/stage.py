@@ -119,7 +119,7 @@ class CompiledStage:
         split: bool,
         tasks: Iterable[Task],
         state: set[Var],
-        options: Mapping[str, str] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         """Stage `s` of these.
 

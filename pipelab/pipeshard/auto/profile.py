@@ -10,6 +10,7 @@ import re
 import statistics
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pipelab.pipeshard.auto.cache import Cache, Key, digest
 from pipelab.pipeshard.auto.cost import Cost
 from pipelab.pipeshard.auto.flops import as_xla_counts, total
+from pipelab.pipeshard.auto.sharded import SCORED_ON_CPU
 from pipelab.pipeshard.cut import StageGraph, cut
 from pipelab.pipeshard.graph import (
     Arrays,
@@ -41,15 +43,6 @@ from pipelab.plan.machine import Machine
 
 Specs = Mapping[Var, PartitionSpec]  # parameter -> how it is divided; whole where it is not named
 REPEATS = 5
-
-# For a CPU, what is only looked at and never run is compiled without most of the compiler's work
-# on single instructions: a tenth of the time, for the same collectives, FLOPs and bytes.
-GLANCE = {
-    "xla_backend_optimization_level": "0",
-    "xla_llvm_disable_expensive_passes": "True",
-    "xla_cpu_use_fusion_emitters": "False",
-    "xla_cpu_parallel_codegen_split_count": "1",
-}
 
 
 @dataclass(frozen=True)
@@ -189,9 +182,12 @@ class Candidate:
 
     def compile(self, mesh: Mesh, specs: Specs, runs: bool) -> CompiledStage:
         """To run, or only to look at what it costs."""
-        options = None if runs or mesh.devices.flat[0].platform != "cpu" else GLANCE
         place = partial(self.place, mesh, specs)
-        return CompiledStage(self.graphs, self.number, place, False, (), set(), options)
+        about = (self.graphs, self.number, place, False, (), set())
+        if not runs and mesh.devices.flat[0].platform == "cpu":
+            with suppress(jax.errors.JaxRuntimeError):  # XLA may drop an option
+                return CompiledStage(*about, SCORED_ON_CPU)
+        return CompiledStage(*about)
 
     def key(self, mesh: Mesh, specs: Specs, measured: bool) -> Key:
         """All that a profile depends on."""
