@@ -8,13 +8,16 @@ not know it: what it finds is what a user could have written by hand.
     hlo        collectives of what was compiled        (cost: the seconds of it all)
     sharding   how a mesh divides a program's arrays
     cache      what was found, kept on disk
-    profile    what a possible stage costs             (operators: how it divides its parameters)
+    candidate  a possible stage                        (operators: how it divides its parameters)
+    profile    what it costs
     stages     layers to stages, devices to meshes: the search
+    plan       what was found
     planner    all of it, for a train step
 """
 
 from pipelab.pipeshard.auto.layers import AutoLayers
-from pipelab.pipeshard.auto.planner import AutoPlan, AutoStages
+from pipelab.pipeshard.auto.plan import AutoPlan
+from pipelab.pipeshard.auto.planner import AutoStages
 from pipelab.pipeshard.auto.profile import StageProfile
 
 __all__ = ["AutoLayers", "AutoPlan", "AutoStages", "StageProfile"]

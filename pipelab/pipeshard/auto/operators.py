@@ -12,7 +12,7 @@ from typing import Any
 from jax.sharding import Mesh, PartitionSpec
 
 from pipelab.pipeshard.auto.cache import Cache
-from pipelab.pipeshard.auto.profile import Candidate, Specs
+from pipelab.pipeshard.auto.candidate import Candidate, Specs
 from pipelab.pipeshard.auto.sharding import over_model, search_sharding, whole
 from pipelab.pipeshard.graph import shape_of, spec_of
 from pipelab.plan.machine import Machine

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -18,94 +18,17 @@ from jax.extend.core import Var
 from jax.sharding import PartitionSpec
 
 from pipelab.pipeshard.auto.cache import Cache, default_folder
+from pipelab.pipeshard.auto.candidate import Specs, candidates
 from pipelab.pipeshard.auto.cost import machine_of
 from pipelab.pipeshard.auto.operators import operator_specs
-from pipelab.pipeshard.auto.profile import (
-    Specs,
-    StageProfile,
-    candidates,
-    mesh_of,
-    profile,
-)
+from pipelab.pipeshard.auto.plan import AutoPlan
+from pipelab.pipeshard.auto.profile import StageProfile, mesh_of, profile
 from pipelab.pipeshard.auto.sharding import over_model
 from pipelab.pipeshard.auto.stages import StageTable, best_stages, submeshes
 from pipelab.pipeshard.graph import PipeshardError, Variables, shape_of
-from pipelab.pipeshard.plan import ManualStages, Shape, Sharding, StageProblem, as_table
+from pipelab.pipeshard.plan import Shape, Sharding, StageProblem
 from pipelab.plan.machine import Machine
 from pipelab.schedules import make
-
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True, eq=False)
-class AutoPlan(ManualStages):
-    """What was found: stages that could have been written by hand, and why these.
-
-    chosen        a profile per stage
-    profiles      of all stages that were possible
-    seconds       of a train step, by these profiles: T = sum t + (micro-batches - 1) max t
-    microbatches
-    machine       whose memory is the limit, and whose seconds are modelled
-    cluster       the devices, a row per host
-    """
-
-    fewest: ClassVar[int] = 1  # one stage, if that is the fastest
-    chosen: tuple[StageProfile, ...] = ()
-    profiles: tuple[StageProfile, ...] = ()
-    seconds: float = math.inf
-    microbatches: int = 1
-    machine: Machine | None = None
-    cluster: Any = ()
-
-    @property
-    def forward_stage_layer_ids(self) -> list[list[int]]:
-        return [list(layers) for layers in self.layers]
-
-    @property
-    def mesh_shapes(self) -> list[Shape]:
-        """Per stage the submesh: hosts, and devices of each."""
-        return [stage.submesh for stage in self.chosen]
-
-    @property
-    def logical_mesh_shapes(self) -> list[Shape]:
-        """Per stage the same devices as (data, model)."""
-        return [stage.logical for stage in self.chosen]
-
-    @property
-    def autosharding_option_dicts(self) -> list[dict[str, PartitionSpec]]:
-        """Per stage the parameters that are divided; all others are whole on every device."""
-        return [stage.sharding for stage in self.chosen]
-
-    def estimate(self, layers: Sequence[Sequence[int]], meshes: Sequence[Shape]) -> float:
-        """Seconds of a train step with other stages on such meshes (data, model).
-
-        Raises PipeshardError for a stage that was not profiled.
-        """
-        known = {(each.layers, each.logical): each.seconds for each in self.profiles}
-        times = []
-        for stage, mesh in zip(layers, meshes, strict=True):
-            key = (stage[0], stage[-1]), tuple(mesh)
-            if key not in known:
-                raise PipeshardError(f"layers {list(stage)} on a mesh {mesh} were not profiled")
-            times.append(known[key])
-        return step_seconds(times, self.microbatches)
-
-    def rows(self) -> list[Row]:
-        """The profile table, a line for each stage that was possible: for pandas.DataFrame."""
-        return [_row(each) for each in self.profiles]
-
-    def __str__(self) -> str:
-        sources = Counter(each.source for each in self.profiles)
-        title = (
-            f"{len(self.chosen)} stages of {len(self.profiles)} possible ones: "
-            f"{1e3 * self.seconds:.4g} ms a step of {self.microbatches} micro-batches "
-            f"({', '.join(sources)}{f' of {self.machine.name}' if self.machine else ''})"
-        )
-        rows = []
-        for stage in self.chosen:
-            row = _row(stage) | {"divided": str(len(stage.sharding))}
-            rows.append({k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in row.items()})
-        return f"{title}\n{as_table(rows)}"
 
 
 @dataclass(frozen=True)
@@ -161,15 +84,8 @@ class AutoStages:
         by_place = {(each.layers, (each.submesh, each.logical)): each for each in profiles}
         chosen = [by_place[(s.first, s.last), choices[s.choice]] for s in found.stages]
 
-        # [3] Which devices: larger submeshes first where there are several hosts, so that none
-        #     lies across the border of two.
-        order = sorted(range(len(chosen)), key=lambda s: -math.prod(chosen[s].submesh))
-        cluster = np.array(devices).reshape(hosts, -1)
-        meshes: list[Any] = [None] * len(chosen)
-        for s in order if hosts > 1 else range(len(chosen)):
-            count = math.prod(chosen[s].submesh)
-            meshes[s] = np.array(devices[:count]).reshape(chosen[s].logical)
-            devices = devices[count:]
+        # [3] Which devices.
+        meshes = _place(chosen, devices, hosts)
         parameters = {problem.paths[a]: shape_of(a) for a in problem.parameters.values()}
         return AutoPlan(
             [list(range(s.first, s.last + 1)) for s in found.stages],
@@ -180,7 +96,7 @@ class AutoStages:
             seconds=found.seconds,
             microbatches=method.microbatches,
             machine=machine,
-            cluster=cluster,
+            cluster=np.array(devices).reshape(hosts, -1),
         )
 
     def _devices(self, wanted: Sequence[Any]) -> tuple[list[Any], int]:
@@ -246,13 +162,21 @@ class AutoStages:
         return profiles
 
 
-def step_seconds(times: Sequence[float], microbatches: int) -> float:
-    """Of a train step, by the seconds that a micro-batch takes on each stage.
+def _place(chosen: Sequence[StageProfile], devices: list[Any], hosts: int) -> list[Any]:
+    """Per stage its devices as (data, model).
 
-    >>> step_seconds([1, 2, 1], 8)
-    18
+    In their order; larger submeshes first where there are several hosts, so that none lies across
+    the border of two.
     """
-    return sum(times) + (microbatches - 1) * max(times)
+    order = list(range(len(chosen)))
+    if hosts > 1:
+        order.sort(key=lambda s: -math.prod(chosen[s].submesh))
+    meshes: list[Any] = [None] * len(chosen)
+    for s in order:
+        count = math.prod(chosen[s].submesh)
+        meshes[s] = np.array(devices[:count]).reshape(chosen[s].logical)
+        devices = devices[count:]
+    return meshes
 
 
 def _table(
@@ -268,25 +192,6 @@ def _table(
         held[place], activation[place] = each.held_bytes, each.activation_bytes
     counts = tuple(math.prod(submesh) for submesh, _ in choices)
     return StageTable(counts, seconds, held, activation), choices
-
-
-def _row(each: StageProfile) -> Row:
-    first, last = each.layers
-    return {
-        "layers": f"{first}-{last}" if last > first else f"{first}",
-        "submesh": "x".join(map(str, each.submesh)),
-        "logical": "x".join(map(str, each.logical)),
-        "forward ms": 1e3 * each.forward,
-        "backward ms": 1e3 * each.backward,
-        "argument MiB": each.argument_bytes / 2**20,
-        "output MiB": each.output_bytes / 2**20,
-        "temporary MiB": each.temporary_bytes / 2**20,
-        "peak MiB": each.peak_bytes / 2**20,
-        "held MiB": each.held_bytes / 2**20,
-        "activation MiB": each.activation_bytes / 2**20,
-        "available MiB": each.available_bytes / 2**20,
-        "source": each.source,
-    }
 
 
 # ---- the optimizer's state lies as the parameter that it belongs to

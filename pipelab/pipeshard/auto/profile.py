@@ -6,42 +6,34 @@ times would say nothing about a machine with so many devices: there they come fr
 
 from __future__ import annotations
 
-import re
+import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
-from jax.extend.core import DebugInfo, Jaxpr, Var
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.extend.core import Var
+from jax.sharding import Mesh, PartitionSpec
 
-from pipelab.pipeshard.auto.cache import Cache, Key, digest
+from pipelab.pipeshard.auto.cache import Cache
+from pipelab.pipeshard.auto.candidate import Candidate, Specs
 from pipelab.pipeshard.auto.cost import Cost
-from pipelab.pipeshard.auto.flops import as_xla_counts, total
-from pipelab.pipeshard.auto.sharded import SCORED_ON_CPU
-from pipelab.pipeshard.cut import StageGraph, cut
 from pipelab.pipeshard.graph import (
-    Arrays,
-    Graph,
-    PipeshardError,
     Variables,
     bytes_of,
     is_key_type,
     shape_of,
+    size,
     spec_of,
 )
-from pipelab.pipeshard.plan import AXES, Shape, StageProblem
+from pipelab.pipeshard.plan import AXES, Shape
 from pipelab.pipeshard.stage import CompiledStage
 from pipelab.plan.machine import Machine
 
-Specs = Mapping[Var, PartitionSpec]  # parameter -> how it is divided; whole where it is not named
 REPEATS = 5
 
 
@@ -119,94 +111,6 @@ class StageProfile:
         return max(self.available_bytes, 0) // max(self.activation_bytes, 1)
 
 
-class Candidate:
-    """Some layers in a row, as a stage of the problem.
-
-    graphs, number  the stage among what is before and what is after it
-    """
-
-    def __init__(self, problem: StageProblem, first: int, last: int) -> None:
-        self.problem, self.first, self.last = problem, first, last
-        parts = [range(first), range(first, last + 1), range(last + 1, problem.layers)]
-        stages = [list(part) for part in parts if part]
-        self.number = 1 if first else 0
-        parameters = list(problem.parameters)
-        self.graphs = cut(problem.loss, parameters, problem.batch, stages, problem.number)
-
-    @property
-    def graph(self) -> StageGraph:
-        return self.graphs[self.number]
-
-    @cached_property
-    def text(self) -> str:
-        """Its equations, with variables named in their order: equal blocks have equal texts."""
-        graph = self.graph
-        outputs = [*graph.outputs, *graph.aux_outputs, *graph.results.values()]
-        about = DebugInfo("pipelab.pipeshard", "a stage", None, None)
-        text = str(Jaxpr((), graph.arguments, outputs, graph.equations, debug_info=about))
-        if "custom_vjp_call" in text:  # whose backward is no part of it yet
-            shapes = map(spec_of, (*graph.arguments, *graph.outputs))
-            text += str(jax.make_jaxpr(self.both_passes)(*shapes))
-        return re.sub(r" at 0x[0-9a-f]+", "", text)  # functions have addresses
-
-    def both_passes(self, *arrays: Any) -> tuple[Arrays, Arrays, Arrays]:
-        """Its outputs, and the gradients of its parameters and of its inputs.
-
-        arrays  its arguments, then the gradients of its outputs
-        """
-        graph = self.graph
-        stage = Graph(graph.arguments, graph.outputs, graph.equations)
-        count = len(graph.parameters)
-        active, end = count + len(graph.inputs), len(graph.arguments)
-
-        def forward(*some: Any) -> Arrays:
-            return stage.run(*some, *arrays[active:end])
-
-        outputs, pullback = jax.vjp(forward, *arrays[:active])
-        gradients = pullback(list(arrays[end:]))
-        return outputs, list(gradients[:count]), list(gradients[count:])
-
-    @cached_property
-    def repeats(self) -> float:
-        """How many times the FLOPs that XLA counts, which counts a scan's body once."""
-        counted = as_xla_counts(self.graph.equations)
-        return total(self.graph.equations) / counted if counted else 1.0
-
-    def place(self, mesh: Mesh, specs: Specs, v: Var) -> NamedSharding:
-        """The sharding of a variable, as the program will have it."""
-        axis = 0 if v in self.problem.batch else self.problem.axes.get(v)
-        spec = specs.get(v, PartitionSpec())
-        if v not in specs and axis is not None and shape_of(v)[axis] % mesh.shape["data"] == 0:
-            spec = PartitionSpec(*[None] * axis, "data")
-        return NamedSharding(mesh, spec)
-
-    def compile(self, mesh: Mesh, specs: Specs, runs: bool) -> CompiledStage:
-        """To run, or only to look at what it costs."""
-        place = partial(self.place, mesh, specs)
-        about = (self.graphs, self.number, place, False, (), set())
-        if not runs and mesh.devices.flat[0].platform == "cpu":
-            with suppress(jax.errors.JaxRuntimeError):  # XLA may drop an option
-                return CompiledStage(*about, SCORED_ON_CPU)
-        return CompiledStage(*about)
-
-    def key(self, mesh: Mesh, specs: Specs, measured: bool) -> Key:
-        """All that a profile depends on."""
-        graph = self.graph
-        device = mesh.devices.flat[0]
-        kinds = (graph.parameters, graph.inputs, graph.fixed, graph.data, graph.aux_inputs)
-        outputs = (graph.outputs, graph.aux_outputs, graph.results)
-        return {
-            "jaxpr": digest(self.text),
-            "arguments": [len(kind) for kind in (*kinds, *outputs)],
-            "shardings": [str(self.place(mesh, specs, v).spec) for v in graph.arguments],
-            "mesh": list(mesh.devices.shape),
-            "device": [device.platform, device.device_kind],
-            "versions": [jax.__version__, jaxlib.__version__],
-            "x64": jax.config.read("jax_enable_x64"),
-            "measured": measured,
-        }
-
-
 def profile(
     candidate: Candidate,
     submesh: Shape,
@@ -235,21 +139,9 @@ def profile(
         both = [replace(cost, flops=cost.flops * candidate.repeats) for cost in costs]
         forward, backward = (cost.seconds(machine) for cost in both)
 
-    # [2] What is held all the time. A pass takes its outputs and temporary arrays beside; of the
-    #     forward's, the activations are counted for each micro-batch in flight.
+    # [2] What is held, and what remains for activations.
+    parameters, held = _held_bytes(candidate, mesh, specs, state, entry)
     graph, problem = candidate.graph, candidate.problem
-    m = problem.method.microbatches
-
-    def share(v: Var) -> int:
-        shape = candidate.place(mesh, specs, v).shard_shape(shape_of(v))
-        return bytes_of(v) // max(np.prod(shape_of(v), dtype=int), 1) * int(np.prod(shape))
-
-    parameters = sum(map(share, graph.parameters))
-    optimizer = sum(share(p) * len(state.get(p, ())) for p in graph.parameters)
-    others = sum(map(share, graph.fixed)) + m * sum(map(share, graph.data))
-    beside = [cost.peak_bytes - cost.argument_bytes for cost in (entry.forward, entry.backward)]
-    beside[0] -= entry.activation_bytes
-    held = 2 * parameters + optimizer + others + max(0, *beside)
     largest = max(entry.forward, entry.backward, key=lambda cost: cost.peak_bytes)
     return StageProfile(
         (candidate.first, candidate.last),
@@ -268,6 +160,30 @@ def profile(
         entry.activation_bytes,
         machine.memory - held,
     )
+
+
+def _held_bytes(
+    candidate: Candidate,
+    mesh: Mesh,
+    specs: Specs,
+    state: Mapping[Var, Variables],
+    entry: Examined,
+) -> tuple[int, int]:
+    """Bytes on one device: of the parameters, and of all that is held all the time."""
+    graph, m = candidate.graph, candidate.problem.method.microbatches
+
+    def share(v: Var) -> int:
+        shape = candidate.place(mesh, specs, v).shard_shape(shape_of(v))
+        return bytes_of(v) // max(size(v), 1) * math.prod(shape)
+
+    parameters = sum(map(share, graph.parameters))
+    optimizer = sum(share(p) * len(state.get(p, ())) for p in graph.parameters)
+    others = sum(map(share, graph.fixed)) + m * sum(map(share, graph.data))
+    # A pass takes its outputs and temporary arrays beside. Of the forward's outputs, activations
+    # are counted for each micro-batch in flight.
+    beside = [cost.peak_bytes - cost.argument_bytes for cost in (entry.forward, entry.backward)]
+    beside[0] -= entry.activation_bytes
+    return parameters, 2 * parameters + optimizer + others + max(0, *beside)
 
 
 def _examine(candidate: Candidate, mesh: Mesh, specs: Specs, measured: bool) -> Examined:
@@ -312,15 +228,5 @@ def _zeros(x: jax.ShapeDtypeStruct) -> Any:
     return jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding)
 
 
-def candidates(problem: StageProblem) -> Iterator[Candidate]:
-    """Every run of layers that can be a stage."""
-    for first in range(problem.layers):
-        for last in range(first, problem.layers):
-            try:
-                yield Candidate(problem, first, last)
-            except PipeshardError:  # it would have nothing to do
-                continue
-
-
 def mesh_of(devices: list[Any], logical: Shape) -> Mesh:
-    return Mesh(np.array(devices[: int(np.prod(logical))]).reshape(logical), AXES)
+    return Mesh(np.array(devices[: math.prod(logical)]).reshape(logical), AXES)

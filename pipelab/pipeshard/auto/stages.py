@@ -105,33 +105,7 @@ def best_stages(
     found = search.best(microbatches, memory)
     if found:
         return found
-    # The least memory with which there is a plan; its fullest stage is what is in the way.
-    needs = np.unique(search.needs[np.isfinite(search.needs)])
-    low, high = 0, len(needs) - 1
-    if high < 0 or not search.best(1, needs[high]):
-        raise PipeshardError(
-            f"{len(table.seconds)} layers have no stages that use all {devices} devices: use "
-            "another number of devices or of layers"
-        )
-    while low < high:
-        middle = (low + high) // 2
-        if search.best(1, needs[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    found = search.best(1, needs[high])
-    assert found
-    sizes = [search.needs[len(found.stages) - s][each] for s, each in enumerate(found.stages)]
-    s = int(np.argmax(sizes))
-    stage = found.stages[s]
-    raise PipeshardError(
-        f"no stages fit into {_mib(memory)} a device. What comes closest: {len(sizes)} stages, "
-        f"where stage {s} (layers {stage.first} to {stage.last} on "
-        f"{table.devices[stage.choice]} of {devices} devices, "
-        f"{in_flight(len(sizes) - s)} micro-batches in flight) needs {_mib(sizes[s])}, "
-        f"{_mib(sizes[s] - memory)} more than there is: use more micro-batches, more devices, or "
-        "more layers"
-    )
+    raise PipeshardError(_explain(search, memory, in_flight))
 
 
 class _Search:
@@ -199,6 +173,37 @@ class _Search:
             stages.append(Choice(first, last, int(choices[s, first, last, i])))
             first, left = last + 1, left - self.sizes[i]
         return stages
+
+
+def _explain(search: _Search, memory: float, in_flight: Callable[[int], int]) -> str:
+    """What is in the way of a plan: the fullest stage of the one that needs the least memory."""
+    devices, choices = search.devices, search.table.devices
+    needs = np.unique(search.needs[np.isfinite(search.needs)])
+    low, high = 0, len(needs) - 1
+    if high < 0 or not search.best(1, needs[high]):
+        return (
+            f"{len(search.table.seconds)} layers have no stages that use all {devices} devices: "
+            "use another number of devices or of layers"
+        )
+    while low < high:
+        middle = (low + high) // 2
+        if search.best(1, needs[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    found = search.best(1, needs[high])
+    assert found
+    count = len(found.stages)
+    sizes = [search.needs[count - s][each] for s, each in enumerate(found.stages)]
+    s = int(np.argmax(sizes))
+    stage = found.stages[s]
+    return (
+        f"no stages fit into {_mib(memory)} a device. What comes closest: {count} stages, where "
+        f"stage {s} (layers {stage.first} to {stage.last} on {choices[stage.choice]} of {devices} "
+        f"devices, {in_flight(count - s)} micro-batches in flight) needs {_mib(sizes[s])}, "
+        f"{_mib(sizes[s] - memory)} more than there is: use more micro-batches, more devices, or "
+        "more layers"
+    )
 
 
 def _mib(size: float) -> str:
