@@ -1,4 +1,4 @@
-"""The equations of a loss, clustered into layers (Alpa, section 5.2).
+"""The equations of a loss, clustered into layers (Alpa, section 5).
 
     equations 0 ................................ E - 1
     layers    |    0    |    1    |    2    |
