@@ -475,6 +475,41 @@ def test_a_mesh_with_explicit_axes_is_searched_as_well():
     assert len(search.table) == 9
 
 
+def deep(weights, x, scanned):
+    def layer(x, w):
+        return jnp.tanh(x @ w[0]) @ w[1], None
+
+    if not scanned:
+        for w in weights:
+            x, _ = layer(x, w)
+        return x
+    return lax.scan(layer, x, weights)[0]
+
+
+def test_a_scan_is_scored_as_often_as_it_runs(four):
+    def costs(scanned):
+        fun = jax.value_and_grad(lambda w, x: deep(w, x, scanned).sum())
+        shapes = [FLOAT((8, 2, 64, 64)), FLOAT((512, 64))]
+        outputs, choices = (lambda w, x: (None, w)), [whole, samples]
+        search = search_sharding(fun, shapes, four, outputs=outputs, choices=choices)
+        return {each.specs: each.cost for each in search.table}, search.best.specs
+
+    (loop, best), (plain, wanted) = costs(True), costs(False)
+    assert best == wanted == (P(), P("model"))
+    for specs, cost in plain.items():
+        assert loop[specs].flops == pytest.approx(cost.flops, rel=0.05)
+
+
+def test_arguments_may_be_arrays_keys_or_plain_numbers(four):
+    def noisy(weights, key, rate):
+        return weights + rate * jax.random.normal(key, weights.shape)
+
+    search = search_sharding(noisy, [np.ones((4, 8), np.float32), jax.random.key(0), 0.1], four)
+    assert search.paths == ("weights", "key", "rate")
+    assert {each.specs[0] for each in search.table} == {P(), P("model"), P(None, "model")}
+    assert len(search.table) == 3
+
+
 def test_wrong_numbers_of_choices_or_outputs(four):
     shapes = [FLOAT((4, 8)), FLOAT((8, 4))]
     with pytest.raises(PipeshardError, match="1 choices for 2 arguments"):

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,7 +15,9 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pipelab.pipeshard.graph import PipeshardError
+from pipelab.pipeshard.auto.cost import Cost
+from pipelab.pipeshard.auto.flops import as_xla_counts, total
+from pipelab.pipeshard.graph import PipeshardError, inline
 
 Specs = tuple[PartitionSpec, ...]  # of all arrays
 
@@ -34,9 +37,12 @@ class Sharded:
     """
 
     def __init__(self, fun: Callable, arguments: Sequence[Any], mesh: Mesh, outputs: Any) -> None:
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tuple(arguments))
+        shapes = jax.eval_shape(lambda *arguments: arguments, *arguments)
         closed, results = jax.make_jaxpr(fun, return_shape=True)(*shapes)
         self.leaves, self.tree = jax.tree.flatten(shapes)
+        equations = inline(closed).equations
+        counted = as_xla_counts(equations)
+        self._repeats = total(equations) / counted if counted else 1.0
         self.run, self.results = jaxpr_as_fun(closed), len(jax.tree.leaves(results))
         self.outputs = outputs or (lambda *specs: [None] * self.results)
         # With explicit axes, what makes two arrays meet has to say where the result lies.
@@ -54,6 +60,11 @@ class Sharded:
             with suppress(jax.errors.JaxRuntimeError):  # XLA may drop an option
                 return lowered.compile(SCORED_ON_CPU)
         return lowered.compile()
+
+    def cost(self, specs: Specs) -> Cost:
+        """What each device does and holds; a scan's FLOPs as often as it runs."""
+        once = Cost.of(self.compile(specs, scored=True))
+        return replace(once, flops=once.flops * self._repeats)
 
     def timed(self, many: Sequence[Specs], rounds: int) -> list[float]:
         """Median seconds of each: they take turns, so that all meet the same disturbances."""

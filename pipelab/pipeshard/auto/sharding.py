@@ -18,7 +18,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -241,9 +240,8 @@ def search_sharding(
         """The first with the fewest bytes too many, then seconds, then bytes."""
         wanted = list(many)
         new = [specs for specs in dict.fromkeys(wanted) if specs not in found]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler leaves Python's lock
-            compiled = pool.map(partial(program.compile, scored=True), new)
-            for specs, cost in zip(new, map(Cost.of, compiled), strict=True):
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # compiling needs no lock of Python's
+            for specs, cost in zip(new, pool.map(program.cost, new), strict=True):
                 found[specs] = Candidate(specs, cost, cost.seconds(machine))
         return min(wanted, key=lambda specs: _rank(found[specs], machine))
 
@@ -254,7 +252,9 @@ def search_sharding(
         _descend(options, [math.prod(x.shape) for x in program.leaves], best_of)
     table = sorted(found.values(), key=lambda each: _rank(each, machine))
     search = Search(program.paths, program.mesh, machine, tuple(table), possible, program)
-    return search.measure(table[:timed]) if timed else search
+    if not timed:
+        return search
+    return search.measure([each for each in table[:timed] if each.cost.fits(machine)])
 
 
 def _rank(each: Candidate, machine: Machine) -> tuple[float, ...]:
