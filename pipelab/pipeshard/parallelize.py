@@ -54,9 +54,8 @@ def parallelize(
             f"method is {method!r}: give a plan, such as Pipeshard(microbatches=4)"
         )
     if method.stages == "auto":
-        from pipelab.pipeshard.auto import (
-            AutoStages,
-        )  # above the manual side, which does not know it
+        # Above the manual side, which does not know it: loaded when it is asked for.
+        from pipelab.pipeshard.auto import AutoStages
 
         method = replace(method, stages=AutoStages())
     argnums = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
