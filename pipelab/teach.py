@@ -1,7 +1,8 @@
 """Guesses and exercises for the lectures: any right answer passes, a wrong one is drawn."""
 
+import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -209,6 +210,87 @@ def check_flushes(answer: Any, samples: int, devices: int, room: int) -> Feedbac
 def check_kept(answer: Any) -> Feedback:
     """Tensors that x sigmoid(x) has to keep."""
     return check_number(answer, 1, hint="The sigmoid can be computed again.")
+
+
+def check_shortest_step(
+    answer: Any, work: Sequence[float], speed: Mapping[int, float], devices: int, microbatches: int
+) -> Feedback:
+    """The step of the best stages, of layers with this work; n devices have this speed."""
+
+    def steps(first: int, left: int, times: list[float]) -> Iterator[float]:
+        if first == len(work) and not left:
+            yield sum(times) + (microbatches - 1) * max(times)
+        for end in range(first + 1, len(work) + 1):
+            for n in speed:
+                if n <= left:
+                    yield from steps(end, left - n, [*times, sum(work[first:end]) / speed[n]])
+
+    hint = "Write down the times of all stages for 1, 2 and 4 devices, and use all devices."
+    return check_number(answer, min(steps(0, devices, [])), hint=hint)
+
+
+def check_possible_stages(function: Callable) -> Feedback:
+    """(layers, devices of a host, a power of two) -> lines of the profile table."""
+    cases = [(1, 1), (4, 4), (8, 8), (3, 2), (10, 1), (5, 16)]
+
+    def truth(layers: int, devices: int) -> float:
+        shapes = devices.bit_length()
+        return layers * (layers + 1) // 2 * shapes * (shapes + 1) // 2
+
+    return check_function(function, truth, cases)
+
+
+def check_looked_at(function: Callable) -> Feedback:
+    """(pairs of t_max and the least sum, micro-batches) -> how many pairs the search looks at."""
+    sums = [(1, math.inf), (2, 9), (3, 7), (4, 6), (5, 5), (10, 5)]
+    cases = [(sums, m) for m in (1, 2, 4, 64)] + [(sums[::-1], 4), ([(3, 3)], 2), (sums[:1], 5)]
+
+    def truth(pairs: Sequence[tuple[float, float]], m: int) -> float:
+        best, count = math.inf, 0
+        for slowest, least in sorted(pairs):
+            if m * slowest >= best:
+                break
+            best, count = min(best, least + (m - 1) * slowest), count + 1
+        return count
+
+    return check_function(function, truth, cases)
+
+
+def check_candidates(function: Callable) -> Feedback:
+    """(matrices, axes of the mesh) -> shardings of them all: an axis along a dimension, or none."""
+    cases = [(4, 1), (1, 2), (5, 1), (4, 2), (3, 3)]
+    return check_function(function, lambda matrices, axes: 3 ** (matrices * axes), cases)
+
+
+def check_sent(function: Callable) -> Feedback:
+    """(devices, samples, narrow, wide) -> bytes that a device sends, the better of two ways.
+
+    Data parallel sums the gradients of two matrices, operator parallel their output.
+    """
+    cases = [
+        (4, 64, 512, 2048),
+        (4, 16384, 128, 128),
+        (2, 256, 8, 128),
+        (8, 100, 10, 49),
+        (1, 9, 9, 9),
+    ]
+
+    def truth(n: int, samples: int, narrow: int, wide: int) -> float:
+        numbers = min(2 * narrow * wide, samples * narrow)
+        return 2 * (n - 1) / n * 4 * numbers
+
+    return check_function(function, truth, cases)
+
+
+def check_all_reduces(answer: Any) -> Feedback:
+    """All-reduces of two matrices, by columns and by rows, that hand on their input's gradient."""
+    return check_number(answer, 2, hint="What is a sum of parts, forward and backward?")
+
+
+def check_slowest_link(function: Callable) -> Feedback:
+    """(FLOP/s, wide) -> bytes/s of four devices' ring at which splitting two matrices pays."""
+    cases = [(20e9, 512), (1e12, 8192), (1.0, 1)]
+    return check_function(function, lambda rate, wide: 0.8 * rate / wide, cases)
 
 
 def _close(value: float, truth: float, tolerance: float) -> bool:

@@ -53,6 +53,8 @@ def test_there_are_lectures():
         "07_interleaved",
         "08_jax_pipelines",
         "09_pipeshard_manual",
+        "10_pipeshard_auto",
+        "11_sharding_and_pmap",
     ]
 
 
@@ -356,6 +358,83 @@ EXERCISES = {
             "answer = 120",
             "answer = 12 * 4 * (16 - 4)",
             "answer = '648 MiB'",
+        ],
+    },
+    ("10_pipeshard_auto", 1): {
+        "right": ["answer = 34.67", "answer = 8 * 4 + 8 / 3"],
+        "wrong": [
+            "answer = 40",
+            "answer = 36",
+            "answer = 8 * 10 / 4",
+            "answer = 4 / 1.5 + 7 * 4",
+            "answer = '35 ms'",
+        ],
+    },
+    ("10_pipeshard_auto", 2): {
+        "right": [
+            "answer = lambda n, d: n * (n + 1) / 2 * sum(k.bit_length() for k in range(1, d + 1) if d % k == 0)",
+        ],
+        "wrong": [
+            "answer = lambda n, d: n * (n + 1) // 2 * d.bit_length()",
+            "answer = lambda n, d: n * d * (d + 1) // 2",
+            "answer = lambda n, d: 10 * 6",
+            "answer = lambda n, d: n * n * sum(k.bit_length() for k in range(1, d + 1) if d % k == 0)",
+            "answer = lambda n, d: 1 / 0",
+        ],
+    },
+    ("10_pipeshard_auto", 3): {
+        "right": [
+            "def answer(pairs, m):\n    pairs = sorted(pairs)\n    seen = 0\n    best = 10 ** 9\n"
+            "    while seen < len(pairs) and m * pairs[seen][0] < best:\n"
+            "        best = min(best, pairs[seen][1] + (m - 1) * pairs[seen][0])\n        seen += 1\n"
+            "    return seen",
+        ],
+        "wrong": [
+            "answer = lambda pairs, m: len(pairs)",
+            "def answer(pairs, m):\n    best, count = float('inf'), 0\n    for t, least in pairs:\n"
+            "        if m * t >= best:\n            break\n        best = min(best, least + (m - 1) * t)\n"
+            "        count += 1\n    return count",  # not sorted
+            "def answer(pairs, m):\n    best, count = float('inf'), 0\n    for t, least in sorted(pairs):\n"
+            "        if t >= best:\n            break\n        best = min(best, least + (m - 1) * t)\n"
+            "        count += 1\n    return count",
+            "answer = lambda pairs, m: None if m == 2 else 3",
+        ],
+    },
+    ("11_sharding_and_pmap", 1): {
+        "right": [
+            "answer = lambda matrices, axes: 9 ** matrices if axes == 2 else (3 ** axes) ** matrices",
+            "from itertools import product\nanswer = lambda matrices, axes: sum(1 for _ in product(range(3), repeat=matrices * axes))",
+        ],
+        "wrong": [
+            "answer = lambda matrices, axes: 3 ** matrices",
+            "answer = lambda matrices, axes: (3 * axes) ** matrices",
+            "answer = lambda matrices, axes: (2 * axes + 1) ** matrices",
+            "answer = 81",
+        ],
+    },
+    ("11_sharding_and_pmap", 2): {
+        "right": [
+            "answer = lambda n, B, N, W: 8 * (n - 1) / n * N * (2 * W if B > 2 * W else B)",
+            "from fractions import Fraction\nanswer = lambda n, B, N, W: min(Fraction(n - 1, n) * 16 * N * W, Fraction(n - 1, n) * 8 * B * N)",
+        ],
+        "wrong": [
+            "answer = lambda n, B, N, W: 2 * (n - 1) / n * 4 * min(N * W, B * N)",
+            "answer = lambda n, B, N, W: 4 * min(2 * N * W, B * N)",
+            "answer = lambda n, B, N, W: 1.5 * 4 * min(2 * N * W, B * N)",
+            "answer = lambda n, B, N, W: 2 * (n - 1) / n * 4 * max(2 * N * W, B * N)",
+            "answer = lambda n, B, N, W: 2 * (n - 1) / n * 8 * N * W",
+        ],
+    },
+    ("11_sharding_and_pmap", 3): {
+        "right": ["answer = 2.0"],
+        "wrong": ["answer = 1", "answer = 3", "answer = 'two'"],
+    },
+    ("11_sharding_and_pmap", 4): {
+        "right": ["answer = lambda R, W: 4 * R / (5 * W)"],
+        "wrong": [
+            "answer = lambda R, W: 0.6 * R / W",
+            "answer = lambda R, W: 1.5 * 4 * R * 0.75 / (10 * W)",
+            "answer = lambda R, W: 0.8 * W / R",
         ],
     },
 }

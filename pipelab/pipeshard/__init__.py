@@ -17,6 +17,9 @@ After Alpa (Zheng et al., OSDI 2022). `mark_pipeline_boundary` and `grad` mark t
     program       all of it for one shape of arguments, and one call of it
     compare       that call against the same step on one device
     parallelize   what the user calls
+
+Above all this, `pipelab.pipeshard.auto` finds layers, stages and meshes that one could have written
+by hand.
 """
 
 from pipelab.pipeshard.graph import PipeshardError

@@ -19,8 +19,9 @@ argument (a frozen layer), or if its stage would have nothing else to do.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
@@ -39,7 +40,8 @@ from pipelab.pipeshard.graph import (
     size,
     variables,
 )
-from pipelab.pipeshard.marker import boundary_p
+from pipelab.pipeshard.marker import boundary_p, mark_pipeline_boundary
+from pipelab.pipeshard.plan import Layers
 
 
 @dataclass
@@ -70,6 +72,18 @@ class StageGraph:
     def arguments(self) -> Variables:
         """All that it reads."""
         return [*self.parameters, *self.inputs, *self.fixed, *self.data, *self.aux_inputs]
+
+
+def mark(loss: Graph, find: Layers, parameters: Variables, batch: Variables) -> Graph:
+    """The loss with boundaries where `find` says, instead of its own."""
+    equations = [eqn for eqn in loss.equations if eqn.primitive is not boundary_p]
+    loss = replace(loss, equations=equations)
+    starts = set(find(loss, parameters, batch))
+    boundary = jax.make_jaxpr(mark_pipeline_boundary)().eqns[0]
+    marked: Equations = []
+    for i, eqn in enumerate(equations):
+        marked += [boundary, eqn] if i in starts else [eqn]
+    return replace(loss, equations=marked)
 
 
 def count_layers(loss: Graph) -> int:

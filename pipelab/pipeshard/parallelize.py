@@ -91,6 +91,11 @@ def parallelize(
         raise PipeshardError(
             f"method is {method!r}: give a plan, such as Pipeshard(microbatches=4)"
         )
+    if method.stages == "auto":
+        # Above the manual side, which does not know it: loaded when it is asked for.
+        from pipelab.pipeshard.auto import AutoStages
+
+        method = replace(method, stages=AutoStages())
     argnums = _tuple(batch_argnums), _tuple(donate_argnums)
     return Parallelized(train_step, method, *argnums, timeout)
 

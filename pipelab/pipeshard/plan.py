@@ -6,15 +6,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import jax
 import numpy as np
+from jax.extend.core import Var
 from jax.sharding import Mesh, PartitionSpec
 
 from pipelab.action import Reads
 from pipelab.partition.uniform import uniform
-from pipelab.pipeshard.graph import PipeshardError
+from pipelab.pipeshard.graph import Graph, PipeshardError, Variables
 from pipelab.schedule import Schedule
 from pipelab.schedules import make
 from pipelab.validate import validate
@@ -22,6 +23,9 @@ from pipelab.validate import validate
 AXES = ("data", "model")
 Shape = tuple[int, ...]
 Sharding = Callable[[str, Shape], PartitionSpec]
+# A loss without boundaries, its parameters, its batch -> numbers of the equations before which a
+# layer begins.
+Layers = Callable[[Graph, Variables, Variables], Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,41 @@ class ManualStages:
     layers: Sequence[Sequence[int]]
     meshes: Sequence[Any]
     sharding: Sharding | Sequence[Sharding] | None = None
+    fewest: ClassVar[int] = 2  # stages
+
+
+@dataclass(frozen=True)
+class StageProblem:
+    """What a planner of stages needs to know of a train step.
+
+    loss        of one micro-batch, with boundaries between its layers
+    parameters  of the loss -> the argument that each is
+    state       the step's arguments but the batch
+    batch       leaves of it that the loss reads; `number` is the variable of the micro-batch's
+    axes        the samples' dimension of variables that have one
+    paths       of the arguments
+    samples     of a micro-batch
+    layers      how many there are
+    method      schedule, micro-batches, devices
+    """
+
+    loss: Graph
+    parameters: dict[Var, Var]
+    state: Variables
+    batch: Variables
+    number: Var | None
+    axes: dict[Var, int]
+    paths: dict[Var, str]
+    samples: int
+    layers: int
+    method: Pipeshard
+
+
+@runtime_checkable
+class Planner(Protocol):
+    """Something that finds stages, such as `pipelab.pipeshard.auto.AutoStages`."""
+
+    def choose(self, problem: StageProblem) -> ManualStages: ...
 
 
 @dataclass(frozen=True)
@@ -50,9 +89,11 @@ class Pipeshard:
     There is pipeline parallelism between the meshes, data or operator parallelism inside each.
 
     microbatches  of a batch
-    layers        "manual": where `mark_pipeline_boundary` says
+    layers        "manual": where `mark_pipeline_boundary` says; or a function that finds them,
+                  such as `auto.AutoLayers(8)`: marks are ignored then
     stages        "uniform": every layer a stage; a number: so many stages of equally many layers;
-                  or `ManualStages`. The devices are shared out equally unless it says otherwise
+                  `ManualStages`; "auto", or `auto.AutoStages(...)`: the fastest that fit the
+                  devices' memory. The devices are shared out equally unless it says otherwise
     schedule      a schedule that flushes: its name, or a table of one batch
     virtual       stages per mesh (interleaved)
     devices       jax devices to use, or how many of jax.devices(); default: all
@@ -69,8 +110,8 @@ class Pipeshard:
     """
 
     microbatches: int
-    layers: Literal["manual"] = "manual"
-    stages: Literal["uniform"] | int | ManualStages = "uniform"
+    layers: Literal["manual"] | Layers = "manual"
+    stages: Literal["uniform", "auto"] | int | ManualStages | Planner = "uniform"
     schedule: str | Schedule = "pipedream_flush"
     virtual: int = 1
     devices: Sequence[Any] | int | None = None
@@ -87,16 +128,18 @@ class Pipeshard:
             raise PipeshardError(
                 f"schedule={self.schedule!r}: give a name, such as 'gpipe', or a table"
             )
-        if self.layers != "manual":
+        if self.layers != "manual" and not callable(self.layers):
             raise PipeshardError(
-                f"layers={self.layers!r}: use 'manual', and mark_pipeline_boundary() between layers"
+                f"layers={self.layers!r}: use 'manual', and mark_pipeline_boundary() between "
+                "layers, or auto.AutoLayers(n)"
             )
         if self.reduce not in (None, "mean", "sum"):
             raise PipeshardError(f"reduce={self.reduce!r}: use 'mean' or 'sum'")
-        uniform = self.stages == "uniform" or (isinstance(self.stages, int) and self.stages >= 2)
-        if not uniform and not isinstance(self.stages, ManualStages):
+        named = self.stages in ("uniform", "auto")
+        counted = isinstance(self.stages, int) and self.stages >= 2
+        if not named and not counted and not isinstance(self.stages, (ManualStages, Planner)):
             raise PipeshardError(
-                f"stages={self.stages!r}: use 'uniform', a number of at least 2, or "
+                f"stages={self.stages!r}: use 'uniform', a number of at least 2, 'auto', or "
                 "ManualStages(...)"
             )
 
@@ -227,7 +270,7 @@ def _manual_layers(manual: ManualStages, layers: int) -> list[list[int]]:
             f"ManualStages(layers={stages}): the loss has layers 0 to {layers - 1} "
             f"({layers - 1} boundaries are marked); put each into one stage, in order"
         )
-    if len(stages) < 2:
+    if len(stages) < manual.fewest:
         raise PipeshardError(
             f"ManualStages(layers={stages}): one stage is not a pipeline: make two or more"
         )
@@ -262,10 +305,14 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What each stage holds; `str` makes a table of it."""
+    """What each stage holds; `str` makes a table of it.
+
+    auto  what the planner found, if one was asked: an `auto.AutoPlan`
+    """
 
     schedule: Schedule
     stages: tuple[StagePlan, ...]
+    auto: Any = None
 
     def __str__(self) -> str:
         rows = []
@@ -282,10 +329,15 @@ class Plan:
                     "sent MiB": f"{stage.sent_bytes / 2**20:.3g}",
                 }
             )
-        table = [list(rows[0]), *(list(row.values()) for row in rows)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = []
-        for row in table:
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join(lines)
+        return as_table(rows)
+
+
+def as_table(rows: Sequence[dict[str, str]]) -> str:
+    """Rows with the same keys as lines of text: the keys, then a line each."""
+    table = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from hashlib import sha256
 from operator import attrgetter
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pipelab.action import Kind
 from pipelab.executors.threads import run_threads
 from pipelab.executors.worker import Record
-from pipelab.pipeshard.cut import count_layers, cut
+from pipelab.pipeshard.cut import count_layers, cut, mark
 from pipelab.pipeshard.draws import draws_grow, with_own_draws
 from pipelab.pipeshard.finish import Finish
 from pipelab.pipeshard.graph import (
@@ -35,7 +35,7 @@ from pipelab.pipeshard.graph import (
 )
 from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
 from pipelab.pipeshard.microbatches import combinations, share_of
-from pipelab.pipeshard.plan import Pipeshard, Plan, StagePlan
+from pipelab.pipeshard.plan import Pipeshard, Plan, Planner, StagePlan, StageProblem
 from pipelab.pipeshard.processes import Processes, processes_of
 from pipelab.pipeshard.stage import CompiledStage, Place
 from pipelab.pipeshard.trace import Arguments, trace, trace_piece
@@ -90,7 +90,6 @@ class Program:
             )
         self.samples, self.microbatches = arguments.samples // m, m
         whole = self.step = trace(step, arguments, arguments.samples)
-        layers = method.stages_of(count_layers(whole.loss))
         if m > 1:
             self.step = trace_piece(step, arguments, self.samples, whole)
         found = combinations(step, arguments, self.step, whole, method)
@@ -104,14 +103,26 @@ class Program:
                 if old in self.axes and isinstance(v, Var):
                     self.axes[v] = self.axes[old]
 
-        # [2] The schedule, a mesh for each of its devices, and the stages.
+        # [2] The layers, the schedule, a mesh for each of its devices, and the stages.
+        parameters, batch = self.step.parameters, self.step.batch
+        self.paths = dict(zip(self.step.arguments, arguments.paths, strict=True))
+        self._state = [v for v in self.step.arguments if v not in batch]
+        if callable(method.layers):
+            self.loss = mark(self.loss, method.layers, list(parameters), batch)
+        count = count_layers(self.loss)
+        auto = None
+        if isinstance(method.stages, Planner):
+            equations = (self.loss, parameters, self._state, batch, self.number)
+            about = (self.axes, self.paths, self.samples, count, method)
+            auto = method.stages.choose(StageProblem(*equations, *about))
+            method = replace(method, stages=auto)
+        layers = method.stages_of(count)
         self.schedule = method.table_for(len(layers))
         self.meshes = method.meshes_of(self.schedule.devices)
         self.processes = processes_of(self.meshes)
         self.rows = [row for row, q in enumerate(self.processes) if q == jax.process_index()]
         self.connect = connect if len(self.rows) < len(self.meshes) else None
         self._shardings = method.shardings_of(self.schedule.devices)
-        parameters, batch = self.step.parameters, self.step.batch
         self.graphs = cut(self.loss, list(parameters), batch, layers, self.number)
         for mesh in self.meshes:
             if self.samples % mesh.shape["data"]:
@@ -122,8 +133,6 @@ class Program:
                 )
 
         # [3] Which stage owns which parameter, and what is donated.
-        self.paths = dict(zip(self.step.arguments, arguments.paths, strict=True))
-        self._state = [v for v in self.step.arguments if v not in batch]
         self._following = self._next_values()
         self._find_owners()
         trees = jax.tree.unflatten(arguments.tree, self.step.arguments)
@@ -139,7 +148,7 @@ class Program:
             shares = self._agreed().share(kept)
             kept = {s: size for share in shares for s, size in share.items()}
         plans = [self._stage_plan(s, of, kept[s]) for s, of in enumerate(layers)]
-        self.plan = Plan(self.schedule, tuple(plans))
+        self.plan = Plan(self.schedule, tuple(plans), auto)
 
     def _find_owners(self) -> None:
         """The first stage that reads a parameter owns it; and whose sharding a variable has."""

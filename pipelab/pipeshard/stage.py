@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -118,13 +119,16 @@ class CompiledStage:
         split: bool,
         tasks: Iterable[Task],
         state: set[Var],
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         """Stage `s` of these.
 
         split  whether input and weight gradients of the schedule are apart
         tasks  of all stages
         state  the step's arguments beside parameters
+        options  for the compiler
         """
+        compiled = partial(_compiled, options=options)
         # [1] What its neighbours need to know.
         self.graph = graph = graphs[s]
         self.later = [[*other.inputs, *other.aux_inputs] for other in graphs[s + 1 :]]
@@ -137,7 +141,7 @@ class CompiledStage:
         outputs = specs(graph.outputs, place)
         sent = [*outputs, *specs(graph.aux_outputs, place)]
         results = [*sent, *[None] * (len(self.made) - len(sent))]
-        self.forward = _compiled(passes.forward, results, *specs(graph.arguments, place))
+        self.forward = compiled(passes.forward, results, *specs(graph.arguments, place))
         found = dict(zip(self.made, self.forward.output_shardings, strict=True))
         kept = {v: spec_of(v, found.get(v) or place(v)) for v in self.kept}
         # Parameters, constants and data are there with or without a backward.
@@ -154,11 +158,11 @@ class CompiledStage:
             gradients, back = passes.backward(cotangents, kept)
             return jax.tree.map(jnp.add, sums, gradients), back
 
-        self.zeros = _compiled(lambda: [jnp.zeros(x.shape, x.dtype) for x in sums], sums)
-        self.backward = _compiled(add, (sums, inputs), sums, *backward, donate=0)
+        self.zeros = compiled(lambda: [jnp.zeros(x.shape, x.dtype) for x in sums], sums)
+        self.backward = compiled(add, (sums, inputs), sums, *backward, donate=0)
         if split:
-            self.input_grad = _compiled(lambda *x: passes.backward(*x)[1], inputs, *backward)
-            self.weight_grad = _compiled(lambda *x: add(*x)[0], sums, sums, *backward, donate=0)
+            self.input_grad = compiled(lambda *x: passes.backward(*x)[1], inputs, *backward)
+            self.weight_grad = compiled(lambda *x: add(*x)[0], sums, sums, *backward, donate=0)
 
         # [4] The update.
         self.tasks = [CompiledTask(task, place) for task in tasks if task.stage == s]
@@ -189,11 +193,13 @@ def specs(of: Iterable[Var], place: Place) -> list[jax.ShapeDtypeStruct]:
     return [spec_of(v, place(v)) for v in of]
 
 
-def _compiled(fun: Callable, results: Any, *arguments: Any, donate: Any = ()) -> Any:
+def _compiled(
+    fun: Callable, results: Any, *arguments: Any, donate: Any = (), options: Any = None
+) -> Any:
     """Compiled for arrays like these; None: the results' shardings are the compiler's choice."""
     shardings = jax.tree.map(lambda x: x.sharding, results)
     jitted = jax.jit(fun, donate_argnums=donate, out_shardings=shardings)
-    return jitted.lower(*arguments).compile()
+    return jitted.lower(*arguments).compile(options)
 
 
 def bytes_on_mesh(x: jax.ShapeDtypeStruct) -> int:

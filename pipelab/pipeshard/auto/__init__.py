@@ -1,0 +1,23 @@
+"""Plans for pipelines of jax programs, found by a program: layers, stages, meshes, shardings.
+
+After Alpa (Zheng et al., OSDI 2022, sections 4 and 5). It lives above the manual side, which does
+not know it: what it finds is what a user could have written by hand.
+
+    flops      of equations, counted without compiling
+    layers     equations to layers
+    hlo        collectives of what was compiled        (cost: the seconds of it all)
+    sharding   how a mesh divides a program's arrays
+    cache      what was found, kept on disk
+    candidate  a possible stage                        (operators: how it divides its parameters)
+    profile    what it costs
+    stages     layers to stages, devices to meshes: the search
+    plan       what was found
+    planner    all of it, for a train step
+"""
+
+from pipelab.pipeshard.auto.layers import AutoLayers
+from pipelab.pipeshard.auto.plan import AutoPlan
+from pipelab.pipeshard.auto.planner import AutoStages
+from pipelab.pipeshard.auto.profile import StageProfile
+
+__all__ = ["AutoLayers", "AutoPlan", "AutoStages", "StageProfile"]

@@ -1,0 +1,129 @@
+"""A possible stage: some layers in a row, and what its profile depends on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jaxlib
+from jax.extend.core import DebugInfo, Jaxpr, Var
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pipelab.pipeshard.auto.cache import Key, digest
+from pipelab.pipeshard.auto.flops import as_xla_counts, total
+from pipelab.pipeshard.auto.sharded import SCORED_ON_CPU
+from pipelab.pipeshard.cut import StageGraph, cut
+from pipelab.pipeshard.graph import Arrays, Graph, PipeshardError, on_mesh, shape_of, spec_of
+from pipelab.pipeshard.plan import StageProblem
+from pipelab.pipeshard.stage import CompiledStage
+
+Specs = Mapping[Var, PartitionSpec]  # parameter -> how it is divided; whole where it is not named
+
+
+class Candidate:
+    """Some layers in a row, as a stage of the problem.
+
+    graphs, number  the stage among what is before and what is after it
+    """
+
+    def __init__(self, problem: StageProblem, first: int, last: int) -> None:
+        self.problem, self.first, self.last = problem, first, last
+        parts = [range(first), range(first, last + 1), range(last + 1, problem.layers)]
+        stages = [list(part) for part in parts if part]
+        self.number = 1 if first else 0
+        parameters = list(problem.parameters)
+        self.graphs = cut(problem.loss, parameters, problem.batch, stages, problem.number)
+
+    @property
+    def graph(self) -> StageGraph:
+        return self.graphs[self.number]
+
+    @cached_property
+    def text(self) -> str:
+        """Its equations, with variables named in their order: equal blocks have equal texts."""
+        graph = self.graph
+        outputs = [*graph.outputs, *graph.aux_outputs, *graph.results.values()]
+        about = DebugInfo("pipelab.pipeshard", "a stage", None, None)
+        text = str(Jaxpr((), graph.arguments, outputs, graph.equations, debug_info=about))
+        if "custom_vjp_call" in text:  # whose backward is no part of it yet
+            shapes = map(spec_of, (*graph.arguments, *graph.outputs))
+            text += str(jax.make_jaxpr(partial(both_passes, graph))(*shapes))
+        return re.sub(r" at 0x[0-9a-f]+", "", text)  # functions have addresses
+
+    def graph_on(self, mesh: Mesh) -> StageGraph:
+        """With the user's sharding constraints on this mesh."""
+        return replace(self.graph, equations=[on_mesh(e, mesh) for e in self.graph.equations])
+
+    @cached_property
+    def repeats(self) -> float:
+        """How many times the FLOPs that XLA counts, which counts a scan's body once."""
+        counted = as_xla_counts(self.graph.equations)
+        return total(self.graph.equations) / counted if counted else 1.0
+
+    def place(self, mesh: Mesh, specs: Specs, v: Var) -> NamedSharding:
+        """The sharding of a variable, as the program will have it."""
+        axis = 0 if v in self.problem.batch else self.problem.axes.get(v)
+        spec = specs.get(v, PartitionSpec())
+        if v not in specs and axis is not None and shape_of(v)[axis] % mesh.shape["data"] == 0:
+            spec = PartitionSpec(*[None] * axis, "data")
+        return NamedSharding(mesh, spec)
+
+    def compile(self, mesh: Mesh, specs: Specs, runs: bool) -> CompiledStage:
+        """To run, or only to look at what it costs."""
+        place = partial(self.place, mesh, specs)
+        graphs = list(self.graphs)
+        graphs[self.number] = self.graph_on(mesh)
+        build = partial(CompiledStage, graphs, self.number, place, False, (), set())
+        if not runs and mesh.devices.flat[0].platform == "cpu":
+            with suppress(jax.errors.JaxRuntimeError):  # XLA may drop an option
+                return build(SCORED_ON_CPU)
+        return build()
+
+    def key(self, mesh: Mesh, specs: Specs, measured: bool) -> Key:
+        """All that a profile depends on."""
+        graph = self.graph
+        device = mesh.devices.flat[0]
+        kinds = (graph.parameters, graph.inputs, graph.fixed, graph.data, graph.aux_inputs)
+        outputs = (graph.outputs, graph.aux_outputs, graph.results)
+        return {
+            "jaxpr": digest(self.text),
+            "arguments": [len(kind) for kind in (*kinds, *outputs)],
+            "shardings": [str(self.place(mesh, specs, v).spec) for v in graph.arguments],
+            "mesh": list(mesh.devices.shape),
+            "device": [device.platform, device.device_kind],
+            "versions": [jax.__version__, jaxlib.__version__],
+            "x64": jax.config.read("jax_enable_x64"),
+            "measured": measured,
+        }
+
+
+def both_passes(graph: StageGraph, *arrays: Any) -> tuple[Arrays, Arrays, Arrays]:
+    """A stage's outputs, and the gradients of its parameters and of its inputs.
+
+    arrays  its arguments, then the gradients of its outputs
+    """
+    stage = Graph(graph.arguments, graph.outputs, graph.equations)
+    count = len(graph.parameters)
+    active, end = count + len(graph.inputs), len(graph.arguments)
+
+    def forward(*some: Any) -> Arrays:
+        return stage.run(*some, *arrays[active:end])
+
+    outputs, pullback = jax.vjp(forward, *arrays[:active])
+    gradients = pullback(list(arrays[end:]))
+    return outputs, list(gradients[:count]), list(gradients[count:])
+
+
+def candidates(problem: StageProblem) -> Iterator[Candidate]:
+    """Every run of layers that can be a stage."""
+    for first in range(problem.layers):
+        for last in range(first, problem.layers):
+            try:
+                yield Candidate(problem, first, last)
+            except PipeshardError:  # it would have nothing to do
+                continue

@@ -1,0 +1,134 @@
+"""The collectives of a compiled program, read from its HLO text."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+# Of a ring of n devices, the bytes that each sends, as a share of the bytes of its result.
+RING = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-gather": lambda n: (n - 1) / n,
+    "reduce-scatter": lambda n: n - 1.0,  # (n - 1) / n of the operand, n times the result
+    "all-to-all": lambda n: (n - 1) / n,
+    "ragged-all-to-all": lambda n: (n - 1) / n,
+    "collective-broadcast": lambda n: 1.0,
+    "collective-permute": lambda n: 1.0,
+}
+
+#     %all-reduce.4 = (f32[], f32[16,8]{1,0}) all-reduce(%a, %b), replica_groups=[2,2]<=[4], ...
+#     ROOT %x = (f32[4]{0}, f32[16]{0}) all-gather-start(%a), replica_groups={{0,1,2,3}}, ...
+_INSTRUCTION = re.compile(
+    rf'^\s*(?:ROOT )?%?[\w.-]+ = (?P<shape>[^"%]*?) (?P<kind>{"|".join(RING)})(?P<start>-start)?\('
+)
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) .*{$")
+_CALLED = re.compile(r"\b(body|calls|to_apply)=%?([\w.-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\s*{"n":\s*"(\d+)"}')
+_ARRAY = re.compile(r"([a-z]+(\d*)\w*)\[([\d,<=]*)\]")
+
+
+class Collective(NamedTuple):
+    """One collective of a program.
+
+    kind   as HLO names it
+    bytes  of its result, on each device
+    group  devices that take part together
+    times  that it runs: more than 1 inside of a loop
+    """
+
+    kind: str
+    bytes: int
+    group: int
+    times: int = 1
+
+    @property
+    def ring_bytes(self) -> float:
+        """What each device sends in all, where a ring of the group carries it.
+
+        >>> Collective("all-reduce", 1000, 4).ring_bytes
+        1500.0
+        """
+        return self.times * RING[self.kind](self.group) * self.bytes
+
+
+def collectives(text: str) -> list[Collective]:
+    """Those of an HLO module, in the order of its text; a started one is not counted when done.
+
+    A loop's body stands in the text once: how often it runs is what XLA writes beside a loop whose
+    trips it knows, as it does of a scan. A loop whose trips it does not know counts once.
+    """
+    found = []
+    called: dict[str, tuple[str, int]] = {}  # computation -> the one that calls it, how often
+    here = ""
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            here = header[1]
+        trips = _TRIPS.search(line)
+        for how, name in _CALLED.findall(line):
+            called[name] = here, int(trips[1]) if trips and how == "body" else 1
+        if match := _INSTRUCTION.match(line):
+            group = _group(line, text)
+            if group > 1:
+                size = _bytes(_result(match["shape"], match["kind"], bool(match["start"])))
+                found.append((here, Collective(match["kind"], size, group)))
+    return [each._replace(times=_times(called, where)) for where, each in found]
+
+
+def device_count(text: str) -> int:
+    """How many devices run an HLO module together."""
+    counts = [re.search(rf"\b{name}=(\d+)", text) for name in ("num_partitions", "replica_count")]
+    return math.prod(int(count[1]) for count in counts if count)
+
+
+def _result(shape: str, kind: str, start: bool) -> str:
+    """The shape of what a collective makes; a start has a tuple (operands, results, ...)."""
+    if not start or kind == "all-reduce":  # the start of an all-reduce has its results alone
+        return shape
+    parts, depth = [""], 0
+    for letter in shape[1:-1]:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts[1]
+
+
+def _bytes(shape: str) -> int:
+    """Of all arrays of a shape; the number in a type's name is its bits, pred takes a byte."""
+    total = 0
+    for _, bits, sizes in _ARRAY.findall(shape):
+        items = math.prod(int(size.strip("<=")) for size in sizes.split(",") if size)
+        total += math.ceil(items * int(bits or 8) / 8)
+    return total
+
+
+def _group(line: str, text: str) -> int:
+    """How many devices take part together; four ways to write it.
+
+        replica_groups={{0,1},{2,3}}                    the groups
+        replica_groups={}                               all devices
+        replica_groups=[2,4]<=[4,2]T(1,0)               2 groups of 4
+        replica_groups=mesh['a'=2,'b'=4] {'b'}          along axes of a mesh, or
+        replica_groups=mesh['a'=2,'b'=4] {'b':(1)2}     along a part of one: before it 1, itself 2
+
+    A permutation has pairs instead; there is no group then, and none is needed.
+    """
+    if named := re.search(r"replica_groups=@?mesh\w*\[([^]]*)\] ?{([^}]*)}", line):
+        sizes = dict(re.findall(r"'?(\w+)'?=(\d+)", named[1]))
+        axes = re.findall(r"'?(\w+)'?(?::\(\d+\)(\d+))?(?:,|$)", named[2])
+        return math.prod(int(part or sizes[axis]) for axis, part in axes)
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]<=", line):
+        return int(iota[1])
+    if listed := re.search(r"replica_groups={{([\d,]*)}", line):
+        return len(listed[1].split(","))
+    return device_count(text)
+
+
+def _times(called: dict[str, tuple[str, int]], computation: str) -> int:
+    times = 1
+    while computation in called:
+        computation, trips = called[computation]
+        times *= trips
+    return times

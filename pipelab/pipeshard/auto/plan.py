@@ -1,0 +1,117 @@
+"""A plan that was found, with the profiles that it was found by."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from jax.sharding import PartitionSpec
+
+from pipelab.pipeshard.auto.profile import StageProfile
+from pipelab.pipeshard.graph import PipeshardError
+from pipelab.pipeshard.plan import ManualStages, Shape, as_table
+from pipelab.plan.machine import Machine
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class AutoPlan(ManualStages):
+    """What was found: stages that could have been written by hand, and why these.
+
+    chosen        a profile per stage
+    profiles      of all stages that were possible
+    seconds       of a train step, by these profiles: T = sum t + (micro-batches - 1) max t
+    microbatches
+    machine       whose memory is the limit, and whose seconds are modelled
+    cluster       the devices, a row per host
+    """
+
+    fewest: ClassVar[int] = 1  # one stage, if that is the fastest
+    chosen: tuple[StageProfile, ...] = ()
+    profiles: tuple[StageProfile, ...] = ()
+    seconds: float = math.inf
+    microbatches: int = 1
+    machine: Machine | None = None
+    cluster: Any = ()
+
+    @property
+    def forward_stage_layer_ids(self) -> list[list[int]]:
+        return [list(layers) for layers in self.layers]
+
+    @property
+    def mesh_shapes(self) -> list[Shape]:
+        """Per stage the submesh: hosts, and devices of each."""
+        return [stage.submesh for stage in self.chosen]
+
+    @property
+    def logical_mesh_shapes(self) -> list[Shape]:
+        """Per stage the same devices as (data, model)."""
+        return [stage.logical for stage in self.chosen]
+
+    @property
+    def autosharding_option_dicts(self) -> list[dict[str, PartitionSpec]]:
+        """Per stage the parameters that are divided; all others are whole on every device."""
+        return [stage.sharding for stage in self.chosen]
+
+    def estimate(self, layers: Sequence[Sequence[int]], meshes: Sequence[Shape]) -> float:
+        """Seconds of a train step with other stages on such meshes (data, model).
+
+        Raises PipeshardError for a stage that was not profiled.
+        """
+        known = {(each.layers, each.logical): each.seconds for each in self.profiles}
+        times = []
+        for stage, mesh in zip(layers, meshes, strict=True):
+            key = (stage[0], stage[-1]), tuple(mesh)
+            if key not in known:
+                raise PipeshardError(f"layers {list(stage)} on a mesh {mesh} were not profiled")
+            times.append(known[key])
+        return step_seconds(times, self.microbatches)
+
+    def rows(self) -> list[Row]:
+        """The profile table, a line for each stage that was possible: for pandas.DataFrame."""
+        return [_row(each) for each in self.profiles]
+
+    def __str__(self) -> str:
+        sources = Counter(each.source for each in self.profiles)
+        title = (
+            f"{len(self.chosen)} stages of {len(self.profiles)} possible ones: "
+            f"{1e3 * self.seconds:.4g} ms a step of {self.microbatches} micro-batches "
+            f"({', '.join(sources)}{f' of {self.machine.name}' if self.machine else ''})"
+        )
+        rows = []
+        for stage in self.chosen:
+            row = _row(stage) | {"divided": str(len(stage.sharding))}
+            rows.append({k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in row.items()})
+        return f"{title}\n{as_table(rows)}"
+
+
+def step_seconds(times: Sequence[float], microbatches: int) -> float:
+    """Of a train step, by the seconds that a micro-batch takes on each stage.
+
+    >>> step_seconds([1, 2, 1], 8)
+    18
+    """
+    return sum(times) + (microbatches - 1) * max(times)
+
+
+def _row(each: StageProfile) -> Row:
+    first, last = each.layers
+    return {
+        "layers": f"{first}-{last}" if last > first else f"{first}",
+        "submesh": "x".join(map(str, each.submesh)),
+        "logical": "x".join(map(str, each.logical)),
+        "forward ms": 1e3 * each.forward,
+        "backward ms": 1e3 * each.backward,
+        "argument MiB": each.argument_bytes / 2**20,
+        "output MiB": each.output_bytes / 2**20,
+        "temporary MiB": each.temporary_bytes / 2**20,
+        "peak MiB": each.peak_bytes / 2**20,
+        "held MiB": each.held_bytes / 2**20,
+        "activation MiB": each.activation_bytes / 2**20,
+        "available MiB": each.available_bytes / 2**20,
+        "source": each.source,
+    }

@@ -1,0 +1,244 @@
+"""Stages, their meshes and how these divide the work, found for a train step."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.extend.core import Var
+from jax.sharding import PartitionSpec
+
+from pipelab.pipeshard.auto.cache import Cache, default_folder
+from pipelab.pipeshard.auto.candidate import Specs, candidates
+from pipelab.pipeshard.auto.cost import machine_of
+from pipelab.pipeshard.auto.operators import operator_specs
+from pipelab.pipeshard.auto.plan import AutoPlan
+from pipelab.pipeshard.auto.profile import StageProfile, mesh_of, profile
+from pipelab.pipeshard.auto.sharding import over_model
+from pipelab.pipeshard.auto.stages import StageTable, best_stages, submeshes
+from pipelab.pipeshard.graph import PipeshardError, Variables, shape_of
+from pipelab.pipeshard.plan import Shape, Sharding, StageProblem
+from pipelab.plan.machine import Machine
+from pipelab.schedules import make
+
+
+@dataclass(frozen=True)
+class AutoStages:
+    """Finds the stages with the shortest train step that fit the devices' memory (Alpa, section 5).
+
+    Every run of layers is compiled for every submesh that it may get, as data parallel, operator
+    parallel and both, unless an equal one has been compiled before; then a dynamic program chooses.
+
+    machine   whose memory is the limit, and whose seconds are modelled; default: the named one with
+              such devices (`auto.cost.machine_of`)
+    measured  whether each possible stage is timed on the devices; default: unless they are host
+              devices, which share the cores of a CPU, or of several processes, each of which would
+              measure, and plan, something else
+    operator  whether parameters may be divided; otherwise stages are parallel over data alone
+    hosts     that the devices are on, equally many on each; default: as many as jax processes
+    cache     the folder of what was found; default: in the user's cache folder. False: none
+    progress  whether to show a bar while profiling; default: in a terminal
+
+    Modelled or measured is the compute of stages with the collectives inside. What crosses between
+    two stages costs nothing, as in Alpa.
+    """
+
+    machine: Machine | None = None
+    measured: bool | None = None
+    operator: bool = True
+    hosts: int | None = None
+    cache: str | os.PathLike[str] | Literal[False] | None = None
+    progress: bool | None = None
+
+    def choose(self, problem: StageProblem) -> AutoPlan:
+        """Raises PipeshardError where no stages fit, and says what would."""
+        method = problem.method
+        schedule = method.schedule
+        if not isinstance(schedule, str) or method.virtual != 1:
+            raise PipeshardError(
+                "stages='auto' finds how many stages there are: name a schedule, such as "
+                "'gpipe', instead of a table, and leave out virtual"
+            )
+        devices, hosts = self._devices(method.pool)
+        machine = self.machine or machine_of(devices[0])
+        # [1] What every possible stage costs.
+        profiles = self._profiles(problem, devices, hosts, machine)
+
+        # [2] The best of them.
+        @cache
+        def in_flight(remaining: int) -> int:
+            table = make(schedule, remaining, method.microbatches)
+            return table.peak_in_flight[0]
+
+        table, choices = _table(profiles, problem.layers)
+        found = best_stages(table, len(devices), method.microbatches, machine.memory, in_flight)
+        by_place = {(each.layers, (each.submesh, each.logical)): each for each in profiles}
+        chosen = [by_place[(s.first, s.last), choices[s.choice]] for s in found.stages]
+
+        # [3] Which devices.
+        meshes = _place(chosen, devices, hosts)
+        parameters = {problem.paths[a]: shape_of(a) for a in problem.parameters.values()}
+        return AutoPlan(
+            [list(range(s.first, s.last + 1)) for s in found.stages],
+            meshes,
+            [_sharding(stage.sharding, parameters) for stage in chosen],
+            chosen=tuple(chosen),
+            profiles=tuple(profiles),
+            seconds=found.seconds,
+            microbatches=method.microbatches,
+            machine=machine,
+            cluster=np.array(devices).reshape(hosts, -1),
+        )
+
+    def _devices(self, wanted: Sequence[Any]) -> tuple[list[Any], int]:
+        """The devices, host by host, and how many hosts there are."""
+        devices = sorted(wanted, key=lambda device: device.process_index)  # stable in a host
+        counts = Counter(device.process_index for device in devices)
+        hosts = self.hosts or len(counts)
+        each = len(devices) // hosts
+        uneven = len(devices) % hosts or (not self.hosts and len(set(counts.values())) > 1)
+        if uneven or (hosts > 1 and each & (each - 1)):
+            raise PipeshardError(
+                f"{len(devices)} devices on {hosts} hosts: use equally many on each, a power of "
+                "two where there are several"
+            )
+        return devices, hosts
+
+    def _profiles(
+        self, problem: StageProblem, devices: list[Any], hosts: int, machine: Machine
+    ) -> list[StageProfile]:
+        from tqdm import tqdm  # only who plans needs it
+
+        # A process compiles for devices of its own, as far as there are enough of them.
+        here = jax.process_index()
+        devices = sorted(devices, key=lambda device: device.process_index != here)
+        known = Cache(default_folder() if self.cache is None else self.cache or None)
+        measured = self.measured
+        if measured is None:
+            measured = devices[0].platform != "cpu" and jax.process_count() == 1
+        places = [
+            (submesh, (count // model, model))
+            for submesh in submeshes(hosts, len(devices) // hosts)
+            for count in [math.prod(submesh)]
+            for model in range(1, count + 1)
+            if count % model == 0 and problem.samples % (count // model) == 0
+            if self.operator or model == 1
+        ]
+        runs = list(candidates(problem))
+        layers = [each for each in runs if each.first == each.last]
+        models = {model for _, (_, model) in places if model > 1}
+        state = _state_of_parameters(problem)
+        hidden = None if self.progress is None else not self.progress  # None: unless a terminal
+        total = len(runs) * len(places) + len(layers) * bool(models)
+        profiles: list[StageProfile] = []
+        divided: dict[Var, PartitionSpec] = {}
+        with tqdm(total=total, unit="stage", desc="profiles", disable=hidden) as bar:
+            # [1] How each layer divides its parameters; a shared one lies as its first layer says.
+            for layer in layers if models else ():
+                mesh = mesh_of(devices, (1, max(models)))
+                divided = {**operator_specs(layer, mesh, machine, known), **divided}
+                bar.update()
+            # [2] Every run of layers in every place.
+            for each, (submesh, logical) in product(runs, places):
+                mesh = mesh_of(devices, logical)
+                specs: Specs = {
+                    p: divided[p]
+                    for p in each.graph.parameters
+                    if p in divided and divided[p] in over_model(shape_of(p), mesh)
+                }
+                profiles.append(
+                    profile(each, submesh, mesh, specs, state, machine, measured, known)
+                )
+                bar.update()
+        return profiles
+
+
+def _place(chosen: Sequence[StageProfile], devices: list[Any], hosts: int) -> list[Any]:
+    """Per stage its devices as (data, model).
+
+    In their order; larger submeshes first where there are several hosts, so that none lies across
+    the border of two.
+    """
+    order = list(range(len(chosen)))
+    if hosts > 1:
+        order.sort(key=lambda s: -math.prod(chosen[s].submesh))
+    meshes: list[Any] = [None] * len(chosen)
+    for s in order:
+        count = math.prod(chosen[s].submesh)
+        meshes[s] = np.array(devices[:count]).reshape(chosen[s].logical)
+        devices = devices[count:]
+    return meshes
+
+
+def _table(
+    profiles: Sequence[StageProfile], layers: int
+) -> tuple[StageTable, list[tuple[Shape, Shape]]]:
+    """The profiles as arrays, and what the choices are."""
+    choices = list(dict.fromkeys((each.submesh, each.logical) for each in profiles))
+    held, activation, seconds = np.zeros((3, layers, layers, len(choices)))
+    seconds[:] = np.inf
+    for each in profiles:
+        place = (*each.layers, choices.index((each.submesh, each.logical)))
+        seconds[place] = each.seconds
+        held[place], activation[place] = each.held_bytes, each.activation_bytes
+    counts = tuple(math.prod(submesh) for submesh, _ in choices)
+    return StageTable(counts, seconds, held, activation), choices
+
+
+# ---- the optimizer's state lies as the parameter that it belongs to
+
+
+def _tokens(path: str) -> list[str]:
+    """
+    >>> _tokens(".opt_state[0].mu['Dense_0']['kernel']")
+    ['.opt_state', '[0]', '.mu', "['Dense_0']", "['kernel']"]
+    """
+    return re.findall(r"\[[^\]]*\]|\.\w+", path)
+
+
+def _owner(path: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | None:
+    """The parameter of this shape whose path ends as this one does, for as long as possible."""
+
+    def alike(other: str) -> int:
+        pairs = zip(reversed(_tokens(path)), reversed(_tokens(other)), strict=False)
+        count = 0
+        for a, b in pairs:
+            if a != b:
+                break
+            count += 1
+        return count
+
+    same: Iterable[str] = (p for p, other in parameters.items() if other == shape)
+    best = max(same, key=alike, default=None)
+    return best if best is not None and (alike(best) or best == path) else None
+
+
+def _sharding(specs: Mapping[str, PartitionSpec], parameters: Mapping[str, Shape]) -> Sharding:
+    """Of every argument, by its path and shape."""
+
+    def sharding(path: str, shape: Shape) -> PartitionSpec:
+        return specs.get(_owner(path, shape, parameters) or path, PartitionSpec())
+
+    return sharding
+
+
+def _state_of_parameters(problem: StageProblem) -> dict[Var, Variables]:
+    """Parameter -> the other arrays of the state that belong to it."""
+    arguments = {problem.paths[a]: p for p, a in problem.parameters.items()}
+    shapes = {path: shape_of(p) for path, p in arguments.items()}
+    found: dict[Var, Variables] = {p: [] for p in problem.parameters}
+    for v in problem.state:
+        path = problem.paths[v]
+        owner = None if path in arguments else _owner(path, shape_of(v), shapes)
+        if owner is not None:
+            found[arguments[owner]].append(v)
+    return found

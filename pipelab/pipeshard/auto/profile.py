@@ -1,0 +1,232 @@
+"""What a stage costs: some layers in a row, compiled for a mesh, and measured where that is fair.
+
+On accelerators the times are measured. Host devices of a CPU share its cores, so that measured
+times would say nothing about a machine with so many devices: there they come from the cost model.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Var
+from jax.sharding import Mesh, PartitionSpec
+
+from pipelab.pipeshard.auto.cache import Cache
+from pipelab.pipeshard.auto.candidate import Candidate, Specs
+from pipelab.pipeshard.auto.cost import Cost
+from pipelab.pipeshard.graph import (
+    Variables,
+    bytes_of,
+    is_key_type,
+    shape_of,
+    size,
+    spec_of,
+)
+from pipelab.pipeshard.plan import AXES, Shape
+from pipelab.pipeshard.stage import CompiledStage
+from pipelab.plan.machine import Machine
+
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What compiling a stage shows.
+
+    forward, backward  the cost of each, on one device
+    activation_bytes   that a forward leaves for its backward, on one device
+    seconds            measured, of the forward and the backward; empty where nothing was measured
+    """
+
+    forward: Cost
+    backward: Cost
+    activation_bytes: int
+    seconds: tuple[float, ...] = ()
+
+    @classmethod
+    def parse(cls, found: Any) -> Examined:
+        """What `asdict` made. Raises ValueError, TypeError or KeyError for anything else."""
+        forward, backward = Cost(**found["forward"]), Cost(**found["backward"])
+        activation_bytes, seconds = found["activation_bytes"], tuple(found["seconds"])
+        values = [*asdict(forward).values(), *asdict(backward).values(), *seconds]
+        for value in (activation_bytes, *values):
+            if isinstance(value, bool) or not 0 <= value < np.inf:
+                raise ValueError(f"{value!r} is no number of at least 0")
+        return cls(forward, backward, activation_bytes, seconds)
+
+
+@dataclass(frozen=True)
+class StageProfile:
+    """One line of the profile table: a possible stage. Bytes are those of one device.
+
+    layers            first and last
+    submesh           hosts, and devices of each
+    logical           the same devices as a mesh (data, model)
+    sharding          path -> PartitionSpec, of the parameters that are divided
+    source            where the seconds come from
+    forward           seconds of a micro-batch; `backward` likewise
+    argument_bytes    of the larger of the two passes, as are the next three
+    output_bytes
+    temporary_bytes
+    peak_bytes        of all these, less what is updated in place
+    parameter_bytes
+    held_bytes        whatever the schedule does: parameters, their gradients, the optimizer's
+                      state, the batch, and what a pass takes beside
+    activation_bytes  kept for its backward, of each micro-batch in flight
+    available_bytes   for activations: the device's memory less `held_bytes`
+    """
+
+    layers: tuple[int, int]
+    submesh: Shape
+    logical: Shape
+    sharding: dict[str, PartitionSpec]
+    source: Literal["model", "measured"]
+    forward: float
+    backward: float
+    argument_bytes: int
+    output_bytes: int
+    temporary_bytes: int
+    peak_bytes: int
+    parameter_bytes: int
+    held_bytes: int
+    activation_bytes: int
+    available_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a micro-batch, forward and backward."""
+        return self.forward + self.backward
+
+    @property
+    def in_flight(self) -> float:
+        """Micro-batches whose activations fit."""
+        return max(self.available_bytes, 0) // max(self.activation_bytes, 1)
+
+
+def profile(
+    candidate: Candidate,
+    submesh: Shape,
+    mesh: Mesh,
+    specs: Specs,
+    state: Mapping[Var, Variables],
+    machine: Machine,
+    measured: bool,
+    cache: Cache,
+) -> StageProfile:
+    """Of a stage on a mesh (data, model).
+
+    specs     of the parameters that are divided
+    state     parameter -> the optimizer's arrays of its shape, divided as it is
+    measured  whether seconds are measured, on the mesh's devices
+    """
+    # [1] What compiling it shows, unless that is known.
+    key = candidate.key(mesh, specs, measured)
+    entry = cache.get(
+        key, lambda: asdict(_examine(candidate, mesh, specs, measured)), Examined.parse
+    )
+    if measured:
+        forward, backward = entry.seconds
+    else:
+        costs = (entry.forward, entry.backward)
+        both = [replace(cost, flops=cost.flops * candidate.repeats) for cost in costs]
+        forward, backward = (cost.seconds(machine) for cost in both)
+
+    # [2] What is held, and what remains for activations.
+    parameters, held = _held_bytes(candidate, mesh, specs, state, entry)
+    graph, problem = candidate.graph, candidate.problem
+    largest = max(entry.forward, entry.backward, key=lambda cost: cost.peak_bytes)
+    return StageProfile(
+        (candidate.first, candidate.last),
+        submesh,
+        mesh.devices.shape,
+        {problem.paths[problem.parameters[p]]: specs[p] for p in graph.parameters if p in specs},
+        "measured" if measured else "model",
+        forward,
+        backward,
+        largest.argument_bytes,
+        largest.output_bytes,
+        largest.temporary_bytes,
+        largest.peak_bytes,
+        parameters,
+        held,
+        entry.activation_bytes,
+        machine.memory - held,
+    )
+
+
+def _held_bytes(
+    candidate: Candidate,
+    mesh: Mesh,
+    specs: Specs,
+    state: Mapping[Var, Variables],
+    entry: Examined,
+) -> tuple[int, int]:
+    """Bytes on one device: of the parameters, and of all that is held all the time."""
+    graph, m = candidate.graph, candidate.problem.method.microbatches
+
+    def share(v: Var) -> int:
+        shape = candidate.place(mesh, specs, v).shard_shape(shape_of(v))
+        return bytes_of(v) // max(size(v), 1) * math.prod(shape)
+
+    parameters = sum(map(share, graph.parameters))
+    optimizer = sum(share(p) * len(state.get(p, ())) for p in graph.parameters)
+    others = sum(map(share, graph.fixed)) + m * sum(map(share, graph.data))
+    # A pass takes its outputs and temporary arrays beside. Of the forward's outputs, activations
+    # are counted for each micro-batch in flight.
+    beside = [cost.peak_bytes - cost.argument_bytes for cost in (entry.forward, entry.backward)]
+    beside[0] -= entry.activation_bytes
+    return parameters, 2 * parameters + optimizer + others + max(0, *beside)
+
+
+def _examine(candidate: Candidate, mesh: Mesh, specs: Specs, measured: bool) -> Examined:
+    compiled = candidate.compile(mesh, specs, measured)
+    forward, backward = Cost.of(compiled.forward), Cost.of(compiled.backward)
+    seconds = _measure(candidate, compiled, mesh, specs) if measured else ()
+    return Examined(forward, backward, compiled.bytes // mesh.size, seconds)
+
+
+def _measure(
+    candidate: Candidate, compiled: CompiledStage, mesh: Mesh, specs: Specs
+) -> tuple[float, float]:
+    """Median seconds of a forward and of a backward, of zeros."""
+    graph = candidate.graph
+
+    def zeros(vs: Variables) -> list[Any]:
+        return [_zeros(spec_of(v, candidate.place(mesh, specs, v))) for v in vs]
+
+    found: dict[Any, Any] = dict(zip(graph.arguments, zeros(graph.arguments), strict=True))
+    cotangents = [[x] for x in zeros(graph.outputs)]
+    sums = compiled.zeros()
+    times = []
+    for _ in range(REPEATS + 1):
+        begin = time.perf_counter()
+        made = compiled.forward(*(found[v] for v in graph.arguments))
+        jax.block_until_ready(made)
+        middle = time.perf_counter()
+        found.update(zip(compiled.made, made, strict=True))
+        kept = [found[v] for v in compiled.kept]
+        after = time.perf_counter()
+        sums, back = compiled.backward(sums, cotangents, kept)
+        jax.block_until_ready((sums, back))
+        times.append((middle - begin, time.perf_counter() - after))
+    forward, backward = zip(*times[1:], strict=True)  # the first is slow
+    return statistics.median(forward), statistics.median(backward)
+
+
+def _zeros(x: jax.ShapeDtypeStruct) -> Any:
+    if is_key_type(x.dtype):
+        keys = jax.random.split(jax.random.key(0), max(int(np.prod(x.shape)), 1))
+        return jax.device_put(keys.reshape(x.shape), x.sharding)
+    return jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding)
+
+
+def mesh_of(devices: list[Any], logical: Shape) -> Mesh:
+    return Mesh(np.array(devices[: math.prod(logical)]).reshape(logical), AXES)

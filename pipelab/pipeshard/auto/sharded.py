@@ -1,0 +1,109 @@
+"""A program traced once, compiled and timed for arrays that lie on a mesh in different ways."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pipelab.pipeshard.auto.cost import Cost
+from pipelab.pipeshard.auto.flops import as_xla_counts, total
+from pipelab.pipeshard.graph import PipeshardError, inline
+
+Specs = tuple[PartitionSpec, ...]  # of all arrays
+
+# What is compiled only to be scored need not be fast: a fifth of the time on a CPU, the same cost.
+SCORED_ON_CPU: dict[str, str | bool] = {
+    "xla_backend_optimization_level": "0",
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_llvm_disable_expensive_passes": True,
+}
+
+
+class Sharded:
+    """A function traced once, to be compiled for many assignments.
+
+    outputs  of the specs in the tree of the arguments: those of the results, in their tree; None
+             where the compiler may choose
+    """
+
+    def __init__(self, fun: Callable, arguments: Sequence[Any], mesh: Mesh, outputs: Any) -> None:
+        shapes = jax.eval_shape(lambda *arguments: arguments, *arguments)
+        closed, results = jax.make_jaxpr(fun, return_shape=True)(*shapes)
+        self.leaves, self.tree = jax.tree.flatten(shapes)
+        equations = inline(closed).equations
+        counted = as_xla_counts(equations)
+        self._repeats = total(equations) / counted if counted else 1.0
+        self.run, self.results = jaxpr_as_fun(closed), len(jax.tree.leaves(results))
+        self.outputs = outputs or (lambda *specs: [None] * self.results)
+        # With explicit axes, what makes two arrays meet has to say where the result lies.
+        self.mesh = Mesh(mesh.devices, mesh.axis_names)
+        self.paths = _paths(fun, shapes)
+
+    def compile(self, specs: Specs, scored: bool = False) -> Any:
+        """For arrays that lie so; `scored` where it will not run."""
+        arrays = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))
+            for x, spec in zip(self.leaves, specs, strict=True)
+        ]
+        lowered = jax.jit(self.run, out_shardings=self._out_shardings(specs)).lower(*arrays)
+        if scored and self.mesh.devices.flat[0].platform == "cpu":
+            with suppress(jax.errors.JaxRuntimeError):  # XLA may drop an option
+                return lowered.compile(SCORED_ON_CPU)
+        return lowered.compile()
+
+    def cost(self, specs: Specs) -> Cost:
+        """What each device does and holds; a scan's FLOPs as often as it runs."""
+        once = Cost.of(self.compile(specs, scored=True))
+        return replace(once, flops=once.flops * self._repeats)
+
+    def timed(self, many: Sequence[Specs], rounds: int) -> list[float]:
+        """Median seconds of each: they take turns, so that all meet the same disturbances."""
+        programs = []
+        for specs in many:
+            placed = [NamedSharding(self.mesh, spec) for spec in specs]
+            filled = jax.jit(self._ones, out_shardings=placed)
+            programs.append((self.compile(specs), filled()))
+        seconds: list[list[float]] = [[] for _ in many]
+        for turn in range(rounds + 1):
+            for (compiled, arrays), found in zip(programs, seconds, strict=True):
+                jax.block_until_ready(arrays)
+                start = time.perf_counter()
+                jax.block_until_ready(compiled(*arrays))
+                if turn:  # the first warms up
+                    found.append(time.perf_counter() - start)
+        return [statistics.median(found) for found in seconds]
+
+    def _ones(self) -> list[jax.Array]:
+        return [jnp.ones(x.shape, x.dtype) for x in self.leaves]
+
+    def _out_shardings(self, specs: Specs) -> list[NamedSharding | None]:
+        results = self.outputs(*jax.tree.unflatten(self.tree, specs))
+        wanted = jax.tree.leaves(results, is_leaf=lambda spec: spec is None)
+        if len(wanted) != self.results:
+            raise PipeshardError(
+                f"outputs gives {len(wanted)} specs for {self.results} results: give "
+                "one for each, or None where the compiler may choose"
+            )
+        return [spec if spec is None else NamedSharding(self.mesh, spec) for spec in wanted]
+
+
+def _paths(fun: Callable, arguments: tuple[Any, ...]) -> tuple[str, ...]:
+    """Names of all arrays: the parameter's, then the way through its tree."""
+    leaves = [path for path, _ in jax.tree_util.tree_leaves_with_path(arguments)]
+    try:
+        names = list(inspect.signature(fun).bind(*arguments).arguments)
+    except (TypeError, ValueError):
+        names = []
+    if len(names) != len(arguments):  # no signature, or *arrays
+        names = [f"[{i}]" for i in range(len(arguments))]
+    return tuple(names[path[0].idx] + jax.tree_util.keystr(path[1:]) for path in leaves)

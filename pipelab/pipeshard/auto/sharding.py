@@ -1,0 +1,307 @@
+"""How a mesh shares a program's arrays: which axis splits which dimension, found by search.
+
+    weights     [4096, 1024]      4 devices along "model"
+                                  P()                 whole on each of them
+                                  P("model")          [1024, 1024] each, by rows
+                                  P(None, "model")    [4096, 256] each, by columns
+
+Every array has such choices, and a candidate is one of them for each array. XLA compiles a
+candidate for arrays that need not exist, and adds the collectives that it takes. What it compiled
+has a `Cost`, and the machine's formula turns that into seconds. Up to a number of candidates all
+are tried; beyond, one array after another is improved until none can be.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from pipelab.pipeshard.auto.cost import Cost, machine_of
+from pipelab.pipeshard.auto.sharded import Sharded, Specs
+from pipelab.pipeshard.graph import PipeshardError
+from pipelab.plan.machine import Machine
+
+Shape = tuple[int, ...]
+Choices = Callable[[Shape, Mesh], list[PartitionSpec]]
+
+# ---- what may be chosen for an array
+
+
+def anywhere(shape: Shape, mesh: Mesh) -> list[PartitionSpec]:
+    """Every axis of the mesh along any one dimension that it divides, or along none.
+
+    >>> len(anywhere((8, 6), Mesh(jax.devices()[:1], ["model"])))  # one device: nothing to split
+    1
+    """
+    return list(_splits(shape, mesh, mesh.axis_names))
+
+
+def over_model(shape: Shape, mesh: Mesh) -> list[PartitionSpec]:
+    """The axis "model" along any one dimension, or along none: for parameters."""
+    return list(_splits(shape, mesh, ["model"]))
+
+
+def over_data(shape: Shape, mesh: Mesh) -> list[PartitionSpec]:
+    """The axis "data" along the samples, dimension 0, wherever it divides them: for a batch."""
+    return list(_splits(shape[:1], mesh, ["data"]))[-1:]
+
+
+def whole(shape: Shape, mesh: Mesh) -> list[PartitionSpec]:
+    """On every device as a whole."""
+    return [PartitionSpec()]
+
+
+def describe(spec: PartitionSpec) -> str:
+    """A spec in short: per dimension the axes that split it.
+
+    >>> describe(PartitionSpec(None, "model")), describe(PartitionSpec(("data", "model")))
+    ('-,model', 'data+model')
+    >>> describe(PartitionSpec())
+    'whole'
+    """
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    return ",".join("+".join(axis or "-" for axis in entry) for entry in entries) or "whole"
+
+
+def _splits(shape: Shape, mesh: Mesh, axes: Sequence[str]) -> Iterator[PartitionSpec]:
+    """Whole first; axes of one device split nothing."""
+    axes = [axis for axis in axes if mesh.shape.get(axis, 1) > 1]
+    for dimensions in product([None, *range(len(shape))], repeat=len(axes)):
+        along: list[list[str]] = [[] for _ in shape]
+        for axis, dimension in zip(axes, dimensions, strict=True):
+            if dimension is not None:
+                along[dimension].append(axis)
+        counts = [math.prod(mesh.shape[axis] for axis in split) for split in along]
+        if all(size % count == 0 for size, count in zip(shape, counts, strict=True)):
+            while along and not along[-1]:  # P("model"), not P("model", None)
+                along.pop()
+            entries = [
+                tuple(split) if len(split) > 1 else "".join(split) or None for split in along
+            ]
+            yield PartitionSpec(*entries)
+
+
+# ---- the search
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One assignment: how each array lies, what that costs, the model's seconds, measured ones."""
+
+    specs: Specs
+    cost: Cost
+    predicted: float
+    measured: float | None = None
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a search tried; `str` makes a table of the best.
+
+    paths     names of the arrays
+    mesh      that they lie on
+    machine   whose seconds these are
+    table     candidates: those that fit its memory first, then by predicted seconds, then by bytes
+    possible  how many there are; not all were tried if the table has fewer
+    """
+
+    paths: tuple[str, ...]
+    mesh: Mesh
+    machine: Machine
+    table: tuple[Candidate, ...]
+    possible: int
+    program: Sharded = field(repr=False)
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest that fits, of those that were measured, if any were.
+
+        Raises PipeshardError where none fits.
+        """
+        fitting = [each for each in self.table if each.cost.fits(self.machine)]
+        if not fitting:
+            least = min(each.cost.peak_bytes for each in self.table)
+            raise PipeshardError(
+                f"no sharding fits: a {self.machine.name} has {self.machine.memory:,.0f} bytes, "
+                f"the smallest candidate needs {least - self.machine.memory:,.0f} more: use more "
+                "devices, fewer samples, or fewer layers"
+            )
+        # Those that were not measured come last, and keep their order.
+        return min(fitting, key=lambda each: math.inf if each.measured is None else each.measured)
+
+    def tree(self, candidate: Candidate | None = None) -> Any:
+        """The specs of a candidate, by default the best, in the tree of the arguments."""
+        return jax.tree.unflatten(self.program.tree, (candidate or self.best).specs)
+
+    def compile(self, candidate: Candidate | None = None) -> Any:
+        """A candidate, by default the best, compiled to run: it takes the arrays one by one."""
+        return self.program.compile((candidate or self.best).specs)
+
+    def measure(self, candidates: Iterable[Candidate], rounds: int = 7) -> Search:
+        """The same search with the median seconds of these, run on arrays of ones."""
+        chosen = [each.specs for each in candidates]
+        found = dict(zip(chosen, self.program.timed(chosen, rounds), strict=True))
+        return replace(
+            self,
+            table=tuple(
+                replace(each, measured=found.get(each.specs, each.measured)) for each in self.table
+            ),
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The table with a column per array: a list for pandas.DataFrame."""
+        return [self._row(each) for each in self.table]
+
+    def __str__(self) -> str:
+        axes = ", ".join(f"{count} along {axis!r}" for axis, count in self.mesh.shape.items())
+        tried = "all" if len(self.table) == self.possible else f"{len(self.table)}"
+        measured = [each for each in self.table[10:] if each.measured is not None]
+        rows = [_written(self._row(each)) for each in (*self.table[:10], *measured)]
+        lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        grid = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        ]
+        title = (
+            f"{self.possible} candidates ({tried} tried) on {axes}; model of {self.machine.name}"
+        )
+        return "\n".join([title, *grid])
+
+    def _row(self, each: Candidate) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            path: describe(spec) for path, spec in zip(self.paths, each.specs, strict=True)
+        }
+        row["GFLOP"] = each.cost.flops / 1e9
+        row["MiB sent"] = each.cost.ring_bytes / 2**20
+        row["collectives"] = each.cost.collectives
+        row["MiB held"] = each.cost.peak_bytes / 2**20
+        row["predicted ms"] = 1e3 * each.predicted
+        if any(other.measured is not None for other in self.table):
+            row["measured ms"] = None if each.measured is None else 1e3 * each.measured
+        return row
+
+
+def _written(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        name: f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+        for name, value in row.items()
+    }
+
+
+def search_sharding(
+    fun: Callable,
+    arguments: Sequence[Any],
+    mesh: Mesh,
+    machine: Machine | None = None,
+    *,
+    choices: Choices | Sequence[Choices] = anywhere,
+    outputs: Callable | None = None,
+    limit: int = 100,
+    timed: int = 0,
+) -> Search:
+    """The best assignment of a mesh's axes to the dimensions of a program's arrays.
+
+    fun        of trees of arrays, pure
+    arguments  for it: arrays, or jax.ShapeDtypeStruct, for nothing is computed
+    machine    whose seconds count; default: the named one with such devices
+    choices    what may be chosen for an array: `anywhere`, or one per argument, such as
+               [over_model, over_data] for (parameters, batch). On a mesh of (4, 1) devices along
+               "data" and "model" that is data parallel, on (1, 4) operator parallel, on (2, 2) both
+    outputs    where the results lie: called as `fun` is, with specs for arrays, it returns theirs,
+               None where the compiler may choose: `lambda weights, batch: (None, weights)` for a
+               loss and gradients that lie as their weights do. Default: the compiler chooses
+    limit      so many candidates are all tried. Beyond, one array after another gets its best
+               choice while the others stay, until nothing improves
+    timed      so many of the best are run and timed
+
+    >>> import numpy as np
+    >>> devices = np.array(jax.devices()[:1]).reshape(1, 1)
+    >>> mesh = Mesh(devices, ("data", "model"))
+    >>> arguments = [jax.ShapeDtypeStruct(shape, "float32") for shape in [(8, 4), (2, 8)]]
+    >>> search = search_sharding(lambda w, x: x @ w, arguments, mesh)
+    >>> search.paths, len(search.table), search.best.cost.flops
+    (('w', 'x'), 1, 128.0)
+    """
+    program = Sharded(fun, arguments, mesh, outputs)
+    machine = machine or machine_of(mesh.devices.flat[0])
+    options = _options(program, arguments, choices)
+    found: dict[Specs, Candidate] = {}
+
+    def best_of(many: Iterable[Specs]) -> Specs:
+        """The first with the fewest bytes too many, then seconds, then bytes."""
+        wanted = list(many)
+        new = [specs for specs in dict.fromkeys(wanted) if specs not in found]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # compiling needs no lock of Python's
+            for specs, cost in zip(new, pool.map(program.cost, new), strict=True):
+                found[specs] = Candidate(specs, cost, cost.seconds(machine))
+        return min(wanted, key=lambda specs: _rank(found[specs], machine))
+
+    possible = math.prod(map(len, options))
+    if possible <= limit:
+        best_of(product(*options))
+    else:
+        _descend(options, [math.prod(x.shape) for x in program.leaves], best_of)
+    table = sorted(found.values(), key=lambda each: _rank(each, machine))
+    search = Search(program.paths, program.mesh, machine, tuple(table), possible, program)
+    if not timed:
+        return search
+    return search.measure([each for each in table[:timed] if each.cost.fits(machine)])
+
+
+def _rank(each: Candidate, machine: Machine) -> tuple[float, ...]:
+    excess = max(0.0, each.cost.peak_bytes - machine.memory)
+    return excess, each.predicted, each.cost.peak_bytes
+
+
+def _options(
+    program: Sharded, arguments: Sequence[Any], choices: Choices | Sequence[Choices]
+) -> list[list[PartitionSpec]]:
+    """The choices of each array."""
+    each = [choices] * len(arguments) if callable(choices) else list(choices)
+    if len(each) != len(arguments):
+        raise PipeshardError(
+            f"{len(each)} choices for {len(arguments)} arguments: give one for each, or one for all"
+        )
+    per_leaf = [
+        choose
+        for choose, argument in zip(each, arguments, strict=True)
+        for _ in jax.tree.leaves(argument)
+    ]
+    return [
+        choose(x.shape, program.mesh) for choose, x in zip(per_leaf, program.leaves, strict=True)
+    ]
+
+
+def _descend(
+    options: list[list[PartitionSpec]],
+    sizes: list[int],
+    best_of: Callable[[Iterable[Specs]], Specs],
+) -> None:
+    """Two descents: from all arrays whole, and from all split as late as can be.
+
+    In one sweep each array, the largest first, gets its best choice while the others stay:
+
+        whole     whole     1.00 s          start
+        -,model   whole     0.40 s          the first array's best of 3
+        -,model   model     0.25 s          the second's; another sweep changes nothing: the end
+
+    No array's change alone is better then; that of two together may be.
+    """
+    order = sorted(range(len(options)), key=lambda i: -sizes[i])
+    for start in (0, -1):
+        here: Specs = tuple(choices[start] for choices in options)
+        before = None
+        while here != before:
+            before = here
+            for i in order:
+                changed = [(*here[:i], choice, *here[i + 1 :]) for choice in options[i]]
+                here = best_of([here, *changed])
