@@ -1,9 +1,14 @@
 """Train steps as pipelines over the processes of jax.distributed: equal to one device."""
 
 import json
+import pickle
+from multiprocessing import Pipe
 
 import pytest
 
+from pipelab import RunError
+from pipelab.executors.cluster import Peer
+from pipelab.executors.jax.distributed import Distributed
 from tests.test_jax_distributed import GUARD, ROOT, free_port, processes
 
 WORKER = ROOT / "tests" / "pipeshard_worker.py"
@@ -117,3 +122,14 @@ def test_a_process_that_does_not_get_on_ends_the_others(case, message):
         [found] = json.loads(out.splitlines()[-1])
         assert found["error"].startswith(message), errors
         assert found["time"] - began < 5 + 3 * (case == "stop 1")
+
+
+def test_what_a_process_said_before_it_failed_counts():
+    ours, theirs = Pipe()
+    for said in (("value", (7,)), ("last", (RunError("in the next call"), False))):
+        theirs.send_bytes(pickle.dumps(said))
+    cluster = Distributed((), 1.0, "a call")
+    cluster.peers[1] = Peer(1, ours, True)
+    assert cluster._value(cluster.peers[1], cluster._hear_all) == 7
+    with pytest.raises(RunError, match="in the next call"):
+        cluster._value(cluster.peers[1], cluster._hear_all)

@@ -226,7 +226,8 @@ class Cluster(Launcher):
             if peer.word:
                 raise RunError(f"process {peer.number} has left")
             watch()
-            self._hear_all(LOOK)
+            if not peer.values:  # heard meanwhile: what follows it is of the next call
+                self._hear_all(LOOK)
         return peer.values.popleft()
 
     def _hear_all(self, seconds: float = 0.0) -> None:
