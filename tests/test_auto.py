@@ -511,7 +511,7 @@ def test_another_backward_is_another_stage(tmp_path):
         def double(x):
             return 2 * x
 
-        double.defvjp(lambda x: (2 * x, x), lambda x, g: (g * jnp.sum(x @ x.T) ** times,))
+        double.defvjp(lambda x: (2 * x, x), lambda x, g: (g * x**times,))
         params = [normal(8, 8), normal(8, 8)]
 
         def loss(params, batch):

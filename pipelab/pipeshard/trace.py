@@ -166,7 +166,7 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
 
     # [1] The whole step as equations.
     try:
-        closed, shapes = _traced(flat, arguments.shapes(samples))
+        closed, shapes = traced(flat, arguments.shapes(samples))
     except ValueError as error:
         if "static arguments" not in str(error):
             raise
@@ -194,11 +194,11 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
     return found
 
 
-def _traced(fun: Callable, shapes: Sequence[jax.ShapeDtypeStruct]) -> tuple[ClosedJaxpr, Any]:
+def traced(fun: Callable, arguments: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
     """The function as equations, and the shapes of its results."""
     make = jax.make_jaxpr(fun, return_shape=True)
     try:
-        return make(*shapes)
+        return make(*arguments)
     except RuntimeError as error:
         if "non-empty mesh" not in str(error):
             raise
@@ -208,7 +208,7 @@ def _traced(fun: Callable, shapes: Sequence[jax.ShapeDtypeStruct]) -> tuple[Clos
     with ExitStack() as stack:
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             stack.enter_context(mesh)
-        return make(*shapes)
+        return make(*arguments)
 
 
 def _donated(closed: ClosedJaxpr) -> list[int]:
