@@ -27,9 +27,9 @@ from jax.sharding import Mesh, PartitionSpec
 from pipelab.pipeshard.auto.cost import Cost, machine_of
 from pipelab.pipeshard.auto.sharded import Sharded, Specs
 from pipelab.pipeshard.graph import PipeshardError
+from pipelab.pipeshard.plan import Shape, as_table
 from pipelab.plan.machine import Machine
 
-Shape = tuple[int, ...]
 Choices = Callable[[Shape, Mesh], list[PartitionSpec]]
 
 # ---- what may be chosen for an array
@@ -165,16 +165,10 @@ class Search:
         tried = "all" if len(self.table) == self.possible else f"{len(self.table)}"
         measured = [each for each in self.table[10:] if each.measured is not None]
         rows = [_written(self._row(each)) for each in (*self.table[:10], *measured)]
-        lines = [list(rows[0]), *(list(row.values()) for row in rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        grid = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        ]
         title = (
             f"{self.possible} candidates ({tried} tried) on {axes}; model of {self.machine.name}"
         )
-        return "\n".join([title, *grid])
+        return f"{title}\n{as_table(rows)}"
 
     def _row(self, each: Candidate) -> dict[str, Any]:
         row: dict[str, Any] = {
