@@ -16,9 +16,9 @@ from pipelab.pipeshard import (
     program,
     value_and_grad,
 )
-from pipelab.pipeshard.draws import redraw
+from pipelab.pipeshard.batch.draws import redraw
+from pipelab.pipeshard.batch.microbatches import Combine, How
 from pipelab.pipeshard.graph import single
-from pipelab.pipeshard.microbatches import Combine, How
 from pipelab.pipeshard.trace import Arguments
 from tests.test_pipeshard import arrays, data, worst
 

@@ -5,8 +5,7 @@ After Alpa (Zheng et al., OSDI 2022). `mark_pipeline_boundary` and `grad` mark t
 
     marker        what the step is marked with
     trace         the step taken apart: the loss, the update        (graph: equations as lists)
-    microbatches  what their results add up to            (reduction, by samples and primitives)
-    draws         the random numbers that each draws by itself
+    batch/        micro-batches: whether they add up to the batch, and what each draws by itself
     plan          layers to stages, stages to meshes
     cut           the loss, cut into stages
     update        the update, split over the stages

@@ -20,7 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipelab.executors.check import Check, Comparison, Draws, norms
-from pipelab.pipeshard.draws import draw_in_pieces, draws_grow, redraw
+from pipelab.pipeshard.batch.draws import draw_in_pieces, draws_grow, redraw
+from pipelab.pipeshard.batch.microbatches import gradient_of, in_pieces
+from pipelab.pipeshard.batch.primitives import DRAWS
 from pipelab.pipeshard.graph import (
     Arrays,
     PipeshardError,
@@ -30,8 +32,6 @@ from pipelab.pipeshard.graph import (
     is_key_type,
     needed,
 )
-from pipelab.pipeshard.microbatches import gradient_of, in_pieces
-from pipelab.pipeshard.primitives import DRAWS
 from pipelab.pipeshard.program import Call, Program
 from pipelab.pipeshard.trace import Arguments, Step, trace, traced
 

@@ -18,8 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pipelab.action import Kind
 from pipelab.executors.threads import run_threads
 from pipelab.executors.worker import Record
+from pipelab.pipeshard.batch.draws import draws_grow, with_own_draws
+from pipelab.pipeshard.batch.microbatches import combinations, share_of
 from pipelab.pipeshard.cut import count_layers, cut, mark
-from pipelab.pipeshard.draws import draws_grow, with_own_draws
 from pipelab.pipeshard.finish import Finish
 from pipelab.pipeshard.graph import (
     Arrays,
@@ -34,7 +35,6 @@ from pipelab.pipeshard.graph import (
     variables,
 )
 from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
-from pipelab.pipeshard.microbatches import combinations, share_of
 from pipelab.pipeshard.plan import Pipeshard, Plan, Planner, StagePlan, StageProblem
 from pipelab.pipeshard.processes import Processes, processes_of
 from pipelab.pipeshard.stage import CompiledStage, Place

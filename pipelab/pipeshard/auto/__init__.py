@@ -6,7 +6,7 @@ not know it: what it finds is what a user could have written by hand.
     flops      of equations, counted without compiling
     layers     equations to layers
     hlo        collectives of what was compiled        (cost: the seconds of it all)
-    sharding   how a mesh divides a program's arrays
+    sharding   how a mesh divides a program's arrays   (sharded: a program compiled in many ways)
     cache      what was found, kept on disk
     candidate  a possible stage                        (operators: how it divides its parameters)
     profile    what it costs
@@ -19,5 +19,6 @@ from pipelab.pipeshard.auto.layers import AutoLayers
 from pipelab.pipeshard.auto.plan import AutoPlan
 from pipelab.pipeshard.auto.planner import AutoStages
 from pipelab.pipeshard.auto.profile import StageProfile
+from pipelab.pipeshard.auto.sharding import search_sharding
 
-__all__ = ["AutoLayers", "AutoPlan", "AutoStages", "StageProfile"]
+__all__ = ["AutoLayers", "AutoPlan", "AutoStages", "StageProfile", "search_sharding"]

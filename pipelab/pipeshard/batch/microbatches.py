@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
-from pipelab.pipeshard.draws import draw_in_pieces, redraw
+from pipelab.pipeshard.batch.draws import draw_in_pieces, redraw
+from pipelab.pipeshard.batch.reduction import Reductions
+from pipelab.pipeshard.batch.samples import FIXED, Role, Tag
 from pipelab.pipeshard.graph import (
     Arrays,
     Atom,
@@ -24,8 +26,6 @@ from pipelab.pipeshard.graph import (
     shape_of,
 )
 from pipelab.pipeshard.plan import Pipeshard
-from pipelab.pipeshard.reduction import Reductions
-from pipelab.pipeshard.samples import FIXED, Role, Tag
 from pipelab.pipeshard.trace import Arguments, Step, trace
 
 

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from pipelab.pipeshard.graph import place_of, shape_of, single
-from pipelab.pipeshard.primitives import (
+from pipelab.pipeshard.batch.primitives import (
     ADD,
     INDEX,
     KEEP,
@@ -28,6 +27,7 @@ from pipelab.pipeshard.primitives import (
     rounds,
     same_parameters,
 )
+from pipelab.pipeshard.graph import place_of, shape_of, single
 
 Pair = tuple[Any, Any]  # the same at both sizes: variables, equations, arrays
 Pairs = list[Pair]

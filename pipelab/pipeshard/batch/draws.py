@@ -21,6 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
+from pipelab.pipeshard.batch.primitives import DRAWS
+from pipelab.pipeshard.batch.reduction import CHECKPOINTS, carry_of
+from pipelab.pipeshard.batch.samples import axes_of
 from pipelab.pipeshard.graph import (
     Arrays,
     Atom,
@@ -35,9 +38,6 @@ from pipelab.pipeshard.graph import (
     spec_of,
     substitute,
 )
-from pipelab.pipeshard.primitives import DRAWS
-from pipelab.pipeshard.reduction import CHECKPOINTS, carry_of
-from pipelab.pipeshard.samples import axes_of
 from pipelab.pipeshard.trace import Step
 
 BODIES = ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr")  # parameters: what equations run

@@ -18,6 +18,23 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from pipelab.pipeshard.batch.primitives import DRAWS, RANDOM
+from pipelab.pipeshard.batch.samples import (
+    FIXED,
+    Known,
+    Pair,
+    Pairs,
+    Role,
+    Rules,
+    Tag,
+    Tags,
+    axes_of,
+    cotangent,
+    inner_of,
+    join,
+    mixed,
+    samples,
+)
 from pipelab.pipeshard.graph import (
     CALLS,
     Atom,
@@ -33,23 +50,6 @@ from pipelab.pipeshard.graph import (
     single,
     size,
     spec_of,
-)
-from pipelab.pipeshard.primitives import DRAWS, RANDOM
-from pipelab.pipeshard.samples import (
-    FIXED,
-    Known,
-    Pair,
-    Pairs,
-    Role,
-    Rules,
-    Tag,
-    Tags,
-    axes_of,
-    cotangent,
-    inner_of,
-    join,
-    mixed,
-    samples,
 )
 
 CHECKPOINTS = ("checkpoint", "remat2", "remat")
