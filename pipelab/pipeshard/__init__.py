@@ -13,7 +13,8 @@ After Alpa (Zheng et al., OSDI 2022). `mark_pipeline_boundary` and `grad` mark t
     mesh          a mesh and its stages, as the worker of `pipelab.executors` sees them
     finish        what meshes tell each other at the end of a step
     processes     several processes that call one step together
-    program       all of it for one shape of arguments, and one call of it
+    program       all of it for one shape of arguments
+    call          one call of it
     compare       that call against the same step on one device
     parallelize   what the user calls
 

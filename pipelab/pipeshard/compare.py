@@ -23,6 +23,7 @@ from pipelab.executors.check import Check, Comparison, Draws, norms
 from pipelab.pipeshard.batch.draws import draw_in_pieces, draws_grow, redraw
 from pipelab.pipeshard.batch.microbatches import gradient_of, in_pieces
 from pipelab.pipeshard.batch.primitives import DRAWS
+from pipelab.pipeshard.call import Call
 from pipelab.pipeshard.graph import (
     Arrays,
     PipeshardError,
@@ -32,7 +33,7 @@ from pipelab.pipeshard.graph import (
     is_key_type,
     needed,
 )
-from pipelab.pipeshard.program import Call, Program
+from pipelab.pipeshard.program import Program
 from pipelab.pipeshard.trace import Arguments, Step, trace, traced
 
 WHOLE = "flush: the same step on one device, the batch undivided"

@@ -14,11 +14,12 @@ from pipelab.executors.check import Check
 from pipelab.executors.result import memory_of, timeline_of
 from pipelab.executors.worker import Record
 from pipelab.memory import Memory
+from pipelab.pipeshard.call import Call, run
 from pipelab.pipeshard.compare import compare
 from pipelab.pipeshard.graph import NO_MESH, PipeshardError
 from pipelab.pipeshard.plan import Pipeshard, Plan
 from pipelab.pipeshard.processes import Processes
-from pipelab.pipeshard.program import Call, Program
+from pipelab.pipeshard.program import Program
 from pipelab.pipeshard.trace import Arguments, flatten
 from pipelab.timeline import Timeline
 
@@ -278,7 +279,7 @@ class Parallelized:
 
     def _run(self, arguments: Arguments) -> tuple[Program, Call]:
         program = self._program(arguments)
-        call = program.run(arguments)
+        call = run(program, arguments)
         self._plan, self._records = program.plan, call.records
         return program, call
 

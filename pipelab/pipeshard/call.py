@@ -1,0 +1,139 @@
+"""One call of a program: arguments onto their meshes, the rows of the schedule, the results."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal, Var
+
+from pipelab.executors.threads import run_threads
+from pipelab.executors.worker import Record
+from pipelab.pipeshard.batch.microbatches import share_of
+from pipelab.pipeshard.graph import (
+    Arrays,
+    Atom,
+    PipeshardError,
+    Values,
+    dtype_of,
+    is_weak,
+    shape_of,
+)
+from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
+from pipelab.pipeshard.program import Program
+from pipelab.pipeshard.trace import Arguments
+
+split_array = jax.jit(jax.numpy.split, static_argnums=1)
+
+
+@dataclass
+class Call:
+    """What one train step made: results, a record per row, and [loss, *aux, *gradients]."""
+
+    results: Any
+    records: list[Record]
+    gradient: Arrays
+
+
+def run(program: Program, arguments: Arguments) -> Call:
+    """One train step. Raises RunError when a stage fails."""
+    step = program.step
+    pairs = zip(step.arguments, arguments.values, strict=True)
+    values = {v: _array(x, v) for v, x in pairs}
+    values.update({**step.update.consts, **step.loss.consts})
+    uses = Counter(map(id, values.values()))
+    for v in program.donated:
+        if isinstance(values[v], jax.Array) and uses[id(values[v])] > 1:
+            raise PipeshardError(
+                f"{program.paths[v]} is donated, but the step reads the same array elsewhere, "
+                "too: pass a copy (jax.numpy.copy)"
+            )
+
+    # [1] Every stage on its mesh.
+    share = share_of(program.combine, program.microbatches)
+    seed = np.asarray(share).astype(dtype_of(program.loss.outputs[0]))
+    pieces, known = _pieces(program, values), _on_meshes(program, values)
+    devices = {
+        row: MeshDevice(program.meshes[row], partial(program.place, row)) for row in program.rows
+    }
+    stages = {}
+    for s, compiled in program.stages.items():
+        row = program.schedule.placement[s]
+        names = [step.gradients[p] for p in compiled.graph.parameters]
+        stages[s] = MeshStage(compiled, names, devices[row], known[row], pieces, seed)
+
+    # [2] A worker for each mesh carries out its row of the schedule, and ends the update.
+    partners: list[tuple[int, ...]] = [()] * len(program.graphs)  # no stage waits for news
+    jobs = []
+    for row, device in devices.items():
+        mine = {s: stage for s, stage in stages.items() if stage.device is device}
+        about = (program.schedule, row, device, partners, None, 0, 1)
+        jobs.append(MeshJob(*about, mine, program.finish))
+    outcomes = program.agreed().run(jobs) if program.connect else run_threads(jobs)
+    outcomes.sort(key=attrgetter("row"))
+
+    # [3] The results, each from the row that made it.
+    def find(v: Var) -> Any:
+        row = program.finish.rows.get(v, 0)
+        for here in (values, known.get(row, {}), *known.values()):
+            if v in here:
+                return here[v]
+        # It is on another process's devices.
+        return jax.make_array_from_single_device_arrays(
+            shape_of(v), program.place(row, v), [], dtype=dtype_of(v)
+        )
+
+    results = [_array(a.val, a) if isinstance(a, Literal) else find(a) for a in step.update.outputs]
+    for v in program.donated:
+        if isinstance(values[v], jax.Array) and not any(x is values[v] for x in results):
+            values[v].delete()
+    records = [outcome.record for outcome in outcomes]
+    tree = jax.tree.unflatten(step.results, results)
+    return Call(tree, records, [find(v) for v in step.gradient])
+
+
+def _on_meshes(program: Program, values: Values) -> dict[int, Values]:
+    """By row, the arguments that its stages and their parts of the update read."""
+    known: dict[int, Values] = {row: {} for row in program.rows}
+    for row, mine in known.items():
+        for v, source in program.finish.reads[row].items():
+            if source not in values:  # the step makes it
+                continue
+            if source not in mine:
+                array = values[source]
+                if isinstance(array, jax.Array) and not array.is_fully_addressable:
+                    raise PipeshardError(
+                        f"{program.paths[source]} is on another process's devices: pass it as a "
+                        "host array (`fetch` makes one), or return the state in the order in "
+                        "which the step takes it, so that it stays where it is read"
+                    )
+                mine[source] = jax.device_put(array, program.place(row, source))
+            mine[v] = mine[source]
+    return known
+
+
+def _pieces(program: Program, values: Values) -> dict[Var, Arrays]:
+    """Per micro-batch its number, and its part of the leaves of the batch that stages read."""
+    m = program.microbatches
+    cut: dict[Var, Arrays] = {}
+    for v in {v for stage in program.stages.values() for v in stage.graph.data}:
+        if v not in values:
+            cut[v] = list(np.arange(m, dtype=np.uint32))
+        elif isinstance(values[v], np.ndarray):
+            cut[v] = np.split(values[v], m)
+        else:
+            cut[v] = split_array(values[v], m)
+    return cut
+
+
+def _array(value: Any, of: Atom) -> Any:
+    """An argument, or a number of the step's own, as an array of the type that it is traced by."""
+    if isinstance(value, jax.Array):
+        return value
+    array = np.asarray(value, dtype_of(of))
+    return jax.numpy.asarray(array.item()) if is_weak(of) else array
