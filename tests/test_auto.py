@@ -633,11 +633,11 @@ def test_the_picture_of_logical_meshes():
     words = [text.get_text() for text in plot.logical_meshes([(2, 1), (1, 2)]).texts]
     assert words == [
         "(2, 1)",
-        "samples: 1 of 2\nweights: all",
-        "samples: 2 of 2\nweights: all",
+        "device 0\nsamples: 1 of 2\nweights: all",
+        "device 1\nsamples: 2 of 2\nweights: all",
         "(1, 2)",
-        "samples: all\nweights: 1 of 2",
-        "samples: all\nweights: 2 of 2",
+        "device 0\nsamples: all\nweights: 1 of 2",
+        "device 1\nsamples: all\nweights: 2 of 2",
     ]
 
 

@@ -36,13 +36,16 @@ def stage_plan(plan: AutoPlan, ax: Axes | None = None) -> Axes:
 
 
 def logical_meshes(shapes: Sequence[tuple[int, int]], ax: Axes | None = None) -> Axes:
-    """What each device holds of a micro-batch and of a weight matrix, on meshes (data, model)."""
+    """What each device holds of a micro-batch and of a weight matrix, on meshes (data, model).
+
+    A colour is a part of the weights: devices of one colour hold the same.
+    """
     grids = []
     for data, model in shapes:
         names, looks = [], []
         for i in range(data):
-            words = [f"samples: {_part(i, data)}\nweights: {_part(j, model)}" for j in range(model)]
-            names.append(words)
+            parts = [f"samples: {_part(i, data)}\nweights: {_part(j, model)}" for j in range(model)]
+            names.append([f"device {i * model + j}\n{part}" for j, part in enumerate(parts)])
             looks.append([style.lighter(style.LINES[j % 7], 0.3) for j in range(model)])
         grids.append((f"({data}, {model})", names, looks))
     return _draw(grids, ax)
