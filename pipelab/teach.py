@@ -256,6 +256,18 @@ def check_looked_at(function: Callable) -> Feedback:
     return check_function(function, truth, cases)
 
 
+def check_least_memory(function: Callable) -> Feedback:
+    """(held and activation bytes per stage, micro-batches) -> bytes of a device, with 1F1B."""
+    stages = [(5, 1), (4, 2), (6, 3)]
+    cases = [(stages, 8), (stages, 1), (stages[::-1], 8), (stages[::-1], 2), (stages[1:2], 64)]
+
+    def truth(stages: Sequence[tuple[float, float]], m: int) -> float:
+        after = range(len(stages), 0, -1)
+        return max(held + min(m, n) * more for n, (held, more) in zip(after, stages, strict=True))
+
+    return check_function(function, truth, cases)
+
+
 def check_candidates(function: Callable) -> Feedback:
     """(matrices, axes of the mesh) -> shardings of them all: an axis along a dimension, or none."""
     cases = [(4, 1), (1, 2), (5, 1), (4, 2), (3, 3)]

@@ -400,6 +400,18 @@ EXERCISES = {
             "answer = lambda pairs, m: None if m == 2 else 3",
         ],
     },
+    ("10_pipeshard_auto", 4): {
+        "right": [
+            "def answer(stages, m):\n    sizes = []\n    for s, (held, more) in enumerate(stages):\n"
+            "        sizes.append(held + min(m, len(stages) - s) * more)\n    return max(sizes)",
+        ],
+        "wrong": [
+            "answer = lambda stages, m: max(held + m * more for held, more in stages)",
+            "answer = lambda stages, m: max(h + (len(stages) - s) * a for s, (h, a) in enumerate(stages))",
+            "answer = lambda stages, m: max(h + min(m, s + 1) * a for s, (h, a) in enumerate(stages))",
+            "answer = lambda stages, m: sum(h + a for h, a in stages)",
+        ],
+    },
     ("11_sharding_and_pmap", 1): {
         "right": [
             "answer = lambda matrices, axes: 9 ** matrices if axes == 2 else (3 ** axes) ** matrices",

@@ -177,7 +177,7 @@ class Search:
         row["GFLOP"] = each.cost.flops / 1e9
         row["MiB sent"] = each.cost.ring_bytes / 2**20
         row["collectives"] = each.cost.collectives
-        row["MiB held"] = each.cost.peak_bytes / 2**20
+        row["MiB at most"] = each.cost.peak_bytes / 2**20
         row["predicted ms"] = 1e3 * each.predicted
         if any(other.measured is not None for other in self.table):
             row["measured ms"] = None if each.measured is None else 1e3 * each.measured
