@@ -25,7 +25,7 @@ import pipelab.pipeshard
 from pipelab import make, plot
 from pipelab.pipeshard import Pipeshard, PipeshardError, parallelize, value_and_grad
 from pipelab.pipeshard.auto import AutoLayers, AutoPlan, AutoStages, candidate, planner, profile
-from pipelab.pipeshard.auto.flops import as_xla_counts, flops, total
+from pipelab.pipeshard.auto.flops import flops, total
 from pipelab.pipeshard.auto.layers import receipts
 from pipelab.pipeshard.auto.stages import StageTable, best_stages, submeshes
 from pipelab.pipeshard.cut import mark
@@ -157,9 +157,32 @@ def test_flops_by_hand():
     loop = equation(
         lambda x, w: lax.scan(lambda c, _: (c @ w, None), x, length=7)[0], (2, 3), (3, 3)
     )
-    assert flops(loop) == 7 * 2 * 2 * 3 * 3 and as_xla_counts([loop]) == 2 * 2 * 3 * 3
+    assert flops(loop) == 7 * 2 * 2 * 3 * 3 and flops(loop, as_xla=True) == 2 * 2 * 3 * 3
     branch = equation(lambda x: lax.cond(True, lambda x: x @ x, jnp.exp, x), (4, 4))
     assert flops(branch) == 2 * 4**3
+    # Every second row and column of the image is zeros.
+    spread = partial(convolve, lhs_dilation=(2, 2), padding=[(1, 1), (1, 1)])
+    assert flops(equation(spread, (1, 2, 3, 3), (4, 2, 3, 3))) == 2 * (4 * 5 * 5) * (2 * 3 * 3) / 4
+    summed = equation(lambda x: lax.reduce(x, 0.0, lambda a, b: a + b * b, [0]), (4, 5))
+    assert flops(summed) == 2 * 20
+
+
+@pytest.mark.parametrize("inside", ["checkpoint", "cond", "scan"])
+def test_a_loop_inside_is_counted_as_xla_counts_it(inside):
+    def loop(x):
+        return lax.scan(lambda x, _: (x @ x, None), x, length=6, unroll=2)[0]
+
+    around = {
+        "checkpoint": jax.checkpoint(loop),
+        "cond": lambda x: lax.cond(x[0, 0] > 0, loop, lambda x: x, x),
+        "scan": lambda x: lax.scan(lambda x, _: (loop(x), None), x, length=3)[0],
+    }
+    x = jax.ShapeDtypeStruct((8, 8), "float32")
+    jaxpr = jax.make_jaxpr(around[inside])(x)
+    counted = jax.jit(around[inside]).lower(x).compile().cost_analysis()["flops"]
+    assert total(jaxpr.eqns, as_xla=True) == pytest.approx(counted, rel=0.02)
+    runs = {"scan": 3}.get(inside, 1) * 6
+    assert total(jaxpr.eqns) == pytest.approx(runs * 2 * 8**3, rel=0.01)
 
 
 @pytest.mark.parametrize("model", [transformer(1), recurrent(), skips()])
@@ -505,26 +528,28 @@ def test_a_compiler_without_the_quick_options_takes_longer(tmp_path, monkeypatch
     assert len(pipeline.compile(state, batch).auto.profiles) == 3
 
 
-def test_another_backward_is_another_stage(tmp_path):
-    def model(times):
-        @jax.custom_vjp
-        def double(x):
-            return 2 * x
+@pytest.mark.parametrize("backward", ["custom_jvp", "custom_vjp"])
+def test_the_cache_sees_derivatives(backward, tmp_path):
+    def profiles(products, folder):
+        def slow(g):
+            return sum([g @ jnp.ones((8, 8))] * products, g)
 
-        double.defvjp(lambda x: (2 * x, x), lambda x, g: (g * jnp.sum(x @ x.T) ** times,))
-        params = [normal(8, 8), normal(8, 8)]
+        if backward == "custom_jvp":
+            act = jax.custom_jvp(jnp.tanh)
+            act.defjvp(lambda xs, gs: (jnp.tanh(xs[0]), slow(gs[0])))
+        else:
+            act = jax.custom_vjp(jnp.tanh)
+            act.defvjp(lambda x: (jnp.tanh(x), None), lambda _, g: (slow(g),))
 
         def loss(params, batch):
-            return jnp.mean(double(batch["x"] @ params[0]) @ params[1])
+            return jnp.mean(act(batch["x"] @ params[0]) @ params[1])
 
-        return params, loss, {"x": normal(8, 8)}
+        model = [normal(8, 8)] * 2, loss, {"x": normal(8, 8)}
+        pipeline, state, batch = planned(model, folder, layers=2, devices=1)
+        return pipeline.compile(state, batch).auto.profiles
 
-    found = []
-    for times in (1, 1, 2):
-        pipeline, state, batch = planned(model(times), tmp_path, layers=2, devices=1)
-        pipeline.compile(state, batch)
-        found.append(len(list(tmp_path.iterdir())))
-    assert found[0] == found[1] < found[2]
+    first, second = profiles(0, tmp_path), profiles(3, tmp_path)
+    assert second == profiles(3, tmp_path / "fresh") != first
 
 
 def test_auto_by_name_keeps_what_it_found_in_the_users_cache(tmp_path, monkeypatch):
