@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache, partial
 from itertools import combinations, pairwise
 from math import prod
@@ -25,6 +26,7 @@ import pipelab.pipeshard
 from pipelab import make, plot
 from pipelab.pipeshard import Pipeshard, PipeshardError, parallelize, value_and_grad
 from pipelab.pipeshard.auto import AutoLayers, AutoPlan, AutoStages, candidate, planner, profile
+from pipelab.pipeshard.auto.cache import Cache
 from pipelab.pipeshard.auto.flops import flops, total
 from pipelab.pipeshard.auto.layers import receipts
 from pipelab.pipeshard.auto.stages import StageTable, best_stages, submeshes
@@ -480,6 +482,27 @@ def test_a_plan_with_divided_parameters_equals_one_device(tmp_path):
         assert weights.sharding == momentum.sharding
 
 
+def test_a_layer_that_fits_only_when_its_samples_are_divided():
+    def loss(params, batch):
+        x = batch["x"]
+        for w in params:
+            x = jnp.sin(jnp.tanh(jnp.cos(x @ w)))
+        return jnp.mean(x * x)
+
+    model = [normal(16, 16)] * 2, loss, {"x": normal(256, 16)}
+    options = dict(layers=2, devices=4, microbatches=1, operator=True, cache=False)
+
+    def plan(memory):
+        pipeline, state, batch = planned(
+            model, None, machine=replace(TOY, memory=memory), **options
+        )
+        return pipeline.compile(state, batch).auto
+
+    (roomy,) = plan(1e9).chosen
+    (tight,) = plan(roomy.held_bytes + roomy.activation_bytes).chosen
+    assert tight.logical == roomy.logical == (4, 1) and tight.seconds == roomy.seconds
+
+
 @cache
 def small():
     return skips()
@@ -498,21 +521,34 @@ def test_planning_again_compiles_no_stage_and_a_spoilt_entry_is_made_anew(tmp_pa
         return pipeline.compile(state, batch).auto
 
     assert again().profiles == first.profiles and not examined
-    # Cut off, of another stage, no JSON's numbers, no JSON at all: each is found anew.
+    # Cut off, of another stage, no number, no JSON, too large, too deep: each is found anew.
     files = sorted(tmp_path.glob("*.json"))
     texts = [path.read_text() for path in files]
-    assert len(files) >= 4
+    assert len(files) >= 6
     entry = json.loads(texts[2])
     entry["found"]["forward"]["flops"] = "many"
-    for path, text in zip(
-        files, (texts[0][:-9], texts[2], json.dumps(entry), "\x80cos"), strict=False
-    ):
+    large = texts[4].replace('"flops": ', '"flops": ' + "9" * 400)
+    spoilt = (texts[0][:-9], texts[2], json.dumps(entry), "\x80cos", large, "[" * 100_000)
+    for path, text in zip(files, spoilt, strict=False):
         path.write_text(text)
     with pytest.warns(UserWarning, match="ignored: it is no profile of a stage") as caught:
         assert again().profiles == first.profiles
-    assert len(caught) == 4 == len(examined)
+    assert len(caught) == len(spoilt) == len(examined)
     assert [path.read_text() for path in files] == texts
     assert {path.suffix for path in tmp_path.iterdir()} == {".json"}  # no drafts
+
+
+def test_a_folder_in_the_place_of_an_entry(tmp_path):
+    def get():
+        return Cache(tmp_path).get({"stage": 1}, lambda: 2, int)
+
+    get()
+    (path,) = tmp_path.iterdir()
+    path.unlink()
+    path.mkdir()
+    with pytest.warns(UserWarning, match="ignored: .*directory|are not kept"):
+        assert get() == 2
+    assert list(tmp_path.iterdir()) == [path]  # no draft
 
 
 def test_a_bar_is_shown_when_it_is_asked_for(tmp_path, capsys):
