@@ -706,11 +706,15 @@ def test_what_cannot_be_planned(tmp_path):
     for options, match in (
         (dict(schedule=make("gpipe", 2, 4)), "name a schedule"),
         (dict(hosts=2, devices=3), "3 devices on 2 hosts"),
+        (dict(hosts=-2, devices=4), "4 devices on -2 hosts: use equally many on each, at least"),
+        (dict(devices=0), "0 devices on 0 hosts: use equally many on each, at least one"),
+        (dict(schedule="pipedream"), "has no flush"),
         (dict(machine=Machine("tiny", 1e9, memory=1000, bandwidth=1e9)), "no stages fit into"),
     ):
         pipeline, state, batch = planned(small(), tmp_path, layers=2, **options)
         with pytest.raises(PipeshardError, match=match):
             pipeline.compile(state, batch)
+        assert match.startswith("no stages") or not list(tmp_path.iterdir())  # nothing profiled
 
 
 def test_state_belongs_to_the_parameter_with_the_longest_common_end():
