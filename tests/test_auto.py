@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache, partial
 from itertools import combinations, pairwise
 from math import prod
@@ -25,7 +26,8 @@ import pipelab.pipeshard
 from pipelab import make, plot
 from pipelab.pipeshard import Pipeshard, PipeshardError, parallelize, value_and_grad
 from pipelab.pipeshard.auto import AutoLayers, AutoPlan, AutoStages, candidate, planner, profile
-from pipelab.pipeshard.auto.flops import as_xla_counts, flops, total
+from pipelab.pipeshard.auto.cache import Cache
+from pipelab.pipeshard.auto.flops import flops, total
 from pipelab.pipeshard.auto.layers import receipts
 from pipelab.pipeshard.auto.stages import StageTable, best_stages, submeshes
 from pipelab.pipeshard.cut import mark
@@ -157,9 +159,32 @@ def test_flops_by_hand():
     loop = equation(
         lambda x, w: lax.scan(lambda c, _: (c @ w, None), x, length=7)[0], (2, 3), (3, 3)
     )
-    assert flops(loop) == 7 * 2 * 2 * 3 * 3 and as_xla_counts([loop]) == 2 * 2 * 3 * 3
+    assert flops(loop) == 7 * 2 * 2 * 3 * 3 and flops(loop, as_xla=True) == 2 * 2 * 3 * 3
     branch = equation(lambda x: lax.cond(True, lambda x: x @ x, jnp.exp, x), (4, 4))
     assert flops(branch) == 2 * 4**3
+    # Every second row and column of the image is zeros.
+    spread = partial(convolve, lhs_dilation=(2, 2), padding=[(1, 1), (1, 1)])
+    assert flops(equation(spread, (1, 2, 3, 3), (4, 2, 3, 3))) == 2 * (4 * 5 * 5) * (2 * 3 * 3) / 4
+    summed = equation(lambda x: lax.reduce(x, 0.0, lambda a, b: a + b * b, [0]), (4, 5))
+    assert flops(summed) == 2 * 20
+
+
+@pytest.mark.parametrize("inside", ["checkpoint", "cond", "scan"])
+def test_a_loop_inside_is_counted_as_xla_counts_it(inside):
+    def loop(x):
+        return lax.scan(lambda x, _: (x @ x, None), x, length=6, unroll=2)[0]
+
+    around = {
+        "checkpoint": jax.checkpoint(loop),
+        "cond": lambda x: lax.cond(x[0, 0] > 0, loop, lambda x: x, x),
+        "scan": lambda x: lax.scan(lambda x, _: (loop(x), None), x, length=3)[0],
+    }
+    x = jax.ShapeDtypeStruct((8, 8), "float32")
+    jaxpr = jax.make_jaxpr(around[inside])(x)
+    counted = jax.jit(around[inside]).lower(x).compile().cost_analysis()["flops"]
+    assert total(jaxpr.eqns, as_xla=True) == pytest.approx(counted, rel=0.02)
+    runs = {"scan": 3}.get(inside, 1) * 6
+    assert total(jaxpr.eqns) == pytest.approx(runs * 2 * 8**3, rel=0.01)
 
 
 @pytest.mark.parametrize("model", [transformer(1), recurrent(), skips()])
@@ -457,6 +482,27 @@ def test_a_plan_with_divided_parameters_equals_one_device(tmp_path):
         assert weights.sharding == momentum.sharding
 
 
+def test_a_layer_that_fits_only_when_its_samples_are_divided():
+    def loss(params, batch):
+        x = batch["x"]
+        for w in params:
+            x = jnp.sin(jnp.tanh(jnp.cos(x @ w)))
+        return jnp.mean(x * x)
+
+    model = [normal(16, 16)] * 2, loss, {"x": normal(256, 16)}
+    options = dict(layers=2, devices=4, microbatches=1, operator=True, cache=False)
+
+    def plan(memory):
+        pipeline, state, batch = planned(
+            model, None, machine=replace(TOY, memory=memory), **options
+        )
+        return pipeline.compile(state, batch).auto
+
+    (roomy,) = plan(1e9).chosen
+    (tight,) = plan(roomy.held_bytes + roomy.activation_bytes).chosen
+    assert tight.logical == roomy.logical == (4, 1) and tight.seconds == roomy.seconds
+
+
 @cache
 def small():
     return skips()
@@ -475,21 +521,34 @@ def test_planning_again_compiles_no_stage_and_a_spoilt_entry_is_made_anew(tmp_pa
         return pipeline.compile(state, batch).auto
 
     assert again().profiles == first.profiles and not examined
-    # Cut off, of another stage, no JSON's numbers, no JSON at all: each is found anew.
+    # Cut off, of another stage, no number, no JSON, too large, too deep: each is found anew.
     files = sorted(tmp_path.glob("*.json"))
     texts = [path.read_text() for path in files]
-    assert len(files) >= 4
+    assert len(files) >= 6
     entry = json.loads(texts[2])
     entry["found"]["forward"]["flops"] = "many"
-    for path, text in zip(
-        files, (texts[0][:-9], texts[2], json.dumps(entry), "\x80cos"), strict=False
-    ):
+    large = texts[4].replace('"flops": ', '"flops": ' + "9" * 400)
+    spoilt = (texts[0][:-9], texts[2], json.dumps(entry), "\x80cos", large, "[" * 100_000)
+    for path, text in zip(files, spoilt, strict=False):
         path.write_text(text)
     with pytest.warns(UserWarning, match="ignored: it is no profile of a stage") as caught:
         assert again().profiles == first.profiles
-    assert len(caught) == 4 == len(examined)
+    assert len(caught) == len(spoilt) == len(examined)
     assert [path.read_text() for path in files] == texts
     assert {path.suffix for path in tmp_path.iterdir()} == {".json"}  # no drafts
+
+
+def test_a_folder_in_the_place_of_an_entry(tmp_path):
+    def get():
+        return Cache(tmp_path).get({"stage": 1}, lambda: 2, int)
+
+    get()
+    (path,) = tmp_path.iterdir()
+    path.unlink()
+    path.mkdir()
+    with pytest.warns(UserWarning, match="ignored: .*directory|are not kept"):
+        assert get() == 2
+    assert list(tmp_path.iterdir()) == [path]  # no draft
 
 
 def test_a_bar_is_shown_when_it_is_asked_for(tmp_path, capsys):
@@ -505,26 +564,28 @@ def test_a_compiler_without_the_quick_options_takes_longer(tmp_path, monkeypatch
     assert len(pipeline.compile(state, batch).auto.profiles) == 3
 
 
-def test_another_backward_is_another_stage(tmp_path):
-    def model(times):
-        @jax.custom_vjp
-        def double(x):
-            return 2 * x
+@pytest.mark.parametrize("backward", ["custom_jvp", "custom_vjp"])
+def test_the_cache_sees_derivatives(backward, tmp_path):
+    def profiles(products, folder):
+        def slow(g):
+            return sum([g @ jnp.ones((8, 8))] * products, g)
 
-        double.defvjp(lambda x: (2 * x, x), lambda x, g: (g * x**times,))
-        params = [normal(8, 8), normal(8, 8)]
+        if backward == "custom_jvp":
+            act = jax.custom_jvp(jnp.tanh)
+            act.defjvp(lambda xs, gs: (jnp.tanh(xs[0]), slow(gs[0])))
+        else:
+            act = jax.custom_vjp(jnp.tanh)
+            act.defvjp(lambda x: (jnp.tanh(x), None), lambda _, g: (slow(g),))
 
         def loss(params, batch):
-            return jnp.mean(double(batch["x"] @ params[0]) @ params[1])
+            return jnp.mean(act(batch["x"] @ params[0]) @ params[1])
 
-        return params, loss, {"x": normal(8, 8)}
+        model = [normal(8, 8)] * 2, loss, {"x": normal(8, 8)}
+        pipeline, state, batch = planned(model, folder, layers=2, devices=1)
+        return pipeline.compile(state, batch).auto.profiles
 
-    found = []
-    for times in (1, 1, 2):
-        pipeline, state, batch = planned(model(times), tmp_path, layers=2, devices=1)
-        pipeline.compile(state, batch)
-        found.append(len(list(tmp_path.iterdir())))
-    assert found[0] == found[1] < found[2]
+    first, second = profiles(0, tmp_path), profiles(3, tmp_path)
+    assert second == profiles(3, tmp_path / "fresh") != first
 
 
 def test_auto_by_name_keeps_what_it_found_in_the_users_cache(tmp_path, monkeypatch):
@@ -645,11 +706,15 @@ def test_what_cannot_be_planned(tmp_path):
     for options, match in (
         (dict(schedule=make("gpipe", 2, 4)), "name a schedule"),
         (dict(hosts=2, devices=3), "3 devices on 2 hosts"),
+        (dict(hosts=-2, devices=4), "4 devices on -2 hosts: use equally many on each, at least"),
+        (dict(devices=0), "0 devices on 0 hosts: use equally many on each, at least one"),
+        (dict(schedule="pipedream"), "has no flush"),
         (dict(machine=Machine("tiny", 1e9, memory=1000, bandwidth=1e9)), "no stages fit into"),
     ):
         pipeline, state, batch = planned(small(), tmp_path, layers=2, **options)
         with pytest.raises(PipeshardError, match=match):
             pipeline.compile(state, batch)
+        assert match.startswith("no stages") or not list(tmp_path.iterdir())  # nothing profiled
 
 
 def test_state_belongs_to_the_parameter_with_the_longest_common_end():

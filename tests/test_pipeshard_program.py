@@ -183,6 +183,31 @@ def test_a_constraint_over_other_axes():
         pipeline(arrays((6, 8), (8, 4)), data(32, out=4))
 
 
+@pytest.mark.parametrize("how", ["bare", "named"])
+def test_a_constraint_in_a_function_with_derivatives_of_its_own(how):
+    spec = PartitionSpec(None, "model")
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharding = spec if how == "bare" else NamedSharding(mesh, spec)
+
+    @jax.custom_vjp
+    def act(x):
+        return jax.lax.with_sharding_constraint(jnp.tanh(x), sharding)
+
+    act.defvjp(lambda x: (act(x), x), lambda x, g: (g / jnp.cosh(x) ** 2,))
+
+    def step(params, batch):
+        def loss(params):
+            x = act(batch["x"] @ params[0])
+            mark_pipeline_boundary()
+            return jnp.mean((act(x @ params[1]) - batch["y"]) ** 2)
+
+        return value_and_grad(loss)(params)
+
+    pipeline = parallelize(step, Pipeshard(4, stages=STAGES))
+    with pytest.raises(PipeshardError, match=r"derivatives of its own .*: put it around the"):
+        pipeline.compile(arrays((6, 8), (8, 4)), data(32, out=4))
+
+
 # ---- flax's modules
 
 

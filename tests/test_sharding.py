@@ -244,6 +244,18 @@ def test_a_scan_sends_every_time(four):
     assert (cost.collectives, cost.ring_bytes) == (5, 5 * 1.5 * 16)
 
 
+def test_branches_in_a_scan_send_every_time(four):
+    def either(x):
+        return lax.cond(x[0] > 0, *[lambda x, a=a: lax.psum(a * x, "model") for a in (2, 3)], x)
+
+    def f(x):
+        return lax.scan(lambda x, _: (either(x), None), x, length=5)[0]
+
+    mapped = jax.shard_map(f, mesh=four, in_specs=P("model"), out_specs=P("model"), check_vma=False)
+    found = collectives(compiled(mapped, four, [((16,), P("model"))], P("model")).as_text())
+    assert [each.times for each in found] == [5, 5]
+
+
 # ---- the formula
 
 

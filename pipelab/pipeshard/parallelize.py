@@ -107,7 +107,7 @@ def _tuple(argnums: Argnums) -> tuple[int, ...]:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Errors where flax's modules do not fit, in its users' words."""
+    """Errors where flax's modules or constraints do not fit, in their users' words."""
     try:
         yield
     except PipeshardError as error:
@@ -119,6 +119,12 @@ def _explained() -> Iterator[None]:
             "reduce='mean' every micro-batch has statistics of its own"
         ) from None
     except Exception as error:
+        if "non-empty mesh" in str(error) or "sharding_constraint inside jit" in str(error):
+            raise PipeshardError(
+                "with_sharding_constraint in a function with derivatives of its own (custom_vjp, "
+                "custom_jvp), which cannot be moved to a stage's mesh: put it around the "
+                f"function's call ({error})"
+            ) from error
         if type(error).__name__ != "TraceContextError":
             raise
         raise PipeshardError(

@@ -36,7 +36,7 @@ class Cache:
         """What is known under the key; else what `find` returns, which is kept.
 
         find   makes what JSON can hold
-        parse  of that: raises ValueError, TypeError or KeyError where it is something else
+        parse  of that: raises an error where it is something else
         """
         name = digest(json.dumps(key, sort_keys=True))[:32]
         if name not in self._known:
@@ -58,7 +58,7 @@ class Cache:
             return parse(entry["found"])
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except Exception as error:  # whatever is wrong with the file, its text may be anything
             warnings.warn(f"{path} is ignored: it is no profile of a stage ({error})", stacklevel=2)
             return None
 
@@ -69,9 +69,12 @@ class Cache:
             self.folder.mkdir(parents=True, exist_ok=True)
             # A reader sees the whole file or none: it gets its name when it is complete.
             handle, draft = tempfile.mkstemp(dir=self.folder, prefix=name, suffix=".draft")
-            with os.fdopen(handle, "w") as file:
-                json.dump(entry, file, indent=1)
-            os.replace(draft, self.folder / f"{name}.json")
+            try:
+                with os.fdopen(handle, "w") as file:
+                    json.dump(entry, file, indent=1)
+                os.replace(draft, self.folder / f"{name}.json")
+            finally:
+                Path(draft).unlink(missing_ok=True)
         except OSError as error:
             warnings.warn(f"{self.folder}: profiles are not kept ({error})", stacklevel=2)
             self.folder = None

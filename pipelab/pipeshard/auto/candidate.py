@@ -15,7 +15,7 @@ from jax.extend.core import DebugInfo, Jaxpr, Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipelab.pipeshard.auto.cache import Key, digest
-from pipelab.pipeshard.auto.flops import as_xla_counts, total
+from pipelab.pipeshard.auto.flops import total
 from pipelab.pipeshard.auto.sharded import SCORED_ON_CPU
 from pipelab.pipeshard.cut import StageGraph, cut
 from pipelab.pipeshard.graph import Arrays, Graph, PipeshardError, on_mesh, shape_of, spec_of
@@ -50,7 +50,7 @@ class Candidate:
         outputs = [*graph.outputs, *graph.aux_outputs, *graph.results.values()]
         about = DebugInfo("pipelab.pipeshard", "a stage", None, None)
         text = str(Jaxpr((), graph.arguments, outputs, graph.equations, debug_info=about))
-        if "custom_vjp_call" in text:  # whose backward is no part of it yet
+        if "custom_vjp_call" in text or "custom_jvp_call" in text:  # it has no derivatives yet
             shapes = map(spec_of, (*graph.arguments, *graph.outputs))
             text += str(jax.make_jaxpr(partial(both_passes, graph))(*shapes))
         return re.sub(r" at 0x[0-9a-f]+", "", text)  # functions have addresses
@@ -62,7 +62,7 @@ class Candidate:
     @cached_property
     def repeats(self) -> float:
         """How many times the FLOPs that XLA counts, which counts a scan's body once."""
-        counted = as_xla_counts(self.graph.equations)
+        counted = total(self.graph.equations, as_xla=True)
         return total(self.graph.equations) / counted if counted else 1.0
 
     def place(self, mesh: Mesh, specs: Specs, v: Var) -> NamedSharding:

@@ -17,13 +17,16 @@ MOVES = """
 """  # they move numbers and compute none
 
 
-def flops(eqn: JaxprEqn) -> float:
+def flops(eqn: JaxprEqn, as_xla: bool = False) -> float:
     """FLOPs of one equation, with all that is inside it.
 
     A matrix product or a convolution counts two for each pair that it multiplies; what works
     element by element, one for each element of its largest operand or result; what only moves
     numbers, none. A scan counts its body as often as it runs, a branch its most expensive case. A
-    `while` counts once, since nobody knows how often it runs.
+    `while` counts once, since nobody knows how often it runs. What a function of scalars combines,
+    as `reduce` does, counts that function once for each element.
+
+    as_xla  a scan's body as often as it is written out, as XLA's own analysis counts
 
     >>> import jax
     >>> jaxpr = jax.make_jaxpr(lambda x, w: x @ w)(jax.numpy.ones((2, 3)), jax.numpy.ones((3, 5)))
@@ -38,32 +41,20 @@ def flops(eqn: JaxprEqn) -> float:
     if name == "conv_general_dilated":
         kernel = eqn.invars[1]
         features = shape_of(kernel)[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * size(eqn.outvars[0]) * size(kernel) / max(features, 1)
-    inner = [total(jaxpr.eqns) for jaxpr in jaxprs_in_params(eqn.params)]
+        zeros = math.prod(eqn.params["lhs_dilation"])  # of so many numbers one is no zero
+        return 2.0 * size(eqn.outvars[0]) * size(kernel) / max(features, 1) / zeros
+    inner = [total(jaxpr.eqns, as_xla) for jaxpr in jaxprs_in_params(eqn.params)]
     if name == "cond":
         return max(inner, default=0.0)
-    if inner:
-        return sum(inner) * times(eqn)
+    if name == "scan":
+        length = eqn.params["length"]
+        return sum(inner) * (min(length, eqn.params["unroll"]) if as_xla else length)
+    if inner and not name.startswith(("reduce", "scatter")):
+        return sum(inner)
     if name in MOVES.split():
         return 0.0
-    return float(max(map(size, (*eqn.invars, *eqn.outvars)), default=0))
+    return max([1.0, *inner]) * max(map(size, (*eqn.invars, *eqn.outvars)), default=0)
 
 
-def times(eqn: JaxprEqn) -> int:
-    """How often what is inside the equation runs, as far as the equation says."""
-    return eqn.params["length"] if eqn.primitive.name == "scan" else 1
-
-
-def total(equations: Iterable[JaxprEqn]) -> float:
-    return sum(map(flops, equations), 0.0)
-
-
-def as_xla_counts(equations: Iterable[JaxprEqn]) -> float:
-    """The same as XLA's own analysis sees it: the body of a scan once, whatever its length."""
-    found = 0.0
-    for eqn in equations:
-        repeated = flops(eqn)
-        if times(eqn) > 1:
-            repeated = sum(as_xla_counts(inner.eqns) for inner in jaxprs_in_params(eqn.params))
-        found += repeated
-    return found
+def total(equations: Iterable[JaxprEqn], as_xla: bool = False) -> float:
+    return sum((flops(eqn, as_xla) for eqn in equations), 0.0)

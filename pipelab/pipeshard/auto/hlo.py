@@ -23,7 +23,7 @@ _INSTRUCTION = re.compile(
     rf'^\s*(?:ROOT )?%?[\w.-]+ = (?P<shape>[^"%]*?) (?P<kind>{"|".join(RING)})(?P<start>-start)?\('
 )
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) .*{$")
-_CALLED = re.compile(r"\b(body|calls|to_apply)=%?([\w.-]+)")
+_CALLED = re.compile(r"\b(body|calls|to_apply|\w+_computations?)=({[^}]*}|[^,\s]+)")
 _TRIPS = re.compile(r'"known_trip_count":\s*{"n":\s*"(\d+)"}')
 _ARRAY = re.compile(r"([a-z]+(\d*)\w*)\[([\d,<=]*)\]")
 
@@ -56,7 +56,8 @@ def collectives(text: str) -> list[Collective]:
     """Those of an HLO module, in the order of its text; a started one is not counted when done.
 
     A loop's body stands in the text once: how often it runs is what XLA writes beside a loop whose
-    trips it knows, as it does of a scan. A loop whose trips it does not know counts once.
+    trips it knows, as it does of a scan. A loop whose trips it does not know counts once, and every
+    branch of a conditional counts.
     """
     found = []
     called: dict[str, tuple[str, int]] = {}  # computation -> the one that calls it, how often
@@ -65,8 +66,9 @@ def collectives(text: str) -> list[Collective]:
         if header := _COMPUTATION.match(line):
             here = header[1]
         trips = _TRIPS.search(line)
-        for how, name in _CALLED.findall(line):
-            called[name] = here, int(trips[1]) if trips and how == "body" else 1
+        for how, names in _CALLED.findall(line):
+            for name in re.findall(r"[\w.-]+", names):
+                called[name] = here, int(trips[1]) if trips and how == "body" else 1
         if match := _INSTRUCTION.match(line):
             group = _group(line, text)
             if group > 1:

@@ -49,7 +49,8 @@ def operator_specs(layer: Candidate, mesh: Mesh, machine: Machine, cache: Cache)
             ),
             limit=EXHAUSTIVE,
         )
-        return [list(spec) for spec in found.best.specs[: len(parameters)]]
+        # The first of the table may be too large: which stages fit is for the planner to say.
+        return [list(spec) for spec in found.table[0].specs[: len(parameters)]]
 
     def parse(found: Any) -> list[PartitionSpec]:
         specs = [PartitionSpec(*axes) for axes in found]
@@ -58,6 +59,7 @@ def operator_specs(layer: Candidate, mesh: Mesh, machine: Machine, cache: Cache)
         return specs
 
     key = layer.key(mesh, {}, measured=False)
-    key["machine"] = [machine.flops, machine.share, machine.link(mesh.size), machine.latency]
+    key["machine"] = [machine.flops, machine.share, machine.latency, machine.memory]
+    key["link"] = machine.link(mesh.size)
     found = zip(parameters, cache.get(key, search, parse), strict=True)
     return {p: spec for p, spec in found if spec != PartitionSpec()}

@@ -70,6 +70,7 @@ class AutoStages:
             )
         devices, hosts = self._devices(method.pool)
         machine = self.machine or machine_of(devices[0])
+        method.table_for(1)  # what is wrong with the schedule is said before all that follows
         # [1] What every possible stage costs.
         profiles = self._profiles(problem, devices, hosts, machine)
 
@@ -103,13 +104,13 @@ class AutoStages:
         """The devices, host by host, and how many hosts there are."""
         devices = sorted(wanted, key=lambda device: device.process_index)  # stable in a host
         counts = Counter(device.process_index for device in devices)
-        hosts = self.hosts or len(counts)
-        each = len(devices) // hosts
-        uneven = len(devices) % hosts or (not self.hosts and len(set(counts.values())) > 1)
-        if uneven or (hosts > 1 and each & (each - 1)):
+        hosts = len(counts) if self.hosts is None else self.hosts
+        each = len(devices) // max(hosts, 1)
+        uneven = each * hosts != len(devices) or (not self.hosts and len(set(counts.values())) > 1)
+        if each < 1 or uneven or (hosts > 1 and each & (each - 1)):
             raise PipeshardError(
-                f"{len(devices)} devices on {hosts} hosts: use equally many on each, a power of "
-                "two where there are several"
+                f"{len(devices)} devices on {hosts} hosts: use equally many on each, at least one, "
+                "and a power of two where there are several"
             )
         return devices, hosts
 

@@ -52,10 +52,12 @@ class Examined:
     seconds: tuple[float, ...] = ()
 
     @classmethod
-    def parse(cls, found: Any) -> Examined:
-        """What `asdict` made. Raises ValueError, TypeError or KeyError for anything else."""
+    def parse(cls, found: Any, measured: bool) -> Examined:
+        """What `asdict` made. Raises an error for anything else."""
         forward, backward = Cost(**found["forward"]), Cost(**found["backward"])
         activation_bytes, seconds = found["activation_bytes"], tuple(found["seconds"])
+        if len(seconds) != (2 if measured else 0):
+            raise ValueError(f"it has {len(seconds)} measured times")
         values = [*asdict(forward).values(), *asdict(backward).values(), *seconds]
         for value in (activation_bytes, *values):
             if isinstance(value, bool) or not 0 <= value < np.inf:
@@ -130,7 +132,9 @@ def profile(
     # [1] What compiling it shows, unless that is known.
     key = candidate.key(mesh, specs, measured)
     entry = cache.get(
-        key, lambda: asdict(_examine(candidate, mesh, specs, measured)), Examined.parse
+        key,
+        lambda: asdict(_examine(candidate, mesh, specs, measured)),
+        lambda found: Examined.parse(found, measured),
     )
     if measured:
         forward, backward = entry.seconds

@@ -16,7 +16,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipelab.pipeshard.auto.cost import Cost
-from pipelab.pipeshard.auto.flops import as_xla_counts, total
+from pipelab.pipeshard.auto.flops import total
 from pipelab.pipeshard.graph import PipeshardError, inline
 
 Specs = tuple[PartitionSpec, ...]  # of all arrays
@@ -41,7 +41,7 @@ class Sharded:
         closed, results = jax.make_jaxpr(fun, return_shape=True)(*shapes)
         self.leaves, self.tree = jax.tree.flatten(shapes)
         equations = inline(closed).equations
-        counted = as_xla_counts(equations)
+        counted = total(equations, as_xla=True)
         self._repeats = total(equations) / counted if counted else 1.0
         self.run, self.results = jaxpr_as_fun(closed), len(jax.tree.leaves(results))
         self.outputs = outputs or (lambda *specs: [None] * self.results)
