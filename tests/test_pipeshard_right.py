@@ -104,6 +104,17 @@ def test_draws_that_do_not_grow_stay_as_written(before):
     assert check.passed and "draw" not in check.rule, check
 
 
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_rbg_keys_of_samples_depend_on_each_other(impl):
+    def noise(x, i):
+        key = jax.random.fold_in(jax.random.key(7, impl=impl), i)
+        return x + jax.random.normal(key, x.shape)
+
+    loss = loss_of(lambda x, batch: jax.vmap(noise)(x, batch["i"]))
+    assert_refused("several rbg keys at once", loss, indexed())
+    assert_exact(loss_of(lambda x, b: jax.lax.map(lambda s: noise(*s), (x, b["i"]))), indexed())
+
+
 def test_a_key_that_is_returned_does_not_depend_on_the_microbatches():
     def loss(params, batch):
         key, mine = jax.random.split(jax.random.key(5))
@@ -283,6 +294,14 @@ def _(primals, tangents):
 
 
 @jax.custom_vjp
+def scaled_forward(x):
+    return x
+
+
+scaled_forward.defvjp(lambda x: (x / abs(x).max(), None), lambda _, g: (g,))
+
+
+@jax.custom_vjp
 def row_of(table, i):
     return table[i]
 
@@ -329,8 +348,9 @@ def with_params(rule):
             between=lambda x, batch: jax.lax.scan(lambda x, _: (by_norm(x), None), x, None, 2)[0]
         ),
         lambda params, batch: by_value(loss_of()(params, batch)),
+        loss_of(between=lambda x, batch: scaled_forward(x)),
     ],
-    ids=["norm", "value", "added", "jvp", "samples", "checkpoint", "scan", "of the loss"],
+    ids=["norm", "value", "added", "jvp", "samples", "checkpoint", "scan", "of the loss", "forward"],
 )
 def test_derivatives_that_mix_samples_are_refused(loss):
     assert_refused(r"custom_[jv][vj]p_call \(.*right.py:\d+\) has a derivative .*", loss)
@@ -473,6 +493,18 @@ def total_and_count(params, batch):
 def masked_mean(params, batch):
     total, count = total_and_count(params, batch)
     return total / count
+
+
+@pytest.mark.parametrize("weight", [lambda batch: jnp.float32(7), lambda batch: len(batch["x"])])
+def test_weights_that_are_numbers(weight):
+    def step(params, batch):
+        loss = lambda params: (total_and_count(params, batch)[0], weight(batch))  # noqa: E731
+        return params, value_and_grad(loss, weighted=True)(params)
+
+    batch = masked()
+    got = parallelize(step, Pipeshard(4, devices=TWO))(PARAMS, batch)[1]
+    mean = lambda params: total_and_count(params, batch)[0] / weight(batch)  # noqa: E731
+    assert worst(got, jax.value_and_grad(mean)(PARAMS)) < 1e-5
 
 
 @pytest.mark.parametrize("has_aux", [False, True])

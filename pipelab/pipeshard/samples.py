@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from pipelab.pipeshard.graph import place_of, shape_of, single
+from pipelab.pipeshard.graph import dtype_of, place_of, shape_of, single
 from pipelab.pipeshard.primitives import (
     ADD,
+    DRAWS,
     INDEX,
     KEEP,
     RANDOM,
@@ -244,6 +245,12 @@ class Rules:
             return mixed(a) if changed else FIXED
         degree, inner = self._degree(a, ins, tags), inner_of(tags)
         # [4] Every sample draws random numbers of its own, from a key of its own or for all.
+        if name in DRAWS and read[0] and "rbg" in str(dtype_of(a.invars[0])):
+            return mixed(
+                a,
+                "draws from several rbg keys at once (jax.vmap), which gives other numbers in "
+                "another batch: draw for all samples from one key, or use threefry2x32 keys",
+            )
         if name in RANDOM:
             apart = degree == 0 and len(made) == 1 and len(inner) < 2 and not changed
             return samples(0, inner) if apart and Role.REDUCED not in roles else mixed(a)
