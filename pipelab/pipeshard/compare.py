@@ -33,7 +33,7 @@ from pipelab.pipeshard.graph import (
 from pipelab.pipeshard.microbatches import gradient_of, in_pieces
 from pipelab.pipeshard.primitives import DRAWS
 from pipelab.pipeshard.program import Call, Program
-from pipelab.pipeshard.trace import Arguments, Step, trace
+from pipelab.pipeshard.trace import Arguments, Step, trace, traced
 
 WHOLE = "flush: the same step on one device, the batch undivided"
 DRAWN = WHOLE + ", with the random numbers that its micro-batches draw"
@@ -76,7 +76,8 @@ def compare(
         noise = norms(_numbers(rounded[i]) - exact) + eps * norms(exact)
         found.add(name, _numbers(call.gradient[i]), exact, noise, partial(again.of, i))
     # [2] Every result of the step, by its own update of the pipeline's gradients, and in its type.
-    types = jax.tree.leaves(jax.eval_shape(train_step, *jax.tree.unflatten(arguments.tree, values)))
+    _, shapes = traced(train_step, jax.tree.unflatten(arguments.tree, values))
+    types = [x.dtype for x in jax.tree.leaves(shapes)]
     known = [*values, *jax.device_put(call.gradient, home)]
     update = jax.jit(program.step.update.run)
     wanted = update(*known)
@@ -84,7 +85,7 @@ def compare(
     for i, (path, got) in enumerate(jax.tree.leaves_with_path(call.results)):
         exact = _numbers(wanted[i])
         name = f"result {jax.tree_util.keystr(path)}"
-        numbers = _numbers(got) if got.dtype == types[i].dtype else np.full(exact.shape, np.nan)
+        numbers = _numbers(got) if got.dtype == types[i] else np.full(exact.shape, np.nan)
         found.add(name, numbers, exact, eps * norms(exact), partial(again.of, i))
     return found.verdict(rule, precision)
 

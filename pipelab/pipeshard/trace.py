@@ -166,7 +166,7 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
 
     # [1] The whole step as equations.
     try:
-        closed, shapes = _traced(flat, arguments.shapes(samples))
+        closed, shapes = traced(flat, arguments.shapes(samples))
     except ValueError as error:
         if "static arguments" not in str(error):
             raise
@@ -194,8 +194,11 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
     return found
 
 
-def _traced(fun: Callable, shapes: Sequence[jax.ShapeDtypeStruct]) -> tuple[ClosedJaxpr, Any]:
-    """The function as equations, and the shapes of its results."""
+def traced(fun: Callable, shapes: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
+    """The function as equations, and the shapes of its results.
+
+    shapes  of its arguments, or these themselves
+    """
     make = jax.make_jaxpr(fun, return_shape=True)
     try:
         return make(*shapes)
