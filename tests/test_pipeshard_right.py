@@ -1,11 +1,14 @@
 """What a train step must not get silently wrong: keys, derivatives, single samples, weak types."""
 
 import tests.jax_setup  # isort: skip  # noqa: F401
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 from pipelab.pipeshard import (
     Pipeshard,
@@ -350,7 +353,7 @@ def with_params(rule):
         lambda params, batch: by_value(loss_of()(params, batch)),
         loss_of(between=lambda x, batch: scaled_forward(x)),
     ],
-    ids=["norm", "value", "added", "jvp", "samples", "checkpoint", "scan", "of the loss", "forward"],
+    ids=["norm", "value", "added", "jvp", "samples", "checkpoint", "scan", "loss", "forward"],
 )
 def test_derivatives_that_mix_samples_are_refused(loss):
     assert_refused(r"custom_[jv][vj]p_call \(.*right.py:\d+\) has a derivative .*", loss)
@@ -377,6 +380,22 @@ def test_derivatives_that_mix_samples_are_refused(loss):
 )
 def test_derivatives_of_every_sample_by_itself(loss):
     assert_exact(loss)
+
+
+def with_token(tile):
+    def loss(params, batch):
+        x = batch["x"] + tile(params[2], len(batch["x"]))
+        return jnp.mean((two_layers(params[:2], x) - batch["y"]) ** 2)
+
+    return loss
+
+
+def test_an_array_that_is_repeated_for_every_sample():
+    params = arrays((6, 5), (5, 3), (1, 2))
+    assert_exact(with_token(lambda token, n: jnp.tile(token, (n, 3))), params=params)
+    turns = with_token(lambda token, n: jnp.tile(token.reshape(2, 1), (n // 2, 6)))
+    with pytest.raises(PipeshardError, match="tile"):
+        pipeline_of(turns, microbatches=16).compile(params, data(32))
 
 
 def test_derivatives_that_add_up():
@@ -444,6 +463,17 @@ def test_python_numbers_do_not_widen():
         found, right = map(jax.tree.leaves, ((state, given), (expected, wanted)))
         assert [(x.dtype, x.weak_type) for x in found] == [(x.dtype, x.weak_type) for x in right]
     assert len(pipeline._programs) == 2
+
+
+def test_compare_with_a_sharding_constraint():
+    def loss(params, batch):
+        place = partial(jax.lax.with_sharding_constraint, shardings=PartitionSpec("data"))
+        return jnp.mean(two_layers(params, batch["x"], place) ** 2)
+
+    def step(params, batch):
+        return params, grad(loss)(params, batch)
+
+    assert parallelize(step, Pipeshard(4, devices=TWO)).compare(PARAMS, data(16)).passed
 
 
 def test_compare_sees_types_that_are_wrong(monkeypatch):

@@ -286,6 +286,7 @@ class Rules:
         if not any(read):
             counts = name == "iota" and a.params["dimension"] not in made
             alike = counts or name == "broadcast_in_dim"
+            alike |= name == "tile" and shape_of(a.invars[0])[made[0]] == 1
             return Tag(Role.FIXED, degree) if alike else mixed(a)
         # [9] It stays: all of it, with every sample by itself.
         for pair, axis in zip(ins, axes, strict=True):
