@@ -582,3 +582,18 @@ def test_masked_means_name_the_remedy(divide, name):
 def test_weights_that_are_none(loss, match):
     with pytest.raises(TypeError, match=match):
         value_and_grad(loss, weighted=True)(jnp.ones(3), jnp.ones(3))
+
+
+def test_programs_that_differ_in_a_number_differ():
+    """What processes tell each other, so that none runs with another rate of learning."""
+
+    def digest(rate):
+        def step(params, batch):
+            return jax.tree.map(lambda p, g: p - rate * g, params, grad(loss_of())(params, batch))
+
+        pipeline = parallelize(step, Pipeshard(4, devices=TWO))
+        pipeline.compile(PARAMS, data(16))
+        (found,) = pipeline._programs.values()
+        return found._digest
+
+    assert digest(0.1) == digest(0.1) != digest(0.2)
