@@ -1,11 +1,14 @@
 """What a train step must not get silently wrong: keys, derivatives, single samples, weak types."""
 
 import tests.jax_setup  # isort: skip  # noqa: F401
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 from pipelab.pipeshard import (
     Pipeshard,
@@ -102,6 +105,17 @@ def test_draws_that_do_not_grow_stay_as_written(before):
     got, check = compared(loss, batch)
     assert worst(got, jax.jit(jax.value_and_grad(loss))(PARAMS, batch)) < 1e-5
     assert check.passed and "draw" not in check.rule, check
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_rbg_keys_of_samples_depend_on_each_other(impl):
+    def noise(x, i):
+        key = jax.random.fold_in(jax.random.key(7, impl=impl), i)
+        return x + jax.random.normal(key, x.shape)
+
+    loss = loss_of(lambda x, batch: jax.vmap(noise)(x, batch["i"]))
+    assert_refused("several rbg keys at once", loss, indexed())
+    assert_exact(loss_of(lambda x, b: jax.lax.map(lambda s: noise(*s), (x, b["i"]))), indexed())
 
 
 def test_a_key_that_is_returned_does_not_depend_on_the_microbatches():
@@ -283,6 +297,14 @@ def _(primals, tangents):
 
 
 @jax.custom_vjp
+def scaled_forward(x):
+    return x
+
+
+scaled_forward.defvjp(lambda x: (x / abs(x).max(), None), lambda _, g: (g,))
+
+
+@jax.custom_vjp
 def row_of(table, i):
     return table[i]
 
@@ -329,8 +351,9 @@ def with_params(rule):
             between=lambda x, batch: jax.lax.scan(lambda x, _: (by_norm(x), None), x, None, 2)[0]
         ),
         lambda params, batch: by_value(loss_of()(params, batch)),
+        loss_of(between=lambda x, batch: scaled_forward(x)),
     ],
-    ids=["norm", "value", "added", "jvp", "samples", "checkpoint", "scan", "of the loss"],
+    ids=["norm", "value", "added", "jvp", "samples", "checkpoint", "scan", "loss", "forward"],
 )
 def test_derivatives_that_mix_samples_are_refused(loss):
     assert_refused(r"custom_[jv][vj]p_call \(.*right.py:\d+\) has a derivative .*", loss)
@@ -357,6 +380,22 @@ def test_derivatives_that_mix_samples_are_refused(loss):
 )
 def test_derivatives_of_every_sample_by_itself(loss):
     assert_exact(loss)
+
+
+def with_token(tile):
+    def loss(params, batch):
+        x = batch["x"] + tile(params[2], len(batch["x"]))
+        return jnp.mean((two_layers(params[:2], x) - batch["y"]) ** 2)
+
+    return loss
+
+
+def test_an_array_that_is_repeated_for_every_sample():
+    params = arrays((6, 5), (5, 3), (1, 2))
+    assert_exact(with_token(lambda token, n: jnp.tile(token, (n, 3))), params=params)
+    turns = with_token(lambda token, n: jnp.tile(token.reshape(2, 1), (n // 2, 6)))
+    with pytest.raises(PipeshardError, match="tile"):
+        pipeline_of(turns, microbatches=16).compile(params, data(32))
 
 
 def test_derivatives_that_add_up():
@@ -426,6 +465,17 @@ def test_python_numbers_do_not_widen():
     assert len(pipeline._programs) == 2
 
 
+def test_compare_with_a_sharding_constraint():
+    def loss(params, batch):
+        place = partial(jax.lax.with_sharding_constraint, shardings=PartitionSpec("data"))
+        return jnp.mean(two_layers(params, batch["x"], place) ** 2)
+
+    def step(params, batch):
+        return params, grad(loss)(params, batch)
+
+    assert parallelize(step, Pipeshard(4, devices=TWO)).compare(PARAMS, data(16)).passed
+
+
 def test_compare_sees_types_that_are_wrong(monkeypatch):
     def step(params, batch, rate):
         return jax.tree.map(lambda p, g: p - rate * g, params, grad(loss_of())(params, batch))
@@ -475,6 +525,18 @@ def masked_mean(params, batch):
     return total / count
 
 
+@pytest.mark.parametrize("weight", [lambda batch: jnp.float32(7), lambda batch: len(batch["x"])])
+def test_weights_that_are_numbers(weight):
+    def step(params, batch):
+        loss = lambda params: (total_and_count(params, batch)[0], weight(batch))  # noqa: E731
+        return params, value_and_grad(loss, weighted=True)(params)
+
+    batch = masked()
+    got = parallelize(step, Pipeshard(4, devices=TWO))(PARAMS, batch)[1]
+    mean = lambda params: total_and_count(params, batch)[0] / weight(batch)  # noqa: E731
+    assert worst(got, jax.value_and_grad(mean)(PARAMS)) < 1e-5
+
+
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_a_mean_over_what_a_mask_selects(has_aux):
     def loss(params, batch):
@@ -520,3 +582,18 @@ def test_masked_means_name_the_remedy(divide, name):
 def test_weights_that_are_none(loss, match):
     with pytest.raises(TypeError, match=match):
         value_and_grad(loss, weighted=True)(jnp.ones(3), jnp.ones(3))
+
+
+def test_programs_that_differ_in_a_number_differ():
+    """What processes tell each other, so that none runs with another rate of learning."""
+
+    def digest(rate):
+        def step(params, batch):
+            return jax.tree.map(lambda p, g: p - rate * g, params, grad(loss_of())(params, batch))
+
+        pipeline = parallelize(step, Pipeshard(4, devices=TWO))
+        pipeline.compile(PARAMS, data(16))
+        (found,) = pipeline._programs.values()
+        return found._digest
+
+    assert digest(0.1) == digest(0.1) != digest(0.2)

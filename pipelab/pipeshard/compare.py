@@ -78,7 +78,7 @@ def compare(
         found.add(name, _numbers(call.gradient[i]), exact, noise, partial(again.of, i))
     # [2] Every result of the step, by its own update of the pipeline's gradients, and in its type.
     _, shapes = traced(train_step, jax.tree.unflatten(arguments.tree, values))
-    types = jax.tree.leaves(shapes)
+    types = [x.dtype for x in jax.tree.leaves(shapes)]
     known = [*values, *jax.device_put(call.gradient, home)]
     update = jax.jit(program.step.update.run)
     wanted = update(*known)
@@ -86,7 +86,7 @@ def compare(
     for i, (path, got) in enumerate(jax.tree.leaves_with_path(call.results)):
         exact = _numbers(wanted[i])
         name = f"result {jax.tree_util.keystr(path)}"
-        numbers = _numbers(got) if got.dtype == types[i].dtype else np.full(exact.shape, np.nan)
+        numbers = _numbers(got) if got.dtype == types[i] else np.full(exact.shape, np.nan)
         found.add(name, numbers, exact, eps * norms(exact), partial(again.of, i))
     return found.verdict(rule, precision)
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from pipelab.pipeshard.graph import Arrays, inline, is_array
+from pipelab.pipeshard.graph import Arrays, inline, is_array, variables
 
 # A boundary is a primitive without arguments or results. jax keeps it where it stands in a traced
 # function; it is lowered to nothing, and has no derivative: the loss is cut, never its gradient.
@@ -108,7 +108,8 @@ def value_and_grad(
                     "of a mask over the batch"
                 )
             graph = inline(closed)
-            if graph.outputs[1] in graph.depending(graph.inputs[: len(wanted)]):
+            depending = graph.depending(graph.inputs[: len(wanted)])
+            if not depending.isdisjoint(variables(graph.outputs[1:2])):
                 raise TypeError(
                     "the weight depends on what the gradient is taken by: weigh by the batch alone"
                 )

@@ -9,7 +9,7 @@ from hashlib import sha256
 from typing import Any
 
 import jax
-from jax.extend.core import Var
+from jax.extend.core import Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pipelab.action import Kind
@@ -234,7 +234,10 @@ class Program:
     def _digest(self) -> str:
         """Tells it from other programs; the same in all processes."""
         equations = [*self.loss.equations, *self.step.update.equations]
-        text = [(eqn.primitive.name, [str(v.aval) for v in eqn.outvars]) for eqn in equations]
+        text = []
+        for eqn in equations:
+            numbers = [str(x.val) for x in eqn.invars if isinstance(x, Literal)]
+            text.append((eqn.primitive.name, numbers, [str(v.aval) for v in eqn.outvars]))
         return sha256(f"{text} {self.schedule.to_csv()}".encode()).hexdigest()
 
     def _stage_plan(self, s: int, layers: list[int], kept: int) -> StagePlan:

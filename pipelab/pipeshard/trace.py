@@ -195,7 +195,10 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> Step:
 
 
 def traced(fun: Callable, arguments: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
-    """The function as equations, and the shapes of its results."""
+    """The function as equations, and the shapes of its results.
+
+    arguments  arrays, or their shapes
+    """
     make = jax.make_jaxpr(fun, return_shape=True)
     try:
         return make(*arguments)

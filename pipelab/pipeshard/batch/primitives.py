@@ -18,7 +18,8 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-SIZES = ("shape", "new_sizes", "slice_sizes", "limit_indices")  # parameters that shapes show, too
+# Parameters that shapes show, too.
+SIZES = ("shape", "new_sizes", "slice_sizes", "limit_indices", "reps")
 
 ADD = _names(  # sums or choices of operands
     "add sub add_any select_n concatenate pad stack scatter-add"

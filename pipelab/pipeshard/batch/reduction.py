@@ -184,10 +184,12 @@ class Reductions:
         # [1] What the gradients are by the results, and should be by the operands.
         outs = zip(zip(a.outvars, b.outvars, strict=True), made, strict=True)
         given = [cotangent(tag, pair) for pair, tag in outs if _is_real(pair[0])]
-        wanted = [
+        wanted = [tag for v, tag in zip(a.outvars, made, strict=True) if _is_real(v)]
+        wanted += [
             cotangent(tag, pair) for pair, tag in zip(ins, tags, strict=True) if _is_real(pair[0])
         ]
-        # [2] What the rule makes of them, which is not derived again.
+        # [2] What the rule makes of them, which is not derived again; and the results, which it
+        #     may compute otherwise than the function does.
         small, large = _pullback(a), _pullback(b)
         if any(contains(eqn, DRAWS) for eqn in small.equations):
             return [mixed(a, "draws random numbers in its derivative")] * len(made)
@@ -287,7 +289,7 @@ def _is_real(atom: Atom) -> bool:
 
 
 def _pullback(eqn: JaxprEqn) -> Graph:
-    """What the equation makes of gradients by its results: gradients by its operands."""
+    """What it makes of gradients by its results: the results, and gradients by its operands."""
     function = single(eqn)
     operands = [spec_of(atom) for atom in eqn.invars]
 
@@ -300,7 +302,8 @@ def _pullback(eqn: JaxprEqn) -> Graph:
             out = function.run(*(next(given) if _is_real(v) else x for x, v in pairs))
             return [y for y, v in zip(out, eqn.outvars, strict=True) if _is_real(v)]
 
-        return jax.vjp(real, *reals)[1](cotangents)
+        results, back = jax.vjp(real, *reals)
+        return results, back(cotangents)
 
     cotangents = [spec_of(v) for v in eqn.outvars if _is_real(v)]
     return inline(jax.make_jaxpr(pull)(operands, cotangents), eqn.invars, eqn)

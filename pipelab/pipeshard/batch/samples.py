@@ -18,6 +18,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from pipelab.pipeshard.batch.primitives import (
     ADD,
+    DRAWS,
     INDEX,
     KEEP,
     RANDOM,
@@ -27,7 +28,7 @@ from pipelab.pipeshard.batch.primitives import (
     rounds,
     same_parameters,
 )
-from pipelab.pipeshard.graph import place_of, shape_of, single
+from pipelab.pipeshard.graph import dtype_of, place_of, shape_of, single
 
 Pair = tuple[Any, Any]  # the same at both sizes: variables, equations, arrays
 Pairs = list[Pair]
@@ -244,6 +245,12 @@ class Rules:
             return mixed(a) if changed else FIXED
         degree, inner = self._degree(a, ins, tags), inner_of(tags)
         # [4] Every sample draws random numbers of its own, from a key of its own or for all.
+        if name in DRAWS and read[0] and "rbg" in str(dtype_of(a.invars[0])):
+            return mixed(
+                a,
+                "draws from several rbg keys at once (jax.vmap), which gives other numbers in "
+                "another batch: draw for all samples from one key, or use threefry2x32 keys",
+            )
         if name in RANDOM:
             apart = degree == 0 and len(made) == 1 and len(inner) < 2 and not changed
             return samples(0, inner) if apart and Role.REDUCED not in roles else mixed(a)
@@ -279,6 +286,7 @@ class Rules:
         if not any(read):
             counts = name == "iota" and a.params["dimension"] not in made
             alike = counts or name == "broadcast_in_dim"
+            alike |= name == "tile" and shape_of(a.invars[0])[made[0]] == 1
             return Tag(Role.FIXED, degree) if alike else mixed(a)
         # [9] It stays: all of it, with every sample by itself.
         for pair, axis in zip(ins, axes, strict=True):
