@@ -411,11 +411,16 @@ def test_derivatives_that_add_up():
         lambda p, b: ((two_layers(p, b["x"]) - b["y"]).squeeze() ** 2).sum(0).mean() / len(b["x"]),
         lambda p, b: jnp.sum(two_layers(p, b["x"]) ** 2) / max(len(b["x"]), 2),
         lambda p, b: jnp.mean(two_layers(p, b["x"] if len(b["x"]) > 1 else 2 * b["x"]) ** 2),
+        lambda p, b: jnp.mean(two_layers(p, b["x"]) ** 2) * (1.001 if len(b["x"]) == 1 else 1),
+        lambda p, b: jnp.mean(
+            two_layers(p, b["x"] * jnp.where(b["k"] > 2, len(b["x"]) == 1, 1)[:, None]) ** 2
+        ),
     ],
-    ids=["squeeze", "max", "branch"],
+    ids=["squeeze", "max", "branch", "a little", "labels"],
 )
 def test_single_samples_that_are_treated_otherwise(loss):
-    assert_refused("a micro-batch of one sample is not treated as one of two", loss, data(4))
+    batch = data(4) | {"k": np.arange(4) + 3}
+    assert_refused("a micro-batch of one sample is not treated as one of two", loss, batch)
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,10 @@ from pipelab.pipeshard.call import Call
 from pipelab.pipeshard.graph import (
     Arrays,
     PipeshardError,
-    all_equations,
     contains,
-    dtype_of,
     is_key_type,
     needed,
+    rounding,
 )
 from pipelab.pipeshard.program import Program
 from pipelab.pipeshard.trace import Arguments, Step, trace, traced
@@ -55,8 +54,8 @@ def compare(
     home = program.meshes[0].devices.flat[0]
     values = [jax.device_put(x, home) for x in arguments.values]
     arguments = replace(arguments, values=values)
-    coarsest = max(_float_types(program), key=lambda dtype: float(jnp.finfo(dtype).eps))
-    eps, precision = float(jnp.finfo(coarsest).eps), np.dtype(coarsest).name
+    coarsest = rounding(program.step.loss.equations, program.step.parameters)
+    eps, precision = float(coarsest.eps), np.dtype(coarsest.dtype).name
     found = Comparison(tolerance)
     # [1] The loss, what it returns beside, and the gradients.
     rule, own = _reference(train_step, program, arguments)
@@ -167,14 +166,6 @@ def _jittered(values: Arrays, eps: float, seed: int, wide: bool = False) -> Arra
             x = exact if wide else exact.astype(x.dtype)
         found.append(x)
     return found
-
-
-def _float_types(program: Program) -> set[Any]:
-    """Of the parameters and of all that the loss computes."""
-    found: set[Any] = {dtype_of(p) for p in program.step.parameters}
-    for eqn in all_equations(program.step.loss.equations):
-        found.update(dtype_of(v) for v in eqn.outvars if hasattr(v.aval, "dtype"))
-    return {x for x in found if jnp.issubdtype(x, jnp.floating)}
 
 
 def _numbers(x: Any) -> np.ndarray:

@@ -193,6 +193,14 @@ def bytes_of(atom: Atom) -> int:
     return size(atom) * dtype_of(atom).itemsize
 
 
+def rounding(made: Iterable[JaxprEqn], read: Iterable[Atom] = ()) -> jnp.finfo:
+    """Of the coarsest type that equations, and all inside them, compute in, or that is read."""
+    inside = [v for eqn in all_equations(made) for v in eqn.outvars if hasattr(v.aval, "dtype")]
+    types = {dtype_of(v) for v in (*read, *inside)}
+    floating = [x for x in types if jnp.issubdtype(x, jnp.floating)]
+    return max(map(jnp.finfo, floating), key=lambda of: float(of.eps))
+
+
 def is_key_type(dtype: Any) -> bool:
     """Whether it is that of typed random keys, as jax.random.key makes them."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -23,6 +23,7 @@ from pipelab.pipeshard.graph import (
     PipeshardError,
     dtype_of,
     is_key_type,
+    rounding,
     shape_of,
 )
 from pipelab.pipeshard.plan import Pipeshard
@@ -101,7 +102,7 @@ def combinations(
     more = max(arguments.samples, 3)
     large = whole if more == arguments.samples else trace(step, arguments, more)
     combine, _, exact = _combined(pair, large, (2, more), method.reduce)
-    if exact and not _same_alone(piece, pair, combine):
+    if exact and not _same_alone(piece, pair, combine, arguments.values):
         raise PipeshardError(
             "a micro-batch of one sample is not treated as one of two or more: write the loss the "
             f"same for every size of batch, or ask for fewer micro-batches ({single_sample})"
@@ -123,17 +124,20 @@ def _combined(piece: Step, whole: Step, sizes: tuple[int, int], reduce: str | No
     return combine, found.axes, exact
 
 
-def _same_alone(one: Step, two: Step, combine: list[Combine]) -> bool:
+def _same_alone(one: Step, two: Step, combine: list[Combine], given: Arrays) -> bool:
     """Whether a loss is that of its samples one by one; tried out with random numbers.
 
-    First of any sign; then, since the loss may take logarithms or roots, of positive ones.
+    First of any sign; then, since the loss may take logarithms or roots, of positive ones. Whole
+    numbers, such as labels, are drawn from those that are given.
     """
     tried = False
+    off = min(0.05, 1000 * float(rounding(two.loss.equations, two.parameters).eps))
     drawn_alike, _ = redraw(two.loss, one.loss, partial(draw_in_pieces, 2, False))
     undivided = jax.jit(gradient_of(drawn_alike))
     for seed in range(2):
         random = np.random.default_rng(seed)
-        values = [_random(random, v, positive=bool(seed)) for v in two.arguments]
+        pairs = zip(two.arguments, given, strict=True)
+        values = [_random(random, v, x, positive=bool(seed)) for v, x in pairs]
         known = dict(zip(two.arguments, values, strict=True))
         parameters = [known[v] for v in two.parameters.values()]
         expected = undivided(parameters, [*values, np.uint32(0)])
@@ -143,20 +147,21 @@ def _same_alone(one: Step, two: Step, combine: list[Combine]) -> bool:
             if not is_key_type(a.dtype):
                 x, y = np.asarray(a, np.complex128), np.asarray(b, np.complex128)
                 scale = np.abs(y[np.isfinite(y)]).max(initial=0)
-                if not np.allclose(x, y, rtol=0, atol=0.02 * scale, equal_nan=True):
+                if not np.allclose(x, y, rtol=0, atol=off * scale, equal_nan=True):
                     return False
     return tried
 
 
-def _random(random: np.random.Generator, v: Var, positive: bool) -> Any:
-    """An array of this type."""
+def _random(random: np.random.Generator, v: Var, like: Any, positive: bool) -> Any:
+    """An array of this type; entries that are not real numbers are some of `like`."""
     kind, shape = dtype_of(v), shape_of(v)
     if is_key_type(kind):
         return jnp.zeros(shape, kind)
     if jnp.issubdtype(kind, jnp.inexact):
         numbers = random.normal(size=shape)
         return jnp.asarray(abs(numbers) if positive else numbers, kind)
-    return jnp.asarray(random.integers(0, 2, shape), kind)
+    known = [0, 1] if isinstance(like, jax.ShapeDtypeStruct) else np.ravel(like)
+    return jnp.asarray(random.choice(known, shape), kind)
 
 
 def gradient_of(loss: Graph, share: float = 1) -> Callable[[Arrays, Arrays], Arrays]:
