@@ -237,7 +237,15 @@ def fail(number, who, how):
         MeshStage.backward = backward
 
 
+def planned(number):
+    """Each process plans alike, from the model, and no mesh is of two processes."""
+    from pipelab.pipeshard.auto import AutoStages
+
+    return train(number, stages=AutoStages(cache=False, progress=False))
+
+
 CASES = {
+    "planned": planned,
     "1F1B": train,
     "gpipe": partial(train, schedule="gpipe", stages=2),
     "donated": partial(train, donate=0, stages=2),

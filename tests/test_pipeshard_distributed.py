@@ -22,6 +22,7 @@ EQUAL = {
     "interleaved": [0, 0, 1, 0],
     "sharded": [0, 0, 1, 1],
     "meshes": [0, 0, 1, 1],
+    "planned": [0, 0, 0, 1],
 }
 OTHER = "runs another step, or on arguments of other shapes, than process"
 FAILING = {

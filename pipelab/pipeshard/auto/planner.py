@@ -44,7 +44,8 @@ class AutoStages:
               devices, which share the cores of a CPU, or of several processes, each of which would
               measure, and plan, something else
     operator  whether parameters may be divided; otherwise stages are parallel over data alone
-    hosts     that the devices are on, equally many on each; default: as many as jax processes
+    hosts     that the devices are on, equally many on each; default: as many as jax processes, which
+              share no mesh
     cache     the folder of what was found; default: in the user's cache folder. False: none
     progress  whether to show a bar while profiling; default: in a terminal
 
@@ -126,9 +127,11 @@ class AutoStages:
         measured = self.measured
         if measured is None:
             measured = devices[0].platform != "cpu" and jax.process_count() == 1
+        # A mesh belongs to one process.
+        apart = len({device.process_index for device in devices}) > 1
         places = [
             (submesh, (count // model, model))
-            for submesh in submeshes(hosts, len(devices) // hosts)
+            for submesh in submeshes(1 if apart else hosts, len(devices) // hosts)
             for count in [math.prod(submesh)]
             for model in range(1, count + 1)
             if count % model == 0 and problem.samples % (count // model) == 0
