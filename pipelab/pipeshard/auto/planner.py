@@ -44,8 +44,8 @@ class AutoStages:
               devices, which share the cores of a CPU, or of several processes, each of which would
               measure, and plan, something else
     operator  whether parameters may be divided; otherwise stages are parallel over data alone
-    hosts     that the devices are on, equally many on each; default: as many as jax processes, which
-              share no mesh
+    hosts     that the devices are on, equally many on each; default: as many as jax processes,
+              no two of which share a mesh
     cache     the folder of what was found; default: in the user's cache folder. False: none
     progress  whether to show a bar while profiling; default: in a terminal
 
