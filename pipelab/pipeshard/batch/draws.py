@@ -23,7 +23,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from pipelab.pipeshard.batch.primitives import DRAWS
 from pipelab.pipeshard.batch.reduction import CHECKPOINTS, carry_of
-from pipelab.pipeshard.batch.samples import axes_of
+from pipelab.pipeshard.batch.tags import axes_of
 from pipelab.pipeshard.graph import (
     Arrays,
     Atom,

@@ -15,7 +15,7 @@ from jax.extend.core import Var
 
 from pipelab.pipeshard.batch.draws import draw_in_pieces, redraw
 from pipelab.pipeshard.batch.reduction import Reductions
-from pipelab.pipeshard.batch.samples import FIXED, Role, Tag
+from pipelab.pipeshard.batch.tags import FIXED, Role, Tag
 from pipelab.pipeshard.graph import (
     Arrays,
     Atom,

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from pipelab.pipeshard.batch.primitives import DRAWS, RANDOM
-from pipelab.pipeshard.batch.samples import (
+from pipelab.pipeshard.batch.samples import Rules
+from pipelab.pipeshard.batch.tags import (
     FIXED,
     Known,
     Pair,
     Pairs,
     Role,
-    Rules,
     Tag,
     Tags,
     axes_of,

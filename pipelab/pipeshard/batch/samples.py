@@ -1,20 +1,14 @@
-"""What one equation makes of samples: the tag of its result, from those of its operands.
-
-Everything is looked at in two traces of the same function, for two sizes of batch. So it comes in
-pairs, and the batch's dimension of an array is the one that differs.
-"""
+"""What one equation makes of samples: the tag of its result, from those of its operands."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Var
 
 from pipelab.pipeshard.batch.primitives import (
     ADD,
@@ -28,173 +22,21 @@ from pipelab.pipeshard.batch.primitives import (
     rounds,
     same_parameters,
 )
-from pipelab.pipeshard.graph import dtype_of, place_of, shape_of, single
-
-Pair = tuple[Any, Any]  # the same at both sizes: variables, equations, arrays
-Pairs = list[Pair]
-
-
-class Role(Enum):
-    FIXED = "fixed"
-    SAMPLES = "samples"
-    REDUCED = "reduced"
-    MIXED = "mixed"
-
-
-class Tag(NamedTuple):
-    """What a value is to the batch (see `reduction`).
-
-    degree  of its growth with the number of samples
-    why     the equation that mixed samples
-    inner   entries of one sample that lie side by side in the batch's dimension (tokens, after a
-            reshape); 0: any order will do
-    """
-
-    role: Role
-    degree: float = 0
-    why: str = ""
-    inner: int = 1
-
-
-FIXED = Tag(Role.FIXED)
-Tags = list[Tag]
-
-
-def mixed(eqn: JaxprEqn, why: str = "makes something else of it") -> Tag:
-    return Tag(Role.MIXED, 0, f"{eqn.primitive.name} ({place_of(eqn)}) {why}")
-
-
-def samples(degree: float, inner: Iterable[int]) -> Tag:
-    return Tag(Role.SAMPLES, degree, inner=min(inner, default=0))
-
-
-def inner_of(tags: Iterable[Tag]) -> set[int]:
-    """How samples lie in these values; they go together if there is one answer at most."""
-    return {tag.inner for tag in tags if tag.role is Role.SAMPLES and tag.inner}
-
-
-def join(tags: Sequence[Tag]) -> Tag | None:
-    """Of a value that is one of these, who knows which; None where that has no answer."""
-    roles, inner = {tag.role for tag in tags}, inner_of(tags)
-    degree = tags[0].degree
-    if Role.MIXED in roles:
-        return next(tag for tag in tags if tag.role is Role.MIXED)
-    if len(inner) > 1 or {Role.SAMPLES, Role.REDUCED} <= roles:
-        return None
-    if any(tag.degree != degree for tag in tags):
-        return None
-    if Role.SAMPLES in roles:
-        return samples(degree, inner)
-    return Tag(Role.REDUCED if Role.REDUCED in roles else Role.FIXED, degree)
-
-
-def axes_of(pair: Pair) -> list[int]:
-    """The dimensions that grow with the batch."""
-    small, large = map(shape_of, pair)
-    return [i for i, (m, n) in enumerate(zip(small, large, strict=False)) if m != n]
-
-
-def cotangent(tag: Tag, pair: Pair) -> Tag:
-    """What the gradient of the loss is, by a value with this tag, which is not mixed.
-
-    By one sample's value it is that sample's. By what all samples share, every sample adds to it.
-    By a sum over the samples it knows nothing of them, since the loss is linear in it.
-
-    Its degree is that of a sum: a micro-batch's mean counts 1 / m.
-    """
-    if tag.role is Role.SAMPLES or axes_of(pair):
-        return samples(-tag.degree, inner_of([tag]))
-    return Tag(Role.FIXED if tag.role is Role.REDUCED else Role.REDUCED, 1 - tag.degree)
-
-
-class Known:
-    """Arrays that follow from the batch's size alone: len(x), jnp.arange(len(x)), 1 / len(x).
-
-    They are computed at both sizes, but only when somebody asks for them.
-
-    arrays  what is computed by now
-    zeros   arrays that are too large to be computed, and known to be zero
-    """
-
-    def __init__(self, sizes: tuple[int, int]) -> None:
-        self.sizes = sizes
-        self.arrays: dict[Var, Pair] = {}
-        self.zeros: set[Var] = set()
-        self._makers: dict[Var, Pair] = {}  # the equations that make it
-
-    def add_results(self, a: JaxprEqn, b: JaxprEqn) -> None:
-        """Results of an equation with known operands."""
-        self._makers.update(dict.fromkeys(a.outvars, (a, b)))
-
-    def __contains__(self, pair: Pair) -> bool:
-        return isinstance(pair[0], Literal) or pair[0] in self.arrays or pair[0] in self._makers
-
-    def values(self, pair: Pair) -> Pair:
-        a, b = pair
-        if isinstance(a, Literal):
-            return a.val, b.val
-        if a not in self.arrays:
-            self.arrays.update(self._evaluate(*self._makers[a]))
-        return self.arrays[a]
-
-    def is_zero(self, pair: Pair) -> bool:
-        if not isinstance(pair[0], Literal) and pair[0] in self.zeros:
-            return True
-        return pair in self and not any(np.any(np.asarray(x)) for x in self.values(pair))
-
-    def _evaluate(self, a: JaxprEqn, b: JaxprEqn) -> dict[Var, Pair]:
-        operands = [self.values(pair) for pair in zip(a.invars, b.invars, strict=True)]
-        results = []
-        for i, eqn in enumerate((a, b)):
-            results.append(single(eqn).run(*(values[i] for values in operands)))
-        return dict(zip(a.outvars, zip(*results, strict=True), strict=True))
-
-    def tag(self, pair: Pair, why: str = "") -> Tag:
-        """By what it is at both sizes; `why` it is mixed, if it is."""
-        unknown = Tag(Role.MIXED, 0, why)
-        values = self.values(pair)
-        if values[0] is values[1]:
-            return FIXED
-        x, y = map(np.asarray, values)
-        grown = axes_of(pair)
-        inner = 0
-        if grown:
-            # The same entries for every sample, such as ones: they grow as those of one sample do.
-            axis = grown[0]
-            inner = x.shape[axis] // self.sizes[0]
-            rows = []
-            for array, n in zip((x, y), self.sizes, strict=True):
-                if len(grown) > 1 or array.shape[axis] != inner * n:
-                    return unknown
-                each = np.moveaxis(array, axis, 0).reshape(n, -1)
-                if (each != each[:1]).any():
-                    return unknown
-                rows.append(each[0])
-            x, y = rows
-        degree = _growth(x, y, self.sizes[1] / self.sizes[0])
-        if degree is None:
-            return unknown
-        return Tag(Role.FIXED, degree) if inner < 2 else samples(degree, [inner])
-
-
-def _growth(x: np.ndarray, y: np.ndarray, ratio: float) -> float | None:
-    """d, if y is x times the ratio of the sizes to the power d."""
-    inexact, floating = (jnp.issubdtype(x.dtype, kind) for kind in (jnp.inexact, jnp.floating))
-    if np.array_equal(x, y, equal_nan=inexact):
-        return 0
-    real = floating or jnp.issubdtype(x.dtype, jnp.integer)
-    if not real or ((x == 0) != (y == 0)).any():
-        return None
-    rounding = 8 * float(jnp.finfo(x.dtype).eps) if floating else 0
-    ratios = y[y != 0].astype(float) / x[x != 0].astype(float)
-    alike = np.isfinite(ratios).all() and np.ptp(ratios) <= rounding * ratios.max()
-    if not alike or ratios.min() <= 0:
-        return None
-    # A sum, a mean and a square root have degrees of 1, 0 and 1/2: rounding is taken off these.
-    degree = math.log(ratios[0], ratio)
-    half = round(2 * degree) / 2
-    close = abs(degree - half) * math.log(ratio) <= rounding + 1e-12
-    return half if close else degree
+from pipelab.pipeshard.batch.tags import (
+    FIXED,
+    Known,
+    Pair,
+    Pairs,
+    Role,
+    Tag,
+    Tags,
+    axes_of,
+    inner_of,
+    join,
+    mixed,
+    samples,
+)
+from pipelab.pipeshard.graph import dtype_of, shape_of
 
 
 @dataclass
