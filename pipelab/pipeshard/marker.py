@@ -95,24 +95,7 @@ def value_and_grad(
 
         values = [leaves[i] for i in traced]
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
-        loss, *others = closed.out_avals
-        if loss.shape or not jnp.issubdtype(loss.dtype, jnp.inexact):
-            raise TypeError(
-                f"the loss is {loss.str_short()}: return one real number, such as the mean over "
-                "the batch"
-            )
-        if weighted:
-            if others[0].shape:
-                raise TypeError(
-                    f"the weight is {others[0].str_short()}: return one number, such as the sum "
-                    "of a mask over the batch"
-                )
-            graph = inline(closed)
-            depending = graph.depending(graph.inputs[: len(wanted)])
-            if not depending.isdisjoint(variables(graph.outputs[1:2])):
-                raise TypeError(
-                    "the weight depends on what the gradient is taken by: weigh by the batch alone"
-                )
+        _check_loss(closed, len(wanted), weighted)
 
         # [3] What the loss closes over, outer tracers too, becomes its last arguments.
         jaxpr = closed.jaxpr
@@ -188,6 +171,32 @@ def _divided(weight: Any, total: Any) -> Any:
 
 def _is_pair(x: Any) -> bool:
     return isinstance(x, tuple) and len(x) == 2
+
+
+def _check_loss(closed: ClosedJaxpr, wanted: int, weighted: bool) -> None:
+    """TypeError for a traced loss, or its weight, of which no gradient can be taken.
+
+    wanted  how many of its arguments, from the first, the gradient is taken by
+    """
+    loss, *others = closed.out_avals
+    if loss.shape or not jnp.issubdtype(loss.dtype, jnp.inexact):
+        raise TypeError(
+            f"the loss is {loss.str_short()}: return one real number, such as the mean over the "
+            "batch"
+        )
+    if not weighted:
+        return
+    if others[0].shape:
+        raise TypeError(
+            f"the weight is {others[0].str_short()}: return one number, such as the sum of a mask "
+            "over the batch"
+        )
+    graph = inline(closed)
+    depending = graph.depending(graph.inputs[:wanted])
+    if not depending.isdisjoint(variables(graph.outputs[1:2])):
+        raise TypeError(
+            "the weight depends on what the gradient is taken by: weigh by the batch alone"
+        )
 
 
 def evaluate_marked(*args: Any, jaxpr: ClosedJaxpr, wanted: int) -> Arrays:
