@@ -40,12 +40,13 @@ class Costs:
 
     forward, input_grad, weight_grad  seconds; a full backward B takes input_grad + weight_grad
     update        seconds of one optimizer step
-    overhead      one number: seconds that every action takes on top, whatever its size (launching
-                  it)
+    overhead      one number: seconds that every action loses before it starts, whatever its size
+                  (launching it)
     transfer      seconds of latency between stages on different devices, one number or one per link
                   (stages - 1; both directions); it overlaps with compute
     bandwidth     bytes per second of every link; a transfer takes transfer + boundary / bandwidth
-    speed         one number or one per device; compute seconds are divided by it
+    speed         one number or one per device; compute seconds are divided by it. Below 1 where
+                  devices share cores: the share of the time that they had one
     weights       bytes of a stage's weights, and of its gradients
     optimizer     bytes of its optimizer state
     activations   bytes kept per micro-batch from forward to backward, the input included

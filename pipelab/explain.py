@@ -1,22 +1,15 @@
-"""Why a run took longer than predicted: the gap between two timelines of one table, by cause."""
+"""Why a run took longer than predicted: the gap between costs and a measured timeline, by cause."""
 
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipelab.action import Kind
-from pipelab.timeline import Timeline
-
-CAUSES = IMBALANCE, CONTENTION, MOVING, LAUNCH, WAITING, UNEXPLAINED = (
-    "imbalance",
-    "contention",
-    "transfer",
-    "launch overhead",
-    "waiting",
-    "unexplained",
-)
+from pipelab.costs import Costs
+from pipelab.fit import fit_seconds, late_starts, uninterrupted
+from pipelab.schedule import Schedule
+from pipelab.simulate import delays, durations, lay, links, simulate, waits
+from pipelab.timeline import Parts, Timeline
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,13 +19,16 @@ class Explanation:
     predicted, measured  makespans
     causes               cause -> seconds that it adds to the makespan (negative: saves); they sum
                          to the gap
+    spread               by how much the same run differs from itself: less than that is no claim
 
-    Shown as a table: seconds in a fitting unit, and percent of the measured makespan.
+    Shown as a table: the causes beyond the spread, one by one, and the others as one line; seconds
+    in a fitting unit, and percent of the measured makespan.
     """
 
     predicted: float
     measured: float
     causes: dict[str, float]
+    spread: float
 
     @property
     def gap(self) -> float:
@@ -46,6 +42,12 @@ class Explanation:
             return np.inf if self.predicted else 0.0
         return -self.gap / self.measured
 
+    @property
+    def claimed(self) -> dict[str, float]:
+        """The causes that are larger than the spread, and than rounding."""
+        least = max(self.spread, 1e-9 * max(self.predicted, self.measured))
+        return {cause: x for cause, x in self.causes.items() if abs(x) > least}
+
     def __repr__(self) -> str:
         scale, unit = 1e6, "µs"
         if self.measured >= 1e-3:
@@ -54,132 +56,117 @@ class Explanation:
 
         def line(name: str, seconds: float, sign: str = "") -> str:
             amount, share = f"{seconds * scale:{sign}.2f}", f"{seconds * percent:{sign}.1f}"
-            return f"{name:<17} {amount:>10} {unit} {share:>7} %"
+            return f"{name:<20} {amount:>10} {unit} {share:>7} %"
 
-        causes = [line(f"  {cause}", seconds, "+z") for cause, seconds in self.causes.items()]
+        claimed = self.claimed
+        rest = {"  within the spread": self.gap - sum(claimed.values())} if self.spread else {}
+        shown = {f"  {cause}": seconds for cause, seconds in claimed.items()} | rest
+        lines = [line(cause, seconds, "+z") for cause, seconds in shown.items()]
+        spread = [line("spread (A/A)", self.spread)] if self.spread else []
         return "\n".join(
-            [line("predicted", self.predicted), *causes, line("measured", self.measured)]
+            [
+                line("predicted", self.predicted),
+                *lines,
+                line("measured", self.measured),
+                *spread,
+            ]
         )
 
 
-class Parts(NamedTuple):
-    """What a timeline is made of, in seconds per action, flat over the table.
+def explain(costs: Costs, measured: Timeline, repeats: Sequence[Timeline] = ()) -> Explanation:
+    """Attribute what a run took longer than these costs predict to causes, in seconds.
 
-    duration  of its compute
-    delay     from the end of the action whose output it takes until that is on its device; 0 for
-              one that takes no output
-    wait      from when it could start, its row free and its input there, to its start
-    fed       whether its input came after its row was free
-    """
+    The measured run's own costs (`fit`, with one transfer for each link) replace the predicted ones
+    step by step. A cause is the change of the makespan that its step makes, in this order:
 
-    duration: np.ndarray
-    delay: np.ndarray
-    wait: np.ndarray
-    fed: np.ndarray
+    stage s             its forwards, backwards and updates took longer, on a core of their own
+    link s-t            what one of the two stages sent was longer on its way to the other
+    overhead            what every action lost between the one before it and its own start
+    start of device d   its first action began late, though it could start
+    first batch         what the first of several batches took longer than the others: it warms up
+    core of device d    its actions did not have a core all the time (if that was measured)
+    unexplained         spans that overlap, inputs that come after their use
 
+    The causes sum to the gap. What two make only together counts for the later one; what is late
+    where there is slack costs nothing, and counts nothing.
 
-def parts(timeline: Timeline) -> Parts:
-    """The parts of a timeline; what is negative (a start before the input is there) counts as 0.
+    `repeats` are other timelines of the same run: where makespans differ so much anyway, nothing is
+    claimed. Without them the spread is that of the run's own batches (three and more, the first
+    left out), if they were independent: their standard deviation x sqrt(batches).
 
-    A row is free from the first start of the whole timeline on.
-    """
-    source, before = timeline.schedule.inputs, timeline.schedule.before
-    arrival = timeline.input_arrival()
-    free = np.where(before >= 0, timeline.end[before], timeline.start.min())
-    duration = timeline.end - timeline.start
-    delay = np.where(source >= 0, arrival - timeline.end[source], 0)
-    wait = timeline.start - np.maximum(free, arrival)
-    duration, delay, wait = np.maximum((duration, delay, wait), 0)
-    return Parts(duration, delay, wait, arrival > free)
-
-
-def explain(predicted: Timeline, measured: Timeline) -> Explanation:
-    """Attribute the gap between the makespans of two timelines of one table to causes, in seconds.
-
-    The table is replayed with one ingredient after the other exchanged from predicted to measured,
-    in this order; a cause is the change of the makespan that its exchange makes, so that the causes
-    sum to the gap:
-
-    imbalance        what a stage's forwards, backwards, ... typically (median) take more than
-                     predicted
-    contention       what single actions took beyond that: speed that varies, as cores, caches and
-                     clocks are shared
-    transfer         the time from the end of an action until its output was on the next device
-    launch overhead  what a device's actions typically (median) waited although they could start
-    waiting          what single actions waited beyond that: for a core, a lock, the interpreter
-    unexplained      what the replay with everything measured still misses, such as spans that
-                     overlap
-
-    Model: an action starts its wait after its row is free and its input there. What two causes make
-    only together counts for the later one; delay where there is slack costs nothing and counts
-    nothing. Costs of `fit` have the time lost between actions in their overhead and transfer:
-    against a prediction from them a run shows less imbalance and transfer, and more launch overhead
-    and waiting. Raises ValueError for different tables and for tables with transfers.
+    Raises ValueError for a table with transfers, and for repeats of another table.
 
     >>> from pipelab import Costs, simulate
     >>> from pipelab.schedules import gpipe
-    >>> slow = Costs(forward=[1, 1.5], transfer=0.25)
-    >>> explain(simulate(gpipe(2, 3)), simulate(gpipe(2, 3), slow))
-    predicted              12.00 s    85.7 %
-      imbalance            +1.50 s   +10.7 %
-      contention           +0.00 s    +0.0 %
-      transfer             +0.50 s    +3.6 %
-      launch overhead      +0.00 s    +0.0 %
-      waiting              +0.00 s    +0.0 %
-      unexplained          +0.00 s    +0.0 %
-    measured               14.00 s   100.0 %
+    >>> explain(Costs(), simulate(gpipe(2, 3), Costs(forward=[1, 1.5], transfer=0.25)))
+    predicted                 12.00 s    85.7 %
+      stage 1                 +1.50 s   +10.7 %
+      link 0-1                +0.50 s    +3.6 %
+    measured                  14.00 s   100.0 %
     """
-    _check_tables(predicted, measured)
-    _, stage, kind, _ = measured.schedule.columns
-    device = measured.device
-    old, new = parts(predicted), parts(measured)
-    alike = stage * len(Kind) + kind  # the same number for the same stage and kind
-    typical = np.maximum(old.duration + _medians(new.duration - old.duration, alike), 0)
-    launch = np.maximum(old.wait + _medians(new.wait - old.wait, device), 0)
-    replays = [
-        _replay(measured, old.duration, old.delay, old.wait),
-        _replay(measured, typical, old.delay, old.wait),
-        _replay(measured, new.duration, old.delay, old.wait),
-        _replay(measured, new.duration, new.delay, old.wait),
-        _replay(measured, new.duration, new.delay, launch),
-        _replay(measured, new.duration, new.delay, new.wait),
-    ]
-    missed = (measured.makespan - replays[-1]) - (predicted.makespan - replays[0])
-    seconds = [*(b - a for a, b in pairwise(replays)), missed]
-    causes = dict(zip(CAUSES, seconds, strict=True))
-    return Explanation(predicted.makespan, measured.makespan, causes)
-
-
-def _check_tables(predicted: Timeline, measured: Timeline) -> None:
-    predicted.refuse_transfers("explain")
     measured.refuse_transfers("explain")
-    a, b = predicted.schedule, measured.schedule
-    if a.rows != b.rows:
-        names = " and ".join(
-            f"{s.name} ({s.devices} devices, {s.batches} x {s.microbatches} micro-batches)"
-            for s in (a, b)
-        )
-        where = f"{a.devices} and {b.devices} rows"
-        if a.devices == b.devices:
-            where = f"row {next(d for d in range(a.devices) if a.rows[d] != b.rows[d])} differs"
-        raise ValueError(
-            f"explain: predicted and measured are of different tables, {names}: {where}; simulate "
-            "the one that ran"
-        )
+    s, predicted = measured.schedule, simulate(measured.schedule, costs)
+    spread = _spread([measured, *repeats])
+    if measured.on_core is None:
+        causes = _of_work(costs, measured)
+    else:
+        alone = replace(costs, speed=1.0)
+        causes = _of_work(alone, measured)
+        taken = _of_cores(measured.parts(), uninterrupted(measured), s)
+        expected = _of_cores(predicted.parts(), simulate(s, alone), s)
+        causes |= {cause: x - expected[cause] for cause, x in taken.items()}
+    causes["unexplained"] = measured.makespan - predicted.makespan - sum(causes.values())
+    return Explanation(predicted.makespan, measured.makespan, causes, spread)
 
 
-def _medians(values: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Each value's group's median."""
-    medians = np.empty_like(values)
-    for g in np.unique(group):
-        medians[group == g] = np.median(values[group == g])
-    return medians
+def _of_work(costs: Costs, measured: Timeline) -> dict[str, float]:
+    """The causes of a run whose actions all have a core to themselves."""
+    s, alone = measured.schedule, uninterrupted(measured)
+    found = replace(fit_seconds(measured, each_link=True), speed=1.0)
+    now = [durations(s, costs), delays(s, costs), waits(s, costs)]
+    causes, before = {}, lay(s, *now).makespan
+
+    def exchange(cause: str, part: int, new: np.ndarray, of: np.ndarray | bool) -> None:
+        nonlocal before
+        now[part] = np.where(of, new, now[part])
+        makespan = lay(s, *now).makespan
+        causes[cause], before = makespan - before, makespan
+
+    duration, delay, wait = durations(s, found), delays(s, found), waits(s, found)
+    for n in range(s.stages):
+        exchange(f"stage {n}", 0, duration, measured.stage == n)
+    for n in range(s.stages - 1):
+        exchange(f"link {n}-{n + 1}", 1, delay, links(s) == n)
+    exchange("overhead", 2, wait, True)
+    late = np.maximum(wait, late_starts(alone))
+    for d in range(s.devices):
+        exchange(f"start of device {d}", 2, late, measured.device == d)
+    if s.batches > 1:
+        causes["first batch"] = alone.makespan - before
+    return causes
 
 
-def _replay(timeline: Timeline, duration: np.ndarray, delay: np.ndarray, wait: np.ndarray) -> float:
-    """The makespan when every action starts its wait after it can.
+def _of_cores(seen: Parts, alone: Timeline, s: Schedule) -> dict[str, float]:
+    """What each device adds to the makespan as its actions take as long as seen, not as alone."""
+    duration, _, _, _ = alone.parts()
+    causes, before = {}, alone.makespan
+    for d in range(s.devices):
+        duration = np.where(alone.device == d, seen.duration, duration)
+        makespan = lay(s, duration, seen.delay, seen.wait).makespan
+        causes[f"core of device {d}"], before = makespan - before, makespan
+    return causes
 
-    To the walk, the wait is the first part of an action's time.
-    """
-    walk = timeline.schedule.walk(wait + duration, delay)
-    return float(np.max(walk.end) - np.min(walk.start + wait))
+
+def _spread(runs: Sequence[Timeline]) -> float:
+    """By how much the makespans of the same run differ; of one run alone, as its batches vary."""
+    first, *others = runs
+    for other in others:
+        if other.schedule.rows != first.schedule.rows:
+            raise ValueError(
+                f"explain: repeats of another table, {other.schedule.name}: give timelines of the "
+                f"same run, {first.schedule.name}"
+            )
+    if others:
+        return float(np.ptp([run.makespan for run in runs]))
+    batches = first.batch_seconds() if first.schedule.updates > 1 else np.zeros(1)
+    return float(batches.std(ddof=1) * np.sqrt(len(batches) + 1)) if len(batches) > 1 else 0.0

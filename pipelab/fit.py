@@ -1,28 +1,36 @@
 """A measured timeline -> the costs that explain it."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from pipelab.action import Kind
 from pipelab.costs import Costs
-from pipelab.explain import parts
 from pipelab.memory import Memory
+from pipelab.simulate import delays, durations, lay, links, waits
 from pipelab.timeline import Timeline
 
-SLOW = 1.5  # times the median: slower actions are warming up
+SECONDS = "forward", "input_grad", "weight_grad", "update", "transfer", "overhead"
 
 
 def fit(timeline: Timeline, memory: Memory | None = None) -> Costs:
     """The costs under which a simulation takes as long as this timeline; to predict other tables.
 
-    Seconds: the mean over a stage's forwards, backwards, updates, without those that took more than
-    1.5 times their median (a first batch that warms up). `overhead` is the mean time that an action
-    lost between the one before it and its own start, though its input was there. A makespan is a
-    sum along a path: means predict it, medians fall short. A full backward is split evenly into
-    input and weight gradient, since it was measured as one. `transfer` is one number: the mean time
-    on the way of inputs that were waited for, plus what actions that waited for their input lost
-    more than the others.
+    The first batch, which warms up, is left out where there are more (`Timeline.warmed_up`).
+
+    Seconds: the mean over a stage's forwards, backwards, updates. `overhead` is the mean time that
+    an action lost between the one before it and its own start, though its input was there. A full
+    backward is split evenly into input and weight gradient, since it was measured as one.
+    `transfer` is one number: the mean time on the way of inputs that were waited for, plus what
+    actions that waited for their input lost more than the others.
+
+    What varies makes others wait, so that a run takes longer than its means: all seconds are scaled
+    by the one factor (near 1) with which the simulation takes as long as the run did.
+
+    `speed`, where a run measured it: per device, the share of its compute in which it had a core;
+    below 1, devices took turns on cores. Costs are then those of a core to itself.
 
     Bytes, if the timeline's `memory` is given: weights and optimizer state as the device's peak,
     divided evenly among its stages; activations as its peak divided by the most micro-batches in
@@ -30,8 +38,9 @@ def fit(timeline: Timeline, memory: Memory | None = None) -> Costs:
     recomputation, its seconds are part of the backward, and activations are a mean of full and
     recomputed ones.
 
-    Model: an action costs the same in every table. Raises ValueError for a table with transfers and
-    for the memory of another number of devices.
+    Model: an action costs the same in every table, and a device has a core for the same share of
+    its time. Raises ValueError for a table with transfers and for the memory of another number of
+    devices.
 
     >>> from pipelab import Costs, simulate
     >>> from pipelab.schedules import gpipe
@@ -39,35 +48,103 @@ def fit(timeline: Timeline, memory: Memory | None = None) -> Costs:
     (1.0, 3.0)
     """
     timeline.refuse_transfers("fit")
-    s, kind = timeline.schedule, timeline.kind
-    duration, delay, wait, fed = parts(timeline)
-    index = np.arange(len(kind))
+    costs = fit_seconds(timeline)
+    return replace(costs, **_bytes(timeline, memory)) if memory else costs
+
+
+def fit_seconds(timeline: Timeline, each_link: bool = False) -> Costs:
+    """The seconds of `fit`; with a `transfer` for each link, if asked for."""
+    # [1] what a core to itself would have taken
+    alone = uninterrupted(timeline)
+    costs = _means(alone, each_link)
+    starts = late_starts(alone)
+
+    def makespan(costs: Costs) -> float:
+        s = timeline.schedule
+        wait = np.maximum(waits(s, costs), starts)
+        return lay(s, durations(s, costs), delays(s, costs), wait).warmed_up().makespan
+
+    def scaled(factor: float) -> Costs:
+        return replace(costs, **{n: np.multiply(getattr(costs, n), factor) for n in SECONDS})
+
+    factor = _solve(lambda x: makespan(scaled(x)), alone.warmed_up().makespan)
+    costs = scaled(factor)
+    # [2] with the cores as they were
+    seen = timeline.warmed_up()
+    if seen.on_core is None:
+        return costs
+    had = np.bincount(seen.device, seen.on_core, seen.schedule.devices)
+    lost = np.divide(seen.busy, had, out=np.ones_like(had), where=had > 0) - 1
+
+    def shared(factor: float) -> Costs:
+        return replace(costs, speed=1 / (1 + factor * np.maximum(lost, 0)))
+
+    return shared(_solve(lambda x: makespan(shared(x)), seen.makespan))
+
+
+def uninterrupted(timeline: Timeline) -> Timeline:
+    """The timeline as it would be if every action had had its core to itself.
+
+    The same one where that was not measured.
+    """
+    if timeline.on_core is None:
+        return timeline
+    duration, delay, wait, _ = timeline.parts()
+    return lay(timeline.schedule, np.minimum(timeline.on_core, duration), delay, wait)
+
+
+def late_starts(timeline: Timeline) -> np.ndarray:
+    """What the first action of each row waited, though it could start; 0 for the others."""
+    return np.where(timeline.schedule.before < 0, timeline.parts().wait, 0)
+
+
+def _means(timeline: Timeline, each_link: bool) -> Costs:
+    s, kind, warm = timeline.schedule, timeline.kind, timeline.warm
+    duration, delay, wait, fed = timeline.parts()
     # First actions wait for no action, and an update may wait for other stages' gradients: neither
     # shows lost time.
-    lost = _mean(wait[~fed & (kind != Kind.U) & ~np.isin(index, s.bounds)])
-    # How long an input took that came early is not always known.
-    moved = np.isin(index, s.crossing)
-    late = moved & fed
-    extra = max(_mean(wait[fed]) - lost, 0.0)
+    lost = _mean(wait[warm & ~fed & (kind != Kind.U) & (s.before >= 0)])
+    crosses = warm & np.isin(np.arange(len(kind)), s.crossing)
+    extra = max(_mean(wait[warm & fed & (s.before >= 0)]) - lost, 0.0)
 
     def seconds(of: Kind) -> np.ndarray:
-        means = np.zeros(s.stages)
-        for stage in range(s.stages):
-            found = duration[(kind == of) & (timeline.stage == stage)]
-            if found.size:
-                means[stage] = found[found <= SLOW * np.median(found)].mean()
-        return means
+        each = [
+            duration[warm & (kind == of) & (timeline.stage == stage)] for stage in range(s.stages)
+        ]
+        return np.array([_mean(found) for found in each])
+
+    def transfer(link: int | None) -> float:
+        moved = crosses & ((links(s) == link) | (link is None))
+        # How long an input took that came early is not always known.
+        late = moved & fed
+        return _mean(delay[late if late.any() else moved]) + extra
 
     half = seconds(Kind.B) / 2
     return Costs(
-        forward=seconds(Kind.F).tolist(),
-        input_grad=np.where(half > 0, half, seconds(Kind.I)).tolist(),
-        weight_grad=np.where(half > 0, half, seconds(Kind.W)).tolist(),
-        transfer=_mean(delay[late if late.any() else moved]) + extra,
-        update=seconds(Kind.U).tolist(),
+        forward=seconds(Kind.F),
+        input_grad=np.where(half > 0, half, seconds(Kind.I)),
+        weight_grad=np.where(half > 0, half, seconds(Kind.W)),
+        transfer=[transfer(link) for link in range(s.stages - 1)] if each_link else transfer(None),
+        update=seconds(Kind.U),
         overhead=lost,
-        **(_bytes(timeline, memory) if memory else {}),
     )
+
+
+def _solve(makespan: Callable[[float], float], target: float) -> float:
+    """The factor at which a makespan, which grows with it, is the target; secants from 1.
+
+    A makespan is the longest of many sums, so a convex function of the factor, made of straight
+    pieces: a few steps hit it exactly. 1 if it does not depend on the factor.
+    """
+    x, y, other = 1.0, makespan(1.0), 0.0
+    y_other = makespan(other)
+    for _ in range(20):
+        if abs(y - target) <= 1e-12 * target or y == y_other:
+            break
+        nearer = max(x + (target - y) * (other - x) / (y_other - y), 0.0)
+        other, y_other = x, y
+        x, y = nearer, makespan(nearer)
+    return x
 
 
 def _bytes(timeline: Timeline, memory: Memory) -> dict[str, Any]:

@@ -24,10 +24,19 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """
     costs = costs or Costs()
     check_static(schedule)
-    delay = delays(schedule, costs)
-    walk = schedule.walk(durations(schedule, costs), delay)
+    return lay(
+        schedule, durations(schedule, costs), delays(schedule, costs), waits(schedule, costs)
+    )
+
+
+def lay(schedule: Schedule, duration: np.ndarray, delay: np.ndarray, wait: np.ndarray) -> Timeline:
+    """The timeline of a valid table whose actions take these seconds each, flat over the table.
+
+    An action waits, then computes; its input is `delay` on its way. ScheduleError for a deadlock.
+    """
+    walk = schedule.walk(wait + duration, delay)
     check_deadlock(schedule, walk.head)
-    start, end = np.array(walk.start), np.array(walk.end)
+    start, end = walk.start + wait, np.array(walk.end)
     sent, arrived = np.full((2, len(start)), np.nan)
     moved = schedule.crossing
     sent[moved] = end[schedule.inputs[moved]]
@@ -45,20 +54,29 @@ def durations(schedule: Schedule, costs: Costs) -> np.ndarray:
     table[Kind.B] = table[Kind.I] + table[Kind.W]
     table[Kind.U] = costs.of("update", n)
     table /= costs.of("speed", schedule.devices)[np.array(schedule.placement)]
-    links = costs.links(n)
-    table[[Kind.SEND_F, Kind.RECV_B], :-1] = table[[Kind.RECV_F, Kind.SEND_B], 1:] = links
+    way = costs.links(n)
+    table[[Kind.SEND_F, Kind.RECV_B], :-1] = table[[Kind.RECV_F, Kind.SEND_B], 1:] = way
     seconds = table[kind, stage]
     recomputed = costs.recompute.mask(schedule.total, schedule.microbatches)[microbatch]
     again = recomputed & ((kind == Kind.B) | (kind == Kind.I))
     seconds[again] += table[Kind.F, stage[again]]
-    seconds[kind <= Kind.U] += costs.overhead
     return seconds
+
+
+def waits(schedule: Schedule, costs: Costs) -> np.ndarray:
+    """Seconds that every action loses before it starts."""
+    return np.where(schedule.columns.kind <= Kind.U, costs.overhead, 0.0)
 
 
 def delays(schedule: Schedule, costs: Costs) -> np.ndarray:
     """Seconds that each action's input is on its way; 0 for one from the same device."""
-    stage, moved = schedule.columns.stage, schedule.crossing
-    delay = np.zeros(len(stage))
-    links = costs.links(schedule.stages)
-    delay[moved] = links[np.minimum(stage[moved], stage[schedule.inputs[moved]])]
+    moved = schedule.crossing
+    delay = np.zeros(len(schedule.inputs))
+    delay[moved] = costs.links(schedule.stages)[links(schedule)[moved]]
     return delay
+
+
+def links(schedule: Schedule) -> np.ndarray:
+    """Of every action that takes an output, the link between the stages: s for s and s + 1."""
+    stage = schedule.columns.stage
+    return np.minimum(stage, stage[schedule.inputs])

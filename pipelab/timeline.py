@@ -20,6 +20,22 @@ TRANSFER, HELD, FORWARD, GRADIENT, NOTHING, OVERHEAD = CAUSES = (
 )
 
 
+class Parts(NamedTuple):
+    """What a timeline is made of, in seconds per action, flat over the table.
+
+    duration  of its compute
+    delay     from the end of the action whose output it takes until that is on its device; 0 for
+              one that takes no output
+    wait      from when it could start, its row free and its input there, to its start
+    fed       whether its input came after its row was free
+    """
+
+    duration: np.ndarray
+    delay: np.ndarray
+    wait: np.ndarray
+    fed: np.ndarray
+
+
 class Bubble(NamedTuple):
     """Idle time as a fraction, by each definition in use.
 
@@ -41,6 +57,7 @@ class Timeline:
     sent, arrived  of its input, where that came from another device (else nan)
     source         "simulated" or "measured"
     late           paced runs: how many actions took longer than their cost; None otherwise
+    on_core        of each action, the seconds in which its thread had a core; None if not measured
 
     `device`, `stage`, `kind`, `microbatch` and `version` are columns of the same length.
     """
@@ -52,6 +69,7 @@ class Timeline:
     arrived: np.ndarray
     source: Literal["simulated", "measured"]
     late: int | None = None
+    on_core: np.ndarray | None = None
 
     # ---- columns
 
@@ -70,6 +88,12 @@ class Timeline:
     @property
     def microbatch(self) -> np.ndarray:
         return self.schedule.columns.microbatch
+
+    @property
+    def batch(self) -> np.ndarray:
+        """The batch of an action's micro-batch; of an update, that of its first one."""
+        s = self.schedule
+        return self.microbatch * np.where(self.kind == Kind.U, s.per_update, 1) // s.microbatches
 
     @cached_property
     def version(self) -> np.ndarray:
@@ -176,11 +200,43 @@ class Timeline:
         >>> simulate(make("gpipe", 2, 4, batches=3)).part(2, 3).schedule.batches
         1
         """
-        s = self.schedule
-        number = self.microbatch * np.where(self.kind == Kind.U, s.per_update, 1)
-        kept = (number >= first * s.microbatches) & (number < last * s.microbatches)
+        s, batch = self.schedule, self.batch
+        kept = (batch >= first) & (batch < last)
         times = {name: getattr(self, name)[kept] for name in ("start", "end", "sent", "arrived")}
+        if self.on_core is not None:
+            times["on_core"] = self.on_core[kept]
         return replace(self, schedule=s.part(first, last), **times)
+
+    def warmed_up(self) -> "Timeline":
+        """Without the first batch, which warms up; all of it where it cannot be cut there."""
+        return self if self.warm.all() else self.part(1, self.schedule.batches)
+
+    @property
+    def warm(self) -> np.ndarray:
+        """Which actions are not of the first batch; all where it cannot be cut off."""
+        s = self.schedule
+        cut = s.batches > 1 and s.microbatches % s.per_update == 0
+        return self.batch >= cut
+
+    def batch_seconds(self) -> np.ndarray:
+        """Of each batch but the first: from the end of the update before it to that of its own."""
+        update = self.kind == Kind.U
+        ends = [self.end[update & (self.batch == b)].max() for b in range(self.schedule.batches)]
+        return np.diff(ends)
+
+    def parts(self) -> Parts:
+        """The parts of all actions; what is negative (a start before its input) counts as 0.
+
+        A row is free from the first start of the whole timeline on.
+        """
+        source, before = self.schedule.inputs, self.schedule.before
+        arrival = self.input_arrival()
+        free = np.where(before >= 0, self.end[before], self.start.min())
+        duration = self.end - self.start
+        delay = np.where(source >= 0, arrival - self.end[source], 0)
+        wait = self.start - np.maximum(free, arrival)
+        duration, delay, wait = np.maximum((duration, delay, wait), 0)
+        return Parts(duration, delay, wait, arrival > free)
 
     # ---- where idle time goes
 

@@ -78,8 +78,8 @@ def run_command(o: argparse.Namespace) -> None:
     # Predicted with the very costs it is paced by, or with those that it measured itself; of the
     # table that ran, which is a part of the schedule with --stop and --resume.
     measured, check = result.timeline, result.check
-    predicted = simulate(measured.schedule, costs if o.paced else fit(measured))
-    explanation = explain(predicted, measured)
+    costs = costs if o.paced else fit(measured)
+    predicted, explanation = simulate(measured.schedule, costs), explain(costs, measured)
     assert check
     if not first:  # one of several ranks: the first one reports
         return

@@ -1,5 +1,6 @@
 """What both wings' devices have in common: a clock, and payloads looked at."""
 
+import math
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,10 @@ class Device:
     def now(self) -> Any:
         """A mark of this moment in the device's work."""
         return time.perf_counter()
+
+    def on_core(self) -> float:
+        """Seconds in which this thread had a core so far; nan where others compute for it."""
+        return math.nan
 
     def finish(self) -> None:
         """Wait for all work so far."""

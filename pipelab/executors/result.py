@@ -105,14 +105,15 @@ def result_of(table: Schedule, outcomes: Sequence[Outcome], replicas: int, paced
 
 def timeline_of(table: Schedule, records: Sequence[Record], paced: bool) -> Timeline:
     """The workers' records, one per row, as a measured timeline."""
-    start, end, arrived = (
+    start, end, arrived, on_core = (
         np.concatenate([getattr(record, name) for record in records]).astype(float)
-        for name in ("start", "end", "arrived")
+        for name in ("start", "end", "arrived", "on_core")
     )
     sent = np.full(len(start), np.nan)
     sent[table.crossing] = end[table.inputs[table.crossing]]
     late = sum(record.late for record in records) if paced else None
-    return Timeline(table, start, end, sent, np.maximum(arrived, sent), "measured", late)
+    known = None if np.isnan(on_core).any() else on_core
+    return Timeline(table, start, end, sent, np.maximum(arrived, sent), "measured", late, known)
 
 
 def memory_of(timeline: Timeline, records: Sequence[Record]) -> Memory:

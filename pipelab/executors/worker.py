@@ -71,6 +71,7 @@ class Record:
     most, held  activation bytes, the most during the action and after it
     kept        other bytes after it
     versions    kept of the action's stage
+    on_core     seconds of the action in which this thread had a core (nan: not known)
     late        paced: how many actions took longer than they should
     """
 
@@ -82,6 +83,7 @@ class Record:
     held: list[int] = field(default_factory=list)
     kept: list[Bytes] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    on_core: list[float] = field(default_factory=list)
     at_start: Bytes = NO_BYTES
     late: int = 0
 
@@ -131,8 +133,9 @@ class Worker:
                 due = self.began + self.clock - time.perf_counter() if self.pace else 0
                 self.transport.sleep(due)
                 ledger.most = ledger.held
-                start = self.device.now()
+                start, on_core = self.device.now(), self.device.on_core()
                 output = getattr(stage, METHODS[action.kind])(action.microbatch, received)
+                on_core = self.device.on_core() - on_core
                 record.late += self._take_time(i)
                 end = self.device.now()
                 stage.snapshot()
@@ -155,6 +158,7 @@ class Worker:
             record.most.append(max(ledger.held, ledger.most))
             record.kept.append(_sum(kept.values()))
             record.versions.append(stage.versions_held)
+            record.on_core.append(np.nan if self.pace else on_core)
         self.device.finish()
         record.start, record.end = map(self.device.seconds, (record.start, record.end))
         return record

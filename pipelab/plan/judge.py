@@ -94,7 +94,7 @@ def seconds(choice: Choice, timeline: Timeline) -> float:
     up to 2 % more or less (150 random pipelines).
     """
     if choice.schedule not in ASYNCHRONOUS:
-        return timeline.makespan
+        return float(timeline.end.max())  # with what the first action loses before it starts
     spell = _spell(choice)
     last = np.zeros((4, choice.pipeline))  # [spell, device]: the last backward's end
     backward = timeline.kind == Kind.B

@@ -8,7 +8,6 @@ import numpy as np
 from matplotlib.colors import to_hex
 
 from pipelab.action import COMPUTE, Kind
-from pipelab.explain import parts
 from pipelab.memory import CAUSES, Memory
 from pipelab.plot import style
 from pipelab.plot.timeline import chunks_of, colour_of, kinds_of
@@ -63,7 +62,7 @@ def _timeline(t: Timeline) -> dict[str, Any]:
     """
     s = t.schedule
     chunks = chunks_of([t])
-    before, part = s.before, parts(t)
+    before, part = s.before, t.parts()
     there = np.where(s.inputs >= 0, t.end[s.inputs] + part.delay, -1)
     done = np.where(before >= 0, t.end[before], 0)
     tie = (s.inputs >= 0) & (before >= 0) & (abs(there - done) <= 1e-9 * t.makespan)

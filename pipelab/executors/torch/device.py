@@ -1,5 +1,6 @@
 """A device that runs torch stages: its clock, payloads to it, and the bytes that autograd keeps."""
 
+import math
 import time
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -28,6 +29,9 @@ class CpuDevice(Device):
     def active(self) -> AbstractContextManager:
         # Of the caller's mixed precision nothing is inherited: each forward opens its own.
         return torch.autocast(self.device.type, enabled=False)
+
+    def on_core(self) -> float:
+        return time.thread_time()
 
     def give(self, payload: Any) -> Any:
         """With the CUDA event (or None) after which the payload is there."""
@@ -129,6 +133,9 @@ class CudaDevice(CpuDevice):
 
     def now(self) -> Any:
         return self.stream.record_event(torch.cuda.Event(enable_timing=True))
+
+    def on_core(self) -> float:
+        return math.nan
 
     def finish(self) -> None:
         self.stream.synchronize()
