@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from measure import cores, machine, main, page, paragraph, seconds_per_batch, spread, table
+from measure import cores, machine, main, page, paragraph, spread, table
 from pipelab import make, run
 from pipelab.executors.jax import spmd
 
@@ -150,7 +150,7 @@ def _worker(name: str, p: int, m: int, blocks: list, batches: list) -> Found:
     stages = [(_blocks, blocks[s * each : (s + 1) * each]) for s in range(schedule.stages)]
     result = run(schedule, stages, batches, _loss, OPTIMIZER, backend="jax", check=False)
     return Found(
-        seconds_per_batch(result.timeline),
+        result.timeline.batch_seconds().tolist(),
         max(result.memory.peak("activations")),
         result.losses[-1],
     )

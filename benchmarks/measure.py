@@ -8,15 +8,13 @@ import platform
 import statistics
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from pipelab import Kind, Timeline
 from pipelab.action import check_counts
 
 FOLDER = Path(__file__).parent
@@ -82,12 +80,17 @@ def machine(*packages: str) -> str:
     return f"{', '.join(parts)}."
 
 
-def seconds_per_batch(timeline: Timeline) -> list[float]:
-    """From the end of one batch's last update to the next one's: the first batch warms up."""
-    s = timeline.schedule
-    updates = timeline.kind == Kind.U
-    ends = [timeline.end[updates & (timeline.microbatch == b)].max() for b in range(s.batches)]
-    return np.diff(ends).tolist()
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """In here torch computes with one thread in every rank."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def spread(values: Sequence[float], form: str = ".2f", unit: float = 1e-3) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from measure import cores, machine, main, page, paragraph, seconds_per_batch, spread, table
+from measure import cores, machine, main, page, paragraph, spread, table
 from pipelab import data, make, run
 from pipelab.models import mlp, split
 from pipelab.models.gpt2 import gpt2, next_token_loss
@@ -83,7 +83,7 @@ def ours(backend: str, name: str, case: Case, devices: int, sizes: Sizes) -> Mea
     batches = case.batches(sizes.batches, sizes.microbatches)
     stages = case.stages(schedule.stages)
     done = run(schedule, stages, batches, case.loss, SGD, backend=backend, check=False)
-    return Measured(seconds_per_batch(done.timeline), done.memory.peak())
+    return Measured(done.timeline.batch_seconds().tolist(), done.memory.peak())
 
 
 def theirs(library: str, name: str, case: Case, devices: int, sizes: Sizes) -> Measured:

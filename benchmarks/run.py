@@ -1,4 +1,4 @@
-"""Runs for real: overhead, launch, faults, predictions: python benchmarks/run.py."""
+"""Runs for real: overhead, launch, faults: python benchmarks/run.py."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from measure import cores, machine, main, page, paragraph, seconds_per_batch, spread, table
-from pipelab import RunError, Schedule, Timeline, explain, fit, make, run, simulate
-from pipelab.explain import CAUSES
+from measure import cores, machine, main, one_thread, page, paragraph, spread, table
+from pipelab import RunError, make, run
 from pipelab.models import mlp, split
 from pipelab.partition import uniform
 from pipelab.peers.torch_pipelining import run_torch_pipelining
@@ -64,8 +62,8 @@ class Sizes:
 
 
 def report(repeats: int = 3, sizes: Sizes = Sizes()) -> str:
-    """Overhead, launch, faults and predictions, as a Markdown page."""
-    with _one_thread():
+    """Overhead, launch and faults, as a Markdown page."""
+    with one_thread():
         return page(
             "# Runs",
             machine("numpy", "torch"),
@@ -79,18 +77,7 @@ def report(repeats: int = 3, sizes: Sizes = Sizes()) -> str:
             *_empty_actions(repeats, sizes),
             *_launch(sizes),
             *_faults(repeats, sizes),
-            *_predictions(repeats, sizes),
         )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # ---- overhead of an empty action
@@ -131,7 +118,7 @@ def empty_actions(devices: int, microbatches: int, how: str, check: bool = False
         return _plain_loop(batches, microbatches) / row
     schedule = make("pipedream_flush", devices, microbatches, batches=count)
     done = run(schedule, stages, batches, F.mse_loss, SGD, backend=how, check=check)
-    return statistics.median(seconds_per_batch(done.timeline)) / row
+    return statistics.median(done.timeline.batch_seconds().tolist()) / row
 
 
 def _plain_loop(batches: Sequence[tuple[Tensor, Tensor]], microbatches: int) -> float:
@@ -346,92 +333,6 @@ def _faults(repeats: int, sizes: Sizes) -> list[str]:
             f"transfer is of {4 * sizes.parcel / 1e6:.0f} MB."
         ),
         table(("fault", "backend", "seconds", "the error"), rows),
-    ]
-
-
-# ---- predictions
-
-
-class Prediction(NamedTuple):
-    """Makespans, and what `explain` says of the gap: seconds by cause."""
-
-    predicted: float
-    measured: float
-    causes: dict[str, float]
-
-    @property
-    def error(self) -> float:
-        return self.predicted / self.measured - 1
-
-
-def predict(
-    backend: str, devices: int, model: Model, sizes: Sizes
-) -> dict[tuple[str, int], Prediction]:
-    """Costs fitted on one run of GPipe predict the runs of other tables."""
-    m, k = sizes.microbatches, sizes.batches
-
-    def timed(schedule: Schedule) -> Timeline:
-        stages, batches = model.stages(schedule.stages), model.batches(k, schedule.microbatches)
-        done = run(schedule, stages, batches, F.mse_loss, SGD, backend=backend, check=False)
-        return done.timeline
-
-    costs = fit(timed(make("gpipe", devices, m, batches=k)))
-    found = {}
-    for name, count in (
-        ("gpipe", m),
-        ("gpipe", 2 * m),
-        ("pipedream_flush", m),
-        ("pipedream_flush", 2 * m),
-        ("interleaved", m),
-    ):
-        v = 2 if name == "interleaved" else 1
-        schedule = make(name, devices, count, virtual=v, batches=k)
-        predicted, measured = simulate(schedule, costs.split(v)), timed(schedule)
-        causes = explain(predicted, measured).causes
-        found[name, count] = Prediction(predicted.makespan, measured.makespan, causes)
-    return found
-
-
-def _predictions(repeats: int, sizes: Sizes) -> list[str]:
-    model, rows = sizes.models[0], []
-    cases = [(sizes.devices[0], "threads"), *((p, "processes") for p in sizes.devices)]
-    for devices, backend in cases:
-        turns = [predict(backend, devices, model, sizes) for _ in range(repeats)]
-        for name, m in turns[0]:
-            found = [turn[name, m] for turn in turns]
-            predicted = statistics.median(x.predicted for x in found)
-            measured = statistics.median(x.measured for x in found)
-            errors = [100 * x.error for x in found]
-            causes = [
-                statistics.median(100 * x.causes[cause] / x.measured for x in found)
-                for cause in CAUSES
-            ]
-            rows.append(
-                (
-                    devices,
-                    backend,
-                    name,
-                    m,
-                    f"{predicted * 1e3:.0f}",
-                    f"{measured * 1e3:.0f}",
-                    f"{statistics.median(errors):+.1f} ({min(errors):+.1f} to {max(errors):+.1f})",
-                    *(f"{share:+.1f}" for share in causes),
-                )
-            )
-    return [
-        "## Predictions",
-        paragraph(
-            f"Costs fitted (`pipelab.fit`) on one run of GPipe, {sizes.batches} batches of "
-            f"{sizes.microbatches} micro-batches of the {model.name} model, predict others; "
-            f"interleaved: split in two (`Costs.split`). Medians of {repeats} fits and runs: "
-            "makespans in ms, with the first batch, which warms up; the error in percent of "
-            "the measured makespan, with its range (below 0: the run took longer); then "
-            "`pipelab.explain`'s causes of the gap, in percent of the same."
-        ),
-        table(
-            ("ranks", "backend", "schedule", "m", "predicted", "measured", "error (%)", *CAUSES),
-            rows,
-        ),
     ]
 
 

@@ -121,11 +121,11 @@ def _means(timeline: Timeline, each_link: bool) -> Costs:
 
     half = seconds(Kind.B) / 2
     return Costs(
-        forward=seconds(Kind.F),
-        input_grad=np.where(half > 0, half, seconds(Kind.I)),
-        weight_grad=np.where(half > 0, half, seconds(Kind.W)),
+        forward=seconds(Kind.F).tolist(),
+        input_grad=np.where(half > 0, half, seconds(Kind.I)).tolist(),
+        weight_grad=np.where(half > 0, half, seconds(Kind.W)).tolist(),
         transfer=[transfer(link) for link in range(s.stages - 1)] if each_link else transfer(None),
-        update=seconds(Kind.U),
+        update=seconds(Kind.U).tolist(),
         overhead=lost,
     )
 

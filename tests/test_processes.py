@@ -398,3 +398,32 @@ def test_an_unknown_backend():
             partial(torch.optim.SGD, lr=0.1),
             backend="rays",
         )
+
+
+class Where(nn.Module):
+    """Prints the cores that its worker may use."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        print("cores", *os.sched_getaffinity(0))
+        return self.layer(x)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no pinning on this system")
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_pinned_workers_have_a_core_each(backend, capsys):
+    cores = sorted(os.sched_getaffinity(0))
+    workers = min(2, len(cores))
+    batch = (torch.ones(2, 4), torch.ones(2, 4))
+    arguments = [batch], F.mse_loss, partial(torch.optim.SGD, lr=0.1)
+    stages = [Where() for _ in range(workers)]
+    run(make("gpipe", workers, 1), stages, *arguments, backend=backend, pin=True, check=False)
+    seen = [line.split()[1:] for line in capsys.readouterr().out.splitlines() if "cores" in line]
+    assert sorted(seen) == [[str(core)] for core in cores[:workers]]
+    assert sorted(os.sched_getaffinity(0)) == cores  # the caller is where it was
+    many = len(cores) + 1
+    with pytest.raises(ValueError, match=f"pin=True: {many} workers and {len(cores)} cores"):
+        run(make("gpipe", many, 1), [Where() for _ in range(many)], *arguments, pin=True)

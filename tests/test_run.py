@@ -888,7 +888,7 @@ def test_a_failure_from_outside_is_told_from_what_it_breaks():
         def begin(self, began): ...
 
     class Idle(SimpleNamespace):
-        replica = 0
+        replica, core = 0, None
 
         def home(self):
             return Home()

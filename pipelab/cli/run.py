@@ -38,6 +38,7 @@ def add_to(commands: Commands) -> None:
         metavar="DIR",
         help="write initial weights, batches and the weights after every update",
     )
+    option("--pin", action="store_true", help="keep each worker on a core of its own")
     option("--save", metavar="DIR", help="write a checkpoint at the end")
     option("--stop", type=int, metavar="K", help="end after K batches (with --save)")
     option("--resume", metavar="DIR", help="continue from a checkpoint")
@@ -69,6 +70,7 @@ def run_command(o: argparse.Namespace) -> None:
         recompute=recompute,
         seed=o.seed if o.dropout else None,
         pace=o.paced,
+        pin=o.pin,
         dump=o.dump,
         save=o.save,
         stop=o.stop,

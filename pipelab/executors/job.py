@@ -40,6 +40,7 @@ class Job(ABC):
 
     device    the name of the device that does it (jax: the device)
     partners  per stage, the stages whose news its updates wait for
+    core      that its worker is pinned to, or None
     """
 
     schedule: Schedule
@@ -49,6 +50,7 @@ class Job(ABC):
     pace: Pace | None
     replica: int
     replicas: int
+    core: int | None
 
     @property
     def rank(self) -> int:

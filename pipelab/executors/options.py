@@ -38,6 +38,7 @@ class Options:
     finite: bool = True
     pace: float | None = None
     costs: Costs | None = None
+    pin: bool = False
     check: bool | str = True
     tolerance: float | None = None
     dump: str | Path | None = None
@@ -75,6 +76,17 @@ class Options:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is not None and not (number and value > 0 and least <= value < math.inf):
             raise ValueError(f"{name}={value!r}: give {remedy}")
+
+    def cores(self, workers: int) -> list[int | None]:
+        """The core of each worker, if they are to be pinned. ValueError if they cannot be."""
+        if not self.pin:
+            return [None] * workers
+        if not hasattr(os, "sched_getaffinity"):
+            raise ValueError("pin=True is not supported on this system: leave it out")
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) < workers:
+            raise ValueError(f"pin=True: {workers} workers and {len(cores)} cores: leave it out")
+        return list(cores[:workers])
 
     def refuse(self, *names: str) -> None:
         """ValueError if one of these options is not as it is by default."""

@@ -33,6 +33,7 @@ def run(
     finite: bool = True,
     pace: float | None = None,
     costs: Costs | None = None,
+    pin: bool = False,
     check: bool | str = True,
     tolerance: float | None = None,
     dump: str | Path | None = None,
@@ -78,6 +79,8 @@ def run(
     finite     whether a loss that is nan or inf ends the run
     pace       seconds per unit of `costs`: slow down to the predicted times, to show order on a
                machine with few cores
+    pin        keep each worker on a core of its own, and threads that help on the others (Linux):
+               for measuring
     check      compare every loss, gradient and weight with a reference on one device, in float64;
                that takes three to four times as long as the training itself on one device. "quick":
                with one in the run's own precision. False: not at all
@@ -95,7 +98,7 @@ def run(
     whole batches do, and the reference follows it.
 
     With jax there are no replicas, no autocast (choose the parameters' type), no tied weights, no
-    dumps and no checkpoints.
+    dumps, no checkpoints and no pinned workers (it computes in threads of its own).
 
     Raises ScheduleError for a table that cannot run, ValueError for arguments that do not fit it,
     and RunError when a stage fails, with its device, its action and its own traceback as the cause.
@@ -111,6 +114,7 @@ def run(
         finite=finite,
         pace=pace,
         costs=costs,
+        pin=pin,
         check=check,
         tolerance=tolerance,
         dump=dump,

@@ -3,6 +3,7 @@
 Models and functions defined in a notebook just work.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -63,6 +64,8 @@ def run_threads(
 
     def work(job: Job, home: Any, stages: dict[int, Any]) -> Outcome:
         try:
+            if job.core is not None:
+                os.sched_setaffinity(0, {job.core})
             with home.active():
                 job.prepare(stages)
                 ready.wait()

@@ -189,8 +189,9 @@ def _jobs(
     reader = Reader(batches, table.microbatches, replicas, wing.trees)
     later = segment.later_versions() if wing.options.save else []
     pace = pace_of(table, wing.options)
-    jobs = []
-    for rank in wing.launcher.ranks(table.devices * replicas):
+    jobs, count = [], table.devices * replicas
+    cores = wing.options.cores(count)
+    for rank in wing.launcher.ranks(count):
         row, replica = divmod(rank, replicas)
         jobs.append(
             wing.job(
@@ -202,6 +203,7 @@ def _jobs(
                 pace=pace,
                 replica=replica,
                 replicas=replicas,
+                core=cores[rank],
                 recipe=recipe,
             )
         )

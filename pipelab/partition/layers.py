@@ -123,6 +123,32 @@ class Profile:
     def is_chain(self) -> bool:
         return set(self.edges) == set(pairwise(range(len(self.layers))))
 
+    def as_measured(self, costs: Costs, balance: Sequence[int]) -> "Profile":
+        """The layers as stages of so many of them took in a run, by `fit`'s costs of that run.
+
+        Each stage's seconds are shared among its layers as they are here, or evenly where these
+        know none; so costs of another balance follow: `costs`.
+
+        >>> layers = Layer("a", forward=1), Layer("b", forward=2), Layer("c", forward=1)
+        >>> Profile(layers).as_measured(Costs(forward=[6, 2]), [2, 1]).of("forward")
+        array([2., 4., 2.])
+        """
+        stage = np.repeat(np.arange(len(balance)), balance)
+        if len(stage) != len(self.layers):
+            raise ValueError(f"balance {list(balance)}: give {len(self.layers)} layers in all")
+        scaled = {}
+        for name in ("forward", "input_grad", "weight_grad"):
+            mine, took = self.of(name), costs.of(name, len(balance))
+            known = np.bincount(stage, mine)[stage] > 0
+            mine = np.where(known, mine, 1.0)
+            scaled[name] = mine * (took / np.bincount(stage, mine))[stage]
+        each = zip(self.layers, *scaled.values(), strict=True)
+        layers = [
+            replace(layer, **dict(zip(scaled, map(float, seconds), strict=True)))
+            for layer, *seconds in each
+        ]
+        return replace(self, layers=tuple(layers))
+
     def crossing(self, cuts: Cuts) -> np.ndarray:
         """Bytes that cross each cut: of every layer before it that one behind it reads."""
         read = np.zeros((len(cuts.before), len(self.layers)), bool)

@@ -72,7 +72,7 @@ def run(program: Program, arguments: Arguments) -> Call:
     jobs = []
     for row, device in devices.items():
         mine = {s: stage for s, stage in stages.items() if stage.device is device}
-        about = (program.schedule, row, device, partners, None, 0, 1)
+        about = (program.schedule, row, device, partners, None, 0, 1, None)
         jobs.append(MeshJob(*about, mine, program.finish))
     outcomes = program.agreed().run(jobs) if program.connect else run_threads(jobs)
     outcomes.sort(key=attrgetter("row"))

@@ -65,7 +65,7 @@ class JaxWing(Wing):
         self, schedule: Schedule, stages: Sequence[Any], options: Options, *, training: bool
     ) -> None:
         super().__init__(schedule, stages, options, training=training)
-        options.refuse("replicas", "autocast", "dump", "save", "stop", "resume")
+        options.refuse("pin", "replicas", "autocast", "dump", "save", "stop", "resume")
         self.seed = options.seed
         self.parts = [as_function(stage, s) for s, stage in enumerate(stages)]
         if training:

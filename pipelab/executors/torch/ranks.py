@@ -23,6 +23,8 @@ def perform(job: Job, progress: Callable[[int], None]) -> Outcome:
 
     All are on this host, so that they have one clock.
     """
+    if job.core is not None:
+        _make_room(job)
     with make_wire(job, exchange) as wire:
 
         def start() -> float:
@@ -38,6 +40,12 @@ def perform(job: Job, progress: Callable[[int], None]) -> Outcome:
         with connected():
             dist.barrier()  # nobody closes the wire while others read
     return outcome
+
+
+def _make_room(job: Job) -> None:
+    """Keep this process, but for its worker, off the cores of the workers, if there are others."""
+    taken = sorted(os.sched_getaffinity(0))[: job.schedule.devices * job.replicas]
+    os.sched_setaffinity(0, os.sched_getaffinity(0) - set(taken) or taken)
 
 
 def make_wire(job: Job, exchange: Callable[[Any], list[Any]]) -> TorchWire:

@@ -170,6 +170,7 @@ def _launcher(segment: Segment, options: Options) -> tuple[Launcher, list[str]]:
         from pipelab.executors.torch.ranks import Ranks
 
         if Ranks.started():
+            options.refuse("pin")
             ranks, count = Ranks(options.timeout, segment.whole.to_csv()), torch.cuda.device_count()
             if options.devices is None and count:
                 options = replace(options, devices=f"cuda:{ranks.local % count}")

@@ -1,0 +1,250 @@
+"""Costs fitted on one run predict others: python benchmarks/predict.py."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+if __name__ == "__main__":  # before jax is loaded: two devices, each computing with one thread
+    os.environ["XLA_FLAGS"] = (
+        "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"
+    )
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+from torch.nn import functional as F
+
+from measure import cores, machine, main, one_thread, page, paragraph, table
+from pipelab import Costs, Timeline, explain, fit, make, run, simulate
+from pipelab.models import mlp, split
+from pipelab.partition import Profile, profile, uniform
+
+BACKENDS = "threads", "processes", "jax"
+
+
+class Target(NamedTuple):
+    """What is predicted; `balance`: layers a stage, if not as many in each."""
+
+    schedule: str
+    microbatches: int
+    balance: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """An MLP of `layers` layers of `width`; actions of tens of ms. The default takes 10 minutes."""
+
+    width: int = 1024
+    layers: int = 8
+    samples: int = 64  # a micro-batch
+    batches: int = 3
+    microbatches: int = 8  # of the run that is fitted
+    targets: Sequence[Target] = (
+        Target("gpipe", 8),
+        Target("gpipe", 16),
+        Target("gpipe", 32),
+        Target("pipedream_flush", 8),
+        Target("pipedream_flush", 16),
+        Target("pipedream_flush", 32),
+        Target("interleaved", 8),
+        Target("gpipe", 8, (3, 5)),
+    )
+    shared: Sequence[Target] = (Target("gpipe", 16), Target("pipedream_flush", 8))
+
+
+class Turn(NamedTuple):
+    """Seconds of a run without its first batch: predicted, measured, and measured again."""
+
+    predicted: float
+    measured: float
+    again: float
+    on_core: float  # the share of the fitted run's compute in which devices had a core
+
+    @property
+    def error(self) -> float:
+        return 100 * (self.predicted / self.measured - 1)
+
+    @property
+    def noise(self) -> float:
+        """A/A: how far the same run is from itself."""
+        return 100 * (self.again / self.measured - 1)
+
+
+def report(repeats: int = 5, sizes: Sizes = Sizes()) -> str:
+    """Predictions beside runs, as a Markdown page."""
+    with one_thread():
+        layers = _profile(sizes)
+        rows = [
+            row
+            for backend in BACKENDS
+            for row in _rows(backend, 2, sizes.targets, repeats, sizes, layers)
+        ]
+        shared = [
+            row
+            for backend in BACKENDS[:2]
+            for row in _rows(backend, 2 * cores(), sizes.shared, repeats, sizes, layers)
+        ]
+        explained = _explained(sizes)
+    header = ["backend", "schedule", "m", "predicted", "measured", "error (%)", "A/A (%)"]
+    return page(
+        "# Predictions",
+        machine("numpy", "torch", "jax"),
+        paragraph(
+            f"An MLP of {sizes.layers} layers of {sizes.width}, {sizes.samples} samples a "
+            f"micro-batch, float32, SGD, {sizes.batches} batches of which the first, which warms "
+            "up, is left out everywhere. Every rank computes with one thread, torch's on a core "
+            "of its own (`run(pin=True)`). In turn: a run of GPipe with "
+            f"m = {sizes.microbatches} is fitted (`pipelab.fit`), the other one is predicted, run, "
+            f"and run again; {repeats} turns each. Makespans in ms (medians). The paired error, "
+            "predicted against the run just after the fit, and A/A, that run against itself "
+            "again: the median, in brackets the median of its sizes and the range. Interleaved: "
+            "`Costs.split`; another balance: `profile`d layers scaled to the fitted stages "
+            "(`Profile.as_measured`)."
+        ),
+        table([*header, "within"], rows),
+        "## More devices than cores",
+        paragraph(
+            f"{2 * cores()} devices on {cores()} cores, not pinned. A fit's `speed` is the share "
+            "of its compute in which a device had a core: what is missing to 100 % is the cores' "
+            "sharing, which the prediction takes to be the same in the other schedule."
+        ),
+        table([*header, "within", "had a core (%)"], [[*row, on_core] for *row, on_core in shared]),
+        "## One gap, explained",
+        paragraph(
+            "1F1B on processes, predicted from GPipe, and the same run again, whose difference is "
+            "the line under which no cause is claimed (`explain(..., repeats=)`):"
+        ),
+        f"```\n{explained}\n```",
+    )
+
+
+def _rows(
+    backend: str,
+    devices: int,
+    targets: Sequence[Target],
+    repeats: int,
+    sizes: Sizes,
+    layers: Profile,
+) -> list[list[str]]:
+    rows = []
+    for target in targets:
+        turns = [_turn(backend, devices, target, sizes, layers) for _ in range(repeats)]
+        errors, noise = [t.error for t in turns], [t.noise for t in turns]
+        typical = statistics.median(map(abs, noise))
+        good = abs(statistics.median(errors)) <= max(5, typical)
+        name = target.schedule + (f" {list(target.balance)}" if target.balance else "")
+        on_core = f"{100 * statistics.median(t.on_core for t in turns):.0f}"
+        row = [
+            backend,
+            name,
+            str(target.microbatches),
+            *(f"{1e3 * statistics.median(t[i] for t in turns):.0f}" for i in range(2)),
+            _spread(errors),
+            _spread(noise),
+            "yes" if good else "no",
+        ]
+        rows.append(row if devices <= cores() else [*row, on_core])
+    return rows
+
+
+def _spread(percents: Sequence[float]) -> str:
+    """The median, then that of the sizes, and the range."""
+    size = statistics.median(map(abs, percents))
+    middle = statistics.median(percents)
+    return f"{middle:+.1f} ({size:.1f}; {min(percents):+.1f} to {max(percents):+.1f})"
+
+
+def _turn(backend: str, devices: int, target: Target, sizes: Sizes, layers: Profile) -> Turn:
+    """Fit, predict, run, run again."""
+    even = uniform(sizes.layers, devices)
+    seen = timed(backend, "gpipe", devices, sizes.microbatches, even, sizes)
+    costs, v = fit(seen), 2 if target.schedule == "interleaved" else 1
+    balance = target.balance or uniform(sizes.layers, v * devices)
+    predicted = _balanced(costs, layers, even, balance) if target.balance else costs.split(v)
+    name, m = target.schedule, target.microbatches
+    schedule = make(name, devices, m, virtual=v, batches=sizes.batches)
+    found = [timed(backend, name, devices, m, balance, sizes) for _ in range(2)]
+    timelines = simulate(schedule, predicted), *found
+    model, measured, again = (t.warmed_up().makespan for t in timelines)
+    return Turn(model, measured, again, float(np.mean(costs.speed)))
+
+
+def _balanced(costs: Costs, layers: Profile, seen: Sequence[int], balance: Sequence[int]) -> Costs:
+    """The costs of other stages of the same layers."""
+    share = np.divide(balance, sum(balance))  # of the weights, which an update goes through
+    return replace(
+        layers.as_measured(costs, seen).costs(balance),
+        update=sum(costs.of("update", len(seen))) * share,
+        transfer=costs.transfer,
+        overhead=costs.overhead,
+        speed=costs.speed,
+    )
+
+
+def _profile(sizes: Sizes) -> Profile:
+    x = torch.randn(sizes.samples, sizes.width)
+    return profile(list(mlp(sizes.layers, sizes.width)), x, loss=F.mse_loss, target=x)
+
+
+def timed(
+    backend: str, name: str, devices: int, m: int, balance: Sequence[int], sizes: Sizes
+) -> Timeline:
+    """A run's timeline, without a check."""
+    schedule = make(name, devices, m, virtual=len(balance) // devices, batches=sizes.batches)
+    model = jax_stages if backend == "jax" else torch_stages
+    stages, batches, loss, optimizer = model(sizes, balance, m)
+    pin = backend != "jax" and devices <= cores()
+    done = run(schedule, stages, batches, loss, optimizer, backend=backend, pin=pin, check=False)
+    return done.timeline
+
+
+def torch_stages(sizes: Sizes, balance: Sequence[int], m: int) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    stages = split(mlp(sizes.layers, sizes.width), balance)
+    shape = (sizes.samples * m, sizes.width)
+    batches = [(torch.randn(shape), torch.randn(shape)) for _ in range(sizes.batches)]
+    return stages, batches, F.mse_loss, partial(torch.optim.SGD, lr=0.01)
+
+
+def jax_stages(sizes: Sizes, balance: Sequence[int], m: int) -> tuple[Any, ...]:
+    """The same in JAX: stages as functions and their parameters."""
+    draw = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.array(draw.standard_normal(shape, np.float32))
+
+    def stage(layers: int) -> tuple[Callable, list[jax.Array]]:
+        weights = [normal(sizes.width, sizes.width) / sizes.width**0.5 for _ in range(layers)]
+        return _layers, weights
+
+    shape = (sizes.samples * m, sizes.width)
+    batches = [(normal(*shape), normal(*shape)) for _ in range(sizes.batches)]
+    return [stage(n) for n in balance], batches, _mse, optax.sgd(0.01)
+
+
+def _layers(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+    for weight in weights:
+        x = jax.nn.relu(x @ weight)
+    return x
+
+
+def _mse(y: jax.Array, target: jax.Array) -> jax.Array:
+    return ((y - target) ** 2).mean()
+
+
+def _explained(sizes: Sizes) -> str:
+    even, m = uniform(sizes.layers, 2), sizes.microbatches
+    costs = fit(timed("processes", "gpipe", 2, m, even, sizes))
+    runs = [timed("processes", "pipedream_flush", 2, m, even, sizes) for _ in range(3)]
+    return str(explain(costs, runs[0], runs[1:]))
+
+
+if __name__ == "__main__":
+    main(report, "predict.md", repeats=5)
