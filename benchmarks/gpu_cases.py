@@ -20,7 +20,7 @@ def _width(device: torch.device) -> int:
     return 1024 if device.type == "cuda" else 32
 
 
-def _layer(width: int, dropout: float = 0.0) -> nn.Module:
+def _layer(width: int, dropout: float = 0.0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, width), nn.Dropout(dropout), nn.Tanh())
 
 
@@ -45,12 +45,12 @@ def checked(
     return run(schedule, stages, batches, F.mse_loss, optimizer, devices=names, **options)
 
 
-def _layers(device: torch.device, count: int, dropout: float = 0.0) -> list[nn.Module]:
+def _layers(device: torch.device, count: int, dropout: float = 0.0) -> list[nn.Sequential]:
     torch.manual_seed(0)
     return [_layer(_width(device), dropout) for _ in range(count)]
 
 
-def _tied(device: torch.device) -> list[nn.Module]:
+def _tied(device: torch.device) -> list[nn.Sequential]:
     """Three stages, the first and the last with one weight."""
     first, middle, last = _layers(device, 3)
     last[0].weight = first[0].weight

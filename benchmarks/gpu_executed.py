@@ -100,8 +100,10 @@ def jax_stages(place: Place) -> list[str]:
         return statistics.median(seconds_per_batch(done.timeline))
 
     return [
-        f'`run(backend="jax")` on {device}: the check of four stages passed (ratio '
-        f"{check.ratio:.2f}). Stages wait for what they compute.",
+        paragraph(
+            f'`run(backend="jax")` on {device}: the check of four stages passed (ratio '
+            f"{check.ratio:.2f}). Stages wait for what they compute."
+        ),
         *one_and_four(seconds, sizes.repeats),
     ]
 

@@ -164,7 +164,7 @@ def streams(place: Place) -> list[str]:
     """Four stages on one device, each on a stream of its own, beside one stage with all layers."""
     model = Model(place)
     return [
-        f"1F1B, {model}. Target: at most 1.03 of one stage's time.",
+        paragraph(f"1F1B, {model}. Target: at most 1.03 of one stage's time."),
         *one_and_four(model.seconds, place.sizes.repeats),
     ]
 
@@ -176,7 +176,7 @@ class Clocked(torch.optim.SGD):
         super().__init__(parameters, lr=0.01)
         self.place, self.marks = place, marks
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         super().step(closure)
         self.place.wait()
         self.marks.append(time.perf_counter())
@@ -213,15 +213,9 @@ def memory(place: Place) -> list[str]:
         raise Skip("torch counts the memory of GPUs alone")
     model, rows = Model(place), []
     for stages in (1, 4):
-        for _ in range(2):  # the first run makes cuBLAS's workspaces
-            torch.cuda.reset_peak_memory_stats(place.device)
-            done = model.run(model.table("gpipe", stages), [place.device] * stages)
-            most = torch.cuda.max_memory_allocated(place.device)
-            left = torch.cuda.memory_allocated(place.device)
-        ours = sum(done.memory.peak())  # at GPipe's peak all stages hold all that they ever do
-        error = ours / (most - left) - 1
-        sizes = (f"{count / 2**20:.0f}" for count in (ours, most - left, left))
-        rows.append((stages, *sizes, f"{100 * error:+.1f}"))
+        ours, torchs, left = peaks(model, stages)
+        sizes = (f"{count / 2**20:.0f}" for count in (ours, torchs, left))
+        rows.append((stages, *sizes, f"{100 * (ours / torchs - 1):+.1f}"))
     return [
         paragraph(
             f"GPipe, {model}: the peaks of all stages on one GPU, beside "
@@ -231,6 +225,20 @@ def memory(place: Place) -> list[str]:
         ),
         table(("stages", "ours (MiB)", "torch's (MiB)", "left out (MiB)", "ours is off (%)"), rows),
     ]
+
+
+def peaks(model: Model, stages: int) -> tuple[float, int, int]:
+    """Bytes at GPipe's peak by our count and by torch's, and those that are left afterwards.
+
+    At that moment all stages hold all that they ever do. The second of two runs: the first makes
+    cuBLAS's workspaces.
+    """
+    device = model.place.device
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats(device)
+        done = model.run(model.table("gpipe", stages), [device] * stages)
+        left = torch.cuda.memory_allocated(device)
+    return sum(done.memory.peak()), torch.cuda.max_memory_allocated(device) - left, left
 
 
 def predictions(place: Place) -> list[str]:
