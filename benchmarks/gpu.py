@@ -17,7 +17,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +24,8 @@ import torch
 
 from gpu_executed import checked, jax_stages, launched, lectures, pipeshard, suite
 from gpu_measured import DEFAULTS, Failed, Place, Skip, clocks, memory, predictions, streams
-from measure import FOLDER, machine, page, paragraph, table
+from measure import FOLDER, check_folder, machine, page, paragraph, table
+from pipelab.action import check_counts
 
 SECONDS = 480  # of all sections together
 LONGEST = 150  # of one, other than the last: a hang must not take the others' time
@@ -158,31 +158,25 @@ def _gpus(device: str) -> str:
     return f"GPUs: {', '.join(names)}; CUDA {torch.version.cuda}."
 
 
-@dataclass(frozen=True)
-class _Options:
-    device: str
-    seconds: int
-    markdown: Path
-    section: str | None
-
-
-def _options(arguments: list[str] | None) -> _Options:
+def _options(arguments: list[str] | None) -> argparse.Namespace:
     """Exit status 2 and one line on bad input, before anything is measured."""
     parser = argparse.ArgumentParser(description="What only a GPU can show, as a Markdown page.")
     parser.add_argument("--device", choices=PAGES, default="cuda", help="cpu: a rehearsal")
     parser.add_argument("--seconds", type=int, default=SECONDS, help=f"default: {SECONDS}")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="instead of the page here")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
-    found = parser.parse_args(arguments)
-    file = found.markdown or FOLDER / PAGES[found.device]
-    if found.seconds < 1:
-        parser.exit(2, f"{parser.prog}: error: --seconds {found.seconds}: give at least 1\n")
-    if not file.parent.is_dir():
-        parser.exit(2, f"{parser.prog}: error: {file}: there is no folder {file.parent}\n")
-    if found.device == "cuda" and not torch.cuda.is_available():
-        remedy = "make gpu DEVICE=cpu rehearses it without one"
-        parser.exit(2, f"{parser.prog}: error: torch sees no CUDA device here: {remedy}\n")
-    return _Options(found.device, found.seconds, file, found.section)
+    options = parser.parse_args(arguments)
+    options.markdown = options.markdown or FOLDER / PAGES[options.device]
+    try:
+        check_counts(seconds=options.seconds)
+        check_folder(options.markdown)
+        if options.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                "torch sees no CUDA device here: make gpu DEVICE=cpu rehearses it without one"
+            )
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -218,7 +219,7 @@ def memory(place: Place) -> list[str]:
         rows.append((stages, *sizes, f"{100 * (ours / torchs - 1):+.1f}"))
     return [
         paragraph(
-            f"GPipe, {model}: the peaks of all stages on one GPU, beside "
+            f"GPipe, {model}: the peak of all stages together on one GPU, beside "
             "torch.cuda.max_memory_allocated without what is there after the run as well (cuBLAS's "
             "workspaces, the model that stages are copied from). Target: within 5 %. What a "
             "backward works on and the data are in torch's count alone."
@@ -228,17 +229,17 @@ def memory(place: Place) -> list[str]:
 
 
 def peaks(model: Model, stages: int) -> tuple[float, int, int]:
-    """Bytes at GPipe's peak by our count and by torch's, and those that are left afterwards.
+    """Bytes at the peak of GPipe by our count and by torch's, and those that are left afterwards.
 
-    At that moment all stages hold all that they ever do. The second of two runs: the first makes
-    cuBLAS's workspaces.
+    Of all stages together. The second of two runs: the first makes cuBLAS's workspaces.
     """
     device = model.place.device
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats(device)
         done = model.run(model.table("gpipe", stages), [device] * stages)
         left = torch.cuda.memory_allocated(device)
-    return sum(done.memory.peak()), torch.cuda.max_memory_allocated(device) - left, left
+    together = replace(done.memory, devices=1, device=np.zeros_like(done.memory.device))
+    return together.peak()[0], torch.cuda.max_memory_allocated(device) - left, left
 
 
 def predictions(place: Place) -> list[str]:

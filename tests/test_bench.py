@@ -222,7 +222,7 @@ def test_a_section_has_a_process_which_is_ended_in_time(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--seconds", "0"], "--seconds 0: give at least 1"),
+        (["--seconds", "0"], "seconds=0: give a whole number of at least 1"),
         (["--device", "cpu", "--markdown", "nowhere/page.md"], "there is no folder nowhere"),
         pytest.param(
             [],

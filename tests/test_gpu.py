@@ -35,9 +35,8 @@ def test_workers_keep_their_streams():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("stages", [1, 4])
-def test_memory_is_torchs_own_count(stages):
-    ours, torchs, _ = peaks(Model(Place(GPU, Sizes(2048, 1024, 1.0), 60)), stages)
+def test_memory_is_torchs_own_count():
+    ours, torchs, _ = peaks(Model(Place(GPU, Sizes(2048, 1024, 1.0), 60)), 1)
     assert ours == pytest.approx(torchs, rel=0.05)
 
 

@@ -118,8 +118,9 @@ class TorchStage(Stage):
             copied = pytree.tree_map_only(Tensor, Tensor.clone, x)
             with torch.no_grad():
                 output = self._apply(microbatch, copied)[0]
-        if self.feed.targets is not None and self._on_cpu:
-            self.check_loss(microbatch)  # a GPU would have to be waited for: see `update`
+        # A number on a GPU would have to be waited for: see `update`.
+        if self.feed.targets is not None and (self._on_cpu or not self.recipe.finite):
+            self.check_loss(microbatch)
         return output
 
     def update(self, number: int, received: dict[int, News] | None = None) -> None:
