@@ -33,7 +33,7 @@ bench: .venv/.ready  ## measure and rewrite the pages in benchmarks/
 	$(BIN)/python benchmarks/explorer.py
 
 gpu: $(if $(filter $(GPU_PYTHON),$(BIN)/python),.venv/.ready)  ## what only a GPU shows, in 8 minutes; DEVICE=cpu rehearses it, PYTHON=python3 needs no .venv
-	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu.py --device $(DEVICE)
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) benchmarks/gpu.py --device $(DEVICE)
 
 images: .venv/.ready  ## draw the pictures in images/ again
 	$(BIN)/python images/draw.py

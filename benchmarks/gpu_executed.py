@@ -28,6 +28,12 @@ def failure(message: str) -> str:
     return "FAILED: " + message.partition("\n")[0].replace("|", "\\|")
 
 
+def last_error(text: str) -> str:
+    """The last line that names an error, of what a process wrote."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)  # without colours
+    return ["it wrote no error", *re.findall(r"^\S*[Ee]rror: .*", plain, re.MULTILINE)][-1]
+
+
 # ---- what is checked
 
 
@@ -75,7 +81,7 @@ def launched(place: Place) -> list[str]:
         began = time.perf_counter()
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         if done.returncode:
-            raise RuntimeError(f"{what}: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
+            raise RuntimeError(f"{what}: {last_error(done.stderr)}")
         verdict = json.loads(done.stdout)["check"]
         if not verdict["passed"]:
             raise RuntimeError(f"{what}: the check failed: {verdict}")
@@ -179,7 +185,6 @@ def _executed(book: Path, seconds: float) -> str:
                 return "skipped: no time left"
         if not done.returncode:
             return "executed"
-        plain = re.sub(r"\x1b\[[0-9;]*m", "", errors.read_text())  # without colours
-    *_, error = re.findall(r"^[\w.]+: .*", plain, re.MULTILINE) or ["no message"]
+        error = last_error(errors.read_text())
     missing = re.search(r"No module named '([\w.]+)'", error)
     return f"skipped: it needs {missing[1]}" if missing else failure(error)

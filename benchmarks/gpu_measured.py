@@ -55,7 +55,7 @@ class Sizes:
     repeats: int = 4
 
 
-DEFAULTS = {"cuda": Sizes(4096, 4096, 1e-3), "cpu": Sizes(256, 256, 1e-3)}
+DEFAULTS = {"cuda": Sizes(4096, 4096, 1e-3), "cpu": Sizes(256, 256, 1e-3, repeats=3)}
 
 
 @dataclass(frozen=True)
