@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from gpu_cases import SGD
 from measure import paragraph, seconds_per_batch, spread, table
-from pipelab import Run, Schedule, Timeline, fit, make, run, simulate
+from pipelab import Run, Schedule, fit, make, run, simulate
 from pipelab.models import split
 from pipelab.partition import profile, uniform
 
@@ -192,7 +192,7 @@ def clocks(place: Place) -> list[str]:
         noted = partial(Clocked, place=place, marks=marks)
         timeline = model.run(model.table("gpipe", 1), [place.device], noted).timeline
         wall = marks[-1] - marks[0]
-        inside = float(timeline.part(1, sizes.batches).busy[0])
+        inside = float(timeline.warmed_up().busy[0])
         return sum(seconds_per_batch(timeline)) / wall, inside / wall
 
     (pairs,) = in_turn([shares], sizes.repeats)
@@ -275,13 +275,10 @@ def predictions(place: Place) -> list[str]:
 
 def _errors(model: Model, schedule: Schedule, devices: Sequence[Any]) -> tuple[float, float]:
     """Of a prediction from a fit just before the run, and of the run itself as another's."""
-    last = model.sizes.batches
-
-    def steady(table: Schedule) -> Timeline:
-        return model.run(table, devices).timeline.part(1, last)
-
-    costs = fit(steady(model.table("gpipe", len(devices))))
+    costs = fit(model.run(model.table("gpipe", len(devices)), devices).timeline)
     costs = costs.split(schedule.stages // schedule.devices)
-    predicted = simulate(schedule, costs).part(1, last).makespan
-    measured, again = (steady(schedule).makespan for _ in range(2))
+    runs = (model.run(schedule, devices).timeline for _ in range(2))
+    predicted, measured, again = (
+        timeline.warmed_up().makespan for timeline in (simulate(schedule, costs), *runs)
+    )
     return predicted / measured - 1, again / measured - 1

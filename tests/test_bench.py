@@ -5,18 +5,13 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 import tests.jax_setup  # isort: skip  # noqa: F401
-import gpu
 import measure
 import peers
 import run
-from gpu_measured import Model, Place, Sizes
-from pipelab import Costs, simulate
 from pipelab.explain import CAUSES
 
 TINY = run.Sizes(
@@ -30,9 +25,8 @@ TINY = run.Sizes(
     timeout=1.0,
 )
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-SCRIPTS = {path.name for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()} - {
-    "gpu.py"
-}  # a command of its own; the others are what these share
+SCRIPTS = {path.name for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
+SCRIPTS -= {"gpu.py"}  # make gpu; files without __main__ are what scripts share
 GUARD = 60  # seconds within which any fault has to be reported
 
 
@@ -151,92 +145,6 @@ def test_jax_pipelines_side_by_side():
         4 * kept["worker, gpipe", 2], abs=0.02
     )  # GPipe keeps all micro-batches
     assert kept["worker, pipedream_flush", 8] == kept["worker, pipedream_flush", 2]  # 1F1B keeps p
-
-
-# ---- make gpu
-
-ROUGH = Sizes(16, 32, 0.0, layers=4, microbatches=2, repeats=2)
-HERE = Place(torch.device("cpu"), ROUGH, 60)
-
-
-@pytest.mark.parametrize("title", [*gpu.SECTIONS][:5])
-def test_what_a_gpu_shows_rehearsed(title):
-    outcome = gpu.attempt(title, HERE)
-    assert outcome.state == ("skipped" if title == "Memory" else "passed"), outcome.parts
-    for part in outcome.parts:
-        assert not re.search(r"nan|inf|FAILED", part)
-        assert all(len(line) <= 100 or line.startswith("|") for line in part.splitlines())
-
-
-def test_a_prediction_of_the_run_that_was_fitted(monkeypatch):
-    """The pairing of `predictions`, without noise: simulated runs are predicted exactly."""
-
-    def simulated(self, table, devices):
-        costs = Costs(3, 2, 1).split(table.stages // table.devices)
-        return SimpleNamespace(timeline=simulate(table, costs))
-
-    monkeypatch.setattr(Model, "run", simulated)
-    rows = gpu.predictions(HERE)[1].splitlines()[2:]
-    assert len(rows) == 8
-    assert all(row.count(" +0.0 (+0.0 to +0.0) %") == 2 for row in rows)
-
-
-def test_what_a_section_raises_is_its_outcome(monkeypatch, capsys):
-    def raising(error):
-        def section(place):
-            raise error
-
-        return section
-
-    for error, state, said in (
-        (gpu.Skip("one GPU here"), "skipped", "Skipped: one GPU here."),
-        (ModuleNotFoundError("x", name="flax"), "skipped", "it needs flax, which is not installed"),
-        (ModuleNotFoundError("x", name="pipelab.no"), "FAILED", "ModuleNotFoundError: x"),
-        (RuntimeError("CUDA error\nmore"), "FAILED", "Failed: `RuntimeError: CUDA error`"),
-        (gpu.Failed(["a table"]), "FAILED", "a table"),
-    ):
-        monkeypatch.setitem(gpu.SECTIONS, "Memory", raising(error))
-        outcome = gpu.attempt("Memory", HERE)
-        assert outcome.state == state
-        assert said in outcome.parts[0]
-
-
-def test_the_page_says_what_became_of_every_section(capsys):
-    def run(title, device, seconds):
-        assert 0 < seconds <= 100
-        return gpu.Outcome("FAILED" if title == "JAX" else "passed", [f"of {title}"])
-
-    text, passed = gpu.report("cpu", 100, run)
-    assert not passed
-    assert all(f"## {title}\n\nof {title}\n" in text for title in gpu.SECTIONS)
-    assert "| JAX | FAILED | 0 |" in text
-    text, passed = gpu.report("cpu", 0, run)
-    assert passed and text.count("Skipped: the 0 seconds were over.") == len(gpu.SECTIONS)
-
-
-def test_a_section_has_a_process_which_is_ended_in_time(capsys):
-    assert gpu.in_a_process("Memory", "cpu", 60).state == "skipped"
-    assert gpu.in_a_process("Memory", "cpu", 0.1).parts == ["Failed: `no end within 0 s`"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--seconds", "0"], "seconds=0: give a whole number of at least 1"),
-        (["--device", "cpu", "--markdown", "nowhere/page.md"], "there is no folder nowhere"),
-        pytest.param(
-            [],
-            "no CUDA device here: make gpu DEVICE=cpu rehearses it",
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
-        ),
-    ],
-)
-def test_make_gpu_refuses_in_one_line(arguments, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        gpu.main(arguments)
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
 
 
 # ---- the scripts
