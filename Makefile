@@ -1,6 +1,8 @@
 # make lab, make test: each sets up what it needs, once.
 PYTHON ?= python3
 BIN := .venv/bin
+GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
+DEVICE ?= cuda
 export OMP_NUM_THREADS ?= 1
 export PYTHONHASHSEED := 0
 
@@ -31,6 +33,9 @@ bench: .venv/.ready  ## measure and rewrite the pages in benchmarks/
 	$(BIN)/python benchmarks/jax_pipelines.py
 	$(BIN)/python benchmarks/explorer.py
 
+gpu: $(if $(filter $(GPU_PYTHON),$(BIN)/python),.venv/.ready)  ## what only a GPU shows, in 8 minutes; DEVICE=cpu rehearses it, PYTHON=python3 needs no .venv
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) benchmarks/gpu.py --device $(DEVICE)
+
 images: .venv/.ready  ## draw the pictures in images/ again
 	$(BIN)/python images/draw.py
 
@@ -44,4 +49,4 @@ clean:  ## remove the environment and caches
 	$(BIN)/pip install --quiet --editable '.[all]'
 	@touch $@
 
-.PHONY: help lab test fuzz notebooks bench images clean
+.PHONY: help lab test fuzz notebooks bench gpu images clean

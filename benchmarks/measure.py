@@ -37,13 +37,18 @@ def main(
     file = options.pop("markdown")
     try:
         check_counts(**options)
-        if not file.parent.is_dir():
-            raise ValueError(f"{file}: there is no folder {file.parent}")
+        check_folder(file)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
     text = report(**options)
     file.write_text(text)
     print(text, end="")
+
+
+def check_folder(file: Path) -> None:
+    """ValueError if a page cannot be written there."""
+    if not file.parent.is_dir():
+        raise ValueError(f"{file}: there is no folder {file.parent}")
 
 
 def compare(calls: list[Callable[[], Any]], repeats: int) -> list[list[float]]:

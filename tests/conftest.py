@@ -37,6 +37,17 @@ def tables(draw, names=tuple(SCHEDULES), largest=8):
     return make(name, p, m, virtual=v, batches=batches), p, m, v, batches
 
 
+def pytest_collection_modifyitems(items):
+    """Skip the GPU tests, visibly, where torch sees no GPU."""
+    of_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if of_gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in of_gpu:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 FAILED = pytest.StashKey[list]()  # the checks that failed in a test
 
 

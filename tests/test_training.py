@@ -318,7 +318,7 @@ def test_ranks_are_laid_out_as_in_deepspeeds_topology():
 def test_replicas_that_differ_fail_the_check(monkeypatch):
     from pipelab.executors.transport import Mailboxes
 
-    def forget_the_others(self, key, device, parts):
+    def forget_the_others(self, key, device, parts, home):
         return parts
 
     monkeypatch.setattr(Mailboxes, "sum_over_replicas", forget_the_others)

@@ -8,6 +8,8 @@ from collections.abc import Hashable, Sequence
 from threading import Condition, Event
 from typing import Any, NamedTuple, Protocol
 
+from pipelab.executors.device import Device
+
 Key = Hashable
 
 
@@ -46,8 +48,11 @@ class Transport(Protocol):
     def receive(self, key: Key, device: int) -> Message:
         """The message of that key, on `device`; waits for it. Aborted when the run has ended."""
 
-    def sum_over_replicas(self, key: Key, device: int, parts: list[Any]) -> list[Any]:
-        """`parts` added up, one by one, over the same device of all replicas; waits for them."""
+    def sum_over_replicas(self, key: Key, device: int, parts: list[Any], home: Device) -> list[Any]:
+        """`parts`, on `home`, added up one by one over the same device of all replicas.
+
+        Waits for them.
+        """
 
     def sleep(self, seconds: float) -> None:
         """Wait, or if `seconds` is not positive just look: Aborted when the run has ended."""
@@ -83,11 +88,12 @@ class Mailboxes(Transport):
                 raise Aborted
             return box.pop(key)
 
-    def sum_over_replicas(self, key: Key, device: int, parts: list[Any]) -> list[Any]:
+    def sum_over_replicas(self, key: Key, device: int, parts: list[Any], home: Device) -> list[Any]:
         me = self.replicas.index(self)
         for replica in self.replicas:
-            replica.send((key, me), device, Message(parts, 0.0))
-        all_parts = [self.receive((key, r), device).payload for r in range(len(self.replicas))]
+            replica.send((key, me), device, Message(home.give(parts), 0.0))
+        received = [self.receive((key, r), device).payload for r in range(len(self.replicas))]
+        all_parts = map(home.take, received)
         # In one order: equal in all replicas.
         return [sum(same[1:], same[0]) for same in zip(*all_parts, strict=True)]
 

@@ -8,6 +8,7 @@ from selectors import EVENT_READ, DefaultSelector
 from threading import Event
 from typing import Any
 
+from pipelab.executors.device import Device
 from pipelab.executors.job import Job
 from pipelab.executors.links import Arrays, Exchange, Line, Link, connect
 from pipelab.executors.transport import Key, Message, Transport
@@ -95,7 +96,7 @@ class Wire(Transport):
                 message = message._replace(at=now - self.began)
             self._here[device][key] = message
 
-    def sum_over_replicas(self, key: Key, device: int, parts: list[Any]) -> list[Any]:
+    def sum_over_replicas(self, key: Key, device: int, parts: list[Any], home: Device) -> list[Any]:
         raise NotImplementedError("replicas")
 
     def settle(self) -> None:

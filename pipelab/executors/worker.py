@@ -205,11 +205,11 @@ class Worker:
             return
         if self.replicas > 1:
             sums = self.transport.sum_over_replicas(
-                (action.stage, group), self.rank, stage.sums(group)
+                (action.stage, group), self.rank, stage.sums(group), self.device
             )
             stage.replace_sums(group, sums)
         if self.partners[action.stage]:
-            news = stage.news()
+            news = self.device.give(stage.news())
             for other in self.partners[action.stage]:
                 self.transport.send(
                     (action.stage, other, group), self.schedule.placement[other], Message(news, 0.0)
@@ -217,7 +217,10 @@ class Worker:
 
     def _collect_news(self, update: Action) -> dict[int, Any]:
         keys = {s: (s, update.stage, update.microbatch) for s in self.partners[update.stage]}
-        return {s: self.transport.receive(key, self.rank).payload for s, key in keys.items()}
+        return {
+            s: self.device.take(self.transport.receive(key, self.rank).payload)
+            for s, key in keys.items()
+        }
 
     # ---- pacing
 

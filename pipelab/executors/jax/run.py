@@ -87,7 +87,8 @@ class JaxWing(Wing):
         return JaxJob(parts=parts, feeds=feeds, shapes=self.shapes, **fields)
 
     def trainer(self, recipe: Recipe, wide: bool) -> Trainer:
-        return Trainer(self.parts, recipe, wide=wide)
+        here = (d for d in self.devices if d.process_index == jax.process_index())
+        return Trainer(self.parts, recipe, next(here), wide=wide)
 
 
 def _shapes(

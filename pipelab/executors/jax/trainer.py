@@ -3,8 +3,8 @@
 It shares no code with the worker or the stages.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -24,8 +24,10 @@ class Trainer(judge.Trainer):
     parts  the stages as (function, parameters)
     """
 
-    def __init__(self, parts: Sequence[Part], recipe: Recipe, *, wide: bool) -> None:
-        self.recipe, self.wide = recipe, wide
+    def __init__(
+        self, parts: Sequence[Part], recipe: Recipe, device: jax.Device, *, wide: bool
+    ) -> None:
+        self.recipe, self.device, self.wide = recipe, device, wide
         self.start: Sequence[Any] = ()
         self._double = bool(jax.config.read("jax_enable_x64"))  # the caller's
         self.applies, parameters = zip(*parts, strict=True)
@@ -54,14 +56,14 @@ class Trainer(judge.Trainer):
 
     def losses(self, pieces: Sequence[Piece], jitter: int = 0) -> Losses:
         random = np.random.default_rng(jitter) if jitter else None
-        with self._precision():
+        with self._active():
             found = [self._value(*self._arguments(piece, random))[1] for piece in pieces]
         return [(float(mean), float(count)) for mean, count in found]
 
     def gradients(self, t: int, pieces: Sequence[Piece], jitter: int = 0) -> tuple[Losses, Arrays]:
         random = np.random.default_rng(jitter) if jitter else None
         losses: Losses = []
-        with self._precision():
+        with self._active():
             total = jax.tree.map(np.zeros_like, [history[t] for history in self.history])
             for piece in pieces:
                 gradient, (mean, count) = self._differentiate(*self._arguments(piece, random))
@@ -79,7 +81,8 @@ class Trainer(judge.Trainer):
     def step(self, t: int, gradients: Sequence[dict[str, Any]]) -> tuple[Arrays, Arrays]:
         latest = [history[t] for history in self.history]
         given = [self._like(w, g) for w, g in zip(latest, gradients, strict=True)]
-        after, self.state_of_optimizer = self._step(latest, self.state_of_optimizer, given)
+        with self._active():
+            after, self.state_of_optimizer = self._step(latest, self.state_of_optimizer, given)
         return self.arrays(latest), self.arrays(after)
 
     def accept(self, t: int, weights: Sequence[dict[str, Any]]) -> None:
@@ -101,8 +104,11 @@ class Trainer(judge.Trainer):
 
     # ---- pieces of it
 
-    def _precision(self) -> AbstractContextManager:
-        return jax.enable_x64(True) if self.wide else nullcontext()
+    @contextmanager
+    def _active(self) -> Iterator[None]:
+        """On its device, where rounding is the run's own: a GPU may multiply in TF32."""
+        with jax.default_device(self.device), jax.enable_x64(self.wide or self._double):
+            yield
 
     def _placed(self, tree: Any) -> Any:
         """Arrays of numpy, in this trainer's precision; random keys as they are."""

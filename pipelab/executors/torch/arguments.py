@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from pipelab.costs import Recompute
 from pipelab.executors.batches import Trees
 from pipelab.executors.options import Options
-from pipelab.executors.torch.device import torch_device
+from pipelab.executors.torch.device import find_device
 from pipelab.schedule import Schedule
 
 TREES = Trees(pytree.tree_flatten, pytree.tree_unflatten)
@@ -155,7 +155,7 @@ def device_names(schedule: Schedule, options: Options) -> list[str]:
             "per row; repeats are allowed"
         )
     for name in names:
-        torch_device(name)  # raises if this machine does not have it
+        find_device(name)  # raises if this machine does not have it
     return [str(name) for name in names]
 
 

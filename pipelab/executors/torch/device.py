@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from threading import RLock
 from typing import Any
 
@@ -110,14 +111,14 @@ class CpuDevice(Device):
 
 
 class CudaDevice(CpuDevice):
-    """A GPU with a stream of its own, so that several workers can share it.
+    """A GPU with a stream of its own for each `worker`, by number, so that several can share it.
 
     The host runs ahead, so marks of time are events.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, worker: int = 0) -> None:
         super().__init__(device)
-        self.stream = torch.cuda.Stream(device)
+        self.stream = stream_of(device, worker)
 
     def begin(self, began: float) -> None:
         # Weights and data were put there on the caller's stream.
@@ -159,21 +160,35 @@ class CudaDevice(CpuDevice):
         return pytree.tree_map_only(Tensor, move, payload)
 
 
-def torch_device(name: str | torch.device) -> CpuDevice:
-    """The runtime of a torch device by its name. ValueError if this machine does not have it."""
+@cache
+def stream_of(device: torch.device, worker: int) -> torch.cuda.Stream:
+    """The stream of a worker, the same in every run.
+
+    torch keeps freed memory for the stream that it was used on, and cuBLAS a workspace for each:
+    with new streams, every run would take more of both, and be slow until it has them.
+    """
+    return torch.cuda.Stream(device)
+
+
+def torch_device(name: str | torch.device, worker: int = 0) -> CpuDevice:
+    """The runtime of a torch device for a worker by its number. ValueError as `find_device`."""
+    device = find_device(name)
+    return CpuDevice(device) if device.type == "cpu" else CudaDevice(device, worker)
+
+
+def find_device(name: str | torch.device) -> torch.device:
+    """A torch device by its name. ValueError if this machine does not have it."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device {name!r}: {str(error).splitlines()[0]}") from None
-    if device.type == "cpu":
-        return CpuDevice(device)
-    if device.type != "cuda":
+    if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {name!r}: use cpu or cuda")
-    if (device.index or 0) >= torch.cuda.device_count():
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"device {name!r}: this machine has {torch.cuda.device_count()} CUDA devices"
         )
-    return CudaDevice(device)
+    return device
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -46,10 +46,9 @@ class TorchJob(Job):
     updates: int = 0
 
     def home(self) -> CpuDevice:
-        return torch_device(self.device)
+        return torch_device(self.device, self.rank)
 
     def stages(self, home: CpuDevice) -> dict[int, TorchStage]:
-        warm_up(home)
         made = {}
         for s, module in self.modules.items():
             (copied,) = arguments.copies_of([module])
@@ -67,6 +66,10 @@ class TorchJob(Job):
             copied.to(home.device)
             made[s] = TorchStage(copied, home, self.recipe, feed, ties=ties, start=start)
         return made
+
+    def prepare(self, stages: dict[int, TorchStage]) -> None:
+        for stage in stages.values():  # on the worker's own stream, with its own handle of cuBLAS
+            warm_up(stage.device)
 
     def after(self, stages: dict[int, TorchStage]) -> None:
         if self.save and not self.replica:
@@ -126,7 +129,9 @@ class TorchWing(Wing):
 
     def trainer(self, recipe: Recipe, wide: bool) -> Trainer:
         start, first = [self.start[s] for s in sorted(self.start)], self.segment.first_update
-        return Trainer(self.stages, recipe, self.devices[0], wide=wide, first=first, start=start)
+        # Where there is a GPU, on that: it may round more (TF32), which the reference has to show.
+        home = next((name for name in self.devices if name.startswith("cuda")), self.devices[0])
+        return Trainer(self.stages, recipe, home, wide=wide, first=first, start=start)
 
     @contextmanager
     def saving(self) -> Iterator[None]:

@@ -118,8 +118,9 @@ class TorchStage(Stage):
             copied = pytree.tree_map_only(Tensor, Tensor.clone, x)
             with torch.no_grad():
                 output = self._apply(microbatch, copied)[0]
-        if self.feed.targets is not None and self._on_cpu:
-            self.check_loss(microbatch)  # a GPU would have to be waited for: see `update`
+        # A number on a GPU would have to be waited for: see `update`.
+        if self.feed.targets is not None and (self._on_cpu or not self.recipe.finite):
+            self.check_loss(microbatch)
         return output
 
     def update(self, number: int, received: dict[int, News] | None = None) -> None:
@@ -144,7 +145,7 @@ class TorchStage(Stage):
             handle.data = latest[name].data
             total = self._gradient(name)
             if self.ties.get(name) in tied:
-                total = tied[self.ties[name]].to(handle.device, copy=True)
+                total = tied[self.ties[name]].clone()
             handle.grad = None if total is None else total.div_(divisor)
             for weights in self.weights.values():
                 weights[name].grad = None
@@ -187,7 +188,9 @@ class TorchStage(Stage):
         trained = self._trained()
         used = [p.grad is not None for p in trained]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-        return [torch.tensor([self.counts[group], *used], dtype=torch.float64), *gradients]
+        counted = [self.counts[group], *used]
+        counts = torch.tensor(counted, dtype=torch.float64, device=self.device.device)
+        return [counts, *gradients]
 
     def replace_sums(self, group: int, sums: list[Tensor]) -> None:
         self.counts[group], *used = sums[0].tolist()
@@ -399,9 +402,7 @@ def _add_up(news: Iterable[News]) -> dict[int, Tensor]:
     total: dict[int, Tensor] = {}
     for _, tied in news:
         for tie, gradient in tied.items():
-            if tie in total:
-                gradient = total[tie] + gradient.to(total[tie].device)
-            total[tie] = gradient
+            total[tie] = total[tie] + gradient if tie in total else gradient
     return total
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipelab.executors.device import Device
 from pipelab.executors.job import Job
 from pipelab.executors.links import Arrays, Exchange, Fill
 from pipelab.executors.transport import Key, Lost
@@ -30,8 +31,7 @@ class Tensors(Arrays):
     def content(self, array: Any) -> memoryview:
         if not isinstance(array, Tensor):
             return memoryview(b"")
-        tensor = array.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return _bytes(tensor)
+        return _bytes(_plain(array.cpu()))
 
     def build(self, described: Any, fill: Fill) -> Any:
         if not described:
@@ -60,7 +60,7 @@ class GpuTensors(Tensors):
     def content(self, array: Any) -> memoryview:
         if not isinstance(array, Tensor) or not array.is_cuda:
             return super().content(array)
-        tensor = array.detach().contiguous()
+        tensor = _flat(_plain(array))
         self.leaving = [(work, t) for work, t in self.leaving if not work.is_completed()]
         with connected():
             self.leaving.append((dist.isend(tensor, self.other, self.groups[0]), tensor))
@@ -72,13 +72,38 @@ class GpuTensors(Tensors):
         _, dtype, shape = described
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
         with connected():
-            dist.recv(tensor, self.other, self.groups[1])
+            dist.recv(_flat(tensor), self.other, self.groups[1])
         return tensor
+
+    def meet(self, speaks_first: bool) -> None:
+        """Send a byte each way; the other rank does so at the same time.
+
+        NCCL connects two ranks at their first message, and both have to call it for that. Later a
+        receiver only does when it has read on the socket that a message has been sent.
+        """
+        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        to, back = self.groups
+        with connected():
+            if speaks_first:
+                dist.send(byte, self.other, to)
+            dist.recv(byte, self.other, back)
+            if not speaks_first:
+                dist.send(byte, self.other, to)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Its numbers as they are, one after another."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _bytes(tensor: Tensor) -> memoryview:
     """Its memory."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
+    return _flat(tensor).numpy().data
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The same memory as bytes, which NCCL sends whatever they are."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 class TorchWire(Wire):
@@ -108,7 +133,9 @@ class TorchWire(Wire):
                 if replica == job.replica and job.row in (a, b):
                     other = a + b - job.row
                     both = groups if job.row == a else groups[::-1]
-                    found[other] = GpuTensors(device, other * job.replicas + replica, (*both,))
+                    link = GpuTensors(device, other * job.replicas + replica, (*both,))
+                    link.meet(speaks_first=job.row == a)
+                    found[other] = link
         return found
 
     def _group(self, job: Job, places: Sequence[tuple[int, int]]) -> Any:
@@ -124,7 +151,7 @@ class TorchWire(Wire):
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(group)
 
-    def sum_over_replicas(self, key: Key, device: int, parts: list[Any]) -> list[Any]:
+    def sum_over_replicas(self, key: Key, device: int, parts: list[Any], home: Device) -> list[Any]:
         sums = [part.contiguous() for part in parts]
         with connected():
             works = [dist.all_reduce(part, group=self._peers, async_op=True) for part in sums]
