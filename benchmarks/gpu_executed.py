@@ -18,7 +18,7 @@ import torch
 
 from gpu_cases import CASES, processes
 from gpu_measured import Failed, Place, Skip, one_and_four
-from measure import FOLDER, paragraph, seconds_per_batch, table
+from measure import FOLDER, paragraph, table
 
 ROOT = FOLDER.parent
 
@@ -104,7 +104,7 @@ def jax_stages(place: Place) -> list[str]:
 
     def seconds(stages: int) -> float:
         done = on_one_device(device, stages, sizes.microbatches, checked=False)
-        return statistics.median(seconds_per_batch(done.timeline))
+        return statistics.median(done.timeline.batch_seconds())
 
     return [
         paragraph(

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpu_cases import SGD
-from measure import paragraph, seconds_per_batch, spread, table
+from measure import paragraph, spread, table
 from pipelab import Run, Schedule, fit, make, run, simulate
 from pipelab.models import split
 from pipelab.partition import profile, uniform
@@ -115,9 +115,8 @@ class Model:
     def seconds(self, stages: int) -> float:
         """Per batch of 1F1B with so many stages on the one device."""
         schedule = self.table("pipedream_flush", stages)
-        return statistics.median(
-            seconds_per_batch(self.run(schedule, [self.place.device] * stages).timeline)
-        )
+        timeline = self.run(schedule, [self.place.device] * stages).timeline
+        return statistics.median(timeline.batch_seconds())
 
     def table(self, name: str, devices: int, times: int = 1, virtual: int = 1) -> Schedule:
         """A schedule of so many times the micro-batches."""
@@ -193,7 +192,7 @@ def clocks(place: Place) -> list[str]:
         timeline = model.run(model.table("gpipe", 1), [place.device], noted).timeline
         wall = marks[-1] - marks[0]
         inside = float(timeline.warmed_up().busy[0])
-        return sum(seconds_per_batch(timeline)) / wall, inside / wall
+        return timeline.batch_seconds().sum() / wall, inside / wall
 
     (pairs,) = in_turn([shares], sizes.repeats)
     whole, inside = zip(*pairs, strict=True)
