@@ -319,11 +319,11 @@ class Plan:
         for s, stage in enumerate(self.stages):
             rows.append(
                 {
-                    "stage": str(s),
+                    "stage": s,
                     "layers": " ".join(map(str, stage.layers)),
                     "mesh": "x".join(map(str, stage.mesh)),
                     "devices": " ".join(str(device.id) for device in stage.devices),
-                    "parameters": str(len(stage.parameters)),
+                    "parameters": len(stage.parameters),
                     "parameter MiB": f"{stage.parameter_bytes / 2**20:.3g}",
                     "activation MiB": f"{stage.activation_bytes / 2**20:.3g}",
                     "sent MiB": f"{stage.sent_bytes / 2**20:.3g}",
@@ -332,12 +332,18 @@ class Plan:
         return as_table(rows)
 
 
-def as_table(rows: Sequence[dict[str, str]]) -> str:
-    """Rows with the same keys as lines of text: the keys, then a line each."""
-    table = [list(rows[0]), *(list(row.values()) for row in rows)]
+def as_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows with the same keys as lines of text: the keys, then a line each; None is left blank."""
+    table = [list(rows[0]), *(list(map(_text, row.values())) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for row in table:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -15,8 +14,7 @@ from jax.extend.core import DebugInfo, Jaxpr, Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipelab.pipeshard.auto.cache import Key, digest
-from pipelab.pipeshard.auto.flops import total
-from pipelab.pipeshard.auto.sharded import SCORED_ON_CPU
+from pipelab.pipeshard.auto.sharded import built
 from pipelab.pipeshard.cut import StageGraph, cut
 from pipelab.pipeshard.graph import Arrays, Graph, PipeshardError, on_mesh, shape_of, spec_of
 from pipelab.pipeshard.plan import StageProblem
@@ -59,12 +57,6 @@ class Candidate:
         """With the user's sharding constraints on this mesh."""
         return replace(self.graph, equations=[on_mesh(e, mesh) for e in self.graph.equations])
 
-    @cached_property
-    def repeats(self) -> float:
-        """How many times the FLOPs that XLA counts, which counts a scan's body once."""
-        counted = total(self.graph.equations, as_xla=True)
-        return total(self.graph.equations) / counted if counted else 1.0
-
     def place(self, mesh: Mesh, specs: Specs, v: Var) -> NamedSharding:
         """The sharding of a variable, as the program will have it."""
         axis = 0 if v in self.problem.batch else self.problem.axes.get(v)
@@ -79,10 +71,7 @@ class Candidate:
         graphs = list(self.graphs)
         graphs[self.number] = self.graph_on(mesh)
         build = partial(CompiledStage, graphs, self.number, place, False, (), set())
-        if not runs and mesh.devices.flat[0].platform == "cpu":
-            with suppress(jax.errors.JaxRuntimeError):  # XLA may drop an option
-                return build(SCORED_ON_CPU)
-        return build()
+        return built(build, mesh, scored=not runs)
 
     def key(self, mesh: Mesh, specs: Specs, measured: bool) -> Key:
         """All that a profile depends on."""
@@ -91,7 +80,7 @@ class Candidate:
         kinds = (graph.parameters, graph.inputs, graph.fixed, graph.data, graph.aux_inputs)
         outputs = (graph.outputs, graph.aux_outputs, graph.results)
         return {
-            "jaxpr": digest(self.text),
+            "equations": digest(self.text),
             "arguments": [len(kind) for kind in (*kinds, *outputs)],
             "shardings": [str(self.place(mesh, specs, v).spec) for v in graph.arguments],
             "mesh": list(mesh.devices.shape),

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
+from itertools import product, takewhile
 from typing import Any, Literal
 
 import jax
@@ -24,7 +24,7 @@ from pipelab.pipeshard.auto.operators import operator_specs
 from pipelab.pipeshard.auto.plan import AutoPlan
 from pipelab.pipeshard.auto.profile import StageProfile, mesh_of, profile
 from pipelab.pipeshard.auto.sharding import over_model
-from pipelab.pipeshard.auto.stages import StageTable, best_stages, submeshes
+from pipelab.pipeshard.auto.stages import Choice, StageTable, best_stages, submeshes
 from pipelab.pipeshard.graph import PipeshardError, Variables, shape_of
 from pipelab.pipeshard.plan import Shape, Sharding, StageProblem
 from pipelab.plan.machine import Machine
@@ -81,10 +81,9 @@ class AutoStages:
             table = make(schedule, remaining, method.microbatches)
             return table.peak_in_flight[0]
 
-        table, choices = _table(profiles, problem.layers)
+        table, known = _table(profiles, problem.layers)
         found = best_stages(table, len(devices), method.microbatches, machine.memory, in_flight)
-        by_place = {(each.layers, (each.submesh, each.logical)): each for each in profiles}
-        chosen = [by_place[(s.first, s.last), choices[s.choice]] for s in found.stages]
+        chosen = [known[stage] for stage in found.stages]
 
         # [3] Which devices.
         meshes = _place(chosen, devices, hosts)
@@ -185,17 +184,19 @@ def _place(chosen: Sequence[StageProfile], devices: list[Any], hosts: int) -> li
 
 def _table(
     profiles: Sequence[StageProfile], layers: int
-) -> tuple[StageTable, list[tuple[Shape, Shape]]]:
-    """The profiles as arrays, and what the choices are."""
+) -> tuple[StageTable, dict[Choice, StageProfile]]:
+    """The profiles as arrays, and by their place in these."""
     choices = list(dict.fromkeys((each.submesh, each.logical) for each in profiles))
     held, activation, seconds = np.zeros((3, layers, layers, len(choices)))
     seconds[:] = np.inf
+    known = {}
     for each in profiles:
-        place = (*each.layers, choices.index((each.submesh, each.logical)))
+        place = Choice(*each.layers, choices.index((each.submesh, each.logical)))
+        known[place] = each
         seconds[place] = each.seconds
         held[place], activation[place] = each.held_bytes, each.activation_bytes
     counts = tuple(math.prod(submesh) for submesh, _ in choices)
-    return StageTable(counts, seconds, held, activation), choices
+    return StageTable(counts, seconds, held, activation), known
 
 
 # ---- the optimizer's state lies as the parameter that it belongs to
@@ -214,12 +215,7 @@ def _owner(path: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | No
 
     def alike(other: str) -> int:
         pairs = zip(reversed(_tokens(path)), reversed(_tokens(other)), strict=False)
-        count = 0
-        for a, b in pairs:
-            if a != b:
-                break
-            count += 1
-        return count
+        return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
     same: Iterable[str] = (p for p, other in parameters.items() if other == shape)
     best = max(same, key=alike, default=None)

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import jax
@@ -22,16 +22,10 @@ from jax.sharding import Mesh, PartitionSpec
 from pipelab.pipeshard.auto.cache import Cache
 from pipelab.pipeshard.auto.candidate import Candidate, Specs
 from pipelab.pipeshard.auto.cost import Cost
-from pipelab.pipeshard.graph import (
-    Variables,
-    bytes_of,
-    is_key_type,
-    shape_of,
-    size,
-    spec_of,
-)
+from pipelab.pipeshard.auto.flops import repeats
+from pipelab.pipeshard.graph import Variables, is_key_type, spec_of
 from pipelab.pipeshard.plan import AXES, Shape
-from pipelab.pipeshard.stage import CompiledStage
+from pipelab.pipeshard.stage import CompiledStage, bytes_on_mesh
 from pipelab.plan.machine import Machine
 
 REPEATS = 5
@@ -139,19 +133,17 @@ def profile(
     if measured:
         forward, backward = entry.seconds
     else:
-        costs = (entry.forward, entry.backward)
-        both = [replace(cost, flops=cost.flops * candidate.repeats) for cost in costs]
-        forward, backward = (cost.seconds(machine) for cost in both)
+        forward, backward = entry.forward.seconds(machine), entry.backward.seconds(machine)
 
     # [2] What is held, and what remains for activations.
     parameters, held = _held_bytes(candidate, mesh, specs, state, entry)
-    graph, problem = candidate.graph, candidate.problem
+    problem = candidate.problem
     largest = max(entry.forward, entry.backward, key=lambda cost: cost.peak_bytes)
     return StageProfile(
         (candidate.first, candidate.last),
         submesh,
         mesh.devices.shape,
-        {problem.paths[problem.parameters[p]]: specs[p] for p in graph.parameters if p in specs},
+        {problem.paths[problem.parameters[p]]: spec for p, spec in specs.items()},
         "measured" if measured else "model",
         forward,
         backward,
@@ -177,8 +169,7 @@ def _held_bytes(
     graph, m = candidate.graph, candidate.problem.method.microbatches
 
     def share(v: Var) -> int:
-        shape = candidate.place(mesh, specs, v).shard_shape(shape_of(v))
-        return bytes_of(v) // max(size(v), 1) * math.prod(shape)
+        return bytes_on_mesh(spec_of(v, candidate.place(mesh, specs, v))) // mesh.size
 
     parameters = sum(map(share, graph.parameters))
     optimizer = sum(share(p) * len(state.get(p, ())) for p in graph.parameters)
@@ -192,7 +183,8 @@ def _held_bytes(
 
 def _examine(candidate: Candidate, mesh: Mesh, specs: Specs, measured: bool) -> Examined:
     compiled = candidate.compile(mesh, specs, measured)
-    forward, backward = Cost.of(compiled.forward), Cost.of(compiled.backward)
+    times = repeats(candidate.graph.equations)
+    forward, backward = Cost.of(compiled.forward, times), Cost.of(compiled.backward, times)
     seconds = _measure(candidate, compiled, mesh, specs) if measured else ()
     return Examined(forward, backward, compiled.bytes // mesh.size, seconds)
 

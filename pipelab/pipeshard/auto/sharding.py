@@ -164,7 +164,7 @@ class Search:
         axes = ", ".join(f"{count} along {axis!r}" for axis, count in self.mesh.shape.items())
         tried = "all" if len(self.table) == self.possible else f"{len(self.table)}"
         measured = [each for each in self.table[10:] if each.measured is not None]
-        rows = [_written(self._row(each)) for each in (*self.table[:10], *measured)]
+        rows = [self._row(each) for each in (*self.table[:10], *measured)]
         title = (
             f"{self.possible} candidates ({tried} tried) on {axes}; model of {self.machine.name}"
         )
@@ -182,13 +182,6 @@ class Search:
         if any(other.measured is not None for other in self.table):
             row["measured ms"] = None if each.measured is None else 1e3 * each.measured
         return row
-
-
-def _written(row: dict[str, Any]) -> dict[str, str]:
-    return {
-        name: f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
-        for name, value in row.items()
-    }
 
 
 def search_sharding(
@@ -227,7 +220,7 @@ def search_sharding(
     """
     program = Sharded(fun, arguments, mesh, outputs)
     machine = machine or machine_of(mesh.devices.flat[0])
-    options = _options(program, arguments, choices)
+    options = _options(program, choices)
     found: dict[Specs, Candidate] = {}
 
     def best_of(many: Iterable[Specs]) -> Specs:
@@ -256,22 +249,18 @@ def _rank(each: Candidate, machine: Machine) -> tuple[float, ...]:
     return excess, each.predicted, each.cost.peak_bytes
 
 
-def _options(
-    program: Sharded, arguments: Sequence[Any], choices: Choices | Sequence[Choices]
-) -> list[list[PartitionSpec]]:
+def _options(program: Sharded, choices: Choices | Sequence[Choices]) -> list[list[PartitionSpec]]:
     """The choices of each array."""
+    arguments = jax.tree.unflatten(program.tree, program.leaves)
     each = [choices] * len(arguments) if callable(choices) else list(choices)
     if len(each) != len(arguments):
         raise PipeshardError(
             f"{len(each)} choices for {len(arguments)} arguments: give one for each, or one for all"
         )
-    per_leaf = [
-        choose
-        for choose, argument in zip(each, arguments, strict=True)
-        for _ in jax.tree.leaves(argument)
-    ]
     return [
-        choose(x.shape, program.mesh) for choose, x in zip(per_leaf, program.leaves, strict=True)
+        choose(x.shape, program.mesh)
+        for choose, argument in zip(each, arguments, strict=True)
+        for x in jax.tree.leaves(argument)
     ]
 
 
