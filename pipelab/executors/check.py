@@ -21,7 +21,7 @@ stages. Every update is judged by itself: the gradient at the run's own weights,
 the optimizer takes from the run's own gradient. Steps that start equal and are equal stay equal.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -97,7 +97,7 @@ class Comparison:
         run: np.ndarray | float,
         truth: np.ndarray | float,
         noise: np.ndarray | float,
-        again: Callable[[], Iterator[np.ndarray]] = lambda: iter(()),
+        again: Iterable[np.ndarray] = (),
     ) -> None:
         """Compare two numbers or arrays of float64 or complex128.
 
@@ -111,7 +111,7 @@ class Comparison:
                 return
             with np.errstate(invalid="ignore"):  # inf - inf is nan, which is never equal
                 error = norms(run - truth)
-            size, opinions = norms(truth), again()
+            size, opinions = norms(truth), iter(again)
             while (ratio := _largest(error, noise)) > check.tolerance:
                 opinion = next(opinions, None)
                 if opinion is None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any, NamedTuple, Protocol
 
@@ -246,7 +245,7 @@ def _compare_update(
     for name, expected in gradients.items():
         noise = norms(own_gradients[name] - expected) + rounding(own.eps, expected)
         label = f"the gradient of {name} in update {t}"
-        found.add(label, run[name], expected, noise, partial(again.of, name))
+        found.add(label, run[name], expected, noise, again.of(name))
     return losses, own_losses
 
 
@@ -270,7 +269,7 @@ def _compare_losses(
         if count:
             noise = norms(near[k][0] - mean) + rounding(own.eps, mean)
             label = f"the loss of micro-batch {first + k}"
-            found.add(label, reported[k], mean, noise, partial(again.of, k))
+            found.add(label, reported[k], mean, noise, again.of(k))
 
 
 def _compare_twice(

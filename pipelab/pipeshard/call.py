@@ -47,8 +47,9 @@ def run(program: Program, arguments: Arguments) -> Call:
     values = {v: _array(x, v) for v, x in pairs}
     values.update({**step.update.consts, **step.loss.consts})
     uses = Counter(map(id, values.values()))
-    for v in program.donated:
-        if isinstance(values[v], jax.Array) and uses[id(values[v])] > 1:
+    donated = {v: x for v in program.donated if isinstance(x := values[v], jax.Array)}
+    for v, x in donated.items():
+        if uses[id(x)] > 1:
             raise PipeshardError(
                 f"{program.paths[v]} is donated, but the step reads the same array elsewhere, "
                 "too: pass a copy (jax.numpy.copy)"
@@ -89,9 +90,9 @@ def run(program: Program, arguments: Arguments) -> Call:
         )
 
     results = [_array(a.val, a) if isinstance(a, Literal) else find(a) for a in step.update.outputs]
-    for v in program.donated:
-        if isinstance(values[v], jax.Array) and not any(x is values[v] for x in results):
-            values[v].delete()
+    for x in donated.values():
+        if not any(x is result for result in results):
+            x.delete()
     records = [outcome.record for outcome in outcomes]
     tree = jax.tree.unflatten(step.results, results)
     return Call(tree, records, [find(v) for v in step.gradient])

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
 from pipelab.pipeshard.graph import (
@@ -32,7 +31,7 @@ from pipelab.pipeshard.graph import (
     PipeshardError,
     Variables,
     contains,
-    dtype_of,
+    is_inexact,
     is_key,
     needed,
     place_of,
@@ -181,7 +180,7 @@ def cut(
 
 def _by_gradient(vs: Iterable[Var], active: set[Var]) -> tuple[Variables, Variables]:
     """The variables that have a gradient, and those that have none."""
-    with_gradient = [v for v in vs if v in active and jnp.issubdtype(dtype_of(v), jnp.inexact)]
+    with_gradient = [v for v in vs if v in active and is_inexact(v)]
     return with_gradient, [v for v in vs if v not in with_gradient]
 
 

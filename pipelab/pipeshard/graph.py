@@ -201,6 +201,11 @@ def rounding(made: Iterable[JaxprEqn], read: Iterable[Atom] = ()) -> jnp.finfo:
     return max(map(jnp.finfo, floating), key=lambda of: float(of.eps))
 
 
+def is_inexact(atom: Atom) -> bool:
+    """Whether it has floating or complex numbers: there are gradients by these alone."""
+    return jnp.issubdtype(dtype_of(atom), jnp.inexact)
+
+
 def is_key_type(dtype: Any) -> bool:
     """Whether it is that of typed random keys, as jax.random.key makes them."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -275,12 +275,10 @@ class Parallelized:
                 f"{', '.join(options)}=: pass arrays by position, and bind options by "
                 "functools.partial"
             )
-        for i in self.donate_argnums:
-            if not -len(args) <= i < len(args):
-                raise PipeshardError(
-                    f"donate_argnums={self.donate_argnums}: the step was given {len(args)} "
-                    "arguments"
-                )
+        for name in ("batch_argnums", "donate_argnums"):
+            argnums = getattr(self, name)
+            if not all(-len(args) <= i < len(args) for i in argnums):
+                raise PipeshardError(f"{name}={argnums}: the step was given {len(args)} arguments")
         return flatten(args, self.batch_argnums)
 
     def _run(self, arguments: Arguments) -> tuple[Program, Call]:

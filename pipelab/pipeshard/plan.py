@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from pipelab.action import Reads
 from pipelab.partition.uniform import uniform
-from pipelab.pipeshard.graph import Graph, PipeshardError, Variables
+from pipelab.pipeshard.graph import Graph, PipeshardError, Variables, shape_of
 from pipelab.schedule import Schedule
 from pipelab.schedules import make
 from pipelab.validate import validate
@@ -330,6 +330,13 @@ class Plan:
                 }
             )
         return as_table(rows)
+
+
+def over_samples(v: Var, axis: int | None, mesh: Mesh) -> PartitionSpec:
+    """Over "data" along the samples' dimension, if it has one that divides; else whole."""
+    if axis is None or shape_of(v)[axis] % mesh.shape["data"]:
+        return PartitionSpec()
+    return PartitionSpec(*[None] * axis, "data")
 
 
 def as_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -88,7 +88,7 @@ class Trainer(judge.Trainer):
 
     def arrays(self, by_stage: Sequence[Any]) -> Arrays:
         return {
-            f"{name} of stage {s}": _wide(leaf)
+            f"{name} of stage {s}": wide(leaf)
             for s, of_stage in enumerate(by_stage)
             for name, leaf in named(of_stage).items()
         }
@@ -111,7 +111,7 @@ class Trainer(judge.Trainer):
     def _leaf(self, leaf: Any) -> Any:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return leaf
-        return _wide(leaf) if self.wide and _inexact(leaf.dtype) else np.asarray(leaf)
+        return wide(leaf) if self.wide and _inexact(leaf.dtype) else np.asarray(leaf)
 
     def _like(self, tree: Any, by_name: dict[str, Any]) -> Any:
         return jax.tree.unflatten(jax.tree.structure(tree), list(by_name.values()))
@@ -143,7 +143,7 @@ def named(tree: Any) -> dict[str, np.ndarray]:
     }
 
 
-def _wide(leaf: Any) -> np.ndarray:
+def wide(leaf: Any) -> np.ndarray:
     """As float64 or complex128."""
     array = np.asarray(leaf)
     return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)

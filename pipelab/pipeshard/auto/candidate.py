@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pipelab.pipeshard.auto.cache import Key, digest
 from pipelab.pipeshard.auto.sharded import built
 from pipelab.pipeshard.cut import StageGraph, cut
-from pipelab.pipeshard.graph import Arrays, Graph, PipeshardError, on_mesh, shape_of, spec_of
-from pipelab.pipeshard.plan import StageProblem
+from pipelab.pipeshard.graph import Arrays, Graph, PipeshardError, on_mesh, spec_of
+from pipelab.pipeshard.plan import StageProblem, over_samples
 from pipelab.pipeshard.stage import CompiledStage
 
 Specs = Mapping[Var, PartitionSpec]  # parameter -> how it is divided; whole where it is not named
@@ -59,11 +59,8 @@ class Candidate:
 
     def place(self, mesh: Mesh, specs: Specs, v: Var) -> NamedSharding:
         """The sharding of a variable, as the program will have it."""
-        axis = 0 if v in self.problem.batch else self.problem.axes.get(v)
-        spec = specs.get(v, PartitionSpec())
-        if v not in specs and axis is not None and shape_of(v)[axis] % mesh.shape["data"] == 0:
-            spec = PartitionSpec(*[None] * axis, "data")
-        return NamedSharding(mesh, spec)
+        axis = self.problem.axes.get(v)
+        return NamedSharding(mesh, specs[v] if v in specs else over_samples(v, axis, mesh))
 
     def compile(self, mesh: Mesh, specs: Specs, runs: bool) -> CompiledStage:
         """To run, or only to look at what it costs."""
