@@ -1,7 +1,5 @@
 """One call of a program: arguments onto their meshes, the rows of the schedule, the results."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial

@@ -8,8 +8,6 @@ Where micro-batches draw random numbers of their own, the undivided batch is giv
 draws a mask for all samples gets the micro-batches' masks, one after another, in its place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -16,8 +16,6 @@ The last exception has two of its own: an equation stays where it is if it reads
 argument (a frozen layer), or if its stage would have nothing else to do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 

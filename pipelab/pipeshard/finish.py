@@ -9,8 +9,6 @@ The update's tasks of level 0 are done within the schedule. Then, in every row's
 Rows of one process hand over by reference, those of several by messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

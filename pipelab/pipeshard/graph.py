@@ -1,7 +1,5 @@
 """Equations of a jaxpr as a list to look at, cut and evaluate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

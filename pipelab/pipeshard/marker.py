@@ -1,7 +1,5 @@
 """What a train step is marked with: the boundaries between layers, and the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A mesh as a device of the schedule, and its stages during one call, as a worker sees them."""
 
-from __future__ import annotations
-
 from collections import ChainMap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

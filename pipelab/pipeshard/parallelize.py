@@ -1,7 +1,5 @@
 """parallelize(train_step, method): the same call, as a pipeline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

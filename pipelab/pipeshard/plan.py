@@ -1,7 +1,5 @@
 """What the user asks for, and what comes of it: stages of layers, each on a mesh of devices."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,7 +70,7 @@ class StageProblem:
     paths: dict[Var, str]
     samples: int
     layers: int
-    method: Pipeshard
+    method: "Pipeshard"
 
 
 @runtime_checkable

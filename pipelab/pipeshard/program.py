@@ -1,7 +1,5 @@
 """A train step for arguments of certain shapes: traced, cut and compiled once, then run at will."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial

@@ -1,7 +1,5 @@
 """One stage, compiled for its mesh: its forward, its backward, and its tasks of the update."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping

@@ -1,7 +1,5 @@
 """A train step written for one device, taken apart into its loss and its update."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

@@ -14,8 +14,6 @@ What is made of single numbers alone (a step count, a learning rate, the sum of 
 computed by every task that needs it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import jax

@@ -1,7 +1,5 @@
 """What compiling a stage has shown, kept on disk: planning again takes no compiling."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

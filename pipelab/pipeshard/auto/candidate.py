@@ -1,7 +1,5 @@
 """A possible stage: some layers in a row, and what its profile depends on."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

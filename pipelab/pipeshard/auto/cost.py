@@ -1,7 +1,5 @@
 """What a compiled program costs, and the seconds that a machine takes for it: one formula."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +38,7 @@ class Cost:
     peak_bytes: int
 
     @classmethod
-    def of(cls, compiled: Any, repeats: float = 1.0) -> Cost:
+    def of(cls, compiled: Any, repeats: float = 1.0) -> "Cost":
         """Of what `jax.jit(...).lower(...).compile()` returned, for any device.
 
         repeats  how many times the FLOPs that XLA counts, which counts a scan's body once: see

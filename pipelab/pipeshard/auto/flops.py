@@ -1,7 +1,5 @@
 """FLOPs of one equation of a jaxpr, counted without compiling it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -5,8 +5,6 @@ it is done for single layers, on devices along "model" alone, and once for equal
 several layers divides each parameter as its layer does.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

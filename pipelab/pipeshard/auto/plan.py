@@ -1,7 +1,5 @@
 """A plan that was found, with the profiles that it was found by."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

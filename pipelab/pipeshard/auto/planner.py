@@ -1,7 +1,5 @@
 """Stages, their meshes and how these divide the work, found for a train step."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

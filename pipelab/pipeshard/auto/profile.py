@@ -4,8 +4,6 @@ On accelerators the times are measured. Host devices of a CPU share its cores, s
 times would say nothing about a machine with so many devices: there they come from the cost model.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time
@@ -46,7 +44,7 @@ class Examined:
     seconds: tuple[float, ...] = ()
 
     @classmethod
-    def parse(cls, found: Any, measured: bool) -> Examined:
+    def parse(cls, found: Any, measured: bool) -> "Examined":
         """What `asdict` made. Raises an error for anything else."""
         forward, backward = Cost(**found["forward"]), Cost(**found["backward"])
         activation_bytes, seconds = found["activation_bytes"], tuple(found["seconds"])

@@ -1,7 +1,5 @@
 """A program traced once, compiled and timed for arrays that lie on a mesh in different ways."""
 
-from __future__ import annotations
-
 import inspect
 import statistics
 import time

@@ -11,8 +11,6 @@ has a `Cost`, and the machine's formula turns that into seconds. Up to a number 
 are tried; beyond, one array after another is improved until none can be.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -145,7 +143,7 @@ class Search:
         """A candidate, by default the best, compiled to run: it takes the arrays one by one."""
         return self.program.compile((candidate or self.best).specs)
 
-    def measure(self, candidates: Iterable[Candidate], rounds: int = 7) -> Search:
+    def measure(self, candidates: Iterable[Candidate], rounds: int = 7) -> "Search":
         """The same search with the median seconds of these, run on arrays of ones."""
         chosen = [each.specs for each in candidates]
         found = dict(zip(chosen, self.program.timed(chosen, rounds), strict=True))

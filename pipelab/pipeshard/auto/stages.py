@@ -22,8 +22,6 @@ and for each micro-batch in flight its activations. How many are in flight depen
 and on how many stages follow: with 1F1B s on the s-th stage from the end, with GPipe all B.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple

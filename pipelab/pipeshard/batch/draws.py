@@ -10,8 +10,6 @@ What is drawn in one shape for all sizes of batch stays as it was written. So do
 are split into one for each sample, and what is drawn from keys of the samples' own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A batch in micro-batches: what their results add up to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum

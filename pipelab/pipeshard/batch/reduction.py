@@ -12,8 +12,6 @@ Anything else is *mixed*: a maximum over the batch, a square root of a mean, a p
 batch, and whatever an equation makes of samples that is not known here to keep them apart.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import itemgetter
 
