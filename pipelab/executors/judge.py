@@ -51,7 +51,7 @@ class Trainer(Protocol):
     eps: float
     eps_of_steps: float
     computes_in: str
-    start: Sequence[Any]
+    start: Sequence[Any] = ()
     history: list[dict[int, Any]]
 
     def losses(self, pieces: Sequence[Piece], jitter: int = 0) -> Losses:
@@ -85,6 +85,7 @@ class Trainer(Protocol):
 
         `weights`, if given, are what the run gives back: the buffers should be those.
         """
+        raise NotImplementedError("checkpoints are not supported")
 
 
 @dataclass

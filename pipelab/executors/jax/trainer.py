@@ -26,7 +26,6 @@ class Trainer(judge.Trainer):
 
     def __init__(self, parts: Sequence[Part], recipe: Recipe, *, wide: bool) -> None:
         self.recipe, self.wide = recipe, wide
-        self.start: Sequence[Any] = ()
         self._double = bool(jax.config.read("jax_enable_x64"))  # the caller's
         self.applies, parameters = zip(*parts, strict=True)
         floating = [d for d in map(jnp.result_type, jax.tree.leaves(parameters)) if _inexact(d)]
@@ -95,9 +94,6 @@ class Trainer(judge.Trainer):
 
     def state(self) -> tuple[Arrays, Arrays]:
         return self.arrays([history[max(history)] for history in self.history]), {}
-
-    def saved(self, states: Sequence[Any], weights: Sequence[Any] = ()) -> tuple[Arrays, Arrays]:
-        raise NotImplementedError("checkpoints are not supported with jax")
 
     # ---- pieces of it
 

@@ -161,13 +161,13 @@ def draw_in_pieces(
 
     own  whether they draw numbers of their own, or all the same
     """
-    draw: Draw = draw_own if own else lambda eqn, _, number, operands: single(eqn).run(*operands)
+    key, *others = operands
     parts = []
     for k in range(m):
-        mine = []
-        for x, v, w in zip(operands, whole.invars, piece.invars, strict=True):
+        mine = [jnp.vectorize(jax.random.fold_in)(key, np.uint32(k)) if own else key]
+        for x, v, w in zip(others, whole.invars[1:], piece.invars[1:], strict=True):
             axes = axes_of((v, w))
             mine.append(jnp.split(x, m, axes[0])[k] if axes else x)
-        parts += draw(piece, whole, np.uint32(k), mine)
+        parts += single(piece).run(*mine)
     (axis,) = axes_of((whole.outvars[0], piece.outvars[0]))
     return [jnp.concatenate(parts, axis)]
