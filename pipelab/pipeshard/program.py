@@ -24,7 +24,7 @@ from pipelab.pipeshard.graph import (
 )
 from pipelab.pipeshard.plan import Pipeshard, Plan, Planner, StagePlan, StageProblem, over_samples
 from pipelab.pipeshard.processes import Processes, processes_of
-from pipelab.pipeshard.stage import CompiledStage, Place
+from pipelab.pipeshard.stage import CompiledStage
 from pipelab.pipeshard.trace import Arguments, trace, trace_piece
 from pipelab.pipeshard.update import Task, donate, split
 
@@ -174,7 +174,7 @@ class Program:
         apart = Kind.W in self.schedule.columns.kind
         others = {*self._state} - {*self.step.parameters.values()}
         return {
-            s: CompiledStage(self.graphs, s, self._place_on(s), apart, tasks, others)
+            s: CompiledStage(self.graphs, s, partial(self.place, row), apart, tasks, others)
             for s, row in enumerate(self.schedule.placement)
             if row in self.rows
         }
@@ -204,9 +204,6 @@ class Program:
                 f"{name} of shape {shape_of(v)} cannot be sharded as {spec} over {dict(mesh.shape)}"
             ) from error
         return sharding
-
-    def _place_on(self, stage: int) -> Place:
-        return partial(self.place, self.schedule.placement[stage])
 
     def _next_values(self) -> dict[Var, Var]:
         """Result -> the argument that it is the next value of.

@@ -193,8 +193,7 @@ def in_pieces(step: Step, loss: Graph, combine: list[Combine], values: Arrays, m
         inputs = []
         for v in loss.inputs[count:]:
             x = known.get(v, np.uint32(k))
-            size = len(x) // m if v in step.batch else 0
-            inputs.append(x[k * size : (k + 1) * size] if size else x)
+            inputs.append(jnp.split(x, m)[k] if v in step.batch else x)
         pieces.append(gradient(parameters, inputs))
     how = [*combine, *[Combine(How.SUM)] * count]
     columns = zip(*pieces, strict=True)
