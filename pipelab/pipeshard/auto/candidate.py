@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -51,34 +51,51 @@ class Candidate:
             text += str(jax.make_jaxpr(partial(both_passes, graph))(*shapes))
         return re.sub(r" at 0x[0-9a-f]+", "", text)  # functions have addresses
 
-    def graph_on(self, mesh: Mesh) -> StageGraph:
+
+@dataclass
+class Placed:
+    """A candidate on a mesh (data, model).
+
+    specs  of the parameters that are divided
+    """
+
+    candidate: Candidate
+    mesh: Mesh
+    specs: Specs
+
+    @property
+    def graph(self) -> StageGraph:
         """With the user's sharding constraints on this mesh."""
-        return replace(self.graph, equations=[on_mesh(e, mesh) for e in self.graph.equations])
+        graph = self.candidate.graph
+        return replace(graph, equations=[on_mesh(eqn, self.mesh) for eqn in graph.equations])
 
-    def place(self, mesh: Mesh, specs: Specs, v: Var) -> NamedSharding:
+    def spec(self, v: Var) -> jax.ShapeDtypeStruct:
+        return spec_of(v, self.place(v))
+
+    def place(self, v: Var) -> NamedSharding:
         """The sharding of a variable, as the program will have it."""
-        axis = self.problem.axes.get(v)
-        return NamedSharding(mesh, specs[v] if v in specs else over_samples(v, axis, mesh))
+        axis = self.candidate.problem.axes.get(v)
+        spec = self.specs[v] if v in self.specs else over_samples(v, axis, self.mesh)
+        return NamedSharding(self.mesh, spec)
 
-    def compile(self, mesh: Mesh, specs: Specs, runs: bool) -> CompiledStage:
+    def compile(self, runs: bool) -> CompiledStage:
         """To run, or only to look at what it costs."""
-        place = partial(self.place, mesh, specs)
-        graphs = list(self.graphs)
-        graphs[self.number] = self.graph_on(mesh)
-        build = partial(CompiledStage, graphs, self.number, place, False, (), set())
-        return built(build, mesh, scored=not runs)
+        graphs, number = list(self.candidate.graphs), self.candidate.number
+        graphs[number] = self.graph
+        build = partial(CompiledStage, graphs, number, self.place, False, (), set())
+        return built(build, self.mesh, scored=not runs)
 
-    def key(self, mesh: Mesh, specs: Specs, measured: bool) -> Key:
+    def key(self, measured: bool) -> Key:
         """All that a profile depends on."""
-        graph = self.graph
-        device = mesh.devices.flat[0]
+        graph = self.candidate.graph
+        device = self.mesh.devices.flat[0]
         kinds = (graph.parameters, graph.inputs, graph.fixed, graph.data, graph.aux_inputs)
         outputs = (graph.outputs, graph.aux_outputs, graph.results)
         return {
-            "equations": digest(self.text),
+            "equations": digest(self.candidate.text),
             "arguments": [len(kind) for kind in (*kinds, *outputs)],
-            "shardings": [str(self.place(mesh, specs, v).spec) for v in graph.arguments],
-            "mesh": list(mesh.devices.shape),
+            "shardings": [str(self.place(v).spec) for v in graph.arguments],
+            "mesh": list(self.mesh.devices.shape),
             "device": [device.platform, device.device_kind],
             "versions": [jax.__version__, jaxlib.__version__],
             "x64": jax.config.read("jax_enable_x64"),

@@ -16,7 +16,7 @@ from jax.extend.core import Var
 from jax.sharding import PartitionSpec
 
 from pipelab.pipeshard.auto.cache import Cache, default_folder
-from pipelab.pipeshard.auto.candidate import Specs, candidates
+from pipelab.pipeshard.auto.candidate import Placed, Specs, candidates
 from pipelab.pipeshard.auto.cost import machine_of
 from pipelab.pipeshard.auto.operators import operator_specs
 from pipelab.pipeshard.auto.plan import AutoPlan
@@ -156,9 +156,8 @@ class AutoStages:
                     for p in each.graph.parameters
                     if p in divided and divided[p] in over_model(shape_of(p), mesh)
                 }
-                profiles.append(
-                    profile(each, submesh, mesh, specs, state, machine, measured, known)
-                )
+                stage = Placed(each, mesh, specs)
+                profiles.append(profile(stage, submesh, state, machine, measured, known))
                 bar.update()
         return profiles
 

@@ -18,10 +18,10 @@ from jax.extend.core import Var
 from jax.sharding import Mesh, PartitionSpec
 
 from pipelab.pipeshard.auto.cache import Cache
-from pipelab.pipeshard.auto.candidate import Candidate, Specs
+from pipelab.pipeshard.auto.candidate import Placed
 from pipelab.pipeshard.auto.cost import Cost
 from pipelab.pipeshard.auto.flops import repeats
-from pipelab.pipeshard.graph import Variables, is_key_type, spec_of
+from pipelab.pipeshard.graph import Variables, is_key_type
 from pipelab.pipeshard.plan import AXES, Shape
 from pipelab.pipeshard.stage import CompiledStage, bytes_on_mesh
 from pipelab.plan.machine import Machine
@@ -106,26 +106,22 @@ class StageProfile:
 
 
 def profile(
-    candidate: Candidate,
+    stage: Placed,
     submesh: Shape,
-    mesh: Mesh,
-    specs: Specs,
     state: Mapping[Var, Variables],
     machine: Machine,
     measured: bool,
     cache: Cache,
 ) -> StageProfile:
-    """Of a stage on a mesh (data, model).
+    """Of a stage.
 
-    specs     of the parameters that are divided
     state     parameter -> the optimizer's arrays of its shape, divided as it is
     measured  whether seconds are measured, on the mesh's devices
     """
     # [1] What compiling it shows, unless that is known.
-    key = candidate.key(mesh, specs, measured)
     entry = cache.get(
-        key,
-        lambda: asdict(_examine(candidate, mesh, specs, measured)),
+        stage.key(measured),
+        lambda: asdict(_examine(stage, measured)),
         lambda found: Examined.parse(found, measured),
     )
     if measured:
@@ -134,14 +130,14 @@ def profile(
         forward, backward = entry.forward.seconds(machine), entry.backward.seconds(machine)
 
     # [2] What is held, and what remains for activations.
-    parameters, held = _held_bytes(candidate, mesh, specs, state, entry)
-    problem = candidate.problem
+    parameters, held = _held_bytes(stage, state, entry)
+    candidate, problem = stage.candidate, stage.candidate.problem
     largest = max(entry.forward, entry.backward, key=lambda cost: cost.peak_bytes)
     return StageProfile(
         (candidate.first, candidate.last),
         submesh,
-        mesh.devices.shape,
-        {problem.paths[problem.parameters[p]]: spec for p, spec in specs.items()},
+        stage.mesh.devices.shape,
+        {problem.paths[problem.parameters[p]]: spec for p, spec in stage.specs.items()},
         "measured" if measured else "model",
         forward,
         backward,
@@ -156,18 +152,12 @@ def profile(
     )
 
 
-def _held_bytes(
-    candidate: Candidate,
-    mesh: Mesh,
-    specs: Specs,
-    state: Mapping[Var, Variables],
-    entry: Examined,
-) -> tuple[int, int]:
+def _held_bytes(stage: Placed, state: Mapping[Var, Variables], entry: Examined) -> tuple[int, int]:
     """Bytes on one device: of the parameters, and of all that is held all the time."""
-    graph, m = candidate.graph, candidate.problem.method.microbatches
+    graph, m = stage.candidate.graph, stage.candidate.problem.method.microbatches
 
     def share(v: Var) -> int:
-        return bytes_on_mesh(spec_of(v, candidate.place(mesh, specs, v))) // mesh.size
+        return bytes_on_mesh(stage.spec(v)) // stage.mesh.size
 
     parameters = sum(map(share, graph.parameters))
     optimizer = sum(share(p) * len(state.get(p, ())) for p in graph.parameters)
@@ -179,25 +169,19 @@ def _held_bytes(
     return parameters, 2 * parameters + optimizer + others + max(0, *beside)
 
 
-def _examine(candidate: Candidate, mesh: Mesh, specs: Specs, measured: bool) -> Examined:
-    compiled = candidate.compile(mesh, specs, measured)
-    times = repeats(candidate.graph.equations)
+def _examine(stage: Placed, measured: bool) -> Examined:
+    compiled = stage.compile(measured)
+    times = repeats(stage.candidate.graph.equations)
     forward, backward = Cost.of(compiled.forward, times), Cost.of(compiled.backward, times)
-    seconds = _measure(candidate, compiled, mesh, specs) if measured else ()
-    return Examined(forward, backward, compiled.bytes // mesh.size, seconds)
+    seconds = _measure(stage, compiled) if measured else ()
+    return Examined(forward, backward, compiled.bytes // stage.mesh.size, seconds)
 
 
-def _measure(
-    candidate: Candidate, compiled: CompiledStage, mesh: Mesh, specs: Specs
-) -> tuple[float, float]:
+def _measure(stage: Placed, compiled: CompiledStage) -> tuple[float, float]:
     """Median seconds of a forward and of a backward, of zeros."""
-    graph = candidate.graph
-
-    def zeros(vs: Variables) -> list[Any]:
-        return [_zeros(spec_of(v, candidate.place(mesh, specs, v))) for v in vs]
-
-    found: dict[Any, Any] = dict(zip(graph.arguments, zeros(graph.arguments), strict=True))
-    cotangents = [[x] for x in zeros(graph.outputs)]
+    graph = stage.candidate.graph
+    found: dict[Any, Any] = {v: _zeros(stage.spec(v)) for v in graph.arguments}
+    cotangents = [[_zeros(stage.spec(v))] for v in graph.outputs]
     sums = compiled.zeros()
     times = []
     for _ in range(REPEATS + 1):
