@@ -70,6 +70,12 @@ class StageGraph:
         """All that it reads."""
         return [*self.parameters, *self.inputs, *self.fixed, *self.data, *self.aux_inputs]
 
+    @property
+    def whole(self) -> Graph:
+        """As a function of its arguments: outputs, auxiliary ones, then results."""
+        outputs = [*self.outputs, *self.aux_outputs, *self.results.values()]
+        return Graph(self.arguments, outputs, self.equations)
+
 
 def mark(loss: Graph, find: Layers, parameters: Variables, batch: Variables) -> Graph:
     """The loss with boundaries where `find` says, instead of its own."""

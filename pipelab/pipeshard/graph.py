@@ -64,12 +64,16 @@ class Graph:
                 found.update(eqn.outvars)
         return found
 
+    @property
+    def jaxpr(self) -> ClosedJaxpr:
+        about = DebugInfo("pipelab.pipeshard", "a part of the train step", None, None)
+        constants, outputs = list(self.consts), list(self.outputs)
+        jaxpr = Jaxpr(constants, self.inputs, outputs, self.equations, debug_info=about)
+        return ClosedJaxpr(jaxpr, list(self.consts.values()))
+
     def run(self, *values: Any) -> Arrays:
         """Evaluate the equations: values of the inputs -> those of the outputs."""
-        about = DebugInfo("pipelab.pipeshard", "a part of the train step", None, None)
-        constants = list(self.consts)
-        jaxpr = Jaxpr(constants, self.inputs, [*self.outputs], self.equations, debug_info=about)
-        return jaxpr_as_fun(ClosedJaxpr(jaxpr, list(self.consts.values())))(*values)
+        return jaxpr_as_fun(self.jaxpr)(*values)
 
 
 def inline(

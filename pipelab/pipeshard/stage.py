@@ -47,9 +47,7 @@ class Passes:
 
     def __init__(self, graph: StageGraph) -> None:
         # [1] Trace the forward together with its pullback.
-        outputs = [*graph.outputs, *graph.aux_outputs, *graph.results.values()]
-        stage = Graph(graph.arguments, outputs, graph.equations)
-        count = len(graph.outputs)
+        stage, count = graph.whole, len(graph.outputs)
 
         def differentiate(parameters, inputs, others):
             def forward(parameters, inputs):
@@ -64,7 +62,8 @@ class Passes:
         closed, (_, pullback) = jax.make_jaxpr(differentiate, return_shape=True)(*shapes)
         self._pullback = jax.tree.structure(pullback)
         traced = inline(closed, graph.arguments)
-        results, leaves = traced.outputs[: len(outputs)], traced.outputs[len(outputs) :]
+        end = len(stage.outputs)
+        results, leaves = traced.outputs[:end], traced.outputs[end:]
 
         # [2] Sort the pullback's leaves by where they come from.
         #

@@ -13,7 +13,8 @@ import numpy as np
 import optax
 
 from pipelab.executors import judge
-from pipelab.executors.jax.arguments import Part
+from pipelab.executors.batches import samples_of
+from pipelab.executors.jax.arguments import TREES, Part
 from pipelab.executors.judge import Arrays, Losses, Piece
 from pipelab.executors.stage import Recipe
 
@@ -39,7 +40,7 @@ class Trainer(judge.Trainer):
         self._step = jax.jit(self._stepped)
 
         def value(weights: list, x: Any, y: Any, keys: Any) -> tuple[Any, tuple[Any, Any]]:
-            samples = _samples((x, y))
+            samples = samples_of((x, y), TREES)
             for s, apply in enumerate(self.applies):
                 x = apply(weights[s], x, *([] if keys is None else [keys[s]]))
             result = recipe.loss(x, y)
@@ -147,10 +148,6 @@ def wide(leaf: Any) -> np.ndarray:
 
 def _inexact(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _samples(tree: Any) -> int:
-    return next(len(leaf) for leaf in jax.tree.leaves(tree) if jnp.ndim(leaf))
 
 
 def _jittered(leaf: Any, eps: float, random: np.random.Generator) -> Any:

@@ -320,10 +320,7 @@ def load_optimizer(
 
 def on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
     """Copies on the CPU of those that are tensors."""
-    return {
-        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-        for name, value in values.items()
-    }
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), dict(values))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jaxlib
-from jax.extend.core import DebugInfo, Jaxpr, Var
+from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipelab.pipeshard.auto.cache import Key, digest
@@ -43,9 +43,7 @@ class Candidate:
     def text(self) -> str:
         """Its equations, with variables named in their order: equal blocks have equal texts."""
         graph = self.graph
-        outputs = [*graph.outputs, *graph.aux_outputs, *graph.results.values()]
-        about = DebugInfo("pipelab.pipeshard", "a stage", None, None)
-        text = str(Jaxpr((), graph.arguments, outputs, graph.equations, debug_info=about))
+        text = str(graph.whole.jaxpr)
         if "custom_vjp_call" in text or "custom_jvp_call" in text:  # it has no derivatives yet
             shapes = map(spec_of, (*graph.arguments, *graph.outputs))
             text += str(jax.make_jaxpr(partial(both_passes, graph))(*shapes))

@@ -21,7 +21,7 @@ from pipelab.pipeshard.auto.cache import Cache
 from pipelab.pipeshard.auto.candidate import Placed
 from pipelab.pipeshard.auto.cost import Cost
 from pipelab.pipeshard.auto.flops import repeats
-from pipelab.pipeshard.graph import Variables, is_key_type
+from pipelab.pipeshard.graph import Variables
 from pipelab.pipeshard.plan import AXES, Shape
 from pipelab.pipeshard.stage import CompiledStage, bytes_on_mesh
 from pipelab.plan.machine import Machine
@@ -200,9 +200,6 @@ def _measure(stage: Placed, compiled: CompiledStage) -> tuple[float, float]:
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> Any:
-    if is_key_type(x.dtype):
-        keys = jax.random.split(jax.random.key(0), max(int(np.prod(x.shape)), 1))
-        return jax.device_put(keys.reshape(x.shape), x.sharding)
     return jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding)
 
 

@@ -1,6 +1,5 @@
 """A program traced once, compiled and timed for arrays that lie on a mesh in different ways."""
 
-import inspect
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ SCORED_ON_CPU: dict[str, str | bool] = {
 class Sharded:
     """A function traced once, to be compiled for many assignments.
 
+    paths    of all arrays: the parameter's name, then the way through its tree
     outputs  of the specs in the tree of the arguments: those of the results, in their tree; None
              where the compiler may choose
     """
@@ -42,7 +42,7 @@ class Sharded:
         self.outputs = outputs or (lambda *specs: [None] * self.results)
         # With explicit axes, what makes two arrays meet has to say where the result lies.
         self.mesh = Mesh(mesh.devices, mesh.axis_names)
-        self.paths = _paths(fun, shapes)
+        self.paths = closed.jaxpr.debug_info.safe_arg_names(len(self.leaves))
 
     def compile(self, specs: Specs, scored: bool = False) -> Any:
         """For arrays that lie so; `scored` where it will not run."""
@@ -62,9 +62,7 @@ class Sharded:
         programs = []
         for specs in many:
             placed = [NamedSharding(self.mesh, spec) for spec in specs]
-            ones = jax.jit(
-                lambda: [jnp.ones(x.shape, x.dtype) for x in self.leaves], out_shardings=placed
-            )
+            ones = jax.jit(lambda: [jnp.ones_like(x) for x in self.leaves], out_shardings=placed)
             programs.append((self.compile(specs), ones()))
         seconds: list[list[float]] = [[] for _ in many]
         for turn in range(rounds + 1):
@@ -93,15 +91,3 @@ def built(build: Callable[[Any], Any], mesh: Mesh, scored: bool) -> Any:
         with suppress(jax.errors.JaxRuntimeError):  # XLA may drop an option
             return build(SCORED_ON_CPU)
     return build(None)
-
-
-def _paths(fun: Callable, arguments: tuple[Any, ...]) -> tuple[str, ...]:
-    """Names of all arrays: the parameter's, then the way through its tree."""
-    leaves = [path for path, _ in jax.tree_util.tree_leaves_with_path(arguments)]
-    try:
-        names = list(inspect.signature(fun).bind(*arguments).arguments)
-    except (TypeError, ValueError):
-        names = []
-    if len(names) != len(arguments):  # no signature, or *arrays
-        names = [f"[{i}]" for i in range(len(arguments))]
-    return tuple(names[path[0].idx] + jax.tree_util.keystr(path[1:]) for path in leaves)
