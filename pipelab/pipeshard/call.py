@@ -55,7 +55,7 @@ def run(program: Program, arguments: Arguments) -> Call:
 
     # [1] Every stage on its mesh.
     share = share_of(program.combine, program.microbatches)
-    seed = np.asarray(share).astype(dtype_of(program.loss.outputs[0]))
+    seed = np.asarray(share, dtype_of(program.loss.outputs[0]))
     pieces, known = _pieces(program, values), _on_meshes(program, values)
     devices = {
         row: MeshDevice(program.meshes[row], partial(program.place, row)) for row in program.rows

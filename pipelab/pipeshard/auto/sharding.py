@@ -191,7 +191,6 @@ def search_sharding(
     choices: Choices | Sequence[Choices] = anywhere,
     outputs: Callable | None = None,
     limit: int = 100,
-    timed: int = 0,
 ) -> Search:
     """The best assignment of a mesh's axes to the dimensions of a program's arrays.
 
@@ -206,7 +205,8 @@ def search_sharding(
                loss and gradients that lie as their weights do. Default: the compiler chooses
     limit      so many candidates are all tried. Beyond, one array after another gets its best
                choice while the others stay, until nothing improves
-    timed      so many of the best are run and timed
+
+    `measure` of what is returned runs and times some of the candidates.
 
     >>> import numpy as np
     >>> devices = np.array(jax.devices()[:1]).reshape(1, 1)
@@ -236,10 +236,7 @@ def search_sharding(
     else:
         _descend(options, [math.prod(x.shape) for x in program.leaves], best_of)
     table = sorted(found.values(), key=lambda each: _rank(each, machine))
-    search = Search(program.paths, program.mesh, machine, tuple(table), possible, program)
-    if not timed:
-        return search
-    return search.measure([each for each in table[:timed] if each.cost.fits(machine)])
+    return Search(program.paths, program.mesh, machine, tuple(table), possible, program)
 
 
 def _rank(each: Candidate, machine: Machine) -> tuple[float, ...]:

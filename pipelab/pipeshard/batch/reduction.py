@@ -181,9 +181,10 @@ class Reductions:
         if any(tag.role is Role.MIXED for tag in (*tags, *made)):
             return made
         # [1] What the gradients are by the results, and should be by the operands.
-        outs = zip(zip(a.outvars, b.outvars, strict=True), made, strict=True)
-        given = [cotangent(tag, pair) for pair, tag in outs if is_inexact(pair[0])]
-        wanted = [tag for v, tag in zip(a.outvars, made, strict=True) if is_inexact(v)]
+        pairs = zip(a.outvars, b.outvars, strict=True)
+        outs = [(pair, tag) for pair, tag in zip(pairs, made, strict=True) if is_inexact(pair[0])]
+        given = [cotangent(tag, pair) for pair, tag in outs]
+        wanted = [tag for _, tag in outs]
         wanted += [
             cotangent(tag, pair) for pair, tag in zip(ins, tags, strict=True) if is_inexact(pair[0])
         ]
