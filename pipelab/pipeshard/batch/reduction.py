@@ -181,8 +181,8 @@ class Reductions:
         if any(tag.role is Role.MIXED for tag in (*tags, *made)):
             return made
         # [1] What the gradients are by the results, and should be by the operands.
-        pairs = zip(a.outvars, b.outvars, strict=True)
-        outs = [(pair, tag) for pair, tag in zip(pairs, made, strict=True) if is_inexact(pair[0])]
+        results = zip(zip(a.outvars, b.outvars, strict=True), made, strict=True)
+        outs = [(pair, tag) for pair, tag in results if is_inexact(pair[0])]
         given = [cotangent(tag, pair) for pair, tag in outs]
         wanted = [tag for _, tag in outs]
         wanted += [
