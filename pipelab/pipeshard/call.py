@@ -57,22 +57,20 @@ def run(program: Program, arguments: Arguments) -> Call:
     share = share_of(program.combine, program.microbatches)
     seed = np.asarray(share, dtype_of(program.loss.outputs[0]))
     pieces, known = _pieces(program, values), _on_meshes(program, values)
-    devices = {
-        row: MeshDevice(program.meshes[row], partial(program.place, row)) for row in program.rows
-    }
-    stages = {}
-    for s, compiled in program.stages.items():
-        row = program.schedule.placement[s]
-        names = [step.gradients[p] for p in compiled.graph.parameters]
-        stages[s] = MeshStage(compiled, names, devices[row], known[row], pieces, seed)
-
-    # [2] A worker for each mesh carries out its row of the schedule, and ends the update.
+    gradients = step.gradients
     partners: list[tuple[int, ...]] = [()] * len(program.graphs)  # no stage waits for news
     jobs = []
-    for row, device in devices.items():
-        mine = {s: stage for s, stage in stages.items() if stage.device is device}
+    for row in program.rows:
+        device = MeshDevice(program.meshes[row], partial(program.place, row))
+        mine = {}
+        for s, compiled in program.stages.items():
+            if program.schedule.placement[s] == row:
+                names = [gradients[p] for p in compiled.graph.parameters]
+                mine[s] = MeshStage(compiled, names, device, known[row], pieces, seed)
         about = (program.schedule, row, device, partners, None, 0, 1)
         jobs.append(MeshJob(*about, mine, program.finish))
+
+    # [2] A worker for each mesh carries out its row of the schedule, and ends the update.
     outcomes = program.agreed().run(jobs) if program.connect else run_threads(jobs)
     outcomes.sort(key=attrgetter("row"))
 
