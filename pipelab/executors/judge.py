@@ -9,7 +9,7 @@ import numpy as np
 
 from pipelab.executors import rules
 from pipelab.executors.batches import Trees, cut, mean_losses
-from pipelab.executors.check import EPS_32, Check, Comparison, Draws, norms, rounding
+from pipelab.executors.check import EPS_32, Check, Comparison, norms, opinions, rounding
 from pipelab.executors.result import Run
 from pipelab.executors.stage import Step
 from pipelab.executors.table import Segment
@@ -242,12 +242,12 @@ def _compare_update(
     """
     losses, gradients = truth.gradients(t, exact)
     own_losses, own_gradients = own.gradients(t, pieces)
-    again = Draws(lambda jitter: own.gradients(t, pieces, jitter)[1])
+    again = opinions(lambda jitter: own.gradients(t, pieces, jitter)[1])
     run = own.arrays([step.gradients for step in steps])
     for name, expected in gradients.items():
         noise = norms(own_gradients[name] - expected) + rounding(own.eps, expected)
         label = f"the gradient of {name} in update {t}"
-        found.add(label, run[name], expected, noise, again.of(name))
+        found.add(label, run[name], expected, noise, again(name))
     return losses, own_losses
 
 
@@ -266,12 +266,12 @@ def _compare_losses(
     near   our own losses; `known` are the truth's, if they are
     """
     exact = known or truth.losses(pieces)
-    again = Draws(lambda jitter: [mean for mean, _ in own.losses(pieces, jitter)])
+    again = opinions(lambda jitter: [mean for mean, _ in own.losses(pieces, jitter)])
     for k, (mean, count) in enumerate(exact):
         if count:
             noise = norms(near[k][0] - mean) + rounding(own.eps, mean)
             label = f"the loss of micro-batch {first + k}"
-            found.add(label, reported[k], mean, noise, again.of(k))
+            found.add(label, reported[k], mean, noise, again(k))
 
 
 def _compare_twice(

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipelab.executors.check import Check, Comparison, Draws, norms
+from pipelab.executors.check import Check, Comparison, norms, opinions
 from pipelab.executors.jax.trainer import wide
 from pipelab.executors.jax.wire import words
 from pipelab.pipeshard.batch.draws import draw_in_pieces, draws_grow, redraw
@@ -69,23 +69,23 @@ def compare(
             "compare"
         )
     doubled = precision == "float64"
-    again = Draws(lambda seed: [*map(_numbers, truth(_jittered(values, eps, seed, doubled)))])
+    again = opinions(lambda seed: [*map(_numbers, truth(_jittered(values, eps, seed, doubled)))])
     for i, name in enumerate(_names(program)):
         exact = _numbers(expected[i])
         noise = norms(_numbers(rounded[i]) - exact) + eps * norms(exact)
-        found.add(name, _numbers(call.gradient[i]), exact, noise, again.of(i))
+        found.add(name, _numbers(call.gradient[i]), exact, noise, again(i))
     # [2] Every result of the step, by its own update of the pipeline's gradients, and in its type.
     _, shapes = traced(train_step, jax.tree.unflatten(arguments.tree, values))
     types = [x.dtype for x in jax.tree.leaves(shapes)]
     known = [*values, *jax.device_put(call.gradient, home)]
     update = jax.jit(program.step.update.run)
     wanted = update(*known)
-    again = Draws(lambda seed: [*map(_numbers, update(*_jittered(known, eps, seed)))])
+    again = opinions(lambda seed: [*map(_numbers, update(*_jittered(known, eps, seed)))])
     for i, (path, got) in enumerate(jax.tree.leaves_with_path(call.results)):
         exact = _numbers(wanted[i])
         name = f"result {jax.tree_util.keystr(path)}"
         numbers = _numbers(got) if got.dtype == types[i] else np.full(exact.shape, np.nan)
-        found.add(name, numbers, exact, eps * norms(exact), again.of(i))
+        found.add(name, numbers, exact, eps * norms(exact), again(i))
     return found.verdict(rule, precision)
 
 

@@ -23,7 +23,7 @@ from pipelab.pipeshard.auto.plan import AutoPlan
 from pipelab.pipeshard.auto.profile import StageProfile, mesh_of, profile
 from pipelab.pipeshard.auto.sharding import over_model
 from pipelab.pipeshard.auto.stages import Choice, StageTable, best_stages, submeshes
-from pipelab.pipeshard.graph import PipeshardError, Variables, shape_of
+from pipelab.pipeshard.graph import PipeshardError, shape_of
 from pipelab.pipeshard.plan import Shape, Sharding, StageProblem
 from pipelab.plan.machine import Machine
 from pipelab.schedules import make
@@ -228,14 +228,10 @@ def _sharding(specs: Mapping[str, PartitionSpec], parameters: Mapping[str, Shape
     return sharding
 
 
-def _state_of_parameters(problem: StageProblem) -> dict[Var, Variables]:
-    """Parameter -> the other arrays of the state that belong to it."""
+def _state_of_parameters(problem: StageProblem) -> Counter[Var]:
+    """Parameter -> how many other arrays of the state belong to it."""
     arguments = {problem.paths[a]: p for p, a in problem.parameters.items()}
     shapes = {path: shape_of(p) for path, p in arguments.items()}
-    found: dict[Var, Variables] = {p: [] for p in problem.parameters}
-    for v in problem.state:
-        path = problem.paths[v]
-        owner = None if path in arguments else _owner(path, shape_of(v), shapes)
-        if owner is not None:
-            found[arguments[owner]].append(v)
-    return found
+    others = {v: path for v in problem.state if (path := problem.paths[v]) not in arguments}
+    owners = [_owner(path, shape_of(v), shapes) for v, path in others.items()]
+    return Counter(arguments[owner] for owner in owners if owner is not None)

@@ -7,7 +7,7 @@ times would say nothing about a machine with so many devices: there they come fr
 import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -21,7 +21,6 @@ from pipelab.pipeshard.auto.cache import Cache
 from pipelab.pipeshard.auto.candidate import Placed
 from pipelab.pipeshard.auto.cost import Cost
 from pipelab.pipeshard.auto.flops import repeats
-from pipelab.pipeshard.graph import Variables
 from pipelab.pipeshard.plan import AXES, Shape
 from pipelab.pipeshard.stage import CompiledStage, bytes_on_mesh
 from pipelab.plan.machine import Machine
@@ -108,14 +107,14 @@ class StageProfile:
 def profile(
     stage: Placed,
     submesh: Shape,
-    state: Mapping[Var, Variables],
+    state: Counter[Var],
     machine: Machine,
     measured: bool,
     cache: Cache,
 ) -> StageProfile:
     """Of a stage.
 
-    state     parameter -> the optimizer's arrays of its shape, divided as it is
+    state     parameter -> how many of the optimizer's arrays have its shape, divided as it is
     measured  whether seconds are measured, on the mesh's devices
     """
     # [1] What compiling it shows, unless that is known.
@@ -152,7 +151,7 @@ def profile(
     )
 
 
-def _held_bytes(stage: Placed, state: Mapping[Var, Variables], entry: Examined) -> tuple[int, int]:
+def _held_bytes(stage: Placed, state: Counter[Var], entry: Examined) -> tuple[int, int]:
     """Bytes on one device: of the parameters, and of all that is held all the time."""
     graph, m = stage.candidate.graph, stage.candidate.problem.method.microbatches
 
@@ -160,7 +159,7 @@ def _held_bytes(stage: Placed, state: Mapping[Var, Variables], entry: Examined) 
         return bytes_on_mesh(stage.spec(v)) // stage.mesh.size
 
     parameters = sum(map(share, graph.parameters))
-    optimizer = sum(share(p) * len(state.get(p, ())) for p in graph.parameters)
+    optimizer = sum(share(p) * state[p] for p in graph.parameters)
     others = sum(map(share, graph.fixed)) + m * sum(map(share, graph.data))
     # A pass takes its outputs and temporary arrays beside. Of the forward's outputs, activations
     # are counted for each micro-batch in flight.

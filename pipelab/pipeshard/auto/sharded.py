@@ -47,7 +47,7 @@ class Sharded:
     def compile(self, specs: Specs, scored: bool = False) -> Any:
         """For arrays that lie so; `scored` where it will not run."""
         arrays = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))
+            x.update(sharding=NamedSharding(self.mesh, spec))
             for x, spec in zip(self.leaves, specs, strict=True)
         ]
         lowered = jax.jit(self.run, out_shardings=self._out_shardings(specs)).lower(*arrays)

@@ -234,7 +234,7 @@ def search_sharding(
     if possible <= limit:
         best_of(product(*options))
     else:
-        _descend(options, [math.prod(x.shape) for x in program.leaves], best_of)
+        _descend(options, [x.size for x in program.leaves], best_of)
     table = sorted(found.values(), key=lambda each: _rank(each, machine))
     return Search(program.paths, program.mesh, machine, tuple(table), possible, program)
 
