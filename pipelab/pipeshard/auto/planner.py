@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product, takewhile
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from pipelab.pipeshard.auto.profile import StageProfile, mesh_of, profile
 from pipelab.pipeshard.auto.sharding import over_model
 from pipelab.pipeshard.auto.stages import Choice, StageTable, best_stages, submeshes
 from pipelab.pipeshard.graph import PipeshardError, shape_of
-from pipelab.pipeshard.plan import Shape, Sharding, StageProblem
+from pipelab.pipeshard.plan import Shape, StageProblem
 from pipelab.plan.machine import Machine
 from pipelab.schedules import make
 
@@ -89,7 +89,7 @@ class AutoStages:
         return AutoPlan(
             [list(range(s.first, s.last + 1)) for s in found.stages],
             meshes,
-            [_sharding(stage.sharding, parameters) for stage in chosen],
+            [partial(_spec, stage.sharding, parameters) for stage in chosen],
             chosen=tuple(chosen),
             profiles=tuple(profiles),
             seconds=found.seconds,
@@ -219,13 +219,11 @@ def _owner(path: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | No
     return best if best is not None and (alike(best) or best == path) else None
 
 
-def _sharding(specs: Mapping[str, PartitionSpec], parameters: Mapping[str, Shape]) -> Sharding:
-    """Of every argument, by its path and shape."""
-
-    def sharding(path: str, shape: Shape) -> PartitionSpec:
-        return specs.get(_owner(path, shape, parameters) or path, PartitionSpec())
-
-    return sharding
+def _spec(
+    specs: Mapping[str, PartitionSpec], parameters: Mapping[str, Shape], path: str, shape: Shape
+) -> PartitionSpec:
+    """Of an argument with this path and shape."""
+    return specs.get(_owner(path, shape, parameters) or path, PartitionSpec())
 
 
 def _state_of_parameters(problem: StageProblem) -> Counter[Var]:
