@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pipelab.pipeshard.auto.cache import Key, digest
 from pipelab.pipeshard.auto.sharded import built
 from pipelab.pipeshard.cut import StageGraph, cut
-from pipelab.pipeshard.graph import Arrays, Graph, PipeshardError, on_mesh, spec_of
+from pipelab.pipeshard.graph import Arrays, PipeshardError, on_mesh, spec_of
 from pipelab.pipeshard.plan import StageProblem, over_samples
-from pipelab.pipeshard.stage import CompiledStage
+from pipelab.pipeshard.stage import CompiledStage, passes
 
 Specs = Mapping[Var, PartitionSpec]  # parameter -> how it is divided; whole where it is not named
 
@@ -106,16 +106,12 @@ def both_passes(graph: StageGraph, *arrays: Any) -> tuple[Arrays, Arrays, Arrays
 
     arrays  its arguments, then the gradients of its outputs
     """
-    stage = Graph(graph.arguments, graph.outputs, graph.equations)
-    count = len(graph.parameters)
-    active, end = count + len(graph.inputs), len(graph.arguments)
-
-    def forward(*some: Any) -> Arrays:
-        return stage.run(*some, *arrays[active:end])
-
-    outputs, pullback = jax.vjp(forward, *arrays[:active])
-    gradients = pullback(list(arrays[end:]))
-    return outputs, list(gradients[:count]), list(gradients[count:])
+    forward, backward, made, kept = passes(graph)
+    end = len(graph.arguments)
+    known = dict(zip(graph.arguments, arrays[:end], strict=True))
+    known.update(zip(made, forward(*arrays[:end]), strict=True))
+    gradients = backward([[x] for x in arrays[end:]], [known[v] for v in kept])
+    return [known[v] for v in graph.outputs], *gradients
 
 
 def candidates(problem: StageProblem) -> Iterator[Candidate]:
