@@ -25,7 +25,7 @@ from matplotlib.colors import to_rgb
 import pipelab.pipeshard
 from pipelab import make, plot
 from pipelab.pipeshard import Pipeshard, PipeshardError, parallelize, value_and_grad
-from pipelab.pipeshard.auto import AutoLayers, AutoPlan, AutoStages, candidate, planner, profile
+from pipelab.pipeshard.auto import AutoLayers, AutoPlan, AutoStages, planner, profile, sharded
 from pipelab.pipeshard.auto.cache import Cache
 from pipelab.pipeshard.auto.flops import flops, total
 from pipelab.pipeshard.auto.layers import receipts
@@ -559,7 +559,7 @@ def test_a_bar_is_shown_when_it_is_asked_for(tmp_path, capsys):
 
 
 def test_a_compiler_without_the_quick_options_takes_longer(tmp_path, monkeypatch):
-    monkeypatch.setattr(candidate, "SCORED_ON_CPU", {"xla_no_such_option": "1"})
+    monkeypatch.setattr(sharded, "SCORED_ON_CPU", {"xla_no_such_option": "1"})
     pipeline, state, batch = planned(small(), tmp_path, layers=2, devices=1)
     assert len(pipeline.compile(state, batch).auto.profiles) == 3
 

@@ -19,7 +19,6 @@ from pipelab.pipeshard import (
     program,
     value_and_grad,
 )
-from pipelab.pipeshard.batch.draws import redraw
 from pipelab.pipeshard.batch.microbatches import Combine, How
 from pipelab.pipeshard.graph import single
 from pipelab.pipeshard.trace import Arguments
@@ -248,12 +247,9 @@ def test_draws_that_cannot_be_divided(before, match):
 def test_compare_sees_draws_that_are_wrong(monkeypatch):
     """What is folded into keys, and into which, is not believed but compared."""
 
-    def wrong(piece, whole):
-        return redraw(piece.loss, whole.loss, lambda eqn, _, n, xs: single(eqn).run(*xs))
-
     loss = loss_of(lambda x, batch: dropout(x, jax.random.key(0)))
     assert compared(loss, data(16))[1].passed
-    monkeypatch.setattr(program, "with_own_draws", wrong)
+    monkeypatch.setattr(program, "draw_own", lambda eqn, _, n, xs: single(eqn).run(*xs))
     assert not compared(loss, data(16))[1].passed
 
 

@@ -310,7 +310,8 @@ def test_ranks_are_laid_out_as_in_deepspeeds_topology():
     from pipelab.executors.torch.run import TorchJob
 
     def rank(row, replica):
-        return TorchJob(make("gpipe", 3, 2), row, "cpu", [], None, replica, 2, {}, {}, None).rank
+        about = make("gpipe", 3, 2), row, "cpu", [], None, replica, 2
+        return TorchJob(*about, {}, {}, None, [], {}, None, 0).rank
 
     assert all(rank(d, r) == topology.get_rank(pipe=d, data=r) for d in range(3) for r in range(2))
 

@@ -21,7 +21,7 @@ stages. Every update is judged by itself: the gradient at the run's own weights,
 the optimizer takes from the run's own gradient. Steps that start equal and are equal stay equal.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -97,7 +97,7 @@ class Comparison:
         run: np.ndarray | float,
         truth: np.ndarray | float,
         noise: np.ndarray | float,
-        again: Callable[[], Iterator[np.ndarray]] = lambda: iter(()),
+        again: Iterable[np.ndarray] = (),
     ) -> None:
         """Compare two numbers or arrays of float64 or complex128.
 
@@ -111,9 +111,9 @@ class Comparison:
                 return
             with np.errstate(invalid="ignore"):  # inf - inf is nan, which is never equal
                 error = norms(run - truth)
-            size, opinions = norms(truth), again()
+            size, others = norms(truth), iter(again)
             while (ratio := _largest(error, noise)) > check.tolerance:
-                opinion = next(opinions, None)
+                opinion = next(others, None)
                 if opinion is None:
                     break
                 noise = np.maximum(noise, norms(opinion - truth))
@@ -135,15 +135,13 @@ class Comparison:
         return replace(self.check, rule=rule, precision=precision)
 
 
-class Draws:
-    """The truth under a few random rounding errors, computed when somebody asks for the first."""
+def opinions(compute: Callable[[int], Any]) -> Callable[[Any], Iterator[np.ndarray]]:
+    """Of a tensor, by its name: its values under a few random rounding errors.
 
-    def __init__(self, compute: Callable[[int], Any]) -> None:
-        self._compute = cache(compute)
-
-    def of(self, name: Any) -> Iterator[np.ndarray]:
-        for draw in range(DRAWS):
-            yield self._compute(draw + 1)[name]
+    compute  number of an error -> values by name, computed when somebody asks for the first
+    """
+    known = cache(compute)
+    return lambda name: (known(1 + draw)[name] for draw in range(DRAWS))
 
 
 def norms(array: np.ndarray | float) -> np.ndarray:

@@ -77,7 +77,7 @@ class Job(ABC):
     def prepare(self, stages: dict[int, Any]) -> None:  # noqa: B027
         """What can be done before the run's time zero, in the worker's thread: jax compiles."""
 
-    def after(self, stages: dict[int, Any]) -> None:  # noqa: B027
+    def after(self, stages: dict[int, Any], transport: Transport) -> None:  # noqa: B027
         """What is to be done when the row has been carried out."""
 
     def work(
@@ -110,7 +110,7 @@ class Job(ABC):
         }
         steps = {s: stage.steps for s, stage in stages.items()}
         weights = {s: stage.trained() for s, stage in stages.items()}
-        self.after(stages)
+        self.after(stages, transport)
         return Outcome(self.row, self.replica, record, losses, steps, weights)
 
 

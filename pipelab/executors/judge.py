@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any, NamedTuple, Protocol
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from pipelab.executors import rules
 from pipelab.executors.batches import Trees, cut, mean_losses
-from pipelab.executors.check import EPS_32, Check, Comparison, Draws, norms, rounding
+from pipelab.executors.check import EPS_32, Check, Comparison, norms, opinions, rounding
 from pipelab.executors.result import Run
 from pipelab.executors.stage import Step
 from pipelab.executors.table import Segment
@@ -52,7 +51,7 @@ class Trainer(Protocol):
     eps: float
     eps_of_steps: float
     computes_in: str
-    start: Sequence[Any]
+    start: Sequence[Any] = ()
     history: list[dict[int, Any]]
 
     def losses(self, pieces: Sequence[Piece], jitter: int = 0) -> Losses:
@@ -84,8 +83,10 @@ class Trainer(Protocol):
     def saved(self, states: Sequence[Any], weights: Sequence[Any] = ()) -> tuple[Arrays, Arrays]:
         """What a checkpoint of all stages holds, and what it should hold.
 
-        `weights`, if given, are what the run gives back: the buffers should be those.
+        `weights`, if given, are what the run gives back: the buffers should be those. Nothing where
+        checkpoints are not supported.
         """
+        return {}, {}
 
 
 @dataclass
@@ -241,12 +242,12 @@ def _compare_update(
     """
     losses, gradients = truth.gradients(t, exact)
     own_losses, own_gradients = own.gradients(t, pieces)
-    again = Draws(lambda jitter: own.gradients(t, pieces, jitter)[1])
+    again = opinions(lambda jitter: own.gradients(t, pieces, jitter)[1])
     run = own.arrays([step.gradients for step in steps])
     for name, expected in gradients.items():
         noise = norms(own_gradients[name] - expected) + rounding(own.eps, expected)
         label = f"the gradient of {name} in update {t}"
-        found.add(label, run[name], expected, noise, partial(again.of, name))
+        found.add(label, run[name], expected, noise, again(name))
     return losses, own_losses
 
 
@@ -265,12 +266,12 @@ def _compare_losses(
     near   our own losses; `known` are the truth's, if they are
     """
     exact = known or truth.losses(pieces)
-    again = Draws(lambda jitter: [mean for mean, _ in own.losses(pieces, jitter)])
+    again = opinions(lambda jitter: [mean for mean, _ in own.losses(pieces, jitter)])
     for k, (mean, count) in enumerate(exact):
         if count:
             noise = norms(near[k][0] - mean) + rounding(own.eps, mean)
             label = f"the loss of micro-batch {first + k}"
-            found.add(label, reported[k], mean, noise, partial(again.of, k))
+            found.add(label, reported[k], mean, noise, again(k))
 
 
 def _compare_twice(

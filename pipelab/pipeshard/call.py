@@ -1,7 +1,5 @@
 """One call of a program: arguments onto their meshes, the rows of the schedule, the results."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -47,8 +45,9 @@ def run(program: Program, arguments: Arguments) -> Call:
     values = {v: _array(x, v) for v, x in pairs}
     values.update({**step.update.consts, **step.loss.consts})
     uses = Counter(map(id, values.values()))
-    for v in program.donated:
-        if isinstance(values[v], jax.Array) and uses[id(values[v])] > 1:
+    donated = {v: x for v in program.donated if isinstance(x := values[v], jax.Array)}
+    for v, x in donated.items():
+        if uses[id(x)] > 1:
             raise PipeshardError(
                 f"{program.paths[v]} is donated, but the step reads the same array elsewhere, "
                 "too: pass a copy (jax.numpy.copy)"
@@ -56,24 +55,22 @@ def run(program: Program, arguments: Arguments) -> Call:
 
     # [1] Every stage on its mesh.
     share = share_of(program.combine, program.microbatches)
-    seed = np.asarray(share).astype(dtype_of(program.loss.outputs[0]))
+    seed = np.asarray(share, dtype_of(program.loss.outputs[0]))
     pieces, known = _pieces(program, values), _on_meshes(program, values)
-    devices = {
-        row: MeshDevice(program.meshes[row], partial(program.place, row)) for row in program.rows
-    }
-    stages = {}
-    for s, compiled in program.stages.items():
-        row = program.schedule.placement[s]
-        names = [step.gradients[p] for p in compiled.graph.parameters]
-        stages[s] = MeshStage(compiled, names, devices[row], known[row], pieces, seed)
-
-    # [2] A worker for each mesh carries out its row of the schedule, and ends the update.
+    gradients = step.gradients
     partners: list[tuple[int, ...]] = [()] * len(program.graphs)  # no stage waits for news
     jobs = []
-    for row, device in devices.items():
-        mine = {s: stage for s, stage in stages.items() if stage.device is device}
+    for row in program.rows:
+        device = MeshDevice(program.meshes[row], partial(program.place, row))
+        mine = {}
+        for s, compiled in program.stages.items():
+            if program.schedule.placement[s] == row:
+                names = [gradients[p] for p in compiled.graph.parameters]
+                mine[s] = MeshStage(compiled, names, device, known[row], pieces, seed)
         about = (program.schedule, row, device, partners, None, 0, 1, None)
         jobs.append(MeshJob(*about, mine, program.finish))
+
+    # [2] A worker for each mesh carries out its row of the schedule, and ends the update.
     outcomes = program.agreed().run(jobs) if program.connect else run_threads(jobs)
     outcomes.sort(key=attrgetter("row"))
 
@@ -89,9 +86,9 @@ def run(program: Program, arguments: Arguments) -> Call:
         )
 
     results = [_array(a.val, a) if isinstance(a, Literal) else find(a) for a in step.update.outputs]
-    for v in program.donated:
-        if isinstance(values[v], jax.Array) and not any(x is values[v] for x in results):
-            values[v].delete()
+    for x in donated.values():
+        if not any(x is result for result in results):
+            x.delete()
     records = [outcome.record for outcome in outcomes]
     tree = jax.tree.unflatten(step.results, results)
     return Call(tree, records, [find(v) for v in step.gradient])

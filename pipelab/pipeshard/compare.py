@@ -8,8 +8,6 @@ Where micro-batches draw random numbers of their own, the undivided batch is giv
 draws a mask for all samples gets the micro-batches' masks, one after another, in its place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,7 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pipelab.executors.check import Check, Comparison, Draws, norms
+from pipelab.executors.check import Check, Comparison, norms, opinions
+from pipelab.executors.jax.trainer import wide
+from pipelab.executors.jax.wire import words
 from pipelab.pipeshard.batch.draws import draw_in_pieces, draws_grow, redraw
 from pipelab.pipeshard.batch.microbatches import gradient_of, in_pieces
 from pipelab.pipeshard.batch.primitives import DRAWS
@@ -28,7 +28,6 @@ from pipelab.pipeshard.graph import (
     Arrays,
     PipeshardError,
     contains,
-    is_key_type,
     needed,
     rounding,
 )
@@ -69,24 +68,24 @@ def compare(
             f"the loss of this batch is {expected[0]} on one device too: there is nothing to "
             "compare"
         )
-    wide = precision == "float64"
-    again = Draws(lambda seed: [*map(_numbers, truth(_jittered(values, eps, seed, wide)))])
+    doubled = precision == "float64"
+    again = opinions(lambda seed: [*map(_numbers, truth(_jittered(values, eps, seed, doubled)))])
     for i, name in enumerate(_names(program)):
         exact = _numbers(expected[i])
         noise = norms(_numbers(rounded[i]) - exact) + eps * norms(exact)
-        found.add(name, _numbers(call.gradient[i]), exact, noise, partial(again.of, i))
+        found.add(name, _numbers(call.gradient[i]), exact, noise, again(i))
     # [2] Every result of the step, by its own update of the pipeline's gradients, and in its type.
     _, shapes = traced(train_step, jax.tree.unflatten(arguments.tree, values))
     types = [x.dtype for x in jax.tree.leaves(shapes)]
     known = [*values, *jax.device_put(call.gradient, home)]
     update = jax.jit(program.step.update.run)
     wanted = update(*known)
-    again = Draws(lambda seed: [*map(_numbers, update(*_jittered(known, eps, seed)))])
+    again = opinions(lambda seed: [*map(_numbers, update(*_jittered(known, eps, seed)))])
     for i, (path, got) in enumerate(jax.tree.leaves_with_path(call.results)):
         exact = _numbers(wanted[i])
         name = f"result {jax.tree_util.keystr(path)}"
         numbers = _numbers(got) if got.dtype == types[i] else np.full(exact.shape, np.nan)
-        found.add(name, numbers, exact, eps * norms(exact), partial(again.of, i))
+        found.add(name, numbers, exact, eps * norms(exact), again(i))
     return found.verdict(rule, precision)
 
 
@@ -147,30 +146,27 @@ def _most_precise(
 
     try:
         with jax.enable_x64(True):
-            wide = replace(arguments, values=double(arguments.values))
-            evaluate = _as_written(trace(train_step, wide, wide.samples))
-            evaluate(wide.values)
+            exact = replace(arguments, values=double(arguments.values))
+            evaluate = _as_written(trace(train_step, exact, exact.samples))
+            evaluate(exact.values)
         return in_double, "float64"
     except (TypeError, ValueError):
         return own, precision
 
 
-def _jittered(values: Arrays, eps: float, seed: int, wide: bool = False) -> Arrays:
-    """Floating numbers, each off by up to half an eps of itself; rounded, unless `wide`."""
+def _jittered(values: Arrays, eps: float, seed: int, doubled: bool = False) -> Arrays:
+    """Floating numbers, each off by up to half an eps of itself; rounded, unless `doubled`."""
     random = np.random.default_rng(seed)
     found = []
     for x in values:
         if jnp.issubdtype(x.dtype, jnp.inexact):
             off = random.uniform(-0.5, 0.5, jnp.shape(x))
             exact = np.asarray(x) * (1 + eps * off)
-            x = exact if wide else exact.astype(x.dtype)
+            x = exact if doubled else exact.astype(x.dtype)
         found.append(x)
     return found
 
 
 def _numbers(x: Any) -> np.ndarray:
     """As float64 or complex128; random keys by their words."""
-    if is_key_type(jnp.asarray(x).dtype):
-        x = jax.random.key_data(x)
-    inexact = np.complex128 if jnp.issubdtype(x.dtype, jnp.complexfloating) else np.float64
-    return np.asarray(x).astype(inexact)
+    return wide(words(x))

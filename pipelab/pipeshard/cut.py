@@ -16,13 +16,10 @@ The last exception has two of its own: an equation stays where it is if it reads
 argument (a frozen layer), or if its stage would have nothing else to do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
 from pipelab.pipeshard.graph import (
@@ -32,7 +29,7 @@ from pipelab.pipeshard.graph import (
     PipeshardError,
     Variables,
     contains,
-    dtype_of,
+    is_inexact,
     is_key,
     needed,
     place_of,
@@ -72,6 +69,12 @@ class StageGraph:
     def arguments(self) -> Variables:
         """All that it reads."""
         return [*self.parameters, *self.inputs, *self.fixed, *self.data, *self.aux_inputs]
+
+    @property
+    def whole(self) -> Graph:
+        """As a function of its arguments: outputs, auxiliary ones, then results."""
+        outputs = [*self.outputs, *self.aux_outputs, *self.results.values()]
+        return Graph(self.arguments, outputs, self.equations)
 
 
 def mark(loss: Graph, find: Layers, parameters: Variables, batch: Variables) -> Graph:
@@ -181,7 +184,7 @@ def cut(
 
 def _by_gradient(vs: Iterable[Var], active: set[Var]) -> tuple[Variables, Variables]:
     """The variables that have a gradient, and those that have none."""
-    with_gradient = [v for v in vs if v in active and jnp.issubdtype(dtype_of(v), jnp.inexact)]
+    with_gradient = [v for v in vs if v in active and is_inexact(v)]
     return with_gradient, [v for v in vs if v not in with_gradient]
 
 

@@ -9,8 +9,6 @@ The update's tasks of level 0 are done within the schedule. Then, in every row's
 Rows of one process hand over by reference, those of several by messages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +17,7 @@ import numpy as np
 from jax.extend.core import Var
 
 from pipelab.executors.transport import Message, Transport
-from pipelab.pipeshard.graph import Values, Variables, dtype_of, shape_of, size, variables
+from pipelab.pipeshard.graph import Arrays, Values, Variables, dtype_of, shape_of, size, variables
 from pipelab.pipeshard.mesh import MeshStage
 from pipelab.pipeshard.processes import Names
 from pipelab.pipeshard.update import SMALL, Task
@@ -74,18 +72,13 @@ class Finish:
                 wanted += [(r, v) for r in others if processes[r] != processes[self.rows[v]]]
 
         # [3] What each tells each, in an order that is the same in all processes.
-        found: dict[tuple[int, int, int], dict[Var, None]] = {}
-        for g, stages in self.shared.items():
-            for s in stages:
-                found.setdefault((0, placement[s], self.rows[g]), {})[g] = None
-        for row, v in wanted:
-            if v in made:
-                found.setdefault((*made[v], row), {})[v] = None
+        told = [(0, placement[s], self.rows[g], g) for g, of in self.shared.items() for s in of]
+        told += [(*made[v], row, v) for row, v in wanted if v in made]
         last = max((task.level for task in tasks), default=0)
         self.rounds: list[dict[tuple[int, int], Variables]] = [{} for _ in range(last + 2)]
-        for (number, row, other), vs in found.items():
+        for number, row, other, v in dict.fromkeys(told):
             if row != other:
-                self.rounds[number][row, other] = list(vs)
+                self.rounds[number].setdefault((row, other), []).append(v)
         sent = [[*graph.outputs, *graph.aux_outputs] for graph in graphs]
         sent += [vs for each in self.rounds for vs in each.values()]
         self.names = Names(list(dict.fromkeys(v for vs in sent for v in vs)))
@@ -94,7 +87,11 @@ class Finish:
         """All that row `row`, which has these stages, has to do; adds it to what they know."""
         known = stages[0].known
         # [1] Gradients that several stages have parts of, or none.
-        parts = {v: [x for stage in stages for x in _part(stage, v)] for v in self.shared}
+        parts: dict[Var, Arrays] = {v: [] for v in self.shared}
+        for stage in stages:
+            for v, gradient in zip(stage.names, stage.gradients, strict=True):
+                if v in parts:
+                    parts[v].append(gradient)
         for received in self._swap(0, row, parts, transport):
             for v, others in received.items():
                 parts[v] += others
@@ -130,7 +127,3 @@ class Finish:
     def _key(self, row: int, number: int) -> Any:
         """Of a message: it begins with a stage of the row that sends it."""
         return self.placement.index(row), "round", number
-
-
-def _part(stage: MeshStage, v: Var) -> list[Any]:
-    return [x for name, x in zip(stage.names, stage.gradients, strict=True) if name is v]

@@ -1,7 +1,5 @@
 """Equations of a jaxpr as a list to look at, cut and evaluate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,12 +64,16 @@ class Graph:
                 found.update(eqn.outvars)
         return found
 
+    @property
+    def jaxpr(self) -> ClosedJaxpr:
+        about = DebugInfo("pipelab.pipeshard", "a part of the train step", None, None)
+        constants, outputs = list(self.consts), list(self.outputs)
+        jaxpr = Jaxpr(constants, self.inputs, outputs, self.equations, debug_info=about)
+        return ClosedJaxpr(jaxpr, list(self.consts.values()))
+
     def run(self, *values: Any) -> Arrays:
         """Evaluate the equations: values of the inputs -> those of the outputs."""
-        about = DebugInfo("pipelab.pipeshard", "a part of the train step", None, None)
-        constants = list(self.consts)
-        jaxpr = Jaxpr(constants, self.inputs, [*self.outputs], self.equations, debug_info=about)
-        return jaxpr_as_fun(ClosedJaxpr(jaxpr, list(self.consts.values())))(*values)
+        return jaxpr_as_fun(self.jaxpr)(*values)
 
 
 def inline(
@@ -199,6 +201,11 @@ def rounding(made: Iterable[JaxprEqn], read: Iterable[Atom] = ()) -> jnp.finfo:
     types = {dtype_of(v) for v in (*read, *inside)}
     floating = [x for x in types if jnp.issubdtype(x, jnp.floating)]
     return max(map(jnp.finfo, floating), key=lambda of: float(of.eps))
+
+
+def is_inexact(atom: Atom) -> bool:
+    """Whether it has floating or complex numbers: there are gradients by these alone."""
+    return jnp.issubdtype(dtype_of(atom), jnp.inexact)
 
 
 def is_key_type(dtype: Any) -> bool:

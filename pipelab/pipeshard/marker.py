@@ -1,7 +1,5 @@
 """What a train step is marked with: the boundaries between layers, and the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -135,22 +133,8 @@ def grad(
 
 def _checked(out: Any, has_aux: bool, weighted: bool) -> Any:
     """What the loss returned. Raises TypeError where it is not what the options say."""
-    aux: Any = ()
-    if has_aux:
-        if not _is_pair(out):
-            raise TypeError(
-                f"the loss is a {type(out).__name__}: return a pair (scalar, aux), "
-                "since has_aux=True"
-            )
-        value, aux = out
-    else:
-        value = out
-    if weighted and not _is_pair(value):
-        raise TypeError(
-            f"the loss is a {type(value).__name__}: return a pair (total, weight), "
-            "since weighted=True"
-        )
-    for leaf in value if weighted else [value]:
+    value, aux = _pair(out, "(scalar, aux)", "has_aux") if has_aux else (out, ())
+    for leaf in _pair(value, "(total, weight)", "weighted") if weighted else [value]:
         if not jax.tree_util.all_leaves([leaf]):
             raise TypeError(
                 f"the loss is a {type(leaf).__name__}: return one real number, or say has_aux=True"
@@ -169,8 +153,12 @@ def _divided(weight: Any, total: Any) -> Any:
     return (total / weight.astype(wide)).astype(total.dtype)
 
 
-def _is_pair(x: Any) -> bool:
-    return isinstance(x, tuple) and len(x) == 2
+def _pair(out: Any, parts: str, option: str) -> tuple[Any, Any]:
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise TypeError(
+            f"the loss is a {type(out).__name__}: return a pair {parts}, since {option}=True"
+        )
+    return out
 
 
 def _check_loss(closed: ClosedJaxpr, wanted: int, weighted: bool) -> None:

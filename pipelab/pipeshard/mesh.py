@@ -1,7 +1,5 @@
 """A mesh as a device of the schedule, and its stages during one call, as a worker sees them."""
 
-from __future__ import annotations
-
 from collections import ChainMap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +11,6 @@ from jax.sharding import Mesh
 
 from pipelab.executors.jax.device import JaxDevice
 from pipelab.executors.job import Job
-from pipelab.executors.result import Outcome
 from pipelab.executors.transport import Aborted, Transport
 from pipelab.executors.worker import Bytes, RunError
 from pipelab.pipeshard.graph import Arrays, Values, Variables
@@ -186,10 +183,7 @@ class MeshJob(Job):
     def stages(self, home: MeshDevice) -> dict[int, MeshStage]:
         return self.mesh_stages
 
-    def work(
-        self, stages: dict[int, MeshStage], home: MeshDevice, transport: Transport, *rest: Any
-    ) -> Outcome:
-        outcome = super().work(stages, home, transport, *rest)
+    def after(self, stages: dict[int, MeshStage], transport: Transport) -> None:
         try:
             self.finish(self.row, list(stages.values()), transport)
         except Aborted:
@@ -197,4 +191,3 @@ class MeshJob(Job):
         except Exception as error:
             text = f"{self.where}, the update's last part: {type(error).__name__}: {error}"
             raise RunError(text, self.row) from error
-        return outcome

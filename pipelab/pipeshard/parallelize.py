@@ -1,7 +1,5 @@
 """parallelize(train_step, method): the same call, as a pipeline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -76,18 +74,6 @@ def parallelize(
     Everything is compiled at the first call for arguments of these shapes. What does not fit is an
     error that says why (PipeshardError): nothing falls back to one device.
     """
-    if train_step is None:
-        return partial(
-            parallelize,
-            method=method,
-            batch_argnums=batch_argnums,
-            donate_argnums=donate_argnums,
-            timeout=timeout,
-        )
-    if not callable(train_step):
-        raise PipeshardError(
-            f"train_step is {train_step!r}: give a function (state, batch) -> (state, ...)"
-        )
     if not isinstance(method, Pipeshard):
         raise PipeshardError(
             f"method is {method!r}: give a plan, such as Pipeshard(microbatches=4)"
@@ -98,7 +84,8 @@ def parallelize(
 
         method = replace(method, stages=AutoStages())
     argnums = _tuple(batch_argnums), _tuple(donate_argnums)
-    return Parallelized(train_step, method, *argnums, timeout)
+    pipeline = partial(Parallelized, method, *argnums, timeout)
+    return pipeline if train_step is None else pipeline(train_step)
 
 
 def _tuple(argnums: Argnums) -> tuple[int, ...]:
@@ -153,12 +140,16 @@ class Parallelized:
 
     def __init__(
         self,
-        train_step: Callable,
         method: Pipeshard,
         batch_argnums: tuple[int, ...],
-        donate_argnums: tuple[int, ...] = (),
-        timeout: float = 60.0,
+        donate_argnums: tuple[int, ...],
+        timeout: float,
+        train_step: Callable,
     ) -> None:
+        if not callable(train_step):
+            raise PipeshardError(
+                f"train_step is {train_step!r}: give a function (state, batch) -> (state, ...)"
+            )
         update_wrapper(self, train_step, updated=())
         self.train_step, self.method = train_step, method
         self.batch_argnums, self.donate_argnums = batch_argnums, donate_argnums
@@ -275,12 +266,10 @@ class Parallelized:
                 f"{', '.join(options)}=: pass arrays by position, and bind options by "
                 "functools.partial"
             )
-        for i in self.donate_argnums:
-            if not -len(args) <= i < len(args):
-                raise PipeshardError(
-                    f"donate_argnums={self.donate_argnums}: the step was given {len(args)} "
-                    "arguments"
-                )
+        for name in ("batch_argnums", "donate_argnums"):
+            argnums = getattr(self, name)
+            if not all(-len(args) <= i < len(args) for i in argnums):
+                raise PipeshardError(f"{name}={argnums}: the step was given {len(args)} arguments")
         return flatten(args, self.batch_argnums)
 
     def _run(self, arguments: Arguments) -> tuple[Program, Call]:

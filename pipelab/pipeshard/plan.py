@@ -1,7 +1,5 @@
 """What the user asks for, and what comes of it: stages of layers, each on a mesh of devices."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from pipelab.action import Reads
 from pipelab.partition.uniform import uniform
-from pipelab.pipeshard.graph import Graph, PipeshardError, Variables
+from pipelab.pipeshard.graph import Graph, PipeshardError, Variables, shape_of
 from pipelab.schedule import Schedule
 from pipelab.schedules import make
 from pipelab.validate import validate
@@ -72,7 +70,7 @@ class StageProblem:
     paths: dict[Var, str]
     samples: int
     layers: int
-    method: Pipeshard
+    method: "Pipeshard"
 
 
 @runtime_checkable
@@ -319,11 +317,11 @@ class Plan:
         for s, stage in enumerate(self.stages):
             rows.append(
                 {
-                    "stage": str(s),
+                    "stage": s,
                     "layers": " ".join(map(str, stage.layers)),
                     "mesh": "x".join(map(str, stage.mesh)),
                     "devices": " ".join(str(device.id) for device in stage.devices),
-                    "parameters": str(len(stage.parameters)),
+                    "parameters": len(stage.parameters),
                     "parameter MiB": f"{stage.parameter_bytes / 2**20:.3g}",
                     "activation MiB": f"{stage.activation_bytes / 2**20:.3g}",
                     "sent MiB": f"{stage.sent_bytes / 2**20:.3g}",
@@ -332,12 +330,25 @@ class Plan:
         return as_table(rows)
 
 
-def as_table(rows: Sequence[dict[str, str]]) -> str:
-    """Rows with the same keys as lines of text: the keys, then a line each."""
-    table = [list(rows[0]), *(list(row.values()) for row in rows)]
+def over_samples(v: Var, axis: int | None, mesh: Mesh) -> PartitionSpec:
+    """Over "data" along the samples' dimension, if it has one that divides; else whole."""
+    if axis is None or shape_of(v)[axis] % mesh.shape["data"]:
+        return PartitionSpec()
+    return PartitionSpec(*[None] * axis, "data")
+
+
+def as_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows with the same keys as lines of text: the keys, then a line each; None is left blank."""
+    table = [list(rows[0]), *(list(map(_text, row.values())) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
     for row in table:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

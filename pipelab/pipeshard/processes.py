@@ -1,7 +1,5 @@
 """The processes of jax.distributed that call one step together: how they are connected."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A train step for arguments of certain shapes: traced, cut and compiled once, then run at will."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -10,10 +8,10 @@ from typing import Any
 
 import jax
 from jax.extend.core import Literal, Var
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from pipelab.action import Kind
-from pipelab.pipeshard.batch.draws import draws_grow, with_own_draws
+from pipelab.pipeshard.batch.draws import draw_own, draws_grow, redraw
 from pipelab.pipeshard.batch.microbatches import combinations
 from pipelab.pipeshard.cut import count_layers, cut, mark
 from pipelab.pipeshard.finish import Finish
@@ -24,9 +22,9 @@ from pipelab.pipeshard.graph import (
     shape_of,
     variables,
 )
-from pipelab.pipeshard.plan import Pipeshard, Plan, Planner, StagePlan, StageProblem
+from pipelab.pipeshard.plan import Pipeshard, Plan, Planner, StagePlan, StageProblem, over_samples
 from pipelab.pipeshard.processes import Processes, processes_of
-from pipelab.pipeshard.stage import CompiledStage, Place
+from pipelab.pipeshard.stage import CompiledStage
 from pipelab.pipeshard.trace import Arguments, trace, trace_piece
 from pipelab.pipeshard.update import Task, donate, split
 
@@ -95,10 +93,11 @@ class Program:
         self._state = [v for v in self.step.arguments if v not in self.step.batch]
         found = combinations(step, arguments, self.step, whole, method)
         self.combine, self.axes, self.exact = found
+        self.axes |= dict.fromkeys(self.step.batch, 0)
         self.loss = self.step.loss
         self.number: Var | None = None
         if method.own_draws and draws_grow(self.loss, whole.loss):
-            self.loss, names = with_own_draws(self.step, whole)
+            self.loss, names = redraw(self.loss, whole.loss, draw_own)
             self.number = self.loss.inputs[-1]
             for old, v in names.items():
                 if old in self.axes and isinstance(v, Var):
@@ -175,7 +174,7 @@ class Program:
         apart = Kind.W in self.schedule.columns.kind
         others = {*self._state} - {*self.step.parameters.values()}
         return {
-            s: CompiledStage(self.graphs, s, self._place_on(s), apart, tasks, others)
+            s: CompiledStage(self.graphs, s, partial(self.place, row), apart, tasks, others)
             for s, row in enumerate(self.schedule.placement)
             if row in self.rows
         }
@@ -191,12 +190,10 @@ class Program:
         """
         mesh = self.meshes[row]
         like = self._like.get(v)
-        axis = 0 if v in self.step.batch else self.axes.get(v)
-        spec = PartitionSpec()
-        if like is not None:
+        if like is None:
+            spec = over_samples(v, self.axes.get(v), mesh)
+        else:
             spec = self._shardings[row](self.paths[like], shape_of(like))
-        elif axis is not None and shape_of(v)[axis] % mesh.shape["data"] == 0:
-            spec = PartitionSpec(*[None] * axis, "data")
         try:
             sharding = NamedSharding(mesh, spec)
             sharding.check_compatible_aval(shape_of(v))
@@ -207,9 +204,6 @@ class Program:
                 f"{name} of shape {shape_of(v)} cannot be sharded as {spec} over {dict(mesh.shape)}"
             ) from error
         return sharding
-
-    def _place_on(self, stage: int) -> Place:
-        return partial(self.place, self.schedule.placement[stage])
 
     def _next_values(self) -> dict[Var, Var]:
         """Result -> the argument that it is the next value of.

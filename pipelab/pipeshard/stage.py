@@ -1,7 +1,5 @@
 """One stage, compiled for its mesh: its forward, its backward, and its tasks of the update."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
@@ -18,6 +16,7 @@ from pipelab.pipeshard.cut import StageGraph
 from pipelab.pipeshard.graph import (
     Arrays,
     Graph,
+    Variables,
     inline,
     needed,
     read_by,
@@ -29,7 +28,7 @@ from pipelab.pipeshard.update import Task
 Place = Callable[[Var], NamedSharding]
 
 
-class Passes:
+def passes(graph: StageGraph) -> tuple[Callable, Callable, list[Any], Variables]:
     """A stage's forward and backward as two functions, and what goes from one to the other.
 
     The forward is jax's vjp: beside the stage's outputs it returns the leaves of a pullback, which
@@ -42,61 +41,58 @@ class Passes:
     A jitted function that returned its arguments would copy them, every parameter for every
     micro-batch.
 
-    forward  the stage's arguments -> `made`
-    made     what the forward returns: variables, and the numbers of the loss's results
-    kept     variables of what is kept for the backward
+    Returns
+
+    forward   the stage's arguments -> `made`
+    backward  (per output its gradients, one from each stage that reads it; `kept`) -> gradients of
+              the parameters, and of the inputs
+    made      what the forward returns: variables, and the numbers of the loss's results
+    kept      variables of what is kept for the backward
     """
+    # [1] Trace the forward together with its pullback.
+    stage, count = graph.whole, len(graph.outputs)
 
-    def __init__(self, graph: StageGraph) -> None:
-        # [1] Trace the forward together with its pullback.
-        outputs = [*graph.outputs, *graph.aux_outputs, *graph.results.values()]
-        stage = Graph(graph.arguments, outputs, graph.equations)
-        count = len(graph.outputs)
+    def differentiate(parameters, inputs, others):
+        def forward(parameters, inputs):
+            out = stage.run(*parameters, *inputs, *others)
+            return out[:count], out[count:]
 
-        def differentiate(parameters, inputs, others):
-            def forward(parameters, inputs):
-                out = stage.run(*parameters, *inputs, *others)
-                return out[:count], out[count:]
+        outputs, pullback, rest = jax.vjp(forward, parameters, inputs, has_aux=True)
+        return [*outputs, *rest], pullback
 
-            outputs, pullback, rest = jax.vjp(forward, parameters, inputs, has_aux=True)
-            return [*outputs, *rest], pullback
+    others = [*graph.fixed, *graph.data, *graph.aux_inputs]
+    shapes = [list(map(spec_of, vs)) for vs in (graph.parameters, graph.inputs, others)]
+    closed, (_, pullback) = jax.make_jaxpr(differentiate, return_shape=True)(*shapes)
+    traced = inline(closed, graph.arguments)
+    end = len(stage.outputs)
+    results, leaves = traced.outputs[:end], traced.outputs[end:]
 
-        others = [*graph.fixed, *graph.data, *graph.aux_inputs]
-        shapes = [list(map(spec_of, vs)) for vs in (graph.parameters, graph.inputs, others)]
-        closed, (_, pullback) = jax.make_jaxpr(differentiate, return_shape=True)(*shapes)
-        self._pullback = jax.tree.structure(pullback)
-        traced = inline(closed, graph.arguments)
-        results, leaves = traced.outputs[: len(outputs)], traced.outputs[len(outputs) :]
+    # [2] Sort the pullback's leaves by where they come from.
+    #
+    #         h = x @ w.astype(bfloat16);  y = tanh(h)      the pullback needs x, the cast w, y
+    #
+    #     x and y are at hand; the cast is made again of w, which is at hand; nothing is saved.
+    arriving = (*graph.inputs, *graph.data, *graph.aux_inputs)
+    varying = traced.depending(arriving)  # another one in every micro-batch
+    pairs = zip(results[:count], graph.outputs, strict=True)
+    at_hand = {atom: v for atom, v in pairs if isinstance(atom, Var)}
+    at_hand.update((v, v) for v in graph.arguments)
+    steady = [v for v in variables(leaves) if v not in varying and v not in at_hand]
+    pure = [eqn for eqn in traced.equations if not eqn.effects]
+    again = needed(pure, steady)
+    kept = [v for v in read_by(again, leaves) if v not in traced.consts]
+    saved = [v for v in kept if v not in at_hand]
 
-        # [2] Sort the pullback's leaves by where they come from.
-        #
-        #         h = x @ w.astype(bfloat16);  y = tanh(h)      the pullback needs x, the cast w, y
-        #
-        #     x and y are at hand; the cast is made again of w, which is at hand; nothing is saved.
-        arriving = (*graph.inputs, *graph.data, *graph.aux_inputs)
-        varying = traced.depending(arriving)  # another one in every micro-batch
-        pairs = zip(results[:count], graph.outputs, strict=True)
-        at_hand = {atom: v for atom, v in pairs if isinstance(atom, Var)}
-        at_hand.update((v, v) for v in graph.arguments)
-        steady = [v for v in variables(leaves) if v not in varying and v not in at_hand]
-        pure = [eqn for eqn in traced.equations if not eqn.effects]
-        again = needed(pure, steady)
-        kept = [v for v in read_by(again, leaves) if v not in traced.consts]
-        saved = [v for v in kept if v not in at_hand]
+    # [3] The forward, and what makes the pullback's leaves of what is kept.
+    forward = replace(traced, inputs=graph.arguments, outputs=[*results, *saved]).run
+    make_leaves = Graph(kept, leaves, again, traced.consts).run
 
-        # [3] The forward, and what makes the pullback's leaves of what is kept.
-        self.forward = replace(traced, inputs=graph.arguments, outputs=[*results, *saved]).run
-        self.made = [*graph.outputs, *graph.aux_outputs, *graph.results, *saved]
-        self.kept = [at_hand.get(v, v) for v in kept]
-        self._leaves = Graph(kept, leaves, again, traced.consts).run
+    def backward(cotangents: list[Arrays], kept: Arrays) -> tuple[Arrays, Arrays]:
+        pull = jax.tree.unflatten(jax.tree.structure(pullback), make_leaves(*kept))
+        return pull([sum(parts) for parts in cotangents])
 
-    def backward(self, cotangents: list[Arrays], kept: Arrays) -> tuple[Arrays, Arrays]:
-        """Gradients of the parameters and of the inputs.
-
-        cotangents  per output its gradients, one from each stage that reads it
-        """
-        pullback = jax.tree.unflatten(self._pullback, self._leaves(*kept))
-        return pullback([sum(parts) for parts in cotangents])
+    made = [*graph.outputs, *graph.aux_outputs, *graph.results, *saved]
+    return forward, backward, made, [at_hand.get(v, v) for v in kept]
 
 
 class CompiledStage:
@@ -135,13 +131,12 @@ class CompiledStage:
         self.previous = graphs[s - 1].outputs if s else []
         readers = Counter(v for other in graphs for v in other.inputs)
         # [2] The forward. The compiler chooses where results and activations lie.
-        passes = Passes(graph)
-        self.made, self.kept = passes.made, passes.kept
+        run, pull, self.made, self.kept = passes(graph)
         sums, inputs = specs(graph.parameters, place), specs(graph.inputs, place)
         outputs = specs(graph.outputs, place)
         sent = [*outputs, *specs(graph.aux_outputs, place)]
         results = [*sent, *[None] * (len(self.made) - len(sent))]
-        self.forward = compiled(passes.forward, results, *specs(graph.arguments, place))
+        self.forward = compiled(run, results, *specs(graph.arguments, place))
         found = dict(zip(self.made, self.forward.output_shardings, strict=True))
         kept = {v: spec_of(v, found.get(v) or place(v)) for v in self.kept}
         # Parameters, constants and data are there with or without a backward.
@@ -155,13 +150,13 @@ class CompiledStage:
         backward = (cotangents, list(kept.values()))
 
         def add(sums, cotangents, kept):
-            gradients, back = passes.backward(cotangents, kept)
+            gradients, back = pull(cotangents, kept)
             return jax.tree.map(jnp.add, sums, gradients), back
 
         self.zeros = compiled(lambda: [jnp.zeros(x.shape, x.dtype) for x in sums], sums)
         self.backward = compiled(add, (sums, inputs), sums, *backward, donate=0)
         if split:
-            self.input_grad = compiled(lambda *x: passes.backward(*x)[1], inputs, *backward)
+            self.input_grad = compiled(lambda *x: pull(*x)[1], inputs, *backward)
             self.weight_grad = compiled(lambda *x: add(*x)[0], sums, sums, *backward, donate=0)
 
         # [4] The update.

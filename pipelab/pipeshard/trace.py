@@ -1,7 +1,5 @@
 """A train step written for one device, taken apart into its loss and its update."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -76,11 +74,6 @@ def flatten(args: Sequence[Any], batch_argnums: tuple[int, ...]) -> Arguments:
 
     Raises PipeshardError where the batch has no samples, or its leaves unequal numbers of them.
     """
-    for i in batch_argnums:
-        if not -len(args) <= i < len(args):
-            raise PipeshardError(
-                f"batch_argnums={batch_argnums!r}: the step was given {len(args)} arguments"
-            )
     chosen = {i % len(args) for i in batch_argnums}
     leaves, tree = jax.tree.flatten_with_path(tuple(args))
     paths: list[str] = []

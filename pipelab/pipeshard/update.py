@@ -14,9 +14,7 @@ What is made of single numbers alone (a step count, a learning rate, the sum of 
 computed by every task that needs it.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
@@ -69,105 +67,9 @@ def split(
     A branch (lax.cond) that joins arrays of several stages becomes a choice for each array: both
     sides are computed. Raises PipeshardError where another equation joins arrays of several stages.
     """
-    try:
-        return _tasks(update, owners, late, homes)
-    except PipeshardError:
-        expanded = _without_branches(update)
-        if expanded.equations == update.equations:  # there are none
-            raise
-        return _tasks(expanded, owners, late, homes)
-
-
-def donate(tasks: list[Task], given: set[Var], following: dict[Var, Var]) -> None:
-    """Let new values take the memory of the old ones, where no later task reads these.
-
-    tasks      by level
-    given      arguments that are donated
-    following  result -> the argument that it is the next value of
-    """
-    last = {v: task for task in tasks for v in task.inputs}  # that reads a variable
-    for task in tasks:
-        for v in task.outputs:
-            old = following.get(v)
-            if old not in given or last.get(old) is not task:
-                continue
-            if size(old) > SMALL and dtype_of(old) == dtype_of(v):  # any task may read small ones
-                task.donated.append(old)
-
-
-def _without_branches(graph: Graph) -> Graph:
-    """The same with every branch computed, and a choice for every result.
-
-    a, b = cond(i, (f, g), x)   ->   a0, b0 = f(x);  a1, b1 = g(x)
-                                     a = select_n(i, a0, a1);  b = select_n(i, b0, b1)
-    """
-    equations: Equations = []
-    for eqn in graph.equations:
-        if eqn.primitive.name != "cond" or eqn.effects:
-            equations.append(eqn)
-            continue
-        index, *operands = eqn.invars
-        cases = []
-        for branch in eqn.params["branches"]:
-            inner = _without_branches(inline(branch, operands))
-            equations += inner.equations
-            cases.append(inner.outputs)
-        for result, *choices in zip(eqn.outvars, *cases, strict=True):
-            atoms = [index, *choices]
-            traced = jax.make_jaxpr(jax.lax.select_n)(*map(spec_of, atoms))
-            equations.append(traced.eqns[-1].replace(invars=atoms, outvars=[result]))
-    return Graph(graph.inputs, graph.outputs, equations, graph.consts)
-
-
-@dataclass
-class _Group:
-    """Arrays that equations join, and the stages that own one of them: one at most."""
-
-    members: Variables
-    stages: set[int]
-
-
-def _stages(update: Graph, owners: dict[Var, int]) -> dict[int, int]:
-    """Equations that share an array run together, where one of the arrays has an owner.
-
-        g, m (stage 1)     m' = 0.9 m + g     q = p - 0.1 m'     g, m, m', p, q: one group
-
-    Returns the number of each equation that reads an array -> its stage.
-    """
-    groups = {}
-    for v in update.inputs:
-        if size(v) > SMALL:
-            groups[v] = _Group([v], {owners[v]} if v in owners else set())
-    found: dict[int, Var] = {}  # one array of each equation
-    for i, eqn in enumerate(update.equations):
-        arrays = [v for v in variables(eqn.invars) if v in groups]
-        if not arrays:
-            continue
-        found[i] = arrays[0]
-        whole = groups[arrays[0]]
-        for v in [*arrays, *(v for v in eqn.outvars if size(v) > SMALL)]:
-            part = groups.get(v) or _Group([v], set())
-            if part is whole:
-                continue
-            whole.stages |= part.stages
-            if len(whole.stages) > 1:
-                one, two = sorted(whole.stages)
-                raise PipeshardError(
-                    f"{eqn.primitive.name} ({place_of(eqn)}) joins arrays of stages {one} and "
-                    f"{two} in the update: update every parameter by itself (single numbers, "
-                    "such as norms, may be shared)"
-                )
-            whole.members += part.members
-            groups.update(dict.fromkeys(part.members, whole))
-    return {i: max(groups[v].stages, default=0) for i, v in found.items()}
-
-
-def _tasks(
-    update: Graph, owners: dict[Var, int], late: set[Var], homes: dict[Var, int]
-) -> list[Task]:
     # [1] Where and when each equation runs. What is made of single numbers alone has no place:
     #     every task may compute it.
-    stage_of = _stages(update, owners)
+    update, stage_of = _placed(update, owners)
     stages = np.arange(1 + max(owners.values(), default=0))
     known: dict[Var, np.ndarray] = {}  # per stage, the first level at which it can be read there
     for v in update.sources:  # an argument or a gradient
@@ -222,3 +124,98 @@ def _tasks(
                 wanted[made_at][v] = None
         tasks.append(Task(stage, level, equations, inputs, outputs))
     return [task for task in reversed(tasks) if task.outputs]
+
+
+def donate(tasks: list[Task], given: set[Var], following: dict[Var, Var]) -> None:
+    """Let new values take the memory of the old ones, where no later task reads these.
+
+    tasks      by level
+    given      arguments that are donated
+    following  result -> the argument that it is the next value of
+    """
+    last = {v: task for task in tasks for v in task.inputs}  # that reads a variable
+    for task in tasks:
+        for v in task.outputs:
+            old = following.get(v)
+            if old not in given or last.get(old) is not task:
+                continue
+            if size(old) > SMALL and dtype_of(old) == dtype_of(v):  # any task may read small ones
+                task.donated.append(old)
+
+
+def _placed(update: Graph, owners: dict[Var, int]) -> tuple[Graph, dict[int, int]]:
+    """The update and its equations' stages, with choices for branches where these need it."""
+    try:
+        return update, _stages(update, owners)
+    except PipeshardError:
+        expanded = _without_branches(update)
+        if expanded.equations == update.equations:  # there are none
+            raise
+        return expanded, _stages(expanded, owners)
+
+
+def _without_branches(graph: Graph) -> Graph:
+    """The same with every branch computed, and a choice for every result.
+
+    a, b = cond(i, (f, g), x)   ->   a0, b0 = f(x);  a1, b1 = g(x)
+                                     a = select_n(i, a0, a1);  b = select_n(i, b0, b1)
+    """
+    equations: Equations = []
+    for eqn in graph.equations:
+        if eqn.primitive.name != "cond" or eqn.effects:
+            equations.append(eqn)
+            continue
+        index, *operands = eqn.invars
+        cases = []
+        for branch in eqn.params["branches"]:
+            inner = _without_branches(inline(branch, operands))
+            equations += inner.equations
+            cases.append(inner.outputs)
+        for result, *choices in zip(eqn.outvars, *cases, strict=True):
+            atoms = [index, *choices]
+            traced = jax.make_jaxpr(jax.lax.select_n)(*map(spec_of, atoms))
+            equations.append(traced.eqns[-1].replace(invars=atoms, outvars=[result]))
+    return replace(graph, equations=equations)
+
+
+@dataclass
+class _Group:
+    """Arrays that equations join, and the stages that own one of them: one at most."""
+
+    members: Variables
+    stages: set[int]
+
+
+def _stages(update: Graph, owners: dict[Var, int]) -> dict[int, int]:
+    """Equations that share an array run together, where one of the arrays has an owner.
+
+        g, m (stage 1)     m' = 0.9 m + g     q = p - 0.1 m'     g, m, m', p, q: one group
+
+    Returns the number of each equation that reads an array -> its stage.
+    """
+    groups = {}
+    for v in update.inputs:
+        if size(v) > SMALL:
+            groups[v] = _Group([v], {owners[v]} if v in owners else set())
+    found: dict[int, Var] = {}  # one array of each equation
+    for i, eqn in enumerate(update.equations):
+        arrays = [v for v in variables(eqn.invars) if v in groups]
+        if not arrays:
+            continue
+        found[i] = arrays[0]
+        whole = groups[arrays[0]]
+        for v in [*arrays, *(v for v in eqn.outvars if size(v) > SMALL)]:
+            part = groups.get(v) or _Group([v], set())
+            if part is whole:
+                continue
+            whole.stages |= part.stages
+            if len(whole.stages) > 1:
+                one, two = sorted(whole.stages)
+                raise PipeshardError(
+                    f"{eqn.primitive.name} ({place_of(eqn)}) joins arrays of stages {one} and "
+                    f"{two} in the update: update every parameter by itself (single numbers, "
+                    "such as norms, may be shared)"
+                )
+            whole.members += part.members
+            groups.update(dict.fromkeys(part.members, whole))
+    return {i: max(groups[v].stages, default=0) for i, v in found.items()}

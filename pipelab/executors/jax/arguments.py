@@ -101,7 +101,7 @@ def check_optimizer(optimizer: optax.GradientTransformation, parts: Sequence[Par
         return
     stages: list[Any] = []
     for _, parameters in parts:
-        shapes = jax.tree.map(_shape, parameters)
+        shapes = jax.eval_shape(lambda tree: tree, parameters)
         if stages.count(shapes) < 2:  # of equal stages two show what they do to each other
             stages.append(shapes)
     try:
@@ -149,10 +149,6 @@ def _check_apart(optimizer: optax.GradientTransformation, tree: Any, groups: Seq
             "the optimizer draws random numbers, which would be the same in every stage: leave "
             "that out"
         )
-
-
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, jnp.result_type(leaf))
 
 
 def _needed(jaxpr: Any, changes: Sequence[bool]) -> list[bool]:

@@ -1,6 +1,6 @@
 """What an SPMD pipeline is given: refused where one program for all devices cannot do it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -107,17 +107,17 @@ def _check_samples(stage: Callable, w: Tree, x: Tree) -> None:
         # Small weights above 0: nothing saturates, and a variance can be one.
         weights = _drawn(w, 0, (0.0, 0.2))
         a, b, c = (_drawn(x, number, (-1.0, 1.0)) for number in (1, 2, 3))
-        apart = list(map(_joined, of_one(weights, a), of_one(weights, b)))
-        beside_b, beside_c = (of_two(weights, list(map(_joined, a, other))) for other in (b, c))
-    of_a_twice = [list(map(_first_half, found)) for found in (beside_b, beside_c)]
+        apart = _joined(of_one(weights, a), of_one(weights, b))
+        beside_b, beside_c = (of_two(weights, _joined(a, other)) for other in (b, c))
+    of_a_twice = [[y[: len(y) // 2] for y in found] for found in (beside_b, beside_c)]
     # The same program on the same numbers: not even rounding differs
-    if not _equal(*of_a_twice, limit=1e-6):
+    if not alike(*of_a_twice, limit=1e-6):
         raise ValueError(
             "the stage's output for a sample depends on the other samples of its micro-batch (a "
             "mean over the batch, batch statistics): micro-batches would not give what the batch "
             "gives; let the stage compute each sample alone"
         )
-    if not _equal(apart, beside_b, limit=0.05):
+    if not alike(apart, beside_b, limit=0.05):
         raise ValueError(
             "the stage's output for a sample depends on its place in the micro-batch, or on how "
             "many samples that has (with a random key that the stage closes over, every "
@@ -157,16 +157,12 @@ def _drawn(like: Tree, seed: int, limits: tuple[float, float]) -> list[Any]:
     return list(map(draw, jax.tree.leaves(like)))
 
 
-def _joined(a: Any, b: Any) -> Any:
-    return (np if isinstance(a, np.ndarray) else jnp).concatenate([a, b])
+def _joined(first: list, second: list) -> list[Any]:
+    return [jnp.concatenate(pair) for pair in zip(first, second, strict=True)]
 
 
-def _first_half(array: np.ndarray) -> np.ndarray:
-    return array[: len(array) // 2]
-
-
-def _equal(found: Sequence[Any], wanted: Sequence[Any], *, limit: float) -> bool:
-    """Whether all are, up to this part of an array's largest number; nan equals nan."""
+def alike(found: Iterable[Any], wanted: Iterable[Any], *, limit: float) -> bool:
+    """Whether all arrays are equal, up to this part of one's largest number; nan equals nan."""
     for a, b in zip(found, wanted, strict=True):
         a, b = (np.asarray(array, complex) for array in (a, b))
         largest = np.abs(b[np.isfinite(b)]).max(initial=0)

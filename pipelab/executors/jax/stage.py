@@ -64,7 +64,7 @@ class JaxStage(Stage):
         `shapes` are (x, target) of a micro-batch, as shapes and types. A callback in the stage is
         called once more for it.
         """
-        zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), shapes)
+        zeros = jax.tree.map(jnp.zeros_like, shapes)
         arguments = (self.weights[0], *jax.device_put(zeros, self.device.device))
         if not self.recipe.training or self.recipe.recompute.any():
             self._forward(arguments, self._seed(0), keep=False)

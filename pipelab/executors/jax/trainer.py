@@ -13,7 +13,8 @@ import numpy as np
 import optax
 
 from pipelab.executors import judge
-from pipelab.executors.jax.arguments import Part
+from pipelab.executors.batches import samples_of
+from pipelab.executors.jax.arguments import TREES, Part
 from pipelab.executors.judge import Arrays, Losses, Piece
 from pipelab.executors.stage import Recipe
 
@@ -28,7 +29,6 @@ class Trainer(judge.Trainer):
         self, parts: Sequence[Part], recipe: Recipe, device: jax.Device, *, wide: bool
     ) -> None:
         self.recipe, self.device, self.wide = recipe, device, wide
-        self.start: Sequence[Any] = ()
         self._double = bool(jax.config.read("jax_enable_x64"))  # the caller's
         self.applies, parameters = zip(*parts, strict=True)
         floating = [d for d in map(jnp.result_type, jax.tree.leaves(parameters)) if _inexact(d)]
@@ -42,7 +42,7 @@ class Trainer(judge.Trainer):
         self._step = jax.jit(self._stepped)
 
         def value(weights: list, x: Any, y: Any, keys: Any) -> tuple[Any, tuple[Any, Any]]:
-            samples = _samples((x, y))
+            samples = samples_of((x, y), TREES)
             for s, apply in enumerate(self.applies):
                 x = apply(weights[s], x, *([] if keys is None else [keys[s]]))
             result = recipe.loss(x, y)
@@ -91,16 +91,13 @@ class Trainer(judge.Trainer):
 
     def arrays(self, by_stage: Sequence[Any]) -> Arrays:
         return {
-            f"{name} of stage {s}": _wide(leaf)
+            f"{name} of stage {s}": wide(leaf)
             for s, of_stage in enumerate(by_stage)
             for name, leaf in named(of_stage).items()
         }
 
     def state(self) -> tuple[Arrays, Arrays]:
         return self.arrays([history[max(history)] for history in self.history]), {}
-
-    def saved(self, states: Sequence[Any], weights: Sequence[Any] = ()) -> tuple[Arrays, Arrays]:
-        raise NotImplementedError("checkpoints are not supported with jax")
 
     # ---- pieces of it
 
@@ -117,7 +114,7 @@ class Trainer(judge.Trainer):
     def _leaf(self, leaf: Any) -> Any:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return leaf
-        return _wide(leaf) if self.wide and _inexact(leaf.dtype) else np.asarray(leaf)
+        return wide(leaf) if self.wide and _inexact(leaf.dtype) else np.asarray(leaf)
 
     def _like(self, tree: Any, by_name: dict[str, Any]) -> Any:
         return jax.tree.unflatten(jax.tree.structure(tree), list(by_name.values()))
@@ -149,7 +146,7 @@ def named(tree: Any) -> dict[str, np.ndarray]:
     }
 
 
-def _wide(leaf: Any) -> np.ndarray:
+def wide(leaf: Any) -> np.ndarray:
     """As float64 or complex128."""
     array = np.asarray(leaf)
     return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
@@ -157,10 +154,6 @@ def _wide(leaf: Any) -> np.ndarray:
 
 def _inexact(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _samples(tree: Any) -> int:
-    return next(len(leaf) for leaf in jax.tree.leaves(tree) if jnp.ndim(leaf))
 
 
 def _jittered(leaf: Any, eps: float, random: np.random.Generator) -> Any:

@@ -11,7 +11,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import file_digest, sha256
 from itertools import chain
 from pathlib import Path
@@ -77,9 +77,8 @@ class StageState:
 
     def renumbered(self, shift: int) -> "StageState":
         """With versions counted from another start."""
-        moved = copy.copy(self)
-        moved.weights = {v + shift: weights for v, weights in self.weights.items()}
-        return moved
+        weights = {v + shift: weights for v, weights in self.weights.items()}
+        return replace(self, weights=weights)
 
 
 @dataclass(frozen=True)
@@ -141,16 +140,17 @@ def write_index(
 ) -> None:
     """Of the stages' files in `folder`."""
     whole = segment.whole
-    content = {
-        "batch": segment.end,
-        "updates": segment.updates,
-        "seed": seed,
-        "asynchronous": whole.asynchronous,
-        "schedule": whole.to_csv(),
-        "names": names_of(stages),
-        "ties": ties,
-        "digests": [_digest(_file(folder, s)) for s in range(len(stages))],
-    }
+    index = Index(
+        segment.end,
+        segment.updates,
+        seed,
+        whole.asynchronous,
+        whole.to_csv(),
+        names_of(stages),
+        ties,
+        [_digest(_file(folder, s)) for s in range(len(stages))],
+    )
+    content = asdict(index)
     content["digest"] = _digest_of(content)
     (folder / INDEX).write_text(json.dumps(content, indent=1) + "\n")
 
@@ -320,10 +320,7 @@ def load_optimizer(
 
 def on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
     """Copies on the CPU of those that are tensors."""
-    return {
-        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-        for name, value in values.items()
-    }
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), dict(values))
 
 
 @contextmanager

@@ -27,27 +27,18 @@ def write_dump(
     batches  of the whole schedule
     steps    [stage][update]
     """
-    initial = {
-        f"{s}.{name}": tensor
-        for s, stage in enumerate(stages)
-        for name, tensor in stage.state_dict().items()
-    }
-    data = {}
-    for b in range(schedule.batches):
+    data: list[dict[str, Tensor]] = [{} for _ in range(schedule.batches)]
+    for b, of_batch in enumerate(data):
         for side, tree in zip(("input", "target"), batches[b], strict=True):
             for i, leaf in enumerate(pytree.tree_leaves(tree)):
                 if isinstance(leaf, Tensor):
-                    data[f"{b}.{side}.{i}"] = leaf
+                    of_batch[f"{side}.{i}"] = leaf
     try:
         with draft_of(folder) as draft:
-            _save(initial, draft / "initial.safetensors")
+            _save([stage.state_dict() for stage in stages], draft / "initial.safetensors")
             _save(data, draft / "batches.safetensors")
             for t in range(schedule.updates):
-                after = {
-                    f"{s}.{name}": weight
-                    for s, of_stage in enumerate(steps)
-                    for name, weight in of_stage[t].weights.items()
-                }
+                after = [of_stage[t].weights for of_stage in steps]
                 _save(after, draft / f"update_{t}.safetensors")
             (draft / "schedule.csv").write_text(schedule.to_csv())
             (draft / "losses.json").write_text(json.dumps(losses))
@@ -55,6 +46,11 @@ def write_dump(
         raise OSError(error.errno, f"{folder} could not be written: {error.strerror}") from None
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    copies = {name: t.contiguous() for name, t in on_cpu(tensors).items()}
+def _save(parts: Sequence[dict[str, Tensor]], path: Path) -> None:
+    """Tensors of stages or batches, named "NUMBER.NAME"."""
+    copies = {
+        f"{number}.{name}": tensor.contiguous()
+        for number, part in enumerate(parts)
+        for name, tensor in on_cpu(part).items()
+    }
     path.write_bytes(save(copies))

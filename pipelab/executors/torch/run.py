@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,10 @@ class TorchJob(Job):
     modules: dict[int, nn.Module]
     feeds: dict[int, Feed]
     recipe: Recipe
-    ties: Sequence[dict[str, int]] = ()
-    start: dict[int, StageState] = field(default_factory=dict)
-    save: Path | None = None
-    updates: int = 0
+    ties: Sequence[dict[str, int]]
+    start: dict[int, StageState]
+    save: Path | None
+    updates: int
 
     def home(self) -> CpuDevice:
         return torch_device(self.device, self.rank)
@@ -61,17 +61,17 @@ class TorchJob(Job):
                 (feed.inputs, feed.targets),
             )
             feed = replace(feed, inputs=inputs, targets=targets)
-            ties = self.ties[s] if self.ties else {}
-            start = self.start.get(s)
             copied.to(home.device)
-            made[s] = TorchStage(copied, home, self.recipe, feed, ties=ties, start=start)
+            made[s] = TorchStage(
+                copied, home, self.recipe, feed, ties=self.ties[s], start=self.start.get(s)
+            )
         return made
 
     def prepare(self, stages: dict[int, TorchStage]) -> None:
         for stage in stages.values():  # on the worker's own stream, with its own handle of cuBLAS
             warm_up(stage.device)
 
-    def after(self, stages: dict[int, TorchStage]) -> None:
+    def after(self, stages: dict[int, TorchStage], transport: Any) -> None:
         if self.save and not self.replica:
             for s, stage in stages.items():
                 checkpoint.save_stage(self.save, s, stage.state(self.updates))

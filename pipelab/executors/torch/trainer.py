@@ -45,11 +45,9 @@ class Trainer(judge.Trainer):
             self.stages.eval()
         parameters = list(self.stages.parameters())
         of_weights = _lowest([p.real.dtype if p.is_complex() else p.dtype for p in parameters])
-        self.precision = _lowest([of_weights, recipe.autocast])
-        self.eps, self.eps_of_steps = (
-            torch.finfo(dtype).eps for dtype in (self.precision, of_weights)
-        )
-        self.computes_in = "float64" if wide else str(self.precision).removeprefix("torch.")
+        precision = _lowest([of_weights, recipe.autocast])
+        self.eps, self.eps_of_steps = torch.finfo(precision).eps, torch.finfo(of_weights).eps
+        self.computes_in = "float64" if wide else str(precision).removeprefix("torch.")
         self.autocast = None if wide else recipe.autocast
         self.wide = wide
         self._draws: Any = nullcontext()

@@ -1,7 +1,5 @@
 """What compiling a stage has shown, kept on disk: planning again takes no compiling."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -40,11 +38,12 @@ class Cache:
         """
         name = digest(json.dumps(key, sort_keys=True))[:32]
         if name not in self._known:
-            self._known[name] = self._read(name, key, parse)
-        if self._known[name] is None:
-            found = find()
-            self._write(name, {"key": key, "found": found})
-            self._known[name] = parse(found)
+            known = self._read(name, key, parse)
+            if known is None:
+                found = find()
+                self._write(name, {"key": key, "found": found})
+                known = parse(found)
+            self._known[name] = known
         return self._known[name]
 
     def _read(self, name: str, key: Key, parse: Callable[[Any], Found]) -> Found | None:

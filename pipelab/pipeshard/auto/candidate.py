@@ -1,26 +1,22 @@
 """A possible stage: some layers in a row, and what its profile depends on."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jaxlib
-from jax.extend.core import DebugInfo, Jaxpr, Var
+from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipelab.pipeshard.auto.cache import Key, digest
-from pipelab.pipeshard.auto.flops import total
-from pipelab.pipeshard.auto.sharded import SCORED_ON_CPU
+from pipelab.pipeshard.auto.sharded import built
 from pipelab.pipeshard.cut import StageGraph, cut
-from pipelab.pipeshard.graph import Arrays, Graph, PipeshardError, on_mesh, shape_of, spec_of
-from pipelab.pipeshard.plan import StageProblem
-from pipelab.pipeshard.stage import CompiledStage
+from pipelab.pipeshard.graph import Arrays, PipeshardError, on_mesh, spec_of
+from pipelab.pipeshard.plan import StageProblem, over_samples
+from pipelab.pipeshard.stage import CompiledStage, passes
 
 Specs = Mapping[Var, PartitionSpec]  # parameter -> how it is divided; whole where it is not named
 
@@ -47,54 +43,57 @@ class Candidate:
     def text(self) -> str:
         """Its equations, with variables named in their order: equal blocks have equal texts."""
         graph = self.graph
-        outputs = [*graph.outputs, *graph.aux_outputs, *graph.results.values()]
-        about = DebugInfo("pipelab.pipeshard", "a stage", None, None)
-        text = str(Jaxpr((), graph.arguments, outputs, graph.equations, debug_info=about))
+        text = str(graph.whole.jaxpr)
         if "custom_vjp_call" in text or "custom_jvp_call" in text:  # it has no derivatives yet
             shapes = map(spec_of, (*graph.arguments, *graph.outputs))
             text += str(jax.make_jaxpr(partial(both_passes, graph))(*shapes))
         return re.sub(r" at 0x[0-9a-f]+", "", text)  # functions have addresses
 
-    def graph_on(self, mesh: Mesh) -> StageGraph:
+
+@dataclass
+class Placed:
+    """A candidate on a mesh (data, model).
+
+    specs  of the parameters that are divided
+    """
+
+    candidate: Candidate
+    mesh: Mesh
+    specs: Specs
+
+    @property
+    def graph(self) -> StageGraph:
         """With the user's sharding constraints on this mesh."""
-        return replace(self.graph, equations=[on_mesh(e, mesh) for e in self.graph.equations])
+        graph = self.candidate.graph
+        return replace(graph, equations=[on_mesh(eqn, self.mesh) for eqn in graph.equations])
 
-    @cached_property
-    def repeats(self) -> float:
-        """How many times the FLOPs that XLA counts, which counts a scan's body once."""
-        counted = total(self.graph.equations, as_xla=True)
-        return total(self.graph.equations) / counted if counted else 1.0
+    def spec(self, v: Var) -> jax.ShapeDtypeStruct:
+        return spec_of(v, self.place(v))
 
-    def place(self, mesh: Mesh, specs: Specs, v: Var) -> NamedSharding:
+    def place(self, v: Var) -> NamedSharding:
         """The sharding of a variable, as the program will have it."""
-        axis = 0 if v in self.problem.batch else self.problem.axes.get(v)
-        spec = specs.get(v, PartitionSpec())
-        if v not in specs and axis is not None and shape_of(v)[axis] % mesh.shape["data"] == 0:
-            spec = PartitionSpec(*[None] * axis, "data")
-        return NamedSharding(mesh, spec)
+        axis = self.candidate.problem.axes.get(v)
+        spec = self.specs[v] if v in self.specs else over_samples(v, axis, self.mesh)
+        return NamedSharding(self.mesh, spec)
 
-    def compile(self, mesh: Mesh, specs: Specs, runs: bool) -> CompiledStage:
+    def compile(self, runs: bool) -> CompiledStage:
         """To run, or only to look at what it costs."""
-        place = partial(self.place, mesh, specs)
-        graphs = list(self.graphs)
-        graphs[self.number] = self.graph_on(mesh)
-        build = partial(CompiledStage, graphs, self.number, place, False, (), set())
-        if not runs and mesh.devices.flat[0].platform == "cpu":
-            with suppress(jax.errors.JaxRuntimeError):  # XLA may drop an option
-                return build(SCORED_ON_CPU)
-        return build()
+        graphs, number = list(self.candidate.graphs), self.candidate.number
+        graphs[number] = self.graph
+        build = partial(CompiledStage, graphs, number, self.place, False, (), set())
+        return built(build, self.mesh, scored=not runs)
 
-    def key(self, mesh: Mesh, specs: Specs, measured: bool) -> Key:
+    def key(self, measured: bool) -> Key:
         """All that a profile depends on."""
-        graph = self.graph
-        device = mesh.devices.flat[0]
+        graph = self.candidate.graph
+        device = self.mesh.devices.flat[0]
         kinds = (graph.parameters, graph.inputs, graph.fixed, graph.data, graph.aux_inputs)
         outputs = (graph.outputs, graph.aux_outputs, graph.results)
         return {
-            "jaxpr": digest(self.text),
+            "equations": digest(self.candidate.text),
             "arguments": [len(kind) for kind in (*kinds, *outputs)],
-            "shardings": [str(self.place(mesh, specs, v).spec) for v in graph.arguments],
-            "mesh": list(mesh.devices.shape),
+            "shardings": [str(self.place(v).spec) for v in graph.arguments],
+            "mesh": list(self.mesh.devices.shape),
             "device": [device.platform, device.device_kind],
             "versions": [jax.__version__, jaxlib.__version__],
             "x64": jax.config.read("jax_enable_x64"),
@@ -107,16 +106,12 @@ def both_passes(graph: StageGraph, *arrays: Any) -> tuple[Arrays, Arrays, Arrays
 
     arrays  its arguments, then the gradients of its outputs
     """
-    stage = Graph(graph.arguments, graph.outputs, graph.equations)
-    count = len(graph.parameters)
-    active, end = count + len(graph.inputs), len(graph.arguments)
-
-    def forward(*some: Any) -> Arrays:
-        return stage.run(*some, *arrays[active:end])
-
-    outputs, pullback = jax.vjp(forward, *arrays[:active])
-    gradients = pullback(list(arrays[end:]))
-    return outputs, list(gradients[:count]), list(gradients[count:])
+    forward, backward, made, kept = passes(graph)
+    end = len(graph.arguments)
+    known = dict(zip(graph.arguments, arrays[:end], strict=True))
+    known.update(zip(made, forward(*arrays[:end]), strict=True))
+    gradients = backward([[x] for x in arrays[end:]], [known[v] for v in kept])
+    return [known[v] for v in graph.outputs], *gradients
 
 
 def candidates(problem: StageProblem) -> Iterator[Candidate]:

@@ -1,7 +1,5 @@
 """What a compiled program costs, and the seconds that a machine takes for it: one formula."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +38,11 @@ class Cost:
     peak_bytes: int
 
     @classmethod
-    def of(cls, compiled: Any, flops: float | None = None) -> Cost:
+    def of(cls, compiled: Any, repeats: float = 1.0) -> "Cost":
         """Of what `jax.jit(...).lower(...).compile()` returned, for any device.
 
-        XLA counts the body of a scan once, whatever its length: give a device's `flops` then.
+        repeats  how many times the FLOPs that XLA counts, which counts a scan's body once: see
+                 `flops.repeats`
         """
         text = compiled.as_text()
         found = collectives(text)
@@ -52,11 +51,9 @@ class Cost:
         temporary = memory.temp_size_in_bytes
         # An output in the place of a donated argument takes no bytes of its own.
         total = arguments + outputs + temporary - memory.alias_size_in_bytes
-        if flops is None:
-            flops = (compiled.cost_analysis() or {}).get("flops", 0.0)
         return cls(
             devices=device_count(text),
-            flops=flops,
+            flops=(compiled.cost_analysis() or {}).get("flops", 0.0) * repeats,
             ring_bytes=sum(each.ring_bytes for each in found),
             collectives=sum(each.times for each in found),
             argument_bytes=arguments,

@@ -1,13 +1,11 @@
 """FLOPs of one equation of a jaxpr, counted without compiling it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
-from pipelab.pipeshard.graph import shape_of, size
+from pipelab.pipeshard.graph import Equations, shape_of, size
 
 MOVES = """
     broadcast_in_dim concatenate convert_element_type copy copy_p device_put dynamic_slice
@@ -58,3 +56,9 @@ def flops(eqn: JaxprEqn, as_xla: bool = False) -> float:
 
 def total(equations: Iterable[JaxprEqn], as_xla: bool = False) -> float:
     return sum((flops(eqn, as_xla) for eqn in equations), 0.0)
+
+
+def repeats(equations: Equations) -> float:
+    """How many times the FLOPs that XLA counts, which counts a scan's body once."""
+    counted = total(equations, as_xla=True)
+    return total(equations) / counted if counted else 1.0

@@ -1,7 +1,5 @@
 """The collectives of a compiled program, read from its HLO text."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import NamedTuple

@@ -13,8 +13,6 @@ There are many of those, since all that is received is often the same array betw
 Of them the one with the smallest sum of squared FLOPs is taken: the most even one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

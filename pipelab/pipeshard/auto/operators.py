@@ -5,15 +5,13 @@ it is done for single layers, on devices along "model" alone, and once for equal
 several layers divides each parameter as its layer does.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
 from pipelab.pipeshard.auto.cache import Cache
-from pipelab.pipeshard.auto.candidate import Candidate, Specs, both_passes
+from pipelab.pipeshard.auto.candidate import Candidate, Placed, Specs, both_passes
 from pipelab.pipeshard.auto.sharding import over_model, search_sharding, whole
 from pipelab.pipeshard.graph import shape_of, spec_of
 from pipelab.plan.machine import Machine
@@ -26,7 +24,7 @@ def operator_specs(layer: Candidate, mesh: Mesh, machine: Machine, cache: Cache)
 
     What stays whole has no spec.
     """
-    graph = layer.graph
+    here, graph = Placed(layer, mesh, {}), layer.graph
     parameters = graph.parameters
     choices = [over_model(shape_of(p), mesh) for p in parameters]
     if all(len(each) == 1 for each in choices):
@@ -36,7 +34,7 @@ def operator_specs(layer: Candidate, mesh: Mesh, machine: Machine, cache: Cache)
         arguments = [*graph.arguments, *graph.outputs]
         others = len(arguments) - len(parameters)
         found = search_sharding(
-            partial(both_passes, layer.graph_on(mesh)),
+            partial(both_passes, here.graph),
             list(map(spec_of, arguments)),
             mesh,
             machine,
@@ -58,7 +56,7 @@ def operator_specs(layer: Candidate, mesh: Mesh, machine: Machine, cache: Cache)
             raise ValueError("a parameter cannot be divided so")
         return specs
 
-    key = layer.key(mesh, {}, measured=False)
+    key = here.key(measured=False)
     key["machine"] = [machine.flops, machine.share, machine.latency, machine.memory]
     key["link"] = machine.link(mesh.size)
     found = zip(parameters, cache.get(key, search, parse), strict=True)

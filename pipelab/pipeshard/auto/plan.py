@@ -1,7 +1,5 @@
 """A plan that was found, with the profiles that it was found by."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -82,10 +80,7 @@ class AutoPlan(ManualStages):
             f"{1e3 * self.seconds:.4g} ms a step of {self.microbatches} micro-batches "
             f"({', '.join(sources)}{f' of {self.machine.name}' if self.machine else ''})"
         )
-        rows = []
-        for stage in self.chosen:
-            row = _row(stage) | {"divided": str(len(stage.sharding))}
-            rows.append({k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in row.items()})
+        rows = [_row(stage) | {"divided": len(stage.sharding)} for stage in self.chosen]
         return f"{title}\n{as_table(rows)}"
 
 

@@ -1,15 +1,13 @@
 """Stages, their meshes and how these divide the work, found for a train step."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import product
+from functools import cache, partial
+from itertools import product, takewhile
 from typing import Any, Literal
 
 import jax
@@ -18,15 +16,15 @@ from jax.extend.core import Var
 from jax.sharding import PartitionSpec
 
 from pipelab.pipeshard.auto.cache import Cache, default_folder
-from pipelab.pipeshard.auto.candidate import Specs, candidates
+from pipelab.pipeshard.auto.candidate import Placed, Specs, candidates
 from pipelab.pipeshard.auto.cost import machine_of
 from pipelab.pipeshard.auto.operators import operator_specs
 from pipelab.pipeshard.auto.plan import AutoPlan
 from pipelab.pipeshard.auto.profile import StageProfile, mesh_of, profile
 from pipelab.pipeshard.auto.sharding import over_model
-from pipelab.pipeshard.auto.stages import StageTable, best_stages, submeshes
-from pipelab.pipeshard.graph import PipeshardError, Variables, shape_of
-from pipelab.pipeshard.plan import Shape, Sharding, StageProblem
+from pipelab.pipeshard.auto.stages import Choice, StageTable, best_stages, submeshes
+from pipelab.pipeshard.graph import PipeshardError, shape_of
+from pipelab.pipeshard.plan import Shape, StageProblem
 from pipelab.plan.machine import Machine
 from pipelab.schedules import make
 
@@ -81,10 +79,9 @@ class AutoStages:
             table = make(schedule, remaining, method.microbatches)
             return table.peak_in_flight[0]
 
-        table, choices = _table(profiles, problem.layers)
+        table, known = _table(profiles, problem.layers)
         found = best_stages(table, len(devices), method.microbatches, machine.memory, in_flight)
-        by_place = {(each.layers, (each.submesh, each.logical)): each for each in profiles}
-        chosen = [by_place[(s.first, s.last), choices[s.choice]] for s in found.stages]
+        chosen = [known[stage] for stage in found.stages]
 
         # [3] Which devices.
         meshes = _place(chosen, devices, hosts)
@@ -92,7 +89,7 @@ class AutoStages:
         return AutoPlan(
             [list(range(s.first, s.last + 1)) for s in found.stages],
             meshes,
-            [_sharding(stage.sharding, parameters) for stage in chosen],
+            [partial(_spec, stage.sharding, parameters) for stage in chosen],
             chosen=tuple(chosen),
             profiles=tuple(profiles),
             seconds=found.seconds,
@@ -159,9 +156,8 @@ class AutoStages:
                     for p in each.graph.parameters
                     if p in divided and divided[p] in over_model(shape_of(p), mesh)
                 }
-                profiles.append(
-                    profile(each, submesh, mesh, specs, state, machine, measured, known)
-                )
+                stage = Placed(each, mesh, specs)
+                profiles.append(profile(stage, submesh, state, machine, measured, known))
                 bar.update()
         return profiles
 
@@ -185,17 +181,19 @@ def _place(chosen: Sequence[StageProfile], devices: list[Any], hosts: int) -> li
 
 def _table(
     profiles: Sequence[StageProfile], layers: int
-) -> tuple[StageTable, list[tuple[Shape, Shape]]]:
-    """The profiles as arrays, and what the choices are."""
+) -> tuple[StageTable, dict[Choice, StageProfile]]:
+    """The profiles as arrays, and by their place in these."""
     choices = list(dict.fromkeys((each.submesh, each.logical) for each in profiles))
     held, activation, seconds = np.zeros((3, layers, layers, len(choices)))
     seconds[:] = np.inf
+    known = {}
     for each in profiles:
-        place = (*each.layers, choices.index((each.submesh, each.logical)))
+        place = Choice(*each.layers, choices.index((each.submesh, each.logical)))
+        known[place] = each
         seconds[place] = each.seconds
         held[place], activation[place] = each.held_bytes, each.activation_bytes
     counts = tuple(math.prod(submesh) for submesh, _ in choices)
-    return StageTable(counts, seconds, held, activation), choices
+    return StageTable(counts, seconds, held, activation), known
 
 
 # ---- the optimizer's state lies as the parameter that it belongs to
@@ -214,35 +212,24 @@ def _owner(path: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | No
 
     def alike(other: str) -> int:
         pairs = zip(reversed(_tokens(path)), reversed(_tokens(other)), strict=False)
-        count = 0
-        for a, b in pairs:
-            if a != b:
-                break
-            count += 1
-        return count
+        return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
     same: Iterable[str] = (p for p, other in parameters.items() if other == shape)
     best = max(same, key=alike, default=None)
     return best if best is not None and (alike(best) or best == path) else None
 
 
-def _sharding(specs: Mapping[str, PartitionSpec], parameters: Mapping[str, Shape]) -> Sharding:
-    """Of every argument, by its path and shape."""
-
-    def sharding(path: str, shape: Shape) -> PartitionSpec:
-        return specs.get(_owner(path, shape, parameters) or path, PartitionSpec())
-
-    return sharding
+def _spec(
+    specs: Mapping[str, PartitionSpec], parameters: Mapping[str, Shape], path: str, shape: Shape
+) -> PartitionSpec:
+    """Of an argument with this path and shape."""
+    return specs.get(_owner(path, shape, parameters) or path, PartitionSpec())
 
 
-def _state_of_parameters(problem: StageProblem) -> dict[Var, Variables]:
-    """Parameter -> the other arrays of the state that belong to it."""
+def _state_of_parameters(problem: StageProblem) -> Counter[Var]:
+    """Parameter -> how many other arrays of the state belong to it."""
     arguments = {problem.paths[a]: p for p, a in problem.parameters.items()}
     shapes = {path: shape_of(p) for path, p in arguments.items()}
-    found: dict[Var, Variables] = {p: [] for p in problem.parameters}
-    for v in problem.state:
-        path = problem.paths[v]
-        owner = None if path in arguments else _owner(path, shape_of(v), shapes)
-        if owner is not None:
-            found[arguments[owner]].append(v)
-    return found
+    others = {v: path for v in problem.state if (path := problem.paths[v]) not in arguments}
+    owners = [_owner(path, shape_of(v), shapes) for v, path in others.items()]
+    return Counter(arguments[owner] for owner in owners if owner is not None)

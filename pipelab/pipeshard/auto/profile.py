@@ -4,13 +4,11 @@ On accelerators the times are measured. Host devices of a CPU share its cores, s
 times would say nothing about a machine with so many devices: there they come from the cost model.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import jax
@@ -20,18 +18,11 @@ from jax.extend.core import Var
 from jax.sharding import Mesh, PartitionSpec
 
 from pipelab.pipeshard.auto.cache import Cache
-from pipelab.pipeshard.auto.candidate import Candidate, Specs
+from pipelab.pipeshard.auto.candidate import Placed
 from pipelab.pipeshard.auto.cost import Cost
-from pipelab.pipeshard.graph import (
-    Variables,
-    bytes_of,
-    is_key_type,
-    shape_of,
-    size,
-    spec_of,
-)
+from pipelab.pipeshard.auto.flops import repeats
 from pipelab.pipeshard.plan import AXES, Shape
-from pipelab.pipeshard.stage import CompiledStage
+from pipelab.pipeshard.stage import CompiledStage, bytes_on_mesh
 from pipelab.plan.machine import Machine
 
 REPEATS = 5
@@ -52,7 +43,7 @@ class Examined:
     seconds: tuple[float, ...] = ()
 
     @classmethod
-    def parse(cls, found: Any, measured: bool) -> Examined:
+    def parse(cls, found: Any, measured: bool) -> "Examined":
         """What `asdict` made. Raises an error for anything else."""
         forward, backward = Cost(**found["forward"]), Cost(**found["backward"])
         activation_bytes, seconds = found["activation_bytes"], tuple(found["seconds"])
@@ -114,44 +105,38 @@ class StageProfile:
 
 
 def profile(
-    candidate: Candidate,
+    stage: Placed,
     submesh: Shape,
-    mesh: Mesh,
-    specs: Specs,
-    state: Mapping[Var, Variables],
+    state: Counter[Var],
     machine: Machine,
     measured: bool,
     cache: Cache,
 ) -> StageProfile:
-    """Of a stage on a mesh (data, model).
+    """Of a stage.
 
-    specs     of the parameters that are divided
-    state     parameter -> the optimizer's arrays of its shape, divided as it is
+    state     parameter -> how many of the optimizer's arrays have its shape, divided as it is
     measured  whether seconds are measured, on the mesh's devices
     """
     # [1] What compiling it shows, unless that is known.
-    key = candidate.key(mesh, specs, measured)
     entry = cache.get(
-        key,
-        lambda: asdict(_examine(candidate, mesh, specs, measured)),
+        stage.key(measured),
+        lambda: asdict(_examine(stage, measured)),
         lambda found: Examined.parse(found, measured),
     )
     if measured:
         forward, backward = entry.seconds
     else:
-        costs = (entry.forward, entry.backward)
-        both = [replace(cost, flops=cost.flops * candidate.repeats) for cost in costs]
-        forward, backward = (cost.seconds(machine) for cost in both)
+        forward, backward = entry.forward.seconds(machine), entry.backward.seconds(machine)
 
     # [2] What is held, and what remains for activations.
-    parameters, held = _held_bytes(candidate, mesh, specs, state, entry)
-    graph, problem = candidate.graph, candidate.problem
+    parameters, held = _held_bytes(stage, state, entry)
+    candidate, problem = stage.candidate, stage.candidate.problem
     largest = max(entry.forward, entry.backward, key=lambda cost: cost.peak_bytes)
     return StageProfile(
         (candidate.first, candidate.last),
         submesh,
-        mesh.devices.shape,
-        {problem.paths[problem.parameters[p]]: specs[p] for p in graph.parameters if p in specs},
+        stage.mesh.devices.shape,
+        {problem.paths[problem.parameters[p]]: spec for p, spec in stage.specs.items()},
         "measured" if measured else "model",
         forward,
         backward,
@@ -166,22 +151,15 @@ def profile(
     )
 
 
-def _held_bytes(
-    candidate: Candidate,
-    mesh: Mesh,
-    specs: Specs,
-    state: Mapping[Var, Variables],
-    entry: Examined,
-) -> tuple[int, int]:
+def _held_bytes(stage: Placed, state: Counter[Var], entry: Examined) -> tuple[int, int]:
     """Bytes on one device: of the parameters, and of all that is held all the time."""
-    graph, m = candidate.graph, candidate.problem.method.microbatches
+    graph, m = stage.candidate.graph, stage.candidate.problem.method.microbatches
 
     def share(v: Var) -> int:
-        shape = candidate.place(mesh, specs, v).shard_shape(shape_of(v))
-        return bytes_of(v) // max(size(v), 1) * math.prod(shape)
+        return bytes_on_mesh(stage.spec(v)) // stage.mesh.size
 
     parameters = sum(map(share, graph.parameters))
-    optimizer = sum(share(p) * len(state.get(p, ())) for p in graph.parameters)
+    optimizer = sum(share(p) * state[p] for p in graph.parameters)
     others = sum(map(share, graph.fixed)) + m * sum(map(share, graph.data))
     # A pass takes its outputs and temporary arrays beside. Of the forward's outputs, activations
     # are counted for each micro-batch in flight.
@@ -190,24 +168,19 @@ def _held_bytes(
     return parameters, 2 * parameters + optimizer + others + max(0, *beside)
 
 
-def _examine(candidate: Candidate, mesh: Mesh, specs: Specs, measured: bool) -> Examined:
-    compiled = candidate.compile(mesh, specs, measured)
-    forward, backward = Cost.of(compiled.forward), Cost.of(compiled.backward)
-    seconds = _measure(candidate, compiled, mesh, specs) if measured else ()
-    return Examined(forward, backward, compiled.bytes // mesh.size, seconds)
+def _examine(stage: Placed, measured: bool) -> Examined:
+    compiled = stage.compile(measured)
+    times = repeats(stage.candidate.graph.equations)
+    forward, backward = Cost.of(compiled.forward, times), Cost.of(compiled.backward, times)
+    seconds = _measure(stage, compiled) if measured else ()
+    return Examined(forward, backward, compiled.bytes // stage.mesh.size, seconds)
 
 
-def _measure(
-    candidate: Candidate, compiled: CompiledStage, mesh: Mesh, specs: Specs
-) -> tuple[float, float]:
+def _measure(stage: Placed, compiled: CompiledStage) -> tuple[float, float]:
     """Median seconds of a forward and of a backward, of zeros."""
-    graph = candidate.graph
-
-    def zeros(vs: Variables) -> list[Any]:
-        return [_zeros(spec_of(v, candidate.place(mesh, specs, v))) for v in vs]
-
-    found: dict[Any, Any] = dict(zip(graph.arguments, zeros(graph.arguments), strict=True))
-    cotangents = [[x] for x in zeros(graph.outputs)]
+    graph = stage.candidate.graph
+    found: dict[Any, Any] = {v: _zeros(stage.spec(v)) for v in graph.arguments}
+    cotangents = [[_zeros(stage.spec(v))] for v in graph.outputs]
     sums = compiled.zeros()
     times = []
     for _ in range(REPEATS + 1):
@@ -226,9 +199,6 @@ def _measure(
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> Any:
-    if is_key_type(x.dtype):
-        keys = jax.random.split(jax.random.key(0), max(int(np.prod(x.shape)), 1))
-        return jax.device_put(keys.reshape(x.shape), x.sharding)
     return jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding)
 
 

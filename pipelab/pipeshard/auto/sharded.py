@@ -1,13 +1,9 @@
 """A program traced once, compiled and timed for arrays that lie on a mesh in different ways."""
 
-from __future__ import annotations
-
-import inspect
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,7 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipelab.pipeshard.auto.cost import Cost
-from pipelab.pipeshard.auto.flops import total
+from pipelab.pipeshard.auto.flops import repeats
 from pipelab.pipeshard.graph import PipeshardError, inline
 
 Specs = tuple[PartitionSpec, ...]  # of all arrays
@@ -32,6 +28,7 @@ SCORED_ON_CPU: dict[str, str | bool] = {
 class Sharded:
     """A function traced once, to be compiled for many assignments.
 
+    paths    of all arrays: the parameter's name, then the way through its tree
     outputs  of the specs in the tree of the arguments: those of the results, in their tree; None
              where the compiler may choose
     """
@@ -40,39 +37,33 @@ class Sharded:
         shapes = jax.eval_shape(lambda *arguments: arguments, *arguments)
         closed, results = jax.make_jaxpr(fun, return_shape=True)(*shapes)
         self.leaves, self.tree = jax.tree.flatten(shapes)
-        equations = inline(closed).equations
-        counted = total(equations, as_xla=True)
-        self._repeats = total(equations) / counted if counted else 1.0
+        self._repeats = repeats(inline(closed).equations)
         self.run, self.results = jaxpr_as_fun(closed), len(jax.tree.leaves(results))
         self.outputs = outputs or (lambda *specs: [None] * self.results)
         # With explicit axes, what makes two arrays meet has to say where the result lies.
         self.mesh = Mesh(mesh.devices, mesh.axis_names)
-        self.paths = _paths(fun, shapes)
+        self.paths = closed.jaxpr.debug_info.safe_arg_names(len(self.leaves))
 
     def compile(self, specs: Specs, scored: bool = False) -> Any:
         """For arrays that lie so; `scored` where it will not run."""
         arrays = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))
+            x.update(sharding=NamedSharding(self.mesh, spec))
             for x, spec in zip(self.leaves, specs, strict=True)
         ]
         lowered = jax.jit(self.run, out_shardings=self._out_shardings(specs)).lower(*arrays)
-        if scored and self.mesh.devices.flat[0].platform == "cpu":
-            with suppress(jax.errors.JaxRuntimeError):  # XLA may drop an option
-                return lowered.compile(SCORED_ON_CPU)
-        return lowered.compile()
+        return built(lowered.compile, self.mesh, scored)
 
     def cost(self, specs: Specs) -> Cost:
         """What each device does and holds; a scan's FLOPs as often as it runs."""
-        once = Cost.of(self.compile(specs, scored=True))
-        return replace(once, flops=once.flops * self._repeats)
+        return Cost.of(self.compile(specs, scored=True), self._repeats)
 
     def timed(self, many: Sequence[Specs], rounds: int) -> list[float]:
         """Median seconds of each: they take turns, so that all meet the same disturbances."""
         programs = []
         for specs in many:
             placed = [NamedSharding(self.mesh, spec) for spec in specs]
-            filled = jax.jit(self._ones, out_shardings=placed)
-            programs.append((self.compile(specs), filled()))
+            ones = jax.jit(lambda: [jnp.ones_like(x) for x in self.leaves], out_shardings=placed)
+            programs.append((self.compile(specs), ones()))
         seconds: list[list[float]] = [[] for _ in many]
         for turn in range(rounds + 1):
             for (compiled, arrays), found in zip(programs, seconds, strict=True):
@@ -82,9 +73,6 @@ class Sharded:
                 if turn:  # the first warms up
                     found.append(time.perf_counter() - start)
         return [statistics.median(found) for found in seconds]
-
-    def _ones(self) -> list[jax.Array]:
-        return [jnp.ones(x.shape, x.dtype) for x in self.leaves]
 
     def _out_shardings(self, specs: Specs) -> list[NamedSharding | None]:
         results = self.outputs(*jax.tree.unflatten(self.tree, specs))
@@ -97,13 +85,9 @@ class Sharded:
         return [spec if spec is None else NamedSharding(self.mesh, spec) for spec in wanted]
 
 
-def _paths(fun: Callable, arguments: tuple[Any, ...]) -> tuple[str, ...]:
-    """Names of all arrays: the parameter's, then the way through its tree."""
-    leaves = [path for path, _ in jax.tree_util.tree_leaves_with_path(arguments)]
-    try:
-        names = list(inspect.signature(fun).bind(*arguments).arguments)
-    except (TypeError, ValueError):
-        names = []
-    if len(names) != len(arguments):  # no signature, or *arrays
-        names = [f"[{i}]" for i in range(len(arguments))]
-    return tuple(names[path[0].idx] + jax.tree_util.keystr(path[1:]) for path in leaves)
+def built(build: Callable[[Any], Any], mesh: Mesh, scored: bool) -> Any:
+    """What `build` compiles with options for XLA: quickly, if it is only to be scored."""
+    if scored and mesh.devices.flat[0].platform == "cpu":
+        with suppress(jax.errors.JaxRuntimeError):  # XLA may drop an option
+            return build(SCORED_ON_CPU)
+    return build(None)

@@ -11,8 +11,6 @@ has a `Cost`, and the machine's formula turns that into seconds. Up to a number 
 are tried; beyond, one array after another is improved until none can be.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -145,7 +143,7 @@ class Search:
         """A candidate, by default the best, compiled to run: it takes the arrays one by one."""
         return self.program.compile((candidate or self.best).specs)
 
-    def measure(self, candidates: Iterable[Candidate], rounds: int = 7) -> Search:
+    def measure(self, candidates: Iterable[Candidate], rounds: int = 7) -> "Search":
         """The same search with the median seconds of these, run on arrays of ones."""
         chosen = [each.specs for each in candidates]
         found = dict(zip(chosen, self.program.timed(chosen, rounds), strict=True))
@@ -164,7 +162,7 @@ class Search:
         axes = ", ".join(f"{count} along {axis!r}" for axis, count in self.mesh.shape.items())
         tried = "all" if len(self.table) == self.possible else f"{len(self.table)}"
         measured = [each for each in self.table[10:] if each.measured is not None]
-        rows = [_written(self._row(each)) for each in (*self.table[:10], *measured)]
+        rows = [self._row(each) for each in (*self.table[:10], *measured)]
         title = (
             f"{self.possible} candidates ({tried} tried) on {axes}; model of {self.machine.name}"
         )
@@ -184,13 +182,6 @@ class Search:
         return row
 
 
-def _written(row: dict[str, Any]) -> dict[str, str]:
-    return {
-        name: f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
-        for name, value in row.items()
-    }
-
-
 def search_sharding(
     fun: Callable,
     arguments: Sequence[Any],
@@ -200,7 +191,6 @@ def search_sharding(
     choices: Choices | Sequence[Choices] = anywhere,
     outputs: Callable | None = None,
     limit: int = 100,
-    timed: int = 0,
 ) -> Search:
     """The best assignment of a mesh's axes to the dimensions of a program's arrays.
 
@@ -215,7 +205,8 @@ def search_sharding(
                loss and gradients that lie as their weights do. Default: the compiler chooses
     limit      so many candidates are all tried. Beyond, one array after another gets its best
                choice while the others stay, until nothing improves
-    timed      so many of the best are run and timed
+
+    `measure` of what is returned runs and times some of the candidates.
 
     >>> import numpy as np
     >>> devices = np.array(jax.devices()[:1]).reshape(1, 1)
@@ -227,7 +218,7 @@ def search_sharding(
     """
     program = Sharded(fun, arguments, mesh, outputs)
     machine = machine or machine_of(mesh.devices.flat[0])
-    options = _options(program, arguments, choices)
+    options = _options(program, choices)
     found: dict[Specs, Candidate] = {}
 
     def best_of(many: Iterable[Specs]) -> Specs:
@@ -243,12 +234,9 @@ def search_sharding(
     if possible <= limit:
         best_of(product(*options))
     else:
-        _descend(options, [math.prod(x.shape) for x in program.leaves], best_of)
+        _descend(options, [x.size for x in program.leaves], best_of)
     table = sorted(found.values(), key=lambda each: _rank(each, machine))
-    search = Search(program.paths, program.mesh, machine, tuple(table), possible, program)
-    if not timed:
-        return search
-    return search.measure([each for each in table[:timed] if each.cost.fits(machine)])
+    return Search(program.paths, program.mesh, machine, tuple(table), possible, program)
 
 
 def _rank(each: Candidate, machine: Machine) -> tuple[float, ...]:
@@ -256,22 +244,18 @@ def _rank(each: Candidate, machine: Machine) -> tuple[float, ...]:
     return excess, each.predicted, each.cost.peak_bytes
 
 
-def _options(
-    program: Sharded, arguments: Sequence[Any], choices: Choices | Sequence[Choices]
-) -> list[list[PartitionSpec]]:
+def _options(program: Sharded, choices: Choices | Sequence[Choices]) -> list[list[PartitionSpec]]:
     """The choices of each array."""
+    arguments = jax.tree.unflatten(program.tree, program.leaves)
     each = [choices] * len(arguments) if callable(choices) else list(choices)
     if len(each) != len(arguments):
         raise PipeshardError(
             f"{len(each)} choices for {len(arguments)} arguments: give one for each, or one for all"
         )
-    per_leaf = [
-        choose
-        for choose, argument in zip(each, arguments, strict=True)
-        for _ in jax.tree.leaves(argument)
-    ]
     return [
-        choose(x.shape, program.mesh) for choose, x in zip(per_leaf, program.leaves, strict=True)
+        choose(x.shape, program.mesh)
+        for choose, argument in zip(each, arguments, strict=True)
+        for x in jax.tree.leaves(argument)
     ]
 
 

@@ -22,8 +22,7 @@ and for each micro-batch in flight its activations. How many are in flight depen
 and on how many stages follow: with 1F1B s on the s-th stage from the end, with GPipe all B.
 """
 
-from __future__ import annotations
-
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -179,19 +178,13 @@ def _explain(search: _Search, memory: float, in_flight: Callable[[int], int]) ->
     """What is in the way of a plan: the fullest stage of the one that needs the least memory."""
     devices, choices = search.devices, search.table.devices
     needs = np.unique(search.needs[np.isfinite(search.needs)])
-    low, high = 0, len(needs) - 1
-    if high < 0 or not search.best(1, needs[high]):
+    enough = bisect_left(needs, True, key=lambda some: search.best(1, some) is not None)
+    if enough == len(needs):
         return (
             f"{len(search.table.seconds)} layers have no stages that use all {devices} devices: "
             "use another number of devices or of layers"
         )
-    while low < high:
-        middle = (low + high) // 2
-        if search.best(1, needs[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    found = search.best(1, needs[high])
+    found = search.best(1, needs[enough])
     assert found
     count = len(found.stages)
     sizes = [search.needs[count - s][each] for s, each in enumerate(found.stages)]

@@ -10,8 +10,6 @@ What is drawn in one shape for all sizes of batch stays as it was written. So do
 are split into one for each sample, and what is drawn from keys of the samples' own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -38,7 +36,6 @@ from pipelab.pipeshard.graph import (
     spec_of,
     substitute,
 )
-from pipelab.pipeshard.trace import Step
 
 BODIES = ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr")  # parameters: what equations run
 # An equation that draws, the same for another size of batch, the micro-batch's number and the
@@ -46,19 +43,13 @@ BODIES = ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr")  # parameters: what
 Draw = Callable[[JaxprEqn, JaxprEqn, Any, Arrays], Arrays]
 
 
-def with_own_draws(piece: Step, whole: Step) -> tuple[Graph, dict[Var, Atom]]:
-    """The loss of a micro-batch's step, which draws its own numbers where these grow.
+def draw_own(eqn: JaxprEqn, _: JaxprEqn, number: Any, operands: Arrays) -> Arrays:
+    """A `Draw` of numbers of the micro-batch's own.
 
     With the step's key, all micro-batches would draw the same dropout mask.
-
-    Returns the loss as `redraw` does. Raises PipeshardError where that cannot be done.
     """
-
-    def draw(eqn: JaxprEqn, _: JaxprEqn, number: Any, operands: Arrays) -> Arrays:
-        key, *others = operands
-        return single(eqn).run(jnp.vectorize(jax.random.fold_in)(key, number), *others)
-
-    return redraw(piece.loss, whole.loss, draw)
+    key, *others = operands
+    return single(eqn).run(jnp.vectorize(jax.random.fold_in)(key, number), *others)
 
 
 def draws_grow(graph: Graph, twin: Graph) -> bool:
@@ -99,7 +90,8 @@ def redraw(graph: Graph, twin: Graph, draw: Draw) -> tuple[Graph, dict[Var, Atom
 
     twin  the same function for another size of batch
 
-    Returns the new graph, and what stands in it for variables of the old one.
+    Returns the new graph, and what stands in it for variables of the old one. Raises PipeshardError
+    where that cannot be done.
     """
     twins = {id(eqn): other for eqn, other in _drawing(graph, twin) if _grows(eqn, other)}
     number = Var(jax.typeof(np.uint32(0)))
@@ -173,10 +165,9 @@ def draw_in_pieces(
     parts = []
     for k in range(m):
         mine = [jnp.vectorize(jax.random.fold_in)(key, np.uint32(k)) if own else key]
-        pairs = zip(whole.invars[1:], piece.invars[1:], strict=True)
-        for x, pair in zip(others, pairs, strict=True):
-            axes = axes_of(pair)
+        for x, v, w in zip(others, whole.invars[1:], piece.invars[1:], strict=True):
+            axes = axes_of((v, w))
             mine.append(jnp.split(x, m, axes[0])[k] if axes else x)
-        parts.append(single(piece).run(*mine)[0])
+        parts += single(piece).run(*mine)
     (axis,) = axes_of((whole.outvars[0], piece.outvars[0]))
     return [jnp.concatenate(parts, axis)]

@@ -1,7 +1,5 @@
 """A batch in micro-batches: what their results add up to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -13,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
+from pipelab.executors.jax.spmd_checks import alike
+from pipelab.executors.jax.wire import words
 from pipelab.pipeshard.batch.draws import draw_in_pieces, redraw
 from pipelab.pipeshard.batch.reduction import Reductions
 from pipelab.pipeshard.batch.tags import FIXED, Role, Tag
@@ -22,6 +22,7 @@ from pipelab.pipeshard.graph import (
     Graph,
     PipeshardError,
     dtype_of,
+    is_inexact,
     is_key_type,
     rounding,
     shape_of,
@@ -143,12 +144,8 @@ def _same_alone(one: Step, two: Step, combine: list[Combine], given: Arrays) -> 
         expected = undivided(parameters, [*values, np.uint32(0)])
         tried |= bool(np.isfinite(expected[0]))
         got = in_pieces(one, one.loss, combine, values, 2)
-        for a, b in zip(got, expected, strict=True):
-            if not is_key_type(a.dtype):
-                x, y = np.asarray(a, np.complex128), np.asarray(b, np.complex128)
-                scale = np.abs(y[np.isfinite(y)]).max(initial=0)
-                if not np.allclose(x, y, rtol=0, atol=off * scale, equal_nan=True):
-                    return False
+        if not alike(map(words, got), map(words, expected), limit=off):
+            return False
     return tried
 
 
@@ -157,7 +154,7 @@ def _random(random: np.random.Generator, v: Var, like: Any, positive: bool) -> A
     kind, shape = dtype_of(v), shape_of(v)
     if is_key_type(kind):
         return jnp.zeros(shape, kind)
-    if jnp.issubdtype(kind, jnp.inexact):
+    if is_inexact(v):
         numbers = random.normal(size=shape)
         return jnp.asarray(abs(numbers) if positive else numbers, kind)
     known = [0, 1] if isinstance(like, jax.ShapeDtypeStruct) else np.ravel(like)
@@ -196,8 +193,7 @@ def in_pieces(step: Step, loss: Graph, combine: list[Combine], values: Arrays, m
         inputs = []
         for v in loss.inputs[count:]:
             x = known.get(v, np.uint32(k))
-            size = len(x) // m if v in step.batch else 0
-            inputs.append(x[k * size : (k + 1) * size] if size else x)
+            inputs.append(jnp.split(x, m)[k] if v in step.batch else x)
         pieces.append(gradient(parameters, inputs))
     how = [*combine, *[Combine(How.SUM)] * count]
     columns = zip(*pieces, strict=True)
@@ -230,7 +226,7 @@ def _of_aux(i: int, tag: Tag, atom: Atom, axis: int | None, reduce: str | None) 
         return Combine(How.LAST)
     elif tag.role in (Role.FIXED, Role.REDUCED) and tag.degree in BY_DEGREE:
         return Combine(BY_DEGREE[tag.degree])
-    elif reduce and tag.role is not Role.SAMPLES and jnp.issubdtype(dtype_of(atom), jnp.inexact):
+    elif reduce and tag.role is not Role.SAMPLES and is_inexact(atom):
         return Combine(How.MEAN)
     why = f" ({tag.why})" if tag.why else ""
     raise PipeshardError(

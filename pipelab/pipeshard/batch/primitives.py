@@ -3,8 +3,6 @@
 Of any other primitive nothing is assumed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 

@@ -12,10 +12,10 @@ Anything else is *mixed*: a maximum over the batch, a square root of a mean, a p
 batch, and whatever an equation makes of samples that is not known here to keep them apart.
 """
 
-from __future__ import annotations
+from collections.abc import Callable
+from operator import itemgetter
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from pipelab.pipeshard.batch.primitives import DRAWS, RANDOM
@@ -37,13 +37,13 @@ from pipelab.pipeshard.batch.tags import (
 )
 from pipelab.pipeshard.graph import (
     CALLS,
-    Atom,
     Graph,
     PipeshardError,
     Variables,
     contains,
     dtype_of,
     inline,
+    is_inexact,
     is_key_type,
     place_of,
     shape_of,
@@ -53,14 +53,13 @@ from pipelab.pipeshard.graph import (
 )
 
 CHECKPOINTS = ("checkpoint", "remat2", "remat")
-# What only runs the function in one of its parameters.
-INSIDE = {
+# What only runs the function in one of its parameters; first, what has a derivative of its own.
+CUSTOM = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "linear_call": "callee",
-    **dict.fromkeys((*CHECKPOINTS, *CALLS), "jaxpr"),
 }
-CUSTOM = ("custom_jvp_call", "custom_vjp_call", "linear_call")
+INSIDE = {**CUSTOM, **dict.fromkeys((*CHECKPOINTS, *CALLS), "jaxpr")}
 LARGEST = 2**22  # elements of what is computed to see how it grows
 Graphs = tuple[Graph, Graph]  # one function at both sizes
 
@@ -147,7 +146,7 @@ class Reductions:
         loops = {"scan": self._scan, "while": self._while, "cond": self._cond}
         # [1] The tags of the results.
         if INSIDE.get(name) in a.params:
-            results = self._run(_graphs(a, b, INSIDE[name], ins), [])
+            results = self._run(_graphs(a, b, itemgetter(INSIDE[name]), ins), [])
             if name in CUSTOM and self._derived:
                 results = self._derivative(a, b, ins, tags, results)
         elif name == "custom_linear_solve":
@@ -182,11 +181,12 @@ class Reductions:
         if any(tag.role is Role.MIXED for tag in (*tags, *made)):
             return made
         # [1] What the gradients are by the results, and should be by the operands.
-        outs = zip(zip(a.outvars, b.outvars, strict=True), made, strict=True)
-        given = [cotangent(tag, pair) for pair, tag in outs if _is_real(pair[0])]
-        wanted = [tag for v, tag in zip(a.outvars, made, strict=True) if _is_real(v)]
+        results = zip(zip(a.outvars, b.outvars, strict=True), made, strict=True)
+        outs = [(pair, tag) for pair, tag in results if is_inexact(pair[0])]
+        given = [cotangent(tag, pair) for pair, tag in outs]
+        wanted = [tag for _, tag in outs]
         wanted += [
-            cotangent(tag, pair) for pair, tag in zip(ins, tags, strict=True) if _is_real(pair[0])
+            cotangent(tag, pair) for pair, tag in zip(ins, tags, strict=True) if is_inexact(pair[0])
         ]
         # [2] What the rule makes of them, which is not derived again; and the results, which it
         #     may compute otherwise than the function does.
@@ -217,15 +217,13 @@ class Reductions:
         counts = a.params["const_lengths"]
         first = counts.matvec + counts.vecmat
         given = [*ins[first : first + counts.solve], *ins[sum(counts) :]]
-        small, large = (eqn.params["jaxprs"].solve for eqn in (a, b))
-        graphs = inline(small, [v for v, _ in given], a), inline(large, [w for _, w in given], b)
-        return self._run(graphs, [])
+        return self._run(_graphs(a, b, lambda params: params["jaxprs"].solve, given), [])
 
     # ---- loops and branches
 
     def _scan(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags) -> Tags:
         first, count = carry_of(a)
-        graphs = _graphs(a, b, "jaxpr", ins[:first])
+        graphs = _graphs(a, b, itemgetter("jaxpr"), ins[:first])
         if a.params["length"] == b.params["length"]:
             return self._repeat(a, graphs, tags[first:], count)
         # As many iterations as samples: one sample at a time (lax.map), if there is no carry.
@@ -243,15 +241,16 @@ class Reductions:
 
     def _while(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags) -> Tags:
         begin, first = a.params["cond_nconsts"], a.params["body_nconsts"]
-        body = _graphs(a, b, "body_jaxpr", ins[begin : begin + first])
+        body = _graphs(a, b, itemgetter("body_jaxpr"), ins[begin : begin + first])
         results = self._repeat(a, body, tags[begin + first :], len(a.outvars))
-        condition = self._run(_graphs(a, b, "cond_jaxpr", ins[:begin]), results)
+        condition = self._run(_graphs(a, b, itemgetter("cond_jaxpr"), ins[:begin]), results)
         return results if condition == [FIXED] else [mixed(a)] * len(results)
 
     def _cond(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags) -> Tags:
         found = []
         for i in range(len(a.params["branches"])):
-            found.append(self._run(_graphs(a, b, "branches", ins[1:], i), []))
+            graphs = _graphs(a, b, lambda params, i=i: params["branches"][i], ins[1:])
+            found.append(self._run(graphs, []))
         if tags[0] != FIXED:
             return [mixed(a)] * len(a.outvars)
         return [join(choices) or mixed(a) for choices in zip(*found, strict=True)]
@@ -273,19 +272,13 @@ class Reductions:
         return [mixed(a)] * len(a.outvars)
 
 
-def _graphs(
-    a: JaxprEqn, b: JaxprEqn, key: str, outside: Pairs, branch: int | None = None
-) -> Graphs:
-    """What two equations run inside; its first inputs are these variables outside."""
-    small, large = a.params[key], b.params[key]
-    if branch is not None:
-        small, large = small[branch], large[branch]
-    return inline(small, [v for v, _ in outside], a), inline(large, [w for _, w in outside], b)
+def _graphs(a: JaxprEqn, b: JaxprEqn, function: Callable, outside: Pairs) -> Graphs:
+    """What two equations run inside, a `function` of their parameters.
 
-
-def _is_real(atom: Atom) -> bool:
-    """Whether there are gradients by it."""
-    return jnp.issubdtype(dtype_of(atom), jnp.inexact)
+    Its first inputs are these variables outside.
+    """
+    small, large = ([pair[i] for pair in outside] for i in (0, 1))
+    return inline(function(a.params), small, a), inline(function(b.params), large, b)
 
 
 def _pullback(eqn: JaxprEqn) -> Graph:
@@ -294,18 +287,18 @@ def _pullback(eqn: JaxprEqn) -> Graph:
     operands = [spec_of(atom) for atom in eqn.invars]
 
     def pull(operands, cotangents):
-        reals = [x for x, v in zip(operands, eqn.invars, strict=True) if _is_real(v)]
+        reals = [x for x, v in zip(operands, eqn.invars, strict=True) if is_inexact(v)]
 
         def real(*xs):
             given = iter(xs)
             pairs = zip(operands, eqn.invars, strict=True)
-            out = function.run(*(next(given) if _is_real(v) else x for x, v in pairs))
-            return [y for y, v in zip(out, eqn.outvars, strict=True) if _is_real(v)]
+            out = function.run(*(next(given) if is_inexact(v) else x for x, v in pairs))
+            return [y for y, v in zip(out, eqn.outvars, strict=True) if is_inexact(v)]
 
         results, back = jax.vjp(real, *reals)
         return results, back(cotangents)
 
-    cotangents = [spec_of(v) for v in eqn.outvars if _is_real(v)]
+    cotangents = [spec_of(v) for v in eqn.outvars if is_inexact(v)]
     return inline(jax.make_jaxpr(pull)(operands, cotangents), eqn.invars, eqn)
 
 

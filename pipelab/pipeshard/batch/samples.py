@@ -1,7 +1,5 @@
 """What one equation makes of samples: the tag of its result, from those of its operands."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

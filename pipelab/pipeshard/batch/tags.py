@@ -4,8 +4,6 @@ Everything is looked at in two traces of the same function, for two sizes of bat
 pairs, and the batch's dimension of an array is the one that differs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from enum import Enum
