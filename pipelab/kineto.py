@@ -4,6 +4,7 @@ PP:0F0  |--wait for the input--[== the stage's work ==]--|    a span of torch's 
 gloo:recv      ----------------|                              is in [ ] is its action's time
 """
 
+import math
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -85,7 +86,7 @@ def read_rank(trace: dict[str, Any], where: str) -> Rank:
         spans.append(Span(0, action._replace(microbatch=number), *clock.span(event)))
     if not any(s.action.kind is Kind.U for s in spans):
         spans += _updates(events, spans, batch, clock)
-    about = trace.get("distributedInfo", {})
+    about = trace.get("distributedInfo") or {}
     sends = (SENDS.fullmatch(e.name) for e in events)
     return Rank(
         number=about.get("rank"),
@@ -104,16 +105,19 @@ def _events(records: Iterable[Any], where: str) -> Iterator[Event]:
     for record in records:
         if not isinstance(record, dict) or record.get("ph") != "X":
             continue
-        name, start, length = (record.get(key) for key in ("name", "ts", "dur"))
-        numbers = isinstance(start, int | float) and isinstance(length, int | float)
-        if not numbers or length < 0:
+        name, ts, dur = (record.get(key) for key in ("name", "ts", "dur"))
+        try:
+            start, end = float(ts) / 1e6, (float(ts) + float(dur)) / 1e6  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            start, end = 0.0, math.nan
+        if not start <= end < math.inf:
             raise ValueError(
-                f"{where}: {name} has ts={start!r} and dur={length!r}: a span needs two numbers "
+                f"{where}: {name} has ts={ts!r} and dur={dur!r}: a span needs two numbers "
                 "(microseconds), its duration at least 0; record the trace again"
             )
         args = record.get("args") or {}
         link = args.get("correlation") if isinstance(args, dict) else None
-        yield Event(str(name), str(record.get("cat")), start / 1e6, (start + length) / 1e6, link)
+        yield Event(str(name), str(record.get("cat")), start, end, link)
 
 
 def _named(events: list[Event], where: str) -> tuple[list[tuple[Action, Event]], bool]:
@@ -156,7 +160,11 @@ class _Clock:
     """When the work of a span began and ended: on the device, or between its messages."""
 
     def __init__(self, events: list[Event]) -> None:
-        work = {e.link: e for e in events if e.kind in ON_DEVICE and "nccl" not in e.name.lower()}
+        work: dict[Any, tuple[float, float]] = {}  # of each launch, which may be of many kernels
+        for e in events:
+            if e.kind in ON_DEVICE and e.link is not None and "nccl" not in e.name.lower():
+                start, end = work.get(e.link, (e.start, e.end))
+                work[e.link] = min(start, e.start), max(end, e.end)
         launches = [e for e in events if e.kind not in ON_DEVICE and e.link in work]
         self._launched = [e.start for e in launches]  # in order
         self._work = [work[e.link] for e in launches]
@@ -167,7 +175,8 @@ class _Clock:
         a = bisect_left(self._launched, event.start)
         b = bisect_right(self._launched, event.end)
         if a < b:
-            return min(e.start for e in self._work[a:b]), max(e.end for e in self._work[a:b])
+            starts, ends = zip(*self._work[a:b], strict=True)
+            return min(starts), max(ends)
         last = bisect_right(self._received, event.end) - 1
         start = max(event.start, self._received[last]) if last >= 0 else event.start
         first = bisect_left(self._sent, start)

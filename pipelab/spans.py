@@ -4,7 +4,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise, zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,7 +39,11 @@ def timeline_of(
     if batch is None:
         updates = 1 + max(made, default=0)
         batch = total // updates if total % updates == 0 else total
-    sizes = {"microbatches": batch, "batches": -(-total // batch), "per_update": batch}
+    sizes: dict[str, Any] = {
+        "microbatches": batch,
+        "batches": -(-total // batch),
+        "per_update": batch,
+    }
     if isinstance(schedule, Schedule):
         sizes = {name: getattr(schedule, name) for name in sizes}
     rows = _rows(spans, sizes["per_update"])
@@ -110,7 +114,7 @@ def asked_for(schedule: Schedule | str, table: Schedule) -> Schedule:
     """The schedule that the caller says it is, in the table's sizes if that is a name."""
     if isinstance(schedule, Schedule):
         return schedule
-    sizes = {"batches": table.batches}
+    sizes: dict[str, Any] = {"batches": table.batches}
     if schedule not in SCHEDULES or with_chunks(schedule):
         sizes["virtual"] = max(table.stages // table.devices, 1)
     return make(schedule, table.devices, table.microbatches, **sizes)

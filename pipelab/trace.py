@@ -107,11 +107,11 @@ def from_trace(
     with _naming(where):
         if len(files) == 1 and isinstance(contents[0], str):
             return timeline_of(_csv_spans(contents[0]), None, schedule)
-        if len(files) == 1 and "table" in contents[0].get("otherData", {}):
+        if len(files) == 1 and _is_own(contents[0]):
             return _own(contents[0], schedule)
     ranks = []
     for file, content in zip(files, contents, strict=True):
-        if isinstance(content, str) or "table" in content.get("otherData", {}):
+        if isinstance(content, str) or _is_own(content):
             raise ValueError(f"{file} is a whole run: give it alone")
         ranks.append(read_rank(content, str(file)))
     with _naming(where):
@@ -174,6 +174,11 @@ def _csv_spans(text: str) -> list[Span]:
     return spans
 
 
+def _is_own(content: dict[str, Any]) -> bool:
+    about = content.get("otherData")
+    return isinstance(about, dict) and "table" in about
+
+
 def _own(content: dict[str, Any], schedule: Schedule | str | None) -> Timeline:
     """What `to_trace` wrote, as it was."""
     about, names = content["otherData"], ("name", "ts", "dur")
@@ -194,8 +199,9 @@ def _own(content: dict[str, Any], schedule: Schedule | str | None) -> Timeline:
         table = Schedule(rows=tuple(map(tuple, rows)), **fields)
         nowhere = np.nan, np.nan
         moved = [moves.get(str(a), nowhere) for row in table.rows for a in row]
-        times = (np.array([spans, moved]).transpose(0, 2, 1) / 1e6 + about["zero"]).reshape(4, -1)
-        found = Timeline(table, *times, about["source"], about["late"])
+        start, end = np.array(spans).T / 1e6 + about["zero"]
+        sent, arrived = np.array(moved).T / 1e6 + about["zero"]
+        found = Timeline(table, start, end, sent, arrived, about["source"], about["late"])
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"not all of what `to_trace` writes: {error!r}") from None
     return checked(found, schedule) if schedule else found
@@ -204,9 +210,9 @@ def _own(content: dict[str, Any], schedule: Schedule | str | None) -> Timeline:
 def _joined(ranks: list[Rank], files: list[Path]) -> tuple[list[Span], bool]:
     """The spans of all ranks on devices in the order of the ranks; whether they share a clock."""
     order = list(range(len(ranks)))
-    numbers = [rank.number for rank in ranks]
-    if None not in numbers:
-        order.sort(key=numbers.__getitem__)
+    numbers = [rank.number for rank in ranks if rank.number is not None]
+    if len(numbers) == len(ranks):
+        order.sort(key=lambda i: numbers[i])
         for i, j in pairwise(order):
             if numbers[i] == numbers[j]:
                 raise ValueError(f"{files[i]} and {files[j]} are both of rank {numbers[i]}")
