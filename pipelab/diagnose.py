@@ -107,7 +107,7 @@ def diagnose(timeline: Timeline) -> Diagnosis:
 
     >>> found = diagnose(simulate(make("gpipe", 2, 4), Costs(forward=[1, 2])))
     >>> {cause: round(share, 3) for cause, share in found.causes.items()}
-    {'start-up': 0.184, 'waiting for stage 1': 0.132}
+    {'start-up': 0.171, 'waiting for stage 1': 0.092}
     """
     timeline.refuse_transfers("diagnose")
     s, costs = timeline.schedule, fit(timeline)

@@ -183,7 +183,7 @@ def _own(content: dict[str, Any], schedule: Schedule | str | None) -> Timeline:
     """What `to_trace` wrote, as it was."""
     about, names = content["otherData"], ("name", "ts", "dur")
     try:
-        devices = 1 + max(e["pid"] for e in content["traceEvents"])
+        devices = 1 + max((e["pid"] for e in content["traceEvents"]), default=0)
         rows: list[list[Action]] = [[] for _ in range(devices)]
         spans, moves = [], {}
         for event in content["traceEvents"]:
@@ -196,6 +196,8 @@ def _own(content: dict[str, Any], schedule: Schedule | str | None) -> Timeline:
                     rows[event["pid"]].append(Action.parse(name.removeprefix("PP:")))
                     spans.append(span)
         fields = about["table"] | {"reads": Reads[about["table"]["reads"]]}
+        if fields["versions_read"] is not None:
+            fields["versions_read"] = tuple(map(tuple, fields["versions_read"]))
         table = Schedule(rows=tuple(map(tuple, rows)), **fields)
         nowhere = np.nan, np.nan
         moved = [moves.get(str(a), nowhere) for row in table.rows for a in row]
