@@ -29,6 +29,7 @@ bench: .venv/.ready  ## measure and rewrite the pages in benchmarks/
 	$(BIN)/python benchmarks/peers.py
 	$(BIN)/python benchmarks/jax_pipelines.py
 	$(BIN)/python benchmarks/explorer.py
+	$(BIN)/python benchmarks/traces.py
 
 images: .venv/.ready  ## draw the pictures in images/ again
 	$(BIN)/python images/draw.py

@@ -54,6 +54,7 @@ def _file(folder: Path, case: int, rank: int) -> Path:
 
 
 def _record(job: PeerJob, progress: Callable[[int], None]) -> None:
+    torch.set_num_threads(1)
     for i, case in enumerate(job.stages):
         progress(i)
         step = _training(case, job.rank)
@@ -104,14 +105,14 @@ def report(repeats: int = 5, cases: Sequence[Case] = CASES) -> str:
     for case, mine in zip(cases, found, strict=True):
         middle = sorted(mine, key=lambda d: d.loss)[len(mine) // 2]
         causes = sorted({c for d in mine for c in d.causes}, key=lambda c: -_middle(mine, c))
-        rows = [["all", spread([d.loss for d in mine], ".1f", 0.01)]]
+        rows = [["all causes", spread([d.loss for d in mine], ".1f", 0.01)]]
         rows += [[c, spread([d.causes.get(c, 0.0) for d in mine], ".1f", 0.01)] for c in causes]
         parts += [
             f"## {case.name}, {list(case.balance)} layers",
             "The run with the median loss, as `pipelab explain` shows it:",
             f"```\n{middle}\n```",
-            f"The same, {len(mine)} recordings: median (least-most), % of the device time.",
-            table(["lost to", "%"], rows),
+            f"Of {len(mine)} recordings the median (least-most):",
+            table(["lost to", "% of the device time"], rows),
         ]
     size = cases[0]
     return page(

@@ -153,13 +153,17 @@ def test_broken_traces_of_torch(recorded, tmp_path):
     refused(r"0F3 is missing on device 0", first, second, change=without)
     refused(r"no span of a pipeline's action \(PP:0F0, Forward 0\)", first, second, change=unnamed)
     refused(r"PP:0F1 has ts=.* and dur=-3: a span needs", first, change=backwards)
-    refused(r"0F1 starts .* s before 0F0 ends, both on device 0", first, second, change=overlapping)
+    refused(
+        r"0F[15] starts .* s before 0F0 ends, both on device 0", first, second, change=overlapping
+    )
     cut = tmp_path / "cut.json.gz"
     cut.write_bytes(first.read_bytes()[:-100])
     refused(r"cut.json.gz: cut off, or neither JSON nor CSV", cut, second)
     cut.write_bytes(gzip.decompress(first.read_bytes())[:-100])
     refused(r"cut.json.gz: cut off, or no JSON", cut, second)
-    with pytest.raises(ValueError, match="action 2 of device 0 is 2F0 in the run and 0F2 in forwards"):
+    with pytest.raises(
+        ValueError, match="action 2 of device 0 is 2F0 in the run and 0F2 in forwards"
+    ):
         Timeline.from_trace([first, second], in_order)
 
 
