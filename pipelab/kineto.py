@@ -69,9 +69,11 @@ def read_rank(trace: dict[str, Any], where: str) -> Rank:
     """The actions of one rank, each without the wait for its input.
 
     On a GPU a span is that of the kernels that were launched in it (on any thread: autograd has its
-    own), without NCCL's. On a CPU it begins when the last receive in it ended and ends when a send
-    begins. An action's j-th occurrence is of batch j. Optimizer.step makes the updates: several in
-    a batch are one for each stage of the rank, or else counted as one and divided evenly.
+    own), without NCCL's; the profile needs ProfilerActivity.CUDA, or it shows the launches alone.
+    On a CPU it begins when the last receive in it ended and ends when a send begins.
+
+    An action's j-th occurrence is of batch j. Optimizer.step makes the updates: several in a batch
+    are one for each stage of the rank, or else counted as one and divided evenly.
     """
     events = sorted(_events(trace["traceEvents"], where), key=lambda e: (e.start, -e.end))
     named, unplaced = _named(events, where)
@@ -88,15 +90,16 @@ def read_rank(trace: dict[str, Any], where: str) -> Rank:
         spans += _updates(events, spans, batch, clock)
     about = trace.get("distributedInfo") or {}
     sends = (SENDS.fullmatch(e.name) for e in events)
+    stages = max((int(match[1]) + 2 for match in sends if match), default=1)
+    if unplaced:  # one a rank
+        stages = about.get("world_size", 1)
     return Rank(
         number=about.get("rank"),
         zero=int(trace.get("baseTimeNanoseconds", 0)),
         host=trace.get("host_name"),
         spans=spans,
         batch=batch,
-        stages=about.get("world_size", 1)
-        if unplaced
-        else max((int(match[1]) + 2 for match in sends if match), default=1),
+        stages=stages,
         unplaced=unplaced,
     )
 
@@ -172,6 +175,7 @@ class _Clock:
         self._sent = sorted(e.start for e in events if e.name == "c10d::send")
 
     def span(self, event: Event) -> tuple[float, float]:
+        """Seconds at which the work in a span of the host began and ended."""
         a = bisect_left(self._launched, event.start)
         b = bisect_right(self._launched, event.end)
         if a < b:

@@ -1,8 +1,10 @@
 """What ran when: spans in columns, simulated or measured, and the measures taken from them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from os import PathLike
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -275,7 +277,11 @@ class Timeline:
         return to_trace(self)
 
     @classmethod
-    def from_trace(cls, paths: Any, schedule: Any = None) -> "Timeline":
+    def from_trace(
+        cls,
+        paths: str | PathLike | Sequence[str | PathLike],
+        schedule: Schedule | str | None = None,
+    ) -> "Timeline":
         """A run of torch.distributed.pipelining, or of ours, or a CSV of spans, from its files.
 
         See `pipelab.trace.from_trace`.
