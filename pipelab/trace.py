@@ -89,12 +89,14 @@ def from_trace(
               order of the starts, each stage where it ran, updates of no time where there are
               none; it gets the name of the schedule whose table it is, else "trace"
 
-    Ranks' clocks are aligned by the transfers. A message from a to b takes q(a, b) or more, as
-    their clocks have it, and cannot arrive before it was sent; so b's clock is ahead of a's by at
-    most q(a, b) and at least -q(b, a), and is taken to be ahead by the middle of the two, as if the
-    quickest message took the same time both ways. Clocks of one machine are left alone if they
-    contradict no message. An input that its device waited for arrived when the action began;
-    another took as long as the quickest one between the two devices.
+    Ranks' clocks are aligned by the transfers. By the clocks as they are, the quickest message from
+    a to b takes q(a, b). None arrives before it was sent, so b's clock is ahead of a's by at most
+    q(a, b) and at least -q(b, a); it is taken to be ahead by the middle of the two, as if the
+    quickest messages took the same time both ways. Clocks of one machine are left alone if they
+    contradict no message.
+
+    An input that its device waited for arrived when the action began; any other is taken to have
+    been as quick as the quickest one between the two devices.
 
     Raises ValueError for a file that is broken, foreign or missing, an action that is there twice
     or not at all, spans that overlap on a device, and for the first difference from `schedule`.
