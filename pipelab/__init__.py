@@ -12,6 +12,7 @@ from typing import Any
 
 from pipelab.action import Action, Kind, Reads, ScheduleError
 from pipelab.costs import CostError, Costs, Recompute
+from pipelab.diagnose import Diagnosis, diagnose
 from pipelab.explain import Explanation, explain
 from pipelab.fit import fit
 from pipelab.memory import Memory, memory
@@ -29,6 +30,7 @@ __all__ = [
     "Action",
     "CostError",
     "Costs",
+    "Diagnosis",
     "Evaluation",
     "Explanation",
     "Kind",
@@ -40,6 +42,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Timeline",
+    "diagnose",
     "evaluate",
     "explain",
     "fit",

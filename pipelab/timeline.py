@@ -1,8 +1,10 @@
 """What ran when: spans in columns, simulated or measured, and the measures taken from them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from os import PathLike
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -325,39 +327,24 @@ class Timeline:
         return frame.assign(kind=[Kind(k).name for k in self.kind])
 
     def to_trace(self) -> dict[str, Any]:
-        """A Chrome trace (chrome://tracing, Perfetto): a process per device, two tracks each.
+        """A Chrome trace; see `pipelab.trace.to_trace`."""
+        from pipelab.trace import to_trace
 
-        Compute is on the first track, transfers on the second, with arrows between devices.
+        return to_trace(self)
+
+    @classmethod
+    def from_trace(
+        cls,
+        paths: str | PathLike | Sequence[str | PathLike],
+        schedule: Schedule | str | None = None,
+    ) -> "Timeline":
+        """A run of torch.distributed.pipelining, or of ours, or a CSV of spans, from its files.
+
+        See `pipelab.trace.from_trace`.
         """
-        events: list[dict[str, Any]] = []
-        times = (self.start, self.end, self.sent, self.arrived)
-        start, end, sent, arrived = ((t - self.start.min()) * 1e6 for t in times)  # microseconds
+        from pipelab.trace import from_trace
 
-        def add(phase: str, device: int, track: int, name: str, **more: Any) -> None:
-            events.append({"ph": phase, "pid": device, "tid": track, "name": name, **more})
-
-        for d in range(self.schedule.devices):
-            add("M", d, 0, "process_name", args={"name": f"device {d}"})
-            add("M", d, 0, "thread_name", args={"name": "compute"})
-            add("M", d, 1, "thread_name", args={"name": "transfers"})
-        device, version = self.device.tolist(), self.version.tolist()
-        for i, d in enumerate(device):
-            action, span = self.schedule.action(i), {"ts": start[i], "dur": end[i] - start[i]}
-            args = {"version": version[i]}
-            add("X", d, 0, f"PP:{action}", cat=action.kind.name, **span, args=args)
-        for i in self.schedule.crossing.tolist():
-            source = int(self.schedule.inputs[i])
-            here, there = device[source], device[i]
-            name = f"{self.schedule.action(source)} to device {there}"
-            shared = {"name": name, "cat": "transfer"}
-            add("X", here, 1, **shared, ts=sent[i], dur=arrived[i] - sent[i])
-            add("s", here, 0, **shared, id=i, ts=end[source])
-            add("f", there, 0, **shared, id=i, bp="e", ts=start[i])
-        return {
-            "traceEvents": events,
-            "displayTimeUnit": "ms",
-            "otherData": {"schedule": self.schedule.name, "source": self.source},
-        }
+        return from_trace(paths, schedule)
 
 
 def plural(count: int, noun: str) -> str:

@@ -6,8 +6,9 @@ import sys
 import deepspeed
 import torch
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
-from pipelab.peers.deepspeed import skip_compiling
+from pipelab.peers.deepspeed import annotate, skip_compiling
 
 
 def main(folder: str) -> None:
@@ -26,10 +27,13 @@ def main(folder: str) -> None:
             "gradient_clipping": 0.0,  # by default 1.0
         },
     )
+    annotate(engine)
     losses = []
-    for x, y in batches:
-        pairs = zip(x.chunk(microbatches), y.chunk(microbatches), strict=True)
-        losses.append(float(engine.train_batch(pairs)))
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        for x, y in batches:
+            pairs = zip(x.chunk(microbatches), y.chunk(microbatches), strict=True)
+            losses.append(float(engine.train_batch(pairs)))
+    seen.export_chrome_trace(os.path.join(folder, f"{os.environ['RANK']}.json"))
     weights = {name: t.detach() for name, t in module.state_dict().items()}
     torch.save((losses, weights), os.path.join(folder, f"{os.environ['RANK']}.pt"))
 

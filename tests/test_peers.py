@@ -17,7 +17,18 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipelab import Kind, Recompute, RunError, Schedule, ScheduleError, data, make, run, validate
+from pipelab import (
+    Kind,
+    Recompute,
+    RunError,
+    Schedule,
+    ScheduleError,
+    Timeline,
+    data,
+    make,
+    run,
+    validate,
+)
 from pipelab.memory import CAUSES
 from pipelab.models import parameters, split
 from pipelab.models.gpt2 import gpt2, next_token_loss
@@ -499,6 +510,9 @@ def test_a_script_under_deepspeeds_launcher_trains_the_same_weights(tmp_path):
     assert all(name.startswith(tuple(numbered)) for name in theirs)
     for name, weight in mine.state_dict().items():
         assert torch.allclose(theirs[name], weight, rtol=1e-5), name
+    seen = Timeline.from_trace([tmp_path / f"{rank}.json" for rank in range(2)])
+    assert seen.part(0, 1).schedule.rows == schedule_of(2, m).rows
+    assert seen.schedule == ours.timeline.schedule
 
 
 # ---- all of them

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from pipelab.action import Action, Kind
 from pipelab.executors.batches import cut, samples_of
@@ -126,6 +127,27 @@ def run_deepspeed(
     return run_ranks("deepspeed", _train, len(stages), timeout, job)
 
 
+def annotate(engine: Any) -> None:
+    """Name what a pipeline engine computes to torch.profiler, as torch's runtime does: PP:0F0.
+
+    For a run of your own, before its first `train_batch`: profile it on every rank, and
+    `Timeline.from_trace` reads the files.
+    """
+    group = engine.micro_batches
+
+    def named(kind: Kind, method: Callable) -> Callable:
+        numbers = count()
+
+        def call(*arguments: Any, **more: Any) -> Any:
+            k = 0 if kind is Kind.U else next(numbers) % group
+            with record_function(f"PP:{Action(engine.stage_id, kind, k)}"):
+                return method(*arguments, **more)
+
+        return call
+
+    _wrap(engine, named)
+
+
 def _train(job: PeerJob, progress: Callable[[int], None]) -> Outcome:
     rank, m = job.rank, job.microbatches
     with _unlogged(), contextlib.redirect_stdout(io.StringIO()):  # it prints, too
@@ -194,14 +216,17 @@ def _engine(job: PeerJob) -> tuple[Any, Steps]:
 
 
 def _hook(watch: Watch, engine: Any, rank: int) -> None:
-    """Around what the engine calls for an instruction that computes."""
-
     def noted(kind: Kind, method: Callable) -> Callable:
         numbers = count()
         return watch.around(method, lambda *_, **__: (rank, kind, next(numbers)))
 
+    _wrap(engine, noted)
+
+
+def _wrap(engine: Any, around: Callable[[Kind, Callable], Callable]) -> None:
+    """Put `around` what the engine calls for each kind of instruction that computes."""
     methods = {}
     for instruction, method in engine._INSTRUCTION_MAP.items():
         kind = KINDS.get(instruction.__name__, Kind.SEND_F)
-        methods[instruction] = noted(kind, method) if kind <= Kind.U else method
+        methods[instruction] = around(kind, method) if kind <= Kind.U else method
     engine._INSTRUCTION_MAP = methods

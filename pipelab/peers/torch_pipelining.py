@@ -19,6 +19,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
 )
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+from torch.profiler import record_function
 
 from pipelab.action import Action, Kind, check_counts
 from pipelab.executors.table import check_table
@@ -169,6 +170,26 @@ def _train(job: PeerJob, progress: Callable[[int], None]) -> Outcome:
             losses.append(float(torch.stack(means).detach().double().mean()))
     weights = {s: weights_of(module) for s, module in mine.items()}
     return Outcome(losses, weights, job.ends, watch.finish() if watch else None)
+
+
+def annotate(*stages: Any) -> None:
+    """Name the actions of a rank's stages to torch.profiler, as torch's runtime does: PP:0F0.
+
+    For a run of your own, so that `Timeline.from_trace` reads its profile: Schedule1F1B names none
+    of them, ScheduleGPipe says neither the stage nor how long it waits. Call it once.
+    """
+
+    def named(s: int, kind: Kind, method: Callable) -> Callable:
+        def call(k: int, *arguments: Any, **more: Any) -> Any:
+            whole = kind is not Kind.B or more.get("full_backward", True)
+            with record_function(f"PP:{Action(s, kind if whole else Kind.I, k)}"):
+                return method(k, *arguments, **more)
+
+        return call
+
+    for part in stages:
+        for name, kind in KINDS.items():
+            setattr(part, name, named(part.stage_index, kind, getattr(part, name)))
 
 
 def _hook(watch: Watch, runtime: Any, parts: Sequence[Any], number: Callable[[int], int]) -> None:
