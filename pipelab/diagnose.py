@@ -167,9 +167,8 @@ def _idle(t: Timeline) -> np.ndarray:
     moments = np.unique(np.concatenate([t.start, t.end, t.sent, t.arrived]))
     moments = moments[(moments >= t.start.min()) & (moments <= t.end.max())]
     width, instant = np.diff(moments), (moments[1:] + moments[:-1]) / 2
-    number = t.microbatch * np.where(t.kind == Kind.U, s.per_update, 1) // s.microbatches
     ends = np.zeros(s.batches)
-    np.maximum.at(ends, number, t.end)
+    np.maximum.at(ends, t.batch, t.end)
     batch = np.minimum(np.searchsorted(np.maximum.accumulate(ends), instant), s.batches - 1)
     # [2] For each device what it does then: its cause, or the device that knows it.
     arrival = t.input_arrival()

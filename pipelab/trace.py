@@ -12,6 +12,7 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
     device, version = t.device.tolist(), t.version.tolist()
     for i, d in enumerate(device):
         action, span = s.action(i), {"ts": start[i], "dur": end[i] - start[i]}
+        if t.on_core is not None:
+            span["tdur"] = t.on_core[i] * 1e6  # by the thread's own clock
         add("X", d, 0, f"PP:{action}", cat=action.kind.name, **span, args={"version": version[i]})
     for i in s.crossing.tolist():
         source = int(s.inputs[i])
@@ -187,7 +190,7 @@ def _own(content: dict[str, Any], schedule: Schedule | str | None) -> Timeline:
     try:
         devices = 1 + max((e["pid"] for e in content["traceEvents"]), default=0)
         rows: list[list[Action]] = [[] for _ in range(devices)]
-        spans, moves = [], {}
+        spans, moves, on_core = [], {}, []
         for event in content["traceEvents"]:
             if event["ph"] == "X":
                 name, start, length = (event[key] for key in names)
@@ -197,6 +200,7 @@ def _own(content: dict[str, Any], schedule: Schedule | str | None) -> Timeline:
                 else:
                     rows[event["pid"]].append(Action.parse(name.removeprefix("PP:")))
                     spans.append(span)
+                    on_core.append(event.get("tdur"))
         fields = about["table"] | {"reads": Reads[about["table"]["reads"]]}
         if fields["versions_read"] is not None:
             fields["versions_read"] = tuple(map(tuple, fields["versions_read"]))
@@ -206,6 +210,8 @@ def _own(content: dict[str, Any], schedule: Schedule | str | None) -> Timeline:
         start, end = np.array(spans).T / 1e6 + about["zero"]
         sent, arrived = np.array(moved).T / 1e6 + about["zero"]
         found = Timeline(table, start, end, sent, arrived, about["source"], about["late"])
+        if None not in on_core:
+            found = replace(found, on_core=np.array(on_core) / 1e6)
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"not all of what `to_trace` writes: {error!r}") from None
     return checked(found, schedule) if schedule else found

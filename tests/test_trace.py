@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 
@@ -242,6 +243,14 @@ def test_a_part_and_written_transfers_come_back(tmp_path):
         found = Timeline.from_trace(tmp_path / "own.json")
         assert found.schedule == t.schedule
         assert found.end == pytest.approx(t.end)
+        assert found.on_core is None
+
+
+def test_what_a_run_says_of_its_cores_comes_back(tmp_path):
+    t = simulate(make("gpipe", 2, 2))
+    t = replace(t, on_core=(t.end - t.start) / 3)
+    (tmp_path / "own.json").write_text(json.dumps(t.to_trace()))
+    assert Timeline.from_trace(tmp_path / "own.json").on_core == pytest.approx(t.on_core)
 
 
 @settings(max_examples=40)
