@@ -122,7 +122,7 @@ def explain(costs: Costs, measured: Timeline, repeats: Sequence[Timeline] = ()) 
 def _of_work(costs: Costs, measured: Timeline) -> dict[str, float]:
     """The causes of a run whose actions all have a core to themselves."""
     s, alone = measured.schedule, uninterrupted(measured)
-    found = replace(fit_seconds(measured, each_link=True), speed=1.0)
+    found = fit_seconds(alone, each_link=True)
     now = [durations(s, costs), delays(s, costs), waits(s, costs)]
     causes, before = {}, lay(s, *now).makespan
 
@@ -168,5 +168,7 @@ def _spread(runs: Sequence[Timeline]) -> float:
             )
     if others:
         return float(np.ptp([run.makespan for run in runs]))
-    batches = first.batch_seconds() if first.schedule.updates > 1 else np.zeros(1)
-    return float(batches.std(ddof=1) * np.sqrt(len(batches) + 1)) if len(batches) > 1 else 0.0
+    batches = first.batch_seconds()
+    if first.warm.all() or len(batches) < 2:
+        return 0.0
+    return float(batches.std(ddof=1) * np.sqrt(len(batches) + 1))

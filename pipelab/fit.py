@@ -27,7 +27,8 @@ def fit(timeline: Timeline, memory: Memory | None = None) -> Costs:
     actions that waited for their input lost more than the others.
 
     What varies makes others wait, so that a run takes longer than its means: all seconds are scaled
-    by the one factor (near 1) with which the simulation takes as long as the run did.
+    by the one factor (near 1) with which the run, its first batch as it was, takes as long as it
+    did.
 
     `speed`, where a run measured it: per device, the share of its compute in which it had a core;
     below 1, devices took turns on cores. Costs are then those of a core to itself.
@@ -54,32 +55,38 @@ def fit(timeline: Timeline, memory: Memory | None = None) -> Costs:
 
 def fit_seconds(timeline: Timeline, each_link: bool = False) -> Costs:
     """The seconds of `fit`; with a `transfer` for each link, if asked for."""
-    # [1] what a core to itself would have taken
     alone = uninterrupted(timeline)
-    costs = _means(alone, each_link)
-    starts = late_starts(alone)
-
-    def makespan(costs: Costs) -> float:
-        s = timeline.schedule
-        wait = np.maximum(waits(s, costs), starts)
-        return lay(s, durations(s, costs), delays(s, costs), wait).warmed_up().makespan
+    means = _means(alone, each_link)
+    if timeline.on_core is not None:
+        busy, had = timeline.warmed_up().busy, alone.warmed_up().busy
+        share = np.divide(had, busy, out=np.ones_like(had), where=(had > 0) & (had < busy))
+        means = replace(means, speed=share)
 
     def scaled(factor: float) -> Costs:
-        return replace(costs, **{n: np.multiply(getattr(costs, n), factor) for n in SECONDS})
+        return replace(means, **{n: np.multiply(getattr(means, n), factor) for n in SECONDS})
 
-    factor = _solve(lambda x: makespan(scaled(x)), alone.warmed_up().makespan)
-    costs = scaled(factor)
-    # [2] with the cores as they were
-    seen = timeline.warmed_up()
-    if seen.on_core is None:
-        return costs
-    had = np.bincount(seen.device, seen.on_core, seen.schedule.devices)
-    lost = np.divide(seen.busy, had, out=np.ones_like(had), where=had > 0) - 1
+    return _as_long_as(timeline, scaled)
 
-    def shared(factor: float) -> Costs:
-        return replace(costs, speed=1 / (1 + factor * np.maximum(lost, 0)))
 
-    return shared(_solve(lambda x: makespan(shared(x)), seen.makespan))
+def _as_long_as(timeline: Timeline, costs: Callable[[float], Costs]) -> Costs:
+    """Those of the factor with which the run takes as long as it did, its first batch as it was.
+
+    Without a flush the others wait for the first batch, too, which their costs must not make up.
+    """
+    s, warm, starts = timeline.schedule, timeline.warm, late_starts(timeline)
+    duration, delay, wait, _ = timeline.parts()
+
+    def makespan(factor: float) -> float:
+        tried = costs(factor)
+        laid = lay(
+            s,
+            np.where(warm, durations(s, tried), duration),
+            np.where(warm, delays(s, tried), delay),
+            np.where(warm, np.maximum(waits(s, tried), starts), wait),
+        )
+        return laid.makespan
+
+    return costs(_solve(makespan, timeline.makespan))
 
 
 def uninterrupted(timeline: Timeline) -> Timeline:

@@ -221,9 +221,9 @@ class Timeline:
         return self.batch >= cut
 
     def batch_seconds(self) -> np.ndarray:
-        """Of each batch but the first: from the end of the update before it to that of its own."""
-        update = self.kind == Kind.U
-        ends = [self.end[update & (self.batch == b)].max() for b in range(self.schedule.batches)]
+        """Of each batch but the first: from the end of the one before it to its own."""
+        batch = self.batch
+        ends = [self.end[batch == b].max() for b in range(self.schedule.batches)]
         return np.diff(ends)
 
     def parts(self) -> Parts:

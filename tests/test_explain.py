@@ -14,7 +14,19 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from pipelab import Costs, Kind, Recompute, Timeline, explain, fit, make, run, simulate
+from pipelab import (
+    Action,
+    Costs,
+    Kind,
+    Recompute,
+    Schedule,
+    Timeline,
+    explain,
+    fit,
+    make,
+    run,
+    simulate,
+)
 from pipelab.executors.transport import Mailboxes
 from pipelab.executors.worker import Worker
 from tests.conftest import tables
@@ -111,8 +123,27 @@ def test_the_run_that_was_fitted_is_predicted_exactly(case, data):
     shares = np.array([data.draw(st.floats(0.2, 1)) for _ in range(schedule.devices)])
     on_core = shares[measured.device] * (measured.end - measured.start)
     for t in (measured, replace(measured, on_core=on_core)):
-        predicted = simulate(schedule, fit(t)).warmed_up()
-        assert predicted.makespan == pytest.approx(t.warmed_up().makespan, rel=1e-9)
+        predicted = simulate(schedule, costs := fit(t))
+        now = predicted.end - predicted.start, predicted.parts().delay, costs.overhead
+        mixed = lay(schedule, *(np.where(t.warm, *of) for of in zip(now, t.parts(), strict=False)))
+        assert mixed.makespan == pytest.approx(t.makespan, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
+def test_what_waits_for_the_first_batch_is_no_cost_of_the_others(name):
+    """Without a flush the batches overlap."""
+    schedule = make(name, 3, 4, batches=2)
+    costs, first = costs_of(schedule, transfer=0.5), ~simulate(schedule).warm
+    measured = lay(schedule, flat(schedule) * (1 + 2 * first), 0.5)
+    assert fit(measured).forward == pytest.approx(costs.forward)
+    only("first batch", costs, measured)
+
+
+def test_a_core_is_not_had_for_longer_than_an_action_takes():
+    t = simulate(make("gpipe", 1, 4))
+    ticks = np.where(t.microbatch % 2, 0.7, 1.3)  # of a coarse clock
+    found = fit(replace(t, on_core=ticks * (t.end - t.start)))
+    assert simulate(t.schedule, found).makespan == pytest.approx(t.makespan)
 
 
 @given(tables(largest=4))
@@ -226,6 +257,17 @@ def test_alone_a_run_spreads_as_its_batches_do():
     # Device 1's six actions are on the longest chain: batches differ by 6; of 6, 12, 18 more.
     assert found.spread == pytest.approx(6 * np.sqrt(4))
     assert explain(Costs(), simulate(make("gpipe", 2, 3, batches=2))).spread == 0
+
+
+def test_batches_without_an_update_of_their_own():
+    schedule = make("gpipe", 2, 3, batches=4).forward_only()
+    batch = schedule.columns.microbatch // 3
+    found = explain(Costs(), lay(schedule, flat(schedule) + batch))  # three forwards in a row
+    assert found.spread == pytest.approx(3 * np.sqrt(4))
+    row = ["0F0", "0B0", "0F1", "0B1", "0U0", "0F2", "0B2", "0F3", "0B3", "0U1"]
+    rows = (tuple(map(Action.parse, row)),)
+    across = Schedule("across", rows, (0,), microbatches=1, batches=4, per_update=2)
+    assert explain(Costs(), simulate(across)).spread == 0
 
 
 def test_a_table_with_transfers_is_refused():
