@@ -110,7 +110,8 @@ def diagnose(timeline: Timeline) -> Diagnosis:
     {'start-up': 0.171, 'waiting for stage 1': 0.092}
     """
     timeline.refuse_transfers("diagnose")
-    s, costs = timeline.schedule, fit(timeline)
+    # A stage that lacked a core is a slow one here.
+    s, costs = timeline.schedule, fit(replace(timeline, on_core=None))
     total = s.devices * timeline.makespan or 1.0
     causes = {cause: float(x) / total for cause, x in _causes(timeline, costs).items()}
     as_it_is, *others = _what_ifs(s, costs)

@@ -65,7 +65,7 @@ class Event(NamedTuple):
     link: Any  # what a launch and its kernel have in common
 
 
-def read_rank(trace: dict[str, Any], where: str) -> Rank:
+def read_rank(trace: dict[str, Any]) -> Rank:
     """The actions of one rank, each without the wait for its input.
 
     On a GPU a span is that of the kernels that were launched in it (on any thread: autograd has its
@@ -75,8 +75,8 @@ def read_rank(trace: dict[str, Any], where: str) -> Rank:
     An action's j-th occurrence is of batch j. Optimizer.step makes the updates: several in a batch
     are one for each stage of the rank, or else counted as one and divided evenly.
     """
-    events = sorted(_events(trace["traceEvents"], where), key=lambda e: (e.start, -e.end))
-    named, unplaced = _named(events, where)
+    events = sorted(_events(trace["traceEvents"]), key=lambda e: (e.start, -e.end))
+    named, unplaced = _named(events)
     batch = 1 + max((a.microbatch for a, _ in named if a.kind is not Kind.U), default=0)
     clock = _Clock(events)
     seen: Counter[Action] = Counter()
@@ -104,18 +104,18 @@ def read_rank(trace: dict[str, Any], where: str) -> Rank:
     )
 
 
-def _events(records: Iterable[Any], where: str) -> Iterator[Event]:
+def _events(records: Iterable[Any]) -> Iterator[Event]:
     for record in records:
         if not isinstance(record, dict) or record.get("ph") != "X":
             continue
         name, ts, dur = (record.get(key) for key in ("name", "ts", "dur"))
         try:
             start, end = float(ts) / 1e6, (float(ts) + float(dur)) / 1e6  # type: ignore[arg-type]
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             start, end = 0.0, math.nan
         if not start <= end < math.inf:
             raise ValueError(
-                f"{where}: {name} has ts={ts!r} and dur={dur!r}: a span needs two numbers "
+                f"{name} has ts={ts!r} and dur={dur!r}: a span needs two numbers "
                 "(microseconds), its duration at least 0; record the trace again"
             )
         args = record.get("args") or {}
@@ -123,12 +123,12 @@ def _events(records: Iterable[Any], where: str) -> Iterator[Event]:
         yield Event(str(name), str(record.get("cat")), start, end, link)
 
 
-def _named(events: list[Event], where: str) -> tuple[list[tuple[Action, Event]], bool]:
+def _named(events: list[Event]) -> tuple[list[tuple[Action, Event]], bool]:
     """The events that are actions, micro-batches numbered in their batch; whether no stage is."""
     on_host = [e for e in events if e.kind in ("user_annotation", "python_function")]
     if any(e.name.endswith(")OVERLAP_F_B") for e in on_host):
         raise ValueError(
-            f"{where}: a forward and a backward share a span (OVERLAP_F_B): which of them took the "
+            "a forward and a backward share a span (OVERLAP_F_B): which of them took the "
             "time cannot be told; record a schedule that runs one action at a time"
         )
     found = []
@@ -152,7 +152,7 @@ def _named(events: list[Event], where: str) -> tuple[list[tuple[Action, Event]],
             calls[kind] += 1
     if not found:
         raise ValueError(
-            f"{where}: no span of a pipeline's action (PP:0F0, Forward 0): torch's Schedule1F1B "
+            "no span of a pipeline's action (PP:0F0, Forward 0): torch's Schedule1F1B "
             "names none: profile with_stack=True, or see pipelab.peers.torch_pipelining.annotate"
         )
     batch = max(calls[Kind.F] // max(steps, 1), 1)

@@ -74,11 +74,7 @@ def _rows(spans: list[Span], per_update: int) -> list[list[Span]]:
         row = [s for s in spans if s.device == d]
         seen: set[Action] = set()
         for s in row:
-            if s.end < s.start or not np.isfinite([s.start, s.end]).all():
-                raise ValueError(
-                    f"{s.action} starts at {s.start:g} s and ends at {s.end:g} s: an end comes "
-                    "after its start"
-                )
+            check_times(s)
             if s.action in seen:
                 raise ValueError(f"{s.action} is there twice: give each action of a run one span")
             seen.add(s.action)
@@ -100,12 +96,22 @@ def _rows(spans: list[Span], per_update: int) -> list[list[Span]]:
     return rows
 
 
+def check_times(span: Span) -> None:
+    """ValueError if a span does not end, or not after its start."""
+    _, action, start, end = span
+    if end < start or not np.isfinite([start, end]).all():
+        raise ValueError(
+            f"{action} starts at {start:g} s and ends at {end:g} s: an end comes after its start"
+        )
+
+
 def check_stages(found: Collection[int], least: int = 0) -> None:
     """ValueError if a stage from 0 to the largest one, or of at least so many, is not there."""
     stages = max(least, 1 + max(found))
-    if missing := [s for s in range(stages) if s not in found]:
+    missing = next((s for s in range(stages) if s not in found), None)
+    if missing is not None:
         raise ValueError(
-            f"stage {missing[0]} of {stages} has no span: give the files of all ranks, or number "
+            f"stage {missing} of {stages} has no span: give the files of all ranks, or number "
             "stages from 0 without gaps"
         )
 

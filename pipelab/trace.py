@@ -6,7 +6,6 @@ CSV of spans becomes a measured `Timeline`: its table is rebuilt from the spans.
 
 import csv
 import gzip
-import io
 import json
 import os
 import zlib
@@ -22,8 +21,9 @@ import numpy as np
 from pipelab.action import Action, Reads
 from pipelab.kineto import Rank, read_rank
 from pipelab.schedule import Schedule
-from pipelab.spans import Span, check_stages, checked, timeline_of
+from pipelab.spans import Span, check_stages, check_times, checked, timeline_of
 from pipelab.timeline import Timeline
+from pipelab.validate import validate
 
 COLUMNS = ("stage", "kind", "microbatch", "start", "end")
 OF_TABLE = ("name", "placement", "microbatches", "batches", "per_update", "versions_read")
@@ -118,7 +118,8 @@ def from_trace(
     for file, content in zip(files, contents, strict=True):
         if isinstance(content, str) or _is_own(content):
             raise ValueError(f"{file} is a whole run: give it alone")
-        ranks.append(read_rank(content, str(file)))
+        with _naming(str(file)):
+            ranks.append(read_rank(content))
     with _naming(where):
         spans, shared = _joined(ranks, files)
         return timeline_of(spans, ranks[0].batch, schedule, shared)
@@ -131,6 +132,10 @@ def _naming(where: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{where}: {str(error).splitlines()[0]}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, csv.Error) as error:
+        raise ValueError(
+            f"{where}: not all of what `to_trace`, torch.profiler or a CSV of spans has: {error!r}"
+        ) from error
 
 
 def _content(file: Path) -> Any:
@@ -139,14 +144,14 @@ def _content(file: Path) -> Any:
     try:
         if data[:2] == b"\x1f\x8b":
             data = gzip.decompress(data)
-        text = data.decode()
+        text = data.decode("utf-8-sig")
     except (EOFError, OSError, zlib.error, UnicodeDecodeError):
         raise ValueError(f"{file}: cut off, or neither JSON nor CSV: give the whole file") from None
     if text.lstrip()[:1] not in ("{", "["):
         return text
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: cut off, or no JSON: {error}") from None
     if isinstance(found, list):  # Chrome reads that, too
         found = {"traceEvents": found}
@@ -159,7 +164,7 @@ def _content(file: Path) -> Any:
 
 
 def _csv_spans(text: str) -> list[Span]:
-    rows = csv.DictReader(io.StringIO(text))
+    rows = csv.DictReader(text.splitlines())
     missing = [name for name in COLUMNS if name not in (rows.fieldnames or ())]
     if missing:
         raise ValueError(
@@ -186,34 +191,32 @@ def _is_own(content: dict[str, Any]) -> bool:
 
 def _own(content: dict[str, Any], schedule: Schedule | str | None) -> Timeline:
     """What `to_trace` wrote, as it was."""
-    about, names = content["otherData"], ("name", "ts", "dur")
-    try:
-        devices = 1 + max((e["pid"] for e in content["traceEvents"]), default=0)
-        rows: list[list[Action]] = [[] for _ in range(devices)]
-        spans, moves, on_core = [], {}, []
-        for event in content["traceEvents"]:
-            if event["ph"] == "X":
-                name, start, length = (event[key] for key in names)
-                span = start, start + length
-                if event["cat"] == "transfer":
-                    moves[event["args"]["for"]] = span
-                else:
-                    rows[event["pid"]].append(Action.parse(name.removeprefix("PP:")))
-                    spans.append(span)
-                    on_core.append(event.get("tdur"))
-        fields = about["table"] | {"reads": Reads[about["table"]["reads"]]}
-        if fields["versions_read"] is not None:
-            fields["versions_read"] = tuple(map(tuple, fields["versions_read"]))
-        table = Schedule(rows=tuple(map(tuple, rows)), **fields)
-        nowhere = np.nan, np.nan
-        moved = [moves.get(str(a), nowhere) for row in table.rows for a in row]
-        start, end = np.array(spans).T / 1e6 + about["zero"]
-        sent, arrived = np.array(moved).T / 1e6 + about["zero"]
-        found = Timeline(table, start, end, sent, arrived, about["source"], about["late"])
-        if None not in on_core:
-            found = replace(found, on_core=np.array(on_core) / 1e6)
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"not all of what `to_trace` writes: {error!r}") from None
+    about, events = content["otherData"], content["traceEvents"]
+    zero, nowhere = about["zero"], (np.nan, np.nan)
+    # `to_trace` names every device.
+    rows: list[list[Action]] = [[] for e in events if e["name"] == "process_name"]
+    spans, moves, on_core = [], {}, []
+    for event in events:
+        if event["ph"] == "X":
+            name, start, length = (event[key] for key in ("name", "ts", "dur"))
+            span = start / 1e6 + zero, (start + length) / 1e6 + zero
+            if event["cat"] == "transfer":
+                moves[event["args"]["for"]] = span
+            else:
+                action = Action.parse(name.removeprefix("PP:"))
+                check_times(Span(event["pid"], action, *span))
+                rows[event["pid"]].append(action)
+                spans.append(span)
+                on_core.append(event.get("tdur"))
+    fields = about["table"] | {"reads": Reads[about["table"]["reads"]]}
+    if fields["versions_read"] is not None:
+        fields["versions_read"] = tuple(map(tuple, fields["versions_read"]))
+    table = validate(Schedule(rows=tuple(map(tuple, rows)), **fields))
+    start, end = np.array(spans).T
+    sent, arrived = np.array([moves.get(str(a), nowhere) for row in rows for a in row]).T
+    found = Timeline(table, start, end, sent, arrived, about["source"], about["late"])
+    if None not in on_core:
+        found = replace(found, on_core=np.array(on_core) / 1e6)
     return checked(found, schedule) if schedule else found
 
 

@@ -271,6 +271,34 @@ def test_spans_in_csv(tmp_path_factory, case, costs):
 
 
 CSV = "stage,kind,microbatch,start,end\n"
+FORWARD = (
+    '{"traceEvents": [{"ph": "X", "cat": "user_annotation", "name": "PP:0F0", "ts": 0, "dur": %s}]}'
+)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("dur", -3, "an end comes"),
+        ("dur", np.nan, "an end comes"),
+        ("name", None, "not all of"),
+        ("pid", 10**9, "not all of"),
+        ("ts", 10**400, "too large"),
+        ("name", "PP:0U0", "0U0 stands twice"),
+    ],
+)
+def test_our_own_trace_changed(tmp_path, key, value, message):
+    trace, file = simulate(make("gpipe", 2, 2)).to_trace(), tmp_path / "own.json"
+    next(e for e in trace["traceEvents"] if e["name"] == "PP:0F0")[key] = value
+    file.write_text(json.dumps(trace))
+    with pytest.raises(ValueError, match=f"own.json: .*{message}"):
+        Timeline.from_trace(file)
+
+
+def test_csv_as_spreadsheets_write_it(tmp_path):
+    text = CSV + "0,F,0,0,1\n0,B,0,1,2\n"
+    (tmp_path / "run.csv").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r").encode())
+    assert Timeline.from_trace(tmp_path / "run.csv").makespan == 2
 
 
 @pytest.mark.parametrize(
@@ -293,8 +321,16 @@ CSV = "stage,kind,microbatch,start,end\n"
         (CSV.replace("\n", ",device\n") + "0,F,0,0,1,1\n", "device 0 has no span"),
         ('{"events": []}', "no traceEvents: give what torch.profiler or `to_trace` wrote"),
         ("[1, 2]", "no span of a pipeline's action"),
-        ('{"traceEvents": [], "otherData": {"table": {}}}', "not all of what `to_trace` writes"),
+        (
+            '{"traceEvents": [], "otherData": {"table": {}}}',
+            "not all of what `to_trace`, torch.prof",
+        ),
         ("{", "cut off, or no JSON"),
+        ("[" * 100_000, "cut off, or no JSON"),
+        (CSV + "999999999,F,0,0,1\n", "stage 0 of 1000000000 has no span"),
+        (CSV + "0,F,0,0," + "1" * 200_000, "field larger than field limit"),
+        (FORWARD % '10, "args": {"correlation": []}', "unhashable type"),
+        (FORWARD % f"1{'0' * 400}", "a span needs two numbers"),
     ],
 )
 def test_broken_files(tmp_path, capsys, text, message):
@@ -362,6 +398,14 @@ def test_a_fault_has_its_name():
     assert grown(lay(schedule, base, 0.1, wait=0.5))[0] == "overhead"
     slow = base * np.where((kind < Kind.U) & (microbatch < 6), 3, 1)
     assert grown(lay(schedule, slow, 0.1))[0] == "warm-up batch"
+
+
+def test_a_stage_without_a_core_is_slow():
+    schedule = make("gpipe", 3, 4)
+    base = flat(schedule)
+    t = lay(schedule, base * (1 + (schedule.columns.device == 1)))
+    found, of_cores = diagnose(t), diagnose(replace(t, on_core=base))
+    assert of_cores == found and "waiting for stage 1" in found.causes
 
 
 def test_changes_are_simulated():
