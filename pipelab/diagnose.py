@@ -99,11 +99,12 @@ def diagnose(timeline: Timeline) -> Diagnosis:
                             compute: the ramp at both ends of a batch
     held back by the order  what else such a pipeline waits in this order of actions
 
-    The changes are simulations under `fit(timeline)`: perfect balance, each device's work (the name
-    says how much the slowest has beyond the mean) spread evenly; transfers that take no time; twice
-    the micro-batches, of the same size (a batch twice as large) or of half (overhead and transfer
-    stay as they are); and other schedules of the same micro-batches, where a device's work is
-    divided evenly among its chunks. Raises ValueError for a table with transfers.
+    The changes are simulations under `fit(timeline)`, where a stage that lacked a core is a slow
+    one: perfect balance, each device's work (the name says how much the slowest has beyond the
+    mean) spread evenly; transfers that take no time; twice the micro-batches, of the same size (a
+    batch twice as large) or of half (overhead and transfer stay as they are); and other schedules
+    of the same micro-batches, where a device's work is divided evenly among its chunks. Raises
+    ValueError for a table with transfers.
 
     >>> found = diagnose(simulate(make("gpipe", 2, 4), Costs(forward=[1, 2])))
     >>> {cause: round(share, 3) for cause, share in found.causes.items()}
