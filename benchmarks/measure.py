@@ -8,7 +8,8 @@ import platform
 import statistics
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -58,6 +59,19 @@ def compare(calls: list[Callable[[], Any]], repeats: int) -> list[list[float]]:
             if turn:
                 mine.append(time.perf_counter() - began)
     return times
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch computes with one thread."""
+    import torch  # not every script needs it
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def cores() -> int:

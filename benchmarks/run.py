@@ -1,4 +1,4 @@
-"""Runs for real: overhead, launch, faults, predictions: python benchmarks/run.py."""
+"""Runs for real: launch, faults, predictions: python benchmarks/run.py."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,12 +20,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from measure import cores, machine, main, page, paragraph, seconds_per_batch, spread, table
+from measure import (
+    cores,
+    machine,
+    main,
+    one_thread,
+    page,
+    paragraph,
+    spread,
+    table,
+)
 from pipelab import RunError, Schedule, Timeline, explain, fit, make, run, simulate
 from pipelab.explain import CAUSES
 from pipelab.models import mlp, split
 from pipelab.partition import uniform
-from pipelab.peers.torch_pipelining import run_torch_pipelining
 
 SGD = partial(torch.optim.SGD, lr=0.01)
 
@@ -57,15 +64,14 @@ class Sizes:
     devices: tuple[int, ...] = (2, 4)
     microbatches: int = 8
     batches: int = 6
-    empty: int = 64  # micro-batches of empty actions
     launches: int = 4
     parcel: int = 50_000_000  # floats of the transfer in which a rank is killed
     timeout: float = 2.0
 
 
 def report(repeats: int = 3, sizes: Sizes = Sizes()) -> str:
-    """Overhead, launch, faults and predictions, as a Markdown page."""
-    with _one_thread():
+    """Launch, faults and predictions, as a Markdown page."""
+    with one_thread():
         return page(
             "# Runs",
             machine("numpy", "torch"),
@@ -76,106 +82,10 @@ def report(repeats: int = 3, sizes: Sizes = Sizes()) -> str:
                 "over sockets and loopback. Nothing is checked against the reference while it is "
                 "timed, unless said otherwise."
             ),
-            *_empty_actions(repeats, sizes),
             *_launch(sizes),
             *_faults(repeats, sizes),
             *_predictions(repeats, sizes),
         )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-# ---- overhead of an empty action
-
-
-class Scale(nn.Module):
-    """Almost no work: one multiplication by one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
-def empty_actions(devices: int, microbatches: int, how: str, check: bool = False) -> float:
-    """Seconds per action when actions do almost nothing: a batch's time / actions of a row.
-
-    `how` is a backend, "torch" for its runtime, or "loop" for the same work without a pipeline.
-    """
-    stages, count = [Scale() for _ in range(devices)], 4
-    batches = [(torch.randn(microbatches, 1), torch.randn(microbatches, 1)) for _ in range(count)]
-    row = 2 * microbatches + 1
-    if how == "torch":
-        peer = run_torch_pipelining(
-            "pipedream_flush",
-            stages,
-            batches,
-            F.mse_loss,
-            SGD,
-            devices=devices,
-            microbatches=microbatches,
-            watch=False,
-        )
-        return statistics.median(peer.seconds[1:]) / row
-    if how == "loop":
-        return _plain_loop(batches, microbatches) / row
-    schedule = make("pipedream_flush", devices, microbatches, batches=count)
-    done = run(schedule, stages, batches, F.mse_loss, SGD, backend=how, check=check)
-    return statistics.median(seconds_per_batch(done.timeline)) / row
-
-
-def _plain_loop(batches: Sequence[tuple[Tensor, Tensor]], microbatches: int) -> float:
-    """Seconds per batch of the same actions in a bare loop, without a pipeline."""
-    model, seconds = Scale(), []
-    step = SGD(model.parameters())
-    for x, y in batches:
-        began = time.perf_counter()
-        for a, b in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True):
-            (F.mse_loss(model(a), b) / microbatches).backward()
-        step.step()
-        step.zero_grad()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[1:])
-
-
-def _empty_actions(repeats: int, sizes: Sizes) -> list[str]:
-    cases: list[tuple[str, str, bool, int]] = [
-        ("a bare loop without a pipeline", "loop", False, 1),
-        ("threads", "threads", False, 1),
-        ("threads", "threads", False, 2),
-        ("threads, kept for the check", "threads", True, 2),
-        ("processes", "processes", False, 2),
-        ("processes, kept for the check", "processes", True, 2),
-        ("torch.distributed.pipelining", "torch", False, 2),
-    ]
-    times: list[list[float]] = [[] for _ in cases]
-    for _ in range(repeats):
-        for (_, how, check, devices), mine in zip(cases, times, strict=True):
-            mine.append(empty_actions(devices, sizes.empty, how, check))
-    rows = [
-        (title, devices, spread(mine, ".0f", unit=1e-6))
-        for (title, _, _, devices), mine in zip(cases, times, strict=True)
-    ]
-    return [
-        "## Overhead of an empty action",
-        paragraph(
-            f"Stages that multiply one number by one weight; 1F1B, {sizes.empty} micro-batches. "
-            "Microseconds per action of a rank, a batch's time / (2 m + 1), so with the "
-            "waiting for the other rank's messages: the median over a run's batches but the "
-            f"first, then the median (fastest to slowest) of {repeats} runs in turn."
-        ),
-        table(("runtime", "ranks", "µs per action"), rows),
-    ]
 
 
 # ---- launch
