@@ -1,9 +1,11 @@
 """A schedule: a table of actions with everything that follows from it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cached_property
 
-from pipelab.action import Action, Reads, check_counts, insert_updates
+import numpy as np
+
+from pipelab.action import Reads, check_counts, insert_updates
 from pipelab.table import Table
 from pipelab.text import draw_grid, read_table, write_csv, write_grid, write_torch_csv
 from pipelab.transform import forward_only, part, with_transfers
@@ -63,17 +65,18 @@ class Schedule(Table):
 
 def one_stage_each(
     name: str,
-    order: Callable[[int], Iterable[Action]],
+    order: Callable[[int], np.ndarray],
     devices: int,
     microbatches: int,
     batches: int,
     per_update: int = 0,
     reads: Reads = Reads.LATEST,
 ) -> Schedule:
-    """A schedule with one stage on each device; `order(stage)` is its row, but for the updates.
+    """A schedule with one stage on each device; `order(stage)` is its row, but for the updates, as
+    numbers: see `pipelab.action.one_kind`.
 
     ScheduleError for a size that makes no sense.
     """
     check_counts(devices=devices, microbatches=microbatches, batches=batches)
-    rows = tuple(insert_updates(order(s), per_update or microbatches) for s in range(devices))
+    rows = insert_updates(map(order, range(devices)), per_update or microbatches)
     return Schedule(name, rows, tuple(range(devices)), microbatches, batches, per_update, reads)
