@@ -26,6 +26,7 @@ notebooks: .venv/.ready  ## run the lectures and store their outputs
 bench: .venv/.ready  ## measure and rewrite the pages in benchmarks/
 	$(BIN)/python benchmarks/simulate.py
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/wire.py
 	$(BIN)/python benchmarks/peers.py
 	$(BIN)/python benchmarks/jax_pipelines.py
 	$(BIN)/python benchmarks/explorer.py
