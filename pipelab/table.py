@@ -9,7 +9,7 @@ as methods. Needs numpy alone.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -55,7 +55,9 @@ class Rows(Sequence):
         if d not in self._made:
             stage, kind, microbatch = self.numbers[d].T.tolist()
             kinds = map(tuple(Kind).__getitem__, kind)
-            self._made[d] = tuple(map(Action, stage, kinds, microbatch))
+            # Action(...) for each, in half the time.
+            make = partial(tuple.__new__, Action)
+            self._made[d] = tuple(map(make, zip(stage, kinds, microbatch, strict=True)))
         return self._made[d]
 
     def __eq__(self, other: object) -> bool:

@@ -203,7 +203,12 @@ def test_the_script_writes_its_page_and_prints_it(tmp_path):
     page = file.read_text()
     assert done.stdout.endswith(page)  # DeepSpeed logs to standard output when it is imported
     assert "| pipedream_flush | 16 | 256 | 8,208 |" in page
-    for generator in ("pipelab", "torch.distributed.pipelining", "DeepSpeed TrainSchedule"):
+    for generator in (
+        "pipelab",
+        "pipelab, as tuples",
+        "torch.distributed.pipelining",
+        "DeepSpeed TrainSchedule",
+    ):
         assert f"| {generator} |" in page
 
 
