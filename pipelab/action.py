@@ -65,9 +65,9 @@ class Action(NamedTuple):
         return cls(int(match[1]), Kind[match[2]], int(match[3]))
 
 
-def numbers(row: Iterable[Action]) -> np.ndarray:
+def numbers(row: Iterable[Action] | np.ndarray) -> np.ndarray:
     """A row as numbers, [action, (stage, kind, micro-batch)]."""
-    return np.array([*row], np.int64).reshape(-1, 3)
+    return row if isinstance(row, np.ndarray) else np.array([*row], np.int64).reshape(-1, 3)
 
 
 def one_kind(stage: np.ndarray | int, kind: Kind, microbatches: np.ndarray) -> np.ndarray:
@@ -87,15 +87,18 @@ def every_batch(one: np.ndarray, batches: int, microbatches: int) -> np.ndarray:
     return (one + ahead).reshape(-1, 3)
 
 
-def insert_updates(rows: Iterable[np.ndarray], per_update: int) -> list[np.ndarray]:
-    """Rows (`numbers`) with `U t` of each of a row's stages after its last backward of group t.
+def insert_updates(
+    rows: Iterable[Iterable[Action] | np.ndarray], per_update: int
+) -> list[np.ndarray]:
+    """Rows with `U t` of each of a row's stages after the row's last backward (B or W) of group t.
 
-    That is B or W of the update group. Where a stage begins its next group before that, its update
-    stands after its own last backward of the group.
+    Where a stage begins its next group before that, its update stands after its own last backward
+    of the group. Takes rows of actions or `numbers`, returns `numbers`.
     """
-    rows = [*rows]
-    cells, lengths = np.concatenate(rows), np.array([len(row) for row in rows])
-    device = np.repeat(np.arange(len(rows)), lengths)
+    check_counts(per_update=per_update)
+    arrays = [*map(numbers, rows)]
+    cells, lengths = np.concatenate(arrays), np.array([len(row) for row in arrays])
+    device = np.repeat(np.arange(len(arrays)), lengths)
     # [1] every backward, ordered by device, stage and group: where it stands
     place = np.flatnonzero((cells[:, 1] == Kind.B) | (cells[:, 1] == Kind.W))
     keys = np.stack([device[place], cells[place, 0], cells[place, 2] // per_update])
@@ -115,7 +118,7 @@ def insert_updates(rows: Iterable[np.ndarray], per_update: int) -> list[np.ndarr
     # [4] there the updates stand
     after = np.where(next_begins < row_last[in_row], own_last, row_last[in_row])
     cells = np.insert(cells, after + 1, one_kind(stage, Kind.U, group), axis=0)
-    lengths += np.bincount(device, minlength=len(rows))
+    lengths += np.bincount(device, minlength=len(arrays))
     return np.split(cells, np.cumsum(lengths)[:-1])
 
 

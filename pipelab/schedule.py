@@ -1,11 +1,11 @@
 """A schedule: a table of actions with everything that follows from it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 
 import numpy as np
 
-from pipelab.action import Reads, check_counts, insert_updates
+from pipelab.action import Action, Reads, check_counts, insert_updates
 from pipelab.table import Table
 from pipelab.text import draw_grid, read_table, write_csv, write_grid, write_torch_csv
 from pipelab.transform import forward_only, part, with_transfers
@@ -65,15 +65,16 @@ class Schedule(Table):
 
 def one_stage_each(
     name: str,
-    order: Callable[[int], np.ndarray],
+    order: Callable[[int], Iterable[Action] | np.ndarray],
     devices: int,
     microbatches: int,
     batches: int,
     per_update: int = 0,
     reads: Reads = Reads.LATEST,
 ) -> Schedule:
-    """A schedule with one stage on each device; `order(stage)` is its row, but for the updates, as
-    numbers: see `pipelab.action.one_kind`.
+    """A schedule with one stage on each device; `order(stage)` is its row, but for the updates.
+
+    That is actions, or faster, the same as numbers (`pipelab.action.one_kind`).
 
     ScheduleError for a size that makes no sense.
     """

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from pipelab.action import COMPUTE, Action, Kind, Reads, ScheduleError, insert_updates, numbers
+from pipelab.action import COMPUTE, Action, Kind, Reads, ScheduleError, insert_updates
 from pipelab.table import Table
 from pipelab.versions import is_asynchronous
 
@@ -119,7 +119,7 @@ def read_table(text: str, name: str, split: Callable[[str], list[str]]) -> dict[
     per_update = fields.get("per_update", microbatches)
     return fields | {
         "name": header.get("name", name),
-        "rows": insert_updates(map(numbers, rows), per_update) if without_updates else rows,
+        "rows": insert_updates(rows, per_update) if without_updates else rows,
         "placement": placement,
         "reads": Reads[reads],
     }

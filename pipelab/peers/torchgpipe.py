@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from pipelab.action import Action, Kind, check_counts, insert_updates, numbers
+from pipelab.action import Action, Kind, check_counts, insert_updates
 from pipelab.costs import Recompute
 from pipelab.executors.torch.arguments import check_recompute, copies_of
 from pipelab.executors.torch.stage import Loss, OptimizerFactory
@@ -60,7 +60,7 @@ def schedule_of(partitions: int, chunks: int, batches: int = 1) -> Schedule:
         for kind, step in ((Kind.F, 1), (Kind.B, -1))
         for k in range(b * chunks, (b + 1) * chunks)[::step]
     ]
-    rows = [numbers(Action(j, kind, k) for kind, k in order) for j in range(partitions)]
+    rows = [[Action(j, kind, k) for kind, k in order] for j in range(partitions)]
     return Schedule(
         "torchgpipe", insert_updates(rows, chunks), tuple(range(partitions)), chunks, batches
     )

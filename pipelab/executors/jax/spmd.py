@@ -34,7 +34,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from pipelab.action import Action, Kind, check_counts, insert_updates, numbers
+from pipelab.action import Action, Kind, check_counts, insert_updates
 from pipelab.executors.jax.spmd_checks import (
     Devices,
     Tree,
@@ -105,7 +105,7 @@ def table(devices: int, microbatches: int, virtual: int = 1) -> Schedule:
     _check_sizes(devices, microbatches, virtual)
     jobs = [(lap * devices, k) for lap in range(virtual) for k in range(microbatches)]
     order = [(Kind.F, *job) for job in jobs] + [(Kind.B, *job) for job in reversed(jobs)]
-    rows = [numbers(Action(first + d, kind, k) for kind, first, k in order) for d in range(devices)]
+    rows = [[Action(first + d, kind, k) for kind, first, k in order] for d in range(devices)]
     placement = tuple(range(devices)) * virtual
     return Schedule("spmd", insert_updates(rows, microbatches), placement, microbatches)
 
