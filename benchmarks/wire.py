@@ -323,10 +323,10 @@ def _shared_memory(repeats: int, sizes: Sizes) -> list[str]:
 
 DECISION = (
     "Not adopted. The share is a bound: messages that come before they are waited for cost a rank "
-    "no time but their reading. The byte that wakes the reader stays, and of a small message the "
-    "pickle is most of what is saved, which could be had on a socket too. Buffers in shared memory "
-    "would need an owner, a count of their readers and somebody who removes them when a rank is "
-    "killed; they serve one machine and no GPU, where the socket serves all."
+    "no time but their reading. The byte that wakes the reader stays, and part of what is saved on "
+    "a small message is its pickle, which a fixed header would save on a socket too. Buffers in "
+    "shared memory would need an owner, a count of their readers and somebody who removes them "
+    "when a rank is killed; they serve one machine and no GPU, where the socket serves all."
 )
 
 
