@@ -63,6 +63,19 @@ def compare(calls: list[Callable[[], Any]], repeats: int) -> list[list[float]]:
     return times
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """In here torch computes with one thread, in every rank too."""
+    import torch  # not every script needs it
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -83,19 +96,6 @@ def machine(*packages: str) -> str:
     if hasattr(os, "getloadavg"):
         parts.append(f"load before {os.getloadavg()[0]:.1f}")
     return f"{', '.join(parts)}."
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """In here torch computes with one thread in every rank."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def spread(values: Sequence[float], form: str = ".2f", unit: float = 1e-3) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from measure import cores, machine, main, page, paragraph, spread, table
+from measure import cores, machine, main, one_thread, page, paragraph, spread, table
 from pipelab import data, make, run
 from pipelab.models import mlp, split
 from pipelab.models.gpt2 import gpt2, next_token_loss
@@ -186,12 +186,8 @@ def where(repeats: int, sizes: Sizes) -> str:
 
 def report(repeats: int = 3, sizes: Sizes = DEFAULT) -> str:
     """Step time and peak memory beside torchgpipe, torch and DeepSpeed, as a Markdown page."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         found, causes = rows(repeats, sizes), where(repeats, sizes)
-    finally:
-        torch.set_num_threads(before)
     return page(
         "# Beside other libraries",
         machine("torch", "torchgpipe", "deepspeed"),
