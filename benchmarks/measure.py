@@ -51,16 +51,17 @@ def check_folder(file: Path) -> None:
         raise ValueError(f"{file}: there is no folder {file.parent}")
 
 
-def compare(calls: list[Callable[[], Any]], repeats: int) -> list[list[float]]:
-    """Seconds of each call, `repeats` times in turn (A B A B), after a turn that does not count."""
-    times: list[list[float]] = [[] for _ in calls]
-    for turn in range(repeats + 1):
-        for call, mine in zip(calls, times, strict=True):
-            began = time.perf_counter()
-            call()
-            if turn:
-                mine.append(time.perf_counter() - began)
-    return times
+def in_turn(calls: Sequence[Callable[[], Any]], repeats: int, warm_up: int = 1) -> list[list[Any]]:
+    """What each call returns, `repeats` times (A B A B), after `warm_up` that do not count."""
+    turns = [[call() for call in calls] for _ in range(warm_up + repeats)]
+    return [list(of_one) for of_one in zip(*turns[warm_up:], strict=True)]
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """The seconds that a call takes."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
 
 
 @contextmanager

@@ -97,10 +97,7 @@ def theirs(library: str, name: str, case: Case, devices: int, sizes: Sizes) -> M
     }
 
     def train(count: int, watch: bool) -> Any:
-        given = (stages, case.batches(count, m), case.loss, SGD)
-        if library == "torch":
-            return run_torch_pipelining(name, *given, devices=devices, microbatches=m, watch=watch)
-        return calls[library](*given, watch=watch)
+        return calls[library](stages, case.batches(count, m), case.loss, SGD, watch=watch)
 
     seconds = train(sizes.batches, False).seconds[1:]
     watched = train(2, True)
@@ -173,7 +170,7 @@ def where(repeats: int, sizes: Sizes) -> str:
             peer = run_torch_pipelining("pipedream_flush", *given, devices=p, microbatches=m)
             assert peer.timeline
             for name, timeline in (("pipelab", mine), ("torch", peer.timeline)):
-                warm = timeline.part(1, sizes.batches)  # the first batch warms up
+                warm = timeline.warmed_up()
                 idle = warm.attribution()
                 seconds = [warm.busy.sum(), *(idle[cause].sum() for cause in CAUSES)]
                 found[name].append([float(x) / p / (sizes.batches - 1) for x in seconds])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from measure import compare, machine, main, page, paragraph, spread, table
-from pipelab import Schedule, make, simulate
+from measure import in_turn, machine, main, page, paragraph, spread, table, timed
+from pipelab import make, simulate
 
 
 def report(repeats: int = 5, actions: int = 1_000_000) -> str:
@@ -56,14 +56,11 @@ def _row(name: str, p: int, m: int, repeats: int) -> tuple:
     build = partial(make, name, p, m, virtual=2 if name == "interleaved" else 1)
     schedule = build()
     fresh = iter([replace(schedule) for _ in range(repeats + 1)])
-    built, simulated = compare([build, partial(_simulate_next, fresh)], repeats)
+    calls = build, lambda: simulate(next(fresh))
+    built, simulated = in_turn([partial(timed, call) for call in calls], repeats)
     count = schedule.bounds[-1]
     per_action = statistics.median(simulated) / count * 1e6
     return name, p, m, f"{count:,}", spread(built), spread(simulated), f"{per_action:.2f}"
-
-
-def _simulate_next(schedules: Iterator[Schedule]) -> None:
-    simulate(next(schedules))
 
 
 def _generators(p: int, m: int, repeats: int) -> list[tuple[str, str, str]]:
@@ -73,7 +70,7 @@ def _generators(p: int, m: int, repeats: int) -> list[tuple[str, str, str]]:
         "pipelab, as tuples": lambda: [*build().rows],
     }
     generators |= _peers(p, m)
-    times = compare(list(generators.values()), repeats)
+    times = in_turn([partial(timed, call) for call in generators.values()], repeats)
     ours = statistics.median(times[0])
     return [
         (name, spread(of_one), f"{statistics.median(of_one) / ours:.2f}")

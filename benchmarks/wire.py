@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from measure import (
     cores,
+    in_turn,
     machine,
     main,
     one_thread,
@@ -124,7 +125,7 @@ def _empty_actions(repeats: int, sizes: Sizes) -> list[str]:
         ("processes, kept for the check", 2): ours(2, "processes", check=True),
         ("torch.distributed.pipelining", 2): lambda: batch_of_torch(empty(2), name, 2, m, count),
     }
-    found = in_turn(list(calls.values()), repeats)
+    found = in_turn(list(calls.values()), repeats, warm_up=0)
     actions = 2 * m + 1  # of a row
     return [
         "## Overhead of an empty action",
@@ -169,12 +170,6 @@ def batch_of_torch(case: Case, name: str, devices: int, microbatches: int, count
     return statistics.median(done.seconds[1:])
 
 
-def in_turn(calls: Sequence[Callable[[], float]], repeats: int) -> list[list[float]]:
-    """What each call returns, `repeats` times in turn."""
-    turns = [[call() for call in calls] for _ in range(repeats)]
-    return [list(of_one) for of_one in zip(*turns, strict=True)]
-
-
 def beside(
     case: Case, name: str, devices: int, microbatches: int, count: int, repeats: int
 ) -> list[list[float]]:
@@ -184,7 +179,7 @@ def beside(
     def ours() -> float:
         return batch_of_ours(*sizes)
 
-    return in_turn([ours, lambda: batch_of_torch(*sizes), ours], repeats)
+    return in_turn([ours, lambda: batch_of_torch(*sizes), ours], repeats, warm_up=0)
 
 
 def _beside_torch(repeats: int, sizes: Sizes) -> list[str]:
@@ -290,7 +285,7 @@ def _shared_memory(repeats: int, sizes: Sizes) -> list[str]:
         case = messages.get(size)
         if case:
             calls.append(partial(batch_of_ours, case, "pipedream_flush", 2, m, count))
-        found = in_turn(calls, repeats)
+        found = in_turn(calls, repeats, warm_up=0)
         by_socket, copied = found[:2]
         saved = [a - b for a, b in zip(by_socket, copied, strict=True)]
         share = f"{2 * m * statistics.median(saved) / statistics.median(found[-1]):.1%}"

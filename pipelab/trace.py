@@ -204,7 +204,7 @@ def _own(content: dict[str, Any], schedule: Schedule | str | None) -> Timeline:
         fields = about["table"] | {"reads": Reads[about["table"]["reads"]]}
         if fields["versions_read"] is not None:
             fields["versions_read"] = tuple(map(tuple, fields["versions_read"]))
-        table = Schedule(rows=tuple(map(tuple, rows)), **fields)
+        table = Schedule(rows=rows, **fields)
         nowhere = np.nan, np.nan
         moved = [moves.get(str(a), nowhere) for row in table.rows for a in row]
         start, end = np.array(spans).T / 1e6 + about["zero"]

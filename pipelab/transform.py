@@ -85,4 +85,4 @@ def with_transfers(table: AnyTable) -> AnyTable:
     rows: list[list[Action]] = [[] for _ in table.rows]
     for _, d, action in sorted(events):
         rows[d].append(action)
-    return replace(table, rows=tuple(map(tuple, rows)))
+    return replace(table, rows=rows)
