@@ -49,6 +49,8 @@ def check_folder(file: Path) -> None:
     """ValueError if a page cannot be written there."""
     if not file.parent.is_dir():
         raise ValueError(f"{file}: there is no folder {file.parent}")
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder: name a file")
 
 
 def in_turn(calls: Sequence[Callable[[], Any]], repeats: int, warm_up: int = 1) -> list[list[Any]]:

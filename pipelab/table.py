@@ -31,19 +31,27 @@ class Columns(NamedTuple):
 class Rows(Sequence):
     """The rows of a table as numbers; a row's tuple of actions is made when it is asked for.
 
-    numbers  per row [action, (stage, kind, micro-batch)]
+    numbers  per row [action, (stage, kind, micro-batch)], read-only
     """
 
     def __init__(self, rows: Iterable[Iterable[Action] | np.ndarray]) -> None:
         """ScheduleError for what is no action."""
         self._made: dict[int, tuple[Action, ...]] = {}
-        self.numbers: list[np.ndarray] = []
+        arrays = []
         for d, row in enumerate(rows):
-            if not isinstance(row, np.ndarray):
+            if isinstance(row, np.ndarray):
+                _check_numbers(d, row)
+                row = row.astype(np.int64)  # a copy, which the caller cannot change
+            else:
                 self._made[d] = row = tuple(row)
                 _check_types(d, row)
-                row = numbers(row)
-            self.numbers.append(row)
+                try:
+                    row = numbers(row)
+                except OverflowError:
+                    raise ScheduleError(f"row {d} has a number beyond 64 bits") from None
+            row.setflags(write=False)
+            arrays.append(row)
+        self.numbers = tuple(arrays)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -83,6 +91,18 @@ def _check_types(d: int, row: Sequence[Any]) -> None:
             raise ScheduleError(
                 f"row {d}, cell {i}: {a!r} is not an Action(stage, Kind, microbatch)"
             )
+
+
+def _check_numbers(d: int, row: np.ndarray) -> None:
+    if row.dtype.kind not in "iu" or row.shape[1:] != (3,):
+        raise ScheduleError(
+            f"row {d} is an array of {row.dtype} {row.shape}: give whole numbers, [action, (stage, "
+            "kind, micro-batch)]"
+        )
+    unknown = (row[:, 1] < 0) | (row[:, 1] > max(Kind))
+    if unknown.any():
+        i = int(np.argmax(unknown))
+        raise ScheduleError(f"row {d}, cell {i}: kind {row[i, 1]} is not among 0 to {max(Kind)}")
 
 
 @dataclass(frozen=True)
@@ -198,8 +218,8 @@ class Table:
     # ---- the table as arrays: what the simulator, the validator and the executors share
 
     @property
-    def numbers(self) -> list[np.ndarray]:
-        """The rows, each [action, (stage, kind, micro-batch)]."""
+    def numbers(self) -> tuple[np.ndarray, ...]:
+        """The rows, each [action, (stage, kind, micro-batch)], read-only."""
         return self.rows.numbers  # type: ignore[attr-defined]
 
     @cached_property

@@ -214,6 +214,7 @@ def test_every_script_says_what_it_measures(name):
         (["--repeats", "0"], "repeats=0: give a whole number of at least 1"),
         (["--repeats", "x"], "invalid int value: 'x'"),
         (["--markdown", "nowhere/page.md"], "nowhere/page.md: there is no folder nowhere"),
+        (["--markdown", "."], ". is a folder: name a file"),
     ],
 )
 def test_bad_input_ends_before_anything_is_measured(arguments, message, capsys):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import socket
 import struct
 import threading
@@ -93,6 +94,19 @@ def test_a_link_waits_whatever_the_default_timeout_of_sockets():
     finally:
         socket.setdefaulttimeout(None)
     assert near.socket.gettimeout() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs cores to pin to")
+def test_what_sends_is_not_pinned_to_the_core_of_its_worker(two_ends):
+    cores = os.sched_getaffinity(0)
+
+    def pinned():
+        os.sched_setaffinity(0, {min(cores)})
+        two_ends[0].write(LARGE)
+
+    within(pinned)
+    (sender,) = (t for t in threading.enumerate() if t.name.startswith("pipelab sends"))
+    assert os.sched_getaffinity(sender.native_id) == cores
 
 
 @pytest.mark.parametrize("before", [None, LARGE])

@@ -169,7 +169,8 @@ class Link:
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.arrays = arrays
         self._file = self.socket.makefile("rb")  # mostly a message is one system call
-        self._thread = ThreadPoolExecutor(1, "pipelab sends")  # starts when it is first needed
+        # Starts when it is first needed.
+        self._thread = ThreadPoolExecutor(1, "pipelab sends", initializer=_leave_core)
         self._sending: Future[None] | None = None
 
     def write(self, message: Any) -> None:
@@ -224,6 +225,12 @@ class Link:
     def _fill(self, buffer: memoryview) -> None:
         if self._file.readinto(buffer) < len(buffer):
             raise EOFError
+
+
+def _leave_core() -> None:
+    """Use this process's cores, and not the one that the worker which starts this is pinned to."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))
 
 
 @contextmanager

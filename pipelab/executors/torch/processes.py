@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, NoReturn
 
 import cloudpickle
@@ -38,6 +38,7 @@ from pipelab.executors.transport import Lost
 from pipelab.executors.worker import RunError
 
 PRELOAD = ["torch._dynamo", "pipelab.executors.torch.processes"]
+STARTING = Lock()  # this process has one __main__
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
@@ -162,17 +163,19 @@ def _start(context: Any, job: RankJob, marks: Any, folder: Path) -> _Rank:
 def _main_hidden() -> Iterator[None]:
     """Keep multiprocessing from running the caller's script again in every process.
 
-    Jobs bring all that they need.
+    Jobs bring all that they need. Runs of several threads take turns: none shows it while another
+    starts its ranks, or keeps what another has hidden.
     """
     main = sys.modules["__main__"]
-    hidden: dict[str, Any] = {
-        name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)
-    }
-    main.__spec__ = None
-    try:
-        yield
-    finally:
-        vars(main).update(hidden)
+    with STARTING:
+        hidden: dict[str, Any] = {
+            name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)
+        }
+        main.__spec__ = None
+        try:
+            yield
+        finally:
+            vars(main).update(hidden)
 
 
 def _collect(ranks: Sequence[_Rank], timeout: float) -> list[Any]:
