@@ -29,6 +29,7 @@ from pipelab.action import check_counts
 
 SECONDS = 480  # of all sections together
 LONGEST = 150  # of one, other than the last: a hang must not take the others' time
+ENDING = 5  # that what hangs has to end by itself
 SECTIONS: dict[str, Callable[[Place], list[str]]] = {
     "Four stages on one GPU": streams,
     "The timeline and the clock": clocks,
@@ -94,7 +95,7 @@ def in_a_process(title: str, device: str, seconds: float) -> Outcome:
                 stdout=output,
                 stderr=output,
                 env=_environment(device),
-                start_new_session=True,  # so that what it starts ends with it
+                start_new_session=True,  # see `end`
             )
             try:
                 process.wait(seconds)
@@ -102,9 +103,7 @@ def in_a_process(title: str, device: str, seconds: float) -> Outcome:
             except subprocess.TimeoutExpired:
                 ending = f"no end within {seconds:.0f} s"
             finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                end(process)
         written = log.read_text(errors="replace")
         if file.exists():
             outcome = Outcome(*json.loads(file.read_text()))
@@ -113,6 +112,22 @@ def in_a_process(title: str, device: str, seconds: float) -> Outcome:
     if outcome.state == "FAILED":
         sys.stderr.write(written)
     return outcome
+
+
+def end(process: subprocess.Popen) -> None:
+    """End a process that began a session, and what it has started.
+
+    torchrun's workers have sessions of their own, which it ends if it is asked to end itself.
+    """
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + ENDING
+        while time.monotonic() < deadline:
+            process.poll()
+            os.killpg(process.pid, 0)  # raises when nobody is left
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _environment(device: str) -> dict[str, str]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpu_cases import SGD
-from measure import paragraph, spread, table
+from measure import in_turn, paragraph, spread, table
 from pipelab import Run, Schedule, fit, make, run, simulate
 from pipelab.models import split
 from pipelab.partition import profile, uniform
@@ -129,12 +129,6 @@ class Model:
             f"{self.sizes.layers} layers of width {self.sizes.width}, {self.sizes.microbatches} "
             f"micro-batches of {self.samples} samples, {self.sizes.batches} batches"
         )
-
-
-def in_turn(calls: Sequence[Callable[[], Any]], repeats: int) -> list[list[Any]]:
-    """Per call what it returns, A B A B; the first turn, which warms up, is left out."""
-    turns = [[call() for call in calls] for _ in range(repeats + 1)]
-    return [list(of_call) for of_call in zip(*turns[1:], strict=True)]
 
 
 def percent(errors: Sequence[float]) -> str:

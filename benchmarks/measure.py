@@ -49,18 +49,34 @@ def check_folder(file: Path) -> None:
     """ValueError if a page cannot be written there."""
     if not file.parent.is_dir():
         raise ValueError(f"{file}: there is no folder {file.parent}")
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder: name a file")
 
 
-def compare(calls: list[Callable[[], Any]], repeats: int) -> list[list[float]]:
-    """Seconds of each call, `repeats` times in turn (A B A B), after a turn that does not count."""
-    times: list[list[float]] = [[] for _ in calls]
-    for turn in range(repeats + 1):
-        for call, mine in zip(calls, times, strict=True):
-            began = time.perf_counter()
-            call()
-            if turn:
-                mine.append(time.perf_counter() - began)
-    return times
+def in_turn(calls: Sequence[Callable[[], Any]], repeats: int, warm_up: int = 1) -> list[list[Any]]:
+    """What each call returns, `repeats` times (A B A B), after `warm_up` that do not count."""
+    turns = [[call() for call in calls] for _ in range(warm_up + repeats)]
+    return [list(of_one) for of_one in zip(*turns[warm_up:], strict=True)]
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """The seconds that a call takes."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """In here torch computes with one thread, in every rank too."""
+    import torch  # not every script needs it
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def cores() -> int:
@@ -83,19 +99,6 @@ def machine(*packages: str) -> str:
     if hasattr(os, "getloadavg"):
         parts.append(f"load before {os.getloadavg()[0]:.1f}")
     return f"{', '.join(parts)}."
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """In here torch computes with one thread in every rank."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def spread(values: Sequence[float], form: str = ".2f", unit: float = 1e-3) -> str:

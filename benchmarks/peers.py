@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from measure import cores, machine, main, page, paragraph, spread, table
+from measure import cores, machine, main, one_thread, page, paragraph, spread, table
 from pipelab import data, make, run
 from pipelab.models import mlp, split
 from pipelab.models.gpt2 import gpt2, next_token_loss
@@ -97,10 +97,7 @@ def theirs(library: str, name: str, case: Case, devices: int, sizes: Sizes) -> M
     }
 
     def train(count: int, watch: bool) -> Any:
-        given = (stages, case.batches(count, m), case.loss, SGD)
-        if library == "torch":
-            return run_torch_pipelining(name, *given, devices=devices, microbatches=m, watch=watch)
-        return calls[library](*given, watch=watch)
+        return calls[library](stages, case.batches(count, m), case.loss, SGD, watch=watch)
 
     seconds = train(sizes.batches, False).seconds[1:]
     watched = train(2, True)
@@ -173,7 +170,7 @@ def where(repeats: int, sizes: Sizes) -> str:
             peer = run_torch_pipelining("pipedream_flush", *given, devices=p, microbatches=m)
             assert peer.timeline
             for name, timeline in (("pipelab", mine), ("torch", peer.timeline)):
-                warm = timeline.part(1, sizes.batches)  # the first batch warms up
+                warm = timeline.warmed_up()
                 idle = warm.attribution()
                 seconds = [warm.busy.sum(), *(idle[cause].sum() for cause in CAUSES)]
                 found[name].append([float(x) / p / (sizes.batches - 1) for x in seconds])
@@ -186,12 +183,8 @@ def where(repeats: int, sizes: Sizes) -> str:
 
 def report(repeats: int = 3, sizes: Sizes = DEFAULT) -> str:
     """Step time and peak memory beside torchgpipe, torch and DeepSpeed, as a Markdown page."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         found, causes = rows(repeats, sizes), where(repeats, sizes)
-    finally:
-        torch.set_num_threads(before)
     return page(
         "# Beside other libraries",
         machine("torch", "torchgpipe", "deepspeed"),

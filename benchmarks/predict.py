@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import get_context
+from socket import create_server
 from typing import Any, NamedTuple
-
-if __name__ == "__main__":  # before jax is loaded: two devices, each computing with one thread
-    os.environ["XLA_FLAGS"] = (
-        "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"
-    )
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +24,6 @@ from measure import cores, machine, main, one_thread, page, paragraph, table
 from pipelab import Costs, Timeline, explain, fit, make, run, simulate
 from pipelab.models import mlp, split
 from pipelab.partition import Profile, profile, uniform
-
-BACKENDS = "threads", "processes", "jax"
 
 
 class Target(NamedTuple):
@@ -80,18 +77,14 @@ class Turn(NamedTuple):
 def report(repeats: int = 5, sizes: Sizes = Sizes()) -> str:
     """Predictions beside runs, as a Markdown page."""
     with one_thread():
-        layers = _profile(sizes)
-        rows = [
-            row
-            for backend in BACKENDS
-            for row in _rows(backend, 2, sizes.targets, repeats, sizes, layers)
-        ]
-        shared = [
-            row
-            for backend in BACKENDS[:2]
-            for row in _rows(backend, 2 * cores(), sizes.shared, repeats, sizes, layers)
-        ]
-        explained = _explained(sizes)
+        layers, torchs = _profile(sizes), ("threads", "processes")
+        rows, shared = [], []
+        for backend in torchs:
+            rows += _rows(backend, 2, sizes.targets, repeats, sizes, layers)
+            shared += _rows(backend, 2 * cores(), sizes.shared, repeats, sizes, layers)
+        rows += _rows_of_processes(repeats, sizes, layers)
+        explained, used = _explained(sizes), cores_used(sizes)
+        one_process = _rows("jax", 2, sizes.targets[-1:], repeats, sizes, layers)
     header = ["backend", "schedule", "m", "predicted", "measured", "error (%)", "A/A (%)"]
     return page(
         "# Predictions",
@@ -100,7 +93,8 @@ def report(repeats: int = 5, sizes: Sizes = Sizes()) -> str:
             f"An MLP of {sizes.layers} layers of {sizes.width}, {sizes.samples} samples a "
             f"micro-batch, float32, SGD, {sizes.batches} batches of which the first, which warms "
             "up, is left out everywhere. Every rank computes with one thread, torch's on a core "
-            "of its own (`run(pin=True)`). In turn: a run of GPipe with "
+            "of its own (`run(pin=True)`); jax in two processes, each with one core. In turn: a "
+            "run of GPipe with "
             f"m = {sizes.microbatches} is fitted (`pipelab.fit`), the other one is predicted, run, "
             f"and run again; {repeats} turns each. Makespans in ms (medians). The paired error, "
             "predicted against the run just after the fit, and A/A, that run against itself "
@@ -116,6 +110,13 @@ def report(repeats: int = 5, sizes: Sizes = Sizes()) -> str:
             "sharing, which the prediction takes to be the same in the other schedule."
         ),
         table([*header, "within", "had a core (%)"], [[*row, on_core] for *row, on_core in shared]),
+        "## Host devices of one jax process",
+        paragraph(
+            "They share the process's threads: one device that computes alone here keeps "
+            f"{used:.2f} cores busy, as XLA runs operations of one program side by side. So two "
+            "devices are not two workers, and which layers are on which makes little difference:"
+        ),
+        table([*header, "within"], one_process),
         "## One gap, explained",
         paragraph(
             "1F1B on processes, predicted from GPipe, and the same run again, whose difference is "
@@ -152,6 +153,47 @@ def _rows(
         ]
         rows.append(row if devices <= cores() else [*row, on_core])
     return rows
+
+
+def _rows_of_processes(repeats: int, sizes: Sizes, layers: Profile) -> list[list[str]]:
+    """Those of jax: two processes, both of which make all runs; each on a core of its own."""
+    with create_server(("localhost", 0)) as free:
+        address = f"localhost:{free.getsockname()[1]}"
+    context = get_context("spawn")
+    found = context.SimpleQueue()
+    about = address, repeats, sizes, layers, found
+    ranks = [context.Process(target=_one_of_two, args=(rank, *about)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+        if rank.exitcode:
+            raise RuntimeError(f"a process of jax ended with status {rank.exitcode}")
+    return found.get()
+
+
+def _one_of_two(
+    rank: int, address: str, repeats: int, sizes: Sizes, layers: Profile, found: Any
+) -> None:
+    usable = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {usable[rank % len(usable)]})  # before jax makes its threads
+    jax.distributed.initialize(address, num_processes=2, process_id=rank)
+    rows = _rows("jax", 2, sizes.targets, repeats, sizes, layers)
+    if rank == 0:
+        found.put(rows)
+
+
+def cores_used(sizes: Sizes) -> float:
+    """How many cores one host device of two keeps busy."""
+    with suppress(RuntimeError):  # too late where jax is in use already
+        jax.config.update("jax_num_cpu_devices", 2)
+    ((apply, weights),), ((x, target), *_), loss, _ = jax_stages(sizes, [sizes.layers], 1)
+    step = jax.jit(jax.grad(lambda weights: loss(apply(weights, x), target)))
+    jax.block_until_ready(step(weights))
+    wall, on_core = time.perf_counter(), time.process_time()
+    for _ in range(20):
+        jax.block_until_ready(step(weights))
+    return (time.process_time() - on_core) / (time.perf_counter() - wall)
 
 
 def _spread(percents: Sequence[float]) -> str:

@@ -1,4 +1,4 @@
-"""Runs for real: overhead, launch, faults: python benchmarks/run.py."""
+"""Runs for real: launch, faults: python benchmarks/run.py."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import math
 import multiprocessing
 import os
 import signal
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,47 +21,22 @@ from torch.nn import functional as F
 
 from measure import cores, machine, main, one_thread, page, paragraph, spread, table
 from pipelab import RunError, make, run
-from pipelab.models import mlp, split
-from pipelab.partition import uniform
-from pipelab.peers.torch_pipelining import run_torch_pipelining
 
 SGD = partial(torch.optim.SGD, lr=0.01)
-
-
-class Model(NamedTuple):
-    """An MLP of `layers` layers of `width`, and the samples of one micro-batch."""
-
-    name: str
-    width: int
-    samples: int
-    layers: int = 8
-
-    def stages(self, count: int) -> list[nn.Sequential]:
-        torch.manual_seed(0)
-        return split(mlp(self.layers, self.width), uniform(self.layers, count))
-
-    def batches(self, count: int, microbatches: int) -> list[tuple[Tensor, Tensor]]:
-        torch.manual_seed(1)
-        shape = (self.samples * microbatches, self.width)
-        return [(torch.randn(shape), torch.randn(shape)) for _ in range(count)]
 
 
 @dataclass(frozen=True)
 class Sizes:
     """How much is measured; the default takes some minutes."""
 
-    models: tuple[Model, ...] = (Model("large", 512, 64), Model("small", 32, 8))
     devices: tuple[int, ...] = (2, 4)
-    microbatches: int = 8
-    batches: int = 6
-    empty: int = 64  # micro-batches of empty actions
     launches: int = 4
     parcel: int = 50_000_000  # floats of the transfer in which a rank is killed
     timeout: float = 2.0
 
 
 def report(repeats: int = 3, sizes: Sizes = Sizes()) -> str:
-    """Overhead, launch and faults, as a Markdown page."""
+    """Launch and faults, as a Markdown page."""
     with one_thread():
         return page(
             "# Runs",
@@ -74,95 +48,9 @@ def report(repeats: int = 3, sizes: Sizes = Sizes()) -> str:
                 "over sockets and loopback. Nothing is checked against the reference while it is "
                 "timed, unless said otherwise."
             ),
-            *_empty_actions(repeats, sizes),
             *_launch(sizes),
             *_faults(repeats, sizes),
         )
-
-
-# ---- overhead of an empty action
-
-
-class Scale(nn.Module):
-    """Almost no work: one multiplication by one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
-def empty_actions(devices: int, microbatches: int, how: str, check: bool = False) -> float:
-    """Seconds per action when actions do almost nothing: a batch's time / actions of a row.
-
-    `how` is a backend, "torch" for its runtime, or "loop" for the same work without a pipeline.
-    """
-    stages, count = [Scale() for _ in range(devices)], 4
-    batches = [(torch.randn(microbatches, 1), torch.randn(microbatches, 1)) for _ in range(count)]
-    row = 2 * microbatches + 1
-    if how == "torch":
-        peer = run_torch_pipelining(
-            "pipedream_flush",
-            stages,
-            batches,
-            F.mse_loss,
-            SGD,
-            devices=devices,
-            microbatches=microbatches,
-            watch=False,
-        )
-        return statistics.median(peer.seconds[1:]) / row
-    if how == "loop":
-        return _plain_loop(batches, microbatches) / row
-    schedule = make("pipedream_flush", devices, microbatches, batches=count)
-    done = run(schedule, stages, batches, F.mse_loss, SGD, backend=how, check=check)
-    return statistics.median(done.timeline.batch_seconds().tolist()) / row
-
-
-def _plain_loop(batches: Sequence[tuple[Tensor, Tensor]], microbatches: int) -> float:
-    """Seconds per batch of the same actions in a bare loop, without a pipeline."""
-    model, seconds = Scale(), []
-    step = SGD(model.parameters())
-    for x, y in batches:
-        began = time.perf_counter()
-        for a, b in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True):
-            (F.mse_loss(model(a), b) / microbatches).backward()
-        step.step()
-        step.zero_grad()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[1:])
-
-
-def _empty_actions(repeats: int, sizes: Sizes) -> list[str]:
-    cases: list[tuple[str, str, bool, int]] = [
-        ("a bare loop without a pipeline", "loop", False, 1),
-        ("threads", "threads", False, 1),
-        ("threads", "threads", False, 2),
-        ("threads, kept for the check", "threads", True, 2),
-        ("processes", "processes", False, 2),
-        ("processes, kept for the check", "processes", True, 2),
-        ("torch.distributed.pipelining", "torch", False, 2),
-    ]
-    times: list[list[float]] = [[] for _ in cases]
-    for _ in range(repeats):
-        for (_, how, check, devices), mine in zip(cases, times, strict=True):
-            mine.append(empty_actions(devices, sizes.empty, how, check))
-    rows = [
-        (title, devices, spread(mine, ".0f", unit=1e-6))
-        for (title, _, _, devices), mine in zip(cases, times, strict=True)
-    ]
-    return [
-        "## Overhead of an empty action",
-        paragraph(
-            f"Stages that multiply one number by one weight; 1F1B, {sizes.empty} micro-batches. "
-            "Microseconds per action of a rank, a batch's time / (2 m + 1), so with the "
-            "waiting for the other rank's messages: the median over a run's batches but the "
-            f"first, then the median (fastest to slowest) of {repeats} runs in turn."
-        ),
-        table(("runtime", "ranks", "µs per action"), rows),
-    ]
 
 
 # ---- launch

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from measure import compare, machine, main, page, paragraph, spread, table
-from pipelab import Schedule, make, simulate
+from measure import in_turn, machine, main, page, paragraph, spread, table, timed
+from pipelab import make, simulate
 
 
 def report(repeats: int = 5, actions: int = 1_000_000) -> str:
@@ -18,7 +18,9 @@ def report(repeats: int = 5, actions: int = 1_000_000) -> str:
         ("pipedream_flush", 16, 256),
         ("interleaved", 16, 128),
         ("pipedream_flush", 16, 2048),
+        ("gpipe", 64, actions // 128),
         ("pipedream_flush", 64, actions // 128),
+        ("interleaved", 64, actions // 256),
     ]
     return page(
         "# Simulation speed",
@@ -41,7 +43,10 @@ def report(repeats: int = 5, actions: int = 1_000_000) -> str:
             [_row(name, p, m, repeats) for name, p, m in sizes],
         ),
         "## Generators side by side",
-        paragraph("1F1B, 16 devices, 256 micro-batches: every device's list of actions, A B A B."),
+        paragraph(
+            "1F1B, 16 devices, 256 micro-batches, A B A B: a checked table, which is kept as "
+            "numbers; the same with every device's tuple of actions, which is what the others make."
+        ),
         table(("generator", "ms", "ratio to pipelab"), _generators(16, 256, repeats)),
     )
 
@@ -51,19 +56,21 @@ def _row(name: str, p: int, m: int, repeats: int) -> tuple:
     build = partial(make, name, p, m, virtual=2 if name == "interleaved" else 1)
     schedule = build()
     fresh = iter([replace(schedule) for _ in range(repeats + 1)])
-    built, simulated = compare([build, partial(_simulate_next, fresh)], repeats)
+    calls = build, lambda: simulate(next(fresh))
+    built, simulated = in_turn([partial(timed, call) for call in calls], repeats)
     count = schedule.bounds[-1]
     per_action = statistics.median(simulated) / count * 1e6
     return name, p, m, f"{count:,}", spread(built), spread(simulated), f"{per_action:.2f}"
 
 
-def _simulate_next(schedules: Iterator[Schedule]) -> None:
-    simulate(next(schedules))
-
-
 def _generators(p: int, m: int, repeats: int) -> list[tuple[str, str, str]]:
-    generators = {"pipelab": lambda: make("pipedream_flush", p, m)} | _peers(p, m)
-    times = compare(list(generators.values()), repeats)
+    build = partial(make, "pipedream_flush", p, m)
+    generators: dict[str, Callable[[], Any]] = {
+        "pipelab": build,
+        "pipelab, as tuples": lambda: [*build().rows],
+    }
+    generators |= _peers(p, m)
+    times = in_turn([partial(timed, call) for call in generators.values()], repeats)
     ours = statistics.median(times[0])
     return [
         (name, spread(of_one), f"{statistics.median(of_one) / ours:.2f}")

@@ -103,13 +103,13 @@ def report(repeats: int = 5, cases: Sequence[Case] = CASES) -> str:
                 mine.append(diagnose(Timeline.from_trace(files)))
     parts = []
     for case, mine in zip(cases, found, strict=True):
-        middle = sorted(mine, key=lambda d: d.loss)[len(mine) // 2]
+        middle = sorted(mine, key=lambda d: d.idle)[len(mine) // 2]
         causes = sorted({c for d in mine for c in d.causes}, key=lambda c: -_middle(mine, c))
-        rows = [["all causes", spread([d.loss for d in mine], ".1f", 0.01)]]
+        rows = [["all causes", spread([d.idle for d in mine], ".1f", 0.01)]]
         rows += [[c, spread([d.causes.get(c, 0.0) for d in mine], ".1f", 0.01)] for c in causes]
         parts += [
             f"## {case.name}, {list(case.balance)} layers",
-            "The run with the median loss, as `pipelab explain` shows it:",
+            "The run with the median idle time, as `pipelab explain` shows it:",
             f"```\n{middle}\n```",
             f"Of {len(mine)} recordings the median (least-most):",
             table(["lost to", "% of the device time"], rows),

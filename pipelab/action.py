@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
+
 
 class Kind(IntEnum):
     """What an action does, in torch.distributed.pipelining's letters."""
@@ -63,27 +65,61 @@ class Action(NamedTuple):
         return cls(int(match[1]), Kind[match[2]], int(match[3]))
 
 
-def insert_updates(row: Iterable[Action], per_update: int) -> tuple[Action, ...]:
-    """The row with `U t` of each of its stages after its last backward (B or W) of update group t.
+def numbers(row: Iterable[Action] | np.ndarray) -> np.ndarray:
+    """A row as numbers, [action, (stage, kind, micro-batch)]."""
+    return row if isinstance(row, np.ndarray) else np.array([*row], np.int64).reshape(-1, 3)
+
+
+def one_kind(stage: np.ndarray | int, kind: Kind, microbatches: np.ndarray) -> np.ndarray:
+    """Actions of one kind as `numbers`; stages and micro-batches are broadcast.
+
+    >>> one_kind(2, Kind.B, np.arange(2)).tolist()
+    [[2, 1, 0], [2, 1, 1]]
+    """
+    cells = np.empty((*np.broadcast(stage, microbatches).shape, 3), np.int64)
+    cells[..., 0], cells[..., 1], cells[..., 2] = stage, kind, microbatches
+    return cells.reshape(-1, 3)
+
+
+def every_batch(one: np.ndarray, batches: int, microbatches: int) -> np.ndarray:
+    """The row of one batch (`numbers`) for each batch, its micro-batches counted on."""
+    ahead = np.arange(batches)[:, None, None] * (0, 0, microbatches)
+    return (one + ahead).reshape(-1, 3)
+
+
+def insert_updates(
+    rows: Iterable[Iterable[Action] | np.ndarray], per_update: int
+) -> list[np.ndarray]:
+    """Rows with `U t` of each of a row's stages after the row's last backward (B or W) of group t.
 
     Where a stage begins its next group before that, its update stands after its own last backward
-    of the group.
+    of the group. Takes rows of actions or `numbers`, returns `numbers`.
     """
-    row = list(row)
-    last: dict[int, int] = {}  # group -> where the row's last backward of it is
-    last_of: dict[tuple[int, int], int] = {}  # the same of each stage
-    first_of: dict[tuple[int, int], int] = {}
-    for i, a in enumerate(row):
-        if a.kind in (Kind.B, Kind.W):
-            group = a.microbatch // per_update
-            last[group] = last_of[a.stage, group] = i
-            first_of.setdefault((a.stage, group), i)
-    after: dict[int, list[Action]] = {}
-    for (stage, group), own in sorted(last_of.items()):
-        next_begins = first_of.get((stage, group + 1), len(row))
-        place = own if next_begins < last[group] else last[group]
-        after.setdefault(place, []).append(Action(stage, Kind.U, group))
-    return tuple(b for i, a in enumerate(row) for b in (a, *after.get(i, ())))
+    check_counts(per_update=per_update)
+    arrays = [*map(numbers, rows)]
+    cells, lengths = np.concatenate(arrays), np.array([len(row) for row in arrays])
+    device = np.repeat(np.arange(len(arrays)), lengths)
+    # [1] every backward, ordered by device, stage and group: where it stands
+    place = np.flatnonzero((cells[:, 1] == Kind.B) | (cells[:, 1] == Kind.W))
+    keys = np.stack([device[place], cells[place, 0], cells[place, 2] // per_update])
+    order = np.lexsort(keys[::-1])
+    keys, place = keys[:, order], place[order]
+    # [2] of every device, stage and group the first one and the last one
+    begins = (np.diff(keys, prepend=-1) != 0).any(axis=0)
+    first, own_last = place[begins], place[np.roll(begins, -1)]
+    device, stage, group = keys = keys[:, begins]
+    # [3] the row's last one of the group; where its stage's next group begins
+    in_row = np.unique(device * (1 + group.max(initial=0)) + group, return_inverse=True)[1]
+    row_last = np.zeros(len(first), np.int64)
+    np.maximum.at(row_last, in_row, own_last)
+    follows = np.flatnonzero((np.diff(keys) == [[0], [0], [1]]).all(axis=0))
+    next_begins = np.full(len(first), len(cells))
+    next_begins[follows] = first[follows + 1]
+    # [4] there the updates stand
+    after = np.where(next_begins < row_last[in_row], own_last, row_last[in_row])
+    cells = np.insert(cells, after + 1, one_kind(stage, Kind.U, group), axis=0)
+    lengths += np.bincount(device, minlength=len(arrays))
+    return np.split(cells, np.cumsum(lengths)[:-1])
 
 
 def check_counts(**values: int) -> None:

@@ -5,6 +5,7 @@ import html
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -68,24 +69,19 @@ class Entry:
 
     def cells(self) -> list[str]:
         """As COLUMNS has them; empty where nothing was measured."""
-        found = [
-            f"{self.predicted.makespan:.4g}",
-            "",
-            f"{self.predicted.bubble.of_total:.1%}",
-            "",
-            f"{max(self.memory.peak()) / 2**20:.4g}",
-            "",
-            str(max(self.predicted.weight_versions)),
-            str(self.staleness),
-            "",
-        ]
+        measured, check = ("", "", ""), ""
         if self.run:
-            found[1] = f"{self.run.timeline.makespan:.4g}"
-            found[3] = f"{self.run.timeline.bubble.of_total:.1%}"
-            found[5] = f"{max(self.run.memory.peak()) / 2**20:.4g}"
-            verdict = self.run.check
-            found[8] = "" if verdict is None else "passed" if verdict.passed else "FAILED"
-        return found
+            measured = _cells(self.run.timeline, self.run.memory)
+            if self.run.check:
+                check = "passed" if self.run.check.passed else "FAILED"
+        pairs = zip(_cells(self.predicted, self.memory), measured, strict=True)
+        versions = max(self.predicted.weight_versions)
+        return [*chain.from_iterable(pairs), str(versions), str(self.staleness), check]
+
+
+def _cells(timeline: Timeline, found: Memory) -> tuple[str, str, str]:
+    peak = max(found.peak()) / 2**20
+    return f"{timeline.makespan:.4g}", f"{timeline.bubble.of_total:.1%}", f"{peak:.4g}"
 
 
 def _numbers(timeline: Timeline, found: Memory) -> dict[str, Any]:

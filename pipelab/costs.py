@@ -31,6 +31,7 @@ class CostError(ValueError):
 
 
 Values = float | Sequence[float]
+PASSES = ("forward", "input_grad", "weight_grad")  # seconds of a micro-batch in a stage
 LARGEST = 1e100  # so that no sum, product or quotient of costs overflows
 
 
@@ -119,15 +120,7 @@ class Costs:
             )
         chunks: dict[str, Any] = {}
         # What is a device's, divided among its chunks.
-        for name in (
-            "forward",
-            "input_grad",
-            "weight_grad",
-            "update",
-            "weights",
-            "optimizer",
-            "activations",
-        ):
+        for name in (*PASSES, "update", "weights", "optimizer", "activations"):
             value = np.divide(getattr(self, name), virtual)
             chunks[name] = np.tile(value, virtual) if value.ndim else value
         if isinstance(self.boundary, tuple):

@@ -3,22 +3,21 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from pipelab.action import Kind, ScheduleError
-from pipelab.costs import Costs
+from pipelab.costs import PASSES, Costs
 from pipelab.fit import fit
+from pipelab.idle import OVERHEAD, TRANSFER, per_batch
 from pipelab.schedule import Schedule
-from pipelab.schedules import SCHEDULES, make, with_chunks
+from pipelab.schedules import make
 from pipelab.simulate import simulate
-from pipelab.timeline import HELD, OVERHEAD, TRANSFER, Timeline
+from pipelab.timeline import Timeline
 
-START_UP, WARM_UP, BETWEEN = "start-up", "warm-up batch", "between actions"
+FIRST, RAMP, ORDER, BETWEEN = "first batch", "warm-up and drain", "order", "between actions"
 SHOWN = 0.0005  # shares that text leaves out are smaller
-COMPUTE = ("forward", "input_grad", "weight_grad")
 WORDS = {
     Kind.F: "forward",
     Kind.B: "backward",
@@ -32,23 +31,24 @@ WORDS = {
 class WhatIf:
     """A change, simulated with the run's own costs.
 
-    loss       share of all device time that would be lost
+    idle       share of all device time
     speed      samples a second, as a multiple of those of the simulated run
-    in_flight  the most micro-batches that a device would keep activations of
+    in_flight  the most activations that a device would keep, counted in those of all its layers for
+               a micro-batch of the run
     """
 
     change: str
-    loss: float
+    idle: float
     speed: float
-    in_flight: int
+    in_flight: float
 
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis:
     """What a run loses; shown as text.
 
-    loss      share of all device time that is idle: `bubble.of_total`
-    causes    cause -> its share of all device time, largest first; they sum to the loss
+    idle      share of all device time: `bubble.of_total`
+    causes    cause -> its share of all device time, largest first; they sum to `idle`
     path      "stage 1 backward" -> its share of the makespan on the critical path, largest first;
               with what passes between actions they sum to 1
     as_it_is  the run itself, simulated: what the changes are compared with
@@ -56,13 +56,13 @@ class Diagnosis:
     """
 
     run: str
-    loss: float
+    idle: float
     causes: dict[str, float]
     path: dict[str, float]
     as_it_is: WhatIf
     what_ifs: tuple[WhatIf, ...]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
 
@@ -70,13 +70,13 @@ class Diagnosis:
         def share(value: float) -> str:
             return f"{100 * value:5.1f} %"
 
-        lines = [f"{self.run}: this run loses {share(self.loss).strip()} of its device time"]
+        lines = [f"{self.run}: this run loses {share(self.idle).strip()} of its device time"]
         for title, shares in (("", self.causes), ("its critical path", self.path)):
             lines += [title] if title else []
             lines += [f"  {share(x)}  {name}" for name, x in shares.items() if x >= SHOWN]
-        lines.append("what if, simulated: lost, speed, most micro-batches in flight on a device")
+        lines.append("what if, simulated: idle, speed, most micro-batches in flight on a device")
         lines += [
-            f"  {share(w.loss)}  {w.speed:5.2f} x  {w.in_flight:4}  {w.change}"
+            f"  {share(w.idle)}  {w.speed:5.2f} x  {w.in_flight:4g}  {w.change}"
             for w in (self.as_it_is, *self.what_ifs)
         ]
         return "\n".join(lines)
@@ -91,13 +91,12 @@ def diagnose(timeline: Timeline) -> Diagnosis:
     for a cause of its own. A device with nothing left waits for the one that ends last. Then what
     has another name is taken out:
 
-    warm-up batch           of the idle time while the first of several batches was under way, what
-                            goes beyond the median of the others (not without a flush: the batches
-                            overlap)
-    start-up                of the waiting for stages, as much as a perfectly balanced pipeline
-                            without transfers and overhead has, at the most (p - 1) / (m v) of the
-                            compute: the ramp at both ends of a batch
-    held back by the order  what else such a pipeline waits in this order of actions
+    first batch        of the idle time until the first of several batches had ended, what goes
+                       beyond the median of the others: it warms up (not without a flush: the
+                       batches overlap)
+    warm-up and drain  of the waiting for stages, as much as a perfectly balanced pipeline without
+                       transfers and overhead has, at the most (p - 1) / (m v) of the compute
+    order              what else such a pipeline waits in this order of actions
 
     The changes are simulations under `fit(timeline)`, where a stage that lacked a core is a slow
     one: perfect balance, each device's work (the name says how much the slowest has beyond the
@@ -108,7 +107,7 @@ def diagnose(timeline: Timeline) -> Diagnosis:
 
     >>> found = diagnose(simulate(make("gpipe", 2, 4), Costs(forward=[1, 2])))
     >>> {cause: round(share, 3) for cause, share in found.causes.items()}
-    {'start-up': 0.171, 'waiting for stage 1': 0.092}
+    {'warm-up and drain': 0.171, 'waiting for stage 1': 0.092}
     """
     timeline.refuse_transfers("diagnose")
     # A stage that lacked a core is a slow one here.
@@ -136,67 +135,29 @@ def _largest_first(shares: dict[str, float]) -> dict[str, float]:
 def _causes(timeline: Timeline, costs: Costs) -> dict[str, float]:
     """Idle seconds of all devices by cause."""
     s = timeline.schedule
-    idle = _idle(timeline)  # [stages, transfer, overhead; batch]
-    warm_up = 0.0
+    idle = per_batch(timeline)  # [stages, transfer, overhead; batch]
+    first = 0.0
     if s.batches > 1 and not s.asynchronous:
         in_all = idle.sum(axis=0)
-        warm_up = max(in_all[0] - np.median(in_all[1:]), 0.0)
+        first = max(in_all[0] - np.median(in_all[1:]), 0.0)
         beyond = np.maximum(idle[:, 0] - np.median(idle[:, 1:], axis=1), 0)
-        idle[:, 0] -= beyond * (warm_up / (beyond.sum() or 1.0))
+        idle[:, 0] -= beyond * (first / (beyond.sum() or 1.0))
     *waiting, transfer, overhead = idle.sum(axis=1)
     even = replace(_balanced(costs), transfer=0.0, overhead=0.0)
     ideal = simulate(s, even)
-    of_ideal = _idle(ideal).sum(axis=1)[: s.stages]
+    of_ideal = per_batch(ideal).sum(axis=1)[: s.stages]
     in_order = np.minimum(waiting, of_ideal)
     group = s.total if s.asynchronous else s.microbatches
     compute = ideal.busy.sum() - s.stages * s.updates * float(even.of("update", s.stages)[0])
     ramp = min(in_order.sum(), compute * (s.devices - 1) / (group * s.stages / s.devices))
     return {
         **{f"waiting for stage {i}": x for i, x in enumerate(waiting - in_order)},
-        START_UP: ramp,
-        HELD: in_order.sum() - ramp,
+        RAMP: ramp,
+        ORDER: in_order.sum() - ramp,
         TRANSFER: transfer,
         OVERHEAD: overhead,
-        WARM_UP: warm_up,
+        FIRST: first,
     }
-
-
-def _idle(t: Timeline) -> np.ndarray:
-    """Idle seconds [cause, batch]: the stages that devices wait for, then transfer, overhead."""
-    s = t.schedule
-    transfer, overhead = s.stages, s.stages + 1
-    # [1] Instants between which nothing begins, ends, leaves or arrives; the batch under way.
-    moments = np.unique(np.concatenate([t.start, t.end, t.sent, t.arrived]))
-    moments = moments[(moments >= t.start.min()) & (moments <= t.end.max())]
-    width, instant = np.diff(moments), (moments[1:] + moments[:-1]) / 2
-    ends = np.zeros(s.batches)
-    np.maximum.at(ends, t.batch, t.end)
-    batch = np.minimum(np.searchsorted(np.maximum.accumulate(ends), instant), s.batches - 1)
-    # [2] For each device what it does then: its cause, or the device that knows it.
-    arrival = t.input_arrival()
-    sent = np.where(np.isnan(t.sent), arrival, t.sent)
-    last = int(t.device[np.argmax(t.end)])
-    cause = np.full((s.devices, len(instant)), -1)
-    asks = np.full_like(cause, last)
-    busy = np.zeros(cause.shape, bool)
-    for d, (a, b) in enumerate(pairwise(s.bounds)):
-        ended = np.searchsorted(np.maximum.accumulate(t.end[a:b]), instant, side="right")
-        left = np.flatnonzero(ended < b - a)
-        head, now = a + ended[left], instant[left]
-        asks[d, left] = t.device[s.inputs[head]]
-        busy[d, left] = t.start[head] <= now
-        answers = [busy[d, left], arrival[head] <= now, sent[head] <= now]
-        cause[d, left] = np.select(answers, [t.stage[head], overhead, transfer], -1)
-    # [3] Ask on, from device to device.
-    for _ in range(s.devices):
-        cause = np.where(cause < 0, np.take_along_axis(cause, asks, axis=0), cause)
-    cause[cause < 0] = overhead
-    # [4] Sums; spans that overlap by rounding leave a rest.
-    idle = np.zeros((s.stages + 2, s.batches))
-    device, place = np.nonzero(~busy)
-    np.add.at(idle, (cause[device, place], batch[place]), width[place])
-    idle[overhead, -1] += s.devices * t.makespan - t.busy.sum() - idle.sum()
-    return idle
 
 
 def _path(t: Timeline) -> dict[str, float]:
@@ -219,7 +180,8 @@ def _what_ifs(s: Schedule, costs: Costs) -> Iterator[WhatIf]:
         t = simulate(schedule, costs)
         samples = size * schedule.total / s.total
         speed = samples * run.makespan / t.makespan if t.makespan else 1.0
-        return WhatIf(change, t.bubble.of_total, speed, max(schedule.peak_in_flight))
+        in_flight = size * max(t.peak_in_flight) * schedule.devices / schedule.stages
+        return WhatIf(change, t.bubble.of_total, speed, in_flight)
 
     yield tried("as it is", s, costs)
     work = run.busy / (run.busy.max() or 1.0)
@@ -234,7 +196,7 @@ def _what_ifs(s: Schedule, costs: Costs) -> Iterator[WhatIf]:
         twice := _made(s, s.name, 2 * s.microbatches, virtual)
     ):
         m = f"m = {twice.microbatches}"
-        half = {name: np.divide(getattr(costs, name), 2).tolist() for name in COMPUTE}
+        half = {name: np.divide(getattr(costs, name), 2).tolist() for name in PASSES}
         yield tried(f"twice the micro-batches, {m}, of the same size", twice, costs)
         yield tried(
             f"twice the micro-batches, {m}, of half the size", twice, replace(costs, **half), 0.5
@@ -252,8 +214,6 @@ def _what_ifs(s: Schedule, costs: Costs) -> Iterator[WhatIf]:
 
 def _made(s: Schedule, name: str, microbatches: int, virtual: int) -> Schedule | None:
     """The named schedule for the same devices and batches, if there is one of these sizes."""
-    if name not in SCHEDULES or (virtual > 1 and not with_chunks(name)):
-        return None
     sizes = {"virtual": virtual, "batches": s.batches}
     with suppress(ScheduleError):
         return make(name, s.devices, microbatches, reads=s.reads, **sizes)
@@ -262,7 +222,7 @@ def _made(s: Schedule, name: str, microbatches: int, virtual: int) -> Schedule |
 
 def _balanced(costs: Costs) -> Costs:
     """The same work, evenly spread over the stages."""
-    means: dict[str, Any] = {n: float(np.mean(getattr(costs, n))) for n in (*COMPUTE, "update")}
+    means: dict[str, Any] = {n: float(np.mean(getattr(costs, n))) for n in (*PASSES, "update")}
     return replace(costs, **means)
 
 
@@ -270,6 +230,6 @@ def _of_devices(s: Schedule, costs: Costs) -> Costs:
     """The costs of a device's stages as those of one."""
     sums: dict[str, Any] = {
         name: np.bincount(s.placement, costs.of(name, s.stages), s.devices).tolist()
-        for name in (*COMPUTE, "update")
+        for name in (*PASSES, "update")
     }
     return replace(costs, **sums, transfer=float(np.mean(costs.transfer)))

@@ -88,7 +88,8 @@ def explain(costs: Costs, measured: Timeline, repeats: Sequence[Timeline] = ()) 
     unexplained         spans that overlap, inputs that come after their use
 
     The causes sum to the gap. What two make only together counts for the later one; what is late
-    where there is slack costs nothing, and counts nothing.
+    where there is slack costs nothing, and counts nothing. A paced run makes up in an action for
+    what it lost before it, so that its overhead and its stages cancel.
 
     `repeats` are other timelines of the same run: where makespans differ so much anyway, nothing is
     claimed. Without them the spread is that of the run's own batches (three and more, the first

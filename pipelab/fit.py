@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from pipelab.action import Kind
-from pipelab.costs import Costs
+from pipelab.costs import PASSES, Costs
 from pipelab.memory import Memory
 from pipelab.simulate import delays, durations, lay, links, waits
 from pipelab.timeline import Timeline
 
-SECONDS = "forward", "input_grad", "weight_grad", "update", "transfer", "overhead"
+SECONDS = (*PASSES, "update", "transfer", "overhead")
 
 
 def fit(timeline: Timeline, memory: Memory | None = None) -> Costs:

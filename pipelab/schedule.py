@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable
 from functools import cached_property
 
+import numpy as np
+
 from pipelab.action import Action, Reads, check_counts, insert_updates
 from pipelab.table import Table
 from pipelab.text import draw_grid, read_table, write_csv, write_grid, write_torch_csv
@@ -63,7 +65,7 @@ class Schedule(Table):
 
 def one_stage_each(
     name: str,
-    order: Callable[[int], Iterable[Action]],
+    order: Callable[[int], Iterable[Action] | np.ndarray],
     devices: int,
     microbatches: int,
     batches: int,
@@ -72,8 +74,10 @@ def one_stage_each(
 ) -> Schedule:
     """A schedule with one stage on each device; `order(stage)` is its row, but for the updates.
 
+    That is actions, or faster, the same as numbers (`pipelab.action.one_kind`).
+
     ScheduleError for a size that makes no sense.
     """
     check_counts(devices=devices, microbatches=microbatches, batches=batches)
-    rows = tuple(insert_updates(order(s), per_update or microbatches) for s in range(devices))
+    rows = insert_updates(map(order, range(devices)), per_update or microbatches)
     return Schedule(name, rows, tuple(range(devices)), microbatches, batches, per_update, reads)

@@ -49,7 +49,7 @@ def timeline_of(
     rows = _rows(spans, sizes["per_update"])
     home = {s.action.stage: s.device for s in spans}
     placement = tuple(home[stage] for stage in range(len(home)))
-    actions = tuple(tuple(s.action for s in row) for row in rows)
+    actions = [[s.action for s in row] for row in rows]
     table = Schedule("trace", actions, placement, **sizes)
     start, end = np.array([(s.start, s.end) for row in rows for s in row]).T
     nowhere = np.full(len(start), np.nan)
@@ -120,10 +120,8 @@ def asked_for(schedule: Schedule | str, table: Schedule) -> Schedule:
     """The schedule that the caller says it is, in the table's sizes if that is a name."""
     if isinstance(schedule, Schedule):
         return schedule
-    sizes: dict[str, Any] = {"batches": table.batches}
-    if schedule not in SCHEDULES or with_chunks(schedule):
-        sizes["virtual"] = max(table.stages // table.devices, 1)
-    return make(schedule, table.devices, table.microbatches, **sizes)
+    virtual = max(table.stages // table.devices, 1)
+    return make(schedule, table.devices, table.microbatches, virtual=virtual, batches=table.batches)
 
 
 def checked(found: Timeline, schedule: Schedule | str) -> Timeline:

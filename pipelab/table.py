@@ -7,14 +7,15 @@ Everything else is a function of it: `versions`, `text`, `transform`; `schedule.
 as methods. Needs numpy alone.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, chain
-from typing import NamedTuple
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipelab.action import Action, Kind, Reads, ScheduleError, check_counts
+from pipelab.action import Action, Kind, Reads, ScheduleError, check_counts, numbers
 from pipelab.earliest import Walk, earliest
 
 
@@ -27,12 +28,89 @@ class Columns(NamedTuple):
     microbatch: np.ndarray
 
 
+class Rows(Sequence):
+    """The rows of a table as numbers; a row's tuple of actions is made when it is asked for.
+
+    numbers  per row [action, (stage, kind, micro-batch)], read-only
+    """
+
+    def __init__(self, rows: Iterable[Iterable[Action] | np.ndarray]) -> None:
+        """ScheduleError for what is no action."""
+        self._made: dict[int, tuple[Action, ...]] = {}
+        arrays = []
+        for d, row in enumerate(rows):
+            if isinstance(row, np.ndarray):
+                _check_numbers(d, row)
+                row = row.astype(np.int64)  # a copy, which the caller cannot change
+            else:
+                self._made[d] = row = tuple(row)
+                _check_types(d, row)
+                try:
+                    row = numbers(row)
+                except OverflowError:
+                    raise ScheduleError(f"row {d} has a number beyond 64 bits") from None
+            row.setflags(write=False)
+            arrays.append(row)
+        self.numbers = tuple(arrays)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, d: Any) -> Any:
+        if isinstance(d, slice):
+            return tuple(self)[d]
+        d = range(len(self))[d]
+        if d not in self._made:
+            stage, kind, microbatch = self.numbers[d].T.tolist()
+            kinds = map(tuple(Kind).__getitem__, kind)
+            # Action(...) for each, in half the time.
+            make = partial(tuple.__new__, Action)
+            self._made[d] = tuple(map(make, zip(stage, kinds, microbatch, strict=True)))
+        return self._made[d]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Rows):
+            return tuple(self) == other
+        alike = map(np.array_equal, self.numbers, other.numbers)
+        return len(self) == len(other) and all(alike)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def __reduce__(self) -> tuple:
+        return Rows, (self.numbers,)
+
+
+def _check_types(d: int, row: Sequence[Any]) -> None:
+    for i, a in enumerate(row):
+        is_action = type(a) is Action and type(a.kind) is Kind
+        if not is_action or not type(a.stage) is type(a.microbatch) is int:
+            raise ScheduleError(
+                f"row {d}, cell {i}: {a!r} is not an Action(stage, Kind, microbatch)"
+            )
+
+
+def _check_numbers(d: int, row: np.ndarray) -> None:
+    if row.dtype.kind not in "iu" or row.shape[1:] != (3,):
+        raise ScheduleError(
+            f"row {d} is an array of {row.dtype} {row.shape}: give whole numbers, [action, (stage, "
+            "kind, micro-batch)]"
+        )
+    unknown = (row[:, 1] < 0) | (row[:, 1] > max(Kind))
+    if unknown.any():
+        i = int(np.argmax(unknown))
+        raise ScheduleError(f"row {d}, cell {i}: kind {row[i, 1]} is not among 0 to {max(Kind)}")
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows of actions and how to read them.
 
     name           for titles and files
-    rows           one tuple of actions per device
+    rows           one tuple of actions per device; kept as `Rows`
     placement      stage -> device
     microbatches   per batch; actions number them through all batches
     batches        how many batches the table trains on
@@ -46,7 +124,7 @@ class Table:
     """
 
     name: str
-    rows: tuple[tuple[Action, ...], ...]
+    rows: Sequence[Any]
     placement: tuple[int, ...]
     microbatches: int
     batches: int = 1
@@ -55,7 +133,8 @@ class Table:
     versions_read: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", tuple(map(tuple, self.rows)))
+        if not isinstance(self.rows, Rows):
+            object.__setattr__(self, "rows", Rows(self.rows))
         object.__setattr__(self, "placement", tuple(self.placement))
         stripped = self.name.strip()
         if not stripped or stripped != self.name or not stripped.isprintable() or "=" in stripped:
@@ -82,17 +161,7 @@ class Table:
             raise ScheduleError(
                 f"placement {self.placement}: give each stage a device from 0 to {devices[-1]}"
             )
-        self._check_types()
         self._check_ranges()
-
-    def _check_types(self) -> None:
-        for d, row in enumerate(self.rows):
-            for i, a in enumerate(row):
-                is_action = type(a) is Action and type(a.kind) is Kind
-                if not is_action or not type(a.stage) is type(a.microbatch) is int:
-                    raise ScheduleError(
-                        f"row {d}, cell {i}: {a!r} is not an Action(stage, Kind, microbatch)"
-                    )
 
     def _check_ranges(self) -> None:
         count = self.bounds[-1]
@@ -148,17 +217,20 @@ class Table:
 
     # ---- the table as arrays: what the simulator, the validator and the executors share
 
+    @property
+    def numbers(self) -> tuple[np.ndarray, ...]:
+        """The rows, each [action, (stage, kind, micro-batch)], read-only."""
+        return self.rows.numbers  # type: ignore[attr-defined]
+
     @cached_property
     def bounds(self) -> list[int]:
         """Row d of the flat arrays is bounds[d]:bounds[d + 1]."""
-        return [0, *accumulate(map(len, self.rows))]
+        return [0, *accumulate(map(len, self.numbers))]
 
     @cached_property
     def columns(self) -> Columns:
         device = np.repeat(np.arange(self.devices), np.diff(self.bounds))
-        actions = chain.from_iterable(self.rows)
-        numbers = np.fromiter(chain.from_iterable(actions), np.int64)
-        return Columns(device, *numbers.reshape(-1, 3).T.copy())
+        return Columns(device, *np.concatenate(self.numbers).T.copy())
 
     def action(self, index: int) -> Action:
         """The action at a flat index."""

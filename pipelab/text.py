@@ -108,9 +108,6 @@ def read_table(text: str, name: str, split: Callable[[str], list[str]]) -> dict[
             "without gaps"
         )
     microbatches = fields.setdefault("microbatches", seen)
-    if devices is None and all(a.kind is not Kind.U for a in cells):
-        per_update = fields.get("per_update", microbatches)
-        rows = [insert_updates(row, per_update) for row in rows]
     reads = header.get("reads", Reads.LATEST.name)
     if reads not in Reads.__members__:
         raise ScheduleError(f"header: reads={reads} is none of {', '.join(Reads.__members__)}")
@@ -118,9 +115,11 @@ def read_table(text: str, name: str, split: Callable[[str], list[str]]) -> dict[
         placement = [_number("placement", device) for device in header["placement"].split()]
     else:
         placement = _placement(rows)
+    without_updates = devices is None and all(a.kind is not Kind.U for a in cells)
+    per_update = fields.get("per_update", microbatches)
     return fields | {
         "name": header.get("name", name),
-        "rows": rows,
+        "rows": insert_updates(rows, per_update) if without_updates else rows,
         "placement": placement,
         "reads": Reads[reads],
     }

@@ -12,15 +12,6 @@ import numpy as np
 from pipelab.action import Kind
 from pipelab.schedule import Schedule
 
-TRANSFER, HELD, FORWARD, GRADIENT, NOTHING, OVERHEAD = CAUSES = (
-    "transfer",
-    "held back by the order",
-    "waiting for a forward",
-    "waiting for a gradient",
-    "nothing left",
-    "overhead",
-)
-
 
 class Parts(NamedTuple):
     """What a timeline is made of, in seconds per action, flat over the table.
@@ -243,42 +234,10 @@ class Timeline:
     # ---- where idle time goes
 
     def attribution(self) -> dict[str, np.ndarray]:
-        """Idle seconds of each device by cause; they add up to makespan - busy exactly.
+        """Idle seconds of each device by cause; see `pipelab.idle.attribution`."""
+        from pipelab.idle import attribution
 
-        Before an action whose input was sent at e: `transfer` from e until it arrived; before e
-        `held back by the order` if the input of a later forward of the row has arrived already and
-        the action is no forward, else `waiting for a forward` or `for a gradient`. After the last
-        action: `nothing left`. `overhead` is what a measured run shows between the arrival of an
-        action's input and its start; 0 in a simulation. Raises ValueError for a table with
-        transfers.
-        """
-        self.refuse_transfers("attribution")
-        idle = {cause: np.zeros(self.schedule.devices) for cause in CAUSES}
-        begin, finish = float(self.start.min()), float(self.end.max())
-        arrival = self.input_arrival()
-        for d, (a, b) in enumerate(pairwise(self.schedule.bounds)):
-            forward = self.kind[a:b] == Kind.F
-            # [1] The gap before each action: from when the row is free to the action's start.
-            free = np.append(begin, np.maximum.accumulate(self.end[a:b]))
-            opens = free[:-1]
-            closes = np.maximum(self.start[a:b], opens)
-            # [2] In it, when the input was sent and arrived; an input that never moved: at once.
-            sent = np.minimum(np.fmax(self.sent[a:b], opens), closes)
-            arrived = np.minimum(np.fmax(self.arrived[a:b], sent), closes)
-            # [3] In it, from when on a later forward of the row could have run instead.
-            ready = np.where(forward, arrival[a:b], np.inf)
-            soonest = np.minimum.accumulate(ready[::-1])[::-1]
-            later = np.clip(np.append(soonest, np.inf)[1:], opens, sent)
-            held = np.where(forward, 0, sent - later)
-            waiting = sent - opens - held
-            # [4] Sums over the row.
-            idle[TRANSFER][d] = (arrived - sent).sum()
-            idle[OVERHEAD][d] = (closes - arrived).sum()
-            idle[HELD][d] = held.sum()
-            idle[FORWARD][d] = waiting[forward].sum()
-            idle[GRADIENT][d] = waiting[~forward].sum()
-            idle[NOTHING][d] = finish - free[-1]
-        return idle
+        return attribution(self)
 
     def imbalance(self) -> float:
         """Compute seconds that the other devices do less than the busiest: sum of ideal - busy."""

@@ -211,7 +211,7 @@ def _own(content: dict[str, Any], schedule: Schedule | str | None) -> Timeline:
     fields = about["table"] | {"reads": Reads[about["table"]["reads"]]}
     if fields["versions_read"] is not None:
         fields["versions_read"] = tuple(map(tuple, fields["versions_read"]))
-    table = validate(Schedule(rows=tuple(map(tuple, rows)), **fields))
+    table = validate(Schedule(rows=rows, **fields))
     start, end = np.array(spans).T
     sent, arrived = np.array([moves.get(str(a), nowhere) for row in rows for a in row]).T
     found = Timeline(table, start, end, sent, arrived, about["source"], about["late"])

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
+
 from pipelab.action import Action, Kind, Reads, ScheduleError
 from pipelab.table import Table
 from pipelab.versions import read_versions
@@ -30,14 +32,13 @@ def part(table: AnyTable, first: int, last: int) -> AnyTable:
         )
     begin_update, end_update = begin // table.per_update, end // table.per_update
     rows = []
-    for row in table.rows:
-        kept = []
-        for stage, kind, number in row:
-            a, b = (begin_update, end_update) if kind is Kind.U else (begin, end)
-            if a <= number < b:
-                kept.append(Action(stage, kind, number - a))
-        rows.append(tuple(kept))
-    cut = replace(table, rows=tuple(rows), batches=last - first, versions_read=None)
+    for row in table.numbers:
+        _, kind, number = row.T
+        a = np.where(kind == Kind.U, begin_update, begin)
+        b = np.where(kind == Kind.U, end_update, end)
+        counted_anew = row - np.outer(a, (0, 0, 1))
+        rows.append(counted_anew[(a <= number) & (number < b)])
+    cut = replace(table, rows=rows, batches=last - first, versions_read=None)
     read = read_versions(table)[:, begin:end] - begin_update
     if (read_versions(cut) == read).all():
         return cut
@@ -47,7 +48,7 @@ def part(table: AnyTable, first: int, last: int) -> AnyTable:
 def forward_only(table: AnyTable) -> AnyTable:
     """The table with nothing but its forwards: what evaluation runs."""
     kept = (Kind.F, Kind.SEND_F, Kind.RECV_F)
-    rows = tuple(tuple(a for a in row if a.kind in kept) for row in table.rows)
+    rows = [row[np.isin(row[:, 1], kept)] for row in table.numbers]
     return replace(table, rows=rows, reads=Reads.LATEST, versions_read=None)
 
 
@@ -84,4 +85,4 @@ def with_transfers(table: AnyTable) -> AnyTable:
     rows: list[list[Action]] = [[] for _ in table.rows]
     for _, d, action in sorted(events):
         rows[d].append(action)
-    return replace(table, rows=tuple(map(tuple, rows)))
+    return replace(table, rows=rows)

@@ -19,7 +19,7 @@ from pipelab.executors.check import Comparison
 from pipelab.schedules import SCHEDULES, make
 
 settings.register_profile(
-    "pipelab", deadline=None, max_examples=150, suppress_health_check=list(HealthCheck)
+    "pipelab", deadline=None, max_examples=100, suppress_health_check=list(HealthCheck)
 )
 settings.load_profile("pipelab")
 

@@ -12,13 +12,10 @@ import measure
 import peers
 import predict
 import run
+import wire
 
 TINY = run.Sizes(
-    models=(run.Model("tiny", 8, 2),),
     devices=(2,),
-    microbatches=4,
-    batches=3,
-    empty=4,
     launches=2,
     parcel=1_000_000,
     timeout=3.0,
@@ -31,9 +28,13 @@ GUARD = 60  # seconds within which any fault has to be reported
 
 @pytest.fixture(scope="module")
 def tables():
+    return tables_of(run.report(1, TINY))
+
+
+def tables_of(page):
     """Section -> rows of its table."""
     sections = {}
-    for section in run.report(1, TINY).split("\n## ")[1:]:
+    for section in page.split("\n## ")[1:]:
         lines = [line for line in section.splitlines() if line.startswith("|")]
         cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
         assert all(len(row) == len(cells[0]) for row in cells)
@@ -67,10 +68,37 @@ def test_beside_others():
         assert min(float(row[7]), float(row[8]), float(row[9])) > 0
 
 
-def test_what_takes_time_takes_some(tables):
+def test_messages_beside_torchs():
+    """Every case has its row; a ratio is of the times that stand beside it."""
+    tables = tables_of(
+        wire.report(
+            1,
+            wire.Sizes(
+                cases=wire.DEFAULT.cases[1:],
+                devices=(2,),
+                schedules=("gpipe", "interleaved"),
+                microbatches=4,
+                batches=2,
+                empty=4,
+                messages=(1, 4),
+                rounds=3,
+            ),
+        )
+    )
     overhead = tables["Overhead of an empty action"]
     assert len(overhead) == 7
     assert all(numbers(row["µs per action"]) > 0 for row in overhead)
+    beside = tables["Beside torch.distributed.pipelining"]
+    assert [row["schedule"] for row in beside] == ["pipedream_flush", "gpipe", "interleaved"]
+    for row in beside:
+        ours, theirs = numbers(row["pipelab (ms)"]), numbers(row["torch (ms)"])
+        assert numbers(row["ratio"]) == pytest.approx(ours / theirs, abs=0.02, rel=0.02)
+        assert numbers(row["A/A"]) > 0
+    for row in tables["Shared memory"]:
+        assert all(numbers(row[f"{way} (µs)"]) > 0 for way in wire.WAYS)
+
+
+def test_what_takes_time_takes_some(tables):
     for row in tables["Launch"]:
         assert float(row["first run (s)"]) > numbers(row["following runs (s)"]) > 0
 
@@ -163,7 +191,12 @@ def test_the_script_writes_its_page_and_prints_it(tmp_path):
     page = file.read_text()
     assert done.stdout.endswith(page)  # DeepSpeed logs to standard output when it is imported
     assert "| pipedream_flush | 16 | 256 | 8,208 |" in page
-    for generator in ("pipelab", "torch.distributed.pipelining", "DeepSpeed TrainSchedule"):
+    for generator in (
+        "pipelab",
+        "pipelab, as tuples",
+        "torch.distributed.pipelining",
+        "DeepSpeed TrainSchedule",
+    ):
         assert f"| {generator} |" in page
 
 
@@ -181,6 +214,7 @@ def test_every_script_says_what_it_measures(name):
         (["--repeats", "0"], "repeats=0: give a whole number of at least 1"),
         (["--repeats", "x"], "invalid int value: 'x'"),
         (["--markdown", "nowhere/page.md"], "nowhere/page.md: there is no folder nowhere"),
+        (["--markdown", "."], ". is a folder: name a file"),
     ],
 )
 def test_bad_input_ends_before_anything_is_measured(arguments, message, capsys):

@@ -19,9 +19,11 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from pipelab import Action, Costs, Kind, Schedule, ScheduleError, make, simulate, validate
+from pipelab.action import numbers
 from pipelab.partition import Layer, Profile, split_layers
 from pipelab.peers import deepspeed, torchgpipe
 from pipelab.schedules.pipedream import one_forward_one_backward
+from pipelab.table import Rows
 
 SMALL = range(1, 9)
 SIZES = [(p, m) for p in SMALL for m in SMALL]
@@ -111,16 +113,16 @@ def rounds_of(p, m, v, width, warmup):
     for d in range(p):
 
         def steps(kind, chunks, d=d):
-            return [
+            return numbers(
                 Action(chunk * p + d, kind, k)
                 for first in range(0, m, width)
                 for chunk in chunks
                 for k in range(first, first + width)
-            ]
+            )
 
         forwards, backwards = steps(Kind.F, range(v)), steps(Kind.B, range(v)[::-1])
         rows.append(one_forward_one_backward(forwards, backwards, warmup(d)))
-    return canonical(rows)
+    return canonical(Rows(rows))
 
 
 def test_interleaved_is_torchs_where_micro_batches_make_whole_rounds_or_not_even_one():

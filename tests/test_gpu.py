@@ -1,6 +1,7 @@
 """The GPU: what needs one (marker gpu), and what can be shown of that without one."""
 
 import re
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -214,6 +215,18 @@ def test_the_page_says_what_became_of_every_section(capsys):
 def test_a_section_has_a_process_which_is_ended_in_time(capsys):
     assert gpu.in_a_process("Memory", "cpu", 60).state == "skipped"
     assert gpu.in_a_process("Memory", "cpu", 0.1).parts == ["Failed: `no end within 0 s`"]
+
+
+def test_what_torchrun_has_started_ends_with_a_section():
+    # Was: its workers, which have sessions of their own, went on when it was killed.
+    worker = "setsid sh -c 'echo up; exec sleep 60'"
+    script = f"trap 'kill $worker; exit' TERM; {worker} & worker=$!; wait"
+    with subprocess.Popen(
+        ["sh", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        process.stdout.readline()
+        gpu.end(process)
+        assert process.stdout.read() == ""  # which a worker would keep open
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ LAYERS = [
         "spans",
         "simulate",
         "diagnose",
+        "idle",
         "memory",
         "theory",
         "fit",

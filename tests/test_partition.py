@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from pipelab import make, plot, simulate
+from pipelab import Costs, make, plot, simulate
 from pipelab.cli import main
 from pipelab.models import split
 from pipelab.models.gpt2 import gpt2
@@ -130,6 +130,14 @@ def test_gpt2_small_by_its_blocks():
 def test_splits_that_cannot_be(arguments, match):
     with pytest.raises(ValueError, match=match):
         split_layers(Profile((Layer("a", kind="A"), Layer("b", kind="B"))), *arguments)
+
+
+def test_measured_stages_are_of_all_layers():
+    """A stage of no layer would take its seconds away."""
+    model = Profile((Layer("a", 1.0), Layer("b", 1.0)))
+    for balance in ([1], [2, 0]):
+        with pytest.raises(ValueError, match="for 2 layers: give every stage at least one, 2 in"):
+            model.as_measured(Costs(), balance)
 
 
 # ---- PipeDream

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipelab import Costs, Reads, Recompute, RunError, make, run, simulate
+from pipelab.executors.torch import processes
 from tests.test_run import SGD, Failing, Fork, Join, batches, explode, stages
 
 GUARD = 60  # seconds within which any fault has to be reported
@@ -386,6 +387,23 @@ _rank(Pipe()[0], 0, [], {str(tmp_path / "removed")!r})
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def test_runs_of_two_threads_start_their_ranks_in_turn():
+    # Was: one showed __main__ again while the other started ranks, which then ran the script; and
+    # __main__ lost its __spec__.
+    before, inside = dict(vars(sys.modules["__main__"])), threading.Event()
+
+    def other():
+        with processes._main_hidden():
+            inside.set()
+
+    thread = threading.Thread(target=other)
+    with processes._main_hidden():
+        thread.start()
+        assert not inside.wait(0.1)
+    thread.join()
+    assert inside.is_set() and dict(vars(sys.modules["__main__"])) == before
 
 
 def test_an_unknown_backend():

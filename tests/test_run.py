@@ -1,6 +1,7 @@
 """The executor for real: equal to the reference, measured, and loud when something breaks."""
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -901,3 +903,32 @@ def test_a_failure_from_outside_is_told_from_what_it_breaks():
                 run_threads([Idle() for _ in range(6)], [box], lambda box=box: box.abort() or 0.0)
     finally:
         sys.setswitchinterval(before)
+
+
+class Calling(nn.Module):
+    """Calls a function in every forward."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        self.function()
+        return x
+
+
+def test_workers_compute_with_as_many_threads_as_torch_is_told():
+    """A thread starts with as many as the environment says."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    library = next((line.split()[-1] for line in maps if "libgomp" in line), None)
+    if not library:
+        pytest.skip("torch computes without GNU's OpenMP here")
+    openmp, found, before = ctypes.CDLL(library), [], torch.get_num_threads()
+    noting = Calling(lambda: found.append(openmp.omp_get_max_threads()))
+    torch.set_num_threads(before + 1)
+    try:
+        parts = [noting, *stages(1)]
+        run(make("gpipe", 2, 2), parts, batches(1), F.mse_loss, SGD, check=False)
+    finally:
+        torch.set_num_threads(before)
+    assert found == [before + 1] * 2

@@ -1,5 +1,6 @@
 """The table and its text."""
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -151,6 +152,31 @@ def test_a_table_with_transfers_is_safe_for_rendezvous(case):
     if crossing:
         with pytest.raises(ScheduleError, match="already has its transfers"):
             spread.with_transfers()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (np.array([[0, 0, 0], [0, 9, 0]]), "row 0, cell 1: kind 9 is not among 0 to 8"),
+        (np.array([[0, -1, 0]]), "row 0, cell 0: kind -1 is not among 0 to 8"),
+        (np.array([[0, 0, 0.5]]), "row 0 is an array of float64 .1, 3.: give whole numbers"),
+        (np.zeros((3, 2), int), "row 0 is an array of int64 .3, 2.: give whole numbers"),
+        ([Action(0, Kind.F, 2**63)], "row 0 has a number beyond 64 bits"),
+    ],
+)
+def test_rows_of_wrong_numbers_are_named(row, message):
+    with pytest.raises(ScheduleError, match=message):
+        Schedule("wrong", [row], (0,), 1)
+
+
+def test_nobody_can_change_the_numbers_of_a_table():
+    mine = np.array([[0, 0, 0], [0, 1, 0], [0, 4, 0]])
+    schedule = Schedule("kept", [mine], (0,), 1)
+    mine[:] = 7
+    assert schedule == replace(make("gpipe", 1, 1), name="kept")
+    for table in (schedule, make("gpipe", 2, 2), pickle.loads(pickle.dumps(schedule))):
+        with pytest.raises(ValueError, match="read-only"):
+            table.numbers[0][0, 0] = 1
 
 
 def test_trailing_empty_lines_are_no_devices_and_empty_rows_are():

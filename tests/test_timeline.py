@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelab import Costs, Kind, Schedule, fit, make, memory, simulate
-from pipelab.timeline import CAUSES, FORWARD, GRADIENT, HELD, NOTHING, OVERHEAD, TRANSFER
+from pipelab.idle import CAUSES, FORWARD, GRADIENT, HELD, NOTHING, OVERHEAD, TRANSFER
 from tests.conftest import tables
 from tests.test_explain import flat, lay
 

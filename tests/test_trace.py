@@ -348,7 +348,7 @@ def test_broken_files(tmp_path, capsys, text, message):
 
 @settings(max_examples=40)
 @given(tables(largest=4), st.data())
-def test_the_causes_sum_to_the_loss(case, data):
+def test_the_causes_sum_to_the_idle_time(case, data):
     schedule, count = case[0], case[0].bounds[-1]
     times = st.lists(st.floats(0, 3), min_size=count, max_size=count)
     t = lay(schedule, *(np.array(data.draw(times)) for _ in range(3)))
@@ -357,7 +357,7 @@ def test_the_causes_sum_to_the_loss(case, data):
         assert sum(found.causes.values()) == pytest.approx(t.bubble.of_total)
         assert sum(found.path.values()) == pytest.approx(1)
         assert min(found.causes.values(), default=0) >= -1e-9
-        json.dumps(found.to_dict())
+        json.dumps(found.to_json())
 
 
 @pytest.mark.parametrize("batches", [1, 3])
@@ -365,13 +365,13 @@ def test_the_causes_sum_to_the_loss(case, data):
 def test_a_perfect_pipeline_loses_its_start_up(name, v, batches):
     p, m = 4, 8
     found = diagnose(simulate(make(name, p, m, virtual=v, batches=batches)))
-    assert found.causes == pytest.approx({"start-up": (p - 1) / (m * v + p - 1)})
-    assert (found.as_it_is.loss, found.as_it_is.speed) == (pytest.approx(found.loss), 1)
+    assert found.causes == pytest.approx({"warm-up and drain": (p - 1) / (m * v + p - 1)})
+    assert (found.as_it_is.idle, found.as_it_is.speed) == (pytest.approx(found.idle), 1)
 
 
 def test_the_order_costs_what_no_start_up_does():
     found = diagnose(simulate(make("inter_layer", 4, 4)))
-    assert found.causes == pytest.approx({"held back by the order": 9 / 16, "start-up": 3 / 16})
+    assert found.causes == pytest.approx({"order": 9 / 16, "warm-up and drain": 3 / 16})
 
 
 def test_a_fault_has_its_name():
@@ -397,7 +397,7 @@ def test_a_fault_has_its_name():
     assert grown(lay(schedule, base, 1.1))[0] == "transfer"
     assert grown(lay(schedule, base, 0.1, wait=0.5))[0] == "overhead"
     slow = base * np.where((kind < Kind.U) & (microbatch < 6), 3, 1)
-    assert grown(lay(schedule, slow, 0.1))[0] == "warm-up batch"
+    assert grown(lay(schedule, slow, 0.1))[0] == "first batch"
 
 
 def test_a_stage_without_a_core_is_slow():
@@ -413,19 +413,21 @@ def test_changes_are_simulated():
     found = diagnose(t := simulate(make("pipedream_flush", 3, 6, batches=2), costs))
     by = {w.change.split(":")[0].split(",")[0]: w for w in found.what_ifs}
     other = simulate(make("gpipe", 3, 6, batches=2), costs)
-    assert by["gpipe"].loss == pytest.approx(other.bubble.of_total)
+    assert by["gpipe"].idle == pytest.approx(other.bubble.of_total)
     assert by["gpipe"].speed == pytest.approx(t.makespan / other.makespan)
     assert (by["gpipe"].in_flight, found.as_it_is.in_flight) == (6, 3)
+    assert by["interleaved"].in_flight == 8 / 2  # of chunks, which are half of a device's layers
     even = simulate(t.schedule, Costs(4 / 3, 1, 1, 0.2))
-    assert by["perfect balance"].loss == pytest.approx(even.bubble.of_total)
+    assert by["perfect balance"].idle == pytest.approx(even.bubble.of_total)
     assert "device 1 hands on 17%" in str(found)
     twice = simulate(make("pipedream_flush", 3, 12, batches=2), costs)
     half_as_long = simulate(twice.schedule, Costs([0.5, 1, 0.5], 0.5, 0.5, 0.2))
     same, half = (w for w in found.what_ifs if w.change.startswith("twice"))
     assert same.speed == pytest.approx(2 * t.makespan / twice.makespan)
-    assert same.loss < found.loss and half.speed == pytest.approx(
+    assert same.idle < found.idle and half.speed == pytest.approx(
         t.makespan / half_as_long.makespan
     )
+    assert (same.in_flight, half.in_flight) == (3, 1.5)
     forwards = diagnose(simulate(t.schedule.forward_only(), costs))
     assert [w.change.split(":")[0] for w in forwards.what_ifs] == [
         "perfect balance",
@@ -447,7 +449,7 @@ def test_the_command(tmp_path, capsys):
     assert "waiting for stage 1" in shown and plot.stat().st_size > 1000
     assert main([*line[:2], "--json", "--schedule", "gpipe"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert sum(found["causes"].values()) == pytest.approx(found["loss"])
+    assert sum(found["causes"].values()) == pytest.approx(found["idle"])
     assert main([*line[:2], "--schedule", "pipedream_flush"]) == 2
     error = capsys.readouterr().err
     assert "action 2 of device 0 is 0F2 in the run and 0B0 in pipedream_flush" in error

@@ -1,6 +1,8 @@
 """Messages between processes: what may travel, who may call, and what a failure leaves."""
 
+import io
 import json
+import os
 import socket
 import struct
 import threading
@@ -15,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 import pipelab
 from pipelab.executors import links
-from pipelab.executors.links import BLOCK, Line, Link, connect
+from pipelab.executors.links import Line, Link, connect
 from pipelab.executors.torch.processes import _Failure
 from pipelab.executors.torch.wire import Tensors
 from pipelab.executors.transport import Aborted, Message
@@ -23,6 +25,7 @@ from pipelab.executors.wire import Wire
 from pipelab.executors.worker import RunError
 
 SOON = 10.0  # seconds within which anything here has to end
+BUFFER = io.DEFAULT_BUFFER_SIZE  # of what is read of a socket
 T = torch.arange(20.0).reshape(4, 5)
 LARGE = torch.ones(5_000_000)  # more than the kernel takes at once
 
@@ -75,9 +78,9 @@ def test_a_message_comes_as_it_was_sent(name, two_ends):
             assert a == b and type(a) is type(b)
 
 
-def test_messages_stay_in_order_around_the_block_and_behind_a_large_one(two_ends):
+def test_messages_stay_in_order_around_the_buffer_and_behind_a_large_one(two_ends):
     near, far = two_ends
-    messages = [LARGE, *("q" * n for n in range(BLOCK - 60, BLOCK + 10)), T]
+    messages = [LARGE, *("q" * n for n in range(BUFFER - 90, BUFFER + 10)), T]
     for message in messages:
         near.write(message)
     for message in messages:
@@ -93,9 +96,22 @@ def test_a_link_waits_whatever_the_default_timeout_of_sockets():
     assert near.socket.gettimeout() is None
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs cores to pin to")
+def test_what_sends_is_not_pinned_to_the_core_of_its_worker(two_ends):
+    cores = os.sched_getaffinity(0)
+
+    def pinned():
+        os.sched_setaffinity(0, {min(cores)})
+        two_ends[0].write(LARGE)
+
+    within(pinned)
+    (sender,) = (t for t in threading.enumerate() if t.name.startswith("pipelab sends"))
+    assert os.sched_getaffinity(sender.native_id) == cores
+
+
 @pytest.mark.parametrize("before", [None, LARGE])
 def test_a_send_after_the_end_is_no_failure_of_its_own(before, two_ends):
-    with Wire(pipelab.make("gpipe", 2, 2), [0], {(0, 1): two_ends[0]}) as wire:
+    with Wire(pipelab.make("gpipe", 2, 2), {(0, 1): two_ends[0]}) as wire:
         if before is not None:
             wire.send(0, 1, Message(before, 0.0))
         wire.abort()
@@ -105,7 +121,7 @@ def test_a_send_after_the_end_is_no_failure_of_its_own(before, two_ends):
 
 def test_rows_of_a_process_send_and_end_however_far_one_is_ahead():
     schedule = pipelab.make("gpipe", 2, 2000)
-    wire = Wire(schedule, [0, 1], {})
+    wire = Wire(schedule, {})
     mine = np.flatnonzero(schedule.columns.device == 0)
     send = lambda i: wire.send(int(i), 1, Message(None, 0.0))  # noqa: E731
     within(lambda: [*map(send, mine)])

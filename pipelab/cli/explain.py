@@ -32,4 +32,4 @@ def explain_command(o: argparse.Namespace) -> None:
     found = diagnose(timeline)
     if o.plot:
         write_figure(o.plot, "timeline", timeline)
-    print(json.dumps(found.to_dict()) if o.json else found)
+    print(json.dumps(found.to_json()) if o.json else found)

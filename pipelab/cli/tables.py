@@ -7,8 +7,9 @@ from pipelab import Costs, Recompute, ScheduleError, simulate, validate
 from pipelab.cli.files import check_targets, read_csv, write, write_figure
 from pipelab.cli.options import COST, Commands, schedule_of, share
 from pipelab.cli.report import Failure, describe, idle_table
+from pipelab.costs import PASSES
 
-COSTS = ("forward", "input_grad", "weight_grad", "transfer", "update")
+COSTS = (*PASSES, "transfer", "update")
 
 
 def add_to(commands: Commands) -> None:

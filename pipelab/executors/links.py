@@ -1,8 +1,8 @@
 """Connections between the processes of a run: how they meet, and messages on a socket.
 
-A message is a pickle, in a block that mostly has room for it, and the bytes of the arrays in it:
+A message is two pickles, with the bytes of its arrays between them:
 
-    | size of the pickle, pickle, nothing | what had no room | array | array | ...
+    | what the arrays are | array | array | ... | the message, with numbers for its arrays |
 """
 
 import io
@@ -10,7 +10,6 @@ import os
 import pickle
 import secrets
 import socket
-import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +28,6 @@ from pipelab.executors.transport import Lost
 from pipelab.executors.worker import RunError
 
 MEETING = 30.0  # seconds within which all processes have to have called
-HEAD = struct.Struct("=q")
-BLOCK = 512  # bytes
 PARTS = 512  # of a message that the kernel takes at a time
 
 Fill = Callable[[Any], None]  # fills a writable buffer with the bytes that come next
@@ -171,11 +168,10 @@ class Link:
         with suppress(OSError):  # not every socket is TCP's
             self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.arrays = arrays
-        self._thread = ThreadPoolExecutor(1, "pipelab sends")  # starts when it is first needed
+        self._file = self.socket.makefile("rb")  # mostly a message is one system call
+        # Starts when it is first needed.
+        self._thread = ThreadPoolExecutor(1, "pipelab sends", initializer=_leave_core)
         self._sending: Future[None] | None = None
-
-    def fileno(self) -> int:
-        return self.socket.fileno()
 
     def write(self, message: Any) -> None:
         """Send a message. Lost if this or an earlier one is."""
@@ -189,13 +185,12 @@ class Link:
 
     def read(self) -> Any:
         """The next message; waits for it. Lost if the other end is closed."""
-        block = bytearray(BLOCK)
-        self._fill(block)
-        rest = bytearray(max(0, HEAD.unpack_from(block)[0] - BLOCK))
-        self._fill(rest)
-        pickled = io.BytesIO(block + rest)
-        pickled.seek(HEAD.size)
-        return _Unpickler(pickled, self.arrays, self._fill).load()
+        with _lost():
+            described = pickle.load(self._file)
+            arrays = [self.arrays.build(each, self._fill) for each in described]
+            unpickler = pickle.Unpickler(self._file)
+            unpickler.persistent_load = arrays.__getitem__  # type: ignore[method-assign]
+            return unpickler.load()
 
     def settle(self) -> None:
         """Wait until the kernel has all messages. Lost if one is."""
@@ -210,6 +205,7 @@ class Link:
 
     def close(self) -> None:
         self._thread.shutdown()
+        self._file.close()
         self.socket.close()
 
     def _send_now(self, parts: list[memoryview]) -> list[memoryview]:
@@ -226,26 +222,29 @@ class Link:
         for part in parts:
             self.socket.sendall(part)
 
-    def _fill(self, buffer: Any) -> None:
-        left = memoryview(buffer)
-        while left:
-            with _lost():
-                count = self.socket.recv_into(left, 0, socket.MSG_WAITALL)
-            if not count:
-                raise Lost("the connection to another process was closed")
-            left = left[count:]
+    def _fill(self, buffer: memoryview) -> None:
+        if self._file.readinto(buffer) < len(buffer):
+            raise EOFError
+
+
+def _leave_core() -> None:
+    """Use this process's cores, and not the one that the worker which starts this is pinned to."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))
 
 
 @contextmanager
 def _lost() -> Iterator[None]:
     try:
         yield
+    except (EOFError, pickle.UnpicklingError):  # within a message, or before it
+        raise Lost("the connection to another process was closed") from None
     except OSError as error:
         raise Lost(f"a message to or from another process was lost: {error}") from error
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles all but arrays.
+    """Pickles all but arrays, which it finds.
 
     by_value  whether types of a notebook, which the receiver cannot import, are pickled as a whole.
               By reference it is the receiver's own type, which `isinstance` knows, and quicker
@@ -253,42 +252,30 @@ class _Pickler(cloudpickle.Pickler):
 
     def __init__(self, arrays: Arrays, by_value: bool) -> None:
         self.file = io.BytesIO()
-        self.file.write(bytes(HEAD.size))  # its place
         super().__init__(self.file)
         self.arrays, self.by_value = arrays, by_value
         self.found: list[Any] = []
+        self.described: list[Any] = []
 
-    def persistent_id(self, value: Any) -> Any:
+    def persistent_id(self, value: Any) -> int | None:
         described = self.arrays.describe(value)
-        if described is not None:
-            self.found.append(value)
-        return described
+        if described is None:
+            return None
+        self.found.append(value)
+        self.described.append(described)
+        return len(self.found) - 1
 
     def reducer_override(self, value: Any) -> Any:
         return super().reducer_override(value) if self.by_value else NotImplemented
 
 
-class _Unpickler(pickle.Unpickler):
-    """Builds each array when the pickle comes to its place."""
-
-    def __init__(self, pickled: io.BytesIO, arrays: Arrays, fill: Fill) -> None:
-        super().__init__(pickled)
-        self.arrays, self.fill = arrays, fill
-
-    def persistent_load(self, described: Any) -> Any:
-        return self.arrays.build(described, self.fill)
-
-
 def _packed(message: Any, arrays: Arrays) -> list[memoryview]:
-    """A message's bytes: its size and its pickle, then its arrays."""
+    """A message's bytes: what its arrays are, its arrays, and the rest."""
     pickler = _Pickler(arrays, by_value=False)
     try:
         pickler.dump(message)
     except (pickle.PicklingError, AttributeError):
         pickler = _Pickler(arrays, by_value=True)
         pickler.dump(message)
-    size = pickler.file.tell()
-    pickler.file.write(bytes(max(0, BLOCK - size)))
-    pickled = pickler.file.getbuffer()
-    HEAD.pack_into(pickled, 0, size)
-    return [pickled, *map(arrays.content, pickler.found)]
+    described = memoryview(pickle.dumps(pickler.described))
+    return [described, *map(arrays.content, pickler.found), pickler.file.getbuffer()]

@@ -1,28 +1,22 @@
 """Messages between the rows of several processes: a `Transport` over sockets."""
 
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from selectors import EVENT_READ, DefaultSelector
-from threading import Event
 from typing import Any
 
-from pipelab.executors.device import Device
 from pipelab.executors.job import Job
 from pipelab.executors.links import Arrays, Exchange, Line, Link, connect
-from pipelab.executors.transport import Key, Message, Transport
+from pipelab.executors.transport import Key, Mailboxes, Message
 from pipelab.schedule import Schedule
 
 AT_ONCE = 1e-4  # seconds: a receive that takes less did not wait
-RINGS = 4096  # of a bell that are heard at once
 
 
-class Wire(Transport):
-    """The transport of one process's rows.
+class Wire(Mailboxes):
+    """The transport of one process's rows, which have a mailbox each.
 
-    A row that wants a message reads its own links until it has come, in its own thread: the kernel
-    keeps what comes meanwhile, and no other thread has to be woken first.
+    A row that wants a message of another process reads the link to its sender until it has come, in
+    its own thread: the kernel keeps what comes meanwhile, and no other thread has to be woken.
 
     began  the run's time zero on time.perf_counter, from when on arrivals are timed; None if the
            messages say it (paced)
@@ -30,21 +24,10 @@ class Wire(Transport):
 
     began: float | None = None
 
-    def __init__(
-        self, schedule: Schedule, rows: Sequence[int], links: Mapping[tuple[int, int], Link]
-    ) -> None:
+    def __init__(self, schedule: Schedule, links: Mapping[tuple[int, int], Link]) -> None:
         """`links` by (own row, other row)."""
+        super().__init__(schedule.devices)
         self._schedule, self._links = schedule, links
-        self._here: dict[int, dict[Key, Message]] = {row: {} for row in rows}  # and not yet taken
-        self.ended = Event()
-        self._readable = {row: DefaultSelector() for row in rows}
-        # Rows of this process hand over by reference, and wake each other by a byte.
-        self._bells = {row: socket.socketpair() for row in rows if len(rows) > 1}
-        for row, (ear, mouth) in self._bells.items():
-            mouth.setblocking(False)
-            self._readable[row].register(ear, EVENT_READ)
-        for (row, _), link in links.items():
-            self._readable[row].register(link, EVENT_READ, link)
 
     def __enter__(self) -> "Wire":
         return self
@@ -55,49 +38,34 @@ class Wire(Transport):
             self.abort()
         for link in self._links.values():
             link.close()
-        for pair in self._bells.values():
-            for end in pair:
-                end.close()
-        for selector in self._readable.values():
-            selector.close()
 
     def send(self, key: Key, device: int, message: Message) -> None:
-        source = self._source(key)
-        if device in self._here:
-            self._here[device][key] = message
-            if device != source:
-                self._ring(device)
+        link = self._links.get((self._source(key), device))
+        if not link:
+            super().send(key, device, message)
             return
         try:
-            self._links[source, device].write((key, message))
+            link.write((key, message))
         finally:
             self.sleep(0)  # if the run has ended, nothing else counts
 
     def receive(self, key: Key, device: int) -> Message:
-        here = self._here[device]
-        while key not in here:
+        link = self._links.get((device, self._source(key)))
+        if not link:
+            return super().receive(key, device)
+        box = self._boxes[device]
+        while key not in box:
+            asked = time.perf_counter()
             try:
-                self._read(device)
+                found, message = link.read()
             finally:
                 self.sleep(0)  # if the run has ended, nothing else counts
-        return here.pop(key)
-
-    def _read(self, device: int) -> None:
-        """Wait until something has come for a row, and put it with what is here."""
-        asked = time.perf_counter()
-        for found, _ in self._readable[device].select():
-            if found.data is None:  # the bell; the message is here already
-                found.fileobj.recv(RINGS)  # type: ignore[union-attr]
-                continue
-            key, message = found.data.read()
             # When it came: if it was not waited for, only the time of sending is known.
             now = time.perf_counter()
             if self.began is not None and now - asked > AT_ONCE:
                 message = message._replace(at=now - self.began)
-            self._here[device][key] = message
-
-    def sum_over_replicas(self, key: Key, device: int, parts: list[Any], home: Device) -> list[Any]:
-        raise NotImplementedError("replicas")
+            box[found] = message
+        return box.pop(key)
 
     def settle(self) -> None:
         """Wait until all that was sent has left. Lost if it cannot."""
@@ -105,15 +73,9 @@ class Wire(Transport):
             link.settle()
 
     def abort(self) -> None:
-        self.ended.set()
+        super().abort()
         for link in self._links.values():
             link.end()
-        for row in self._bells:
-            self._ring(row)
-
-    def _ring(self, row: int) -> None:
-        with suppress(BlockingIOError):  # so often that it is heard anyway
-            self._bells[row][1].send(b"!")
 
     def _source(self, key: Any) -> int:
         """The row that sends a message."""

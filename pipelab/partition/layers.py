@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from pipelab.costs import Costs
+from pipelab.costs import PASSES, Costs
 
-NUMBERS = ("forward", "input_grad", "weight_grad", "weights", "activations", "output")
+NUMBERS = (*PASSES, "weights", "activations", "output")
 MOST_CUTS = 5000  # a graph with many branches side by side has too many places to cut
 
 
@@ -133,11 +133,10 @@ class Profile:
         >>> Profile(layers).as_measured(Costs(forward=[6, 2]), [2, 1]).of("forward")
         array([2., 4., 2.])
         """
+        self._check_balance(balance)
         stage = np.repeat(np.arange(len(balance)), balance)
-        if len(stage) != len(self.layers):
-            raise ValueError(f"balance {list(balance)}: give {len(self.layers)} layers in all")
         scaled = {}
-        for name in ("forward", "input_grad", "weight_grad"):
+        for name in PASSES:
             mine, took = self.of(name), costs.of(name, len(balance))
             known = np.bincount(stage, mine)[stage] > 0
             mine = np.where(known, mine, 1.0)
@@ -194,19 +193,23 @@ class Profile:
         >>> Profile(tuple(layers)).costs([1, 1]).forward
         (1.0, 2.0)
         """
-        if sum(balance) != len(self.layers) or min(balance) < 1:
-            raise ValueError(
-                f"balance {list(balance)} for {len(self.layers)} layers: give every stage at least "
-                f"one, {len(self.layers)} in all"
-            )
+        self._check_balance(balance)
         first = np.cumsum([0, *balance])[:-1]
-        names = ("forward", "input_grad", "weight_grad", "weights", "activations")
         sums: dict[str, Any] = {
-            name: tuple(np.add.reduceat(self.of(name), first).tolist()) for name in names
+            name: tuple(np.add.reduceat(self.of(name), first).tolist())
+            for name in (*PASSES, "weights", "activations")
         }
         rows = np.arange(len(self.layers)) < first[:, None]  # what is before each stage
         boundary = tuple(self.crossing(Cuts(rows)).tolist())
         return Costs(**sums, boundary=boundary, **others)
+
+    def _check_balance(self, balance: Sequence[int]) -> None:
+        count = len(self.layers)
+        if sum(balance) != count or min(balance) < 1:
+            raise ValueError(
+                f"balance {list(balance)} for {count} layers: give every stage at least one, "
+                f"{count} in all"
+            )
 
     def reordered(self, order: Sequence[int]) -> "Profile":
         """The same layers, listed in another order."""

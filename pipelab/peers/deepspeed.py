@@ -59,8 +59,8 @@ def schedule_of(stages: int, micro_batches: int, *, transfers: bool = False) -> 
             if kind is not None and (transfers or kind <= Kind.U):
                 row.append(Action(s, kind, seen[kind]))
                 seen[kind] += 1
-        rows.append(tuple(row))
-    return Schedule("deepspeed", tuple(rows), tuple(range(stages)), micro_batches)
+        rows.append(row)
+    return Schedule("deepspeed", rows, tuple(range(stages)), micro_batches)
 
 
 def buffers(stages: int, micro_batches: int) -> list[int]:

@@ -60,10 +60,10 @@ def schedule_of(partitions: int, chunks: int, batches: int = 1) -> Schedule:
         for kind, step in ((Kind.F, 1), (Kind.B, -1))
         for k in range(b * chunks, (b + 1) * chunks)[::step]
     ]
-    rows = tuple(
-        insert_updates((Action(j, kind, k) for kind, k in order), chunks) for j in range(partitions)
+    rows = [[Action(j, kind, k) for kind, k in order] for j in range(partitions)]
+    return Schedule(
+        "torchgpipe", insert_updates(rows, chunks), tuple(range(partitions)), chunks, batches
     )
-    return Schedule("torchgpipe", rows, tuple(range(partitions)), chunks, batches)
 
 
 def balance_by_time(

@@ -187,10 +187,8 @@ def gather(name: str, outcomes: Sequence[Outcome], microbatches: int) -> PeerRun
     if seen:
         gradients = {s: found for each in seen for s, found in each.gradients.items()}
         run.gradients = [gradients.get(s, {}) for s in in_order]
-        rows = tuple(tuple(each.actions) for each in seen)
-        table = Schedule(
-            name, rows, tuple(home[s] for s in in_order), microbatches, len(run.losses)
-        )
+        rows, placement = [each.actions for each in seen], tuple(home[s] for s in in_order)
+        table = Schedule(name, rows, placement, microbatches, len(run.losses))
         records = _records(table, [each.record for each in seen])
         run.timeline = timeline_of(table, records, paced=False)
         run.memory = memory_of(run.timeline, records)
@@ -208,4 +206,5 @@ def _records(table: Schedule, records: Sequence[Record]) -> Sequence[Record]:
         here = crosses[first : first + len(record.start)]
         record.arrived = np.where(here, record.start, np.nan).tolist()
         record.received = [0] * len(record.start)
+        record.on_core = [np.nan] * len(record.start)
     return records

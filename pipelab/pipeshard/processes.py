@@ -62,7 +62,7 @@ class Processes(Distributed):
             self._names, every = names, range(job.schedule.stages)
             all_pairs = replace(job, partners=[every] * len(every))
             links = open_links(all_pairs, self.me, processes, self.share, lambda a, b: names)
-            self.wire = Wire(job.schedule, [job.row for job in jobs], links)
+            self.wire = Wire(job.schedule, links)
         return self.wire
 
     def gather(self, arrays: Arrays) -> Arrays:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipelab.action import check_counts
-from pipelab.costs import Costs, Recompute
+from pipelab.costs import PASSES, Costs, Recompute
 from pipelab.partition.layers import Profile
 from pipelab.partition.splits import split_layers
 from pipelab.plan.machine import Machine
@@ -201,7 +201,7 @@ class Problem:
         )
 
 
-_PER_SAMPLE = ("forward", "input_grad", "weight_grad", "activations", "boundary")
+_PER_SAMPLE = (*PASSES, "activations", "boundary")
 
 
 def _divisors(number: int) -> list[int]:

@@ -102,14 +102,14 @@ class Search:
         assert best
         return best
 
-    def frontier(self, step: float = 0.9) -> Iterator[Plan]:
-        """The best plans for less and less memory: each limit is `step` of the last one's need.
+    def frontier(self) -> Iterator[Plan]:
+        """The best plans for less and less memory: each limit is 0.9 of what the last one needs.
 
         Of layers that are cut once and for all: to cut them for every limit takes a minute.
         """
         limit = math.inf
         while plan := self.best(limit, cut_anew=False):
             yield plan
-            limit = plan.memory * step
+            limit = plan.memory * 0.9
             if not limit:  # nothing needs less
                 return

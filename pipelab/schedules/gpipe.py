@@ -8,9 +8,9 @@ Backwards run first in, first out, as in torch.distributed.pipelining and the la
 the original figure and torchgpipe run them last in, first out, in the same time and memory.
 """
 
-from collections.abc import Iterator
+import numpy as np
 
-from pipelab.action import Action, Kind
+from pipelab.action import Kind, every_batch, one_kind
 from pipelab.schedule import Schedule, one_stage_each
 
 
@@ -22,10 +22,9 @@ def gpipe(devices: int, microbatches: int, batches: int = 1) -> Schedule:
     .   1F0 1F1 1B0 1B1 1U0 .
     """
 
-    def order(stage: int) -> Iterator[Action]:
-        for b in range(batches):
-            for kind in (Kind.F, Kind.B):
-                for k in range(microbatches):
-                    yield Action(stage, kind, b * microbatches + k)
+    def order(stage: int) -> np.ndarray:
+        batch = np.arange(microbatches)
+        forwards, backwards = one_kind(stage, Kind.F, batch), one_kind(stage, Kind.B, batch)
+        return every_batch(np.concatenate([forwards, backwards]), batches, microbatches)
 
     return one_stage_each("gpipe", order, devices, microbatches, batches)

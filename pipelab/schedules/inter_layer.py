@@ -5,10 +5,11 @@
 .   .   2F0 2B0 2U0 .   .   .   .   2F1 2B1 2U1
 """
 
-from collections.abc import Iterator
+import numpy as np
 
-from pipelab.action import Action, Kind
+from pipelab.action import Kind, one_kind
 from pipelab.schedule import Schedule, one_stage_each
+from pipelab.schedules.pipedream import one_forward_one_backward
 
 
 def inter_layer(devices: int, microbatches: int = 1, batches: int = 1) -> Schedule:
@@ -19,9 +20,9 @@ def inter_layer(devices: int, microbatches: int = 1, batches: int = 1) -> Schedu
     .   1F0 1B0 1U0 .
     """
 
-    def order(stage: int) -> Iterator[Action]:
-        for k in range(microbatches * batches):
-            yield Action(stage, Kind.F, k)
-            yield Action(stage, Kind.B, k)
+    def order(stage: int) -> np.ndarray:
+        every = np.arange(microbatches * batches)
+        forwards, backwards = one_kind(stage, Kind.F, every), one_kind(stage, Kind.B, every)
+        return one_forward_one_backward(forwards, backwards, warmup=0)
 
     return one_stage_each("inter_layer", order, devices, microbatches, batches)

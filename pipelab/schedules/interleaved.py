@@ -6,9 +6,9 @@
 
 import numpy as np
 
-from pipelab.action import Action, Kind, check_counts, insert_updates
+from pipelab.action import Kind, check_counts, every_batch, insert_updates, one_kind
 from pipelab.schedule import Schedule
-from pipelab.schedules.pipedream import one_forward_one_backward
+from pipelab.schedules.pipedream import one_forward_one_backward, one_stage
 
 
 def interleaved(devices: int, microbatches: int, virtual: int = 2, batches: int = 1) -> Schedule:
@@ -25,40 +25,28 @@ def interleaved(devices: int, microbatches: int, virtual: int = 2, batches: int 
     [11, 9, 7, 5]
     """
     check_counts(devices=devices, microbatches=microbatches, virtual=virtual, batches=batches)
-    rows = []
-    for d in range(devices):
-        one = _one_batch(d, devices, microbatches, virtual)
-        row = [
-            a._replace(microbatch=b * microbatches + a.microbatch)
-            for b in range(batches)
-            for a in one
-        ]
-        rows.append(insert_updates(row, microbatches))
-    placement = tuple(s % devices for s in range(devices * virtual))
-    return Schedule("interleaved", tuple(rows), placement, microbatches, batches)
-
-
-def _one_batch(device: int, devices: int, microbatches: int, virtual: int) -> list[Action]:
-    """A device's row for one batch: that of the full table, without the absent micro-batches."""
-    width, warmup = 1, devices - device - 1  # with one chunk a micro-batch waits for no round
-    if virtual > 1:
-        width = devices
-        # A chunk's first backward comes back after a trip over all later devices and return.
-        warmup = 2 * (devices - device - 1) + (virtual - 1) * devices
-    rounds = -(-microbatches // width)  # rounded up
-    slots = [  # of each round; -1: no micro-batch stands there
-        [*present.tolist(), *[-1] * (width - len(present))]
-        for present in np.array_split(range(microbatches), rounds)
+    rows = [
+        every_batch(_one_batch(d, devices, microbatches, virtual), batches, microbatches)
+        for d in range(devices)
     ]
+    placement = tuple(s % devices for s in range(devices * virtual))
+    return Schedule(
+        "interleaved", insert_updates(rows, microbatches), placement, microbatches, batches
+    )
 
-    def steps(kind: Kind, chunks: range) -> list[Action]:
-        return [
-            Action(chunk * devices + device, kind, k)
-            for of_round in slots
-            for chunk in chunks
-            for k in of_round
-        ]
 
-    forwards, backwards = steps(Kind.F, range(virtual)), steps(Kind.B, range(virtual)[::-1])
-    full = one_forward_one_backward(forwards, backwards, warmup)
-    return [a for a in full if a.microbatch >= 0]
+def _one_batch(device: int, devices: int, microbatches: int, virtual: int) -> np.ndarray:
+    """A device's row for one batch: that of the full table, without the absent micro-batches."""
+    if virtual == 1:  # a micro-batch waits for no round
+        return one_stage(device, devices, np.arange(microbatches))
+    # A chunk's first backward comes back after a trip over all later devices and return.
+    warmup = 2 * (devices - device - 1) + (virtual - 1) * devices
+    rounds = -(-microbatches // devices)  # rounded up
+    slots = np.full((rounds, 1, devices), -1)  # of each round; -1: no micro-batch stands there
+    for of_round, present in zip(slots, np.array_split(range(microbatches), rounds), strict=True):
+        of_round[0, : len(present)] = present
+    stages = np.arange(virtual)[:, None] * devices + device  # one for each chunk
+    full = one_forward_one_backward(
+        one_kind(stages, Kind.F, slots), one_kind(stages[::-1], Kind.B, slots), warmup
+    )
+    return full[full[:, 2] >= 0]

@@ -5,7 +5,9 @@
 .   .   2F0 2B0 2U0 2F1 2B1 2U1 2F2 2B2 ...     alternate; an update follows every backward
 """
 
-from pipelab.action import Action, Kind
+import numpy as np
+
+from pipelab.action import Kind, one_kind
 from pipelab.schedule import Schedule, one_stage_each
 
 
@@ -18,7 +20,7 @@ def pipedream(devices: int, microbatches: int, batches: int = 1) -> Schedule:
     """
     return one_stage_each(
         "pipedream",
-        lambda stage: one_stage(stage, devices, range(microbatches * batches)),
+        lambda stage: one_stage(stage, devices, np.arange(microbatches * batches)),
         devices,
         microbatches,
         batches,
@@ -26,17 +28,18 @@ def pipedream(devices: int, microbatches: int, batches: int = 1) -> Schedule:
     )
 
 
-def one_stage(stage: int, devices: int, microbatches: range) -> list[Action]:
+def one_stage(stage: int, devices: int, microbatches: np.ndarray) -> np.ndarray:
     """The 1F1B order of one stage per device: p - s - 1 forwards of warm-up."""
-    forwards = [Action(stage, Kind.F, k) for k in microbatches]
-    backwards = [Action(stage, Kind.B, k) for k in microbatches]
+    forwards = one_kind(stage, Kind.F, microbatches)
+    backwards = one_kind(stage, Kind.B, microbatches)
     return one_forward_one_backward(forwards, backwards, warmup=devices - stage - 1)
 
 
 def one_forward_one_backward(
-    forwards: list[Action], backwards: list[Action], warmup: int
-) -> list[Action]:
+    forwards: np.ndarray, backwards: np.ndarray, warmup: int
+) -> np.ndarray:
     """`warmup` forwards, then forward and backward in turn, then the backwards left (the drain)."""
     warmup = min(warmup, len(forwards))
-    steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
-    return forwards[:warmup] + steady + backwards[len(forwards) - warmup :]
+    pairs = len(forwards) - warmup
+    steady = np.stack([forwards[warmup:], backwards[:pairs]], axis=1).reshape(-1, 3)
+    return np.concatenate([forwards[:warmup], steady, backwards[pairs:]])

@@ -5,6 +5,8 @@
 .   .   2F0 2B0 2F1 2B1 2F2 2B2 2U0 2F3 2B3 2F4 2B4 ...     b - 2 made: late, the same everywhere
 """
 
+import numpy as np
+
 from pipelab.action import Reads, ScheduleError, check_counts
 from pipelab.schedule import Schedule, one_stage_each
 from pipelab.schedules.pipedream import one_stage
@@ -27,7 +29,7 @@ def pipedream_2bw(devices: int, microbatches: int, batches: int = 1) -> Schedule
         )
     return one_stage_each(
         "pipedream_2bw",
-        lambda stage: one_stage(stage, devices, range(microbatches * batches)),
+        lambda stage: one_stage(stage, devices, np.arange(microbatches * batches)),
         devices,
         microbatches,
         batches,

@@ -5,9 +5,9 @@
 .   .   2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2U0 .   .       same bubble
 """
 
-from collections.abc import Iterator
+import numpy as np
 
-from pipelab.action import Action
+from pipelab.action import every_batch
 from pipelab.schedule import Schedule, one_stage_each
 from pipelab.schedules.pipedream import one_stage
 
@@ -19,8 +19,8 @@ def pipedream_flush(devices: int, microbatches: int, batches: int = 1) -> Schedu
     [4, 3, 2, 1]
     """
 
-    def order(stage: int) -> Iterator[Action]:
-        for b in range(batches):
-            yield from one_stage(stage, devices, range(b * microbatches, (b + 1) * microbatches))
+    def order(stage: int) -> np.ndarray:
+        one = one_stage(stage, devices, np.arange(microbatches))
+        return every_batch(one, batches, microbatches)
 
     return one_stage_each("pipedream_flush", order, devices, microbatches, batches)

@@ -23,11 +23,12 @@ from pipelab import (
     simulate,
 )
 from pipelab.action import check_counts
+from pipelab.costs import PASSES
 from pipelab.schedules import with_chunks
 from pipelab.widgets.drawing import drawing
 
 SIZES = ("devices", "microbatches", "virtual", "batches")
-SECONDS = ("forward", "input_grad", "weight_grad", "update", "transfer")
+SECONDS = (*PASSES, "update", "transfer")
 BYTES = ("weights", "optimizer", "activations", "boundary")
 # Sizes that let every cause of memory be seen.
 COSTS = Costs(weights=2, optimizer=4, activations=1, boundary=0.25)

@@ -58,7 +58,7 @@ class Distributed(Cluster):
     def make_wire(self, jobs: Sequence[Job]) -> Wire:
         arrays = JaxArrays()
         links = open_links(jobs[0], self.me, self.owners, self.share, lambda a, b: arrays)
-        return Wire(jobs[0].schedule, [job.row for job in jobs], links)
+        return Wire(jobs[0].schedule, links)
 
 
 @contextmanager

@@ -105,11 +105,9 @@ def table(devices: int, microbatches: int, virtual: int = 1) -> Schedule:
     _check_sizes(devices, microbatches, virtual)
     jobs = [(lap * devices, k) for lap in range(virtual) for k in range(microbatches)]
     order = [(Kind.F, *job) for job in jobs] + [(Kind.B, *job) for job in reversed(jobs)]
-    rows = []
-    for d in range(devices):
-        actions = (Action(first + d, kind, k) for kind, first, k in order)
-        rows.append(insert_updates(actions, microbatches))
-    return Schedule("spmd", tuple(rows), tuple(range(devices)) * virtual, microbatches)
+    rows = [[Action(first + d, kind, k) for kind, first, k in order] for d in range(devices)]
+    placement = tuple(range(devices)) * virtual
+    return Schedule("spmd", insert_updates(rows, microbatches), placement, microbatches)
 
 
 def _check_sizes(devices: int, microbatches: int, virtual: int) -> None:

@@ -28,6 +28,8 @@ class CpuDevice(Device):
         self._constants: set[int] = set()  # all of them
 
     def active(self) -> AbstractContextManager:
+        # A thread starts with as many of OpenMP's as there are cores, until it is asked.
+        torch.get_num_threads()
         # Of the caller's mixed precision nothing is inherited: each forward opens its own.
         return torch.autocast(self.device.type, enabled=False)
 

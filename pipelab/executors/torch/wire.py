@@ -117,7 +117,7 @@ class TorchWire(Wire):
         self._nccl = own and all(kind == "cuda" for kind, *_ in places)
         over = self._over_nccl(job, device)
         links = open_links(job, me, range(world), exchange, lambda a, b: over.get(b, Tensors()))
-        super().__init__(job.schedule, [job.row], links)
+        super().__init__(job.schedule, links)
         # The process group of this device in all replicas.
         self._peers: Any = None
         for row in range(job.schedule.devices if job.replicas > 1 else 0):

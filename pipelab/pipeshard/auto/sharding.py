@@ -135,9 +135,9 @@ class Search:
         # Those that were not measured come last, and keep their order.
         return min(fitting, key=lambda each: math.inf if each.measured is None else each.measured)
 
-    def tree(self, candidate: Candidate | None = None) -> Any:
-        """The specs of a candidate, by default the best, in the tree of the arguments."""
-        return jax.tree.unflatten(self.program.tree, (candidate or self.best).specs)
+    def tree(self) -> Any:
+        """The specs of the best candidate in the tree of the arguments."""
+        return jax.tree.unflatten(self.program.tree, self.best.specs)
 
     def compile(self, candidate: Candidate | None = None) -> Any:
         """A candidate, by default the best, compiled to run: it takes the arrays one by one."""
