@@ -102,21 +102,21 @@ def report(repeats: int = 5, sizes: Sizes = Sizes()) -> str:
             "`Costs.split`; another balance: `profile`d layers scaled to the fitted stages "
             "(`Profile.as_measured`)."
         ),
-        table([*header, "within"], rows),
+        table([*header, "within"], [row[:-1] for row in rows]),
         "## More devices than cores",
         paragraph(
             f"{2 * cores()} devices on {cores()} cores, not pinned. A fit's `speed` is the share "
             "of its compute in which a device had a core: what is missing to 100 % is the cores' "
             "sharing, which the prediction takes to be the same in the other schedule."
         ),
-        table([*header, "within", "had a core (%)"], [[*row, on_core] for *row, on_core in shared]),
+        table([*header, "within", "had a core (%)"], shared),
         "## Host devices of one jax process",
         paragraph(
             "They share the process's threads: one device that computes alone here keeps "
             f"{used:.2f} cores busy, as XLA runs operations of one program side by side. So two "
             "devices are not two workers, and which layers are on which makes little difference:"
         ),
-        table([*header, "within"], one_process),
+        table([*header, "within"], [row[:-1] for row in one_process]),
         "## One gap, explained",
         paragraph(
             "1F1B on processes, predicted from GPipe, and the same run again, whose difference is "
@@ -150,8 +150,9 @@ def _rows(
             _spread(errors),
             _spread(noise),
             "yes" if good else "no",
+            on_core,
         ]
-        rows.append(row if devices <= cores() else [*row, on_core])
+        rows.append(row)
     return rows
 
 
