@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipelab import Costs, Reads, Recompute, RunError, make, run, simulate
+from pipelab import Costs, Reads, Recompute, RunError, Schedule, make, run, simulate, validate
 from pipelab.executors.torch import processes
 from tests.test_run import SGD, Failing, Fork, Join, batches, explode, stages
 
@@ -100,6 +100,13 @@ def test_all_schedules_as_on_threads(schedule):
     )
     t, needs = result.timeline, np.flatnonzero(schedule.inputs >= 0)
     assert (t.start[needs] >= t.end[schedule.inputs[needs]]).all()  # one clock for all ranks
+
+
+def test_outputs_are_taken_in_another_order_than_they_were_made():
+    rows = "0F0 0F1 0F2 0B1 0B2 0B0 0U0\n1F2 1F0 1B0 1F1 1B2 1B1 1U0"
+    schedule = validate(Schedule.from_grid(rows))
+    result = run(schedule, stages(2), batches(1, 6), F.l1_loss, SGD, backend="processes")
+    assert result.check.passed, result.check
 
 
 def test_trees_uneven_sizes_bfloat16_and_clipping_cross_processes():
