@@ -310,7 +310,7 @@ def test_ranks_are_laid_out_as_in_deepspeeds_topology():
     from pipelab.executors.torch.run import TorchJob
 
     def rank(row, replica):
-        about = make("gpipe", 3, 2), row, "cpu", [], None, replica, 2
+        about = make("gpipe", 3, 2), row, "cpu", [], None, replica, 2, None
         return TorchJob(*about, {}, {}, None, [], {}, None, 0).rank
 
     assert all(rank(d, r) == topology.get_rank(pipe=d, data=r) for d in range(3) for r in range(2))
