@@ -1,0 +1,103 @@
+"""Lecture 2: GPipe."""
+
+from typing import Any
+
+import numpy as np
+
+from pipelab import make, simulate
+from pipelab.teach.feedback import (
+    NOT_ATTEMPTED,
+    Exercise,
+    Feedback,
+    Guess,
+    Task,
+    is_close,
+    not_yet,
+    number,
+    same_function,
+    table,
+)
+
+
+def enough_microbatches(answer: Any) -> Feedback:
+    """Devices -> micro-batches for at most 10 % of idle time."""
+    slips = [
+        (lambda p: 9 * (p - 1), "A schedule has at least one micro-batch."),
+        (lambda p: max(1, 10 * (p - 1)), "That is for 10 % over the ideal time."),
+    ]
+    cases = [(p,) for p in range(1, 9)]
+    return same_function(answer, lambda p: max(1, 9 * (p - 1)), cases, slips)
+
+
+def recomputed_memory(answer: Any) -> Feedback:
+    """Ten micro-batches that keep 30 MiB each, 4 of them the input."""
+    slips = {
+        300: "So much is kept without recomputation.",
+        40: "And the micro-batch that is computed again?",
+        70: "The input of the micro-batch that is computed again counts once.",
+        30: "The inputs of the others stay too.",
+    }
+    return number(answer, 10 * 4 + 26, "What is kept of every micro-batch, what of one?", slips)
+
+
+def uneven_gradient(answer: Any) -> Feedback:
+    """(model, x, y, micro-batches) -> the gradient of the undivided mean, whatever the sizes."""
+    import torch  # a lecture's first cell has loaded it
+    from torch.nn.functional import mse_loss
+
+    if not callable(answer):
+        return not_yet(f"{answer!r} is not a function.")
+    for samples, m in ((12, 4), (10, 4), (7, 2)):
+        random = torch.Generator().manual_seed(samples)
+        x, y = torch.randn(2, samples, 3, generator=random)
+        model = torch.nn.Linear(3, 3)
+        shares = [len(part) / samples for part in x.chunk(m)]
+        means = [
+            torch.autograd.grad(mse_loss(model(part), target), model.parameters())
+            for part, target in zip(x.chunk(m), y.chunk(m), strict=True)
+        ]
+        by_piece = np.array([torch.cat([g.flatten() for g in mean]).numpy() for mean in means])
+        truth = shares @ by_piece
+        try:
+            found = answer(model, x, y, m)
+            if found is None:
+                return NOT_ATTEMPTED
+            found = np.asarray(torch.as_tensor(found).detach())
+        except Exception as error:
+            return not_yet(f"with {samples} samples it raises {type(error).__name__}: {error}")
+        if not is_close(found, truth, 1e-3):
+            return not_yet(f"{samples} samples, m = {m}: {_uneven_hint(found, by_piece)}")
+    return Feedback(True, "Right.")
+
+
+def _uneven_hint(found: np.ndarray, by_piece: np.ndarray) -> str:
+    if found.shape != by_piece[0].shape:
+        return f"a gradient of shape {found.shape}, asked: one vector, {by_piece[0].shape}."
+    if is_close(found, by_piece.sum(axis=0), 1e-3):
+        return "the gradient is too large: no piece has a weight."
+    if is_close(found, by_piece.mean(axis=0), 1e-3):
+        return "all pieces count alike, but they have not as many samples."
+    return "it is another gradient. Do the weights of the pieces add up to 1?"
+
+
+def late_forward(answer: Any) -> Feedback:
+    return table(answer, devices=3, microbatches=4, makespan=18)
+
+
+def half_in_flight(answer: Any) -> Feedback:
+    return table(answer, devices=4, microbatches=8, makespan=33, in_flight=4)
+
+
+EXERCISES = {
+    "02-1": Exercise(Task.WRITE, enough_microbatches),
+    "02-2": Exercise(Task.PREDICT, recomputed_memory),
+    "02-3": Exercise(Task.DEBUG, uneven_gradient),
+    "02-4": Exercise(Task.DEBUG, late_forward),
+    "02-5": Exercise(Task.BUILD, half_in_flight),
+}
+GUESSES = {
+    "02-a": Guess(
+        lambda: simulate(make("inter_layer", 2, 8)).makespan,
+        "Can rank 1 work on one micro-batch while rank 0 works on another?",
+    )
+}

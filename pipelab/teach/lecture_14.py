@@ -1,0 +1,119 @@
+"""Lecture 14: in practice."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pipelab import Costs, Timeline, make, simulate
+from pipelab.teach.feedback import (
+    NOT_ATTEMPTED,
+    Exercise,
+    Feedback,
+    Guess,
+    Task,
+    choice,
+    is_close,
+    not_yet,
+    number,
+    same_function,
+    table,
+)
+
+
+def suspect() -> Timeline:
+    """A run that disappoints, for the exercise that asks what would help."""
+    work = [1, 1, 1.7, 1]
+    return simulate(make("pipedream_flush", 4, 8), Costs(work, work, work, transfer=0.1))
+
+
+def all_reduced(answer: Any) -> Feedback:
+    """GB that a device sends: 4 replicas of 4 stages, 9.6 GB of gradients."""
+    slips = {
+        14.4: "A device holds the gradients of one stage.",
+        2.4: "In a ring the sum goes round, and then once more to reach everybody.",
+        1.8: "In a ring the sum goes round, and then once more to reach everybody.",
+        4.5: "The devices that add up their gradients are those of one stage.",
+        4.8: "Its own share need not be sent.",
+    }
+    return number(answer, 2 * 3 / 4 * 9.6 / 4, "Whose gradients are added up?", slips)
+
+
+def exchanged(answer: Any) -> Feedback:
+    """(first, last) -> both copies' .grad are the sum of the two."""
+    import torch  # a lecture's first cell has loaded it
+
+    if not callable(answer):
+        return not_yet(f"{answer!r} is not a function.")
+    first, last = (torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(2))
+    parts = torch.tensor([[1.0, 2, 3], [4, 5, 6]]), torch.full((2, 3), 10.0)
+    first.grad, last.grad = (part.clone() for part in parts)
+    try:
+        answer(first, last)
+        found = [np.asarray(p.grad) for p in (first, last)]
+    except Exception as error:
+        return not_yet(f"it raises {type(error).__name__}: {error}")
+    return _tied_hint(found, [part.numpy() for part in parts])
+
+
+def _tied_hint(found: Sequence[Any], parts: Sequence[np.ndarray]) -> Feedback:
+    whole = parts[0] + parts[1]
+    right = [is_close(grad, whole) for grad in found]
+    if all(right):
+        return Feedback(True, "Right: both have the whole gradient.")
+    if all(is_close(grad, part) for grad, part in zip(found, parts, strict=True)):
+        return NOT_ATTEMPTED
+    if all(is_close(grad, whole / 2) for grad in found):
+        return not_yet("both have half of it: a weight that is used twice has the sum, not a mean.")
+    wrong = right.index(False)
+    if is_close(found[wrong], whole + parts[1 - wrong]):
+        return not_yet(f"{('first', 'last')[wrong]}.grad has the other's part twice.")
+    return not_yet(f"{('first', 'last')[wrong]}.grad is not the sum of the two parts.")
+
+
+def best_cure(answer: Any) -> Feedback:
+    wrong = {
+        "links": "Very little of the time goes there.",
+        "micro-batches": "Warm-up and drain are the largest share. But how fast is it then?",
+        "gpipe": "It has the same bubble, and holds more.",
+    }
+    return choice(answer, "balance", wrong)
+
+
+def hidden_transfer(answer: Any) -> Feedback:
+    slow = Costs(transfer=1)
+    return table(answer, devices=2, microbatches=6, makespan=23, in_flight=3, costs=slow)
+
+
+def fastest_microbatches(answer: Any) -> Feedback:
+    """(samples, devices, seconds an action, seconds a sample) -> micro-batches."""
+
+    def fastest(samples: int, p: int, fixed: float, each: float, fill: int = 1) -> int:
+        def seconds(m: int) -> float:
+            return (m + fill * (p - 1)) * (fixed + samples / m * each)
+
+        return min((m for m in range(1, samples + 1) if samples % m == 0), key=seconds)
+
+    slips = [
+        (lambda samples, *_: samples, "Every micro-batch has its fixed cost."),
+        (lambda *case: fastest(*case, fill=0), "And the bubble?"),
+    ]
+    cases = [(64, 4, 1, 1), (64, 4, 0.01, 1), (64, 8, 4, 0.5), (60, 3, 2, 1), (7, 4, 1, 1)]
+    return same_function(answer, fastest, cases, slips)
+
+
+EXERCISES = {
+    "14-1": Exercise(Task.PREDICT, all_reduced),
+    "14-2": Exercise(Task.DEBUG, exchanged),
+    "14-3": Exercise(Task.DEBUG, best_cure),
+    "14-4": Exercise(Task.BUILD, hidden_transfer),
+    "14-5": Exercise(Task.WRITE, fastest_microbatches),
+}
+GUESSES = {
+    "14-a": Guess(
+        lambda: (
+            simulate(make("pipedream_flush", 2, 2).with_transfers(), Costs(transfer=1)).makespan
+        ),
+        "Write both rows down: a transfer stands in both, at the same time.",
+    )
+}

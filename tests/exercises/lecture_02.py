@@ -1,0 +1,81 @@
+"""Answers to the exercises of lecture 2: right ones, and wrong ones with a part of their hint."""
+
+UNEVEN = """
+def answer(model, x, y, m):
+    model.zero_grad()
+    for part, target in zip(x.chunk(m), y.chunk(m)):
+        loss = {loss}
+        loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+"""
+SQUARES = "((model(part) - target) ** 2).sum() / y.numel()"
+
+ANSWERS = {
+    "02-1": {
+        "right": [
+            """
+def answer(p, m=1):
+    while pl.simulate(gpipe(p, m)).bubble.of_total > 0.1001:
+        m += 1
+    return m
+""",
+            "answer = lambda p: 9 * p - 9 or 1",
+        ],
+        "wrong": {
+            "answer = lambda p: max(1, 10 * (p - 1))": "over the ideal time",
+            "answer = lambda p: 9 * (p - 1)": "at least one micro-batch",
+            "answer = lambda p: 4 * p": "for (1) it gives 4, right is 1",
+            "def answer(p):\n    return 1 / 0": "ZeroDivisionError",
+        },
+    },
+    "02-2": {
+        "right": ["answer = 66", "answer = 9 * 4 + 30.0"],
+        "wrong": {
+            "answer = 10 * 30": "without recomputation",
+            "answer = 10 * 4": "computed again",
+            "answer = 10 * 4 + 30": "counts once",
+            "answer = 34": "What is kept of every micro-batch",
+        },
+    },
+    "02-3": {
+        "right": [
+            UNEVEN.format(loss=SQUARES),
+            "answer = lambda model, x, y, m: gradient(model, x, y, 1, 1)",
+        ],
+        "wrong": {
+            "answer = lambda model, x, y, m: gradient(model, x, y, m, 1 / m)": "count alike",
+            "answer = lambda model, x, y, m: gradient(model, x, y, m, 1)": "no piece has a weight",
+            UNEVEN.format(loss="mse_loss(model(part), target) / len(part)"): "add up to 1",
+            "answer = lambda model, x, y, m: model(x)": "asked: one vector",
+            "answer = 3": "is not a function",
+        },
+    },
+    "02-4": {
+        "right": [
+            'answer = pl.make("gpipe", 3, 4)',
+            'answer = "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3\\n'
+            "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3\\n"
+            '2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"',
+        ],
+        "wrong": {
+            'answer = "0F0 0F1 0B0 0F2 0F3 0B1 0B2 0B3\\n'
+            "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3\\n"
+            '2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"': "makespan 21, to reach: 18",
+            'answer = "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3\\n'
+            "1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3\\n"
+            '2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3"': "deadlock",
+            'answer = pl.make("gpipe", 3, 3)': "asked: 3 devices, 3 stages, 4 micro-batches",
+        },
+    },
+    "02-5": {
+        "right": [
+            'answer = pl.make("pipedream_flush", 4, 8)',
+            'answer = pl.make("pipedream_flush", 4, 8).to_torch_csv().replace(",", " ")',
+        ],
+        "wrong": {
+            'answer = pl.make("gpipe", 4, 8)': "8 micro-batches in flight, to reach: 4",
+            'answer = pl.make("inter_layer", 4, 8)': "makespan 96, to reach: 33",
+            'answer = pl.make("pipedream_flush", 4, 4)': "asked: 4 devices, 4 stages, 8",
+        },
+    },
+}
