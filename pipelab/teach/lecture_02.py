@@ -31,7 +31,7 @@ def enough_microbatches(answer: Any) -> Feedback:
 
 def recomputed_memory(answer: Any) -> Feedback:
     """Ten micro-batches that keep 30 MiB each, 4 of them the input."""
-    slips = {
+    slips: dict[float, str] = {
         300: "So much is kept without recomputation.",
         40: "And the micro-batch that is computed again?",
         70: "The input of the micro-batch that is computed again counts once.",
@@ -53,7 +53,7 @@ def uneven_gradient(answer: Any) -> Feedback:
         model = torch.nn.Linear(3, 3)
         shares = [len(part) / samples for part in x.chunk(m)]
         means = [
-            torch.autograd.grad(mse_loss(model(part), target), model.parameters())
+            torch.autograd.grad(mse_loss(model(part), target), [*model.parameters()])
             for part, target in zip(x.chunk(m), y.chunk(m), strict=True)
         ]
         by_piece = np.array([torch.cat([g.flatten() for g in mean]).numpy() for mean in means])

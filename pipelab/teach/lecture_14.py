@@ -1,6 +1,6 @@
 """Lecture 14: in practice."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,9 +66,10 @@ def _tied_hint(found: Sequence[Any], parts: Sequence[np.ndarray]) -> Feedback:
     if all(is_close(grad, whole / 2) for grad in found):
         return not_yet("both have half of it: a weight that is used twice has the sum, not a mean.")
     wrong = right.index(False)
-    if is_close(found[wrong], whole + parts[1 - wrong]):
-        return not_yet(f"{('first', 'last')[wrong]}.grad has the other's part twice.")
-    return not_yet(f"{('first', 'last')[wrong]}.grad is not the sum of the two parts.")
+    name = ("first.grad", "last.grad")[wrong]
+    if is_close(found[wrong], whole + parts[wrong]):
+        return not_yet(f"{name} has its own part twice.")
+    return not_yet(f"{name} is not the sum of the two parts.")
 
 
 def best_cure(answer: Any) -> Feedback:
@@ -88,15 +89,15 @@ def hidden_transfer(answer: Any) -> Feedback:
 def fastest_microbatches(answer: Any) -> Feedback:
     """(samples, devices, seconds an action, seconds a sample) -> micro-batches."""
 
-    def fastest(samples: int, p: int, fixed: float, each: float, fill: int = 1) -> int:
+    def fastest(samples: int, p: int, fixed: float, each: float) -> int:
         def seconds(m: int) -> float:
-            return (m + fill * (p - 1)) * (fixed + samples / m * each)
+            return (m + p - 1) * (fixed + samples / m * each)
 
         return min((m for m in range(1, samples + 1) if samples % m == 0), key=seconds)
 
-    slips = [
+    slips: list[tuple[Callable, str]] = [
         (lambda samples, *_: samples, "Every micro-batch has its fixed cost."),
-        (lambda *case: fastest(*case, fill=0), "And the bubble?"),
+        (lambda samples, p, fixed, each: fastest(samples, 1, fixed, each), "And the bubble?"),
     ]
     cases = [(64, 4, 1, 1), (64, 4, 0.01, 1), (64, 8, 4, 0.5), (60, 3, 2, 1), (7, 4, 1, 1)]
     return same_function(answer, fastest, cases, slips)

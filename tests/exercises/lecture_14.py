@@ -31,7 +31,7 @@ def answer(first, last):
 def answer(first, last):
     first.grad += last.grad
     last.grad += first.grad
-""": "last.grad has",
+""": "last.grad has its own part twice",
             """
 def answer(first, last):
     first.grad = last.grad = (first.grad + last.grad) / 2
