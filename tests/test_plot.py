@@ -11,6 +11,7 @@ from matplotlib.colors import to_rgb
 from animation import animation, state
 from files import Writer, contents, milliseconds
 from pipelab import Costs, Kind, make, memory, plot, simulate
+from pipelab.partition import Layer, Profile, split_layers
 from pipelab.plot import style
 from pipelab.plot.timeline import colour_of
 
@@ -121,6 +122,18 @@ def test_the_bubble_plot_names_its_definition_and_overlays_the_closed_form():
         plot.bubble(["gpipe"], [1], definition="x")
     with pytest.raises(ValueError, match="over='m': use one of microbatches, devices, virtual"):
         plot.bubble(["gpipe"], [1], over="m")
+
+
+def test_a_partition_has_one_colour_for_the_slowest_stages_and_one_for_the_others():
+    layers = tuple(Layer("", forward=t) for t in (1, 2, 3, 1))
+    for stages, entries in ((2, 4), (1, 2)):  # a single stage: the slowest, and the pace
+        found = split_layers(Profile(layers), stages)
+        ax = plot.partition(found)
+        boxes = [box for box in ax.patches if not box.get_hatch()]
+        assert len(boxes) == len(layers)
+        assert len({box.get_facecolor() for box in boxes}) == stages
+        words = [text.get_text() for text in ax.get_legend().get_texts()]
+        assert len(words) == entries and words[-1] == "pace: the slowest stage or link"
 
 
 def test_losses():

@@ -59,7 +59,7 @@ def partition(
             row, first = row + 1, last + 1
         row += 1
     style.lanes(ax, ticks, names)
-    ax.set_ylim(row - 1.45, -1.1)
+    ax.set_ylim(row - 1.45, -1.1 if next(iter(items)) else -0.6)  # room for the first name
     ax.set_xlabel(unit)
     style.legend(ax, _legend(items.values()))
     return ax
@@ -67,8 +67,7 @@ def partition(
 
 def _stage(ax: Axes, row: int, found: Partition, stage: Stage, first: int, scale: float) -> None:
     """A box per layer of a stage, the first layer's number being `first`; then its all-reduce."""
-    slowest = stage.time == max(other.time for other in found.stages)
-    colour, left = SLOWEST if slowest else OTHERS, 0.0
+    colour, left = SLOWEST if _is_slowest(stage, found) else OTHERS, 0.0
     for number, i in enumerate(stage.layers, first):
         width = scale * found.profile.layers[i].time / stage.replicas
         bar(ax, row, left, left + width, colour, lw=0.8)
@@ -79,14 +78,20 @@ def _stage(ax: Axes, row: int, found: Partition, stage: Stage, first: int, scale
         bar(ax, row, left, scale * stage.time, style.GREY, lw=0.8)
 
 
+def _is_slowest(stage: Stage, found: Partition) -> bool:
+    return stage.time == max(other.time for other in found.stages)
+
+
 def _legend(items: Collection[Partition]) -> list[Artist]:
-    handles: list[Artist] = [
-        Patch(color=SLOWEST, label="layers of the slowest stage"),
-        Patch(color=OTHERS, label="of the others"),
-    ]
-    if any(stage.allreduce for found in items for stage in found.stages):
+    """The entries of what is there."""
+    stages = [(stage, found) for found in items for stage in found.stages]
+    handles: list[Artist] = [Patch(color=SLOWEST, label="layers of the slowest stage")]
+    if not all(_is_slowest(stage, found) for stage, found in stages):
+        handles.append(Patch(color=OTHERS, label="of the others"))
+    if any(stage.allreduce for stage, _ in stages):
         handles.append(Patch(color=style.GREY, label="all-reduce"))
-    handles.append(Patch(facecolor="white", edgecolor="#b0b0b0", hatch="////", label="idle"))
+    if any(stage.time < found.bottleneck for stage, found in stages):
+        handles.append(Patch(facecolor="white", edgecolor="#b0b0b0", hatch="////", label="idle"))
     return [*handles, Line2D([], [], ls="--", label="pace: the slowest stage or link", **PACE)]
 
 
