@@ -16,6 +16,7 @@ from pipelab.executors.table import Segment
 from pipelab.schedule import Schedule
 
 EVALUATION = "evaluation: the stages one after another"
+COARSE = 1e-4  # of a gradient: noise beyond it may be rounding, or a loss that is no mean
 
 Arrays = dict[str, np.ndarray]  # "NAME of stage S" -> float64 or complex128
 Losses = list[tuple[float, float]]
@@ -244,11 +245,41 @@ def _compare_update(
     own_losses, own_gradients = own.gradients(t, pieces)
     again = opinions(lambda jitter: own.gradients(t, pieces, jitter)[1])
     run = own.arrays([step.gradients for step in steps])
+    if exact is not pieces and _coarse(own_gradients, gradients):
+        _compare_cut(found, t, truth, gradients, own_gradients, pieces, again)
     for name, expected in gradients.items():
         noise = norms(own_gradients[name] - expected) + rounding(own.eps, expected)
         label = f"the gradient of {name} in update {t}"
         found.add(label, run[name], expected, noise, again(name))
     return losses, own_losses
+
+
+def _coarse(own: Arrays, truth: Arrays) -> bool:
+    return any(
+        np.any(norms(own[name] - expected) > COARSE * norms(expected))
+        for name, expected in truth.items()
+    )
+
+
+def _compare_cut(
+    found: Comparison,
+    t: int,
+    truth: Trainer,
+    whole: Arrays,
+    own: Arrays,
+    pieces: Sequence[Piece],
+    again: Callable[[str], Iterator[np.ndarray]],
+) -> None:
+    """The batch's gradient, whole and in micro-batches, in the precision of the truth.
+
+    If they differ by more than our own rounding, the loss depends on how the batch is cut. Our own
+    computing, which cuts it, would then be far from the truth, and any run within that distance.
+    """
+    cut_up = truth.gradients(t, pieces, jitter=1)[1]  # which leaves no trace in the buffers
+    for name, expected in cut_up.items():
+        noise = norms(own[name] - expected) + rounding(EPS_32, expected)
+        label = f"the undivided batch's gradient of {name} (is the loss a mean over its samples?)"
+        found.add(label, whole[name], expected, noise, again(name))
 
 
 def _compare_losses(
