@@ -22,7 +22,7 @@ UPDATES = "# per_update=1\n"  # the line above a grid that says: an update after
 
 def versions_kept(answer: Any) -> Feedback:
     """Weight stashing on device 2 of six."""
-    slips = {
+    slips: dict[float, str] = {
         6: "That is the first device, or vertical sync.",
         3: "Those are the older ones; one more is the newest.",
         5: "Does this device wait as long for its gradients as device 1?",
