@@ -65,7 +65,7 @@ def without_a_cycle(answer: Any) -> Feedback:
             return not_yet(f"for ({p}, {m}) it gives {made!r}, not a table.")
         feedback = table(made, devices=p, microbatches=m, makespan=(m + p - 1) * 3)
         if not feedback.passed:
-            return feedback
+            return Feedback(False, f"{feedback.text}\nThis is for p = {p}, m = {m}.")
         held, least = made.peak_in_flight, [min(m, p - s) for s in range(p)]
         if any(a > b for a, b in zip(held, least, strict=True)):
             return not_yet(f"for ({p}, {m}) the devices hold {held}, enough are {least}.")

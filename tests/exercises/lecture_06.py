@@ -68,8 +68,8 @@ ANSWERS = {
         ],
         "wrong": {
             "answer = mine": "deadlock",
-            MINE.format(ahead="0"): "deadlock",
-            MINE.format(ahead="p - s - 1"): "for (4, 2)",
+            MINE.format(ahead="0"): "makespan 36, to reach: 18",
+            MINE.format(ahead="p - s - 1"): "for p = 4, m = 2",
             MINE.format(ahead="min(p - s, m)"): "hold [4, 3, 2], enough are [3, 2, 1]",
             "answer = lambda p, m: pl.make('gpipe', p, m)": "enough are",
             "answer = lambda p, m: [p, m]": "not a table",
