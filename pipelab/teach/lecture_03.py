@@ -1,0 +1,138 @@
+"""Lecture 3: PipeDream, 1F1B without a flush."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pipelab import Schedule, make, simulate
+from pipelab.teach.feedback import (
+    Exercise,
+    Feedback,
+    Guess,
+    Task,
+    not_yet,
+    number,
+    same_function,
+    table,
+)
+
+Samples = Sequence[tuple[float, float]]
+RATE = 0.001
+UPDATES = "# per_update=1\n"  # the line above a grid that says: an update after every micro-batch
+
+
+def versions_kept(answer: Any) -> Feedback:
+    """Weight stashing on device 2 of six."""
+    slips: dict[float, str] = {
+        6: "That is the first device, or vertical sync.",
+        3: "Those are the older ones; one more is the newest.",
+        5: "Does this device wait as long for its gradients as device 1?",
+    }
+    return number(answer, 6 - 2, "How many micro-batches are in flight there?", slips)
+
+
+def row_of_device_1(answer: Any) -> Feedback:
+    """Its 1F1B row among four, put between the rows of the others."""
+    if not isinstance(answer, str):
+        return not_yet(f'{answer!r} is not a row in text, such as "1F0 1F1".')
+    cells = " ".join(cell for cell in answer.split() if "U" not in cell)
+    rows = [" ".join(map(str, row)) for row in make("pipedream_flush", 4, 6).rows]
+    rows = [row.replace(f"{s}U0", "") for s, row in enumerate(rows)]
+    grid = UPDATES + "\n".join([rows[0], cells, *rows[2:]])
+    feedback = table(grid, devices=4, microbatches=6, updates=6, makespan=27)
+    if feedback.passed:
+        held = Schedule.from_grid(grid).peak_in_flight[1]
+        if held > 3:
+            return not_yet(f"device 1 holds {held} micro-batches, to reach: 3. Alternate sooner.")
+    return feedback
+
+
+def vertical_sync(stage_reads: Any) -> Feedback:
+    """(t, s, n) -> the version that stage s reads for micro-batch t, and how stale it is there."""
+
+    def truth(t: int, s: int, n: int) -> tuple[int, int]:
+        read, made = max(0, t - (n - 1)), max(0, t - (n - 1 - s))
+        return read, made - read
+
+    cases = [(t, s, n) for n in range(1, 6) for s in range(n) for t in range(8)]
+    slips = (
+        (lambda t, s, n: (max(0, t - (n - 1 - s)), 0), "That is what stashing reads."),
+        (lambda t, s, n: (t - (n - 1), s), "There is no version before 0."),
+        (lambda t, s, n: (max(0, t - (n - 1)), s), "How many has it made at the very start?"),
+        (
+            lambda t, s, n: (max(0, t - (n - 1)), min(t, n - 1)),
+            "Updates of its own row count, not those of the last stage.",
+        ),
+    )
+    return same_function(stage_reads, truth, cases, slips)
+
+
+def mended_stash(answer: Any) -> Feedback:
+    """(row, samples) -> the weights a and b after training with stashed weights."""
+    samples = [(2, 10), (1, 4), (3, 8), (2, 6), (1, 9), (2, 5)]
+    rows = (
+        "F0 B0 F1 B1",
+        "F0 F1 F2 B0 B1 B2",
+        "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5",
+        "F0 F1 B0 F2 B1 B2",
+    )
+    slips = (
+        (_mixed, "As before: the forward's h, but weights that have moved since."),
+        (_recomputed, "That is the gradient of the newest weights: the forward was an older one."),
+    )
+    return same_function(answer, stashed, [(row, samples) for row in rows], slips)
+
+
+def stashed(row: str, samples: Samples) -> list[float]:
+    """The weights that h = b (a x) has after a row of F and B, each B with its update."""
+    return _train(row, samples, lambda then, now: (then, then))
+
+
+def _mixed(row: str, samples: Samples) -> list[float]:
+    return _train(row, samples, lambda then, now: (then, now))
+
+
+def _recomputed(row: str, samples: Samples) -> list[float]:
+    return _train(row, samples, lambda then, now: (now, now))
+
+
+def _train(row: str, samples: Samples, uses: Any) -> list[float]:
+    """`uses`: weights at a forward, and at its backward -> those that h, and the gradient, have."""
+    weights: list[float] = [3.0, 5.0]
+    at_forward = {}
+    for action in row.split():
+        k = int(action[1:])
+        x, y = samples[k]
+        if action[0] == "F":
+            at_forward[k] = weights
+        else:
+            (a, b), (at_a, at_b) = uses(at_forward[k], weights)
+            slope = 2 * (b * a * x - y) * x
+            weights = [weights[0] - RATE * slope * at_b, weights[1] - RATE * slope * at_a]
+    return weights
+
+
+def two_versions(answer: Any) -> Feedback:
+    """Three devices, six micro-batches: as fast as 1F1B, with two versions at most."""
+    grid = UPDATES + answer if isinstance(answer, str) else answer
+    feedback = table(grid, devices=3, microbatches=6, updates=6, makespan=24)
+    if feedback.passed:
+        schedule = Schedule.from_grid(grid) if isinstance(grid, str) else grid
+        kept = schedule.weight_versions
+        if max(kept) > 2:
+            return not_yet(f"versions kept {kept}, to reach: 2.\n{schedule.grid()}")
+    return feedback
+
+
+EXERCISES = {
+    "03-1": Exercise(Task.PREDICT, versions_kept),
+    "03-2": Exercise(Task.BUILD, row_of_device_1),
+    "03-3": Exercise(Task.WRITE, vertical_sync),
+    "03-4": Exercise(Task.DEBUG, mended_stash),
+    "03-5": Exercise(Task.BUILD, two_versions),
+}
+GUESSES = {
+    "03-a": Guess(
+        lambda: simulate(make("pipedream", 4, 20)).makespan,
+        "Twenty times forward and backward on the last device: what comes before, what after?",
+    )
+}

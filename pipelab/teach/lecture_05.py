@@ -1,0 +1,107 @@
+"""Lecture 5: PipeDream-2BW, double-buffered weights."""
+
+from dataclasses import replace
+from typing import Any
+
+from pipelab import Reads, Schedule, ScheduleError, make, simulate
+from pipelab.teach.feedback import (
+    Exercise,
+    Feedback,
+    Guess,
+    Task,
+    not_yet,
+    number,
+    same_function,
+    table,
+)
+
+RULE = "# microbatches=2 batches=3 reads=PREVIOUS\n"  # the line above a grid of exercises 3 and 5
+
+
+def full_device(answer: Any) -> Feedback:
+    """Weights 10, gradients 10, activations 1, eight devices, m = 8: the peak of device 0."""
+    slips: dict[float, str] = {
+        28: "That is one version: a flush.",
+        98: "That is stashing, with a version for each micro-batch in flight.",
+        48: "Gradients add up in one place.",
+        30: "What do the micro-batches in flight hold?",
+        31: "How many micro-batches are in flight on device 0?",
+    }
+    return number(answer, 2 * 10 + 10 + 8, "How many versions, how many in flight?", slips)
+
+
+def least_microbatches(answer: Any) -> Feedback:
+    """(devices, mini-batches) -> the smallest m that 2BW allows with at most 10 % idle."""
+    cases = [(p, batches) for p in range(1, 9) for batches in (1, 2, 5, 20)]
+    slips = (
+        (lambda p, batches: max(p, 9 * (p - 1)), "The training has more than one mini-batch."),
+        (lambda p, batches: max(1, -(-9 * (p - 1) // batches)), "Is 2BW possible with this m?"),
+        (
+            lambda p, batches: max(p, -(-10 * (p - 1) // batches)),
+            "10 % of the total, not of the ideal time.",
+        ),
+        (lambda p, batches: p, "That is what 2BW allows; how long does it idle?"),
+    )
+    return same_function(answer, lambda p, b: max(p, -(-9 * (p - 1) // b)), cases, slips)
+
+
+def mended_rows(answer: Any) -> Feedback:
+    """Two devices, three mini-batches of two, by 2BW in 21."""
+    return _double_buffered(answer, devices=2, makespan=21)
+
+
+def fewer_than_devices(answer: Any) -> Feedback:
+    """Four devices, three mini-batches of two, by 2BW in 36."""
+    return _double_buffered(answer, devices=4, makespan=36)
+
+
+def _double_buffered(answer: Any, devices: int, makespan: float) -> Feedback:
+    """Three mini-batches of two in a valid table under Reads.PREVIOUS.
+
+    Rows in text are given the line that says so; updates may be left out.
+    """
+    schedule = answer
+    if isinstance(answer, str):
+        try:
+            schedule = Schedule.from_grid(answer if "#" in answer else RULE + answer, "your table")
+        except ScheduleError as error:
+            return Feedback(False, f"Not yet. {error}")
+    feedback = table(schedule, devices=devices, microbatches=6, updates=3, makespan=makespan)
+    if feedback.passed and schedule.reads is not Reads.PREVIOUS:
+        asked = replace(schedule, reads=Reads.PREVIOUS)
+        kind = f"it reads {schedule.reads.name}, another rule than 2BW's."
+        return not_yet(f"{kind} It keeps versions {asked.weight_versions} under PREVIOUS.")
+    return feedback
+
+
+def first_wrong(answer: Any) -> Feedback:
+    """(stage, micro-batch) of the first forward that reads the latest version in place of 2BW's."""
+    try:
+        stage, microbatch = map(int, answer)
+    except (TypeError, ValueError):
+        return not_yet(f"{answer!r} is not a pair (stage, micro-batch).")
+    if (stage, microbatch) == (2, 4):
+        return Feedback(True, "Right.")
+    hint = "Compare the two tables' versions, column by column."
+    if microbatch in (5, 6) and stage < 2:
+        hint = "Wrong there, too; an earlier micro-batch is wrong on a later stage."
+    elif (stage, microbatch) == (4, 2):
+        hint = "The stage comes first."
+    elif microbatch < 4:
+        hint = "Nothing has been updated by then: everybody reads version 0."
+    return not_yet(f"({stage}, {microbatch}). {hint}")
+
+
+EXERCISES = {
+    "05-1": Exercise(Task.PREDICT, full_device),
+    "05-2": Exercise(Task.WRITE, least_microbatches),
+    "05-3": Exercise(Task.DEBUG, mended_rows),
+    "05-4": Exercise(Task.DEBUG, first_wrong),
+    "05-5": Exercise(Task.BUILD, fewer_than_devices),
+}
+GUESSES = {
+    "05-a": Guess(
+        lambda: simulate(make("pipedream_2bw", 4, 8, batches=5)).makespan,
+        "How often does it fill and drain?",
+    )
+}

@@ -1,0 +1,89 @@
+"""Answers to the exercises of lecture 5: right ones, and wrong ones with a part of their hint."""
+
+# Two devices, three mini-batches of two: rows of exercise 3.
+ROW_1 = "1F0 1B0 1F1 1B1 1U0 1F2 1B2 1F3 1B3 1U1 1F4 1B4 1F5 1B5 1U2"
+AHEAD = "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0U0 0F5 0B2 0B3 0U1 0B4 0B5 0U2"
+EARLY = "0F0 0F1 0F2 0F3 0B0 0U0 0F4 0B1 0F5 0B2 0B3 0U1 0B4 0B5 0U2"
+SLOW = "0F0 0F1 0B0 0B1 0U0 0F2 0F3 0B2 0B3 0U1 0F4 0F5 0B4 0B5 0U2"
+
+
+def rows(*texts, header=""):
+    return f"answer = {header + chr(10).join(texts)!r}"
+
+
+ANSWERS = {
+    "05-1": {
+        "right": [
+            "answer = 38.0",
+            "costs = Costs(weights=10, activations=1)\n"
+            "t = pl.simulate(pl.make('pipedream_2bw', 8, 8, batches=4), costs)\n"
+            "answer = pl.memory(t, costs).peak()[0]",
+        ],
+        "wrong": {
+            "answer = 28": "a flush",
+            "answer = 8 * 10 + 10 + 8": "a version for each micro-batch",
+            "answer = 2 * 20 + 8": "Gradients add up in one place",
+            "answer = 30": "What do the micro-batches in flight hold",
+            "answer = 64": "How many versions",
+            "answer = '38 bytes'": "is not a number",
+        },
+    },
+    "05-2": {
+        "right": [
+            "from math import ceil\n"
+            "answer = lambda p, batches: max(p, ceil(9 * (p - 1) / batches))",
+            "def answer(p, batches):\n    m = p\n"
+            "    while True:\n"
+            '        t = pl.simulate(pl.make("pipedream_2bw", p, m, batches=batches))\n'
+            "        if t.bubble.of_total <= 0.1001:\n            return m\n"
+            "        m += 1",
+        ],
+        "wrong": {
+            "answer = lambda p, batches: p": "how long does it idle",
+            "answer = lambda p, batches: max(p, 9 * (p - 1))": "more than one mini-batch",
+            "answer = lambda p, batches: max(1, -(-9 * (p - 1) // batches))": "possible with this m",
+            "answer = lambda p, batches: max(p, 9 * (p - 1) / batches)": "right is",
+            "answer = lambda p, batches: max(p, -(-10 * (p - 1) // batches))": "of the total",
+        },
+    },
+    "05-3": {
+        "right": [
+            'answer = pl.make("pipedream_2bw", 2, 2, batches=3)',
+            rows("0F0 0F1 0F2 0B0 0B1 0U0 0F3 0F4 0B2 0B3 0U1 0F5 0B4 0B5 0U2", ROW_1),
+        ],
+        "wrong": {
+            rows(AHEAD, ROW_1): "has made only 0 before it",
+            rows(EARLY, ROW_1): "it needs 0B1 first",
+            rows(AHEAD, ROW_1, header="# microbatches=2 batches=3\n"): "another rule than 2BW's",
+            rows(SLOW, ROW_1): "to reach: 21",
+            "answer = 21": "Not yet",
+        },
+    },
+    "05-4": {
+        "right": ["answer = [2, 4]", "answer = 2.0, 4"],
+        "wrong": {
+            "answer = (1, 5)": "an earlier micro-batch",
+            "answer = (0, 6)": "an earlier micro-batch",
+            "answer = (4, 2)": "The stage comes first",
+            "answer = (2, 3)": "everybody reads version 0",
+            "answer = (2, 5)": "column by column",
+            "answer = 4": "is not a pair",
+        },
+    },
+    "05-5": {
+        "right": [
+            rows(
+                "0F0 0F1 0F2 0B0 0F3 0B1 0F4 0F5 0B2 0B3 0B4 0B5",
+                "1F0 1F1 1B0 1F2 1B1 1F3 1F4 1B2 1F5 1B3 1B4 1B5",
+                "2F0 2F1 2B0 2B1 2F2 2F3 2B2 2F4 2B3 2F5 2B4 2B5",
+                "3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4 3F5 3B5",
+            ),
+        ],
+        "wrong": {
+            "answer = pipedream_2bw(4, 2, 3)": "has made only 0 before it",
+            "answer = replace(pipedream_2bw(4, 2, 3), reads=Reads.LATEST)": "another rule",
+            "answer = pl.make('pipedream_flush', 4, 2, batches=3)": "to reach: 36",
+            "answer = pipedream_2bw(4, 4, 3)": "asked: 4 devices",
+        },
+    },
+}
