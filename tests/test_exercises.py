@@ -12,6 +12,7 @@ import nbformat
 import pytest
 
 from pipelab import teach
+from tests import jax_setup  # noqa: F401
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 LECTURES = {path.stem[:2]: path for path in sorted(FOLDER.glob("*.ipynb")) if path.stem[:2] < "90"}

@@ -26,12 +26,11 @@ def start_of_scan(answer: Any) -> Feedback:
     try:
         total, _ = lax.scan(lambda carry, x: (carry + x, None), answer, squares)
     except TypeError:
-        dtype, shape = getattr(answer, "dtype", type(answer)), getattr(answer, "shape", ())
-        if shape != ():
-            return not_yet(f"the carry has shape {shape}, the squares are single numbers.")
+        dtype = getattr(answer, "dtype", type(answer))
         return not_yet(f"the carry begins as {dtype} and becomes float32: make both the same.")
-    hint = "It runs; but nothing has been added up before the first square."
-    return number(np.sum(total), 30, hint)
+    if np.shape(total) != ():
+        return not_yet(f"the carry has shape {np.shape(total)}, the squares are single numbers.")
+    return number(total, 30, "It runs; but nothing has been added up before the first square.")
 
 
 def one_program(answer: Any) -> Feedback:

@@ -84,7 +84,8 @@ def looked_at(answer: Any) -> Feedback:
         (lambda pairs, m: count(sorted(pairs), m, 1), "All m micro-batches pass the slowest."),
     ]
     sums = [(1, math.inf), (2, 9), (3, 7), (4, 6), (5, 5), (10, 5)]
-    cases = [(sums, m) for m in (4, 1, 2, 64)] + [(sums[::-1], 4), ([(3, 3)], 2), (sums[:1], 5)]
+    cases = [([(1, 4), (3, 9), (50, 3)], 4), (sums[::-1], 4), ([(3, 3)], 2), (sums[:1], 5)]
+    cases += [(sums, m) for m in (1, 2, 4, 64)]
     return same_function(answer, lambda pairs, m: count(sorted(pairs), m, m), cases, slips)
 
 

@@ -23,7 +23,10 @@ from pipelab.teach.feedback import (
 
 
 def all_reduces(answer: Any) -> Feedback:
-    slips = {1: "The backward hands on a gradient, too.", 4: "Which of these are sums of parts?"}
+    slips = {
+        1.0: "The backward hands on a gradient, too.",
+        4.0: "Which of these are sums of parts?",
+    }
     return number(answer, 2, "What is a sum of parts, forward and backward?", slips)
 
 
@@ -36,7 +39,7 @@ def gated(x, a, b, c):
 
 def compiled(specs: Sequence[P]) -> list[Collective]:
     """The collectives of the gated layer's forward on four devices."""
-    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ["four"])
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]).reshape(4), ["four"])
     shapes = (SAMPLES, NARROW), (NARROW, WIDE), (NARROW, WIDE), (WIDE, NARROW)
     places = [NamedSharding(mesh, spec) for spec in (P(), *specs)]
     arrays = [
@@ -44,7 +47,7 @@ def compiled(specs: Sequence[P]) -> list[Collective]:
         for shape, place in zip(shapes, places, strict=True)
     ]
     program = jax.jit(gated, out_shardings=places[0]).lower(*arrays).compile()
-    return collectives(program.as_text())
+    return collectives(program.as_text() or "")
 
 
 def gated_specs(answer: Any) -> Feedback:
