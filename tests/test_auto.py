@@ -690,6 +690,22 @@ def test_the_picture_of_a_plan():
     assert colours == [to_rgb(colour) for colour in expected]
 
 
+def test_the_picture_of_what_devices_hold_gives_equal_things_one_colour():
+    ax = plot.devices({"before": [[10, 20]], "after": [[0, 10]]})
+    words = [text.get_text() for text in ax.texts]
+    assert words == [
+        "before",
+        "device 0\n10",
+        "device 1\n20",
+        "after",
+        "device 0\n0",
+        "device 1\n10",
+    ]
+    colours = [box.get_facecolor() for box in ax.patches]
+    assert colours[0] == colours[3]
+    assert len({*colours}) == 3
+
+
 def test_the_picture_of_logical_meshes():
     words = [text.get_text() for text in plot.logical_meshes([(2, 1), (1, 2)]).texts]
     assert words == [

@@ -7,7 +7,7 @@ pictures and animations in images/ are drawn from these.
 from pipelab.plot.bubble import bubble
 from pipelab.plot.losses import losses
 from pipelab.plot.memory import memory, peaks
-from pipelab.plot.meshes import logical_meshes, stage_plan
+from pipelab.plot.meshes import devices, logical_meshes, stage_plan
 from pipelab.plot.partition import partition, profile
 from pipelab.plot.plan import plan
 from pipelab.plot.sharding import seconds, shardings
@@ -16,6 +16,7 @@ from pipelab.plot.versions import versions
 
 __all__ = [
     "bubble",
+    "devices",
     "logical_meshes",
     "losses",
     "memory",

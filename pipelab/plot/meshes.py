@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from matplotlib.axes import Axes
 
 from pipelab.plot import style
@@ -13,6 +14,26 @@ if TYPE_CHECKING:
     from pipelab.pipeshard.auto import AutoPlan
 
 WIDTH, HEIGHT = 1.5, 0.8  # of a device
+
+
+def devices(held: Mapping[str, Any], ax: Axes | None = None) -> Axes:
+    """Meshes side by side: title -> what each device holds, in an array shaped as the mesh.
+
+    Equal things have the same colour, so that one sees where they go.
+    """
+    things = [str(thing) for array in held.values() for thing in np.asarray(array).flat]
+    order = list(dict.fromkeys(things))
+    grids = []
+    for title, array in held.items():
+        array = np.asarray(array)
+        names = [[""] * array.shape[1] for _ in array]
+        looks: list[list[Any]] = [[None] * array.shape[1] for _ in array]
+        for number, ((i, j), thing) in enumerate(np.ndenumerate(array)):
+            names[i][j] = f"device {number}\n{thing}"
+            colour = style.LINES[order.index(str(thing)) % len(style.LINES)]
+            looks[i][j] = style.lighter(colour, 0.3)
+        grids.append((title, names, looks))
+    return _draw(grids, ax)
 
 
 def stage_plan(plan: AutoPlan, ax: Axes | None = None) -> Axes:

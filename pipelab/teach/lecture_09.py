@@ -1,0 +1,112 @@
+"""Lecture 9: one train step, several meshes."""
+
+from typing import Any
+
+from pipelab import make
+from pipelab.pipeshard import ManualStages
+from pipelab.teach.feedback import Exercise, Feedback, Guess, Task, not_yet, same_function
+
+MICROBATCHES = 16  # of the lecture's step
+
+
+def tied_gradient(answer: Any) -> Feedback:
+    """The gradient of (w + w x - 1)^2, of which both stages have a part."""
+
+    def whole(w, x):
+        return 2 * (w + w * x - 1) * (1 + x)
+
+    def first(w, x):
+        return whole(w, x) * x / (1 + x)
+
+    def last(w, x):
+        return whole(w, x) / (1 + x)
+
+    slips = [
+        (first, "That is stage 0's part alone."),
+        (last, "That is the last stage's part alone."),
+        (lambda w, x: whole(w, x) / 2, "The parts are added up; no mean is taken."),
+    ]
+    cases = [(2.0, 3.0), (0.5, 4.0), (-1.0, 2.0)]
+    return same_function(answer, whole, cases, slips)
+
+
+def best_cut(answer: Any) -> Feedback:
+    def slower(n, d):
+        return min(max(k, (n - k) / d) for k in range(1, n))
+
+    slips = [
+        (lambda n, d: n / (d + 1), "Layers are whole: can you cut there?"),
+        (lambda n, d: max(1, (n - 1) / d), "Stage 0 may have more than one layer."),
+        (lambda n, d: -(-n // (d + 1)), "On several devices a stage's time need not be whole."),
+    ]
+    cases = [(n, d) for n in range(2, 13) for d in range(1, 8)]
+    return same_function(answer, slower, cases, slips)
+
+
+SKIPS = [
+    [("a", ["x"]), ("b", ["a"]), ("loss", ["a", "b"])],
+    [("a", ["x"]), ("b", ["a", "x"]), ("loss", ["b"])],
+    [("a", ["x"]), ("b", ["x"]), ("c", ["b"]), ("loss", ["c", "a"])],
+]
+
+
+def handed_on(answer: Any) -> Feedback:
+    """(made, read) of each part -> what each but the last has to return to the later ones."""
+    if not callable(answer):
+        return not_yet(f"{answer!r} is not a function.")
+    for parts in SKIPS:
+        found = answer(parts)
+        if found is None or len(found) != len(parts) - 1:
+            return not_yet(f"for {parts} it gives {found}; asked: names for each but the last.")
+        for i, names in enumerate(found):
+            made, given = parts[i][0], {*names}
+            read = any(made in later for _, later in parts[i + 1 :])
+            about = f"for {parts} the part that makes {made}"
+            if strange := sorted(given - {made}):
+                return not_yet(f"{about} cannot return {strange[0]}: it does not make it.")
+            if read and not given:
+                return not_yet(f"{about} returns nothing, and a later part reads {made}.")
+            if given and not read:
+                return not_yet(f"{about} returns it, and nobody reads it.")
+    return Feedback(True, "Right.")
+
+
+WEIGHTS, ACTIVATIONS = (10, 2, 2, 6), (2, 4, 8, 24)  # MiB of four layers
+DEVICES, IN_A_BATCH, LIMIT = 4, 8, 48
+
+
+def least_memory(answer: Any) -> Feedback:
+    """Stages and meshes whose fullest device stays within the limit."""
+    if not isinstance(answer, ManualStages):
+        return not_yet(f"{answer!r} is not ManualStages(...).")
+    layers, meshes = [list(stage) for stage in answer.layers], answer.meshes
+    in_order = [layer for stage in layers for layer in stage]
+    if in_order != [*range(len(WEIGHTS))] or not all(layers):
+        return not_yet(f"layers={layers}: each of the layers 0 to 3 in one stage, in order.")
+    if len(meshes) != len(layers) or sum(meshes) != DEVICES or min(meshes) < 1:
+        return not_yet(f"meshes={meshes}: a number for each stage, {DEVICES} devices in all.")
+    needs = []
+    for s, (stage, devices) in enumerate(zip(layers, meshes, strict=True)):
+        in_flight = min(IN_A_BATCH, len(layers) - s)
+        activations = in_flight * sum(ACTIVATIONS[i] for i in stage) / devices
+        needs.append(4 * sum(WEIGHTS[i] for i in stage) + activations)
+    shown = ", ".join(f"{need:g}" for need in needs)
+    if max(needs) > LIMIT:
+        return not_yet(f"devices of the stages hold {shown} MiB; come down to {LIMIT}.")
+    return Feedback(True, f"Right: devices of the stages hold {shown} MiB.")
+
+
+def memory_ratio() -> float:
+    """Of stage 0's activations, GPipe's over those of 1F1B."""
+    tables = (make(name, 2, MICROBATCHES) for name in ("gpipe", "pipedream_flush"))
+    gpipe, flush = (table.peak_in_flight[0] for table in tables)
+    return gpipe / flush
+
+
+EXERCISES = {
+    "09-1": Exercise(Task.DEBUG, tied_gradient),
+    "09-2": Exercise(Task.WRITE, best_cut),
+    "09-3": Exercise(Task.DEBUG, handed_on),
+    "09-4": Exercise(Task.BUILD, least_memory),
+}
+GUESSES = {"09-a": Guess(memory_ratio, "How many micro-batches are in flight on it, with either?")}

@@ -1,0 +1,107 @@
+"""Lecture 10: a plan that a program finds."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pipelab import make, simulate
+from pipelab.pipeshard.auto.stages import StageTable, best_stages, submeshes
+from pipelab.teach.feedback import Exercise, Feedback, Guess, Task, not_yet, same_function
+
+WORK, SPEED, DEVICES = (2, 2, 6), {1: 1, 2: 1.5, 4: 2}, 4
+
+
+def faster_plan(answer: Any) -> Feedback:
+    """(first layer, last layer, devices) of each stage, with a step of at most 36 ms."""
+    try:
+        plan = [(int(first), int(last), int(n)) for first, last, n in answer]
+    except (TypeError, ValueError):
+        return not_yet(f"{answer!r} is not a list of (first layer, last layer, devices).")
+    layers = [layer for first, last, _ in plan for layer in range(first, last + 1)]
+    if layers != [*range(len(WORK))]:
+        return not_yet(f"{plan}: each of the layers 0 to 2 in one stage, in order.")
+    if not {n for *_, n in plan} <= SPEED.keys() or sum(n for *_, n in plan) > DEVICES:
+        return not_yet(f"{plan}: a stage has 1, 2 or 4 devices, and there are {DEVICES} in all.")
+    times = [sum(WORK[first : last + 1]) / SPEED[n] for first, last, n in plan]
+    step = sum(times) + 7 * max(times)
+    shown = f"the stages take {', '.join(f'{t:.2f}' for t in times)} ms, a step {step:.2f} ms"
+    if step > 36 * (1 + 1e-9):
+        return not_yet(f"{shown}; come down to 36.")
+    return Feedback(True, f"Right: {shown}.")
+
+
+def possible_stages(answer: Any) -> Feedback:
+    def lines(n, d):
+        shapes = d.bit_length()
+        return n * (n + 1) // 2 * shapes * (shapes + 1) // 2
+
+    slips = [
+        (lambda n, d: n * (n + 1) // 2 * d.bit_length(), "A submesh has several logical meshes."),
+        (lambda n, d: lines(n, d) * 2 * n // (n + 1), "Layers in a row: 0-1 is there, 1-0 not."),
+        (lambda n, d: n * (n + 1) // 2 * d * (d + 1) // 2, "A submesh has 1, 2, 4, ... devices."),
+    ]
+    return same_function(answer, lines, [(4, 4), (1, 1), (8, 8), (3, 2), (10, 1), (5, 16)], slips)
+
+
+HELD, OF_BATCH, ROOM, SAMPLES, STAGES = 300, 1600, 800, 64, 4  # MiB, MiB, MiB, samples, stages
+
+
+def plan_that_fits(answer: Any) -> Feedback:
+    """(schedule, micro-batches) within a device's memory, with at most 20 % idle."""
+    try:
+        name, microbatches = answer
+        table = make(name, STAGES, microbatches)
+    except (TypeError, ValueError) as error:
+        return not_yet(f"give a schedule's name and a number of micro-batches: {error}")
+    if table.asynchronous:
+        return not_yet(f"{name} has no flush: a train step as it is written needs one.")
+    if SAMPLES % microbatches:
+        return not_yet(f"{SAMPLES} samples are not {microbatches} equal micro-batches.")
+    most, idle = max(table.peak_in_flight), simulate(table).bubble.of_total
+    need = HELD + most * OF_BATCH / microbatches
+    shown = f"{most} micro-batches in flight need {need:.0f} of {ROOM} MiB, and {idle:.0%} is idle"
+    if need > ROOM or idle > 0.2:
+        return not_yet(f"{shown}.")
+    return Feedback(True, f"Right: {shown}.")
+
+
+def looked_at(answer: Any) -> Feedback:
+    """(pairs of t_max and the least sum, micro-batches) -> how many pairs the search looks at."""
+
+    def count(pairs: Sequence[tuple[float, float]], m: int, factor: float) -> int:
+        best, seen = math.inf, 0
+        for slowest, least in pairs:
+            if factor * slowest >= best:
+                break
+            best, seen = min(best, least + (m - 1) * slowest), seen + 1
+        return seen
+
+    slips = [
+        (lambda pairs, m: count(pairs, m, m), "The pairs come in any order."),
+        (lambda pairs, m: len(pairs), "It stops when no later pair can win."),
+        (lambda pairs, m: count(sorted(pairs), m, 1), "All m micro-batches pass the slowest."),
+    ]
+    sums = [(1, math.inf), (2, 9), (3, 7), (4, 6), (5, 5), (10, 5)]
+    cases = [([(1, 4), (3, 9), (50, 3)], 4), (sums[::-1], 4), ([(3, 3)], 2), (sums[:1], 5)]
+    cases += [(sums, m) for m in (1, 2, 4, 64)]
+    return same_function(answer, lambda pairs, m: count(sorted(pairs), m, m), cases, slips)
+
+
+def stages_of_equal_layers() -> float:
+    """Stages of the best plan for eight equal layers, two hosts of four devices, m = 32."""
+    sizes = np.array([hosts * devices for hosts, devices in submeshes(hosts=2, devices=4)])
+    sums = np.array([[max(j - i + 1, 0) or np.inf for j in range(8)] for i in range(8)])
+    seconds, nothing = sums[..., None] / sizes**0.7, np.zeros((8, 8, len(sizes)))
+    table = StageTable(tuple(sizes), seconds, nothing, nothing)
+    return len(best_stages(table, devices=8, microbatches=32).stages)
+
+
+EXERCISES = {
+    "10-1": Exercise(Task.BUILD, faster_plan),
+    "10-2": Exercise(Task.WRITE, possible_stages),
+    "10-3": Exercise(Task.DEBUG, plan_that_fits),
+    "10-4": Exercise(Task.WRITE, looked_at),
+}
+GUESSES = {"10-a": Guess(stages_of_equal_layers, "Compare T of one stage on all and of eight.")}

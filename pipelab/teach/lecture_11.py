@@ -1,0 +1,117 @@
+"""Lecture 11: inside a mesh."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pipelab.pipeshard.auto.hlo import Collective, collectives
+from pipelab.teach.feedback import (
+    Exercise,
+    Feedback,
+    Guess,
+    Task,
+    is_close,
+    not_yet,
+    number,
+    same_function,
+)
+
+
+def all_reduces(answer: Any) -> Feedback:
+    slips = {
+        1.0: "The backward hands on a gradient, too.",
+        4.0: "Which of these are sums of parts?",
+    }
+    return number(answer, 2, "What is a sum of parts, forward and backward?", slips)
+
+
+SAMPLES, NARROW, WIDE = 32, 64, 128
+
+
+def gated(x, a, b, c):
+    return (jax.nn.silu(x @ a) * (x @ b)) @ c
+
+
+def compiled(specs: Sequence[P]) -> list[Collective]:
+    """The collectives of the gated layer's forward on four devices."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]).reshape(4), ["four"])
+    shapes = (SAMPLES, NARROW), (NARROW, WIDE), (NARROW, WIDE), (WIDE, NARROW)
+    places = [NamedSharding(mesh, spec) for spec in (P(), *specs)]
+    arrays = [
+        jax.ShapeDtypeStruct(shape, "float32", sharding=place)
+        for shape, place in zip(shapes, places, strict=True)
+    ]
+    program = jax.jit(gated, out_shardings=places[0]).lower(*arrays).compile()
+    return collectives(program.as_text() or "")
+
+
+def gated_specs(answer: Any) -> Feedback:
+    """Specs of a, b and c: a quarter of each on a device, and one collective."""
+    specs = list(answer) if isinstance(answer, (list, tuple)) else []
+    if len(specs) != 3 or not all(isinstance(spec, P) for spec in specs):
+        return not_yet(f"{answer!r} is not a list of three P, for a, b and c.")
+    for name, spec in zip("abc", specs, strict=True):
+        if [axis for axis in spec if axis is not None] != ["four"]:
+            return not_yet(f"{name} as {spec} is not a quarter on each device.")
+    found = compiled(specs)
+    shown = ", ".join(f"{each.kind} of {each.bytes:,} bytes" for each in found)
+    if len(found) > 1:
+        return not_yet(f"{len(found)} collectives: {shown}. Which array has to be put together?")
+    return Feedback(True, f"Right: {shown}.")
+
+
+def mean_of_means(answer: Any) -> Feedback:
+    """What a device does with its gradient, so that all have that of the whole batch."""
+    if not callable(answer):
+        return not_yet(f"{answer!r} is not a function.")
+    samples = jnp.arange(8.0)
+
+    def gradient(mine):
+        return jax.grad(lambda w: jnp.mean((w * mine - 1) ** 2))(1.0)
+
+    right = float(gradient(samples))
+    for devices in (4, 2, 8):
+        parts = jax.vmap(gradient)(samples.reshape(devices, -1))
+        found = np.asarray(jax.vmap(answer, axis_name="four")(parts))
+        if not is_close(found, np.full(devices, right)):
+            return not_yet(f"{devices} devices: {_fault(found, right)}")
+    return Feedback(True, "Right: the whole batch's gradient, on every device.")
+
+
+def _fault(found: np.ndarray, right: float) -> str:
+    if not np.allclose(found, found[0]):
+        return "each has another gradient, so that each trains alone."
+    return f"the gradient is {found[0] / right:g} times the right one."
+
+
+def slowest_link(answer: Any) -> Feedback:
+    """(FLOP/s, wide) -> bytes/s of four devices' ring at which splitting two matrices pays."""
+
+    def rate(R, W):
+        return 0.8 * R / W
+
+    slips: list[tuple[Callable, str]] = [
+        (lambda R, W: 0.6 * R / W, "Of the work a quarter is left: how much is saved?"),
+        (lambda R, W: 8 / 15 * R / W, "A ring sends the bytes twice, less one piece of four."),
+        (lambda R, W: 0.2 * R / W, "A number has four bytes."),
+    ]
+    return same_function(answer, rate, [(20e9, 512), (1e12, 8192), (1.0, 1)], slips)
+
+
+def data_parallel_bytes() -> float:
+    """MiB that each of four devices sends for the gradients of two matrices, 1024 x 2048."""
+    return 2 * 3 / 4 * 2 * 1024 * 2048 * 4 / 2**20
+
+
+EXERCISES = {
+    "11-1": Exercise(Task.PREDICT, all_reduces),
+    "11-2": Exercise(Task.BUILD, gated_specs),
+    "11-3": Exercise(Task.DEBUG, mean_of_means),
+    "11-4": Exercise(Task.WRITE, slowest_link),
+}
+GUESSES = {"11-a": Guess(data_parallel_bytes, "What is S? How often does it go round?")}

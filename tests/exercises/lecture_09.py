@@ -1,0 +1,58 @@
+"""Answers to the exercises of lecture 9: right ones, and wrong ones with a part of their hint."""
+
+ANSWERS = {
+    "09-1": {
+        "right": [
+            "answer = of_the_whole",
+            "answer = lambda w, x: 2 * (w * (1 + x) - 1) * (1 + x)",
+        ],
+        "wrong": {
+            "answer = chained": "stage 0's part alone",
+            "answer = lambda w, x: 2 * (w + w * x - 1)": "the last stage's part",
+            "answer = lambda w, x: (w + w * x - 1) * (1 + x)": "no mean is taken",
+        },
+    },
+    "09-2": {
+        "right": [
+            "def answer(n, d):\n    k = max(1, n // (d + 1))\n"
+            "    return min(max(k, (n - k) / d), max(k + 1, (n - k - 1) / d) if k + 1 < n else n)",
+            "from fractions import Fraction\n"
+            "answer = lambda n, d: min(max(k, Fraction(n - k, d)) for k in range(1, n))",
+        ],
+        "wrong": {
+            "answer = lambda n, d: n / (d + 1)": "Layers are whole",
+            "answer = lambda n, d: max(1, (n - 1) / d)": "more than one layer",
+            "answer = lambda n, d: -(-n // (d + 1))": "need not be whole",
+            "def answer(n, d):\n    return n / 0": "raises ZeroDivisionError",
+        },
+    },
+    "09-3": {
+        "right": [
+            "def answer(parts):\n    read_after = [{v for _, read in parts[i + 1 :] for v in read}\n"
+            "                  for i in range(len(parts) - 1)]\n"
+            "    return [{made} & later for (made, _), later in zip(parts, read_after)]",
+            "answer = lambda parts: [[made] * any(made in read for _, read in parts[i:])\n"
+            "    for i, (made, _) in enumerate(parts[:-1], 1)]".replace("\n    ", " "),
+        ],
+        "wrong": {
+            "answer = outputs": "cannot return a: it does not make it",
+            "answer = lambda parts: [[made] if made in parts[i + 1][1] else []"
+            " for i, (made, _) in enumerate(parts[:-1])]": "returns nothing",
+            "answer = lambda parts: [[made] for made, _ in parts]": "each but the last",
+            "answer = 'a'": "is not a function",
+        },
+    },
+    "09-4": {
+        "right": [
+            "answer = ManualStages([[0], [1], [2], [3]], [1, 1, 1, 1])",
+            "answer = ManualStages([[0], [1], [2, 3]], [1, 1, 2])",
+        ],
+        "wrong": {
+            "answer = ManualStages([[0, 1], [2, 3]], [2, 2])": "hold 54",
+            "answer = ManualStages([[0], [1, 2, 3]], [1, 3])": "come down to 48",
+            "answer = ManualStages([[0], [2, 3]], [2, 2])": "each of the layers 0 to 3",
+            "answer = ManualStages([[0], [1, 2], [3]], [1, 1, 1])": "4 devices in all",
+            "answer = [[0], [1, 2], [3]]": "is not ManualStages",
+        },
+    },
+}
