@@ -1,6 +1,7 @@
 """The GPU: what needs one (marker gpu), and what can be shown of that without one."""
 
 import re
+import socket
 import subprocess
 import threading
 import time
@@ -144,8 +145,9 @@ def test_two_ranks_meet_in_an_order_that_ends(monkeypatch):
 
     monkeypatch.setattr(wire.dist, "send", call)
     monkeypatch.setattr(wire.dist, "recv", call)
-    first = wire.GpuTensors(CPU, 1, ("there", "back"))
-    second = wire.GpuTensors(CPU, 0, ("back", "there"))
+    here, there = socket.socketpair()
+    first = wire.GpuLink(here, CPU, 1, "there", "back")
+    second = wire.GpuLink(there, CPU, 0, "back", "there")
     with ThreadPoolExecutor(2) as pool:
         ends = [pool.submit(first.meet, True), pool.submit(second.meet, False)]
         assert [end.result(timeout=20) for end in ends] == [None, None]

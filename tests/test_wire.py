@@ -7,7 +7,6 @@ import socket
 import struct
 import threading
 from collections import namedtuple
-from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,12 +15,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 import pipelab
-from pipelab.executors import links
-from pipelab.executors.links import Line, Link, connect
+from pipelab.executors import wire as wires
 from pipelab.executors.torch.processes import _Failure
-from pipelab.executors.torch.wire import Tensors
+from pipelab.executors.torch.wire import reduced
 from pipelab.executors.transport import Aborted, Message
-from pipelab.executors.wire import Wire
+from pipelab.executors.wire import Link, Wire, connect
 from pipelab.executors.worker import RunError
 
 SOON = 10.0  # seconds within which anything here has to end
@@ -47,11 +45,16 @@ MESSAGES: dict = {
 
 @pytest.fixture
 def two_ends():
-    ends = [Link(Connection(s.detach()), Tensors()) for s in socket.socketpair()]
+    ends = [Link(s, reduced) for s in socket.socketpair()]
     yield ends
     for end in ends:
         end.end()
         end.close()
+
+
+def job(schedule, row=0, replica=0, replicas=1):
+    """What a wire asks of a job."""
+    return SimpleNamespace(schedule=schedule, row=row, replica=replica, replicas=replicas)
 
 
 def within(function):
@@ -87,15 +90,6 @@ def test_messages_stay_in_order_around_the_buffer_and_behind_a_large_one(two_end
         assert str(within(far.read)) == str(message)
 
 
-def test_a_link_waits_whatever_the_default_timeout_of_sockets():
-    socket.setdefaulttimeout(0.2)
-    try:
-        near, _ = (Link(Connection(s.detach()), Tensors()) for s in socket.socketpair())
-    finally:
-        socket.setdefaulttimeout(None)
-    assert near.socket.gettimeout() is None
-
-
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs cores to pin to")
 def test_what_sends_is_not_pinned_to_the_core_of_its_worker(two_ends):
     cores = os.sched_getaffinity(0)
@@ -111,7 +105,7 @@ def test_what_sends_is_not_pinned_to_the_core_of_its_worker(two_ends):
 
 @pytest.mark.parametrize("before", [None, LARGE])
 def test_a_send_after_the_end_is_no_failure_of_its_own(before, two_ends):
-    with Wire(pipelab.make("gpipe", 2, 2), {(0, 1): two_ends[0]}) as wire:
+    with Wire(job(pipelab.make("gpipe", 2, 2)), {(0, 1): two_ends[0]}) as wire:
         if before is not None:
             wire.send(0, 1, Message(before, 0.0))
         wire.abort()
@@ -121,7 +115,7 @@ def test_a_send_after_the_end_is_no_failure_of_its_own(before, two_ends):
 
 def test_rows_of_a_process_send_and_end_however_far_one_is_ahead():
     schedule = pipelab.make("gpipe", 2, 2000)
-    wire = Wire(schedule, {})
+    wire = Wire(job(schedule), {})
     mine = np.flatnonzero(schedule.columns.device == 0)
     send = lambda i: wire.send(int(i), 1, Message(None, 0.0))  # noqa: E731
     within(lambda: [*map(send, mine)])
@@ -152,7 +146,7 @@ STRANGERS = {
 
 @pytest.mark.parametrize("name", STRANGERS)
 def test_processes_meet_in_spite_of_a_stranger(name, monkeypatch):
-    monkeypatch.setattr(links, "MEETING", 2.0)
+    monkeypatch.setattr(wires, "MEETING", 2.0)
     everybody = threading.Barrier(2)
     given: list[dict] = [{}, {}]
     calls: list[socket.socket] = []
@@ -170,7 +164,7 @@ def test_processes_meet_in_spite_of_a_stranger(name, monkeypatch):
     found: list[dict] = [{}, {}]
 
     def meet(me):
-        found[me] = connect(me, [Line(0, 1, "x")], lambda value: exchange(me, value))
+        found[me] = connect(me, [(0, 1)], (0, 1), lambda value: exchange(me, value))
 
     threads = [threading.Thread(target=meet, args=(me,), daemon=True) for me in (0, 1)]
     for thread in threads:
