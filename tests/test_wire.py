@@ -5,8 +5,12 @@ import json
 import os
 import socket
 import struct
+import sys
 import threading
+import time
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +22,7 @@ import pipelab
 from pipelab.executors import wire as wires
 from pipelab.executors.torch.processes import _Failure
 from pipelab.executors.torch.wire import reduced
-from pipelab.executors.transport import Aborted, Message
+from pipelab.executors.transport import Aborted, Lost, Message
 from pipelab.executors.wire import Link, Wire, connect
 from pipelab.executors.worker import RunError
 
@@ -84,8 +88,7 @@ def test_a_message_comes_as_it_was_sent(name, two_ends):
 def test_messages_stay_in_order_around_the_buffer_and_behind_a_large_one(two_ends):
     near, far = two_ends
     messages = [LARGE, *("q" * n for n in range(BUFFER - 90, BUFFER + 10)), T]
-    for message in messages:
-        near.write(message)
+    within(lambda: [near.write(message) for message in messages])
     for message in messages:
         assert str(within(far.read)) == str(message)
 
@@ -97,10 +100,77 @@ def test_what_sends_is_not_pinned_to_the_core_of_its_worker(two_ends):
     def pinned():
         os.sched_setaffinity(0, {min(cores)})
         two_ends[0].write(LARGE)
+        return True
 
     within(pinned)
-    (sender,) = (t for t in threading.enumerate() if t.name.startswith("pipelab sends"))
-    assert os.sched_getaffinity(sender.native_id) == cores
+    senders = [t for t in threading.enumerate() if t.name.startswith("pipelab sends")]
+    assert senders
+    assert all(os.sched_getaffinity(sender.native_id) == cores for sender in senders)
+
+
+def test_two_who_send_each_other_much_do_not_wait_for_each_other(two_ends):
+    def swap(end):
+        for message in (LARGE, T, LARGE):
+            end.write(message)
+        return [len(end.read()) for _ in range(3)]
+
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(swap, end) for end in two_ends]
+        expected = [len(LARGE), len(T), len(LARGE)]
+        assert [each.result(SOON) for each in both] == [expected] * 2
+
+
+def test_a_link_is_closed_when_all_has_left(two_ends):
+    near, far = two_ends
+    near.write(LARGE)
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(near.close)
+        assert len(within(far.read)) == len(LARGE)
+        closing.result(SOON)
+
+
+class Held:
+    """A type with what cannot be copied."""
+
+    lock = threading.Lock()
+
+
+def test_types_that_the_receiver_has_are_its_own_and_others_are_sent(two_ends, monkeypatch):
+    near, far = two_ends
+    monkeypatch.setattr(Held, "__module__", "__main__")  # as in a script that every rank runs
+    monkeypatch.setattr(sys.modules["__main__"], "Held", Held, raising=False)
+    near.write(Held())
+    assert type(within(far.read)) is Held
+
+    class Local:
+        x = T
+
+    near.write(Local())
+    assert torch.equal(within(far.read).x, T)
+
+
+class Event:
+    """Stands for torch.cuda.Event, which this machine may not have; it cannot be pickled."""
+
+    def __reduce__(self):
+        raise TypeError
+
+
+def test_events_stay_where_they_are(two_ends, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    near, far = two_ends
+    near.write((T, Event()))
+    assert within(far.read)[1] is None
+
+
+@pytest.mark.parametrize("much", [0, 1, 50, 400])
+def test_a_message_that_breaks_off_is_lost(much, two_ends):
+    near, far = two_ends
+    whole = b"".join(wires._packed((0, torch.ones(100)), reduced))
+    near.socket.sendall(whole[:much])
+    near.end()
+    with pytest.raises(Lost, match="a message to or from another process was lost"):
+        far.read()
 
 
 @pytest.mark.parametrize("before", [None, LARGE])
@@ -111,6 +181,72 @@ def test_a_send_after_the_end_is_no_failure_of_its_own(before, two_ends):
         wire.abort()
         with pytest.raises(Aborted):
             wire.send(0, 1, Message(LARGE, 0.0))
+
+
+@pytest.mark.parametrize("read", ["one", "both"])
+def test_who_waits_when_the_run_ends_is_aborted(read, two_ends):
+    schedule = pipelab.make("gpipe", 2, 2)
+    pair = [Wire(job(schedule), {(0, 1): two_ends[0]}), Wire(job(schedule), {(1, 0): two_ends[1]})]
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(pair[1].receive, 0, 1)]
+        (pair[1] if read == "one" else pair[0]).abort()
+        error = Aborted if read == "one" else Lost
+        assert type(waiting[0].exception(SOON)) is error
+
+
+def test_an_error_does_not_wait_for_who_reads_no_more(two_ends):
+    def fail():
+        with Wire(job(pipelab.make("gpipe", 2, 2)), {(0, 1): two_ends[0]}) as wire:
+            wire.send(0, 1, Message(LARGE, 0.0))
+            raise ZeroDivisionError
+
+    with ThreadPoolExecutor(1) as pool:
+        assert isinstance(pool.submit(fail).exception(SOON), ZeroDivisionError)
+
+
+class Slow:
+    """A link to device 0 of whose two messages the second has to be waited for."""
+
+    def __init__(self):
+        self.keys = iter([0, 1])
+
+    def read(self):
+        key, began = next(self.keys), time.perf_counter()
+        while key and time.perf_counter() - began < 2 * wires.AT_ONCE:
+            pass
+        return key, None, -1.0
+
+
+def test_what_is_waited_for_has_come_then_and_all_else_when_it_was_sent(monkeypatch):
+    monkeypatch.setattr(wires, "AT_ONCE", 0.01)  # also on a busy machine
+    wire = Wire(job(pipelab.make("gpipe", 2, 2)), {(1, 0): Slow()})
+    wire.began = time.perf_counter()
+    assert wire.receive(0, 1).at == -1.0
+    assert wire.receive(1, 1).at >= 2 * wires.AT_ONCE
+    wire.began = None  # paced: the messages say it
+    wire._links[1, 0].keys = iter([1])
+    assert wire.receive(1, 1).at == -1.0
+
+
+def test_replicas_add_up_in_one_order():
+    schedule, count = pipelab.make("gpipe", 2, 2), 3
+    parts = [[torch.tensor([x]), LARGE * x] for x in (1e8, 1.0, -1e8)]
+    wirings: list[dict] = [{} for _ in range(count)]
+    for a in range(count):
+        for b in range(a):
+            ends = [Link(s, reduced) for s in socket.socketpair()]
+            wirings[a][count + a, count + b], wirings[b][count + b, count + a] = ends
+    home = SimpleNamespace(give=lambda x: (x, None), take=lambda parcel: parcel[0])
+
+    def sums(replica):
+        with Wire(job(schedule, 1, replica, count), wirings[replica]) as wire:
+            return wire.sum_over_replicas((1, 0), 1, parts[replica], home)
+
+    with ThreadPoolExecutor(count) as pool:
+        found = [each.result(SOON) for each in [pool.submit(sums, r) for r in range(count)]]
+    for first, second in found:
+        assert first == 0.0  # with 1.0 last it would be 1
+        assert torch.equal(second, LARGE * 1e8 + LARGE - LARGE * 1e8)
 
 
 def test_rows_of_a_process_send_and_end_however_far_one_is_ahead():
@@ -144,32 +280,101 @@ STRANGERS = {
 }
 
 
+class Exchanges:
+    """The values of several threads, each of which is a process; `at(me, number)` comes between."""
+
+    def __init__(self, count, at=lambda me, number, values: None):
+        self.everybody, self.at = threading.Barrier(count), at
+        self.given: list[list] = [[] for _ in range(count)]
+
+    def __call__(self, me, value):
+        self.given[me].append(json.loads(json.dumps(value)))
+        number = len(self.given[me]) - 1
+        self.everybody.wait(SOON)
+        values = [of[number] for of in self.given]
+        self.at(me, number, values)
+        self.everybody.wait(SOON)
+        return values
+
+
+def meet(pairs, homes, exchanges):
+    """What `connect` gives every process."""
+    count = max(homes) + 1
+    with ThreadPoolExecutor(count) as pool:
+        calls = [
+            pool.submit(connect, me, pairs, homes, partial(exchanges, me)) for me in range(count)
+        ]
+        return [call.result(SOON) for call in calls]
+
+
+def joined(found):
+    """Whether every socket leads to its other end; closes them."""
+    every = {ends: each for of in found for ends, each in of.items()}
+    for (own, other), each in every.items():
+        each.sendall(bytes([own, other]))
+    right = [[*each.recv(9)] == [other, own] for (own, other), each in every.items()]
+    for each in every.values():
+        each.close()
+    return all(right)
+
+
 @pytest.mark.parametrize("name", STRANGERS)
 def test_processes_meet_in_spite_of_a_stranger(name, monkeypatch):
     monkeypatch.setattr(wires, "MEETING", 2.0)
-    everybody = threading.Barrier(2)
-    given: list[dict] = [{}, {}]
     calls: list[socket.socket] = []
 
-    def exchange(me, value):
-        number = len(given[me])
-        given[me][number] = json.loads(json.dumps(value))
-        everybody.wait(SOON)
-        if (me, number) == (0, 1):  # the addresses: somebody else is quicker
-            calls.append(socket.create_connection(tuple(given[0][1])))
+    def stranger(me, number, values):
+        if (me, number) == (0, 1):  # the ports: somebody else is quicker
+            calls.append(socket.create_connection(tuple(values[0])))
             STRANGERS[name](calls[0])
-        everybody.wait(SOON)
-        return [of[number] for of in given]
 
-    found: list[dict] = [{}, {}]
-
-    def meet(me):
-        found[me] = connect(me, [(0, 1)], (0, 1), lambda value: exchange(me, value))
-
-    threads = [threading.Thread(target=meet, args=(me,), daemon=True) for me in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(5)
+    found = meet([(0, 1)], (0, 1), Exchanges(2, stranger))
     calls[0].close()
     assert [len(of) for of in found] == [1, 1]
+    assert joined(found)
+
+
+def test_every_pair_of_ends_has_a_connection_for_small_messages():
+    pairs, homes = [(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)], (0, 1, 1, 2)
+    socket.setdefaulttimeout(0.2)
+    try:
+        found = meet(pairs, homes, Exchanges(3))
+    finally:
+        socket.setdefaulttimeout(None)
+    assert [{*of} for of in found] == [
+        {(0, 1), (0, 2), (0, 3)},
+        {(1, 0), (2, 0), (2, 3)},
+        {(3, 0), (3, 2)},
+    ]
+    for each in (each for of in found for each in of.values()):
+        assert each.gettimeout() is None
+        assert each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert each.getsockname()[0] == "127.0.0.1"  # nobody else can call
+    assert joined(found)
+
+
+def test_processes_of_several_networks_meet_at_their_own_addresses(monkeypatch):
+    addresses = iter(["127.0.0.2", "127.0.0.3"])
+    monkeypatch.setattr(wires, "_address", lambda: next(addresses))
+    found = meet([(0, 1)], (0, 1), Exchanges(2))
+    assert {each.getpeername()[0] for each in found[1].values()} < {"127.0.0.2", "127.0.0.3"}
+    assert joined(found)
+
+
+def test_a_host_is_called_where_it_calls_the_launcher(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert wires._address() == "127.0.0.1"
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_who_does_not_come_is_named(absent, monkeypatch):
+    monkeypatch.setattr(wires, "MEETING", 0.2)
+    here = 1 - absent
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        port = nobody.getsockname()
+
+    def exchange(value):
+        return [value if me == here or not isinstance(value, tuple) else port for me in range(2)]
+
+    with pytest.raises(RunError, match=f"process {here} cannot reach process {absent}: "):
+        connect(here, [(0, 1)], (0, 1), exchange)

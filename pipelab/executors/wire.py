@@ -63,8 +63,10 @@ def connect(
             while len(found) < len(mine):
                 call, _ = server.accept()
                 call.settimeout(MEETING / 10)
-                with suppress(KeyError, OSError):
+                try:
                     found[hellos[call.recv(1024)]] = call
+                except (KeyError, OSError):
+                    call.close()
         except OSError as error:
             other = min({*mine} - {*found})[1]
             text = f"process {me} cannot reach process {homes[other]}: {error}"

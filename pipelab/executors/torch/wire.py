@@ -1,5 +1,6 @@
 """How tensors travel between ranks: by sockets, or by NCCL where every rank has its own GPU."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pickle import PickleBuffer
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pipelab.executors.job import Job
 from pipelab.executors.transport import lost
-from pipelab.executors.wire import Exchange, Link, Wire, connect, pairs_of_ranks
+from pipelab.executors.wire import Ends, Exchange, Link, Wire, connect, pairs_of_ranks
 
 FOREVER = timedelta(days=1)  # for torch, which counts a rank's wait for others who work as a hang
 
@@ -22,23 +23,34 @@ def open_wire(job: Job, device: torch.device, exchange: Exchange) -> Wire:
     """The wire of a rank; all ranks call this."""
     cuda = device.type == "cuda"
     gpus = exchange(str(torch.cuda.get_device_properties(device).uuid) if cuda else "")
-    pairs, groups = pairs_of_ranks(job), {}
-    if all(gpus) and len({*gpus}) == len(gpus):
-        # In one group for both directions an early receive would block what goes the other way.
-        for a, b in pairs:
-            for ends in ((a, b), (b, a)):
-                groups[ends] = dist.new_group(list(ends), timeout=FOREVER, backend="nccl")
-    links: dict[tuple[int, int], Link] = {}
-    for (me, other), connection in connect(job.rank, pairs, range(len(gpus)), exchange).items():
-        if groups:
-            to, back = groups[me, other], groups[other, me]
-            links[me, other] = GpuLink(connection, device, other, to, back)
+    own_gpus = all(gpus) and len({*gpus}) == len(gpus)
+    pairs = pairs_of_ranks(job)
+    groups = _groups(pairs, job.rank, device) if own_gpus else {}
+    links: dict[Ends, Link] = {}
+    for ends, connection in connect(job.rank, pairs, range(len(gpus)), exchange).items():
+        if own_gpus:
+            me, other = ends
+            links[ends] = GpuLink(connection, device, other, groups[ends], groups[other, me])
         else:
-            links[me, other] = Link(connection, reduced)
-    for (me, other), link in sorted(links.items()):
-        if isinstance(link, GpuLink):
-            link.meet(speaks_first=me < other)
+            links[ends] = Link(connection, reduced)
     return Wire(job, links)
+
+
+def _groups(pairs: Sequence[Ends], me: int, device: torch.device) -> dict[Ends, Any]:
+    """NCCL's process groups by (from, to): in one for both, an early receive would block sends.
+
+    NCCL connects two ranks at their first message, and both have to call it for that: here, where
+    all do the same. Later a receiver calls it when it has read that a message has been sent.
+    """
+    groups = {}
+    byte = torch.zeros(1, dtype=torch.uint8, device=device)
+    for a, b in [ends for pair in pairs for ends in (pair, pair[::-1])]:
+        groups[a, b] = group = dist.new_group([a, b], timeout=FOREVER, backend="nccl")
+        if me == a:
+            dist.send(byte, b, group)
+        elif me == b:
+            dist.recv(byte, a, group)
+    return groups
 
 
 def reduced(value: Any) -> Any:
@@ -83,18 +95,6 @@ class GpuLink(Link):
     ) -> None:
         super().__init__(connection, reduced)
         self.device, self.other, self.to, self.back = device, other, to, back
-        self._leaving: list[tuple[Any, Tensor]] = []  # which must live until they have left
-
-    def meet(self, speaks_first: bool) -> None:
-        """Send a byte each way; the other rank does so at the same time.
-
-        NCCL connects two ranks at their first message, and both have to call it for that. Later a
-        receiver only does when it has read on the socket that a message has been sent.
-        """
-        byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
-        calls = [(dist.send, self.to), (dist.recv, self.back)]
-        for call, group in calls if speaks_first else reversed(calls):
-            call(byte, self.other, group)
 
     def write(self, message: Any) -> None:
         super().write(pytree.tree_map_only(Tensor, self._send_tensor, message))
@@ -110,10 +110,8 @@ class GpuLink(Link):
     def _send_tensor(self, tensor: Tensor) -> Any:
         if tensor.device.type != self.device.type:
             return tensor
-        memory = _bytes(tensor)
-        self._leaving = [(work, m) for work, m in self._leaving if not work.is_completed()]
         with lost(RuntimeError):
-            self._leaving.append((dist.isend(memory, self.other, self.to), memory))
+            dist.isend(_bytes(tensor), self.other, self.to)  # torch keeps it until it has left
         return Coming(tensor.dtype, tuple(tensor.shape))
 
     def _receive_tensor(self, sent: Coming) -> Tensor:
