@@ -62,12 +62,13 @@ def reduced(value: Any) -> Any:
         return type(None), ()
     if not isinstance(value, Tensor):
         return NotImplemented
-    return _restored, (PickleBuffer(_bytes(value.cpu()).numpy()), value.dtype, tuple(value.shape))
+    memory = PickleBuffer(_bytes(value.cpu()).numpy().data)
+    return _restored, (memory, value.dtype, tuple(value.shape))
 
 
 def _restored(memory: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     storage = torch.from_numpy(memory).untyped_storage()
-    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
