@@ -129,6 +129,14 @@ def test_a_link_is_closed_when_all_has_left(two_ends):
         closing.result(SOON)
 
 
+def test_a_write_to_who_has_left_is_lost(two_ends):
+    near, far = two_ends
+    far.end()
+    with pytest.raises(Lost):
+        for _ in range(2):
+            near.write(T)
+
+
 class Held:
     """A type with what cannot be copied."""
 
@@ -351,6 +359,25 @@ def test_every_pair_of_ends_has_a_connection_for_small_messages():
         assert each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert each.getsockname()[0] == "127.0.0.1"  # nobody else can call
     assert joined(found)
+
+
+def test_the_first_message_may_come_before_the_answer(monkeypatch):
+    monkeypatch.setattr(wires, "_address", lambda: "127.0.0.1")
+    said: list = []
+    callers = []
+
+    def exchange(value):
+        said.append(value)
+        if len(said) == 2:  # process 1 calls, and goes on, before process 0 answers
+            answers = iter([[said[0], said[0]], [said[1], None]])
+            callers.append(connect(1, [(0, 1)], (0, 1), lambda value: next(answers))[1, 0])
+            callers[0].sendall(b"more")
+        return [value, value]
+
+    found = connect(0, [(0, 1)], (0, 1), exchange)[0, 1]
+    assert found.recv(9) == b"more"
+    for each in (found, *callers):
+        each.close()
 
 
 def test_processes_of_several_networks_meet_at_their_own_addresses(monkeypatch):

@@ -56,15 +56,15 @@ def connect(
             for own, other in mine:
                 if own > other:
                     call = socket.create_connection(tuple(ports[homes[other]]), MEETING)
-                    call.sendall(f"{keys[0]} {own} {other}".encode())
+                    call.sendall(f"{keys[0]}{own:9}{other:9}".encode())
                     found[own, other] = call
             # [3] answer those after it; a stranger says something else, or nothing
-            hellos = {f"{keys[0]} {b} {a}".encode(): (a, b) for a, b in mine if a < b}
+            hellos = {f"{keys[0]}{b:9}{a:9}".encode(): (a, b) for a, b in mine if a < b}
             while len(found) < len(mine):
                 call, _ = server.accept()
                 call.settimeout(MEETING / 10)
                 try:
-                    found[hellos[call.recv(1024)]] = call
+                    found[hellos[call.recv(len(keys[0]) + 18)]] = call
                 except (KeyError, OSError):
                     call.close()
         except OSError as error:
