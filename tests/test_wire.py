@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections import namedtuple
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
@@ -61,14 +60,32 @@ def job(schedule, row=0, replica=0, replicas=1):
     return SimpleNamespace(schedule=schedule, row=row, replica=replica, replicas=replicas)
 
 
+def together(*functions):
+    """What they return or raise, in a thread each; fails if that takes longer than SOON."""
+    outcomes: list = [None] * len(functions)
+
+    def outcome(number, function):
+        try:
+            outcomes[number] = function()
+        except Exception as error:
+            outcomes[number] = error
+
+    threads = [
+        threading.Thread(target=outcome, args=each, daemon=True) for each in enumerate(functions)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+        assert not thread.is_alive(), "hangs"
+    return outcomes
+
+
 def within(function):
-    """What it returns, in a thread; fails if that takes longer than SOON."""
-    outcome: list = []
-    thread = threading.Thread(target=lambda: outcome.append(function()), daemon=True)
-    thread.start()
-    thread.join(SOON)
-    assert outcome, "hangs, or has failed"
-    return outcome[0]
+    (outcome,) = together(function)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 @pytest.mark.parametrize("name", MESSAGES)
@@ -100,7 +117,6 @@ def test_what_sends_is_not_pinned_to_the_core_of_its_worker(two_ends):
     def pinned():
         os.sched_setaffinity(0, {min(cores)})
         two_ends[0].write(LARGE)
-        return True
 
     within(pinned)
     senders = [t for t in threading.enumerate() if t.name.startswith("pipelab sends")]
@@ -114,27 +130,22 @@ def test_two_who_send_each_other_much_do_not_wait_for_each_other(two_ends):
             end.write(message)
         return [len(end.read()) for _ in range(3)]
 
-    with ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(swap, end) for end in two_ends]
-        expected = [len(LARGE), len(T), len(LARGE)]
-        assert [each.result(SOON) for each in both] == [expected] * 2
+    expected = [len(LARGE), len(T), len(LARGE)]
+    assert together(*(partial(swap, end) for end in two_ends)) == [expected] * 2
 
 
 def test_a_link_is_closed_when_all_has_left(two_ends):
     near, far = two_ends
     near.write(LARGE)
-    with ThreadPoolExecutor(1) as pool:
-        closing = pool.submit(near.close)
-        assert len(within(far.read)) == len(LARGE)
-        closing.result(SOON)
+    _, found = together(near.close, far.read)
+    assert len(found) == len(LARGE)
 
 
 def test_a_write_to_who_has_left_is_lost(two_ends):
     near, far = two_ends
     far.end()
     with pytest.raises(Lost):
-        for _ in range(2):
-            near.write(T)
+        near.write(T)
 
 
 class Held:
@@ -191,15 +202,12 @@ def test_a_send_after_the_end_is_no_failure_of_its_own(before, two_ends):
             wire.send(0, 1, Message(LARGE, 0.0))
 
 
-@pytest.mark.parametrize("read", ["one", "both"])
-def test_who_waits_when_the_run_ends_is_aborted(read, two_ends):
+@pytest.mark.parametrize("ending", [0, 1])
+def test_who_waits_when_the_run_ends_is_aborted_and_who_waits_for_that_has_lost(ending, two_ends):
     schedule = pipelab.make("gpipe", 2, 2)
     pair = [Wire(job(schedule), {(0, 1): two_ends[0]}), Wire(job(schedule), {(1, 0): two_ends[1]})]
-    with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(pair[1].receive, 0, 1)]
-        (pair[1] if read == "one" else pair[0]).abort()
-        error = Aborted if read == "one" else Lost
-        assert type(waiting[0].exception(SOON)) is error
+    outcome, _ = together(partial(pair[1].receive, 0, 1), pair[ending].abort)
+    assert type(outcome) is (Aborted if ending == 1 else Lost)
 
 
 def test_an_error_does_not_wait_for_who_reads_no_more(two_ends):
@@ -208,8 +216,8 @@ def test_an_error_does_not_wait_for_who_reads_no_more(two_ends):
             wire.send(0, 1, Message(LARGE, 0.0))
             raise ZeroDivisionError
 
-    with ThreadPoolExecutor(1) as pool:
-        assert isinstance(pool.submit(fail).exception(SOON), ZeroDivisionError)
+    (outcome,) = together(fail)
+    assert isinstance(outcome, ZeroDivisionError)
 
 
 class Slow:
@@ -250,9 +258,7 @@ def test_replicas_add_up_in_one_order():
         with Wire(job(schedule, 1, replica, count), wirings[replica]) as wire:
             return wire.sum_over_replicas((1, 0), 1, parts[replica], home)
 
-    with ThreadPoolExecutor(count) as pool:
-        found = [each.result(SOON) for each in [pool.submit(sums, r) for r in range(count)]]
-    for first, second in found:
+    for first, second in together(*(partial(sums, replica) for replica in range(count))):
         assert first == 0.0  # with 1.0 last it would be 1
         assert torch.equal(second, LARGE * 1e8 + LARGE - LARGE * 1e8)
 
@@ -307,18 +313,16 @@ class Exchanges:
 
 def meet(pairs, homes, exchanges):
     """What `connect` gives every process."""
-    count = max(homes) + 1
-    with ThreadPoolExecutor(count) as pool:
-        calls = [
-            pool.submit(connect, me, pairs, homes, partial(exchanges, me)) for me in range(count)
-        ]
-        return [call.result(SOON) for call in calls]
+    every = range(max(homes) + 1)
+    calls = [partial(connect, me, pairs, homes, partial(exchanges, me)) for me in every]
+    return together(*calls)
 
 
 def joined(found):
     """Whether every socket leads to its other end; closes them."""
     every = {ends: each for of in found for ends, each in of.items()}
     for (own, other), each in every.items():
+        each.settimeout(SOON)
         each.sendall(bytes([own, other]))
     right = [[*each.recv(9)] == [other, own] for (own, other), each in every.items()]
     for each in every.values():
