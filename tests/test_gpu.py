@@ -168,6 +168,7 @@ def test_tensors_of_a_gpu_go_by_nccl_and_all_else_by_the_socket(monkeypatch):
     near.write(message)
     assert ways["there"].qsize() == 3
     key, (transposed, truths), number, at = far.read()
+    assert ways["there"].empty()
     assert (key, at, number.item(), number.dtype) == (message[0], 0.5, 5, torch.bfloat16)
     assert torch.equal(transposed, x.T) and torch.equal(truths["all"], x > 2)
     near.close()

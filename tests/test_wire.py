@@ -39,6 +39,7 @@ MESSAGES: dict = {
     "only empty": [torch.empty(0)] * 1100,
     "layouts": (T.T, T[:, 1:3], T[:1].expand(7, 5), T[::2, ::2]),
     "complex": (torch.complex(T, -T).conj(), torch.complex(T, T).conj().imag),
+    "negated": torch.complex(T, T).conj().imag[0, 1:2],
     "twice": (T, T, T.view(-1)),
     "many": [torch.full((2,), float(i)) for i in range(2000)],
     "long pickle": ("q" * 100_000, T),
@@ -122,6 +123,17 @@ def test_what_sends_is_not_pinned_to_the_core_of_its_worker(two_ends):
     senders = [t for t in threading.enumerate() if t.name.startswith("pipelab sends")]
     assert senders
     assert all(os.sched_getaffinity(sender.native_id) == cores for sender in senders)
+
+
+def test_a_message_waits_for_those_before_it(two_ends):
+    near, far = two_ends
+    before = threading.Event()
+    near._sending = near._thread.submit(before.wait)
+    near.write("behind")
+    with pytest.raises(BlockingIOError):
+        far.socket.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+    before.set()
+    assert within(far.read) == "behind"
 
 
 def test_two_who_send_each_other_much_do_not_wait_for_each_other(two_ends):
@@ -246,7 +258,7 @@ def test_what_is_waited_for_has_come_then_and_all_else_when_it_was_sent(monkeypa
 
 def test_replicas_add_up_in_one_order():
     schedule, count = pipelab.make("gpipe", 2, 2), 3
-    parts = [[torch.tensor([x]), LARGE * x] for x in (1e8, 1.0, -1e8)]
+    parts = [[torch.tensor([x]), LARGE * x] for x in (1e8, -1e8, 1.0)]
     wirings: list[dict] = [{} for _ in range(count)]
     for a in range(count):
         for b in range(a):
@@ -259,8 +271,8 @@ def test_replicas_add_up_in_one_order():
             return wire.sum_over_replicas((1, 0), 1, parts[replica], home)
 
     for first, second in together(*(partial(sums, replica) for replica in range(count))):
-        assert first == 0.0  # with 1.0 last it would be 1
-        assert torch.equal(second, LARGE * 1e8 + LARGE - LARGE * 1e8)
+        assert first == 1.0  # in another order it would be 0
+        assert torch.equal(second, LARGE)
 
 
 def test_rows_of_a_process_send_and_end_however_far_one_is_ahead():
@@ -349,8 +361,9 @@ def test_processes_meet_in_spite_of_a_stranger(name, monkeypatch):
 def test_every_pair_of_ends_has_a_connection_for_small_messages():
     pairs, homes = [(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)], (0, 1, 1, 2)
     socket.setdefaulttimeout(0.2)
+    exchanges = Exchanges(3)
     try:
-        found = meet(pairs, homes, Exchanges(3))
+        found = meet(pairs, homes, exchanges)
     finally:
         socket.setdefaulttimeout(None)
     assert [{*of} for of in found] == [
@@ -361,11 +374,12 @@ def test_every_pair_of_ends_has_a_connection_for_small_messages():
     for each in (each for of in found for each in of.values()):
         assert each.gettimeout() is None
         assert each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-        assert each.getsockname()[0] == "127.0.0.1"  # nobody else can call
+    assert {port[0] for _, port in exchanges.given} == {"127.0.0.1"}  # no other host can call
     assert joined(found)
 
 
 def test_the_first_message_may_come_before_the_answer(monkeypatch):
+    monkeypatch.setattr(wires, "MEETING", 2.0)
     monkeypatch.setattr(wires, "_address", lambda: "127.0.0.1")
     said: list = []
     callers = []

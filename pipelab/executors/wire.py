@@ -131,8 +131,7 @@ class Link:
         with lost(OSError, EOFError, pickle.UnpicklingError):
             buffers = [np.empty(size, np.uint8) for size in pickle.load(self._file)]
             for buffer in buffers:
-                if self._file.readinto(buffer.data) < len(buffer):
-                    raise EOFError
+                self._file.readinto(buffer.data)
             return pickle.load(self._file, buffers=buffers)
 
     def end(self) -> None:
