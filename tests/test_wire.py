@@ -39,7 +39,7 @@ MESSAGES: dict = {
     "only empty": [torch.empty(0)] * 1100,
     "layouts": (T.T, T[:, 1:3], T[:1].expand(7, 5), T[::2, ::2]),
     "complex": (torch.complex(T, -T).conj(), torch.complex(T, T).conj().imag),
-    "negated": torch.complex(T, T).conj().imag[0, 1:2],
+    "negated": torch.complex(T, T).conj().imag[0, 1:2],  # one number, of stride 2
     "twice": (T, T, T.view(-1)),
     "many": [torch.full((2,), float(i)) for i in range(2000)],
     "long pickle": ("q" * 100_000, T),

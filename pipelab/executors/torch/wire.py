@@ -74,7 +74,8 @@ def _restored(memory: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor
 def _bytes(tensor: Tensor) -> Tensor:
     """Its numbers one after another: the same memory, if they are so already."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.view(-1).view(torch.uint8)
+    # One number may be contiguous with any stride, with which it would be no row of bytes.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass(frozen=True)
