@@ -130,9 +130,11 @@ def test_a_message_waits_for_those_before_it(two_ends):
     before = threading.Event()
     near._sending = near._thread.submit(before.wait)
     near.write("behind")
-    with pytest.raises(BlockingIOError):
-        far.socket.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
-    before.set()
+    try:
+        with pytest.raises(BlockingIOError):
+            far.socket.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+    finally:
+        before.set()
     assert within(far.read) == "behind"
 
 
