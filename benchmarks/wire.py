@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +28,8 @@ from measure import (
 from peers import DEFAULT as PEERS
 from peers import SGD, Case
 from pipelab import make, run
-from pipelab.executors.links import Link
-from pipelab.executors.torch.wire import Tensors
+from pipelab.executors.torch.wire import reduced
+from pipelab.executors.wire import Link
 from pipelab.peers.torch_pipelining import run_torch_pipelining
 
 KIB = 1024
@@ -246,16 +245,18 @@ def seconds_one_way(how: str, size: int, rounds: int) -> float:
         calling = socket.create_connection(server.getsockname())
         answering, _ = server.accept()
     message, there, back = (torch.zeros(size // 4).share_memory_() for _ in range(3))
-    near: Any
-    far: Any
+    for end in (calling, answering):
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    far: Callable[[], Any]
     if how == "socket":
-        near, far = (Link(Connection(s.detach()), Tensors()) for s in (calling, answering))
+        far = partial(Link, answering, reduced)
     else:
         copied = how == "shared memory, copied out"
-        near = Shared(calling, there, back, copied)
-        far = Shared(answering, back, there, copied)
+        far = partial(Shared, answering, back, there, copied)
     other = multiprocessing.get_context("fork").Process(target=_echo, args=(far, rounds))
     other.start()
+    # A link has a thread, which a process that is forked later would not have.
+    near: Any = Link(calling, reduced) if how == "socket" else Shared(calling, there, back, copied)
     seconds = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -263,12 +264,15 @@ def seconds_one_way(how: str, size: int, rounds: int) -> float:
         near.read()
         seconds.append((time.perf_counter() - began) / 2)
     other.join()
-    for end in (calling, answering) if how != "socket" else (near, far):
+    if how == "socket":
+        near.close()
+    for end in (calling, answering):
         end.close()
     return statistics.median(seconds)
 
 
-def _echo(end: Any, rounds: int) -> None:
+def _echo(make_end: Callable[[], Any], rounds: int) -> None:
+    end = make_end()
     for _ in range(rounds):
         end.write(end.read())
 

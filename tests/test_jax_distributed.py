@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Timer
 
@@ -19,8 +18,8 @@ import optax
 import pytest
 
 import pipelab
-from pipelab.executors.jax.wire import JaxArrays
-from pipelab.executors.links import Link
+from pipelab.executors.jax.wire import reduced
+from pipelab.executors.wire import Link
 from pipelab.models.flax_mlp import mlp
 
 ROOT = Path(__file__).parent.parent
@@ -235,7 +234,7 @@ def test_the_command_line_in_two_processes():
 
 
 def test_arrays_come_as_they_were_sent():
-    near, far = (Link(Connection(s.detach()), JaxArrays()) for s in socket.socketpair())
+    near, far = (Link(s, reduced) for s in socket.socketpair())
     sent = {
         "keys": jax.random.split(jax.random.key(0), 3),
         "weak": jnp.asarray(0.37),  # was: of a strong type on the other side

@@ -14,11 +14,10 @@ from typing import Any
 
 from pipelab.executors import clock
 from pipelab.executors.job import BEFORE, Job, Launcher, no_progress, place
-from pipelab.executors.links import Line, connect
 from pipelab.executors.result import Outcome
 from pipelab.executors.threads import LOOK, run_threads
 from pipelab.executors.transport import Lost
-from pipelab.executors.wire import Wire
+from pipelab.executors.wire import Wire, connect
 from pipelab.executors.worker import RunError
 
 LEAVING = 2.0  # seconds that a process which failed waits for the others to hear of it
@@ -104,10 +103,10 @@ class Cluster(Launcher):
                     "call run with the same one in all"
                 )
         every = range(self.count)
-        lines = [Line(a, b, "control") for b in every for a in range(b)]
-        for line, connection in connect(self.me, lines, self.exchange).items():
-            number = line.first + line.second - self.me
-            self.peers[number] = Peer(number, connection, hosts[number] == hosts[self.me])
+        pairs = [(a, b) for b in every for a in range(b)]
+        for (_, number), socket in connect(self.me, pairs, every, self.exchange).items():
+            same_host = hosts[number] == hosts[self.me]
+            self.peers[number] = Peer(number, Connection(socket.detach()), same_host)
 
     def run(self, jobs: Sequence[Job]) -> list[Outcome]:
         self.wire = self.make_wire(jobs)

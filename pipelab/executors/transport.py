@@ -4,7 +4,8 @@ A plain queue per pair of devices would not do: a consumer may want outputs in a
 they were made.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Condition, Event
 from typing import Any, NamedTuple, Protocol
 
@@ -93,12 +94,24 @@ class Mailboxes(Transport):
         for replica in self.replicas:
             replica.send((key, me), device, Message(home.give(parts), 0.0))
         received = [self.receive((key, r), device).payload for r in range(len(self.replicas))]
-        all_parts = map(home.take, received)
-        # In one order: equal in all replicas.
-        return [sum(same[1:], same[0]) for same in zip(*all_parts, strict=True)]
+        return add_up(map(home.take, received))
 
     def abort(self) -> None:
         self.ended.set()
         for changed in self._changed:
             with changed:
                 changed.notify_all()
+
+
+def add_up(of_replicas: Iterable[list[Any]]) -> list[Any]:
+    """The sums of their parts one by one; in one order, so that they are equal in all replicas."""
+    return [sum(same[1:], same[0]) for same in zip(*of_replicas, strict=True)]
+
+
+@contextmanager
+def lost(*errors: type[Exception]) -> Iterator[None]:
+    """Lost instead of these errors."""
+    try:
+        yield
+    except errors as error:
+        raise Lost(f"a message to or from another process was lost: {error!r}") from error

@@ -61,7 +61,8 @@ def run(program: Program, arguments: Arguments) -> Call:
     partners: list[tuple[int, ...]] = [()] * len(program.graphs)  # no stage waits for news
     jobs = []
     for row in program.rows:
-        device = MeshDevice(program.meshes[row], partial(program.place, row))
+        place = partial(program.place, row)
+        device = MeshDevice(program.meshes[row], place, program.finish.numbers)
         mine = {}
         for s, compiled in program.stages.items():
             if program.schedule.placement[s] == row:

@@ -19,7 +19,6 @@ from jax.extend.core import Var
 from pipelab.executors.transport import Message, Transport
 from pipelab.pipeshard.graph import Arrays, Values, Variables, dtype_of, shape_of, size, variables
 from pipelab.pipeshard.mesh import MeshStage
-from pipelab.pipeshard.processes import Names
 from pipelab.pipeshard.update import SMALL, Task
 
 
@@ -29,7 +28,7 @@ class Finish:
     reads   per row, what its stages and its tasks read -> the argument that it is, if it is one
     rows    of what the step makes -> the row that knows it first
     rounds  per round (row, other row) -> what the one tells the other
-    names   of all that rows ever send each other
+    numbers  of the variables that stages hand on, the same in all processes
     """
 
     def __init__(self, program: Any, tasks: Sequence[Task], following: Values) -> None:
@@ -79,9 +78,8 @@ class Finish:
         for number, row, other, v in dict.fromkeys(told):
             if row != other:
                 self.rounds[number].setdefault((row, other), []).append(v)
-        sent = [[*graph.outputs, *graph.aux_outputs] for graph in graphs]
-        sent += [vs for each in self.rounds for vs in each.values()]
-        self.names = Names(list(dict.fromkeys(v for vs in sent for v in vs)))
+        handed_on = dict.fromkeys(v for g in graphs for v in (*g.outputs, *g.aux_outputs))
+        self.numbers = {v: number for number, v in enumerate(handed_on)}
 
     def __call__(self, row: int, stages: Sequence[MeshStage], transport: Transport) -> None:
         """All that row `row`, which has these stages, has to do; adds it to what they know."""
@@ -119,10 +117,14 @@ class Finish:
         here = self.rounds[number]
         for (sender, other), vs in here.items():
             if sender == row:
-                message = Message({v: source[v] for v in vs}, 0.0)
+                message = Message([source[v] for v in vs], 0.0)
                 transport.send(self._key(sender, number), other, message)
-        senders = [sender for sender, other in here if other == row]
-        return [transport.receive(self._key(s, number), row).payload for s in senders]
+        heard = []
+        for (sender, other), vs in here.items():
+            if other == row:
+                arrays = transport.receive(self._key(sender, number), row).payload
+                heard.append(dict(zip(vs, arrays, strict=True)))
+        return heard
 
     def _key(self, row: int, number: int) -> Any:
         """Of a message: it begins with a stage of the row that sends it."""

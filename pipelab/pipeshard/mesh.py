@@ -34,16 +34,24 @@ class Parcel(NamedTuple):
 
 
 class MeshDevice(JaxDevice):
-    """A device of the schedule: a mesh of jax devices, with one thread."""
+    """A device of the schedule: a mesh of jax devices, with one thread.
 
-    def __init__(self, mesh: Mesh, place: Place) -> None:
+    numbers  that variables have between devices: other processes have variables of their own
+    """
+
+    def __init__(self, mesh: Mesh, place: Place, numbers: dict[Var, int]) -> None:
         super().__init__(mesh.devices.flat[0])
-        self.mesh, self.place = mesh, place
+        self.mesh, self.place, self._numbers = mesh, place, numbers
 
-    def take(self, payload: Parcel) -> Parcel:
-        moved = {v: jax.device_put(x, self.place(v)) for v, x in payload.use.items()}
+    def give(self, payload: Parcel) -> Any:
+        return [{self._numbers[v]: x for v, x in part.items()} for part in payload]
+
+    def take(self, parcel: Any) -> Parcel:
+        variables = [*self._numbers]
+        use, along = ({variables[n]: x for n, x in part.items()} for part in parcel)
+        moved = {v: jax.device_put(x, self.place(v)) for v, x in use.items()}
         jax.block_until_ready(list(moved.values()))
-        return Parcel(moved, payload.along)
+        return Parcel(moved, along)
 
     def arrays(self, payload: Parcel) -> Iterable[jax.Array]:
         return super().arrays(list(payload.use.values()))

@@ -5,35 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.extend.core import Var
 from jax.sharding import Mesh
 
 from pipelab.executors.jax.distributed import Distributed
-from pipelab.executors.jax.wire import JaxArrays
+from pipelab.executors.jax.wire import open_wire
 from pipelab.executors.job import Job
-from pipelab.executors.links import Fill
-from pipelab.executors.wire import Wire, open_links
-from pipelab.pipeshard.graph import Arrays, PipeshardError, Variables
+from pipelab.executors.wire import Wire
+from pipelab.pipeshard.graph import Arrays, PipeshardError
 from pipelab.pipeshard.mesh import MeshJob
-
-
-class Names(JaxArrays):
-    """How parcels travel: a variable as its number, since every process traced the step itself."""
-
-    def __init__(self, variables: Variables) -> None:
-        self._variables = variables
-        self._numbers = {v: i for i, v in enumerate(variables)}
-
-    def describe(self, value: Any) -> Any:
-        return self._numbers[value] if isinstance(value, Var) else super().describe(value)
-
-    def content(self, array: Any) -> memoryview:
-        return memoryview(b"") if isinstance(array, Var) else super().content(array)
-
-    def build(self, described: Any, fill: Fill) -> Any:
-        if isinstance(described, int):
-            return self._variables[described]
-        return super().build(described, fill)
 
 
 class Processes(Distributed):
@@ -41,7 +20,7 @@ class Processes(Distributed):
 
     def __init__(self, timeout: float) -> None:
         super().__init__((), timeout, "pipeshard")
-        self._names: Names | None = None  # of the program that the wire is for
+        self._finish: Any = None  # of the program that the wire is for
 
     def agree(self, program: str) -> None:
         """Raises PipeshardError where others do not call the same."""
@@ -55,14 +34,12 @@ class Processes(Distributed):
     def make_wire(self, jobs: Sequence[Job]) -> Wire:
         job = jobs[0]
         assert isinstance(job, MeshJob)
-        names, processes = job.finish.names, job.finish.processes
-        if self.wire is None or names is not self._names:
+        if self.wire is None or job.finish is not self._finish:
             if self.wire:
                 self.wire.__exit__(None, None, None)
-            self._names, every = names, range(job.schedule.stages)
+            self._finish, every = job.finish, range(job.schedule.stages)
             all_pairs = replace(job, partners=[every] * len(every))
-            links = open_links(all_pairs, self.me, processes, self.share, lambda a, b: names)
-            self.wire = Wire(job.schedule, links)
+            self.wire = open_wire(all_pairs, self.me, job.finish.processes, self.share)
         return self.wire
 
     def gather(self, arrays: Arrays) -> Arrays:

@@ -12,10 +12,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from pipelab.executors.cluster import Cluster
-from pipelab.executors.jax.wire import JaxArrays
+from pipelab.executors.jax.wire import open_wire
 from pipelab.executors.job import Job
-from pipelab.executors.transport import Lost
-from pipelab.executors.wire import Wire, open_links
+from pipelab.executors.transport import lost
+from pipelab.executors.wire import Wire
 
 
 class Distributed(Cluster):
@@ -46,19 +46,15 @@ class Distributed(Cluster):
 
     def exchange(self, value: Any) -> list[Any]:
         padded = json.dumps(value).encode().ljust(1000)
-        try:
+        with lost(jax.errors.JaxRuntimeError):
             rows = multihost_utils.process_allgather(np.frombuffer(padded, np.uint8))
-        except jax.errors.JaxRuntimeError as error:
-            raise Lost(str(error)) from error
         return [json.loads(bytes(row)) for row in np.asarray(rows)]
 
     def ranks(self, count: int) -> Sequence[int]:
         return [row for row in range(count) if self.owners[row] == self.me]
 
     def make_wire(self, jobs: Sequence[Job]) -> Wire:
-        arrays = JaxArrays()
-        links = open_links(jobs[0], self.me, self.owners, self.share, lambda a, b: arrays)
-        return Wire(jobs[0].schedule, links)
+        return open_wire(jobs[0], self.me, self.owners, self.share)
 
 
 @contextmanager

@@ -15,7 +15,9 @@ from pipelab.executors.cluster import Cluster
 from pipelab.executors.job import Job
 from pipelab.executors.result import Outcome
 from pipelab.executors.threads import run_threads
-from pipelab.executors.torch.wire import FOREVER, TorchWire, connected
+from pipelab.executors.torch.wire import FOREVER, open_wire
+from pipelab.executors.transport import lost
+from pipelab.executors.wire import Wire
 
 
 def perform(job: Job, progress: Callable[[int], None]) -> Outcome:
@@ -29,15 +31,14 @@ def perform(job: Job, progress: Callable[[int], None]) -> Outcome:
 
         def start() -> float:
             began = torch.tensor([time.perf_counter() + 0.01], dtype=torch.float64)
-            with connected():
+            with lost(RuntimeError):
                 dist.all_reduce(began, dist.ReduceOp.MAX)
             wire.began = None if job.pace else float(began)
             time.sleep(max(0.0, float(began) - time.perf_counter()))
             return float(began)
 
         (outcome,) = run_threads([job], [wire] * job.replicas, start, progress=lambda _: progress)
-        wire.settle()
-        with connected():
+        with lost(RuntimeError):
             dist.barrier()  # nobody closes the wire while others read
     return outcome
 
@@ -48,12 +49,12 @@ def _make_room(job: Job) -> None:
     os.sched_setaffinity(0, os.sched_getaffinity(0) - set(taken) or taken)
 
 
-def make_wire(job: Job, exchange: Callable[[Any], list[Any]]) -> TorchWire:
+def make_wire(job: Job, exchange: Callable[[Any], list[Any]]) -> Wire:
     """All ranks call this."""
     device = torch.device(job.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return TorchWire(job, device, exchange)
+    return open_wire(job, device, exchange)
 
 
 def exchange(value: Any) -> list[Any]:
@@ -62,7 +63,7 @@ def exchange(value: Any) -> list[Any]:
     Lost if one has not given its own within the store's timeout.
     """
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    with connected():
+    with lost(RuntimeError):
         number = store.add(f"pipelab/{rank}", 1)  # all ranks make the same calls
         store.set(f"pipelab/{number}/{rank}", json.dumps(value))
         names = [f"pipelab/{number}/{r}" for r in range(dist.get_world_size())]
@@ -105,5 +106,5 @@ class Ranks(Cluster):
             )
         return [self.me]
 
-    def make_wire(self, jobs: Sequence[Job]) -> TorchWire:
+    def make_wire(self, jobs: Sequence[Job]) -> Wire:
         return make_wire(jobs[0], self.share)
