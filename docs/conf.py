@@ -47,6 +47,7 @@ html_favicon = "static/icon.svg"
 html_css_files = ["site.css"]
 html_extra_path = ["root"]
 html_copy_source = False
+html_domain_indices = False
 html_show_sourcelink = False
 html_context = {"default_mode": "auto"}
 html_theme_options = {

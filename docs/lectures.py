@@ -1,52 +1,85 @@
 """What the lectures need on a page: their pictures in words, their widgets without a kernel."""
 
+import ast
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from sphinx.application import Sphinx
 
+from pipelab import plot
+
 WIDGET = "application/vnd.jupyter.widget-view+json"
-CODE_LINK = re.compile(r"\[([^\]]*)\]\(pipelab/[^)]*\)")  # the site has the reference instead
 NO_KERNEL = "\n(This page has no kernel: open the lecture in JupyterLab.)"
-LONGEST = 300  # characters of a picture's words: a screen reader cannot skip within them
+CODE_LINK = re.compile(r"\[([^\]]*)\]\(pipelab/[^)]*\)")  # the site has the reference instead
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of Markdown text as plain words: no markup, formulas, tables or links."""
+    """The sentences of Markdown text as plain words: no markup, formulas, tables or folds."""
     text = re.sub(r"```.*?```|<details>.*?</details>|\$\$.*?\$\$|<[^>]*>", "", text, flags=re.S)
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)|^[#|].*$", "", text, flags=re.M)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
     text = " ".join(re.sub(r"[*`$\\{}]|^\d\. |^- ", "", text, flags=re.M).split())
-    return [found.strip() for found in re.split(r"(?<=[.:?!]) (?=[A-Z])", text) if found.strip()]
+    return [found for found in re.split(r"(?<=[.:?!]) (?=[A-Z])", text) if found]
+
+
+def text_of(node: ast.AST | None) -> str:
+    """A text constant; the empty text for anything else."""
+    return str(node.value) if isinstance(node, ast.Constant) else ""
+
+
+def drawn(call: ast.Call) -> Iterator[str]:
+    """What a call of `pipelab.plot` draws: its docstring's first line, and the names given."""
+    function = call.func
+    if isinstance(function, ast.Attribute) and getattr(function.value, "id", "") == "plot":
+        yield getattr(plot, function.attr).__doc__.splitlines()[0]
+        names = [
+            text_of(key)
+            for argument in call.args
+            for key in (argument.keys if isinstance(argument, ast.Dict) else [])
+        ]
+        if any(names):
+            yield f"{'; '.join(filter(None, names))}."
+
+
+def pictured(source: str) -> list[str]:
+    """What the figures of a cell show, read off its code: kinds of plots, titles, axes."""
+    code = "\n".join(line for line in source.splitlines() if not line.startswith(("%", "!")))
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    found = [part for call in calls for part in drawn(call)]
+    for call in calls:
+        labels = {keyword.arg: text_of(keyword.value) for keyword in call.keywords}
+        if labels.get("xlabel") and labels.get("ylabel"):
+            found.append(f"{labels['ylabel']} over {labels['xlabel']}.")
+        if labels.get("title"):
+            found.append(f"{labels['title']}.")
+    return list(dict.fromkeys(found))
 
 
 def described(cell: dict[str, Any], before: str) -> str:
-    """The words for a cell's pictures: its own, else what it printed, else what announces it."""
-    printed = "".join(
-        "".join(output["text"]) for output in cell["outputs"] if output["output_type"] == "stream"
-    )
-    said = " ".join(printed.split())
-    title = re.search(r"title=f?\"([^\"]*)\"", "".join(cell["source"]))
-    announced = sentences(before)[-1:]
-    words = " ".join([*announced, *([title[1] + "."] if title else []), said]).strip()
-    return f"Figure. {words[:LONGEST].rstrip()}"
+    """The words for a cell's pictures: what it draws, and the text before them."""
+    printed = ["".join(output["text"]) for output in cell["outputs"] if "text" in output]
+    announced = [text for text in sentences(before)[-1:] if text[-1] != "?"]
+    said = announced or sentences(" ".join(printed))[:1]
+    return " ".join(["Figure:", *pictured("".join(cell["source"])), *said])
 
 
 def prepare(notebook: dict[str, Any]) -> None:
-    """Words for every picture that a cell made; a widget's words in place of the widget."""
+    """Words for every picture that a cell made; a widget's words in place of the widget.
+
+    A cell's own words win: `{"mystnb": {"image": {"alt": ...}}}` in its metadata.
+    """
     notebook["metadata"].pop("widgets", None)
     before = ""
     for cell in notebook["cells"]:
-        if cell["cell_type"] == "markdown":
-            before = "".join(cell["source"])
-            continue
-        for output in cell["outputs"]:
+        for output in cell.get("outputs", []):
             if output.get("data", {}).pop(WIDGET, None):
                 output["data"]["text/plain"] = [*output["data"]["text/plain"], NO_KERNEL]
-        if any("image/png" in output.get("data", {}) for output in cell["outputs"]):
+        if any("image/png" in output.get("data", {}) for output in cell.get("outputs", [])):
             image = cell["metadata"].setdefault("mystnb", {}).setdefault("image", {})
             image.setdefault("alt", described(cell, before))
+        before = "".join(cell["source"]) if cell["cell_type"] == "markdown" else ""
 
 
 def read(_app: Sphinx, name: str, source: list[str]) -> None:
