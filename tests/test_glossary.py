@@ -14,7 +14,7 @@ GLOSSARY = FOLDER / "glossary.md"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
 LECTURES = sorted(FOLDER.glob("*.ipynb"))
 LINK = re.compile(r"\]\((?:[\w./]*/)?glossary\.md(?:#([^)]*))?\)")
-OTHER_MEANINGS = r"error messages?|zeroth|links? to"  # phrases in which a word is no term
+OTHER_MEANINGS = r"error messages?|links? to|as a link"  # phrases in which a word is no term
 
 # In what a term is not looked for.
 NO_PROSE = (
