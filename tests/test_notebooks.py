@@ -515,5 +515,6 @@ def test_right_answers_pass_and_wrong_ones_do_not(name, number):
         assert repr(feedback).startswith("Not yet"), answer
 
 
-def test_nothing_but_notebooks_in_the_course():
-    assert {p.suffix for p in FOLDER.iterdir() if p.is_file()} == {".ipynb"}
+def test_nothing_but_notebooks_and_the_glossary_in_the_course():
+    others = {p.name for p in FOLDER.iterdir() if p.is_file() and p.suffix != ".ipynb"}
+    assert others == {"glossary.md"}
