@@ -38,6 +38,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
+toc_object_entries_show_parents = "hide"
 html_math_renderer = "mathml"
 
 html_title = "pipelab"
