@@ -39,7 +39,7 @@ gpu: $(if $(filter $(GPU_PYTHON),$(BIN)/python),.venv/.ready)  ## what only a GP
 	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) benchmarks/gpu.py --device $(DEVICE)
 
 site: .venv/.ready  ## the course as web pages, in build/site: open build/site/index.html
-	$(BIN)/sphinx-build -W -q -c docs -d build/doctrees . build/site
+	$(BIN)/sphinx-build --fresh-env --write-all -W -q -c docs -d build/doctrees . build/site
 
 images: .venv/.ready  ## draw the pictures in images/ again
 	$(BIN)/python images/draw.py
