@@ -99,6 +99,47 @@ def test_every_picture_says_what_it_shows(pages):
             assert len(alt.split()) >= 4, (name, picture["src"], alt)
 
 
+def test_a_pictures_words_are_its_own_or_read_off_its_cell():
+    from lectures import prepare
+
+    picture = {"output_type": "display_data", "data": {"image/png": ""}}
+    told = {"mystnb": {"image": {"alt": "Four boxes in a row."}}}
+    cells = [("markdown", {}, "A line. The idle share *falls*:")]
+    cells += [("code", {}, "ax = plot.losses({'ours': a})\nax.set(xlabel='m', ylabel='share')")]
+    cells += [("code", told, "ax = plot.losses(a)")]
+    notebook = {"metadata": {}, "cells": []}
+    for kind, metadata, source in cells:
+        cell = {"cell_type": kind, "metadata": metadata, "source": [source]}
+        notebook["cells"].append(cell | ({"outputs": [picture]} if kind == "code" else {}))
+    prepare(notebook)
+    first, second = (c["metadata"]["mystnb"]["image"]["alt"] for c in notebook["cells"][1:])
+    assert first == (
+        "Figure: The loss of every batch; one line per name. ours. share over m. "
+        "The idle share falls:"
+    )
+    assert second == "Four boxes in a row."
+
+
+def test_formulas_with_brackets_of_a_given_size_and_unknown_ones():
+    from mathml import to_mathml
+
+    assert to_mathml(r"\Big\lfloor x \Big\rfloor", "inline").count("fence") == 2
+    assert "<munder>" in to_mathml(r"\max_s t_s", "block")
+    with pytest.raises(ValueError, match="cannot be shown"):
+        to_mathml(r"\nosuchthing x", "inline")
+
+
+def test_docstrings_columns_become_definitions():
+    from reference import paragraph
+
+    columns = ["stages   one `module` a_", "         stage", "loss     any"]
+    assert list(paragraph(columns)) == [
+        *("", "``stages``", "    one \\ ``module``\\  a\\_", "    stage"),
+        *("", "``loss``", "    any"),
+    ]
+    assert list(paragraph(["0F0 .", "  1F0"])) == ["::", "", "    0F0 .", "      1F0"]
+
+
 def test_outputs_are_the_stored_ones_and_widgets_say_that_they_need_a_kernel(site):
     text = (site / "notebooks" / "00_start_here.html").read_text()
     assert "all are done after" in text and 'class="cell_output' in text
