@@ -157,7 +157,7 @@ def _action(
     colour = colour_of(kind, int(t.stage[i]), s.devices, s.stages)
     box = bar(ax, row, start, end, colour, gid=str(s.action(i)))
     if end == start:
-        return box, instant(ax, row, end, colour, 1.4)
+        return box, instant(ax, row, end, colour)
     name = kind.name if kind >= Kind.U else f"{kind.name}{t.microbatch[i]}"
     size = min(FONT, (end - start) * points_per_unit(ax) / (0.7 * len(name)))
     if size < SMALLEST:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
+from matplotlib.lines import Line2D
 
 from pipelab.plot import style
 
@@ -38,7 +38,7 @@ def layers(
     for d in range(devices):
         style.box(ax, (0.5, d - 0.42), total, 0.84, "#f0f0f0", "none", lw=0)
     for i, s in enumerate(stage_of):
-        colour = style.lighter(style.BLUE, 0.55 * chunk[s] / max(*chunk, 1))
+        colour = style.lighter(style.GREY, 0.2 + 0.5 * chunk[s] / max(*chunk, 1))
         corner = i + 0.66, row[i] - 0.3
         style.box(ax, corner, 0.68, 0.6, colour, text=f"layer {i + 1}", size=10)
     for i in range(total - 1):
@@ -52,8 +52,8 @@ def layers(
     style.lanes(ax, range(devices), [f"device {d}" for d in range(devices)], 10)
     ax.set_xticks([])
     ax.spines["bottom"].set_visible(False)
-    activations = Patch(color=style.BLUE, label="→ activations")
-    gradients = Patch(color=style.GREEN, label="← gradients")
+    activations = Line2D([], [], color=style.BLUE, lw=2, label="activations, to the next layer")
+    gradients = Line2D([], [], color=style.GREEN, lw=2, label="gradients, back")
     style.legend(ax, [activations, gradients], 9)
     style.title(ax, title)
     return ax
@@ -116,9 +116,8 @@ def max_pool_backward(gradient: np.ndarray, won: np.ndarray) -> np.ndarray:
 def pooling(x: np.ndarray, gradient: np.ndarray, ax: Axes | None = None) -> Axes:
     """Max-pooling of x, forward above and backward below; a thick frame marks the cells that won.
 
-    `x` has shape (n, n), `gradient`, that of the output, (n / 2, n / 2). The backward cannot tell
-    where its values go without the input (or the places of the largest values): this is what a
-    stage keeps from forward to backward.
+    `x` has shape (n, n), `gradient`, that of the output, (n / 2, n / 2). All that the backward
+    needs are the places of the largest values; torch keeps them, and the input as well.
     """
     ax = style.axes(ax, width=8, height=5.6)
     out, won = max_pool(x)
@@ -126,7 +125,7 @@ def pooling(x: np.ndarray, gradient: np.ndarray, ax: Axes | None = None) -> Axes
     left, right = n + 0.3, n + 2.9  # where the arrows between input and output end
     far, down = n + 3.2, n + 1.9  # where the output stands, and the backward
     back = max_pool_backward(gradient, won)
-    _cells(ax, 0, 0, x, style.BLUE, f"input, {n} x {n}: kept for the backward", won)
+    _cells(ax, 0, 0, x, style.BLUE, f"input, {n} x {n}", won)
     _cells(ax, far, n / 4, out, style.BLUE, f"output, {n // 2} x {n // 2}")
     _cells(ax, 0, down, back, style.GREEN, "gradient of the input", won)
     _cells(ax, far, down + n / 4, gradient, style.GREEN, "gradient of the output")
@@ -137,7 +136,8 @@ def pooling(x: np.ndarray, gradient: np.ndarray, ax: Axes | None = None) -> Axes
         arrow(ax, (start, y), (end, y), colour, 2.5, mutation_scale=18)
         style.label(ax, (left + right) / 2, y - 0.35, words, 11, va="bottom")
     arrow(ax, (n / 2, n + 0.15), (n / 2, down - 0.75), style.GREY, 1.5, ls="--")
-    ax.text(n / 2 + 0.2, n + 0.55, "where each largest value stood", va="center", fontsize=10)
+    words = "kept: the places of the largest values (torch keeps the input, too)"
+    ax.text(n / 2 + 0.2, n + 0.55, words, va="center", fontsize=10)
     ax.set_xlim(-0.2, far + n / 2 + 1.2)
     ax.set_ylim(down + n + 0.2, -0.8)
     ax.set_aspect("equal")

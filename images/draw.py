@@ -61,16 +61,16 @@ def legend(ax: Axes, last: Patch) -> Axes:
 
 @picture("overview.png")
 def overview() -> Axes:
-    """One batch of eight micro-batches on four devices, by four schedules; the model is the
+    """One batch of four micro-batches on four devices, by four schedules; the model is the
     same in all of them.
     """
     costs = Costs()
     items = {
-        "inter-layer: one device at a time": simulate(make("inter_layer", 4, 8), costs),
-        "GPipe": simulate(make("gpipe", 4, 8), costs),
-        "1F1B with a flush": simulate(make("pipedream_flush", 4, 8), costs),
+        "inter-layer: one device at a time": simulate(make("inter_layer", 4, 4), costs),
+        "GPipe": simulate(make("gpipe", 4, 4), costs),
+        "1F1B with a flush": simulate(make("pipedream_flush", 4, 4), costs),
         "interleaved, two chunks a device": simulate(
-            make("interleaved", 4, 8, virtual=2), costs.split(2)
+            make("interleaved", 4, 4, virtual=2), costs.split(2)
         ),
     }
     return plot.timelines(items)
@@ -141,7 +141,7 @@ def inter_layer_turns() -> Axes:
     the gradients back up.
     """
     t = simulate(make("inter_layer", 4, 1, batches=2), Costs(transfer=0.5, update=0.5))
-    ax = plot.timeline(t)
+    ax = plot.timeline(t, title="Two batches: one device works, the others wait")
     moved = t.transfers
     for source, target, sent, arrived in zip(
         moved["from"], moved["to"], moved["sent"], moved["arrived"], strict=True

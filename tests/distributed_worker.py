@@ -26,7 +26,7 @@ def main(twists, port, number, count):
         f"localhost:{port}",
         count,
         number,
-        heartbeat_timeout_seconds=10,
+        heartbeat_timeout_seconds=25,  # more than a loaded machine takes to hear
         shutdown_timeout_seconds=10,
     )
     found = []

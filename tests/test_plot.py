@@ -11,6 +11,7 @@ from matplotlib.colors import to_rgb
 from animation import animation, state
 from files import Writer, contents, milliseconds
 from pipelab import Costs, Kind, make, memory, plot, simulate
+from pipelab.partition import Layer, Profile, split_layers
 from pipelab.plot import style
 from pipelab.plot.timeline import colour_of
 
@@ -36,9 +37,7 @@ def test_numbers_title_and_legend():
     assert sorted(text.get_text() for text in ax.texts) == sorted(
         str(k) for k in range(8) for _ in range(8)
     )
-    assert (
-        ax.get_title(loc="left") == "gpipe, simulated: idle 27.3% of total time, 37.5% over ideal"
-    )
+    assert ax.get_title(loc="left") == "gpipe, simulated: idle 27.3% of total time"
     assert [text.get_text() for text in ax.get_legend().get_texts()] == [
         "forward",
         "backward",
@@ -102,6 +101,14 @@ def test_memory_is_stacked_by_cause():
     assert sum(bar.get_height() for bar in bars if bar.get_x() < 0.5) == pytest.approx(6)
 
 
+def test_bars_of_all_memories_have_the_legends_colours():
+    costs = Costs(weights=2**20, activations=2**20)
+    m = memory(simulate(make("gpipe", 2, 4), costs), costs)
+    ax = plot.peaks({"one": m, "two": m, "three": m})
+    shown = {bar.get_facecolor() for bar in ax.patches if bar.get_height()}
+    assert shown == {patch.get_facecolor() for patch in ax.get_legend().legend_handles}
+
+
 def test_the_bubble_plot_names_its_definition_and_overlays_the_closed_form():
     ax = plot.bubble(["gpipe", "interleaved"], range(1, 9), definition="over_ideal")
     assert ax.get_ylabel() == "makespan over the ideal, minus 1"
@@ -117,6 +124,18 @@ def test_the_bubble_plot_names_its_definition_and_overlays_the_closed_form():
         plot.bubble(["gpipe"], [1], over="m")
 
 
+def test_a_partition_has_one_colour_for_the_slowest_stages_and_one_for_the_others():
+    layers = tuple(Layer("", forward=t) for t in (1, 2, 3, 1))
+    for stages, entries in ((2, 4), (1, 2)):  # a single stage: the slowest, and the pace
+        found = split_layers(Profile(layers), stages)
+        ax = plot.partition(found)
+        boxes = [box for box in ax.patches if not box.get_hatch()]
+        assert len(boxes) == len(layers)
+        assert len({box.get_facecolor() for box in boxes}) == stages
+        words = [text.get_text() for text in ax.get_legend().get_texts()]
+        assert len(words) == entries and words[-1] == "pace: the slowest stage or link"
+
+
 def test_losses():
     ax = plot.losses({"ours": [3, 2, 1], "theirs": [3, 2]})
     assert [line.get_label() for line in ax.lines] == ["ours", "theirs"]
@@ -129,11 +148,27 @@ def test_colours_by_the_version_that_is_read():
     collection, _ = boxes(ax)
     colours = {tuple(c[:3]): set() for c in collection.get_facecolors()}
     for c, k, v in zip(collection.get_facecolors(), t.kind, t.version, strict=True):
-        colours[tuple(c[:3])].add((int(k), int(v)) if k != Kind.U else int(k))
+        colours[tuple(c[:3])].add(int(v) if k != Kind.U else "update")
     assert all(len(meaning) == 1 for meaning in colours.values())
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
-        f"version {v}" for v in range(6)
-    ]
+    legend = [f"version {v}" for v in range(6)] + ["update"]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == legend
+    names = [f"{Kind(k).name}{i}" for k, i in zip(t.kind, t.microbatch, strict=True) if k <= Kind.W]
+    assert sorted(text.get_text() for text in ax.texts) == sorted(names)
+
+
+def test_colours_that_come_round_again_have_one_entry_in_the_legend():
+    ax = plot.timeline(simulate(make("pipedream", 2, 9)), by_version=True)
+    handles = ax.get_legend().legend_handles
+    words = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert words[:3] == ["version 0, 7", "version 1, 8", "version 2"]
+    assert len({patch.get_facecolor() for patch in handles[:-1]}) == len(words) - 1 == 7
+
+
+def test_updates_are_visible_whether_or_not_they_take_time():
+    for update, marks in ((0, 4), (0.001, 4), (1, 0)):
+        ax = plot.timeline(simulate(make("gpipe", 4, 8), Costs(update=update)))
+        assert len(ax.lines) == marks
+        assert all(line.get_linewidth() >= 2 for line in ax.lines)
 
 
 # ---- animation

@@ -1,39 +1,44 @@
-"""Guess and check."""
+"""Guess and check: what all exercises share."""
 
 import pytest
 
 from pipelab import make, teach
+from pipelab.teach import feedback
 
 
 def test_a_guess():
-    assert teach.guess(None, 33).passed is None
-    assert repr(teach.guess(None, 33)) == "No guess made. It is 33."
-    assert teach.guess(33.1, 33).passed is True
-    assert teach.guess(30, 33).passed is False
+    undone = teach.guess("01-a", None)
+    assert undone.passed is None
+    assert repr(undone) == "Guess first: replace None above."
+    assert (
+        "<details><summary>Show it</summary>It is 83.3333."
+        in undone._repr_mimebundle_()["text/html"]
+    )
+    assert teach.guess("01-a", 83.2).passed is True
+    assert repr(teach.guess("01-a", 30)).startswith("You said 30, it is 83.3333.")
+    assert repr(teach.guess("01-a", "half")) == "Not yet: 'half' is not a number."
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        lambda: teach.check_number(None, 1),
-        lambda: teach.check_function(None, abs, [(1,)]),
-        lambda: teach.check_function(lambda x: None, abs, [(1,)]),
-        lambda: teach.check_schedule(None, devices=1, microbatches=1),
-        lambda: teach.check_balance(None, [1], 1, 1),
-    ],
-)
-def test_a_stub_is_not_attempted(check):
-    assert check() is teach.NOT_ATTEMPTED
+@pytest.mark.parametrize("name", ["77-1", "01-99", "1-1", "one", "01-a"])
+def test_an_unknown_exercise_says_how_names_look(name):
+    with pytest.raises(ValueError, match='write it as the lecture does, "02-1"'):
+        teach.check(name, 1)
+
+
+def test_a_stub_is_not_attempted():
+    assert teach.check("01-1", None) is teach.NOT_ATTEMPTED
+    stub = feedback.same_function(lambda p: None, abs, [(1,)])
+    assert stub is teach.NOT_ATTEMPTED
 
 
 def test_a_wrong_schedule_is_shown():
-    slow = teach.check_schedule(
+    slow = feedback.table(
         make("inter_layer", 2, 2), devices=2, microbatches=2, makespan=9, in_flight=0
     )
     assert repr(slow).startswith(
         "Not yet: makespan 12, to reach: 9; 1 micro-batches in flight, to reach: 0.\n0F0 ."
     )
-    stuck = teach.check_schedule("0F0 0B0 0F1 0B1\n1F1 1F0 1B0 1B1", devices=2, microbatches=2)
+    stuck = feedback.table("0F0 0B0 0F1 0B1\n1F1 1F0 1B0 1B1", devices=2, microbatches=2)
     assert ">0B0<" in repr(stuck)
 
 
@@ -48,18 +53,32 @@ def test_a_wrong_schedule_is_shown():
     ],
 )
 def test_less_work_or_another_training_is_not_what_was_asked(other):
-    feedback = teach.check_schedule(other, devices=2, microbatches=2, makespan=99)
-    assert feedback.passed is False
-    assert "asked were 2 devices, 2 stages, 2 micro-batches and 1 update(s)" in repr(feedback)
+    said = feedback.table(other, devices=2, microbatches=2, makespan=99)
+    assert said.passed is False
+    assert "asked: 2 devices, 2 stages, 2 micro-batches and 1 update(s)" in repr(said)
 
 
 @pytest.mark.parametrize("answer", [10, [5.0, 9.0], "five", [1, "x"]])
 def test_a_balance_of_the_wrong_kind(answer):
-    assert "is not a list of whole numbers" in repr(teach.check_balance(answer, [1] * 14, 2, 9))
+    assert "is not a list of whole numbers" in repr(feedback.balance(answer, [1] * 14, 2, 9))
 
 
 @pytest.mark.parametrize(
-    "function", [lambda p: "x", lambda p: [p], lambda p: None if p == 2 else p, lambda p: 1 / 0]
+    "function",
+    [7, lambda p: "x", lambda p: [p], lambda p: None if p == 2 else p, lambda p: 1 / 0],
 )
 def test_a_function_of_the_wrong_kind(function):
-    assert teach.check_function(function, lambda p: p, [(1,), (2,)]).passed is False
+    assert feedback.same_function(function, lambda p: p, [(1,), (2,)]).passed is False
+
+
+def test_a_function_may_give_arrays():
+    cases = [(1,), (2,)]
+    assert feedback.same_function(lambda p: (p, 2 * p), lambda p: [p, 2.0 * p], cases).passed
+    assert not feedback.same_function(lambda p: (p, p), lambda p: [p, 2.0 * p], cases).passed
+
+
+def test_a_likely_mistake_has_a_hint_of_its_own():
+    slips = [(lambda p: p * p, "Not squared.")]
+    said = feedback.same_function(lambda p: p**2, lambda p: p, [(1,), (2,)], slips)
+    assert repr(said) == "Not yet: for (2) it gives 4, right is 2. Not squared."
+    assert "Not squared" not in repr(feedback.same_function(abs, lambda p: 3, [(2,)], slips))

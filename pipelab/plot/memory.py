@@ -48,8 +48,7 @@ def peaks(items: dict[str, Memory], ax: Axes | None = None) -> Axes:
         bottom = np.zeros(m.devices)
         for cause in CAUSES:
             height = np.array([m.at_peak(d)[cause] for d in range(m.devices)]) / factor
-            colour = style.lighter(style.CAUSES[cause], 0.3 * (j % 2))
-            bars = ax.bar(x, height, width * 0.92, bottom, color=colour)
+            bars = ax.bar(x, height, width * 0.9, bottom, color=style.CAUSES[cause])
             if height.any() and cause not in labelled:
                 bars.set_label(cause)
                 labelled.add(cause)

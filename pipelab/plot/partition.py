@@ -1,14 +1,21 @@
 """What layers cost, and a partition of them: what every stage has to do."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from pipelab.action import Kind
-from pipelab.partition import Partition, Profile
+from pipelab.partition import Partition, Profile, Stage
 from pipelab.plot import style
 from pipelab.plot.timeline import bar, idle
+
+SLOWEST, OTHERS = style.lighter(style.ORANGE, 0.2), style.lighter(style.BLUE, 0.3)
+PACE: dict[str, Any] = {"color": "black", "lw": 1.4}
 
 
 def partition(
@@ -20,53 +27,72 @@ def partition(
 ) -> Axes:
     """The time of each stage, a box per layer, for one partition or several by name.
 
-    A layer that r devices share takes an r-th of its time. Shades alternate from layer to layer;
-    numbers count layers in the order of the stages, from 0. The all-reduce of replicas is grey. The
-    dashed line is the pace of the pipeline, the slowest stage or link; what is hatched in front of
-    it is idle in every micro-batch. Times are `scale` times seconds, in `unit`.
+    A layer that r devices share takes an r-th of its time. Numbers count layers in the order of the
+    stages, from 0. The dashed line is the pace of the pipeline, that of its slowest stage or link;
+    what is hatched in front of it is idle in every micro-batch. Times are `scale` times seconds, in
+    `unit`.
     """
     if isinstance(items, Partition):
         items = {"": items}
     if any(not found.bottleneck for found in items.values()):
         raise ValueError("the profile has no times: measure them, or leave out the picture")
     lanes = sum(len(found.stages) + 1 for found in items.values())
-    ax = style.axes(ax, height=0.8 + 0.38 * lanes)
+    ax = style.axes(ax, height=1.0 + 0.38 * lanes)
     longest = scale * max(found.bottleneck for found in items.values())
+    ax.set_xlim(0, longest * 1.3)
     row, ticks, names = 0, [], []
     for name, found in items.items():
-        above, number, pace = row - 0.5, 0, scale * found.bottleneck
-        slowest = max(stage.time for stage in found.stages)
+        pace = scale * found.bottleneck
+        ax.plot([pace] * 2, [row - 0.5, row + len(found.stages) - 0.5], "--", **PACE)
+        ax.text(0, row - 0.55, name, fontsize=9, fontweight="bold", va="bottom")
+        first = 0
         for s, stage in enumerate(found.stages):
-            colour = style.ORANGE if stage.time == slowest else style.BLUE
             idle(ax, row, pace)
-            left = 0.0
-            for i in stage.layers:
-                width = scale * found.profile.layers[i].time / stage.replicas
-                shade = style.lighter(colour, 0.2 if number % 2 else 0.45)
-                bar(ax, row, left, left + width, shade, lw=0.8)
-                if width > longest * 0.03:
-                    style.label(ax, left + width / 2, row, str(number), 9, shade)
-                left, number = left + width, number + 1
-            if stage.allreduce:
-                bar(ax, row, left, scale * stage.time, style.GREY, lw=0.8)
-            count = len(stage.layers)
-            layers = (
-                f"layers {number - count} to {number - 1}" if count > 1 else f"layer {number - 1}"
-            )
+            _stage(ax, row, found, stage, first, scale)
+            last = first + len(stage.layers) - 1
+            layers = f"layers {first} to {last}" if last > first else f"layer {first}"
             share = 1 - stage.time / found.bottleneck
             text = f"{layers}: {scale * stage.time:.3g}, {share:.0%} idle"
             ax.text(longest * 1.02, row, text, va="center", fontsize=9)
             ticks.append(row)
             names.append(f"stage {s}" + (f" x {stage.replicas}" if stage.replicas > 1 else ""))
-            row += 1
-        ax.plot([pace] * 2, [above, row - 0.5], "--", color=style.GREY, lw=1)
-        ax.text(0, above - 0.05, name, fontsize=9, fontweight="bold", va="bottom")
+            row, first = row + 1, last + 1
         row += 1
     style.lanes(ax, ticks, names)
-    ax.set_xlim(0, longest * 1.3)
-    ax.set_ylim(row - 1.45, -1.1)
+    ax.set_ylim(row - 1.45, -1.1 if next(iter(items)) else -0.6)  # room for the first name
     ax.set_xlabel(unit)
+    style.legend(ax, _legend(items.values()))
     return ax
+
+
+def _stage(ax: Axes, row: int, found: Partition, stage: Stage, first: int, scale: float) -> None:
+    """A box per layer of a stage, the first layer's number being `first`; then its all-reduce."""
+    colour, left = SLOWEST if _is_slowest(stage, found) else OTHERS, 0.0
+    for number, i in enumerate(stage.layers, first):
+        width = scale * found.profile.layers[i].time / stage.replicas
+        bar(ax, row, left, left + width, colour, lw=0.8)
+        if width > ax.get_xlim()[1] * 0.025:
+            style.label(ax, left + width / 2, row, str(number), 9, colour)
+        left += width
+    if stage.allreduce:
+        bar(ax, row, left, scale * stage.time, style.GREY, lw=0.8)
+
+
+def _is_slowest(stage: Stage, found: Partition) -> bool:
+    return stage.time == max(other.time for other in found.stages)
+
+
+def _legend(items: Collection[Partition]) -> list[Artist]:
+    """The entries of what is there."""
+    stages = [(stage, found) for found in items for stage in found.stages]
+    handles: list[Artist] = [Patch(color=SLOWEST, label="layers of the slowest stage")]
+    if not all(_is_slowest(stage, found) for stage, found in stages):
+        handles.append(Patch(color=OTHERS, label="of the others"))
+    if any(stage.allreduce for stage, _ in stages):
+        handles.append(Patch(color=style.GREY, label="all-reduce"))
+    if any(stage.time < found.bottleneck for stage, found in stages):
+        handles.append(Patch(facecolor="white", edgecolor="#b0b0b0", hatch="////", label="idle"))
+    return [*handles, Line2D([], [], ls="--", label="pace: the slowest stage or link", **PACE)]
 
 
 def profile(found: Profile, ax: Axes | None = None) -> Axes:

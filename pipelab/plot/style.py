@@ -50,6 +50,7 @@ CAUSES = {
     "buffers": SKY,
 }
 LINES = (BLUE, ORANGE, GREEN, PINK, RED, SKY, GREY)
+VERSIONS = (BLUE, ORANGE, GREEN, PINK, RED, SKY, YELLOW)  # grey are updates
 
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes"))
@@ -61,9 +62,9 @@ def lighter(colour: Colour, share: float) -> RGB:
     return r, g, b
 
 
-def version_colour(version: int, share: float) -> RGB:
-    """A weight version's colour, mixed with `share` of white."""
-    return lighter(LINES[version % len(LINES)], share)
+def version_colour(version: int) -> RGB:
+    """A weight version's colour; the colours come round again."""
+    return lighter(VERSIONS[version % len(VERSIONS)], 0.25)
 
 
 def ink(colour: Colour) -> str:

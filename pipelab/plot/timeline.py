@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
@@ -30,17 +31,17 @@ def timeline(
 ) -> Axes:
     """One timeline: blue forwards, green backwards; the numbers are micro-batches.
 
-    A later chunk of the model has a lighter shade. `by_version` colours actions by the weight
-    version that they read, forwards lighter than backwards. `end` extends the time axis, so that
-    several pictures compare. `t.summary()` says the same in words.
+    A later chunk of the model has a lighter shade; an update too short to be seen is a line under
+    a triangle. `by_version` colours actions by the weight version that they read and names them,
+    such as F3. `end` extends the time axis, so that several pictures compare. `t.summary()` says
+    the same in words.
     """
     ax = style.axes(ax, height=0.9 + 0.38 * t.schedule.devices)
     _draw(ax, {"": t}, end, by_version)
     if title is None:
         title = f"{t.schedule.name}, {t.source}"
         if not by_version:
-            b = t.bubble
-            title += f": idle {b.of_total:.1%} of total time, {b.over_ideal:.1%} over ideal"
+            title += f": idle {t.bubble.of_total:.1%} of total time"
     style.title(ax, title)
     return ax
 
@@ -102,17 +103,20 @@ def idle(ax: Axes, row: float, end: float) -> Rectangle:
     return bar(ax, row, 0, end, "white", "#c8c8c8", hatch="////", lw=0)
 
 
-def instant(ax: Axes, row: float, time: float, colour: Colour, width: float) -> Line2D:
-    """A line across a lane: an action that takes no time."""
+def instant(ax: Axes, row: float, time: float, colour: Colour) -> Line2D:
+    """A line across a lane under a triangle: an action that takes no time."""
     y = row - LANE / 2, row + LANE / 2
-    (line,) = ax.plot([time, time], y, color=colour, lw=width, solid_capstyle="butt")
+    look: dict[str, Any] = {"lw": 2, "solid_capstyle": "butt", "clip_on": False, "zorder": 3}
+    (line,) = ax.plot([time, time], y, color=colour, marker="v", ms=5, markevery=[0], **look)
     return line
 
 
 def points_per_unit(ax: Axes) -> float:
-    """Points (1/72 inch) of paper for a unit of the time axis, before labels take their room."""
-    a, b = ax.get_xlim()
+    """Points (1/72 inch) of paper for a unit of the time axis."""
     figure = cast(Figure, ax.get_figure(root=True))
+    if layout := figure.get_layout_engine():
+        layout.execute(figure)  # the names of the lanes take their room
+    a, b = ax.get_xlim()
     return float(figure.get_size_inches()[0] * 72 * ax.get_position().width / (b - a))
 
 
@@ -127,7 +131,7 @@ def _draw(
     factor, unit = 1.0, ""
     if longest < 1 or any(t.source == "measured" for t in items.values()):
         factor, unit = style.scale_of(longest, style.SECONDS)
-    ax.set_xlim(0, longest * 1.002 or 1)
+    ax.set_xlim(0, longest * 1.004 or 1)
     ax.xaxis.set_major_formatter(lambda x, _: f"{x / factor:g}")
     ax.set_xlabel(f"time ({unit})" if unit else "time")
     tops, ticks, names, top = [], [], [], 0
@@ -144,16 +148,27 @@ def _draw(
     handles = _version_legend(items.values()) if by_version else _kind_legend(items.values())
     style.legend(ax, handles, FONT, handlelength=1.2, columnspacing=1.2)
     for top, t in zip(tops, items.values(), strict=True):
-        _lanes(ax, t, top, _version_colours(t) if by_version else _kind_colours(t))
+        names = [str(microbatch) for microbatch in t.microbatch]
+        if by_version:
+            names = [f"{Kind(kind).name}{name}" for kind, name in zip(t.kind, names, strict=True)]
+        _lanes(ax, t, top, _version_colours(t) if by_version else _kind_colours(t), names)
 
 
-def _kind_legend(items: Collection[Timeline]) -> list[Patch]:
-    patches = [Patch(color=style.KINDS[k], label=style.NAMES[k]) for k in kinds_of(items)]
+def _kind_legend(items: Collection[Timeline]) -> list[Artist]:
+    handles = [_handle(kind, items) for kind in kinds_of(items)]
     if (chunks := chunks_of(items)) > 1:
         shade = style.lighter(style.KINDS[Kind.F], 0.55)
-        patches.append(Patch(color=shade, label=f"lighter: later chunk of {chunks}"))
-    patches.append(Patch(facecolor="white", edgecolor="#b0b0b0", hatch="////", label="idle"))
-    return patches
+        handles.append(Patch(color=shade, label=f"lighter: later chunk of {chunks}"))
+    handles.append(Patch(facecolor="white", edgecolor="#b0b0b0", hatch="////", label="idle"))
+    return handles
+
+
+def _handle(kind: Kind, items: Collection[Timeline]) -> Artist:
+    """The legend's entry of a kind: a box, or a triangle for updates that take no time."""
+    look: dict[str, Any] = {"color": style.KINDS[kind], "label": style.NAMES[kind]}
+    if all((t.start == t.end)[t.kind == kind].all() for t in items):
+        return Line2D([], [], ls="", marker="v", ms=6, **look)
+    return Patch(**look)
 
 
 def _kind_colours(t: Timeline) -> list[Colour]:
@@ -164,21 +179,25 @@ def _kind_colours(t: Timeline) -> list[Colour]:
     ]
 
 
-def _version_legend(items: Collection[Timeline]) -> list[Patch]:
-    versions = np.unique(np.concatenate([t.version[t.kind <= Kind.W] for t in items]))
-    return [Patch(color=style.version_colour(v, 0.25), label=f"version {v}") for v in versions[:8]]
+def _version_legend(items: Collection[Timeline]) -> list[Artist]:
+    names: dict[RGB, list[str]] = {}  # the colours come round again
+    for version in np.unique(np.concatenate([t.version[t.kind <= Kind.W] for t in items])):
+        names.setdefault(style.version_colour(version), []).append(str(version))
+    handles: list[Artist] = [
+        Patch(color=colour, label=f"version {', '.join(versions)}")
+        for colour, versions in names.items()
+    ]
+    return [*handles, _handle(Kind.U, items)]
 
 
 def _version_colours(t: Timeline) -> list[Colour]:
     return [
-        style.KINDS[Kind.U]
-        if kind == Kind.U
-        else style.version_colour(version, 0.6 if kind == Kind.F else 0.25)
+        style.KINDS[Kind.U] if kind == Kind.U else style.version_colour(version)
         for kind, version in zip(t.kind, t.version, strict=True)
     ]
 
 
-def _lanes(ax: Axes, t: Timeline, top: int, colours: list[Colour]) -> None:
+def _lanes(ax: Axes, t: Timeline, top: int, colours: list[Colour], names: list[str]) -> None:
     """The lanes of a timeline, the first one at `top`, with a box per action."""
     for d in range(t.schedule.devices):
         idle(ax, top + d, t.makespan)
@@ -186,20 +205,15 @@ def _lanes(ax: Axes, t: Timeline, top: int, colours: list[Colour]) -> None:
     low, high = row - LANE / 2, row + LANE / 2
     corners = np.array([(start, low), (start, high), (end, high), (end, low)])
     points = (end - start) * points_per_unit(ax)
-    widths = {kind: float(np.median(points[t.kind == kind])) for kind in np.unique(t.kind)}
-    edge = 0.6 if widths.get(Kind.F, 0) > 3 else 0  # white edges would wash thin boxes out
+    edge = min(0.6, np.median(points[t.kind <= Kind.W]) / 5)  # broad edges wash thin boxes out
     boxes = corners.transpose(2, 0, 1)  # corner, x and y, action -> action, corner, x and y
     ax.add_collection(
         PolyCollection(list(boxes), facecolors=colours, edgecolors="white", linewidths=edge)
     )
-    for i in np.flatnonzero((t.kind == Kind.U) & (points < 1.2)):
-        instant(ax, row[i], end[i], style.KINDS[Kind.U], 1.2)
-    # Numbers in all boxes of a kind or in none of them.
-    digits = len(str(t.schedule.total - 1))
-    for kind, width in widths.items():
-        size = min(FONT, width / (0.68 * digits))
-        if kind > Kind.W or size < SMALLEST:
-            continue
-        for i in np.flatnonzero(t.kind == kind):
-            middle, number = (start[i] + end[i]) / 2, str(t.microbatch[i])
-            style.label(ax, middle, row[i], number, size, colours[i], va="center_baseline")
+    for i in np.flatnonzero((t.kind == Kind.U) & (points < 2)):
+        instant(ax, row[i], end[i], style.KINDS[Kind.U])
+    # Names wherever there is room for the longest one.
+    sizes = np.minimum(FONT, points / (0.68 * max(map(len, names))))
+    for i in np.flatnonzero((t.kind <= Kind.W) & (sizes >= SMALLEST)):
+        middle = (start[i] + end[i]) / 2
+        style.label(ax, middle, row[i], names[i], sizes[i], colours[i], va="center_baseline")

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from pipelab.action import Kind
 from pipelab.plot import style
 from pipelab.plot.style import Colour
-from pipelab.plot.timeline import LANE, bar, idle, spans
+from pipelab.plot.timeline import LANE, bar, idle, points_per_unit, spans
 from pipelab.timeline import Timeline, plural
 
 
@@ -46,22 +46,24 @@ def versions(t: Timeline, stage: int = 0, ax: Axes | None = None) -> Axes:
     ax.set_xlim(0, t.makespan * 1.002)
     start, end = spans(t)
 
-    # The first lane: actions.
+    # The first lane: actions, with names of the size that the narrowest has room for.
     idle(ax, 0, t.makespan)
+    narrowest = (end - start)[(t.stage == stage) & (t.kind <= Kind.W)].min()
+    size = min(8.0, narrowest * points_per_unit(ax) / (0.68 * len(f"F{s.total - 1}")))
     for i in np.flatnonzero(t.stage == stage):
         kind = Kind(t.kind[i])
         colour: Colour
         if kind <= Kind.W:
-            colour = style.version_colour(t.version[i], 0.55 if kind == Kind.F else 0.1)
+            colour = style.version_colour(t.version[i])
             text = f"{kind.name}{t.microbatch[i]}\nv{t.version[i]}"
         else:
             colour, text = style.GREY, kind.name
-        bar(ax, 0, start[i], end[i], colour, text=text, size=7.5, lw=0.8)
+        bar(ax, 0, start[i], end[i], colour, text=text, size=size, lw=0.8)
 
     # A lane per buffer.
     for place, version, born, dies in kept:
         if dies > born:
-            colour = style.version_colour(version, 0.3)
+            colour = style.version_colour(version)
             bar(ax, 1 + place, born, dies, colour, text=f"version {version}", lw=0.8)
 
     # The last lane: gradients gather with each backward of an update group, until its update.

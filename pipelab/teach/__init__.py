@@ -1,0 +1,41 @@
+"""Guesses and exercises of the lectures: what is right is known here, not in the notebooks."""
+
+from importlib import import_module
+from typing import Any
+
+from pipelab.teach.feedback import NOT_ATTEMPTED, Exercise, Feedback, Guess, Task
+
+__all__ = ["NOT_ATTEMPTED", "Exercise", "Feedback", "Guess", "Task", "check", "guess"]
+
+
+def check(name: str, answer: Any) -> Feedback:
+    """Whether an exercise is solved: any right answer passes, a wrong one gets a hint.
+
+    name    lecture and exercise, such as "02-1"
+    answer  a number, a function, a table, ... as the exercise asks; None: not attempted
+
+    >>> check("01-1", 0.8)
+    Right.
+    """
+    if answer is None:
+        return NOT_ATTEMPTED
+    return _entry("EXERCISES", name).check(answer)
+
+
+def guess(name: str, value: float | None) -> Feedback:
+    """Compare a guess, made before the run, with the result.
+
+    name   lecture and guess, such as "01-a"
+    value  None: no guess yet, so the result stays folded away
+    """
+    return _entry("GUESSES", name).compare(value)
+
+
+def _entry(table: str, name: str) -> Any:
+    """What the lecture's module has under this name."""
+    try:
+        return getattr(import_module(f"{__name__}.lecture_{name[:2]}"), table)[name]
+    except (ModuleNotFoundError, AttributeError, KeyError):
+        raise ValueError(
+            f'{name!r} is not in {table}: write it as the lecture does, "02-1"'
+        ) from None

@@ -1,0 +1,229 @@
+"""What the checks share: any right answer passes, a wrong one is shown with a hint that fits it."""
+
+import html
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+
+from pipelab import Costs, Schedule, simulate
+
+
+class Task(Enum):
+    """What an exercise asks the reader to do."""
+
+    PREDICT = "predict a number"
+    BUILD = "build a table"
+    WRITE = "write a function"
+    DEBUG = "find what is wrong"
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """What a check says, displayed as its text; passed is None where nothing was tried.
+
+    folded  what a click shows
+    """
+
+    passed: bool | None
+    text: str
+    folded: str = ""
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
+        shown = {"text/plain": self.text}
+        if self.folded:
+            fold = f"<summary>Show it</summary>{html.escape(self.folded)}"
+            shown["text/html"] = f"{html.escape(self.text)}<details>{fold}</details>"
+        return shown
+
+
+NOT_ATTEMPTED = Feedback(None, "Not attempted yet: replace None above, then run this cell again.")
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """An exercise of a lecture: what kind it is, and what says whether an answer is right."""
+
+    task: Task
+    check: Callable[[Any], Feedback]
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A guess made before a run.
+
+    truth      computes the result
+    why        a question or remark for whoever was wrong
+    tolerance  relative
+    """
+
+    truth: Callable[[], float]
+    why: str = "Where does the difference come from?"
+    tolerance: float = 0.005
+
+    def compare(self, value: float | None) -> Feedback:
+        truth = self.truth()
+        if value is None:
+            return Feedback(None, "Guess first: replace None above.", f"It is {truth:g}.")
+        if not isinstance(value, (int, float)):
+            return not_yet(f"{value!r} is not a number.")
+        if is_close(value, truth, self.tolerance):
+            return Feedback(True, f"Right: {truth:g}.")
+        return Feedback(False, f"You said {value:g}, it is {truth:g}. {self.why}")
+
+
+def not_yet(why: str) -> Feedback:
+    return Feedback(False, f"Not yet: {why}".rstrip())
+
+
+def number(
+    answer: Any,
+    truth: float,
+    hint: str = "",
+    slips: Mapping[float, str] | None = None,
+    tolerance: float = 0.005,
+) -> Feedback:
+    """Any number within `tolerance` (relative) of the truth, of whatever type.
+
+    slips  numbers that a likely mistake gives: the hint for it, in the place of `hint`
+
+    >>> number(0.8, 4 / 5)
+    Right.
+    >>> number(0.2, 4 / 5, slips={0.2: "That is the busy share."})
+    Not yet: 0.2. That is the busy share.
+    """
+    try:
+        value = float(answer)
+    except (TypeError, ValueError):
+        return not_yet(f"{answer!r} is not a number.")
+    if is_close(value, truth, tolerance):
+        return Feedback(True, "Right.")
+    for slip, its_hint in (slips or {}).items():
+        if is_close(value, slip, tolerance):
+            hint = its_hint
+    return not_yet(f"{value:g}. {hint}")
+
+
+def same_function(
+    answer: Callable,
+    truth: Callable,
+    cases: Iterable[tuple],
+    slips: Sequence[tuple[Callable, str]] = (),
+) -> Feedback:
+    """A function that gives what `truth` gives for every case; the first difference is shown.
+
+    It may give numbers, or arrays and nested lists of them. A function that only returns None was
+    not attempted.
+
+    slips  functions with a likely mistake, each with the hint for it
+
+    >>> same_function(lambda p: p - 1, lambda p: p, [(2,)])
+    Not yet: for (2) it gives 1, right is 2.
+    """
+    if not callable(answer):
+        return not_yet(f"{answer!r} is not a function.")
+    attempted = False
+    for case in cases:
+        shown, right = ", ".join(map(repr, case)), truth(*case)
+        try:
+            value = answer(*case)
+        except Exception as error:
+            return not_yet(f"for ({shown}) it raises {type(error).__name__}: {error}")
+        attempted |= value is not None
+        if attempted and not is_close(value, right, 1e-6):
+            hints = [hint for slip, hint in slips if is_close(value, slip(*case), 1e-6)]
+            hint = "".join(f" {hint}" for hint in hints[:1])
+            return not_yet(f"for ({shown}) it gives {value}, right is {_short(right)}.{hint}")
+    return Feedback(True, "Right.") if attempted else NOT_ATTEMPTED
+
+
+def choice(answer: Any, right: str, wrong: Mapping[str, str]) -> Feedback:
+    """One of several words; each wrong one has its hint.
+
+    >>> choice("a", "b", {"a": "Look at stage 1."})
+    Not yet: a. Look at stage 1.
+    """
+    if answer == right:
+        return Feedback(True, "Right.")
+    if answer in wrong:
+        return not_yet(f"{answer}. {wrong[answer]}")
+    return not_yet(f"{answer!r} is none of {', '.join(sorted([right, *wrong]))}.")
+
+
+def table(
+    answer: Schedule | str,
+    *,
+    devices: int,
+    microbatches: int,
+    stages: int | None = None,
+    updates: int = 1,
+    makespan: float | None = None,
+    in_flight: int | None = None,
+    costs: Costs | None = None,
+) -> Feedback:
+    """Any valid table that reaches the numbers.
+
+    The answer is a Schedule, or a grid in text, whose updates may be left out.
+
+    stages        default: one a device
+    microbatches  in all batches
+    makespan      at most this much, under `costs` (default: forward 1, backward 2)
+    in_flight     at most so many micro-batches on any device
+    """
+    try:
+        schedule = Schedule.from_grid(answer, "your table") if isinstance(answer, str) else answer
+        timeline = simulate(schedule, costs)
+    except (ValueError, AttributeError) as error:
+        return Feedback(False, f"Not yet. {error}")
+    have = (schedule.devices, schedule.stages, schedule.total, schedule.updates)
+    if have != (devices, stages or devices, microbatches, updates):
+        text = "{} devices, {} stages, {} micro-batches and {} update(s)"
+        asked = text.format(devices, stages or devices, microbatches, updates)
+        return not_yet(f"a table with {text.format(*have)}, asked: {asked}.\n{schedule.grid()}")
+    span, most, short = timeline.makespan, max(timeline.peak_in_flight), []
+    if makespan is not None and span > makespan * (1 + 1e-9):
+        short.append(f"makespan {span:g}, to reach: {makespan:g}")
+    if in_flight is not None and most > in_flight:
+        short.append(f"{most} micro-batches in flight, to reach: {in_flight}")
+    if short:
+        return not_yet(f"{'; '.join(short)}.\n{schedule.grid()}")
+    return Feedback(True, f"Right: makespan {span:g}, at most {most} in flight.\n{schedule.grid()}")
+
+
+def balance(answer: Any, seconds: Sequence[float], stages: int, bottleneck: float) -> Feedback:
+    """Any split of layers with these `seconds` whose slowest stage takes at most `bottleneck`.
+
+    >>> balance([2, 2], [1, 1, 1, 3], 2, 3)
+    Not yet: the stages take 2, 4; the slowest has to come down to 3.
+    """
+    try:
+        counts = [operator.index(count) for count in answer]
+    except TypeError:
+        return not_yet(f"{answer!r} is not a list of whole numbers.")
+    if len(counts) != stages or sum(counts) != len(seconds) or min(counts) < 1:
+        return not_yet(f"{counts} does not share {len(seconds)} layers among {stages} stages.")
+    times = [sum(seconds[a:b]) for a, b in pairwise(accumulate(counts, initial=0))]
+    if max(times) > bottleneck * (1 + 1e-9):
+        shown = ", ".join(f"{x:g}" for x in times)
+        return not_yet(f"the stages take {shown}; the slowest has to come down to {bottleneck:g}.")
+    return Feedback(True, f"Right: the slowest stage takes {max(times):g}.")
+
+
+def is_close(value: Any, truth: Any, tolerance: float = 0.005) -> bool:
+    """Whether numbers, or arrays of them, are the same within a relative tolerance."""
+    try:
+        value, truth = np.asarray(value, float), np.asarray(truth, float)
+    except (TypeError, ValueError, RuntimeError):  # not numbers, or a tensor under autograd
+        return False
+    return value.shape == truth.shape and np.allclose(value, truth, rtol=tolerance, atol=1e-12)
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)

@@ -1,0 +1,121 @@
+"""Lecture 4: work partitioning."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pipelab import make, simulate
+from pipelab.models.vgg16 import vgg16
+from pipelab.partition import Layer, Partition, Profile, split_layers
+from pipelab.teach.feedback import (
+    Exercise,
+    Feedback,
+    Guess,
+    Task,
+    balance,
+    choice,
+    not_yet,
+    number,
+    same_function,
+)
+
+TIMES, KEPT, ROOM = (2, 5, 4, 2, 4, 3, 2), (4, 4, 1, 1, 3, 1, 3), 12
+
+
+def suspect() -> Partition:
+    """VGG-16 on four devices, by a method that the reader finds out."""
+    return split_layers(vgg16(), 4, "parameters")
+
+
+def fill(times, devices):
+    share, stages = sum(times) / devices, [[times[0]]]
+    for t in times[1:]:
+        full = sum(stages[-1]) + t > share
+        if full and len(stages) < devices:
+            stages.append([])
+        stages[-1].append(t)
+    return [len(stage) for stage in stages]
+
+
+def best_pace(times: Sequence[float], stages: int) -> float:
+    """The slowest stage of the best split."""
+    profile = Profile(tuple(Layer("", forward=t) for t in times))
+    return split_layers(profile, stages).bottleneck
+
+
+def imbalance(answer: Any) -> Feedback:
+    """Three stages of 6 ms: the time x of the fourth with 1 - (18 + x) / 4x = 1/4."""
+    hint = "Idle share: 1 - (sum of all stages) / (stages x the slowest)."
+    slips = {
+        8: "With 8 the share that works is 26/32, so 19 % are idle.",
+        7.5: "A quarter more than the others: but that device's own time is work, too.",
+        24: "There a quarter of all device time is idle times over: what share works?",
+    }
+    return number(answer, 9, hint, slips)
+
+
+def plan_that_fits(answer: Any) -> Feedback:
+    """The slowest stage takes 11, and no stage keeps more than its device has room for."""
+    feedback = balance(answer, TIMES, 3, 11)
+    if not feedback.passed:
+        return feedback
+    first = 0
+    for s, count in enumerate(answer):
+        held = (3 - s) * sum(KEPT[first : first + count])
+        if held > ROOM:
+            return not_yet(f"stage {s} keeps {3 - s} micro-batches, {held} bytes of {ROOM}.")
+        first += count
+    return feedback
+
+
+def replicas(answer: Any) -> Feedback:
+    """Devices -> the pace, if all but one share the layer of 12 ms, and one has that of 2 ms."""
+    slips = (
+        (lambda n: 12 / (n - 1), "The device of the second layer needs 2 ms."),
+        (lambda n: max(12 / n, 2), "One device has the other layer: how many share the first?"),
+        (lambda n: 12 / (n - 1) + 2, "The stages work at the same time: the slower sets the pace."),
+        (lambda n: 14 / n, "That shares both layers among all."),
+    )
+    cases = [(n,) for n in (2, 3, 5, 7, 8, 20)]
+    return same_function(answer, lambda n: max(12 / (n - 1), 2), cases, slips)
+
+
+def balanced(answer: Any) -> Feedback:
+    wrong = {
+        "uniform": "Equal counts would be four layers a stage.",
+        "size": "By size the early convolutions, with the largest activations, would be apart.",
+        "time": "By time no device would be idle so long.",
+    }
+    return choice(answer, "parameters", wrong)
+
+
+def counterexample(answer: Any) -> Feedback:
+    """At most six times; filled up to the mean, they take 1.5 times as long as split at best."""
+    try:
+        times = [float(t) for t in answer]
+    except (TypeError, ValueError):
+        return not_yet(f"{answer!r} is not a list of times.")
+    if not 3 <= len(times) <= 6 or min(times) <= 0:
+        return not_yet(f"{answer!r}: three to six layers, all above 0.")
+    ends = fill(times, 3)
+    slowest = max(sum(times[sum(ends[:s]) :][:n]) for s, n in enumerate(ends))
+    ratio = slowest / best_pace(times, 3)
+    if ratio < 1.5 - 1e-9:
+        return not_yet(f"it gives {ends}, {ratio:.2f} times as long as the best split.")
+    return Feedback(True, f"Right: it gives {ends}, {ratio:.2f} times as long as the best split.")
+
+
+def equal_counts() -> float:
+    """GPT-2 in round numbers, four layers a device: the makespan of eight micro-batches."""
+    layers = tuple(Layer("", t, t, t) for t in (0, 1, 1, 1, 1, 1, 1, 3))
+    costs = Profile(layers).costs([4, 4])
+    return simulate(make("pipedream_flush", 2, 8), costs).makespan
+
+
+EXERCISES = {
+    "04-1": Exercise(Task.PREDICT, imbalance),
+    "04-2": Exercise(Task.BUILD, plan_that_fits),
+    "04-3": Exercise(Task.WRITE, replicas),
+    "04-4": Exercise(Task.DEBUG, balanced),
+    "04-5": Exercise(Task.DEBUG, counterexample),
+}
+GUESSES = {"04-a": Guess(equal_counts, "3 until device 1 starts, 8 x 18, and the last backward?")}

@@ -1,0 +1,86 @@
+"""Answers to the exercises of lecture 1: right ones, and wrong ones with a part of their hint."""
+
+STEPS = """
+def answer(a, b, batches):
+    found = []
+    arrived = torch.empty(32, 128, requires_grad=True)
+    for x, target in batches:
+        h = a(x)
+        RECEIVE
+        mse_loss(b(arrived), target).backward()
+        h.backward(arrived.grad)
+        found.append((a.weight.grad.clone(), b.weight.grad.clone()))
+        a.zero_grad(), b.zero_grad()
+    return found
+"""
+
+ANSWERS = {
+    "01-1": {
+        "right": ["answer = 4 / 5", "from fractions import Fraction\nanswer = Fraction(4, 5)"],
+        "wrong": {
+            "answer = 0.2": "the share that is busy",
+            "answer = 0.625": "side by side",
+            "answer = 80": "per cent",
+            "answer = 0.75": "how many devices compute at any moment",
+            "answer = 'most'": "is not a number",
+        },
+    },
+    "01-2": {
+        "right": [
+            "from itertools import accumulate\n"
+            "answer = lambda o, b: sum(2 * o[n - 1] for n in [*accumulate(b)][:-1])",
+            "import numpy as np\n"
+            "answer = lambda o, b: 2 * np.array(o)[np.cumsum(b[:-1], dtype=int) - 1].sum()",
+        ],
+        "wrong": {
+            "answer = lambda o, b: 2 * sum(o)": "Layers inside a stage send nothing",
+            "answer = lambda o, b: sum(o[sum(b[:i]) - 1] for i in range(1, len(b)))": "comes back",
+            "answer = lambda o, b: 2 * sum(o[sum(b[:i]) - 1] for i in range(1, len(b) + 1))": (
+                "crosses no cut"
+            ),
+            "answer = lambda o, b: 2 * sum(o[n] for n in b)": "it gives 120, right is 20.",
+            "answer = 60": "is not a function",
+        },
+    },
+    "01-3": {
+        "right": [
+            'answer = pl.make("pipedream_flush", 2, 2)',
+            'answer = "0F1 0F0 0B1 0B0\\n1F1 1B1 1F0 1B0"',
+        ],
+        "wrong": {
+            'answer = pl.make("inter_layer", 2, 2)': "makespan 12, to reach: 9",
+            'answer = "0F0 0B0 0F1 0B1\\n1F1 1F0 1B0 1B1"': ">",
+            'answer = pl.make("gpipe", 2, 1)': "asked: 2 devices, 2 stages, 2 micro-batches",
+        },
+    },
+    "01-4": {
+        "right": [
+            STEPS.replace("RECEIVE", "arrived = h.detach().requires_grad_()"),
+            STEPS.replace("RECEIVE", "arrived.data.copy_(h)").replace(
+                "b.zero_grad()", "b.zero_grad(), arrived.grad.zero_()"
+            ),
+        ],
+        "wrong": {
+            "answer = two_batches": "batch 1: the gradient of a is wrong. What came back",
+            STEPS.replace("RECEIVE", "arrived = h; h.retain_grad()"): "ends at a detach",
+            STEPS.replace("RECEIVE", "arrived = h.detach()"): "raises RuntimeError",
+            STEPS.replace("RECEIVE", "arrived.data.copy_(h)").replace(
+                "arrived.grad)", "arrived.grad / 2)"
+            ): "batch 0: the gradient of a is wrong. Compare",
+            STEPS.replace("RECEIVE", "arrived.data.copy_(h); arrived.grad = None").replace(
+                "a.zero_grad(), b.zero_grad()", "a.zero_grad()"
+            ): "batch 1: the gradient of b is wrong. It is the sum",
+            "answer = lambda a, b, batches: []": "a pair of gradients",
+        },
+    },
+    "01-5": {
+        "right": ['answer = ("C", [0, 1])', 'answer = ["C", (1, 0)]'],
+        "wrong": {
+            'answer = ("A", [0, 1, 2])': "2 meets 0",
+            'answer = ("B", [0, 1])': "Device 2 receives first",
+            'answer = ("C", [0, 1, 2])': "who takes what device 2 sends",
+            'answer = ("C", [1])': "at least two devices",
+            'answer = "C"': "is not like",
+        },
+    },
+}

@@ -1,0 +1,52 @@
+"""Answers to the exercises of lecture 4: right ones, and wrong ones with a part of their hint."""
+
+ANSWERS = {
+    "04-1": {
+        "right": ["answer = 9.0", "answer = np.float64(18) / 2"],
+        "wrong": {
+            "answer = 6": "Idle share: 1 - ",
+            "answer = 8": "19 % are idle",
+            "answer = 7.5": "own time is work, too",
+            "answer = 'more than 6'": "is not a number",
+        },
+    },
+    "04-2": {
+        "right": ["answer = (1, 3, 3)", "answer = np.array([1, 2, 4])"],
+        "wrong": {
+            "answer = [2, 2, 3]": "stage 0 keeps 3 micro-batches, 24 bytes of 12",
+            "answer = [1, 1, 5]": "the slowest has to come down to 11",
+            "answer = [3, 4]": "does not share 7 layers among 3 stages",
+            "answer = 11": "is not a list of whole numbers",
+        },
+    },
+    "04-3": {
+        "right": [
+            "answer = lambda n: 2 if n > 6 else 12 / (n - 1)",
+            "def answer(n):\n    return np.maximum(2, 12 / (n - 1))",
+        ],
+        "wrong": {
+            "answer = lambda n: 12 / (n - 1)": "needs 2 ms",
+            "answer = lambda n: 14 / n": "shares both layers",
+            "answer = lambda n: 12 / (n - 1) + 2": "the slower sets the pace",
+            "answer = 2": "is not a function",
+        },
+    },
+    "04-4": {
+        "right": ["answer = 'parameters'"],
+        "wrong": {
+            "answer = 'uniform'": "four layers a stage",
+            "answer = 'size'": "By size",
+            "answer = 'time'": "By time",
+            "answer = 4": "is none of",
+        },
+    },
+    "04-5": {
+        "right": ["answer = (3, 3, 3, 3, 3)", "answer = [2, 2, 2, 2, 2, 0.1]"],
+        "wrong": {
+            "answer = [5, 1, 4, 2, 2, 6]": "times as long as the best split",
+            "answer = [1, 1, 1, 1, 1, 1, 1]": "three to six layers",
+            "answer = [1, 1]": "three to six layers",
+            "answer = 3": "is not a list of times",
+        },
+    },
+}
