@@ -106,13 +106,14 @@ def first_use(lectures, term):
 
 
 def unlinked(lectures):
-    """What is missing: terms that no lecture uses, and first uses that are no link."""
-    for term in terms():
+    """What is missing: first uses that are no link, and entries that no link leads to."""
+    entries = terms()
+    for term in entries:
         found = first_use(lectures, term)
-        if found is None:
-            yield f"{term.anchor}: not used in any lecture"
-        elif not found[-1]:
+        if found and not found[-1]:
             yield f"{term.anchor}: first used in {found[0].name}, cell {found[1]}, without a link"
+        elif not found and not any(f"](#{term.anchor})" in other.text for other in entries):
+            yield f"{term.anchor}: used in no lecture, and no other entry leads to it"
 
 
 def test_entries_are_sorted_short_and_addressed_alike_everywhere():
@@ -131,9 +132,11 @@ def test_a_word_means_one_term():
     assert sorted(words) == sorted(set(words))
 
 
-def test_the_glossarys_own_links_lead_to_lectures_of_that_number():
-    for number, name in re.findall(r"\[Lecture (\d+)\]\(([^)]*)\)", GLOSSARY.read_text()):
+def test_the_glossarys_own_links_lead_to_lectures_of_that_number_and_to_entries():
+    text = GLOSSARY.read_text()
+    for number, name in re.findall(r"\[Lecture (\d+)\]\(([^)]*)\)", text):
         assert (FOLDER / name).exists() and int(name[:2]) == int(number), name
+    assert set(re.findall(r"\]\(#([^)]*)\)", text)) <= {term.anchor for term in terms()}
 
 
 @pytest.mark.parametrize(
