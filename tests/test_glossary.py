@@ -14,7 +14,9 @@ GLOSSARY = FOLDER / "glossary.md"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
 LECTURES = sorted(FOLDER.glob("*.ipynb"))
 LINK = re.compile(r"\]\((?:[\w./]*/)?glossary\.md(?:#([^)]*))?\)")
-OTHER_MEANINGS = r"error messages?|links? to|as a link"  # phrases in which a word is no term
+OTHER_MEANINGS = (
+    r"error messages?|links? to|as a link|a tick stays"  # phrases in which a word is no term
+)
 
 # In what a term is not looked for.
 NO_PROSE = (
@@ -75,7 +77,7 @@ def pattern(word):
     """Of a word: any number, with a hyphen or without; capitals count where it has some."""
     if word.startswith("`"):
         return re.escape(word)
-    body = re.sub(r"[- ]+", r"[-\\s]+", word)
+    body = re.sub(r"[- ]+", r"[-_\\s]+", word)
     return rf"(?:{body}|{body.capitalize()})(?:e?s)?" if word.islower() else rf"{body}s?"
 
 
