@@ -48,21 +48,23 @@ def pictured(source: str) -> list[str]:
     code = "\n".join(line for line in source.splitlines() if not line.startswith(("%", "!")))
     calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
     found = [part for call in calls for part in drawn(call)]
-    for call in calls:
-        labels = {keyword.arg: text_of(keyword.value) for keyword in call.keywords}
-        if labels.get("xlabel") and labels.get("ylabel"):
-            found.append(f"{labels['ylabel']} over {labels['xlabel']}.")
-        if labels.get("title"):
-            found.append(f"{labels['title']}.")
+    labels = [keyword for call in calls for keyword in call.keywords]
+    across, up, titles = (
+        [text_of(label.value) for label in labels if label.arg == name and text_of(label.value)]
+        for name in ("xlabel", "ylabel", "title")
+    )
+    found += [f"{y} over {x}." for x, y in zip(across, up, strict=False)]
+    found += [f"{title}." for title in titles]
     return list(dict.fromkeys(found))
 
 
-def described(cell: dict[str, Any], before: str) -> str:
-    """The words for a cell's pictures: what it draws, and the text before them."""
+def described(cell: dict[str, Any], before: str, section: str) -> str:
+    """The words for a cell's pictures: what it draws and the text before, or else the section."""
     printed = ["".join(output["text"]) for output in cell["outputs"] if "text" in output]
     announced = [text for text in sentences(before)[-1:] if text[-1] != "?"]
     said = announced or sentences(" ".join(printed))[:1]
-    return " ".join(["Figure:", *pictured("".join(cell["source"])), *said])
+    shown = [*pictured("".join(cell["source"])), *said] or [f"of the section {section!r}."]
+    return " ".join(["Figure:", *shown])
 
 
 def prepare(notebook: dict[str, Any]) -> None:
@@ -71,15 +73,16 @@ def prepare(notebook: dict[str, Any]) -> None:
     A cell's own words win: `{"mystnb": {"image": {"alt": ...}}}` in its metadata.
     """
     notebook["metadata"].pop("widgets", None)
-    before = ""
+    before = section = ""
     for cell in notebook["cells"]:
         for output in cell.get("outputs", []):
             if output.get("data", {}).pop(WIDGET, None):
                 output["data"]["text/plain"] = [*output["data"]["text/plain"], NO_KERNEL]
         if any("image/png" in output.get("data", {}) for output in cell.get("outputs", [])):
             image = cell["metadata"].setdefault("mystnb", {}).setdefault("image", {})
-            image.setdefault("alt", described(cell, before))
+            image.setdefault("alt", described(cell, before, section))
         before = "".join(cell["source"]) if cell["cell_type"] == "markdown" else ""
+        section = (re.findall(r"^#+ (.*)", before, re.M) or [section])[-1]
 
 
 def read(_app: Sphinx, name: str, source: list[str]) -> None:
