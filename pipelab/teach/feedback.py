@@ -177,10 +177,12 @@ def table(
     makespan      at most this much, under `costs` (default: forward 1, backward 2)
     in_flight     at most so many micro-batches on any device
     """
+    if not isinstance(answer, (str, Schedule)):
+        return not_yet(f"{answer!r} is not a table: give a Schedule, or a text, a line a device.")
     try:
         schedule = Schedule.from_grid(answer, "your table") if isinstance(answer, str) else answer
         timeline = simulate(schedule, costs)
-    except (ValueError, AttributeError) as error:
+    except ValueError as error:
         return Feedback(False, f"Not yet. {error}")
     have = (schedule.devices, schedule.stages, schedule.total, schedule.updates)
     if have != (devices, stages or devices, microbatches, updates):
