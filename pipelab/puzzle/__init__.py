@@ -3,9 +3,9 @@
 Plain Python without a widget; `pipelab.widgets.Editor` shows it.
 
 >>> draft = Draft.of(Task(devices=2, microbatches=2, cap=1)).place("0F0")
->>> draft.place("0F1")
+>>> draft.place("1F1")
 Traceback (most recent call last):
-pipelab.puzzle.draft.Refused: device 0 would hold 2 micro-batches, its cap is 1: 0B0 has to come first
+pipelab.puzzle.draft.Refused: 1F1 needs 0F1 first, which is not placed yet
 >>> recognise(finish(draft))
 'This is inter-layer parallelism.'
 """

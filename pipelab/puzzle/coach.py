@@ -57,13 +57,13 @@ def _as_known(draft: Draft) -> Iterator[Draft]:
         yield Draft.of(draft.task, [[*row, *more] for row, more in both])
 
 
-def coach(draft: Draft) -> Advice:
+def coach(draft: Draft, steps: int = STEPS) -> Advice:
     """The next move of the best way to go on, in the order of time; ties are as good.
 
     Of forwards that begin a micro-batch only the first counts: the others are the same table with
     other numbers. Refused where nothing is left, or `finish` refuses.
     """
-    best = finish(draft)
+    best = finish(draft, steps)
     rest = [a for row in best.rows for a in row if a not in draft.placed]
     if not rest:
         raise Refused("the table is whole: there is nothing left to place")
@@ -75,7 +75,7 @@ def coach(draft: Draft) -> Advice:
         if a != move
         and draft.task.device(a) == draft.task.device(move)
         and not (a.kind is Kind.F and a.stage == 0 and a > _next_start(draft))
-        and finish(draft.put(a)).timeline.makespan <= makespan * (1 + 1e-9)
+        and finish(draft.put(a), steps).timeline.makespan <= makespan * (1 + 1e-9)
     ]
     return Advice(move, ties, makespan)
 

@@ -11,6 +11,7 @@ from pipelab.action import Action, Kind, Reads, ScheduleError
 from pipelab.costs import Costs
 from pipelab.puzzle.draft import Draft
 from pipelab.puzzle.task import PLAIN, Task
+from pipelab.schedule import Schedule
 
 TIMES = ("forward", "input_grad", "weight_grad", "transfer", "update")
 
@@ -95,6 +96,20 @@ def read_task(text: str) -> Task:
     if "split" in found:
         found["split"] = bool(found["split"])
     return Task(**found, costs=Costs(**times))
+
+
+def task_of(table: Schedule) -> Task:
+    """The task that a table does. ScheduleError where it is none that can be edited."""
+    virtual = table.stages // table.devices
+    split = bool((table.columns.kind == Kind.I).any())
+    sizes = table.devices, table.microbatches, virtual, table.batches, table.per_update
+    task = Task(*sizes, table.reads, split=split)
+    if table.has_transfers or table.placement != task.placement:
+        raise ScheduleError(
+            f"{table.name} cannot be edited: stages have to stand in a loop over the devices, and "
+            "transfers must not be written out"
+        )
+    return task
 
 
 def _joined(value: Any) -> str:

@@ -1,0 +1,380 @@
+// The schedule editor in the browser: it draws the rows that Python sends, and asks Python for every move.
+
+const LEFT = 64, RIGHT = 78, TOP = 8, AXIS = 22; // pixels
+const LANE = 30, STRIP = 24, GAP = 12, THIN = 15;
+const LEAST = 25, MOST = 64; // pixels of the shortest action
+const KEYS = "ready now: chips with a frame. Arrow keys move, F, B, U and a number place, Backspace removes.";
+const STATES = { ready: "ready", best: "the coach's move", tie: "as good" };
+let linkTaken = false; // a table in the page's address goes to one editor
+
+// ---- the picture
+
+const endOf = (rows) => Math.max(0, ...rows.flatMap(({ cells }) => cells.map(({ until }) => until)));
+
+// Where the rows of a picture stand, groups one below the other: {title, rows, height of a row}.
+function place(groups, end, width, unit) {
+  const scale = Math.max(LEAST / unit, Math.min(MOST / unit, (width - LEFT - RIGHT) / end)), rows = [];
+  let y = TOP;
+  const heads = [];
+  for (const group of groups) {
+    if (group.title) heads.push([group.title, y + 8]);
+    y += group.title ? 22 : 0;
+    for (const row of group.rows) {
+      rows.push({ ...row, y, lane: row.thin ? THIN : LANE });
+      y += (row.thin ? THIN : LANE) + (row.held ? STRIP : 0) + (row.close ? 2 : GAP);
+    }
+  }
+  const right = LEFT + end * scale;
+  return { rows, heads, scale, right, width: Math.max(width, right + RIGHT), bottom: y, height: y + AXIS, x: (time) => LEFT + time * scale };
+}
+
+function backdrop({ rows, heads, right, bottom, x }, end, unit) {
+  const times = ticks(end, right - LEFT), lines = times.map((time) => `M${round(x(time)) + 0.5} ${TOP - 4}V${bottom}`);
+  const name = ({ name, y, lane, star }) => label(LEFT - 8, y + lane / 2, `${star ? "★ " : ""}${name}`);
+  return `<path class="grid" d="${lines.join("")}"/><g class="devices">${rows.map(name).join("")}</g>
+    <g class="times">${times.map((time) => label(x(time), bottom + AXIS / 2, `${number(time)}${unit}`)).join("")}</g>
+    <g class="heads">${heads.map(([text, y]) => label(LEFT, y, text)).join("")}</g>`;
+}
+
+function drawCell({ what, from, until, text, colours, critical }, { y, lane }, { x, scale }, hatch) {
+  const left = x(from), w = (until - from) * scale;
+  if (what === "gap") return `<path fill="url(#${hatch})" d="${box(left, y, w, lane)}"/>`;
+  if (what === "end") return "";
+  if (w < 1) return `<path class="instants" d="M${round(left)} ${y}v${lane}"/>${label(left, y - 4, text, "font-size:9px")}`;
+  const size = Math.min(13, lane * 0.7, (w - 3) / (0.58 * text.length));
+  const shown = size >= 6 ? label(left + w / 2, y + lane / 2, text, `font-size:${round(size)}px;fill:${colours[1]}`) : "";
+  const area = `x="${round(left + 0.75)}" y="${y}" width="${round(w - 1.5)}" height="${lane}" rx="2"`;
+  return `<g class="${what} ${critical ? "critical" : ""}"><rect ${area} fill="${colours[0]}"/>${shown}</g>`;
+}
+
+// What a device holds over time, below its lane, and the cap over it.
+function drawHeld({ held, cap, y, lane, cells }, { x, right }, most) {
+  if (!held) return "";
+  const base = y + lane + STRIP, high = (STRIP - 5) / Math.max(most, 1), until = x(Math.max(0, ...cells.map((c) => c.until)));
+  let path = `M${LEFT} ${base}`;
+  held.forEach(([time, count], k) => {
+    path += `H${round(x(time))}V${round(base - count * high)}`;
+    if (k === held.length - 1) path += `H${round(until)}`;
+  });
+  const peak = Math.max(...held.map(([, count]) => count)), line = round(base - cap * high) + 0.5;
+  const limit = cap === null ? "" : `<path class="cap" d="M${LEFT} ${line}H${round(right)}"/>`;
+  const words = `holds ${held[held.length - 1][1]}${cap === null ? "" : ` of ${cap}`}`;
+  return `<path class="held ${peak === cap ? "full" : ""}" d="${path}V${base}z"/><path class="base" d="M${LEFT} ${base}H${round(right)}"/>
+    ${limit}<g class="peaks">${label(right + 8, base - STRIP / 2, words)}</g>`;
+}
+
+function newPicture(hatch, layers) {
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  svg.innerHTML = hatching(hatch) + layers.map((name) => `<g class="${name}"></g>`).join("");
+  return [svg, Object.fromEntries(layers.map((name) => [name, svg.querySelector(`.${name}`)]))];
+}
+
+function drawRows(svg, layer, groups, end, unit, axis, width, hatch) {
+  const area = place(groups, end, width, unit);
+  const counts = ({ held, cap }) => [...(held ?? []).map(([, count]) => count), cap ?? 0], most = Math.max(1, ...area.rows.flatMap(counts));
+  svg.setAttribute("width", round(area.width));
+  svg.setAttribute("height", area.height);
+  layer.frame.innerHTML = backdrop(area, end, axis);
+  layer.lanes.innerHTML = area.rows.map((row) => row.cells.map((cell) => drawCell(cell, row, area, hatch)).join("") + drawHeld(row, area, most)).join("");
+  return area;
+}
+
+// ---- the widget
+
+function render({ model, el }) {
+  const button = (text, onclick, properties = {}) => html("button", { type: "button", textContent: text, onclick, ...properties });
+  const ask = (what, words = {}) => model.send({ do: what, ...words });
+  const choose = (text, name, onchange) => {
+    const list = html("select", { name, onchange: () => onchange(list.value) });
+    return [list, html("label", {}, html("span", {}, text), list)];
+  };
+  const hatch = `pipelab-editor-${++patterns}`;
+  let view, area, typed = "", cursor = { device: 0, index: 0, gap: false }, asked = null;
+
+  // -- what there is on the page
+  const [levels, levelBox] = choose("level", "level", (name) => (name ? ask("open_level", { name }) : openSandbox()));
+  const [help, helpBox] = choose("help", "help", (value) => ask("set_help", { help: value }));
+  const text = html("p", { className: "text" }), next = button("Next level", () => ask("open_level", { name: next.value }), { className: "next" });
+  const [form, sizes] = sandboxForm();
+  const said = html("p", { className: "said", role: "status", ariaLive: "polite" });
+  const [svg, layer] = newPicture(hatch, ["frame", "lanes", "cursor"]);
+  Object.assign(svg, { tabIndex: 0, role: "application", ariaRoleDescription: `table to edit. ${KEYS}` });
+  const scroller = html("div", { className: "scroller" }, svg), about = html("p", { className: "about-cell", ariaLive: "polite" });
+  const tray = html("div", { className: "tray", role: "group" });
+  const mark = (name, text) => {
+    const input = html("input", { type: "checkbox", name, onchange: () => ask("show", { [name]: input.checked }) });
+    return [input, html("label", { className: "mark" }, input, html("span", {}, text))];
+  };
+  const [critical, criticalBox] = mark("critical", "critical path"), [par, parBox] = mark("par", "show par below");
+  const undo = button("Undo", () => ask("undo")), redo = button("Redo", () => ask("redo"));
+  const step = button("Step", () => ask("step"), { title: "place what the coach would place" });
+  const finish = button("Finish it for me", () => ask("finish"));
+  const stamp = button("Stamp", () => ask("stamp", { microbatch: microbatchOf(cellAt()) }), { className: "stamp" });
+  const clear = button("Clear", () => ask("clear"));
+  const paced = button("Run it", () => runIt(true), { className: "run", title: "on worker threads, every action as long as planned" });
+  const native = button("Run at full speed", () => runIt(false), { title: "on worker threads, as fast as they go" });
+  const link = html("input", { type: "text", name: "link", readOnly: true, ariaLabel: "link", onfocus: () => link.select() });
+  const file = html("input", { type: "file", accept: ".csv,.txt", ariaLabel: "open a file", onchange: openFile });
+  const keep = html("details", {}, html("summary", {}, "Link or file"), html("div", { className: "bar" }, link,
+    button("Copy link", copyLink), button("Save file", saveFile), html("label", { className: "mark" }, html("span", {}, "open"), file)));
+  const legend = html("span", { className: "legend" }), table = html("table", { className: "measures" });
+  const [trialSvg, trialLayer] = newPicture(`${hatch}-run`, ["frame", "lanes"]);
+  const trialText = html("p", { className: "verdict" }), trial = html("div", { className: "trial" }, trialText, html("div", { className: "scroller" }, trialSvg));
+  trialSvg.setAttribute("role", "img");
+  const saved = html("p", { className: "saved" }, "A saved picture: run this cell to play; the arrow keys work.");
+  const moves = html("div", { className: "bar moves" }, undo, redo, step, finish, stamp, clear);
+  const runs = html("div", { className: "bar runs" }, paced, native, criticalBox, parBox);
+  const controls = html("div", { className: "controls" }, html("div", { className: "bar" }, levelBox, helpBox, next), form);
+  const picture = html("div", { className: "picture" }, scroller, html("div", { className: "bar" }, legend), about);
+  const side = html("div", { className: "side" }, table);
+  el.append(html("div", { className: "pipelab-explorer pipelab-editor" }, saved, controls, text, said,
+    html("div", { className: "body" }, html("div", { className: "picture-and-moves" }, picture, tray, moves, runs, keep), side), trial));
+  for (const node of el.querySelectorAll("input, select, summary, button, svg")) node.setAttribute("data-lm-suppress-shortcuts", "");
+
+  function sandboxForm() {
+    const fields = {};
+    const field = (name, text, properties) => {
+      fields[name] = html("input", { name, ...properties });
+      return html("label", { className: properties.type === "checkbox" ? "mark" : "" }, html("span", {}, text), fields[name]);
+    };
+    const number = { type: "number", min: 1, max: 64 };
+    const form = html("form", { className: "bar sandbox" }, field("devices", "devices p", number), field("microbatches", "micro-batches m", number),
+      field("virtual", "chunks a device v", number), field("cap", "cap (none, one, or one a device)", { type: "text" }),
+      field("split", "backwards in two", { type: "checkbox" }), html("button", { type: "submit", textContent: "Start" }));
+    form.onsubmit = (event) => (event.preventDefault(), openSandbox());
+    return [form, fields];
+  }
+
+  function openSandbox() {
+    const caps = sizes.cap.value.split(/[\s,]+/).filter(Boolean).map(Number);
+    const of = (name) => sizes[name].valueAsNumber || 0;
+    ask("open_task", { devices: of("devices"), microbatches: of("microbatches"), virtual: of("virtual"),
+      cap: caps.length > 1 ? caps : caps[0] ?? null, split: sizes.split.checked });
+  }
+
+  // -- the cursor: before the action with this index of a row, or in the gap before that
+
+  const rowAt = () => view.rows[cursor.device];
+  const cellsAt = (index) => rowAt().cells.filter((cell) => cell.index === index);
+  const cellAt = () => cellsAt(cursor.index).find(({ what }) => (what === "gap") === cursor.gap) ?? cellsAt(cursor.index).at(-1) ?? rowAt().cells.at(-1);
+  const microbatchOf = ({ action }) => (action ? +action.split(/[A-Z]+/)[1] : 0);
+  const point = (device, cell) => moveTo({ device, index: cell.index, gap: cell.what === "gap" });
+
+  function moveTo(to) {
+    cursor = to;
+    typed = "";
+    drawCursor();
+    drawTray();
+  }
+
+  function drawCursor() {
+    if (!area) return;
+    const cell = cellAt(), row = area.rows[cursor.device], unit = view.level.unit;
+    const left = area.x(cell.from), w = (cell.what === "end" ? unit : cell.until - cell.from) * area.scale;
+    const words = typed ? `${typed}_` : cell.what === "end" && rowAt().left.length ? "?" : "";
+    const frame = `x="${round(left - 0.5)}" y="${row.y - 2}" width="${round(Math.max(w, 3) + 1)}" height="${row.lane + 4}" rx="3"`;
+    layer.cursor.innerHTML = `<rect class="${cell.what} ${typed ? "typed" : ""}" ${frame}/>
+      ${label(left + w / 2, row.y + row.lane / 2, words, "text-anchor:middle;font-size:13px")}`;
+    about.textContent = cell.about;
+    const from = scroller.scrollLeft, shown = scroller.clientWidth;
+    if (left < from + LEFT) scroller.scrollLeft = left - LEFT - 20;
+    else if (left + w > from + shown - 20) scroller.scrollLeft = left + w - shown + 60;
+  }
+
+  function drawTray() {
+    const row = rowAt(), kinds = new Map();
+    for (const chip of row.left) {
+      const kind = chip.action.replace(/\d/g, "");
+      if (!kinds.has(kind)) kinds.set(kind, []);
+      kinds.get(kind).push(chip);
+    }
+    const chip = ({ text, action, colours, state }) => button(row.left.some((mine) => mine.action === action) ? text : action, () => send(action, false), {
+      className: `chip ${state} ${state || view.help === "legal" || view.help === "free" ? "" : "dim"}`, title: STATES[state] ?? "",
+      ariaLabel: `${action}${state ? `, ${STATES[state]}` : ""}`, style: `background:${colours[0]};color:${colours[1]}`,
+    });
+    const groups = [...kinds.values()].map((chips) => html("span", {}, ...chips.map(chip)));
+    const elsewhere = view.rows.flatMap((other) => (other.device === row.device ? [] : other.left.filter(({ state }) => state)));
+    const others = elsewhere.length ? [html("i", {}, "on other devices"), html("span", {}, ...elsewhere.map(chip))] : [];
+    tray.ariaLabel = `${row.name}: what is left to place`;
+    tray.replaceChildren(html("b", {}, `${row.name}${view.level.chunks ? `, ${row.stages}` : ""}:`), ...(groups.length ? groups : ["all is placed"]), ...others);
+    for (const node of tray.querySelectorAll("button")) node.setAttribute("data-lm-suppress-shortcuts", "");
+    stamp.textContent = `Stamp micro-batch ${microbatchOf(cellAt())} over all`;
+  }
+
+  function walk(along) {
+    const cells = rowAt().cells, to = cells[Math.min(Math.max(cells.indexOf(cellAt()) + along, 0), cells.length - 1)];
+    point(cursor.device, to);
+  }
+
+  function change(down) {
+    const cell = cellAt(), last = cell.what === "end", device = Math.min(Math.max(cursor.device + down, 0), view.rows.length - 1);
+    const cells = view.rows[device].cells, middle = (cell.from + cell.until) / 2;
+    point(device, last ? cells.at(-1) : cells.find(({ until }) => until > middle) ?? cells.at(-1));
+  }
+
+  // -- moves
+
+  // At the cursor; an action of another device at the end of its row.
+  function send(action, focus = true) {
+    const cell = cellAt(), mine = rowAt().left.some((chip) => chip.action === action);
+    asked = mine ? { device: cursor.device, index: cell.index + 1, gap: false } : null;
+    ask("place", mine ? { action, index: cell.index, until: cell.what === "gap" ? cell.until : null } : { action });
+    if (focus) svg.focus();
+  }
+
+  // F3 is of the device at the cursor: the first of its stages that has one left.
+  function commit() {
+    const [, stage, kind, number] = typed.match(/^(\d*)([A-Z])(\d*)$/) ?? [];
+    if (!kind) return;
+    const fits = (chip) => new RegExp(`^${stage || "\\d+"}${kind}${number || "\\d+"}$`).test(chip.action);
+    const found = rowAt().left.find(fits);
+    typed = "";
+    drawCursor();
+    send(found ? found.action : `${stage || cursor.device}${kind}${number || 0}`);
+  }
+
+  function type(key) {
+    const letter = "FBIWU".includes(key.toUpperCase());
+    if (letter && /[A-Z]/.test(typed)) typed = "";
+    typed += key.toUpperCase();
+    const [, number] = typed.match(/[A-Z](\d+)$/) ?? [];
+    const { microbatches, batches } = view.level.sizes;
+    if (number !== undefined && (+number === 0 || +number * 10 > microbatches * batches - 1)) commit();
+    else drawCursor();
+  }
+
+  function remove(before) {
+    if (typed) {
+      typed = typed.slice(0, -1);
+      return drawCursor();
+    }
+    const cells = rowAt().cells, here = cells.indexOf(cellAt());
+    const cell = cells[here].action || !before ? cells[here] : cells.slice(0, here).findLast(({ action }) => action);
+    if (cell?.action) {
+      asked = { device: cursor.device, index: cell.index, gap: false };
+      ask("remove", { action: cell.action });
+    }
+  }
+
+  svg.onkeydown = (event) => {
+    const keys = {
+      ArrowLeft: () => walk(-1), ArrowRight: () => walk(1), ArrowUp: () => change(-1), ArrowDown: () => change(1),
+      Home: () => walk(-1e9), End: () => walk(1e9), Backspace: () => remove(true), Delete: () => remove(false),
+      Enter: commit, Escape: () => ((typed = ""), drawCursor()),
+    };
+    const control = event.ctrlKey || event.metaKey;
+    if (control && "zy".includes(event.key)) ask(event.key === "z" ? "undo" : "redo");
+    else if (!control && !event.altKey && /^[fbiwuFBIWU\d]$/.test(event.key)) type(event.key);
+    else if (!control && event.key in keys) keys[event.key]();
+    else return;
+    event.preventDefault();
+  };
+
+  svg.onpointerdown = (event) => {
+    const { left, top } = svg.getBoundingClientRect(), y = event.clientY - top, time = (event.clientX - left - LEFT) / area.scale;
+    const device = area.rows.slice(0, view.rows.length).findIndex((row) => y >= row.y - 6 && y < row.y + row.lane + STRIP);
+    if (device < 0) return;
+    const cells = view.rows[device].cells;
+    point(device, cells.find((cell) => time < cell.until) ?? cells.at(-1));
+  };
+
+  function runIt(paced) {
+    said.textContent = "Running …";
+    said.className = "said";
+    ask("run", { paced });
+  }
+
+  // -- link and file
+
+  async function copyLink() {
+    link.focus();
+    try {
+      await navigator.clipboard.writeText(link.value);
+    } catch {
+      document.execCommand("copy"); // where the page may not write to the clipboard
+    }
+  }
+
+  function saveFile() {
+    const address = URL.createObjectURL(new Blob([view.file], { type: "text/csv" }));
+    html("a", { href: address, download: `${view.level.name || "table"}.csv` }).click();
+    setTimeout(() => URL.revokeObjectURL(address));
+  }
+
+  async function openFile() {
+    if (file.files.length) ask("load", { text: await file.files[0].text() });
+    file.value = "";
+  }
+
+  // -- what Python says
+
+  function draw() {
+    const width = scroller.clientWidth, { unit } = view.level;
+    if (width < 100) return; // not laid out yet
+    const mine = view.rows.map((row) => ({ ...row, star: row.left.some(({ state }) => state === "best") }));
+    const groups = [{ rows: mine }, ...(view.par.rows ? [{ title: view.par.title, rows: view.par.rows }] : [])];
+    const end = Math.max(endOf(mine) + unit, view.level.par + unit); // room for par from the beginning
+    area = drawRows(svg, layer, groups, end, unit, "", width, hatch);
+    drawCursor();
+    if (!view.trial.planned) return;
+    const pairs = view.trial.planned.flatMap((row, d) => [
+      { ...row, close: true }, { ...view.trial.measured[d], name: "measured", thin: true }]);
+    const shortest = Math.min(...view.trial.planned.flatMap(({ cells }) => cells.map(({ from, until }) => until - from)));
+    drawRows(trialSvg, trialLayer, [{ rows: pairs }], endOf(pairs), shortest, " ms", width, `${hatch}-run`);
+  }
+
+  function take() {
+    view = model.get("view");
+    if (asked && view.said.mood !== "refused") cursor = asked;
+    asked = null;
+    cursor.device = Math.min(cursor.device, view.rows.length - 1);
+    cursor.index = Math.min(cursor.index, cellsAt(cursor.index).length ? cursor.index : rowAt().cells.at(-1).index);
+    const { level } = view, option = ([value, text]) => html("option", { value, textContent: text });
+    levels.replaceChildren(...view.levels.map(([name, title, won]) => option([name, `${won ? "✓ " : ""}${title}`])), option(["", "Design your own"]));
+    levels.value = level.name;
+    help.replaceChildren(...view.rungs.map(option));
+    help.value = view.help;
+    text.textContent = level.name ? `${level.text} Par is ${number(level.par)}.` : level.text;
+    const names = view.levels.map(([name]) => name);
+    next.value = names[names.indexOf(level.name) + 1] ?? "";
+    next.hidden = view.said.mood !== "won" || !level.name;
+    form.hidden = Boolean(level.name);
+    for (const [name, value] of Object.entries({ ...level.sizes, cap: level.cap })) if (sizes[name]) sizes[name].value = value;
+    sizes.split.checked = level.split;
+    said.textContent = view.said.text;
+    said.className = `said ${view.said.mood}`;
+    legend.replaceChildren(...view.legend.map(([text, colour]) => html("span", {}, html("i", { style: `background:${colour}` }), text)),
+      html("span", {}, html("i", { className: "hatched" }), "idle"), html("span", {}, html("i", { className: "holds" }), "held for a backward"));
+    table.replaceChildren(...view.numbers.map(([name, hint, value, beside]) => html("tr", { title: hint },
+      html("th", { scope: "row", textContent: name }), html("td", {}, value || "–"), html("td", {}, beside))));
+    const best = view.rows.flatMap(({ left }) => left).find(({ state }) => state === "best");
+    step.textContent = best ? `Step: ${best.action}` : "Step";
+    undo.disabled = !view.undo;
+    redo.disabled = !view.redo;
+    for (const node of [paced, native, critical]) node.disabled = !view.whole;
+    critical.checked = view.marks.critical;
+    par.checked = view.marks.par;
+    link.value = location.href.split("#")[0] + view.link;
+    svg.ariaLabel = view.summary;
+    trial.hidden = !view.trial.text;
+    trialText.textContent = view.trial.text ?? "";
+    trialSvg.ariaLabel = view.trial.text ?? "";
+    draw();
+    drawTray();
+  }
+
+  model.on("change:view", take);
+  take();
+  const watch = new ResizeObserver(draw);
+  watch.observe(scroller);
+  if (location.hash.startsWith("#pipelab=") && !linkTaken) {
+    linkTaken = true;
+    ask("load", { text: decodeURIComponent(location.hash) });
+  }
+  return () => {
+    watch.disconnect();
+    model.off("change:view", take);
+  };
+}
+
+export default { render };
