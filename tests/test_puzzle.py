@@ -169,8 +169,7 @@ def test_the_coach_and_finish_lead_from_every_legal_draft_to_a_table(task, data)
     assert best.whole and validate(best.schedule)
     assert advice.makespan == best.timeline.makespan
     assert {advice.move, *advice.ties} <= {*draft.ready()}
-    ends = {a: draft.span(a)[1] for a in draft.placed}
-    assert best.timeline.makespan >= Bound(task)(draft, ends)[0] - 1e-9
+    assert best.timeline.makespan >= Bound(task).least(draft) - 1e-9
     for row, whole in zip(draft.rows, best.rows, strict=True):
         assert whole[: len(row)] == row
     for move in (advice.move, *advice.ties):
@@ -379,7 +378,7 @@ def test_a_wrong_link_is_refused_in_a_line(text, message):
 def test_no_table_beats_a_par_and_one_reaches_it(name):
     level = level_of(name)
     empty = Draft.of(level.task)
-    assert Bound(level.task)(empty, {})[0] == pytest.approx(level.par)
+    assert Bound(level.task).least(empty) == pytest.approx(level.par)
     table = level.table()
     validate(table.schedule)
     assert table.problem == "" and table.timeline.makespan == pytest.approx(level.par)
@@ -391,7 +390,7 @@ def test_no_table_beats_a_par_and_one_reaches_it(name):
 @given(tasks(), st.data())
 def test_the_bound_is_below_every_table(task, data):
     draft = Draft.of(task)
-    bound = Bound(task)(draft, {})[0]
+    bound = Bound(task).least(draft)
     while not draft.whole:
         draft = draft.place(data.draw(st.sampled_from(draft.ready())))
     assert bound <= draft.timeline.makespan + 1e-9

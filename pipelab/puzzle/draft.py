@@ -144,19 +144,18 @@ class Draft:
         if after.problem:
             return after.problem
         if until is not None and after.span(action)[0] >= until:
-            return f"{action} cannot start before {until:g}: {self.comes_late(action)}"
+            ends = {need: after.span(need)[1] for need in self.task.needs[action]}
+            last = max(ends, key=lambda need: ends[need])
+            return (
+                f"{action} cannot start before {until:g}: {last} ends at {ends[last]:g} on device "
+                f"{self.task.device(last)}"
+            )
         if action.kind is Kind.F and not can_finish(after):
             return (
                 f"{action} would leave no room: no micro-batch could go on to its last stage and "
                 "back any more within the cap"
             )
         return ""
-
-    def comes_late(self, action: Action) -> str:
-        """Until when the inputs of an action are made."""
-        ends = {a: self.span(a)[1] for a in self.task.needs[action]}
-        last = max(ends, key=lambda a: ends[a])
-        return f"{last} ends at {ends[last]:g} on device {self.task.device(last)}"
 
     def remove(self, action: Action) -> "Draft":
         """The draft without an action and without all that is not possible without it."""

@@ -34,7 +34,7 @@ def known_rows(task: Task) -> tuple[tuple[str, Rows], ...]:
         if all(getattr(table, key) == getattr(task, key) for key in same):
             found.append((TITLES.get(name, name), rows_of(task, table)))
             if name == "gpipe" and not task.by_hand:
-                found.append(("GPipe, last in, first out", _last_first(found[-1][1])))
+                found.append(("GPipe (last in, first out)", _last_first(found[-1][1])))
     return tuple(found)
 
 

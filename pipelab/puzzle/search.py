@@ -74,6 +74,10 @@ class Bound:
                 after = task.seconds[action] + task.way(need, action) + self.tail[action]
                 self.tail[need] = max(self.tail[need], after)
 
+    def least(self, draft: Draft) -> float:
+        """The least makespan of a table that begins like this legal draft."""
+        return self(draft, {a: draft.span(a)[1] for a in draft.placed})[0]
+
     def __call__(self, draft: Draft, ends: Ends) -> tuple[float, Ends]:
         """The least makespan, and of every action that is left the earliest start."""
         task, seconds = self.task, self.task.seconds

@@ -18,7 +18,6 @@ RUNGS = {
     "ready": "show what is ready",
     "coach": "a coach",
 }
-RANK = {name: rank for rank, name in enumerate(RUNGS)}
 ADVICE_STEPS = 100  # of the coach's search after every move
 
 
@@ -28,7 +27,7 @@ def board(draft: Draft, rung: str, critical: bool) -> list[dict[str, Any]]:
     A cell has what it is (action, gap, stuck or end), from and until when, its place in the row,
     its text and colours, and what there is to say about it.
     """
-    ready = set(draft.ready()) if RANK[rung] >= RANK["ready"] else set()
+    ready = set(draft.ready()) if tells(rung) else set()
     moves = advice(draft) if rung == "coach" else {}
     path = _critical_path(draft) if critical else set()
     return [
@@ -36,7 +35,7 @@ def board(draft: Draft, rung: str, critical: bool) -> list[dict[str, Any]]:
             "device": device,
             "name": f"device {device}",
             "stages": _stages(draft.task, device),
-            "cells": _cells(draft, device, ready, path, RANK[rung] >= RANK["ready"]),
+            "cells": _cells(draft, device, ready, path, tells(rung)),
             "held": _held(draft, device),
             "cap": draft.task.cap[device] if draft.task.cap else None,  # type: ignore[index]
             "left": [
@@ -51,6 +50,11 @@ def board(draft: Draft, rung: str, critical: bool) -> list[dict[str, Any]]:
         }
         for device in range(draft.task.devices)
     ]
+
+
+def tells(rung: str) -> bool:
+    """Whether this much help says what could be done."""
+    return rung in ("ready", "coach")
 
 
 def advice(draft: Draft) -> dict[Action, str]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pipelab.puzzle import Draft, Level
+from pipelab.puzzle import Bound, Draft, Level
 from pipelab.puzzle.draft import in_flight
 from pipelab.puzzle.link import task_of
 from pipelab.timeline import Timeline
@@ -53,12 +53,17 @@ def rows_of(timeline: Timeline, scale: float = 1.0) -> list[dict[str, Any]]:
     return rows
 
 
-def numbers(draft: Draft, par: float) -> list[list[str]]:
-    """Rows of a table: name, hint, value, and what that is compared with."""
+def numbers(draft: Draft, par: float, tell: bool) -> list[list[str]]:
+    """Rows of a table: name, hint, value, and what that is compared with.
+
+    tell  what an unfinished table takes at least
+    """
     task = draft.task
     held = [max(in_flight(task, row), default=0) for row in draft.rows]
     cap = f"cap {per_device(task.cap)}" if task.cap else ""  # type: ignore[arg-type]
     makespan = bubble = versions = ""
+    if tell and not draft.whole and draft.running is draft:
+        makespan = f"{Bound(task).least(draft):g} or more"
     if draft.whole and not draft.problem:
         makespan = f"{draft.timeline.makespan:g}"
         bubble = f"{draft.timeline.bubble.of_total:.1%}"

@@ -1,9 +1,10 @@
 // The schedule editor in the browser: it draws the rows that Python sends, and asks Python for every move.
 
-const LEFT = 64, RIGHT = 78, TOP = 8, AXIS = 22; // pixels
+const LEFT = 76, RIGHT = 82, TOP = 14, AXIS = 22; // pixels
 const LANE = 30, STRIP = 24, GAP = 12, THIN = 15;
-const LEAST = 25, MOST = 64; // pixels of the shortest action
-const KEYS = "ready now: chips with a frame. Arrow keys move, F, B, U and a number place, Backspace removes.";
+const LEAST = 22, MOST = 64; // pixels of the shortest action
+const OTHERS = 3; // ready actions that are offered of each other device
+const KEYS = "arrow keys move; F, B, I, W or U and a number place; Backspace removes";
 const STATES = { ready: "ready", best: "the coach's move", tie: "as good" };
 let linkTaken = false; // a table in the page's address goes to one editor
 
@@ -30,20 +31,25 @@ function place(groups, end, width, unit) {
 
 function backdrop({ rows, heads, right, bottom, x }, end, unit) {
   const times = ticks(end, right - LEFT), lines = times.map((time) => `M${round(x(time)) + 0.5} ${TOP - 4}V${bottom}`);
-  const name = ({ name, y, lane, star }) => label(LEFT - 8, y + lane / 2, `${star ? "★ " : ""}${name}`);
-  return `<path class="grid" d="${lines.join("")}"/><g class="devices">${rows.map(name).join("")}</g>
+  return `<path class="grid" d="${lines.join("")}"/>
     <g class="times">${times.map((time) => label(x(time), bottom + AXIS / 2, `${number(time)}${unit}`)).join("")}</g>
     <g class="heads">${heads.map(([text, y]) => label(LEFT, y, text)).join("")}</g>`;
 }
 
-function drawCell({ what, from, until, text, colours, critical }, { y, lane }, { x, scale }, hatch) {
+// The names stay in sight while the picture is scrolled.
+function names({ rows, bottom }) {
+  const name = ({ name, y, lane, star }) => label(LEFT - 8, y + lane / 2, `${star ? "★ " : ""}${name}`);
+  return `<rect class="paper" x="0" y="0" width="${LEFT - 4}" height="${bottom}"/><g class="devices">${rows.map(name).join("")}</g>`;
+}
+
+function drawCell({ what, from, until, text, colours, critical }, { y, lane, thin }, { x, scale }, hatch) {
   const left = x(from), w = (until - from) * scale;
   if (what === "gap") return `<path fill="url(#${hatch})" d="${box(left, y, w, lane)}"/>`;
   if (what === "end") return "";
-  if (w < 1) return `<path class="instants" d="M${round(left)} ${y}v${lane}"/>${label(left, y - 4, text, "font-size:9px")}`;
+  if (w < 1) return `<path class="instants" d="M${round(left)} ${y}v${lane}"/>${thin ? "" : label(left, y - 5, text, "font-size:9px")}`;
   const size = Math.min(13, lane * 0.7, (w - 3) / (0.58 * text.length));
   const shown = size >= 6 ? label(left + w / 2, y + lane / 2, text, `font-size:${round(size)}px;fill:${colours[1]}`) : "";
-  const area = `x="${round(left + 0.75)}" y="${y}" width="${round(w - 1.5)}" height="${lane}" rx="2"`;
+  const area = `x="${round(left + 0.75)}" y="${y}" width="${round(Math.max(w - 1.5, 0.5))}" height="${lane}" rx="2"`;
   return `<g class="${what} ${critical ? "critical" : ""}"><rect ${area} fill="${colours[0]}"/>${shown}</g>`;
 }
 
@@ -69,12 +75,15 @@ function newPicture(hatch, layers) {
   return [svg, Object.fromEntries(layers.map((name) => [name, svg.querySelector(`.${name}`)]))];
 }
 
+const follow = ({ target }) => target.querySelector(".names").setAttribute("transform", `translate(${target.scrollLeft})`);
+
 function drawRows(svg, layer, groups, end, unit, axis, width, hatch) {
   const area = place(groups, end, width, unit);
   const counts = ({ held, cap }) => [...(held ?? []).map(([, count]) => count), cap ?? 0], most = Math.max(1, ...area.rows.flatMap(counts));
   svg.setAttribute("width", round(area.width));
   svg.setAttribute("height", area.height);
   layer.frame.innerHTML = backdrop(area, end, axis);
+  layer.names.innerHTML = names(area);
   layer.lanes.innerHTML = area.rows.map((row) => row.cells.map((cell) => drawCell(cell, row, area, hatch)).join("") + drawHeld(row, area, most)).join("");
   return area;
 }
@@ -89,7 +98,7 @@ function render({ model, el }) {
     return [list, html("label", {}, html("span", {}, text), list)];
   };
   const hatch = `pipelab-editor-${++patterns}`;
-  let view, area, typed = "", cursor = { device: 0, index: 0, gap: false }, asked = null;
+  let view, area, typed = "", cursor = { device: 0, index: null, gap: false }, before = null;
 
   // -- what there is on the page
   const [levels, levelBox] = choose("level", "level", (name) => (name ? ask("open_level", { name }) : openSandbox()));
@@ -97,9 +106,9 @@ function render({ model, el }) {
   const text = html("p", { className: "text" }), next = button("Next level", () => ask("open_level", { name: next.value }), { className: "next" });
   const [form, sizes] = sandboxForm();
   const said = html("p", { className: "said", role: "status", ariaLive: "polite" });
-  const [svg, layer] = newPicture(hatch, ["frame", "lanes", "cursor"]);
+  const [svg, layer] = newPicture(hatch, ["frame", "lanes", "cursor", "names"]);
   Object.assign(svg, { tabIndex: 0, role: "application", ariaRoleDescription: `table to edit. ${KEYS}` });
-  const scroller = html("div", { className: "scroller" }, svg), about = html("p", { className: "about-cell", ariaLive: "polite" });
+  const scroller = html("div", { className: "scroller", onscroll: follow }, svg), about = html("p", { className: "about-cell", ariaLive: "polite" });
   const tray = html("div", { className: "tray", role: "group" });
   const mark = (name, text) => {
     const input = html("input", { type: "checkbox", name, onchange: () => ask("show", { [name]: input.checked }) });
@@ -118,8 +127,8 @@ function render({ model, el }) {
   const keep = html("details", {}, html("summary", {}, "Link or file"), html("div", { className: "bar" }, link,
     button("Copy link", copyLink), button("Save file", saveFile), html("label", { className: "mark" }, html("span", {}, "open"), file)));
   const legend = html("span", { className: "legend" }), table = html("table", { className: "measures" });
-  const [trialSvg, trialLayer] = newPicture(`${hatch}-run`, ["frame", "lanes"]);
-  const trialText = html("p", { className: "verdict" }), trial = html("div", { className: "trial" }, trialText, html("div", { className: "scroller" }, trialSvg));
+  const [trialSvg, trialLayer] = newPicture(`${hatch}-run`, ["frame", "lanes", "names"]);
+  const trialText = html("p", { className: "verdict", role: "status", ariaLive: "polite" }), trial = html("div", { className: "trial" }, trialText, html("div", { className: "scroller", onscroll: follow }, trialSvg));
   trialSvg.setAttribute("role", "img");
   const saved = html("p", { className: "saved" }, "A saved picture: run this cell to play; the arrow keys work.");
   const moves = html("div", { className: "bar moves" }, undo, redo, step, finish, stamp, clear);
@@ -152,13 +161,13 @@ function render({ model, el }) {
       cap: caps.length > 1 ? caps : caps[0] ?? null, split: sizes.split.checked });
   }
 
-  // -- the cursor: before the action with this index of a row, or in the gap before that
+  // -- the cursor: on the action with this index of a row, or the gap before it; null is the end of the row
 
   const rowAt = () => view.rows[cursor.device];
   const cellsAt = (index) => rowAt().cells.filter((cell) => cell.index === index);
   const cellAt = () => cellsAt(cursor.index).find(({ what }) => (what === "gap") === cursor.gap) ?? cellsAt(cursor.index).at(-1) ?? rowAt().cells.at(-1);
   const microbatchOf = ({ action }) => (action ? +action.split(/[A-Z]+/)[1] : 0);
-  const point = (device, cell) => moveTo({ device, index: cell.index, gap: cell.what === "gap" });
+  const point = (device, { what, index }) => moveTo({ device, index: what === "end" ? null : index, gap: what === "gap" });
 
   function moveTo(to) {
     cursor = to;
@@ -193,7 +202,8 @@ function render({ model, el }) {
       ariaLabel: `${action}${state ? `, ${STATES[state]}` : ""}`, style: `background:${colours[0]};color:${colours[1]}`,
     });
     const groups = [...kinds.values()].map((chips) => html("span", {}, ...chips.map(chip)));
-    const elsewhere = view.rows.flatMap((other) => (other.device === row.device ? [] : other.left.filter(({ state }) => state)));
+    const marked = ({ device, left }) => (device === row.device ? [] : left.filter(({ state }) => state).slice(0, OTHERS));
+    const elsewhere = view.rows.flatMap(marked);
     const others = elsewhere.length ? [html("i", {}, "on other devices"), html("span", {}, ...elsewhere.map(chip))] : [];
     tray.ariaLabel = `${row.name}: what is left to place`;
     tray.replaceChildren(html("b", {}, `${row.name}${view.level.chunks ? `, ${row.stages}` : ""}:`), ...(groups.length ? groups : ["all is placed"]), ...others);
@@ -214,11 +224,13 @@ function render({ model, el }) {
 
   // -- moves
 
-  // At the cursor; an action of another device at the end of its row.
+  // At the cursor; an action of another device at the end of its row. The cursor goes on at once, for who types fast.
   function send(action, focus = true) {
-    const cell = cellAt(), mine = rowAt().left.some((chip) => chip.action === action);
-    asked = mine ? { device: cursor.device, index: cell.index + 1, gap: false } : null;
-    ask("place", mine ? { action, index: cell.index, until: cell.what === "gap" ? cell.until : null } : { action });
+    const cell = cellAt(), inside = cursor.index !== null && rowAt().left.some((chip) => chip.action === action);
+    if (!inside) ask("place", { action });
+    else ask("place", { action, index: cursor.index, until: cell.what === "gap" ? cell.until : null });
+    before = { ...cursor };
+    if (inside) cursor = { ...cursor, index: cursor.index + 1, gap: false };
     if (focus) svg.focus();
   }
 
@@ -251,7 +263,6 @@ function render({ model, el }) {
     const cells = rowAt().cells, here = cells.indexOf(cellAt());
     const cell = cells[here].action || !before ? cells[here] : cells.slice(0, here).findLast(({ action }) => action);
     if (cell?.action) {
-      asked = { device: cursor.device, index: cell.index, gap: false };
       ask("remove", { action: cell.action });
     }
   }
@@ -313,22 +324,21 @@ function render({ model, el }) {
     if (width < 100) return; // not laid out yet
     const mine = view.rows.map((row) => ({ ...row, star: row.left.some(({ state }) => state === "best") }));
     const groups = [{ rows: mine }, ...(view.par.rows ? [{ title: view.par.title, rows: view.par.rows }] : [])];
-    const end = Math.max(endOf(mine) + unit, view.level.par + unit); // room for par from the beginning
-    area = drawRows(svg, layer, groups, end, unit, "", width, hatch);
+    const until = Math.max(endOf(mine), view.level.par) + unit; // room for par from the beginning
+    area = drawRows(svg, layer, groups, until, unit, "", width, hatch);
     drawCursor();
     if (!view.trial.planned) return;
     const pairs = view.trial.planned.flatMap((row, d) => [
       { ...row, close: true }, { ...view.trial.measured[d], name: "measured", thin: true }]);
-    const shortest = Math.min(...view.trial.planned.flatMap(({ cells }) => cells.map(({ from, until }) => until - from)));
-    drawRows(trialSvg, trialLayer, [{ rows: pairs }], endOf(pairs), shortest, " ms", width, `${hatch}-run`);
+    const end = endOf(pairs), room = end / Math.max(...pairs.map(({ cells }) => 2 * cells.length));
+    drawRows(trialSvg, trialLayer, [{ rows: pairs }], end, room, " ms", width, `${hatch}-run`);
   }
 
   function take() {
     view = model.get("view");
-    if (asked && view.said.mood !== "refused") cursor = asked;
-    asked = null;
+    if (before && view.said.mood === "refused") cursor = before;
+    before = null;
     cursor.device = Math.min(cursor.device, view.rows.length - 1);
-    cursor.index = Math.min(cursor.index, cellsAt(cursor.index).length ? cursor.index : rowAt().cells.at(-1).index);
     const { level } = view, option = ([value, text]) => html("option", { value, textContent: text });
     levels.replaceChildren(...view.levels.map(([name, title, won]) => option([name, `${won ? "✓ " : ""}${title}`])), option(["", "Design your own"]));
     levels.value = level.name;

@@ -12,7 +12,7 @@ from pipelab.puzzle.link import read, read_task, task_of, to_csv, write, write_t
 from pipelab.schedule import Schedule
 from pipelab.teach import Feedback
 from pipelab.timeline import Timeline
-from pipelab.widgets.board import RUNGS, board, legend
+from pipelab.widgets.board import RUNGS, board, legend, tells
 from pipelab.widgets.comparison import about_level, numbers, par_rows, trial_rows
 from pipelab.widgets.files import joined
 from pipelab.widgets.try_out import Trial, try_out
@@ -200,7 +200,7 @@ class Editor(anywidget.AnyWidget):
         Paced, its actions take as long as their costs say. Displayed, the result says its verdict.
         """
         self._trial = try_out(self.schedule, self._draft.task.stage_costs, paced)
-        self._refresh(str(self._trial))
+        self._refresh()
         return self._trial
 
     # ---- inside
@@ -259,7 +259,7 @@ class Editor(anywidget.AnyWidget):
             "legend": legend(self._draft.task),
             "par": par_rows(self._level) if self._marks["par"] else {},
             "trial": trial_rows(self._trial) if self._trial else {},
-            "numbers": numbers(self._draft, self._level.par),
+            "numbers": numbers(self._draft, self._level.par, tells(self._help)),
             "undo": bool(self._past),
             "redo": bool(self._future),
             "whole": self._draft.whole and not self._draft.problem,
