@@ -2,6 +2,7 @@
 over all."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
@@ -57,6 +58,7 @@ def _as_known(draft: Draft) -> Iterator[Draft]:
         yield Draft.of(draft.task, [[*row, *more] for row, more in both])
 
 
+@lru_cache(maxsize=64)
 def coach(draft: Draft, steps: int = STEPS) -> Advice:
     """The next move of the best way to go on, in the order of time; ties are as good.
 

@@ -55,15 +55,17 @@ def could_run(draft: Draft, device: int, index: int) -> str:
     Of several the first is told that would not make the action after the gap start later.
     """
     _, until = gap(draft, device, index)
-    row = draft.rows[device]
+    row, task = draft.rows[device], draft.task
     forbidden = ""
     for action in (*row[index + 1 :], *draft.left(device)):
-        rest = tuple(a for a in row if a != action)
-        tried = draft.with_row(device, rest) if action in draft.placed else draft
+        needs = task.needs[action]
+        if not all(a in draft.placed and draft.span(a)[1] < until for a in needs):
+            continue
+        rest = draft.with_row(device, [a for a in row if a != action])
         try:
-            after = tried.place(action, index, until)
+            after = rest.place(action, index, until)
         except Refused as reason:
-            if "its cap is" in str(reason) and draft.placed.issuperset(draft.task.needs[action]):
+            if "its cap is" in str(reason):
                 forbidden = forbidden or f"{action} could run here, but {reason}."
             continue
         if after.span(row[index])[0] <= until:

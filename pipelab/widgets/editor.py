@@ -12,7 +12,7 @@ from pipelab.puzzle.link import read, read_task, task_of, to_csv, write, write_t
 from pipelab.schedule import Schedule
 from pipelab.teach import Feedback
 from pipelab.timeline import Timeline
-from pipelab.widgets.board import RUNGS, board, legend, tells
+from pipelab.widgets.board import ADVICE_STEPS, RUNGS, board, legend, tells
 from pipelab.widgets.comparison import about_level, numbers, par_rows, trial_rows
 from pipelab.widgets.files import joined
 from pipelab.widgets.try_out import Trial, try_out
@@ -137,7 +137,7 @@ class Editor(anywidget.AnyWidget):
 
     def step(self) -> None:
         """Place what the coach would place."""
-        advice = coach(self._draft)
+        advice = coach(self._draft, ADVICE_STEPS)
         ties = f" As good: {', '.join(map(str, advice.ties))}." if advice.ties else ""
         text = f"{advice.move}: {advice.makespan:g} can still be reached.{ties}"
         self._change(self._draft.place(advice.move), text)
