@@ -3,6 +3,7 @@
 const LEFT = 76, RIGHT = 82, TOP = 14, AXIS = 22; // pixels
 const LANE = 30, STRIP = 24, GAP = 12, THIN = 15;
 const LEAST = 22, MOST = 64; // pixels of the shortest action
+const PATIENCE = 3000; // milliseconds that keys wait for the answer to the last move
 const OTHERS = 3; // ready actions that are offered of each other device
 const KEYS = "arrow keys move; F, B, I, W or U and a number place; Backspace removes";
 const STATES = { ready: "ready", best: "the coach's move", tie: "as good" };
@@ -92,13 +93,16 @@ function drawRows(svg, layer, groups, end, unit, axis, width, hatch) {
 
 function render({ model, el }) {
   const button = (text, onclick, properties = {}) => html("button", { type: "button", textContent: text, onclick, ...properties });
-  const ask = (what, words = {}) => model.send({ do: what, ...words });
+  const ask = (what, words = {}) => ((asked = performance.now()), model.send({ do: what, ...words }));
+  const waiting = () => performance.now() - asked < PATIENCE;
   const choose = (text, name, onchange) => {
     const list = html("select", { name, onchange: () => onchange(list.value) });
     return [list, html("label", {}, html("span", {}, text), list)];
   };
   const hatch = `pipelab-editor-${++patterns}`;
-  let view, area, typed = "", cursor = { device: 0, index: null, gap: false }, before = null;
+  let view, area, typed = "", cursor = { device: 0, index: null, gap: false };
+  let after = null; // where the cursor goes if the move is made
+  let asked = -PATIENCE, keys = []; // when Python was asked last; what was typed since
 
   // -- what there is on the page
   const [levels, levelBox] = choose("level", "level", (name) => (name ? ask("open_level", { name }) : openSandbox()));
@@ -224,13 +228,12 @@ function render({ model, el }) {
 
   // -- moves
 
-  // At the cursor; an action of another device at the end of its row. The cursor goes on at once, for who types fast.
+  // At the cursor; an action of another device at the end of its row.
   function send(action, focus = true) {
     const cell = cellAt(), inside = cursor.index !== null && rowAt().left.some((chip) => chip.action === action);
     if (!inside) ask("place", { action });
     else ask("place", { action, index: cursor.index, until: cell.what === "gap" ? cell.until : null });
-    before = { ...cursor };
-    if (inside) cursor = { ...cursor, index: cursor.index + 1, gap: false };
+    after = inside ? { ...cursor, index: cursor.index + 1, gap: false } : null;
     if (focus) svg.focus();
   }
 
@@ -267,19 +270,29 @@ function render({ model, el }) {
     }
   }
 
-  svg.onkeydown = (event) => {
-    const keys = {
-      ArrowLeft: () => walk(-1), ArrowRight: () => walk(1), ArrowUp: () => change(-1), ArrowDown: () => change(1),
-      Home: () => walk(-1e9), End: () => walk(1e9), Backspace: () => remove(true), Delete: () => remove(false),
-      Enter: commit, Escape: () => ((typed = ""), drawCursor()),
-    };
-    const control = event.ctrlKey || event.metaKey;
-    if (control && "zy".includes(event.key)) ask(event.key === "z" ? "undo" : "redo");
-    else if (!control && !event.altKey && /^[fbiwuFBIWU\d]$/.test(event.key)) type(event.key);
-    else if (!control && event.key in keys) keys[event.key]();
-    else return;
-    event.preventDefault();
+  const reactions = {
+    ArrowLeft: () => walk(-1), ArrowRight: () => walk(1), ArrowUp: () => change(-1), ArrowDown: () => change(1),
+    Home: () => walk(-1e9), End: () => walk(1e9), Backspace: () => remove(true), Delete: () => remove(false),
+    Enter: commit, Escape: () => ((typed = ""), drawCursor()),
   };
+
+  function reactionTo({ key, ctrlKey, metaKey, altKey }) {
+    if (ctrlKey || metaKey) return { z: () => ask("undo"), y: () => ask("redo") }[key];
+    return !altKey && /^[fbiwuFBIWU\d]$/.test(key) ? () => type(key) : reactions[key];
+  }
+
+  svg.onkeydown = (event) => {
+    const reaction = reactionTo(event);
+    if (!reaction) return;
+    event.preventDefault();
+    keys.push(reaction);
+    react();
+  };
+
+  // One key after the other, each when the move before it is answered.
+  function react() {
+    while (keys.length && !waiting()) keys.shift()();
+  }
 
   svg.onpointerdown = (event) => {
     const { left, top } = svg.getBoundingClientRect(), y = event.clientY - top, time = (event.clientX - left - LEFT) / area.scale;
@@ -336,8 +349,9 @@ function render({ model, el }) {
 
   function take() {
     view = model.get("view");
-    if (before && view.said.mood === "refused") cursor = before;
-    before = null;
+    if (after && view.said.mood !== "refused") cursor = after;
+    after = null;
+    asked = -PATIENCE;
     cursor.device = Math.min(cursor.device, view.rows.length - 1);
     const { level } = view, option = ([value, text]) => html("option", { value, textContent: text });
     levels.replaceChildren(...view.levels.map(([name, title, won]) => option([name, `${won ? "✓ " : ""}${title}`])), option(["", "Design your own"]));
@@ -371,6 +385,7 @@ function render({ model, el }) {
     trialSvg.ariaLabel = view.trial.text ?? "";
     draw();
     drawTray();
+    react();
   }
 
   model.on("change:view", take);
