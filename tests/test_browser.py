@@ -414,7 +414,12 @@ def test_a_level_is_solved_run_and_measured_by_keyboard_alone(folder, address, n
     page.locator(".tray .chip", has_text="F2").click()
     page.wait_for_function("document.querySelectorAll('.picture .lanes g.action').length === 1")
     assert boxes(page).text_content() == "F2"
-    page.keyboard.press("Control+z")
+    page.locator("summary", has_text="Link or file").click()
+    assert page.locator("[name=link]").input_value().endswith("#pipelab=level=gpipe&table=0F2~~")
+    # The link in the address of a page opens the table in its editor.
+    page.evaluate("location.hash = 'pipelab=level=first&table=0F0~1F0'")
+    run_cells(page, 1, ".pipelab-editor .cursor rect")
+    page.wait_for_function("document.querySelectorAll('.picture .lanes g.action').length === 2")
 
 
 def test_the_stored_editor_shows_without_running(folder, address, new_page):

@@ -101,13 +101,7 @@ def stamp(draft: Draft, microbatch: int = 0, interval: float | None = None) -> D
     [2, 1]
     """
     task = draft.task
-    block = [
-        a for row in task.actions for a in row if a.microbatch == microbatch and a.kind != Kind.U
-    ]
-    if missing := [a for a in block if a not in draft.placed]:
-        raise Refused(
-            f"the block of micro-batch {microbatch} is not whole: {missing[0]} is missing"
-        )
+    block = _block(draft, microbatch)
     if interval is None:
         load = [0.0] * task.devices
         for action in block:
@@ -119,12 +113,23 @@ def stamp(draft: Draft, microbatch: int = 0, interval: float | None = None) -> D
         for k in range(task.total)
     }
     rows = [
-        sorted((a for a in row if a.kind != Kind.U), key=lambda a: begins[a])
-        for row in task.actions
+        sorted((a for a in row if a in begins), key=lambda a: begins[a]) for row in task.actions
     ]
     if task.by_hand:
-        rows = [*map(list, task.schedule_of("stamped", insert_updates(rows, task.per_update)).rows)]
+        with_updates = insert_updates(rows, task.per_update)
+        rows = [[*row] for row in task.schedule_of("stamped", with_updates).rows]
     stamped = Draft.of(task, rows)
     if stamped.problem:
         raise Refused(f"stamped every {interval:g}, this block makes no table: {stamped.problem}")
     return stamped
+
+
+def _block(draft: Draft, microbatch: int) -> list[Action]:
+    """All that a micro-batch has to do; Refused if it is not placed."""
+    every = (a for row in draft.task.actions for a in row)
+    block = [a for a in every if a.microbatch == microbatch and a.kind is not Kind.U]
+    missing = [a for a in block if a not in draft.placed]
+    if missing or not block:
+        what = f"{missing[0]} is missing" if missing else "there is no such micro-batch"
+        raise Refused(f"the block of micro-batch {microbatch} is not whole: {what}")
+    return block

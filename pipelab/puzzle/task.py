@@ -1,8 +1,9 @@
 """What a table has to do: its sizes, its costs, and how much a device may hold."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from pipelab.action import Action, Kind, Reads, ScheduleError, check_counts, insert_updates
 from pipelab.costs import Costs
@@ -155,6 +156,13 @@ class Task:
             found.append(Action(s, Kind.U, group - 1))  # the next group adds to new sums
         return found
 
+    def resized(self, **sizes: Any) -> "Task":
+        """The same with other sizes; costs that are given per stage stay only if they still fit."""
+        per_update = 0 if self.per_update == self.microbatches else self.per_update
+        task = replace(self, **{"costs": PLAIN, "cap": None, "per_update": per_update} | sizes)
+        same = (task.devices, task.virtual) == (self.devices, self.virtual)
+        return replace(task, costs=self.costs) if same else task
+
     def device(self, action: Action) -> int:
         return action.stage % self.devices
 
@@ -187,7 +195,7 @@ class Task:
             what = "update" if kind is Kind.U else "micro-batch"
             raise ScheduleError(f"{action}: {what} {k} is not among 0 to {limit - 1}")
 
-    def schedule_of(self, name: str, rows: Iterable[Iterable[Action]]) -> Schedule:
+    def schedule_of(self, name: str, rows: Iterable) -> Schedule:
         """A table of these rows, with the updates that follow by themselves."""
         cells: Sequence = [*rows] if self.by_hand else insert_updates(rows, self.per_update)
         sizes = self.microbatches, self.batches, self.per_update

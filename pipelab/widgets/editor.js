@@ -7,7 +7,6 @@ const PATIENCE = 3000; // milliseconds that keys wait for the answer to the last
 const OTHERS = 3; // ready actions that are offered of each other device
 const KEYS = "arrow keys move; F, B, I, W or U and a number place; Backspace removes";
 const STATES = { ready: "ready", best: "the coach's move", tie: "as good" };
-let linkTaken = false; // a table in the page's address goes to one editor
 
 // ---- the picture
 
@@ -27,7 +26,8 @@ function place(groups, end, width, unit) {
     }
   }
   const right = LEFT + end * scale;
-  return { rows, heads, scale, right, width: Math.max(width, right + RIGHT), bottom: y, height: y + AXIS, x: (time) => LEFT + time * scale };
+  const x = (time) => LEFT + time * scale;
+  return { rows, heads, scale, right, width: Math.max(width, right + RIGHT), bottom: y, height: y + AXIS, x };
 }
 
 function backdrop({ rows, heads, right, bottom, x }, end, unit) {
@@ -40,16 +40,20 @@ function backdrop({ rows, heads, right, bottom, x }, end, unit) {
 // The names stay in sight while the picture is scrolled.
 function names({ rows, bottom }) {
   const name = ({ name, y, lane, star }) => label(LEFT - 8, y + lane / 2, `${star ? "★ " : ""}${name}`);
-  return `<rect class="paper" x="0" y="0" width="${LEFT - 4}" height="${bottom}"/><g class="devices">${rows.map(name).join("")}</g>`;
+  return `<rect class="paper" x="0" y="0" width="${LEFT - 4}" height="${bottom}"/>
+    <g class="devices">${rows.map(name).join("")}</g>`;
 }
 
 function drawCell({ what, from, until, text, colours, critical }, { y, lane, thin }, { x, scale }, hatch) {
   const left = x(from), w = (until - from) * scale;
   if (what === "gap") return `<path fill="url(#${hatch})" d="${box(left, y, w, lane)}"/>`;
   if (what === "end") return "";
-  if (w < 1) return `<path class="instants" d="M${round(left)} ${y}v${lane}"/>${thin ? "" : label(left, y - 5, text, "font-size:9px")}`;
-  const size = Math.min(13, lane * 0.7, (w - 3) / (0.58 * text.length));
-  const shown = size >= 6 ? label(left + w / 2, y + lane / 2, text, `font-size:${round(size)}px;fill:${colours[1]}`) : "";
+  if (w < 1) {
+    const above = thin ? "" : label(left, y - 5, text, "font-size:9px");
+    return `<path class="instants" d="M${round(left)} ${y}v${lane}"/>${above}`;
+  }
+  const size = Math.min(13, lane * 0.7, (w - 3) / (0.58 * text.length)), ink = `font-size:${round(size)}px;fill:${colours[1]}`;
+  const shown = size >= 6 ? label(left + w / 2, y + lane / 2, text, ink) : "";
   const area = `x="${round(left + 0.75)}" y="${y}" width="${round(Math.max(w - 1.5, 0.5))}" height="${lane}" rx="2"`;
   return `<g class="${what} ${critical ? "critical" : ""}"><rect ${area} fill="${colours[0]}"/>${shown}</g>`;
 }
@@ -57,7 +61,8 @@ function drawCell({ what, from, until, text, colours, critical }, { y, lane, thi
 // What a device holds over time, below its lane, and the cap over it.
 function drawHeld({ held, cap, y, lane, cells }, { x, right }, most) {
   if (!held) return "";
-  const base = y + lane + STRIP, high = (STRIP - 5) / Math.max(most, 1), until = x(Math.max(0, ...cells.map((c) => c.until)));
+  const base = y + lane + STRIP, high = (STRIP - 5) / Math.max(most, 1);
+  const until = x(Math.max(0, ...cells.map((cell) => cell.until)));
   let path = `M${LEFT} ${base}`;
   held.forEach(([time, count], k) => {
     path += `H${round(x(time))}V${round(base - count * high)}`;
@@ -66,8 +71,9 @@ function drawHeld({ held, cap, y, lane, cells }, { x, right }, most) {
   const peak = Math.max(...held.map(([, count]) => count)), line = round(base - cap * high) + 0.5;
   const limit = cap === null ? "" : `<path class="cap" d="M${LEFT} ${line}H${round(right)}"/>`;
   const words = `holds ${held[held.length - 1][1]}${cap === null ? "" : ` of ${cap}`}`;
-  return `<path class="held ${peak === cap ? "full" : ""}" d="${path}V${base}z"/><path class="base" d="M${LEFT} ${base}H${round(right)}"/>
-    ${limit}<g class="peaks">${label(right + 8, base - STRIP / 2, words)}</g>`;
+  return `<path class="held ${peak === cap ? "full" : ""}" d="${path}V${base}z"/>
+    <path class="base" d="M${LEFT} ${base}H${round(right)}"/>${limit}
+    <g class="peaks">${label(right + 8, base - STRIP / 2, words)}</g>`;
 }
 
 function newPicture(hatch, layers) {
@@ -80,19 +86,21 @@ const follow = ({ target }) => target.querySelector(".names").setAttribute("tran
 
 function drawRows(svg, layer, groups, end, unit, axis, width, hatch) {
   const area = place(groups, end, width, unit);
-  const counts = ({ held, cap }) => [...(held ?? []).map(([, count]) => count), cap ?? 0], most = Math.max(1, ...area.rows.flatMap(counts));
+  const counts = ({ held, cap }) => [cap ?? 0, ...(held ?? []).map(([, count]) => count)];
+  const most = Math.max(1, ...area.rows.flatMap(counts));
   svg.setAttribute("width", round(area.width));
   svg.setAttribute("height", area.height);
   layer.frame.innerHTML = backdrop(area, end, axis);
   layer.names.innerHTML = names(area);
-  layer.lanes.innerHTML = area.rows.map((row) => row.cells.map((cell) => drawCell(cell, row, area, hatch)).join("") + drawHeld(row, area, most)).join("");
+  const cells = (row) => row.cells.map((cell) => drawCell(cell, row, area, hatch)).join("");
+  layer.lanes.innerHTML = area.rows.map((row) => cells(row) + drawHeld(row, area, most)).join("");
   return area;
 }
 
 // ---- the widget
 
 function render({ model, el }) {
-  const button = (text, onclick, properties = {}) => html("button", { type: "button", textContent: text, onclick, ...properties });
+  const button = (textContent, onclick, more = {}) => html("button", { type: "button", textContent, onclick, ...more });
   const ask = (what, words = {}) => ((asked = performance.now()), model.send({ do: what, ...words }));
   const waiting = () => performance.now() - asked < PATIENCE;
   const choose = (text, name, onchange) => {
@@ -107,12 +115,14 @@ function render({ model, el }) {
   // -- what there is on the page
   const [levels, levelBox] = choose("level", "level", (name) => (name ? ask("open_level", { name }) : openSandbox()));
   const [help, helpBox] = choose("help", "help", (value) => ask("set_help", { help: value }));
-  const text = html("p", { className: "text" }), next = button("Next level", () => ask("open_level", { name: next.value }), { className: "next" });
+  const text = html("p", { className: "text" });
+  const next = button("Next level", () => (ask("open_level", { name: next.value }), svg.focus()), { className: "next" });
   const [form, sizes] = sandboxForm();
   const said = html("p", { className: "said", role: "status", ariaLive: "polite" });
   const [svg, layer] = newPicture(hatch, ["frame", "lanes", "cursor", "names"]);
   Object.assign(svg, { tabIndex: 0, role: "application", ariaRoleDescription: `table to edit. ${KEYS}` });
-  const scroller = html("div", { className: "scroller", onscroll: follow }, svg), about = html("p", { className: "about-cell", ariaLive: "polite" });
+  const scroller = html("div", { className: "scroller", onscroll: follow }, svg);
+  const about = html("p", { className: "about-cell", ariaLive: "polite" });
   const tray = html("div", { className: "tray", role: "group" });
   const mark = (name, text) => {
     const input = html("input", { type: "checkbox", name, onchange: () => ask("show", { [name]: input.checked }) });
@@ -124,25 +134,36 @@ function render({ model, el }) {
   const finish = button("Finish it for me", () => ask("finish"));
   const stamp = button("Stamp", () => ask("stamp", { microbatch: microbatchOf(cellAt()) }), { className: "stamp" });
   const clear = button("Clear", () => ask("clear"));
-  const paced = button("Run it", () => runIt(true), { className: "run", title: "on worker threads, every action as long as planned" });
-  const native = button("Run at full speed", () => runIt(false), { title: "on worker threads, as fast as they go" });
+  const slow = "on worker threads, every action as long as planned", fast = "on worker threads, as fast as they go";
+  const paced = button("Run it", () => runIt(true), { className: "run", title: slow });
+  const native = button("Run at full speed", () => runIt(false), { title: fast });
   const link = html("input", { type: "text", name: "link", readOnly: true, ariaLabel: "link", onfocus: () => link.select() });
   const file = html("input", { type: "file", accept: ".csv,.txt", ariaLabel: "open a file", onchange: openFile });
-  const keep = html("details", {}, html("summary", {}, "Link or file"), html("div", { className: "bar" }, link,
-    button("Copy link", copyLink), button("Save file", saveFile), html("label", { className: "mark" }, html("span", {}, "open"), file)));
+  const open = html("label", { className: "mark" }, html("span", {}, "open"), file);
+  const copy = button("Copy link", copyLink), save = button("Save file", saveFile);
+  const ways = html("div", { className: "bar" }, link, copy, save, open);
+  const keep = html("details", {}, html("summary", {}, "Link or file"), ways);
   const legend = html("span", { className: "legend" }), table = html("table", { className: "measures" });
   const [trialSvg, trialLayer] = newPicture(`${hatch}-run`, ["frame", "lanes", "names"]);
-  const trialText = html("p", { className: "verdict", role: "status", ariaLive: "polite" }), trial = html("div", { className: "trial" }, trialText, html("div", { className: "scroller", onscroll: follow }, trialSvg));
+  const trialText = html("p", { className: "verdict", role: "status", ariaLive: "polite" });
+  const trialScroller = html("div", { className: "scroller", onscroll: follow }, trialSvg);
+  const trial = html("div", { className: "trial" }, trialText, trialScroller);
   trialSvg.setAttribute("role", "img");
   const saved = html("p", { className: "saved" }, "A saved picture: run this cell to play; the arrow keys work.");
   const moves = html("div", { className: "bar moves" }, undo, redo, step, finish, stamp, clear);
   const runs = html("div", { className: "bar runs" }, paced, native, criticalBox, parBox);
   const controls = html("div", { className: "controls" }, html("div", { className: "bar" }, levelBox, helpBox, next), form);
   const picture = html("div", { className: "picture" }, scroller, html("div", { className: "bar" }, legend), about);
-  const side = html("div", { className: "side" }, table);
-  el.append(html("div", { className: "pipelab-explorer pipelab-editor" }, saved, controls, text, said,
-    html("div", { className: "body" }, html("div", { className: "picture-and-moves" }, picture, tray, moves, runs, keep), side), trial));
-  for (const node of el.querySelectorAll("input, select, summary, button, svg")) node.setAttribute("data-lm-suppress-shortcuts", "");
+  const left = html("div", { className: "picture-and-moves" }, picture, tray, moves, runs, keep);
+  const body = html("div", { className: "body" }, left, html("div", { className: "side" }, table));
+  el.append(html("div", { className: "pipelab-explorer pipelab-editor" }, saved, controls, text, said, body, trial));
+  keysStayHere(el);
+
+  // Keys typed here are not the notebook's commands.
+  function keysStayHere(root) {
+    const nodes = root.querySelectorAll("input, select, summary, button, svg");
+    for (const node of nodes) node.setAttribute("data-lm-suppress-shortcuts", "");
+  }
 
   function sandboxForm() {
     const fields = {};
@@ -151,7 +172,8 @@ function render({ model, el }) {
       return html("label", { className: properties.type === "checkbox" ? "mark" : "" }, html("span", {}, text), fields[name]);
     };
     const number = { type: "number", min: 1, max: 64 };
-    const form = html("form", { className: "bar sandbox" }, field("devices", "devices p", number), field("microbatches", "micro-batches m", number),
+    const form = html("form", { className: "bar sandbox" },
+      field("devices", "devices p", number), field("microbatches", "micro-batches m", number),
       field("virtual", "chunks a device v", number), field("cap", "cap (none, one, or one a device)", { type: "text" }),
       field("split", "backwards in two", { type: "checkbox" }), html("button", { type: "submit", textContent: "Start" }));
     form.onsubmit = (event) => (event.preventDefault(), openSandbox());
@@ -169,7 +191,12 @@ function render({ model, el }) {
 
   const rowAt = () => view.rows[cursor.device];
   const cellsAt = (index) => rowAt().cells.filter((cell) => cell.index === index);
-  const cellAt = () => cellsAt(cursor.index).find(({ what }) => (what === "gap") === cursor.gap) ?? cellsAt(cursor.index).at(-1) ?? rowAt().cells.at(-1);
+
+  function cellAt() {
+    const here = cellsAt(cursor.index);
+    return here.find(({ what }) => (what === "gap") === cursor.gap) ?? here.at(-1) ?? rowAt().cells.at(-1);
+  }
+
   const microbatchOf = ({ action }) => (action ? +action.split(/[A-Z]+/)[1] : 0);
   const point = (device, { what, index }) => moveTo({ device, index: what === "end" ? null : index, gap: what === "gap" });
 
@@ -185,7 +212,8 @@ function render({ model, el }) {
     const cell = cellAt(), row = area.rows[cursor.device], unit = view.level.unit;
     const left = area.x(cell.from), w = (cell.what === "end" ? unit : cell.until - cell.from) * area.scale;
     const words = typed ? `${typed}_` : cell.what === "end" && rowAt().left.length ? "?" : "";
-    const frame = `x="${round(left - 0.5)}" y="${row.y - 2}" width="${round(Math.max(w, 3) + 1)}" height="${row.lane + 4}" rx="3"`;
+    const size = `width="${round(Math.max(w, 3) + 1)}" height="${row.lane + 4}"`;
+    const frame = `x="${round(left - 0.5)}" y="${row.y - 2}" ${size} rx="3"`;
     layer.cursor.innerHTML = `<rect class="${cell.what} ${typed ? "typed" : ""}" ${frame}/>
       ${label(left + w / 2, row.y + row.lane / 2, words, "text-anchor:middle;font-size:13px")}`;
     about.textContent = cell.about;
@@ -201,17 +229,22 @@ function render({ model, el }) {
       if (!kinds.has(kind)) kinds.set(kind, []);
       kinds.get(kind).push(chip);
     }
-    const chip = ({ text, action, colours, state }) => button(row.left.some((mine) => mine.action === action) ? text : action, () => send(action, false), {
-      className: `chip ${state} ${state || view.help === "legal" || view.help === "free" ? "" : "dim"}`, title: STATES[state] ?? "",
-      ariaLabel: `${action}${state ? `, ${STATES[state]}` : ""}`, style: `background:${colours[0]};color:${colours[1]}`,
+    const told = view.help === "ready" || view.help === "coach";
+    const chip = ({ text, action, colours, state }, name = text) => button(name, () => send(action, false), {
+      className: `chip ${state} ${told && !state ? "dim" : ""}`,
+      title: STATES[state] ?? "",
+      ariaLabel: `${action}${state ? `, ${STATES[state]}` : ""}`,
+      style: `background:${colours[0]};color:${colours[1]}`,
     });
-    const groups = [...kinds.values()].map((chips) => html("span", {}, ...chips.map(chip)));
+    const groups = [...kinds.values()].map((chips) => html("span", {}, ...chips.map((one) => chip(one))));
     const marked = ({ device, left }) => (device === row.device ? [] : left.filter(({ state }) => state).slice(0, OTHERS));
     const elsewhere = view.rows.flatMap(marked);
-    const others = elsewhere.length ? [html("i", {}, "on other devices"), html("span", {}, ...elsewhere.map(chip))] : [];
+    const theirs = elsewhere.map((one) => chip(one, one.action));
+    const others = theirs.length ? [html("i", {}, "on other devices"), html("span", {}, ...theirs)] : [];
     tray.ariaLabel = `${row.name}: what is left to place`;
-    tray.replaceChildren(html("b", {}, `${row.name}${view.level.chunks ? `, ${row.stages}` : ""}:`), ...(groups.length ? groups : ["all is placed"]), ...others);
-    for (const node of tray.querySelectorAll("button")) node.setAttribute("data-lm-suppress-shortcuts", "");
+    const name = view.level.chunks ? `${row.name}, ${row.stages}:` : `${row.name}:`;
+    tray.replaceChildren(html("b", {}, name), ...(groups.length ? groups : ["all is placed"]), ...others);
+    keysStayHere(tray);
     stamp.textContent = `Stamp micro-batch ${microbatchOf(cellAt())} over all`;
   }
 
@@ -298,6 +331,7 @@ function render({ model, el }) {
     const { left, top } = svg.getBoundingClientRect(), y = event.clientY - top, time = (event.clientX - left - LEFT) / area.scale;
     const device = area.rows.slice(0, view.rows.length).findIndex((row) => y >= row.y - 6 && y < row.y + row.lane + STRIP);
     if (device < 0) return;
+    svg.focus();
     const cells = view.rows[device].cells;
     point(device, cells.find((cell) => time < cell.until) ?? cells.at(-1));
   };
@@ -354,7 +388,8 @@ function render({ model, el }) {
     asked = -PATIENCE;
     cursor.device = Math.min(cursor.device, view.rows.length - 1);
     const { level } = view, option = ([value, text]) => html("option", { value, textContent: text });
-    levels.replaceChildren(...view.levels.map(([name, title, won]) => option([name, `${won ? "✓ " : ""}${title}`])), option(["", "Design your own"]));
+    const titled = view.levels.map(([name, title, won]) => option([name, `${won ? "✓ " : ""}${title}`]));
+    levels.replaceChildren(...titled, option(["", "Design your own"]));
     levels.value = level.name;
     help.replaceChildren(...view.rungs.map(option));
     help.value = view.help;
@@ -367,8 +402,10 @@ function render({ model, el }) {
     sizes.split.checked = level.split;
     said.textContent = view.said.text;
     said.className = `said ${view.said.mood}`;
-    legend.replaceChildren(...view.legend.map(([text, colour]) => html("span", {}, html("i", { style: `background:${colour}` }), text)),
-      html("span", {}, html("i", { className: "hatched" }), "idle"), html("span", {}, html("i", { className: "holds" }), "held for a backward"));
+    const entry = (text, properties) => html("span", {}, html("i", properties), text);
+    const kinds = view.legend.map(([text, colour]) => entry(text, { style: `background:${colour}` }));
+    const others = [entry("idle", { className: "hatched" }), entry("held for a backward", { className: "holds" })];
+    legend.replaceChildren(...kinds, ...others);
     table.replaceChildren(...view.numbers.map(([name, hint, value, beside]) => html("tr", { title: hint },
       html("th", { scope: "row", textContent: name }), html("td", {}, value || "–"), html("td", {}, beside))));
     const best = view.rows.flatMap(({ left }) => left).find(({ state }) => state === "best");
@@ -378,7 +415,7 @@ function render({ model, el }) {
     for (const node of [paced, native, critical]) node.disabled = !view.whole;
     critical.checked = view.marks.critical;
     par.checked = view.marks.par;
-    link.value = location.href.split("#")[0] + view.link;
+    link.value = location.origin + location.pathname + view.link; // a token in the address is not handed on
     svg.ariaLabel = view.summary;
     trial.hidden = !view.trial.text;
     trialText.textContent = view.trial.text ?? "";
@@ -392,9 +429,9 @@ function render({ model, el }) {
   take();
   const watch = new ResizeObserver(draw);
   watch.observe(scroller);
-  if (location.hash.startsWith("#pipelab=") && !linkTaken) {
-    linkTaken = true;
+  if (location.hash.startsWith("#pipelab=")) { // the first editor on the page takes the table in its address
     ask("load", { text: decodeURIComponent(location.hash) });
+    history.replaceState(null, "", location.pathname + location.search);
   }
   return () => {
     watch.disconnect();

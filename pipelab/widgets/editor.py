@@ -181,8 +181,8 @@ class Editor(anywidget.AnyWidget):
         self._open(level_of(name))
 
     def open_task(self, **sizes: Any) -> None:
-        """Begin with other sizes; those that are not given stay."""
-        self._open(_sandbox(Task(**sizes)))
+        """Begin with other sizes; those that are not given stay, except a cap."""
+        self._open(_sandbox(self._draft.task.resized(**sizes)))
 
     def set_help(self, help: str) -> None:
         """Change the help. What cannot run is left out when "free" ends."""
@@ -237,7 +237,7 @@ class Editor(anywidget.AnyWidget):
             if do not in HEARD:
                 raise ScheduleError(f"{do} is no move")
             getattr(self, do)(**message)
-        except (ValueError, TypeError, RuntimeError) as error:
+        except (ValueError, TypeError, RuntimeError, ImportError) as error:
             self._refresh(str(error).partition("\n")[0], refused=True)
 
     def _refresh(self, text: str = "", refused: bool = False) -> None:
