@@ -204,12 +204,26 @@ def test_tables_that_cannot_be_edited_say_so():
         Editor("second")
 
 
+def test_other_sizes_keep_the_costs_where_they_fit():
+    editor = Editor("slow")
+    costs = editor.draft.task.costs
+    ask(editor, "open_task", devices=3, microbatches=5, virtual=1, cap=None, split=False)
+    assert editor.draft.task == Task(3, 5, costs=costs)
+    ask(editor, "open_task", devices=2, microbatches=2, virtual=2, cap=[3, 2], split=True)
+    assert editor.draft.task == Task(2, 2, 2, cap=(3, 2), split=True)
+    ask(editor, "open_task", devices=64, microbatches=64)
+    assert said(editor)[1].endswith("actions: the editor takes 400; make a size smaller")
+    assert editor.view["level"]["sizes"]["devices"] == 2
+
+
 def test_a_block_is_stamped_from_the_editor():
     editor = Editor(devices=2, microbatches=4)
     for action in ("0F0", "1F0", "1B0", "0B0"):
         editor.place(action)
     ask(editor, "stamp", microbatch=0)
     assert said(editor) == ("won", "Par: 15. This is 1F1B (PipeDream-Flush).")
+    ask(editor, "stamp", microbatch=9)
+    assert said(editor)[1].endswith("is not whole: there is no such micro-batch")
 
 
 @pytest.mark.parametrize("paced", [True, False])
@@ -251,10 +265,8 @@ def test_a_saved_notebook_has_all_that_is_drawn():
     state = editor.get_state()
     json.dumps(state["view"])
     assert "export default" in state["_esm"] and ".pipelab-editor" in state["_css"]
-    line = (
-        "Editor of a table of your own, p=2, m=2: 0 of 8 actions are placed. Run this cell to play."
-    )
-    assert repr(editor) == line == editor.view["summary"]
+    line = "Editor of a table of your own, p=2, m=2: 0 of 8 actions are placed."
+    assert editor.view["summary"] == line and repr(editor) == line + " Run this cell to play."
     assert repr(Editor("cap")).startswith("Editor of level cap, p=4, m=6: 0 of 48")
 
 

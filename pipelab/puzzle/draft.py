@@ -109,7 +109,9 @@ class Draft:
 
     # ---- moves
 
-    def place(self, action: Action | str, index: int | None = None, until: float | None = None):
+    def place(
+        self, action: Action | str, index: int | None = None, until: float | None = None
+    ) -> "Draft":
         """The draft with one action more; Refused where a rule forbids it, with the reason.
 
         index  its place in its device's row; default: at the end
@@ -142,8 +144,8 @@ class Draft:
             return f"{action} needs {missing[0]} first, which is not placed yet"
         if after.problem:
             return after.problem
-        if until is not None and after.span(action)[0] >= until:
-            ends = {need: after.span(need)[1] for need in self.task.needs[action]}
+        ends = {need: after.span(need)[1] for need in self.task.needs[action]}
+        if ends and until is not None and after.span(action)[0] >= until:
             last = max(ends, key=lambda need: ends[need])
             return (
                 f"{action} cannot start before {until:g}: {last} ends at {ends[last]:g} on device "

@@ -206,8 +206,6 @@ class Editor(anywidget.AnyWidget):
     # ---- inside
 
     def _open(self, level: Level, draft: Draft | None = None) -> None:
-        if (size := sum(map(len, level.task.actions))) > LARGEST:
-            raise ScheduleError(f"{size} actions: the editor takes {LARGEST}; make a size smaller")
         self._level = level
         self._draft = self._allowed(draft or Draft.of(level.task))
         self._past, self._future, self._trial = [], [], None
@@ -265,16 +263,17 @@ class Editor(anywidget.AnyWidget):
             "whole": self._draft.whole and not self._draft.problem,
             "link": self.link,
             "file": to_csv(self._draft),
-            "summary": repr(self),
+            "summary": self._summary(),
         }
 
     def __repr__(self) -> str:
+        return f"{self._summary()} Run this cell to play."
+
+    def _summary(self) -> str:
         what = f"level {self._level.name}" if self._level.name else "a table of your own"
         task = self._level.task
-        return (
-            f"Editor of {what}, p={task.devices}, m={task.microbatches}: {self.feedback.text} "
-            "Run this cell to play."
-        )
+        sizes = f"p={task.devices}, m={task.microbatches}"
+        return f"Editor of {what}, {sizes}: {self.feedback.text}"
 
 
 HEARD = {  # what the browser may ask for
@@ -291,5 +290,7 @@ def _rung(help: str) -> str:
 
 def _sandbox(task: Task) -> Level:
     """A level without a name, whose par is the best that the coach finds."""
+    if (size := 2 * task.stages * task.total) > LARGEST:
+        raise ScheduleError(f"{size} actions: the editor takes {LARGEST}; make a size smaller")
     par = finish(Draft.of(task)).timeline.makespan
     return Level("", "Design your own", "", "Par is the best that the coach finds.", task, par)
