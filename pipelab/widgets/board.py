@@ -8,7 +8,7 @@ from matplotlib.colors import to_hex
 from pipelab.action import Action, Kind
 from pipelab.plot import style
 from pipelab.plot.timeline import colour_of
-from pipelab.puzzle import Draft, Refused, Task, coach, could_run, why_idle
+from pipelab.puzzle import Advice, Draft, Refused, Task, coach, could_run, why_idle
 from pipelab.puzzle.draft import in_flight
 from pipelab.puzzle.reasons import gap
 
@@ -18,7 +18,7 @@ RUNGS = {
     "ready": "show what is ready",
     "coach": "a coach",
 }
-ADVICE_STEPS = 100  # of the coach's search after every move
+ADVICE = 6_400  # of the coach's search after every move: its steps times the actions of a table
 
 
 def board(draft: Draft, rung: str, critical: bool) -> list[dict[str, Any]]:
@@ -28,7 +28,7 @@ def board(draft: Draft, rung: str, critical: bool) -> list[dict[str, Any]]:
     its text and colours, and what there is to say about it.
     """
     ready = set(draft.ready()) if tells(rung) else set()
-    moves = advice(draft) if rung == "coach" else {}
+    marks = _marks(draft) if rung == "coach" else {}
     path = _critical_path(draft) if critical else set()
     return [
         {
@@ -43,7 +43,7 @@ def board(draft: Draft, rung: str, critical: bool) -> list[dict[str, Any]]:
                     "text": _short(draft.task, action),
                     "action": str(action),
                     "colours": _colours(draft.task, action),
-                    "state": moves.get(action, "ready" if action in ready else ""),
+                    "state": marks.get(action, "ready" if action in ready else ""),
                 }
                 for action in draft.left(device)
             ],
@@ -57,10 +57,15 @@ def tells(rung: str) -> bool:
     return rung in ("ready", "coach")
 
 
-def advice(draft: Draft) -> dict[Action, str]:
+def advice(draft: Draft) -> Advice:
+    """What the coach says in the time of a move. Refused where it has nothing to say."""
+    return coach(draft, ADVICE // draft.size)
+
+
+def _marks(draft: Draft) -> dict[Action, str]:
     """The coach's move ("best") and its ties ("tie"); nothing where it has no advice."""
     try:
-        found = coach(draft, ADVICE_STEPS)
+        found = advice(draft)
     except Refused:
         return {}
     return {found.move: "best"} | dict.fromkeys(found.ties, "tie")

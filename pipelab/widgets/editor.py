@@ -6,13 +6,13 @@ import anywidget
 import traitlets
 
 from pipelab.action import Action, ScheduleError
-from pipelab.puzzle import Draft, Level, Task, coach, finish, level_of, recognise, stamp
+from pipelab.puzzle import Draft, Level, Task, finish, level_of, recognise, stamp
 from pipelab.puzzle.levels import LEVELS
 from pipelab.puzzle.link import read, read_task, task_of, to_csv, write, write_task
 from pipelab.schedule import Schedule
 from pipelab.teach import Feedback
 from pipelab.timeline import Timeline
-from pipelab.widgets.board import ADVICE_STEPS, RUNGS, board, legend, tells
+from pipelab.widgets.board import RUNGS, advice, board, legend, tells
 from pipelab.widgets.comparison import about_level, numbers, par_rows, trial_rows
 from pipelab.widgets.files import joined
 from pipelab.widgets.try_out import Trial, try_out
@@ -137,10 +137,10 @@ class Editor(anywidget.AnyWidget):
 
     def step(self) -> None:
         """Place what the coach would place."""
-        advice = coach(self._draft, ADVICE_STEPS)
-        ties = f" As good: {', '.join(map(str, advice.ties))}." if advice.ties else ""
-        text = f"{advice.move}: {advice.makespan:g} can still be reached.{ties}"
-        self._change(self._draft.place(advice.move), text)
+        found = advice(self._draft)
+        ties = f" As good: {', '.join(map(str, found.ties))}." if found.ties else ""
+        text = f"{found.move}: {found.makespan:g} can still be reached.{ties}"
+        self._change(self._draft.place(found.move), text)
 
     def finish(self) -> None:
         """Place all that is left, as well as can be found."""
