@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+
 from jupyter_lab import browser, chromium, lab, open_notebook, run_cells, write_notebook
 from measure import machine, main, page, paragraph, spread, table, timed
 from pipelab.puzzle import finish
