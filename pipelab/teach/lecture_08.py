@@ -94,7 +94,12 @@ def laps(answer: Any) -> Feedback:
     def no_laps(t, d, p, m, v):
         return (d, t - d) if 0 <= t - d < m else (-1, -1)
 
+    def neighbours(t, d, p, m, v):
+        lap, k = divmod(t - d, m)
+        return (d * v + lap, k) if 0 <= lap < v else (-1, -1)
+
     slips = [
+        (neighbours, "Stage s is on device s mod p: device d has the stages d, p + d, ..."),
         (no_delay, "Device d starts d iterations after device 0."),
         (no_laps, "After its m-th job a device starts the next lap, with stage p + d."),
         (no_garbage, "Before its first job and after its last one a device computes garbage."),

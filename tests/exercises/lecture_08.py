@@ -49,6 +49,8 @@ ANSWERS = {
             "answer = lambda t, d, p, m, v: (t // m * p + d, t % m) if t < m * v else (-1, -1)":
                 "d iterations after",
             "answer = lambda t, d, p, m, v: t": "right is",
+            "answer = lambda t, d, p, m, v: (d * v + (t - d) // m, (t - d) % m)"
+            " if 0 <= t - d < m * v else (-1, -1)": "s mod p",
         },
     },
 }  # fmt: skip

@@ -3,7 +3,7 @@
 ANSWERS = {
     "09-1": {
         "right": [
-            "answer = of_the_whole",
+            "answer = jax.grad(lambda w, x: (w + w * x - 1) ** 2)",
             "answer = lambda w, x: 2 * (w * (1 + x) - 1) * (1 + x)",
         ],
         "wrong": {
@@ -39,17 +39,20 @@ ANSWERS = {
             "answer = lambda parts: [[made] if made in parts[i + 1][1] else []"
             " for i, (made, _) in enumerate(parts[:-1])]": "returns nothing",
             "answer = lambda parts: [[made] for made, _ in parts]": "each but the last",
+            "answer = lambda parts: [[made] for made, _ in parts[:-1]]": "nobody reads it",
+            "answer = lambda parts: None": "it raises TypeError",
             "answer = 'a'": "is not a function",
         },
     },
     "09-4": {
         "right": [
-            "answer = ManualStages([[0], [1], [2], [3]], [1, 1, 1, 1])",
-            "answer = ManualStages([[0], [1], [2, 3]], [1, 1, 2])",
+            "answer = ManualStages(([0], [1, 2], [3]), (1, 1, 2))",
         ],
         "wrong": {
             "answer = ManualStages([[0, 1], [2, 3]], [2, 2])": "hold 54",
-            "answer = ManualStages([[0], [1, 2, 3]], [1, 3])": "come down to 48",
+            "answer = ManualStages([[0], [1, 2, 3]], [1, 3])": "come down to 46",
+            "answer = ManualStages([[0], [1], [2], [3]], [1, 1, 1, 1])": "hold 48",
+            "answer = ManualStages([[0], [1, 2], [3]], [1, 1, (2, 1)])": "a number of devices",
             "answer = ManualStages([[0], [2, 3]], [2, 2])": "each of the layers 0 to 3",
             "answer = ManualStages([[0], [1, 2], [3]], [1, 1, 1])": "4 devices in all",
             "answer = [[0], [1, 2], [3]]": "is not ManualStages",

@@ -22,6 +22,7 @@ ANSWERS = {
             'answer = [P(None, "four"), P("four"), P("four")]': "Which array has to be",
             'answer = [P(None, "four"), P(None, "four"), P(None, "four")]': "collectives",
             'answer = P("four")': "is not a list of three P",
+            'answer = [P(None, None, "four")] * 3': "is not a quarter",
         },
     },
     "11-3": {
@@ -34,6 +35,7 @@ ANSWERS = {
             "answer = lambda g: g": "each trains alone",
             'answer = lambda g: lax.psum(g, "four") / 4': "2 devices: the gradient is 0.5 times",
             "answer = 4": "is not a function",
+            "answer = lax.pmean": "it raises TypeError",
         },
     },
     "11-4": {
