@@ -179,8 +179,10 @@ def table(
     """
     try:
         schedule = Schedule.from_grid(answer, "your table") if isinstance(answer, str) else answer
+        if not isinstance(schedule, Schedule):
+            return not_yet(f"{answer!r} is neither a Schedule nor a grid in text.")
         timeline = simulate(schedule, costs)
-    except (ValueError, AttributeError) as error:
+    except ValueError as error:
         return Feedback(False, f"Not yet. {error}")
     have = (schedule.devices, schedule.stages, schedule.total, schedule.updates)
     if have != (devices, stages or devices, microbatches, updates):

@@ -41,6 +41,7 @@ def least_microbatches(answer: Any) -> Feedback:
             "10 % of the total, not of the ideal time.",
         ),
         (lambda p, batches: p, "That is what 2BW allows; how long does it idle?"),
+        (lambda p, batches: max(p, 9 * (p - 1) / batches), "Micro-batches are whole."),
     )
     return same_function(answer, lambda p, b: max(p, -(-9 * (p - 1) // b)), cases, slips)
 
@@ -82,13 +83,18 @@ def first_wrong(answer: Any) -> Feedback:
         return not_yet(f"{answer!r} is not a pair (stage, micro-batch).")
     if (stage, microbatch) == (2, 4):
         return Feedback(True, "Right.")
-    hint = "Compare the two tables' versions, column by column."
-    if microbatch in (5, 6) and stage < 2:
-        hint = "Wrong there, too; an earlier micro-batch is wrong on a later stage."
-    elif (stage, microbatch) == (4, 2):
+    right = make("pipedream_2bw", 3, 4, batches=3)
+    latest = replace(right, reads=Reads.LATEST)
+    if (stage, microbatch) == (4, 2):
         hint = "The stage comes first."
+    elif stage not in range(3) or microbatch not in range(12):
+        hint = "There are stages 0 to 2 and micro-batches 0 to 11."
     elif microbatch < 4:
         hint = "Nothing has been updated by then: everybody reads version 0."
+    elif latest.versions[stage][microbatch] != right.versions[stage][microbatch]:
+        hint = "That one is wrong, but an earlier micro-batch is wrong already, on some stage."
+    else:
+        hint = "That one reads what 2BW reads. Compare the versions, column by column."
     return not_yet(f"({stage}, {microbatch}). {hint}")
 
 
