@@ -33,10 +33,14 @@ bench: .venv/.ready  ## measure and rewrite the pages in benchmarks/
 	$(BIN)/python benchmarks/peers.py
 	$(BIN)/python benchmarks/jax_pipelines.py
 	$(BIN)/python benchmarks/explorer.py
+	$(BIN)/python benchmarks/editor.py
 	$(BIN)/python benchmarks/traces.py
 
 gpu: $(if $(filter $(GPU_PYTHON),$(BIN)/python),.venv/.ready)  ## what only a GPU shows, in 8 minutes; DEVICE=cpu rehearses it, PYTHON=python3 needs no .venv
 	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) benchmarks/gpu.py --device $(DEVICE)
+
+site: .venv/.ready  ## the course as web pages, in build/site: open build/site/index.html
+	$(BIN)/sphinx-build --fresh-env --write-all -W -q -c docs -d build/doctrees . build/site
 
 images: .venv/.ready  ## draw the pictures in images/ again
 	$(BIN)/python images/draw.py
@@ -51,4 +55,4 @@ clean:  ## remove the environment and caches
 	$(BIN)/pip install --quiet --editable '.[all]'
 	@touch $@
 
-.PHONY: help lab test fuzz notebooks bench gpu images clean
+.PHONY: help lab test fuzz notebooks bench gpu site images clean

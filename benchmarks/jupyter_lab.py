@@ -140,9 +140,9 @@ def open_notebook(page: Any, address: Callable[[str], str], name: str) -> None:
     page.wait_for_selector(".jp-NotebookPanel-toolbar [data-status=idle]", timeout=60_000)
 
 
-def run_cells(page: Any, count: int) -> None:
-    """Run the first cells of the open notebook and wait for the explorer."""
+def run_cells(page: Any, count: int, wait: str = ".pipelab-explorer path.boxes") -> None:
+    """Run the first cells of the open notebook and wait for a widget (default: an explorer)."""
     page.locator(".jp-CodeCell .jp-InputArea").first.click()
     for _ in range(count):
         page.keyboard.press("Shift+Enter")
-    page.wait_for_selector(".pipelab-explorer path.boxes", state="attached", timeout=60_000)
+    page.wait_for_selector(wait, state="attached", timeout=60_000)

@@ -345,3 +345,99 @@ def test_the_stored_lecture_shows_its_explorer_without_running(folder, address, 
     loaded = "(picture) => picture.complete && picture.naturalWidth > 0"
     pictures = page.locator(".jp-MarkdownOutput img").all()
     assert pictures and all(picture.evaluate(loaded) for picture in pictures)
+
+
+# The picture has been drawn in the width that it has.
+FITS = """() => {
+  const scroller = document.querySelector(".pipelab-editor .scroller");
+  const svg = scroller.querySelector("svg"), wide = +svg.getAttribute("width");
+  return wide >= scroller.clientWidth - 1 && document.querySelector(".pipelab-editor")
+    .getBoundingClientRect().right <= innerWidth + 1;
+}"""
+
+
+def press(page, *keys):
+    for key in keys:
+        page.keyboard.press(key)
+
+
+def says(page, text):
+    page.locator(".said", has_text=text).wait_for(timeout=10_000)
+
+
+def boxes(page, picture=".picture"):
+    return page.locator(f".pipelab-editor {picture} svg .lanes g.action")
+
+
+def test_a_level_is_solved_run_and_measured_by_keyboard_alone(folder, address, new_page, tmp_path):
+    set_theme(folder, "JupyterLab Dark")
+    source = "from pipelab.widgets import Editor\nEditor('first')"
+    write_notebook(folder / "editor.ipynb", [source])
+    page = new_page()
+    open_notebook(page, address, "editor.ipynb")
+    run_cells(page, 1, ".pipelab-editor .cursor rect")
+    page.locator("[name=help]").focus()
+    press(page, "Tab")  # to the table
+    press(page, "f", "0", "F", "1", "ArrowDown", "B", "0")
+    says(page, "1B0 needs 1F0 first, which is not placed yet")
+    press(page, "F", "0", "B", "0", "ArrowUp", "Backspace", "F", "Enter")
+    press(page, "B", "Enter", "ArrowDown", "f", "1", "b", "1", "ArrowUp", "b", "1")
+    says(page, "Par: 9. This is 1F1B (PipeDream-Flush).")
+    assert boxes(page).count() == 8
+    # The idle cell of device 0 says why; typing into it is refused with the time.
+    press(page, "Home", "ArrowRight", "ArrowRight")
+    about = page.locator(".about-cell")
+    assert about.inner_text() == (
+        "device 0 is idle from 2 to 4: 0B0 waits for 1B0, which runs until 4."
+    )
+    page.locator(".pipelab-editor").screenshot(path=tmp_path / "solved.png")
+
+    while "Run it" not in page.evaluate("document.activeElement.textContent"):
+        press(page, "Tab")
+    press(page, "Enter")
+    page.locator(".verdict", has_text="Check passed; paced").wait_for(timeout=30_000)
+    assert boxes(page, ".trial").count() > 2 * 8  # planned and measured; with updates
+    page.locator(".pipelab-editor").screenshot(path=tmp_path / "run.png")
+    press(page, "Tab", "Tab", "Space", "Tab", "Space")
+    page.locator(".heads text", has_text="par: 9").wait_for()
+    assert page.locator("[name=critical]").is_checked() and boxes(page).count() == 2 * 8
+    for width in (1400, 700):
+        page.set_viewport_size({"width": width, "height": 1100})
+        page.wait_for_function(FITS)
+        assert page.evaluate(PALE, READABLE) == []
+    page.locator(".pipelab-editor").screenshot(path=tmp_path / "narrow.png")
+
+    # The next level, by its button; with a mouse, chips do what keys do.
+    page.get_by_role("button", name="Next level").press("Enter")
+    says(page, "")
+    page.locator(".text", has_text="Three devices, four micro-batches").wait_for()
+    page.locator(".tray .chip", has_text="F2").click()
+    page.wait_for_function("document.querySelectorAll('.picture .lanes g.action').length === 1")
+    assert boxes(page).text_content() == "F2"
+    page.locator("summary", has_text="Link or file").click()
+    assert page.locator("[name=link]").input_value().endswith("#pipelab=level=gpipe&table=0F2~~")
+    # The link in the address of a page opens the table in its editor.
+    page.evaluate("location.hash = 'pipelab=level=first&table=0F0~1F0'")
+    run_cells(page, 1, ".pipelab-editor .cursor rect")
+    page.wait_for_function("document.querySelectorAll('.picture .lanes g.action').length === 2")
+
+
+def test_the_stored_editor_shows_without_running(folder, address, new_page):
+    set_theme(folder, "JupyterLab Light")
+    notebook = nbformat.read(LECTURES / "90_design_your_own.ipynb", as_version=4)
+    shown = "application/vnd.jupyter.widget-view+json"
+    notebook.cells = [
+        cell
+        for cell in notebook.cells
+        if any(shown in o.get("data", {}) for o in cell.get("outputs", []))
+    ][:1]
+    trust(notebook, folder)
+    nbformat.write(notebook, folder / "design.ipynb")
+    page = new_page()
+    page.goto(address("doc/tree/design.ipynb"))
+    editor = page.locator(".pipelab-editor")
+    editor.locator(".saved").wait_for(timeout=30_000)
+    assert not editor.locator(".tray").is_visible()
+    editor.locator("svg").first.focus()
+    press(page, "ArrowDown")
+    assert "device 1 is free from 0 on" in editor.locator(".about-cell").inner_text()

@@ -37,6 +37,7 @@ LAYERS = [
         "explain",
         "partition",
         "plan",
+        "puzzle",
     },
     {"executors", "pipeshard", "models", "data", "peers", "plot"},
     {"widgets", "teach", "train", "compare", "cli", "__main__"},

@@ -59,7 +59,7 @@ def test_make_help_lists_the_targets():
     listed = subprocess.run(
         ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    for target in ("lab", "test", "notebooks", "bench", "images", "clean"):
+    for target in ("lab", "test", "notebooks", "bench", "site", "images", "clean"):
         assert re.search(rf"^{target} ", listed, re.M), target
 
 
@@ -87,7 +87,8 @@ def test_a_schedule_is_added_by_one_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path", ["pipelab", "tests", "notebooks", "benchmarks", "images", "README.md", "Makefile"]
+    "path",
+    ["pipelab", "tests", "notebooks", "benchmarks", "images", "docs", "README.md", "Makefile"],
 )
 def test_no_path_of_a_machine(path):
     kinds = (".py", ".ipynb", ".md")

@@ -291,7 +291,8 @@ def test_the_view_is_package_data():
         for p in (root / "pipelab" / "widgets").iterdir()
         if p.is_file() and p.suffix != ".py"
     }
-    assert files == {"explorer.js", "explorer.css"}
+    scripts = {"tools.js", "explorer.js", "editor.js"}
+    assert files == scripts | {"explorer.css", "editor.css"}
     assert all(any(Path(name).match(pattern) for pattern in packaged) for name in files)
 
 

@@ -177,6 +177,8 @@ def table(
     makespan      at most this much, under `costs` (default: forward 1, backward 2)
     in_flight     at most so many micro-batches on any device
     """
+    if not isinstance(answer, (str, Schedule)):
+        return not_yet(f"{answer!r} is not a table: give a Schedule, or a text, a line a device.")
     try:
         schedule = Schedule.from_grid(answer, "your table") if isinstance(answer, str) else answer
         if not isinstance(schedule, Schedule):

@@ -53,7 +53,7 @@ def bytes_over_cuts(answer: Any) -> Feedback:
 
 
 def two_microbatches(answer: Any) -> Feedback:
-    return table(answer, devices=2, microbatches=2, makespan=9)
+    return table(answer, devices=3, microbatches=2, makespan=12)
 
 
 def gradients_over_a_cut(answer: Any) -> Feedback:
@@ -71,6 +71,8 @@ def gradients_over_a_cut(answer: Any) -> Feedback:
         hint = ""
         if "second time" in str(error):
             hint = "The loss's backward went through stage a as well: its graph ends at a detach."
+        elif "implicitly created" in str(error):
+            hint = "What came back is None: only a leaf that requires a gradient gets one."
         return not_yet(f"it raises {type(error).__name__}: {str(error).split('.')[0]}. {hint}")
     if [len(pair) for pair in found] != [2, 2, 2]:
         return not_yet("give a pair of gradients, of a's and of b's weight, for every batch.")

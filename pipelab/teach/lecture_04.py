@@ -48,7 +48,7 @@ def imbalance(answer: Any) -> Feedback:
     slips = {
         8: "With 8 the share that works is 26/32, so 19 % are idle.",
         7.5: "A quarter more than the others: but that device's own time is work, too.",
-        24: "There a quarter of all device time is idle times over: what share works?",
+        24: "There 42/96 work, so more than half is idle. Count the fourth device's work, too.",
     }
     return number(answer, 9, hint, slips)
 

@@ -125,14 +125,15 @@ def _numbers(t: Timeline, held: np.ndarray, shown: list[int]) -> dict[str, str]:
         "bubble of total": f"{t.bubble.of_total:.1%}",
         "bubble over ideal": f"{t.bubble.over_ideal:.1%}",
         "bubble of span": f"{t.bubble.of_span:.1%}",
-        "peak in flight": _per_device(t.peak_in_flight),
-        "weight versions": _per_device(t.weight_versions),
+        "peak in flight": per_device(t.peak_in_flight),
+        "weight versions": per_device(t.weight_versions),
         "peak memory": _bytes(total[fullest]) + of_device,
         **{CAUSES[c]: _bytes(held[fullest, c]) for c in shown},
     }
 
 
-def _per_device(values: Sequence[int]) -> str:
+def per_device(values: Sequence[int]) -> str:
+    """A number for every device, or one if all have the same."""
     if len(set(values)) == 1:
         return f"{values[0]} everywhere" if len(values) > 1 else str(values[0])
     return " ".join(map(str, values)) if len(values) <= 8 else f"{min(values)} to {max(values)}"

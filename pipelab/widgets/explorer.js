@@ -9,24 +9,8 @@ const BYTES = ["weights", "optimizer", "activations", "boundary"];
 const LEFT = 62, TOP = 6, AXIS = 22; // pixels
 const SWEEP = 8000, STEP = 600; // milliseconds of a whole play, and between its steps where motion is unwelcome
 const BOTH = -2; // as in drawing.py
-let patterns = 0; // widgets on one page need different ids
 
 // ---- small tools
-
-function html(tag, properties = {}, ...children) {
-  const node = Object.assign(document.createElement(tag), properties);
-  node.append(...children);
-  return node;
-}
-
-const number = (x) => String(+x.toPrecision(5));
-const round = (x) => Math.round(x * 100) / 100;
-const box = (x, y, w, h) => `M${round(x)} ${round(y)}h${round(w)}v${h}h${round(-w)}z`;
-
-function label(x, y, text, style = "") {
-  const safe = String(text).replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
-  return `<text x="${round(x)}" y="${round(y)}" dy=".35em" style="${style}">${safe}</text>`;
-}
 
 function unpack(text, rows) {
   const all = new Float32Array(Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer), n = all.length / rows;
@@ -177,12 +161,6 @@ function strips({ rows, lane, strip, right, scale, x }, { causes, memory }) {
     <g class="peaks">${peaks.join("")}</g>`;
 }
 
-function ticks(end, room) {
-  const rough = (end || 1) / Math.max(2, Math.floor(room / 70)), power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].find((f) => f * power >= rough) * power;
-  return Array.from({ length: Math.floor(end / step + 1e-9) + 1 }, (_, k) => k * step);
-}
-
 function frame({ items, rows, lane, strip, right, bottom, x }, { end, memory }) {
   const times = ticks(end, right - LEFT), below = bottom + AXIS / 2;
   const marked = times.filter((time) => !memory || x(time) < right - 14); // the column of peaks has its own word
@@ -242,9 +220,7 @@ function render({ model, el }) {
   const [form, controls] = makeForm(choices, send);
   const error = html("p", { className: "error", role: "alert" });
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  const pattern = `id="${hatch}" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"`;
-  svg.innerHTML = `<defs><pattern ${pattern}><path class="hatch" d="M0 0V6"/></pattern></defs>
-    <g class="frame"></g><g class="lanes"></g><g class="selection"></g><g class="running"></g><line class="cursor"/>`;
+  svg.innerHTML = `${hatching(hatch)}<g class="frame"></g><g class="lanes"></g><g class="selection"></g><g class="running"></g><line class="cursor"/>`;
   const speech = { role: "application", ariaRoleDescription: "timeline: arrow keys move between actions, space plays" };
   Object.assign(svg, { tabIndex: 0, ...speech });
   const layer = Object.fromEntries([...svg.children].map((node) => [node.getAttribute("class"), node]));

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import anywidget
@@ -26,6 +25,7 @@ from pipelab.action import check_counts
 from pipelab.costs import PASSES
 from pipelab.schedules import with_chunks
 from pipelab.widgets.drawing import drawing
+from pipelab.widgets.files import joined
 
 SIZES = ("devices", "microbatches", "virtual", "batches")
 SECONDS = (*PASSES, "update", "transfer")
@@ -57,8 +57,8 @@ class Explorer(anywidget.AnyWidget):
     (57.0, [4, 3, 2, 1])
     """
 
-    _esm = Path(__file__).parent / "explorer.js"
-    _css = Path(__file__).parent / "explorer.css"
+    _esm = joined("tools.js", "explorer.js")
+    _css = joined("explorer.css")
     choices = traitlets.Dict().tag(sync=True)  # what the form's lists offer
     settings = traitlets.Dict().tag(sync=True)  # what the form says: the browser or `set` writes it
     drawing = traitlets.Dict().tag(sync=True)  # what the picture shows

@@ -11,14 +11,14 @@ from pipelab.partition import Profile
 
 @dataclass(frozen=True)
 class Entry:
-    """A(j, m): the best pace of the first j layers on m devices.
+    """A(j, n): the best pace of the first j layers on n devices.
 
     candidates  in words, with their pace
     best        the number of the smallest
     """
 
     j: int
-    m: int
+    n: int
     candidates: list[tuple[str, float]]
     best: int
 
@@ -36,12 +36,12 @@ def entries(profile: Profile, devices: int, bandwidth: float = 1e9) -> list[Entr
         raise ValueError("the steps are shown for a chain of layers: leave out the branches")
     time, weights, output = (profile.of(name) for name in ("time", "weights", "output"))
     known: dict[tuple[int, int], Entry] = {}
-    for m in range(1, devices + 1):
+    for n in range(1, devices + 1):
         for j in range(1, len(time) + 1):
             candidates = []
             for i in range(j):
-                for mine in range(1, m + 1):
-                    if (i == 0) != (mine == m):
+                for mine in range(1, n + 1):
+                    if (i == 0) != (mine == n):
                         continue  # the first stage has all that is left, others leave something
                     work = time[i:j].sum()
                     sync = 4 * (mine - 1) / mine * weights[i:j].sum() / bandwidth
@@ -49,12 +49,12 @@ def entries(profile: Profile, devices: int, bandwidth: float = 1e9) -> list[Entr
                     words = f"layers {i} to {j - 1}" if j > i + 1 else f"layer {i}"
                     words += f" on {mine}: max({work:.3g}, {sync:.3g}) / {mine} = {pace:.3g}"
                     if i:
-                        before, link = known[i, m - mine].pace, 2 * output[i - 1] / bandwidth
-                        words += f"; A({i}, {m - mine}) = {before:.3g}; link {link:.3g}"
+                        before, link = known[i, n - mine].pace, 2 * output[i - 1] / bandwidth
+                        words += f"; A({i}, {n - mine}) = {before:.3g}; link {link:.3g}"
                         pace = max(pace, before, link)
                     candidates.append((words, float(pace)))
             best = int(np.argmin([pace for _, pace in candidates]))
-            known[j, m] = Entry(j, m, candidates, best)
+            known[j, n] = Entry(j, n, candidates, best)
     return list(known.values())
 
 
@@ -80,15 +80,15 @@ class Steps(ipywidgets.VBox):
 
     def _show(self) -> None:
         done, now = self.entries[: self.slider.value + 1], self.entries[self.slider.value]
-        paces = {(e.j, e.m): f"{e.pace:.3g}" for e in done}
+        paces = {(e.j, e.n): f"{e.pace:.3g}" for e in done}
         rows = sorted({e.j for e in self.entries})
-        columns = sorted({e.m for e in self.entries})
-        lines = ["<th></th>" + "".join(f"<th>m = {m}</th>" for m in columns)]
+        columns = sorted({e.n for e in self.entries})
+        lines = ["<th></th>" + "".join(f"<th>n = {n}</th>" for n in columns)]
         for j in rows:
             cells = []
-            for m in columns:
-                mark = ' style="outline:2px solid #E69F00"' if (j, m) == (now.j, now.m) else ""
-                cells.append(f"<td{mark}>{paces.get((j, m), '')}</td>")
+            for n in columns:
+                mark = ' style="outline:2px solid #E69F00"' if (j, n) == (now.j, now.n) else ""
+                cells.append(f"<td{mark}>{paces.get((j, n), '')}</td>")
             lines.append(f"<th>j = {j}</th>" + "".join(cells))
         table = "".join(f"<tr>{line}</tr>" for line in lines)
         items = "".join(
@@ -97,5 +97,5 @@ class Steps(ipywidgets.VBox):
             for k, (words, pace) in enumerate(now.candidates)
         )
         self.view.value = (
-            f"<table>{table}</table><p>A({now.j}, {now.m}), the smallest of:</p><ul>{items}</ul>"
+            f"<table>{table}</table><p>A({now.j}, {now.n}), the smallest of:</p><ul>{items}</ul>"
         )

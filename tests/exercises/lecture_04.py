@@ -6,6 +6,7 @@ ANSWERS = {
         "wrong": {
             "answer = 6": "Idle share: 1 - ",
             "answer = 8": "19 % are idle",
+            "answer = 24": "more than half is idle",
             "answer = 7.5": "own time is work, too",
             "answer = 'more than 6'": "is not a number",
         },

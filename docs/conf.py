@@ -1,0 +1,71 @@
+"""The course as a site, for Sphinx with MyST-NB: `make site`.
+
+The sources are where they always were: this folder adds a front page and the reference, the
+lectures come from notebooks/ with the outputs stored there, the measurements from benchmarks/.
+Nothing is run, and the pages ask the network for nothing.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+# Such as "https://github.com/OWNER/pipelab": each lecture then gets buttons that open it in Binder
+# and in Colab. While it is empty no page shows any.
+REPOSITORY = ""
+
+project = "pipelab"
+author = "the authors of pipelab"
+language = "en"
+root_doc = "docs/index"
+include_patterns = ["docs/**", "notebooks/**", "benchmarks/*.md", "README.md"]
+exclude_patterns = ["**/.*", "build", "images", "pipelab", "tests", "**/__pycache__"]
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.viewcode",
+    "lectures",
+    "mathml",
+    "reference",
+]
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"
+nb_merge_streams = True
+autodoc_default_options = {"members": True}
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+toc_object_entries_show_parents = "hide"
+html_math_renderer = "mathml"
+
+html_title = "pipelab"
+html_theme = "sphinx_book_theme"
+html_static_path = ["static"]
+html_favicon = "static/icon.svg"
+html_css_files = ["site.css"]
+html_extra_path = ["root"]
+html_copy_source = False
+html_domain_indices = False
+html_show_sourcelink = False
+html_context = {"default_mode": "auto"}
+html_theme_options = {
+    "navbar_start": [],
+    "navbar_center": [],
+    "navbar_end": [],
+    "navbar_persistent": [],
+    "repository_url": REPOSITORY,
+    "repository_branch": "main",
+    "use_repository_button": bool(REPOSITORY),
+    "use_download_button": False,
+    "launch_buttons": {
+        "binderhub_url": "https://mybinder.org",
+        "colab_url": "https://colab.research.google.com",
+        "notebook_interface": "jupyterlab",
+    }
+    if REPOSITORY
+    else {},
+    "show_toc_level": 2,
+}

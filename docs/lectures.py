@@ -1,0 +1,101 @@
+"""What the lectures need on a page: their pictures in words, their widgets without a kernel."""
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from sphinx.application import Sphinx
+
+from pipelab import plot
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+NO_KERNEL = "\n(This page has no kernel: open the lecture in JupyterLab.)"
+CODE_LINK = re.compile(r"\[([^\]]*)\]\(pipelab/[^)]*\)")  # the site has the reference instead
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of Markdown text as plain words: no markup, formulas, tables or folds."""
+    text = re.sub(r"```.*?```|<details>.*?</details>|\$\$.*?\$\$|<[^>]*>", "", text, flags=re.S)
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)|^[#|].*$", "", text, flags=re.M)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = " ".join(re.sub(r"[*`$\\{}]|^\d\. |^- ", "", text, flags=re.M).split())
+    return [found for found in re.split(r"(?<=[.:?!]) (?=[A-Z])", text) if found]
+
+
+def text_of(node: ast.AST | None) -> str:
+    """A text constant; the empty text for anything else."""
+    return str(node.value) if isinstance(node, ast.Constant) else ""
+
+
+def drawn(call: ast.Call) -> Iterator[str]:
+    """What a call of `pipelab.plot` draws: its docstring's first line, and the names given."""
+    function = call.func
+    if isinstance(function, ast.Attribute) and getattr(function.value, "id", "") == "plot":
+        yield getattr(plot, function.attr).__doc__.splitlines()[0]
+        names = [
+            text_of(key)
+            for argument in call.args
+            for key in (argument.keys if isinstance(argument, ast.Dict) else [])
+        ]
+        if any(names):
+            yield f"{'; '.join(filter(None, names))}."
+
+
+def pictured(source: str) -> list[str]:
+    """What the figures of a cell show, read off its code: kinds of plots, titles, axes."""
+    code = "\n".join(line for line in source.splitlines() if not line.startswith(("%", "!")))
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    found = [part for call in calls for part in drawn(call)]
+    labels = [keyword for call in calls for keyword in call.keywords]
+    across, up, titles = (
+        [text_of(label.value) for label in labels if label.arg == name and text_of(label.value)]
+        for name in ("xlabel", "ylabel", "title")
+    )
+    found += [f"{y} over {x}." for x, y in zip(across, up, strict=False)]
+    found += [f"{title}." for title in titles]
+    return list(dict.fromkeys(found))
+
+
+def described(cell: dict[str, Any], before: str, section: str) -> str:
+    """The words for a cell's pictures: what it draws and the text before, or else the section."""
+    printed = ["".join(output["text"]) for output in cell["outputs"] if "text" in output]
+    announced = [text for text in sentences(before)[-1:] if text[-1] != "?"]
+    said = announced or sentences(" ".join(printed))[:1]
+    shown = [*pictured("".join(cell["source"])), *said] or [f"of the section {section!r}."]
+    return " ".join(["Figure:", *shown])
+
+
+def prepare(notebook: dict[str, Any]) -> None:
+    """Words for every picture that a cell made; a widget's words in place of the widget.
+
+    A cell's own words win: `{"mystnb": {"image": {"alt": ...}}}` in its metadata.
+    """
+    notebook["metadata"].pop("widgets", None)
+    before = section = ""
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", []):
+            if output.get("data", {}).pop(WIDGET, None):
+                output["data"]["text/plain"] = [*output["data"]["text/plain"], NO_KERNEL]
+        if any("image/png" in output.get("data", {}) for output in cell.get("outputs", [])):
+            image = cell["metadata"].setdefault("mystnb", {}).setdefault("image", {})
+            image.setdefault("alt", described(cell, before, section))
+        before = "".join(cell["source"]) if cell["cell_type"] == "markdown" else ""
+        section = (re.findall(r"^#+ (.*)", before, re.M) or [section])[-1]
+
+
+def read(_app: Sphinx, name: str, source: list[str]) -> None:
+    """Before Sphinx reads a page."""
+    if name.startswith("notebooks/") and source[0].startswith("{"):
+        notebook = json.loads(source[0])
+        prepare(notebook)
+        source[0] = json.dumps(notebook)
+    elif name == "README":
+        source[0] = CODE_LINK.sub(r"\1", source[0])
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Called by Sphinx."""
+    app.connect("source-read", read)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,296 @@
+"""The schedule editor: make a table by hand, with as much help as you like, and run it."""
+
+from typing import Any
+
+import anywidget
+import traitlets
+
+from pipelab.action import Action, ScheduleError
+from pipelab.puzzle import Draft, Level, Task, finish, level_of, recognise, stamp
+from pipelab.puzzle.levels import LEVELS
+from pipelab.puzzle.link import read, read_task, task_of, to_csv, write, write_task
+from pipelab.schedule import Schedule
+from pipelab.teach import Feedback
+from pipelab.timeline import Timeline
+from pipelab.widgets.board import RUNGS, advice, board, legend, tells
+from pipelab.widgets.comparison import about_level, numbers, par_rows, trial_rows
+from pipelab.widgets.files import joined
+from pipelab.widgets.try_out import Trial, try_out
+
+LARGEST = 400  # actions: beyond, a move is not answered at once
+MARK = "#pipelab="  # before a table in an address
+
+
+class Editor(anywidget.AnyWidget):
+    """A table to make by hand: a level, or one of your own sizes.
+
+    table  a level's name ("first", "gpipe", "cap", ...), a `Schedule` to change, a `Task`, or
+           nothing: then `sizes` are those of `Task` (devices, microbatches, virtual, cap, ...)
+    help   "free": anything goes, and the table says what is wrong with it; "legal": what cannot be
+           is refused, with the reason; "ready": what can come next is shown; "coach": what should
+
+    `schedule` is the table when it is whole, `feedback` how it compares with par, and `run()`
+    carries it out. What the browser does with keys and buttons the methods do, too.
+
+    >>> editor = Editor("first")
+    >>> editor.place("0F0")
+    >>> editor.place("1B0")
+    Traceback (most recent call last):
+    pipelab.puzzle.draft.Refused: 1B0 needs 1F0 first, which is not placed yet
+    >>> editor.finish()
+    >>> editor.feedback
+    Par: 9. This is 1F1B (PipeDream-Flush).
+    """
+
+    _esm = joined("tools.js", "editor.js")
+    _css = joined("explorer.css", "editor.css")
+    view = traitlets.Dict().tag(sync=True)  # what the browser shows
+    _level: Level
+    _draft: Draft
+    _past: list[Draft]  # for undo
+    _future: list[Draft]  # for redo
+    _trial: Trial | None
+
+    def __init__(
+        self, table: str | Schedule | Task | None = None, *, help: str = "legal", **sizes: Any
+    ) -> None:
+        super().__init__()
+        self._won: set[str] = set()
+        self._marks = {"critical": False, "par": False}
+        self._help = _rung(help)
+        if isinstance(table, str):
+            self._open(level_of(table))
+        elif isinstance(table, Schedule):
+            task = task_of(table)
+            self._open(_sandbox(task), read(task, table.to_csv()))
+        else:
+            self._open(_sandbox(table or Task(**{"devices": 4, "microbatches": 8} | sizes)))
+        self.on_msg(self._hear)
+
+    # ---- what there is
+
+    @property
+    def draft(self) -> Draft:
+        """What is placed so far."""
+        return self._draft
+
+    @property
+    def schedule(self) -> Schedule:
+        """The table. ScheduleError, with the reason, while it is not whole or cannot run."""
+        return self._draft.schedule
+
+    @property
+    def timeline(self) -> Timeline:
+        """The whole table's simulation."""
+        _ = self.schedule  # raises while there is none
+        return self._draft.timeline
+
+    @property
+    def trial(self) -> Trial | None:
+        """The last run of this table, if there was one."""
+        return self._trial
+
+    @property
+    def link(self) -> str:
+        """The level or the sizes, and the table: what `load` takes, and an address after #."""
+        task = f"level={self._level.name}" if self._level.name else write_task(self._level.task)
+        return f"{MARK}{task}&table={write(self._draft)}"
+
+    @property
+    def feedback(self) -> Feedback:
+        """How the table compares with par."""
+        draft, par = self._draft, self._level.par
+        if draft.problem:
+            return Feedback(False, f"This cannot run: {draft.problem}")
+        if not draft.whole:
+            return Feedback(None, f"{draft.count} of {draft.size} actions are placed.")
+        took = draft.timeline.makespan
+        if took <= par * (1 + 1e-9):
+            return Feedback(True, f"Par: {took:g}. {recognise(draft)}")
+        return Feedback(False, f"It takes {took:g}, par is {par:g}. {recognise(draft)}")
+
+    # ---- moves
+
+    def place(self, action: str, index: int | None = None, until: float | None = None) -> None:
+        """Place an action, such as "0F3", at the end of its row or at `index` of it.
+
+        Raises `Refused` with the reason, unless `help` is "free".
+        """
+        cell = Action.parse(action)
+        if self._help == "free":
+            self._change(self._draft.put(cell, index))
+        else:
+            self._change(self._draft.place(cell, index, until))
+
+    def remove(self, action: str) -> None:
+        """Take an action away, and with it all that is not possible without it."""
+        cell = Action.parse(action)
+        if cell not in self._draft.placed:
+            raise ScheduleError(f"{cell} is not placed")
+        if self._help == "free":
+            device = self._draft.task.device(cell)
+            row = [a for a in self._draft.rows[device] if a != cell]
+            return self._change(self._draft.with_row(device, row))
+        after = self._draft.remove(cell)
+        more = self._draft.count - after.count - 1
+        self._change(after, f"{cell} is gone, and {more} that need it." if more else "")
+
+    def step(self) -> None:
+        """Place what the coach would place."""
+        found = advice(self._draft)
+        ties = f" As good: {', '.join(map(str, found.ties))}." if found.ties else ""
+        text = f"{found.move}: {found.makespan:g} can still be reached.{ties}"
+        self._change(self._draft.place(found.move), text)
+
+    def finish(self) -> None:
+        """Place all that is left, as well as can be found."""
+        self._change(finish(self._draft))
+
+    def stamp(self, microbatch: int = 0, interval: float | None = None) -> None:
+        """Let every micro-batch do what this one does, `interval` after the one before."""
+        self._change(stamp(self._draft, microbatch, interval))
+
+    def clear(self) -> None:
+        """Start again."""
+        self._change(Draft.of(self._draft.task))
+
+    def undo(self) -> None:
+        """Take back the last change."""
+        self._back_to(self._past, self._future)
+
+    def redo(self) -> None:
+        """Make the change again that was taken back."""
+        self._back_to(self._future, self._past)
+
+    def load(self, text: str) -> None:
+        """A table from `link` or from a file of `to_csv`; what cannot run is left out of it."""
+        text = text.partition(MARK)[2] or text
+        if "table=" in text:
+            task, _, table = text.partition("table=")
+            task = task.rstrip("&")
+            level = level_of(task.removeprefix("level=")) if task.startswith("level=") else None
+            level = level or _sandbox(read_task(task))
+            self._open(level, read(level.task, table))
+        else:
+            self._change(self._allowed(read(self._draft.task, text)))
+
+    # ---- what is shown
+
+    def open_level(self, name: str) -> None:
+        """Begin a level."""
+        self._open(level_of(name))
+
+    def open_task(self, **sizes: Any) -> None:
+        """Begin with other sizes; those that are not given stay, except a cap."""
+        self._open(_sandbox(self._draft.task.resized(**sizes)))
+
+    def set_help(self, help: str) -> None:
+        """Change the help. What cannot run is left out when "free" ends."""
+        self._help = _rung(help)
+        self._change(self._allowed(self._draft))
+
+    def show(self, **marks: bool) -> None:
+        """Show or hide the table of par below yours (par) and the critical path (critical)."""
+        self._marks = self._marks | marks
+        self._refresh()
+
+    def run(self, paced: bool = True) -> Trial:
+        """Carry the table out on worker threads, and lay what was measured over what was planned.
+
+        Paced, its actions take as long as their costs say. Displayed, the result says its verdict.
+        """
+        self._trial = try_out(self.schedule, self._draft.task.stage_costs, paced)
+        self._refresh()
+        return self._trial
+
+    # ---- inside
+
+    def _open(self, level: Level, draft: Draft | None = None) -> None:
+        self._level = level
+        self._draft = self._allowed(draft or Draft.of(level.task))
+        self._past, self._future, self._trial = [], [], None
+        self._marks = self._marks | {"par": False}
+        self._refresh()
+
+    def _allowed(self, draft: Draft) -> Draft:
+        return draft if self._help == "free" else draft.settled()
+
+    def _change(self, draft: Draft, text: str = "") -> None:
+        if draft.rows != self._draft.rows:
+            self._past.append(self._draft)
+            self._future.clear()
+            self._draft, self._trial = draft, None
+        self._refresh(text)
+
+    def _back_to(self, kept: list[Draft], others: list[Draft]) -> None:
+        if kept:
+            others.append(self._draft)
+            self._draft, self._trial = kept.pop(), None
+        self._refresh()
+
+    def _hear(self, _widget: Any, message: dict[str, Any], _buffers: Any) -> None:
+        """The browser asks for a method; what it refuses is said in one line."""
+        do = message.pop("do")
+        try:
+            if do not in HEARD:
+                raise ScheduleError(f"{do} is no move")
+            getattr(self, do)(**message)
+        except (ValueError, TypeError, RuntimeError, ImportError) as error:
+            self._refresh(str(error).partition("\n")[0], refused=True)
+
+    def _refresh(self, text: str = "", refused: bool = False) -> None:
+        feedback = self.feedback
+        if feedback.passed:
+            self._won.add(self._level.name)
+        whole = self._draft.whole or self._draft.problem
+        said = text or (feedback.text if whole else recognise(self._draft))
+        mood = "refused" if refused else "won" if feedback.passed else ""
+        count = self.view.get("said", {}).get("count", 0) + 1
+        self.view = {
+            "said": {"text": said, "mood": mood, "count": count},
+            "level": about_level(self._level),
+            "levels": [[n, level.title, n in self._won] for n, level in LEVELS.items()],
+            "help": self._help,
+            "rungs": list(RUNGS.items()),
+            "marks": self._marks,
+            "rows": board(self._draft, self._help, self._marks["critical"]),
+            "legend": legend(self._draft.task),
+            "par": par_rows(self._level) if self._marks["par"] else {},
+            "trial": trial_rows(self._trial) if self._trial else {},
+            "numbers": numbers(self._draft, self._level.par, tells(self._help)),
+            "undo": bool(self._past),
+            "redo": bool(self._future),
+            "whole": self._draft.whole and not self._draft.problem,
+            "link": self.link,
+            "file": to_csv(self._draft),
+            "summary": self._summary(),
+        }
+
+    def __repr__(self) -> str:
+        return f"{self._summary()} Run this cell to play."
+
+    def _summary(self) -> str:
+        what = f"level {self._level.name}" if self._level.name else "a table of your own"
+        task = self._level.task
+        sizes = f"p={task.devices}, m={task.microbatches}"
+        return f"Editor of {what}, {sizes}: {self.feedback.text}"
+
+
+HEARD = {  # what the browser may ask for
+    *("place", "remove", "step", "finish", "stamp", "clear", "undo", "redo", "load"),
+    *("open_level", "open_task", "set_help", "show", "run"),
+}
+
+
+def _rung(help: str) -> str:
+    if help not in RUNGS:
+        raise ScheduleError(f"help={help!r}: use one of {', '.join(RUNGS)}")
+    return help
+
+
+def _sandbox(task: Task) -> Level:
+    """A level without a name, whose par is the best that the coach finds."""
+    if (size := 2 * task.stages * task.total) > LARGEST:
+        raise ScheduleError(f"{size} actions: the editor takes {LARGEST}; make a size smaller")
+    par = finish(Draft.of(task)).timeline.makespan
+    return Level("", "Design your own", "", "Par is the best that the coach finds.", task, par)

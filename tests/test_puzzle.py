@@ -1,0 +1,412 @@
+"""Tables made by hand: moves and refusals, the coach, recognition, text, and the levels' pars."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelab import Costs, Reads, Schedule, ScheduleError, make, simulate, validate
+from pipelab.action import Action, Kind
+from pipelab.puzzle import (
+    LEVELS,
+    Bound,
+    Draft,
+    Refused,
+    Task,
+    coach,
+    could_run,
+    finish,
+    level_of,
+    read,
+    recognise,
+    stamp,
+    to_csv,
+    why_idle,
+    write,
+)
+from pipelab.puzzle.draft import can_finish
+from pipelab.puzzle.known import TITLES, rows_of
+from pipelab.puzzle.link import read_task, write_task
+from pipelab.schedules import SCHEDULES
+
+
+@st.composite
+def tasks(draw):
+    """Small tasks of every kind."""
+    devices, virtual = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 2)]))
+    microbatches = draw(st.integers(1, 3))
+    batches = draw(st.integers(1, 2)) if virtual == 1 else 1
+    updates = draw(st.sampled_from([0, 1])) if virtual == 1 else 0
+    two_versions = not updates and draw(st.booleans())
+    caps = st.lists(st.integers(virtual, 2 * virtual), min_size=devices, max_size=devices)
+    return Task(
+        devices,
+        microbatches,
+        virtual,
+        batches,
+        updates,
+        Reads.PREVIOUS if two_versions else Reads.LATEST,
+        Costs(transfer=draw(st.sampled_from([0, 0.5]))),
+        tuple(draw(caps)) if draw(st.booleans()) else None,
+        draw(st.booleans()),
+    )
+
+
+def in_one_row(draft, action):
+    """A table of one device that does what is placed in the order of time, then the action."""
+    begun = sorted(draft.placed, key=lambda a: (draft.span(a), a))
+    order = []
+    while begun:  # actions of no length: after what they need
+        able = next(a for a in begun if set(draft.task.needs[a]) <= {*order})
+        begun.remove(able)
+        order.append(able)
+    every = [a for a in Bound(draft.task).order if a not in order and a != action]
+    task = draft.task
+    row = [*order, action, *every]
+    updates = [] if task.by_hand else [Action(s, Kind.U, 0) for s in range(task.stages)]
+    one = (0,) * task.stages
+    sizes = task.microbatches, task.batches, task.per_update, task.reads
+    return Schedule("one row", [row + updates], one, *sizes)
+
+
+def holds(row, task):
+    """The most micro-batches that a row holds, counted another way than the library does."""
+    most = 0
+    for end in range(len(row) + 1):
+        part = row[:end]
+        forwards = sum(a.kind is Kind.F for a in part)
+        most = max(most, forwards - sum(a.kind is task.releases for a in part))
+    return most
+
+
+def refusal(draft, action):
+    """Why an action may not be placed at the end of its row; "" if it may."""
+    try:
+        draft.place(action)
+    except Refused as reason:
+        return str(reason)
+    return ""
+
+
+@settings(max_examples=25)
+@given(tasks(), st.data())
+def test_legal_moves_lead_to_tables_and_refused_ones_are_refused_for_a_reason(task, data):
+    draft = Draft.of(task)
+    every = [a for row in task.actions for a in row]
+    while not draft.whole:
+        ready = draft.ready()
+        assert ready, "a legal draft can always go on"
+        tried = data.draw(st.sampled_from(every))
+        if tried not in draft.placed:
+            row = [*draft.rows[task.device(tried)], tried]
+            reason = refusal(draft, tried)
+            assert (reason == "") == (tried in ready)
+            if "needs" in reason:
+                with pytest.raises(ScheduleError):
+                    validate(in_one_row(draft, tried))
+            elif "its cap is" in reason:
+                assert holds(row, task) > task.cap[task.device(tried)]
+            elif reason:  # proved in the next test
+                assert "leave no room" in reason
+            else:
+                validate(in_one_row(draft, tried))
+        draft = draft.place(data.draw(st.sampled_from(ready)))
+    assert validate(draft.schedule) is draft.schedule
+    assert draft.timeline.makespan == simulate(draft.schedule, task.stage_costs).makespan
+    for d, row in enumerate(draft.rows):
+        assert task.cap is None or holds(row, task) <= task.cap[d]
+
+
+def completions(draft, seen):
+    """Whether any order of the rest is a table within the cap: all of them are tried."""
+    task = draft.task
+    key = draft.placed
+    if key not in seen:
+        seen[key] = draft.whole or any(
+            completions(draft.put(a), seen)
+            for d, row in enumerate(draft.rows)
+            for a in draft.left(d)
+            if draft.placed.issuperset(task.needs[a])
+            and (task.cap is None or holds([*row, a], task) <= task.cap[d])
+        )
+    return seen[key]
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_room_is_left_exactly_where_some_order_can_be_finished(data):
+    sizes = [
+        Task(2, 2, virtual=2, cap=(2, 2)),
+        Task(2, 2, virtual=2, cap=(3, 2)),
+        Task(2, 1, batches=3, cap=(2, 1)),
+        Task(2, 2, batches=2, per_update=1, cap=(2, 2), split=True),
+        Task(2, 1, batches=3, cap=2, reads=Reads.PREVIOUS),
+    ]
+    task = data.draw(st.sampled_from(sizes))
+    draft, seen = Draft.of(task), {}
+    while not draft.whole:
+        able = [
+            a
+            for d, row in enumerate(draft.rows)
+            for a in draft.left(d)
+            if draft.placed.issuperset(task.needs[a]) and holds([*row, a], task) <= task.cap[d]
+        ]
+        for a in able:
+            after = draft.put(a)
+            assert can_finish(after) == completions(after, seen), write(after)
+        draft = draft.put(data.draw(st.sampled_from([a for a in able if can_finish(draft.put(a))])))
+
+
+@settings(max_examples=25)
+@given(tasks(), st.data())
+def test_the_coach_and_finish_lead_from_every_legal_draft_to_a_table(task, data):
+    draft = Draft.of(task)
+    for _ in range(data.draw(st.integers(0, draft.size - 1))):
+        draft = draft.place(data.draw(st.sampled_from(draft.ready())))
+    advice = coach(draft)
+    best = finish(draft)
+    assert best.whole and validate(best.schedule)
+    assert advice.makespan == best.timeline.makespan
+    assert {advice.move, *advice.ties} <= {*draft.ready()}
+    assert best.timeline.makespan >= Bound(task).least(draft) - 1e-9
+    for row, whole in zip(draft.rows, best.rows, strict=True):
+        assert whole[: len(row)] == row
+    for move in (advice.move, *advice.ties):
+        assert finish(draft.place(move)).timeline.makespan <= advice.makespan + 1e-9
+
+
+@settings(max_examples=25)
+@given(tasks(), st.data())
+def test_inserting_and_removing_keep_a_draft_legal(task, data):
+    draft = Draft.of(task)
+    for _ in range(data.draw(st.integers(1, draft.size))):
+        draft = draft.place(data.draw(st.sampled_from(draft.ready())))
+    gone = data.draw(st.sampled_from(sorted(draft.placed)))
+    less = draft.remove(gone)
+    assert gone not in less.placed and less.placed < draft.placed
+    assert less.problem == "" and less.running is less
+    left = [a for d in range(task.devices) for a in less.left(d)]
+    action = data.draw(st.sampled_from(left))
+    row = less.rows[task.device(action)]
+    index = data.draw(st.integers(0, len(row)))
+    try:
+        more = less.place(action, index)
+    except Refused:
+        return
+    assert more.problem == "" and more.running is more and can_finish(more)
+    assert more.rows[task.device(action)][index] == action
+
+
+def placed(task, *actions):
+    draft = Draft.of(task)
+    for action in actions:
+        draft = draft.place(action)
+    return draft
+
+
+@pytest.mark.parametrize(
+    ("task", "before", "move", "reason"),
+    [
+        (Task(2, 2), "", "1F0", "1F0 needs 0F0 first, which is not placed yet"),
+        (Task(2, 2), "0F0 1F0", "0B0", "0B0 needs 1B0 first, which is not placed yet"),
+        (Task(2, 2), "0F0", "0F0", "0F0 is placed already, on device 0"),
+        (Task(2, 2), "", "2F0", "2F0: stage 2 is not among stages 0 to 1"),
+        (Task(2, 2), "", "0F2", "0F2: micro-batch 2 is not among 0 to 1"),
+        (Task(2, 2), "", "0U0", "0U0: the update follows the last backward by itself"),
+        (Task(2, 2), "", "0W0", "0W0: this table is made of B, F"),
+        (Task(2, 2), "", "x", "'x' is not an action"),
+        (Task(2, 2, per_update=1), "0F0 1F0 1B0 0F1 1F1", "1B1", "1B1 needs 1U0 first"),
+        (
+            Task(2, 1, batches=3, reads=Reads.PREVIOUS),
+            "0F0 0F1",
+            "0F2",
+            "0F2 needs 0U0 first, which is not placed yet",
+        ),
+        (
+            Task(4, 6, cap=4),
+            "0F0 0F1 0F2 0F3",
+            "0F4",
+            "device 0 would hold 5 micro-batches, its cap is 4: 0B0 has to come first",
+        ),
+        (
+            Task(2, 2, virtual=2, cap=(2, 2)),
+            "0F0",
+            "0F1",
+            "0F1 would leave no room: no micro-batch could go on to its last stage and back any "
+            "more within the cap",
+        ),
+    ],
+)
+def test_a_refused_move_says_what_forbids_it(task, before, move, reason):
+    draft = placed(task, *before.split())
+    with pytest.raises(ScheduleError, match=re.escape(reason)):
+        draft.place(move)
+
+
+def test_a_gap_that_ends_too_soon_is_refused_with_the_time():
+    draft = placed(Task(2, 3), "0F0", "1F0", "1B0", "0F1", "0F2", "1F1")
+    assert draft.place("1F2", 2, until=5).span(Action(1, Kind.F, 2)) == (4, 5)
+    with pytest.raises(Refused, match="1F2 cannot start before 3: 0F2 ends at 3 on device 0"):
+        draft.place("1F2", 1, until=3)
+
+
+def test_an_insertion_that_would_deadlock_is_refused_with_the_cycle():
+    draft = placed(Task(2, 2), "0F0", "0F1", "1F1", "1B1", "0B1", "1F0")
+    with pytest.raises(Refused, match="deadlock: device 0 holds at 0B0 until 1B0 on device 1"):
+        draft.place("1B0").place("0B0", 1)
+
+
+def test_a_free_table_explains_its_deadlock():
+    task = Task(2, 2)
+    draft = read(task, "0F0 0B0 0F1 0B1 ~ 1F1 1F0 1B1 1B0")
+    assert draft.problem.startswith("deadlock: device 0 holds at 0B0 until 1B0 on device 1; device")
+    assert write(draft.running) == "0F0~" and write(draft.settled()) != write(draft)
+    with pytest.raises(ScheduleError, match="deadlock"):
+        _ = draft.schedule
+    with pytest.raises(Refused, match="this cannot be finished: deadlock"):
+        finish(draft)
+    with pytest.raises(Refused, match="1F0 waits for what is not placed"):
+        finish(read(task, "~ 1F0"))
+
+
+def test_an_idle_cell_says_why():
+    draft = Draft.of(Task(3, 3), rows_of(Task(3, 3), make("gpipe", 3, 3)))
+    assert why_idle(draft, 1, 0) == "1F0 waits for 0F0, which runs until 1."
+    assert why_idle(draft, 0, 3) == (
+        "0B0 waits for 1B0, which waits for 2B0, which comes after 2F2, which comes after 2F1, "
+        "which runs until 4."
+    )
+    late = placed(Task(2, 2, costs=Costs(transfer=2)), "0F0", "1F0", "1B0", "0F1", "0B0")
+    assert why_idle(late, 1, 0) == "1F0 waits for 0F0, which runs until 1 and is here at 3."
+    assert why_idle(late, 0, 2) == (
+        "0B0 waits for 1B0, which comes after 1F0, which waits for 0F0, which is on its way until "
+        "3."
+    )
+
+
+def test_an_idle_cell_says_what_could_run_there():
+    task = Task(2, 3, cap=(2, 2))
+    draft = placed(task, "0F0", "1F0", "1B0", "0B0")
+    assert could_run(draft, 0, 1) == "0F1 could run here."
+    draft = placed(task, "0F0", "0F1", "1F0", "1B0", "0B0")
+    assert could_run(draft, 0, 2).startswith("0F2 could run here, but device 0 would hold 3")
+    assert could_run(placed(Task(2, 1), "0F0", "1F0", "1B0", "0B0"), 0, 1) == ""
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_every_schedule_is_recognised(name):
+    table = make(name, 3, 4, virtual=2 if name == "interleaved" else 1)
+    v = table.stages // 3
+    task = Task(3, 4, v, per_update=table.per_update, reads=table.reads)
+    draft = Draft.of(task, rows_of(task, table))
+    assert TITLES[name] in recognise(draft)
+    assert TITLES[name] in recognise(draft.with_row(0, draft.rows[0][:-1]))
+    assert draft.schedule.rows == table.rows
+
+
+def test_recognition_does_not_mind_the_numbers_of_micro_batches_and_knows_what_is_new():
+    task = Task(2, 3)
+    swapped = read(task, "0F2 0F0 0B2 0F1 0B0 0B1 ~ 1F2 1B2 1F0 1B0 1F1 1B1")
+    assert recognise(swapped) == "This is 1F1B (PipeDream-Flush)."
+    own = read(task, "0F0 0F1 0B1 0B0 0F2 0B2 ~ 1F0 1F1 1B1 1B0 1F2 1B2")
+    assert recognise(own) == "This one is yours: the library has no such."
+    assert recognise(Draft.of(task)) == ""
+
+
+def test_a_block_is_stamped_over_all_micro_batches():
+    task = Task(4, 8)
+    one = read(task, "0F0 0B0~1F0 1B0~2F0 2B0~3F0 3B0")
+    assert recognise(stamp(one)) == "This is 1F1B (PipeDream-Flush)."
+    assert stamp(one, interval=12).completed.peak_in_flight == [1, 1, 1, 1]
+    with pytest.raises(Refused, match="the block of micro-batch 0 is not whole: 3B0 is missing"):
+        stamp(one.with_row(3, one.rows[3][:1]))
+    with pytest.raises(Refused, match="its cap is 2"):
+        stamp(read(Task(4, 8, cap=2), write(one)))
+    by_hand = Task(2, 4, per_update=1)
+    assert recognise(stamp(read(by_hand, "0F0 0B0~1F0 1B0"))) == "This is PipeDream."
+
+
+@given(tasks(), st.data())
+@settings(max_examples=25)
+def test_text_forms_come_back(task, data):
+    draft = Draft.of(task)
+    for _ in range(data.draw(st.integers(0, draft.size))):
+        draft = draft.place(data.draw(st.sampled_from(draft.ready())))
+    assert read(task, write(draft)) == read(task, to_csv(draft)) == draft
+    assert read_task(write_task(task)) == task
+    if draft.whole:
+        again = Schedule.from_csv(to_csv(draft))
+        assert again.rows == draft.schedule.rows and again.reads == draft.schedule.reads
+        assert read(task, draft.schedule.grid()) == draft
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0 ~ 0F1", "row 1: 0F1 belongs on device 0"),
+        ("0F0 0F0", "0F0 is placed already"),
+        ("~~0F0", "3 rows for 2 devices"),
+        ("0F9", "micro-batch 9 is not among 0 to 1"),
+    ],
+)
+def test_wrong_text_is_refused_in_a_line(text, message):
+    with pytest.raises(ScheduleError, match=message):
+        read(Task(2, 2), text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("devices=2&microbatches=x", "'x' is no number"),
+        ("devices=2&microbatches=2&help=9", "help= is none of"),
+        ("devices=2&microbatches=2&reads=SOON", "reads=SOON is none of"),
+        ("devices=2&microbatches=0", "microbatches=0"),
+        ("devices=2&microbatches=3&batches=1&per_update=2", "does not divide"),
+        ("devices=2&microbatches=3&virtual=2&cap=1", "room in all 2 chunks"),
+    ],
+)
+def test_a_wrong_link_is_refused_in_a_line(text, message):
+    with pytest.raises(ScheduleError, match=message):
+        read_task(text)
+
+
+# ---- levels
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_no_table_beats_a_par_and_one_reaches_it(name):
+    level = level_of(name)
+    empty = Draft.of(level.task)
+    assert Bound(level.task).least(empty) == pytest.approx(level.par)
+    table = level.table()
+    validate(table.schedule)
+    assert table.problem == "" and table.timeline.makespan == pytest.approx(level.par)
+    assert recognise(table) == (f"This is {level.like}." if level.like else recognise(table))
+    assert finish(empty).timeline.makespan == pytest.approx(level.par)
+
+
+@settings(max_examples=30)
+@given(tasks(), st.data())
+def test_the_bound_is_below_every_table(task, data):
+    draft = Draft.of(task)
+    bound = Bound(task).least(draft)
+    while not draft.whole:
+        draft = draft.place(data.draw(st.sampled_from(draft.ready())))
+    assert bound <= draft.timeline.makespan + 1e-9
+
+
+def test_what_the_levels_say_is_true():
+    def takes(task, name):
+        sizes = {"virtual": task.virtual} if name == "interleaved" else {}
+        return simulate(make(name, task.devices, task.microbatches, **sizes), task.stage_costs)
+
+    assert takes(level_of("gpipe").task, "inter_layer").makespan == 36
+    assert takes(level_of("cap").task, "gpipe").peak_in_flight == [6, 6, 6, 6]
+    assert simulate(make("pipedream_flush", 2, 4)).makespan == 15  # interleaved: with one chunk
+    ragged = takes(level_of("ragged").task, "interleaved")
+    assert ragged.makespan == 11.5 and tuple(ragged.peak_in_flight) == level_of("ragged").task.cap
+    assert takes(level_of("slow").task, "pipedream_flush").makespan == 28
+    assert simulate(make("pipedream_flush", 3, 4)).makespan == 18  # split: in one piece
+    less = Task(3, 6, cap=(2, 2, 1))
+    assert finish(Draft.of(less)).timeline.makespan > level_of("1f1b").par
