@@ -181,8 +181,6 @@ def table(
         return not_yet(f"{answer!r} is not a table: give a Schedule, or a text, a line a device.")
     try:
         schedule = Schedule.from_grid(answer, "your table") if isinstance(answer, str) else answer
-        if not isinstance(schedule, Schedule):
-            return not_yet(f"{answer!r} is neither a Schedule nor a grid in text.")
         timeline = simulate(schedule, costs)
     except ValueError as error:
         return Feedback(False, f"Not yet. {error}")

@@ -65,7 +65,7 @@ def answer(p, m=1):
             "1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3\\n"
             '2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3"': "deadlock",
             'answer = pl.make("gpipe", 3, 3)': "asked: 3 devices, 3 stages, 4 micro-batches",
-            "answer = 18": "18 is neither a Schedule nor a grid",
+            "answer = 18": "18 is not a table",
         },
     },
     "02-5": {
