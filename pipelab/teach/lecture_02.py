@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelab import make, simulate
+from pipelab import Costs, make, simulate
 from pipelab.teach.feedback import (
     NOT_ATTEMPTED,
     Exercise,
@@ -84,8 +84,37 @@ def late_forward(answer: Any) -> Feedback:
     return table(answer, devices=3, microbatches=4, makespan=18)
 
 
-def half_in_flight(answer: Any) -> Feedback:
-    return table(answer, devices=4, microbatches=8, makespan=33, in_flight=4)
+def uneven_makespan(answer: Any) -> Feedback:
+    """(forward, backward, micro-batches), times by stage -> how long GPipe takes."""
+
+    def truth(forward: list, backward: list, m: int) -> float:
+        half = [b / 2 for b in backward]
+        return simulate(make("gpipe", len(forward), m), Costs(forward, half, half)).makespan
+
+    cases = [
+        ([1, 1, 1, 1], [2, 2, 2, 2], 8),
+        ([1, 2, 1], [2, 4, 2], 4),
+        ([1, 3, 1], [6, 2, 2], 5),
+        ([3, 1], [4, 2], 1),
+    ]
+    slips = (
+        (
+            lambda f, b, m: (m + len(f) - 1) * (max(f) + max(b)),
+            "Filling and draining take each stage's own time, not the slowest one's.",
+        ),
+        (
+            lambda f, b, m: sum(f) + sum(b) + (m - 1) * max(map(sum, zip(f, b, strict=True))),
+            "All forwards come first. Is the stage slowest there the slowest on the way back?",
+        ),
+        (
+            lambda f, b, m: sum(f) + sum(b) + m * (max(f) + max(b)),
+            "The sum has the first micro-batch's time on the slowest stage already.",
+        ),
+        (lambda f, b, m: sum(f) + sum(b), "That is one micro-batch alone."),
+        (lambda f, b, m: m * (sum(f) + sum(b)), "That is one micro-batch at a time."),
+        (lambda f, b, m: m * (max(f) + max(b)), "And until the pipeline is full, and empty?"),
+    )
+    return same_function(answer, truth, cases, slips)
 
 
 EXERCISES = {
@@ -93,7 +122,7 @@ EXERCISES = {
     "02-2": Exercise(Task.PREDICT, recomputed_memory),
     "02-3": Exercise(Task.DEBUG, uneven_gradient),
     "02-4": Exercise(Task.DEBUG, late_forward),
-    "02-5": Exercise(Task.BUILD, half_in_flight),
+    "02-5": Exercise(Task.WRITE, uneven_makespan),
 }
 GUESSES = {
     "02-a": Guess(

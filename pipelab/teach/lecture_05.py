@@ -30,19 +30,16 @@ def full_device(answer: Any) -> Feedback:
     return number(answer, 2 * 10 + 10 + 8, "How many versions, how many in flight?", slips)
 
 
-def least_microbatches(answer: Any) -> Feedback:
-    """(devices, mini-batches) -> the smallest m that 2BW allows with at most 10 % idle."""
-    cases = [(p, batches) for p in range(1, 9) for batches in (1, 2, 5, 20)]
+def where_gpipe_holds_more(answer: Any) -> Feedback:
+    """(devices, weights, activations of a micro-batch) -> the m from which GPipe holds more."""
+    cases = [(4, 4, 1), (4, 10, 4), (2, 0.5, 1), (8, 24, 8), (3, 100, 3)]
     slips = (
-        (lambda p, batches: max(p, 9 * (p - 1)), "The training has more than one mini-batch."),
-        (lambda p, batches: max(1, -(-9 * (p - 1) // batches)), "Is 2BW possible with this m?"),
-        (
-            lambda p, batches: max(p, -(-10 * (p - 1) // batches)),
-            "10 % of the total, not of the ideal time.",
-        ),
-        (lambda p, batches: p, "That is what 2BW allows; how long does it idle?"),
+        (lambda p, w, kept: p + -(-w // kept), "With this m both hold the same."),
+        (lambda p, w, kept: w // kept + 1, "2BW has activations, too: p micro-batches in flight."),
+        (lambda p, w, kept: p + 2 * w // kept + 1, "GPipe has weights, too: one version."),
+        (lambda p, w, kept: p + w / kept, "Micro-batches are whole, and there both hold the same."),
     )
-    return same_function(answer, lambda p, b: max(p, -(-9 * (p - 1) // b)), cases, slips)
+    return same_function(answer, lambda p, w, kept: p + w // kept + 1, cases, slips)
 
 
 def mended_rows(answer: Any) -> Feedback:
@@ -82,19 +79,24 @@ def first_wrong(answer: Any) -> Feedback:
         return not_yet(f"{answer!r} is not a pair (stage, micro-batch).")
     if (stage, microbatch) == (2, 4):
         return Feedback(True, "Right.")
-    hint = "Compare the two tables' versions, column by column."
-    if microbatch in (5, 6) and stage < 2:
-        hint = "Wrong there, too; an earlier micro-batch is wrong on a later stage."
-    elif (stage, microbatch) == (4, 2):
+    right = make("pipedream_2bw", 3, 4, batches=3)
+    latest = replace(right, reads=Reads.LATEST)
+    if (stage, microbatch) == (4, 2):
         hint = "The stage comes first."
+    elif stage not in range(3) or microbatch not in range(12):
+        hint = "There are stages 0 to 2 and micro-batches 0 to 11."
     elif microbatch < 4:
         hint = "Nothing has been updated by then: everybody reads version 0."
+    elif latest.versions[stage][microbatch] != right.versions[stage][microbatch]:
+        hint = "That one is wrong, but an earlier micro-batch is wrong already, on some stage."
+    else:
+        hint = "That one reads what 2BW reads. Compare the versions, column by column."
     return not_yet(f"({stage}, {microbatch}). {hint}")
 
 
 EXERCISES = {
     "05-1": Exercise(Task.PREDICT, full_device),
-    "05-2": Exercise(Task.WRITE, least_microbatches),
+    "05-2": Exercise(Task.WRITE, where_gpipe_holds_more),
     "05-3": Exercise(Task.DEBUG, mended_rows),
     "05-4": Exercise(Task.DEBUG, first_wrong),
     "05-5": Exercise(Task.BUILD, fewer_than_devices),

@@ -49,10 +49,12 @@ def exchanged(answer: Any) -> Feedback:
     parts = torch.tensor([[1.0, 2, 3], [4, 5, 6]]), torch.full((2, 3), 10.0)
     first.grad, last.grad = (part.clone() for part in parts)
     try:
-        answer(first, last)
+        returned = answer(first, last)
         found = [np.asarray(p.grad) for p in (first, last)]
     except Exception as error:
         return not_yet(f"it raises {type(error).__name__}: {error}")
+    if returned is not None:
+        return not_yet("it returns something, which nobody reads: the optimizer reads both .grad.")
     return _tied_hint(found, [part.numpy() for part in parts])
 
 
@@ -98,6 +100,10 @@ def fastest_microbatches(answer: Any) -> Feedback:
     slips: list[tuple[Callable, str]] = [
         (lambda samples, *_: samples, "Every micro-batch has its fixed cost."),
         (lambda samples, p, fixed, each: fastest(samples, 1, fixed, each), "And the bubble?"),
+        (
+            lambda samples, p, fixed, each: ((p - 1) * samples * each / fixed) ** 0.5,
+            "That would be best if m could be any number; it has to divide the samples.",
+        ),
     ]
     cases = [(64, 4, 1, 1), (64, 4, 0.01, 1), (64, 8, 4, 0.5), (60, 3, 2, 1), (7, 4, 1, 1)]
     return same_function(answer, fastest, cases, slips)

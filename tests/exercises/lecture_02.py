@@ -65,17 +65,26 @@ def answer(p, m=1):
             "1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3\\n"
             '2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3"': "deadlock",
             'answer = pl.make("gpipe", 3, 3)': "asked: 3 devices, 3 stages, 4 micro-batches",
+            "answer = 18": "18 is not a table",
         },
     },
     "02-5": {
         "right": [
-            'answer = pl.make("pipedream_flush", 4, 8)',
-            'answer = pl.make("pipedream_flush", 4, 8).to_torch_csv().replace(",", " ")',
+            """
+def answer(forward, backward, m):
+    costs = Costs(forward, backward, 0)
+    return pl.simulate(gpipe(len(forward), m), costs).makespan
+""",
+            "way = lambda times, m: sum(times) + (m - 1) * max(times)\n"
+            "answer = lambda f, b, m: way(f, m) + way(b, m)",
         ],
         "wrong": {
-            'answer = pl.make("gpipe", 4, 8)': "8 micro-batches in flight, to reach: 4",
-            'answer = pl.make("inter_layer", 4, 8)': "makespan 96, to reach: 33",
-            'answer = pl.make("pipedream_flush", 4, 4)': "asked: 4 devices, 4 stages, 8",
+            "answer = lambda f, b, m: (m + len(f) - 1) * (max(f) + max(b))": "own time",
+            "answer = lambda f, b, m: sum(f + b) + (m - 1) * max(map(sum, zip(f, b)))": "way back",
+            "answer = lambda f, b, m: sum(f + b) + m * max(f) + m * max(b)": "already",
+            "answer = lambda f, b, m: m * sum(f + b)": "at a time",
+            "answer = lambda f, b, m: sum(f + b)": "one micro-batch alone",
+            "answer = lambda f, b, m: m * (max(f) + max(b))": "until the pipeline is full",
         },
     },
 }

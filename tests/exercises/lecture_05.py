@@ -30,20 +30,22 @@ ANSWERS = {
     },
     "05-2": {
         "right": [
-            "from math import ceil\n"
-            "answer = lambda p, batches: max(p, ceil(9 * (p - 1) / batches))",
-            "def answer(p, batches):\n    m = p\n"
-            "    while True:\n"
-            '        t = pl.simulate(pl.make("pipedream_2bw", p, m, batches=batches))\n'
-            "        if t.bubble.of_total <= 0.1001:\n            return m\n"
-            "        m += 1",
+            "answer = lambda p, weights, kept: p + int(weights / kept) + 1",
+            "def answer(p, weights, kept):\n"
+            "    costs = Costs(weights=weights, activations=kept)\n"
+            "    def held(name, m):\n"
+            "        t = pl.simulate(pl.make(name, p, m, batches=3), costs)\n"
+            "        return pl.memory(t, costs).peak()[0]\n"
+            "    m = p\n"
+            '    while held("gpipe", m) <= held("pipedream_2bw", m):\n'
+            "        m += 1\n"
+            "    return m",
         ],
         "wrong": {
-            "answer = lambda p, batches: p": "how long does it idle",
-            "answer = lambda p, batches: max(p, 9 * (p - 1))": "more than one mini-batch",
-            "answer = lambda p, batches: max(1, -(-9 * (p - 1) // batches))": "possible with this m",
-            "answer = lambda p, batches: max(p, 9 * (p - 1) / batches)": "right is",
-            "answer = lambda p, batches: max(p, -(-10 * (p - 1) // batches))": "of the total",
+            "from math import ceil\nanswer = lambda p, w, k: p + ceil(w / k)": "both hold the same",
+            "answer = lambda p, w, k: w // k + 1": "2BW has activations",
+            "answer = lambda p, w, k: p + 2 * w // k + 1": "GPipe has weights",
+            "answer = lambda p, w, k: p": "right is 9",
         },
     },
     "05-3": {
@@ -66,7 +68,10 @@ ANSWERS = {
             "answer = (0, 6)": "an earlier micro-batch",
             "answer = (4, 2)": "The stage comes first",
             "answer = (2, 3)": "everybody reads version 0",
-            "answer = (2, 5)": "column by column",
+            "answer = (2, 5)": "an earlier micro-batch",
+            "answer = (0, 7)": "an earlier micro-batch",
+            "answer = (0, 5)": "column by column",
+            "answer = (3, 4)": "stages 0 to 2",
             "answer = 4": "is not a pair",
         },
     },

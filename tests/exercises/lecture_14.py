@@ -40,6 +40,7 @@ def answer(first, last):
 def answer(first, last):
     first.grad += last.grad
 """: "last.grad is not the sum",
+            "answer = lambda first, last: first.grad + last.grad": "nobody reads",
             "answer = 1": "is not a function",
         },
     },
@@ -80,6 +81,9 @@ def answer(samples, p, fixed, each):
             "answer = lambda samples, p, fixed, each: samples": "its fixed cost",
             "answer = lambda samples, p, fixed, each: 1": "And the bubble",
             "answer = lambda samples, p, fixed, each: 4 * p": "it gives 16, right is",
+            "answer = lambda samples, p, fixed, each: ((p - 1) * samples * each / fixed) ** 0.5": (
+                "has to divide the samples"
+            ),
         },
     },
 }
