@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelab import Costs, Reads, Schedule, ScheduleError, make, simulate, validate
+from pipelab import Costs, Reads, Recompute, Schedule, ScheduleError, make, simulate, validate
 from pipelab.action import Action, Kind
 from pipelab.puzzle import (
     LEVELS,
@@ -176,6 +176,19 @@ def test_the_coach_and_finish_lead_from_every_legal_draft_to_a_table(task, data)
         assert finish(draft.place(move)).timeline.makespan <= advice.makespan + 1e-9
 
 
+def test_the_coach_goes_on_where_actions_take_no_time():
+    for costs in (Costs(input_grad=0, weight_grad=0), Costs(forward=0), Costs(0, 0, 0)):
+        draft = Draft.of(Task(2, 2, virtual=2, costs=costs))
+        for _ in range(draft.size):
+            draft = draft.place(coach(draft).move)
+        assert draft.whole and not draft.problem
+
+
+def test_removing_takes_nothing_that_can_run_without_it():
+    draft = read(Task(2, 2), "0F0 0F1 0B0 ~ 1F0 1F1 1B0")
+    assert write(draft.remove(Action.parse("0F1"))) == "0F0_0B0~1F0_1B0"
+
+
 @settings(max_examples=25)
 @given(tasks(), st.data())
 def test_inserting_and_removing_keep_a_draft_legal(task, data):
@@ -323,6 +336,8 @@ def test_a_block_is_stamped_over_all_micro_batches():
         stamp(one.with_row(3, one.rows[3][:1]))
     with pytest.raises(Refused, match="its cap is 2"):
         stamp(read(Task(4, 8, cap=2), write(one)))
+    with pytest.raises(Refused, match="cannot be stamped: 0B0 stands before 0F0"):
+        stamp(read(Task(2, 2), "0B0 0F0 ~ 1F0 1B0"))
     by_hand = Task(2, 4, per_update=1)
     assert recognise(stamp(read(by_hand, "0F0 0B0~1F0 1B0"))) == "This is PipeDream."
 
@@ -339,6 +354,12 @@ def test_text_forms_come_back(task, data):
         again = Schedule.from_csv(to_csv(draft))
         assert again.rows == draft.schedule.rows and again.reads == draft.schedule.reads
         assert read(task, draft.schedule.grid()) == draft
+
+
+def test_a_link_keeps_all_costs_to_the_last_digit():
+    costs = Costs(1 / 3, [0.1, 2], overhead=1e-9, bandwidth=7, recompute=Recompute.ALWAYS)
+    task = Task(2, 2, costs=costs)
+    assert read_task(write_task(task)) == task
 
 
 @pytest.mark.parametrize(
@@ -362,6 +383,8 @@ def test_wrong_text_is_refused_in_a_line(text, message):
         ("devices=2&microbatches=2&help=9", "help= is none of"),
         ("devices=2&microbatches=2&reads=SOON", "reads=SOON is none of"),
         ("devices=2&microbatches=0", "microbatches=0"),
+        ("devices=2", "microbatches= is missing"),
+        ("devices=2&microbatches=2&recompute=2", "recompute=2 is none of NEVER"),
         ("devices=2&microbatches=3&batches=1&per_update=2", "does not divide"),
         ("devices=2&microbatches=3&virtual=2&cap=1", "room in all 2 chunks"),
     ],

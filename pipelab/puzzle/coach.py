@@ -66,10 +66,13 @@ def coach(draft: Draft, steps: int = STEPS) -> Advice:
     other numbers. Refused where nothing is left, or `finish` refuses.
     """
     best = finish(draft, steps)
-    rest = [a for row in best.rows for a in row if a not in draft.placed]
-    if not rest:
+    if draft.whole:
         raise Refused("the table is whole: there is nothing left to place")
-    move = min(rest, key=lambda a: (best.span(a), a.stage))
+    # The next one of every device: by their times alone, those of no length could come too early.
+    rows = zip(best.rows, draft.rows, strict=True)
+    following = [a for row, placed in rows for a in row[len(placed) :][:1]]
+    able = [a for a in following if draft.placed.issuperset(draft.task.needs[a])]
+    move = min(able, key=lambda a: (best.span(a), a.stage))
     makespan = best.timeline.makespan
     ties = [
         a
@@ -102,6 +105,8 @@ def stamp(draft: Draft, microbatch: int = 0, interval: float | None = None) -> D
     """
     task = draft.task
     block = _block(draft, microbatch)
+    if draft.problem:
+        raise Refused(f"this cannot be stamped: {draft.problem}")
     if interval is None:
         load = [0.0] * task.devices
         for action in block:

@@ -230,8 +230,19 @@ def runnable(task: Task, rows: Rows, skip: bool) -> Rows:
         if not moved and not skip:
             break
         if not moved:
-            next(filter(None, queues)).pop(0)
+            _hopeless(task, queues, done).pop(0)
     return tuple(map(tuple, kept))
+
+
+def _hopeless(task: Task, queues: list[list[Action]], done: set[Action]) -> list[Action]:
+    """Of rows that all wait one whose first action needs what none of them has.
+
+    If there is none, they wait for each other in a circle: then the first row.
+    """
+    waiting = [queue for queue in queues if queue]
+    there = done.union(*waiting)
+    never = (queue for queue in waiting if not there.issuperset(task.needs[queue[0]]))
+    return next(never, waiting[0])
 
 
 def can_finish(draft: Draft) -> bool:

@@ -8,12 +8,13 @@ from urllib.parse import parse_qsl, urlencode
 import numpy as np
 
 from pipelab.action import Action, Kind, Reads, ScheduleError
-from pipelab.costs import Costs
+from pipelab.costs import Costs, Recompute
 from pipelab.puzzle.draft import Draft
 from pipelab.puzzle.task import PLAIN, Task
 from pipelab.schedule import Schedule
 
-TIMES = ("forward", "input_grad", "weight_grad", "transfer", "update")
+NUMBERS = [field.name for field in fields(Costs) if field.name != "recompute"]
+NAMED = {"reads": Reads, "recompute": Recompute}
 
 
 def write(draft: Draft) -> str:
@@ -74,7 +75,9 @@ def write_task(task: Task) -> str:
         del given["per_update"]
     if task.reads is not Reads.LATEST:
         given["reads"] = task.reads.name
-    for name in TIMES:
+    if task.costs.recompute is not Recompute.NEVER:
+        given["recompute"] = task.costs.recompute.name
+    for name in NUMBERS:
         if (value := getattr(task.costs, name)) != getattr(PLAIN, name):
             given[name] = _joined(value)
     return urlencode(given)
@@ -83,19 +86,20 @@ def write_task(task: Task) -> str:
 def read_task(text: str) -> Task:
     """The inverse of `write_task`. ScheduleError or CostError for what is no task."""
     found: dict[str, Any] = dict(parse_qsl(text))
-    times = {name: _numbers(found.pop(name), float) for name in TIMES if name in found}
-    known = {field.name for field in fields(Task)} - {"costs"}
+    costs: dict[str, Any] = {n: _numbers(found.pop(n), float) for n in NUMBERS if n in found}
+    known = {field.name for field in fields(Task)} - {"costs"} | {"recompute"}
     if unknown := sorted(set(found) - known):
-        raise ScheduleError(f"{unknown[0]}= is none of {', '.join(sorted((*known, *TIMES)))}")
-    if "reads" in found:
-        if found["reads"] not in Reads.__members__:
-            raise ScheduleError(f"reads={found['reads']} is none of {', '.join(Reads.__members__)}")
-        found["reads"] = Reads[found["reads"]]
-    for name in set(found) - {"reads"}:
-        found[name] = _numbers(found[name], int)
+        raise ScheduleError(f"{unknown[0]}= is none of {', '.join(sorted((*known, *NUMBERS)))}")
+    for name in "devices", "microbatches":
+        if name not in found:
+            raise ScheduleError(f"{name}= is missing")
+    for name in found:
+        found[name] = _named(name, found[name]) if name in NAMED else _numbers(found[name], int)
+    if "recompute" in found:
+        costs["recompute"] = found.pop("recompute")
     if "split" in found:
         found["split"] = bool(found["split"])
-    return Task(**found, costs=Costs(**times))
+    return Task(**found, costs=Costs(**costs))
 
 
 def task_of(table: Schedule) -> Task:
@@ -113,7 +117,14 @@ def task_of(table: Schedule) -> Task:
 
 
 def _joined(value: Any) -> str:
-    return "_".join(f"{number:g}" for number in np.ravel(value).astype(float).tolist())
+    return "_".join(str(x).removesuffix(".0") for x in np.ravel(value).astype(float).tolist())
+
+
+def _named(name: str, text: str) -> Any:
+    members = NAMED[name].__members__
+    if text not in members:
+        raise ScheduleError(f"{name}={text} is none of {', '.join(members)}")
+    return members[text]
 
 
 def _numbers(text: str, number: type) -> Any:

@@ -52,7 +52,8 @@ class Task:
         if self.reads is Reads.PREVIOUS and self.per_update != self.microbatches:
             raise ScheduleError("reads=PREVIOUS counts batches: leave out per_update")
         if self.cap is not None:
-            caps = (self.cap,) * self.devices if isinstance(self.cap, int) else tuple(self.cap)
+            caps = self.cap if isinstance(self.cap, Iterable) else [self.cap] * self.devices
+            caps = tuple(caps)
             if len(caps) != self.devices:
                 raise ScheduleError(f"cap={self.cap}: give one number, or {self.devices}")
             check_counts(**{f"cap of device {d}": cap for d, cap in enumerate(caps)})
@@ -159,9 +160,13 @@ class Task:
     def resized(self, **sizes: Any) -> "Task":
         """The same with other sizes; costs that are given per stage stay only if they still fit."""
         per_update = 0 if self.per_update == self.microbatches else self.per_update
-        task = replace(self, **{"costs": PLAIN, "cap": None, "per_update": per_update} | sizes)
-        same = (task.devices, task.virtual) == (self.devices, self.virtual)
-        return replace(task, costs=self.costs) if same else task
+        same = all(
+            sizes.get(name, getattr(self, name)) == getattr(self, name)
+            for name in ("devices", "virtual")
+        )
+        per_stage = any(isinstance(value, tuple) for value in vars(self.costs).values())
+        costs = self.costs if same or not per_stage else PLAIN
+        return replace(self, **{"costs": costs, "cap": None, "per_update": per_update} | sizes)
 
     def device(self, action: Action) -> int:
         return action.stage % self.devices
