@@ -10,6 +10,7 @@ from pipelab.puzzle import LEVELS, Refused, Task, level_of
 from pipelab.widgets import Editor
 from pipelab.widgets.board import RUNGS
 from pipelab.widgets.editor import HEARD, MARK
+from pipelab.widgets.try_out import pace_of
 
 
 def ask(editor, do, **words):
@@ -63,12 +64,19 @@ def test_what_is_wrong_is_said_in_one_line_and_nothing_else_can_be_asked():
         ("load", {"text": "0F0\n" * 9}),
         ("close", {}),
         ("__init__", {}),
+        ("load", {"text": 5}),
+        ("load", {"text": "table=0F0"}),
+        ("show", {"bubbles": True}),
+        (None, {}),
     ]
     for do, words in asked:
         ask(editor, do, **words)
         mood, text = said(editor)
         assert mood == "refused" and text and "\n" not in text, do
         assert editor.view["rows"] == before
+    for message in ({}, [], None, "place"):
+        editor._handle_custom_msg(message, [])
+        assert said(editor)[0] == "refused" and editor.view["rows"] == before
     assert all(callable(getattr(editor, do)) for do in HEARD)
 
 
@@ -200,8 +208,14 @@ def test_tables_that_cannot_be_edited_say_so():
         Editor(make("gpipe", 2, 2).with_transfers())
     with pytest.raises(ScheduleError, match="the editor takes 400"):
         Editor(devices=8, microbatches=32)
+    with pytest.raises(ScheduleError, match="450 actions: the editor takes 400"):
+        Editor(devices=5, microbatches=30, split=True)
     with pytest.raises(ScheduleError, match="unknown level 'second': there are first"):
         Editor("second")
+    with pytest.raises(ScheduleError, match="5: give a level's name, a Schedule or a Task"):
+        Editor(5)
+    with pytest.raises(ScheduleError, match="cap: the table that is given has its sizes"):
+        Editor("gpipe", cap=2)
 
 
 def test_other_sizes_keep_the_costs_where_they_fit():
@@ -211,6 +225,10 @@ def test_other_sizes_keep_the_costs_where_they_fit():
     assert editor.draft.task == Task(3, 5, costs=costs)
     ask(editor, "open_task", devices=2, microbatches=2, virtual=2, cap=[3, 2], split=True)
     assert editor.draft.task == Task(2, 2, 2, cap=(3, 2), split=True)
+    for sizes in ({"costs": Costs(transfer=1)}, {"devices": 3}):
+        editor.open_task(**sizes)
+        assert editor.draft.task.costs == Costs(transfer=1)
+    editor.open_task(devices=2)
     ask(editor, "open_task", devices=64, microbatches=64)
     assert said(editor)[1].endswith("actions: the editor takes 400; make a size smaller")
     assert editor.view["level"]["sizes"]["devices"] == 2
@@ -224,6 +242,16 @@ def test_a_block_is_stamped_from_the_editor():
     assert said(editor) == ("won", "Par: 15. This is 1F1B (PipeDream-Flush).")
     ask(editor, "stamp", microbatch=9)
     assert said(editor)[1].endswith("is not whole: there is no such micro-batch")
+
+
+def test_the_pace_does_not_depend_on_the_unit_of_the_costs():
+    table = make("gpipe", 3, 4)
+    plain, slow, fast = (simulate(table, Costs(t, t, t)) for t in (1, 1e6, 1e-6))
+    assert pace_of(plain) == 0.02
+    for other in (slow, fast):
+        planned = pace_of(other) * other.makespan
+        assert planned == pytest.approx(pace_of(plain) * plain.makespan)
+    assert pace_of(simulate(table, Costs(0, 0, 0))) == 1
 
 
 @pytest.mark.parametrize("paced", [True, False])

@@ -58,13 +58,19 @@ class Editor(anywidget.AnyWidget):
         self._won: set[str] = set()
         self._marks = {"critical": False, "par": False}
         self._help = _rung(help)
+        if table is not None and sizes:
+            raise ScheduleError(f"{', '.join(sizes)}: the table that is given has its sizes")
         if isinstance(table, str):
             self._open(level_of(table))
         elif isinstance(table, Schedule):
             task = task_of(table)
             self._open(_sandbox(task), read(task, table.to_csv()))
+        elif isinstance(table, Task):
+            self._open(_sandbox(table))
+        elif table is None:
+            self._open(_sandbox(Task(**{"devices": 4, "microbatches": 8} | sizes)))
         else:
-            self._open(_sandbox(table or Task(**{"devices": 4, "microbatches": 8} | sizes)))
+            raise ScheduleError(f"{table!r}: give a level's name, a Schedule or a Task")
         self.on_msg(self._hear)
 
     # ---- what there is
@@ -191,6 +197,8 @@ class Editor(anywidget.AnyWidget):
 
     def show(self, **marks: bool) -> None:
         """Show or hide the table of par below yours (par) and the critical path (critical)."""
+        if unknown := sorted(set(marks) - set(self._marks)):
+            raise ScheduleError(f"{unknown[0]}= is none of {', '.join(self._marks)}")
         self._marks = self._marks | marks
         self._refresh()
 
@@ -229,14 +237,16 @@ class Editor(anywidget.AnyWidget):
         self._refresh()
 
     def _hear(self, _widget: Any, message: dict[str, Any], _buffers: Any) -> None:
-        """The browser asks for a method; what it refuses is said in one line."""
-        do = message.pop("do")
+        """The browser asks for a method; what it refuses, or cannot do, is said in one line."""
         try:
+            words = {**message}
+            do = words.pop("do", None)
             if do not in HEARD:
                 raise ScheduleError(f"{do} is no move")
-            getattr(self, do)(**message)
-        except (ValueError, TypeError, RuntimeError, ImportError) as error:
-            self._refresh(str(error).partition("\n")[0], refused=True)
+            getattr(self, do)(**words)
+        except Exception as error:
+            said = str(error).partition("\n")[0] or type(error).__name__
+            self._refresh(said, refused=True)
 
     def _refresh(self, text: str = "", refused: bool = False) -> None:
         feedback = self.feedback
@@ -290,7 +300,9 @@ def _rung(help: str) -> str:
 
 def _sandbox(task: Task) -> Level:
     """A level without a name, whose par is the best that the coach finds."""
-    if (size := 2 * task.stages * task.total) > LARGEST:
+    kinds = 3 if task.split else 2
+    updates = task.total // task.per_update if task.by_hand else 0
+    if (size := task.stages * (kinds * task.total + updates)) > LARGEST:
         raise ScheduleError(f"{size} actions: the editor takes {LARGEST}; make a size smaller")
     par = finish(Draft.of(task)).timeline.makespan
     return Level("", "Design your own", "", "Par is the best that the coach finds.", task, par)

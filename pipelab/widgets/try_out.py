@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from pipelab.costs import Costs
 from pipelab.executors import Run, run
 from pipelab.fit import fit
@@ -13,7 +15,7 @@ from pipelab.timeline import Timeline
 WIDTHS = {True: 32, False: 384}  # of the model's layers: paced, native
 SAMPLES = {True: 4, False: 96}  # of a micro-batch
 LONGEST = 0.6  # seconds of a paced run
-PACES = 0.008, 0.02  # seconds of a unit of time: the least that threads keep up with, the most
+PACES = 0.012, 0.03  # seconds of an average action: the least that threads keep up with, the most
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Trial:
     @property
     def late(self) -> float:
         """By which share the run took longer than it was planned."""
-        return self.measured / (self.scale * self.planned.makespan) - 1
+        planned = self.scale * self.planned.makespan
+        return self.measured / planned - 1 if planned else 0.0
 
     def __str__(self) -> str:
         verdict = (
@@ -84,6 +87,14 @@ def try_out(schedule: Schedule, costs: Costs, paced: bool = True) -> Trial:
         done = train()
         return Trial(done, simulate(schedule, fit(done.timeline)), 1e3)
     planned = simulate(schedule, costs)
-    least, most = PACES
-    pace = min(max(LONGEST / planned.makespan, least), most)
+    pace = pace_of(planned)
     return Trial(train(pace=pace, costs=costs), planned, 1e3 * pace)
+
+
+def pace_of(planned: Timeline) -> float:
+    """Seconds of a unit of time, so that a run is short enough to watch, and threads keep up."""
+    if not planned.makespan:
+        return 1.0
+    times = planned.end - planned.start
+    least, most = np.divide(PACES, times[times > 0].mean()).tolist()
+    return min(max(LONGEST / planned.makespan, least), most)
