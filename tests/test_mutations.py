@@ -278,6 +278,26 @@ def test_what_is_rounding_alone_is_named():
     assert "Not judged, being no larger than rounding" in str(found)
 
 
+@pytest.mark.parametrize("check", [True, "quick"])
+def test_a_loss_that_depends_on_how_the_batch_is_cut_fails(check):
+    def loss(y, target):
+        return F.mse_loss(y, target, reduction="sum")
+
+    arguments = make("gpipe", 2, 4), stages(2, dtype=torch.float32), batches(1, dtype=torch.float32)
+    assert run(*arguments, F.mse_loss, SGD, check=check).check.passed
+    found = run(*arguments, loss, SGD, check=check).check
+    assert not found.passed and "is the loss a mean over its samples?" in found.worst
+
+
+def test_many_microbatches_in_low_precision_pass_a_quick_check():
+    """Added up one by one in bfloat16, they are far from the undivided batch, and rightly so."""
+    modules = [nn.Linear(4, 4).bfloat16() for _ in range(2)]
+    x, y = torch.rand(200, 4).bfloat16() + 1, -torch.ones(200, 4).bfloat16()
+    run_of = make("gpipe", 2, 100), modules, [(x, y)], F.mse_loss, SGD
+    found = run(*run_of, check="quick").check
+    assert found.passed and found.precision == "bfloat16", found
+
+
 def test_a_quick_check_and_one_of_a_single_precision_say_so():
     arguments = make("gpipe", 2, 2), stages(2, dtype=torch.float32)
     data = batches(1, dtype=torch.float32)

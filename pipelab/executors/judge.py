@@ -274,10 +274,12 @@ def _compare_cut(
 
     If they differ by more than our own rounding, the loss depends on how the batch is cut. Our own
     computing, which cuts it, would then be far from the truth, and any run within that distance.
+    A truth that is no more precise than our own is rounded each time that a micro-batch is added.
     """
+    eps = EPS_32 if truth.computes_in == "float64" else len(pieces) * truth.eps
     cut_up = truth.gradients(t, pieces, jitter=1)[1]  # which leaves no trace in the buffers
     for name, expected in cut_up.items():
-        noise = norms(own[name] - expected) + rounding(EPS_32, expected)
+        noise = norms(own[name] - expected) + rounding(eps, expected)
         label = f"the undivided batch's gradient of {name} (is the loss a mean over its samples?)"
         found.add(label, whole[name], expected, noise, again(name))
 
