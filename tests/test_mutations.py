@@ -289,6 +289,21 @@ def test_a_loss_that_depends_on_how_the_batch_is_cut_fails(check):
     assert not found.passed and "is the loss a mean over its samples?" in found.worst
 
 
+@pytest.mark.parametrize("check", [True, "quick"])
+def test_a_layer_that_always_computes_in_bfloat16_passes(check):
+    """Its gradient in one piece and in several differ by its rounding, in float64 as well."""
+
+    class Low(nn.Linear):
+        def forward(self, x):
+            weights = self.weight.bfloat16(), self.bias.bfloat16()
+            return F.linear(x.bfloat16(), *weights).softmax(-1).to(x.dtype)
+
+    modules = [Low(8, 8), nn.Linear(8, 8)]
+    data = [(torch.randn(30, 8), torch.randn(30, 8))]
+    found = run(make("gpipe", 2, 4), modules, data, F.mse_loss, SGD, check=check).check
+    assert found.passed, found
+
+
 def test_many_microbatches_in_low_precision_pass_a_quick_check():
     """Added up one by one in bfloat16, they are far from the undivided batch, and rightly so."""
     modules = [nn.Linear(4, 4).bfloat16() for _ in range(2)]

@@ -16,7 +16,7 @@ from pipelab.executors.table import Segment
 from pipelab.schedule import Schedule
 
 EVALUATION = "evaluation: the stages one after another"
-COARSE = 1e-4  # of a gradient: noise beyond it may be rounding, or a loss that is no mean
+COARSE = 2.0**-7  # eps of bfloat16: noise beyond it may be rounding, or a loss that is no mean
 
 Arrays = dict[str, np.ndarray]  # "NAME of stage S" -> float64 or complex128
 Losses = list[tuple[float, float]]
@@ -245,8 +245,8 @@ def _compare_update(
     own_losses, own_gradients = own.gradients(t, pieces)
     again = opinions(lambda jitter: own.gradients(t, pieces, jitter)[1])
     run = own.arrays([step.gradients for step in steps])
-    if exact is not pieces and _coarse(own_gradients, gradients):
-        _compare_cut(found, t, truth, gradients, own_gradients, pieces, again)
+    if exact is not pieces:
+        _compare_cut(found, t, truth, own, gradients, own_gradients, pieces)
     for name, expected in gradients.items():
         noise = norms(own_gradients[name] - expected) + rounding(own.eps, expected)
         label = f"the gradient of {name} in update {t}"
@@ -254,34 +254,39 @@ def _compare_update(
     return losses, own_losses
 
 
-def _coarse(own: Arrays, truth: Arrays) -> bool:
-    return any(
-        np.any(norms(own[name] - expected) > COARSE * norms(expected))
-        for name, expected in truth.items()
-    )
-
-
 def _compare_cut(
     found: Comparison,
     t: int,
     truth: Trainer,
+    own: Trainer,
     whole: Arrays,
-    own: Arrays,
+    cut_up: Arrays,
     pieces: Sequence[Piece],
-    again: Callable[[str], Iterator[np.ndarray]],
 ) -> None:
-    """The batch's gradient, whole and in micro-batches, in the precision of the truth.
+    """The batch's gradient, whole and in micro-batches (`cut_up`), where our own is far from it.
 
-    If they differ by more than our own rounding, the loss depends on how the batch is cut. Our own
-    computing, which cuts it, would then be far from the truth, and any run within that distance.
-    A truth that is no more precise than our own is rounded each time that a micro-batch is added.
+    If they differ in the precision of the truth, too, the loss depends on how the batch is cut. Our
+    own computing, which cuts it, is then far from the truth, and any run within that distance.
+
+    All tensors count as one: a layer may compute in bfloat16 whatever it is given, and then those
+    that vanish are noise. A truth that is no more precise than our own is rounded each time that a
+    micro-batch is added.
     """
-    eps = EPS_32 if truth.computes_in == "float64" else len(pieces) * truth.eps
-    cut_up = truth.gradients(t, pieces, jitter=1)[1]  # which leaves no trace in the buffers
-    for name, expected in cut_up.items():
-        noise = norms(own[name] - expected) + rounding(eps, expected)
-        label = f"the undivided batch's gradient of {name} (is the loss a mean over its samples?)"
-        found.add(label, whole[name], expected, noise, again(name))
+    eps = COARSE if truth.computes_in == "float64" else max(COARSE, len(pieces) * truth.eps)
+    size = np.array([norms(gradient) for gradient in whole.values()]).reshape(-1, 2)
+    most = eps * np.array([np.linalg.norm(size[:, 0]), size[:, 1].max(initial=0.0)])
+    if not any(np.any(norms(cut_up[name] - whole[name]) > most) for name in whole):
+        return
+    # The jitter leaves no trace in the buffers.
+    expected = _joined(truth.gradients(t, pieces, jitter=1)[1])
+    noise = norms(_joined(cut_up) - expected) + most
+    again = opinions(lambda jitter: [_joined(own.gradients(t, pieces, jitter)[1])])
+    label = "the undivided batch's gradient (is the loss a mean over its samples?)"
+    found.add(label, _joined(whole), expected, noise, again(0))
+
+
+def _joined(arrays: Arrays) -> np.ndarray:
+    return np.concatenate([array.ravel() for array in arrays.values()])
 
 
 def _compare_losses(
