@@ -471,7 +471,7 @@ def test_the_steps_are_the_optimizers(found, devices):
     for value in range(len(steps.entries)):
         steps.slider.value = value
         entry = steps.entries[value]
-        assert f"A({entry.j}, {entry.m})" in steps.view.value
+        assert f"A({entry.j}, {entry.n})" in steps.view.value
         assert entry.pace == min(pace for _, pace in entry.candidates)
 
 
