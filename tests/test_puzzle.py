@@ -184,6 +184,22 @@ def test_the_coach_goes_on_where_actions_take_no_time():
         assert draft.whole and not draft.problem
 
 
+@pytest.mark.parametrize("sizes", [(2, 6, 2), (3, 3, 3)])
+def test_finish_is_never_longer_than_what_the_library_has(sizes):
+    """Updates that follow by themselves take time, too."""
+    task = Task(*sizes, costs=Costs(update=20))
+    devices, microbatches, virtual = sizes
+    known = make("interleaved", devices, microbatches, virtual=virtual)
+    most = simulate(known, task.stage_costs).makespan
+    assert finish(Draft.of(task), 10).timeline.makespan <= most
+
+
+def test_the_least_counts_what_every_action_loses_before_it_starts():
+    task = Task(1, 2, costs=Costs(overhead=3))
+    draft = Draft.of(task)
+    assert Bound(task).least(draft) == 2 * (3 + 1 + 3 + 2)
+
+
 def test_removing_takes_nothing_that_can_run_without_it():
     draft = read(Task(2, 2), "0F0 0F1 0B0 ~ 1F0 1F1 1B0")
     assert write(draft.remove(Action.parse("0F1"))) == "0F0_0B0~1F0_1B0"

@@ -1,6 +1,10 @@
 """Guess and check: what all exercises share."""
 
+import sys
+
+import numpy as np
 import pytest
+import torch
 
 from pipelab import make, teach
 from pipelab.teach import feedback
@@ -82,3 +86,51 @@ def test_a_likely_mistake_has_a_hint_of_its_own():
     said = feedback.same_function(lambda p: p**2, lambda p: p, [(1,), (2,)], slips)
     assert repr(said) == "Not yet: for (2) it gives 4, right is 2. Not squared."
     assert "Not squared" not in repr(feedback.same_function(abs, lambda p: 3, [(2,)], slips))
+
+
+def repr_of_type(value):
+    """A name for a test, where the value itself may be too long to print."""
+    return value if isinstance(value, str) else type(value).__name__
+
+
+def test_equally_good_answers_both_pass():
+    """The last best divisor, where the truth takes the first."""
+
+    def last(samples, p, fixed, each):
+        divisors = [m for m in range(samples, 0, -1) if samples % m == 0]
+        return min(divisors, key=lambda m: (m + p - 1) * (fixed + samples / m * each))
+
+    assert teach.check("14-5", last).passed
+
+
+@pytest.mark.parametrize("name", ["00-4", "01-1", "01-2", "01-5", "02-1", "04-2", "04-5", "05-4"])
+@pytest.mark.parametrize(
+    "answer",
+    [10**5000, np.ones(3), ["C"], (np.inf, np.inf), [np.nan] * 3, lambda *a: 10**400, object()],
+    ids=repr_of_type,
+)
+def test_whatever_is_answered_the_check_says_so_in_words(name, answer):
+    said = teach.check(name, answer)
+    assert said.passed is False and repr(said).startswith("Not yet")
+
+
+def test_numbers_of_every_library_count():
+    assert teach.guess("01-a", np.float32(83.3333)).passed
+    weight = torch.tensor(0.8, requires_grad=True)
+    assert teach.check("01-1", weight).passed
+    assert feedback.same_function(lambda p: weight * p, lambda p: 0.8 * p, [(1,)]).passed
+
+
+def test_an_answer_may_use_up_its_lists():
+    """A generator has to fit as well; a function's hint is for the case as it was."""
+    assert teach.check("04-2", iter([1, 1, 5])).passed is False
+    slips = [(lambda given: given[0], "The first alone.")]
+    said = feedback.same_function(lambda given: given.pop(0), sum, [([1, 2],)], slips)
+    assert repr(said) == "Not yet: for ([1, 2]) it gives 1, right is 3. The first alone."
+
+
+def test_what_a_lecture_lacks_is_not_a_wrong_name(monkeypatch):
+    monkeypatch.delitem(sys.modules, "pipelab.teach.lecture_05", raising=False)
+    monkeypatch.setitem(sys.modules, "dataclasses", None)
+    with pytest.raises(ModuleNotFoundError, match="dataclasses"):
+        teach.check("05-1", 1)

@@ -8,7 +8,7 @@ from typing import Any
 from pipelab.action import Action, Kind, Reads, ScheduleError, check_counts, insert_updates
 from pipelab.costs import Costs
 from pipelab.schedule import Schedule
-from pipelab.simulate import durations
+from pipelab.simulate import durations, waits
 
 PLAIN = Costs()  # unit times
 
@@ -99,9 +99,9 @@ class Task:
 
     @cached_property
     def seconds(self) -> dict[Action, float]:
-        """What each action takes, those of a micro-batch and of an update alike."""
-        table = self.schedule_of("task", self.actions)
-        seconds = durations(table, self.stage_costs).tolist()
+        """What each action takes, its overhead included; of micro-batches and updates alike."""
+        table, costs = self.schedule_of("task", self.actions), self.stage_costs
+        seconds = (durations(table, costs) + waits(table, costs)).tolist()
         every = (table.action(i) for i in range(len(seconds)))
         return dict(zip(every, seconds, strict=True))
 

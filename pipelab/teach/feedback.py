@@ -3,6 +3,7 @@
 import html
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
@@ -44,6 +45,7 @@ class Feedback:
         return shown
 
 
+NO_NUMBER = TypeError, ValueError, RuntimeError, OverflowError  # of what float() may raise
 NOT_ATTEMPTED = Feedback(None, "Not attempted yet: replace None above, then run this cell again.")
 
 
@@ -72,7 +74,9 @@ class Guess:
         truth = self.truth()
         if value is None:
             return Feedback(None, "Guess first: replace None above.", f"It is {truth:g}.")
-        if not isinstance(value, (int, float)):
+        try:
+            value = float(_detached(value))
+        except NO_NUMBER:
             return not_yet(f"{value!r} is not a number.")
         if is_close(value, truth, self.tolerance):
             return Feedback(True, f"Right: {truth:g}.")
@@ -100,8 +104,8 @@ def number(
     Not yet: 0.2. That is the busy share.
     """
     try:
-        value = float(answer)
-    except (TypeError, ValueError):
+        value = float(_detached(answer))
+    except NO_NUMBER:
         return not_yet(f"{answer!r} is not a number.")
     if is_close(value, truth, tolerance):
         return Feedback(True, "Right.")
@@ -133,7 +137,7 @@ def same_function(
     for case in cases:
         shown, right = ", ".join(map(repr, case)), truth(*case)
         try:
-            value = answer(*case)
+            value = answer(*deepcopy(case))  # it may use up a list
         except Exception as error:
             return not_yet(f"for ({shown}) it raises {type(error).__name__}: {error}")
         attempted |= value is not None
@@ -150,6 +154,8 @@ def choice(answer: Any, right: str, wrong: Mapping[str, str]) -> Feedback:
     >>> choice("a", "b", {"a": "Look at stage 1."})
     Not yet: a. Look at stage 1.
     """
+    if not isinstance(answer, str):
+        return not_yet(f"{answer!r} is not a word in quotes.")
     if answer == right:
         return Feedback(True, "Right.")
     if answer in wrong:
@@ -221,10 +227,15 @@ def balance(answer: Any, seconds: Sequence[float], stages: int, bottleneck: floa
 def is_close(value: Any, truth: Any, tolerance: float = 0.005) -> bool:
     """Whether numbers, or arrays of them, are the same within a relative tolerance."""
     try:
-        value, truth = np.asarray(value, float), np.asarray(truth, float)
-    except (TypeError, ValueError, RuntimeError):  # not numbers, or a tensor under autograd
+        value, truth = np.asarray(_detached(value), float), np.asarray(truth, float)
+    except NO_NUMBER:
         return False
     return value.shape == truth.shape and np.allclose(value, truth, rtol=tolerance, atol=1e-12)
+
+
+def _detached(value: Any) -> Any:
+    """A tensor under autograd without it: no number can be read from it otherwise."""
+    return value.detach() if hasattr(value, "detach") else value
 
 
 def _short(value: Any) -> str:

@@ -1,6 +1,7 @@
 """Lecture 4: work partitioning."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import inf
 from typing import Any
 
 from pipelab import make, simulate
@@ -55,6 +56,8 @@ def imbalance(answer: Any) -> Feedback:
 
 def plan_that_fits(answer: Any) -> Feedback:
     """The slowest stage takes 11, and no stage keeps more than its device has room for."""
+    if isinstance(answer, Iterator):
+        answer = [*answer]  # it is used up by looking at it
     feedback = balance(answer, TIMES, 3, 11)
     if not feedback.passed:
         return feedback
@@ -94,8 +97,8 @@ def counterexample(answer: Any) -> Feedback:
         times = [float(t) for t in answer]
     except (TypeError, ValueError):
         return not_yet(f"{answer!r} is not a list of times.")
-    if not 3 <= len(times) <= 6 or min(times) <= 0:
-        return not_yet(f"{answer!r}: three to six layers, all above 0.")
+    if not 3 <= len(times) <= 6 or not all(0 < t < inf for t in times):
+        return not_yet(f"{answer!r}: three to six layers, all above 0, none without end.")
     ends = fill(times, 3)
     slowest = max(sum(times[sum(ends[:s]) :][:n]) for s, n in enumerate(ends))
     ratio = slowest / best_pace(times, 3)

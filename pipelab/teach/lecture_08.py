@@ -61,16 +61,17 @@ def _forwards(row: list) -> list:
 def ring(answer: Any) -> Feedback:
     """Pairs that take a result from each of four devices to the next one."""
     try:
-        pairs = {(int(source), int(target)) for source, target in answer}
+        in_order = [(int(source), int(target)) for source, target in answer]
     except (TypeError, ValueError):
         return not_yet(f"{answer!r} is not a list of pairs (from, to).")
-    wanted = {(0, 1), (1, 2), (2, 3)}
+    pairs, wanted = {*in_order}, {(0, 1), (1, 2), (2, 3)}
     if missing := sorted(wanted - pairs):
         shown = ", ".join(map(str, missing))
         turned = any((target, source) in pairs for source, target in missing)
         hint = " You send backwards." if turned else ""
         return not_yet(f"what the next stage needs is not sent: {shown} is missing.{hint}")
-    if more := sorted(pairs - wanted - {(3, 0)}):
+    twice = [pair for pair in pairs if in_order.count(pair) > 1]
+    if more := sorted({*twice} | (pairs - wanted - {(3, 0)})):
         return not_yet(f"{more[0]} is too much: a device sends and receives once.")
     return Feedback(True, "Right: 14 and 24 come out of device 3.")
 

@@ -19,7 +19,8 @@ def faster_plan(answer: Any) -> Feedback:
         plan = [(int(first), int(last), int(n)) for first, last, n in answer]
     except (TypeError, ValueError):
         return not_yet(f"{answer!r} is not a list of (first layer, last layer, devices).")
-    layers = [layer for first, last, _ in plan for layer in range(first, last + 1)]
+    inside = all(0 <= first <= last < len(WORK) for first, last, _ in plan)
+    layers = [layer for first, last, _ in plan for layer in range(first, last + 1) if inside]
     if layers != [*range(len(WORK))]:
         return not_yet(f"{plan}: each of the layers 0 to 2 in one stage, in order.")
     if not {n for *_, n in plan} <= SPEED.keys() or sum(n for *_, n in plan) > DEVICES:
@@ -52,6 +53,8 @@ def plan_that_fits(answer: Any) -> Feedback:
     """(schedule, micro-batches) within a device's memory, with at most 20 % idle."""
     try:
         name, microbatches = answer
+        if microbatches > SAMPLES:
+            raise ValueError(f"{SAMPLES} samples are not {microbatches} micro-batches")
         table = make(name, STAGES, microbatches)
     except (TypeError, ValueError) as error:
         return not_yet(f"give a schedule's name and a number of micro-batches: {error}")

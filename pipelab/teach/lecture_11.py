@@ -81,6 +81,8 @@ def mean_of_means(answer: Any) -> Feedback:
             found = np.asarray(jax.vmap(answer, axis_name="four")(parts))
         except Exception as error:
             return not_yet(f"it raises {type(error).__name__}: {error}")
+        if found.shape != (devices,):
+            return not_yet("give one number: the gradient that the device goes on with.")
         if not is_close(found, np.full(devices, right)):
             return not_yet(f"{devices} devices: {_fault(found, right)}")
     return Feedback(True, "Right: the whole batch's gradient, on every device.")

@@ -78,6 +78,7 @@ def answer(samples, p, fixed, each):
 """,
         ],
         "wrong": {
+            "answer = lambda samples, p, fixed, each: 10 ** 5000": "cannot be judged",
             "answer = lambda samples, p, fixed, each: samples": "its fixed cost",
             "answer = lambda samples, p, fixed, each: 1": "And the bubble",
             "answer = lambda samples, p, fixed, each: 4 * p": "it gives 16, right is",
