@@ -38,7 +38,7 @@ ANSWERS = {
             "answer = 'uniform'": "four layers a stage",
             "answer = 'size'": "By size",
             "answer = 'time'": "By time",
-            "answer = 4": "is none of",
+            "answer = 4": "is not a word in quotes",
         },
     },
     "04-5": {
