@@ -287,7 +287,8 @@ def _room(task: Task, wanted: list[Action], done: set[Action], held: list[int]) 
     for action in sorted(wanted):
         device = task.device(action)
         then[device] += 1
-        if then[device] > task.cap[device] or not now.issuperset(task.needs[action]):  # type: ignore[index]
+        too_many = then[device] > task.cap[device]  # type: ignore[index]
+        if too_many or not now.issuperset(task.needs[action]):
             return []
         now.add(action)
     return then

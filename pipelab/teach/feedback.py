@@ -87,6 +87,10 @@ def not_yet(why: str) -> Feedback:
     return Feedback(False, f"Not yet: {why}".rstrip())
 
 
+def not_a_function(answer: Any) -> Feedback:
+    return not_yet(f"{answer!r} is not a function.")
+
+
 def number(
     answer: Any,
     truth: float,
@@ -132,7 +136,7 @@ def same_function(
     Not yet: for (2) it gives 1, right is 2.
     """
     if not callable(answer):
-        return not_yet(f"{answer!r} is not a function.")
+        return not_a_function(answer)
     attempted = False
     for case in cases:
         shown, right = ", ".join(map(repr, case)), truth(*case)

@@ -11,6 +11,7 @@ from pipelab.teach.feedback import (
     Guess,
     Task,
     choice,
+    not_a_function,
     not_yet,
     number,
     same_function,
@@ -61,7 +62,7 @@ def gradients_over_a_cut(answer: Any) -> Feedback:
     import torch
 
     if not callable(answer):
-        return not_yet(f"{answer!r} is not a function.")
+        return not_a_function(answer)
     a, b = torch.nn.Linear(128, 128), torch.nn.Linear(128, 128)
     batches = [(torch.randn(32, 128), torch.randn(32, 128)) for _ in range(3)]
     truth, mixed = _over_a_cut(a, b, batches)

@@ -12,6 +12,7 @@ from pipelab.teach.feedback import (
     Guess,
     Task,
     is_close,
+    not_a_function,
     not_yet,
     number,
     same_function,
@@ -46,7 +47,7 @@ def uneven_gradient(answer: Any) -> Feedback:
     from torch.nn.functional import mse_loss
 
     if not callable(answer):
-        return not_yet(f"{answer!r} is not a function.")
+        return not_a_function(answer)
     for samples, m in ((12, 4), (10, 4), (7, 2)):
         random = torch.Generator().manual_seed(samples)
         x, y = torch.randn(2, samples, 3, generator=random)

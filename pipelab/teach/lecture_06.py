@@ -8,6 +8,7 @@ from pipelab.teach.feedback import (
     Feedback,
     Guess,
     Task,
+    not_a_function,
     not_yet,
     number,
     same_function,
@@ -55,7 +56,7 @@ def tensors_kept(answer: Any) -> Feedback:
 def without_a_cycle(answer: Any) -> Feedback:
     """(p, m) -> a valid table in GPipe's time with min(m, p - s) micro-batches in flight."""
     if not callable(answer):
-        return not_yet(f"{answer!r} is not a function.")
+        return not_a_function(answer)
     for p, m in ((3, 4), (4, 8), (4, 2), (1, 3), (2, 1)):
         try:
             made = answer(p, m)

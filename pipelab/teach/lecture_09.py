@@ -4,7 +4,15 @@ from typing import Any
 
 from pipelab import make
 from pipelab.pipeshard import ManualStages
-from pipelab.teach.feedback import Exercise, Feedback, Guess, Task, not_yet, same_function
+from pipelab.teach.feedback import (
+    Exercise,
+    Feedback,
+    Guess,
+    Task,
+    not_a_function,
+    not_yet,
+    same_function,
+)
 
 MICROBATCHES = 16  # of the lecture's step
 
@@ -54,7 +62,7 @@ SKIPS = [
 def handed_on(answer: Any) -> Feedback:
     """(made, read) of each part -> what each but the last has to return to the later ones."""
     if not callable(answer):
-        return not_yet(f"{answer!r} is not a function.")
+        return not_a_function(answer)
     for parts in SKIPS:
         try:
             found = [list(names) for names in answer(parts)]

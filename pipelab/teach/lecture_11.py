@@ -16,6 +16,7 @@ from pipelab.teach.feedback import (
     Guess,
     Task,
     is_close,
+    not_a_function,
     not_yet,
     number,
     same_function,
@@ -68,7 +69,7 @@ def gated_specs(answer: Any) -> Feedback:
 def mean_of_means(answer: Any) -> Feedback:
     """What a device does with its gradient, so that all have that of the whole batch."""
     if not callable(answer):
-        return not_yet(f"{answer!r} is not a function.")
+        return not_a_function(answer)
     samples = jnp.arange(8.0)
 
     def gradient(mine):

@@ -14,6 +14,7 @@ from pipelab.teach.feedback import (
     Task,
     choice,
     is_close,
+    not_a_function,
     not_yet,
     number,
     same_function,
@@ -44,7 +45,7 @@ def exchanged(answer: Any) -> Feedback:
     import torch  # a lecture's first cell has loaded it
 
     if not callable(answer):
-        return not_yet(f"{answer!r} is not a function.")
+        return not_a_function(answer)
     first, last = (torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(2))
     parts = torch.tensor([[1.0, 2, 3], [4, 5, 6]]), torch.full((2, 3), 10.0)
     first.grad, last.grad = (part.clone() for part in parts)
