@@ -18,10 +18,10 @@ from pipelab import (
     Schedule,
     ScheduleError,
     Timeline,
-    make,
     memory,
     simulate,
 )
+from pipelab.schedules import make_for
 
 COLUMNS = (
     "seconds",
@@ -119,17 +119,11 @@ def compare(
         names = [name for name in SCHEDULES if name not in missing]
     found = []
     for name in names:
-        schedule = table_of(name, devices, microbatches, virtual, batches)
-        own = costs.split(schedule.stages // devices)
+        sizes = {"virtual": virtual, "batches": batches}
+        schedule, own = make_for(name, devices, microbatches, costs, **sizes)
         predicted = simulate(schedule, own)
         found.append(Entry(schedule, predicted, memory(predicted, own)))
     return found
-
-
-def table_of(name: str, devices: int, microbatches: int, virtual: int, batches: int) -> Schedule:
-    """The named schedule; in `virtual` chunks a device if it is interleaved."""
-    chunks = virtual if name == "interleaved" else 1
-    return make(name, devices, microbatches, virtual=chunks, batches=batches)
 
 
 def left_out(
@@ -147,8 +141,8 @@ def left_out(
     found = {}
     for name in SCHEDULES:
         try:
-            schedule = table_of(name, devices, microbatches, virtual, batches)
-            (costs or Costs()).split(schedule.stages // devices)
+            sizes = {"virtual": virtual, "batches": batches}
+            make_for(name, devices, microbatches, costs or Costs(), **sizes)
         except (ScheduleError, CostError) as error:
             found[name] = f"{name}: {error}" if isinstance(error, CostError) else str(error)
     return found

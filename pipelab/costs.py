@@ -32,6 +32,8 @@ class CostError(ValueError):
 
 Values = float | Sequence[float]
 PASSES = ("forward", "input_grad", "weight_grad")  # seconds of a micro-batch in a stage
+# What a device's stages divide among them.
+OF_DEVICE = (*PASSES, "update", "weights", "optimizer", "activations", "weight_activations")
 LARGEST = 1e100  # so that no sum, product or quotient of costs overflows
 
 
@@ -51,6 +53,8 @@ class Costs:
     weights       bytes of a stage's weights, and of its gradients
     optimizer     bytes of its optimizer state
     activations   bytes kept per micro-batch from forward to backward, the input included
+    weight_activations  where the backward is split: bytes kept from I to W, such as inputs and
+                  output gradients of the layers. None: as many as `activations`
     boundary      bytes of a stage's input per micro-batch (stage 0: the data): what is received,
                   and what is kept when the forward is recomputed
     recompute     when the forward runs again before its backward
@@ -74,6 +78,7 @@ class Costs:
     weights: Values = 0.0
     optimizer: Values = 0.0
     activations: Values = 0.0
+    weight_activations: Values | None = None
     boundary: Values = 0.0
     recompute: Recompute = Recompute.NEVER
 
@@ -83,8 +88,10 @@ class Costs:
                 f"recompute={self.recompute!r}: use Recompute.NEVER, EXCEPT_LAST or ALWAYS"
             )
         for field in fields(self):
-            if field.name != "recompute":
-                numbers = _checked(field.name, getattr(self, field.name))
+            given = getattr(self, field.name)
+            as_activations = field.name == "weight_activations" and given is None
+            if field.name != "recompute" and not as_activations:
+                numbers = _checked(field.name, given)
                 value = tuple(numbers.tolist()) if numbers.ndim else float(numbers)
                 object.__setattr__(self, field.name, value)
 
@@ -94,6 +101,8 @@ class Costs:
         CostError if there are not `count` of them.
         """
         value = getattr(self, name)
+        if value is None:
+            return self.of("activations", count)
         if isinstance(value, tuple) and len(value) != count:
             each = {"transfer": "link", "speed": "device"}.get(name, "stage")
             raise CostError(
@@ -107,29 +116,51 @@ class Costs:
         return latency + self.of("boundary", stages)[1:] / self.bandwidth
 
     def split(self, virtual: int) -> "Costs":
-        """The same model in `virtual` chunks a device, placed in a loop.
+        """The same model in `virtual` chunks a device, placed in a loop: see `over`."""
+        lists = [value for name in OF_DEVICE if isinstance(value := getattr(self, name), tuple)]
+        if isinstance(self.transfer, tuple):
+            lists.append((0.0, *self.transfer))
+        devices = len(lists[0]) if lists else 1
+        return self.over([*range(devices)] * virtual)
+
+    def over(self, placement: Sequence[int]) -> "Costs":
+        """The same model in the stages of a placement (stage -> device): costs of a device become
+        costs of its stages.
 
         Each device's work and bytes are divided evenly. What crosses a boundary stays as large as
-        it was, and so does the overhead of an action. Costs per link cannot be split, since the
-        link from the last device back to the first is new.
+        it was, and so does the overhead of an action. Costs per link are those of neighbouring
+        devices: CostError where two others exchange something.
+
+        >>> Costs(forward=[2, 4], transfer=[3]).over([0, 1, 1, 0]).transfer
+        (3.0, 0.0, 3.0)
         """
-        if virtual != 1 and isinstance(self.transfer, tuple):
-            raise CostError(
-                "transfer per link has no value for the link from the last device back to the "
-                "first: give one number"
-            )
-        chunks: dict[str, Any] = {}
-        # What is a device's, divided among its chunks.
-        for name in (*PASSES, "update", "weights", "optimizer", "activations"):
-            value = np.divide(getattr(self, name), virtual)
-            chunks[name] = np.tile(value, virtual) if value.ndim else value
+        home = np.array(placement)
+        share = np.bincount(home)[home]  # stages of the stage's device
+        found: dict[str, Any] = {}
+        for name in OF_DEVICE:
+            if (whole := getattr(self, name)) is None:
+                continue
+            if isinstance(whole, tuple):
+                found[name] = self.of(name, home.max() + 1)[home] / share
+            else:
+                found[name] = whole / share if np.ptp(share) else whole / share[0]
         if isinstance(self.boundary, tuple):
             # The first device's later chunks take what a chunk outputs, not the data: as large as
             # the second device's input.
-            first, *others = self.boundary
-            later = [*(others[:1] or [first]), *others] * (virtual - 1)
-            chunks["boundary"] = (first, *others, *later)
-        return replace(self, **chunks)
+            inputs = np.array(self.boundary)[home]
+            inputs[1:][home[1:] == 0] = self.boundary[min(1, len(self.boundary) - 1)]
+            found["boundary"] = inputs
+        if isinstance(self.transfer, tuple):
+            apart = abs(np.diff(home))
+            if (apart > 1).any():
+                raise CostError(
+                    "transfer per link has no value for the link from the last device back to the "
+                    "first: give one number"
+                )
+            latency = self.of("transfer", home.max())
+            link = np.minimum(home[1:], home[:-1])
+            found["transfer"] = np.where(apart, np.append(latency, 0)[link], 0.0)
+        return replace(self, **found)
 
 
 def _checked(name: str, value: Any) -> np.ndarray:

@@ -214,9 +214,10 @@ def _what_ifs(s: Schedule, costs: Costs) -> Iterator[WhatIf]:
 
 def _made(s: Schedule, name: str, microbatches: int, virtual: int) -> Schedule | None:
     """The named schedule for the same devices and batches, if there is one of these sizes."""
-    sizes = {"virtual": virtual, "batches": s.batches}
     with suppress(ScheduleError):
-        return make(name, s.devices, microbatches, reads=s.reads, **sizes)
+        return make(
+            name, s.devices, microbatches, virtual=virtual, batches=s.batches, reads=s.reads
+        )
     return None
 
 

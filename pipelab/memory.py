@@ -59,10 +59,11 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
 
     Model: weights and optimizer state are there throughout. Further weight versions from the start
     of the update that makes them to their last reader. Gradients from the first backward of an
-    update group to its update. Activations from the start of a forward to the end of its backward
-    (of W where the backward is split); with recomputation only the stage's input until the backward
-    starts. Buffers: an input that has arrived and waits. Nothing for temporary values (such as the
-    gradient that a backward works on) or fragmentation.
+    update group to its update. Activations from the start of a forward to the end of its backward;
+    where that is split, to the end of I, and from there to the end of W what W needs. With
+    recomputation only the stage's input until the backward starts. Buffers: an input that has
+    arrived and waits. Nothing for temporary values (such as the gradient that a backward works on)
+    or fragmentation.
 
     One rule, as in a measured run: when an action starts, its input leaves the buffer (or what
     recomputation has kept of it) and is part of what the action holds, so that nothing counts
@@ -78,8 +79,9 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
     start, end, arrived = _moments(timeline)
     at, every = s.position, np.arange(s.stages)
     updates = np.arange(s.updates if s.training else 0)
-    weights, optimizer, activations, boundary = (
-        costs.of(name, s.stages) for name in ("weights", "optimizer", "activations", "boundary")
+    weights, optimizer, activations, for_weights, boundary = (
+        costs.of(name, s.stages)
+        for name in ("weights", "optimizer", "activations", "weight_activations", "boundary")
     )
     steps: list[np.ndarray] = []  # columns: time, order, device, cause, change
 
@@ -125,6 +127,9 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
     hold("activations", stage, kept, starts(forward), starts(backward))
     since = np.where(again, starts(backward), starts(forward))
     hold("activations", stage, activations[stage], (since[0], since[1]), ends(last))
+    split = at[Kind.I][stage, k] >= 0
+    changed = (for_weights - activations)[stage] * split
+    hold("activations", stage, changed, ends(backward), ends(last))
     # Inputs that wait.
     late = s.crossing[arrived[s.crossing] < start[s.crossing]]
     stage = timeline.stage[late]

@@ -10,7 +10,7 @@ import numpy as np
 
 from pipelab.action import Action, Kind, ScheduleError
 from pipelab.schedule import Schedule
-from pipelab.schedules import SCHEDULES, make, with_chunks
+from pipelab.schedules import SCHEDULES, make, takes
 from pipelab.timeline import Timeline
 from pipelab.validate import validate
 
@@ -120,7 +120,8 @@ def asked_for(schedule: Schedule | str, table: Schedule) -> Schedule:
     """The schedule that the caller says it is, in the table's sizes if that is a name."""
     if isinstance(schedule, Schedule):
         return schedule
-    virtual = max(table.stages // table.devices, 1)
+    chunks = takes(schedule, "virtual") if schedule in SCHEDULES else False
+    virtual = max(table.stages // table.devices, 1) if chunks else 1
     return make(schedule, table.devices, table.microbatches, virtual=virtual, batches=table.batches)
 
 
@@ -146,9 +147,10 @@ def _same_named(table: Schedule) -> Schedule:
     """The named schedule that has this table, else the table; what forwards read does not show."""
     found = []
     for name in SCHEDULES:
-        if with_chunks(name) == (table.stages > table.devices):
-            with suppress(ScheduleError):  # some have not all sizes
-                found.append(asked_for(name, table))
+        if takes(name, "virtual") and table.stages == table.devices:
+            continue  # it has a name of its own
+        with suppress(ScheduleError):  # some have not all sizes
+            found.append(asked_for(name, table))
     same = [s for s in found if (s.rows, s.placement) == (table.rows, table.placement)]
     return min(same, key=lambda s: s.reads, default=table)
 

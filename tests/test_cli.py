@@ -99,7 +99,10 @@ def test_a_csv_file_is_a_schedule_too(capsys, tmp_path):
         ("simulate gpipe --devices 4", "gpipe needs --devices and --microbatches"),
         ("simulate gpip --devices 4 --microbatches 8", "did you mean gpipe?"),
         ("simulate gpip", "did you mean gpipe?"),
-        ("simulate gpipe --devices 4 --microbatches 8 --virtual 2", "gpipe has one stage a device"),
+        (
+            "simulate gpipe --devices 4 --microbatches 8 --virtual 2",
+            "gpipe has its own number of stages",
+        ),
         (
             "simulate gpipe --devices 4 --microbatches 8 --forward 1,2",
             "forward has 2 values for 4 stages",

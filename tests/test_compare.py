@@ -102,14 +102,14 @@ def test_schedules_that_there_are_not_are_left_out(tmp_path, capsys):
 
 
 def test_costs_per_link_leave_interleaved_out(tmp_path, capsys):
-    """Its chunks have a link more than its devices, of which nothing is known."""
-    costs = Costs(transfer=[0.5])
-    entries = compare(costs, 2, 4)
-    assert [e.schedule.name for e in entries] == [n for n in SCHEDULES if n != "interleaved"]
-    (reason,) = left_out(2, 4, costs=costs).values()
+    """Its chunks have a link from the last device to the first, of which nothing is known."""
+    costs = Costs(transfer=[0.5, 0.5])
+    assert "interleaved" not in [e.schedule.name for e in compare(costs, 3, 4)]
+    reason = left_out(3, 4, costs=costs)["interleaved"]
     assert reason.startswith("interleaved: transfer per link has no value")
     with pytest.raises(CostError, match="transfer per link"):
-        compare(costs, 2, 4, names=["interleaved"])
+        compare(costs, 3, 4, names=["interleaved"])
+    assert "interleaved" not in left_out(2, 4, costs=Costs(transfer=[0.5]))  # one pair of devices
     assert len(compare(Costs(transfer=0.5), 2, 4)) == len(SCHEDULES)
     assert "pipedream_2bw" not in [e.schedule.name for e in compare(Costs(), 4, 2)]
     file = tmp_path / "p.json"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from pipelab import Costs, Kind, Recompute, make, memory, run, simulate
+from pipelab import Costs, Kind, Recompute, Schedule, make, memory, run, simulate
 from pipelab.memory import CAUSES
 from tests.conftest import tables
 
@@ -61,8 +61,6 @@ def test_recomputation_keeps_only_the_input(mode, peaks):
 
 
 def test_a_split_backward_frees_at_the_weight_gradient():
-    from pipelab import Schedule
-
     late = Schedule.from_grid("0F0 0F1 0I0 0I1 0W0 0W1")
     assert (
         memory(simulate(late), Costs(activations=1)).peak("activations")
@@ -160,3 +158,11 @@ def test_a_measured_run_holds_what_was_predicted():
         _, level = found.over_time(1)
         last = level[CAUSES.index("activations")].argmax()  # the start of the last forward
         assert level.sum(0)[: last + 1].max() == weights + 3 * size
+
+
+def test_what_a_weight_gradient_needs_is_kept_from_i_to_w():
+    table = Schedule.from_grid("0F0 0I0 0F1 0W0 0I1 0W1")
+    found = memory(simulate(table), Costs(activations=10, weight_activations=4))
+    time, level = found.settled(0)
+    held = level[CAUSES.index("activations")]
+    assert dict(zip(time.tolist(), held.tolist(), strict=True)) == {0: 10, 2: 14, 4: 10, 5: 4, 6: 0}

@@ -127,7 +127,5 @@ def test_bad_sizes_and_names(arguments, message):
 
 
 def test_chunks_are_for_interleaved_alone():
-    with pytest.raises(
-        ScheduleError, match="virtual=2: gpipe has one stage a device; use interleaved"
-    ):
+    with pytest.raises(ScheduleError, match="virtual=2: gpipe has its own number of stages"):
         make("gpipe", 4, 8, virtual=2)

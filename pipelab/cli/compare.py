@@ -12,8 +12,9 @@ from pipelab.cli.files import check_targets, read_profile, use_agg, write
 from pipelab.cli.models import small_model
 from pipelab.cli.options import COST, COUNT, POSITIVE, Commands, share
 from pipelab.cli.report import Failure
-from pipelab.compare import compare, left_out, page, table_of, text
+from pipelab.compare import compare, left_out, page, text
 from pipelab.partition import split_layers
+from pipelab.schedules import make_for
 
 
 def add_to(commands: Commands) -> None:
@@ -69,7 +70,8 @@ def _compare_live(o: argparse.Namespace) -> list:
     from pipelab.executors import run
 
     def measure(name: str) -> Any:
-        schedule = table_of(name, o.devices, o.microbatches, o.virtual, o.batches)
+        sizes = {"virtual": o.virtual, "batches": o.batches}
+        schedule, _ = make_for(name, o.devices, o.microbatches, Costs(), **sizes)
         stages, batches, loss, optimizer = small_model(o, schedule, 4 * o.devices, width=256)
         return run(schedule, stages, batches, loss, optimizer, backend=o.backend, timeout=o.timeout)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipelab import SCHEDULES, Reads, Recompute, Schedule, make
+from pipelab import SCHEDULES, Costs, Reads, Recompute, Schedule, make
 from pipelab.cli.files import read_csv
 
 LARGEST = 10_000_000  # actions of a table that a schedule's name stands for
@@ -103,16 +103,23 @@ class Commands:
         option("--microbatches", type=int, metavar="M", help="per batch")
         option("--virtual", type=int, default=1, metavar="V", help="chunks a device (interleaved)")
         option("--batches", type=int, default=1, metavar="K")
+        option(
+            "--memory",
+            type=POSITIVE,
+            metavar="A",
+            help="micro-batches whose activations fit on a device (zb, zb_v)",
+        )
         rules = [rule.name.lower() for rule in Reads]
         option("--reads", choices=rules, help="which weight version a forward reads")
         return option
 
 
-def schedule_of(o: argparse.Namespace) -> Schedule:
+def schedule_of(o: argparse.Namespace, costs: Costs | None = None) -> Schedule:
+    """The schedule that the options name; `costs` for one that is made for them."""
     name = o.name
     if name.endswith(".csv") or (name not in SCHEDULES and Path(name).is_file()):
-        for option in (*SIZES, "reads"):
-            if getattr(o, option) not in (None, 1):
+        for option in (*SIZES, "reads", "memory"):
+            if getattr(o, option, None) not in (None, 1):
                 raise ValueError(f"{name} has its own sizes: leave out --{option}")
         return read_csv(name)
     if name not in SCHEDULES:
@@ -126,4 +133,6 @@ def schedule_of(o: argparse.Namespace) -> Schedule:
         given = " ".join(f"--{n} {size}" for n, size in sizes.items() if size != 1)
         raise ValueError(f"{name} {given}: more than {LARGEST:,} actions; take fewer")
     reads = Reads[o.reads.upper()] if o.reads else None
-    return make(name, o.devices, o.microbatches, virtual=o.virtual, batches=o.batches, reads=reads)
+    more: dict[str, Any] = {"virtual": o.virtual, "batches": o.batches, "reads": reads}
+    more["memory"] = getattr(o, "memory", None)  # not an option of every command
+    return make(name, o.devices, o.microbatches, **more, costs=costs)

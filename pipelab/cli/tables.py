@@ -37,9 +37,10 @@ def add_to(commands: Commands) -> None:
 
 def simulate_command(o: argparse.Namespace) -> None:
     check_targets(o, "csv", "trace", "plot")
-    schedule = schedule_of(o)
-    costs = {name: getattr(o, name) for name in COSTS}
-    timeline = simulate(schedule, Costs(**costs, recompute=Recompute(o.recompute)))
+    given = {name: getattr(o, name) for name in COSTS}
+    costs = Costs(**given, recompute=Recompute(o.recompute))
+    schedule = schedule_of(o, costs)
+    timeline = simulate(schedule, costs)
     if o.plot:
         write_figure(o.plot, "timeline", timeline)
     if o.csv:

@@ -6,8 +6,9 @@ from typing import Literal
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from pipelab import THEORY, Costs, make, simulate
+from pipelab import THEORY, Costs, simulate
 from pipelab.plot import style
+from pipelab.schedules import make_for, takes
 
 DEFINITIONS = {
     "of_total": "idle share of all device time",
@@ -47,9 +48,9 @@ def bubble(
         simulated, formula = [], {}
         for value in values:
             m, p, v = (sizes | {over: value}).values()
-            if name != "interleaved":
+            if not takes(name, "virtual"):
                 v = 1
-            timeline = simulate(make(name, p, m, virtual=v), (costs or Costs()).split(v))
+            timeline = simulate(*make_for(name, p, m, costs or Costs(), virtual=v))
             simulated.append(getattr(timeline.bubble, definition))
             if theory and (v == 1 or m % p == 0):
                 formula[value] = getattr(theory, definition)(p, m, v, 1)

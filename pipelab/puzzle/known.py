@@ -6,7 +6,7 @@ from pipelab.action import Kind, ScheduleError
 from pipelab.puzzle.draft import Draft, Rows
 from pipelab.puzzle.task import Task
 from pipelab.schedule import Schedule
-from pipelab.schedules import SCHEDULES, make, with_chunks
+from pipelab.schedules import SCHEDULES, make, takes
 
 TITLES = {
     "gpipe": "GPipe",
@@ -22,8 +22,8 @@ TITLES = {
 def known_rows(task: Task) -> tuple[tuple[str, Rows], ...]:
     """Titles and rows of the schedules that do this task, whatever its cap."""
     found = []
-    for name in () if task.split else SCHEDULES:
-        if with_chunks(name) != (task.virtual > 1):
+    for name in SCHEDULES:
+        if takes(name, "virtual") != (task.virtual > 1):
             continue
         sizes = {"virtual": task.virtual, "batches": task.batches}
         try:
@@ -31,7 +31,8 @@ def known_rows(task: Task) -> tuple[tuple[str, Rows], ...]:
         except ScheduleError:
             continue  # it does not come in these sizes
         same = "placement", "per_update", "reads"
-        if all(getattr(table, key) == getattr(task, key) for key in same):
+        alike = all(getattr(table, key) == getattr(task, key) for key in same)
+        if alike and task.split == (Kind.I in table.columns.kind):
             found.append((TITLES.get(name, name), rows_of(task, table)))
             if name == "gpipe" and not task.by_hand:
                 found.append(("GPipe (last in, first out)", _last_first(found[-1][1])))

@@ -14,8 +14,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Any
 
 from pipelab.action import Reads, ScheduleError
+from pipelab.costs import Costs
 from pipelab.schedule import Schedule
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {}
@@ -31,9 +33,9 @@ ALSO_KNOWN_AS = {
 }
 
 
-def with_chunks(name: str) -> bool:
-    """Whether the named schedule places several chunks of the model on a device."""
-    return "virtual" in inspect.signature(SCHEDULES[name]).parameters
+def takes(name: str, option: str) -> bool:
+    """Whether the named schedule has the option: `virtual`, `costs` or `memory`."""
+    return option in inspect.signature(SCHEDULES[name]).parameters
 
 
 def make(
@@ -44,12 +46,20 @@ def make(
     virtual: int = 1,
     batches: int = 1,
     reads: Reads | None = None,
+    costs: Costs | None = None,
+    memory: float | None = None,
 ) -> Schedule:
     """The named schedule: micro-batches per batch, `virtual` chunks a device.
 
-    `reads` replaces the rule for weight versions (PipeDream with vertical sync is `pipedream` with
-    `Reads.FIRST`). Raises ScheduleError for an unknown name, a size that makes no sense, or
-    `virtual` on a schedule without chunks.
+    costs   of its stages, for a schedule that is made for them (default: unit costs); the others
+            are the same whatever they cost
+    memory  for a schedule that is made for a limit: micro-batches whose activations (of all of a
+            device's stages) fit on a device
+    reads   replaces the rule for weight versions (PipeDream with vertical sync is `pipedream` with
+            `Reads.FIRST`)
+
+    Raises ScheduleError for an unknown name, a size that makes no sense, or `virtual` or `memory`
+    for a schedule without them.
     """
     if name not in SCHEDULES:
         near = difflib.get_close_matches(name.lower(), [*SCHEDULES, *ALSO_KNOWN_AS], 1, 0.4)
@@ -57,10 +67,40 @@ def make(
         raise ScheduleError(
             f"unknown schedule {name!r}: {hint}There are {', '.join(sorted(SCHEDULES))}"
         )
-    function, sizes = SCHEDULES[name], {"batches": batches}
-    if with_chunks(name):
-        sizes["virtual"] = virtual
+    options: dict[str, Any] = {"batches": batches}
+    if takes(name, "virtual"):
+        options["virtual"] = virtual
     elif virtual != 1:
-        raise ScheduleError(f"virtual={virtual!r}: {name} has one stage a device; use interleaved")
-    schedule = function(devices, microbatches, **sizes)
+        raise ScheduleError(
+            f"virtual={virtual!r}: {name} has its own number of stages a device; leave it out, or "
+            "use interleaved"
+        )
+    if takes(name, "costs") and costs:
+        options["costs"] = costs
+    if takes(name, "memory"):
+        options["memory"] = memory
+    elif memory is not None:
+        raise ScheduleError(f"memory={memory!r}: {name} has no limit to choose; use zb or zb_v")
+    schedule = SCHEDULES[name](devices, microbatches, **options)
     return schedule if reads is None else replace(schedule, reads=reads)
+
+
+def make_for(
+    name: str, devices: int, microbatches: int, costs: Costs, *, virtual: int = 1, **options: Any
+) -> tuple[Schedule, Costs]:
+    """The named schedule for a model, and what its stages cost; `costs` are those of devices.
+
+    Each device's share is divided evenly among its stages: `virtual` of them where the schedule
+    takes that, else as many as it has. Other options as `make` has them.
+
+    >>> schedule, costs = make_for("interleaved", 2, 4, Costs(), virtual=2)
+    >>> schedule.stages, costs.forward
+    (4, 0.5)
+    """
+    if takes(name, "virtual"):
+        options["virtual"] = virtual
+    schedule = make(name, devices, microbatches, **options)
+    own = costs.over(schedule.placement)
+    if takes(name, "costs"):
+        schedule = make(name, devices, microbatches, costs=own, **options)
+    return schedule, own

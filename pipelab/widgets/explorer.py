@@ -23,7 +23,7 @@ from pipelab import (
 )
 from pipelab.action import check_counts
 from pipelab.costs import PASSES
-from pipelab.schedules import with_chunks
+from pipelab.schedules import takes
 from pipelab.widgets.drawing import drawing
 from pipelab.widgets.files import joined
 
@@ -92,7 +92,7 @@ class Explorer(anywidget.AnyWidget):
         names = sorted(SCHEDULES)
         choices = {
             "schedules": names,
-            "chunks": [n for n in names if with_chunks(n)],
+            "chunks": [n for n in names if takes(n, "virtual")],
             "recompute": list(MODES),
         }
         super().__init__(choices=choices, settings=settings, drawing=picture)
@@ -152,16 +152,19 @@ class Explorer(anywidget.AnyWidget):
 def _simulated(
     name: str, costs: Costs, devices: int, microbatches: int, virtual: int, batches: int
 ) -> tuple[Timeline, Memory]:
-    v = virtual if name not in SCHEDULES or with_chunks(name) else 1
+    v = virtual if name not in SCHEDULES or takes(name, "virtual") else 1
     if (count := 2 * devices * microbatches * v * batches) > LARGEST:
         raise ScheduleError(
             f"{name} would have {count:,} actions: the explorer draws {LARGEST:,}, "
             "so make a size smaller"
         )
-    split = costs.split(v)
-    table = make_once(name, devices, microbatches, virtual=v, batches=batches)
-    timeline = simulate(table, split)
-    return timeline, memory(timeline, split)
+    sizes = {"virtual": v, "batches": batches}
+    table = make_once(name, devices, microbatches, **sizes)
+    own = costs.over(table.placement)
+    if takes(name, "costs"):
+        table = make_once(name, devices, microbatches, **sizes, costs=own)
+    timeline = simulate(table, own)
+    return timeline, memory(timeline, own)
 
 
 def _as_text(settings: Mapping[str, Any]) -> dict[str, Any]:
