@@ -99,6 +99,7 @@ def test_a_csv_file_is_a_schedule_too(capsys, tmp_path):
         ("simulate gpipe --devices 4", "gpipe needs --devices and --microbatches"),
         ("simulate gpip --devices 4 --microbatches 8", "did you mean gpipe?"),
         ("simulate gpip", "did you mean gpipe?"),
+        (
             "simulate gpipe --devices 4 --microbatches 8 --virtual 2",
             "gpipe has its own number of stages",
         ),
