@@ -1,7 +1,7 @@
 """The generators: their figures, completeness, peaks and versions over all small sizes."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelab import (
@@ -116,6 +116,53 @@ def test_peaks_of_split_backwards_are_the_papers():
         for_weights = [THEORY[name].for_weights(device, 4, 8) for device in range(4)]
         in_flight = make(name, 4, 8).peak_in_flight
         assert [(n - w, w) for n, w in zip(in_flight, for_weights, strict=True)] == peaks
+
+
+seconds = st.sampled_from([0, 0.5, 1, 1.25, 3])
+
+
+@settings(max_examples=60)
+@given(st.data(), st.integers(1, 6), st.integers(1, 12), st.integers(1, 2))
+def test_the_automatic_schedule_keeps_to_its_memory(data, p, m, batches):
+    """Any costs, any memory: complete, no deadlock, nowhere more bytes than the limit, and never
+    slower than a fixed order that fits."""
+    each = st.lists(seconds, min_size=p, max_size=p)
+    costs = Costs(
+        forward=data.draw(each),
+        input_grad=data.draw(each),
+        weight_grad=data.draw(each),
+        transfer=data.draw(seconds),
+        activations=1,
+        weight_activations=data.draw(st.sampled_from([0, 0.4, 1, 1.5])),
+    )
+    least = max(1, costs.weight_activations)
+    limit = data.draw(st.sampled_from([1, p, 1.25 * p, 1.5 * p, 2 * p])) * least
+    found = simulate(make("zb", p, m, batches=batches, costs=costs, memory=limit), costs)
+    assert max(memory(found, costs).peak("activations")) <= limit + 1e-9
+    for name in SPLIT:
+        fixed = simulate(make(name, p, m), costs)
+        if batches == 1 and max(memory(fixed, costs).peak("activations")) <= limit:
+            assert found.span <= fixed.span + 1e-9
+
+
+def test_the_automatic_schedule_between_h1_and_h2():
+    figure = """
+        0F0 0F1 0F2 0F3 .   0I0 0W0 0F4 0I1 0W1 0I2 0W2 0I3 0W3 0I4 0W4 0U0 .
+        .   1F0 1F1 1F2 1I0 1F3 1I1 1W0 1F4 1I2 1I3 1W1 1W2 1I4 1W3 1W4 1U0 .
+        .   .   2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2W0 2F4 2I4 2W1 2W2 2W3 2W4 2U0"""
+    assert make("zb", 3, 5, memory=4).grid().split() == figure.split()
+
+
+def test_the_automatic_schedules_memory():
+    assert make("zb", 4, 8).rows == make("zb", 4, 8, memory=4).rows
+    assert make("zb", 4, 8, memory=1).peak_in_flight == [1, 1, 1, 1]
+    assert make("zb", 4, 8, memory=8).peak_in_flight == make("zb_h2", 4, 8).peak_in_flight
+    for size in (0.5, float("nan")):
+        with pytest.raises(ScheduleError, match=f"memory={size}: one micro-batch takes 1; give"):
+            make("zb", 4, 8, memory=size)
+    costs = Costs(activations=2, weight_activations=3)
+    with pytest.raises(ScheduleError, match=r"memory=1: one micro-batch takes 1\.5"):
+        make("zb", 4, 8, memory=1, costs=costs)
 
 
 @given(tables(names=("pipedream",)))

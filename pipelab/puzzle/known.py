@@ -17,6 +17,7 @@ TITLES = {
     "pipedream": "PipeDream",
     "pipedream_2bw": "PipeDream-2BW",
     "pipedream_flush": "1F1B (PipeDream-Flush)",
+    "zb": "the automatic zero-bubble schedule",
     "zb_h1": "ZB-H1",
     "zb_h2": "ZB-H2",
 }
