@@ -38,6 +38,7 @@ LAYERS = [
         "partition",
         "plan",
         "puzzle",
+        "search",
     },
     {"executors", "pipeshard", "models", "data", "peers", "plot"},
     {"widgets", "teach", "train", "compare", "cli", "__main__"},
