@@ -7,12 +7,13 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from pipelab import Action, Costs, Kind, Recompute, Schedule, ScheduleError, make, simulate
 from pipelab.action import insert_updates
 from pipelab.costs import PASSES
+from pipelab.schedules import SCHEDULES, make_for
 from pipelab.search import bound, gap, memory_used
 from pipelab.search.bounds import shares
 from tests.conftest import tables
@@ -183,12 +184,16 @@ def test_no_random_table_beats_the_bound(schedule, data):
     check_schedule(schedule, data.draw(costs_of(schedule.stages, **MORE)))
 
 
-@settings(max_examples=150)
-@given(tables(), st.data())
-def test_no_named_schedule_beats_the_bound(case, data):
-    schedule, p = case[:2]
+@settings(max_examples=200)
+@given(st.sampled_from([*SCHEDULES]), st.integers(1, 6), st.integers(1, 8), st.data())
+def test_no_named_schedule_beats_the_bound(name, p, m, data):
     speeds = st.lists(st.sampled_from([0.5, 1.0]), min_size=p, max_size=p)
-    costs = data.draw(costs_of(schedule.stages, **MORE, boundary=numbers, speed=speeds))
+    sizes = {"virtual": data.draw(st.integers(1, 3)), "batches": data.draw(st.integers(1, 3))}
+    model = data.draw(costs_of(p, **MORE, boundary=numbers, speed=speeds))
+    try:
+        schedule, costs = make_for(name, p, m, model, **sizes)
+    except ScheduleError:
+        reject()
     assert gap(schedule, costs) >= 0
     if schedule.batches == 1 or costs.recompute is not Recompute.EXCEPT_LAST:
         check_schedule(schedule, costs)

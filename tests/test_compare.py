@@ -7,12 +7,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from pipelab import Costs, make, simulate
+from pipelab import Costs, simulate
 from pipelab.cli import main
 from pipelab.compare import compare, left_out, page, text
 from pipelab.costs import CostError
 from pipelab.memory import memory
-from pipelab.schedules import SCHEDULES
+from pipelab.schedules import SCHEDULES, make_for
 from pipelab.search import bound
 
 COSTS = Costs(forward=[1, 2], input_grad=2, weight_grad=1, weights=8, activations=4)
@@ -22,12 +22,10 @@ def test_every_schedule_is_simulated_on_the_same_model():
     entries = compare(COSTS, 2, 4, batches=3)
     assert [e.schedule.name for e in entries] == list(SCHEDULES)
     for entry in entries:
-        virtual = 2 if entry.schedule.name == "interleaved" else 1
-        again = simulate(
-            make(entry.schedule.name, 2, 4, virtual=virtual, batches=3), COSTS.split(virtual)
-        )
+        schedule, costs = make_for(entry.schedule.name, 2, 4, COSTS, virtual=2, batches=3)
+        again = simulate(schedule, costs)
         assert entry.predicted.makespan == again.makespan
-        assert entry.memory.peak() == memory(again, COSTS.split(virtual)).peak()
+        assert entry.memory.peak() == memory(again, costs).peak()
         # the work of a device is the same in all
         assert entry.predicted.busy.tolist() == [3 * 4 * 4, 3 * 4 * 5]
 
@@ -116,10 +114,14 @@ def test_the_gap_is_that_of_a_batch_under_the_memory_that_the_schedule_uses():
 
 
 def test_schedules_that_there_are_not_are_left_out(tmp_path, capsys):
-    command = ["compare", "--devices", "4", "--microbatches", "2", "--batches", "1"]
-    assert main(command) == 0
-    out = capsys.readouterr().out
-    assert "left out: pipedream_2bw" in out and out.count("passed") == len(SCHEDULES) - 1
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps({"layers": [{"name": str(i), "forward": 1} for i in range(8)]}))
+    sizes = ["--devices", "4", "--microbatches", "2", "--batches", "1"]
+    assert main(["compare", "--profile", str(file), *sizes]) == 0
+    _, _, *rows = capsys.readouterr().out.splitlines()
+    assert rows.pop().startswith("left out: pipedream_2bw needs microbatches >= devices")
+    assert rows.pop().startswith("gap: ")
+    assert {row.split()[0] for row in rows} == set(SCHEDULES) - {"pipedream_2bw"}
 
 
 def test_costs_per_link_leave_interleaved_out(tmp_path, capsys):
