@@ -39,6 +39,7 @@ LAYERS = [
         "partition",
         "plan",
         "puzzle",
+        "search",
     },
     {"executors", "pipeshard", "models", "data", "peers", "plot"},
     {"widgets", "teach", "train", "compare", "cli", "__main__"},
