@@ -61,7 +61,7 @@ def search(
 
     >>> found = search(Costs(), devices=2, microbatches=3, seconds=0)
     >>> print(found.grid())
-    0F0 0F1 .   0I0 0I1 0F2 0W0 0I2 0W1 0W2 0U0
+    0F0 0F1 .   0I0 0W0 0F2 0I1 0W1 0I2 0W2 0U0
     .   1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2 1U0
     """
     check_counts(devices=devices, microbatches=microbatches, batches=batches)

@@ -216,7 +216,7 @@ class Model:
         interrupted = False
         while thread.is_alive():
             try:
-                thread.join()
+                thread.join(0.1)  # only between two calls does Python see a Ctrl-C
             except KeyboardInterrupt:
                 interrupted = True
                 solver.stop_search()

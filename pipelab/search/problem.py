@@ -15,6 +15,7 @@ import numpy as np
 from pipelab.action import Action, Kind, ScheduleError, check_counts, insert_updates
 from pipelab.costs import CostError, Costs, Recompute
 from pipelab.schedule import Schedule
+from pipelab.search.bounds import memory_used, shares
 from pipelab.simulate import durations, simulate
 
 SLACK = 1e-6  # of a limit of memory, or of a makespan: less is rounding
@@ -53,11 +54,6 @@ class Problem:
 
     def __post_init__(self) -> None:
         check_counts(microbatches=self.microbatches)
-        if not self.memory >= 1 - SLACK:
-            raise ScheduleError(
-                f"memory={self.memory:g}: a device holds at least 1 micro-batch's activations "
-                "until its backward ends; give 1 or more"
-            )
         if self.costs.recompute is not Recompute.NEVER:
             raise CostError("the search knows no recomputation: use Recompute.NEVER")
 
@@ -117,14 +113,10 @@ class Problem:
         In micro-batches' activations of its device; where the costs have no bytes of activations,
         stages of a device count alike, and hold as much from I to W.
         """
-        kept, for_weights = (
-            self.costs.of(name, self.stages) for name in ("activations", "weight_activations")
+        whole, late = (
+            shares(self.costs, self.placement, name)
+            for name in ("activations", "weight_activations")
         )
-        home = np.array(self.placement)
-        without = np.bincount(home, kept)[home] == 0  # bytes on the device
-        kept, for_weights = np.where(without, 1.0, kept), np.where(without, 1.0, for_weights)
-        of_device = np.bincount(home, kept)[home]
-        whole, late = kept / of_device, for_weights / of_device
         change = np.zeros((len(Kind), self.stages))
         change[Kind.F], change[Kind.B] = whole, -whole
         change[Kind.I], change[Kind.W] = late - whole, -late
@@ -149,16 +141,8 @@ class Problem:
         if self.whole_may_pay:
             yield replace(self, split=False)
 
-    def held(self, schedule: Schedule) -> np.ndarray:
-        """[device]: the most that it holds at once, in micro-batches' activations of all its
-        stages."""
-        _, stage, kind, _ = schedule.columns
-        change = self.change[kind, stage]
-        rows = zip(schedule.bounds, schedule.bounds[1:], strict=False)
-        return np.array([np.cumsum(change[a:b]).max(initial=0) for a, b in rows])
-
     def fits(self, schedule: Schedule) -> bool:
-        return bool((self.held(schedule) <= self.memory * (1 + SLACK)).all())
+        return max(memory_used(schedule, self.costs)) <= self.memory * (1 + SLACK)
 
     # ---- tables
 
