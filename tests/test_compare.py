@@ -93,10 +93,13 @@ def test_compare_predicts_for_a_profile(tmp_path, capsys):
 
 
 def test_schedules_that_there_are_not_are_left_out(tmp_path, capsys):
-    command = ["compare", "--devices", "4", "--microbatches", "2", "--batches", "1"]
-    assert main(command) == 0
-    out = capsys.readouterr().out
-    assert "left out: pipedream_2bw" in out and out.count("passed") == len(SCHEDULES) - 1
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps({"layers": [{"name": str(i), "forward": 1} for i in range(8)]}))
+    sizes = ["--devices", "4", "--microbatches", "2", "--batches", "1"]
+    assert main(["compare", "--profile", str(file), *sizes]) == 0
+    _, _, *rows = capsys.readouterr().out.splitlines()
+    assert rows.pop().startswith("left out: pipedream_2bw needs microbatches >= devices")
+    assert {row.split()[0] for row in rows} == set(SCHEDULES) - {"pipedream_2bw"}
 
 
 def test_costs_per_link_leave_interleaved_out(tmp_path, capsys):
