@@ -9,8 +9,8 @@ the unit, is a bound for real tables. The order that it finds is then simulated 
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from fractions import Fraction
-from threading import Thread
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -209,22 +209,20 @@ class Model:
         watcher = None
         if progress:
             watcher = _watcher(self.cp, lambda units: progress(*map(self._seconds, units)))
-        # A thread of its own, so that Python can be interrupted meanwhile.
-        states: list[Any] = []
-        thread = Thread(target=lambda: states.append(solver.solve(self.model, watcher)))
-        thread.start()
+        # In a thread of its own, so that Python sees a Ctrl-C meanwhile.
         interrupted = False
-        while thread.is_alive():
-            try:
-                thread.join(0.1)  # only between two calls does Python see a Ctrl-C
-            except KeyboardInterrupt:
-                interrupted = True
-                solver.stop_search()
+        with ThreadPoolExecutor(1) as pool:
+            solving = pool.submit(solver.solve, self.model, watcher)
+            while not solving.done():
+                try:
+                    wait([solving], 0.1)
+                except KeyboardInterrupt:
+                    interrupted = True
+                    solver.stop_search()
         bound = self._seconds(solver.best_objective_bound)
-        complete = states[0] == self.cp.OPTIMAL
-        if states[0] not in (self.cp.OPTIMAL, self.cp.FEASIBLE):
-            return Answer(None, bound, complete, interrupted)
-        return Answer(self._table(solver), bound, complete, interrupted)
+        complete = solving.result() == self.cp.OPTIMAL
+        known = complete or solving.result() == self.cp.FEASIBLE
+        return Answer(self._table(solver) if known else None, bound, complete, interrupted)
 
     def _seconds(self, units: float) -> float:
         """A makespan counts from the first compute, after its overhead."""
