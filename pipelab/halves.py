@@ -2,9 +2,9 @@
 
 Autograd keeps a graph of the operations between the outputs and what wants a gradient:
 
-    output -----( @ )-----[ relu ]-----( @ )----- input         the trunk: what leads to an input
+    output -----( @ )-----[ relu ]-----( @ )----- input      the trunk: what leads to an input
                   |                      |
-                [ t ]                  [ t ]                    branches: what leads to weights alone
+                [ t ]                  [ t ]                 branches: what leads to weights alone
                   |                      |
                weight 2               weight 1
 
@@ -60,10 +60,13 @@ class Saved:
 
 @dataclass(eq=False)
 class _Group:
-    """Forks with weights in common, where gradients enter them, and what I left there for W."""
+    """Forks with weights in common, where gradients enter them, and what I left there for W.
+
+    weights  by the ends of their branches (AccumulateGrad)
+    """
 
     forks: list[Node]
-    weights: set[Node]
+    weights: set[Any]
     gates: list[GradientEdge] = field(default_factory=list)
     arrived: list[Tensor | None] = field(default_factory=list)
 
@@ -130,7 +133,7 @@ class Halves:
                 GradientEdge(fork, place) for fork in group.forks for place in sorted(entered[fork])
             ]
             self._groups.append(group)
-        late = set().union(*(group.weights for group in self._groups))
+        late: set[Node] = set().union(*(group.weights for group in self._groups))
         starts = {fork for group in self._groups for fork in group.forks}
         self._kept = {
             node: below
@@ -165,13 +168,13 @@ class Halves:
     def _down_the_trunk(self) -> list[Tensor | None]:
         together = list(self.together)
         gates = [gate for group in self._groups for gate in group.gates]
-        wanted = [*self.inputs, *together, *gates]
+        wanted: list[Any] = [*self.inputs, *together, *gates]
         found = iter(
             torch.autograd.grad(
                 self.outputs, wanted, self.gradients, retain_graph=True, allow_unused=True
             )
         )
-        of_inputs = [next(found) for _ in self.inputs]
+        of_inputs: list[Tensor | None] = [next(found) for _ in self.inputs]
         for weight in together:
             gradient = next(found)
             if gradient is not None:  # not in place, as others may hold what it was
@@ -210,6 +213,12 @@ class Halves:
             yield from self.inputs
 
 
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The memory of tensors, {address: bytes}, each once."""
+    blocks = (tensor.untyped_storage() for tensor in tensors)
+    return {block.data_ptr(): block.nbytes() for block in blocks}
+
+
 def _operations(roots: Iterable[Node]) -> Below:
     """All operations that gradients reach from the roots; each stands behind those below it."""
     below: Below = {}
@@ -242,7 +251,7 @@ def _trunk_and_branches(
             weights[node] = frozenset([node])
             continue
         branches = (weights[other] for other, _ in others if other not in trunk)
-        weights[node] = frozenset().union(*branches)
+        weights[node] = frozenset[Node]().union(*branches)
     return trunk, weights
 
 
@@ -269,11 +278,11 @@ def _one_leads_to_another(forks: list[Node], below: Below) -> bool:
 
 
 def _saved(node: Node) -> Iterator[Any]:
-    """What an operation saved: a `Saved`, or what other hooks made of it."""
+    """What an operation saved: a `Saved`, or what other hooks made of it; numbers have no hooks."""
     for name in _names_of_saved(type(node)):
         value = getattr(node, name)
         for tensor in value if isinstance(value, tuple | list) else (value,):
-            if tensor.data is not None:
+            if tensor.data is not None and not isinstance(tensor.data, Tensor):
                 yield tensor.data
 
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from pipelab.executors.device import Device
 from pipelab.executors.stage import Ledger
-from pipelab.halves import Saved
+from pipelab.halves import Saved, storages
 
 DRAWING = RLock()  # torch has one generator a device, whichever run draws from it
 
@@ -184,9 +184,3 @@ def find_device(name: str | torch.device) -> torch.device:
             f"device {name!r}: this machine has {torch.cuda.device_count()} CUDA devices"
         )
     return device
-
-
-def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """The memory of tensors, {address: bytes}, each once."""
-    blocks = (tensor.untyped_storage() for tensor in tensors)
-    return {block.data_ptr(): block.nbytes() for block in blocks}

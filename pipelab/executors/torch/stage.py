@@ -12,9 +12,9 @@ from pipelab.action import Kind
 from pipelab.executors.batches import check_leaves
 from pipelab.executors.stage import Feed, Recipe, Stage
 from pipelab.executors.torch.checkpoint import StageState, load_optimizer, on_cpu
-from pipelab.executors.torch.device import CpuDevice, storages
+from pipelab.executors.torch.device import CpuDevice
 from pipelab.executors.worker import Bytes
-from pipelab.halves import Halves, whole
+from pipelab.halves import Halves, storages, whole
 
 Loss = Callable[[Any, Any], Any]
 OptimizerFactory = Callable[
@@ -329,10 +329,11 @@ class TorchStage(Stage):
         self, microbatch: int, kept: Any, gradients: list, count: float, kind: Kind
     ) -> list[Tensor | None]:
         self._bind(microbatch)
+        found: list[Tensor | None] = []
+        held: list[Tensor] = []
         with self.device.backward_context(self._seed(microbatch)):
             if kind is Kind.W:
                 kept.weight_grad()
-                found, held = [], []
             else:
                 found, held = self._pull_input(microbatch, kept, gradients, count, kind)
         for name, p in self.weights[self.feed.versions[microbatch]].items():
@@ -353,29 +354,30 @@ class TorchStage(Stage):
     def _pull_input(
         self, microbatch: int, kept: _Kept, gradients: list, count: float, kind: Kind
     ) -> tuple[list[Tensor | None], list[Tensor]]:
-        """The input's gradient by B or I; and what is kept from I to W."""
+        """The input's gradient by B or I, a leaf each; and what is kept from I to W."""
         pairs = zip(kept.edges, gradients, strict=True)
         starts = [(e, g) for e, g in pairs if e is not None and g is not None and count]
         edges, of_edges = [e for e, _ in starts], [g for _, g in starts]
         leaves = [leaf for leaf in kept.x if leaf is not None]
+        held: list[Tensor] = []
         if kind is Kind.B:
-            of_leaves, held = whole(edges, of_edges, leaves), []
+            of_leaves = iter(whole(edges, of_edges, leaves))
         else:
             halves = Halves(edges, of_edges, leaves)
-            of_leaves, held = halves.input_grad(), list(halves.kept())
+            of_leaves = iter(halves.input_grad())
+            held = list(halves.kept())
             self._split[microbatch] = halves, None, count  # in place of the whole graph
             self.device.ledger.drop(self.key(microbatch))
             self.device.hold(self.key(microbatch), held)
             self._note_unsplit(halves)
-        found = iter(of_leaves)
-        return [None if leaf is None else next(found, None) for leaf in kept.x], held
+        return [None if leaf is None else next(of_leaves) for leaf in kept.x], held
 
     def _note_unsplit(self, halves: Halves) -> None:
         """Which weights' gradients I computed, and why; once."""
         if halves.indivisible:
-            self.unsplit.setdefault("all", halves.indivisible)
-        names = {p: name for of in self.weights.values() for name, p in of.items()}
+            self.unsplit["all"] = halves.indivisible
         for weight, why in halves.together.items():
+            names = {p: name for of in self.weights.values() for name, p in of.items()}
             self.unsplit.setdefault(names.get(weight, "a tensor outside the module"), why)
 
     def _note_constants(self) -> None:
