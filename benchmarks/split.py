@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -15,7 +14,6 @@ from measure import machine, main, one_thread, page, paragraph, spread, table, t
 from pipelab.halves import Halves, Saved, whole
 from pipelab.models.gpt2 import gpt2
 from pipelab.partition import profile
-
 
 MIB = 2**20
 
@@ -152,15 +150,15 @@ def _memory(cases: Sequence[tuple[str, nn.Module, Tensor]]) -> list[str]:
             "from I to W the input and the output's gradient of every Linear: more than before I."
         ),
         paragraph(
-            "The papers' block keeps M_B = s b (34 h + 5 a s) bytes until I and M_W = 32 s b h from "
-            "I to W: numbers of two bytes, a dropout mask of one byte an element, and attention's a "
-            "x s x s scores. In sizes of the input M_B is 17, masks included, beside the scores, "
-            "and M_W 16: the inputs of the four products (1 + 1 + 1 + 4) and their outputs' "
-            "gradients (3 + 1 + 4 + 1). Here M_W also has the inputs of the two norms and the "
-            "gradients of their outputs, which W needs for the norms' weights: 20. M_B has no "
-            "masks (dropout 0 saves none) and no scores (fused attention computes them again), but "
-            "GELU is written as a formula, of which autograd saves three more values of 4 s b h "
-            "than of a fused one."
+            "The papers' block keeps M_B = s b (34 h + 5 a s) bytes until I and M_W = 32 s b h "
+            "from I to W: numbers of two bytes, dropout masks of one byte an element, and the "
+            "scores of attention, s x s for each of a heads. In sizes of the input M_B is 17 beside "
+            "the scores, 1 of it masks, and M_W 16: the inputs of the four products "
+            "(1 + 1 + 1 + 4) and the gradients of their outputs (3 + 1 + 4 + 1). Here M_W also has "
+            "the inputs of the two norms and the gradients of their outputs, which W needs for the "
+            "norms' weights: 20. M_B has no masks (this block has no dropout) and no scores (fused "
+            "attention computes them again): 16. The other 12 are three more values of the size of "
+            "GELU's input, since this block writes GELU as a formula of several operations."
         ),
     ]
 
