@@ -133,10 +133,10 @@ def _ratios(rounds: Sequence[Times]) -> list[str]:
 def _memory(cases: Sequence[tuple[str, nn.Module, Tensor]]) -> list[str]:
     rows = []
     for name, layers, x in cases:
-        kept = profile([layers], x, repeats=1, warm_up=0).layers[0]
-        of_input = kept.activations / x.nbytes, kept.weight_activations / x.nbytes
-        sizes = (kept.activations / MIB, kept.weight_activations / MIB)
-        rows.append((name, *(f"{n:.2f}" for n in sizes), *(f"{n:.1f}" for n in of_input)))
+        found = profile([layers], x, repeats=1, warm_up=0)
+        kept = [found.of(name)[0] for name in ("activations", "weight_activations")]
+        in_mib, of_input = [n / MIB for n in kept], [n / x.nbytes for n in kept]
+        rows.append((name, *(f"{n:.2f}" for n in in_mib), *(f"{n:.1f}" for n in of_input)))
     return [
         "## Bytes kept",
         table(("", "until I, MiB", "I to W, MiB", "until I, inputs", "I to W, inputs"), rows),
@@ -152,8 +152,8 @@ def _memory(cases: Sequence[tuple[str, nn.Module, Tensor]]) -> list[str]:
         paragraph(
             "The papers' block keeps M_B = s b (34 h + 5 a s) bytes until I and M_W = 32 s b h "
             "from I to W: numbers of two bytes, dropout masks of one byte an element, and the "
-            "scores of attention, s x s for each of a heads. In sizes of the input M_B is 17 beside "
-            "the scores, 1 of it masks, and M_W 16: the inputs of the four products "
+            "scores of attention, s x s for each of a heads. In sizes of the input M_B is 17 "
+            "beside the scores, 1 of it masks, and M_W 16: the inputs of the four products "
             "(1 + 1 + 1 + 4) and the gradients of their outputs (3 + 1 + 4 + 1). Here M_W also has "
             "the inputs of the two norms and the gradients of their outputs, which W needs for the "
             "norms' weights: 20. M_B has no masks (this block has no dropout) and no scores (fused "

@@ -37,25 +37,29 @@ INDIVISIBLE = {"CheckpointFunctionBackward", "CompiledFunctionBackward"}
 
 
 class Saved:
-    """What autograd saved of a tensor for the backward; `release` gives it back early."""
+    """What autograd saved of a tensor for the backward.
 
-    __slots__ = ("tensor", "version")
+    last  whether it is given back when it is used next
+    """
+
+    __slots__ = ("last", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         # The tensor itself would keep its graph alive.
         self.tensor: Tensor | None = tensor.detach()
         self.version = tensor._version
+        self.last = False
 
     def unpack(self) -> Tensor:
-        assert self.tensor is not None, "released before its last use"
-        if self.tensor._version != self.version:
+        tensor = self.tensor
+        assert tensor is not None, "given back before its last use"
+        if tensor._version != self.version:
             raise RuntimeError(
                 "a tensor saved for the backward was changed in place after the forward"
             )
-        return self.tensor
-
-    def release(self) -> None:
-        self.tensor = None
+        if self.last:
+            self.tensor = None
+        return tensor
 
 
 @dataclass(eq=False)
@@ -103,7 +107,8 @@ class Halves:
         self.together: dict[Tensor, str] = {}
         self.indivisible: str | None = None
         self._groups: list[_Group] = []
-        self._kept = self._below = _operations(edge.node for edge in outputs)
+        self._below = _operations(edge.node for edge in outputs)
+        self._kept = list(self._below)  # operations that W needs
         whole_only = {type(node).__name__ for node in self._below} & INDIVISIBLE
         if inputs and whole_only:
             name = min(whole_only).removesuffix("Backward")
@@ -115,31 +120,28 @@ class Halves:
         """Find the forks, and group them by their weights."""
         leaves = {get_gradient_edge(leaf).node for leaf in self.inputs}
         trunk, weights_of = _trunk_and_branches(self._below, leaves)
-        entered: dict[Node, set[int]] = {edge.node: set() for edge in self.outputs}
+        entered: dict[Node, set[int]] = {}  # operation -> which of its outputs get a gradient
         for edge in self.outputs:
-            entered[edge.node].add(edge.output_nr)
-        forks = {node for node in entered if node not in trunk}
+            entered.setdefault(edge.node, set()).add(edge.output_nr)
+        first = set(entered)  # an output may depend on weights alone
         for node in trunk:
             for other, place in self._below[node]:
                 entered.setdefault(other, set()).add(place)
-                if other not in trunk:
-                    forks.add(node)
-        groups = _grouped({node: weights_of[node] for node in self._below if node in forks})
-        for group in groups:
+        forks = [node for node in self._below if node in trunk or node in first]
+        late: set[Node] = set()  # forks of W, and its weights
+        for group in _grouped({fork: weights_of[fork] for fork in forks if weights_of[fork]}):
             if why := self._once(group):
                 self.together.update((weight.variable, why) for weight in group.weights)
                 continue
-            group.gates = [
-                GradientEdge(fork, place) for fork in group.forks for place in sorted(entered[fork])
-            ]
+            for fork in group.forks:
+                group.gates += [GradientEdge(fork, place) for place in sorted(entered[fork])]
+            late |= {*group.forks, *group.weights}
             self._groups.append(group)
-        late: set[Node] = set().union(*(group.weights for group in self._groups))
-        starts = {fork for group in self._groups for fork in group.forks}
-        self._kept = {
-            node: below
-            for node, below in self._below.items()
-            if node in starts or (node not in trunk and weights_of[node] & late)
-        }
+        self._kept = [
+            node
+            for node in self._below
+            if node in late or (node not in trunk and weights_of[node] & late)
+        ]
 
     def _once(self, group: _Group) -> str | None:
         """Why all of the group's gradients have to be computed in one go, or None."""
@@ -157,15 +159,22 @@ class Halves:
         """The gradients of the inputs, in their order; None for one that has none."""
         if not self.inputs:
             return []
-        if not self._groups:
-            found = whole(self.outputs, self.gradients, self.inputs)
-            self._kept = {}
-        else:
+        if self._groups:
             found = self._down_the_trunk()
+        else:
+            found = whole(self.outputs, self.gradients, self.inputs)
+            self._kept = []
         self.outputs, self.gradients, self._below = [], [], {}
         return found
 
     def _down_the_trunk(self) -> list[Tensor | None]:
+        once = []
+        for node in self._below.keys() - set(self._kept):
+            for saved in _saved(node):
+                if isinstance(saved, Saved):
+                    once.append(saved)
+                    # A custom Function may look at what it saved as often as it likes.
+                    saved.last = not isinstance(node, BackwardCFunction)
         together = list(self.together)
         gates = [gate for group in self._groups for gate in group.gates]
         wanted: list[Any] = [*self.inputs, *together, *gates]
@@ -181,16 +190,13 @@ class Halves:
                 weight.grad = gradient.clone() if weight.grad is None else weight.grad + gradient
         for group in self._groups:
             group.arrived = [next(found) for _ in group.gates]
-        for node in self._below.keys() - self._kept.keys():
-            for saved in _saved(node):
-                if isinstance(saved, Saved):
-                    saved.release()
+        for saved in once:
+            saved.tensor = None  # no gradient may have come there
         return of_inputs
 
     def weight_grad(self) -> None:
         """Accumulate the gradients of the weights that I left out; gives back what was kept."""
-        if self.outputs:
-            whole(self.outputs, self.gradients, [])
+        whole(self.outputs, self.gradients, [])
         while self._groups:
             group = self._groups.pop()
             pairs = zip(group.gates, group.arrived, strict=True)
@@ -199,6 +205,7 @@ class Halves:
                 gates, arrived = zip(*starts, strict=True)
                 weights = [node.variable for node in group.weights]
                 torch.autograd.backward(gates, arrived, inputs=weights)
+        self.outputs, self.gradients, self._kept = [], [], []
 
     def kept(self) -> Iterator[Tensor]:
         """What is kept until W: saved tensors, gradients, and inputs that the graph holds."""

@@ -62,6 +62,19 @@ class Uses(nn.Module):
         return self.function(self, *inputs)
 
 
+class Square(torch.autograd.Function):
+    """Asks twice for what it saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, of_y):
+        return of_y * ctx.saved_tensors[0] + of_y * ctx.saved_tensors[0]
+
+
 class Product(torch.autograd.Function):
     """Gives its gradients at once, and only once."""
 
@@ -163,7 +176,7 @@ MODULES = {
     ),
     "outputs of weights alone": (lambda: Uses(weights_alone, a=6, b=6), ("a", "b"), TURN),
     "custom": (
-        lambda: Uses(lambda m, x: m.parts[0](Product.apply(x, m.a)), linear(), a=6),
+        lambda: Uses(lambda m, x: Square.apply(m.parts[0](Product.apply(x, m.a))), linear(), a=6),
         ("a",),
         ONCE,
     ),
@@ -326,14 +339,18 @@ def test_what_the_trunk_saved_is_given_back_after_i():
     def alive():
         return [saved.tensor for saved in packed if saved.tensor is not None]
 
-    halves = Halves(*forward(module, [x], pack))
+    during = []
+    edges, ends, leaves = forward(module, [x], pack)
+    leaves[0].register_hook(lambda _: during.append(size(alive(), module)))
+    halves = Halves(edges, ends, leaves)
     # x, norm, 3 of attention, its output, sum, norm, 4 and the 4 x 4 of GELU; 4 small ones of norms
     small = x.nbytes // 16
     attention = 2 * small  # a logarithm for each head
     assert size(alive(), module) == 28 * x.nbytes + 4 * small + attention
     halves.input_grad()
     # The inputs of six layers with weights (1 + 1 + 1 + 1 + 1 + 4), and gradients of their outputs.
-    assert size(alive(), module) == 9 * x.nbytes + 4 * small
+    # Each is given back at its last use: at the end of I it is so already.
+    assert during == [size(alive(), module)] == [9 * x.nbytes + 4 * small]
     assert size(halves.kept(), module) == (9 + 11) * x.nbytes + 4 * small
     halves.weight_grad()
     assert not [*halves.kept()]
