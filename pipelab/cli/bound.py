@@ -69,7 +69,15 @@ def bound_command(o: argparse.Namespace) -> None:
                 f"{found['gap']:.1%}",
             ]
         )
-    print(sizes, aligned(rows), "", aligned(table), "memory: micro-batches' activations", GAP, sep="\n")
+    print(
+        sizes,
+        aligned(rows),
+        "",
+        aligned(table),
+        "memory: micro-batches' activations",
+        GAP,
+        sep="\n",
+    )
     print(*(f"left out: {why}" for why in missing.values()), sep="\n", end="")
 
 
