@@ -105,7 +105,7 @@ class _Slots:
         """Move actions, in order, into the first free slot where their inputs are there."""
         for kind, s, k in self._in_order(which & (self.at >= 0)):
             d, now, first = self.home[s], self.at[kind, s, k], self._ready(kind, s, k)
-            for slot in first + np.flatnonzero(~self.taken[d, first:now]):
+            for slot in (first + np.flatnonzero(~self.taken[d, first:now])).tolist():
                 if kind == Kind.F and self.held[d, slot:now].max() >= chunks:
                     continue
                 self._count(kind, s, now, -1)
