@@ -57,7 +57,7 @@ class Pictures(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         found = dict(attributes)
-        assert "http" not in " ".join(map(str, found.values()))
+        assert "://" not in " ".join(map(str, found.values()))
         if tag == "img":
             assert found["alt"]
             self.sources.append(found["src"])
