@@ -72,7 +72,9 @@ class Model:
         self.unit = unit_of(every, problem.makespan(known) + costs.overhead)
         self.delay = self._whole(problem.delay)
         self.overhead = int(self._whole(np.array(costs.overhead)))
-        self.length = self._lengths()
+        self.mixed = problem.whole_may_pay
+        self.length = self._whole(problem.compute) + self.overhead
+        self.length[Kind.B] = self.length[Kind.I] + self.length[Kind.W] - self.overhead
         self.model = self.cp.CpModel()
         self.starts: dict[tuple[int, Kind, int], Any] = {}
         self.ends: dict[tuple[int, Kind, int], Any] = {}
@@ -87,17 +89,6 @@ class Model:
         for (s, _, _), end in self.ends.items():
             self.model.add(self.makespan >= end + int(updates[problem.placement[s]]))
         self.model.minimize(self.makespan)
-
-    def _lengths(self) -> np.ndarray:
-        """[kind, stage]: how long an action takes, in units.
-
-        A whole backward has one overhead less than a split one. The bound is for both of them, so
-        W has none.
-        """
-        length = self._whole(self.problem.compute) + self.overhead
-        length[Kind.W] -= self.overhead
-        length[Kind.B] = length[Kind.I] + length[Kind.W]
-        return length
 
     def _whole(self, seconds: np.ndarray) -> np.ndarray:
         """In units; rounded down, but for what is a whole number within a float's precision."""
