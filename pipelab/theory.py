@@ -55,6 +55,8 @@ _PIPEDREAM = "arXiv 1806.03377"
 _2BW = "arXiv 2006.09503"
 _MEGATRON = "arXiv 2104.04473"
 _ZERO_BUBBLE = "arXiv 2401.10241"
+_CONTROLLABLE = "arXiv 2405.15362"
+_DUALPIPE = "arXiv 2412.19437"
 _CONTINUOUS = "only the start and the end of training are idle"
 
 _gpipe = Theory(
@@ -168,5 +170,62 @@ THEORY: dict[str, Theory] = {
         "its last update, from where the next batch goes on",
         for_weights=lambda device, p, m: max(min(m, 2 * p - 1) - (2 * (p - device) - 1), 0),
         idle=lambda p, m, f, i, w, transfer: (p - 1) * (f + i - 2 * w + 2 * transfer),
+    ),
+}
+
+# Two chunks a device in a V: peaks are chunk activations, two of a micro-batch on a device.
+_v = replace(
+    _gpipe,
+    in_flight=lambda device, p, m, v, batches: 2 * min(m, p),
+    peak=Source("2 p chunks", _ZERO_BUBBLE, "6"),
+)
+
+
+def _v_half_idle(p: int) -> int:
+    return max(3 * p - (4 if p % 2 else 7), p - 1)
+
+
+def _v_min_idle(p: int) -> int:
+    return max(4 * p - (7, 5, 6)[p % 3], p - 1)
+
+
+THEORY |= {
+    "zb_v": replace(
+        _v,
+        over_ideal=lambda p, m, v, batches: (
+            (p - 1 + (batches - 1) * max(2 * p - 1 - m, 0)) / (6 * m * batches)
+        ),
+        bubble=Source("(p - 1) / (6 m x batches)", _ZERO_BUBBLE, "6"),
+        share="(p - 1) / (6 m x batches + p - 1)",
+        assumes="F = I = W; m >= p, and from 2 p - 1 on a device waits only before its first "
+        "forward and after its last update",
+    ),
+    "v_half": replace(
+        _v,
+        over_ideal=lambda p, m, v, batches: _v_half_idle(p) / (6 * m),
+        in_flight=lambda device, p, m, v, batches: min(2 * m, m + device + 1, 2 * ((p + 2) // 2)),
+        bubble=Source("(3 p - 7) / (6 m); p odd: (3 p - 4) / (6 m)", _CONTROLLABLE, "3"),
+        share="(3 p - 7) / (6 m + 3 p - 7)",
+        peak=Source("2 floor((p + 2) / 2) chunks", _CONTROLLABLE, "3"),
+        assumes="F = I = W; m >= p > 2; a flush after every batch",
+    ),
+    "v_min": replace(
+        _v,
+        over_ideal=lambda p, m, v, batches: _v_min_idle(p) / (6 * m),
+        in_flight=lambda device, p, m, v, batches: min(2 * m, m + device + 1, 2 * ((p + 4) // 3)),
+        bubble=Source("(4 p - c) / (6 m), c = 7, 5, 6 where p mod 3 = 0, 1, 2", _CONTROLLABLE, "3"),
+        share="(4 p - c) / (6 m + 4 p - c)",
+        peak=Source("2 floor((p + 4) / 3) chunks", _CONTROLLABLE, "3"),
+        assumes="F = I = W; m >= p > 2; a flush after every batch",
+    ),
+    "dualpipe_v": replace(
+        _v,
+        over_ideal=lambda p, m, v, batches: (p - 1) / (6 * m),
+        in_flight=lambda device, p, m, v, batches: min(2 * m, m + device + 1, 2 * p + 1),
+        bubble=Source("(p - 1) (F + I - W) / (2 m (F + I + W))", _DUALPIPE, "3.2.1"),
+        share="(p - 1) / (6 m + p - 1)",
+        peak=Source("2 p + 1 chunks", _DUALPIPE, "3.2.1"),
+        assumes="F = I = W; m >= 2 p; a forward and a backward one after the other, where the "
+        "paper overlaps them; a flush after every batch",
     ),
 }

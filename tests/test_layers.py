@@ -23,6 +23,7 @@ LAYERS = [
     },
     {
         "schedules",
+        "building",
         "validate",
         "timeline",
         "trace",

@@ -1,0 +1,75 @@
+"""DualPipeV (DeepSeek-V3, arXiv 2412.19437, section 3.2.1): DualPipe cut in half, into a V.
+
+0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3 0U0 3U0     p = 2,
+.   1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3 1U0 2U0     m = 4
+
+DualPipe feeds micro-batches in from both ends and keeps two copies of the model; of its devices,
+half with one copy do the same work.
+"""
+
+from collections import Counter, deque
+
+import numpy as np
+
+from pipelab.action import Action, Kind, check_counts, numbers
+from pipelab.building import v_schedule
+from pipelab.schedule import Schedule
+
+
+def dualpipe_v(devices: int, microbatches: int, batches: int = 1) -> Schedule:
+    """Two chunks a device in a V; a forward of one chunk goes with a full backward of the other.
+
+    DeepSeek computes such a pair as one, each one's transfers behind the other's compute. Here its
+    forward comes first and its backward after it: tables have no overlapped action. Backwards are
+    split in the warm-up and the drain alone. It is made for m >= 2 p; of fewer micro-batches, the
+    table of 2 p without the absent ones.
+
+    >>> dualpipe_v(4, 8).peak_in_flight
+    [9, 9, 9, 9]
+    """
+    check_counts(devices=devices, microbatches=microbatches, batches=batches)
+    made_for = max(microbatches, 2 * devices)
+    rows = [_row(d, devices, made_for) for d in range(devices)]
+    rows = [row[row[:, 2] < microbatches] for row in rows]
+    return v_schedule("dualpipe_v", rows, devices, microbatches, batches)
+
+
+def _row(device: int, devices: int, microbatches: int) -> np.ndarray:
+    """A device's row for one batch of at least 2 p micro-batches."""
+    p, later = devices, devices - device - 1
+    first, second = device, 2 * p - device - 1  # its stages
+    f0, f1 = (first, Kind.F), (second, Kind.F)
+    b0, b1 = (first, Kind.B), (second, Kind.B)
+    i0, i1 = (first, Kind.I), (second, Kind.I)
+    w = (-1, Kind.W)  # of the oldest I that has none
+    steps = [
+        *[f0] * (2 * later),
+        *[f0, f1] * (device + 1),
+        *[i1, w, f1] * later,
+        *[f0, b1, f1, b0] * (microbatches - 2 * p + device + 1),
+        *[b1, f1, b0] * later,
+        # The last backwards are split: the device before waits for I alone.
+        *([b1, b0] * (device + 1))[: device + 1],
+        *([i1, i0] * (device + 1))[device + 1 :],
+        *[w, i0] * later,
+        *[w] * (device + 1),
+    ]
+    return numbers(_counted(steps))
+
+
+def _counted(steps: list[tuple[int, Kind]]) -> list[Action]:
+    """The steps with their micro-batches: a stage's forwards, and backwards, come in order."""
+    forwards: Counter[int] = Counter()
+    backwards: Counter[int] = Counter()
+    waiting: deque[Action] = deque()
+    row = []
+    for stage, kind in steps:
+        if kind == Kind.W:
+            row.append(waiting.popleft())
+            continue
+        done = forwards if kind == Kind.F else backwards
+        row.append(Action(stage, kind, done[stage]))
+        done[stage] += 1
+        if kind == Kind.I:
+            waiting.append(row[-1]._replace(kind=Kind.W))
+    return row

@@ -1,0 +1,26 @@
+"""V-Half (Qi et al. 2024, arXiv 2405.15362): half of 1F1B's activations, about half of its bubble.
+
+0F0 .   .   .   .   .   .   5F0 5I0 .   .   .   .   .   .   .   0I0     the building block, p = 3;
+.   .   1F0 .   .   .   4F0 .   .   .   4I0 .   .   .   .   1I0 .       micro-batch k is 6 k later,
+.   .   .   .   2F0 3F0 .   .   .   .   .   .   3I0 .   2I0 .   .       W where a slot is free
+"""
+
+from pipelab.building import repeated
+from pipelab.schedule import Schedule
+
+
+def v_half(devices: int, microbatches: int, batches: int = 1) -> Schedule:
+    """Two chunks a device in a V; what a micro-batch holds is alike on all devices.
+
+    The first chunk's forwards go down slowly and the second one's come back fast, so that early
+    devices hold the one long, late ones the other. A fixed order for F = I = W.
+
+    >>> v_half(4, 8).peak_in_flight  # chunks: half of each of 3 micro-batches
+    [6, 6, 6, 6]
+    """
+    p, gap = devices, 0 if devices % 2 else 3  # without the gap, slots of an even p would collide
+
+    def block(d: int) -> tuple[int, int, int, int]:
+        return 2 * d, 3 * p - d - 2, 3 * p + gap + 2 * d - 1, 6 * p + gap - d - 2
+
+    return repeated("v_half", block, 2 * ((p + 2) // 2), p, microbatches, batches)

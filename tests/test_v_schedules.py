@@ -1,0 +1,101 @@
+"""Schedules with two chunks a device in a V: figures, published bubbles, peaks, torch's tables."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelab import Costs, Kind, make, memory, simulate, validate
+from pipelab.building import v_placement
+from pipelab.theory import THEORY
+from tests.conftest import V
+
+FIGURES = {
+    ("zb_v", 2, 3): """
+        0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2 0U0 3U0 .
+        .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2 1U0 2U0""",
+    ("v_half", 2, 3): """
+        0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 0W0 3W1 3F2 3I2 0I1 3W2 0I2 0W1 0W2 0U0 3U0 .
+        .   1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 1F2 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2 1U0 2U0""",
+    ("v_min", 3, 2): """
+        0F0 0F1 .   .   .   5F0 5I0 5W0 5F1 5I1 5W1 0I0 0W0 .   .   0I1 0W1 0U0 5U0
+        .   1F0 1F1 .   4F0 .   4F1 4I0 4W0 .   1I0 4I1 1W0 4W1 1I1 1W1 1U0 4U0 .
+        .   .   2F0 3F0 2F1 3F1 .   .   3I0 2I0 3W0 2W0 3I1 2I1 3W1 2W1 2U0 3U0 .""",
+    ("dualpipe_v", 2, 4): """
+        0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3 0U0 3U0
+        .   1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3 1U0 2U0""",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", FIGURES, ids=lambda size: size[0])
+def test_the_grid_is_the_figure(size):
+    assert make(*size).grid().split() == FIGURES[size].split()
+
+
+def test_the_model_goes_down_the_devices_and_back():
+    assert v_placement(4) == (0, 1, 2, 3, 3, 2, 1, 0)
+    costs = Costs(transfer=100)  # nothing is sent in the middle: 3 links down and 3 back, twice
+    assert simulate(make("v_min", 4, 1), costs).makespan == 12 * 100 + 17
+
+
+sizes = st.sampled_from(V), st.integers(1, 8), st.integers(1, 18), st.integers(1, 2)
+
+
+@given(*sizes)
+def test_complete_free_of_deadlock_and_peaks_as_stated(name, p, m, batches):
+    schedule = validate(make(name, p, m, batches=batches))
+    assert schedule.placement == v_placement(p)
+    count = sum({Kind.B: 2}.get(a.kind, 1) for row in schedule.rows for a in row)
+    assert count == 2 * p * batches * (3 * m + 1)  # F, I, W of every micro-batch, and an update
+    theory = THEORY[name]
+    assert schedule.peak_in_flight == [theory.in_flight(d, p, m, 1, batches) for d in range(p)]
+    assert schedule.weight_versions == [theory.versions(d, p, m, 1, batches) for d in range(p)]
+
+
+@given(st.sampled_from(V), st.integers(1, 9), st.integers(0, 12), st.integers(1, 2))
+def test_the_bubble_is_the_closed_form(name, p, more, batches):
+    if p == 2 and name in ("v_half", "v_min"):
+        return
+    least = 2 * p if name == "dualpipe_v" else p
+    schedule = make(name, p, least + more, batches=batches)
+    over_ideal = THEORY[name].over_ideal(p, schedule.microbatches, 1, batches)
+    assert simulate(schedule).bubble.over_ideal == pytest.approx(over_ideal)
+
+
+@pytest.mark.parametrize(
+    ("name", "idle"), [("v_half", (5, 11, 17)), ("v_min", (11, 17, 27)), ("zb_v", (0, 0, 0))]
+)
+def test_unit_bubbles_and_peaks_are_no_larger_than_the_papers(name, idle):
+    for p, published in zip((4, 6, 8), idle, strict=True):
+        found = simulate(make(name, p, 4 * p))
+        assert found.span - found.ideal <= published
+        micro_batches = {"v_half": (p + 2) // 2, "v_min": (p + 4) // 3, "zb_v": p}[name]
+        assert max(found.peak_in_flight) <= 2 * micro_batches
+
+
+@given(st.integers(1, 6), st.integers(0, 4), st.floats(0, 2), st.floats(0, 2))
+def test_dualpipe_vs_bubble_without_overlap(p, more, w, longer):
+    """The paper's (p - 1) (F&B + B - 3 W), in the stages of its V, counts a pair as one action that
+    sends when it ends; here its forward sends before the backward begins, which saves an I."""
+    f = i = w + longer
+    found = simulate(make("dualpipe_v", p, 2 * p + more), Costs(f, i, w))
+    assert found.span - found.ideal == pytest.approx((p - 1) * (f + i - w))
+
+
+# Zero Bubble (arXiv 2401.10241), table 8, and its sweep of the memory: p, m, F, I, W of a chunk,
+# transfer, hidden size, heads -> memory over p: bubble. M_B = 34 h + 5 a s, M_W = 32 h, s = 1024.
+SWEEP = {1: 0.0697, 1.25: 0.0306, 1.5: 0.0065, 1.75: 0.0035}
+PUBLISHED = [
+    (16, 48, 14407, 14380, 9676, 1610, 4096, 32, SWEEP),
+    (16, 64, 14412, 14393, 9688, 1621, 4096, 32, {1: 0.0533}),
+    (32, 96, 9458, 9748, 7288, 879, 5120, 40, {1: 0.0593}),
+]
+
+
+@pytest.mark.parametrize(("p", "m", "f", "i", "w", "c", "h", "a", "rates"), PUBLISHED)
+def test_zb_v_is_no_worse_than_published(p, m, f, i, w, c, h, a, rates):
+    kept, for_weights = 34 * h + 5 * a * 1024, 32 * h
+    costs = Costs(f, i, w, transfer=c, activations=kept, weight_activations=for_weights)
+    for times, rate in rates.items():
+        found = simulate(make("zb_v", p, m, costs=costs, memory=times * p), costs)
+        assert round(found.bubble.of_span, 4) <= rate
+        assert max(memory(found, costs).peak("activations")) <= times * 2 * p * kept
