@@ -13,6 +13,7 @@ from pipelab.compare import compare, left_out, page, text
 from pipelab.costs import CostError
 from pipelab.memory import memory
 from pipelab.schedules import SCHEDULES, make_for
+from pipelab.search import bound
 
 COSTS = Costs(forward=[1, 2], input_grad=2, weight_grad=1, weights=8, activations=4)
 
@@ -40,8 +41,10 @@ def test_staleness_is_the_papers(name, p, staleness):
 
 def test_the_table_has_a_row_each_and_no_empty_columns():
     entries = compare(COSTS, 2, 4, names=["gpipe", "pipedream"])
-    head, *rows = text(entries).splitlines()
-    assert head.split() == ["schedule", "seconds", "bubble", "MiB", "versions", "staleness"]
+    head, *rows, note = text(entries).splitlines()
+    columns = ["schedule", "seconds", "bubble", "MiB", "gap", "versions", "staleness"]
+    assert head.split() == columns
+    assert note.startswith("gap: how much longer a batch takes than a lower bound")
     assert [row.split()[0] for row in rows] == ["gpipe", "pipedream"]
     assert rows[1].split()[-2:] == ["2", "1"]
 
@@ -87,9 +90,27 @@ def test_compare_predicts_for_a_profile(tmp_path, capsys):
     command = ["compare", "--profile", str(file), "--devices", "2", "--microbatches", "4"]
     assert main([*command, "--batches", "1"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^gpipe +10 +20.0% ", out, re.M) and "measured" not in out
+    assert re.search(r"^gpipe +10 +20.0% +0 +0.0% ", out, re.M) and "measured" not in out
     assert main([*command, "--html", str(tmp_path)]) == 2
     assert "is a folder: name a file" in capsys.readouterr().err
+
+
+def test_the_gap_is_that_of_a_batch_under_the_memory_that_the_schedule_uses():
+    """Equal stages, 4 devices, 8 micro-batches: 27 is the least with backwards that are split."""
+    names = ["gpipe", "pipedream_flush", "inter_layer", "interleaved", "pipedream"]
+    found = {e.schedule.name: e for e in compare(Costs(), 4, 8, names=names, batches=3)}
+    assert found["gpipe"].gap == found["pipedream_flush"].gap == pytest.approx(33 / 27 - 1)
+    alone = bound(Costs(), 4, 8, memory=1)
+    assert found["inter_layer"].gap == pytest.approx(8 * 12 / alone.makespan - 1)
+    chunks = Costs().split(2)
+    least = bound(chunks, 4, 8, memory=11 / 2, placement=(0, 1, 2, 3) * 2)
+    assert found["interleaved"].gap == pytest.approx(28.5 / least.makespan - 1)
+    # Three batches without a flush are one large batch.
+    least = bound(Costs(), 4, 24, memory=4)
+    assert found["pipedream"].gap == pytest.approx(
+        found["pipedream"].predicted.makespan / least.makespan - 1
+    )
+    assert found["pipedream"].to_json()["gap"] == found["pipedream"].gap
 
 
 def test_schedules_that_there_are_not_are_left_out(tmp_path, capsys):
@@ -99,6 +120,7 @@ def test_schedules_that_there_are_not_are_left_out(tmp_path, capsys):
     assert main(["compare", "--profile", str(file), *sizes]) == 0
     _, _, *rows = capsys.readouterr().out.splitlines()
     assert rows.pop().startswith("left out: pipedream_2bw needs microbatches >= devices")
+    assert rows.pop().startswith("gap: ")
     assert {row.split()[0] for row in rows} == set(SCHEDULES) - {"pipedream_2bw"}
 
 

@@ -20,13 +20,14 @@ stage.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pipelab.action import Kind, ScheduleError, check_counts
 from pipelab.costs import Costs, Recompute
 from pipelab.schedule import Schedule
+from pipelab.simulate import simulate
 
 ROUNDING = 1e-9
 
@@ -49,7 +50,9 @@ class Bound:
 
     def gap(self, makespan: float) -> float:
         """How much longer than the bound a makespan is, as a share of the bound."""
-        return makespan / self.makespan - 1 if self.makespan else 0.0
+        if not self.makespan:
+            return 0.0
+        return round(makespan / self.makespan - 1, 12) + 0.0  # rounding below 0 is 0, not -0
 
     def __repr__(self) -> str:
         each = ", ".join(f"{name} {seconds:.6g}" for name, seconds in self.by.items())
@@ -121,6 +124,26 @@ def bound(
         }
     # A makespan counts from the first start, after what that action loses before it.
     return Bound({name: seconds - costs.overhead for name, seconds in by.items()})
+
+
+def gap(schedule: Schedule, costs: Costs) -> float:
+    """How much longer a batch takes than the bound: of the same stages on the same devices, under
+    the memory of the device that needs most in this schedule, with backwards that may be split.
+
+    Without a flush batches overlap: all of them count as one large batch.
+
+    >>> from pipelab.schedules import pipedream_flush
+    >>> round(gap(pipedream_flush(4, 8), Costs()), 3)
+    0.222
+    """
+    if not schedule.asynchronous:
+        schedule = schedule.part(0, 1)
+    makespan = simulate(schedule, costs).makespan
+    if schedule.batches > 1 and costs.recompute is Recompute.EXCEPT_LAST:
+        costs = replace(costs, recompute=Recompute.NEVER)  # every batch has a last one
+    limit = max(memory_used(schedule, costs))
+    sizes = schedule.devices, schedule.total, limit
+    return bound(costs, *sizes, placement=schedule.placement).gap(makespan)
 
 
 class _Parts:
