@@ -2,7 +2,7 @@
 schedule that reaches them."""
 
 from pipelab.search.best import search
-from pipelab.search.bounds import Bound, bound, bound_of, memory_used
+from pipelab.search.bounds import Bound, bound, gap, memory_used
 from pipelab.search.found import Found, Proof
 
-__all__ = ["Bound", "Found", "Proof", "bound", "bound_of", "memory_used", "search"]
+__all__ = ["Bound", "Found", "Proof", "bound", "gap", "memory_used", "search"]

@@ -3,9 +3,11 @@
 An action is an interval; those of a device do not overlap. An action starts when its input has
 arrived, after the same action of the micro-batch before it. A device's activations are intervals,
 too, which add up to at most its memory. Where a whole backward may be better than a split one, each
-is free to be whole: its W follows its I at once, and the gradient leaves after that. Times are whole numbers of a unit; every second and byte is
-rounded *down* to one, so that whatever a real table can do this one can: the solver's bound, times
-the unit, is a bound for real tables. The order that it finds is then simulated with the real costs.
+is free to be whole: then its W follows its I at once, and the gradient leaves after that.
+
+Times are whole numbers of a unit; every second and byte is rounded *down* to one, so that whatever
+a real table can do this one can: the solver's bound, times the unit, is a bound for real tables.
+The order that it finds is then simulated with the real costs.
 """
 
 import itertools
@@ -78,8 +80,8 @@ class Model:
         self.length = self._whole(problem.compute) + self.overhead
         self.length[Kind.B] = self.length[Kind.I] + self.length[Kind.W] - self.overhead
         self.model = self.cp.CpModel()
-        self.starts: dict[tuple[int, Kind, int], Any] = {}  # of each action
-        self.ends: dict[tuple[int, Kind, int], Any] = {}
+        self.starts: dict[Any, Any] = {}  # action -> when
+        self.ends: dict[Any, Any] = {}
         self.whole: dict[tuple[int, int], Any] = {}  # [stage, micro-batch]: where it may pay
         self._actions(self._hint(known))
         self._inputs()
@@ -127,10 +129,11 @@ class Model:
                 if self.mixed and kind is Kind.I:
                     self.whole[s, k] = model.new_bool_var(f"{s}B{k}")
                     model.add_hint(self.whole[s, k], Action(s, Kind.B, k) in hint)
-                if self.mixed and kind is Kind.W:
-                    length = length - self.overhead * self.whole[s, k]
                 start = model.new_int_var(0, self.horizon, str(a))
                 end = start + length
+                if self.mixed and kind is Kind.W:
+                    length = length - self.overhead * self.whole[s, k]
+                    end = model.new_int_var(0, self.horizon, "")
                 self.starts[a], self.ends[a] = start, end
                 intervals.append(model.new_interval_var(start, length, end, str(a)))
                 model.add_hint(start, hint[a])
