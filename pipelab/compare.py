@@ -155,8 +155,8 @@ def left_out(
 
 
 GAP = (
-    "gap: how much longer a batch takes than a lower bound for any order, under the memory that "
-    "this schedule uses, in its own stages, with backwards that may be split"
+    "gap: how far the time of a batch is above a lower bound for any order, in the same stages and "
+    "memory, with backwards that may be split"
 )
 
 

@@ -44,7 +44,7 @@ def test_the_table_has_a_row_each_and_no_empty_columns():
     head, *rows, note = text(entries).splitlines()
     columns = ["schedule", "seconds", "bubble", "MiB", "gap", "versions", "staleness"]
     assert head.split() == columns
-    assert note.startswith("gap: how much longer a batch takes than a lower bound")
+    assert note.startswith("gap: how far the time of a batch is above a lower bound")
     assert [row.split()[0] for row in rows] == ["gpipe", "pipedream"]
     assert rows[1].split()[-2:] == ["2", "1"]
 

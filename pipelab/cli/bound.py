@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from typing import Any
 
 from pipelab import SCHEDULES, CostError, Costs, ScheduleError, simulate
@@ -10,6 +11,14 @@ from pipelab.cli.tables import COSTS
 from pipelab.compare import GAP, aligned
 from pipelab.schedules import make_for, takes
 from pipelab.search import bound, gap, memory_used
+
+CELLS: dict[str, Callable[[Any], str]] = {
+    "schedule": str,
+    "makespan": "{:.6g}".format,
+    "memory": "{:.4g}".format,
+    "fits": lambda fits: "yes" if fits else "no",
+    "gap": "{:.1%}".format,
+}
 
 
 def add_to(commands: Commands) -> None:
@@ -38,39 +47,21 @@ def bound_command(o: argparse.Namespace) -> None:
     least = bound(costs, o.devices, o.microbatches, o.memory, split=not o.whole)
     schedules, missing = _named(o, costs)
     if o.json:
-        print(
-            json.dumps(
-                {
-                    "devices": o.devices,
-                    "microbatches": o.microbatches,
-                    "memory": o.memory,
-                    "split": not o.whole,
-                    "makespan": least.makespan,
-                    "binding": least.binding,
-                    "bounds": least.by,
-                    "schedules": schedules,
-                    "left_out": missing,
-                }
-            )
-        )
+        sizes = {name: getattr(o, name) for name in ("devices", "microbatches", "memory")}
+        bounds = {"makespan": least.makespan, "binding": least.binding, "bounds": least.by}
+        named = {"schedules": schedules, "left_out": missing}
+        print(json.dumps({**sizes, "split": not o.whole, **bounds, **named}))
         return
-    backwards = "whole" if o.whole else "split"
-    limit = f", memory for {o.memory:g}" if o.memory else ""
-    sizes = f"{o.devices} devices, {o.microbatches} micro-batches{limit}, {backwards} backwards"
     rows = [["lower bound", "seconds"]]
     rows += [[name, f"{seconds:.6g}"] for name, seconds in least.by.items()]
-    table = [["schedule", "seconds", "memory", "gap"]]
-    for found in schedules:
-        table.append(
-            [
-                found["schedule"] + ("" if found["fits"] else " (does not fit)"),
-                f"{found['makespan']:.6g}",
-                f"{found['memory']:.4g}",
-                f"{found['gap']:.1%}",
-            ]
-        )
-    print(sizes, aligned(rows), "", aligned(table), "memory: micro-batches' activations", GAP, sep="\n")
-    print(*(f"left out: {why}" for why in missing.values()), sep="\n", end="")
+    table = [["schedule", "seconds", "memory", "fits", "gap"]]
+    table += [[cell(found[key]) for key, cell in CELLS.items()] for found in schedules]
+    if o.memory is None:
+        table = [[*row[:3], row[4]] for row in table]
+    print(aligned(rows), "", aligned(table), sep="\n")
+    print("memory: micro-batches whose activations a device keeps at its peak", GAP, sep="\n")
+    for why in missing.values():
+        print(f"left out: {why}")
 
 
 def _named(o: argparse.Namespace, costs: Costs) -> tuple[list[dict[str, Any]], dict[str, str]]:
