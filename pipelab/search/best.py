@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from pipelab.action import Kind, ScheduleError, check_counts, every_batch, insert_updates
+from pipelab.action import Kind, Reads, ScheduleError, check_counts, every_batch, insert_updates
 from pipelab.costs import CostError, Costs
 from pipelab.schedule import Schedule
 from pipelab.schedules import SCHEDULES, make, takes
@@ -161,7 +161,7 @@ class _Hunt:
         answer = model.solve(max(self.left, 0.01), self.workers, self.progress)
         self.bound = max(self.bound, answer.bound)
         if answer.schedule:
-            self.offer_also_fused(answer.schedule, "exact")
+            self.offer(answer.schedule, "exact")
         if answer.interrupted:
             raise KeyboardInterrupt
 
@@ -202,7 +202,7 @@ def named(problem: Problem) -> Iterator[tuple[str, Schedule]]:
             schedule = make(name, p, m, **options)
         except (ScheduleError, CostError):
             continue
-        of_one_batch = schedule.per_update == m and not schedule.asynchronous
+        of_one_batch = schedule.per_update == m and schedule.reads is Reads.LATEST
         allowed = problem.split or not (schedule.columns.kind == Kind.W).any()
         if schedule.placement == problem.placement and of_one_batch and allowed:
             yield name, schedule
