@@ -29,6 +29,7 @@ from pipelab.puzzle.draft import can_finish
 from pipelab.puzzle.known import TITLES, rows_of
 from pipelab.puzzle.link import read_task, write_task
 from pipelab.schedules import SCHEDULES, takes
+from tests.conftest import V
 
 
 @st.composite
@@ -323,7 +324,7 @@ def test_an_idle_cell_says_what_could_run_there():
     assert could_run(placed(Task(2, 1), "0F0", "1F0", "1B0", "0B0"), 0, 1) == ""
 
 
-@pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.parametrize("name", sorted(set(SCHEDULES) - set(V)))  # a task has a loop
 def test_every_schedule_is_recognised(name):
     table = make(name, 3, 4, virtual=2 if takes(name, "virtual") else 1)
     v, split = table.stages // 3, Kind.I in table.columns.kind
