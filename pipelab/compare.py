@@ -22,6 +22,7 @@ from pipelab import (
     simulate,
 )
 from pipelab.schedules import make_for
+from pipelab.search import gap
 
 COLUMNS = (
     "seconds",
@@ -30,6 +31,7 @@ COLUMNS = (
     "measured bubble",
     "MiB",
     "measured MiB",
+    "gap",
     "versions",
     "staleness",
     "check",
@@ -40,12 +42,14 @@ COLUMNS = (
 class Entry:
     """One schedule of a comparison.
 
+    gap  how far a batch is above a lower bound, see `pipelab.search.gap`
     run  what `pipelab.run` gave back, if it was run
     """
 
     schedule: Schedule
     predicted: Timeline
     memory: Memory
+    gap: float
     run: Any = None
 
     @property
@@ -61,6 +65,7 @@ class Entry:
             "predicted": _numbers(self.predicted, self.memory),
             "weight_versions": self.predicted.weight_versions,
             "staleness": self.staleness,
+            "gap": self.gap,
         }
         if self.run:
             found["measured"] = _numbers(self.run.timeline, self.run.memory)
@@ -76,7 +81,8 @@ class Entry:
                 check = "passed" if self.run.check.passed else "FAILED"
         pairs = zip(_cells(self.predicted, self.memory), measured, strict=True)
         versions = max(self.predicted.weight_versions)
-        return [*chain.from_iterable(pairs), str(versions), str(self.staleness), check]
+        rest = [f"{self.gap:.1%}", str(versions), str(self.staleness), check]
+        return [*chain.from_iterable(pairs), *rest]
 
 
 def _cells(timeline: Timeline, found: Memory) -> tuple[str, str, str]:
@@ -122,7 +128,7 @@ def compare(
         sizes = {"virtual": virtual, "batches": batches}
         schedule, own = make_for(name, devices, microbatches, costs, **sizes)
         predicted = simulate(schedule, own)
-        found.append(Entry(schedule, predicted, memory(predicted, own)))
+        found.append(Entry(schedule, predicted, memory(predicted, own), gap(schedule, own)))
     return found
 
 
@@ -148,9 +154,19 @@ def left_out(
     return found
 
 
+GAP = (
+    "gap: how far the time of a batch is above a lower bound for any order, in the same stages and "
+    "memory, with backwards that may be split"
+)
+
+
 def text(entries: Sequence[Entry]) -> str:
-    """The comparison as a table."""
-    rows = _table(entries)
+    """The comparison as a table, and what its gap is."""
+    return f"{aligned(_table(entries))}\n{GAP}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as lines: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
@@ -195,7 +211,13 @@ def page(entries: Sequence[Entry], title: str) -> str:
         f'<img alt="{caption}" src="{_source(ax)}"></figure>'
         for caption, ax in figures
     )
-    return PAGE.format(title=html.escape(title), head=head, body="\n".join(body), pictures=pictures)
+    return PAGE.format(
+        title=html.escape(title),
+        head=head,
+        body="\n".join(body),
+        pictures=pictures,
+        gap=GAP.capitalize(),
+    )
 
 
 def _source(ax: Any) -> str:
@@ -222,7 +244,7 @@ figure {{ margin: 2em 0 }} figcaption {{ font-weight: 600 }} img {{ max-width: 1
 {body}</table>
 <p>Seconds from the first start to the last end. Bubble: idle share of all device time. MiB: of the
 fullest device at its peak. Versions: of a stage's weights, at the most. Staleness: updates between
-the weights that a forward reads and those that its gradient helps to make.</p>
+the weights that a forward reads and those that its gradient helps to make. {gap}.</p>
 {pictures}
 </body></html>
 """

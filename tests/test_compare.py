@@ -13,6 +13,7 @@ from pipelab.compare import compare, left_out, page, text
 from pipelab.costs import CostError
 from pipelab.memory import memory
 from pipelab.schedules import SCHEDULES, make_for
+from pipelab.search import bound
 
 COSTS = Costs(forward=[1, 2], input_grad=2, weight_grad=1, weights=8, activations=4)
 
@@ -40,8 +41,10 @@ def test_staleness_is_the_papers(name, p, staleness):
 
 def test_the_table_has_a_row_each_and_no_empty_columns():
     entries = compare(COSTS, 2, 4, names=["gpipe", "pipedream"])
-    head, *rows = text(entries).splitlines()
-    assert head.split() == ["schedule", "seconds", "bubble", "MiB", "versions", "staleness"]
+    head, *rows, note = text(entries).splitlines()
+    columns = ["schedule", "seconds", "bubble", "MiB", "gap", "versions", "staleness"]
+    assert head.split() == columns
+    assert note.startswith("gap: how far the time of a batch is above a lower bound")
     assert [row.split()[0] for row in rows] == ["gpipe", "pipedream"]
     assert rows[1].split()[-2:] == ["2", "1"]
 
@@ -54,14 +57,14 @@ class Pictures(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         found = dict(attributes)
-        assert "http" not in " ".join(map(str, found.values()))
+        assert "://" not in " ".join(map(str, found.values()))
         if tag == "img":
             assert found["alt"]
             self.sources.append(found["src"])
 
 
 def test_the_page_needs_no_other_file():
-    content = page(compare(COSTS, 2, 4), "a <model>")
+    content = page(compare(COSTS, 2, 4, names=["gpipe", "zb_h1"]), "a <model>")
     assert "a &lt;model&gt;" in content and "<link" not in content and "<script" not in content
     for source in Pictures(content).sources:
         kind, _, coded = source.partition(",")
@@ -87,16 +90,38 @@ def test_compare_predicts_for_a_profile(tmp_path, capsys):
     command = ["compare", "--profile", str(file), "--devices", "2", "--microbatches", "4"]
     assert main([*command, "--batches", "1"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^gpipe +10 +20.0% ", out, re.M) and "measured" not in out
+    assert re.search(r"^gpipe +10 +20.0% +0 +0.0% ", out, re.M) and "measured" not in out
     assert main([*command, "--html", str(tmp_path)]) == 2
     assert "is a folder: name a file" in capsys.readouterr().err
 
 
+def test_the_gap_is_that_of_a_batch_under_the_memory_that_the_schedule_uses():
+    """Equal stages, 4 devices, 8 micro-batches: 27 is the least with backwards that are split."""
+    names = ["gpipe", "pipedream_flush", "inter_layer", "interleaved", "pipedream"]
+    found = {e.schedule.name: e for e in compare(Costs(), 4, 8, names=names, batches=3)}
+    assert found["gpipe"].gap == found["pipedream_flush"].gap == pytest.approx(33 / 27 - 1)
+    alone = bound(Costs(), 4, 8, memory=1)
+    assert found["inter_layer"].gap == pytest.approx(8 * 12 / alone.makespan - 1)
+    chunks = Costs().split(2)
+    least = bound(chunks, 4, 8, memory=11 / 2, placement=(0, 1, 2, 3) * 2)
+    assert found["interleaved"].gap == pytest.approx(28.5 / least.makespan - 1)
+    # Three batches without a flush are one large batch.
+    least = bound(Costs(), 4, 24, memory=4)
+    assert found["pipedream"].gap == pytest.approx(
+        found["pipedream"].predicted.makespan / least.makespan - 1
+    )
+    assert found["pipedream"].to_json()["gap"] == found["pipedream"].gap
+
+
 def test_schedules_that_there_are_not_are_left_out(tmp_path, capsys):
-    command = ["compare", "--devices", "4", "--microbatches", "2", "--batches", "1"]
-    assert main(command) == 0
-    out = capsys.readouterr().out
-    assert "left out: pipedream_2bw" in out and out.count("passed") == len(SCHEDULES) - 1
+    file = tmp_path / "p.json"
+    file.write_text(json.dumps({"layers": [{"name": str(i), "forward": 1} for i in range(8)]}))
+    sizes = ["--devices", "4", "--microbatches", "2", "--batches", "1"]
+    assert main(["compare", "--profile", str(file), *sizes]) == 0
+    _, _, *rows = capsys.readouterr().out.splitlines()
+    assert rows.pop().startswith("left out: pipedream_2bw needs microbatches >= devices")
+    assert rows.pop().startswith("gap: ")
+    assert {row.split()[0] for row in rows} == set(SCHEDULES) - {"pipedream_2bw"}
 
 
 def test_costs_per_link_leave_interleaved_out(tmp_path, capsys):

@@ -1,8 +1,12 @@
 """The generators: their figures, completeness, peaks and versions over all small sizes."""
 
+from functools import partial
+
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from pipelab import (
     Costs,
@@ -11,11 +15,13 @@ from pipelab import (
     ScheduleError,
     make,
     memory,
+    run,
     simulate,
     validate,
 )
 from pipelab.schedules import takes
 from pipelab.theory import THEORY
+from tests import test_run
 from tests.conftest import SPLIT, tables
 
 FIGURES = {
@@ -143,6 +149,16 @@ def test_the_automatic_schedule_keeps_to_its_memory(data, p, m, batches):
         fixed = simulate(make(name, p, m), costs)
         if batches == 1 and max(memory(fixed, costs).peak("activations")) <= limit:
             assert found.span <= fixed.span + 1e-9
+
+
+def test_other_orders_train_as_1f1b_does_to_the_bit():
+    losses, sgd = [], partial(torch.optim.SGD, lr=0.1)
+    for name in ("pipedream_flush", "eager_1f1b", *SPLIT, "zb"):
+        modules, data = test_run.stages(3), test_run.batches(2)
+        found = run(make(name, 3, 4, batches=2), modules, data, F.mse_loss, sgd)
+        assert found.check.passed, name
+        losses.append(found.losses)
+    assert all(found == losses[0] for found in losses)
 
 
 def test_the_automatic_schedule_between_h1_and_h2():

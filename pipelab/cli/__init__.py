@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from pipelab.cli import compare, explain, partition, plan, run, tables, train
+from pipelab.cli import bound, compare, explain, partition, plan, run, search, tables, train
 from pipelab.cli.options import Commands, Parser
 from pipelab.cli.report import Failure
 
@@ -52,6 +52,6 @@ def parser() -> argparse.ArgumentParser:
     # What deepspeed's launcher puts before everything.
     found.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     commands = Commands(found)
-    for module in (tables, run, explain, train, compare, partition, plan):
+    for module in (tables, run, explain, train, compare, partition, plan, bound, search):
         module.add_to(commands)
     return found

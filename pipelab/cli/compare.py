@@ -69,15 +69,16 @@ def _compare_live(o: argparse.Namespace) -> list:
     """A small model run by every schedule, each predicted from the costs of one GPipe run."""
     from pipelab.executors import run
 
-    def measure(name: str) -> Any:
+    def measure(name: str, costs: Costs) -> Any:
         sizes = {"virtual": o.virtual, "batches": o.batches}
-        schedule, _ = make_for(name, o.devices, o.microbatches, Costs(), **sizes)
+        schedule, _ = make_for(name, o.devices, o.microbatches, costs, **sizes)
         stages, batches, loss, optimizer = small_model(o, schedule, 4 * o.devices, width=256)
         return run(schedule, stages, batches, loss, optimizer, backend=o.backend, timeout=o.timeout)
 
-    measure("gpipe")  # warms up
-    runs = {name: measure(name) for name in o.names}
-    costs = fit(runs["gpipe"].timeline, runs["gpipe"].memory)
+    measure("gpipe", Costs())  # warms up
+    first = measure("gpipe", Costs())
+    costs = fit(first.timeline, first.memory)
+    runs = {name: first if name == "gpipe" else measure(name, costs) for name in o.names}
     sizes = (o.devices, o.microbatches)
     entries = compare(costs, *sizes, names=o.names, batches=o.batches, virtual=o.virtual)
     return [replace(entry, run=runs[entry.schedule.name]) for entry in entries]

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Callable
 
 from pipelab import Costs, Recompute, ScheduleError, simulate, validate
 from pipelab.cli.files import check_targets, read_csv, write, write_figure
@@ -15,9 +16,7 @@ COSTS = (*PASSES, "transfer", "update")
 def add_to(commands: Commands) -> None:
     """The three commands."""
     option = commands.with_schedule("simulate", simulate_command, "predict a schedule's timeline")
-    for cost in COSTS:
-        name, text = cost.replace("_", "-"), "seconds: one number or one per stage"
-        option(f"--{name}", type=COST, default=getattr(Costs, cost), metavar="S", help=text)
+    add_costs(option)
     option("--csv", metavar="FILE", help="write the table")
     share(option, "recompute", "json", "plot")
     option("--trace", metavar="FILE", help="write a Chrome trace")
@@ -33,6 +32,13 @@ def add_to(commands: Commands) -> None:
         "validate", validate_command, "check a table: complete, in order, no deadlock"
     )
     option("file", metavar="FILE")
+
+
+def add_costs(option: Callable) -> None:
+    """The options of COSTS, by what adds one."""
+    for cost in COSTS:
+        name, text = cost.replace("_", "-"), "seconds: one number or one per stage"
+        option(f"--{name}", type=COST, default=getattr(Costs, cost), metavar="S", help=text)
 
 
 def simulate_command(o: argparse.Namespace) -> None:

@@ -54,13 +54,15 @@ class Answer:
             f"  {best.step:.4g} s a batch, {best.throughput:.4g} samples/s{self._rate()}; "
             f"{best.memory / 1e9:.4g} of {machine.memory / 1e9:.4g} GB",
             f"  seconds: {', '.join(parts)}",
+            f"  {best.gap:.1%} above a lower bound for any order in these stages and this memory",
             f"runners-up ({len(self.bounds):,} choices, {self.simulated} simulated):",
         ]
         for number, runner in enumerate(self.runners_up, 1):
             plan = runner.plan
             other = "more" if runner.decision == "memory" else "other"
             lines.append(f"  {number}. {other} {runner.decision}: {plan.choice}")
-            lines.append(f"     {plan.step:.4g} s, {plan.memory / 1e9:.4g} GB: {runner.why}")
+            size = f"{plan.step:.4g} s, {plan.memory / 1e9:.4g} GB, gap {plan.gap:.1%}"
+            lines.append(f"     {size}: {runner.why}")
         if self.frontier:
             lines.append("frontier, from no limit of memory down:")
         for plan in self.frontier:

@@ -9,10 +9,11 @@ import numpy as np
 from pipelab.action import Kind
 from pipelab.costs import Recompute
 from pipelab.memory import memory
-from pipelab.plan.bounds import even_share, work
+from pipelab.plan.bounds import even_share, least_seconds, work
 from pipelab.plan.problem import ASYNCHRONOUS, Choice, Problem
 from pipelab.schedule import Schedule
 from pipelab.schedules import make
+from pipelab.search import gap
 from pipelab.simulate import simulate
 from pipelab.timeline import Timeline
 
@@ -38,6 +39,15 @@ class Plan:
         """Bytes of the fullest device at its peak."""
         costs = self.problem.costs(self.choice)
         return max(memory(simulate(table(self.choice), costs), costs).peak())
+
+    @cached_property
+    def gap(self) -> float:
+        """How far the step is above a lower bound: for any order in the same stages and memory, see
+        `pipelab.search.gap`. Without a flush above the work of the busiest device."""
+        costs = self.problem.costs(self.choice)
+        if self.choice.schedule in ASYNCHRONOUS:
+            return self.step / least_seconds(self.choice, costs) - 1
+        return gap(table(self.choice), costs)
 
     @cached_property
     def parts(self) -> dict[str, float]:
@@ -70,6 +80,7 @@ class Plan:
             "step": self.step,
             "throughput": self.throughput,
             "memory": self.memory,
+            "gap": self.gap,
             "parts": self.parts,
         }
 

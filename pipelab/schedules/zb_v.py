@@ -151,7 +151,8 @@ class _Order:
             s = self.last - d
             in_time = int((end[s] - forward[s] - end[d]) / forward[d] + 1e-9) if forward[d] else 0
             # The turns below take d + 1 further activations of the second chunk, d of the first.
-            room = int((self.model.limit[d] - (d + 1) * change[s]) / change[d]) - d
+            free = self.model.limit[d] - (d + 1) * change[s]
+            room = int(free / change[d]) - d if change[d] else self.microbatches
             ahead = max(1, min(ahead, 1 + in_time, room))
             for _ in range(ahead):
                 self._put(Kind.F, d)

@@ -1,0 +1,88 @@
+"""bound: what no schedule can beat, and how far the named ones are from it."""
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+from pipelab import SCHEDULES, CostError, Costs, ScheduleError, simulate
+from pipelab.cli.options import COST, COUNT, POSITIVE, Commands, share
+from pipelab.cli.tables import COSTS
+from pipelab.compare import GAP, aligned
+from pipelab.schedules import make_for, takes
+from pipelab.search import bound, gap, memory_used
+
+CELLS: dict[str, Callable[[Any], str]] = {
+    "schedule": str,
+    "makespan": "{:.6g}".format,
+    "memory": "{:.4g}".format,
+    "fits": lambda fits: "yes" if fits else "no",
+    "gap": "{:.1%}".format,
+}
+
+
+def add_to(commands: Commands) -> None:
+    """The command."""
+    option = commands.add(
+        "bound", bound_command, "seconds that no schedule can beat, and every named schedule's gap"
+    )
+    option("--devices", type=COUNT, required=True, metavar="P", help="with one stage each")
+    option("--microbatches", type=COUNT, required=True, metavar="M")
+    for cost in COSTS:
+        name, text = cost.replace("_", "-"), "seconds: one number or one per device"
+        option(f"--{name}", type=COST, default=getattr(Costs, cost), metavar="S", help=text)
+    option(
+        "--memory",
+        type=POSITIVE,
+        metavar="A",
+        help="micro-batches whose activations fit on a device (default: no limit)",
+    )
+    option("--whole", action="store_true", help="bounds of schedules whose backwards are not split")
+    option("--virtual", type=COUNT, default=2, metavar="V", help="chunks a device (interleaved)")
+    share(option, "json")
+
+
+def bound_command(o: argparse.Namespace) -> None:
+    costs = Costs(**{name: getattr(o, name) for name in COSTS})
+    least = bound(costs, o.devices, o.microbatches, o.memory, split=not o.whole)
+    schedules, missing = _named(o, costs)
+    if o.json:
+        sizes = {name: getattr(o, name) for name in ("devices", "microbatches", "memory")}
+        bounds = {"makespan": least.makespan, "binding": least.binding, "bounds": least.by}
+        named = {"schedules": schedules, "left_out": missing}
+        print(json.dumps({**sizes, "split": not o.whole, **bounds, **named}))
+        return
+    rows = [["lower bound", "seconds"]]
+    rows += [[name, f"{seconds:.6g}"] for name, seconds in least.by.items()]
+    table = [["schedule", "seconds", "memory", "fits", "gap"]]
+    table += [[cell(found[key]) for key, cell in CELLS.items()] for found in schedules]
+    if o.memory is None:
+        table = [[*row[:3], row[4]] for row in table]
+    print(aligned(rows), "", aligned(table), sep="\n")
+    print("memory: micro-batches whose activations a device keeps at its peak", GAP, sep="\n")
+    for why in missing.values():
+        print(f"left out: {why}")
+
+
+def _named(o: argparse.Namespace, costs: Costs) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Of every named schedule one batch, the fastest first; and why some are left out."""
+    found, missing = [], {}
+    for name in SCHEDULES:
+        limit = {"memory": o.memory} if takes(name, "memory") else {}
+        sizes = {"virtual": o.virtual, **limit}
+        try:
+            schedule, own = make_for(name, o.devices, o.microbatches, costs, **sizes)
+        except (ScheduleError, CostError) as error:
+            missing[name] = str(error)
+            continue
+        used = max(memory_used(schedule, own))
+        found.append(
+            {
+                "schedule": name,
+                "makespan": simulate(schedule, own).makespan,
+                "memory": used,
+                "fits": o.memory is None or used <= o.memory,
+                "gap": gap(schedule, own),
+            }
+        )
+    return sorted(found, key=lambda x: x["makespan"]), missing
