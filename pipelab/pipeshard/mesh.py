@@ -10,10 +10,10 @@ from jax.extend.core import Var
 from jax.sharding import Mesh
 
 from pipelab.executors.jax.device import JaxDevice
+from pipelab.executors.jax.graph import Arrays, Values, Variables
 from pipelab.executors.job import Job
 from pipelab.executors.transport import Aborted, Transport
 from pipelab.executors.worker import Bytes, RunError
-from pipelab.pipeshard.graph import Arrays, Values, Variables
 from pipelab.pipeshard.stage import CompiledStage, Place
 
 

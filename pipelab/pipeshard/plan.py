@@ -12,8 +12,9 @@ from jax.extend.core import Var
 from jax.sharding import Mesh, PartitionSpec
 
 from pipelab.action import Reads
+from pipelab.executors.jax.graph import Graph, Variables
 from pipelab.partition.uniform import uniform
-from pipelab.pipeshard.graph import Graph, PipeshardError, Variables, shape_of
+from pipelab.pipeshard.graph import PipeshardError, shape_of
 from pipelab.schedule import Schedule
 from pipelab.schedules import make
 from pipelab.validate import validate

@@ -11,17 +11,12 @@ from jax.extend.core import Literal, Var
 from jax.sharding import NamedSharding
 
 from pipelab.action import Kind
+from pipelab.executors.jax.graph import variables
 from pipelab.pipeshard.batch.draws import draw_own, draws_grow, redraw
 from pipelab.pipeshard.batch.microbatches import combinations
 from pipelab.pipeshard.cut import count_layers, cut, mark
 from pipelab.pipeshard.finish import Finish
-from pipelab.pipeshard.graph import (
-    PipeshardError,
-    bytes_of,
-    on_mesh,
-    shape_of,
-    variables,
-)
+from pipelab.pipeshard.graph import PipeshardError, bytes_of, on_mesh, shape_of
 from pipelab.pipeshard.plan import Pipeshard, Plan, Planner, StagePlan, StageProblem, over_samples
 from pipelab.pipeshard.processes import Processes, processes_of
 from pipelab.pipeshard.stage import CompiledStage

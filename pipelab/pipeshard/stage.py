@@ -12,17 +12,9 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 from jax.sharding import NamedSharding
 
+from pipelab.executors.jax.graph import Arrays, Graph, Variables, inline, needed, read_by, variables
 from pipelab.pipeshard.cut import StageGraph
-from pipelab.pipeshard.graph import (
-    Arrays,
-    Graph,
-    Variables,
-    inline,
-    needed,
-    read_by,
-    spec_of,
-    variables,
-)
+from pipelab.pipeshard.graph import spec_of
 from pipelab.pipeshard.update import Task
 
 Place = Callable[[Var], NamedSharding]
