@@ -29,10 +29,11 @@ from pipelab.executors.jax.graph import (
     Variables,
     contains,
     needed,
+    place_of,
     read_by,
     variables,
 )
-from pipelab.pipeshard.graph import PipeshardError, is_inexact, is_key, place_of, size
+from pipelab.pipeshard.graph import PipeshardError, is_inexact, is_key, size
 from pipelab.pipeshard.marker import boundary_p, mark_pipeline_boundary
 from pipelab.pipeshard.plan import Layers
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from pipelab.executors.jax.graph import Atom, all_equations, contains, user_frame
+from pipelab.executors.jax.graph import Atom, all_equations, contains, place_of
 
 CONSTRAINT = "sharding_constraint"
 NO_MESH = Mesh(np.empty((), object), ())
@@ -111,9 +111,3 @@ def _on_mesh(param: Any, mesh: Mesh | AbstractMesh) -> Any:
     if type(param) is tuple:  # the branches of a cond
         return tuple(_on_mesh(x, mesh) for x in param)
     return param
-
-
-def place_of(eqn: JaxprEqn) -> str:
-    """The line of the user's code that made an equation, for an error."""
-    frame = user_frame(eqn)
-    return f"{frame.file_name}:{frame.start_line}" if frame else "an unknown line"

@@ -20,11 +20,12 @@ from pipelab.executors.jax.graph import (
     contains,
     inline,
     needed,
+    place_of,
     renamed,
     substitute,
     variables,
 )
-from pipelab.pipeshard.graph import PipeshardError, is_array, on_mesh, place_of
+from pipelab.pipeshard.graph import PipeshardError, is_array, on_mesh
 from pipelab.pipeshard.marker import grad_p
 from pipelab.pipeshard.plan import AXES
 

@@ -26,10 +26,11 @@ from pipelab.executors.jax.graph import (
     Variables,
     inline,
     needed,
+    place_of,
     read_by,
     variables,
 )
-from pipelab.pipeshard.graph import PipeshardError, dtype_of, place_of, size, spec_of
+from pipelab.pipeshard.graph import PipeshardError, dtype_of, size, spec_of
 
 Place = tuple[int, int]  # level and stage
 SMALL = 2  # elements of what may cross: single numbers, and raw random keys

@@ -82,7 +82,7 @@ def inline(
         inside = [*inner.jaxpr.constvars, *inner.jaxpr.invars]
         names: dict[Var, Atom] = dict(zip(inside, [*fresh, *inputs], strict=True))
         for eqn in inner.jaxpr.eqns:
-            if outer is not None and user_frame(eqn) is None:
+            if outer is not None and _user_frame(eqn) is None:
                 eqn = eqn.replace(source_info=outer.source_info)
             eqn = renamed(eqn, names)
             if eqn.primitive.name in CALLS:
@@ -153,8 +153,13 @@ def contains(eqn: JaxprEqn, names: Collection[str]) -> bool:
     return any(inner.primitive.name in names for inner in all_equations([eqn]))
 
 
-def user_frame(eqn: JaxprEqn) -> Any:
-    """The line of the user's code that made an equation, if it is known."""
+def place_of(eqn: JaxprEqn) -> str:
+    """The line of the user's code that made an equation, for an error."""
+    frame = _user_frame(eqn)
+    return f"{frame.file_name}:{frame.start_line}" if frame else "an unknown line"
+
+
+def _user_frame(eqn: JaxprEqn) -> Any:
     from jax._src import source_info_util  # no public way to it
 
     library = Path(__file__).parents[2]

@@ -26,6 +26,7 @@ from pipelab.executors.jax.graph import (
     Graph,
     contains,
     inline,
+    place_of,
     renamed,
     single,
     substitute,
@@ -33,7 +34,7 @@ from pipelab.executors.jax.graph import (
 from pipelab.pipeshard.batch.primitives import DRAWS
 from pipelab.pipeshard.batch.reduction import CHECKPOINTS, carry_of
 from pipelab.pipeshard.batch.tags import axes_of
-from pipelab.pipeshard.graph import PipeshardError, place_of, spec_of
+from pipelab.pipeshard.graph import PipeshardError, spec_of
 
 BODIES = ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr")  # parameters: what equations run
 # An equation that draws, the same for another size of batch, the micro-batch's number and the

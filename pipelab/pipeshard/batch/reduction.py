@@ -18,7 +18,7 @@ from operator import itemgetter
 import jax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from pipelab.executors.jax.graph import CALLS, Graph, Variables, contains, inline, single
+from pipelab.executors.jax.graph import CALLS, Graph, Variables, contains, inline, place_of, single
 from pipelab.pipeshard.batch.primitives import DRAWS, RANDOM
 from pipelab.pipeshard.batch.samples import Rules
 from pipelab.pipeshard.batch.tags import (
@@ -41,7 +41,6 @@ from pipelab.pipeshard.graph import (
     dtype_of,
     is_inexact,
     is_key_type,
-    place_of,
     shape_of,
     size,
     spec_of,
