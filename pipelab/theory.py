@@ -1,4 +1,4 @@
-"""Closed forms for the six schedules, each with where it comes from and what it assumes.
+"""Closed forms of the schedules that have them, each with where it comes from and what it assumes.
 
 `p` devices, `m` micro-batches a batch, `v` chunks a device, `batches`; `device` counts from 0. All
 of them assume equal stages, no transfer time and updates that take no time; the tests compare every
@@ -20,9 +20,14 @@ class Source(NamedTuple):
 class Theory:
     """The closed forms of one schedule.
 
-    over_ideal  (p, m, v, batches) -> (makespan - ideal) / ideal
+    over_ideal  (p, m, v, batches) -> (makespan - ideal) / ideal; of split backwards with F = I = W
     in_flight   (device, p, m, v, batches) -> most micro-batches (chunk activations) held at once
+    for_weights (device, p, m) -> of those, how many are held for W alone, that is M_W bytes each,
+                where the others take M_B; as many as possible of the others, as M_W <= M_B
     versions    (device, p, m, v, batches) -> most weight versions of a stage
+    idle        (p, m, F, I, W, transfer) -> seconds: the longest span of a device less its compute;
+                None for a schedule that has no such formula. F >= W and I >= W, m >= 2 p - 1; with
+                transfers (short against F, I and W) p divides m
     bubble, peak, stash  the formula as written, its paper and section; the bubble over ideal
     share       the bubble's formula as a share of the total time
     assumes     beyond equal stages, no transfer time and free updates
@@ -36,6 +41,8 @@ class Theory:
     peak: Source
     stash: Source
     assumes: str
+    for_weights: Callable[[int, int, int], int] = lambda device, p, m: 0
+    idle: Callable[[int, int, float, float, float, float], float] | None = None
 
     def of_total(self, p: int, m: int, v: int = 1, batches: int = 1) -> float:
         """Idle share of all device time; the same bubble over another denominator: x / (1 + x)."""
@@ -47,6 +54,7 @@ _GPIPE = "arXiv 1811.06965"
 _PIPEDREAM = "arXiv 1806.03377"
 _2BW = "arXiv 2006.09503"
 _MEGATRON = "arXiv 2104.04473"
+_ZERO_BUBBLE = "arXiv 2401.10241"
 _CONTINUOUS = "only the start and the end of training are idle"
 
 _gpipe = Theory(
@@ -76,6 +84,16 @@ _pipedream = Theory(
     assumes=f"weight stashing without vertical sync, no replicated stage; {_CONTINUOUS}",
 )
 
+_flush = replace(
+    _gpipe,
+    in_flight=lambda device, p, m, v, batches: min(m, p - device),
+    bubble=Source("(p - 1) / m", _MEGATRON, "2.2.1"),
+    peak=Source("min(m, p - s) on stage s", _MEGATRON, "2.2.1"),
+    idle=lambda p, m, f, i, w, transfer: (
+        (p - 1) * (f + i + w) + transfer * (2 * m * (p - 1) / p + 2 * (p - 2))
+    ),
+)
+
 THEORY: dict[str, Theory] = {
     "inter_layer": replace(
         _gpipe,
@@ -96,12 +114,7 @@ THEORY: dict[str, Theory] = {
         stash=Source("2", _2BW, "3.1"),
         assumes=f"m >= p; two versions from the second batch on; {_CONTINUOUS}",
     ),
-    "pipedream_flush": replace(
-        _gpipe,
-        in_flight=lambda device, p, m, v, batches: min(m, p - device),
-        bubble=Source("(p - 1) / m", _MEGATRON, "2.2.1"),
-        peak=Source("min(m, p - s) on stage s", _MEGATRON, "2.2.1"),
-    ),
+    "pipedream_flush": _flush,
     "interleaved": replace(
         _gpipe,
         over_ideal=lambda p, m, v, batches: (p - 1) / (v * m),
@@ -114,5 +127,46 @@ THEORY: dict[str, Theory] = {
             "min(m v, 2 (p - r - 1) + (v - 1) p + 1) chunks on device r", _MEGATRON, "2.2.2"
         ),
         assumes="p divides m (else the bubble is larger); a flush after every batch",
+    ),
+    "looped_bfs": replace(
+        _gpipe,
+        over_ideal=lambda p, m, v, batches: (p - 1 + (v - 1) * max(p - m, 0)) / (v * m),
+        in_flight=lambda device, p, m, v, batches: m * v,
+        bubble=Source("(p - 1) / (v m)", "arXiv 2211.05953", "4"),
+        share="(p - 1) / (v m + p - 1)",
+        peak=Source("m v chunks", "arXiv 2211.05953", "4"),
+        assumes="m >= p (else a chunk waits for the one before); a flush after every batch",
+    ),
+    "eager_1f1b": replace(
+        _flush,
+        in_flight=lambda device, p, m, v, batches: min(m, 2 * (p - device) - 1),
+        peak=Source("min(m, 2 (p - s) - 1) on stage s", "arXiv 2211.05322", "4"),
+        idle=None,
+    ),
+    "zb_h1": replace(
+        _gpipe,
+        over_ideal=lambda p, m, v, batches: (p - 1 + max(p - m, 0)) / (3 * m),
+        in_flight=lambda device, p, m, v, batches: min(m, p),
+        bubble=Source("(p - 1) (F + I - W) / (m (F + I + W))", _ZERO_BUBBLE, "2.3"),
+        share="(p - 1) / (3 m + p - 1)",
+        peak=Source("(p - s) M_B + s M_W on stage s", _ZERO_BUBBLE, "2.3"),
+        assumes="F = I = W; m >= p; a flush after every batch",
+        for_weights=lambda device, p, m: max(min(m, p) - (p - device), 0),
+        idle=lambda p, m, f, i, w, transfer: (p - 1) * (f + i - w + 4 * transfer),
+    ),
+    "zb_h2": replace(
+        _gpipe,
+        over_ideal=lambda p, m, v, batches: (
+            (p - 1 + max(2 * p - 1 - m, 0) // 2 + (batches - 1) * max(2 * p - 1 - m, 0))
+            / (3 * m * batches)
+        ),
+        in_flight=lambda device, p, m, v, batches: min(m, 2 * p - 1),
+        bubble=Source("(p - 1) / (3 m x batches)", _ZERO_BUBBLE, "2.3"),
+        share="(p - 1) / (3 m x batches + p - 1)",
+        peak=Source("(2 (p - s) - 1) M_B + 2 s M_W on stage s", _ZERO_BUBBLE, "2.3"),
+        assumes="F = I = W; m >= 2 p - 1; a device waits only before its first forward and after "
+        "its last update, from where the next batch goes on",
+        for_weights=lambda device, p, m: max(min(m, 2 * p - 1) - (2 * (p - device) - 1), 0),
+        idle=lambda p, m, f, i, w, transfer: (p - 1) * (f + i - 2 * w + 2 * transfer),
     ),
 }

@@ -7,12 +7,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from pipelab import Costs, make, simulate
+from pipelab import Costs, simulate
 from pipelab.cli import main
 from pipelab.compare import compare, left_out, page, text
 from pipelab.costs import CostError
 from pipelab.memory import memory
-from pipelab.schedules import SCHEDULES
+from pipelab.schedules import SCHEDULES, make_for
 
 COSTS = Costs(forward=[1, 2], input_grad=2, weight_grad=1, weights=8, activations=4)
 
@@ -21,12 +21,10 @@ def test_every_schedule_is_simulated_on_the_same_model():
     entries = compare(COSTS, 2, 4, batches=3)
     assert [e.schedule.name for e in entries] == list(SCHEDULES)
     for entry in entries:
-        virtual = 2 if entry.schedule.name == "interleaved" else 1
-        again = simulate(
-            make(entry.schedule.name, 2, 4, virtual=virtual, batches=3), COSTS.split(virtual)
-        )
+        schedule, costs = make_for(entry.schedule.name, 2, 4, COSTS, virtual=2, batches=3)
+        again = simulate(schedule, costs)
         assert entry.predicted.makespan == again.makespan
-        assert entry.memory.peak() == memory(again, COSTS.split(virtual)).peak()
+        assert entry.memory.peak() == memory(again, costs).peak()
         # the work of a device is the same in all
         assert entry.predicted.busy.tolist() == [3 * 4 * 4, 3 * 4 * 5]
 

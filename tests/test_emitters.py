@@ -1,9 +1,10 @@
 """Our tables beside the ones that torch and DeepSpeed make, for all small p, m and v.
 
-Canonical form: the F and B of each row, in order; idle cells, transfers and updates are no part of
-it. Every difference is explained by a rule that makes the other table exactly.
+Canonical form: the F, B, I and W of each row, in order; idle cells, transfers and updates are no
+part of it. Every difference is explained by a rule that makes the other table exactly.
 """
 
+import re
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
     _Action,
     _validate_schedule,
@@ -32,7 +34,7 @@ SIZES = [(p, m) for p in SMALL for m in SMALL]
 def canonical(rows):
     """Rows of cells, ours or torch's, as text."""
     cells = [[str(cell) for cell in row if cell is not None] for row in rows]
-    return [[cell for cell in row if "F" in cell or "B" in cell] for row in cells]
+    return [[cell for cell in row if re.fullmatch("[0-9]+[FBIW][0-9]+", cell)] for row in cells]
 
 
 def of_torch(kind, p, m):
@@ -41,7 +43,13 @@ def of_torch(kind, p, m):
     return canonical(made[rank] for rank in range(p))
 
 
-def of_torch_interleaved(p, m, v):
+def of_torch_breadth_first(p, m, v):
+    sizes = SimpleNamespace(pp_group_size=p, _stages=[None] * v, _n_microbatches=m)
+    make_row = ScheduleLoopedBFS._calculate_single_rank_operations
+    return canonical(make_row(sizes, rank) for rank in range(p))
+
+
+def of_torch_interleaved(p, m, v, kind=ScheduleInterleaved1F1B):
     """torch's rows, or None where it refuses m."""
     rounds = max(1, m // p)
     if m % rounds:
@@ -49,8 +57,7 @@ def of_torch_interleaved(p, m, v):
     sizes = SimpleNamespace(
         pp_group_size=p, n_local_stages=v, _n_microbatches=m, microbatches_per_round=m // rounds
     )
-    make_row = ScheduleInterleaved1F1B._calculate_single_rank_operations
-    return canonical(make_row(sizes, rank) for rank in range(p))
+    return canonical(kind._calculate_single_rank_operations(sizes, rank) for rank in range(p))
 
 
 def table(rows):
@@ -66,13 +73,25 @@ def test_gpipe_is_torchs():
         assert of_torch(ScheduleGPipe, p, m) == canonical(make("gpipe", p, m).rows), (p, m)
 
 
-def test_torchs_looped_bfs_with_one_chunk_is_torchgpipes_order():
-    """Its backwards run last in, first out."""
+def test_torchs_looped_bfs_runs_each_chunks_backwards_last_in_first_out():
+    """Ours are first in, first out, as our GPipe's: the same time and memory."""
     for p, m in SIZES:
-        sizes = SimpleNamespace(pp_group_size=p, _stages=[None], _n_microbatches=m)
-        row = ScheduleLoopedBFS._calculate_single_rank_operations
-        theirs = canonical(row(sizes, rank) for rank in range(p))
-        assert theirs == canonical(torchgpipe.schedule_of(p, m).rows), (p, m)
+        for v in range(1, 5):
+            ours = make("looped_bfs", p, m, virtual=v)
+            swapped = [
+                [
+                    a._replace(microbatch=m - 1 - a.microbatch) if a.kind is Kind.B else a
+                    for a in row
+                ]
+                for row in ours.rows
+            ]
+            theirs = of_torch_breadth_first(p, m, v)
+            assert theirs == canonical(swapped), (p, m, v)
+            if v == 1:
+                assert theirs == canonical(torchgpipe.schedule_of(p, m).rows), (p, m)
+            else:
+                assert simulate(table(theirs)).makespan == simulate(ours).makespan
+                assert table(theirs).peak_in_flight == ours.peak_in_flight
 
 
 # ---- torch: 1F1B
@@ -170,6 +189,36 @@ def test_with_one_chunk_torchs_warm_up_is_twice_as_long():
             assert theirs == rounds_of(p, m, 1, m, lambda d: 2 * (p - 1 - d)), (p, m)  # noqa: B023
         ours = canonical(make("interleaved", p, m, virtual=1).rows)
         assert ours == canonical(make("pipedream_flush", p, m).rows)
+
+
+# ---- torch: zero bubble
+
+
+def test_torchs_zero_bubble_with_one_chunk_is_zb_h1():
+    for p, m in SIZES:
+        theirs = of_torch_interleaved(p, m, 1, ScheduleInterleavedZeroBubble)
+        if theirs is not None:
+            assert theirs == canonical(make("zb_h1", p, m).rows), (p, m)
+
+
+def test_torchs_zero_bubble_with_chunks_is_interleaved_with_half_the_warm_up():
+    """A rank's W are as many backwards behind their I as there are ranks before it."""
+    for p, m in SIZES:
+        for v in (2, 3):
+            theirs = of_torch_interleaved(p, m, v, ScheduleInterleavedZeroBubble)
+            if theirs is None:
+                continue
+            width = m // max(1, m // p)
+            warmup = lambda d: p - 1 - d + (v - 1) * width  # noqa: B023, E731
+            for rank, row in enumerate(rounds_of(p, m, v, width, warmup)):
+                order = [cell.replace("B", "I") for cell in row]
+                waiting = []
+                for cell in [cell for cell in order if "I" in cell]:
+                    waiting.append(cell.replace("I", "W"))
+                    if len(waiting) > rank:
+                        order.insert(order.index(cell) + 1, waiting.pop(0))
+                assert theirs[rank] == order + waiting, (p, m, v, rank)
+            validate(table(theirs))
 
 
 # ---- torch's validator

@@ -63,10 +63,11 @@ def flat(schedule, base=1.0):
 def costs_of(schedule, base=1.0, **more):
     """The costs of `flat`."""
     by_stage = base + np.arange(schedule.stages) / 4
+    split = Kind.I in schedule.columns.kind
     return Costs(
         forward=by_stage + Kind.F / 2,
-        input_grad=by_stage + Kind.B / 2 if (schedule.columns.kind == Kind.B).any() else 0,
-        weight_grad=0,
+        input_grad=by_stage + (Kind.I if split else Kind.B) / 2,
+        weight_grad=by_stage + Kind.W / 2 if split else 0,
         update=by_stage + Kind.U / 2,
         **more,
     )

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from pipelab import Costs, Kind, Recompute, Schedule, make, memory, run, simulate
 from pipelab.memory import CAUSES
-from tests.conftest import tables
+from tests.conftest import SPLIT, tables
 
 
 @given(tables(largest=5))
@@ -116,7 +116,9 @@ def test_the_peak_is_that_of_a_moment_that_lasts(case, recompute, transfer, seco
     """All times are whole: what is held in the middle of a second is what counts."""
     schedule = case[0]
     forward = seconds[: schedule.stages]
-    costs = Costs(forward, transfer=transfer, activations=8, boundary=3, recompute=recompute)
+    sizes = {"activations": 8, "weight_activations": 5, "boundary": 3}
+    costs = Costs(forward, transfer=transfer, recompute=recompute, **sizes)
+    split = schedule.name in SPLIT
     t = simulate(schedule, costs)
     held = []  # (device, from, to, bytes)
     spans = {
@@ -128,9 +130,12 @@ def test_the_peak_is_that_of_a_moment_that_lasts(case, recompute, transfer, seco
     again = recompute.mask(schedule.total, schedule.microbatches)
     for stage, device in enumerate(schedule.placement):
         for k in range(schedule.total):
-            forward, backward = spans[Kind.F, stage, k], spans[Kind.B, stage, k]
+            forward = spans[Kind.F, stage, k]
+            backward = spans[Kind.I if split else Kind.B, stage, k]
             held.append((device, forward[0], backward[0], 3 if again[k] else 8))
             held.append((device, *backward, 8))
+            if split:
+                held.append((device, backward[1], spans[Kind.W, stage, k][1], 5))
     held += [(t.device[i], t.arrived[i], t.start[i], 3) for i in schedule.crossing]
     middles = np.arange(t.makespan) + 0.5
     for device, peak in enumerate(memory(t, costs).peak()):

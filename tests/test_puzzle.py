@@ -28,7 +28,7 @@ from pipelab.puzzle import (
 from pipelab.puzzle.draft import can_finish
 from pipelab.puzzle.known import TITLES, rows_of
 from pipelab.puzzle.link import read_task, write_task
-from pipelab.schedules import SCHEDULES
+from pipelab.schedules import SCHEDULES, takes
 
 
 @st.composite
@@ -325,9 +325,9 @@ def test_an_idle_cell_says_what_could_run_there():
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_every_schedule_is_recognised(name):
-    table = make(name, 3, 4, virtual=2 if name == "interleaved" else 1)
-    v = table.stages // 3
-    task = Task(3, 4, v, per_update=table.per_update, reads=table.reads)
+    table = make(name, 3, 4, virtual=2 if takes(name, "virtual") else 1)
+    v, split = table.stages // 3, Kind.I in table.columns.kind
+    task = Task(3, 4, v, per_update=table.per_update, reads=table.reads, split=split)
     draft = Draft.of(task, rows_of(task, table))
     assert TITLES[name] in recognise(draft)
     assert TITLES[name] in recognise(draft.with_row(0, draft.rows[0][:-1]))

@@ -1,11 +1,22 @@
-"""The six generators: their figures, completeness, peaks and versions over all small sizes."""
+"""The generators: their figures, completeness, peaks and versions over all small sizes."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pipelab import Kind, Reads, ScheduleError, make, simulate, validate
+from pipelab import (
+    Costs,
+    Kind,
+    Reads,
+    ScheduleError,
+    make,
+    memory,
+    simulate,
+    validate,
+)
+from pipelab.schedules import takes
 from pipelab.theory import THEORY
-from tests.conftest import tables
+from tests.conftest import SPLIT, tables
 
 FIGURES = {
     ("inter_layer", 3, 2, 1): """
@@ -31,13 +42,28 @@ FIGURES = {
     ("interleaved", 2, 2, 1): """
         0F0 0F1 2F0 2F1 .   2B0 .   2B1 0B0 0B1 0U0 2U0
         .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 1U0 3U0 .""",
+    ("looped_bfs", 2, 2, 1): """
+        0F0 0F1 2F0 2F1 .   .   2B0 2B1 0B0 0B1 0U0 2U0
+        .   1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1 1U0 3U0 .""",
+    ("eager_1f1b", 3, 5, 1): """
+        0F0 0F1 0F2 0F3 0F4 0B0 .   0B1 .   0B2 .   0B3 .   0B4 0U0
+        .   1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 .   1B3 .   1B4 1U0 .
+        .   .   2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4 2U0 .   .""",
+    ("zb_h1", 3, 4, 1): """
+        0F0 0F1 0F2 .   .   0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3 0U0
+        .   1F0 1F1 .   1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3 1U0
+        .   .   2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3 2U0""",
+    ("zb_h2", 3, 6, 1): """
+        0F0 0F1 0F2 0F3 0F4 0I0 0W0 0F5 0I1 0W1 0I2 0W2 0I3 0W3 0I4 0W4 0I5 0W5 0U0 .   .
+        .   1F0 1F1 1F2 1I0 1F3 1I1 1F4 1I2 1W0 1F5 1I3 1W1 1I4 1W2 1I5 1W3 1W4 1W5 1U0 .
+        .   .   2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2F4 2I4 2W0 2F5 2I5 2W1 2W2 2W3 2W4 2W5 2U0""",
 }
 
 
 @pytest.mark.parametrize("size", FIGURES, ids=lambda size: size[0])
 def test_the_grid_is_the_figure(size):
     name, p, m, batches = size
-    schedule = make(name, p, m, batches=batches, virtual=2 if name == "interleaved" else 1)
+    schedule = make(name, p, m, batches=batches, virtual=2 if takes(name, "virtual") else 1)
     assert schedule.grid().split() == FIGURES[size].split()
 
 
@@ -45,7 +71,8 @@ def test_the_grid_is_the_figure(size):
 def test_complete_in_order_and_free_of_deadlock(case):
     schedule, p, m, v, batches = case
     validate(schedule)
-    count = p * v * (2 * m * batches + schedule.updates)
+    passes = 3 if schedule.name in SPLIT else 2
+    count = p * v * (passes * m * batches + schedule.updates)
     assert sum(map(len, schedule.rows)) == count
     assert schedule.updates == (m * batches if schedule.name == "pipedream" else batches)
 
@@ -62,6 +89,80 @@ def test_peaks_and_versions_are_the_closed_forms(case):
             peak <= theory.in_flight(d, p, m, v, batches)
             for d, peak in enumerate(schedule.peak_in_flight)
         )
+
+
+@given(tables(names=SPLIT), st.floats(0, 1))
+def test_peaks_of_split_backwards_in_bytes(case, share):
+    """M_B = 1 byte and M_W a share of it; micro-batches kept for W alone take M_W."""
+    schedule, p, m, _, batches = case
+    theory = THEORY[schedule.name]
+    costs = Costs(activations=1, weight_activations=share)
+    peaks = memory(simulate(schedule, costs), costs).peak("activations")
+    for device, peak in enumerate(peaks):
+        for_weights = theory.for_weights(device, p, m)
+        for_inputs = theory.in_flight(device, p, m, 1, batches) - for_weights
+        assert peak == pytest.approx(for_inputs + for_weights * share)
+
+
+def test_peaks_of_split_backwards_are_the_papers():
+    """Section 2.3, counted from 0: H1 (p - s, s), H2 (2 (p - s) - 1, 2 s)."""
+    for name, peaks in (
+        ("zb_h1", [(4, 0), (3, 1), (2, 2), (1, 3)]),
+        (
+            "zb_h2",
+            [(7, 0), (5, 2), (3, 4), (1, 6)],
+        ),
+    ):
+        for_weights = [THEORY[name].for_weights(device, 4, 8) for device in range(4)]
+        in_flight = make(name, 4, 8).peak_in_flight
+        assert [(n - w, w) for n, w in zip(in_flight, for_weights, strict=True)] == peaks
+
+
+seconds = st.sampled_from([0, 0.5, 1, 1.25, 3])
+
+
+@settings(max_examples=60)
+@given(st.data(), st.integers(1, 6), st.integers(1, 12), st.integers(1, 2))
+def test_the_automatic_schedule_keeps_to_its_memory(data, p, m, batches):
+    """Any costs, any memory: complete, no deadlock, nowhere more bytes than the limit, and never
+    slower than a fixed order that fits."""
+    each = st.lists(seconds, min_size=p, max_size=p)
+    costs = Costs(
+        forward=data.draw(each),
+        input_grad=data.draw(each),
+        weight_grad=data.draw(each),
+        transfer=data.draw(seconds),
+        activations=1,
+        weight_activations=data.draw(st.sampled_from([0, 0.4, 1, 1.5])),
+    )
+    least = max(1, costs.weight_activations)
+    limit = data.draw(st.sampled_from([1, p, 1.25 * p, 1.5 * p, 2 * p])) * least
+    found = simulate(make("zb", p, m, batches=batches, costs=costs, memory=limit), costs)
+    assert max(memory(found, costs).peak("activations")) <= limit + 1e-9
+    for name in SPLIT:
+        fixed = simulate(make(name, p, m), costs)
+        if batches == 1 and max(memory(fixed, costs).peak("activations")) <= limit:
+            assert found.span <= fixed.span + 1e-9
+
+
+def test_the_automatic_schedule_between_h1_and_h2():
+    figure = """
+        0F0 0F1 0F2 0F3 .   0I0 0W0 0F4 0I1 0W1 0I2 0W2 0I3 0W3 0I4 0W4 0U0 .
+        .   1F0 1F1 1F2 1I0 1F3 1I1 1W0 1F4 1I2 1I3 1W1 1W2 1I4 1W3 1W4 1U0 .
+        .   .   2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2W0 2F4 2I4 2W1 2W2 2W3 2W4 2U0"""
+    assert make("zb", 3, 5, memory=4).grid().split() == figure.split()
+
+
+def test_the_automatic_schedules_memory():
+    assert make("zb", 4, 8).rows == make("zb", 4, 8, memory=4).rows
+    assert make("zb", 4, 8, memory=1).peak_in_flight == [1, 1, 1, 1]
+    assert make("zb", 4, 8, memory=8).peak_in_flight == make("zb_h2", 4, 8).peak_in_flight
+    for size in (0.5, float("nan")):
+        with pytest.raises(ScheduleError, match=f"memory={size}: one micro-batch takes 1; give"):
+            make("zb", 4, 8, memory=size)
+    costs = Costs(activations=2, weight_activations=3)
+    with pytest.raises(ScheduleError, match=r"memory=1: one micro-batch takes 1\.5"):
+        make("zb", 4, 8, memory=1, costs=costs)
 
 
 @given(tables(names=("pipedream",)))
@@ -96,6 +197,13 @@ def test_interleaved_with_one_chunk_is_1f1b(case):
         make("interleaved", p, m, virtual=1, batches=batches).rows
         == make("pipedream_flush", p, m, batches=batches).rows
     )
+
+
+@given(tables(names=("looped_bfs",)))
+def test_breadth_first_with_one_chunk_is_gpipe(case):
+    _, p, m, _, batches = case
+    ours = make("looped_bfs", p, m, virtual=1, batches=batches)
+    assert ours.rows == make("gpipe", p, m, batches=batches).rows
 
 
 @given(tables())

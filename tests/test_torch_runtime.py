@@ -13,7 +13,9 @@ from pipelab import make
 from tests.test_run import batches, stages
 
 
-@pytest.mark.parametrize(("name", "m"), [("gpipe", 4), ("pipedream_flush", 5), ("interleaved", 3)])
+@pytest.mark.parametrize(
+    ("name", "m"), [("gpipe", 4), ("pipedream_flush", 5), ("interleaved", 3), ("zb_h1", 5)]
+)
 def test_an_exported_table_runs_in_torchs_runtime(name, m, tmp_path):
     schedule = make(name, 2, m, virtual=2 if name == "interleaved" else 1)
     modules, data = stages(schedule.stages), batches(1, samples=2 * m)

@@ -9,12 +9,17 @@ from pipelab.schedule import Schedule
 from pipelab.schedules import SCHEDULES, make, takes
 
 TITLES = {
+    "eager_1f1b": "eager 1F1B",
     "gpipe": "GPipe",
     "inter_layer": "inter-layer parallelism",
     "interleaved": "interleaved 1F1B",
+    "looped_bfs": "looped breadth-first",
     "pipedream": "PipeDream",
     "pipedream_2bw": "PipeDream-2BW",
     "pipedream_flush": "1F1B (PipeDream-Flush)",
+    "zb": "the automatic zero-bubble schedule",
+    "zb_h1": "ZB-H1",
+    "zb_h2": "ZB-H2",
 }
 
 

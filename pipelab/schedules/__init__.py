@@ -3,7 +3,7 @@
 A new file is found by itself.
 
 >>> sorted(SCHEDULES)[:4]
-['gpipe', 'inter_layer', 'interleaved', 'pipedream']
+['eager_1f1b', 'gpipe', 'inter_layer', 'interleaved']
 >>> make("gpipe", devices=4, microbatches=8).peak_in_flight
 [8, 8, 8, 8]
 """

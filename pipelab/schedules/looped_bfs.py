@@ -1,0 +1,34 @@
+"""Looped breadth-first (Lamy-Poirier 2022, arXiv 2211.05953, figure 4): chunk by chunk.
+
+0F0 0F1 2F0 2F1 .   .   2B0 2B1 0B0 0B1 0U0 2U0     p = 2, v = 2, m = 2: device 0 holds stages
+.   1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1 1U0 3U0 .       0 and 2, device 1 1 and 3
+"""
+
+import numpy as np
+
+from pipelab.action import Kind, check_counts, every_batch, insert_updates, one_kind
+from pipelab.schedule import Schedule
+
+
+def looped_bfs(devices: int, microbatches: int, virtual: int = 2, batches: int = 1) -> Schedule:
+    """GPipe over v chunks a device, placed in a loop (stage s on device s mod p): all forwards of a
+    chunk before the next one's, then the backwards, last chunk first.
+
+    The bubble of `interleaved`, for the activations of GPipe; a chunk's weights are needed in two
+    stretches, so that data-parallel gathers and reductions overlap with the rest. With virtual=1 it
+    is `gpipe`, row for row.
+
+    >>> looped_bfs(4, 8, virtual=2).peak_in_flight
+    [16, 16, 16, 16]
+    """
+    check_counts(devices=devices, microbatches=microbatches, virtual=virtual, batches=batches)
+    batch, rows = np.arange(microbatches), []
+    for device in range(devices):
+        stages = np.arange(device, devices * virtual, devices)[:, None]
+        forwards, backwards = one_kind(stages, Kind.F, batch), one_kind(stages[::-1], Kind.B, batch)
+        one = np.concatenate([forwards, backwards])
+        rows.append(every_batch(one, batches, microbatches))
+    placement = tuple(s % devices for s in range(devices * virtual))
+    return Schedule(
+        "looped_bfs", insert_updates(rows, microbatches), placement, microbatches, batches
+    )

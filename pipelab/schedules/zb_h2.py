@@ -1,0 +1,30 @@
+"""ZB-H2 (Qi et al. 2023, arXiv 2401.10241, figure 3): no bubble, for twice the memory of 1F1B.
+
+0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3 0U0 .       p = 2, m = 4: a parallelogram;
+.   1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3 1U0     no device waits, where F = I = W
+"""
+
+import numpy as np
+
+from pipelab.action import every_batch
+from pipelab.schedule import Schedule, one_stage_each
+from pipelab.schedules.zb_h1 import split_stage
+
+
+def zb_h2(devices: int, microbatches: int, batches: int = 1) -> Schedule:
+    """ZB-H1 with twice the warm-up, so that forwards fill the wait for the first I, and W twice as
+    far behind.
+
+    There is no bubble on any device where F = I = W and m >= 2 p - 1: each starts later than the
+    one before it and ends later by as much. The update follows the last W as in every flush; the
+    paper's optimizer, which checks a step after it was taken, is not part of the table.
+
+    >>> zb_h2(4, 8).peak_in_flight
+    [7, 7, 7, 7]
+    """
+
+    def order(stage: int) -> np.ndarray:
+        one = split_stage(stage, microbatches, 2 * (devices - stage - 1), behind=2 * stage)
+        return every_batch(one, batches, microbatches)
+
+    return one_stage_each("zb_h2", order, devices, microbatches, batches)
