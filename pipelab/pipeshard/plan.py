@@ -94,7 +94,7 @@ class Pipeshard:
                   `ManualStages`; "auto", or `auto.AutoStages(...)`: the fastest that fit the
                   devices' memory. The devices are shared out equally unless it says otherwise
     schedule      a schedule that flushes: its name, or a table of one batch
-    virtual       stages per mesh (interleaved)
+    virtual       stages per mesh, for a schedule that leaves it open (interleaved)
     devices       jax devices to use, or how many of jax.devices(); default: all
     reduce        how a loss over the batch comes of those over micro-batches: "mean" or "sum".
                   Default: read off the loss, and an error where it is neither; naming one says that
@@ -164,11 +164,13 @@ class Pipeshard:
         """
         table = self.schedule
         if isinstance(table, str):
-            if stages % self.virtual:
+            each = make(table, 1, self.microbatches, virtual=self.virtual).stages
+            if stages % each:
                 raise PipeshardError(
-                    f"virtual={self.virtual}: {stages} stages are not a multiple of it"
+                    f"schedule {table!r}, virtual={self.virtual}: {stages} stages are not a "
+                    f"multiple of the {each} that a mesh has"
                 )
-            table = make(table, stages // self.virtual, self.microbatches, virtual=self.virtual)
+            table = make(table, stages // each, self.microbatches, virtual=self.virtual)
         validate(table)
         if table.asynchronous or not table.training or table.reads is not Reads.LATEST:
             raise PipeshardError(
