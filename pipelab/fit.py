@@ -8,7 +8,7 @@ import numpy as np
 
 from pipelab.action import Kind
 from pipelab.costs import PASSES, Costs
-from pipelab.memory import Memory
+from pipelab.memory import CAUSES, Memory
 from pipelab.simulate import delays, durations, lay, links, waits
 from pipelab.timeline import Timeline
 
@@ -35,9 +35,11 @@ def fit(timeline: Timeline, memory: Memory | None = None) -> Costs:
 
     Bytes, if the timeline's `memory` is given: weights and optimizer state as the device's peak,
     divided evenly among its stages; activations as its peak divided by the most micro-batches in
-    flight, so evenly too. A cause that the memory does not have is 0; so is `boundary`. With
-    recomputation, its seconds are part of the backward, and activations are a mean of full and
-    recomputed ones.
+    flight, so evenly too. Where backwards are split, activations are what forwards left, and
+    `weight_activations` what was left of it between I and W. A cause that the memory does not have
+    is 0; so is `boundary`. With recomputation, its seconds are part of the backward, and
+    activations are a mean of full and recomputed ones, or, with split backwards, what is kept of a
+    forward until its I.
 
     Model: an action costs the same in every table, and a device has a core for the same share of
     its time. Raises ValueError for a table with transfers and for the memory of another number of
@@ -165,10 +167,46 @@ def _bytes(timeline: Timeline, memory: Memory) -> dict[str, Any]:
     stages = np.bincount(s.placement, minlength=s.devices)
     in_flight = np.maximum(s.peak_in_flight, 1)
     shares = {"weights": stages, "optimizer": stages, "activations": in_flight}
-    return {
+    found = {
         cause: [memory.peak(cause)[d] / share[d] for d in s.placement]
         for cause, share in shares.items()
     }
+    if (timeline.kind == Kind.I).any():
+        found |= _split_activations(timeline, memory)
+    return found
+
+
+def _split_activations(timeline: Timeline, memory: Memory) -> dict[str, list[float]]:
+    """What each stage keeps of a micro-batch until I, and from I to W.
+
+    While an action runs, its device holds the first as often as it has forwards without I (or B),
+    and the second as often as it has I without W, of each stage: linear equations, solved by least
+    squares. Not while I runs, when some of both is there.
+    """
+    s = timeline.schedule
+    found = {name: np.zeros(s.stages) for name in ("activations", "weight_activations")}
+    for d, (a, b) in enumerate(zip(s.bounds, s.bounds[1:], strict=False)):
+        kind, middle = timeline.kind[a:b], (timeline.start[a:b] + timeline.end[a:b]) / 2
+        stages = [stage for stage, home in enumerate(s.placement) if home == d]
+        mine = timeline.stage[a:b] == np.array(stages)[:, None]  # [stage, action]
+
+        def before(*kinds: Kind, mine: np.ndarray = mine, kind: np.ndarray = kind) -> np.ndarray:
+            done = mine & np.isin(kind, kinds)
+            return np.cumsum(done, axis=1) - done
+
+        forwards = np.cumsum(mine & (kind == Kind.F), axis=1)
+        until_input = forwards - before(Kind.B, Kind.I)
+        until_weight = before(Kind.I) - before(Kind.W)
+        held = np.concatenate([until_input, until_weight])
+        time, level = memory.settled(d)
+        now = np.searchsorted(time, middle, side="right") - 1
+        bytes_now = level[CAUSES.index("activations")][now]
+        clear = (kind != Kind.I) & (timeline.end[a:b] > timeline.start[a:b]) & (now >= 0)
+        sizes = np.linalg.lstsq(held[:, clear].T, bytes_now[clear])[0]
+        split = mine[:, kind == Kind.I].any(axis=1)
+        found["activations"][stages], kept = np.split(sizes, 2)
+        found["weight_activations"][stages] = np.where(split, kept, found["activations"][stages])
+    return {name: np.maximum(sizes, 0.0).tolist() for name, sizes in found.items()}
 
 
 def _mean(values: np.ndarray) -> float:

@@ -110,8 +110,9 @@ class Job(ABC):
         }
         steps = {s: stage.steps for s, stage in stages.items()}
         weights = {s: stage.trained() for s, stage in stages.items()}
+        unsplit = {s: stage.unsplit for s, stage in stages.items() if stage.unsplit}
         self.after(stages, transport)
-        return Outcome(self.row, self.replica, record, losses, steps, weights)
+        return Outcome(self.row, self.replica, record, losses, steps, weights, unsplit)
 
 
 class Launcher(AbstractContextManager):

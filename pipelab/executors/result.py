@@ -29,6 +29,7 @@ class Run:
                        time, by their storages
     check              the verdict against the reference, or None if it was switched off
     replicas           measured spans of every replica
+    unsplit            {stage: {weight: why}}: gradients of weights that I computed, not W
     """
 
     timeline: Timeline
@@ -39,6 +40,7 @@ class Run:
     weight_versions: list[int]
     check: Check | None
     replicas: list[Timeline] = field(repr=False)
+    unsplit: dict[int, dict[str, str]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         s, late = self.timeline.schedule, self.timeline.late
@@ -46,7 +48,13 @@ class Run:
         pace = "" if late is None else " Paced: it shows order and numerics, not speed."
         times = f" times {len(self.replicas)} replicas" if len(self.replicas) > 1 else ""
         sizes = f"{s.devices} devices{times}, {s.batches} batches of {s.microbatches} micro-batches"
-        return f"<Run of {s.name} on {sizes}. {verdict}{pace}>"
+        whole = "".join(
+            f" I computed gradients of stage {stage}'s weights: {name} ({why})"
+            + (f" and {len(weights) - 1} more." if len(weights) > 1 else ".")
+            for stage, weights in sorted(self.unsplit.items())
+            for name, why in [*weights.items()][:1]
+        )
+        return f"<Run of {s.name} on {sizes}. {verdict}{pace}{whole}>"
 
 
 @dataclass
@@ -68,6 +76,7 @@ class Outcome:
     losses   (mean, count) by micro-batch, from the rank with the last stage
     steps    by stage, what each update did
     weights  by stage, trained
+    unsplit  by stage, if there are any: see `Run`
     """
 
     row: int
@@ -76,6 +85,7 @@ class Outcome:
     losses: dict[int, tuple[float, float]]
     steps: dict[int, list[Step]]
     weights: dict[int, Any]
+    unsplit: dict[int, dict[str, str]] = field(default_factory=dict)
 
 
 def result_of(table: Schedule, outcomes: Sequence[Outcome], replicas: int, paced: bool) -> Run:
@@ -100,6 +110,7 @@ def result_of(table: Schedule, outcomes: Sequence[Outcome], replicas: int, paced
         [max(record.versions, default=0) for record in records[0]],
         None,
         timelines,
+        {s: names for d in range(table.devices) for s, names in by_place[d, 0].unsplit.items()},
     )
 
 

@@ -113,6 +113,7 @@ class Stage:
     weights  by version: values, so that a version lives as long as the table has readers of it
     losses   per micro-batch: its mean and what it is the mean of
     steps    what each update did, if the recipe says to keep it
+    unsplit  weight -> why I computed its gradient, which W should have
     """
 
     def __init__(self, device: Any, recipe: Recipe, feed: Feed) -> None:
@@ -120,6 +121,7 @@ class Stage:
         self.weights: dict[int, Any] = {}
         self.losses: dict[int, tuple[Any, float]] = {}
         self.steps: list[Step] = []
+        self.unsplit: dict[str, str] = {}
         self.stepped: Any = None  # gradients of an update that `steps` does not have yet
         self.readers = Counter([*feed.versions, *feed.later])  # version -> backwards to come
         self.counts: dict[int, float] = {}  # group -> what its micro-batches' losses counted

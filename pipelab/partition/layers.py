@@ -26,6 +26,7 @@ class Layer:
     activations  bytes kept from its forward to its backward
     output       bytes that it sends on
     kind         the name of its class
+    weight_activations  bytes kept from I to W where its backward is split. None: as `activations`
     """
 
     name: str
@@ -36,6 +37,7 @@ class Layer:
     activations: float = 0.0
     output: float = 0.0
     kind: str = ""
+    weight_activations: float | None = None
 
     @property
     def time(self) -> float:
@@ -89,7 +91,8 @@ class Profile:
         if not self.edges:
             object.__setattr__(self, "edges", tuple(pairwise(range(len(self.layers)))))
         for layer in self.layers:
-            for name in NUMBERS:
+            known = () if layer.weight_activations is None else ("weight_activations",)
+            for name in (*NUMBERS, *known):
                 value = getattr(layer, name)
                 if not isinstance(value, Real) or not 0 <= float(value) < np.inf:
                     raise ValueError(f"layer {layer.name!r} has {name}={value!r}: give at least 0")
@@ -112,7 +115,11 @@ class Profile:
 
     def of(self, name: str) -> np.ndarray:
         """One value per layer, such as "forward", "weights" or "time"."""
-        return np.array([getattr(layer, name) for layer in self.layers], float)
+        values = [getattr(layer, name) for layer in self.layers]
+        if name == "weight_activations":
+            pairs = zip(values, self.layers, strict=True)
+            values = [layer.activations if value is None else value for value, layer in pairs]
+        return np.array(values, float)
 
     @property
     def time(self) -> float:
@@ -197,7 +204,7 @@ class Profile:
         first = np.cumsum([0, *balance])[:-1]
         sums: dict[str, Any] = {
             name: tuple(np.add.reduceat(self.of(name), first).tolist())
-            for name in (*PASSES, "weights", "activations")
+            for name in (*PASSES, "weights", "activations", "weight_activations")
         }
         rows = np.arange(len(self.layers)) < first[:, None]  # what is before each stage
         boundary = tuple(self.crossing(Cuts(rows)).tolist())

@@ -3,15 +3,17 @@
 import copy
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain as joined
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from pipelab.halves import Halves, Saved, storages
 from pipelab.partition.layers import Layer, Profile
 
 
@@ -33,8 +35,9 @@ def profile(
     times; times are medians, on the device that the sample is on, as the layers are (with dropout,
     if they train). What an input gradient takes is measured by itself; a weight gradient is what
     the full backward takes longer. Activations are what autograd saves beside parameters, and the
-    input. The layers (copies run) and the random generator are left as they were. ValueError for no
-    layers or repeats, or no samples.
+    input; `weight_activations` what a split backward keeps of it from I to W, with the gradients
+    that I left. The layers (copies run) and the random generator are left as they were. ValueError
+    for no layers or repeats, or no samples.
 
     >>> found = profile([nn.Linear(3, 4), nn.ReLU()], torch.ones(2, 3), repeats=1)
     >>> [(layer.kind, layer.weights, layer.output) for layer in found.layers]
@@ -78,12 +81,15 @@ def _measure(
 ) -> tuple[Any, dict[str, float]]:
     """The layer's output, and the numbers of a `Layer`."""
     weights = [p for p in layer.parameters() if p.requires_grad]
-    saved: dict[int, int] = {}  # storage -> bytes
+    own = storages(joined(layer.parameters(), layer.buffers()))
+    packed: list[Saved] = []
 
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    def pack(tensor: Tensor) -> Saved:
+        packed.append(Saved(tensor))
+        return packed[-1]
+
+    def size(tensors: Iterable[Tensor]) -> float:
+        return float(sum(n for block, n in storages(tensors).items() if block not in own))
 
     def backward(outputs: list[Tensor], wanted: list[Tensor]) -> None:
         if outputs and wanted:
@@ -92,12 +98,18 @@ def _measure(
 
     times: dict[str, list[float]] = {"forward": [], "input": [], "both": []}
     with torch.enable_grad():
-        # [1] once, to see what is saved
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            fresh, _ = _entering(x)
+        # [1] once, to see what is saved, and what of it is kept between I and W
+        with torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack):
+            fresh, inputs = _entering(x)
             y = layer(fresh)
-            for leaf in _tensors(fresh):
-                note(leaf)
+        saved = [kept.tensor for kept in packed if kept.tensor is not None]
+        activations = size([*saved, *_tensors(fresh)])
+        outputs = [t for t in _tensors(y) if t.requires_grad]
+        edges = [get_gradient_edge(t) for t in outputs]
+        halves = Halves(edges, [torch.ones_like(t) for t in outputs], inputs)
+        halves.input_grad()
+        weight_activations = size(halves.kept())
+        halves.weight_grad()
         # [2] by the clock
         for _ in range(warm_up + repeats):
             fresh, inputs = _entering(x)
@@ -108,13 +120,13 @@ def _measure(
                 seconds, _ = _timed(device, backward, outputs, wanted)
                 times[name].append(seconds)
     typical = {name: median(values[warm_up:]) for name, values in times.items()}
-    own = {t.untyped_storage().data_ptr() for t in joined(layer.parameters(), layer.buffers())}
     return y, {
         "forward": typical["forward"],
         "input_grad": min(typical["input"], typical["both"]),
         "weight_grad": max(typical["both"] - typical["input"], 0.0) if weights else 0.0,
         "weights": float(sum(p.nbytes for p in layer.parameters())),
-        "activations": float(sum(size for block, size in saved.items() if block not in own)),
+        "activations": activations,
+        "weight_activations": weight_activations,
         "output": float(sum(t.nbytes for t in _tensors(y))),
     }
 
@@ -141,9 +153,10 @@ def _entering(x: Any) -> tuple[Any, list[Tensor]]:
     leaves: list[Tensor] = []
 
     def enter(tensor: Tensor) -> Tensor:
-        leaf = tensor.detach()
-        if leaf.is_floating_point() or leaf.is_complex():
-            leaves.append(leaf.requires_grad_())
-        return leaf.clone()
+        own = tensor.detach().clone()
+        if not (own.is_floating_point() or own.is_complex()):
+            return own
+        leaves.append(own.requires_grad_())
+        return torch.ops.aten._unsafe_view(own, own.shape)  # no leaf, and no view
 
     return pytree.tree_map_only(Tensor, enter, x), leaves

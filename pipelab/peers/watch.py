@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 
 from pipelab.action import Action, Kind
 from pipelab.executors.result import memory_of, timeline_of
-from pipelab.executors.torch.device import CudaDevice, storages, torch_device
+from pipelab.executors.torch.device import CudaDevice, torch_device
 from pipelab.executors.torch.stage import OptimizerFactory
 from pipelab.executors.worker import Bytes, Record
+from pipelab.halves import storages
 from pipelab.peers import PeerRun
 from pipelab.schedule import Schedule
 

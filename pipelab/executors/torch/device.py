@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from pipelab.executors.device import Device
 from pipelab.executors.stage import Ledger
+from pipelab.halves import Saved, storages
 
 DRAWING = RLock()  # torch has one generator a device, whichever run draws from it
 
@@ -69,20 +70,12 @@ class CpuDevice(Device):
     def watch(self, key: Hashable) -> AbstractContextManager:
         """Count for `key` all that autograd saves in this context."""
 
-        def pack(tensor: Tensor) -> tuple[Tensor, int]:
+        def pack(tensor: Tensor) -> Saved:
             if not self.ignores(tensor):
                 self.ledger.hold(key, storages([tensor]))
-            return tensor.detach(), tensor._version  # the tensor itself would keep its graph alive
+            return Saved(tensor)
 
-        def unpack(packed: tuple[Tensor, int]) -> Tensor:
-            tensor, version = packed
-            if tensor._version != version:
-                raise RuntimeError(
-                    "a tensor saved for the backward was changed in place after the forward"
-                )
-            return tensor
-
-        return saved_tensors_hooks(pack, unpack)
+        return saved_tensors_hooks(pack, Saved.unpack)
 
     # ---- what actions run in
 
@@ -191,9 +184,3 @@ def find_device(name: str | torch.device) -> torch.device:
             f"device {name!r}: this machine has {torch.cuda.device_count()} CUDA devices"
         )
     return device
-
-
-def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """The memory of tensors, {address: bytes}, each once."""
-    blocks = (tensor.untyped_storage() for tensor in tensors)
-    return {block.data_ptr(): block.nbytes() for block in blocks}

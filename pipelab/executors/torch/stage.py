@@ -12,8 +12,9 @@ from pipelab.action import Kind
 from pipelab.executors.batches import check_leaves
 from pipelab.executors.stage import Feed, Recipe, Stage
 from pipelab.executors.torch.checkpoint import StageState, load_optimizer, on_cpu
-from pipelab.executors.torch.device import CpuDevice, storages
+from pipelab.executors.torch.device import CpuDevice
 from pipelab.executors.worker import Bytes
+from pipelab.halves import Halves, storages, whole
 
 Loss = Callable[[Any, Any], Any]
 OptimizerFactory = Callable[
@@ -325,36 +326,59 @@ class TorchStage(Stage):
         return kept, [torch.full_like(kept.mean, kept.counted)], kept.counted
 
     def _pull(
-        self, microbatch: int, kept: _Kept, gradients: list, count: float, kind: Kind
+        self, microbatch: int, kept: Any, gradients: list, count: float, kind: Kind
     ) -> list[Tensor | None]:
-        pairs = zip(kept.edges, gradients, strict=True)
-        starts = [(e, g) for e, g in pairs if e is not None and g is not None]
-        weights = self.weights[self.feed.versions[microbatch]]
-        inputs = None  # a B differentiates all that the graph has
-        if kind is Kind.I:
-            inputs = [leaf for leaf in kept.x if leaf is not None]
-        elif kind is Kind.W:
-            inputs = [p for p in weights.values() if p.requires_grad]
         self._bind(microbatch)
-        if count and starts and inputs != []:  # a stage may have nothing to differentiate
-            edges, of_edges = zip(*starts, strict=True)
-            with self.device.backward_context(self._seed(microbatch)):
-                torch.autograd.backward(edges, of_edges, kind is Kind.I, inputs=inputs)
-        for name, p in weights.items():
+        found: list[Tensor | None] = []
+        held: list[Tensor] = []
+        with self.device.backward_context(self._seed(microbatch)):
+            if kind is Kind.W:
+                kept.weight_grad()
+            else:
+                found, held = self._pull_input(microbatch, kept, gradients, count, kind)
+        for name, p in self.weights[self.feed.versions[microbatch]].items():
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = None
                 raise ValueError(
                     f"the gradient of {name} is sparse, which is not supported: use sparse=False"
                 )
-        # Autograd may give an input and a weight one memory, and the weight's is added to later.
-        added_to = storages(p.grad for p in self._every_version() if p.grad is not None)
-        found: list[Tensor | None] = [None] * len(kept.x)
-        for i, leaf in enumerate(kept.x):
-            if leaf is not None and leaf.grad is not None:
-                shared = leaf.grad.untyped_storage().data_ptr() in added_to
-                found[i] = leaf.grad.clone() if shared else leaf.grad
-                leaf.grad = None  # it is sent on, and not to be kept until W
-        return found
+        # Autograd may give one memory to an input's gradient, a weight's, which is added to later,
+        # and what is kept for W.
+        of_weights = (p.grad for p in self._every_version() if p.grad is not None)
+        shared = storages([*held, *of_weights])
+        return [
+            g.clone() if g is not None and g.untyped_storage().data_ptr() in shared else g
+            for g in found
+        ]
+
+    def _pull_input(
+        self, microbatch: int, kept: _Kept, gradients: list, count: float, kind: Kind
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
+        """The input's gradient by B or I, a leaf each; and what is kept from I to W."""
+        pairs = zip(kept.edges, gradients, strict=True)
+        starts = [(e, g) for e, g in pairs if e is not None and g is not None and count]
+        edges, of_edges = [e for e, _ in starts], [g for _, g in starts]
+        leaves = [leaf for leaf in kept.x if leaf is not None]
+        held: list[Tensor] = []
+        if kind is Kind.B:
+            of_leaves = iter(whole(edges, of_edges, leaves))
+        else:
+            halves = Halves(edges, of_edges, leaves)
+            of_leaves = iter(halves.input_grad())
+            held = list(halves.kept())
+            self._split[microbatch] = halves, None, count  # in place of the whole graph
+            self.device.ledger.drop(self.key(microbatch))
+            self.device.hold(self.key(microbatch), held)
+            self._note_unsplit(halves)
+        return [None if leaf is None else next(of_leaves) for leaf in kept.x], held
+
+    def _note_unsplit(self, halves: Halves) -> None:
+        """Which weights' gradients I computed, and why; once."""
+        if halves.indivisible:
+            self.unsplit["all"] = halves.indivisible
+        for weight, why in halves.together.items():
+            names = {p: name for of in self.weights.values() for name, p in of.items()}
+            self.unsplit.setdefault(names.get(weight, "a tensor outside the module"), why)
 
     def _note_constants(self) -> None:
         """Weights and buffers are no activations, whoever saves them."""

@@ -1,0 +1,167 @@
+"""What a split backward takes and keeps beside a full one: python benchmarks/split.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from measure import machine, main, one_thread, page, paragraph, spread, table, timed
+from pipelab.halves import Halves, Saved, whole
+from pipelab.models.gpt2 import gpt2
+from pipelab.partition import profile
+
+MIB = 2**20
+
+
+class Sizes(NamedTuple):
+    """What is measured; the default takes about a minute."""
+
+    width: int = 512  # of the MLP
+    layers: int = 4
+    samples: int = 256
+    block: int = 256  # width of the GPT-2 block
+    length: int = 128
+    sequences: int = 8
+
+
+DEFAULT = Sizes()
+
+
+class Times(NamedTuple):
+    """Seconds of one round: two full backwards, I and W, each of a forward of its own."""
+
+    first: float
+    second: float
+    input_grad: float
+    weight_grad: float
+
+
+def report(repeats: int = 41, sizes: Sizes = DEFAULT) -> str:
+    """Times of I and W beside B, and bytes kept until each, as a Markdown page."""
+    torch.manual_seed(0)
+    with one_thread():
+        found = [
+            (name, layers, x, _rounds(layers, x, repeats)) for name, layers, x in _cases(sizes)
+        ]
+        return page(
+            "# Split backwards",
+            machine("torch"),
+            paragraph(
+                "One thread. In every round a full backward B, the two halves I and W, and another "
+                "B, each after a forward of its own; the input wants a gradient. A figure is the "
+                f"median (least-most) of {repeats} rounds; a ratio is taken in each round, to the "
+                "mean of its two B, so B / B says how far the same work repeated differs."
+            ),
+            table(
+                ("", "B, ms", "(I + W) / B", "I / B", "W / B", "B / B"),
+                [(name, *_ratios(rounds)) for name, _, _, rounds in found],
+            ),
+            *_memory([case[:3] for case in found]),
+        )
+
+
+def _cases(sizes: Sizes) -> list[tuple[str, nn.Module, Tensor]]:
+    linears = [
+        nn.Sequential(nn.Linear(sizes.width, sizes.width), nn.ReLU()) for _ in range(sizes.layers)
+    ]
+    block = gpt2(width=sizes.block, length=sizes.length, blocks=1)[1]
+    return [
+        (
+            f"MLP: {sizes.layers} x Linear({sizes.width}) and ReLU, {sizes.samples} samples",
+            nn.Sequential(*linears),
+            torch.randn(sizes.samples, sizes.width),
+        ),
+        (
+            f"GPT-2 block: width {sizes.block}, {sizes.sequences} sequences of {sizes.length}",
+            block,
+            torch.randn(sizes.sequences, sizes.length, sizes.block),
+        ),
+    ]
+
+
+# ---- seconds
+
+
+def _rounds(layers: nn.Module, x: Tensor, repeats: int, warm_up: int = 3) -> list[Times]:
+    return [_round(layers, x) for _ in range(warm_up + repeats)][warm_up:]
+
+
+def _round(layers: nn.Module, x: Tensor) -> Times:
+    for weight in layers.parameters():
+        weight.grad = torch.zeros_like(weight)  # each backward adds, as all but a batch's first do
+    first = timed(partial(whole, *_forward(layers, x)))
+    found = _forward(layers, x)
+    halves: list[Halves] = []
+
+    def input_grad() -> None:
+        halves.append(Halves(*found))
+        halves[0].input_grad()
+
+    took = timed(input_grad), timed(lambda: halves[0].weight_grad())
+    return Times(first, timed(partial(whole, *_forward(layers, x))), *took)
+
+
+def _forward(layers: nn.Module, x: Tensor) -> tuple[list[GradientEdge], list[Tensor], list[Tensor]]:
+    """What a backward needs: where it starts, with which gradient, and what wants one."""
+    leaf = x.detach().requires_grad_()
+    with saved_tensors_hooks(Saved, Saved.unpack):
+        output = layers(leaf)
+    return [get_gradient_edge(output)], [torch.ones_like(output)], [leaf]
+
+
+def _ratios(rounds: Sequence[Times]) -> list[str]:
+    def of(part: Callable[[Times], float]) -> str:
+        return spread([part(t) / (t.first + t.second) * 2 for t in rounds], unit=1)
+
+    return [
+        spread([(t.first + t.second) / 2 for t in rounds], ".1f"),
+        of(lambda t: t.input_grad + t.weight_grad),
+        of(lambda t: t.input_grad),
+        of(lambda t: t.weight_grad),
+        spread([t.first / t.second for t in rounds], unit=1),
+    ]
+
+
+# ---- bytes
+
+
+def _memory(cases: Sequence[tuple[str, nn.Module, Tensor]]) -> list[str]:
+    rows = []
+    for name, layers, x in cases:
+        found = profile([layers], x, repeats=1, warm_up=0)
+        kept = [found.of(name)[0] for name in ("activations", "weight_activations")]
+        in_mib, of_input = [n / MIB for n in kept], [n / x.nbytes for n in kept]
+        rows.append((name, *(f"{n:.2f}" for n in in_mib), *(f"{n:.1f}" for n in of_input)))
+    return [
+        "## Bytes kept",
+        table(("", "until I, MiB", "I to W, MiB", "until I, inputs", "I to W, inputs"), rows),
+        paragraph(
+            "Unique storages of what autograd saves, weights left out, and the input; from I to W "
+            'also the gradients that I leaves at the operations with weights. "inputs": in sizes '
+            "of the input, s b h numbers for a block (sequences b of length s, width h)."
+        ),
+        paragraph(
+            "The MLP keeps the input of every Linear and the last output of a ReLU until I, and "
+            "from I to W the input and the output's gradient of every Linear: more than before I."
+        ),
+        paragraph(
+            "The papers' block keeps M_B = s b (34 h + 5 a s) bytes until I and M_W = 32 s b h "
+            "from I to W: numbers of two bytes, dropout masks of one byte an element, and the "
+            "scores of attention, s x s for each of a heads. In sizes of the input M_B is 17 "
+            "beside the scores, 1 of it masks, and M_W 16: the inputs of the four products "
+            "(1 + 1 + 1 + 4) and the gradients of their outputs (3 + 1 + 4 + 1). Here M_W also has "
+            "the inputs of the two norms and the gradients of their outputs, which W needs for the "
+            "norms' weights: 20. M_B has no masks (this block has no dropout) and no scores (fused "
+            "attention computes them again): 16. The other 12 are three more values of the size of "
+            "GELU's input, since this block writes GELU as a formula of several operations."
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    main(report, "split.md", repeats=41)
