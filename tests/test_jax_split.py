@@ -1,6 +1,7 @@
 """Backwards cut in two on JAX: nothing is computed twice, and what is kept is what W reads."""
 
 import math
+import re
 from functools import partial
 
 import pytest
@@ -14,8 +15,8 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 
 import split_jax
-from pipelab import Recompute, Schedule, run
-from pipelab.executors.jax.split import leave_out, put_in, split
+from pipelab import Recompute, Schedule, make, run
+from pipelab.executors.jax.split import Rest, leave_out, put_in, split
 
 LAYERS, WIDTH, SAMPLES = 3, 8, 4
 BYTES = SAMPLES * WIDTH * 4  # of an activation
@@ -159,11 +160,11 @@ def flops(function, *arguments):
 def test_the_two_are_the_whole_and_nothing_is_computed_twice(name):
     operands, of_x, rest = halves(CASES[name])
     whole = jax.jit(pull)(*operands)
-    of_weights = jax.tree.unflatten(jax.tree.structure(whole[0]), jax.jit(lambda w: w())(rest))
+    of_weights = jax.tree.unflatten(jax.tree.structure(whole[0]), jax.jit(Rest.gradients)(rest))
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves((of_weights, of_x)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
         assert a.dtype == b.dtype
-    each = flops(input_grad, *operands), flops(lambda w: w(), rest)
+    each = flops(input_grad, *operands), flops(Rest.gradients, rest)
     assert sum(each) == flops(pull, *operands)
     if name not in ("an input that is not used", "no weights"):
         assert min(each) > 0
@@ -184,16 +185,19 @@ def test_what_w_reads_of_the_operands_is_not_copied():
     assert len(read - given) == 0  # a linear layer's W reads x and dy, and the weight's parts
 
 
-def test_a_branch_is_not_cut_and_says_so():
-    def branch(p, x):
-        return lax.cond(x.sum() > 0, partial(layer, p[0]), partial(layer, p[1]), x)
+def branch(p, x):
+    known = jnp.linalg.norm(p[2]["w"]) > 0
+    return layer(p[2], lax.cond(known, partial(layer, p[0]), partial(layer, p[1]), x))
 
-    with pytest.warns(UserWarning, match=r"cond \(.*test_jax_split.py:\d+\) cannot be cut"):
-        operands, of_x, rest = halves((branch, APART, X))
+
+def test_a_branch_is_not_cut():
+    operands, of_x, rest = halves((branch, APART, X))
     whole = jax.jit(pull)(*operands)
-    for a, b in zip(jax.tree.leaves(whole), [*rest(), of_x], strict=True):
+    for a, b in zip(jax.tree.leaves(whole), [*rest.gradients(), of_x], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    assert flops(lambda w: w(), rest) == 0
+    why = rest.unsplit[0]
+    assert re.match(r"cond, .*test_jax_split.py:\d+", why)
+    assert rest.unsplit == (why,) * 4 + (None,) * 2
 
 
 # ---- in a run
@@ -215,11 +219,11 @@ def mse(y, target):
     return ((y - target) ** 2).mean()
 
 
-def trained(schedule, **options):
+def trained(schedule, apply=mlp, **options):
     """A run on JAX, of a small MLP a stage."""
     shape = schedule.batches, schedule.microbatches * SAMPLES, WIDTH
     batches = list(zip(normal(*shape, seed=3), normal(*shape, seed=4), strict=True))
-    stages = [(mlp, jax.tree.map(jnp.copy, APART)) for _ in range(schedule.stages)]
+    stages = [(apply, jax.tree.map(jnp.copy, APART)) for _ in range(schedule.stages)]
     return run(schedule, stages, batches, mse, optax.sgd(0.1), backend="jax", **options)
 
 
@@ -241,6 +245,18 @@ def test_a_run_keeps_for_w_what_w_reads_and_no_more():
         first, middle, _ = found.memory.peak("activations")
         assert middle == peak
         assert first == peak
+
+
+def test_the_run_says_what_was_not_cut():
+    found = trained(make("zb_h1", 2, 2), branch)
+    assert found.check.passed
+    assert list(found.unsplit) == [1] and list(found.unsplit[1]) == ["0.b", "0.w", "1.b", "1.w"]
+    assert "I computed gradients of stage 1's weights: 0.b (cond, " in repr(found)
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "zb_v", "v_half", "dualpipe_v"])
+def test_a_schedule_with_backwards_in_two_trains_as_it_should(name):
+    assert trained(make(name, 2, 4, batches=2)).check.passed
 
 
 def test_what_is_computed_again_is_kept_for_w():

@@ -146,6 +146,22 @@ def test_weight_gradients_keep_what_they_read_and_no_more():
     assert pipeline.memory.peak("activations")[0] == 3 * from_i + from_f
 
 
+def test_the_plan_says_what_could_not_be_cut():
+    def branch(layers, x):
+        x = jnp.tanh(x @ layers[0]["w"])
+        mark_pipeline_boundary()
+        w = layers[1]["w"]
+        x = jax.lax.cond(jnp.linalg.norm(w) > 0, lambda x: x @ w, lambda x: x @ -w, x)
+        return x @ layers[2]["w"] @ layers[3]["w"]
+
+    step, start = step_of(partial(mse, forward=branch))
+    method = Pipeshard(4, schedule="zb_h1", devices=2)
+    pipeline = assert_equal(step, start(network()), data(32), method)
+    assert [list(stage.unsplit) for stage in pipeline.plan.stages] == [[], ["[0][1]['w']"]]
+    last = str(pipeline.plan).splitlines()[-1]
+    assert last.startswith("stage 1: I computes the gradient of [0][1]['w'] too (cond, ")
+
+
 def test_stages_on_unequal_meshes_hold_only_their_own():
     step, start = step_of(mse, optax.adam(1e-3))
     method = Pipeshard(

@@ -291,6 +291,8 @@ class StagePlan:
     activation_bytes  kept per micro-batch for its backward, on all devices of the mesh together
     sent_bytes        sent on per micro-batch
     equations         of its forward
+    unsplit           parameters whose gradients I computes with the inputs', though the schedule
+                      has them in W, and why (of this process's stages)
     """
 
     layers: Shape
@@ -302,6 +304,7 @@ class StagePlan:
     activation_bytes: int
     sent_bytes: int
     equations: int
+    unsplit: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -330,7 +333,12 @@ class Plan:
                     "sent MiB": f"{stage.sent_bytes / 2**20:.3g}",
                 }
             )
-        return as_table(rows)
+        whole = [
+            f"stage {s}: I computes the gradient of {path} too ({why})"
+            for s, stage in enumerate(self.stages)
+            for path, why in stage.unsplit.items()
+        ]
+        return "\n".join([as_table(rows), *whole])
 
 
 def over_samples(v: Var, axis: int | None, mesh: Mesh) -> PartitionSpec:

@@ -232,6 +232,7 @@ class Program:
     def _stage_plan(self, s: int, layers: list[int], kept: int) -> StagePlan:
         graph, row = self.graphs[s], self.schedule.placement[s]
         devices = self.meshes[row].devices
+        unsplit = self.stages[s].unsplit if s in self.stages else {}
         sent = [*graph.outputs, *graph.aux_outputs] if s < len(self.graphs) - 1 else []
         return StagePlan(
             tuple(layers),
@@ -243,4 +244,5 @@ class Program:
             kept,
             sum(map(bytes_of, sent)),
             len(graph.equations),
+            {self.paths[self.step.parameters[p]]: why for p, why in unsplit.items()},
         )

@@ -97,6 +97,7 @@ class CompiledStage:
     own       of these, what is there with or without a backward: parameters, constants, data
     later     for each later stage, what it reads of earlier ones
     previous  what the stage before makes
+    unsplit   parameters whose gradients come with the inputs', and why
     tasks     its tasks of the update
     bytes     what a forward leaves for its backward, on all devices of the mesh together;
               `parameter_bytes` of its parameters, `optimizer_bytes` of the state that tasks read
@@ -149,6 +150,7 @@ class CompiledStage:
 
         self.zeros = compiled(lambda: [jnp.zeros(x.shape, x.dtype) for x in sums], sums)
         self.backward = compiled(add, (sums, inputs), sums, *backward, donate=0)
+        self.unsplit: dict[Var, str] = {}
         if apart:
             self._compile_apart(pull, compiled, sums, inputs, backward)
 
@@ -172,7 +174,7 @@ class CompiledStage:
             return gradients, leave_out(operands, rest)
 
         def weight_grad(sums, rest):
-            return jax.tree.map(jnp.add, sums, rest())
+            return [a + b for a, b in zip(sums, rest.gradients(), strict=True)]
 
         self.input_grad = compiled(input_grad, (inputs, None), *operands)
         _, made = jax.tree.map(
@@ -181,6 +183,8 @@ class CompiledStage:
             self.input_grad.output_shardings,
         )
         rest = put_in(operands, made)
+        pairs = zip(self.graph.parameters, rest.unsplit, strict=True)
+        self.unsplit = {v: why for v, why in pairs if why}
         self.weight_grad = compiled(weight_grad, sums, sums, rest, donate=0)
 
 

@@ -24,7 +24,7 @@ Equations = list[JaxprEqn]
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 
-@dataclass
+@dataclass(eq=False)  # two are the same if they are one
 class Graph:
     """Equations without calls of jitted functions in between.
 

@@ -18,18 +18,16 @@ The equations inside a loop over layers (scan) or a checkpoint are cut in the sa
 two loops then, and what crosses from each round of one to that of the other is stacked.
 """
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import JaxprEqn, Var, jaxprs_in_params
-from jax.tree_util import Partial
 
 from pipelab.executors.jax.graph import (
-    Equations,
     Graph,
     Values,
     Variables,
@@ -45,20 +43,20 @@ FOREIGN = "ffi_call", "custom_call"  # what is inside is not for us to see
 MOVES = ["broadcast_in_dim", "iota", "reshape", "squeeze", "transpose", "convert_element_type"]
 
 
-@dataclass
-class Halves:
+class Halves(NamedTuple):
     """A graph in two: some of its outputs now, the others later.
 
     now       inputs: the graph's; outputs: those that were asked for, then `crossing`
     later     inputs: what it reads, of `crossing` and of the graph's inputs; outputs: the others
     crossing  what `now` makes for `later`
-    whole     equations that could not be cut: `now` computes what `later` alone needs
+    unsplit   for each output of `later` None, or why it is computed now: in which equation, that
+              could not be cut
     """
 
     now: Graph
     later: Graph
     crossing: Variables
-    whole: Equations
+    unsplit: list[str | None]
 
 
 def halve(graph: Graph, first: Collection[int], also: Collection[Var] = ()) -> Halves:
@@ -69,7 +67,7 @@ def halve(graph: Graph, first: Collection[int], also: Collection[Var] = ()) -> H
     wanted = {*variables(mine), *also}  # now
     used = {*wanted, *variables(others)}  # now or later
     parts: list[tuple[JaxprEqn, bool]] = []  # an equation, and whether it is computed now
-    whole: Equations = []
+    why: dict[Var, str | None] = {}  # it is computed now, but read later alone
 
     def add(eqn: JaxprEqn, now: bool) -> None:
         parts.append((eqn, now))
@@ -77,22 +75,20 @@ def halve(graph: Graph, first: Collection[int], also: Collection[Var] = ()) -> H
         if now:
             wanted.update(variables(eqn.invars))
 
-    # [1] From the last equation to the first: whose results are wanted now?
+    # [1] From the last equation to the first: are its results wanted now?
     for eqn in reversed(graph.equations):
         some = [v in wanted for v in eqn.outvars]
-        others_read = not (used - wanted).isdisjoint(eqn.outvars)
+        rest = [v for v in eqn.outvars if v in used and v not in wanted]
         now = any(some) or bool(eqn.effects)
-        if not now and not others_read:
-            continue
-        if now and others_read and eqn.primitive.name in CUT and not eqn.effects:
+        if now and rest and eqn.primitive.name in CUT and not eqn.effects:
             cut = CUT[eqn.primitive.name](eqn, some, consts)
             add(cut.later, False)
             add(cut.now, True)
-            whole += cut.whole
-            continue
-        add(eqn, now)
-        if now and others_read and _is_opaque(eqn):
-            whole.append(eqn)
+            why.update(zip(cut.later.outvars, cut.unsplit, strict=True))
+        elif now or rest:
+            add(eqn, now)
+            if now and _is_opaque(eqn):
+                why.update(dict.fromkeys(rest, f"{eqn.primitive.name}, {place_of(eqn)}"))
     # [2] What only moves numbers is done again later, rather than that more of them cross.
     parts.reverse()
     equations = [eqn for eqn, now in parts if now]
@@ -102,11 +98,15 @@ def halve(graph: Graph, first: Collection[int], also: Collection[Var] = ()) -> H
     read = read_by(later, others)
     crossing = [v for v in read if v in made]
     inputs = [v for v in read if v not in consts]
+    for eqn in later:
+        reason = next((why[v] for v in variables(eqn.invars) if why.get(v)), None)
+        if reason:
+            why.update(dict.fromkeys(eqn.outvars, reason))
     return Halves(
         Graph(graph.inputs, [*mine, *crossing], equations, consts),
         Graph(inputs, others, later, {v: consts[v] for v in read if v in consts}),
         crossing,
-        whole,
+        [why.get(atom) if isinstance(atom, Var) else None for atom in others],
     )
 
 
@@ -141,11 +141,11 @@ def shared(graph: Graph) -> set[Var]:
 
 
 class Cut(NamedTuple):
-    """An equation in two, and what could not be cut inside it."""
+    """An equation in two; `unsplit` as in `Halves`, for each result of the later one."""
 
     now: JaxprEqn
     later: JaxprEqn
-    whole: Equations
+    unsplit: list[str | None]
 
 
 def _halve_checkpoint(eqn: JaxprEqn, some: list[bool], consts: Values) -> Cut:
@@ -167,7 +167,9 @@ def _halve_checkpoint(eqn: JaxprEqn, some: list[bool], consts: Values) -> Cut:
         operands = [outer.get(v, v) for v in inputs]
         return eqn.replace(invars=operands, outvars=results, params={**eqn.params, "jaxpr": jaxpr})
 
-    return Cut(part(halves.now, [*mine, *sent.values()]), part(halves.later, others), halves.whole)
+    return Cut(
+        part(halves.now, [*mine, *sent.values()]), part(halves.later, others), halves.unsplit
+    )
 
 
 def _halve_loop(eqn: JaxprEqn, some: list[bool], consts: Values) -> Cut:
@@ -218,7 +220,7 @@ def _halve_loop(eqn: JaxprEqn, some: list[bool], consts: Values) -> Cut:
     now = replace(now, outputs=[*now.outputs, *crossing[len(halves.crossing) :]])
     first_loop = part(now, mine, slices, [*results, *sent.values()])
     outer |= sent
-    return Cut(first_loop, part(later, others, [*slices, *sent], results_later), halves.whole)
+    return Cut(first_loop, part(later, others, [*slices, *sent], results_later), halves.unsplit)
 
 
 CUT: dict[str, Callable[[JaxprEqn, list[bool], Values], Cut]] = {
@@ -238,33 +240,44 @@ def _by(items: list[Any], first: list[bool]) -> tuple[list[Any], list[Any]]:
 # ---- a pullback in two
 
 
-def split(pullback: Callable, *operands: Any) -> tuple[Any, Partial]:
-    """The gradients of the inputs, and a function that gives those of the weights.
+@partial(jax.tree_util.register_dataclass, data_fields=["read"], meta_fields=["graph", "unsplit"])
+@dataclass(frozen=True)
+class Rest:
+    """What I leaves for W: a tree whose leaves are all that W reads.
+
+    read     arrays: some of I's operands, and what crosses
+    graph    what is left to compute of them
+    unsplit  for each gradient None, or why I has computed it: as `Halves` has it
+    """
+
+    read: list[Any]
+    graph: Graph
+    unsplit: tuple[str | None, ...]
+
+    def gradients(self) -> list[Any]:
+        """The gradients of the weights: the leaves of their tree."""
+        return self.graph.run(*self.read)
+
+
+def split(pullback: Callable, *operands: Any) -> tuple[Any, Rest]:
+    """The gradients of the inputs, and the rest, which gives those of the weights.
 
     pullback  (*operands) -> (gradients of the weights, gradients of the inputs); the operands are
               all that it reads. Without gradients of inputs, as in a first stage, what those of the
               weights share is computed now
-
-    The function takes nothing and returns the leaves of the weights' gradients. It is a tree, whose
-    own leaves are all that it reads: some of the operands', the same objects, and what crosses.
-    Warns of equations that cannot be cut.
     """
     closed, (weights, inputs) = jax.make_jaxpr(pullback, return_shape=True)(*operands)
     graph = inline(closed)
     first = range(len(jax.tree.leaves(weights)), len(graph.outputs))
     halves = halve(graph, first, () if first else shared(graph))
-    for eqn in halves.whole:
-        warnings.warn(
-            f"{eqn.primitive.name} ({place_of(eqn)}) cannot be cut into input and weight gradients:"
-            " I computes both, and W takes the weights' as they are",
-            stacklevel=2,
-        )
+    # Now: the inputs' gradients, then what crosses.
     leaves = jax.tree.leaves(operands)
     found = halves.now.run(*leaves)
+    of_inputs = jax.tree.unflatten(jax.tree.structure(inputs), found[: len(first)])
     known = dict(zip(graph.inputs, leaves, strict=True))
     known.update(zip(halves.crossing, found[len(first) :], strict=True))
-    of_inputs = jax.tree.unflatten(jax.tree.structure(inputs), found[: len(first)])
-    return of_inputs, Partial(halves.later.run, *(known[v] for v in halves.later.inputs))
+    read = [known[v] for v in halves.later.inputs]
+    return of_inputs, Rest(read, halves.later, tuple(halves.unsplit))
 
 
 # ---- what a jitted function returns

@@ -14,8 +14,8 @@ import optax
 from pipelab.action import Kind
 from pipelab.executors.jax.arguments import Apply
 from pipelab.executors.jax.device import JaxDevice
-from pipelab.executors.jax.split import leave_out, put_in, split
-from pipelab.executors.jax.trainer import named
+from pipelab.executors.jax.split import Rest, leave_out, put_in, split
+from pipelab.executors.jax.trainer import named, names
 from pipelab.executors.stage import Feed, Recipe, Stage
 from pipelab.executors.worker import Bytes
 
@@ -185,10 +185,11 @@ class JaxStage(Stage):
         self._keep_rest(microbatch, put_in(operands, rest))
         return of_input
 
-    def _keep_rest(self, microbatch: int, rest: Any) -> None:
+    def _keep_rest(self, microbatch: int, rest: Rest) -> None:
         """Keep for W what it reads, and count it, in the place of what the forward kept."""
         self._split[microbatch] = _Kept(None, None, rest), None, self._split[microbatch][2]
         weights, _, target = self._arguments(microbatch, None)
+        self.unsplit = {n: why for n, why in zip(names(weights), rest.unsplit, strict=True) if why}
         others = {id(x) for x in jax.tree.leaves((weights, target))}
         arrays = {id(x): x.nbytes for x in jax.tree.leaves(rest) if id(x) not in others}
         self.device.ledger.drop(self.key(microbatch))
@@ -263,7 +264,7 @@ def passes(apply: Apply, loss: Callable | None, first: bool) -> Passes:
 
     def weight_grad(rest: Any, total: Any) -> Any:
         leaves, tree = jax.tree.flatten(total)
-        return jax.tree.unflatten(tree, map(jnp.add, leaves, rest()))
+        return jax.tree.unflatten(tree, map(jnp.add, leaves, rest.gradients()))
 
     return Passes(
         jax.jit(forward, static_argnames="keep"),
