@@ -1,8 +1,9 @@
 """A mesh as a device of the schedule, and its stages during one call, as a worker sees them."""
 
 from collections import ChainMap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -70,6 +71,7 @@ class MeshStage:
 
     versions_held = 1
     steps: Sequence[Any] = ()
+    unsplit: Mapping[int, Any] = MappingProxyType({})  # the plan has it
 
     def __init__(
         self,
