@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -211,4 +212,6 @@ def _normal(random: np.random.Generator, *shape: int) -> jax.Array:
 
 
 if __name__ == "__main__":
+    if hasattr(os, "sched_setaffinity"):  # one core: set before jax starts its threads
+        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
     main(report, "split_jax.md", repeats=40)

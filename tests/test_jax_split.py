@@ -265,3 +265,11 @@ def test_what_is_computed_again_is_kept_for_w():
     found = trained(split_table(3, all_at_once(3)), recompute=Recompute.ALWAYS)
     assert found.check.passed
     assert found.memory.peak("activations")[1] == max(2 * BYTES + m_b, 2 * m_w + m_b)
+
+
+def test_the_benchmark_measures_each_stage():
+    page = split_jax.report(1, split_jax.Sizes(2, 4, 2, blocks=1, model=4, sequences=1, tokens=2))
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")][2:]
+    assert [row[0].split(",")[0] for row in rows] == ["| MLP", "| GPT", "| GPT"]
+    for row in rows:
+        assert all(float(cell.split()[0]) > 0 for cell in row[1:6])

@@ -189,7 +189,9 @@ class JaxStage(Stage):
         """Keep for W what it reads, and count it, in the place of what the forward kept."""
         self._split[microbatch] = _Kept(None, None, rest), None, self._split[microbatch][2]
         weights, _, target = self._arguments(microbatch, None)
-        self.unsplit = {n: why for n, why in zip(names(weights), rest.unsplit, strict=True) if why}
+        if any(rest.unsplit):
+            pairs = zip(names(weights), rest.unsplit, strict=True)
+            self.unsplit = {name: why for name, why in pairs if why}
         others = {id(x) for x in jax.tree.leaves((weights, target))}
         arrays = {id(x): x.nbytes for x in jax.tree.leaves(rest) if id(x) not in others}
         self.device.ledger.drop(self.key(microbatch))
