@@ -34,6 +34,7 @@ bench: .venv/.ready  ## measure and rewrite the pages in benchmarks/
 	$(BIN)/python benchmarks/wire.py
 	$(BIN)/python benchmarks/peers.py
 	$(BIN)/python benchmarks/jax_pipelines.py
+	$(BIN)/python benchmarks/split_jax.py
 	$(BIN)/python benchmarks/explorer.py
 	$(BIN)/python benchmarks/editor.py
 	$(BIN)/python benchmarks/traces.py

@@ -18,19 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipelab.executors.check import Check, Comparison, norms, opinions
+from pipelab.executors.jax.graph import Arrays, contains, needed
 from pipelab.executors.jax.trainer import wide
 from pipelab.executors.jax.wire import words
 from pipelab.pipeshard.batch.draws import draw_in_pieces, draws_grow, redraw
 from pipelab.pipeshard.batch.microbatches import gradient_of, in_pieces
 from pipelab.pipeshard.batch.primitives import DRAWS
 from pipelab.pipeshard.call import Call
-from pipelab.pipeshard.graph import (
-    Arrays,
-    PipeshardError,
-    contains,
-    needed,
-    rounding,
-)
+from pipelab.pipeshard.graph import PipeshardError, rounding
 from pipelab.pipeshard.program import Program
 from pipelab.pipeshard.trace import Arguments, Step, trace, traced
 

@@ -140,10 +140,14 @@ class Trainer(judge.Trainer):
 
 def named(tree: Any) -> dict[str, np.ndarray]:
     """A tree's leaves by their path, on the host."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf)
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    }
+    leaves = map(np.asarray, jax.tree.leaves(tree))
+    return dict(zip(names(tree), leaves, strict=True))
+
+
+def names(tree: Any) -> list[str]:
+    """The paths of a tree's leaves."""
+    paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
 
 
 def wide(leaf: Any) -> np.ndarray:
