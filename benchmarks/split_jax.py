@@ -124,7 +124,7 @@ def _check(stage: Stage, whole: Any, input_grad: Callable, weight_grad: Callable
 
 
 def _quartiles(ratios: Sequence[float]) -> str:
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [*ratios] * 3
     return f"{middle:.3f} ({low:.3f}-{high:.3f})"
 
 
