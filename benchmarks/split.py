@@ -57,9 +57,10 @@ def report(repeats: int = 21, sizes: Sizes = DEFAULT) -> str:
         machine("torch"),
         paragraph(
             "One thread, and the time in which it had a core, since the machine was shared. In "
-            "every round a full backward B, the two halves I and W, and another B, each after a forward of its own; the input wants a gradient. A figure is the median "
-            f"(least-most) of {repeats} rounds; a ratio is taken in each round, to the mean of its "
-            "two B, so B / B says how far the same work repeated differs."
+            "every round a full backward B, the two halves I and W, and another B, each after a "
+            "forward of its own; the input wants a gradient. A figure is the median (least-most) "
+            f"of {repeats} rounds; a ratio is taken in each round, to the mean of its two B, so "
+            "B / B says how far the same work repeated differs."
         ),
         table(header, kept),
         paragraph(
