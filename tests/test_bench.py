@@ -13,6 +13,7 @@ import measure
 import peers
 import predict
 import run
+import search
 import wire
 
 TINY = run.Sizes(
@@ -135,6 +136,22 @@ def test_predictions_stand_beside_the_same_run_again():
     assert [row[0] for row in rows].count("| jax") == 3  # in two processes, two; in one, one
     assert "gpipe [1, 3]" in page
     assert "spread (A/A)" in page
+
+
+def test_searched_schedules_are_proved_paced_and_measured():
+    """A found schedule is in every table, and never slower than a named one as predicted."""
+    sizes = search.Sizes(
+        cases=search.CASES[:1], seconds=1, width=8, samples=2, microbatches=2, batches=2, slower=20
+    )
+    tables = tables_of(search.report(1, sizes))
+    (proof,) = tables["How good they are"]
+    assert (proof["found"], proof["bound"], float(proof["gap (%)"])) == ("27", "27", 0)
+    found, *named = tables["Four uneven stages, paced"]
+    assert found["schedule"] == "found" and found["check"] == "passed" and named
+    assert all(float(row["predicted"]) >= float(found["predicted"]) for row in named)
+    rows = tables["Four uneven stages on two devices, measured"]
+    assert rows[0]["schedule"] == "found" and float(rows[0]["ratio, predicted"]) == 1
+    assert all(numbers(row["ratio, measured"]) > 0 for row in rows)
 
 
 def test_jax_pipelines_side_by_side():
