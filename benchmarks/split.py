@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from measure import machine, main, one_thread, page, paragraph, spread, table, timed
+from measure import machine, main, one_thread, page, paragraph, spread, table
 from pipelab.halves import Halves, Saved, whole
 from pipelab.models.gpt2 import gpt2
 from pipelab.partition import profile
@@ -41,28 +43,43 @@ class Times(NamedTuple):
     weight_grad: float
 
 
-def report(repeats: int = 41, sizes: Sizes = DEFAULT) -> str:
+def report(repeats: int = 21, sizes: Sizes = DEFAULT) -> str:
     """Times of I and W beside B, and bytes kept until each, as a Markdown page."""
     torch.manual_seed(0)
+    cases = _cases(sizes)
     with one_thread():
-        found = [
-            (name, layers, x, _rounds(layers, x, repeats)) for name, layers, x in _cases(sizes)
-        ]
-        return page(
-            "# Split backwards",
-            machine("torch"),
-            paragraph(
-                "One thread. In every round a full backward B, the two halves I and W, and another "
-                "B, each after a forward of its own; the input wants a gradient. A figure is the "
-                f"median (least-most) of {repeats} rounds; a ratio is taken in each round, to the "
-                "mean of its two B, so B / B says how far the same work repeated differs."
-            ),
-            table(
-                ("", "B, ms", "(I + W) / B", "I / B", "W / B", "B / B"),
-                [(name, *_ratios(rounds)) for name, _, _, rounds in found],
-            ),
-            *_memory([case[:3] for case in found]),
-        )
+        as_it_is = [(name, *_ratios(_rounds(layers, x, repeats))) for name, layers, x in cases]
+        keep_freed_memory()
+        kept = [(name, *_ratios(_rounds(layers, x, repeats))) for name, layers, x in cases]
+    header = ("", "B, ms", "(I + W) / B", "I / B", "W / B", "B / B")
+    return page(
+        "# Split backwards",
+        machine("torch"),
+        paragraph(
+            "One thread, and the time in which it had a core, since the machine was shared. In "
+            "every round a full backward B, the two halves I and W, and another B, each after a forward of its own; the input wants a gradient. A figure is the median "
+            f"(least-most) of {repeats} rounds; a ratio is taken in each round, to the mean of its "
+            "two B, so B / B says how far the same work repeated differs."
+        ),
+        table(header, kept),
+        paragraph(
+            "There the process keeps memory that it has freed (glibc's mallopt), as torch does on "
+            "a GPU. As glibc does by default, large blocks go back to the system and have to be "
+            "mapped again, page by page; I needs more new memory than B, as it leaves W's "
+            "gradients:"
+        ),
+        table(header, as_it_is),
+        *_memory(cases),
+    )
+
+
+def keep_freed_memory() -> None:
+    """From now on this process gives no memory back; where the C library is glibc."""
+    trim_threshold, largest_mapped = -1, -4  # malloc.h's M_TRIM_THRESHOLD and M_MMAP_MAX
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(trim_threshold, -1)
+        libc.mallopt(largest_mapped, 0)
 
 
 def _cases(sizes: Sizes) -> list[tuple[str, nn.Module, Tensor]]:
@@ -87,13 +104,19 @@ def _cases(sizes: Sizes) -> list[tuple[str, nn.Module, Tensor]]:
 # ---- seconds
 
 
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of a core that a call takes on this thread; others may want the machine, too."""
+    began = time.thread_time()
+    call()
+    return time.thread_time() - began
+
+
 def _rounds(layers: nn.Module, x: Tensor, repeats: int, warm_up: int = 3) -> list[Times]:
+    # Every backward adds to gradients that are there, as all but the first of a batch do.
     return [_round(layers, x) for _ in range(warm_up + repeats)][warm_up:]
 
 
 def _round(layers: nn.Module, x: Tensor) -> Times:
-    for weight in layers.parameters():
-        weight.grad = torch.zeros_like(weight)  # each backward adds, as all but a batch's first do
     first = timed(partial(whole, *_forward(layers, x)))
     found = _forward(layers, x)
     halves: list[Halves] = []
@@ -164,4 +187,4 @@ def _memory(cases: Sequence[tuple[str, nn.Module, Tensor]]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(report, "split.md", repeats=41)
+    main(report, "split.md", repeats=21)

@@ -229,17 +229,17 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 def _operations(roots: Iterable[Node]) -> Below:
     """All operations that gradients reach from the roots; each stands behind those below it."""
     below: Below = {}
-    seen: set[Node] = set()
+    order: list[Node] = []
     stack = [(node, False) for node in roots]
     while stack:
         node, left = stack.pop()
         if left:
-            below[node] = [(n, place) for n, place in node.next_functions if n is not None]
-        elif node not in seen:
-            seen.add(node)
+            order.append(node)
+        elif node not in below:
+            below[node] = [edge for edge in node.next_functions if edge[0] is not None]
             stack.append((node, True))
-            stack.extend((n, False) for n, _ in node.next_functions if n is not None)
-    return below
+            stack.extend((other, False) for other, _ in below[node])
+    return {node: below[node] for node in order}
 
 
 def _trunk_and_branches(

@@ -11,6 +11,7 @@ import numpy as np
 from pipelab.action import Action, Kind, ScheduleError
 from pipelab.schedule import Schedule
 from pipelab.schedules import SCHEDULES, make, takes
+from pipelab.theory import THEORY
 from pipelab.timeline import Timeline
 from pipelab.validate import validate
 
@@ -144,11 +145,16 @@ def checked(found: Timeline, schedule: Schedule | str) -> Timeline:
 
 
 def _same_named(table: Schedule) -> Schedule:
-    """The named schedule that has this table, else the table; what forwards read does not show."""
+    """The named schedule that has this table, else the table; what forwards read does not show.
+
+    Of several (they are alike where micro-batches are few) the one that `THEORY` has first.
+    """
     found = []
-    for name in SCHEDULES:
+    for name in [*THEORY, *(name for name in SCHEDULES if name not in THEORY)]:
         if takes(name, "virtual") and table.stages == table.devices:
             continue  # it has a name of its own
+        if takes(name, "costs"):
+            continue  # its tables depend on what the run was made for
         with suppress(ScheduleError):  # some have not all sizes
             found.append(asked_for(name, table))
     same = [s for s in found if (s.rows, s.placement) == (table.rows, table.placement)]

@@ -1,8 +1,8 @@
 """Closed forms of the schedules that have them, each with where it comes from and what it assumes.
 
 `p` devices, `m` micro-batches a batch, `v` chunks a device, `batches`; `device` counts from 0. All
-of them assume equal stages, no transfer time and updates that take no time; the tests compare every
-one with the simulator.
+of them assume equal stages and updates that take no time, and all but `idle` no transfer time; the
+tests compare every one with the simulator.
 """
 
 from collections.abc import Callable
@@ -22,12 +22,12 @@ class Theory:
 
     over_ideal  (p, m, v, batches) -> (makespan - ideal) / ideal; of split backwards with F = I = W
     in_flight   (device, p, m, v, batches) -> most micro-batches (chunk activations) held at once
-    for_weights (device, p, m) -> of those, how many are held for W alone, that is M_W bytes each,
-                where the others take M_B; as many as possible of the others, as M_W <= M_B
+    for_weights (device, p, m) -> how many of those at the peak are past their I and wait for W:
+                they take M_W bytes each, the others M_B (M_W <= M_B)
     versions    (device, p, m, v, batches) -> most weight versions of a stage
-    idle        (p, m, F, I, W, transfer) -> seconds: the longest span of a device less its compute;
-                None for a schedule that has no such formula. F >= W and I >= W, m >= 2 p - 1; with
-                transfers (short against F, I and W) p divides m
+    idle        (p, m, F, I, W, transfer) -> seconds of the longest device span without compute,
+                where F >= W, I >= W and m >= 2 p - 1; with transfers, which are short against
+                these, p divides m. None for a schedule without such a formula
     bubble, peak, stash  the formula as written, its paper and section; the bubble over ideal
     share       the bubble's formula as a share of the total time
     assumes     beyond equal stages, no transfer time and free updates

@@ -42,7 +42,7 @@ def test_published_bubble_rates(p, m, v, f, i, w, c, pipedream_flush, zb_h1, zb_
         assert round(many.bubble.of_span, 4) == chunked
 
 
-# The rates of ZB-1p and ZB-2p, with the bytes of the paper's models (section 5.3: M_B = s b (34 h +
+# The rates of ZB-1p and ZB-2p, with the bytes of the paper's models (table 1: M_B = s b (34 h +
 # 5 a s), M_W = 32 s b h, s = 1024): p, m, F, I, W, transfer, h, a -> memory over p: rate.
 BETWEEN = {1: 0.1585, 1.25: 0.1068, 1.5: 0.0719, 1.75: 0.0433, 2: 0.0433}
 HEURISTIC = [

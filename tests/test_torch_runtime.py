@@ -14,7 +14,8 @@ from tests.test_run import batches, stages
 
 
 @pytest.mark.parametrize(
-    ("name", "m"), [("gpipe", 4), ("pipedream_flush", 5), ("interleaved", 3), ("zb_h1", 5)]
+    ("name", "m"),
+    [("gpipe", 4), ("pipedream_flush", 5), ("interleaved", 3), ("zb_h1", 5), ("dualpipe_v", 5)],
 )
 def test_an_exported_table_runs_in_torchs_runtime(name, m, tmp_path):
     schedule = make(name, 2, m, virtual=2 if name == "interleaved" else 1)
@@ -32,6 +33,7 @@ def test_an_exported_table_runs_in_torchs_runtime(name, m, tmp_path):
         worker,
         tmp_path,
         str(m),
+        "v" if name == "dualpipe_v" else "loop",
     ]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

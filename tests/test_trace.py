@@ -246,6 +246,15 @@ def test_what_a_run_says_of_its_cores_comes_back(tmp_path):
     assert Timeline.from_trace(tmp_path / "own.json").on_core == pytest.approx(t.on_core)
 
 
+@pytest.mark.parametrize(
+    ("name", "p", "m"), [("pipedream_flush", 2, 2), ("eager_1f1b", 3, 6), ("zb_h1", 3, 4)]
+)
+def test_a_table_that_several_schedules_share_has_the_plainest_name(name, p, m, tmp_path):
+    """With two micro-batches eager 1F1B is 1F1B; ZB-1p is ZB-H1 where the costs are equal."""
+    simulate(make(name, p, m)).to_frame().to_csv(tmp_path / "spans.csv")
+    assert Timeline.from_trace(tmp_path / "spans.csv").schedule.name == name
+
+
 @settings(max_examples=40)
 @given(tables(largest=4), costs)
 def test_spans_in_csv(tmp_path_factory, case, costs):

@@ -8,8 +8,8 @@ from pipelab.puzzle.task import Task
 from pipelab.schedule import Schedule
 from pipelab.schedules import SCHEDULES, make, takes
 
+# Of those that a draft can be: its stages are placed in a loop.
 TITLES = {
-    "dualpipe_v": "DualPipeV",
     "eager_1f1b": "eager 1F1B",
     "gpipe": "GPipe",
     "inter_layer": "inter-layer parallelism",
@@ -18,12 +18,9 @@ TITLES = {
     "pipedream": "PipeDream",
     "pipedream_2bw": "PipeDream-2BW",
     "pipedream_flush": "1F1B (PipeDream-Flush)",
-    "v_half": "V-Half",
-    "v_min": "V-Min",
     "zb": "the automatic zero-bubble schedule",
     "zb_h1": "ZB-H1",
     "zb_h2": "ZB-H2",
-    "zb_v": "ZB-V",
 }
 
 

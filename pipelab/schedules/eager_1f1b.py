@@ -1,4 +1,4 @@
-"""Eager 1F1B (Zhuang et al. 2022, arXiv 2211.05322): twice the warm-up of 1F1B, to hide transfers.
+"""Eager 1F1B (Zhuang et al. 2022, arXiv 2211.05322): twice the warm-up of 1F1B hides transfers.
 
 0F0 0F1 0F2 0F3 0F4 0B0 .   0B1 .   0B2 .   0B3 .   0B4 0U0     2 (p - s) - 1 in flight on
 .   1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 .   1B3 .   1B4 1U0 .       stage s: an input is there a

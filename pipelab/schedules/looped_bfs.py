@@ -1,4 +1,4 @@
-"""Looped breadth-first (Lamy-Poirier 2022, arXiv 2211.05953, figure 4): chunk by chunk.
+"""Looped breadth-first (Lamy-Poirier 2022, arXiv 2211.05953, section 4): chunk by chunk.
 
 0F0 0F1 2F0 2F1 .   .   2B0 2B1 0B0 0B1 0U0 2U0     p = 2, v = 2, m = 2: device 0 holds stages
 .   1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1 1U0 3U0 .       0 and 2, device 1 1 and 3

@@ -1,4 +1,4 @@
-"""ZB-H1 (Qi et al. 2023, arXiv 2401.10241, figure 2): 1F1B with split backwards, as much memory.
+"""ZB-H1 (Qi et al. 2023, arXiv 2401.10241, section 2.1, figure 3): 1F1B with split backwards.
 
 0F0 0F1 0F2 .   .   0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3 0U0     stage s runs W s micro-batches
 .   1F0 1F1 .   1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3 1U0     after I: the stage before waits

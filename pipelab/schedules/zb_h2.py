@@ -1,4 +1,4 @@
-"""ZB-H2 (Qi et al. 2023, arXiv 2401.10241, figure 3): no bubble, for twice the memory of 1F1B.
+"""ZB-H2 (Qi et al. 2023, arXiv 2401.10241, section 2.2, figure 3): no bubble, twice the memory.
 
 0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3 0U0 .       p = 2, m = 4: a parallelogram;
 .   1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3 1U0     no device waits, where F = I = W

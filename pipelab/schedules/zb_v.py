@@ -83,22 +83,15 @@ def _model(devices: int, costs: Costs, memory: float) -> _Model:
     kept, for_weights = costs.of("activations", n), costs.of("weight_activations", n)
     if not kept.any():
         kept = for_weights = np.ones(n)
-    kept = np.maximum(kept, for_weights)  # room for what I adds is there from F on
     limit = memory * (kept + kept[::-1])[:devices] * (1 + 1e-9)  # sums of bytes are rounded
-    passes = Kind.F, Kind.I, Kind.W
+    kept = np.maximum(kept, for_weights)  # room for what I adds is there from F on
+    seconds = {Kind.F: forward, Kind.I: input_grad, Kind.W: weight_grad}
+    change = {Kind.F: kept, Kind.I: for_weights - kept, Kind.W: -for_weights}
     return _Model(
         home,
-        dict(
-            zip(passes, (forward.tolist(), input_grad.tolist(), weight_grad.tolist()), strict=True)
-        ),
+        {kind: each.tolist() for kind, each in seconds.items()},
         delay.tolist(),
-        dict(
-            zip(
-                passes,
-                (kept.tolist(), (for_weights - kept).tolist(), (-for_weights).tolist()),
-                strict=True,
-            )
-        ),
+        {kind: each.tolist() for kind, each in change.items()},
         limit.tolist(),
     )
 

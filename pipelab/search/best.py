@@ -3,8 +3,9 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from pipelab.action import Kind, ScheduleError, check_counts, every_batch, insert_updates
+from pipelab.action import Kind, Reads, ScheduleError, check_counts, every_batch, insert_updates
 from pipelab.costs import CostError, Costs
 from pipelab.schedule import Schedule
 from pipelab.schedules import SCHEDULES, make, takes
@@ -161,7 +162,7 @@ class _Hunt:
         answer = model.solve(max(self.left, 0.01), self.workers, self.progress)
         self.bound = max(self.bound, answer.bound)
         if answer.schedule:
-            self.offer_also_fused(answer.schedule, "exact")
+            self.offer(answer.schedule, "exact")
         if answer.interrupted:
             raise KeyboardInterrupt
 
@@ -183,13 +184,13 @@ class _Hunt:
         return Found("search", rows, problem.placement, m, batches, proof=proof)
 
 
-def named(problem: Problem) -> Iterator[tuple[str, Schedule]]:
+def named(problem: Problem, batches: int = 1) -> Iterator[tuple[str, Schedule]]:
     """Every named schedule of the problem's placement and kinds of backwards, whether it fits or
     not."""
     p, m = problem.devices, problem.microbatches
     virtual = problem.stages // p
     for name in SCHEDULES:
-        options: dict = {}
+        options: dict[str, Any] = {"batches": batches}
         if takes(name, "virtual"):
             if virtual == 1:  # another name for one that has one stage a device
                 continue
@@ -202,7 +203,7 @@ def named(problem: Problem) -> Iterator[tuple[str, Schedule]]:
             schedule = make(name, p, m, **options)
         except (ScheduleError, CostError):
             continue
-        of_one_batch = schedule.per_update == m and not schedule.asynchronous
+        of_one_batch = schedule.per_update == m and schedule.reads is Reads.LATEST
         allowed = problem.split or not (schedule.columns.kind == Kind.W).any()
         if schedule.placement == problem.placement and of_one_batch and allowed:
             yield name, schedule

@@ -2,20 +2,24 @@
 
 An action is an interval; those of a device do not overlap. An action starts when its input has
 arrived, after the same action of the micro-batch before it. A device's activations are intervals,
-too, which add up to at most its memory. Times are whole numbers of a unit; every second and byte is
-rounded *down* to one, so that whatever a real table can do this one can: the solver's bound, times
-the unit, is a bound for real tables. The order that it finds is then simulated with the real costs.
+too, which add up to at most its memory. Where a whole backward may be better than a split one, each
+is free to be whole: then its W follows its I at once, and the gradient leaves after that.
+
+Times are whole numbers of a unit; every second and byte is rounded *down* to one, so that whatever
+a real table can do this one can: the solver's bound, times the unit, is a bound for real tables.
+The order that it finds is then simulated with the real costs.
 """
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipelab.action import Kind
+from pipelab.action import Action, Kind, insert_updates
 from pipelab.schedule import Schedule
 from pipelab.search.problem import Problem
 
@@ -72,32 +76,22 @@ class Model:
         self.unit = unit_of(every, problem.makespan(known) + costs.overhead)
         self.delay = self._whole(problem.delay)
         self.overhead = int(self._whole(np.array(costs.overhead)))
-        self.length = self._lengths()
+        self.mixed = problem.whole_may_pay
+        self.length = self._whole(problem.compute) + self.overhead
+        self.length[Kind.B] = self.length[Kind.I] + self.length[Kind.W] - self.overhead
         self.model = self.cp.CpModel()
-        self.starts: dict[tuple[int, Kind, int], Any] = {}
-        self.ends: dict[tuple[int, Kind, int], Any] = {}
-        hint = self._hint(known)
-        updates = np.bincount(problem.placement, self.length[Kind.U]).astype(int)  # of each device
-        self.horizon = max(end for _, end in hint.values()) + int(updates.max())
-        self._actions(hint)
+        self.starts: dict[Any, Any] = {}  # action -> when
+        self.ends: dict[Any, Any] = {}
+        self.whole: dict[tuple[int, int], Any] = {}  # [stage, micro-batch]: where it may pay
+        self._actions(self._hint(known))
         self._inputs()
         self._memory()
         least_units = math.floor((least + problem.costs.overhead) / self.unit * (1 - 1e-12))
         self.makespan = self.model.new_int_var(least_units, self.horizon, "makespan")
+        updates = np.bincount(problem.placement, self.length[Kind.U]).astype(int)  # of each device
         for (s, _, _), end in self.ends.items():
             self.model.add(self.makespan >= end + int(updates[problem.placement[s]]))
         self.model.minimize(self.makespan)
-
-    def _lengths(self) -> np.ndarray:
-        """[kind, stage]: how long an action takes, in units.
-
-        A whole backward has one overhead less than a split one. The bound is for both of them, so
-        W has none.
-        """
-        length = self._whole(self.problem.compute) + self.overhead
-        length[Kind.W] -= self.overhead
-        length[Kind.B] = length[Kind.I] + length[Kind.W]
-        return length
 
     def _whole(self, seconds: np.ndarray) -> np.ndarray:
         """In units; rounded down, but for what is a whole number within a float's precision."""
@@ -106,87 +100,107 @@ class Model:
         close = np.abs(units - near) <= 1e-12 * np.maximum(units, 1)
         return np.where(close, near, np.floor(units)).astype(int)
 
-    def _hint(self, known: Schedule) -> dict[tuple[int, Kind, int], tuple[int, int]]:
-        """When each action of the known table starts and ends, in units."""
-        if self.problem.split:
-            known = unfuse(self.problem, known)
-        _, stage, kind, _ = known.columns
-        update = kind == Kind.U
-        length = np.where(update, 0, self.length[np.where(update, 0, kind), stage])
+    def _hint(self, known: Schedule) -> dict[Action, int]:
+        """When each action of the known table starts, in units; a whole backward as I, then W."""
+        _, stage, kind, microbatch = known.columns
         delay = np.zeros(len(kind), int)
         moved = known.crossing
         delay[moved] = self.delay[np.minimum(stage, stage[known.inputs])[moved]]
-        walk = known.walk(length, delay)
-        return {
-            known.action(i): (int(walk.start[i]), int(walk.end[i]))
-            for i in np.flatnonzero(~update).tolist()
-        }
+        walk = known.walk(self.length[kind, stage], delay)
+        starts = {known.action(i): int(start) for i, start in enumerate(walk.start)}
+        if self.problem.split:
+            for s, k in zip(
+                *(x[kind == Kind.B].tolist() for x in (stage, microbatch)), strict=True
+            ):
+                start = starts[Action(s, Kind.B, k)]
+                starts[Action(s, Kind.I, k)] = start
+                starts[Action(s, Kind.W, k)] = start + int(self.length[Kind.I, s])
+        self.horizon = int(max(walk.end))
+        return starts
 
-    def _actions(self, hint: dict[tuple[int, Kind, int], tuple[int, int]]) -> None:
+    def _actions(self, hint: dict[Action, int]) -> None:
         """An interval each; none overlap on a device; micro-batches in their order."""
         problem, model = self.problem, self.model
         for stages in problem.stages_of:
             intervals = []
-            for s in stages:
-                for kind in problem.kinds:
-                    length = int(self.length[kind, s])
-                    for k in range(problem.microbatches):
-                        key = (s, kind, k)
-                        start = model.new_int_var(0, self.horizon, f"{s}{kind.name}{k}")
-                        self.starts[key], self.ends[key] = start, start + length
-                        intervals.append(model.new_fixed_size_interval_var(start, length, ""))
-                        model.add_hint(start, hint[key][0])
-                        if k:
-                            model.add(start >= self.ends[s, kind, k - 1])
+            for s, kind, k in itertools.product(stages, problem.kinds, range(problem.microbatches)):
+                a = Action(s, kind, k)
+                length: Any = int(self.length[kind, s])
+                if self.mixed and kind is Kind.I:
+                    self.whole[s, k] = model.new_bool_var(f"{s}B{k}")
+                    model.add_hint(self.whole[s, k], Action(s, Kind.B, k) in hint)
+                start = model.new_int_var(0, self.horizon, str(a))
+                end = start + length
+                if self.mixed and kind is Kind.W:
+                    length = length - self.overhead * self.whole[s, k]
+                    end = model.new_int_var(0, self.horizon, "")
+                self.starts[a], self.ends[a] = start, end
+                intervals.append(model.new_interval_var(start, length, end, str(a)))
+                model.add_hint(start, hint[a])
+                if k:
+                    self._after(a, a._replace(microbatch=k - 1), self._split_only(a))
             model.add_no_overlap(intervals)
+
+    def _split_only(self, action: Action) -> Any:
+        """A whole backward's W need not wait for an earlier W: it goes on from its I."""
+        if self.mixed and action.kind is Kind.W:
+            return ~self.whole[action.stage, action.microbatch]
+        return None
 
     def _inputs(self) -> None:
         """What an action takes has arrived when it starts."""
         problem, back = self.problem, self.problem.kinds[1]
         last = problem.stages - 1
-        for k in range(problem.microbatches):
-            self._after((last, back, k), (last, Kind.F, k))
-            for s in range(last):
+        for s, k in itertools.product(range(problem.stages), range(problem.microbatches)):
+            forward, backward = Action(s, Kind.F, k), Action(s, back, k)
+            weight, whole = Action(s, Kind.W, k), self.whole.get((s, k))
+            if s == last:
+                self._after(backward, forward)
+            else:
                 way = int(self.delay[s])
-                self._after((s + 1, Kind.F, k), (s, Kind.F, k), way)
-                self._after((s, back, k), (s + 1, back, k), way)
-            if back is Kind.I:
-                for s in range(last + 1):
-                    self._after((s, Kind.W, k), (s, Kind.I, k))
+                self._after(forward._replace(stage=s + 1), forward, way=way)
+                self._after(backward, backward._replace(stage=s + 1), way=way)
+                if self.mixed:
+                    self._after(backward, weight._replace(stage=s + 1), self.whole[s + 1, k], way)
+            if problem.split:
+                self._after(weight, backward)
+            if whole is not None:
+                self.model.add(self.starts[weight] == self.ends[backward]).only_enforce_if(whole)
 
-    def _after(
-        self, action: tuple[int, Kind, int], before: tuple[int, Kind, int], way: int = 0
-    ) -> None:
-        self.model.add(self.starts[action] >= self.ends[before] + way)
+    def _after(self, action: Action, before: Action, condition: Any = None, way: int = 0) -> None:
+        rule = self.model.add(self.starts[action] >= self.ends[before] + way)
+        if condition is not None:
+            rule.only_enforce_if(condition)
 
     def _memory(self) -> None:
         """What a device holds: of each stage and micro-batch from F to I, and from I to W."""
-        problem, model = self.problem, self.model
-        back = problem.kinds[1]
-        room = math.floor(problem.memory * GRAIN) + 1 if problem.memory < math.inf else None
-        if room is None:
+        problem, m = self.problem, self.problem.microbatches
+        if problem.memory == math.inf:
             return
-        whole = np.floor(problem.change[Kind.F] * GRAIN).astype(int)
-        # What only W needs, but no more than that: a whole backward holds no more, either.
-        late = np.minimum(np.floor(-problem.change[Kind.W] * GRAIN).astype(int), whole)
+        room = math.floor(problem.memory * GRAIN) + 1
+        whole, late = (
+            np.floor(taken * GRAIN).astype(int)
+            for taken in (problem.change[Kind.F], -problem.change[Kind.W])
+        )
+        last = problem.kinds[-1]
         for stages in problem.stages_of:
             s = stages[0]
-            alike = not problem.split or late[s] == whole[s]
-            if len(stages) == 1 and alike:
-                most = int(room // max(whole[s], 1))
-                for k in range(most, problem.microbatches):
-                    self._after((s, Kind.F, k), (s, problem.kinds[-1], k - most))
+            if len(stages) == 1 and not self.mixed and (late[s] == whole[s] or not problem.split):
+                # All hold the same, one after the other: only so many at a time.
+                most = int(room // whole[s])
+                for k in range(most, m):
+                    self._after(Action(s, Kind.F, k), Action(s, last, k - most))
                 continue
             held, sizes = [], []
-            for s in stages:
-                for k in range(problem.microbatches):
-                    begin, middle = self.starts[s, Kind.F, k], self.ends[s, back, k]
-                    held.append(self._span(begin, middle))
-                    sizes.append(int(whole[s]))
-                    if problem.split and late[s]:
-                        held.append(self._span(middle, self.ends[s, Kind.W, k]))
-                        sizes.append(int(late[s]))
-            model.add_cumulative(held, sizes, room)
+            for s, k in itertools.product(stages, range(m)):
+                begin, middle = self.starts[s, Kind.F, k], self.ends[s, problem.kinds[1], k]
+                held.append(self._span(begin, middle))
+                sizes.append(int(whole[s]))
+                if problem.split:
+                    held.append(self._span(middle, self.ends[s, Kind.W, k]))
+                    more = int(whole[s] - late[s])  # that a whole backward holds to its end
+                    sizes.append(int(late[s]) + more * self.whole.get((s, k), 0))
+            self.model.add_cumulative(held, sizes, room)
 
     def _span(self, begin: Any, end: Any) -> Any:
         size = self.model.new_int_var(0, self.horizon, "")
@@ -219,9 +233,9 @@ class Model:
                 except KeyboardInterrupt:
                     interrupted = True
                     solver.stop_search()
-        bound = self._seconds(solver.best_objective_bound)
         complete = solving.result() == self.cp.OPTIMAL
         known = complete or solving.result() == self.cp.FEASIBLE
+        bound = self._seconds(solver.best_objective_bound)
         return Answer(self._table(solver) if known else None, bound, complete, interrupted)
 
     def _seconds(self, units: float) -> float:
@@ -229,14 +243,27 @@ class Model:
         return units * self.unit - self.problem.costs.overhead
 
     def _table(self, solver: Any) -> Schedule:
+        problem = self.problem
+        at = {a: solver.value(start) for a, start in self.starts.items()}
+        ends = {a: solver.value(end) for a, end in self.ends.items()}
         rows = []
-        at = {key: solver.value(start) for key, start in self.starts.items()}
-        for stages in self.problem.stages_of:
-            mine = [key for key in at if key[0] in stages]
+        for stages in problem.stages_of:
+            row = [a for a in at if a.stage in stages]
             # What takes no time goes first; of several such at a time, what gives memory back.
-            mine.sort(key=lambda a: (at[a], at[a] + self.length[a[1], a[0]], -a[1], a[2]))
-            rows.append([(s, kind) for s, kind, _ in mine])
-        return self.problem.table("search", rows)
+            row.sort(key=lambda a: (at[a], ends[a], -a.kind, a.microbatch))
+            whole = {(s, k) for (s, k), yes in self.whole.items() if solver.value(yes)}
+            rows.append([*_join(row, whole)])
+        updated = insert_updates(rows, problem.microbatches)
+        return Schedule("search", updated, problem.placement, problem.microbatches)
+
+
+def _join(row: Iterable[Action], whole: set[tuple[int, int]]) -> Iterator[Action]:
+    """The row with I and W of these stages and micro-batches as one B."""
+    for a in row:
+        if (a.stage, a.microbatch) not in whole or a.kind is Kind.F:
+            yield a
+        elif a.kind is Kind.I:
+            yield a._replace(kind=Kind.B)
 
 
 def _watcher(cp: Any, seen: Callable[[tuple[float, float]], None]) -> Any:
@@ -245,17 +272,3 @@ def _watcher(cp: Any, seen: Callable[[tuple[float, float]], None]) -> Any:
             seen((self.objective_value, self.best_objective_bound))
 
     return Watcher()
-
-
-def unfuse(problem: Problem, schedule: Schedule) -> Schedule:
-    """The same with each whole backward in two, one after the other."""
-    rows = []
-    for row in schedule.rows:
-        cells = []
-        for a in row:
-            if a.kind is Kind.B:
-                cells += [(a.stage, Kind.I), (a.stage, Kind.W)]
-            elif a.kind is not Kind.U:
-                cells.append((a.stage, a.kind))
-        rows.append(cells)
-    return problem.table(schedule.name, rows)
