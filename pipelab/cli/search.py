@@ -10,8 +10,8 @@ from pipelab.cli.options import COUNT, POSITIVE, Commands, number, share
 from pipelab.cli.report import describe, idle_table
 from pipelab.cli.tables import COSTS, add_costs
 from pipelab.search import search
+from pipelab.search.problem import PLACEMENTS
 
-PLACEMENTS = ("loop", "v")
 LIMIT = number(float, lambda x: 0 <= x <= 1e6, "seconds from 0 to a million")
 WORKERS = number(int, lambda n: n >= 0, "a whole number of at least 0")
 

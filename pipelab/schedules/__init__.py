@@ -1,6 +1,6 @@
 """One file per schedule: a function of the file's name that returns a `Schedule`.
 
-A new file is found by itself.
+A new file is found by itself; one whose name begins with `_` is what several share.
 
 >>> sorted(SCHEDULES)[:4]
 ['dualpipe_v', 'eager_1f1b', 'gpipe', 'inter_layer']
@@ -22,6 +22,8 @@ from pipelab.schedule import Schedule
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {}
 for module in iter_modules(__path__):
+    if module.name.startswith("_"):
+        continue
     function = getattr(import_module(f"{__name__}.{module.name}"), module.name)
     # `from pipelab.schedules import gpipe` gives the function, not the module.
     SCHEDULES[module.name] = globals()[module.name] = function

@@ -14,9 +14,10 @@ from itertools import product
 import numpy as np
 
 from pipelab.action import Action, Kind, ScheduleError, check_counts, numbers
-from pipelab.building import v_placement, v_schedule
 from pipelab.costs import Costs, Recompute
+from pipelab.placement import v_placement
 from pipelab.schedule import Schedule
+from pipelab.schedules._v import v_schedule
 
 
 def zb_v(

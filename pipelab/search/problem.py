@@ -14,6 +14,7 @@ import numpy as np
 
 from pipelab.action import Action, Kind, ScheduleError, check_counts, insert_updates
 from pipelab.costs import CostError, Costs, Recompute
+from pipelab.placement import loop_placement, v_placement
 from pipelab.schedule import Schedule
 from pipelab.search.bounds import memory_used, shares
 from pipelab.simulate import durations, simulate
@@ -23,7 +24,7 @@ PLACEMENTS = ("loop", "v")
 
 
 def place(placement: str, devices: int, virtual: int = 1) -> tuple[int, ...]:
-    """stage -> device: around the devices `virtual` times, or to the last one and back.
+    """The placement of that name, "loop" or "v"; ScheduleError for another one.
 
     >>> place("loop", 3), place("v", 3)
     ((0, 1, 2), (0, 1, 2, 2, 1, 0))
@@ -34,8 +35,8 @@ def place(placement: str, devices: int, virtual: int = 1) -> tuple[int, ...]:
     if placement == "v":
         if virtual not in (1, 2):
             raise ScheduleError(f"virtual={virtual}: a v has two stages a device")
-        return (*range(devices), *reversed(range(devices)))
-    return (*range(devices),) * virtual
+        return v_placement(devices)
+    return loop_placement(devices, virtual)
 
 
 @dataclass(frozen=True)
