@@ -24,6 +24,7 @@ LAYERS = [
     },
     {
         "schedules",
+        "activations",
         "validate",
         "timeline",
         "trace",
