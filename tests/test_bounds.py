@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from pipelab import Action, Costs, Kind, Recompute, Schedule, ScheduleError, make, simulate
 from pipelab.action import insert_updates
-from pipelab.activations import shares
 from pipelab.cli import main
 from pipelab.costs import PASSES
+from pipelab.memory import shares
 from pipelab.schedules import SCHEDULES, make_for
 from pipelab.search import bound, gap, memory_used
 from tests.conftest import tables

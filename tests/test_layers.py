@@ -24,7 +24,6 @@ LAYERS = [
     },
     {
         "schedules",
-        "activations",
         "validate",
         "timeline",
         "trace",

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pipelab.action import Kind, ScheduleError, check_counts, every_batch
-from pipelab.activations import shares
 from pipelab.costs import Costs, Recompute
+from pipelab.memory import shares
 from pipelab.placement import loop_placement
 from pipelab.schedule import Schedule, one_stage_each
 from pipelab.schedules.zb_h1 import split_stage

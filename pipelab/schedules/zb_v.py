@@ -14,8 +14,8 @@ from itertools import product
 import numpy as np
 
 from pipelab.action import Action, Kind, ScheduleError, check_counts, numbers
-from pipelab.activations import changes, reserved
 from pipelab.costs import Costs, Recompute
+from pipelab.memory import changes, reserved
 from pipelab.placement import v_placement
 from pipelab.schedule import Schedule
 from pipelab.schedules._v import v_schedule

@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipelab.action import Kind, ScheduleError, check_counts
-from pipelab.activations import memory_used, shares
 from pipelab.costs import Costs, Recompute
+from pipelab.memory import memory_used, shares
 from pipelab.schedule import Schedule
 from pipelab.simulate import compute_seconds, simulate, transfer_seconds
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipelab.action import Action, Kind
-from pipelab.activations import reserved
+from pipelab.memory import reserved
 from pipelab.schedule import Schedule
 from pipelab.search.problem import SLACK, Problem
 

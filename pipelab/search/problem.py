@@ -13,8 +13,8 @@ from functools import cached_property
 import numpy as np
 
 from pipelab.action import Action, Kind, ScheduleError, check_counts, insert_updates
-from pipelab.activations import changes, memory_used
 from pipelab.costs import CostError, Costs, Recompute
+from pipelab.memory import changes, memory_used
 from pipelab.placement import loop_placement, v_placement
 from pipelab.schedule import Schedule
 from pipelab.simulate import compute_seconds, simulate, transfer_seconds
