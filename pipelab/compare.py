@@ -11,17 +11,14 @@ from typing import Any
 import numpy as np
 
 from pipelab import (
-    SCHEDULES,
-    CostError,
     Costs,
     Memory,
     Schedule,
-    ScheduleError,
     Timeline,
     memory,
     simulate,
 )
-from pipelab.schedules import make_for
+from pipelab.schedules import make_all, make_for
 from pipelab.search import gap
 
 COLUMNS = (
@@ -112,7 +109,7 @@ def compare(
 
     costs    of each device's part of the model. An interleaved schedule has each divided evenly
              into `virtual` chunks, so that the model is the same
-    names    of schedules; all but those that are left out (see `left_out`), unless given
+    names    of schedules; all that there are for these sizes and costs, unless given
     batches  more show what schedules without a flush gain
 
     >>> for entry in compare(Costs(), 4, 8, names=["gpipe", "interleaved"], batches=1):
@@ -120,37 +117,15 @@ def compare(
     gpipe 33.0
     interleaved 28.5
     """
+    sizes = {"virtual": virtual, "batches": batches}
     if names is None:
-        missing = left_out(devices, microbatches, virtual, batches, costs)
-        names = [name for name in SCHEDULES if name not in missing]
+        made = list(make_all(devices, microbatches, costs, **sizes)[0].values())
+    else:
+        made = [make_for(name, devices, microbatches, costs, **sizes) for name in names]
     found = []
-    for name in names:
-        sizes = {"virtual": virtual, "batches": batches}
-        schedule, own = make_for(name, devices, microbatches, costs, **sizes)
+    for schedule, own in made:
         predicted = simulate(schedule, own)
         found.append(Entry(schedule, predicted, memory(predicted, own), gap(schedule, own)))
-    return found
-
-
-def left_out(
-    devices: int,
-    microbatches: int,
-    virtual: int = 2,
-    batches: int = 2,
-    costs: Costs | None = None,
-) -> dict[str, str]:
-    """Schedules that there are not for these sizes, or these costs of devices: name -> why.
-
-    >>> list(left_out(4, 2))
-    ['pipedream_2bw']
-    """
-    found = {}
-    for name in SCHEDULES:
-        try:
-            sizes = {"virtual": virtual, "batches": batches}
-            make_for(name, devices, microbatches, costs or Costs(), **sizes)
-        except (ScheduleError, CostError) as error:
-            found[name] = f"{name}: {error}" if isinstance(error, CostError) else str(error)
     return found
 
 

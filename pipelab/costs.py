@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from pipelab.placement import loop_placement
+
 
 class Recompute(Enum):
     """When a backward first runs its forward again (torchgpipe's modes).
@@ -121,7 +123,7 @@ class Costs:
         if isinstance(self.transfer, tuple):
             lists.append((0.0, *self.transfer))
         devices = len(lists[0]) if lists else 1
-        return self.over([*range(devices)] * virtual)
+        return self.over(loop_placement(devices, virtual))
 
     def over(self, placement: Sequence[int]) -> "Costs":
         """The same model in the stages of a placement (stage -> device): costs of a device become

@@ -1,5 +1,10 @@
-"""Bytes over time on every device, by cause."""
+"""Bytes over time on every device, by cause; and activations alone, counted in micro-batches.
 
+Schedules are limited in the latter: a micro-batch that all stages of a device keep counts 1 there,
+whatever its bytes, and a stage has its share of that.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -8,6 +13,7 @@ import numpy as np
 
 from pipelab.action import Kind
 from pipelab.costs import Costs
+from pipelab.schedule import Schedule
 from pipelab.timeline import Timeline
 
 Moments = tuple[np.ndarray, np.ndarray]  # times, and an order among equal ones
@@ -151,3 +157,51 @@ def _moments(timeline: Timeline) -> np.ndarray:
     moments = every[new][np.cumsum(new) - 1]
     # The times of inputs that came from no other device are nan, and stay so.
     return np.append(moments, np.nan)[np.searchsorted(every, times)]
+
+
+# ---- counted in micro-batches
+
+
+def shares(costs: Costs, placement: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
+    """Of every stage: its `activations`, or its `weight_activations`, in those that its device
+    keeps for a micro-batch. A device's stages are alike where it keeps no bytes."""
+    home = np.array(placement)
+    whole = np.bincount(home, costs.of("activations", len(home)))[home]
+    even = 1 / np.bincount(home)[home]
+    return np.divide(costs.of(name, len(home)), whole, out=even, where=whole > 0)
+
+
+def changes(costs: Costs, placement: Sequence[int] | np.ndarray) -> np.ndarray:
+    """[kind, stage]: what an action takes (F, as it starts) or gives back (below 0, at its end).
+
+    I gives back what W does not need; where W needs more than I did, I takes that.
+    """
+    whole, late = (shares(costs, placement, name) for name in ("activations", "weight_activations"))
+    change = np.zeros((len(Kind), len(whole)))
+    change[Kind.F], change[Kind.B] = whole, -whole
+    change[Kind.I], change[Kind.W] = late - whole, -late
+    return change
+
+
+def reserved(change: np.ndarray) -> np.ndarray:
+    """The same for split backwards, if a forward takes at once what its I may take more: then W can
+    always follow."""
+    more = np.maximum(change[Kind.I], 0)
+    change = change.copy()
+    change[Kind.F] += more
+    change[Kind.I] -= more
+    return change
+
+
+def memory_used(schedule: Schedule, costs: Costs) -> list[float]:
+    """Per device, the most that it keeps at once: in activations of a micro-batch, as
+    `memory=` of schedules and `pipelab.search.bound` count it.
+
+    >>> from pipelab.schedules import gpipe, interleaved
+    >>> memory_used(gpipe(2, 4), Costs()), memory_used(interleaved(2, 4), Costs())
+    ([4.0, 4.0], [2.5, 1.5])
+    """
+    device, stage, kind, _ = schedule.columns
+    steps = changes(costs, schedule.placement)[kind, stage]
+    rows = (steps[device == d] for d in range(schedule.devices))
+    return [float(np.cumsum(row).max(initial=0).round(9)) for row in rows]

@@ -6,6 +6,7 @@ from functools import cached_property
 import numpy as np
 
 from pipelab.action import Action, Reads, check_counts, insert_updates
+from pipelab.placement import loop_placement
 from pipelab.table import Table
 from pipelab.text import draw_grid, read_table, write_csv, write_grid, write_torch_csv
 from pipelab.transform import forward_only, part, with_transfers
@@ -80,4 +81,5 @@ def one_stage_each(
     """
     check_counts(devices=devices, microbatches=microbatches, batches=batches)
     rows = insert_updates(map(order, range(devices)), per_update or microbatches)
-    return Schedule(name, rows, tuple(range(devices)), microbatches, batches, per_update, reads)
+    placement = loop_placement(devices)
+    return Schedule(name, rows, placement, microbatches, batches, per_update, reads)

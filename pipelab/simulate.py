@@ -1,5 +1,7 @@
 """Schedule + Costs -> Timeline: every action starts as soon as its row and its input allow."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from pipelab.action import Kind
@@ -44,17 +46,35 @@ def lay(schedule: Schedule, duration: np.ndarray, delay: np.ndarray, wait: np.nd
     return Timeline(schedule, start, end, sent, arrived, "simulated")
 
 
-def durations(schedule: Schedule, costs: Costs) -> np.ndarray:
-    """Seconds of every action, flat over the table."""
-    n, (_, stage, kind, microbatch) = schedule.stages, schedule.columns
-    table = np.zeros((len(Kind), n))  # [kind, stage]
+def compute_seconds(
+    costs: Costs, placement: Sequence[int] | np.ndarray, recomputed: bool = False
+) -> np.ndarray:
+    """[kind, stage]: seconds of an action, without its overhead; of a micro-batch whose forward
+    runs again before its backward, or of one that kept its activations."""
+    home, n = np.array(placement), len(placement)
+    table = np.zeros((len(Kind), n))
     table[Kind.F] = costs.of("forward", n)
     table[Kind.I] = costs.of("input_grad", n)
     table[Kind.W] = costs.of("weight_grad", n)
     table[Kind.B] = table[Kind.I] + table[Kind.W]
     table[Kind.U] = costs.of("update", n)
-    table /= costs.of("speed", schedule.devices)[np.array(schedule.placement)]
-    way = costs.links(n)
+    table /= costs.of("speed", home.max() + 1)[home]
+    if recomputed:
+        table[[Kind.B, Kind.I]] += table[Kind.F]
+    return table
+
+
+def transfer_seconds(costs: Costs, placement: Sequence[int] | np.ndarray) -> np.ndarray:
+    """[stage]: seconds from a stage to the next one (and back); 0 on the same device."""
+    home = np.array(placement)
+    return np.where(home[1:] == home[:-1], 0.0, costs.links(len(home)))
+
+
+def durations(schedule: Schedule, costs: Costs) -> np.ndarray:
+    """Seconds of every action, flat over the table."""
+    _, stage, kind, microbatch = schedule.columns
+    table = compute_seconds(costs, schedule.placement)
+    way = costs.links(schedule.stages)
     table[[Kind.SEND_F, Kind.RECV_B], :-1] = table[[Kind.RECV_F, Kind.SEND_B], 1:] = way
     seconds = table[kind, stage]
     recomputed = costs.recompute.mask(schedule.total, schedule.microbatches)[microbatch]

@@ -16,9 +16,9 @@ from pipelab import Action, Costs, Kind, Recompute, Schedule, ScheduleError, mak
 from pipelab.action import insert_updates
 from pipelab.cli import main
 from pipelab.costs import PASSES
+from pipelab.memory import shares
 from pipelab.schedules import SCHEDULES, make_for
 from pipelab.search import bound, gap, memory_used
-from pipelab.search.bounds import shares
 from tests.conftest import tables
 
 LOOP, V = (0, 1, 0, 1), (0, 1, 1, 0)

@@ -9,10 +9,10 @@ import pytest
 
 from pipelab import Costs, simulate
 from pipelab.cli import main
-from pipelab.compare import compare, left_out, page, text
+from pipelab.compare import compare, page, text
 from pipelab.costs import CostError
 from pipelab.memory import memory
-from pipelab.schedules import SCHEDULES, make_for
+from pipelab.schedules import SCHEDULES, make_all, make_for
 from pipelab.search import bound
 
 COSTS = Costs(forward=[1, 2], input_grad=2, weight_grad=1, weights=8, activations=4)
@@ -128,11 +128,13 @@ def test_costs_per_link_leave_interleaved_out(tmp_path, capsys):
     """Its chunks have a link from the last device to the first, of which nothing is known."""
     costs = Costs(transfer=[0.5, 0.5])
     assert "interleaved" not in [e.schedule.name for e in compare(costs, 3, 4)]
-    reason = left_out(3, 4, costs=costs)["interleaved"]
+    reason = make_all(3, 4, costs, virtual=2)[1]["interleaved"]
     assert reason.startswith("interleaved: transfer per link has no value")
     with pytest.raises(CostError, match="transfer per link"):
         compare(costs, 3, 4, names=["interleaved"])
-    assert "interleaved" not in left_out(2, 4, costs=Costs(transfer=[0.5]))  # one pair of devices
+    assert (
+        "interleaved" in make_all(2, 4, Costs(transfer=[0.5]), virtual=2)[0]
+    )  # one pair of devices
     assert len(compare(Costs(transfer=0.5), 2, 4)) == len(SCHEDULES)
     assert "pipedream_2bw" not in [e.schedule.name for e in compare(Costs(), 4, 2)]
     file = tmp_path / "p.json"

@@ -20,10 +20,10 @@ LAYERS = [
         "transform",
         "schedule",
         "costs",
+        "placement",
     },
     {
         "schedules",
-        "building",
         "validate",
         "timeline",
         "trace",

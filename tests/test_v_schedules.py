@@ -10,7 +10,7 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZB
 from torch.nn import functional as F
 
 from pipelab import Costs, Kind, Schedule, ScheduleError, make, memory, run, simulate, validate
-from pipelab.building import v_placement
+from pipelab.placement import v_placement
 from pipelab.theory import THEORY
 from tests.conftest import V
 from tests.test_run import SGD

@@ -5,11 +5,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from pipelab import SCHEDULES, CostError, Costs, ScheduleError, simulate
-from pipelab.cli.options import COUNT, POSITIVE, Commands, share
-from pipelab.cli.tables import COSTS, add_costs
+from pipelab import Costs, simulate
+from pipelab.cli.options import COUNT, POSITIVE, Commands, add_costs, costs_of, share
 from pipelab.compare import GAP, aligned
-from pipelab.schedules import make_for, takes
+from pipelab.schedules import make_all
 from pipelab.search import bound, gap, memory_used
 
 CELLS: dict[str, Callable[[Any], str]] = {
@@ -41,13 +40,13 @@ def add_to(commands: Commands) -> None:
 
 
 def bound_command(o: argparse.Namespace) -> None:
-    costs = Costs(**{name: getattr(o, name) for name in COSTS})
+    costs = costs_of(o)
     least = bound(costs, o.devices, o.microbatches, o.memory, split=not o.whole)
-    schedules, missing = _named(o, costs)
+    schedules, left_out = _named(o, costs)
     if o.json:
         sizes = {name: getattr(o, name) for name in ("devices", "microbatches", "memory")}
         bounds = {"makespan": least.makespan, "binding": least.binding, "bounds": least.by}
-        named = {"schedules": schedules, "left_out": missing}
+        named = {"schedules": schedules, "left_out": left_out}
         print(json.dumps({**sizes, "split": not o.whole, **bounds, **named}))
         return
     backwards = "whole" if o.whole else "split"
@@ -59,21 +58,15 @@ def bound_command(o: argparse.Namespace) -> None:
         table = [[*row[:3], row[4]] for row in table]
     print(aligned(rows), "", aligned(table), sep="\n")
     print("memory: micro-batches whose activations a device keeps at its peak", GAP, sep="\n")
-    for why in missing.values():
+    for why in left_out.values():
         print(f"left out: {why}")
 
 
 def _named(o: argparse.Namespace, costs: Costs) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Of every named schedule one batch, the fastest first; and why some are left out."""
-    found, missing = [], {}
-    for name in SCHEDULES:
-        limit = {"memory": o.memory} if takes(name, "memory") else {}
-        sizes = {"virtual": o.virtual, **limit}
-        try:
-            schedule, own = make_for(name, o.devices, o.microbatches, costs, **sizes)
-        except (ScheduleError, CostError) as error:
-            missing[name] = str(error)
-            continue
+    found = []
+    made, left_out = make_all(o.devices, o.microbatches, costs, virtual=o.virtual, memory=o.memory)
+    for name, (schedule, own) in made.items():
         used = max(memory_used(schedule, own))
         found.append(
             {
@@ -84,4 +77,4 @@ def _named(o: argparse.Namespace, costs: Costs) -> tuple[list[dict[str, Any]], d
                 "gap": gap(schedule, own),
             }
         )
-    return sorted(found, key=lambda x: x["makespan"]), missing
+    return sorted(found, key=lambda x: x["makespan"]), left_out

@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipelab import SCHEDULES, Costs, fit
+from pipelab import Costs, fit
 from pipelab.cli.files import check_targets, read_profile, use_agg, write
 from pipelab.cli.models import small_model
 from pipelab.cli.options import COST, COUNT, POSITIVE, Commands, share
 from pipelab.cli.report import Failure
-from pipelab.compare import compare, left_out, page, text
+from pipelab.compare import compare, page, text
 from pipelab.partition import split_layers
-from pipelab.schedules import make_for
+from pipelab.schedules import make_all, make_for
 
 
 def add_to(commands: Commands) -> None:
@@ -46,8 +46,9 @@ def compare_command(o: argparse.Namespace) -> None:
     if o.profile:
         found = split_layers(read_profile(o.profile), o.devices)
         costs, title = found.costs(transfer=o.transfer, bandwidth=o.bandwidth), Path(o.profile).stem
-    missing = left_out(o.devices, o.microbatches, o.virtual, o.batches, costs)
-    o.names = [name for name in SCHEDULES if name not in missing]
+    sizes = {"virtual": o.virtual, "batches": o.batches}
+    made, left_out = make_all(o.devices, o.microbatches, costs, **sizes)
+    o.names = list(made)
     if o.profile:
         entries = compare(costs, o.devices, o.microbatches, names=o.names, batches=o.batches)
     else:
@@ -58,9 +59,9 @@ def compare_command(o: argparse.Namespace) -> None:
         write(o.html, lambda path: path.write_text(page(entries, title)))
     if o.json:
         shown = [entry.to_json() for entry in entries]
-        print(json.dumps({"title": title, "schedules": shown, "left_out": missing}))
+        print(json.dumps({"title": title, "schedules": shown, "left_out": left_out}))
     else:
-        print(title, text(entries), *(f"left out: {why}" for why in missing.values()), sep="\n")
+        print(title, text(entries), *(f"left out: {why}" for why in left_out.values()), sep="\n")
     if failed := [e.schedule.name for e in entries if e.run and not e.run.check.passed]:
         raise Failure(f"the check failed: {', '.join(failed)}")
 

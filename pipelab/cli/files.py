@@ -8,7 +8,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from pipelab import Schedule, ScheduleError
+from pipelab import Schedule, ScheduleError, Timeline
 from pipelab.partition import Profile
 
 
@@ -93,6 +93,14 @@ def write_figure(name: str, picture: str, content: Any) -> None:
 
     axes = getattr(plot, picture)(content)
     write(name, lambda path: axes.figure.savefig(path, dpi=150))
+
+
+def write_table(o: argparse.Namespace, timeline: Timeline) -> None:
+    """The options `--plot` and `--csv` of a command that answers with a timeline."""
+    if o.plot:
+        write_figure(o.plot, "timeline", timeline)
+    if o.csv:
+        write(o.csv, lambda path: path.write_text(timeline.schedule.to_csv()))
 
 
 def use_agg() -> None:

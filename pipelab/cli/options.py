@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from pipelab import SCHEDULES, Costs, Reads, Recompute, Schedule, make
 from pipelab.cli.files import read_csv
+from pipelab.costs import PASSES
 
 LARGEST = 10_000_000  # actions of a table that a schedule's name stands for
 SIZES = ("devices", "microbatches", "virtual", "batches")
@@ -41,6 +42,12 @@ POSITIVE = number(float, lambda x: x > 0, "a number above 0")
 FINITE = number(float, lambda x: 0 < x < math.inf, "a finite number above 0")
 COST = number(_one_or_more, lambda x: True, "a number or a comma-separated list of numbers")
 
+COSTS = {  # -> their unit
+    **dict.fromkeys((*PASSES, "transfer", "update"), "seconds"),
+    "activations": "bytes kept for a backward",
+    "weight_activations": "bytes kept from I to W",
+}
+
 # Options that several commands have, and that mean the same everywhere.
 SHARED: dict[str, dict[str, Any]] = {
     "model": {"choices": ["mlp", "gpt2"], "default": "mlp"},
@@ -72,6 +79,18 @@ def share(option: Callable, *names: str) -> None:
     """Add these of the options that several commands have, by what adds one."""
     for name in names:
         option(f"--{name}", **SHARED[name])
+
+
+def add_costs(option: Callable, each: str = "stage") -> None:
+    """The options of COSTS, by what adds one; a list has a value for `each`."""
+    for cost, unit in COSTS.items():
+        name, text = cost.replace("_", "-"), f"{unit}: one number or one per {each}"
+        option(f"--{name}", type=COST, default=getattr(Costs, cost), metavar="X", help=text)
+
+
+def costs_of(o: argparse.Namespace) -> Costs:
+    """What `add_costs` has read."""
+    return Costs(**{name: getattr(o, name) for name in COSTS})
 
 
 class Parser(argparse.ArgumentParser):

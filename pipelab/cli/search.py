@@ -4,14 +4,13 @@ import argparse
 import json
 import sys
 
-from pipelab import Costs, simulate
-from pipelab.cli.files import check_targets, write, write_figure
-from pipelab.cli.options import COUNT, POSITIVE, Commands, number, share
+from pipelab import simulate
+from pipelab.cli.files import check_targets, write_table
+from pipelab.cli.options import COUNT, POSITIVE, Commands, add_costs, costs_of, number, share
 from pipelab.cli.report import describe, idle_table
-from pipelab.cli.tables import COSTS, add_costs
 from pipelab.search import search
+from pipelab.search.problem import PLACEMENTS
 
-PLACEMENTS = ("loop", "v")
 LIMIT = number(float, lambda x: 0 <= x <= 1e6, "seconds from 0 to a million")
 WORKERS = number(int, lambda n: n >= 0, "a whole number of at least 0")
 
@@ -50,7 +49,7 @@ def add_to(commands: Commands) -> None:
 
 def search_command(o: argparse.Namespace) -> None:
     check_targets(o, "csv", "plot")
-    costs = Costs(**{name: getattr(o, name) for name in COSTS})
+    costs = costs_of(o)
     shown = sys.stderr.isatty()
     found = search(
         costs,
@@ -67,16 +66,11 @@ def search_command(o: argparse.Namespace) -> None:
     if shown:
         print("\r\033[K", end="", file=sys.stderr)
     timeline = simulate(found, costs)
-    if o.plot:
-        write_figure(o.plot, "timeline", timeline)
-    if o.csv:
-        write(o.csv, lambda path: path.write_text(found.to_csv()))
+    write_table(o, timeline)
     if o.json:
         print(json.dumps(describe(timeline) | {"proof": found.proof.to_json()}))
     else:
-        print(timeline.summary())
-        print(idle_table(timeline))
-        print(found.proof)
+        print(timeline.summary(), idle_table(timeline), found.proof, sep="\n")
 
 
 def _progress(makespan: float, bound: float) -> None:

@@ -2,19 +2,12 @@
 
 import argparse
 import json
-from collections.abc import Callable
+from dataclasses import replace
 
-from pipelab import Costs, Recompute, ScheduleError, simulate, validate
-from pipelab.cli.files import check_targets, read_csv, write, write_figure
-from pipelab.cli.options import COST, Commands, schedule_of, share
+from pipelab import Recompute, ScheduleError, simulate, validate
+from pipelab.cli.files import check_targets, read_csv, write, write_table
+from pipelab.cli.options import Commands, add_costs, costs_of, schedule_of, share
 from pipelab.cli.report import Failure, describe, idle_table
-from pipelab.costs import PASSES
-
-COSTS = {
-    **dict.fromkeys((*PASSES, "transfer", "update"), "seconds"),
-    "activations": "bytes kept for a backward",
-    "weight_activations": "bytes kept from I to W",
-}
 
 
 def add_to(commands: Commands) -> None:
@@ -38,30 +31,18 @@ def add_to(commands: Commands) -> None:
     option("file", metavar="FILE")
 
 
-def add_costs(option: Callable, each: str = "stage") -> None:
-    """The options of COSTS, by what adds one; a list has a value for `each`."""
-    for cost, unit in COSTS.items():
-        name, text = cost.replace("_", "-"), f"{unit}: one number or one per {each}"
-        option(f"--{name}", type=COST, default=getattr(Costs, cost), metavar="X", help=text)
-
-
 def simulate_command(o: argparse.Namespace) -> None:
     check_targets(o, "csv", "trace", "plot")
-    given = {name: getattr(o, name) for name in COSTS}
-    costs = Costs(**given, recompute=Recompute(o.recompute))
+    costs = replace(costs_of(o), recompute=Recompute(o.recompute))
     schedule = schedule_of(o, costs)
     timeline = simulate(schedule, costs)
-    if o.plot:
-        write_figure(o.plot, "timeline", timeline)
-    if o.csv:
-        write(o.csv, lambda path: path.write_text(schedule.to_csv()))
+    write_table(o, timeline)
     if o.trace:
         write(o.trace, lambda path: path.write_text(json.dumps(timeline.to_trace())))
     if o.json:
         print(json.dumps(describe(timeline)))
     else:
-        print(timeline.summary())
-        print(idle_table(timeline))
+        print(timeline.summary(), idle_table(timeline), sep="\n")
 
 
 def schedule_command(o: argparse.Namespace) -> None:

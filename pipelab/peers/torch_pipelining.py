@@ -27,6 +27,7 @@ from pipelab.executors.torch.stage import Loss, OptimizerFactory
 from pipelab.peers import PeerRun
 from pipelab.peers.ranks import PeerJob, run_ranks, shape_of
 from pipelab.peers.watch import Outcome, Steps, Watch, weights_of
+from pipelab.placement import loop_placement
 from pipelab.schedule import Schedule
 
 SCHEDULES: dict[str, Any] = {
@@ -93,7 +94,7 @@ def run_torch_pipelining(
                 f"{len(stages)} stages for torch's own {name} on {devices} devices: give each "
                 "device one, or with interleaved the same number of them"
             )
-        placement = tuple(s % devices for s in range(len(stages)))
+        placement = loop_placement(devices, len(stages) // devices)
     library, options = "torch.distributed.pipelining", (name, rows, placement)
     job = PeerJob(library, stages, batches, loss, optimizer, microbatches, watch, options)
     return run_ranks(f"torch {name}", _train, devices, timeout, job)

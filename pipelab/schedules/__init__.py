@@ -1,6 +1,6 @@
 """One file per schedule: a function of the file's name that returns a `Schedule`.
 
-A new file is found by itself.
+A new file is found by itself; one whose name begins with `_` is what several share.
 
 >>> sorted(SCHEDULES)[:4]
 ['dualpipe_v', 'eager_1f1b', 'gpipe', 'inter_layer']
@@ -17,11 +17,13 @@ from pkgutil import iter_modules
 from typing import Any
 
 from pipelab.action import Reads, ScheduleError
-from pipelab.costs import Costs
+from pipelab.costs import CostError, Costs
 from pipelab.schedule import Schedule
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {}
 for module in iter_modules(__path__):
+    if module.name.startswith("_"):
+        continue
     function = getattr(import_module(f"{__name__}.{module.name}"), module.name)
     # `from pipelab.schedules import gpipe` gives the function, not the module.
     SCHEDULES[module.name] = globals()[module.name] = function
@@ -104,3 +106,27 @@ def make_for(
     if takes(name, "costs"):
         schedule = make(name, devices, microbatches, costs=own, **options)
     return schedule, own
+
+
+def make_all(
+    devices: int, microbatches: int, costs: Costs, *, memory: float | None = None, **options: Any
+) -> tuple[dict[str, tuple[Schedule, Costs]], dict[str, str]]:
+    """Every named schedule as `make_for` makes it, by name; and of the others why there are none.
+
+    memory   of those that are made for a limit
+    options  `virtual` and `batches`, as `make` has them
+
+    >>> made, left_out = make_all(4, 2, Costs())
+    >>> len(made) + len(left_out) == len(SCHEDULES), list(left_out)
+    (True, ['pipedream_2bw'])
+    """
+    made, left_out = {}, {}
+    for name in SCHEDULES:
+        more = options | ({"memory": memory} if takes(name, "memory") else {})
+        try:
+            made[name] = make_for(name, devices, microbatches, costs, **more)
+        except ScheduleError as error:
+            left_out[name] = str(error)
+        except CostError as error:
+            left_out[name] = f"{name}: {error}"
+    return made, left_out

@@ -12,8 +12,8 @@ from collections import Counter, deque
 import numpy as np
 
 from pipelab.action import Action, Kind, check_counts, numbers
-from pipelab.building import v_schedule
 from pipelab.schedule import Schedule
+from pipelab.schedules._v import v_schedule
 
 
 def dualpipe_v(devices: int, microbatches: int, batches: int = 1) -> Schedule:

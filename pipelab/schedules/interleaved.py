@@ -7,6 +7,7 @@
 import numpy as np
 
 from pipelab.action import Kind, check_counts, every_batch, insert_updates, one_kind
+from pipelab.placement import loop_placement
 from pipelab.schedule import Schedule
 from pipelab.schedules.pipedream import one_forward_one_backward, one_stage
 
@@ -29,10 +30,9 @@ def interleaved(devices: int, microbatches: int, virtual: int = 2, batches: int 
         every_batch(_one_batch(d, devices, microbatches, virtual), batches, microbatches)
         for d in range(devices)
     ]
-    placement = tuple(s % devices for s in range(devices * virtual))
-    return Schedule(
-        "interleaved", insert_updates(rows, microbatches), placement, microbatches, batches
-    )
+    rows = insert_updates(rows, microbatches)
+    placement = loop_placement(devices, virtual)
+    return Schedule("interleaved", rows, placement, microbatches, batches)
 
 
 def _one_batch(device: int, devices: int, microbatches: int, virtual: int) -> np.ndarray:

@@ -7,6 +7,7 @@
 import numpy as np
 
 from pipelab.action import Kind, check_counts, every_batch, insert_updates, one_kind
+from pipelab.placement import loop_placement
 from pipelab.schedule import Schedule
 
 
@@ -28,7 +29,6 @@ def looped_bfs(devices: int, microbatches: int, virtual: int = 2, batches: int =
         forwards, backwards = one_kind(stages, Kind.F, batch), one_kind(stages[::-1], Kind.B, batch)
         one = np.concatenate([forwards, backwards])
         rows.append(every_batch(one, batches, microbatches))
-    placement = tuple(s % devices for s in range(devices * virtual))
-    return Schedule(
-        "looped_bfs", insert_updates(rows, microbatches), placement, microbatches, batches
-    )
+    rows = insert_updates(rows, microbatches)
+    placement = loop_placement(devices, virtual)
+    return Schedule("looped_bfs", rows, placement, microbatches, batches)

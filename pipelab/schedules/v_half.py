@@ -5,8 +5,8 @@
 .   .   .   .   2F0 3F0 .   .   .   .   .   .   3I0 .   2I0 .   .       W where a slot is free
 """
 
-from pipelab.building import repeated
 from pipelab.schedule import Schedule
+from pipelab.schedules._v import repeated
 
 
 def v_half(devices: int, microbatches: int, batches: int = 1) -> Schedule:

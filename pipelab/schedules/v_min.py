@@ -6,8 +6,8 @@
 .   .   .   3F0 4F0 .   .   .   .   .   .   4I0 3I0 .   .   .
 """
 
-from pipelab.building import repeated
 from pipelab.schedule import Schedule
+from pipelab.schedules._v import repeated
 
 
 def v_min(devices: int, microbatches: int, batches: int = 1) -> Schedule:

@@ -11,10 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from pipelab.action import Kind, ScheduleError, check_counts, every_batch
-from pipelab.costs import Costs
+from pipelab.costs import Costs, Recompute
+from pipelab.memory import shares
+from pipelab.placement import loop_placement
 from pipelab.schedule import Schedule, one_stage_each
-from pipelab.schedules.zb_h1 import split_stage, zb_h1
-from pipelab.simulate import durations, simulate, waits
+from pipelab.schedules.zb_h1 import split_stage
+from pipelab.simulate import compute_seconds, simulate
 
 TINY = 1e-9  # activations that rounding may add up to
 
@@ -68,19 +70,17 @@ class _Task(NamedTuple):
     """What a table is built for; lists by stage."""
 
     microbatches: int
-    seconds: dict[Kind, list[float]]
+    seconds: list[list[float]]  # [kind][stage]
     link: list[float]  # seconds from stage s to s + 1, and back
     memory: list[float]  # micro-batches that fit
     for_weights: list[float]  # of a micro-batch's share of memory, what is kept from I to W
 
 
 def _task(devices: int, microbatches: int, costs: Costs, memory: float) -> _Task:
-    # The seconds of a micro-batch in any table with I and W, its first of two.
-    table = zb_h1(devices, 2)
-    seconds = durations(table, costs) + waits(table, costs)
-    of = {kind: seconds[table.position[kind, :, 0]].tolist() for kind in (Kind.F, Kind.I, Kind.W)}
-    whole, part = costs.of("activations", devices), costs.of("weight_activations", devices)
-    share = np.divide(part, whole, out=np.ones(devices), where=whole > 0)
+    home = loop_placement(devices)
+    recomputed = costs.recompute is not Recompute.NEVER
+    seconds = compute_seconds(costs, home, recomputed) + costs.overhead
+    share = shares(costs, home, "weight_activations")
     least = max(1, share.max())
     if not memory >= least:
         raise ScheduleError(
@@ -89,7 +89,8 @@ def _task(devices: int, microbatches: int, costs: Costs, memory: float) -> _Task
         )
     most = np.maximum(share, 1)  # where W keeps more than I, room for that from the forward on
     memory_of, for_weights = (memory / most).tolist(), (share / most).tolist()
-    return _Task(microbatches, of, costs.links(devices).tolist(), memory_of, for_weights)
+    link = costs.links(devices).tolist()
+    return _Task(microbatches, seconds.tolist(), link, memory_of, for_weights)
 
 
 def _candidates(task: _Task) -> list[list[np.ndarray]]:

@@ -14,9 +14,12 @@ from itertools import product
 import numpy as np
 
 from pipelab.action import Action, Kind, ScheduleError, check_counts, numbers
-from pipelab.building import v_placement, v_schedule
 from pipelab.costs import Costs, Recompute
+from pipelab.memory import changes, reserved
+from pipelab.placement import v_placement
 from pipelab.schedule import Schedule
+from pipelab.schedules._v import v_schedule
+from pipelab.simulate import compute_seconds, transfer_seconds
 
 
 def zb_v(
@@ -55,44 +58,36 @@ def zb_v(
 
 @dataclass(frozen=True)
 class _Model:
-    """What the order depends on: lists of a value per stage, link or device.
+    """What the order depends on.
 
-    seconds  of a kind -> of a stage
+    home     stage -> device
+    seconds  [kind][stage]
     delay    of link s, between stages s and s + 1
-    change   of a kind -> of a stage: what an action adds to the bytes held on its device
-    limit    of those bytes, of a device
+    change   [kind][stage]: what an action adds to the activations on its device, in micro-batches
+    limit    of those, of a device
     """
 
     home: tuple[int, ...]
-    seconds: dict[Kind, list[float]]
+    seconds: list[list[float]]
     delay: list[float]
-    change: dict[Kind, list[float]]
-    limit: list[float]
+    change: list[list[float]]
+    limit: float
+
+    @property
+    def devices(self) -> int:
+        return len(self.home) // 2
 
 
 def _model(devices: int, costs: Costs, memory: float) -> _Model:
-    n, home = 2 * devices, v_placement(devices)
-    forward, input_grad, weight_grad = (
-        costs.of(name, n) / costs.of("speed", devices)[[*home]] + costs.overhead
-        for name in ("forward", "input_grad", "weight_grad")
-    )
-    if costs.recompute is not Recompute.NEVER:
-        input_grad = input_grad + costs.of("forward", n)
-    delay = costs.links(n)
-    delay[devices - 1] = 0  # stages p - 1 and p are on one device
-    kept, for_weights = costs.of("activations", n), costs.of("weight_activations", n)
-    if not kept.any():
-        kept = for_weights = np.ones(n)
-    limit = memory * (kept + kept[::-1])[:devices] * (1 + 1e-9)  # sums of bytes are rounded
-    kept = np.maximum(kept, for_weights)  # room for what I adds is there from F on
-    seconds = {Kind.F: forward, Kind.I: input_grad, Kind.W: weight_grad}
-    change = {Kind.F: kept, Kind.I: for_weights - kept, Kind.W: -for_weights}
+    home = v_placement(devices)
+    recomputed = costs.recompute is not Recompute.NEVER
+    seconds = compute_seconds(costs, home, recomputed) + costs.overhead
     return _Model(
         home,
-        {kind: each.tolist() for kind, each in seconds.items()},
-        delay.tolist(),
-        {kind: each.tolist() for kind, each in change.items()},
-        limit.tolist(),
+        seconds.tolist(),
+        transfer_seconds(costs, home).tolist(),
+        reserved(changes(costs, home)).tolist(),
+        memory * (1 + 1e-9),  # sums of shares are rounded
     )
 
 
@@ -100,12 +95,12 @@ class _Order:
     """All F and I, each behind what it needs: the order of each device, whatever W does.
 
     done    of a kind -> of a stage: how many micro-batches
-    held    of a device: bytes, if every W followed its I at once
+    held    of a device: micro-batches' activations, if every W followed its I at once
     """
 
     def __init__(self, model: _Model, microbatches: int) -> None:
         self.model, self.microbatches = model, microbatches
-        self.devices, self.last = len(model.limit), len(model.home) - 1
+        self.devices, self.last = model.devices, len(model.home) - 1
         self.actions: list[Action] = []
         self.done = {kind: [0] * (self.last + 1) for kind in (Kind.F, Kind.I)}
         self.held = [0.0] * self.devices
@@ -129,7 +124,7 @@ class _Order:
         if k == self.microbatches:
             return False
         if kind == Kind.F:
-            fits = self.held[d] + model.change[kind][stage] <= model.limit[d]
+            fits = self.held[d] + model.change[kind][stage] <= model.limit
             return fits and (stage == 0 or done[Kind.F][stage - 1] > k)
         return done[Kind.F][stage] > k and (stage == self.last or done[Kind.I][stage + 1] > k)
 
@@ -151,7 +146,7 @@ class _Order:
             s = self.last - d
             in_time = int((end[s] - forward[s] - end[d]) / forward[d] + 1e-9) if forward[d] else 0
             # The turns below take d + 1 further activations of the second chunk, d of the first.
-            free = self.model.limit[d] - (d + 1) * change[s]
+            free = self.model.limit - (d + 1) * change[s]
             room = int(free / change[d]) - d if change[d] else self.microbatches
             ahead = max(1, min(ahead, 1 + in_time, room))
             for _ in range(ahead):
@@ -204,7 +199,7 @@ class _Filled:
     """
 
     def __init__(self, model: _Model, allowance: np.ndarray) -> None:
-        devices = len(model.limit)
+        devices = model.devices
         self.model, self.allowance = model, allowance.tolist()
         self.rows: list[list[Action]] = [[] for _ in range(devices)]
         self.pending: list[deque[Action]] = [deque() for _ in range(devices)]
@@ -250,7 +245,7 @@ class _Filled:
         pending, weight_grad = self.pending[d], self.model.seconds[Kind.W]
         while pending:
             gap = arrival - self.clock[d]
-            full = self.held[d] + self.model.change[kind][stage] > self.model.limit[d]
+            full = self.held[d] + self.model.change[kind][stage] > self.model.limit
             fits = gap >= weight_grad[pending[0].stage]
             may_idle = max(*self.idle, self.allowance[d]) - self.idle[d]
             if not (full or fits or (also_late and gap > may_idle)):
@@ -266,7 +261,7 @@ def _filled(
     A device may idle as long as the one that idles most. Which one that is is known after a first
     try, so that there is another one as long as that helps.
     """
-    devices, best = len(model.limit), None
+    devices, best = model.devices, None
     allowance = np.zeros(devices)
     while True:
         filled = _Filled(model, allowance)

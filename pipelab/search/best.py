@@ -74,7 +74,7 @@ def search(
     hunt = _Hunt(problem, seconds, workers, progress)
     try:
         hunt.heuristics()
-        if seconds > 0 and hunt.gap:
+        if seconds > 0 and hunt.may_improve:
             hunt.by_repeating()
             hunt.exactly()
     except KeyboardInterrupt:
@@ -103,12 +103,11 @@ class _Hunt:
         self.bound = at_least.makespan
 
     @property
-    def left(self) -> float:
-        """Seconds."""
+    def seconds_left(self) -> float:
         return self.seconds - (time.perf_counter() - self.began)
 
     @property
-    def gap(self) -> bool:
+    def may_improve(self) -> bool:
         """Whether there may be a better one."""
         return self.makespan > self.bound * (1 + 1e-9)
 
@@ -133,7 +132,7 @@ class _Hunt:
         for each in problem.variants():
             for rule in rules(each):
                 self.offer_also_fused(Draft(each, rule).run(), "greedy")
-                if not self.gap or (self.seconds and self.left < 0):
+                if not self.may_improve or (self.seconds and self.seconds_left < 0):
                     return
 
     def by_repeating(self) -> None:
@@ -141,25 +140,25 @@ class _Hunt:
         problem = self.problem
         of_one = problem.stages * len(problem.kinds)
         few = max(2 * problem.devices, SMALL // of_one)
-        if few >= problem.microbatches or not self.gap:
+        if few >= problem.microbatches or not self.may_improve:
             return
-        part = _Hunt(problem.with_microbatches(few), self.left / 3, self.workers, None)
+        part = _Hunt(problem.with_microbatches(few), self.seconds_left / 3, self.workers, None)
         part.heuristics()
         part.exactly()
         assert part.best
         for schedule in stretched(problem, part.best):
             self.offer(schedule, "repeat")
-            if self.left < 0:
+            if self.seconds_left < 0:
                 return
 
     def exactly(self) -> None:
         problem = self.problem
         actions = problem.stages * len(problem.kinds) * problem.microbatches
-        if actions > SOLVABLE or self.left <= 0 or not self.gap:
+        if actions > SOLVABLE or self.seconds_left <= 0 or not self.may_improve:
             return
         assert self.best
         model = Model(problem, self.best, self.bound)
-        answer = model.solve(max(self.left, 0.01), self.workers, self.progress)
+        answer = model.solve(max(self.seconds_left, 0.01), self.workers, self.progress)
         self.bound = max(self.bound, answer.bound)
         if answer.schedule:
             self.offer(answer.schedule, "exact")

@@ -26,8 +26,9 @@ import numpy as np
 
 from pipelab.action import Kind, ScheduleError, check_counts
 from pipelab.costs import Costs, Recompute
+from pipelab.memory import memory_used, shares
 from pipelab.schedule import Schedule
-from pipelab.simulate import simulate
+from pipelab.simulate import compute_seconds, simulate, transfer_seconds
 
 ROUNDING = 1e-9
 
@@ -150,19 +151,16 @@ class _Parts:
     """What the bounds are made of: arrays of one value a stage, or a device (in plural)."""
 
     def __init__(self, costs: Costs, home: np.ndarray, microbatches: int, split: bool) -> None:
-        n, p, m = len(home), home.max() + 1, microbatches
-        seconds = {
-            name: costs.of(name, n) / costs.of("speed", p)[home]
-            for name in ("forward", "input_grad", "weight_grad", "update")
-        }
+        p, m = home.max() + 1, microbatches
+        seconds = compute_seconds(costs, home)
         # [1] A stage's own seconds. A whole backward loses its overhead once.
         again = costs.recompute.mask(m, m)
-        f, w = seconds["forward"], seconds["weight_grad"]
-        b = seconds["input_grad"] + costs.overhead + again.all() * f
-        self.m, self.f, self.u = m, f + costs.overhead, seconds["update"] + costs.overhead
+        f, w = seconds[Kind.F], seconds[Kind.W]
+        b = seconds[Kind.I] + costs.overhead + again.all() * f
+        self.m, self.f, self.u = m, f + costs.overhead, seconds[Kind.U] + costs.overhead
         self.b, self.w = (b, w) if split else (b + w, 0 * w)
         # [2] Its way from the first stage, to the last one and back, and back to the first one.
-        way = np.where(home[1:] == home[:-1], 0.0, costs.links(n))
+        way = transfer_seconds(costs, home)
         self.out = np.append(0, np.cumsum(self.f[:-1] + way))
         later = np.cumsum((self.f[1:] + self.b[1:] + 2 * way)[::-1])[::-1]
         self.trip = self.f + np.append(later, 0) + self.b
@@ -258,32 +256,3 @@ def _longest(waits: np.ndarray, apart: int, between: float) -> float:
         before = best[j + 1 - apart] + between if j >= apart else 0.0
         best.append(max(best[j], before + wait))
     return best[-1]
-
-
-def shares(costs: Costs, placement: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
-    """Of every stage: its `activations`, or its `weight_activations`, in those that its device
-    keeps for a micro-batch. A device's stages are alike where it keeps no bytes."""
-    home = np.array(placement)
-    whole = np.bincount(home, costs.of("activations", len(home)))[home]
-    even = 1 / np.bincount(home)[home]
-    return np.divide(costs.of(name, len(home)), whole, out=even, where=whole > 0)
-
-
-def memory_used(schedule: Schedule, costs: Costs) -> list[float]:
-    """Per device, the most that it keeps at once: in activations of a micro-batch, as `bound`
-    counts memory.
-
-    >>> from pipelab.schedules import gpipe, interleaved
-    >>> memory_used(gpipe(2, 4), Costs()), memory_used(interleaved(2, 4), Costs())
-    ([4.0, 4.0], [2.5, 1.5])
-    """
-    whole, late = (
-        shares(costs, schedule.placement, name) for name in ("activations", "weight_activations")
-    )
-    change = np.zeros((len(Kind), schedule.stages))
-    change[Kind.F], change[Kind.B] = whole, -whole
-    change[Kind.I], change[Kind.W] = late - whole, -late
-    device, stage, kind, _ = schedule.columns
-    steps = change[kind, stage]
-    rows = (steps[device == d] for d in range(schedule.devices))
-    return [float(np.cumsum(row).max(initial=0).round(9)) for row in rows]

@@ -83,7 +83,8 @@ class Model:
         self.starts: dict[Any, Any] = {}  # action -> when
         self.ends: dict[Any, Any] = {}
         self.whole: dict[tuple[int, int], Any] = {}  # [stage, micro-batch]: where it may pay
-        self._actions(self._hint(known))
+        hint, self.horizon = self._hint(known)
+        self._actions(hint)
         self._inputs()
         self._memory()
         least_units = math.floor((least + problem.costs.overhead) / self.unit * (1 - 1e-12))
@@ -100,23 +101,21 @@ class Model:
         close = np.abs(units - near) <= 1e-12 * np.maximum(units, 1)
         return np.where(close, near, np.floor(units)).astype(int)
 
-    def _hint(self, known: Schedule) -> dict[Action, int]:
-        """When each action of the known table starts, in units; a whole backward as I, then W."""
-        _, stage, kind, microbatch = known.columns
+    def _hint(self, known: Schedule) -> tuple[dict[Action, int], int]:
+        """When each action of the known table starts, a whole backward as I, then W; and when the
+        last one ends. In units."""
+        _, stage, kind, _ = known.columns
         delay = np.zeros(len(kind), int)
         moved = known.crossing
         delay[moved] = self.delay[np.minimum(stage, stage[known.inputs])[moved]]
         walk = known.walk(self.length[kind, stage], delay)
         starts = {known.action(i): int(start) for i, start in enumerate(walk.start)}
         if self.problem.split:
-            for s, k in zip(
-                *(x[kind == Kind.B].tolist() for x in (stage, microbatch)), strict=True
-            ):
-                start = starts[Action(s, Kind.B, k)]
-                starts[Action(s, Kind.I, k)] = start
-                starts[Action(s, Kind.W, k)] = start + int(self.length[Kind.I, s])
-        self.horizon = int(max(walk.end))
-        return starts
+            for a, start in list(starts.items()):
+                if a.kind is Kind.B:
+                    starts[a._replace(kind=Kind.I)] = start
+                    starts[a._replace(kind=Kind.W)] = start + int(self.length[Kind.I, a.stage])
+        return starts, int(max(walk.end))
 
     def _actions(self, hint: dict[Action, int]) -> None:
         """An interval each; none overlap on a device; micro-batches in their order."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipelab.action import Action, Kind
+from pipelab.memory import reserved
 from pipelab.schedule import Schedule
 from pipelab.search.problem import SLACK, Problem
 
@@ -56,11 +57,7 @@ class Draft:
         self.ready[Kind.F][0] = [0.0] * m
         self.events = [(0.0, 0)]
         self.seconds = problem.seconds.tolist()
-        # A forward takes at once what its I may take more: then W can always follow.
-        change = problem.change.copy()
-        more = np.maximum(change[Kind.I], 0)
-        change[Kind.F] += more * problem.split
-        change[Kind.I] -= more
+        change = reserved(problem.change) if problem.split else problem.change
         self.change = change.tolist()
         self.memory = problem.memory * (1 + SLACK)
         self.delay = problem.delay.tolist()

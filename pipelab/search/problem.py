@@ -14,16 +14,17 @@ import numpy as np
 
 from pipelab.action import Action, Kind, ScheduleError, check_counts, insert_updates
 from pipelab.costs import CostError, Costs, Recompute
+from pipelab.memory import changes, memory_used
+from pipelab.placement import loop_placement, v_placement
 from pipelab.schedule import Schedule
-from pipelab.search.bounds import memory_used, shares
-from pipelab.simulate import durations, simulate
+from pipelab.simulate import compute_seconds, simulate, transfer_seconds
 
 SLACK = 1e-6  # of a limit of memory, or of a makespan: less is rounding
 PLACEMENTS = ("loop", "v")
 
 
 def place(placement: str, devices: int, virtual: int = 1) -> tuple[int, ...]:
-    """stage -> device: around the devices `virtual` times, or to the last one and back.
+    """The placement of that name, "loop" or "v"; ScheduleError for another one.
 
     >>> place("loop", 3), place("v", 3)
     ((0, 1, 2), (0, 1, 2, 2, 1, 0))
@@ -34,8 +35,8 @@ def place(placement: str, devices: int, virtual: int = 1) -> tuple[int, ...]:
     if placement == "v":
         if virtual not in (1, 2):
             raise ScheduleError(f"virtual={virtual}: a v has two stages a device")
-        return (*range(devices), *reversed(range(devices)))
-    return (*range(devices),) * virtual
+        return v_placement(devices)
+    return loop_placement(devices, virtual)
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,8 @@ class Problem:
 
     @cached_property
     def compute(self) -> np.ndarray:
-        """[kind, stage]: seconds of an action, up to U."""
-        rows: list[list[Action]] = [[] for _ in range(self.devices)]
-        for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.U):
-            for s in range(self.stages):
-                rows[self.placement[s]].append(Action(s, kind, 0))
-        every = Schedule("costs", rows, self.placement, 1)
-        return durations(every, self.costs)[every.position[: Kind.U + 1, :, 0]]
+        """[kind, stage]: seconds of an action."""
+        return compute_seconds(self.costs, self.placement)
 
     @cached_property
     def seconds(self) -> np.ndarray:
@@ -98,8 +94,7 @@ class Problem:
     @cached_property
     def delay(self) -> np.ndarray:
         """[stage]: seconds from it to the next stage (and back); 0 on the same device."""
-        home = np.array(self.placement)
-        return np.where(home[1:] == home[:-1], 0.0, self.costs.links(self.stages))
+        return transfer_seconds(self.costs, self.placement)
 
     def makespan(self, schedule: Schedule) -> float:
         return simulate(schedule, self.costs).makespan
@@ -108,19 +103,8 @@ class Problem:
 
     @cached_property
     def change(self) -> np.ndarray:
-        """[kind, stage]: memory that an action takes (F, as it starts) or gives back (at its end).
-
-        In micro-batches' activations of its device; where the costs have no bytes of activations,
-        stages of a device count alike, and hold as much from I to W.
-        """
-        whole, late = (
-            shares(self.costs, self.placement, name)
-            for name in ("activations", "weight_activations")
-        )
-        change = np.zeros((len(Kind), self.stages))
-        change[Kind.F], change[Kind.B] = whole, -whole
-        change[Kind.I], change[Kind.W] = late - whole, -late
-        return change
+        """[kind, stage]: memory that an action takes or gives back, in micro-batches."""
+        return changes(self.costs, self.placement)
 
     @cached_property
     def least_memory(self) -> float:

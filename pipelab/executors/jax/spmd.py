@@ -45,6 +45,7 @@ from pipelab.executors.jax.spmd_checks import (
     mesh_of,
 )
 from pipelab.executors.jax.spmd_program import Program, first
+from pipelab.placement import loop_placement
 from pipelab.schedule import Schedule
 
 
@@ -106,7 +107,7 @@ def table(devices: int, microbatches: int, virtual: int = 1) -> Schedule:
     jobs = [(lap * devices, k) for lap in range(virtual) for k in range(microbatches)]
     order = [(Kind.F, *job) for job in jobs] + [(Kind.B, *job) for job in reversed(jobs)]
     rows = [[Action(first + d, kind, k) for kind, first, k in order] for d in range(devices)]
-    placement = tuple(range(devices)) * virtual
+    placement = loop_placement(devices, virtual)
     return Schedule("spmd", insert_updates(rows, microbatches), placement, microbatches)
 
 

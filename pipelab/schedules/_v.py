@@ -1,8 +1,8 @@
 """What the schedules with two chunks a device in a V share.
 
-Stage s is on device s for s < p, then back: 0, 1, .., p - 1, p - 1, .., 1, 0. So the model's first
-and last stage are on device 0, and nothing is sent between stages p - 1 and p. A building block
-(arXiv 2405.15362) is one micro-batch's passes; a schedule is that block repeated.
+The model's first and last stage are on device 0 (`v_placement`), and nothing is sent between stages
+p - 1 and p. A building block (Qi et al. 2024, arXiv 2405.15362) is one micro-batch's passes; a
+schedule is that block repeated.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,18 +10,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pipelab.action import Kind, check_counts, every_batch, insert_updates
+from pipelab.placement import v_placement
 from pipelab.schedule import Schedule
 
 PERIOD = 6  # slots between two micro-batches: each device has F, I and W of two chunks
-
-
-def v_placement(devices: int) -> tuple[int, ...]:
-    """Stage -> device.
-
-    >>> v_placement(3)
-    (0, 1, 2, 2, 1, 0)
-    """
-    return (*range(devices), *reversed(range(devices)))
 
 
 def v_schedule(
