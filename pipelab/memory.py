@@ -1,5 +1,6 @@
 """Bytes over time on every device, by cause."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -8,6 +9,7 @@ import numpy as np
 
 from pipelab.action import Kind
 from pipelab.costs import Costs
+from pipelab.schedule import Schedule
 from pipelab.timeline import Timeline
 
 Moments = tuple[np.ndarray, np.ndarray]  # times, and an order among equal ones
@@ -151,3 +153,31 @@ def _moments(timeline: Timeline) -> np.ndarray:
     moments = every[new][np.cumsum(new) - 1]
     # The times of inputs that came from no other device are nan, and stay so.
     return np.append(moments, np.nan)[np.searchsorted(every, times)]
+
+
+def shares(costs: Costs, placement: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
+    """Of every stage: its `activations`, or its `weight_activations`, in those that its device
+    keeps for a micro-batch. A device's stages are alike where it keeps no bytes."""
+    home = np.array(placement)
+    whole = np.bincount(home, costs.of("activations", len(home)))[home]
+    even = 1 / np.bincount(home)[home]
+    return np.divide(costs.of(name, len(home)), whole, out=even, where=whole > 0)
+
+
+def memory_used(schedule: Schedule, costs: Costs) -> list[float]:
+    """Per device, the most that it keeps at once: in activations of a micro-batch.
+
+    >>> from pipelab.schedules import gpipe, interleaved
+    >>> memory_used(gpipe(2, 4), Costs()), memory_used(interleaved(2, 4), Costs())
+    ([4.0, 4.0], [2.5, 1.5])
+    """
+    whole, late = (
+        shares(costs, schedule.placement, name) for name in ("activations", "weight_activations")
+    )
+    change = np.zeros((len(Kind), schedule.stages))
+    change[Kind.F], change[Kind.B] = whole, -whole
+    change[Kind.I], change[Kind.W] = late - whole, -late
+    device, stage, kind, _ = schedule.columns
+    steps = change[kind, stage]
+    rows = (steps[device == d] for d in range(schedule.devices))
+    return [float(np.cumsum(row).max(initial=0).round(9)) for row in rows]

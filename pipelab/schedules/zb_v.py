@@ -16,7 +16,13 @@ import numpy as np
 from pipelab.action import Action, Kind, ScheduleError, check_counts, numbers
 from pipelab.building import v_placement, v_schedule
 from pipelab.costs import Costs, Recompute
+from pipelab.memory import memory_used, shares
 from pipelab.schedule import Schedule
+from pipelab.schedules.v_half import v_half
+from pipelab.schedules.v_min import v_min
+from pipelab.simulate import simulate
+
+TINY = 1e-9  # of a limit of memory: less is rounding
 
 
 def zb_v(
@@ -33,24 +39,47 @@ def zb_v(
     memory  how many micro-batches' activations (of both chunks) fit on a device; p unless given.
             More of it makes the bubble smaller where F, I and W differ
 
-    Of the heuristic's four variants, the one whose longest device span is shortest. ScheduleError
-    for a memory that is too small for it.
+    Of the heuristic's four variants the one whose longest device span is shortest; for less memory
+    than p also of V-Half and V-Min. ScheduleError for a memory that is too small for all of them.
 
     >>> zb_v(4, 8).peak_in_flight
     [8, 8, 8, 8]
     """
     check_counts(devices=devices, microbatches=microbatches, batches=batches)
-    memory = devices if memory is None else memory
-    model = _model(devices, costs or Costs(), memory)
-    order = _Order(model, microbatches)
-    if not order.make():
+    costs = costs or Costs()
+    limit = devices if memory is None else memory
+    tables = _variants(devices, microbatches, costs, limit)
+    if limit < devices or not tables:
+        tables += [v_half(devices, microbatches), v_min(devices, microbatches)]
+    held = [max(memory_used(table, costs)) for table in tables]
+    fitting = [t for t, most in zip(tables, held, strict=True) if most <= limit * (1 + TINY)]
+    if not fitting:
         raise ScheduleError(
-            f"memory={memory:g}: zb_v finds no order for {devices} devices; give {devices}, or use "
-            "v_half or v_min, which hold less"
+            f"memory={memory!r}: zb_v finds no order for {devices} devices; give at least "
+            f"{min(held):g}, or None for {devices}"
         )
-    variants = [_filled(model, order.actions, *which) for which in product((False, True), repeat=2)]
-    best = min(variants, key=lambda variant: variant.span)
-    return v_schedule("zb_v", [*map(numbers, best.rows)], devices, microbatches, batches)
+
+    def by_span(table: Schedule) -> tuple[float, float]:
+        timeline = simulate(table, costs)
+        return timeline.span, timeline.makespan
+
+    best = min(fitting, key=by_span)
+    rows = [row[row[:, 1] != Kind.U] for row in best.numbers]
+    return v_schedule("zb_v", rows, devices, microbatches, batches)
+
+
+def _variants(devices: int, microbatches: int, costs: Costs, memory: float) -> list[Schedule]:
+    """What the heuristic makes of these costs; none where it finds no order in the memory."""
+    model = _model(devices, costs, memory)
+    order = _Order(model, microbatches)
+    if not (memory >= 1 and order.make()):
+        return []
+    tables = []
+    for choices in product((False, True), repeat=2):
+        filled = _filled(model, order.actions, *choices)
+        rows = [*map(numbers, filled.rows)]
+        tables.append(v_schedule("zb_v", rows, devices, microbatches, 1))
+    return tables
 
 
 @dataclass(frozen=True)
@@ -59,8 +88,9 @@ class _Model:
 
     seconds  of a kind -> of a stage
     delay    of link s, between stages s and s + 1
-    change   of a kind -> of a stage: what an action adds to the bytes held on its device
-    limit    of those bytes, of a device
+    change   of a kind -> of a stage: what an action adds to what its device holds, counted in
+             micro-batches
+    limit    of that, of a device
     """
 
     home: tuple[int, ...]
@@ -80,10 +110,7 @@ def _model(devices: int, costs: Costs, memory: float) -> _Model:
         input_grad = input_grad + costs.of("forward", n)
     delay = costs.links(n)
     delay[devices - 1] = 0  # stages p - 1 and p are on one device
-    kept, for_weights = costs.of("activations", n), costs.of("weight_activations", n)
-    if not kept.any():
-        kept = for_weights = np.ones(n)
-    limit = memory * (kept + kept[::-1])[:devices] * (1 + 1e-9)  # sums of bytes are rounded
+    kept, for_weights = (shares(costs, home, x) for x in ("activations", "weight_activations"))
     kept = np.maximum(kept, for_weights)  # room for what I adds is there from F on
     seconds = {Kind.F: forward, Kind.I: input_grad, Kind.W: weight_grad}
     change = {Kind.F: kept, Kind.I: for_weights - kept, Kind.W: -for_weights}
@@ -92,7 +119,7 @@ def _model(devices: int, costs: Costs, memory: float) -> _Model:
         {kind: each.tolist() for kind, each in seconds.items()},
         delay.tolist(),
         {kind: each.tolist() for kind, each in change.items()},
-        limit.tolist(),
+        [memory * (1 + TINY)] * devices,
     )
 
 
@@ -100,7 +127,7 @@ class _Order:
     """All F and I, each behind what it needs: the order of each device, whatever W does.
 
     done    of a kind -> of a stage: how many micro-batches
-    held    of a device: bytes, if every W followed its I at once
+    held    of a device, as `_Model.change` counts, if every W followed its I at once
     """
 
     def __init__(self, model: _Model, microbatches: int) -> None:
@@ -149,11 +176,11 @@ class _Order:
         ahead = self.microbatches
         for d in range(self.devices):
             s = self.last - d
-            in_time = int((end[s] - forward[s] - end[d]) / forward[d] + 1e-9) if forward[d] else 0
+            in_time = (end[s] - forward[s] - end[d]) / forward[d] + 1e-9 if forward[d] else 0
             # The turns below take d + 1 further activations of the second chunk, d of the first.
             free = self.model.limit[d] - (d + 1) * change[s]
-            room = int(free / change[d]) - d if change[d] else self.microbatches
-            ahead = max(1, min(ahead, 1 + in_time, room))
+            room = free / change[d] - d if change[d] else ahead
+            ahead = max(1, int(min(ahead, 1 + in_time, room)))
             for _ in range(ahead):
                 self._put(Kind.F, d)
         for s in range(self.devices, self.last + 1):

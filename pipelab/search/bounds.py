@@ -24,8 +24,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipelab.action import Kind, ScheduleError, check_counts
+from pipelab.action import ScheduleError, check_counts
 from pipelab.costs import Costs, Recompute
+from pipelab.memory import memory_used, shares
 from pipelab.schedule import Schedule
 from pipelab.simulate import simulate
 
@@ -72,8 +73,8 @@ def bound(
     end, as a timeline's makespan.
 
     costs      of the stages
-    memory     micro-batches whose activations (of all of a device's stages) fit on a device; None:
-               no limit. It counts for nothing where forwards run again
+    memory     micro-batches whose activations (of all of a device's stages) fit on a device; None
+               or inf: no limit. It counts for nothing where forwards run again
     placement  stage -> device; None: one stage a device
     split      whether backwards may be split into I and W. What holds for split ones holds for
                whole ones, too
@@ -111,10 +112,12 @@ def bound(
     home = np.arange(devices) if placement is None else np.array(placement)
     if set(home.tolist()) != set(range(devices)):
         raise ScheduleError(f"placement={placement!r}: give each of {devices} devices a stage")
-    if memory is not None and memory < 1 - ROUNDING:
+    if memory is not None and not memory >= 1 - ROUNDING:
         raise ScheduleError(
             f"memory={memory!r}: give at least 1, the activations of one micro-batch"
         )
+    if memory == math.inf:
+        memory = None
     parts = _Parts(costs, home, microbatches, split)
     by = {"busiest device": parts.busiest(), "round trip": parts.round_trip()}
     if memory is not None and costs.recompute is Recompute.NEVER:
@@ -258,32 +261,3 @@ def _longest(waits: np.ndarray, apart: int, between: float) -> float:
         before = best[j + 1 - apart] + between if j >= apart else 0.0
         best.append(max(best[j], before + wait))
     return best[-1]
-
-
-def shares(costs: Costs, placement: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
-    """Of every stage: its `activations`, or its `weight_activations`, in those that its device
-    keeps for a micro-batch. A device's stages are alike where it keeps no bytes."""
-    home = np.array(placement)
-    whole = np.bincount(home, costs.of("activations", len(home)))[home]
-    even = 1 / np.bincount(home)[home]
-    return np.divide(costs.of(name, len(home)), whole, out=even, where=whole > 0)
-
-
-def memory_used(schedule: Schedule, costs: Costs) -> list[float]:
-    """Per device, the most that it keeps at once: in activations of a micro-batch, as `bound`
-    counts memory.
-
-    >>> from pipelab.schedules import gpipe, interleaved
-    >>> memory_used(gpipe(2, 4), Costs()), memory_used(interleaved(2, 4), Costs())
-    ([4.0, 4.0], [2.5, 1.5])
-    """
-    whole, late = (
-        shares(costs, schedule.placement, name) for name in ("activations", "weight_activations")
-    )
-    change = np.zeros((len(Kind), schedule.stages))
-    change[Kind.F], change[Kind.B] = whole, -whole
-    change[Kind.I], change[Kind.W] = late - whole, -late
-    device, stage, kind, _ = schedule.columns
-    steps = change[kind, stage]
-    rows = (steps[device == d] for d in range(schedule.devices))
-    return [float(np.cumsum(row).max(initial=0).round(9)) for row in rows]

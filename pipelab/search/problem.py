@@ -14,8 +14,8 @@ import numpy as np
 
 from pipelab.action import Action, Kind, ScheduleError, check_counts, insert_updates
 from pipelab.costs import CostError, Costs, Recompute
+from pipelab.memory import memory_used, shares
 from pipelab.schedule import Schedule
-from pipelab.search.bounds import memory_used, shares
 from pipelab.simulate import durations, simulate
 
 SLACK = 1e-6  # of a limit of memory, or of a makespan: less is rounding
