@@ -153,17 +153,6 @@ class Timeline:
     def weight_versions(self) -> list[int]:
         return self.schedule.weight_versions
 
-    def measures(self) -> dict[str, Any]:
-        """The numbers of the command line's JSON."""
-        return {
-            "makespan": self.makespan,
-            "span": self.span,
-            "ideal": self.ideal,
-            "bubble": self.bubble._asdict(),
-            "peak_in_flight": self.peak_in_flight,
-            "weight_versions": self.weight_versions,
-        }
-
     def summary(self) -> str:
         """One line of text that says what a picture of the timeline shows."""
         s = self.schedule

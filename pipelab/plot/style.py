@@ -50,7 +50,7 @@ CAUSES = {
     "buffers": SKY,
 }
 LINES = (BLUE, ORANGE, GREEN, PINK, RED, SKY, GREY)
-VERSIONS = (BLUE, ORANGE, GREEN, PINK, RED, SKY, YELLOW)  # grey are updates
+VERSIONS = (*LINES[:-1], YELLOW)  # grey are updates
 
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes"))

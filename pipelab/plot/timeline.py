@@ -26,18 +26,16 @@ def timeline(
     ax: Axes | None = None,
     *,
     title: str | None = None,
-    end: float | None = None,
     by_version: bool = False,
 ) -> Axes:
     """One timeline: blue forwards, green backwards; the numbers are micro-batches.
 
     A later chunk of the model has a lighter shade; an update too short to be seen is a line under
     a triangle. `by_version` colours actions by the weight version that they read and names them,
-    such as F3. `end` extends the time axis, so that several pictures compare. `t.summary()` says
-    the same in words.
+    such as F3. `t.summary()` says the same in words.
     """
     ax = style.axes(ax, height=0.9 + 0.38 * t.schedule.devices)
-    _draw(ax, {"": t}, end, by_version)
+    _draw(ax, {"": t}, by_version)
     if title is None:
         title = f"{t.schedule.name}, {t.source}"
         if not by_version:
@@ -123,11 +121,9 @@ def points_per_unit(ax: Axes) -> float:
 # ---- the parts of a timeline
 
 
-def _draw(
-    ax: Axes, items: Mapping[str, Timeline], end: float | None = None, by_version: bool = False
-) -> None:
+def _draw(ax: Axes, items: Mapping[str, Timeline], by_version: bool = False) -> None:
     """All of the picture but its title."""
-    longest = max(end or 0, *(t.makespan for t in items.values()))
+    longest = max(t.makespan for t in items.values())
     factor, unit = 1.0, ""
     if longest < 1 or any(t.source == "measured" for t in items.values()):
         factor, unit = style.scale_of(longest, style.SECONDS)

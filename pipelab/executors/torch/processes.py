@@ -67,7 +67,8 @@ def run_processes(
     """
     with tempfile.TemporaryDirectory(prefix="pipelab-") as name:
         folder = Path(name)
-        context = _context()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         marks = context.RawArray("q", [BEFORE] * len(jobs))  # of progress, in shared memory
         ranks = []
         try:
@@ -140,14 +141,6 @@ class _Remote(Exception):
 
 
 # ---- in the parent
-
-
-def _context() -> Any:
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    return context
 
 
 def _start(context: Any, job: RankJob, marks: Any, folder: Path) -> _Rank:
