@@ -14,7 +14,7 @@ from matplotlib.patches import Patch, Rectangle
 from pipelab.action import Kind
 from pipelab.plot import style
 from pipelab.plot.style import RGB, Colour
-from pipelab.timeline import Timeline
+from pipelab.timeline import SECONDS, Timeline, scale_of
 
 LANE = 0.86  # of the room between two lanes
 FONT, SMALLEST = 8.0, 4.5  # points
@@ -126,7 +126,7 @@ def _draw(ax: Axes, items: Mapping[str, Timeline], by_version: bool = False) -> 
     longest = max(t.makespan for t in items.values())
     factor, unit = 1.0, ""
     if longest < 1 or any(t.source == "measured" for t in items.values()):
-        factor, unit = style.scale_of(longest, style.SECONDS)
+        factor, unit = scale_of(longest, SECONDS)
     ax.set_xlim(0, longest * 1.004 or 1)
     ax.xaxis.set_major_formatter(lambda x, _: f"{x / factor:g}")
     ax.set_xlabel(f"time ({unit})" if unit else "time")

@@ -238,12 +238,8 @@ def _rank(connection: Connection, rank: int, marks: Any, folder: str) -> None:
     with open(os.path.join(folder, f"log{rank:04}"), "w", buffering=1) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-        try:
-            packed = connection.recv_bytes()
-        except (EOFError, OSError):
-            _end(folder)
-        job, work = cloudpickle.loads(packed)
-        Thread(target=_end_with, args=(connection, folder), daemon=True).start()
+        job, work = cloudpickle.loads(_receive(connection, folder))
+        Thread(target=_receive, args=(connection, folder), daemon=True).start()
         try:
             outcome = _perform(job, work, marks, folder)
         except BaseException as error:
@@ -254,17 +250,13 @@ def _rank(connection: Connection, rank: int, marks: Any, folder: str) -> None:
         os._exit(0)
 
 
-def _end_with(parent: Connection, folder: str) -> None:
-    """A caller that is killed cannot clean up after itself: its ranks do."""
+def _receive(parent: Connection, folder: str) -> bytes:
+    """What the caller sends. One that is killed cannot clean up after itself: its ranks do."""
     try:
-        parent.recv_bytes()
+        return parent.recv_bytes()
     except (EOFError, OSError):
-        _end(folder)
-
-
-def _end(folder: str) -> NoReturn:
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
 
 
 def _perform(job: RankJob, work: Callable, marks: Any, folder: str) -> Any:
