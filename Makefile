@@ -29,6 +29,7 @@ bench: .venv/.ready  ## measure and rewrite the pages in benchmarks/
 	$(BIN)/python benchmarks/simulate.py
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/predict.py
+	$(BIN)/python benchmarks/search.py
 	$(BIN)/python benchmarks/split.py
 	$(BIN)/python benchmarks/wire.py
 	$(BIN)/python benchmarks/peers.py

@@ -112,7 +112,7 @@ def tiny(draw):
     return draw(costs_of(len(placement))), placement, m, memory, draw(st.booleans())
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(tiny())
 def test_no_order_of_a_tiny_pipeline_beats_the_bound(case):
     costs, placement, m, memory, split = case

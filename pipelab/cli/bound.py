@@ -52,7 +52,8 @@ def bound_command(o: argparse.Namespace) -> None:
         named = {"schedules": schedules, "left_out": missing}
         print(json.dumps({**sizes, "split": not o.whole, **bounds, **named}))
         return
-    rows = [["lower bound", "seconds"]]
+    backwards = "whole" if o.whole else "split"
+    rows = [[f"lower bound, one stage a device, {backwards} backwards", "seconds"]]
     rows += [[name, f"{seconds:.6g}"] for name, seconds in least.by.items()]
     table = [["schedule", "seconds", "memory", "fits", "gap"]]
     table += [[cell(found[key]) for key, cell in CELLS.items()] for found in schedules]

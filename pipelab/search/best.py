@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from pipelab.action import Kind, Reads, ScheduleError, check_counts, every_batch, insert_updates
 from pipelab.costs import CostError, Costs
@@ -183,13 +184,13 @@ class _Hunt:
         return Found("search", rows, problem.placement, m, batches, proof=proof)
 
 
-def named(problem: Problem) -> Iterator[tuple[str, Schedule]]:
+def named(problem: Problem, batches: int = 1) -> Iterator[tuple[str, Schedule]]:
     """Every named schedule of the problem's placement and kinds of backwards, whether it fits or
     not."""
     p, m = problem.devices, problem.microbatches
     virtual = problem.stages // p
     for name in SCHEDULES:
-        options: dict = {}
+        options: dict[str, Any] = {"batches": batches}
         if takes(name, "virtual"):
             if virtual == 1:  # another name for one that has one stage a device
                 continue
