@@ -16,8 +16,8 @@ test: .venv/.ready  ## set up, then lint, types, unit tests, doctests, notebooks
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
-	$(BIN)/pytest --nbval notebooks
+	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --nbval notebooks
 
 fuzz: .venv/.ready  ## 10,000 random tables through the executor, each against its reference
 	PIPELAB_FUZZ=10000 $(BIN)/pytest tests/test_run.py -k random_tables
@@ -34,6 +34,7 @@ bench: .venv/.ready  ## measure and rewrite the pages in benchmarks/
 	$(BIN)/python benchmarks/wire.py
 	$(BIN)/python benchmarks/peers.py
 	$(BIN)/python benchmarks/jax_pipelines.py
+	$(BIN)/python benchmarks/split_jax.py
 	$(BIN)/python benchmarks/explorer.py
 	$(BIN)/python benchmarks/editor.py
 	$(BIN)/python benchmarks/traces.py

@@ -1,7 +1,9 @@
-"""Settings for notebooks under nbval, wherever pytest is started from."""
+"""Settings for all tests, notebooks under nbval too, wherever pytest is started from."""
 
 import os
 from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONHASHSEED", "0")
@@ -14,3 +16,9 @@ def pytest_configure(config):
         config.option.nbval_sanitize_with = str(
             Path(__file__).parent / "tests" / "nbval_sanitize.cfg"
         )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """One more than there are cores: a test that waits for a process or a limit leaves one idle."""
+    return (os.cpu_count() or 1) + 1

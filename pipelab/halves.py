@@ -236,7 +236,7 @@ def _operations(roots: Iterable[Node]) -> Below:
         if left:
             order.append(node)
         elif node not in below:
-            below[node] = [edge for edge in node.next_functions if edge[0] is not None]
+            below[node] = [(n, place) for n, place in node.next_functions if n is not None]
             stack.append((node, True))
             stack.extend((other, False) for other, _ in below[node])
     return {node: below[node] for node in order}

@@ -40,8 +40,27 @@ def tables(draw, names=tuple(name for name in THEORY if name not in V), largest=
     return make(name, p, m, virtual=v, batches=batches), p, m, v, batches
 
 
+# Files that take a minute and more of a core, the longest first. Each runs on one worker: begun
+# early, none is left to run alone at the end.
+LONG = [
+    "test_mutations",
+    "test_pipeshard",
+    "test_jax_distributed",
+    "test_pipeshard_distributed",
+    "test_launchers",
+    "test_peers",
+    "test_jax_run",
+    "test_bench",
+    "test_auto",
+    "test_browser",
+    "test_defects_launchers",
+]
+
+
 def pytest_collection_modifyitems(items):
-    """Skip the GPU tests, visibly, where torch sees no GPU."""
+    """Long files first; skip the GPU tests, visibly, where torch sees no GPU."""
+    rank = {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))
     of_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if of_gpu:
         import torch

@@ -30,7 +30,7 @@ from pipelab.executors.jax.stage import JaxStage
 from pipelab.executors.jax.trainer import Trainer as JaxTrainer
 from pipelab.executors.torch.run import TorchJob
 from pipelab.executors.torch.stage import TorchStage
-from pipelab.executors.transport import Mailboxes
+from pipelab.executors.transport import Transport
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7}
 
@@ -474,7 +474,7 @@ def other_dropout_in_recomputation(s: Sabotage) -> None:
 
 def inputs_swapped(s: Sabotage) -> None:
     """Stage 1 takes the first two micro-batches in the wrong order."""
-    send, held = Mailboxes.send, {}
+    send, held = Transport.send, {}
 
     def swapped(self: Any, source: Any, device: int, message: Any) -> None:
         if source not in (0, 1) or device != 1:
@@ -485,7 +485,7 @@ def inputs_swapped(s: Sabotage) -> None:
             send(self, 0, device, held[1])
             send(self, 1, device, held[0])
 
-    s.patch.setattr(Mailboxes, "send", swapped)
+    s.patch.setattr(Transport, "send", swapped)
 
 
 def targets_of_microbatches_swapped(s: Sabotage) -> None:

@@ -24,6 +24,7 @@ from matplotlib.colors import to_rgb
 
 import pipelab.pipeshard
 from pipelab import make, plot
+from pipelab.executors.jax.graph import inline, variables
 from pipelab.pipeshard import Pipeshard, PipeshardError, parallelize, value_and_grad
 from pipelab.pipeshard.auto import AutoLayers, AutoPlan, AutoStages, planner, profile, sharded
 from pipelab.pipeshard.auto.cache import Cache
@@ -31,7 +32,6 @@ from pipelab.pipeshard.auto.flops import flops, total
 from pipelab.pipeshard.auto.layers import receipts
 from pipelab.pipeshard.auto.stages import StageTable, best_stages, submeshes
 from pipelab.pipeshard.cut import mark
-from pipelab.pipeshard.graph import inline, variables
 from pipelab.plan import Machine
 from pipelab.plot import style
 

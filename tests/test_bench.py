@@ -1,6 +1,7 @@
 """The scripts in benchmarks/, in tiny sizes: structure and relations, no absolute times."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import measure
 import peers
 import predict
 import run
+import search
 import wire
 
 TINY = run.Sizes(
@@ -136,6 +138,22 @@ def test_predictions_stand_beside_the_same_run_again():
     assert "spread (A/A)" in page
 
 
+def test_searched_schedules_are_proved_paced_and_measured():
+    """A found schedule is in every table, and never slower than a named one as predicted."""
+    sizes = search.Sizes(
+        cases=search.CASES[:1], seconds=1, width=8, samples=2, microbatches=2, batches=2, slower=20
+    )
+    tables = tables_of(search.report(1, sizes))
+    (proof,) = tables["How good they are"]
+    assert (proof["found"], proof["bound"], float(proof["gap (%)"])) == ("27", "27", 0)
+    found, *named = tables["Four uneven stages, paced"]
+    assert found["schedule"] == "found" and found["check"] == "passed" and named
+    assert all(float(row["predicted"]) >= float(found["predicted"]) for row in named)
+    rows = tables["Four uneven stages on two devices, measured"]
+    assert rows[0]["schedule"] == "found" and float(rows[0]["ratio, predicted"]) == 1
+    assert all(numbers(row["ratio, measured"]) > 0 for row in rows)
+
+
 def test_jax_pipelines_side_by_side():
     import jax_pipelines
 
@@ -169,11 +187,6 @@ def test_jax_pipelines_side_by_side():
 # ---- the scripts
 
 
-def script(name, *arguments):
-    command = [sys.executable, BENCHMARKS / name, *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
 def test_make_bench_runs_every_script_and_each_has_its_page():
     makefile = (BENCHMARKS.parent / "Makefile").read_text()
     assert set(re.findall(r"python benchmarks/(\w+\.py)", makefile)) == SCRIPTS
@@ -186,7 +199,9 @@ def test_make_bench_runs_every_script_and_each_has_its_page():
 
 def test_the_script_writes_its_page_and_prints_it(tmp_path):
     file = tmp_path / "page.md"
-    done = script("simulate.py", "--repeats", "1", "--actions", "20000", "--markdown", file)
+    options = ["--repeats", "1", "--actions", "20000", "--markdown", file]
+    command = [sys.executable, BENCHMARKS / "simulate.py", *options]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     page = file.read_text()
     assert done.stdout.endswith(page)  # DeepSpeed logs to standard output when it is imported
@@ -201,11 +216,14 @@ def test_the_script_writes_its_page_and_prints_it(tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted(SCRIPTS))
-def test_every_script_says_what_it_measures(name):
-    done = script(name, "--help")
-    assert done.returncode == 0, done.stderr
-    assert "as a Markdown page" in " ".join(done.stdout.split())
-    assert "--repeats" in done.stdout
+def test_every_script_says_what_it_measures(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
+    assert stop.value.code == 0
+    said = capsys.readouterr().out
+    assert "as a Markdown page" in " ".join(said.split())
+    assert "--repeats" in said
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from pipelab import (
     run,
     simulate,
 )
-from pipelab.executors.transport import Mailboxes
+from pipelab.executors.transport import Transport
 from pipelab.executors.worker import Worker
 from tests.conftest import tables
 
@@ -351,13 +351,13 @@ def test_a_stolen_core_in_a_run(plain):
 
 
 def test_a_slow_link_in_a_run(plain, monkeypatch):
-    send = Mailboxes.send
+    send = Transport.send
 
     def late(self, key, device, message):
         later = message._replace(at=message.at + 0.3)
         Timer(0.3, send, (self, key, device, later)).start()
 
-    monkeypatch.setattr(Mailboxes, "send", late)
+    monkeypatch.setattr(Transport, "send", late)
     # The longest chain has two ways in a batch: there and back.
     measured = timed(Busy(), Busy())
     assert cause("link 0-1", plain, measured) == pytest.approx(4 * 0.3, rel=0.1)

@@ -111,10 +111,17 @@ def test_a_resumed_run_on_ranks_is_the_run_on_threads(expected, tmp_path):
     assert files == ["checkpoint.json", "stage_000.pt", "stage_001.pt"]
 
 
-def test_clocks_of_several_hosts_are_aligned(tmp_path):
-    statuses, outs, errors = worker("skewed", tmp_path, ranks=3)
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """A folder in which three ranks have trained twice, and what rank 0 said of each run."""
+    folder = tmp_path_factory.mktemp("three")
+    statuses, outs, errors = worker("unchecked,skewed", folder, ranks=3)
     assert statuses == [0], errors
-    result = only(outs)
+    return folder, [json.loads(line) for line in outs[0].splitlines()]
+
+
+def test_clocks_of_several_hosts_are_aligned(three):
+    _, (_, result) = three
     assert result["passed"] is True
     assert (
         result["late"] > -0.05
@@ -122,11 +129,10 @@ def test_clocks_of_several_hosts_are_aligned(tmp_path):
     assert result["makespan"] < GUARD
 
 
-def test_only_end_stages_read_the_data(tmp_path):
-    statuses, _, errors = worker("unchecked", tmp_path, ranks=3)
-    assert statuses == [0], errors
-    assert sorted(p.name for p in tmp_path.glob("read_by_*")) == ["read_by_0", "read_by_2"]
-    assert (tmp_path / "read_by_0").read_text().split() == ["0", "1", "2", "3"]  # each once
+def test_only_end_stages_read_the_data(three):
+    readers = {file.name: file.read_text() for file in three[0].glob("unchecked_read_by_*")}
+    assert set(readers) == {"unchecked_read_by_0", "unchecked_read_by_2"}
+    assert readers["unchecked_read_by_0"].split() == ["0", "1", "2", "3"]  # each once
 
 
 def test_replicas_on_ranks(tmp_path):
@@ -140,8 +146,7 @@ def test_replicas_on_ranks(tmp_path):
     [
         ("raise", "device 1, action 1F0: ZeroDivisionError: by design"),
         ("kill", "Signal 9 (SIGKILL)"),
-        ("hang", "RunError: no action ended within 3 s: device 0 at "),
-    ],
+    ],  # one that hangs: tests/test_defects_launchers.py
 )
 def test_a_rank_that_fails_ends_all(twist, message, tmp_path):
     began = time.monotonic()

@@ -1,6 +1,5 @@
 """Pipelines of jax programs equal one device: on models that no lecture uses; and every error."""
 
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -15,7 +14,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec
 
 import pipelab
-from pipelab import Action, Kind, RunError, ScheduleError
+from pipelab import RunError, Schedule, ScheduleError
 from pipelab.pipeshard import (
     ManualStages,
     Pipeshard,
@@ -126,17 +125,41 @@ def test_adam_in_double_precision(schedule):
         )
 
 
-def test_input_and_weight_gradients_apart():
-    table = pipelab.make("gpipe", 2, 4)
-    split = {Kind.B: (Kind.I, Kind.W)}
-    rows = tuple(
-        tuple(Action(s, k, i) for s, kind, i in row for k in split.get(kind, (kind,)))
-        for row in table.rows
-    )
+@pytest.mark.parametrize(("schedule", "devices"), [("zb_h1", 4), ("zb_v", 2)])
+def test_input_and_weight_gradients_apart(schedule, devices):
+    """With two stages a mesh, too: what one sends to the other stays where it is."""
     step, start = step_of(mse)
-    assert_equal(
-        step, start(network()), data(32), Pipeshard(4, stages=2, schedule=replace(table, rows=rows))
+    method = Pipeshard(4, schedule=schedule, devices=devices)
+    pipeline = assert_equal(step, start(network()), data(32), method)
+    assert pipeline.schedule == pipelab.make(schedule, devices, 4)
+
+
+def test_weight_gradients_keep_what_they_read_and_no_more():
+    """Of the first stage's layers the input, unless it is data, and the gradient behind each."""
+    cells = [f"{kind}{k}" for k in range(4) for kind in "FI"] + [f"W{k}" for k in range(4)]
+    table = Schedule.from_csv("\n".join(",".join(f"{s}{c}" for c in cells) for s in range(2)))
+    step, start = step_of(mse)
+    pipeline = assert_equal(
+        step, start(network()), data(32), Pipeshard(4, stages=2, schedule=table)
     )
+    from_f, from_i = pipeline.plan.stages[0].activation_bytes, 8 * (8 + 8 + 7) * 4
+    assert pipeline.memory.peak("activations")[0] == 3 * from_i + from_f
+
+
+def test_the_plan_says_what_could_not_be_cut():
+    def branch(layers, x):
+        x = jnp.tanh(x @ layers[0]["w"])
+        mark_pipeline_boundary()
+        w = layers[1]["w"]
+        x = jax.lax.cond(jnp.linalg.norm(w) > 0, lambda x: x @ w, lambda x: x @ -w, x)
+        return x @ layers[2]["w"] @ layers[3]["w"]
+
+    step, start = step_of(partial(mse, forward=branch))
+    method = Pipeshard(4, schedule="zb_h1", devices=2)
+    pipeline = assert_equal(step, start(network()), data(32), method)
+    assert [list(stage.unsplit) for stage in pipeline.plan.stages] == [[], ["[0][1]['w']"]]
+    last = str(pipeline.plan).splitlines()[-1]
+    assert last.startswith("stage 1: I computes the gradient of [0][1]['w'] too (cond, ")
 
 
 def test_stages_on_unequal_meshes_hold_only_their_own():
@@ -752,7 +775,10 @@ def assert_error(
             dict(stages=2, schedule=pipelab.make("gpipe", 2, 8)),
             "2 stages and 1 x 8 micro-batches; the plan has 2 and 1 x 4",
         ),
-        (dict(stages=4, virtual=3), "virtual=3: 4 stages are not a multiple"),
+        (
+            dict(stages=4, virtual=3, schedule="interleaved"),
+            "4 stages are not a multiple of the 3 that a mesh has",
+        ),
         (
             dict(stages=ManualStages([[0, 1], [3]], [4, 4])),
             "the loss has layers 0 to 3 .3 boundaries are marked.; put each",

@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
+from pipelab.executors.jax.graph import single
 from pipelab.pipeshard import (
     Pipeshard,
     PipeshardError,
@@ -20,7 +21,6 @@ from pipelab.pipeshard import (
     value_and_grad,
 )
 from pipelab.pipeshard.batch.microbatches import Combine, How
-from pipelab.pipeshard.graph import single
 from pipelab.pipeshard.trace import Arguments
 from tests.test_pipeshard import arrays, data, worst
 

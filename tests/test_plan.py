@@ -16,6 +16,7 @@ from pipelab.plan import (
     ASYNCHRONOUS,
     FLUSH,
     MACHINES,
+    SPLIT,
     Choice,
     Machine,
     Problem,
@@ -43,6 +44,7 @@ layers = st.builds(
     weight_grad=numbers,
     weights=numbers,
     activations=st.floats(1, 20),
+    weight_activations=st.none() | st.floats(1, 20),
     output=numbers,
 )
 machines = st.builds(
@@ -79,7 +81,7 @@ profiles = st.builds(
     machine=machines,
     devices=st.sampled_from([2, 3, 4]),
     batch=st.sampled_from([4, 6, 8]),
-    schedules=st.sampled_from([FLUSH, FLUSH + ASYNCHRONOUS]),
+    schedules=st.sampled_from([FLUSH, SPLIT, SPLIT + ASYNCHRONOUS]),
 )
 problems = profiles | transformers
 
@@ -308,6 +310,21 @@ def test_an_asynchronous_step_is_the_slowest_devices_work():
         assert found.step == pytest.approx(4 * 9)
 
 
+def test_backwards_are_split_only_when_asked():
+    """With as much memory as 1F1B ZB-H1 is faster, by 2 (p - 1) weight gradients; on one device it
+    is the same and left out."""
+    plain = equal_layers(4, devices=4, batch=8)
+    asked = replace(plain, schedules=FLUSH + SPLIT)
+    wanted = {"pipeline": 4, "microbatch": 1, "recompute": Recompute.NEVER}
+    (whole,) = only(plain, schedule="pipedream_flush", **wanted)
+    (split,) = only(asked, schedule="zb_h1", **wanted)
+    assert (whole.step, split.step) == (33, 27)
+    assert split.memory == whole.memory and split.gap == 0
+    assert {choice.schedule for choice in plain.choices()} == {*FLUSH}
+    alone = (choice.schedule for choice in asked.choices() if choice.pipeline == 1)
+    assert {*alone} == {"pipedream_flush"}
+
+
 def test_memory_decides():
     """With less and less memory: interleaved, then plain 1F1B, then the forwards run again."""
     layer = Layer("layer", 1, 1, 1, weights=8, activations=1, output=0.01)
@@ -465,7 +482,7 @@ def test_a_profile_and_a_machine_in_numbers(capsys, tmp_path):
     assert (status, err) == (0, "")
     assert json.loads(out)["memory_limit"] is None
     assert json.loads(out)["best"]["parts"]["compute"] == 4 * 3 * (8 / 2) / 4
-    status, out, err = call(capsys, f"{line} --samples 8 --asynchronous")
+    status, out, err = call(capsys, f"{line} --samples 8 --asynchronous --split")
     assert json.loads(out)["best"]["parts"]["compute"] == 4 * 3 * (8 / 8) / 4
 
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import pipelab
 from pipelab import Costs, Reads, Recompute, RunError, Schedule, make, run, simulate
 from pipelab.executors.threads import run_threads
-from pipelab.executors.transport import Aborted, Mailboxes
+from pipelab.executors.transport import Aborted, Transport
 from pipelab.models import mlp, split
 from tests.conftest import FLUSH, tables
 
@@ -898,7 +898,7 @@ def test_a_failure_from_outside_is_told_from_what_it_breaks():
     sys.setswitchinterval(1e-5)
     try:
         for _ in range(50):
-            box = Mailboxes(6)
+            box = Transport(6)
             with pytest.raises(Aborted):
                 run_threads([Idle() for _ in range(6)], [box], lambda box=box: box.abort() or 0.0)
     finally:

@@ -255,7 +255,7 @@ def test_refused():
         search(Costs(recompute=Recompute.ALWAYS), 2, 4)
 
 
-def test_without_the_solver_it_names_the_extra(monkeypatch):
+def test_without_the_solver_it_names_the_extra(monkeypatch, capsys):
     real = builtins.__import__
 
     def fails(name, *rest):
@@ -267,6 +267,8 @@ def test_without_the_solver_it_names_the_extra(monkeypatch):
     with pytest.raises(ImportError, match=r"pipelab\[search\]"):
         search(Costs(), 2, 4)
     assert search(Costs(), 2, 4, seconds=0).proof.makespan == 13
+    assert main(["search", "--devices", "2", "--microbatches", "4"]) == 2
+    assert capsys.readouterr().err.startswith("pipelab search: error: the exact search needs")
 
 
 def test_interrupted_it_gives_the_best_so_far():

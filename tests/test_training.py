@@ -317,12 +317,12 @@ def test_ranks_are_laid_out_as_in_deepspeeds_topology():
 
 
 def test_replicas_that_differ_fail_the_check(monkeypatch):
-    from pipelab.executors.transport import Mailboxes
+    from pipelab.executors.transport import Transport
 
     def forget_the_others(self, key, device, parts, home):
         return parts
 
-    monkeypatch.setattr(Mailboxes, "sum_over_replicas", forget_the_others)
+    monkeypatch.setattr(Transport, "sum_over_replicas", forget_the_others)
     assert not run(
         make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD, replicas=2
     ).check.passed

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from pipelab import SCHEDULES, CostError, Costs, ScheduleError, simulate
-from pipelab.cli.options import COST, COUNT, POSITIVE, Commands, share
-from pipelab.cli.tables import COSTS
+from pipelab.cli.options import COUNT, POSITIVE, Commands, share
+from pipelab.cli.tables import COSTS, add_costs
 from pipelab.compare import GAP, aligned
 from pipelab.schedules import make_for, takes
 from pipelab.search import bound, gap, memory_used
@@ -28,9 +28,7 @@ def add_to(commands: Commands) -> None:
     )
     option("--devices", type=COUNT, required=True, metavar="P", help="with one stage each")
     option("--microbatches", type=COUNT, required=True, metavar="M")
-    for cost in COSTS:
-        name, text = cost.replace("_", "-"), "seconds: one number or one per device"
-        option(f"--{name}", type=COST, default=getattr(Costs, cost), metavar="S", help=text)
+    add_costs(option, "device")
     option(
         "--memory",
         type=POSITIVE,

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipelab.cli.files import check_targets, read_profile, write_figure
 from pipelab.cli.options import COUNT, Commands, number, share
-from pipelab.plan import ASYNCHRONOUS, FLUSH, MACHINES, Machine, Problem, Transformer, plan
+from pipelab.plan import ASYNCHRONOUS, FLUSH, MACHINES, SPLIT, Machine, Problem, Transformer, plan
 
 TRANSFORMER = ("layers", "hidden", "heads", "sequence", "vocabulary")
 MACHINE = {  # options of a machine -> their help
@@ -64,6 +64,11 @@ def add_to(commands: Commands) -> None:
         help="bytes of its state a byte of weights (default: 7, or 2 with --profile)",
     )
     option(
+        "--split",
+        action="store_true",
+        help=f"also schedules whose backwards are split: {', '.join(SPLIT)}",
+    )
+    option(
         "--asynchronous",
         action="store_true",
         help="also schedules that train with weights of several versions",
@@ -82,7 +87,11 @@ def plan_command(o: argparse.Namespace) -> None:
         o.devices,
         o.batch,
         tensor=tuple(o.tensor),
-        schedules=FLUSH + (ASYNCHRONOUS if o.asynchronous else ()),
+        schedules=(
+            *FLUSH,
+            *(SPLIT if o.split else ()),
+            *(ASYNCHRONOUS if o.asynchronous else ()),
+        ),
         optimizer=o.optimizer,
     )
     answer = plan(problem, frontier=bool(o.plot))

@@ -10,7 +10,11 @@ from pipelab.cli.options import COST, Commands, schedule_of, share
 from pipelab.cli.report import Failure, describe, idle_table
 from pipelab.costs import PASSES
 
-COSTS = (*PASSES, "transfer", "update")
+COSTS = {
+    **dict.fromkeys((*PASSES, "transfer", "update"), "seconds"),
+    "activations": "bytes kept for a backward",
+    "weight_activations": "bytes kept from I to W",
+}
 
 
 def add_to(commands: Commands) -> None:
@@ -34,11 +38,11 @@ def add_to(commands: Commands) -> None:
     option("file", metavar="FILE")
 
 
-def add_costs(option: Callable) -> None:
-    """The options of COSTS, by what adds one."""
-    for cost in COSTS:
-        name, text = cost.replace("_", "-"), "seconds: one number or one per stage"
-        option(f"--{name}", type=COST, default=getattr(Costs, cost), metavar="S", help=text)
+def add_costs(option: Callable, each: str = "stage") -> None:
+    """The options of COSTS, by what adds one; a list has a value for `each`."""
+    for cost, unit in COSTS.items():
+        name, text = cost.replace("_", "-"), f"{unit}: one number or one per {each}"
+        option(f"--{name}", type=COST, default=getattr(Costs, cost), metavar="X", help=text)
 
 
 def simulate_command(o: argparse.Namespace) -> None:

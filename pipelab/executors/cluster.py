@@ -157,11 +157,11 @@ class Cluster(Launcher):
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Say the last word, and wait for the others to say theirs."""
-        if error is None or isinstance(error, RunError):
-            self._last_words(None, False)
-        else:
-            text = f"process {self.me}: {type(error).__name__}: {error}".rstrip(": ")
-            self._last_words(RunError(text), False)
+        word = None
+        if error and not isinstance(error, RunError):
+            text = f"process {self.me}: {type(error).__name__}: {error}"
+            word = RunError(text.rstrip(": "))
+        self._last_words(word, False)
         if self.wire:
             self.wire.__exit__(kind, error, trace)
         for peer in self.others:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -20,24 +21,18 @@ class Segment:
     """Which part of a training a run is: from one checkpoint, or the beginning, to the next.
 
     whole  the table of the training
-    table  what of it is run, numbered from 0
-    begun  batches of the training that are done before
+    begun  batches of the training that are done before; `end` afterwards
     """
 
     whole: Schedule
-    table: Schedule
-    begun: int = 0
+    begun: int
+    end: int
 
-    @classmethod
-    def of(cls, whole: Schedule, begun: int, end: int) -> "Segment":
-        """Batches `begun` to `end` - 1."""
-        entire = (begun, end) == (0, whole.batches)
-        return cls(whole, whole if entire else whole.part(begun, end), begun)
-
-    @property
-    def end(self) -> int:
-        """Batches of the training that are done afterwards."""
-        return self.begun + self.table.batches
+    @cached_property
+    def table(self) -> Schedule:
+        """What is run, numbered from 0."""
+        entire = (self.begun, self.end) == (0, self.whole.batches)
+        return self.whole if entire else self.whole.part(self.begun, self.end)
 
     @property
     def first_update(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipelab.executors.job import AFTER, Job, Launcher
 from pipelab.executors.result import Outcome
-from pipelab.executors.transport import Aborted, Mailboxes, Transport
+from pipelab.executors.transport import Aborted, Transport
 
 LOOK = 0.25  # seconds between two looks at how far others are
 
@@ -131,8 +131,8 @@ def _over(outcomes: Sequence[Future], seconds: float | None) -> bool:
     return not left or any(outcome.exception() for outcome in done)
 
 
-def _mailboxes(job: Job) -> list[Mailboxes]:
-    replicas = [Mailboxes(job.schedule.devices) for _ in range(job.replicas)]
+def _mailboxes(job: Job) -> list[Transport]:
+    replicas = [Transport(job.schedule.devices) for _ in range(job.replicas)]
     for transport in replicas:
         transport.replicas = replicas
     return replicas

@@ -55,7 +55,7 @@ class Wing(ABC):
         self, schedule: Schedule, stages: Sequence[Any], options: Options, *, training: bool
     ) -> None:
         self.stages, self.options = stages, options
-        self.segment = Segment(schedule, schedule)
+        self.segment = Segment(schedule, 0, schedule.batches)
         self.ties: list[dict[str, int]] = [{} for _ in stages]
 
     @abstractmethod

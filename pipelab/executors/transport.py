@@ -7,7 +7,7 @@ they were made.
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Condition, Event
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from pipelab.executors.device import Device
 
@@ -32,56 +32,31 @@ class Aborted(Exception):
     """Another worker failed; this one ends quietly."""
 
 
-class Transport(Protocol):
-    """Messages between the devices of one pipeline, and sums over its replicas.
+class Transport:
+    """Messages between the devices of one pipeline, and sums over its replicas: mailboxes.
 
-    A key is the flat index of the action whose output the message is, or (stage, stage, update) for
-    what stages tell each other before an update.
+    Payloads go by reference, between threads; `wire.Wire` also sends them to other processes. A key
+    is the flat index of the action whose output the message is, or (stage, stage, update) for what
+    stages tell each other before an update.
 
-    ended  set when the run has ended
-    """
-
-    ended: Event
-
-    def send(self, key: Key, device: int, message: Message) -> None:
-        """Hand a message to `device`; does not wait for the receiver."""
-
-    def receive(self, key: Key, device: int) -> Message:
-        """The message of that key, on `device`; waits for it. Aborted when the run has ended."""
-
-    def sum_over_replicas(self, key: Key, device: int, parts: list[Any], home: Device) -> list[Any]:
-        """`parts`, on `home`, added up one by one over the same device of all replicas.
-
-        Waits for them.
-        """
-
-    def sleep(self, seconds: float) -> None:
-        """Wait, or if `seconds` is not positive just look: Aborted when the run has ended."""
-        if self.ended.wait(seconds) if seconds > 0 else self.ended.is_set():
-            raise Aborted
-
-    def abort(self) -> None:
-        """End the run: whoever waits, or will wait, gets Aborted."""
-
-
-class Mailboxes(Transport):
-    """A `Transport` between threads: payloads go by reference.
-
-    replicas  the mailboxes of all replicas of the pipeline, this one's among them, in order
+    ended     set when the run has ended
+    replicas  the transports of all replicas of the pipeline, this one's among them, in order
     """
 
     def __init__(self, devices: int) -> None:
         self._changed = [Condition() for _ in range(devices)]
         self._boxes: list[dict[Key, Message]] = [{} for _ in range(devices)]
         self.ended = Event()
-        self.replicas: Sequence[Mailboxes] = [self]
+        self.replicas: Sequence[Transport] = [self]
 
     def send(self, key: Key, device: int, message: Message) -> None:
+        """Hand a message to `device`; does not wait for the receiver."""
         with self._changed[device]:
             self._boxes[device][key] = message
             self._changed[device].notify()
 
     def receive(self, key: Key, device: int) -> Message:
+        """The message of that key, on `device`; waits for it. Aborted when the run has ended."""
         box = self._boxes[device]
         with self._changed[device]:
             self._changed[device].wait_for(lambda: key in box or self.ended.is_set())
@@ -90,13 +65,23 @@ class Mailboxes(Transport):
             return box.pop(key)
 
     def sum_over_replicas(self, key: Key, device: int, parts: list[Any], home: Device) -> list[Any]:
+        """`parts`, on `home`, added up one by one over the same device of all replicas.
+
+        Waits for them.
+        """
         me = self.replicas.index(self)
         for replica in self.replicas:
             replica.send((key, me), device, Message(home.give(parts), 0.0))
         received = [self.receive((key, r), device).payload for r in range(len(self.replicas))]
         return add_up(map(home.take, received))
 
+    def sleep(self, seconds: float) -> None:
+        """Wait, or if `seconds` is not positive just look: Aborted when the run has ended."""
+        if self.ended.wait(seconds) if seconds > 0 else self.ended.is_set():
+            raise Aborted
+
     def abort(self) -> None:
+        """End the run: whoever waits, or will wait, gets Aborted."""
         self.ended.set()
         for changed in self._changed:
             with changed:

@@ -21,7 +21,7 @@ import numpy as np
 
 from pipelab.executors.device import Device
 from pipelab.executors.job import Job
-from pipelab.executors.transport import Key, Mailboxes, Message, add_up, lost
+from pipelab.executors.transport import Key, Message, Transport, add_up, lost
 from pipelab.executors.worker import RunError
 
 MEETING = 30.0  # seconds within which a process has to answer, or to call
@@ -190,7 +190,7 @@ def _packed(message: Any, reduce: Callable[[Any], Any]) -> list[memoryview]:
 # ---- a transport
 
 
-class Wire(Mailboxes, AbstractContextManager):
+class Wire(Transport, AbstractContextManager):
     """The transport of one process's rows, which have a mailbox each.
 
     A row that wants a message of another process reads the link to its sender until it has come, in

@@ -10,18 +10,11 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, Var
 
+from pipelab.executors.jax.graph import Arrays, Atom, Values
 from pipelab.executors.threads import run_threads
 from pipelab.executors.worker import Record
 from pipelab.pipeshard.batch.microbatches import share_of
-from pipelab.pipeshard.graph import (
-    Arrays,
-    Atom,
-    PipeshardError,
-    Values,
-    dtype_of,
-    is_weak,
-    shape_of,
-)
+from pipelab.pipeshard.graph import PipeshardError, dtype_of, is_weak, shape_of
 from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
 from pipelab.pipeshard.program import Program
 from pipelab.pipeshard.trace import Arguments

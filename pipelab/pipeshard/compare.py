@@ -18,19 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pipelab.executors.check import Check, Comparison, norms, opinions
-from pipelab.executors.jax.trainer import wide
+from pipelab.executors.jax.graph import Arrays, contains, needed
+from pipelab.executors.jax.trainer import off_by, wide
 from pipelab.executors.jax.wire import words
 from pipelab.pipeshard.batch.draws import draw_in_pieces, draws_grow, redraw
 from pipelab.pipeshard.batch.microbatches import gradient_of, in_pieces
 from pipelab.pipeshard.batch.primitives import DRAWS
 from pipelab.pipeshard.call import Call
-from pipelab.pipeshard.graph import (
-    Arrays,
-    PipeshardError,
-    contains,
-    needed,
-    rounding,
-)
+from pipelab.pipeshard.graph import PipeshardError, rounding
 from pipelab.pipeshard.program import Program
 from pipelab.pipeshard.trace import Arguments, Step, trace, traced
 
@@ -135,18 +130,13 @@ def _most_precise(
 ) -> tuple[Callable[[Arrays], Arrays], str]:
     """The undivided step in float64, or for a step of single precision alone in its `own`."""
 
-    def double(values: Arrays) -> Arrays:
-        found = map(jnp.asarray, values)
-        real = jnp.floating
-        return [x.astype(jnp.float64) if jnp.issubdtype(x.dtype, real) else x for x in found]
-
     def in_double(values: Arrays) -> Arrays:
         with jax.enable_x64(True):
-            return evaluate(double(values))
+            return evaluate(_doubled(values))
 
     try:
         with jax.enable_x64(True):
-            exact = replace(arguments, values=double(arguments.values))
+            exact = replace(arguments, values=_doubled(arguments.values))
             evaluate = _as_written(trace(train_step, exact, exact.samples))
             evaluate(exact.values)
         return in_double, "float64"
@@ -157,14 +147,14 @@ def _most_precise(
 def _jittered(values: Arrays, eps: float, seed: int, doubled: bool = False) -> Arrays:
     """Floating numbers, each off by up to half an eps of itself; rounded, unless `doubled`."""
     random = np.random.default_rng(seed)
-    found = []
-    for x in values:
-        if jnp.issubdtype(x.dtype, jnp.inexact):
-            off = random.uniform(-0.5, 0.5, jnp.shape(x))
-            exact = np.asarray(x) * (1 + eps * off)
-            x = exact if doubled else exact.astype(x.dtype)
-        found.append(x)
-    return found
+    given = _doubled(values) if doubled else values
+    return [off_by(x, eps / 2, random) for x in given]
+
+
+def _doubled(values: Arrays) -> Arrays:
+    """Real numbers in float64, on the host."""
+    real = jnp.floating
+    return [np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, real) else x for x in values]
 
 
 def _numbers(x: Any) -> np.ndarray:

@@ -22,21 +22,18 @@ from dataclasses import dataclass, replace
 import jax
 from jax.extend.core import JaxprEqn, Var
 
-from pipelab.pipeshard.graph import (
+from pipelab.executors.jax.graph import (
     Atom,
     Equations,
     Graph,
-    PipeshardError,
     Variables,
     contains,
-    is_inexact,
-    is_key,
     needed,
     place_of,
     read_by,
-    size,
     variables,
 )
+from pipelab.pipeshard.graph import PipeshardError, is_inexact, is_key, size
 from pipelab.pipeshard.marker import boundary_p, mark_pipeline_boundary
 from pipelab.pipeshard.plan import Layers
 

@@ -16,8 +16,9 @@ import jax
 import numpy as np
 from jax.extend.core import Var
 
+from pipelab.executors.jax.graph import Arrays, Values, Variables, variables
 from pipelab.executors.transport import Message, Transport
-from pipelab.pipeshard.graph import Arrays, Values, Variables, dtype_of, shape_of, size, variables
+from pipelab.pipeshard.graph import dtype_of, shape_of, size
 from pipelab.pipeshard.mesh import MeshStage
 from pipelab.pipeshard.update import SMALL, Task
 

@@ -10,7 +10,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from pipelab.pipeshard.graph import Arrays, inline, is_array, variables
+from pipelab.executors.jax.graph import Arrays, inline, variables
+from pipelab.pipeshard.graph import is_array
 
 # A boundary is a primitive without arguments or results. jax keeps it where it stands in a traced
 # function; it is lowered to nothing, and has no derivative: the loss is cut, never its gradient.

@@ -1,8 +1,9 @@
 """A mesh as a device of the schedule, and its stages during one call, as a worker sees them."""
 
 from collections import ChainMap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -10,11 +11,12 @@ from jax.extend.core import Var
 from jax.sharding import Mesh
 
 from pipelab.executors.jax.device import JaxDevice
+from pipelab.executors.jax.graph import Arrays, Values, Variables
+from pipelab.executors.jax.split import put_in
 from pipelab.executors.job import Job
 from pipelab.executors.transport import Aborted, Transport
 from pipelab.executors.worker import Bytes, RunError
-from pipelab.pipeshard.graph import Arrays, Values, Variables
-from pipelab.pipeshard.stage import CompiledStage, Place
+from pipelab.pipeshard.stage import CompiledStage, Place, bytes_on_mesh
 
 
 class Parcel(NamedTuple):
@@ -69,6 +71,7 @@ class MeshStage:
 
     versions_held = 1
     steps: Sequence[Any] = ()
+    unsplit: Mapping[int, Any] = MappingProxyType({})  # the plan has it
 
     def __init__(
         self,
@@ -87,7 +90,7 @@ class MeshStage:
         self.results: dict[int, dict[int, Any]] = {}  # micro-batch -> number of a result -> array
         self.losses: dict[int, Any] = {}  # they are among the results
         self._kept: dict[int, Arrays] = {}
-        self._split: dict[int, list[Arrays]] = {}  # between input and weight gradients
+        self._split: dict[int, Any] = {}  # what input gradients leave for weight gradients
 
     # ---- the kinds of action
 
@@ -120,16 +123,22 @@ class MeshStage:
         return self._parcel(received, gradients)
 
     def input_grad(self, microbatch: int, received: Parcel | None) -> Parcel:
-        cotangents, kept = self._cotangents(received), self._kept[microbatch]
-        self._split[microbatch] = cotangents
-        gradients = jax.block_until_ready(self.compiled.input_grad(cotangents, kept))
+        """Gradients of what earlier stages made; keeps what `weight_grad` reads, and no more."""
+        compiled, kept = self.compiled, self._kept.pop(microbatch)
+        operands = self._cotangents(received), kept
+        gradients, rest = jax.block_until_ready(compiled.input_grad(*operands))
+        self._split[microbatch] = rest = put_in(operands, rest)
+        own = {id(x) for v, x in zip(compiled.kept, kept, strict=True) if v in compiled.own}
+        arrays = {id(x): bytes_on_mesh(x) for x in jax.tree.leaves(rest) if id(x) not in own}
+        self.device.ledger.drop(id(kept))
+        self.device.ledger.hold((id(self), microbatch), arrays)
         return self._parcel(received, gradients)
 
     def weight_grad(self, microbatch: int, received: Any = None) -> None:
-        cotangents, kept = self._split.pop(microbatch), self._kept.pop(microbatch)
-        found = self.compiled.weight_grad(self.gradients, cotangents, kept)
+        """Add to the parameters' gradients what `input_grad` left out."""
+        found = self.compiled.weight_grad(self.gradients, self._split.pop(microbatch))
         self.gradients = jax.block_until_ready(found)
-        self.device.ledger.drop(id(kept))
+        self.device.ledger.drop((id(self), microbatch))
 
     def update(self, number: int, received: Any = None) -> None:
         self.known.update(zip(self.names, self.gradients, strict=True))

@@ -12,8 +12,9 @@ from jax.extend.core import Var
 from jax.sharding import Mesh, PartitionSpec
 
 from pipelab.action import Reads
+from pipelab.executors.jax.graph import Graph, Variables
 from pipelab.partition.uniform import uniform
-from pipelab.pipeshard.graph import Graph, PipeshardError, Variables, shape_of
+from pipelab.pipeshard.graph import PipeshardError, shape_of
 from pipelab.schedule import Schedule
 from pipelab.schedules import make
 from pipelab.validate import validate
@@ -93,7 +94,7 @@ class Pipeshard:
                   `ManualStages`; "auto", or `auto.AutoStages(...)`: the fastest that fit the
                   devices' memory. The devices are shared out equally unless it says otherwise
     schedule      a schedule that flushes: its name, or a table of one batch
-    virtual       stages per mesh (interleaved)
+    virtual       stages per mesh, for a schedule that leaves it open (interleaved)
     devices       jax devices to use, or how many of jax.devices(); default: all
     reduce        how a loss over the batch comes of those over micro-batches: "mean" or "sum".
                   Default: read off the loss, and an error where it is neither; naming one says that
@@ -163,11 +164,13 @@ class Pipeshard:
         """
         table = self.schedule
         if isinstance(table, str):
-            if stages % self.virtual:
+            each = make(table, 1, self.microbatches, virtual=self.virtual).stages
+            if stages % each:
                 raise PipeshardError(
-                    f"virtual={self.virtual}: {stages} stages are not a multiple of it"
+                    f"schedule {table!r}, virtual={self.virtual}: {stages} stages are not a "
+                    f"multiple of the {each} that a mesh has"
                 )
-            table = make(table, stages // self.virtual, self.microbatches, virtual=self.virtual)
+            table = make(table, stages // each, self.microbatches, virtual=self.virtual)
         validate(table)
         if table.asynchronous or not table.training or table.reads is not Reads.LATEST:
             raise PipeshardError(
@@ -288,6 +291,8 @@ class StagePlan:
     activation_bytes  kept per micro-batch for its backward, on all devices of the mesh together
     sent_bytes        sent on per micro-batch
     equations         of its forward
+    unsplit           parameters whose gradients I computes with the inputs', though the schedule
+                      has them in W, and why (of this process's stages)
     """
 
     layers: Shape
@@ -299,6 +304,7 @@ class StagePlan:
     activation_bytes: int
     sent_bytes: int
     equations: int
+    unsplit: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -327,7 +333,12 @@ class Plan:
                     "sent MiB": f"{stage.sent_bytes / 2**20:.3g}",
                 }
             )
-        return as_table(rows)
+        whole = [
+            f"stage {s}: I computes the gradient of {path} too ({why})"
+            for s, stage in enumerate(self.stages)
+            for path, why in stage.unsplit.items()
+        ]
+        return "\n".join([as_table(rows), *whole])
 
 
 def over_samples(v: Var, axis: int | None, mesh: Mesh) -> PartitionSpec:

@@ -8,10 +8,11 @@ import jax
 from jax.sharding import Mesh
 
 from pipelab.executors.jax.distributed import Distributed
+from pipelab.executors.jax.graph import Arrays
 from pipelab.executors.jax.wire import open_wire
 from pipelab.executors.job import Job
 from pipelab.executors.wire import Wire
-from pipelab.pipeshard.graph import Arrays, PipeshardError
+from pipelab.pipeshard.graph import PipeshardError
 from pipelab.pipeshard.mesh import MeshJob
 
 

@@ -11,17 +11,12 @@ from jax.extend.core import Literal, Var
 from jax.sharding import NamedSharding
 
 from pipelab.action import Kind
+from pipelab.executors.jax.graph import variables
 from pipelab.pipeshard.batch.draws import draw_own, draws_grow, redraw
 from pipelab.pipeshard.batch.microbatches import combinations
 from pipelab.pipeshard.cut import count_layers, cut, mark
 from pipelab.pipeshard.finish import Finish
-from pipelab.pipeshard.graph import (
-    PipeshardError,
-    bytes_of,
-    on_mesh,
-    shape_of,
-    variables,
-)
+from pipelab.pipeshard.graph import PipeshardError, bytes_of, on_mesh, shape_of
 from pipelab.pipeshard.plan import Pipeshard, Plan, Planner, StagePlan, StageProblem, over_samples
 from pipelab.pipeshard.processes import Processes, processes_of
 from pipelab.pipeshard.stage import CompiledStage
@@ -237,6 +232,7 @@ class Program:
     def _stage_plan(self, s: int, layers: list[int], kept: int) -> StagePlan:
         graph, row = self.graphs[s], self.schedule.placement[s]
         devices = self.meshes[row].devices
+        unsplit = self.stages[s].unsplit if s in self.stages else {}
         sent = [*graph.outputs, *graph.aux_outputs] if s < len(self.graphs) - 1 else []
         return StagePlan(
             tuple(layers),
@@ -248,4 +244,5 @@ class Program:
             kept,
             sum(map(bytes_of, sent)),
             len(graph.equations),
+            {self.paths[self.step.parameters[p]]: why for p, why in unsplit.items()},
         )

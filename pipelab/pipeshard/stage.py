@@ -12,20 +12,14 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 from jax.sharding import NamedSharding
 
+from pipelab.executors.jax.graph import Arrays, Graph, Variables, inline, needed, read_by, variables
+from pipelab.executors.jax.split import leave_out, put_in, split
 from pipelab.pipeshard.cut import StageGraph
-from pipelab.pipeshard.graph import (
-    Arrays,
-    Graph,
-    Variables,
-    inline,
-    needed,
-    read_by,
-    spec_of,
-    variables,
-)
+from pipelab.pipeshard.graph import spec_of
 from pipelab.pipeshard.update import Task
 
 Place = Callable[[Var], NamedSharding]
+Specs = list[jax.ShapeDtypeStruct]
 
 
 def passes(graph: StageGraph) -> tuple[Callable, Callable, list[Any], Variables]:
@@ -100,8 +94,10 @@ class CompiledStage:
 
     graph     its equations
     forward   its arguments -> what is `made`; of it and of these, `kept` is for the backward
+    own       of these, what is there with or without a backward: parameters, constants, data
     later     for each later stage, what it reads of earlier ones
     previous  what the stage before makes
+    unsplit   parameters whose gradients come with the inputs', and why
     tasks     its tasks of the update
     bytes     what a forward leaves for its backward, on all devices of the mesh together;
               `parameter_bytes` of its parameters, `optimizer_bytes` of the state that tasks read
@@ -112,14 +108,14 @@ class CompiledStage:
         graphs: list[StageGraph],
         s: int,
         place: Place,
-        split: bool,
+        apart: bool,
         tasks: Iterable[Task],
         state: set[Var],
         options: Mapping[str, Any] | None = None,
     ) -> None:
         """Stage `s` of these.
 
-        split  whether input and weight gradients of the schedule are apart
+        apart  whether input and weight gradients of the schedule are
         tasks  of all stages
         state  the step's arguments beside parameters
         options  for the compiler
@@ -139,9 +135,8 @@ class CompiledStage:
         self.forward = compiled(run, results, *specs(graph.arguments, place))
         found = dict(zip(self.made, self.forward.output_shardings, strict=True))
         kept = {v: spec_of(v, found.get(v) or place(v)) for v in self.kept}
-        # Parameters, constants and data are there with or without a backward.
-        own = {*graph.parameters, *graph.fixed, *graph.data}
-        self.bytes = sum(bytes_on_mesh(x) for v, x in kept.items() if v not in own)
+        self.own = {*graph.parameters, *graph.fixed, *graph.data}
+        self.bytes = sum(bytes_on_mesh(x) for v, x in kept.items() if v not in self.own)
         self.parameter_bytes = sum(map(bytes_on_mesh, sums))
 
         # [3] The backward adds to the sums of the parameters' gradients, in place (donated). It
@@ -155,14 +150,42 @@ class CompiledStage:
 
         self.zeros = compiled(lambda: [jnp.zeros(x.shape, x.dtype) for x in sums], sums)
         self.backward = compiled(add, (sums, inputs), sums, *backward, donate=0)
-        if split:
-            self.input_grad = compiled(lambda *x: pull(*x)[1], inputs, *backward)
-            self.weight_grad = compiled(lambda *x: add(*x)[0], sums, sums, *backward, donate=0)
+        self.unsplit: dict[Var, str] = {}
+        if apart:
+            self._compile_apart(pull, compiled, sums, inputs, backward)
 
         # [4] The update.
         self.tasks = [CompiledTask(task, place) for task in tasks if task.stage == s]
         read = {v for task in self.tasks for v in task.inputs}
         self.optimizer_bytes = sum(map(bytes_on_mesh, specs(read & state, place)))
+
+    def _compile_apart(
+        self, pull: Callable, compiled: Callable, sums: Specs, inputs: Specs, operands: Any
+    ) -> None:
+        """Input and weight gradients: what one leaves for the other lies as the compiler chooses.
+
+        input_grad   operands of `pull` -> gradients of the inputs, and the rest: what the other one
+                     reads, without what is an operand
+        weight_grad  (sums, rest) -> the sums with the parameters' gradients
+        """
+
+        def input_grad(*operands):
+            gradients, rest = split(pull, *operands)
+            return gradients, leave_out(operands, rest)
+
+        def weight_grad(sums, rest):
+            return [a + b for a, b in zip(sums, rest.gradients(), strict=True)]
+
+        self.input_grad = compiled(input_grad, (inputs, None), *operands)
+        _, made = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            self.input_grad.out_info,
+            self.input_grad.output_shardings,
+        )
+        rest = put_in(operands, made)
+        pairs = zip(self.graph.parameters, rest.unsplit, strict=True)
+        self.unsplit = {v: why for v, why in pairs if why}
+        self.weight_grad = compiled(weight_grad, sums, sums, rest, donate=0)
 
 
 class CompiledTask(Task):
@@ -184,7 +207,7 @@ class CompiledTask(Task):
         return outputs
 
 
-def specs(of: Iterable[Var], place: Place) -> list[jax.ShapeDtypeStruct]:
+def specs(of: Iterable[Var], place: Place) -> Specs:
     return [spec_of(v, place(v)) for v in of]
 
 
@@ -197,7 +220,7 @@ def _compiled(
     return jitted.lower(*arguments).compile(options)
 
 
-def bytes_on_mesh(x: jax.ShapeDtypeStruct) -> int:
+def bytes_on_mesh(x: jax.ShapeDtypeStruct | jax.Array) -> int:
     """Bytes on all devices of the array's mesh together; what is replicated counts on each."""
     shape = x.sharding.shard_shape(x.shape)
     return math.prod(shape) * x.dtype.itemsize * x.sharding.num_devices

@@ -11,23 +11,21 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 from jax.sharding import AbstractMesh, Mesh
 
-from pipelab.pipeshard.graph import (
+from pipelab.executors.jax.graph import (
     Arrays,
     Atom,
     Equations,
     Graph,
-    PipeshardError,
     Variables,
     contains,
     inline,
-    is_array,
     needed,
-    on_mesh,
     place_of,
     renamed,
     substitute,
     variables,
 )
+from pipelab.pipeshard.graph import PipeshardError, is_array, on_mesh
 from pipelab.pipeshard.marker import grad_p
 from pipelab.pipeshard.plan import AXES
 

@@ -20,20 +20,17 @@ import jax
 import numpy as np
 from jax.extend.core import Var
 
-from pipelab.pipeshard.graph import (
+from pipelab.executors.jax.graph import (
     Equations,
     Graph,
-    PipeshardError,
     Variables,
-    dtype_of,
     inline,
     needed,
     place_of,
     read_by,
-    size,
-    spec_of,
     variables,
 )
+from pipelab.pipeshard.graph import PipeshardError, dtype_of, size, spec_of
 
 Place = tuple[int, int]  # level and stage
 SMALL = 2  # elements of what may cross: single numbers, and raw random keys

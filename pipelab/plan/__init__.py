@@ -20,6 +20,10 @@ Up to 64 cuts of the layers are all tried. Of more, even ones by time and by siz
 `pipelab.plan.cuts` finds for the memory. How far that is from trying all is said there; that
 nothing fits may be wrong by a hair, where several chunks share a device or inputs wait in buffers.
 
+Backwards are split only when that is asked for (`SPLIT`): I and W together are taken to be as long
+as a whole backward, which a model has to be measured for. Schedules in a V are not planned: stages
+are cut, and their memory counted, for a loop.
+
 Not modelled: stages with replicas of their own (see `pipelab.partition.pipedream`), recomputation
 of less than a stage, all-reduce during the backward, optimizer states shared among replicas,
 micro-batches too small to fill a device (but see `Machine.overhead`).
@@ -28,13 +32,14 @@ micro-batches too small to fill a device (but see `Machine.overhead`).
 from pipelab.plan.answer import Answer, RunnerUp, plan
 from pipelab.plan.judge import Plan, judge
 from pipelab.plan.machine import MACHINES, Machine
-from pipelab.plan.problem import ASYNCHRONOUS, FLUSH, Choice, Problem
+from pipelab.plan.problem import ASYNCHRONOUS, FLUSH, SPLIT, Choice, Problem
 from pipelab.plan.transformer import Transformer
 
 __all__ = [
     "ASYNCHRONOUS",
     "FLUSH",
     "MACHINES",
+    "SPLIT",
     "Answer",
     "Choice",
     "Machine",

@@ -29,7 +29,7 @@ import numpy as np
 
 from pipelab.costs import Recompute
 from pipelab.plan.bounds import SLACK
-from pipelab.plan.problem import ASYNCHRONOUS, Choice, Problem
+from pipelab.plan.problem import ASYNCHRONOUS, SPLIT, Choice, Problem
 from pipelab.theory import THEORY
 
 Table = np.ndarray  # [a, b]
@@ -114,14 +114,17 @@ def _seconds(problem: Problem, choice: Choice) -> tuple[Table, Table]:
     both = forward + between("input_grad") + between("weight_grad")
     updates = m if choice.schedule == "pipedream" else 1
     again = choice.recompute.mask(m, m).sum()
-    work = choice.virtual * (m * (both + 2 * costs.overhead) + again * forward)
+    actions = 3 if choice.schedule in SPLIT else 2
+    work = choice.virtual * (m * (both + actions * costs.overhead) + again * forward)
     work = work + updates * between("update")
     work[np.tri(layers + 1, dtype=bool)] = np.inf
     if choice.schedule in ASYNCHRONOUS:  # only the slowest device counts
         return work, np.zeros_like(work)
+    link = np.concatenate([[0], costs.links(layers), [0]])
+    if choice.schedule in SPLIT:  # weight gradients may fill the way back
+        return work, forward + costs.overhead + link
     if choice.recompute is Recompute.ALWAYS:
         both = both + forward
-    link = np.concatenate([[0], costs.links(layers), [0]])
     return work, both + 2 * (costs.overhead + link)
 
 
@@ -134,20 +137,21 @@ def _held(problem: Problem, choice: Choice) -> list[Table]:
     costs = problem.costs(choice._replace(balance=(1,) * layers))
     between, theory = _layers(problem, choice), THEORY[choice.schedule]
     weights, optimizer = between("weights"), between("optimizer")
-    activations = between("activations")
+    activations, for_w = between("activations"), between("weight_activations")
     kept = activations
     if choice.recompute is not Recompute.NEVER:
         boundary = np.append(costs.of("boundary", layers), 0)
         kept = np.minimum(boundary[:, None], activations)
 
     @cache
-    def table(versions: int, flight: int) -> Table:
+    def table(versions: int, flight: int, late: int) -> Table:
         size = optimizer + (1 + versions) * weights + (flight - 1) * kept + activations
+        size = size + late * (for_w - kept)
         return np.where(np.tri(layers + 1, dtype=bool), np.inf, size)
 
     @cache
-    def shared(versions: int, flight: int, share: float) -> Table:
-        return table(versions, flight) / share
+    def shared(versions: int, flight: int, late: int, share: float) -> Table:
+        return table(versions, flight, late) / share
 
     batches = 2 * p if choice.schedule in ASYNCHRONOUS else 1
     sizes = (p, choice.microbatches, v, batches)
@@ -157,7 +161,8 @@ def _held(problem: Problem, choice: Choice) -> list[Table]:
         # Forwards take turns: p micro-batches of each chunk.
         turns = np.arange(theory.in_flight(device, *sizes)) // p % v
         flight = max(int((turns == chunk).sum()), 1)
-        stages.append((theory.versions(device, *sizes), flight))
+        late = theory.for_weights(device, p, choice.microbatches)
+        stages.append((theory.versions(device, *sizes), flight, late))
     if v == 1:
         return [table(*stage) for stage in stages]
     whole = np.array([table(*stage)[0, -1] for stage in stages]).reshape(v, p)

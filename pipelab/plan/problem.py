@@ -17,6 +17,7 @@ from pipelab.plan.machine import Machine
 from pipelab.plan.transformer import Transformer
 
 FLUSH = ("pipedream_flush", "interleaved", "gpipe")
+SPLIT = ("zb_h1", "zb_h2")  # backwards in two parts, with a flush
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
 MOST_CHUNKS = 16  # a device
 MOST = 10_000_000  # devices, samples
@@ -69,7 +70,8 @@ class Problem:
     model       a Transformer, or a Profile that was measured; its times grow with the micro-batch
     batch       samples of a batch, of all devices together
     tensor      how many devices may share a layer (a Transformer's)
-    schedules   that may be used; those that flush, unless more are asked for
+    schedules   that may be used; those that flush and keep backwards whole, unless more are asked
+                for
     optimizer   bytes of optimizer state a byte of weights. 7: the 18 bytes a parameter that
                 Megatron-LM counts for Adam in mixed precision (2 weight, 4 gradient, 12 state);
                 6: ZeRO's 16 bytes, whose gradients have 2; 2: Adam in float32. Unless given, 7 for
@@ -151,7 +153,7 @@ class Problem:
         """The choices of one pipeline length: schedules and chunks, balances, micro-batches."""
         samples = self.batch // replicas
         for schedule in self.schedules:
-            if p == 1 and schedule in FLUSH[1:] and FLUSH[0] in self.schedules:
+            if p == 1 and schedule in (*FLUSH[1:], *SPLIT) and FLUSH[0] in self.schedules:
                 continue  # on one device it is the same, or holds more
             most = min(self.layers // p, MOST_CHUNKS)
             chunks = range(2, most + 1) if schedule == "interleaved" else [1]
@@ -201,7 +203,7 @@ class Problem:
         )
 
 
-_PER_SAMPLE = (*PASSES, "activations", "boundary")
+_PER_SAMPLE = (*PASSES, "activations", "weight_activations", "boundary")
 
 
 def _divisors(number: int) -> list[int]:

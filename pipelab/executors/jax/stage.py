@@ -4,7 +4,6 @@ Arrays do not change, so that a weight version is just a value that is kept.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,8 @@ import optax
 from pipelab.action import Kind
 from pipelab.executors.jax.arguments import Apply
 from pipelab.executors.jax.device import JaxDevice
-from pipelab.executors.jax.trainer import named
+from pipelab.executors.jax.split import Rest, leave_out, put_in, split
+from pipelab.executors.jax.trainer import named, names
 from pipelab.executors.stage import Feed, Recipe, Stage
 from pipelab.executors.worker import Bytes
 
@@ -28,10 +28,12 @@ class _Kept(NamedTuple):
 
     x         the input
     pullback  as `passes` has it; None where the forward runs again
+    rest      what an I leaves for its W: the two before are None then
     """
 
     x: Any
     pullback: Any
+    rest: Any = None
 
 
 class JaxStage(Stage):
@@ -55,7 +57,7 @@ class JaxStage(Stage):
         # Functions of their own: a jitted method would refer to the stage and the stage to it, so
         # that all arrays of a run would be kept until the next garbage collection.
         first, last = feed.inputs is not None, feed.targets is not None
-        self._forward, self._backward = passes(apply, recipe.loss if last else None, first)
+        self._passes = passes(apply, recipe.loss if last else None, first)
         self._step = step_of(recipe.optimizer)
 
     def compile(self, shapes: tuple[Any, Any], kinds: set[Kind]) -> None:
@@ -67,14 +69,17 @@ class JaxStage(Stage):
         zeros = jax.tree.map(jnp.zeros_like, shapes)
         arguments = (self.weights[0], *jax.device_put(zeros, self.device.device))
         if not self.recipe.training or self.recipe.recompute.any():
-            self._forward(arguments, self._seed(0), keep=False)
+            self._passes.forward(arguments, self._seed(0), keep=False)
         if not self.recipe.training:
             return
-        y, _, pullback = self._forward(arguments, self._seed(0), keep=True)
+        y, _, pullback = self._passes.forward(arguments, self._seed(0), keep=True)
         gradient = jax.tree.map(jnp.zeros_like, divide(y)[0])
-        for kind in {Kind.B, Kind.I, Kind.W} & kinds:
-            total = None if kind is Kind.I else jax.tree.map(jnp.zeros_like, self.weights[0])
-            self._backward(arguments, pullback, gradient, total, kind=kind)
+        if Kind.B in kinds:
+            self._passes.backward(arguments, pullback, gradient, self._zeros())
+        if Kind.I in kinds:
+            operands = arguments, pullback, gradient
+            _, rest = self._passes.input_grad(*operands)
+            self._passes.weight_grad(put_in(operands, rest), self._zeros())
         mean = _divided(self.weights[0], 1.0)
         if self.recipe.clip is not None:
             _square(mean)
@@ -140,7 +145,7 @@ class JaxStage(Stage):
 
     def _compute(self, microbatch: int, x: Any, keep: bool) -> tuple[Any, Any, _Kept]:
         arguments = self._arguments(microbatch, x)
-        found = self._forward(arguments, self._seed(microbatch), keep=keep)
+        found = self._passes.forward(arguments, self._seed(microbatch), keep=keep)
         y, count, pullback = jax.block_until_ready(found)
         return y, count, _Kept(x, pullback)
 
@@ -168,35 +173,66 @@ class JaxStage(Stage):
     def _pull(self, microbatch: int, kept: _Kept, gradient: Any, count: float, kind: Kind) -> Any:
         if not count:
             return jax.tree.map(jnp.zeros_like, divide(kept.x)[0])
-        arguments = self._arguments(microbatch, kept.x)
-        total = None if kind is Kind.I else self._total()
-        found = self._backward(arguments, kept.pullback, gradient, total, kind=kind)
-        total, of_input = jax.block_until_ready(found)
-        if kind is not Kind.I:
-            self._sum = total
+        if kind is Kind.W:
+            self._sum = self._passes.weight_grad(kept.rest, self._total())
+            return jax.block_until_ready(self._sum)
+        operands = self._arguments(microbatch, kept.x), kept.pullback, gradient
+        if kind is Kind.B:
+            found = self._passes.backward(*operands, self._total())
+            self._sum, of_input = jax.block_until_ready(found)
+            return of_input
+        of_input, rest = jax.block_until_ready(self._passes.input_grad(*operands))
+        self._keep_rest(microbatch, put_in(operands, rest))
         return of_input
+
+    def _keep_rest(self, microbatch: int, rest: Rest) -> None:
+        """Keep for W what it reads, and count it, in the place of what the forward kept."""
+        self._split[microbatch] = _Kept(None, None, rest), None, self._split[microbatch][2]
+        weights, _, target = self._arguments(microbatch, None)
+        if any(rest.unsplit):
+            pairs = zip(names(weights), rest.unsplit, strict=True)
+            self.unsplit = {name: why for name, why in pairs if why}
+        others = {id(x) for x in jax.tree.leaves((weights, target))}
+        arrays = {id(x): x.nbytes for x in jax.tree.leaves(rest) if id(x) not in others}
+        self.device.ledger.drop(self.key(microbatch))
+        self.device.ledger.hold(self.key(microbatch), arrays)
 
     def _total(self) -> Any:
         """The accumulated gradient, which begins as zeros."""
         if self._sum is None:
-            self._sum = jax.tree.map(jnp.zeros_like, self.weights[self.latest])
+            self._sum = self._zeros()
         return self._sum
+
+    def _zeros(self) -> Any:
+        return jax.tree.map(jnp.zeros_like, self.weights[self.latest])
 
 
 # ---- the functions that are jitted
 
 
-def passes(apply: Apply, loss: Callable | None, first: bool) -> tuple[Callable, Callable]:
+class Passes(NamedTuple):
     """A stage's forward and backward, jitted: once per shape of the data.
 
-    forward   (arguments, seed, keep=) -> y, what the loss counted, pullback. With a loss y is its
-              mean. The pullback is that of `jax.vjp`, without the leaves that are arguments
-    backward  (arguments, pullback, gradient of y, total, kind=) -> total with the parameters'
-              gradients added, gradient of x. An I leaves the total alone, a W has none of x
+    forward      (arguments, seed, keep=) -> y, what the loss counted, pullback. With a loss y is
+                 its mean. The pullback is that of `jax.vjp`, without the leaves that are arguments
+    backward     (arguments, pullback, gradient of y, total) -> total with the parameters' gradients
+                 added, gradient of x
+    input_grad   (arguments, pullback, gradient of y) -> gradient of x, rest. The rest is what
+                 `split` leaves for the parameters' gradients, without what is an operand
+    weight_grad  (rest, total) -> total with the parameters' gradients added
 
-    Gradients are trees of the floating leaves, with None where others are; a `first` stage's x has
+    Gradients are trees of the floating leaves, with None where others are; a first stage's x has
     no gradient, since nobody asks for that of the data.
     """
+
+    forward: Callable
+    backward: Callable
+    input_grad: Callable
+    weight_grad: Callable
+
+
+def passes(apply: Apply, loss: Callable | None, first: bool) -> Passes:
+    """The passes of a stage; a last one has the loss."""
 
     def forward(arguments: Arguments, seed: Any, keep: bool) -> tuple[Any, Any, Any]:
         parameters, x, target = arguments
@@ -217,18 +253,26 @@ def passes(apply: Apply, loss: Callable | None, first: bool) -> tuple[Callable, 
         _, pullback, (y, count) = jax.vjp(function, parameters, floats, has_aux=True)
         return y, count, leave_out(arguments, pullback)
 
-    def backward(
-        arguments: Arguments, pullback: Any, gradient: Any, total: Any, kind: Kind
-    ) -> tuple[Any, Any]:
-        of_parameters, of_x = put_in(arguments, pullback)(gradient)
-        # What is not returned is not computed either: the compiler leaves it out.
-        if kind is not Kind.I:
-            total = jax.tree.map(jnp.add, total, of_parameters)
-        return total, None if kind is Kind.W else of_x
+    def pull(arguments: Arguments, pullback: Any, gradient: Any) -> tuple[Any, Any]:
+        return put_in(arguments, pullback)(gradient)
 
-    return (
+    def backward(arguments: Arguments, pullback: Any, gradient: Any, total: Any) -> tuple[Any, Any]:
+        of_parameters, of_x = pull(arguments, pullback, gradient)
+        return jax.tree.map(jnp.add, total, of_parameters), of_x
+
+    def input_grad(*operands: Any) -> tuple[Any, Any]:
+        of_x, rest = split(pull, *operands)
+        return of_x, leave_out(operands, rest)
+
+    def weight_grad(rest: Any, total: Any) -> Any:
+        leaves, tree = jax.tree.flatten(total)
+        return jax.tree.unflatten(tree, map(jnp.add, leaves, rest.gradients()))
+
+    return Passes(
         jax.jit(forward, static_argnames="keep"),
-        jax.jit(backward, static_argnames="kind", donate_argnames="total"),
+        jax.jit(backward, donate_argnames="total"),
+        jax.jit(input_grad),
+        jax.jit(weight_grad, donate_argnames="total"),
     )
 
 
@@ -251,38 +295,6 @@ def _divided(total: Any, count: Any) -> Any:
 @jax.jit
 def _square(tree: Any) -> jax.Array:
     return sum((jnp.vdot(g, g).real for g in jax.tree.leaves(tree)), jnp.zeros(()))
-
-
-# ---- what `jax.vjp` keeps
-#
-# It returns a closure that is a tree: its leaves are all that the backward needs, activations as
-# well as weights and inputs. A jitted function that returned its arguments would copy them, every
-# weight for every micro-batch. So a leaf that is an argument is left out of what the forward
-# returns, and the backward, which has the same arguments at hand, puts it in again.
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Argument:
-    """Stands for a leaf of the arguments, by its number, in a tree: a part of it without leaves."""
-
-    number: int
-
-
-def leave_out(arguments: Any, tree: Any) -> Any:
-    """The tree without the leaves that are leaves of `arguments`, in the same trace."""
-    stand_in = {id(leaf): _Argument(i) for i, leaf in enumerate(jax.tree.leaves(arguments))}
-    return jax.tree.map(lambda leaf: stand_in.get(id(leaf), leaf), tree)
-
-
-def put_in(arguments: Any, tree: Any) -> Any:
-    """The inverse of `leave_out`, in any trace with arguments like those."""
-    leaves = jax.tree.leaves(arguments)
-    return jax.tree.map(
-        lambda leaf: leaves[leaf.number] if isinstance(leaf, _Argument) else leaf,
-        tree,
-        is_leaf=lambda part: isinstance(part, _Argument),
-    )
 
 
 # ---- trees in two: what is differentiated, and what is not

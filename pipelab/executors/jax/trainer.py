@@ -5,6 +5,7 @@ It shares no code with the worker or the stages.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -55,18 +56,16 @@ class Trainer(judge.Trainer):
         self._differentiate = jax.jit(jax.grad(value, has_aux=True))
 
     def losses(self, pieces: Sequence[Piece], jitter: int = 0) -> Losses:
-        random = np.random.default_rng(jitter) if jitter else None
         with self._active():
-            found = [self._value(*self._arguments(piece, random))[1] for piece in pieces]
+            found = [self._value(*given)[1] for given in self._arguments(pieces, jitter)]
         return [(float(mean), float(count)) for mean, count in found]
 
     def gradients(self, t: int, pieces: Sequence[Piece], jitter: int = 0) -> tuple[Losses, Arrays]:
-        random = np.random.default_rng(jitter) if jitter else None
         losses: Losses = []
         with self._active():
             total = jax.tree.map(np.zeros_like, [history[t] for history in self.history])
-            for piece in pieces:
-                gradient, (mean, count) = self._differentiate(*self._arguments(piece, random))
+            for given in self._arguments(pieces, jitter):
+                gradient, (mean, count) = self._differentiate(*given)
                 losses.append((float(mean), float(count)))
                 if count:
                     total = jax.tree.map(np.add, total, jax.device_get(gradient))
@@ -109,29 +108,32 @@ class Trainer(judge.Trainer):
 
     def _placed(self, tree: Any) -> Any:
         """Arrays of numpy, in this trainer's precision; random keys as they are."""
-        return jax.tree.map(self._leaf, tree)
 
-    def _leaf(self, leaf: Any) -> Any:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return leaf
-        return wide(leaf) if self.wide and _inexact(leaf.dtype) else np.asarray(leaf)
+        def placed(leaf: Any) -> Any:
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                return leaf
+            return wide(leaf) if self.wide and _inexact(leaf.dtype) else np.asarray(leaf)
+
+        return jax.tree.map(placed, tree)
 
     def _like(self, tree: Any, by_name: dict[str, Any]) -> Any:
         return jax.tree.unflatten(jax.tree.structure(tree), list(by_name.values()))
 
-    def _arguments(self, piece: Piece, random: np.random.Generator | None) -> tuple:
-        """Weights of the versions that the piece reads, its data and its keys."""
-        weights = [history[v] for history, v in zip(self.history, piece.reads, strict=True)]
-        with jax.enable_x64(self._double):
-            data = jax.tree.map(jnp.asarray, (piece.x, piece.y))  # as the run takes them
-        x, y = self._placed(data)
-        if random:
-            jitter = lambda leaf: _jittered(leaf, self.eps, random)  # noqa: E731
-            weights, x = jax.tree.map(jitter, (weights, x))
-        keys = None
-        if piece.seeds is not None:
-            keys = [jax.random.key(seed) for seed in piece.seeds]
-        return weights, x, y, keys
+    def _arguments(self, pieces: Sequence[Piece], jitter: int) -> Iterator[tuple]:
+        """Of each piece, weights of the versions that it reads, its data and its keys."""
+        random = np.random.default_rng(jitter)
+        for piece in pieces:
+            weights = [history[v] for history, v in zip(self.history, piece.reads, strict=True)]
+            with jax.enable_x64(self._double):
+                data = jax.tree.map(jnp.asarray, (piece.x, piece.y))  # as the run takes them
+            x, y = self._placed(data)
+            if jitter:
+                jittered = partial(off_by, eps=self.eps, random=random)
+                weights, x = jax.tree.map(jittered, (weights, x))
+            keys = None
+            if piece.seeds is not None:
+                keys = [jax.random.key(seed) for seed in piece.seeds]
+            yield weights, x, y, keys
 
     def _stepped(self, weights: Any, state: Any, gradient: Any) -> tuple[Any, Any]:
         change, state = self.recipe.optimizer.update(gradient, state, weights)
@@ -140,10 +142,14 @@ class Trainer(judge.Trainer):
 
 def named(tree: Any) -> dict[str, np.ndarray]:
     """A tree's leaves by their path, on the host."""
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf)
-        for path, leaf in jax.tree.leaves_with_path(tree)
-    }
+    leaves = map(np.asarray, jax.tree.leaves(tree))
+    return dict(zip(names(tree), leaves, strict=True))
+
+
+def names(tree: Any) -> list[str]:
+    """The paths of a tree's leaves."""
+    paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
 
 
 def wide(leaf: Any) -> np.ndarray:
@@ -156,8 +162,8 @@ def _inexact(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _jittered(leaf: Any, eps: float, random: np.random.Generator) -> Any:
-    """Floating numbers, each off by up to an eps of itself."""
+def off_by(leaf: Any, eps: float, random: np.random.Generator) -> Any:
+    """An array whose floating numbers are each off by up to an eps of itself."""
     if not _inexact(leaf.dtype):
         return leaf
     off = random.uniform(-1, 1, leaf.shape)

@@ -126,10 +126,10 @@ class _Failure:
         cause = error.__cause__ if isinstance(error, RunError) and error.__cause__ else error
         self.traceback = "".join(traceback.format_exception(cause))
         self.secondary = isinstance(cause, Lost)
-        self.error = RunError(f"{job.where}: {type(error).__name__}: {error}", job.rank)
-        if isinstance(error, RunError):
-            self.error = error
+        if not isinstance(error, RunError):
+            error = RunError(f"{job.where}: {type(error).__name__}: {error}", job.rank)
         error.__cause__ = None
+        self.error = error
 
 
 class _Remote(Exception):

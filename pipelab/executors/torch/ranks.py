@@ -27,7 +27,7 @@ def perform(job: Job, progress: Callable[[int], None]) -> Outcome:
     """
     if job.core is not None:
         _make_room(job)
-    with make_wire(job, exchange) as wire:
+    with open_wire(job, exchange) as wire:
 
         def start() -> float:
             began = torch.tensor([time.perf_counter() + 0.01], dtype=torch.float64)
@@ -47,14 +47,6 @@ def _make_room(job: Job) -> None:
     """Keep this process, but for its worker, off the cores of the workers, if there are others."""
     taken = sorted(os.sched_getaffinity(0))[: job.schedule.devices * job.replicas]
     os.sched_setaffinity(0, os.sched_getaffinity(0) - set(taken) or taken)
-
-
-def make_wire(job: Job, exchange: Callable[[Any], list[Any]]) -> Wire:
-    """All ranks call this."""
-    device = torch.device(job.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return open_wire(job, device, exchange)
 
 
 def exchange(value: Any) -> list[Any]:
@@ -107,4 +99,4 @@ class Ranks(Cluster):
         return [self.me]
 
     def make_wire(self, jobs: Sequence[Job]) -> Wire:
-        return make_wire(jobs[0], self.share)
+        return open_wire(jobs[0], self.share)

@@ -201,7 +201,7 @@ def _segment(schedule: Schedule, options: Options) -> tuple[Segment, Index | Non
     end = schedule.batches if stop is None else stop
     if not begun < end <= schedule.batches:
         raise ValueError(f"stop={stop}: give a batch after {begun}, at most {schedule.batches}")
-    segment = Segment.of(schedule, begun, end)
+    segment = Segment(schedule, begun, end)
     if options.dump and segment.table is not schedule:
         raise ValueError("dump describes a whole run: leave it out with stop or resume")
     return segment, index

@@ -19,10 +19,13 @@ from pipelab.executors.wire import Ends, Exchange, Link, Wire, connect, pairs_of
 FOREVER = timedelta(days=1)  # for torch, which counts a rank's wait for others who work as a hang
 
 
-def open_wire(job: Job, device: torch.device, exchange: Exchange) -> Wire:
-    """The wire of a rank; all ranks call this."""
-    cuda = device.type == "cuda"
-    gpus = exchange(str(torch.cuda.get_device_properties(device).uuid) if cuda else "")
+def open_wire(job: Job, exchange: Exchange) -> Wire:
+    """The wire of a rank, on the device of its job; all ranks call this."""
+    device, gpu = torch.device(job.device), ""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+    gpus = exchange(gpu)
     own_gpus = all(gpus) and len({*gpus}) == len(gpus)
     pairs = pairs_of_ranks(job)
     groups = _groups(pairs, job.rank, device) if own_gpus else {}

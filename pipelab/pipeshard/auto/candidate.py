@@ -11,10 +11,11 @@ import jaxlib
 from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pipelab.executors.jax.graph import Arrays
 from pipelab.pipeshard.auto.cache import Key, digest
 from pipelab.pipeshard.auto.sharded import built
 from pipelab.pipeshard.cut import StageGraph, cut
-from pipelab.pipeshard.graph import Arrays, PipeshardError, on_mesh, spec_of
+from pipelab.pipeshard.graph import PipeshardError, on_mesh, spec_of
 from pipelab.pipeshard.plan import StageProblem, over_samples
 from pipelab.pipeshard.stage import CompiledStage, passes
 

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
-from pipelab.pipeshard.graph import Equations, shape_of, size
+from pipelab.executors.jax.graph import Equations
+from pipelab.pipeshard.graph import shape_of, size
 
 MOVES = """
     broadcast_in_dim concatenate convert_element_type copy copy_p device_put dynamic_slice

@@ -17,15 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipelab.executors.jax.graph import Graph, Variables, place_of, variables
 from pipelab.pipeshard.auto.flops import flops
-from pipelab.pipeshard.graph import (
-    Graph,
-    PipeshardError,
-    Variables,
-    bytes_of,
-    place_of,
-    variables,
-)
+from pipelab.pipeshard.graph import PipeshardError, bytes_of
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,11 @@ class AutoStages:
                 "stages='auto' finds how many stages there are: name a schedule, such as "
                 "'gpipe', instead of a table, and leave out virtual"
             )
+        if make(schedule, 1, method.microbatches).stages > 1:
+            raise PipeshardError(
+                f"stages='auto' gives every mesh one stage, and {schedule!r} has several on each: "
+                "name another schedule, such as 'zb_h1', or give ManualStages"
+            )
         devices, hosts = self._devices(method.pool)
         machine = self.machine or machine_of(devices[0])
         method.table_for(1)  # what is wrong with the schedule is said before all that follows

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pipelab.executors.jax.graph import inline
 from pipelab.pipeshard.auto.cost import Cost
 from pipelab.pipeshard.auto.flops import repeats
-from pipelab.pipeshard.graph import PipeshardError, inline
+from pipelab.pipeshard.graph import PipeshardError
 
 Specs = tuple[PartitionSpec, ...]  # of all arrays
 

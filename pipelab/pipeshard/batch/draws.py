@@ -19,23 +19,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from pipelab.pipeshard.batch.primitives import DRAWS
-from pipelab.pipeshard.batch.reduction import CHECKPOINTS, carry_of
-from pipelab.pipeshard.batch.tags import axes_of
-from pipelab.pipeshard.graph import (
+from pipelab.executors.jax.graph import (
     Arrays,
     Atom,
     Equations,
     Graph,
-    PipeshardError,
     contains,
     inline,
     place_of,
     renamed,
     single,
-    spec_of,
     substitute,
 )
+from pipelab.pipeshard.batch.primitives import DRAWS
+from pipelab.pipeshard.batch.reduction import CHECKPOINTS, carry_of
+from pipelab.pipeshard.batch.tags import axes_of
+from pipelab.pipeshard.graph import PipeshardError, spec_of
 
 BODIES = ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr")  # parameters: what equations run
 # An equation that draws, the same for another size of batch, the micro-batch's number and the

@@ -11,15 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
+from pipelab.executors.jax.graph import Arrays, Atom, Graph
 from pipelab.executors.jax.spmd_checks import alike
 from pipelab.executors.jax.wire import words
 from pipelab.pipeshard.batch.draws import draw_in_pieces, redraw
 from pipelab.pipeshard.batch.reduction import Reductions
 from pipelab.pipeshard.batch.tags import FIXED, Role, Tag
 from pipelab.pipeshard.graph import (
-    Arrays,
-    Atom,
-    Graph,
     PipeshardError,
     dtype_of,
     is_inexact,

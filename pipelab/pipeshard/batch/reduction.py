@@ -18,6 +18,7 @@ from operator import itemgetter
 import jax
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from pipelab.executors.jax.graph import CALLS, Graph, Variables, contains, inline, place_of, single
 from pipelab.pipeshard.batch.primitives import DRAWS, RANDOM
 from pipelab.pipeshard.batch.samples import Rules
 from pipelab.pipeshard.batch.tags import (
@@ -36,18 +37,11 @@ from pipelab.pipeshard.batch.tags import (
     samples,
 )
 from pipelab.pipeshard.graph import (
-    CALLS,
-    Graph,
     PipeshardError,
-    Variables,
-    contains,
     dtype_of,
-    inline,
     is_inexact,
     is_key_type,
-    place_of,
     shape_of,
-    single,
     size,
     spec_of,
 )

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from pipelab.pipeshard.graph import place_of, shape_of, single
+from pipelab.executors.jax.graph import place_of, single
+from pipelab.pipeshard.graph import shape_of
 
 Pair = tuple[Any, Any]  # the same at both sizes: variables, equations, arrays
 Pairs = list[Pair]
