@@ -124,7 +124,7 @@ def sound_bound(answer: Any) -> Feedback:
 
 def room_needed(answer: Any) -> Feedback:
     """What the claimed table holds."""
-    slips = {
+    slips: dict[float, str] = {
         2: "So says the claim, which counts from F to I. What is kept from I to W?",
         3: "Count along row 0: one more with every F, one less with every W.",
         6: "Some are done before the last one starts.",
