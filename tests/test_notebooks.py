@@ -45,6 +45,7 @@ def test_there_are_lectures():
         "10_pipeshard_auto",
         "11_sharding_and_pmap",
         "12_zero_bubble",
+        "13_how_good_can_it_be",
         "14_in_practice",
         "90_design_your_own",
     ]
