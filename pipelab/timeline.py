@@ -230,6 +230,10 @@ class Timeline:
 
         return attribution(self)
 
+    def imbalance(self) -> float:
+        """Compute seconds that the other devices do less than the busiest: sum of ideal - busy."""
+        return float((self.ideal - self.busy).sum())
+
     def critical_path(self) -> list[int]:
         """Flat indices of actions, each waiting for the one before, that end with the last action.
 
