@@ -9,18 +9,18 @@ from pipelab.schedule import Schedule
 from pipelab.schedules import SCHEDULES, make, takes
 
 # Of those that a draft can be: its stages are placed in a loop.
-TITLES = {
-    "eager_1f1b": "eager 1F1B",
-    "gpipe": "GPipe",
+TITLES = {  # the plainest first: it comes first where a table is several
     "inter_layer": "inter-layer parallelism",
-    "interleaved": "interleaved 1F1B",
-    "looped_bfs": "looped breadth-first",
+    "gpipe": "GPipe",
+    "pipedream_flush": "1F1B (PipeDream-Flush)",
     "pipedream": "PipeDream",
     "pipedream_2bw": "PipeDream-2BW",
-    "pipedream_flush": "1F1B (PipeDream-Flush)",
-    "zb": "the automatic zero-bubble schedule",
+    "interleaved": "interleaved 1F1B",
+    "looped_bfs": "looped breadth-first",
+    "eager_1f1b": "eager 1F1B",
     "zb_h1": "ZB-H1",
     "zb_h2": "ZB-H2",
+    "zb": "the automatic zero-bubble schedule",
 }
 
 
@@ -28,7 +28,7 @@ TITLES = {
 def known_rows(task: Task) -> tuple[tuple[str, Rows], ...]:
     """Titles and rows of the schedules that do this task, whatever its cap."""
     found = []
-    for name in SCHEDULES:
+    for name in dict.fromkeys([*TITLES, *SCHEDULES]):
         if takes(name, "virtual") != (task.virtual > 1):
             continue
         sizes = {"virtual": task.virtual, "batches": task.batches}

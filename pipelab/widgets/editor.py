@@ -39,7 +39,7 @@ class Editor(anywidget.AnyWidget):
     pipelab.puzzle.draft.Refused: 1B0 needs 1F0 first, which is not placed yet
     >>> editor.finish()
     >>> editor.feedback
-    Par: 9. This is 1F1B (PipeDream-Flush).
+    Par: 9. This is 1F1B (PipeDream-Flush) or eager 1F1B.
     """
 
     _esm = joined("tools.js", "editor.js")
