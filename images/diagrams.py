@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -57,6 +58,37 @@ def layers(
     style.legend(ax, [activations, gradients], 9)
     style.title(ax, title)
     return ax
+
+
+def paths(items: dict[str, list[list[int]]]) -> Axes:
+    """Ways of micro-batches through devices, a picture each: `items[title]` has a list of devices,
+    stage by stage, for every way. Where there are two, the stages are the same, each there twice.
+    """
+    devices = 1 + max(d for ways in items.values() for way in ways for d in way)
+    widths = [len(ways[0]) for ways in items.values()]
+    _, row = plt.subplots(
+        1,
+        len(items),
+        figsize=(10, 0.7 + 0.5 * devices),
+        width_ratios=widths,
+        sharey=True,
+        layout="constrained",
+    )
+    for ax, (title, ways) in zip(row, items.items(), strict=True):
+        for d in range(devices):
+            style.box(ax, (-0.5, d - 0.42), len(ways[0]), 0.84, "#f0f0f0", "none", lw=0)
+        for way, colour in zip(ways, (style.BLUE, style.ORANGE), strict=False):
+            ax.plot(range(len(way)), way, color=colour, lw=2, zorder=1)
+            for s, d in enumerate(way):
+                style.box(ax, (s - 0.3, d - 0.28), 0.6, 0.56, colour, text=str(s), size=10)
+        ax.set_xlim(-0.5, len(ways[0]) - 0.5)
+        ax.set_ylim(devices - 0.5, -0.5)
+        style.axes(ax)
+        style.lanes(ax, range(devices), [f"device {d}" for d in range(devices)])
+        ax.spines["bottom"].set_visible(False)
+        ax.set_xticks([])
+        style.title(ax, title)
+    return row[0]
 
 
 def microbatches(samples: int, count: int, ax: Axes | None = None) -> Axes:

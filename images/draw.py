@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from animation import animation
-from diagrams import arrow, layers, microbatches, pooling
+from diagrams import arrow, layers, microbatches, paths, pooling
 from files import save
 from pipelab import Costs, Kind, Timeline, make, memory, plot, simulate
 from pipelab.models.vgg16 import vgg16
@@ -122,6 +122,14 @@ def timeline_interleaved() -> Axes:
     the idle corners are smaller.
     """
     return plot.timeline(simulate(make("interleaved", 4, 8, virtual=2), Costs().split(2)))
+
+
+@picture("timeline_zb_h1.png")
+def timeline_zb_h1() -> Axes:
+    """ZB-H1 timeline of four devices: weight gradients wait, more of them on later devices, and
+    fill the drain; all devices end together.
+    """
+    return plot.timeline(simulate(make("zb_h1", 4, 8)))
 
 
 # ---- inter-layer
@@ -331,6 +339,24 @@ def interleaved_chunks() -> Axes:
     )
     layers([2] * s.stages, s.placement, above, title="four chunks of two layers, placed in turn")
     return plot.timeline(simulate(s, Costs().split(2)), below)
+
+
+# ---- zero bubbles
+
+
+@picture("placements.png")
+def placements() -> Axes:
+    """Stages on four devices: eight in a loop; eight in a V, device 0 with the first and the last;
+    four stages twice, one copy for each direction.
+    """
+    down, up = [0, 1, 2, 3], [3, 2, 1, 0]
+    return paths(
+        {
+            "loop: two chunks a device": [[*down, *down]],
+            "V: the first and the last together": [[*down, *up]],
+            "two copies": [down, up],
+        }
+    )
 
 
 def main(folder: Path) -> None:

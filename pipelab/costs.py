@@ -119,7 +119,8 @@ class Costs:
 
     def split(self, virtual: int) -> "Costs":
         """The same model in `virtual` chunks a device, placed in a loop: see `over`."""
-        lists = [value for name in OF_DEVICE if isinstance(value := getattr(self, name), tuple)]
+        names = (*OF_DEVICE, "boundary", "speed")
+        lists = [value for name in names if isinstance(value := getattr(self, name), tuple)]
         if isinstance(self.transfer, tuple):
             lists.append((0.0, *self.transfer))
         devices = len(lists[0]) if lists else 1

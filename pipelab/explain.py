@@ -9,7 +9,7 @@ from pipelab.costs import Costs
 from pipelab.fit import fit_seconds, late_starts, uninterrupted
 from pipelab.schedule import Schedule
 from pipelab.simulate import delays, durations, lay, links, simulate, waits
-from pipelab.timeline import Parts, Timeline
+from pipelab.timeline import SECONDS, Parts, Timeline, scale_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,13 +49,11 @@ class Explanation:
         return {cause: x for cause, x in self.causes.items() if abs(x) > least}
 
     def __repr__(self) -> str:
-        scale, unit = 1e6, "µs"
-        if self.measured >= 1e-3:
-            scale, unit = (1.0, "s") if self.measured >= 1 else (1e3, "ms")
+        factor, unit = scale_of(self.measured, SECONDS)
         percent = 100 / self.measured if self.measured else 0.0
 
         def line(name: str, seconds: float, sign: str = "") -> str:
-            amount, share = f"{seconds * scale:{sign}.2f}", f"{seconds * percent:{sign}.1f}"
+            amount, share = f"{seconds / factor:{sign}.2f}", f"{seconds * percent:{sign}.1f}"
             return f"{name:<20} {amount:>10} {unit} {share:>7} %"
 
         claimed = self.claimed

@@ -30,7 +30,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-Below = dict[Node, list[tuple[Node, int]]]  # operation -> where it hands gradients to
+# operation -> what hands it gradients, and as which of its outputs'; None: where a backward starts
+Above = dict[Node, list[tuple[Node | None, int]]]
 
 # Their backwards start one of their own, or refuse to run for some gradients only.
 INDIVISIBLE = {"CheckpointFunctionBackward", "CompiledFunctionBackward"}
@@ -66,11 +67,13 @@ class Saved:
 class _Group:
     """Forks with weights in common, where gradients enter them, and what I left there for W.
 
-    weights  by the ends of their branches (AccumulateGrad)
+    weights     by the ends of their branches (AccumulateGrad)
+    operations  of the branches
     """
 
-    forks: list[Node]
-    weights: set[Any]
+    forks: set[Node]
+    weights: list[Any]
+    operations: set[Node]
     gates: list[GradientEdge] = field(default_factory=list)
     arrived: list[Tensor | None] = field(default_factory=list)
 
@@ -107,9 +110,9 @@ class Halves:
         self.together: dict[Tensor, str] = {}
         self.indivisible: str | None = None
         self._groups: list[_Group] = []
-        self._below = _operations(edge.node for edge in outputs)
-        self._kept = list(self._below)  # operations that W needs
-        whole_only = {type(node).__name__ for node in self._below} & INDIVISIBLE
+        self._above = _operations(outputs)
+        self._kept = set(self._above)  # operations that W needs
+        whole_only = {type(node).__name__ for node in self._above} & INDIVISIBLE
         if inputs and whole_only:
             name = min(whole_only).removesuffix("Backward")
             self.indivisible = f"{name} is differentiated as a whole"
@@ -119,29 +122,17 @@ class Halves:
     def _cut(self) -> None:
         """Find the forks, and group them by their weights."""
         leaves = {get_gradient_edge(leaf).node for leaf in self.inputs}
-        trunk, weights_of = _trunk_and_branches(self._below, leaves)
-        entered: dict[Node, set[int]] = {}  # operation -> which of its outputs get a gradient
-        for edge in self.outputs:
-            entered.setdefault(edge.node, set()).add(edge.output_nr)
-        first = set(entered)  # an output may depend on weights alone
-        for node in trunk:
-            for other, place in self._below[node]:
-                entered.setdefault(other, set()).add(place)
-        forks = [node for node in self._below if node in trunk or node in first]
-        late: set[Node] = set()  # forks of W, and its weights
-        for group in _grouped({fork: weights_of[fork] for fork in forks if weights_of[fork]}):
+        trunk = leaves | _leading_to(leaves, self._above)
+        self._kept = set()
+        for group in _groups(self._above, trunk):
             if why := self._once(group):
                 self.together.update((weight.variable, why) for weight in group.weights)
                 continue
             for fork in group.forks:
-                group.gates += [GradientEdge(fork, place) for place in sorted(entered[fork])]
-            late |= {*group.forks, *group.weights}
+                entered = {n for node, n in self._above[fork] if node is None or node in trunk}
+                group.gates += [GradientEdge(fork, number) for number in sorted(entered)]
+            self._kept |= group.forks | group.operations
             self._groups.append(group)
-        self._kept = [
-            node
-            for node in self._below
-            if node in late or (node not in trunk and weights_of[node] & late)
-        ]
 
     def _once(self, group: _Group) -> str | None:
         """Why all of the group's gradients have to be computed in one go, or None."""
@@ -151,7 +142,7 @@ class Halves:
                 return f"the custom function {name} gives all its gradients at once"
             if not all(isinstance(saved, Saved) for saved in _saved(fork)):
                 return "it is recomputed, or saved by hooks of its own"
-        if _one_leads_to_another(group.forks, self._below):
+        if len(group.forks) > 1 and group.forks & _leading_to(group.forks, self._above):
             return "it is used more than once, in turn"
         return None
 
@@ -163,13 +154,13 @@ class Halves:
             found = self._down_the_trunk()
         else:
             found = whole(self.outputs, self.gradients, self.inputs)
-            self._kept = []
-        self.outputs, self.gradients, self._below = [], [], {}
+            self._kept = set()
+        self.outputs, self.gradients, self._above = [], [], {}
         return found
 
     def _down_the_trunk(self) -> list[Tensor | None]:
         once = []
-        for node in self._below.keys() - set(self._kept):
+        for node in self._above.keys() - self._kept:
             for saved in _saved(node):
                 if isinstance(saved, Saved):
                     once.append(saved)
@@ -205,7 +196,7 @@ class Halves:
                 gates, arrived = zip(*starts, strict=True)
                 weights = [node.variable for node in group.weights]
                 torch.autograd.backward(gates, arrived, inputs=weights)
-        self.outputs, self.gradients, self._kept = [], [], []
+        self.outputs, self.gradients, self._kept = [], [], set()
 
     def kept(self) -> Iterator[Tensor]:
         """What is kept until W: saved tensors, gradients, and inputs that the graph holds."""
@@ -226,62 +217,63 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {block.data_ptr(): block.nbytes() for block in blocks}
 
 
-def _operations(roots: Iterable[Node]) -> Below:
-    """All operations that gradients reach from the roots; each stands behind those below it."""
-    below: Below = {}
-    order: list[Node] = []
-    stack = [(node, False) for node in roots]
+def _operations(outputs: Sequence[GradientEdge]) -> Above:
+    """All operations that gradients reach from the outputs, these first."""
+    above: Above = {edge.node: [] for edge in outputs}
+    for edge in outputs:
+        above[edge.node].append((None, edge.output_nr))
+    reached = list(above)
+    for node in reached:
+        for other, number in node.next_functions:
+            if other is None:
+                continue
+            if other not in above:
+                above[other] = []
+                reached.append(other)
+            above[other].append((node, number))
+    return above
+
+
+def _leading_to(nodes: Iterable[Node], above: Above) -> set[Node]:
+    """The operations through which gradients come to any of these."""
+    found: set[Node] = set()
+    stack = list(nodes)
     while stack:
-        node, left = stack.pop()
-        if left:
-            order.append(node)
-        elif node not in below:
-            below[node] = [(n, place) for n, place in node.next_functions if n is not None]
-            stack.append((node, True))
-            stack.extend((other, False) for other, _ in below[node])
-    return {node: below[node] for node in order}
+        for node, _ in above.get(stack.pop(), ()):  # an input may reach no output
+            if node is not None and node not in found:
+                found.add(node)
+                stack.append(node)
+    return found
 
 
-def _trunk_and_branches(
-    below: Below, leaves: set[Node]
-) -> tuple[set[Node], dict[Node, frozenset[Node]]]:
-    """The operations that lead to a leaf of `leaves`; and the weights of each operation's branches.
-
-    For an operation of the trunk those that branch off there.
-    """
-    trunk: set[Node] = set()
-    weights: dict[Node, frozenset[Node]] = {}
-    for node, others in below.items():
-        if node in leaves or any(other in trunk for other, _ in others):
-            trunk.add(node)
-        elif not others:
-            weights[node] = frozenset([node])
-            continue
-        branches = (weights[other] for other, _ in others if other not in trunk)
-        weights[node] = frozenset[Node]().union(*branches)
-    return trunk, weights
-
-
-def _grouped(forks: dict[Node, frozenset[Node]]) -> list[_Group]:
+def _groups(above: Above, trunk: set[Node]) -> list[_Group]:
     """Forks with a weight in common, directly or through others, together."""
     owner: dict[Node, _Group] = {}
-    for fork, weights in forks.items():
-        group = _Group([fork], set(weights))
-        for other in {owner[weight] for weight in weights if weight in owner}:
-            group.forks += other.forks
-            group.weights |= other.weights
-        owner.update(dict.fromkeys(group.weights, group))
+    for weight in above:
+        if weight.next_functions or weight in trunk:
+            continue
+        group = _branch(weight, above, trunk)
+        for other in {owner[fork] for fork in group.forks if fork in owner}:
+            group.forks |= other.forks
+            group.weights += other.weights
+            group.operations |= other.operations
+        owner.update(dict.fromkeys(group.forks, group))
     return list(dict.fromkeys(owner.values()))
 
 
-def _one_leads_to_another(forks: list[Node], below: Below) -> bool:
-    if len(forks) == 1:
-        return False
-    for fork in forks:
-        found = _operations(other for other, _ in below[fork])
-        if not found.keys().isdisjoint(forks):
-            return True
-    return False
+def _branch(weight: Node, above: Above, trunk: set[Node]) -> _Group:
+    """Where gradients leave the trunk for a weight, or start for it alone; and its branch."""
+    group = _Group(set(), [weight], {weight})
+    stack = [weight]
+    while stack:
+        node = stack.pop()
+        for other, _ in above[node]:
+            if other is None or other in trunk:
+                group.forks.add(other or node)
+            elif other not in group.operations:
+                group.operations.add(other)
+                stack.append(other)
+    return group
 
 
 def _saved(node: Node) -> Iterator[Any]:
@@ -289,8 +281,9 @@ def _saved(node: Node) -> Iterator[Any]:
     for name in _names_of_saved(type(node)):
         value = getattr(node, name)
         for tensor in value if isinstance(value, tuple | list) else (value,):
-            if tensor.data is not None and not isinstance(tensor.data, Tensor):
-                yield tensor.data
+            data = tensor.data
+            if data is not None and not isinstance(data, Tensor):
+                yield data
 
 
 @cache

@@ -102,11 +102,6 @@ def read_table(text: str, name: str, split: Callable[[str], list[str]]) -> dict[
     if not cells:
         raise ScheduleError("the table is empty: write one line of actions per device")
     seen = 1 + max((a.microbatch for a in cells if a.kind is not Kind.U), default=0)
-    if seen > len(cells):
-        raise ScheduleError(
-            f"micro-batch {seen - 1} in a table of {len(cells)} actions: number them from 0 "
-            "without gaps"
-        )
     microbatches = fields.setdefault("microbatches", seen)
     reads = header.get("reads", Reads.LATEST.name)
     if reads not in Reads.__members__:

@@ -12,6 +12,8 @@ import numpy as np
 from pipelab.action import Kind
 from pipelab.schedule import Schedule
 
+SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
 
 class Parts(NamedTuple):
     """What a timeline is made of, in seconds per action, flat over the table.
@@ -153,17 +155,6 @@ class Timeline:
     def weight_versions(self) -> list[int]:
         return self.schedule.weight_versions
 
-    def measures(self) -> dict[str, Any]:
-        """The numbers of the command line's JSON."""
-        return {
-            "makespan": self.makespan,
-            "span": self.span,
-            "ideal": self.ideal,
-            "bubble": self.bubble._asdict(),
-            "peak_in_flight": self.peak_in_flight,
-            "weight_versions": self.weight_versions,
-        }
-
     def summary(self) -> str:
         """One line of text that says what a picture of the timeline shows."""
         s = self.schedule
@@ -239,10 +230,6 @@ class Timeline:
 
         return attribution(self)
 
-    def imbalance(self) -> float:
-        """Compute seconds that the other devices do less than the busiest: sum of ideal - busy."""
-        return float((self.ideal - self.busy).sum())
-
     def critical_path(self) -> list[int]:
         """Flat indices of actions, each waiting for the one before, that end with the last action.
 
@@ -304,6 +291,11 @@ class Timeline:
         from pipelab.trace import from_trace
 
         return from_trace(paths, schedule)
+
+
+def scale_of(largest: float, units: tuple[tuple[float, str], ...]) -> tuple[float, str]:
+    """The largest unit that `largest` reaches, as (factor, name)."""
+    return next(((f, name) for f, name in units if largest >= f), units[-1])
 
 
 def plural(count: int, noun: str) -> str:

@@ -30,16 +30,15 @@ def part(table: AnyTable, first: int, last: int) -> AnyTable:
             f"{table.name} updates every {table.per_update} micro-batches: cut it where an update "
             "ends"
         )
-    begin_update, end_update = begin // table.per_update, end // table.per_update
     rows = []
     for row in table.numbers:
         _, kind, number = row.T
-        a = np.where(kind == Kind.U, begin_update, begin)
-        b = np.where(kind == Kind.U, end_update, end)
+        group = np.where(kind == Kind.U, table.per_update, 1)  # micro-batches of a number
+        a, b = begin // group, end // group
         counted_anew = row - np.outer(a, (0, 0, 1))
         rows.append(counted_anew[(a <= number) & (number < b)])
     cut = replace(table, rows=rows, batches=last - first, versions_read=None)
-    read = read_versions(table)[:, begin:end] - begin_update
+    read = read_versions(table)[:, begin:end] - begin // table.per_update
     if (read_versions(cut) == read).all():
         return cut
     return replace(cut, versions_read=tuple(map(tuple, read.tolist())))

@@ -206,6 +206,17 @@ def test_layers_needs_a_device_for_each_stage():
         layers([1, 2], [0, 1, 0])
 
 
+def test_the_placements_are_those_of_schedules():
+    loop, v, both = PICTURES["placements.png"]().get_figure().axes
+    for ax, name in ((loop, "interleaved"), (v, "zb_v")):
+        options = {"virtual": 2} if name == "interleaved" else {}
+        drawn = [round(lane) for *_, lane in boxes(ax, style.BLUE)]
+        assert drawn == list(make(name, 4, 8, **options).placement)
+        assert words(ax) == [str(s) for s in range(8)]
+    down, up = ([round(lane) for *_, lane in boxes(both, c)] for c in (style.BLUE, style.ORANGE))
+    assert down == [0, 1, 2, 3] and up == down[::-1]
+
+
 def test_the_interleaved_picture_places_the_layers_as_its_schedule_does():
     below = PICTURES["interleaved_chunks.png"]()
     above, same = below.get_figure().axes

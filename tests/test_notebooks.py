@@ -44,6 +44,8 @@ def test_there_are_lectures():
         "09_pipeshard_manual",
         "10_pipeshard_auto",
         "11_sharding_and_pmap",
+        "12_zero_bubble",
+        "13_how_good_can_it_be",
         "14_in_practice",
         "90_design_your_own",
     ]

@@ -73,7 +73,6 @@ def test_bubbles_follow_their_definitions(case, costs):
     p = t.schedule.devices
     assert t.bubble.of_total == pytest.approx(1 - t.busy.sum() / (p * t.makespan))
     assert t.bubble.over_ideal == pytest.approx((t.makespan - t.busy.max()) / t.busy.max())
-    assert t.imbalance() == pytest.approx((t.busy.max() - t.busy).sum())
     assert t.span <= t.makespan
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from pipelab import Costs, Kind, Schedule, ScheduleError, make, memory, run, simulate, validate
 from pipelab.placement import v_placement
+from pipelab.search import memory_used
 from pipelab.theory import THEORY
 from tests.conftest import V
 from tests.test_run import SGD
@@ -127,10 +128,23 @@ def test_zb_v_keeps_to_its_memory(data, p, m):
 
 
 def test_less_than_a_micro_batch_is_no_memory():
-    with pytest.raises(
-        ScheduleError, match=r"memory=0\.9: zb_v .* 4 devices; give 4, or use v_half"
-    ):
-        make("zb_v", 4, 8, memory=0.9)
+    for less in (0.9, float("nan")):
+        with pytest.raises(ScheduleError, match=f"memory={less}: zb_v .* give at least 2, or"):
+            make("zb_v", 4, 8, memory=less)
+
+
+@pytest.mark.parametrize("name", ["v_half", "v_min"])
+def test_zb_v_in_less_memory_is_no_slower_than_the_blocks(name):
+    block = make(name, 8, 16)
+    found = make("zb_v", 8, 16, batches=2, memory=max(block.peak_in_flight) / 2)
+    assert simulate(found.part(0, 1)).span <= simulate(block).span
+    assert max(found.peak_in_flight) <= max(block.peak_in_flight)
+
+
+def test_zb_v_may_have_any_memory_and_devices_without_bytes():
+    assert make("zb_v", 3, 8, memory=float("inf")) == make("zb_v", 3, 8, memory=1e6)
+    costs = Costs(weight_grad=[1.5, 2, 1, 1, 2, 1.5], activations=[1, 0, 2, 2, 0, 1])
+    assert max(memory_used(make("zb_v", 3, 12, costs=costs), costs)) <= 3
 
 
 # ---- torch's tables

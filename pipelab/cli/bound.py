@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,8 @@ def bound_command(o: argparse.Namespace) -> None:
     least = bound(costs, o.devices, o.microbatches, o.memory, split=not o.whole)
     schedules, left_out = _named(o, costs)
     if o.json:
-        sizes = {name: getattr(o, name) for name in ("devices", "microbatches", "memory")}
+        limit = o.memory if o.memory != math.inf else None
+        sizes = {"devices": o.devices, "microbatches": o.microbatches, "memory": limit}
         bounds = {"makespan": least.makespan, "binding": least.binding, "bounds": least.by}
         named = {"schedules": schedules, "left_out": left_out}
         print(json.dumps({**sizes, "split": not o.whole, **bounds, **named}))

@@ -66,6 +66,7 @@ class Cluster(Launcher):
 
     def __init__(self, me: int, count: int, timeout: float, call: str) -> None:
         self.me, self.count, self.timeout = me, count, timeout
+        self.first = me == 0
         self.call = sha256(call.encode()).hexdigest()
         self.peers: dict[int, Peer] = {}
         self.wire: Wire | None = None
@@ -82,10 +83,6 @@ class Cluster(Launcher):
     @abstractmethod
     def make_wire(self, jobs: Sequence[Job]) -> Wire:
         """The wire of this process's jobs; all processes call this, which may `share`."""
-
-    @property
-    def first(self) -> bool:
-        return self.me == 0
 
     def __enter__(self) -> "Cluster":
         try:

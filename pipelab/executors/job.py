@@ -121,9 +121,7 @@ class Launcher(AbstractContextManager):
     first  whether this process is the one that writes and judges
     """
 
-    @property
-    @abstractmethod
-    def first(self) -> bool: ...
+    first: bool
 
     @abstractmethod
     def ranks(self, count: int) -> Sequence[int]:

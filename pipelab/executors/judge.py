@@ -1,7 +1,6 @@
 """Trains by the rule that describes a run's table, update by update, and compares: see `check`."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from typing import Any, NamedTuple, Protocol
 
@@ -58,14 +57,14 @@ class Trainer(Protocol):
     def losses(self, pieces: Sequence[Piece], jitter: int = 0) -> Losses:
         """The forwards alone: (mean loss, count) of every piece."""
 
-    def gradients(self, t: int, pieces: Sequence[Piece], jitter: int = 0) -> tuple[Losses, Arrays]:
-        """The same, with the (clipped) gradient of update t.
+    def gradients(self, pieces: Sequence[Piece], jitter: int = 0) -> tuple[Losses, Arrays]:
+        """The same, with the (clipped) gradient of an update.
 
         `jitter`, if not 0, seeds random errors of up to an eps in all weights and data.
         """
 
-    def step(self, t: int, gradients: Sequence[dict[str, Any]]) -> tuple[Arrays, Arrays]:
-        """The weights before and after the optimizer's step from these gradients, by stage."""
+    def step(self, t: int, gradients: Sequence[dict[str, Any]]) -> Arrays:
+        """The weights after the optimizer's step from version t and these gradients, by stage."""
 
     def accept(self, t: int, weights: Sequence[dict[str, Any]]) -> None:
         """Go on from these weights, by stage, as version t."""
@@ -90,24 +89,12 @@ class Trainer(Protocol):
         return {}, {}
 
 
-@dataclass
-class Evidence:
-    """What a run has to show.
-
-    run    what it gives back: its losses and weights are judged
-    steps  [replica][stage][update]
-    saved  by stage, what a checkpoint holds of it, if one was written
-    """
-
-    run: Run
-    steps: Sequence[Sequence[Sequence[Step]]]
-    saved: Sequence[Any]
-
-
 def judge(
     segment: Segment,
     batches: Sequence[Any],
-    evidence: Evidence,
+    result: Run,
+    replica_steps: Sequence[Sequence[Sequence[Step]]],
+    saved: Sequence[Any],
     trainer: Callable[[bool], Trainer],
     trees: Trees,
     *,
@@ -121,7 +108,10 @@ def judge(
 
     Of a table of forwards alone, compare the losses: the stages one after another.
 
-    trainer  makes the reference: in float64 (True), or as the run computes (False)
+    result         what the run gives back: its losses and weights are judged
+    replica_steps  [replica][stage][update]
+    saved          by stage, what a checkpoint holds of it, if one was written
+    trainer        makes the reference: in float64 (True), or as the run computes (False)
     quick    make do with the run's precision for the truth too
     divided  whether a forward depends on how the batch is cut (batch statistics, random numbers):
              then the truth is computed in micro-batches as well
@@ -142,7 +132,7 @@ def judge(
         pieces = list(islice(stream, len(reading[i])))
         truth = truth or _most_precise(trainer, quick, pieces[:1])
         if not i:
-            _compare_twice(found, own, t, pieces[:1], table.training)
+            _compare_twice(found, own, pieces[:1], table.training)
         # [1] the gradient
         known = None
         if table.training:
@@ -152,13 +142,13 @@ def judge(
                 undivided = Piece(x, y, reading[i][0])
                 whole = i > 0 or _takes(truth, [undivided])
                 exact = [undivided] if whole else pieces
-            steps = [of_stage[i] for of_stage in evidence.steps[0]]
+            steps = [of_stage[i] for of_stage in replica_steps[0]]
             losses, near = _compare_update(found, t, truth, own, exact, pieces, steps)
             known = losses if exact is pieces else None
         else:
             near = own.losses(pieces)
         # [2] the losses
-        reported = evidence.run.microbatch_losses[len(counted) :][: len(pieces)]
+        reported = result.microbatch_losses[len(counted) :][: len(pieces)]
         _compare_losses(found, truth, own, reported, pieces, near, len(counted), known)
         counted += [(mean, count) for mean, (_, count) in zip(reported, near, strict=True)]
         if not table.training:
@@ -170,11 +160,13 @@ def judge(
         for reference in (truth, own):
             reference.accept(t + 1, [step.weights for step in steps])
             reference.forget(needed)
-    _compare_batches(found, evidence.run.losses, counted)
+    _compare_batches(found, result.losses, counted)
     assert truth
     if table.training:
-        _compare_replicas(found, own, evidence.steps)
-        _compare_trained(found, truth, own, evidence)
+        _compare_replicas(found, own, replica_steps)
+        _compare_trained(found, truth, own, result.weights)
+        if saved:
+            _compare_saved(found, own, "the checkpoint", saved, result.weights)
     return found.verdict(rule, truth.computes_in)
 
 
@@ -241,12 +233,12 @@ def _compare_update(
     exact   the data as the truth computes it: undivided where the rule allows it
     pieces  the same as the run computed it
     """
-    losses, gradients = truth.gradients(t, exact)
-    own_losses, own_gradients = own.gradients(t, pieces)
-    again = opinions(lambda jitter: own.gradients(t, pieces, jitter)[1])
+    losses, gradients = truth.gradients(exact)
+    own_losses, own_gradients = own.gradients(pieces)
+    again = opinions(lambda jitter: own.gradients(pieces, jitter)[1])
     run = own.arrays([step.gradients for step in steps])
     if exact is not pieces:
-        _compare_cut(found, t, truth, own, gradients, own_gradients, pieces)
+        _compare_cut(found, truth, own, gradients, own_gradients, pieces)
     for name, expected in gradients.items():
         noise = norms(own_gradients[name] - expected) + rounding(own.eps, expected)
         label = f"the gradient of {name} in update {t}"
@@ -256,7 +248,6 @@ def _compare_update(
 
 def _compare_cut(
     found: Comparison,
-    t: int,
     truth: Trainer,
     own: Trainer,
     whole: Arrays,
@@ -278,9 +269,9 @@ def _compare_cut(
     if not any(np.any(norms(cut_up[name] - whole[name]) > most) for name in whole):
         return
     # The jitter leaves no trace in the buffers.
-    expected = _joined(truth.gradients(t, pieces, jitter=1)[1])
+    expected = _joined(truth.gradients(pieces, jitter=1)[1])
     noise = norms(_joined(cut_up) - expected) + most
-    again = opinions(lambda jitter: [_joined(own.gradients(t, pieces, jitter)[1])])
+    again = opinions(lambda jitter: [_joined(own.gradients(pieces, jitter)[1])])
     label = "the undivided batch's gradient (is the loss a mean over its samples?)"
     found.add(label, _joined(whole), expected, noise, again(0))
 
@@ -312,13 +303,11 @@ def _compare_losses(
             found.add(label, reported[k], mean, noise, again(k))
 
 
-def _compare_twice(
-    found: Comparison, own: Trainer, t: int, probe: Sequence[Piece], training: bool
-) -> None:
+def _compare_twice(found: Comparison, own: Trainer, probe: Sequence[Piece], training: bool) -> None:
     """The same computed twice must be the same, or all that follows would look like rounding."""
     values = []
     for _ in range(2):
-        losses = own.gradients(t, probe, 1)[0] if training else own.losses(probe, 1)
+        losses = own.gradients(probe, 1)[0] if training else own.losses(probe, 1)
         values += [mean if count else 0.0 for mean, count in losses]
     first, second = values
     label = "a loss computed twice (does a forward draw random numbers? give a seed)"
@@ -332,7 +321,8 @@ def _compare_step(found: Comparison, t: int, own: Trainer, steps: Sequence[Step]
     the change. The new weight is rounded as well, but a coarse weight hides no step that is left
     out: in bfloat16 it comes out equal to the last bit, or it is wrong.
     """
-    before, after = own.step(t, [step.gradients for step in steps])
+    before = own.arrays([history[t] for history in own.history])
+    after = own.step(t, [step.gradients for step in steps])
     gradients = own.arrays([step.gradients for step in steps])
     run = own.arrays([step.weights for step in steps])
     for name, expected in after.items():
@@ -367,9 +357,11 @@ def _compare_replicas(
                     found.add(label, run[name], expected[name], 0.0)
 
 
-def _compare_trained(found: Comparison, truth: Trainer, own: Trainer, evidence: Evidence) -> None:
-    """What the run gives back and saves: the weights of its last update, and the buffers."""
-    run = own.arrays(evidence.run.weights)
+def _compare_trained(
+    found: Comparison, truth: Trainer, own: Trainer, weights: Sequence[Any]
+) -> None:
+    """What the run gives back: the weights of its last update, and the buffers."""
+    run = own.arrays(weights)
     expected, buffers = truth.state()
     near = own.state()[1]
     for name, weight in expected.items():
@@ -377,8 +369,6 @@ def _compare_trained(found: Comparison, truth: Trainer, own: Trainer, evidence: 
     for name, buffer in buffers.items():
         noise = norms(near[name] - buffer) + own.eps * norms(buffer)
         found.add(f"buffer {name}", run[name], buffer, noise)
-    if evidence.saved:
-        _compare_saved(found, own, "the checkpoint", evidence.saved, evidence.run.weights)
 
 
 def _compare_saved(

@@ -11,7 +11,7 @@ import numpy as np
 from pipelab.executors.batches import Part, Reader, Trees
 from pipelab.executors.check import Check
 from pipelab.executors.job import Job, Launcher
-from pipelab.executors.judge import Evidence, Trainer, judge
+from pipelab.executors.judge import Trainer, judge
 from pipelab.executors.options import Options
 from pipelab.executors.result import Outcome, Run, result_of
 from pipelab.executors.stage import Feed, Recipe, Step
@@ -148,7 +148,9 @@ def _carry_out(wing: Wing, batches: Sequence[Any], loss: Callable, optimizer: An
             return judge(
                 segment,
                 batches,
-                Evidence(result, steps, wing.saved()),
+                result,
+                steps,
+                wing.saved(),
                 partial(wing.trainer, recipe),
                 wing.trees,
                 divided=seeds is not None or wing.depends_on_cut(result),

@@ -290,7 +290,6 @@ class StagePlan:
     parameter_bytes   of these, once
     activation_bytes  kept per micro-batch for its backward, on all devices of the mesh together
     sent_bytes        sent on per micro-batch
-    equations         of its forward
     unsplit           parameters whose gradients I computes with the inputs', though the schedule
                       has them in W, and why (of this process's stages)
     """
@@ -303,7 +302,6 @@ class StagePlan:
     parameter_bytes: int
     activation_bytes: int
     sent_bytes: int
-    equations: int
     unsplit: dict[str, str]
 
 

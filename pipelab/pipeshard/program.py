@@ -243,6 +243,5 @@ class Program:
             sum(map(bytes_of, graph.parameters)),
             kept,
             sum(map(bytes_of, sent)),
-            len(graph.equations),
             {self.paths[self.step.parameters[p]]: why for p, why in unsplit.items()},
         )

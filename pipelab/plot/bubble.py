@@ -27,15 +27,13 @@ def bubble(
     microbatches: int = 8,
     virtual: int = 2,
     definition: str = "of_total",
-    costs: Costs | None = None,
     ax: Axes | None = None,
 ) -> Axes:
     """The bubble of the named schedules while one size varies.
 
     Dots are simulated, lines are the closed form. `definition` is one of of_total, over_ideal and
     of_span; the axis names it. The model stays the same when `virtual` varies: its work is divided
-    among the chunks. The closed form is left out with `costs` (it has equal stages and no transfer)
-    and for a schedule that `theory` does not have.
+    among the chunks. The closed form is left out for a schedule that `theory` does not have.
     """
     if definition not in DEFINITIONS:
         raise ValueError(f"definition={definition!r}: use one of {', '.join(DEFINITIONS)}")
@@ -44,13 +42,13 @@ def bubble(
     ax, values = style.axes(ax, 7, 3.2), list(values)
     sizes = {"microbatches": microbatches, "devices": devices, "virtual": virtual}
     for name, colour in zip(names, style.LINES, strict=False):
-        theory = THEORY.get(name) if costs is None and definition != "of_span" else None
+        theory = THEORY.get(name) if definition != "of_span" else None
         simulated, formula = [], {}
         for value in values:
             m, p, v = (sizes | {over: value}).values()
             if not takes(name, "virtual"):
                 v = 1
-            timeline = simulate(*make_for(name, p, m, costs or Costs(), virtual=v))
+            timeline = simulate(*make_for(name, p, m, Costs(), virtual=v))
             simulated.append(getattr(timeline.bubble, definition))
             if theory and (v == 1 or m % p == 0):
                 formula[value] = getattr(theory, definition)(p, m, v, 1)

@@ -5,6 +5,7 @@ from matplotlib.axes import Axes
 
 from pipelab.memory import CAUSES, Memory
 from pipelab.plot import style
+from pipelab.timeline import scale_of
 
 
 def memory(m: Memory, device: int = 0, ax: Axes | None = None) -> Axes:
@@ -12,7 +13,7 @@ def memory(m: Memory, device: int = 0, ax: Axes | None = None) -> Axes:
     ax = style.axes(ax, height=2.6)
     time, level = m.over_time(device)
     peak = float(level.sum(axis=0).max(initial=0))
-    factor, unit = style.scale_of(peak, style.BYTES)
+    factor, unit = scale_of(peak, style.BYTES)
     top = peak / factor
     shown = np.flatnonzero(level.any(axis=1))
     if len(shown):
@@ -39,7 +40,7 @@ def peaks(items: dict[str, Memory], ax: Axes | None = None) -> Axes:
     ax = style.axes(ax, width=7, height=2.8)
     devices = range(max(m.devices for m in items.values()))
     largest = max(max(m.peak()) for m in items.values())
-    factor, unit = style.scale_of(largest, style.BYTES)
+    factor, unit = scale_of(largest, style.BYTES)
     upright = len(items) > 2  # names of many bars have no room side by side
     width = 0.8 / len(items)
     labelled = set()

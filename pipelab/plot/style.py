@@ -50,9 +50,8 @@ CAUSES = {
     "buffers": SKY,
 }
 LINES = (BLUE, ORANGE, GREEN, PINK, RED, SKY, GREY)
-VERSIONS = (BLUE, ORANGE, GREEN, PINK, RED, SKY, YELLOW)  # grey are updates
+VERSIONS = (*LINES[:-1], YELLOW)  # grey are updates
 
-SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes"))
 
 
@@ -73,11 +72,6 @@ def ink(colour: Colour) -> str:
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return "black" if luminance > 0.22 else "white"
-
-
-def scale_of(largest: float, units: tuple[tuple[float, str], ...]) -> tuple[float, str]:
-    """The largest unit that `largest` reaches, as (factor, name)."""
-    return next(((f, name) for f, name in units if largest >= f), units[-1])
 
 
 def axes(ax: Axes | None, width: float = 10.0, height: float = 3.0) -> Axes:

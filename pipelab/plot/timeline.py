@@ -14,7 +14,7 @@ from matplotlib.patches import Patch, Rectangle
 from pipelab.action import Kind
 from pipelab.plot import style
 from pipelab.plot.style import RGB, Colour
-from pipelab.timeline import Timeline
+from pipelab.timeline import SECONDS, Timeline, scale_of
 
 LANE = 0.86  # of the room between two lanes
 FONT, SMALLEST = 8.0, 4.5  # points
@@ -26,18 +26,16 @@ def timeline(
     ax: Axes | None = None,
     *,
     title: str | None = None,
-    end: float | None = None,
     by_version: bool = False,
 ) -> Axes:
     """One timeline: blue forwards, green backwards; the numbers are micro-batches.
 
     A later chunk of the model has a lighter shade; an update too short to be seen is a line under
     a triangle. `by_version` colours actions by the weight version that they read and names them,
-    such as F3. `end` extends the time axis, so that several pictures compare. `t.summary()` says
-    the same in words.
+    such as F3. `t.summary()` says the same in words.
     """
     ax = style.axes(ax, height=0.9 + 0.38 * t.schedule.devices)
-    _draw(ax, {"": t}, end, by_version)
+    _draw(ax, {"": t}, by_version)
     if title is None:
         title = f"{t.schedule.name}, {t.source}"
         if not by_version:
@@ -123,14 +121,12 @@ def points_per_unit(ax: Axes) -> float:
 # ---- the parts of a timeline
 
 
-def _draw(
-    ax: Axes, items: Mapping[str, Timeline], end: float | None = None, by_version: bool = False
-) -> None:
+def _draw(ax: Axes, items: Mapping[str, Timeline], by_version: bool = False) -> None:
     """All of the picture but its title."""
-    longest = max(end or 0, *(t.makespan for t in items.values()))
+    longest = max(t.makespan for t in items.values())
     factor, unit = 1.0, ""
     if longest < 1 or any(t.source == "measured" for t in items.values()):
-        factor, unit = style.scale_of(longest, style.SECONDS)
+        factor, unit = scale_of(longest, SECONDS)
     ax.set_xlim(0, longest * 1.004 or 1)
     ax.xaxis.set_major_formatter(lambda x, _: f"{x / factor:g}")
     ax.set_xlabel(f"time ({unit})" if unit else "time")

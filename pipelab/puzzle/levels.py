@@ -9,6 +9,7 @@ from pipelab.puzzle.draft import Draft
 from pipelab.puzzle.known import known_rows
 from pipelab.puzzle.task import Task
 
+SLOW_LAST = Costs(forward=[1, 1, 2], input_grad=[1, 1, 2], weight_grad=1)
 SLOW_MIDDLE = Costs(forward=[1, 2, 1], input_grad=[1, 2, 1], weight_grad=[1, 2, 1])
 
 
@@ -135,6 +136,16 @@ _ALL = (
         "for which nobody waits. With backwards in one piece this would take 18.",
         Task(3, 4, split=True, cap=3),
         14,
+    ),
+    Level(
+        "solver",
+        "Beat the solver",
+        "what no named schedule reaches, proved to be the best",
+        "The last stage is slow, and a device holds two micro-batches, each until its W. The "
+        "library's best schedule that fits takes 27. The bounds say that 22 cannot be beaten, and "
+        "a solver has proved that 22 cannot be reached, either. You can be as good as it.",
+        Task(3, 4, costs=SLOW_LAST, cap=2, split=True),
+        23,
     ),
 )
 LEVELS = {level.name: level for level in _ALL}

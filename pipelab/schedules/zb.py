@@ -12,13 +12,13 @@ import numpy as np
 
 from pipelab.action import Kind, ScheduleError, check_counts, every_batch
 from pipelab.costs import Costs, Recompute
-from pipelab.memory import shares
+from pipelab.memory import memory_used, shares
 from pipelab.placement import loop_placement
 from pipelab.schedule import Schedule, one_stage_each
 from pipelab.schedules.zb_h1 import split_stage
 from pipelab.simulate import compute_seconds, simulate
 
-TINY = 1e-9  # activations that rounding may add up to
+TINY = 1e-9  # of a limit of memory: less is rounding
 
 
 def zb(
@@ -43,7 +43,8 @@ def zb(
     """
     check_counts(devices=devices, microbatches=microbatches, batches=batches)
     costs = costs or Costs()
-    task = _task(devices, microbatches, costs, devices if memory is None else memory)
+    limit = devices if memory is None else memory
+    task = _task(devices, microbatches, costs, limit)
 
     def table(one: list[np.ndarray], batches: int) -> Schedule:
         def order(stage: int) -> np.ndarray:
@@ -51,11 +52,14 @@ def zb(
 
         return one_stage_each("zb", order, devices, microbatches, batches)
 
+    def fits(one: list[np.ndarray]) -> bool:
+        return max(memory_used(table(one, 1), costs)) <= limit * (1 + TINY)
+
     def by_span(one: list[np.ndarray]) -> tuple[float, float, int]:
         timeline = simulate(table(one, 1), costs)
         return timeline.span, timeline.makespan, max(timeline.peak_in_flight)
 
-    return table(min(_candidates(task), key=by_span), batches)
+    return table(min(filter(fits, _candidates(task)), key=by_span), batches)
 
 
 class Choices(NamedTuple):
@@ -94,24 +98,15 @@ def _task(devices: int, microbatches: int, costs: Costs, memory: float) -> _Task
 
 
 def _candidates(task: _Task) -> list[list[np.ndarray]]:
-    """Rows of one batch that fit in memory."""
+    """Rows of one batch; those of ZB-H1 and ZB-H2, the last two, may not fit in memory."""
     found = [_Draft(task, Choices(*each)).build() for each in product((False, True), repeat=3)]
     stages = range(len(task.for_weights))
     for times in (1, 2):  # ZB-H1, ZB-H2
         ahead = [times * (len(stages) - stage - 1) for stage in stages]
-        rows = [split_stage(s, task.microbatches, ahead[s], behind=times * s) for s in stages]
-        if all(_fits(row, task.for_weights[s], task.memory[s]) for s, row in enumerate(rows)):
-            found.append(rows)
+        found.append(
+            [split_stage(s, task.microbatches, ahead[s], behind=times * s) for s in stages]
+        )
     return found
-
-
-def _fits(row: np.ndarray, for_weights: float, memory: float) -> bool:
-    """Whether a stage's row never holds more than that."""
-    forwards, input_grads, weight_grads = (
-        np.cumsum(row[:, 1] == kind) for kind in (Kind.F, Kind.I, Kind.W)
-    )
-    held = forwards - input_grads + for_weights * (input_grads - weight_grads)
-    return bool(held.max() <= memory + TINY)
 
 
 class _Draft:
@@ -146,7 +141,7 @@ class _Draft:
         """Whether so many more forwards fit after `less` weight gradients."""
         for_inputs = self.done(Kind.F, stage) - self.done(Kind.I, stage) + forwards
         for_weights = (self.waiting(stage) - less) * self.task.for_weights[stage]
-        return for_inputs + for_weights <= self.task.memory[stage] + TINY
+        return for_inputs + for_weights <= self.task.memory[stage] * (1 + TINY)
 
     def add(self, kind: Kind, stage: int) -> None:
         start = self.free[stage]

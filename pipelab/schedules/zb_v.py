@@ -15,11 +15,15 @@ import numpy as np
 
 from pipelab.action import Action, Kind, ScheduleError, check_counts, numbers
 from pipelab.costs import Costs, Recompute
-from pipelab.memory import changes, reserved
+from pipelab.memory import changes, memory_used, reserved
 from pipelab.placement import v_placement
 from pipelab.schedule import Schedule
 from pipelab.schedules._v import v_schedule
-from pipelab.simulate import compute_seconds, transfer_seconds
+from pipelab.schedules.v_half import v_half
+from pipelab.schedules.v_min import v_min
+from pipelab.simulate import compute_seconds, simulate, transfer_seconds
+
+TINY = 1e-9  # of a limit of memory: less is rounding
 
 
 def zb_v(
@@ -36,24 +40,47 @@ def zb_v(
     memory  how many micro-batches' activations (of both chunks) fit on a device; p unless given.
             More of it makes the bubble smaller where F, I and W differ
 
-    Of the heuristic's four variants, the one whose longest device span is shortest. ScheduleError
-    for a memory that is too small for it.
+    Of the heuristic's four variants the one whose longest device span is shortest; for less memory
+    than p also of V-Half and V-Min. ScheduleError for a memory that is too small for all of them.
 
     >>> zb_v(4, 8).peak_in_flight
     [8, 8, 8, 8]
     """
     check_counts(devices=devices, microbatches=microbatches, batches=batches)
-    memory = devices if memory is None else memory
-    model = _model(devices, costs or Costs(), memory)
-    order = _Order(model, microbatches)
-    if not order.make():
+    costs = costs or Costs()
+    limit = devices if memory is None else memory
+    tables = _variants(devices, microbatches, costs, limit)
+    if limit < devices or not tables:
+        tables += [v_half(devices, microbatches), v_min(devices, microbatches)]
+    held = [max(memory_used(table, costs)) for table in tables]
+    fitting = [t for t, most in zip(tables, held, strict=True) if most <= limit * (1 + TINY)]
+    if not fitting:
         raise ScheduleError(
-            f"memory={memory:g}: zb_v finds no order for {devices} devices; give {devices}, or use "
-            "v_half or v_min, which hold less"
+            f"memory={memory!r}: zb_v finds no order for {devices} devices; give at least "
+            f"{min(held):g}, or None for {devices}"
         )
-    variants = [_filled(model, order.actions, *which) for which in product((False, True), repeat=2)]
-    best = min(variants, key=lambda variant: variant.span)
-    return v_schedule("zb_v", [*map(numbers, best.rows)], devices, microbatches, batches)
+
+    def by_span(table: Schedule) -> tuple[float, float]:
+        timeline = simulate(table, costs)
+        return timeline.span, timeline.makespan
+
+    best = min(fitting, key=by_span)
+    rows = [row[row[:, 1] != Kind.U] for row in best.numbers]
+    return v_schedule("zb_v", rows, devices, microbatches, batches)
+
+
+def _variants(devices: int, microbatches: int, costs: Costs, memory: float) -> list[Schedule]:
+    """What the heuristic makes of these costs; none where it finds no order in the memory."""
+    model = _model(devices, costs, memory)
+    order = _Order(model, microbatches)
+    if not (memory >= 1 and order.make()):
+        return []
+    tables = []
+    for choices in product((False, True), repeat=2):
+        filled = _filled(model, order.actions, *choices)
+        rows = [*map(numbers, filled.rows)]
+        tables.append(v_schedule("zb_v", rows, devices, microbatches, 1))
+    return tables
 
 
 @dataclass(frozen=True)
@@ -87,7 +114,7 @@ def _model(devices: int, costs: Costs, memory: float) -> _Model:
         seconds.tolist(),
         transfer_seconds(costs, home).tolist(),
         reserved(changes(costs, home)).tolist(),
-        memory * (1 + 1e-9),  # sums of shares are rounded
+        memory * (1 + TINY),  # sums of shares are rounded
     )
 
 
@@ -144,11 +171,11 @@ class _Order:
         ahead = self.microbatches
         for d in range(self.devices):
             s = self.last - d
-            in_time = int((end[s] - forward[s] - end[d]) / forward[d] + 1e-9) if forward[d] else 0
+            in_time = (end[s] - forward[s] - end[d]) / forward[d] + 1e-9 if forward[d] else 0
             # The turns below take d + 1 further activations of the second chunk, d of the first.
             free = self.model.limit - (d + 1) * change[s]
-            room = int(free / change[d]) - d if change[d] else self.microbatches
-            ahead = max(1, min(ahead, 1 + in_time, room))
+            room = free / change[d] - d if change[d] else ahead
+            ahead = max(1, int(min(ahead, 1 + in_time, room)))
             for _ in range(ahead):
                 self._put(Kind.F, d)
         for s in range(self.devices, self.last + 1):

@@ -1,6 +1,5 @@
 """The search: heuristics first, then the solver."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -67,6 +66,8 @@ def search(
     """
     check_counts(devices=devices, microbatches=microbatches, batches=batches)
     home = placement if not isinstance(placement, str) else place(placement, devices, virtual)
+    if set(home) != set(range(devices)):
+        raise ScheduleError(f"placement={placement!r}: give each of {devices} devices a stage")
     limit = float(devices) if memory is None else memory
     problem = Problem(costs, tuple(home), microbatches, limit, split)
     if seconds > 0:
@@ -97,8 +98,7 @@ class _Hunt:
         self.makespan = float("inf")
         self.found_by = ""
         self.interrupted = False
-        limit = problem.memory if problem.memory < math.inf else None
-        sizes = problem.devices, problem.microbatches, limit
+        sizes = problem.devices, problem.microbatches, problem.memory
         at_least = bound(problem.costs, *sizes, placement=problem.placement, split=problem.split)
         self.bound = at_least.makespan
 
@@ -110,6 +110,12 @@ class _Hunt:
     def may_improve(self) -> bool:
         """Whether there may be a better one."""
         return self.makespan > self.bound * (1 + 1e-9)
+
+    @property
+    def enough(self) -> bool:
+        """Whether the heuristics may end: with the best, or, where the time is over, with any."""
+        over = bool(self.seconds) and self.seconds_left < 0
+        return not self.may_improve or (over and self.best is not None)
 
     def offer(self, schedule: Schedule, found_by: str) -> None:
         """Keep it if it fits and is faster."""
@@ -129,10 +135,12 @@ class _Hunt:
         problem = self.problem
         for name, schedule in named(problem):
             self.offer(schedule, name)
+            if self.enough:
+                return
         for each in problem.variants():
             for rule in rules(each):
                 self.offer_also_fused(Draft(each, rule).run(), "greedy")
-                if not self.may_improve or (self.seconds and self.seconds_left < 0):
+                if self.enough:
                     return
 
     def by_repeating(self) -> None:
@@ -140,7 +148,7 @@ class _Hunt:
         problem = self.problem
         of_one = problem.stages * len(problem.kinds)
         few = max(2 * problem.devices, SMALL // of_one)
-        if few >= problem.microbatches or not self.may_improve:
+        if few >= problem.microbatches or not self.may_improve or self.seconds_left <= 0:
             return
         part = _Hunt(problem.with_microbatches(few), self.seconds_left / 3, self.workers, None)
         part.heuristics()
@@ -197,12 +205,15 @@ def named(problem: Problem, batches: int = 1) -> Iterator[tuple[str, Schedule]]:
         if takes(name, "costs"):
             options["costs"] = problem.costs
         if takes(name, "memory"):
-            options["memory"] = min(problem.memory, 2.0 * m)
+            options["memory"] = problem.memory
         try:
+            # Of one micro-batch first, as another placement would be made in vain.
+            if make(name, p, 1, **(options | {"memory": None})).placement != problem.placement:
+                continue
             schedule = make(name, p, m, **options)
         except (ScheduleError, CostError):
             continue
         of_one_batch = schedule.per_update == m and schedule.reads is Reads.LATEST
         allowed = problem.split or not (schedule.columns.kind == Kind.W).any()
-        if schedule.placement == problem.placement and of_one_batch and allowed:
+        if of_one_batch and allowed:
             yield name, schedule

@@ -73,8 +73,8 @@ def bound(
     end, as a timeline's makespan.
 
     costs      of the stages
-    memory     micro-batches whose activations (of all of a device's stages) fit on a device; None:
-               no limit. It counts for nothing where forwards run again
+    memory     micro-batches whose activations (of all of a device's stages) fit on a device; None
+               or inf: no limit. It counts for nothing where forwards run again
     placement  stage -> device; None: one stage a device
     split      whether backwards may be split into I and W. What holds for split ones holds for
                whole ones, too
@@ -112,10 +112,12 @@ def bound(
     home = np.arange(devices) if placement is None else np.array(placement)
     if set(home.tolist()) != set(range(devices)):
         raise ScheduleError(f"placement={placement!r}: give each of {devices} devices a stage")
-    if memory is not None and memory < 1 - ROUNDING:
+    if memory is not None and not memory >= 1 - ROUNDING:
         raise ScheduleError(
             f"memory={memory!r}: give at least 1, the activations of one micro-batch"
         )
+    if memory == math.inf:
+        memory = None
     parts = _Parts(costs, home, microbatches, split)
     by = {"busiest device": parts.busiest(), "round trip": parts.round_trip()}
     if memory is not None and costs.recompute is Recompute.NEVER:

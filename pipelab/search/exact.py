@@ -245,15 +245,23 @@ class Model:
         problem = self.problem
         at = {a: solver.value(start) for a, start in self.starts.items()}
         ends = {a: solver.value(end) for a, end in self.ends.items()}
+        whole = {(s, k) for (s, k), yes in self.whole.items() if solver.value(yes)}
+        for s, k in whole:
+            ends[Action(s, Kind.I, k)] = ends[Action(s, Kind.W, k)]
         rows = []
         for stages in problem.stages_of:
             row = [a for a in at if a.stage in stages]
-            # What takes no time goes first; of several such at a time, what gives memory back.
-            row.sort(key=lambda a: (at[a], ends[a], -a.kind, a.microbatch))
-            whole = {(s, k) for (s, k), yes in self.whole.items() if solver.value(yes)}
+            row.sort(key=lambda a: (at[a], ends[a], a.microbatch, _step(a)))
             rows.append([*_join(row, whole)])
         updated = insert_updates(rows, problem.microbatches)
         return Schedule("search", updated, problem.placement, problem.microbatches)
+
+
+def _step(action: Action) -> tuple[bool, int, int]:
+    """Where it stands on its micro-batch's way, for those that take no time: they may all be at one
+    moment. Micro-batch by micro-batch, what gives memory back comes before what takes it."""
+    back = action.kind is not Kind.F
+    return back, -action.stage if back else action.stage, action.kind
 
 
 def _join(row: Iterable[Action], whole: set[tuple[int, int]]) -> Iterator[Action]:

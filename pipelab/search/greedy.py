@@ -55,7 +55,7 @@ class Draft:
         # [kind][stage]: when the input of each micro-batch is there, as far as it is known
         self.ready: list[list[list[float]]] = [[[] for _ in range(n)] for _ in range(kinds)]
         self.ready[Kind.F][0] = [0.0] * m
-        self.events = [(0.0, 0)]
+        self.events = [(0.0, problem.placement[0])]  # when to look at which device
         self.seconds = problem.seconds.tolist()
         change = reserved(problem.change) if problem.split else problem.change
         self.change = change.tolist()

@@ -11,7 +11,7 @@ from pipelab.action import COMPUTE, Kind
 from pipelab.memory import CAUSES, Memory
 from pipelab.plot import style
 from pipelab.plot.timeline import chunks_of, colour_of, kinds_of
-from pipelab.timeline import Timeline
+from pipelab.timeline import Timeline, scale_of
 
 BOTH = -2  # as a cause: the input and the action before came at the same time
 HINTS = {
@@ -140,5 +140,5 @@ def per_device(values: Sequence[int]) -> str:
 
 
 def _bytes(value: float) -> str:
-    factor, unit = style.scale_of(value, style.BYTES)
+    factor, unit = scale_of(value, style.BYTES)
     return f"{value / factor:.4g} {unit}" if factor > 1 else f"{value:.4g}"

@@ -60,10 +60,11 @@ class Trainer(judge.Trainer):
             found = [self._value(*given)[1] for given in self._arguments(pieces, jitter)]
         return [(float(mean), float(count)) for mean, count in found]
 
-    def gradients(self, t: int, pieces: Sequence[Piece], jitter: int = 0) -> tuple[Losses, Arrays]:
+    def gradients(self, pieces: Sequence[Piece], jitter: int = 0) -> tuple[Losses, Arrays]:
         losses: Losses = []
         with self._active():
-            total = jax.tree.map(np.zeros_like, [history[t] for history in self.history])
+            weights = [next(iter(history.values())) for history in self.history]
+            total = jax.tree.map(np.zeros_like, weights)
             for given in self._arguments(pieces, jitter):
                 gradient, (mean, count) = self._differentiate(*given)
                 losses.append((float(mean), float(count)))
@@ -77,12 +78,12 @@ class Trainer(judge.Trainer):
             mean_gradient = [_clipped(g, self.recipe.clip) for g in mean_gradient]
         return losses, self.arrays(mean_gradient)
 
-    def step(self, t: int, gradients: Sequence[dict[str, Any]]) -> tuple[Arrays, Arrays]:
+    def step(self, t: int, gradients: Sequence[dict[str, Any]]) -> Arrays:
         latest = [history[t] for history in self.history]
         given = [self._like(w, g) for w, g in zip(latest, gradients, strict=True)]
         with self._active():
             after, self.state_of_optimizer = self._step(latest, self.state_of_optimizer, given)
-        return self.arrays(latest), self.arrays(after)
+        return self.arrays(after)
 
     def accept(self, t: int, weights: Sequence[dict[str, Any]]) -> None:
         for history, of_stage in zip(self.history, weights, strict=True):

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import file_digest, sha256
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -245,34 +244,34 @@ def _recut(
                 weights.append((state, name))
             if name in of_stage:
                 seen.add(of_stage[name])
-    left, left_buffers = iter(weights), chain.from_iterable(s.buffers.values() for s in every)
+    buffers = [buffer for state in every for buffer in state.buffers.values()]
+    model = nn.ModuleList(stages)
+    found = len(weights), len(buffers)
+    wanted = len([*model.parameters()]), len([*model.buffers()])
+    if found != wanted:
+        raise ValueError(
+            f"{folder} has {sum(found)} tensors and the model {sum(wanted)}: give the same "
+            "layers, cut anew"
+        )
+    left, left_buffers = iter(weights), iter(buffers)
     version = max(max(state.weights) for state in every)
     donor = next((state for state in every if state.groups), every[0])
     dealt: dict[int, tuple[StageState, str]] = {}  # a parameter's id -> where its tensor is
     states = []
-    try:
-        for stage in stages:
-            mine = {}
-            for name, p in stage.named_parameters():
-                mine[name] = dealt[id(p)] = dealt.get(id(p)) or next(left)
-            optimizer = {n: s.optimizer[old] for n, (s, old) in mine.items() if old in s.optimizer}
-            states.append(
-                StageState(
-                    {version: {name: s.latest[old] for name, (s, old) in mine.items()}},
-                    {name: next(left_buffers) for name, _ in stage.named_buffers()},
-                    optimizer,
-                    donor.groups,
-                    donor.schedulers,
-                    donor.kinds,
-                )
+    for stage in stages:
+        mine = {}
+        for name, p in stage.named_parameters():
+            mine[name] = dealt[id(p)] = dealt.get(id(p)) or next(left)
+        optimizer = {n: s.optimizer[old] for n, (s, old) in mine.items() if old in s.optimizer}
+        states.append(
+            StageState(
+                {version: {name: s.latest[old] for name, (s, old) in mine.items()}},
+                {name: next(left_buffers) for name, _ in stage.named_buffers()},
+                optimizer,
+                donor.groups,
+                donor.schedulers,
+                donor.kinds,
             )
-    except StopIteration:
-        raise ValueError(
-            f"{folder} has fewer tensors than the model: give the same layers, cut anew"
-        ) from None
-    if [*left, *left_buffers]:
-        raise ValueError(
-            f"{folder} has more tensors than the model: give the same layers, cut anew"
         )
     return states
 

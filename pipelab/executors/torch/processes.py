@@ -67,7 +67,8 @@ def run_processes(
     """
     with tempfile.TemporaryDirectory(prefix="pipelab-") as name:
         folder = Path(name)
-        context = _context()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         marks = context.RawArray("q", [BEFORE] * len(jobs))  # of progress, in shared memory
         ranks = []
         try:
@@ -140,14 +141,6 @@ class _Remote(Exception):
 
 
 # ---- in the parent
-
-
-def _context() -> Any:
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    return context
 
 
 def _start(context: Any, job: RankJob, marks: Any, folder: Path) -> _Rank:
@@ -245,12 +238,8 @@ def _rank(connection: Connection, rank: int, marks: Any, folder: str) -> None:
     with open(os.path.join(folder, f"log{rank:04}"), "w", buffering=1) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-        try:
-            packed = connection.recv_bytes()
-        except (EOFError, OSError):
-            _end(folder)
-        job, work = cloudpickle.loads(packed)
-        Thread(target=_end_with, args=(connection, folder), daemon=True).start()
+        job, work = cloudpickle.loads(_receive(connection, folder))
+        Thread(target=_receive, args=(connection, folder), daemon=True).start()
         try:
             outcome = _perform(job, work, marks, folder)
         except BaseException as error:
@@ -261,17 +250,13 @@ def _rank(connection: Connection, rank: int, marks: Any, folder: str) -> None:
         os._exit(0)
 
 
-def _end_with(parent: Connection, folder: str) -> None:
-    """A caller that is killed cannot clean up after itself: its ranks do."""
+def _receive(parent: Connection, folder: str) -> bytes:
+    """What the caller sends. One that is killed cannot clean up after itself: its ranks do."""
     try:
-        parent.recv_bytes()
+        return parent.recv_bytes()
     except (EOFError, OSError):
-        _end(folder)
-
-
-def _end(folder: str) -> NoReturn:
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
 
 
 def _perform(job: RankJob, work: Callable, marks: Any, folder: str) -> Any:

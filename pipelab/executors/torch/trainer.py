@@ -78,7 +78,7 @@ class Trainer(judge.Trainer):
         return [(float(mean), count) for mean, count in found]
 
     @torch.enable_grad()
-    def gradients(self, t: int, pieces: Sequence[Piece], jitter: int = 0) -> tuple[Losses, Arrays]:
+    def gradients(self, pieces: Sequence[Piece], jitter: int = 0) -> tuple[Losses, Arrays]:
         for p in self.trained:
             p.grad = None
         losses = []
@@ -106,18 +106,17 @@ class Trainer(judge.Trainer):
             ]
         )
 
-    def step(self, t: int, gradients: Sequence[dict[str, Any]]) -> tuple[Arrays, Arrays]:
+    def step(self, t: int, gradients: Sequence[dict[str, Any]]) -> Arrays:
         for stage, history, of_stage in zip(self.stages, self.history, gradients, strict=True):
             _load(stage, history[t])
             for name, p in stage.named_parameters():
                 if p.grad is not None:  # else no forward uses it, and optimizers leave it alone
                     p.grad = of_stage[name].to(p)
-        before = self.arrays([_weights(stage) for stage in self.stages])
         if self.optimizer is not None:
             self.optimizer.step()
             for scheduler in self.schedulers:
                 scheduler.step()
-        return before, self.arrays([_weights(stage) for stage in self.stages])
+        return self.arrays([_weights(stage) for stage in self.stages])
 
     def accept(self, t: int, weights: Sequence[dict[str, Any]]) -> None:
         for history, of_stage in zip(self.history, weights, strict=True):

@@ -1,0 +1,152 @@
+"""Lecture 12: zero bubbles."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from pipelab import Schedule, make, simulate
+from pipelab.teach.feedback import (
+    NOT_ATTEMPTED,
+    Exercise,
+    Feedback,
+    Guess,
+    Task,
+    is_close,
+    not_a_function,
+    not_yet,
+    number,
+    same_function,
+    table,
+)
+
+IN_A_V = (0, 1, 1, 0)  # stage -> device
+
+
+def filled_drain(answer: Any) -> Feedback:
+    """Three devices, five micro-batches, backwards in two halves."""
+    return table(answer, devices=3, microbatches=5, makespan=17, in_flight=3)
+
+
+def last_device(answer: Any) -> Feedback:
+    """In M_B: what the last of eight devices holds under H1, for a block of GPT-3."""
+    s, h, a = 2048, 12288, 96
+    before, after = 34 * h + 5 * a * s, 32 * h  # M_B and M_W over s b
+    slips = {
+        8: "A micro-batch that waits for W keeps less than one that waits for I.",
+        8 * after / before: "One of them is before its I: that one is whole.",
+        1: "That is 1F1B. Which W wait here, besides?",
+        7 * after / before: "Those wait for W. And the one that is before its I?",
+        1 + 7 * before / after: "Which is larger: what is kept until I, or from I to W?",
+        1 + 8 * after / before: "Eight in flight in all, as on device 0.",
+    }
+    hint = "One before its I, and how many that wait for W? Each of those keeps M_W / M_B."
+    return number(answer, 1 + 7 * after / before, hint, slips)
+
+
+def step_undone(answer: Any) -> Feedback:
+    """(w, buffer, gradient, lr, mu) after a step with momentum -> w and buffer before it."""
+
+    def truth(w, buffer, gradient, lr, mu):
+        return w + lr * buffer, (buffer - gradient) / mu
+
+    slips = (
+        (
+            lambda w, buffer, gradient, lr, mu: (w + lr * gradient, (buffer - gradient) / mu),
+            "The step subtracted lr times the buffer, not the gradient alone.",
+        ),
+        (
+            lambda w, buffer, gradient, lr, mu: (
+                w + lr * (buffer - gradient) / mu,
+                (buffer - gradient) / mu,
+            ),
+            "w was changed by the buffer as it is now: undo that first.",
+        ),
+        (
+            lambda w, buffer, gradient, lr, mu: (w + lr * buffer, buffer - gradient),
+            "The old buffer was multiplied by mu before the gradient came.",
+        ),
+        (
+            lambda w, buffer, gradient, lr, mu: (
+                w - lr * (mu * buffer + gradient),
+                mu * buffer + gradient,
+            ),
+            "That is one more step forwards.",
+        ),
+    )
+    cases = [(1.0, 2.0, 0.5, 0.1, 0.9), (-3.0, 0.5, 4.0, 0.01, 0.5), (0.0, -1.0, 1.0, 1.0, 0.99)]
+    return same_function(answer, truth, cases, slips)
+
+
+class Layer:
+    """What the mended W works on: a linear layer with lists of what waits."""
+
+    def __init__(self) -> None:
+        self.weight, self.grad = np.zeros((2, 3)), np.zeros((2, 3))
+        self.inputs: list[np.ndarray] = []
+        self.output_grads: list[np.ndarray] = []
+
+
+def late_weight_gradient(answer: Any) -> Feedback:
+    """W(layer), which has to work in any order in which it may come."""
+    if not callable(answer):
+        return not_a_function(answer)
+    orders = ("F I W F I W", "F F F I W I W I W", "F F I F I W I W F I W W")
+    for order in orders:
+        layer = Layer()
+        right = _played(order, layer, answer)
+        if not is_close(layer.grad, right, 1e-6):
+            if not layer.grad.any():
+                return NOT_ATTEMPTED
+            return not_yet(
+                f"after {order} the gradient is wrong. Which input does each W take, and which "
+                "output gradient?"
+            )
+        if layer.inputs or layer.output_grads:
+            return not_yet(
+                f"after {order} the gradient is right, but something is kept for ever: "
+                f"{len(layer.inputs)} inputs, {len(layer.output_grads)} output gradients."
+            )
+    return Feedback(True, "Right.")
+
+
+def _played(order: str, layer: Layer, weight_gradient: Callable[[Layer], None]) -> np.ndarray:
+    """Carry out F, I and W in this order; the sum of dy^T x over all micro-batches."""
+    random = np.random.default_rng(0)
+    count = order.count("F")
+    x, dy = random.normal(size=(count, 5, 3)), random.normal(size=(count, 5, 2))
+    forwards, backwards = iter(x), iter(dy)
+    for kind in order.split():
+        if kind == "F":
+            layer.inputs.append(next(forwards))
+        elif kind == "I":
+            layer.output_grads.append(next(backwards))
+        else:
+            weight_gradient(layer)
+    return np.einsum("mbo,mbi->oi", dy, x)
+
+
+def folded(answer: Any) -> Feedback:
+    """Two micro-batches through four chunks in a V."""
+    feedback = table(answer, devices=2, stages=4, microbatches=2, makespan=13)
+    if not feedback.passed:
+        return feedback
+    schedule = Schedule.from_grid(answer) if isinstance(answer, str) else answer
+    if schedule.placement != IN_A_V:
+        return not_yet(f"stages are on devices {schedule.placement}; the V is {IN_A_V}.")
+    return feedback
+
+
+EXERCISES = {
+    "12-1": Exercise(Task.BUILD, filled_drain),
+    "12-2": Exercise(Task.PREDICT, last_device),
+    "12-3": Exercise(Task.WRITE, step_undone),
+    "12-4": Exercise(Task.DEBUG, late_weight_gradient),
+    "12-5": Exercise(Task.BUILD, folded),
+}
+GUESSES = {
+    "12-a": Guess(
+        lambda: simulate(make("zb_h1", 6, 12)).makespan,
+        "How many W does the last device have left when its last I is done?",
+    )
+}

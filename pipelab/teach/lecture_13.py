@@ -1,0 +1,162 @@
+"""Lecture 13: how good a schedule can be."""
+
+from typing import Any
+
+from pipelab import Costs, Schedule
+from pipelab.search import bound, memory_used
+from pipelab.teach.feedback import (
+    NOT_ATTEMPTED,
+    Exercise,
+    Feedback,
+    Guess,
+    Task,
+    choice,
+    is_close,
+    not_a_function,
+    not_yet,
+    number,
+    same_function,
+    table,
+)
+
+SLOW_MIDDLE = Costs(forward=[1, 2, 1], input_grad=[1, 2, 1], weight_grad=1)
+CLAIMED = """
+0F0 0F1 0I0 0F2 0I1 0F3 0W0 0W1 0I2 0F4 0I3 0F5 0W2 0W3 0I4 0W4 0I5 0W5
+1F0 1F1 1I0 1W0 1I1 1F2 1W1 1F3 1I2 1W2 1I3 1F4 1W3 1F5 1I4 1W4 1I5 1W5
+2F0 2I0 2F1 2I1 2W0 2W1 2F2 2I2 2F3 2I3 2W2 2W3 2F4 2I4 2F5 2I5 2W4 2W5
+"""
+
+
+def claimed() -> Schedule:
+    """Three devices, six micro-batches: two at a time between F and I, more until their W."""
+    return Schedule.from_grid(CLAIMED, "claimed")
+
+
+def two_in_flight(answer: Any) -> Feedback:
+    """As fast as with room for three, if the middle stage is slow."""
+    sizes: dict[str, Any] = {"devices": 3, "microbatches": 4, "costs": SLOW_MIDDLE}
+    feedback = table(answer, **sizes, makespan=21, in_flight=2)
+    if feedback.passed:
+        return feedback
+    slow = table(answer, **sizes, in_flight=2)
+    if slow.passed and not table(answer, **sizes, makespan=26).passed:
+        return not_yet(f"27 or more: a named schedule does that. {slow.text}")
+    return feedback
+
+
+def few_microbatches(answer: Any) -> Feedback:
+    """Eight devices, two micro-batches, slow links."""
+    costs = Costs(transfer=0.5)
+    slips = {
+        6.0: "That is the work alone: where does the last device's first input come from?",
+        19.0: "Do messages take no time?",
+        22.5: "They take time on the way back, too.",
+        25.0: "And the last W?",
+        24.0: "Each is alone on its way, but the second one starts after the first.",
+    }
+    hint = "Down and back for one, what the second one adds, and what is left at the end."
+    return number(answer, bound(costs, 8, 2).makespan, hint, slips)
+
+
+def place_seconds(answer: Any) -> Feedback:
+    """(p, m, room, f, i, w, c) -> what room on device 0 allows, of equal stages."""
+
+    def held(p, f, i, w, c):
+        return p * (f + i) + 2 * (p - 1) * c + w
+
+    def truth(p, m, room, f, i, w, c):
+        return m * held(p, f, i, w, c) / room
+
+    slips = (
+        (
+            lambda p, m, room, f, i, w, c: m * (held(p, f, i, w, c) - w) / room,
+            "A place is free after W, not after I.",
+        ),
+        (
+            lambda p, m, room, f, i, w, c: m * (held(p, f, i, w, c) - (p - 1) * c) / room,
+            "Messages go there and back.",
+        ),
+        (
+            lambda p, m, room, f, i, w, c: m * (p * (f + i + w) + 2 * (p - 1) * c) / room,
+            "Device 0 does not wait for the other devices' W.",
+        ),
+        (
+            lambda p, m, room, f, i, w, c: m * held(p, f, i, w, c),
+            "That is with one place. How many are there?",
+        ),
+        (
+            lambda p, m, room, f, i, w, c: held(p, f, i, w, c) / room,
+            "That is one micro-batch's share. How many come?",
+        ),
+    )
+    cases = [(4, 8, 1, 1, 1, 1, 0), (4, 8, 2, 1, 1, 1, 0), (3, 5, 2, 2, 1, 3, 0.5)]
+    return same_function(answer, truth, cases, slips)
+
+
+def sound_bound(answer: Any) -> Feedback:
+    """(f, i, w, m) -> a number that no order beats, and as large as reason 1.
+
+    Any that is at least as large as with `sum(I before) + W of stage 0` for the way back passes.
+    """
+    if not callable(answer):
+        return not_a_function(answer)
+    cases = [
+        ([1] * 4, [1] * 4, [1] * 4, 8),
+        ([1] * 4, [1] * 4, [1] * 4, 2),
+        ([1, 2, 1], [1, 2, 1], [1, 2, 1], 6),
+        ([2, 1, 1], [3, 1, 1], [1, 1, 2], 3),
+    ]
+    for f, i, w, m in cases:
+        try:
+            value = answer(f, i, w, m)
+        except Exception as error:
+            return not_yet(f"for {f}, {i}, {w}, {m} it raises {type(error).__name__}: {error}")
+        if value is None:
+            return NOT_ATTEMPTED
+        p, found = len(f), f"for {f}, {i}, {w}, {m} it gives {value}"
+        if not is_close(value, value) or value > bound(Costs(f, i, w), p, m).makespan + 1e-9:
+            return not_yet(f"{found}: not sound. What can a device do while the others go back?")
+        each = (sum(f[:s]) + m * (f[s] + i[s]) + max(sum(i[:s]) + w[0], m * w[s]) for s in range(p))
+        if value < (least := max(each)) - 1e-9:
+            return not_yet(f"{found}: sound, but reason 1 says {least}.")
+    return Feedback(True, "Right: no order beats it, and it is as large as reason 1.")
+
+
+def room_needed(answer: Any) -> Feedback:
+    """What the claimed table holds."""
+    slips: dict[float, str] = {
+        2: "So says the claim, which counts from F to I. What is kept from I to W?",
+        3: "Count along row 0: one more with every F, one less with every W.",
+        6: "Some are done before the last one starts.",
+    }
+    hint = "A micro-batch is in flight from its F until its W."
+    return number(answer, max(memory_used(claimed(), Costs())), hint, slips)
+
+
+def what_a_gap_says(answer: Any) -> Feedback:
+    """198, of which the proof says: none is faster than 189."""
+    return choice(
+        answer,
+        "between",
+        {
+            "better": "A gap is what is not known. Perhaps 198 is the best.",
+            "best": "Then the gap would be 0.",
+            "broken": "A bound need not be reached.",
+        },
+    )
+
+
+EXERCISES = {
+    "13-1": Exercise(Task.BUILD, two_in_flight),
+    "13-2": Exercise(Task.PREDICT, few_microbatches),
+    "13-3": Exercise(Task.WRITE, place_seconds),
+    "13-4": Exercise(Task.DEBUG, sound_bound),
+    "13-5": Exercise(Task.DEBUG, room_needed),
+    "13-6": Exercise(Task.PREDICT, what_a_gap_says),
+}
+GUESSES = {
+    "13-a": Guess(
+        lambda: bound(Costs([1, 2, 1], [1, 2, 1], [1, 2, 1]), 3, 6).makespan,
+        "Which device is the busiest, when can it start, and can W fill the way back?",
+    )
+}

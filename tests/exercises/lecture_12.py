@@ -1,0 +1,88 @@
+"""Answers to the exercises of lecture 12: right ones, and wrong ones with a part of their hint."""
+
+AT_ONCE = """
+0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0F4 0I2 0W2 0I3 0W3 0I4 0W4
+1F0 1F1 1I0 1W0 1F2 1I1 1W1 1F3 1I2 1W2 1F4 1I3 1W3 1I4 1W4
+2F0 2I0 2W0 2F1 2I1 2W1 2F2 2I2 2W2 2F3 2I3 2W3 2F4 2I4 2W4
+"""
+V_SLOWLY = """
+0F0 0F1 3F0 3I0 0I0 0W0 3F1 3I1 3W0 3W1 0I1 0W1
+1F0 2F0 1F1 2I0 1I0 1W0 2F1 2W0 2I1 1I1 1W1 2W1
+"""
+LOOP = """
+0F0 0F1 2F0 2F1 2I0 2I1 2W0 0I0 2W1 0I1 0W0 0W1
+1F0 1F1 3F0 3I0 3F1 3I1 1I0 1I1 1W0 1W1 3W0 3W1
+"""
+
+ANSWERS = {
+    "12-1": {
+        "right": [
+            'answer = pl.make("zb_h1", 3, 5)',
+            "answer = split_backwards(3, 5, lambda s: 2 - s, lambda s: s)",
+        ],
+        "wrong": {
+            f"answer = '''{AT_ONCE}'''": "makespan 19, to reach: 17",
+            'answer = pl.make("pipedream_flush", 3, 5)': "makespan 21, to reach: 17",
+            'answer = pl.make("zb_h2", 3, 5)': "5 micro-batches in flight, to reach: 3",
+            'answer = pl.make("zb_h1", 3, 4)': "4 micro-batches",
+            "answer = 17": "is not a table",
+        },
+    },
+    "12-2": {
+        "right": ["answer = 1 + 7 * 0.2807", "answer = 2.965"],
+        "wrong": {
+            "answer = 8": "keeps less than one that waits for I",
+            "answer = 1": "That is 1F1B",
+            "answer = 8 * 0.2807": "that one is whole",
+            "answer = 7 * 0.2807": "And the one that is before its I",
+            "answer = 1 + 7 / 0.2807": "Which is larger",
+        },
+    },
+    "12-3": {
+        "right": [
+            "def answer(w, buffer, gradient, lr, mu):\n"
+            "    before = (buffer - gradient) / mu\n"
+            "    return w + lr * (mu * before + gradient), before",
+            "answer = lambda w, b, g, lr, mu: [w + lr * b, (b - g) / mu]",
+        ],
+        "wrong": {
+            "answer = lambda w, b, g, lr, mu: (w + lr * g, (b - g) / mu)": "not the gradient alone",
+            "answer = lambda w, b, g, lr, mu: (w + lr * (b - g) / mu, (b - g) / mu)": "as it is now",
+            "answer = lambda w, b, g, lr, mu: (w + lr * b, b - g)": "was multiplied by mu",
+            "answer = lambda w, b, g, lr, mu: (w - lr * (mu * b + g), mu * b + g)": "step forwards",
+            "answer = lambda w, b, g, lr, mu: w + lr * b": "right is",
+            "answer = 3": "is not a function",
+        },
+    },
+    "12-4": {
+        "right": [
+            "def answer(layer):\n"
+            "    x, dy = layer.inputs.pop(0), layer.output_grads.pop(0)\n"
+            "    layer.grad = layer.grad + dy.T @ x",
+            "def answer(layer):\n"
+            "    last = len(layer.output_grads) - 1\n"
+            "    layer.grad += layer.output_grads.pop(last).T @ layer.inputs.pop(last)",
+        ],
+        "wrong": {
+            "answer = Linear.W": "after F F F I W I W I W the gradient is wrong",
+            "def answer(layer):\n"
+            "    layer.grad += layer.output_grads.pop().T @ layer.inputs.pop()": "Which input",
+            "def answer(layer):\n"
+            "    layer.grad += layer.output_grads[0].T @ layer.inputs[0]": "the gradient is wrong",
+            "answer = 0": "is not a function",
+        },
+    },
+    "12-5": {
+        "right": [
+            'answer = Schedule.from_grid("""\n'
+            "0F0 0F1 3F0 3I0 3F1 3I1 0I0 3W0 0W0 0I1 3W1 0W1\n"
+            '1F0 2F0 1F1 2F1 2I0 1I0 2W0 2I1 1I1 1W0 1W1 2W1\n""")',
+        ],
+        "wrong": {
+            f"answer = '''{V_SLOWLY}'''": "to reach: 13",
+            f"answer = '''{LOOP}'''": "Not yet",
+            'answer = pl.make("zb_h1", 2, 2)': "asked: 2 devices, 4 stages",
+            "answer = None or 13": "is not a table",
+        },
+    },
+}
