@@ -182,10 +182,12 @@ _v = replace(
 
 
 def _v_half_idle(p: int) -> int:
+    """Makespan less ideal in slots of one action, F = I = W: of V-Half."""
     return max(3 * p - (4 if p % 2 else 7), p - 1)
 
 
 def _v_min_idle(p: int) -> int:
+    """The same of V-Min."""
     return max(4 * p - (7, 5, 6)[p % 3], p - 1)
 
 

@@ -1,11 +1,11 @@
-"""Tables made of a table: some of its batches, its forwards alone, its transfers written out."""
+"""Tables made of a table: fewer or more batches, forwards alone, transfers written out."""
 
 from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 
-from pipelab.action import Action, Kind, Reads, ScheduleError
+from pipelab.action import Action, Kind, Reads, ScheduleError, every_batch, insert_updates
 from pipelab.table import Table
 from pipelab.versions import read_versions
 
@@ -42,6 +42,13 @@ def part(table: AnyTable, first: int, last: int) -> AnyTable:
     if (read_versions(cut) == read).all():
         return cut
     return replace(cut, versions_read=tuple(map(tuple, read.tolist())))
+
+
+def repeat(table: AnyTable, batches: int) -> AnyTable:
+    """A table of one batch with a flush: the same order for each of so many batches."""
+    m = table.microbatches
+    rows = [every_batch(row[row[:, 1] != Kind.U], batches, m) for row in table.numbers]
+    return replace(table, rows=insert_updates(rows, m), batches=batches)
 
 
 def forward_only(table: AnyTable) -> AnyTable:

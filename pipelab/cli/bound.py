@@ -36,7 +36,8 @@ def add_to(commands: Commands) -> None:
         help="micro-batches whose activations fit on a device (default: no limit)",
     )
     option("--whole", action="store_true", help="bounds of schedules whose backwards are not split")
-    option("--virtual", type=COUNT, default=2, metavar="V", help="chunks a device (interleaved)")
+    chunks = "chunks a device (interleaved, looped_bfs)"
+    option("--virtual", type=COUNT, default=2, metavar="V", help=chunks)
     share(option, "json")
 
 

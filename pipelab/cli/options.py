@@ -120,7 +120,8 @@ class Commands:
         option("name", metavar="NAME", help=f"{', '.join(sorted(SCHEDULES))}, or a CSV file")
         option("--devices", type=int, metavar="P")
         option("--microbatches", type=int, metavar="M", help="per batch")
-        option("--virtual", type=int, default=1, metavar="V", help="chunks a device (interleaved)")
+        chunks = "chunks a device (interleaved, looped_bfs)"
+        option("--virtual", type=int, default=1, metavar="V", help=chunks)
         option("--batches", type=int, default=1, metavar="K")
         option(
             "--memory",

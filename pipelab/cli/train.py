@@ -21,7 +21,8 @@ def add_to(commands: Commands) -> None:
     option("--schedule", default="pipedream_flush", metavar="NAME", help="or a CSV file")
     option("--devices", type=int, default=2, metavar="P")
     option("--microbatches", type=int, default=4, metavar="M", help="per step")
-    option("--virtual", type=int, default=1, metavar="V", help="chunks a device (interleaved)")
+    chunks = "chunks a device (interleaved, looped_bfs)"
+    option("--virtual", type=int, default=1, metavar="V", help=chunks)
     option("--steps", type=COUNT, default=100, metavar="N")
     option(
         "--size", choices=["narrow", "small"], default="narrow", help="12 blocks of width 64/768"

@@ -81,15 +81,6 @@ def _measure(
 ) -> tuple[Any, dict[str, float]]:
     """The layer's output, and the numbers of a `Layer`."""
     weights = [p for p in layer.parameters() if p.requires_grad]
-    own = storages(joined(layer.parameters(), layer.buffers()))
-    packed: list[Saved] = []
-
-    def pack(tensor: Tensor) -> Saved:
-        packed.append(Saved(tensor))
-        return packed[-1]
-
-    def size(tensors: Iterable[Tensor]) -> float:
-        return float(sum(n for block, n in storages(tensors).items() if block not in own))
 
     def backward(outputs: list[Tensor], wanted: list[Tensor]) -> None:
         if outputs and wanted:
@@ -98,18 +89,8 @@ def _measure(
 
     times: dict[str, list[float]] = {"forward": [], "input": [], "both": []}
     with torch.enable_grad():
-        # [1] once, to see what is saved, and what of it is kept between I and W
-        with torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack):
-            fresh, inputs = _entering(x)
-            y = layer(fresh)
-        saved = [kept.tensor for kept in packed if kept.tensor is not None]
-        activations = size([*saved, *_tensors(fresh)])
-        outputs = [t for t in _tensors(y) if t.requires_grad]
-        edges = [get_gradient_edge(t) for t in outputs]
-        halves = Halves(edges, [torch.ones_like(t) for t in outputs], inputs)
-        halves.input_grad()
-        weight_activations = size(halves.kept())
-        halves.weight_grad()
+        # [1] once, to see what is saved
+        y, kept = _kept(layer, x)
         # [2] by the clock
         for _ in range(warm_up + repeats):
             fresh, inputs = _entering(x)
@@ -125,10 +106,35 @@ def _measure(
         "input_grad": min(typical["input"], typical["both"]),
         "weight_grad": max(typical["both"] - typical["input"], 0.0) if weights else 0.0,
         "weights": float(sum(p.nbytes for p in layer.parameters())),
-        "activations": activations,
-        "weight_activations": weight_activations,
+        **kept,
         "output": float(sum(t.nbytes for t in _tensors(y))),
     }
+
+
+def _kept(layer: nn.Module, x: Any) -> tuple[Any, dict[str, float]]:
+    """The layer's output, and its bytes kept to a backward, and of a split one from I to W."""
+    own = storages(joined(layer.parameters(), layer.buffers()))
+    packed: list[Saved] = []
+
+    def pack(tensor: Tensor) -> Saved:
+        packed.append(Saved(tensor))
+        return packed[-1]
+
+    def size(tensors: Iterable[Tensor]) -> float:
+        return float(sum(n for block, n in storages(tensors).items() if block not in own))
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack):
+        fresh, inputs = _entering(x)
+        y = layer(fresh)
+    saved = [each.tensor for each in packed if each.tensor is not None]
+    activations = size([*saved, *_tensors(fresh)])
+    outputs = [t for t in _tensors(y) if t.requires_grad]
+    edges = [get_gradient_edge(t) for t in outputs]
+    halves = Halves(edges, [torch.ones_like(t) for t in outputs], inputs)
+    halves.input_grad()
+    weight_activations = size(halves.kept())
+    halves.weight_grad()
+    return y, {"activations": activations, "weight_activations": weight_activations}
 
 
 def _timed(device: torch.device, work: Callable, *arguments: Any) -> tuple[float, Any]:

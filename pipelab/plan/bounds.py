@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from pipelab.costs import Costs, Recompute
-from pipelab.plan.problem import ASYNCHRONOUS, SPLIT, Choice
+from pipelab.plan.problem import ASYNCHRONOUS, Choice
 from pipelab.theory import THEORY
 
 SLACK = 1 + 1e-9  # bounds and simulations add up the same numbers in another order
@@ -20,8 +20,7 @@ def work(choice: Choice, costs: Costs) -> np.ndarray:
     forwards = m + choice.recompute.mask(m, m).sum()
     stages = forwards * costs.of("forward", n)
     stages = stages + m * (costs.of("input_grad", n) + costs.of("weight_grad", n))
-    actions = 3 if choice.schedule in SPLIT else 2
-    return _of_devices(choice, stages + actions * m * costs.overhead)
+    return _of_devices(choice, stages + choice.actions * m * costs.overhead)
 
 
 def even_share(choice: Choice, costs: Costs) -> float:
@@ -49,7 +48,7 @@ def least_seconds(choice: Choice, costs: Costs) -> float:
     links = costs.links(n)[: p - 1]
     forward = costs.of("forward", n)[:p]
     backward, rest = costs.of("input_grad", n)[:p], costs.of("weight_grad", n)[:p]
-    if choice.schedule in SPLIT:
+    if choice.split:
         rest = rest + costs.overhead
     else:
         backward, rest = backward + rest, np.zeros(p)

@@ -29,7 +29,7 @@ import numpy as np
 
 from pipelab.costs import Recompute
 from pipelab.plan.bounds import SLACK
-from pipelab.plan.problem import ASYNCHRONOUS, SPLIT, Choice, Problem
+from pipelab.plan.problem import ASYNCHRONOUS, Choice, Problem
 from pipelab.theory import THEORY
 
 Table = np.ndarray  # [a, b]
@@ -114,14 +114,13 @@ def _seconds(problem: Problem, choice: Choice) -> tuple[Table, Table]:
     both = forward + between("input_grad") + between("weight_grad")
     updates = m if choice.schedule == "pipedream" else 1
     again = choice.recompute.mask(m, m).sum()
-    actions = 3 if choice.schedule in SPLIT else 2
-    work = choice.virtual * (m * (both + actions * costs.overhead) + again * forward)
+    work = choice.virtual * (m * (both + choice.actions * costs.overhead) + again * forward)
     work = work + updates * between("update")
     work[np.tri(layers + 1, dtype=bool)] = np.inf
     if choice.schedule in ASYNCHRONOUS:  # only the slowest device counts
         return work, np.zeros_like(work)
     link = np.concatenate([[0], costs.links(layers), [0]])
-    if choice.schedule in SPLIT:  # weight gradients may fill the way back
+    if choice.split:  # weight gradients may fill the way back
         return work, forward + costs.overhead + link
     if choice.recompute is Recompute.ALWAYS:
         both = both + forward

@@ -48,6 +48,16 @@ class Choice(NamedTuple):
     balance: tuple[int, ...]
     tensor: int = 1
 
+    @property
+    def split(self) -> bool:
+        """Whether backwards are in two parts."""
+        return self.schedule in SPLIT
+
+    @property
+    def actions(self) -> int:
+        """Of a micro-batch on a stage."""
+        return 3 if self.split else 2
+
     def __str__(self) -> str:
         parts = [f"{self.schedule} p={self.pipeline}"]
         if self.virtual > 1:

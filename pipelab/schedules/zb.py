@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipelab.action import Kind, ScheduleError, check_counts, every_batch
+from pipelab.action import Kind, ScheduleError, check_counts
 from pipelab.costs import Costs, Recompute
-from pipelab.memory import memory_used, shares
+from pipelab.memory import shares
 from pipelab.placement import loop_placement
 from pipelab.schedule import Schedule, one_stage_each
+from pipelab.schedules._fastest import TINY, fastest
 from pipelab.schedules.zb_h1 import split_stage
-from pipelab.simulate import compute_seconds, simulate
-
-TINY = 1e-9  # of a limit of memory: less is rounding
+from pipelab.simulate import compute_seconds
+from pipelab.transform import repeat
 
 
 def zb(
@@ -46,20 +46,13 @@ def zb(
     limit = devices if memory is None else memory
     task = _task(devices, microbatches, costs, limit)
 
-    def table(one: list[np.ndarray], batches: int) -> Schedule:
-        def order(stage: int) -> np.ndarray:
-            return every_batch(one[stage], batches, microbatches)
-
-        return one_stage_each("zb", order, devices, microbatches, batches)
-
-    def fits(one: list[np.ndarray]) -> bool:
-        return max(memory_used(table(one, 1), costs)) <= limit * (1 + TINY)
-
-    def by_span(one: list[np.ndarray]) -> tuple[float, float, int]:
-        timeline = simulate(table(one, 1), costs)
-        return timeline.span, timeline.makespan, max(timeline.peak_in_flight)
-
-    return table(min(filter(fits, _candidates(task)), key=by_span), batches)
+    tables = (
+        one_stage_each("zb", rows.__getitem__, devices, microbatches, 1)
+        for rows in _candidates(task)
+    )
+    best = fastest(tables, costs, limit)
+    assert best, "the heuristic keeps within the memory"
+    return repeat(best, batches)
 
 
 class Choices(NamedTuple):

@@ -8,7 +8,7 @@ device 1 stages 1 and 2; the last stage's backward begins where the first stage 
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -18,12 +18,12 @@ from pipelab.costs import Costs, Recompute
 from pipelab.memory import changes, memory_used, reserved
 from pipelab.placement import v_placement
 from pipelab.schedule import Schedule
+from pipelab.schedules._fastest import TINY, fastest
 from pipelab.schedules._v import v_schedule
 from pipelab.schedules.v_half import v_half
 from pipelab.schedules.v_min import v_min
-from pipelab.simulate import compute_seconds, simulate, transfer_seconds
-
-TINY = 1e-9  # of a limit of memory: less is rounding
+from pipelab.simulate import compute_seconds, transfer_seconds
+from pipelab.transform import repeat
 
 
 def zb_v(
@@ -52,21 +52,14 @@ def zb_v(
     tables = _variants(devices, microbatches, costs, limit)
     if limit < devices or not tables:
         tables += [v_half(devices, microbatches), v_min(devices, microbatches)]
-    held = [max(memory_used(table, costs)) for table in tables]
-    fitting = [t for t, most in zip(tables, held, strict=True) if most <= limit * (1 + TINY)]
-    if not fitting:
+    best = fastest(tables, costs, limit)
+    if not best:
+        least = min(max(memory_used(table, costs)) for table in tables)
         raise ScheduleError(
             f"memory={memory!r}: zb_v finds no order for {devices} devices; give at least "
-            f"{min(held):g}, or None for {devices}"
+            f"{least:g}, or None for {devices}"
         )
-
-    def by_span(table: Schedule) -> tuple[float, float]:
-        timeline = simulate(table, costs)
-        return timeline.span, timeline.makespan
-
-    best = min(fitting, key=by_span)
-    rows = [row[row[:, 1] != Kind.U] for row in best.numbers]
-    return v_schedule("zb_v", rows, devices, microbatches, batches)
+    return replace(repeat(best, batches), name="zb_v")
 
 
 def _variants(devices: int, microbatches: int, costs: Costs, memory: float) -> list[Schedule]:

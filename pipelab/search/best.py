@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pipelab.action import Kind, Reads, ScheduleError, check_counts, every_batch, insert_updates
+from pipelab.action import Kind, Reads, ScheduleError, check_counts
 from pipelab.costs import CostError, Costs
 from pipelab.schedule import Schedule
 from pipelab.schedules import SCHEDULES, make, takes
@@ -14,6 +14,7 @@ from pipelab.search.found import Found, Proof
 from pipelab.search.greedy import Draft, fuse, rules
 from pipelab.search.problem import Problem, place
 from pipelab.search.repeat import stretched
+from pipelab.transform import repeat
 
 SOLVABLE = 4_000  # actions: more are not given to the solver
 SMALL = 400  # actions that the solver orders well by itself; of more, first a part
@@ -185,9 +186,7 @@ class _Hunt:
             self.found_by,
             self.interrupted,
         )
-        m = problem.microbatches
-        orders = [every_batch(row[row[:, 1] != Kind.U], batches, m) for row in best.numbers]
-        rows = insert_updates(orders, m)
+        m, rows = problem.microbatches, repeat(best, batches).numbers
         return Found("search", rows, problem.placement, m, batches, proof=proof)
 
 
