@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         status, message = 130, f"{command}: interrupted"
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         first, _, drawing = str(error).partition("\n")
         hint = " (`pipelab validate FILE` draws the table)" if drawing else ""
         status, message = 2, f"{command}: error: {first}{hint}"

@@ -6,12 +6,13 @@ import sys
 
 from pipelab import Costs, simulate
 from pipelab.cli.files import check_targets, write, write_figure
-from pipelab.cli.options import COUNT, POSITIVE, SECONDS, Commands, number, share
+from pipelab.cli.options import COUNT, POSITIVE, Commands, number, share
 from pipelab.cli.report import describe, idle_table
 from pipelab.cli.tables import COSTS, add_costs
 from pipelab.search import search
 
 PLACEMENTS = ("loop", "v")
+TIME = number(float, lambda x: 0 <= x <= 1e6, "seconds, at most a million")
 WORKERS = number(int, lambda n: n >= 0, "a whole number of at least 0")
 
 
@@ -35,7 +36,8 @@ def add_to(commands: Commands) -> None:
     option("--placement", choices=PLACEMENTS, default="loop", help="of stages on devices")
     option("--virtual", type=COUNT, default=1, metavar="V", help="stages a device (loop)")
     option("--whole", action="store_true", help="no backward is split into I and W")
-    option("--seconds", type=SECONDS, default=60.0, metavar="S", help="at most (default: 60)")
+    text = "at most (default: 60; 0: heuristics alone, which need no OR-Tools)"
+    option("--seconds", type=TIME, default=60.0, metavar="S", help=text)
     option("--workers", type=WORKERS, default=0, metavar="N", help="threads (default: all cores)")
     option("--csv", metavar="FILE", help="write the table")
     share(option, "json", "plot")
