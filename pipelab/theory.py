@@ -92,7 +92,7 @@ _flush = replace(
     bubble=Source("(p - 1) / m", _MEGATRON, "2.2.1"),
     peak=Source("min(m, p - s) on stage s", _MEGATRON, "2.2.1"),
     idle=lambda p, m, f, i, w, transfer: (
-        (p - 1) * (f + i + w) + transfer * (2 * m * (p - 1) / p + 2 * (p - 2))
+        (p - 1) * (f + i + w) + transfer * (2 * m * (p - 1) / p + 2 * max(p - 2, 0))
     ),
 )
 

@@ -265,12 +265,21 @@ def test_memory_is_in_micro_batches_of_a_device(case):
 def test_what_it_refuses():
     with pytest.raises(ScheduleError, match=r"memory=0\.5: give at least 1, the"):
         bound(Costs(), 2, 4, 0.5)
+    with pytest.raises(ScheduleError, match=r"memory=nan: give at least 1, the"):
+        bound(Costs(), 2, 4, math.nan)
     with pytest.raises(ScheduleError, match=r"placement=\(0, 0\): give each of 2 devices a stage"):
         bound(Costs(), 2, 4, placement=(0, 0))
     with pytest.raises(ScheduleError, match="microbatches=0"):
         bound(Costs(), 2, 0)
     with pytest.raises(ValueError, match="forward has 3 values for 4 stages"):
         bound(Costs(forward=[1, 2, 3]), 2, 4, placement=LOOP)
+
+
+def test_inf_is_no_limit(capsys):
+    assert bound(Costs(), 2, 4, math.inf) == bound(Costs(), 2, 4)
+    status, out, _ = call(capsys, "--devices 2 --microbatches 4 --memory inf --json")
+    found = json.loads(out, parse_constant=pytest.fail)
+    assert (status, found["memory"]) == (0, None)
 
 
 def test_what_it_shows():

@@ -96,6 +96,8 @@ TINY = [
     Problem(Costs([1, 2], [2, 1], [1, 3], transfer=1), (0, 1), 2, 2.0, split=False),
     Problem(Costs([1, 2, 1], [2, 1, 1.5], transfer=0.25), (0, 1, 2), 2, 1.0, split=False),
     Problem(Costs([1, 2, 2, 1], [2, 1, 1, 3], 0.5, transfer=0.25), place("v", 2), 1, 1.0, True),
+    Problem(Costs([1, 2], [1, 1], [1, 3]), (1, 0), 2, 2.0, True),
+    Problem(Costs([1, 2], [1, 0], [1, 0], transfer=1), (0, 1), 2, 2.0, True),
     Problem(Costs([1, 2], activations=4, weight_activations=1), (0, 1), 2, 1.25, True),
     Problem(
         Costs([1, 2], activations=4, weight_activations=[5, 7], overhead=0.75), (0, 1), 2, 2.0, True
@@ -203,6 +205,24 @@ def test_many_microbatches_repeat_the_middle_of_few():
     assert best <= problem.makespan(make("zb_h1", 4, 40)) * (1 + 1e-9)
 
 
+def test_actions_of_no_length_keep_their_order():
+    """Several of them at one moment: I before its W, though W gives memory back."""
+    seconds = [0.25, 1, 3, 2, 0.5, 0.25], [1.5, 0, 2, 0.5, 0, 0.25], [0.25, 0, 3, 3, 3, 1.5]
+    problem = Problem(Costs(*seconds), place("loop", 3, 2), 2, np.inf, True)
+    assert problem.fits(validate(proved(problem, seconds=5).schedule))
+
+
+def test_the_search_begins_where_the_first_stage_is():
+    found = search(Costs([1, 2, 1]), 2, 3, placement=(1, 0, 1), seconds=0)
+    assert validate(found).placement == (1, 0, 1)
+
+
+def test_large_sizes_end_in_time():
+    """What is made is only what is tried: before, tables of other placements were, too."""
+    found = search(Costs([1, 2] * 75), 150, 150, seconds=0.01, workers=1)
+    assert validate(found).proof.found_by == "eager_1f1b"
+
+
 def test_large_sizes_say_how_good_they_are():
     costs = Costs(10.4, 10.2, 7.7, transfer=0.4)
     found = search(costs, 16, 64, seconds=0)
@@ -249,6 +269,10 @@ def test_refused():
         search(Costs(), 2, 4, placement="w")
     with pytest.raises(ScheduleError, match="virtual=3: a v has two stages"):
         search(Costs(), 2, 4, placement="v", virtual=3)
+    with pytest.raises(ScheduleError, match="memory=nan: give at least 1"):
+        search(Costs(), 2, 4, memory=np.nan)
+    with pytest.raises(ScheduleError, match=r"placement=\(0, 1, 2\): give each of 2 devices"):
+        search(Costs(), 2, 4, placement=(0, 1, 2))
     with pytest.raises(CostError, match="3 values for 2 stages"):
         search(Costs([1, 2, 3]), 2, 4)
     with pytest.raises(CostError, match="recomputation"):
@@ -260,15 +284,17 @@ def test_without_the_solver_it_names_the_extra(monkeypatch, capsys):
 
     def fails(name, *rest):
         if name.startswith("ortools"):
-            raise ImportError(name)
+            raise ModuleNotFoundError(name)
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", fails)
     with pytest.raises(ImportError, match=r"pipelab\[search\]"):
         search(Costs(), 2, 4)
     assert search(Costs(), 2, 4, seconds=0).proof.makespan == 13
-    assert main(["search", "--devices", "2", "--microbatches", "4"]) == 2
+    command = ["search", "--devices", "2", "--microbatches", "4"]
+    assert main(command) == 2
     assert capsys.readouterr().err.startswith("pipelab search: error: the exact search needs")
+    assert main([*command, "--seconds", "0"]) == 0
 
 
 def test_interrupted_it_gives_the_best_so_far():

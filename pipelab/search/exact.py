@@ -56,8 +56,8 @@ def solver_library() -> Any:
     """OR-Tools' CP-SAT."""
     try:
         from ortools.sat.python import cp_model
-    except ImportError:
-        raise ImportError(
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
             "the exact search needs OR-Tools: pip install 'pipelab[search]', or give seconds=0 for "
             "the heuristics alone"
         ) from None
