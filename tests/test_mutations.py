@@ -128,6 +128,13 @@ def test_no_verdict_on_jax_without_a_flush_is_wrong():
 
 
 @pytest.mark.parametrize("wing", ["torch", "jax"])
+def test_backwards_in_two_halves(wing):
+    case = Case(wing, schedule=make("zb_h1", 3, 4))
+    halves = [m.microbatch_lost, m.weight_grad_of_another, m.gradients_sent_slightly_larger]
+    assert matrix(case, halves) == []
+
+
+@pytest.mark.parametrize("wing", ["torch", "jax"])
 def test_a_clip_that_leaves_a_stage_out(wing):
     case = Case(wing, options=(("clip", 1e-2),))
     assert matrix(case, [m.clip_omits_a_stage]) == []
