@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from measure import machine, main, one_thread, page, paragraph, spread, table
 from pipelab.halves import Halves, Saved, whole
@@ -23,7 +24,7 @@ MIB = 2**20
 class Sizes(NamedTuple):
     """What is measured; the default takes about a minute."""
 
-    width: int = 512  # of the MLP
+    widths: tuple[int, ...] = (512, 1024)  # of the MLPs
     layers: int = 4
     samples: int = 256
     block: int = 256  # width of the GPT-2 block
@@ -35,12 +36,16 @@ DEFAULT = Sizes()
 
 
 class Times(NamedTuple):
-    """Seconds of one round: two full backwards, I and W, each of a forward of its own."""
+    """Seconds of one round: two full backwards, I and W, each of a forward of its own.
+
+    theirs  torch's own I and W together
+    """
 
     first: float
     second: float
     input_grad: float
     weight_grad: float
+    theirs: float
 
 
 def report(repeats: int = 21, sizes: Sizes = DEFAULT) -> str:
@@ -51,7 +56,7 @@ def report(repeats: int = 21, sizes: Sizes = DEFAULT) -> str:
         as_it_is = [(name, *_ratios(_rounds(layers, x, repeats))) for name, layers, x in cases]
         keep_freed_memory()
         kept = [(name, *_ratios(_rounds(layers, x, repeats))) for name, layers, x in cases]
-    header = ("", "B, ms", "(I + W) / B", "I / B", "W / B", "B / B")
+    header = ("", "B, ms", "(I + W) / B", "torch's (I + W) / B", "I / B", "W / B", "B / B")
     return page(
         "# Split backwards",
         machine("torch"),
@@ -60,7 +65,8 @@ def report(repeats: int = 21, sizes: Sizes = DEFAULT) -> str:
             "every round a full backward B, the two halves I and W, and another B, each after a "
             "forward of its own; the input wants a gradient. A figure is the median (least-most) "
             f"of {repeats} rounds; a ratio is taken in each round, to the mean of its two B, so "
-            "B / B says how far the same work repeated differs."
+            "B / B says how far the same work repeated differs. torch's: the two halves that "
+            "torch.distributed.pipelining has, in the same rounds."
         ),
         table(header, kept),
         paragraph(
@@ -84,15 +90,15 @@ def keep_freed_memory() -> None:
 
 
 def _cases(sizes: Sizes) -> list[tuple[str, nn.Module, Tensor]]:
-    linears = [
-        nn.Sequential(nn.Linear(sizes.width, sizes.width), nn.ReLU()) for _ in range(sizes.layers)
-    ]
     block = gpt2(width=sizes.block, length=sizes.length, blocks=1)[1]
     return [
-        (
-            f"MLP: {sizes.layers} x Linear({sizes.width}) and ReLU, {sizes.samples} samples",
-            nn.Sequential(*linears),
-            torch.randn(sizes.samples, sizes.width),
+        *(
+            (
+                f"MLP: {sizes.layers} x Linear({width}) and ReLU, {sizes.samples} samples",
+                nn.Sequential(*(_layer(width) for _ in range(sizes.layers))),
+                torch.randn(sizes.samples, width),
+            )
+            for width in sizes.widths
         ),
         (
             f"GPT-2 block: width {sizes.block}, {sizes.sequences} sequences of {sizes.length}",
@@ -100,6 +106,10 @@ def _cases(sizes: Sizes) -> list[tuple[str, nn.Module, Tensor]]:
             torch.randn(sizes.sequences, sizes.length, sizes.block),
         ),
     ]
+
+
+def _layer(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU())
 
 
 # ---- seconds
@@ -127,7 +137,21 @@ def _round(layers: nn.Module, x: Tensor) -> Times:
         halves[0].input_grad()
 
     took = timed(input_grad), timed(lambda: halves[0].weight_grad())
-    return Times(first, timed(partial(whole, *_forward(layers, x))), *took)
+    second = timed(partial(whole, *_forward(layers, x)))
+    return Times(first, second, *took, timed(_halves_of_torch(layers, x)))
+
+
+def _halves_of_torch(layers: nn.Module, x: Tensor) -> Callable[[], None]:
+    """After a forward: torch's own I and W."""
+    leaf = x.detach().requires_grad_()
+    output = layers(leaf)
+    gradient, weights = torch.ones_like(output), list(layers.parameters())
+
+    def both() -> None:
+        groups = stage_backward_input([output], [gradient], [leaf], iter(weights))[1]
+        stage_backward_weight(iter(weights), groups)
+
+    return both
 
 
 def _forward(layers: nn.Module, x: Tensor) -> tuple[list[GradientEdge], list[Tensor], list[Tensor]]:
@@ -145,6 +169,7 @@ def _ratios(rounds: Sequence[Times]) -> list[str]:
     return [
         spread([(t.first + t.second) / 2 for t in rounds], ".1f"),
         of(lambda t: t.input_grad + t.weight_grad),
+        of(lambda t: t.theirs),
         of(lambda t: t.input_grad),
         of(lambda t: t.weight_grad),
         spread([t.first / t.second for t in rounds], unit=1),

@@ -340,6 +340,19 @@ class Sabotage:
             return out
 
         self.around("backward", backward)
+        self.around("weight_grad", backward)
+
+    def sent_back(self, change: Callable[[int, Any], Any]) -> None:
+        """Change the gradients that the broken stages send: (micro-batch, gradients) -> them."""
+
+        def backward(call: Callable, stage: Any, k: int, *_: Any) -> Any:
+            count, gradients = call()
+            if stage.number in self.case.broken:
+                gradients = change(k, gradients)
+            return count, gradients
+
+        self.around("backward", backward)
+        self.around("input_grad", backward)
 
     def step(self, change: Callable[[list, list], list]) -> None:
         """Change what updates make of the broken stages' weights: (before, after) -> after."""
@@ -420,27 +433,40 @@ def microbatch_slightly_more(s: Sabotage) -> None:
 def sample_lost(s: Sabotage) -> None:
     """The first sample of a micro-batch sends no gradient back from the broken stages."""
 
-    def backward(call: Callable, stage: Any, k: int, received: Any) -> Any:
-        count, gradients = call()
-        if k == 1 and stage.number in s.case.broken:
-            several = gradients if isinstance(gradients, list) else [gradients]
-            keep = np.ones((several[0].shape[0], 1))
-            keep[0] = 0
-            several = [g * s.hands.array(keep, g) for g in several]
-            gradients = several if isinstance(gradients, list) else several[0]
-        return count, gradients
+    def change(k: int, gradients: Any) -> Any:
+        if k != 1:
+            return gradients
+        several = gradients if isinstance(gradients, list) else [gradients]
+        keep = np.ones((several[0].shape[0], 1))
+        keep[0] = 0
+        several = [g * s.hands.array(keep, g) for g in several]
+        return several if isinstance(gradients, list) else several[0]
 
-    s.around("backward", backward)
+    s.sent_back(change)
 
 
 def gradients_sent_in_bfloat16(s: Sabotage) -> None:
-    def backward(call: Callable, stage: Any, *_: Any) -> Any:
-        count, gradients = call()
-        if stage.number in s.case.broken:
-            gradients = s.hands.rounded(gradients, "bfloat16")
-        return count, gradients
+    s.sent_back(lambda _, gradients: s.hands.rounded(gradients, "bfloat16"))
 
-    s.around("backward", backward)
+
+def gradients_sent_slightly_larger(s: Sabotage) -> None:
+    s.sent_back(lambda _, gradients: jax.tree.map(lambda g: g * 1.001, gradients))
+
+
+def weight_grad_of_another(s: Sabotage) -> None:
+    """A W adds the gradients of the micro-batch before it."""
+    added: dict[tuple[int, int], list] = {}
+
+    def weight_grad(call: Callable, stage: Any, k: int, *_: Any) -> None:
+        before = s.hands.sums(stage)
+        call()
+        after = s.hands.sums(stage)
+        added[stage.number, k] = [g - old for old, g in zip(before, after, strict=True)]
+        if k == 2 and stage.number in s.case.broken:
+            wrong = added[stage.number, k - 1]
+            s.hands.set_sums(stage, [old + g for old, g in zip(before, wrong, strict=True)])
+
+    s.around("weight_grad", weight_grad)
 
 
 def activations_in_bfloat16(s: Sabotage) -> None:

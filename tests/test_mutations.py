@@ -127,6 +127,12 @@ def test_no_verdict_on_jax_without_a_flush_is_wrong():
 # ---- what has a kind of its own
 
 
+def test_backwards_in_two_halves():
+    case = Case(schedule=make("zb_h1", 3, 4))
+    halves = [m.microbatch_lost, m.weight_grad_of_another, m.gradients_sent_slightly_larger]
+    assert matrix(case, halves) == []
+
+
 @pytest.mark.parametrize("wing", ["torch", "jax"])
 def test_a_clip_that_leaves_a_stage_out(wing):
     case = Case(wing, options=(("clip", 1e-2),))
