@@ -1,6 +1,7 @@
 """What all pictures share: colours, axes, and the few shapes that they are made of.
 
-The colours are the papers', from the Okabe-Ito palette, which is safe for the colour-blind.
+The colours are the papers', from the Okabe-Ito palette, which is safe for the colour-blind. The
+input gradient's violet is none of it: it differs from every shade of the others.
 """
 
 from collections.abc import Sequence
@@ -26,10 +27,11 @@ RED = "#D55E00"
 PINK = "#CC79A7"
 YELLOW = "#F0E442"
 GREY = "#4D4D4D"
+VIOLET = "#8000E5"
 KINDS = dict.fromkeys(Kind, PINK) | {  # the others are transfers
     Kind.F: BLUE,
     Kind.B: GREEN,
-    Kind.I: SKY,
+    Kind.I: VIOLET,
     Kind.W: ORANGE,
     Kind.U: GREY,
 }

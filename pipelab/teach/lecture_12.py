@@ -1,9 +1,9 @@
 """Lecture 12: zero bubbles."""
 
-from collections.abc import Callable
-from typing import Any
+from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from pipelab import Schedule, make, simulate
 from pipelab.teach.feedback import (
@@ -19,6 +19,9 @@ from pipelab.teach.feedback import (
     same_function,
     table,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 IN_A_V = (0, 1, 1, 0)  # stage -> device
 
@@ -82,9 +85,11 @@ class Layer:
     """What the mended W works on: a linear layer with lists of what waits."""
 
     def __init__(self) -> None:
-        self.weight, self.grad = np.zeros((2, 3)), np.zeros((2, 3))
-        self.inputs: list[np.ndarray] = []
-        self.output_grads: list[np.ndarray] = []
+        import torch  # a lecture's first cell has loaded it
+
+        self.weight, self.grad = torch.zeros(2, 2, 3, dtype=torch.float64)
+        self.inputs: list[torch.Tensor] = []
+        self.output_grads: list[torch.Tensor] = []
 
 
 def late_weight_gradient(answer: Any) -> Feedback:
@@ -97,7 +102,9 @@ def late_weight_gradient(answer: Any) -> Feedback:
         right = _played(order, layer, answer)
         if not is_close(layer.grad, right, 1e-6):
             if not layer.grad.any():
-                return NOT_ATTEMPTED
+                waits = len(layer.inputs) + len(layer.output_grads)
+                unused = waits == 2 * order.count("F")
+                return NOT_ATTEMPTED if unused else not_yet("layer.grad is as before: add to it.")
             return not_yet(
                 f"after {order} the gradient is wrong. Which input does each W take, and which "
                 "output gradient?"
@@ -110,11 +117,13 @@ def late_weight_gradient(answer: Any) -> Feedback:
     return Feedback(True, "Right.")
 
 
-def _played(order: str, layer: Layer, weight_gradient: Callable[[Layer], None]) -> np.ndarray:
+def _played(order: str, layer: Layer, weight_gradient: Callable[[Layer], None]) -> torch.Tensor:
     """Carry out F, I and W in this order; the sum of dy^T x over all micro-batches."""
-    random = np.random.default_rng(0)
-    count = order.count("F")
-    x, dy = random.normal(size=(count, 5, 3)), random.normal(size=(count, 5, 2))
+    import torch
+
+    random = torch.Generator().manual_seed(0)
+    both = torch.randn(order.count("F"), 5, 5, generator=random, dtype=torch.float64)
+    x, dy = both[..., :3], both[..., 3:]
     forwards, backwards = iter(x), iter(dy)
     for kind in order.split():
         if kind == "F":
@@ -123,7 +132,7 @@ def _played(order: str, layer: Layer, weight_gradient: Callable[[Layer], None]) 
             layer.output_grads.append(next(backwards))
         else:
             weight_gradient(layer)
-    return np.einsum("mbo,mbi->oi", dy, x)
+    return torch.einsum("mbo,mbi->oi", dy, x)
 
 
 def folded(answer: Any) -> Feedback:

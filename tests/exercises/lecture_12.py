@@ -62,6 +62,9 @@ ANSWERS = {
             "def answer(layer):\n"
             "    last = len(layer.output_grads) - 1\n"
             "    layer.grad += layer.output_grads.pop(last).T @ layer.inputs.pop(last)",
+            "def answer(layer):\n"
+            "    dy, x = layer.output_grads.pop(0), layer.inputs.pop(0)\n"
+            "    layer.grad += torch.einsum('bo,bi->oi', dy, x).clone()",
         ],
         "wrong": {
             "answer = Linear.W": "after F F F I W I W I W the gradient is wrong",
@@ -69,6 +72,7 @@ ANSWERS = {
             "    layer.grad += layer.output_grads.pop().T @ layer.inputs.pop()": "Which input",
             "def answer(layer):\n"
             "    layer.grad += layer.output_grads[0].T @ layer.inputs[0]": "the gradient is wrong",
+            "answer = lambda layer: layer.output_grads.pop(0).T @ layer.inputs.pop(0)": "add to it",
             "answer = 0": "is not a function",
         },
     },
