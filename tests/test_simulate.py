@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelab import CostError, Costs, Kind, Recompute, Schedule, make, memory, simulate
-from pipelab.search import memory_used
 from pipelab.theory import THEORY
 from tests.conftest import SPLIT, tables
 
@@ -68,17 +67,6 @@ def test_the_automatic_schedule_is_no_worse_than_published(p, m, f, i, w, c, h, 
 
 def test_one_device_waits_for_no_transfer():
     assert [THEORY[name].idle(1, 4, 2, 2, 1, 0.5) for name in FIXED] == [0] * len(FIXED)
-
-
-def test_zb_takes_zb_h1_where_it_fits():
-    """Where W keeps more than I, the heuristic leaves room for it from the forward on."""
-    kept, for_weights = [0.25, 3, 3, 0, 1.5], [1, 2, 0.5, 0.5, 0.25]
-    seconds = [2, 1, 6, 0, 1], 0, [1.04, 1, 2, 2, 1.04]
-    costs = Costs(*seconds, activations=kept, weight_activations=for_weights)
-    fixed = make("zb_h1", 5, 12)
-    found = make("zb", 5, 12, costs=costs, memory=15)
-    assert max(memory_used(found, costs)) <= 15
-    assert simulate(found, costs).span <= simulate(fixed, costs).span
 
 
 @given(st.sampled_from(FIXED), st.integers(1, 6), st.integers(0, 5), *[st.floats(0, 2)] * 3)
