@@ -1,5 +1,6 @@
 """Lecture 13: how good a schedule can be."""
 
+import math
 from typing import Any
 
 from pipelab import Costs, Schedule
@@ -40,7 +41,7 @@ def two_in_flight(answer: Any) -> Feedback:
         return feedback
     slow = table(answer, **sizes, in_flight=2)
     if slow.passed and not table(answer, **sizes, makespan=26).passed:
-        return not_yet(f"27 or more: a named schedule does that. {slow.text}")
+        return not_yet(f"a named schedule takes 27. Yours: {slow.text.removeprefix('Right: ')}")
     return feedback
 
 
@@ -53,6 +54,8 @@ def few_microbatches(answer: Any) -> Feedback:
         22.5: "They take time on the way back, too.",
         25.0: "And the last W?",
         24.0: "Each is alone on its way, but the second one starts after the first.",
+        27.0: "What does device 0 do before the last gradient is there? The first W.",
+        28.0: "The last device's two W fit into the way back.",
     }
     hint = "Down and back for one, what the second one adds, and what is left at the end."
     return number(answer, bound(costs, 8, 2).makespan, hint, slips)
@@ -67,6 +70,9 @@ def place_seconds(answer: Any) -> Feedback:
     def truth(p, m, room, f, i, w, c):
         return m * held(p, f, i, w, c) / room
 
+    def turnover(p, m, room, f, i, w, c):
+        return bound(Costs(f, i, w, transfer=c), p, m, room).by["memory turnover"]
+
     slips = (
         (
             lambda p, m, room, f, i, w, c: m * (held(p, f, i, w, c) - w) / room,
@@ -80,6 +86,19 @@ def place_seconds(answer: Any) -> Feedback:
             lambda p, m, room, f, i, w, c: m * (p * (f + i + w) + 2 * (p - 1) * c) / room,
             "Device 0 does not wait for the other devices' W.",
         ),
+        (
+            lambda p, m, room, f, i, w, c: m * held(p, f, i, w, 0) / room,
+            "Messages take time, there and back.",
+        ),
+        (
+            lambda p, m, room, f, i, w, c: m * (f + i + w),
+            "That is device 0's own work. A place is taken for the whole trip.",
+        ),
+        (
+            lambda p, m, room, f, i, w, c: math.ceil(m / room) * held(p, f, i, w, c),
+            "Do not round: in the last turn some places may be empty.",
+        ),
+        (turnover, "That is `bound`'s, which counts whole turns. Here: places times seconds."),
         (
             lambda p, m, room, f, i, w, c: m * held(p, f, i, w, c),
             "That is with one place. How many are there?",
@@ -105,6 +124,7 @@ def sound_bound(answer: Any) -> Feedback:
         ([1] * 4, [1] * 4, [1] * 4, 2),
         ([1, 2, 1], [1, 2, 1], [1, 2, 1], 6),
         ([2, 1, 1], [3, 1, 1], [1, 1, 2], 3),
+        ([1, 1, 1], [1, 1, 1], [1, 1, 5], 1),
     ]
     for f, i, w, m in cases:
         try:
@@ -115,7 +135,8 @@ def sound_bound(answer: Any) -> Feedback:
             return NOT_ATTEMPTED
         p, found = len(f), f"for {f}, {i}, {w}, {m} it gives {value}"
         if not is_close(value, value) or value > bound(Costs(f, i, w), p, m).makespan + 1e-9:
-            return not_yet(f"{found}: not sound. What can a device do while the others go back?")
+            hint = "Which W comes after the way back, and what can be done meanwhile?"
+            return not_yet(f"{found}: not sound. {hint}")
         each = (sum(f[:s]) + m * (f[s] + i[s]) + max(sum(i[:s]) + w[0], m * w[s]) for s in range(p))
         if value < (least := max(each)) - 1e-9:
             return not_yet(f"{found}: sound, but reason 1 says {least}.")
@@ -140,7 +161,7 @@ def what_a_gap_says(answer: Any) -> Feedback:
         "between",
         {
             "better": "A gap is what is not known. Perhaps 198 is the best.",
-            "best": "Then the gap would be 0.",
+            "best": "It may be, but that is not proved: only less than 189 is excluded.",
             "broken": "A bound need not be reached.",
         },
     )

@@ -37,6 +37,7 @@ ANSWERS = {
             "answer = 6": "the work alone",
             "answer = 19": "no time",
             "answer = 25": "the last W",
+            "answer = 28": "fit into the way back",
             "answer = 30": "what the second one adds",
         },
     },
@@ -55,6 +56,14 @@ ANSWERS = {
             "answer = lambda p, m, k, F, I, W, c: m * (p * (F + I) + 2 * (p - 1) * c + W)": (
                 "How many are there"
             ),
+            "answer = lambda p, m, k, F, I, W, c: m * (F + I + W)": "own work",
+            "answer = lambda p, m, k, F, I, W, c: m * (p * (F + I) + W) / k": "there and back",
+            "answer = lambda p, m, k, F, I, W, c: -(-m // k) * (p * (F + I) + 2 * (p - 1) * c + W)": (
+                "Do not round"
+            ),
+            "def answer(p, m, room, F, I, W, c):\n"
+            "    costs = Costs(F, I, W, transfer=c)\n"
+            "    return bound(costs, p, m, room).by['memory turnover']": "whole turns",
             "answer = 3": "is not a function",
         },
     },
@@ -65,6 +74,7 @@ ANSWERS = {
         ],
         "wrong": {
             UNSOUND: "not sound",
+            REASON_1.replace("W[0]", "W[s]"): "Which W",
             "answer = lambda F, I, W, m: max(m * sum(stage) for stage in zip(F, I, W))": "reason 1",
             "answer = lambda F, I, W, m: 0": "sound, but",
             "answer = lambda F, I, W, m: m / 0": "ZeroDivisionError",
@@ -86,7 +96,7 @@ ANSWERS = {
         "right": ['answer = "between"'],
         "wrong": {
             'answer = "better"': "Perhaps 198",
-            'answer = "best"': "the gap would be 0",
+            'answer = "best"': "that is not proved",
             'answer = "broken"': "need not be reached",
         },
     },
