@@ -15,9 +15,9 @@ from pipelab.costs import CostError, Costs, Recompute
 from pipelab.diagnose import Diagnosis, diagnose
 from pipelab.explain import Explanation, explain
 from pipelab.fit import fit
-from pipelab.memory import Memory, memory
+from pipelab.memory import Memory, memory, memory_used
 from pipelab.schedule import Schedule
-from pipelab.schedules import SCHEDULES, make
+from pipelab.schedules import SCHEDULES, make, make_all, make_for
 from pipelab.simulate import simulate
 from pipelab.theory import THEORY
 from pipelab.timeline import Timeline
@@ -47,7 +47,10 @@ __all__ = [
     "explain",
     "fit",
     "make",
+    "make_all",
+    "make_for",
     "memory",
+    "memory_used",
     "plot",
     "run",
     "simulate",
