@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
 # operation -> what hands it gradients, and as which of its outputs'; None: where a backward starts
 Above = dict[Node, list[tuple[Node | None, int]]]
@@ -65,17 +65,18 @@ class Saved:
 
 @dataclass(eq=False)
 class _Group:
-    """Forks with weights in common, where gradients enter them, and what I left there for W.
+    """Forks with weights in common, where gradients enter them, and with which W starts.
 
     weights     by the ends of their branches (AccumulateGrad)
     operations  of the branches
+    gates       where I leaves gradients
     """
 
     forks: set[Node]
     weights: list[Any]
     operations: set[Node]
     gates: list[GradientEdge] = field(default_factory=list)
-    arrived: list[Tensor | None] = field(default_factory=list)
+    starts: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
 
 
 def whole(
@@ -110,27 +111,32 @@ class Halves:
         self.together: dict[Tensor, str] = {}
         self.indivisible: str | None = None
         self._groups: list[_Group] = []
-        self._above = _operations(outputs)
+        self._above, leaves = _operations(outputs)
         self._kept = set(self._above)  # operations that W needs
-        whole_only = {type(node).__name__ for node in self._above} & INDIVISIBLE
+        whole_only = {kind.__name__ for kind in set(map(type, self._above))} & INDIVISIBLE
         if inputs and whole_only:
             name = min(whole_only).removesuffix("Backward")
             self.indivisible = f"{name} is differentiated as a whole"
         elif inputs:
-            self._cut()
+            self._cut(leaves)
 
-    def _cut(self) -> None:
+    def _cut(self, leaves: Sequence[Any]) -> None:
         """Find the forks, and group them by their weights."""
-        leaves = {get_gradient_edge(leaf).node for leaf in self.inputs}
-        trunk = leaves | _leading_to(leaves, self._above)
+        of_inputs = {id(leaf) for leaf in self.inputs}
+        ends = {leaf for leaf in leaves if id(leaf.variable) in of_inputs}
+        trunk = ends | _leading_to(ends, self._above)
         self._kept = set()
-        for group in _groups(self._above, trunk):
+        for group in _groups([leaf for leaf in leaves if leaf not in ends], self._above, trunk):
             if why := self._once(group):
                 self.together.update((weight.variable, why) for weight in group.weights)
                 continue
-            for fork in group.forks:
+            for fork in group.forks & trunk:
                 entered = {n for node, n in self._above[fork] if node is None or node in trunk}
                 group.gates += [GradientEdge(fork, number) for number in sorted(entered)]
+            # Off the trunk, hooks would have seen already what I could leave there.
+            for output, gradient in zip(self.outputs, self.gradients, strict=True):
+                if output.node in group.forks - trunk:
+                    group.starts.append((output, gradient))
             self._kept |= group.forks | group.operations
             self._groups.append(group)
 
@@ -180,7 +186,8 @@ class Halves:
             if gradient is not None:  # not in place, as others may hold what it was
                 weight.grad = gradient.clone() if weight.grad is None else weight.grad + gradient
         for group in self._groups:
-            group.arrived = [next(found) for _ in group.gates]
+            arrived = [(gate, next(found)) for gate in group.gates]
+            group.starts += [(gate, grad) for gate, grad in arrived if grad is not None]
         for saved in once:
             saved.tensor = None  # no gradient may have come there
         return of_inputs
@@ -190,19 +197,27 @@ class Halves:
         whole(self.outputs, self.gradients, [])
         while self._groups:
             group = self._groups.pop()
-            pairs = zip(group.gates, group.arrived, strict=True)
-            starts = [(gate, gradient) for gate, gradient in pairs if gradient is not None]
-            if starts:
-                gates, arrived = zip(*starts, strict=True)
-                weights = [node.variable for node in group.weights]
-                torch.autograd.backward(gates, arrived, inputs=weights)
+            if group.starts:
+                operations, gradients = zip(*group.starts, strict=True)
+                weights = tuple(node.variable for node in group.weights)
+                # torch.autograd.backward would first compare shapes, in Python: right here, and
+                # for every walk as long as a small product takes.
+                _engine_run_backward(
+                    operations,
+                    gradients,
+                    False,  # keep the graph
+                    False,  # build one of this walk
+                    weights,
+                    allow_unreachable=True,
+                    accumulate_grad=True,
+                )
         self.outputs, self.gradients, self._kept = [], [], set()
 
     def kept(self) -> Iterator[Tensor]:
         """What is kept until W: saved tensors, gradients, and inputs that the graph holds."""
         yield from self.gradients
         for group in self._groups:
-            yield from (gradient for gradient in group.arrived if gradient is not None)
+            yield from (gradient for _, gradient in group.starts)
         for node in self._kept:
             for saved in _saved(node):
                 if isinstance(saved, Saved) and saved.tensor is not None:
@@ -217,21 +232,24 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {block.data_ptr(): block.nbytes() for block in blocks}
 
 
-def _operations(outputs: Sequence[GradientEdge]) -> Above:
-    """All operations that gradients reach from the outputs, these first."""
+def _operations(outputs: Sequence[GradientEdge]) -> tuple[Above, list[Any]]:
+    """All operations that gradients reach from the outputs, and those of them that are leaves'."""
     above: Above = {edge.node: [] for edge in outputs}
     for edge in outputs:
         above[edge.node].append((None, edge.output_nr))
-    reached = list(above)
+    reached, leaves = list(above), []
     for node in reached:
-        for other, number in node.next_functions:
+        below = node.next_functions
+        if not below:
+            leaves.append(node)
+        for other, number in below:
             if other is None:
                 continue
             if other not in above:
                 above[other] = []
                 reached.append(other)
             above[other].append((node, number))
-    return above
+    return above, leaves
 
 
 def _leading_to(nodes: Iterable[Node], above: Above) -> set[Node]:
@@ -246,12 +264,10 @@ def _leading_to(nodes: Iterable[Node], above: Above) -> set[Node]:
     return found
 
 
-def _groups(above: Above, trunk: set[Node]) -> list[_Group]:
+def _groups(weights: Iterable[Node], above: Above, trunk: set[Node]) -> list[_Group]:
     """Forks with a weight in common, directly or through others, together."""
     owner: dict[Node, _Group] = {}
-    for weight in above:
-        if weight.next_functions or weight in trunk:
-            continue
+    for weight in weights:
         group = _branch(weight, above, trunk)
         for other in {owner[fork] for fork in group.forks if fork in owner}:
             group.forks |= other.forks

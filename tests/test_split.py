@@ -122,6 +122,12 @@ def weights_alone(m, x):
     return torch.addcmul(m.a.exp(), x * m.a, m.b), m.a * 2, m.b
 
 
+def hooked_output(m, x):
+    scale = m.a.exp()
+    scale.register_hook(lambda g: g * 3)
+    return m.parts[0](x), scale
+
+
 def autocast(m, x):
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         return m.parts[0](x)
@@ -166,6 +172,7 @@ MODULES = {
     "attention": (lambda: nn.TransformerEncoderLayer(6, 2, 12, dropout=0.1), (), ""),
     "in place": (lambda: Uses(in_place, linear(), a=6, b=1), (), ""),
     "hooks": (hooked, (), ""),
+    "hook on an output of weights alone": (lambda: Uses(hooked_output, linear(), a=6), (), ""),
     "autocast": (lambda: Uses(autocast, linear()), (), ""),
     "side by side": (lambda: Uses(lambda m, x: (x @ m.a, x.tanh() @ m.a), a=(6, 6)), (), ""),
     "twice in turn": (tied, ("0.weight", "0.bias", "2.bias"), TURN),
