@@ -166,6 +166,15 @@ def test_controls_by_keyboard_and_from_python(page, tmp_path):
     expect(page.locator("svg .devices text")).to_have_count(8)
     shows(page, "ideal", "29.25", "29.25")
 
+    # A limit where a schedule is made for one.
+    memory = page.get_by_label("memory, in micro-batches")
+    expect(memory).to_be_disabled()
+    page.locator("[name=schedule]").select_option("zb")
+    change(page, "memory", "0")
+    expect(error).to_contain_text("memory=0.0: one micro-batch takes 1")
+    change(page, "memory", "1")
+    shows(page, "peak in flight", "1 everywhere", "9 everywhere")
+
     page.locator(".jp-CodeCell .jp-InputArea").nth(1).click()
     page.keyboard.press("Shift+Enter")  # explorer.set(microbatches=12)
     expect(page.locator("[name=microbatches]")).to_have_value("12")
