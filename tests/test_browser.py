@@ -256,7 +256,7 @@ def test_text_is_legible_in_both_themes(theme, folder, address, new_page, tmp_pa
     explorer = page.locator(".pipelab-explorer")
     change(page, "forward", "slow")
     expect(page.locator(".error")).to_contain_text("forward='slow'")
-    for width in (1400, 820):
+    for width in (1400, 820, 390):
         page.set_viewport_size({"width": width, "height": 1100})
         page.wait_for_function(
             """() => {
