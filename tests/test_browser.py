@@ -18,7 +18,8 @@ from jupyter_lab import (
 )
 
 expect = pytest.importorskip("playwright.sync_api").expect
-expect.set_options(timeout=30_000)  # what is expected may come late on a busy machine
+PATIENCE = 60_000  # milliseconds: on a busy machine what is waited for may come late
+expect.set_options(timeout=PATIENCE)
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="needs Chromium and Playwright")
 
@@ -93,6 +94,7 @@ def new_page(chrome):
 
     def open_page():
         page = chrome.new_page(viewport={"width": 1400, "height": 1100})
+        page.set_default_timeout(PATIENCE)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on(
             "console",
@@ -297,7 +299,7 @@ def test_a_saved_explorer_shows_without_running(folder, address, new_page, tmp_p
     page.goto(address("doc/tree/saved.ipynb"))  # nobody has trusted it: words
     page.get_by_text(
         "Explorer of gpipe, p=4, m=8: makespan 33; run this cell to change it"
-    ).wait_for(timeout=30_000)
+    ).wait_for()
     trust(notebook, folder)
     page.goto(address("doc/tree/saved.ipynb"))
     shows(page, "makespan", "33")
@@ -335,7 +337,7 @@ def test_the_stored_lecture_shows_its_explorer_without_running(folder, address, 
     shutil.copytree(LECTURES.parent / "images", folder / "images")
     page = new_page()
     page.goto(address("doc/tree/notebooks/lecture.ipynb"))
-    page.wait_for_function(DRAWN, arg=EXPLORER, timeout=60_000)
+    page.wait_for_function(DRAWN, arg=EXPLORER)
     shows(page, "makespan", "33")
     page.wait_for_function(LOADED, arg=str(notebook.cells).count("](../images/"))
 
