@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import cache
 from threading import RLock
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -67,15 +68,20 @@ class CpuDevice(Device):
         kept = {block: size for block, size in blocks.items() if block not in self._constants}
         self.ledger.hold(key, kept)
 
-    def watch(self, key: Hashable) -> AbstractContextManager:
-        """Count for `key` all that autograd saves in this context."""
+    @contextmanager
+    def watch(self, key: Hashable) -> Iterator[list[ref[Saved]]]:
+        """Count for `key` all that autograd saves in this context, and list it for `remaining`."""
+        found: list[ref[Saved]] = []
 
         def pack(tensor: Tensor) -> Saved:
             if not self.ignores(tensor):
                 self.ledger.hold(key, storages([tensor]))
-            return Saved(tensor)
+            saved = Saved(tensor)
+            found.append(ref(saved))
+            return saved
 
-        return saved_tensors_hooks(pack, Saved.unpack)
+        with saved_tensors_hooks(pack, Saved.unpack):
+            yield found
 
     # ---- what actions run in
 
