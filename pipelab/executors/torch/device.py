@@ -20,6 +20,9 @@ from pipelab.halves import Saved, storages
 
 DRAWING = RLock()  # torch has one generator a device, whichever run draws from it
 
+# How torch refuses hooks in grad and vjp, and the memory of a tensor inside jvp.
+OF_TORCH_FUNC = "yet support saved tensor hooks", "data pointer on an invalid python storage"
+
 
 class CpuDevice(Device):
     """The CPU."""
@@ -70,7 +73,10 @@ class CpuDevice(Device):
 
     @contextmanager
     def watch(self, key: Hashable) -> Iterator[list[ref[Saved]]]:
-        """Count for `key` all that autograd saves in this context, and list it for `remaining`."""
+        """Count for `key` all that autograd saves in this context, and list it for `remaining`.
+
+        RuntimeError for derivatives of torch.func, which do not work with hooks on what is saved.
+        """
         found: list[ref[Saved]] = []
 
         def pack(tensor: Tensor) -> Saved:
@@ -80,8 +86,16 @@ class CpuDevice(Device):
             found.append(ref(saved))
             return saved
 
-        with saved_tensors_hooks(pack, Saved.unpack):
-            yield found
+        try:
+            with saved_tensors_hooks(pack, Saved.unpack):
+                yield found
+        except RuntimeError as error:
+            if not any(words in str(error) for words in OF_TORCH_FUNC):
+                raise
+            raise RuntimeError(
+                "a forward takes derivatives with torch.func (grad, vjp, jvp and the like), which "
+                "is not supported: use torch.autograd.grad with create_graph=True"
+            ) from error
 
     # ---- what actions run in
 
