@@ -71,31 +71,18 @@ class CpuDevice(Device):
         kept = {block: size for block, size in blocks.items() if block not in self._constants}
         self.ledger.hold(key, kept)
 
-    @contextmanager
-    def watch(self, key: Hashable) -> Iterator[list[ref[Saved]]]:
-        """Count for `key` all that autograd saves in this context, and list it for `remaining`.
-
-        RuntimeError for derivatives of torch.func, which do not work with hooks on what is saved.
-        """
-        found: list[ref[Saved]] = []
+    def watch(self, key: Hashable, found: list[ref[Saved]] | None = None) -> AbstractContextManager:
+        """Count for `key` all that autograd saves in this context; `found` lists it."""
 
         def pack(tensor: Tensor) -> Saved:
             if not self.ignores(tensor):
                 self.ledger.hold(key, storages([tensor]))
             saved = Saved(tensor)
-            found.append(ref(saved))
+            if found is not None:
+                found.append(ref(saved))
             return saved
 
-        try:
-            with saved_tensors_hooks(pack, Saved.unpack):
-                yield found
-        except RuntimeError as error:
-            if not any(words in str(error) for words in OF_TORCH_FUNC):
-                raise
-            raise RuntimeError(
-                "a forward takes derivatives with torch.func (grad, vjp, jvp and the like), which "
-                "is not supported: use torch.autograd.grad with create_graph=True"
-            ) from error
+        return saved_tensors_hooks(pack, Saved.unpack)
 
     # ---- what actions run in
 
@@ -123,6 +110,20 @@ class CpuDevice(Device):
     def backward_context(self, seed: Any) -> AbstractContextManager:
         """What a backward runs in: torch.utils.checkpoint draws in it what its forward drew."""
         return nullcontext() if seed is None else DRAWING
+
+
+@contextmanager
+def torch_func_refused() -> Iterator[None]:
+    """RuntimeError for derivatives of torch.func, which do not work under `watch`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(words in str(error) for words in OF_TORCH_FUNC):
+            raise
+        raise RuntimeError(
+            "a forward takes derivatives with torch.func (grad, vjp, jvp and the like), which "
+            "is not supported: use torch.autograd.grad with create_graph=True"
+        ) from error
 
 
 class CudaDevice(CpuDevice):

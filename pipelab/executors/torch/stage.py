@@ -13,7 +13,7 @@ from pipelab.action import Kind
 from pipelab.executors.batches import check_leaves
 from pipelab.executors.stage import Feed, Recipe, Stage
 from pipelab.executors.torch.checkpoint import StageState, load_optimizer, on_cpu
-from pipelab.executors.torch.device import CpuDevice
+from pipelab.executors.torch.device import CpuDevice, torch_func_refused
 from pipelab.executors.worker import Bytes
 from pipelab.halves import Halves, Saved, remaining, storages, whole
 
@@ -309,7 +309,8 @@ class TorchStage(Stage):
         ]
         key = self.key(microbatch)
         self.device.hold(key, wanted)
-        with self.device.watch(key) as saved:
+        saved: list[ref[Saved]] = []
+        with torch_func_refused(), self.device.watch(key, saved):
             output, ends, count = self._apply(microbatch, pytree.tree_unflatten(entered, spec))
         edges = [
             get_gradient_edge(t) if isinstance(t, Tensor) and t.requires_grad else None
