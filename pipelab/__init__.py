@@ -10,6 +10,10 @@
 from importlib import import_module
 from typing import Any
 
+from pipelab.interrupt import end_with_one_line
+
+end_with_one_line()  # before numpy is imported
+
 from pipelab.action import Action, Kind, Reads, ScheduleError
 from pipelab.costs import CostError, Costs, Recompute
 from pipelab.diagnose import Diagnosis, diagnose
