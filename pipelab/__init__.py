@@ -7,12 +7,12 @@
 `pipelab.run` and `pipelab.plot` load torch and matplotlib when they are first used.
 """
 
-from importlib import import_module
-from typing import Any
-
 from pipelab.interrupt import end_with_one_line
 
-end_with_one_line()  # before numpy is imported
+end_with_one_line()  # before anything else is imported
+
+from importlib import import_module
+from typing import Any
 
 from pipelab.action import Action, Kind, Reads, ScheduleError
 from pipelab.costs import CostError, Costs, Recompute

@@ -106,6 +106,7 @@ class _Draft:
         self.rows: list[list[tuple[int, Kind, int]]] = [[] for _ in self.stages]
         self.free = [0.0 for _ in self.stages]
         self.idle = [0.0 for _ in self.stages]  # since the first forward
+        self.most_idle = 0.0
         self.ends: dict[Kind, list[list[float]]] = {
             kind: [[] for _ in self.stages] for kind in (Kind.F, Kind.I, Kind.W)
         }
@@ -137,6 +138,7 @@ class _Draft:
             start = max(start, self.ready(kind, stage))
         if self.rows[stage]:
             self.idle[stage] += start - self.free[stage]
+            self.most_idle = max(self.most_idle, self.idle[stage])
         self.free[stage] = end = start + self.task.seconds[kind][stage]
         self.rows[stage].append((stage, kind, self.done(kind, stage)))
         self.ends[kind][stage].append(end)
@@ -150,7 +152,7 @@ class _Draft:
         while self.waiting(stage) and self.free[stage] + seconds <= ready:
             self.add(Kind.W, stage)
         gap = ready - self.free[stage]
-        longest = self.idle[stage] + gap > max(self.idle)
+        longest = self.idle[stage] + gap > self.most_idle
         if self.waiting(stage) and gap > 0 and (self.choices.every_gap or longest):
             self.add(Kind.W, stage)
         self.add(kind, stage)
@@ -222,5 +224,5 @@ class _Draft:
             first += 1
         end = self.free[stage] + first * seconds[Kind.W][stage] + seconds[Kind.F][stage]
         return end > back and (
-            self.free[stage] >= back or back - self.free[stage] <= max(self.idle) - self.idle[stage]
+            self.free[stage] >= back or back - self.free[stage] <= self.most_idle - self.idle[stage]
         )

@@ -227,6 +227,7 @@ class _Filled:
         self.pending: list[deque[Action]] = [deque() for _ in range(devices)]
         self.end: dict[Action, float] = {}
         self.begin, self.clock, self.idle, self.held = np.zeros((4, devices)).tolist()
+        self.most_idle = 0.0
 
     @property
     def span(self) -> float:
@@ -249,6 +250,7 @@ class _Filled:
         start = max(arrival, self.clock[d])
         if self.rows[d]:
             self.idle[d] += start - self.clock[d]
+            self.most_idle = max(self.most_idle, self.idle[d])
         else:
             self.begin[d] = start
         self.clock[d] = self.end[action] = start + self.model.seconds[kind][stage]
@@ -269,7 +271,7 @@ class _Filled:
             gap = arrival - self.clock[d]
             full = self.held[d] + self.model.change[kind][stage] > self.model.limit
             fits = gap >= weight_grad[pending[0].stage]
-            may_idle = max(*self.idle, self.allowance[d]) - self.idle[d]
+            may_idle = max(self.most_idle, self.allowance[d]) - self.idle[d]
             if not (full or fits or (also_late and gap > may_idle)):
                 break
             self.run(pending.popleft())

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipelab.action import Action, Kind, insert_updates
-from pipelab.interrupt import noted
+from pipelab.interrupt import Noted
 from pipelab.schedule import Schedule
 from pipelab.search.problem import Problem
 
@@ -56,9 +56,9 @@ def unit_of(seconds: np.ndarray, longest: float) -> float:
 def solver_library() -> Any:
     """OR-Tools' CP-SAT. Ctrl-C meanwhile is raised when it is imported."""
     try:
-        with noted() as interrupted:
+        with Noted() as interrupts:
             from ortools.sat.python import cp_model
-        if interrupted():
+        if interrupts.seen:
             raise KeyboardInterrupt
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
@@ -227,17 +227,17 @@ class Model:
         if progress:
             watcher = _watcher(self.cp, lambda units: progress(*map(self._seconds, units)))
         # In a thread of its own, so that Python sees a Ctrl-C meanwhile.
-        with noted() as interrupted, ThreadPoolExecutor(1) as pool:
+        with Noted() as interrupts, ThreadPoolExecutor(1) as pool:
             solving = pool.submit(solver.solve, self.model, watcher)
             while not solving.done():
                 wait([solving], 0.1)
-                if interrupted():
+                if interrupts.seen:
                     solver.stop_search()
         complete = solving.result() == self.cp.OPTIMAL
         known = complete or solving.result() == self.cp.FEASIBLE
         bound = self._seconds(solver.best_objective_bound)
         table = self._table(solver) if known else None
-        return Answer(table, bound, complete, interrupted())
+        return Answer(table, bound, complete, interrupts.seen)
 
     def _seconds(self, units: float) -> float:
         """A makespan counts from the first compute, after its overhead."""
