@@ -36,7 +36,7 @@ ALSO_KNOWN_AS = {
     "naive": "inter_layer",
 }
 LARGEST = 10_000_000  # actions of a table
-LARGEST_TRIED = 500_000  # of one that is made for costs: several are made, action by action
+LARGEST_TRIED = 300_000  # of one that is made for costs: several are made, action by action
 
 
 def takes(name: str, option: str) -> bool:
@@ -65,7 +65,7 @@ def make(
             `Reads.FIRST`)
 
     Raises ScheduleError for an unknown name, a size that makes no sense or has more than 10,000,000
-    actions (500,000 where it is made for costs), or `virtual` or `memory` for a schedule without
+    actions (300,000 where it is made for costs), or `virtual` or `memory` for a schedule without
     them.
     """
     if name not in SCHEDULES:
@@ -127,11 +127,11 @@ def make_for(
     """
     if takes(name, "virtual"):
         options["virtual"] = virtual
-    schedule = make(name, devices, microbatches, **options)
-    own = costs.over(schedule.placement)
     if takes(name, "costs"):
-        schedule = make(name, devices, microbatches, costs=own, **options)
-    return schedule, own
+        own = costs.over(make(name, devices, 1, **options).placement)
+        return make(name, devices, microbatches, costs=own, **options), own
+    schedule = make(name, devices, microbatches, **options)
+    return schedule, costs.over(schedule.placement)
 
 
 def make_all(
