@@ -165,6 +165,15 @@ def test_no_named_schedule_of_its_placement_that_fits_is_faster(data, name, p, m
             assert found.span <= simulate(other, costs).span * (1 + 1e-9)
 
 
+def test_many_micro_batches_repeat_a_period_of_a_v():
+    """One at a time: each row has PERIOD actions more, those of one micro-batch in its steady
+    state; all devices stay as busy."""
+    for name, p in (("v_half", 5), ("v_min", 4)):
+        idle = {m: simulate(make(name, p, m)).span - 6 * m for m in (2 * p, 3 * p, 40 * p)}
+        assert len(set(idle.values())) == 1
+        assert validate(make(name, p, 40 * p)).peak_in_flight == make(name, p, 2 * p).peak_in_flight
+
+
 def test_other_orders_train_as_1f1b_does_to_the_bit():
     losses, sgd = [], partial(torch.optim.SGD, lr=0.1)
     for name in ("pipedream_flush", "eager_1f1b", *SPLIT, "zb"):
