@@ -42,7 +42,8 @@ from pipelab.executors.jax.graph import (
 
 LOOP, CHECKPOINT = "scan", "remat2"
 FOREIGN = "ffi_call", "custom_call", "pure_callback"  # what is inside is not for us to see
-ONE_BY_ONE = *FOREIGN, "pallas_call", "cond", "while", "random_bits"  # in a batch, other or more work
+# In a batch these would compute other numbers, both sides of a branch, or nothing at all.
+ONE_BY_ONE = *FOREIGN, "pallas_call", "cond", "while", "random_bits"
 MOVES = ["broadcast_in_dim", "iota", "reshape", "squeeze", "transpose", "convert_element_type"]
 
 
@@ -230,7 +231,7 @@ def _halve_loop(eqn: JaxprEqn, some: list[bool], consts: Values) -> Cut:
 
 
 def _at_once(loop: JaxprEqn) -> JaxprEqn:
-    """A loop without carries as one step: a copy of each round's slices would take longer."""
+    """A loop whose rounds read nothing of each other, as one step over the stacks of all."""
     body, consts = jaxpr_as_fun(loop.params["jaxpr"]), loop.params["num_consts"]
     axes = [None if i < consts else 0 for i in range(len(loop.invars))]
     mapped = jax.vmap(body, axes, axis_size=loop.params["length"])
