@@ -21,7 +21,6 @@ LAYERS = [
         "schedule",
         "costs",
         "placement",
-        "interrupt",
     },
     {
         "schedules",

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipelab.action import Action, Kind, insert_updates
-from pipelab.interrupt import Noted
 from pipelab.schedule import Schedule
+from pipelab.search.interrupt import Noted
 from pipelab.search.problem import Problem
 
 FINEST = 2**30  # units of a makespan where the seconds have no common divisor
