@@ -15,9 +15,9 @@ trunk gives back what it saved, but for its forks.
 
 Forks with a weight in common are one group: one walk of W starts from all of them. That is right
 only where none of them leads to another; else the walk would go down the trunk again. The weights
-of such a group are computed by I, as are those of a fork that may run only once: a custom Function,
-whose backward gives all its gradients at once, and operations whose saved tensors have hooks of
-their own, as under torch.utils.checkpoint, which would compute its layers again.
+of such a group are computed by I, as are those of a fork that computes all its gradients at once,
+like a custom Function or an LSTM, and of operations whose saved tensors have hooks of their own, as
+under torch.utils.checkpoint, which would compute its layers again.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,6 +36,29 @@ Above = dict[Node, list[tuple[Node | None, int]]]
 
 # Their backwards start one of their own, or refuse to run for some gradients only.
 INDIVISIBLE = {"CheckpointFunctionBackward", "CompiledFunctionBackward"}
+
+# Torch's operations that compute all their gradients, whichever are wanted: those with no mask in
+# its derivatives.yaml. A write to a view (CopySlices) hides what was written with.
+AT_ONCE = {
+    "ConvTbc",
+    "CopySlices",
+    "CudnnBatchNorm",
+    "CudnnRnn",
+    "EuclideanDist",
+    "FakeQuantizeLearnablePerChannelAffine",
+    "FakeQuantizeLearnablePerTensorAffine",
+    "IndexReduce",
+    "MiopenBatchNorm",
+    "MiopenRnn",
+    "MkldnnRnnLayer",
+    "PreluKernel",
+    "ScaledDotProductCudnnAttention",
+    "ScaledDotProductFlashAttention",
+    "ScaledDotProductFlashAttentionForCpu",
+    "ThnnFusedGruCell",
+    "ThnnFusedLstmCell",
+    "WeightNormInterface",
+}
 
 
 class Saved:
@@ -144,9 +167,9 @@ class Halves:
     def _once(self, group: _Group) -> str | None:
         """Why all of the group's gradients have to be computed in one go, or None."""
         for fork in group.forks:
-            if isinstance(fork, BackwardCFunction):
-                name = type(fork).__name__.removesuffix("Backward")
-                return f"the custom function {name} gives all its gradients at once"
+            name = type(fork).__name__.removesuffix("0").removesuffix("Backward")
+            if isinstance(fork, BackwardCFunction) or name in AT_ONCE:
+                return f"{name} computes all its gradients at once"
             if not all(isinstance(saved, Saved) for saved in _saved(fork)):
                 return "it is recomputed, or saved by hooks of its own"
         if len(group.forks) > 1 and group.forks & _leading_to(group.forks, self._above):

@@ -206,8 +206,8 @@ class Recomputed(nn.Module):
 @pytest.mark.parametrize(
     ("layer", "kept", "for_weights"),
     [
-        # x, half of a product, tanh; tanh goes, two gradients come
-        (InPlace, 2.5, 3.5),
+        # x, half of a product, tanh; I computes the scale's gradient, too, and the product's comes
+        (InPlace, 2.5, 2),
         # x, tanh as result and input, the last layer's input; two gradients come
         (lambda: Recomputed(True), 3, 5),
         # As I computes the gradients of what is recomputed, it needs tanh no more.
