@@ -18,8 +18,8 @@ from pipelab.executors.batches import samples_of
 from pipelab.executors.judge import Arrays, Losses, Piece
 from pipelab.executors.stage import Recipe
 from pipelab.executors.torch.arguments import TREES, copies_of
-from pipelab.executors.torch.checkpoint import StageState, load_optimizer
 from pipelab.executors.torch.device import DRAWING
+from pipelab.executors.torch.state import StageState
 
 
 class Trainer(judge.Trainer):
@@ -67,7 +67,7 @@ class Trainer(judge.Trainer):
             self.optimizer, *self.schedulers = made if isinstance(made, tuple) else (made,)
             for stage, state in zip(self.stages, start, strict=False):
                 of_stage = dict(stage.named_parameters())
-                load_optimizer(state, self.optimizer, self.schedulers, of_stage)
+                state.load_optimizer(self.optimizer, self.schedulers, of_stage)
         else:
             self.optimizer, self.schedulers = None, []
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from pipelab.executors.stage import Feed, Recipe, Stage
-from pipelab.executors.torch.checkpoint import StageState, load_optimizer, on_cpu
 from pipelab.executors.torch.device import CpuDevice
+from pipelab.executors.torch.state import StageState, on_cpu
 from pipelab.executors.worker import Bytes
 from pipelab.halves import storages
 
@@ -67,7 +67,7 @@ class VersionedStage(Stage):
         if trained and recipe.optimizer:
             _check_optimizer(self.optimizer, trained)
         if start and self.optimizer:
-            load_optimizer(start, self.optimizer, self.schedulers, self._handles)
+            start.load_optimizer(self.optimizer, self.schedulers, self._handles)
         self._note_constants()
         if not recipe.training:
             module.eval()
