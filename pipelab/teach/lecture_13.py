@@ -1,7 +1,6 @@
 """Lecture 13: how good a schedule can be."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from pipelab import Costs, Schedule
@@ -75,7 +74,7 @@ def place_seconds(answer: Any) -> Feedback:
     def turnover(p, m, room, f, i, w, c):
         return bound(Costs(f, i, w, transfer=c), p, m, room).by["memory turnover"]
 
-    slips: list[tuple[Callable, str]] = [
+    slips = [
         (
             shared(lambda p, f, i, w, c: trip(p, f, i, 0, c)),
             "A place is free after W, not after I.",
@@ -144,7 +143,7 @@ def sound_bound(answer: Any) -> Feedback:
 
 def room_needed(answer: Any) -> Feedback:
     """What the claimed table holds."""
-    slips: dict[float, str] = {
+    slips = {
         2: "So says the claim, which counts from F to I. What is kept from I to W?",
         3: "Count along row 0: one more with every F, one less with every W.",
         6: "Some are done before the last one starts.",
