@@ -7,6 +7,10 @@
 `pipelab.run` and `pipelab.plot` load torch and matplotlib when they are first used.
 """
 
+from pipelab.interrupt import end_with_one_line
+
+end_with_one_line()  # before anything else is imported
+
 from importlib import import_module
 from typing import Any
 

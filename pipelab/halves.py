@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class Saved:
     last  whether it is given back when it is used next
     """
 
-    __slots__ = ("last", "tensor", "version")
+    __slots__ = ("__weakref__", "last", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         # The tensor itself would keep its graph alive.
@@ -214,16 +215,24 @@ class Halves:
         self.outputs, self.gradients, self._kept = [], [], set()
 
     def kept(self) -> Iterator[Tensor]:
-        """What is kept until W: saved tensors, gradients, and inputs that the graph holds."""
+        """What is kept until W beside `remaining`: gradients, and inputs that the graph holds."""
         yield from self.gradients
         for group in self._groups:
             yield from (gradient for _, gradient in group.starts)
-        for node in self._kept:
-            for saved in _saved(node):
-                if isinstance(saved, Saved) and saved.tensor is not None:
-                    yield saved.tensor
         if self._groups:
             yield from self.inputs
+
+
+def remaining(saved: Iterable[ref[Saved]]) -> Iterator[Tensor]:
+    """What is kept of what autograd saved: a graph is alive, and has not given it back.
+
+    Not all of it could be found from the operations: not what an operation in place on a view
+    saved, nor what torch.utils.checkpoint will compute again from.
+    """
+    for reference in saved:
+        found = reference()
+        if found is not None and found.tensor is not None:
+            yield found.tensor
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:

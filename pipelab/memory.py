@@ -210,7 +210,7 @@ def memory_used(schedule: Schedule, costs: Costs) -> list[float]:
     >>> memory_used(gpipe(2, 4), Costs()), memory_used(interleaved(2, 4), Costs())
     ([4.0, 4.0], [2.5, 1.5])
     """
-    device, stage, kind, _ = schedule.columns
+    _, stage, kind, _ = schedule.columns
     steps = changes(costs, schedule.placement)[kind, stage]
-    rows = (steps[device == d] for d in range(schedule.devices))
+    rows = (steps[a:b] for a, b in pairwise(schedule.bounds))
     return [float(np.cumsum(row).max(initial=0).round(9)) for row in rows]

@@ -59,7 +59,7 @@ def twisted(twist, number, count):
     name = twist if twist in pipelab.SCHEDULES else "pipedream_flush"
     virtual = 2 if name == "interleaved" else 1
     microbatches = 5 if twist == "uneven" or (twist == "differ" and number == 1) else 4
-    rows = 2 if name in ("interleaved", "zb_v") else 4
+    rows = 2 if name in ("interleaved", "zb_v", "dualpipe_v") else 4
     schedule = pipelab.make(name, rows, microbatches, batches=2, virtual=virtual)
     # [2] the twist
     how, _, victim = twist.partition(" ")

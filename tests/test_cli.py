@@ -149,6 +149,14 @@ def test_a_csv_file_is_a_schedule_too(capsys, tmp_path):
             "simulate interleaved --virtual 2 --devices 100000 --microbatches 1",
             "more than 10,000,000 actions",
         ),
+        # It is made for at least twice as many as devices.
+        (
+            "simulate dualpipe_v --devices 100000 --microbatches 1",
+            "dualpipe_v devices=100000: more than 10,000,000 actions; take fewer",
+        ),
+        ("simulate zb_h1 --devices 1000 --microbatches 4000", "more than 10,000,000 actions"),
+        ("simulate zb --devices 2 --microbatches 100000", "more than 300,000 actions; take fewer"),
+        ("search --devices 2 --microbatches 100000", "takes up to 200,000 actions; take fewer"),
         (f"run {SMALL} --replicas {10**12}", f"--replicas {10**12}: more than 10,000,000 actions"),
     ],
 )

@@ -38,7 +38,9 @@ OWN = {
     "gpipe": [0, 0, 2, 2],
     "pipedream_2bw": [0, 0, 2, 2],
     "interleaved": [0, 2, 0, 2],
+    "zb_h1": [0, 0, 2, 2],
     "zb_v": [0, 2, 2, 0],
+    "dualpipe_v": [0, 2, 2, 0],
     "paced": [0, 0, 2, 2],
     "uneven": [0, 0, 2, 2],  # micro-batches of 3 and 2 samples, on devices named by platform
     "keys": [2, 0, 2, 0],  # on devices named one by one

@@ -16,6 +16,7 @@ from jax.extend.core import jaxprs_in_params
 
 import split_jax
 from pipelab import Recompute, Schedule, make, run
+from pipelab.executors.jax.graph import contains
 from pipelab.executors.jax.split import Rest, leave_out, put_in, split
 
 LAYERS, WIDTH, SAMPLES = 3, 8, 4
@@ -82,6 +83,23 @@ def of_sine(kept, gradient):
 sine.defvjp(lambda w, x: (sine(w, x), (w, x)), of_sine)
 
 
+@jax.custom_vjp
+def chosen(w, x):
+    return sine(w, x)
+
+
+def of_chosen(kept, gradient):
+    of_w, of_x = of_sine(kept, gradient)
+    return lax.cond(kept[0][0, 0] > 0, lambda: of_w, lambda: 2 * of_w), of_x
+
+
+chosen.defvjp(lambda w, x: (sine(w, x), (w, x)), of_chosen)
+
+
+def branches_in_w(p, x):
+    return loop(lambda one, x: chosen(one["w"], x), p, x)
+
+
 def dropped(p, x):
     return layer(p[1], layer(p[0], x) * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape))
 
@@ -107,6 +125,7 @@ CASES = {
     "a loop in a loop": (loop_in_a_loop, STACKED, X),
     "a recurrent network": (recurrent, APART, X),
     "a function with a derivative of its own": (lambda p, x: sine(p["w"], x), APART[0], X),
+    "a branch in a loop's W": (branches_in_w, STACKED, X),
     "jit inside": (lambda p, x: jax.jit(layer)(p[1], jax.jit(layer)(p[0], x)), APART, X),
     "vmap": (lambda p, x: jax.vmap(partial(layer, p))(x), APART[0], X),
     "a weight used twice": (lambda p, x: jnp.sin(x @ p["w"]) @ p["w"].T, APART[0], X),
@@ -174,6 +193,21 @@ def test_the_two_are_the_whole_and_nothing_is_computed_twice(name):
 def test_w_reads_an_input_and_a_gradient_of_each_layer(name):
     _, _, rest = halves(CASES[name])
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(rest)) == 2 * LAYERS * BYTES
+
+
+@pytest.mark.parametrize(
+    ("name", "is_loop"),
+    [
+        ("a loop", False),
+        ("a loop of checkpoints", False),
+        ("one weight in all rounds", True),  # each adds to the sum of those before
+        ("a branch in a loop's W", True),  # a batch would compute both sides of each
+    ],
+)
+def test_w_is_a_loop_only_where_it_must_be(name, is_loop):
+    _, _, rest = halves(CASES[name])
+    (step,) = [eqn for eqn in rest.graph.equations if any(jaxprs_in_params(eqn.params))]
+    assert contains(step, ["scan"]) == is_loop
 
 
 def test_what_w_reads_of_the_operands_is_not_copied():

@@ -21,6 +21,7 @@ LAYERS = [
         "schedule",
         "costs",
         "placement",
+        "interrupt",
     },
     {
         "schedules",

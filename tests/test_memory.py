@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from pipelab import Costs, Kind, Recompute, Schedule, make, memory, run, simulate
+from pipelab import Costs, Kind, Recompute, Schedule, fit, make, memory, run, simulate
 from pipelab.memory import CAUSES
+from pipelab.partition import profile
 from tests.conftest import SPLIT, tables
 
 
@@ -171,3 +173,63 @@ def test_what_a_weight_gradient_needs_is_kept_from_i_to_w():
     time, level = found.settled(0)
     held = level[CAUSES.index("activations")]
     assert dict(zip(time.tolist(), held.tolist(), strict=True)) == {0: 10, 2: 14, 4: 10, 5: 4, 6: 0}
+
+
+class InPlace(nn.Module):
+    """Multiplies half of a linear layer's output, in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x):
+        y = self.linear(x)
+        y[:, :3].mul_(self.scale)
+        return y.tanh()
+
+
+class Recomputed(nn.Module):
+    """A linear layer on either side of torch's own recomputation, or on one only."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(3))
+        self.last = last
+
+    def forward(self, x):
+        first, again, last = self.layers
+        y = checkpoint(again, first(x).tanh(), use_reentrant=False)
+        return last(y) if self.last else y
+
+
+@pytest.mark.parametrize(
+    ("layer", "kept", "for_weights"),
+    [
+        # x, half of a product, tanh; tanh goes, two gradients come
+        (InPlace, 2.5, 3.5),
+        # x, tanh as result and input, the last layer's input; two gradients come
+        (lambda: Recomputed(True), 3, 5),
+        # As I computes the gradients of what is recomputed, it needs tanh no more.
+        (lambda: Recomputed(False), 2, 2),
+    ],
+    ids=["in place", "recomputed", "recomputed at the end"],
+)
+def test_what_operations_keep_out_of_sight_counts_until_w(layer, kept, for_weights):
+    each = 2 * 6 * 8  # 2 samples of 6 doubles
+    table = Schedule.from_grid(
+        """
+        0F0 0F1 0I0 0I1 0W0 0W1
+        1F0 1I0 1F1 1I1 1W0 1W1
+        2F0 2I0 2F1 2I1 2W0 2W1"""
+    )
+    linear = partial(nn.Linear, 6, 6, dtype=torch.float64)
+    data = [(torch.ones(4, 6, dtype=torch.float64),) * 2]
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    seen = run(table, [linear(), layer(), linear()], data, F.mse_loss, sgd)
+    assert seen.check.passed
+    costs = fit(seen.timeline, seen.memory)
+    assert costs.activations[1] == pytest.approx(kept * each)
+    assert costs.weight_activations[1] == pytest.approx(for_weights * each)
+    found = profile([layer()], data[0][0][:2], repeats=1).layers[0]
+    assert (found.activations, found.weight_activations) == (kept * each, for_weights * each)

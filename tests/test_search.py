@@ -310,12 +310,32 @@ def test_interrupted_it_gives_the_best_so_far():
     assert validate(found) and found.proof.seconds < 90
 
 
+def test_an_interrupt_while_the_solver_is_imported_comes_after_that(monkeypatch):
+    """An import that is broken off leaves its modules half-made, or swallows the interrupt."""
+    real, done = builtins.__import__, []
+
+    def interrupted(name, *rest):
+        if name.startswith("ortools") and not done:
+            signal.raise_signal(signal.SIGINT)
+            done.append(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        search(Costs(), 2, 4)
+    assert done
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_the_result_is_a_schedule():
     found = search(Costs(), 2, 3, seconds=0, batches=2)
     assert pickle.loads(pickle.dumps(found)) == found
     again = Schedule.from_csv(found.to_csv())
     assert again.rows == found.rows and again.batches == 2
     assert found.part(1, 2).rows == search(Costs(), 2, 3, seconds=0).rows
+    for made in (found.part(1, 2), found.part(0, 2), found.forward_only(), found.with_transfers()):
+        assert type(made) is Schedule  # whose proof it is not
+    assert found.part(0, 2) == found.plain
     assert str(found.proof).startswith("optimal: no schedule within memory for 2 micro-batches")
 
 

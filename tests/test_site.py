@@ -242,7 +242,9 @@ def test_pages_fit_a_phone(open_page, address, pages):
     page, wide = open_page(PHONE), {}
     for name in sorted(name for name in pages if not name.startswith(("_modules", "index"))):
         page.goto(f"{address}/{name}")
-        width = page.evaluate("document.documentElement.scrollWidth")
+        width = page.evaluate(
+            "document.fonts.ready.then(() => document.documentElement.scrollWidth)"
+        )
         if width > PHONE["width"]:
             wide[name] = width
     assert wide == {}
@@ -255,20 +257,23 @@ def test_the_dark_colours_and_a_fold(open_page, address):
     page.wait_for_url("**/docs/index.html")
     page.locator("article a", has_text="lecture 0").click()
     page.wait_for_url("**/00_start_here.html")
-    red, green, blue = page.evaluate(
-        "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number)"
+    page.wait_for_function(
+        """() => {
+          const colour = getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number);
+          return colour.length === 3 && colour[0] + colour[1] + colour[2] < 200;
+        }"""
     )
-    assert red + green + blue < 200
     fold = page.locator("article details").first
     closed = fold.bounding_box()["height"]
     fold.locator("summary").click()
-    assert fold.bounding_box()["height"] > closed + 10
+    page.wait_for_function(
+        "([fold, closed]) => fold.getBoundingClientRect().height > closed + 10",
+        arg=[fold.element_handle(), closed],
+    )
 
 
 @in_a_browser
 def test_search_finds_a_word_of_the_field(open_page, address):
     page = open_page(DESK)
     page.goto(f"{address}/search.html?q=1F1B")
-    page.locator("#search-results li a").first.wait_for()
-    found = page.locator("#search-results li a").evaluate_all("all => all.map((a) => a.href)")
-    assert any("03_pipedream_1f1b" in link for link in found)
+    page.locator("#search-results li a[href*='03_pipedream_1f1b']").first.wait_for()

@@ -97,6 +97,26 @@ def test_more_chunks_are_the_same_model():
     assert peak == pytest.approx([peak[0]] * 3)
 
 
+def test_memory_counts_where_a_schedule_is_made_for_a_limit():
+    explorer = Explorer("zb", 4, 8, memory=2, compare="gpipe")
+    assert explorer.settings["memory"] == "2"
+    assert explorer.timeline.peak_in_flight == make("zb", 4, 8, memory=2).peak_in_flight
+    assert explorer.compared.peak_in_flight == [8] * 4
+    tell(explorer, memory="2.5", compare="zb_v", weight_grad="0.5")
+    for shown in (explorer.timeline, explorer.compared):
+        own = Costs(weight_grad=0.5).over(shown.schedule.placement)
+        name = shown.schedule.name
+        assert shown.schedule == make(name, 4, 8, costs=own, memory=2.5), name
+    tell(explorer, memory="", weight_grad="1")
+    assert explorer.timeline.schedule == make("zb", 4, 8)
+    explorer.set(memory=np.inf)
+    assert explorer.settings["memory"] == "inf"
+    assert explorer.timeline.schedule == make("zb", 4, 8, memory=np.inf)
+    explorer.set(memory=None)
+    assert explorer.settings["memory"] == ""
+    assert explorer.compared.schedule == make("zb_v", 4, 8)
+
+
 def test_a_comparison_is_of_one_model_on_one_axis():
     explorer = Explorer("gpipe", 4, 8, virtual=2, compare="interleaved")
     first, second = explorer.timeline, explorer.compared
@@ -158,6 +178,12 @@ BAD = [
     ({"transfer": "-1"}, "transfer=-1.0: give numbers of at least 0"),
     ({"recompute": "sometimes"}, "recompute='sometimes': use one of never, except_last, always"),
     ({"devices": 1000, "microbatches": 1000}, f"the explorer draws {LARGEST:,}"),
+    (
+        {"schedule": "zb", "memory": "0.5"},
+        "memory=0.5: one micro-batch takes 1; give at least that",
+    ),
+    ({"compare": "zb_v", "memory": "nan"}, "memory=nan: zb_v finds no order for 4 devices"),
+    ({"memory": "2, 3"}, "memory='2, 3': give one number, or nothing for as many as devices"),
 ]
 
 
@@ -221,22 +247,21 @@ def test_costs_that_are_not_in_the_form_are_kept():
 def test_the_form_offers_what_can_be_built():
     choices = Explorer().choices
     assert set(choices["schedules"]) == set(SCHEDULES)
-    assert (
-        "interleaved" in choices["chunks"]
-        and set(choices["chunks"]) == set(SCHEDULES) - with_one_chunk()
-    )
+    assert "interleaved" in choices["chunks"] and "zb" in choices["limited"]
+    assert set(choices["chunks"]) == set(SCHEDULES) - refusing(virtual=2)
+    assert set(choices["limited"]) == set(SCHEDULES) - refusing(memory=4)
     assert choices["recompute"] == ["never", "except_last", "always"]
 
 
-def with_one_chunk():
-    """Schedules that refuse several chunks a device."""
-    refusing = set()
+def refusing(**option):
+    """Schedules that refuse an option of `make`."""
+    names = set()
     for name in SCHEDULES:
         try:
-            make(name, 4, 8, virtual=2)
+            make(name, 4, 8, **option)
         except ScheduleError:
-            refusing.add(name)
-    return refusing
+            names.add(name)
+    return names
 
 
 def test_a_large_table_stays_small_to_send():

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pipelab.cli import bound, compare, explain, partition, plan, run, search, tables, train
 from pipelab.cli.options import Commands, Parser
 from pipelab.cli.report import Failure
+from pipelab.interrupt import Raised
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,8 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     command = f"pipelab {options.name_of_command}"
     try:
-        options.command(options)
-        sys.stdout.flush()
+        with Raised():
+            options.command(options)
+            sys.stdout.flush()
         return 0
     except Failure as verdict:
         status, message = 1, str(verdict)

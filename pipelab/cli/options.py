@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 from pipelab import SCHEDULES, Costs, Reads, Recompute, Schedule, make
 from pipelab.cli.files import read_csv
 from pipelab.costs import PASSES
+from pipelab.schedules import LARGEST, LARGEST_TRIED
 
-LARGEST = 10_000_000  # actions of a table that a schedule's name stands for
 SIZES = ("devices", "microbatches", "virtual", "batches")
 
 
@@ -114,8 +114,10 @@ class Commands:
 
     def with_schedule(self, name: str, function: Callable, text: str) -> Callable:
         """One that takes a schedule by name and sizes, or from a file: see `schedule_of`."""
-        limit = f"A schedule has at most {LARGEST:,} actions: 2 x P x V x M x K, and more for"
-        epilog = f"{limit} interleaved with fewer micro-batches than P."
+        epilog = (
+            f"A schedule has at most {LARGEST:,} actions (zb, zb_v: {LARGEST_TRIED:,}): a forward "
+            "and one or two for the backward of each stage and micro-batch."
+        )
         option = self.add(name, function, text, epilog)
         option("name", metavar="NAME", help=f"{', '.join(sorted(SCHEDULES))}, or a CSV file")
         option("--devices", type=int, metavar="P")
@@ -147,9 +149,7 @@ def schedule_of(o: argparse.Namespace, costs: Costs | None = None) -> Schedule:
     if o.devices is None or o.microbatches is None:
         raise ValueError(f"{name} needs --devices and --microbatches")
     sizes = {n: getattr(o, n, 1) for n in (*SIZES, "replicas")}
-    # A forward and a backward each; interleaved fills rounds of as many micro-batches as devices.
-    rounds = sizes | {"microbatches": max(o.microbatches, o.devices if o.virtual > 1 else 1)}
-    if 2 * math.prod(rounds.values()) > LARGEST:
+    if math.prod(sizes.values()) > LARGEST:
         given = " ".join(f"--{n} {size}" for n, size in sizes.items() if size != 1)
         raise ValueError(f"{name} {given}: more than {LARGEST:,} actions; take fewer")
     reads = Reads[o.reads.upper()] if o.reads else None

@@ -42,7 +42,9 @@ def idle_table(timeline: Timeline) -> str:
     rows = {"busy": timeline.busy} | idle
     width = max(map(len, rows))
     lines = [f"{'device':<{width}}", *(f"{name:<{width}}" for name in rows)]
-    for d in range(timeline.schedule.devices):
-        cells = [d, *(f"{seconds[d]:.4g}" for seconds in rows.values())]
-        lines = [f"{line} {cell:>9}" for line, cell in zip(lines, cells, strict=True)]
+    cells = [map(str, range(timeline.schedule.devices))]
+    cells += [map("{:.4g}".format, seconds) for seconds in rows.values()]
+    lines = [
+        line + "".join(map(" {:>9}".format, row)) for line, row in zip(lines, cells, strict=True)
+    ]
     return "\n".join(lines)

@@ -21,7 +21,8 @@ class Run:
 
     timeline           measured spans, seconds since the run began (of the first replica)
     losses             one per batch: the mean over the whole batch
-    microbatch_losses  one per micro-batch, in the order of the data
+    microbatch_losses  one per micro-batch, in the order of the data; of one that counts nothing
+                       whatever the loss gave, such as nan: `losses` leave it out
     memory             measured bytes over time, by cause (of the first replica)
     weights            the trained weights, a state dict per stage (on ranks of several machines: of
                        the rank's own stages)

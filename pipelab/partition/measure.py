@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain as joined
 from statistics import median
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from pipelab.halves import Halves, Saved, storages
+from pipelab.halves import Halves, Saved, remaining, storages
 from pipelab.partition.layers import Layer, Profile
 
 
@@ -114,11 +115,12 @@ def _measure(
 def _kept(layer: nn.Module, x: Any) -> tuple[Any, dict[str, float]]:
     """The layer's output, and its bytes kept to a backward, and of a split one from I to W."""
     own = storages(joined(layer.parameters(), layer.buffers()))
-    packed: list[Saved] = []
+    packed: list[ref[Saved]] = []
 
     def pack(tensor: Tensor) -> Saved:
-        packed.append(Saved(tensor))
-        return packed[-1]
+        saved = Saved(tensor)
+        packed.append(ref(saved))
+        return saved
 
     def size(tensors: Iterable[Tensor]) -> float:
         return float(sum(n for block, n in storages(tensors).items() if block not in own))
@@ -126,13 +128,14 @@ def _kept(layer: nn.Module, x: Any) -> tuple[Any, dict[str, float]]:
     with torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack):
         fresh, inputs = _entering(x)
         y = layer(fresh)
-    saved = [each.tensor for each in packed if each.tensor is not None]
-    activations = size([*saved, *_tensors(fresh)])
-    outputs = [t for t in _tensors(y) if t.requires_grad]
-    edges = [get_gradient_edge(t) for t in outputs]
-    halves = Halves(edges, [torch.ones_like(t) for t in outputs], inputs)
+    activations = size([*remaining(packed), *_tensors(fresh)])
+    edges = [get_gradient_edge(t) for t in _tensors(y) if t.requires_grad]
+    ones = [torch.ones_like(t) for t in _tensors(y) if t.requires_grad]
+    y = pytree.tree_map_only(Tensor, Tensor.detach, y)  # else it would keep the whole graph
+    halves = Halves(edges, ones, inputs)
     halves.input_grad()
-    weight_activations = size(halves.kept())
+    edges.clear()
+    weight_activations = size([*halves.kept(), *remaining(packed)])
     halves.weight_grad()
     return y, {"activations": activations, "weight_activations": weight_activations}
 

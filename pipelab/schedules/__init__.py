@@ -16,7 +16,9 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from pipelab.action import Reads, ScheduleError
+import numpy as np
+
+from pipelab.action import Kind, Reads, ScheduleError, check_counts
 from pipelab.costs import CostError, Costs
 from pipelab.schedule import Schedule
 
@@ -33,6 +35,8 @@ ALSO_KNOWN_AS = {
     "megatron": "interleaved",
     "naive": "inter_layer",
 }
+LARGEST = 10_000_000  # actions of a table
+LARGEST_TRIED = 300_000  # of one that is made for costs: several are made, action by action
 
 
 def takes(name: str, option: str) -> bool:
@@ -60,8 +64,9 @@ def make(
     reads   replaces the rule for weight versions (PipeDream with vertical sync is `pipedream` with
             `Reads.FIRST`)
 
-    Raises ScheduleError for an unknown name, a size that makes no sense, or `virtual` or `memory`
-    for a schedule without them.
+    Raises ScheduleError for an unknown name, a size that makes no sense or has more than 10,000,000
+    actions (300,000 where it is made for costs), or `virtual` or `memory` for a schedule without
+    them.
     """
     if name not in SCHEDULES:
         near = difflib.get_close_matches(name.lower(), [*SCHEDULES, *ALSO_KNOWN_AS], 1, 0.4)
@@ -69,6 +74,7 @@ def make(
         raise ScheduleError(
             f"unknown schedule {name!r}: {hint}There are {', '.join(sorted(SCHEDULES))}"
         )
+    check_counts(devices=devices, microbatches=microbatches, virtual=virtual, batches=batches)
     options: dict[str, Any] = {"batches": batches}
     if takes(name, "virtual"):
         options["virtual"] = virtual
@@ -83,8 +89,28 @@ def make(
         options["memory"] = memory
     elif memory is not None:
         raise ScheduleError(f"memory={memory!r}: {name} has no limit to choose; use zb or zb_v")
+    _check_size(name, devices, microbatches, virtual, batches)
     schedule = SCHEDULES[name](devices, microbatches, **options)
     return schedule if reads is None else replace(schedule, reads=reads)
+
+
+def _check_size(name: str, devices: int, microbatches: int, virtual: int, batches: int) -> None:
+    """Refuse what would take minutes. Updates are not counted."""
+    most = LARGEST_TRIED if takes(name, "costs") else LARGEST
+    if 6 * virtual * devices * max(microbatches, 2 * devices) * batches <= most:
+        return  # no schedule has more
+    smallest = SCHEDULES[name](1, 1, **({"virtual": 1} if takes(name, "virtual") else {}))
+    passes = np.count_nonzero(smallest.columns.kind != Kind.U)  # of a micro-batch on a device
+    made_for = microbatches
+    if virtual * smallest.stages > 1:  # some are made for more, and lose the absent ones
+        made_for = max(microbatches, 2 * devices)
+    elif most == LARGEST_TRIED:  # as many devices are as slow
+        made_for = max(microbatches, devices)
+    if passes * virtual * devices * made_for * batches > most:
+        sizes = {"devices": devices, "microbatches": microbatches}
+        sizes |= {"virtual": virtual, "batches": batches}
+        given = " ".join(f"{size}={value}" for size, value in sizes.items() if value > 1)
+        raise ScheduleError(f"{name} {given}: more than {most:,} actions; take fewer")
 
 
 def make_for(
@@ -101,11 +127,11 @@ def make_for(
     """
     if takes(name, "virtual"):
         options["virtual"] = virtual
-    schedule = make(name, devices, microbatches, **options)
-    own = costs.over(schedule.placement)
     if takes(name, "costs"):
-        schedule = make(name, devices, microbatches, costs=own, **options)
-    return schedule, own
+        own = costs.over(make(name, devices, 1, **options).placement)
+        return make(name, devices, microbatches, costs=own, **options), own
+    schedule = make(name, devices, microbatches, **options)
+    return schedule, costs.over(schedule.placement)
 
 
 def make_all(

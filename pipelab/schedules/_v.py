@@ -40,7 +40,8 @@ def repeated(
     chunks  activations of a chunk (half a micro-batch's on the device) that may be held at once
     """
     check_counts(devices=devices, microbatches=microbatches, batches=batches)
-    slots = _Slots([block(d) for d in range(devices)], microbatches)
+    few = min(microbatches, 2 * devices + 2)  # of more, only the middle of a row is longer
+    slots = _Slots([block(d) for d in range(devices)], few)
     # [1] W in free slots behind its I, then each action as early as it can be.
     slots.place_weight_gradients()
     slots.tighten(slots.at >= 0, chunks)
@@ -49,11 +50,25 @@ def repeated(
     slots.remove(drain & (slots.kinds == Kind.W))
     slots.tighten(drain & (slots.kinds == Kind.I), chunks)
     slots.place_weight_gradients()
-    return v_schedule(name, slots.rows(), devices, microbatches, batches)
+    rows = [_longer(row, microbatches - few) for row in slots.rows()]
+    return v_schedule(name, rows, devices, microbatches, batches)
+
+
+def _longer(row: np.ndarray, more: int) -> np.ndarray:
+    """A row (`numbers`) for more micro-batches: in its middle each of them has a period."""
+    begin = len(row) // 2
+    end = begin + PERIOD
+    periods, later = every_batch(row[begin:end], 1 + more, 1), row[end:].copy()
+    later[:, 2] += more
+    return np.concatenate([row[:begin], periods, later])
 
 
 class _Slots:
-    """The slot of every action, at[kind, stage, micro-batch], -1 for none; and what is taken."""
+    """The slot of every action, at[kind, stage, micro-batch], -1 for none.
+
+    taken   [device, slot]: whether an action stands there
+    held    [device, slot]: activations, each from F's slot to W's
+    """
 
     def __init__(self, blocks: Sequence[tuple[int, int, int, int]], microbatches: int) -> None:
         p, m = len(blocks), microbatches
@@ -65,45 +80,47 @@ class _Slots:
         self.at[Kind.F] = np.concatenate([starts[:, 0], starts[::-1, 1]])[:, None]
         self.at[Kind.I] = np.concatenate([starts[:, 3], starts[::-1, 2]])[:, None]
         self.at[[Kind.F, Kind.I]] += PERIOD * np.arange(m)
-        count = self.at.max() + PERIOD * m + 2  # W of all micro-batches may stand behind the rest
-        self.taken = np.zeros((p, count), bool)
-        self.held = np.zeros((p, count), int)
-        for kind, s, k in np.argwhere(self.at >= 0):
-            self._count(kind, s, self.at[kind, s, k], 1)
+        # W of all micro-batches may stand behind the rest.
+        self.size = p, self.at.max() + PERIOD * m + 2
+        self._count()
 
-    def _count(self, kind: int, stage: int, slot: int, change: int) -> None:
-        """Take or free a slot; an activation is held from F's slot to W's."""
-        d = self.home[stage]
-        self.taken[d, slot] = change > 0
-        if kind == Kind.F:
-            self.held[d, slot:] += change
-        elif kind == Kind.W:
-            self.held[d, slot + 1 :] -= change
+    def _count(self) -> None:
+        """`taken` and `held`, of all slots as they are."""
+        self.taken, held = np.zeros(self.size, bool), np.zeros(self.size, int)
+        found = np.argwhere(self.at >= 0)
+        kind, device, slot = found[:, 0], self.home[found[:, 1]], self.at[tuple(found.T)]
+        self.taken[device, slot] = True
+        change = (kind == Kind.F).astype(int) - (kind == Kind.W)
+        np.add.at(held, (device, slot + (kind == Kind.W)), change)
+        self.held = held.cumsum(axis=1)
 
     def place_weight_gradients(self) -> None:
         """Every W that has no slot gets its device's first free one behind its I, oldest first."""
-        for s, k in self._in_order((self.kinds == Kind.I) & (self.at[Kind.W] < 0))[:, 1:]:
-            first = self.at[Kind.I, s, k] + 1
-            slot = int(first + np.argmin(self.taken[self.home[s], first:]))
-            self.at[Kind.W, s, k] = slot
-            self._count(Kind.W, s, slot, 1)
+        for _, s, k in self._in_order((self.kinds == Kind.I) & (self.at[Kind.W] < 0)).tolist():
+            taken, first = self.taken[self.home[s]], self.at[Kind.I, s, k] + 1
+            slot = first + np.argmin(taken[first:])
+            self.at[Kind.W, s, k], taken[slot] = slot, True
+        self._count()
 
     def remove(self, which: np.ndarray) -> None:
-        for kind, s, k in np.argwhere(which & (self.at >= 0)):
-            self._count(kind, s, self.at[kind, s, k], -1)
-            self.at[kind, s, k] = -1
+        self.at[np.broadcast_to(which, self.at.shape)] = -1
+        self._count()
 
     def tighten(self, which: np.ndarray, chunks: int) -> None:
         """Move actions, in order, into the first free slot where their inputs are there."""
-        for kind, s, k in self._in_order(which & (self.at >= 0)):
+        forward, weight_grad = Kind.F, Kind.W  # looked up once
+        for kind, s, k in self._in_order(which & (self.at >= 0)).tolist():
             d, now, first = self.home[s], self.at[kind, s, k], self._ready(kind, s, k)
-            for slot in (first + np.flatnonzero(~self.taken[d, first:now])).tolist():
-                if kind == Kind.F and self.held[d, slot:now].max() >= chunks:
-                    continue
-                self._count(kind, s, now, -1)
-                self._count(kind, s, slot, 1)
-                self.at[kind, s, k] = slot
-                break
+            if kind == forward:
+                full = np.flatnonzero(self.held[d, first:now] >= chunks)
+                first += full.max(initial=-1) + 1
+            self.taken[d, now] = False
+            slot = first + np.argmin(self.taken[d, first : now + 1])
+            self.at[kind, s, k], self.taken[d, slot] = slot, True
+            if kind == forward:
+                self.held[d, slot:now] += 1
+            elif kind == weight_grad:
+                self.held[d, slot + 1 : now + 1] -= 1
 
     def _ready(self, kind: int, s: int, k: int) -> int:
         """The first slot behind all that an action needs, and the micro-batch before it."""

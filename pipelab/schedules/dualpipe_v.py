@@ -7,11 +7,9 @@ DualPipe feeds micro-batches in from both ends and keeps two copies of the model
 half with one copy do the same work.
 """
 
-from collections import Counter, deque
-
 import numpy as np
 
-from pipelab.action import Action, Kind, check_counts, numbers
+from pipelab.action import Kind, check_counts
 from pipelab.schedule import Schedule
 from pipelab.schedules._v import v_schedule
 
@@ -42,34 +40,29 @@ def _row(device: int, devices: int, microbatches: int) -> np.ndarray:
     b0, b1 = (first, Kind.B), (second, Kind.B)
     i0, i1 = (first, Kind.I), (second, Kind.I)
     w = (-1, Kind.W)  # of the oldest I that has none
-    steps = [
-        *[f0] * (2 * later),
-        *[f0, f1] * (device + 1),
-        *[i1, w, f1] * later,
-        *[f0, b1, f1, b0] * (microbatches - 2 * p + device + 1),
-        *[b1, f1, b0] * later,
+    steps = [  # and how often
+        ([f0], 2 * later),
+        ([f0, f1], device + 1),
+        ([i1, w, f1], later),
+        ([f0, b1, f1, b0], microbatches - 2 * p + device + 1),
+        ([b1, f1, b0], later),
         # The last backwards are split: the device before waits for I alone.
-        *([b1, b0] * (device + 1))[: device + 1],
-        *([i1, i0] * (device + 1))[device + 1 :],
-        *[w, i0] * later,
-        *[w] * (device + 1),
+        (([b1, b0] * (device + 1))[: device + 1], 1),
+        (([i1, i0] * (device + 1))[device + 1 :], 1),
+        ([w, i0], later),
+        ([w], device + 1),
     ]
-    return numbers(_counted(steps))
+    return _counted(np.concatenate([np.tile(cells, (times, 1)) for cells, times in steps]))
 
 
-def _counted(steps: list[tuple[int, Kind]]) -> list[Action]:
-    """The steps with their micro-batches: a stage's forwards, and backwards, come in order."""
-    forwards: Counter[int] = Counter()
-    backwards: Counter[int] = Counter()
-    waiting: deque[Action] = deque()
-    row = []
-    for stage, kind in steps:
-        if kind == Kind.W:
-            row.append(waiting.popleft())
-            continue
-        done = forwards if kind == Kind.F else backwards
-        row.append(Action(stage, kind, done[stage]))
-        done[stage] += 1
-        if kind == Kind.I:
-            waiting.append(row[-1]._replace(kind=Kind.W))
-    return row
+def _counted(cells: np.ndarray) -> np.ndarray:
+    """Stages and kinds with micro-batches: a stage's forwards, and its backwards, are in order."""
+    stage, kind = cells.T
+    count = np.zeros_like(stage)
+    for kinds in ([Kind.F], [Kind.B, Kind.I]):
+        for s in set(stage[stage >= 0].tolist()):
+            of_stage = (stage == s) & np.isin(kind, kinds)
+            count[of_stage] = np.arange(np.count_nonzero(of_stage))
+    split, late = kind == Kind.I, kind == Kind.W
+    stage[late], count[late] = stage[split], count[split]
+    return np.column_stack([stage, kind, count])

@@ -5,6 +5,7 @@
 .   .   2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2W0 2F4 2I4 2W1 2W2 2W3 2W4 2U0     ZB-H2 (5)
 """
 
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -16,9 +17,16 @@ from pipelab.memory import shares
 from pipelab.placement import loop_placement
 from pipelab.schedule import Schedule, one_stage_each
 from pipelab.schedules._fastest import TINY, fastest
-from pipelab.schedules.zb_h1 import split_stage
+from pipelab.schedules.eager_1f1b import eager_1f1b
+from pipelab.schedules.gpipe import gpipe
+from pipelab.schedules.inter_layer import inter_layer
+from pipelab.schedules.pipedream_flush import pipedream_flush
+from pipelab.schedules.zb_h1 import zb_h1
+from pipelab.schedules.zb_h2 import zb_h2
 from pipelab.simulate import compute_seconds
 from pipelab.transform import repeat
+
+FIXED = (zb_h1, zb_h2, pipedream_flush, eager_1f1b, gpipe, inter_layer)  # one stage a device
 
 
 def zb(
@@ -28,15 +36,16 @@ def zb(
     costs: Costs | None = None,
     memory: float | None = None,
 ) -> Schedule:
-    """A table for these costs and this memory: of ten, one whose longest device span is shortest.
+    """A table for these costs and this memory: of several the one whose longest span is shortest.
 
     costs   of its stages, in seconds; from activations and weight_activations (bytes) the share of
             an activation that is kept from I to W. All of it where there are no bytes
     memory  how many micro-batches' activations fit on a device. p unless given (ZB-1p); 2 p is
             ZB-2p; fractions count, since W keeps less than I
 
-    The ten are the heuristic's, which makes three choices one way or the other, and ZB-H1 and
-    ZB-H2 where they fit. ScheduleError for a memory that holds no micro-batch.
+    They are the heuristic's eight, which makes three choices one way or the other, and the fixed
+    orders that fit: it is never slower than one of these, whose backwards may be whole.
+    ScheduleError for a memory that holds no micro-batch.
 
     >>> zb(4, 8).peak_in_flight
     [4, 4, 4, 4]
@@ -46,13 +55,11 @@ def zb(
     limit = devices if memory is None else memory
     task = _task(devices, microbatches, costs, limit)
 
-    tables = (
-        one_stage_each("zb", rows.__getitem__, devices, microbatches, 1)
-        for rows in _candidates(task)
-    )
-    best = fastest(tables, costs, limit)
+    drafts = (_Draft(task, Choices(*each)).build() for each in product((False, True), repeat=3))
+    tables = [one_stage_each("zb", rows.__getitem__, devices, microbatches, 1) for rows in drafts]
+    best = fastest(tables + [order(devices, microbatches) for order in FIXED], costs, limit)
     assert best, "the heuristic keeps within the memory"
-    return repeat(best, batches)
+    return replace(repeat(best, batches), name="zb")
 
 
 class Choices(NamedTuple):
@@ -90,18 +97,6 @@ def _task(devices: int, microbatches: int, costs: Costs, memory: float) -> _Task
     return _Task(microbatches, seconds.tolist(), link, memory_of, for_weights)
 
 
-def _candidates(task: _Task) -> list[list[np.ndarray]]:
-    """Rows of one batch; those of ZB-H1 and ZB-H2, the last two, may not fit in memory."""
-    found = [_Draft(task, Choices(*each)).build() for each in product((False, True), repeat=3)]
-    stages = range(len(task.for_weights))
-    for times in (1, 2):  # ZB-H1, ZB-H2
-        ahead = [times * (len(stages) - stage - 1) for stage in stages]
-        found.append(
-            [split_stage(s, task.microbatches, ahead[s], behind=times * s) for s in stages]
-        )
-    return found
-
-
 class _Draft:
     """Rows that grow action by action, with the time at which each stage is free."""
 
@@ -111,6 +106,7 @@ class _Draft:
         self.rows: list[list[tuple[int, Kind, int]]] = [[] for _ in self.stages]
         self.free = [0.0 for _ in self.stages]
         self.idle = [0.0 for _ in self.stages]  # since the first forward
+        self.most_idle = 0.0
         self.ends: dict[Kind, list[list[float]]] = {
             kind: [[] for _ in self.stages] for kind in (Kind.F, Kind.I, Kind.W)
         }
@@ -142,6 +138,7 @@ class _Draft:
             start = max(start, self.ready(kind, stage))
         if self.rows[stage]:
             self.idle[stage] += start - self.free[stage]
+            self.most_idle = max(self.most_idle, self.idle[stage])
         self.free[stage] = end = start + self.task.seconds[kind][stage]
         self.rows[stage].append((stage, kind, self.done(kind, stage)))
         self.ends[kind][stage].append(end)
@@ -155,7 +152,7 @@ class _Draft:
         while self.waiting(stage) and self.free[stage] + seconds <= ready:
             self.add(Kind.W, stage)
         gap = ready - self.free[stage]
-        longest = self.idle[stage] + gap > max(self.idle)
+        longest = self.idle[stage] + gap > self.most_idle
         if self.waiting(stage) and gap > 0 and (self.choices.every_gap or longest):
             self.add(Kind.W, stage)
         self.add(kind, stage)
@@ -227,5 +224,5 @@ class _Draft:
             first += 1
         end = self.free[stage] + first * seconds[Kind.W][stage] + seconds[Kind.F][stage]
         return end > back and (
-            self.free[stage] >= back or back - self.free[stage] <= max(self.idle) - self.idle[stage]
+            self.free[stage] >= back or back - self.free[stage] <= self.most_idle - self.idle[stage]
         )

@@ -20,10 +20,13 @@ from pipelab.placement import v_placement
 from pipelab.schedule import Schedule
 from pipelab.schedules._fastest import TINY, fastest
 from pipelab.schedules._v import v_schedule
+from pipelab.schedules.dualpipe_v import dualpipe_v
 from pipelab.schedules.v_half import v_half
 from pipelab.schedules.v_min import v_min
 from pipelab.simulate import compute_seconds, transfer_seconds
 from pipelab.transform import repeat
+
+FIXED = (v_half, v_min, dualpipe_v)  # two chunks a device in a V
 
 
 def zb_v(
@@ -40,8 +43,8 @@ def zb_v(
     memory  how many micro-batches' activations (of both chunks) fit on a device; p unless given.
             More of it makes the bubble smaller where F, I and W differ
 
-    Of the heuristic's four variants the one whose longest device span is shortest; for less memory
-    than p also of V-Half and V-Min. ScheduleError for a memory that is too small for all of them.
+    Of the heuristic's four variants and the fixed orders in a V that fit the one whose longest
+    device span is shortest. ScheduleError for a memory that is too small for all of them.
 
     >>> zb_v(4, 8).peak_in_flight
     [8, 8, 8, 8]
@@ -50,8 +53,7 @@ def zb_v(
     costs = costs or Costs()
     limit = devices if memory is None else memory
     tables = _variants(devices, microbatches, costs, limit)
-    if limit < devices or not tables:
-        tables += [v_half(devices, microbatches), v_min(devices, microbatches)]
+    tables += [order(devices, microbatches) for order in FIXED]
     best = fastest(tables, costs, limit)
     if not best:
         least = min(max(memory_used(table, costs)) for table in tables)
@@ -225,6 +227,7 @@ class _Filled:
         self.pending: list[deque[Action]] = [deque() for _ in range(devices)]
         self.end: dict[Action, float] = {}
         self.begin, self.clock, self.idle, self.held = np.zeros((4, devices)).tolist()
+        self.most_idle = 0.0
 
     @property
     def span(self) -> float:
@@ -247,6 +250,7 @@ class _Filled:
         start = max(arrival, self.clock[d])
         if self.rows[d]:
             self.idle[d] += start - self.clock[d]
+            self.most_idle = max(self.most_idle, self.idle[d])
         else:
             self.begin[d] = start
         self.clock[d] = self.end[action] = start + self.model.seconds[kind][stage]
@@ -267,7 +271,7 @@ class _Filled:
             gap = arrival - self.clock[d]
             full = self.held[d] + self.model.change[kind][stage] > self.model.limit
             fits = gap >= weight_grad[pending[0].stage]
-            may_idle = max(*self.idle, self.allowance[d]) - self.idle[d]
+            may_idle = max(self.most_idle, self.allowance[d]) - self.idle[d]
             if not (full or fits or (also_late and gap > may_idle)):
                 break
             self.run(pending.popleft())

@@ -71,18 +71,8 @@ def search(
         raise ScheduleError(f"placement={placement!r}: give each of {devices} devices a stage")
     limit = float(devices) if memory is None else memory
     problem = Problem(costs, tuple(home), microbatches, limit, split)
-    if seconds > 0:
-        solver_library()
     hunt = _Hunt(problem, seconds, workers, progress)
-    try:
-        hunt.heuristics()
-        if seconds > 0 and hunt.may_improve:
-            hunt.by_repeating()
-            hunt.exactly()
-    except KeyboardInterrupt:
-        if not hunt.best:
-            raise
-        hunt.interrupted = True
+    hunt.run()
     return hunt.found(batches)
 
 
@@ -130,6 +120,20 @@ class _Hunt:
         self.offer(schedule, found_by)
         if self.problem.whole_may_pay:
             self.offer(fuse(schedule), found_by)
+
+    def run(self) -> None:
+        """All steps; Ctrl-C ends them as soon as there is a schedule."""
+        if self.seconds > 0:
+            solver_library()  # or its error at once
+        try:
+            self.heuristics()
+            if self.seconds > 0 and self.may_improve:
+                self.by_repeating()
+                self.exactly()
+        except KeyboardInterrupt:
+            if not self.best:
+                raise
+            self.interrupted = True
 
     def heuristics(self) -> None:
         """Every named schedule, and the list scheduler under every rule."""

@@ -79,24 +79,8 @@ def bound(
     split      whether backwards may be split into I and W. What holds for split ones holds for
                whole ones, too
 
-    "busiest device"   A device waits for `out`, does all its f and b, and drains; what is left of
-                       its w and u may fill the drain:
-                       out + m (f + b) + max(drain, m w + u).
-    "round trip"       The last f of a stage starts after the others, and its micro-batch still has
-                       to come back:  out + (m - 1) f + trip + drain.  And before the first one is
-                       back a device has no b to do:  out + trip + (m - 1) b + max(drain, m w + u).
-                       With m = 1 it is p (T_F + T_B) + 2 (p - 1) T_comm, and the last W.
-    "memory turnover"  A micro-batch keeps its room for a whole trip (and w, where W needs as much
-                       as was kept before I): the last f comes after floor((m - 1) / k) of them and
-                       (m - 1) mod k other f. With several stages on a device k is counted for
-                       everything that begins with f of one of them and ends with b of a later one;
-                       and the seconds for which all of them keep their parts have to fit as well.
-    "memory limit"     While micro-batch j is on its way back, its device has room for k - 1 others:
-                       it can do k - 1 of the later f and k - 1 of the earlier b (fewer of the first
-                       and the last micro-batches), and then waits. j + k starts after j is back, so
-                       that the idle times of j, j + k, j + 2k add up. The first device's first one
-                       is the paper's bubble of at least (p - 1) (T_B + 2 T_comm) + (p - k) T_F.
-                       With several stages on a device only the first such idle time is counted.
+    Named "busiest device", "round trip", "memory turnover" and "memory limit": each is derived
+    where it is computed, in `_Parts`.
 
     The last two are there only with a limit. The formulas with T are those of Zero Bubble (Qi et
     al. 2023, arXiv 2401.10241) for equal stages. ScheduleError for a memory below 1, with which no
@@ -184,14 +168,26 @@ class _Parts:
         self.first_b = (self.out + self.trip - self.b)[self.last]
 
     def busiest(self) -> float:
+        """A device waits for `out`, does all its f and b, and drains; what is left of its w and u
+        may fill the drain:  out + m (f + b) + max(drain, m w + u)."""
         return float((self.out[self.first] + self.forwards + self.backwards + self.ends).max())
 
     def round_trip(self) -> float:
+        """The last f of a stage starts after the others, and its micro-batch still has to come
+        back:  out + (m - 1) f + trip + drain.  And before the first one is back a device has no b
+        to do:  out + trip + (m - 1) b + max(drain, m w + u).  With m = 1 it is
+        p (T_F + T_B) + 2 (p - 1) T_comm, and the last W."""
         of_last = self.out + (self.m - 1) * self.f + self.trip + self.drain
         of_first = self.first_b + self.backwards + self.ends
         return float(max(of_last.max(), of_first.max()))
 
     def memory_limit(self, memory: float) -> float:
+        """While micro-batch j is on its way back, its device has room for k - 1 others: it can do
+        k - 1 of the later f and k - 1 of the earlier b (fewer of the first and the last
+        micro-batches), and then waits. j + k starts after j is back, so that the idle times of j,
+        j + k, j + 2k add up. The first device's first one is the paper's bubble of at least
+        (p - 1) (T_B + 2 T_comm) + (p - k) T_F. With several stages on a device only the first such
+        idle time is counted."""
         return max(
             self._waits(int(stages[0]), memory)
             if len(stages) == 1
@@ -227,6 +223,11 @@ class _Parts:
         return float(self.first_b[d] + rest)
 
     def memory_turnover(self, memory: float) -> float:
+        """A micro-batch keeps its room for a whole trip (and w, where W needs as much as was kept
+        before I): the last f comes after floor((m - 1) / k) of them and (m - 1) mod k other f. With
+        several stages on a device k is counted for everything that begins with f of one of them and
+        ends with b of a later one; and the seconds for which all of them keep their parts have to
+        fit as well."""
         found = []
         for stages in self.stages:
             # While one is between f of stage s and b of t, it keeps the parts of all stages up to

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipelab.action import Action, Kind, insert_updates
+from pipelab.interrupt import Noted
 from pipelab.schedule import Schedule
 from pipelab.search.problem import Problem
 
@@ -53,9 +54,12 @@ def unit_of(seconds: np.ndarray, longest: float) -> float:
 
 
 def solver_library() -> Any:
-    """OR-Tools' CP-SAT."""
+    """OR-Tools' CP-SAT. Ctrl-C meanwhile is raised when it is imported."""
     try:
-        from ortools.sat.python import cp_model
+        with Noted() as interrupts:
+            from ortools.sat.python import cp_model
+        if interrupts.seen:
+            raise KeyboardInterrupt
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
             "the exact search needs OR-Tools: pip install 'pipelab[search]', or give seconds=0 for "
@@ -223,19 +227,17 @@ class Model:
         if progress:
             watcher = _watcher(self.cp, lambda units: progress(*map(self._seconds, units)))
         # In a thread of its own, so that Python sees a Ctrl-C meanwhile.
-        interrupted = False
-        with ThreadPoolExecutor(1) as pool:
+        with Noted() as interrupts, ThreadPoolExecutor(1) as pool:
             solving = pool.submit(solver.solve, self.model, watcher)
             while not solving.done():
-                try:
-                    wait([solving], 0.1)
-                except KeyboardInterrupt:
-                    interrupted = True
+                wait([solving], 0.1)
+                if interrupts.seen:
                     solver.stop_search()
         complete = solving.result() == self.cp.OPTIMAL
         known = complete or solving.result() == self.cp.FEASIBLE
         bound = self._seconds(solver.best_objective_bound)
-        return Answer(self._table(solver) if known else None, bound, complete, interrupted)
+        table = self._table(solver) if known else None
+        return Answer(table, bound, complete, interrupts.seen)
 
     def _seconds(self, units: float) -> float:
         """A makespan counts from the first compute, after its overhead."""

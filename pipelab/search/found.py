@@ -1,7 +1,7 @@
 """What a search gives back: a schedule, and how good it is."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from pipelab.schedule import Schedule
@@ -64,6 +64,23 @@ class Proof:
 
 @dataclass(frozen=True)
 class Found(Schedule):
-    """A schedule that was searched for, with its `proof` (of one batch)."""
+    """A schedule that was searched for, with its `proof` (of one batch).
+
+    Tables made of it are plain ones: the proof is of this one.
+    """
 
     proof: Proof = field(kw_only=True)
+
+    @property
+    def plain(self) -> Schedule:
+        """The same table without its proof."""
+        return Schedule(**{each.name: getattr(self, each.name) for each in fields(Schedule)})
+
+    def part(self, first: int, last: int) -> Schedule:  # type: ignore[override]
+        return self.plain.part(first, last)
+
+    def forward_only(self) -> Schedule:  # type: ignore[override]
+        return self.plain.forward_only()
+
+    def with_transfers(self) -> Schedule:  # type: ignore[override]
+        return self.plain.with_transfers()

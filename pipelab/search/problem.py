@@ -20,6 +20,7 @@ from pipelab.schedule import Schedule
 from pipelab.simulate import compute_seconds, simulate, transfer_seconds
 
 SLACK = 1e-6  # of a limit of memory, or of a makespan: less is rounding
+LARGEST = 200_000  # actions: a heuristic takes seconds for so many
 PLACEMENTS = ("loop", "v")
 
 
@@ -55,8 +56,17 @@ class Problem:
 
     def __post_init__(self) -> None:
         check_counts(microbatches=self.microbatches)
+        if self.stages * len(self.kinds) * self.microbatches > LARGEST:
+            raise ScheduleError(
+                f"microbatches={self.microbatches} in {self.stages} stages: the search takes up "
+                f"to {LARGEST:,} actions; take fewer micro-batches, whose steady state repeats"
+            )
         if self.costs.recompute is not Recompute.NEVER:
-            raise CostError("the search knows no recomputation: use Recompute.NEVER")
+            raise CostError(
+                f"recompute={self.costs.recompute}: the search knows no recomputation. Use "
+                "Recompute.NEVER, and where forwards run every time again (ALWAYS) add their "
+                "seconds to input_grad; activations are then those of the boundary"
+            )
 
     @property
     def devices(self) -> int:

@@ -44,8 +44,8 @@ function makeForm(choices, changed) {
     Object.assign(controls, { [name]: exact, [`${name} slider`]: slider });
     return html("label", {}, html("span", {}, text), slider, exact);
   };
-  const cost = (name) => {
-    const field = html("input", { type: "text", name, inputMode: "decimal", autocomplete: "off", onchange: changed });
+  const amount = (name, text = name.replace("grad", "gradient").replace("_", " "), more = {}) => {
+    const field = html("input", { type: "text", name, inputMode: "decimal", autocomplete: "off", onchange: changed, ...more });
     field.onkeydown = (event) => {
       const step = { ArrowUp: 0.25, ArrowDown: -0.25 }[event.key];
       if (!step || field.value.trim() === "" || isNaN(field.value)) return;
@@ -54,16 +54,16 @@ function makeForm(choices, changed) {
       changed();
     };
     controls[name] = field;
-    return html("label", {}, html("span", {}, name.replace("grad", "gradient").replace("_", " ")), field);
+    return html("label", {}, html("span", {}, text), field);
   };
   const group = (text, ...fields) => html("fieldset", {}, html("legend", {}, text), ...fields);
   const costs = html("details", { open: true },
     html("summary", {}, "Costs of a device's share of the model: one number, or one per device with commas"),
-    group("seconds", ...SECONDS.map(cost)),
-    group("bytes", ...BYTES.map(cost), list("recompute", "recompute", choices.recompute)));
+    group("seconds", ...SECONDS.map((name) => amount(name))),
+    group("bytes", ...BYTES.map((name) => amount(name)), list("recompute", "recompute", choices.recompute)));
   const sizes = html("div", { className: "sizes" },
     list("schedule", "schedule", choices.schedules), list("compare", "compare with", ["", ...choices.schedules]),
-    ...Object.entries(SIZES).map(size));
+    ...Object.entries(SIZES).map(size), amount("memory", "memory, in micro-batches", { placeholder: "as many as p" }));
   return [html("form", { onsubmit: (event) => event.preventDefault() }, sizes, costs), controls];
 }
 
@@ -72,7 +72,7 @@ function readForm(controls, names) {
   return Object.fromEntries(names.map((name) => [name, value(controls[name])]));
 }
 
-const hasChunks = (choices, settings) => [settings.schedule, settings.compare].some((name) => choices.chunks.includes(name));
+const anyOf = (names, { schedule, compare }) => names.includes(schedule) || names.includes(compare);
 
 function writeForm(controls, settings, choices) {
   for (const [name, value] of Object.entries(settings)) {
@@ -83,7 +83,8 @@ function writeForm(controls, settings, choices) {
     }
     if (controls[name].value !== String(value ?? "")) controls[name].value = value ?? "";
   }
-  for (const name of ["virtual", "virtual slider"]) controls[name].disabled = !hasChunks(choices, settings);
+  for (const name of ["virtual", "virtual slider"]) controls[name].disabled = !anyOf(choices.chunks, settings);
+  controls.memory.disabled = !anyOf(choices.limited, settings);
 }
 
 // ---- the picture
@@ -243,7 +244,7 @@ function render({ model, el }) {
   function send() {
     const settings = readForm(controls, Object.keys(model.get("settings")));
     // A schedule with chunks starts with two: with one it is another schedule.
-    if (hasChunks(choices, settings) && controls.virtual.disabled && settings.virtual === 1) settings.virtual = 2;
+    if (anyOf(choices.chunks, settings) && controls.virtual.disabled && settings.virtual === 1) settings.virtual = 2;
     writeForm(controls, settings, choices);
     model.set("settings", settings);
     model.save_changes();

@@ -41,8 +41,9 @@ make_once = lru_cache(maxsize=8)(make)  # tables are kept, since most changes ar
 class Explorer(anywidget.AnyWidget):
     """A schedule's simulated timeline, with a form for everything it depends on.
 
-    name, devices, microbatches, virtual, batches
-             what `pipelab.make` takes; `virtual` counts where there are chunks
+    name, devices, microbatches, virtual, batches, memory
+             what `pipelab.make` takes; `virtual` counts where there are chunks, `memory` where a
+             schedule is made for a limit
     costs    of one device's whole share of the model: with v chunks each has 1/v of it
              (`Costs.split`), so that the model stays the same (default: unit times, and small sizes
              in bytes)
@@ -75,6 +76,7 @@ class Explorer(anywidget.AnyWidget):
         batches: int = 1,
         costs: Costs | None = None,
         compare: str | None = None,
+        memory: float | None = None,
     ) -> None:
         self._costs = costs or COSTS
         settings = _as_text(
@@ -85,6 +87,7 @@ class Explorer(anywidget.AnyWidget):
                 "microbatches": microbatches,
                 "virtual": virtual,
                 "batches": batches,
+                "memory": memory,
                 **{key: getattr(self._costs, key) for key in (*SECONDS, *BYTES, "recompute")},
             }
         )
@@ -93,13 +96,15 @@ class Explorer(anywidget.AnyWidget):
         choices = {
             "schedules": names,
             "chunks": [n for n in names if takes(n, "virtual")],
+            "limited": [n for n in names if takes(n, "memory")],
             "recompute": list(MODES),
         }
         super().__init__(choices=choices, settings=settings, drawing=picture)
         self.observe(self._answer, "settings")
 
     def set(self, **changes: Any) -> None:
-        """Change settings: `schedule`, `compare`, the sizes, the costs by name, `recompute`.
+        """Change settings: `schedule`, `compare`, the sizes, `memory`, the costs by name,
+        `recompute`.
 
         Raises what the simulation raises (ScheduleError, CostError), and then changes nothing.
         """
@@ -132,9 +137,10 @@ class Explorer(anywidget.AnyWidget):
         costs = replace(self._costs, **numbers, recompute=MODES[mode])
         sizes = {key: settings[key] for key in SIZES}
         check_counts(**sizes)
-        shown = [_simulated(settings["schedule"], costs, **sizes)]
+        limit = _limit(settings["memory"])
+        shown = [_simulated(settings["schedule"], costs, limit, **sizes)]
         if settings["compare"]:
-            shown.append(_simulated(settings["compare"], costs, **sizes))
+            shown.append(_simulated(settings["compare"], costs, limit, **sizes))
         picture = drawing(shown)
         self.timeline = shown[0][0]
         self.compared = shown[1][0] if len(shown) > 1 else None
@@ -150,7 +156,13 @@ class Explorer(anywidget.AnyWidget):
 
 
 def _simulated(
-    name: str, costs: Costs, devices: int, microbatches: int, virtual: int, batches: int
+    name: str,
+    costs: Costs,
+    limit: float | None,
+    devices: int,
+    microbatches: int,
+    virtual: int,
+    batches: int,
 ) -> tuple[Timeline, Memory]:
     v = virtual if name not in SCHEDULES or takes(name, "virtual") else 1
     if (count := 2 * devices * microbatches * v * batches) > LARGEST:
@@ -161,8 +173,9 @@ def _simulated(
     sizes = {"virtual": v, "batches": batches}
     table = make_once(name, devices, microbatches, **sizes)
     own = costs.over(table.placement)
-    if takes(name, "costs"):
-        table = make_once(name, devices, microbatches, **sizes, costs=own)
+    options = {"costs": own, "memory": limit}
+    if taken := {key: value for key, value in options.items() if takes(name, key)}:
+        table = make_once(name, devices, microbatches, **sizes, **taken)
     timeline = simulate(table, own)
     return timeline, memory(timeline, own)
 
@@ -171,13 +184,23 @@ def _as_text(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings as the form holds them: a cost is text, its numbers with commas between."""
     text = dict(settings)
     for key, value in settings.items():
-        if key in SECONDS + BYTES and not isinstance(value, str):
+        if key in ("compare", "memory") and value is None:
+            text[key] = ""
+        elif key in (*SECONDS, *BYTES, "memory") and not isinstance(value, str):
             text[key] = ", ".join(str(x).removesuffix(".0") for x in np.ravel(value).tolist())
         elif isinstance(value, Recompute):
             text[key] = value.value
-        elif key == "compare":
-            text[key] = value or ""
     return text
+
+
+def _limit(text: str) -> float | None:
+    """How many micro-batches' activations fit on a device; None where the field is empty."""
+    try:
+        return float(text) if text.strip() else None
+    except ValueError:
+        raise ScheduleError(
+            f"memory={text!r}: give one number, or nothing for as many as devices"
+        ) from None
 
 
 def _numbers(name: str, text: str) -> Any:

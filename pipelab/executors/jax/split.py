@@ -15,7 +15,8 @@ A first stage has no dx. Its I computes what the gradients of several weights sh
 the dy all the same, whose last one, dy1, is that of the first layer's weight and of its bias.
 
 The equations inside a loop over layers (scan) or a checkpoint are cut in the same way: there are
-two loops then, and what crosses from each round of one to that of the other is stacked.
+two loops then, and what crosses from each round of one to that of the other is stacked. Rounds of W
+that read nothing of each other are one batched step: no slices are copied out of the stacks.
 """
 
 from collections import defaultdict
@@ -25,12 +26,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import JaxprEqn, Var, jaxprs_in_params
+from jax.extend.core import JaxprEqn, Var, jaxpr_as_fun, jaxprs_in_params
 
 from pipelab.executors.jax.graph import (
     Graph,
     Values,
     Variables,
+    contains,
     inline,
     needed,
     place_of,
@@ -39,7 +41,9 @@ from pipelab.executors.jax.graph import (
 )
 
 LOOP, CHECKPOINT = "scan", "remat2"
-FOREIGN = "ffi_call", "custom_call"  # what is inside is not for us to see
+FOREIGN = "ffi_call", "custom_call", "pure_callback"  # what is inside is not for us to see
+# In a batch these would compute other numbers, both sides of a branch, or nothing at all.
+ONE_BY_ONE = *FOREIGN, "pallas_call", "cond", "while", "random_bits"
 MOVES = ["broadcast_in_dim", "iota", "reshape", "squeeze", "transpose", "convert_element_type"]
 
 
@@ -220,7 +224,19 @@ def _halve_loop(eqn: JaxprEqn, some: list[bool], consts: Values) -> Cut:
     now = replace(now, outputs=[*now.outputs, *crossing[len(halves.crossing) :]])
     first_loop = part(now, mine, slices, [*results, *sent.values()])
     outer |= sent
-    return Cut(first_loop, part(later, others, [*slices, *sent], results_later), halves.unsplit)
+    second_loop = part(later, others, [*slices, *sent], results_later)
+    if not others and not contains(second_loop, ONE_BY_ONE):
+        second_loop = _at_once(second_loop)
+    return Cut(first_loop, second_loop, halves.unsplit)
+
+
+def _at_once(loop: JaxprEqn) -> JaxprEqn:
+    """A loop whose rounds read nothing of each other, as one step over the stacks of all."""
+    body, consts = jaxpr_as_fun(loop.params["jaxpr"]), loop.params["num_consts"]
+    axes = [None if i < consts else 0 for i in range(len(loop.invars))]
+    mapped = jax.vmap(body, axes, axis_size=loop.params["length"])
+    (step,) = jax.make_jaxpr(jax.jit(mapped))(*(atom.aval for atom in loop.invars)).eqns
+    return step.replace(invars=loop.invars, outvars=loop.outvars, source_info=loop.source_info)
 
 
 CUT: dict[str, Callable[[JaxprEqn, list[bool], Values], Cut]] = {

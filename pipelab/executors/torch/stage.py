@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 from pipelab.action import Kind
 from pipelab.executors.batches import check_leaves
-from pipelab.executors.torch.device import CpuDevice
+from pipelab.executors.torch.device import CpuDevice, torch_func_refused
 from pipelab.executors.torch.weights import VersionedStage
-from pipelab.halves import Halves, storages, whole
+from pipelab.halves import Halves, Saved, remaining, storages, whole
 
 Loss = Callable[[Any, Any], Any]
 # Makes an optimizer, or a tuple of one and its learning-rate schedulers.
@@ -25,12 +26,14 @@ class _Kept(NamedTuple):
     x       the input, where the forward runs again; else only its leaves that want a gradient
     edges   where the output's gradients enter the graph. Not the outputs: what was sent on need not
             be kept
+    saved   by autograd
     mean    the loss, on the last stage
     counted by the loss
     """
 
     x: Any
     edges: list[Any]
+    saved: list[ref[Saved]]
     mean: Tensor | None
     counted: float
 
@@ -47,7 +50,7 @@ class TorchStage(VersionedStage):
             self._bind(microbatch)
             if self.recipe.training:
                 self.device.hold(self.key(microbatch), pytree.tree_leaves(x))
-                self._kept[microbatch] = _Kept(x, [], None, 0)
+                self._kept[microbatch] = _Kept(x, [], [], None, 0)
             # On a copy: a layer that works in place must not change what the second forward takes.
             copied = pytree.tree_map_only(Tensor, Tensor.clone, x)
             with torch.no_grad():
@@ -100,14 +103,15 @@ class TorchStage(VersionedStage):
         ]
         key = self.key(microbatch)
         self.device.hold(key, wanted)
-        with self.device.watch(key):
+        saved: list[ref[Saved]] = []
+        with torch_func_refused(), self.device.watch(key, saved):
             output, ends, count = self._apply(microbatch, pytree.tree_unflatten(entered, spec))
         edges = [
             get_gradient_edge(t) if isinstance(t, Tensor) and t.requires_grad else None
             for t in pytree.tree_leaves(ends)
         ]
         mean = None if self.feed.targets is None else ends.detach()
-        return output, _Kept(wanted, edges, mean, count)
+        return output, _Kept(wanted, edges, saved, mean, count)
 
     def _prepare(self, microbatch: int, received: Any) -> tuple[_Kept, list, float]:
         kept = self._kept.pop(microbatch)
@@ -149,17 +153,22 @@ class TorchStage(VersionedStage):
         self, microbatch: int, kept: _Kept, gradients: list, count: float, kind: Kind
     ) -> tuple[list[Tensor | None], list[Tensor]]:
         """The input's gradient by B or I, a leaf each; and what is kept from I to W."""
-        pairs = zip(kept.edges, gradients, strict=True)
-        starts = [(e, g) for e, g in pairs if e is not None and g is not None and count]
+        starts = [
+            (e, g)
+            for e, g in zip(kept.edges, gradients, strict=True)
+            if e is not None and g is not None and count
+        ]
         edges, of_edges = [e for e, _ in starts], [g for _, g in starts]
         leaves = [leaf for leaf in kept.x if leaf is not None]
         held: list[Tensor] = []
         if kind is Kind.B:
             of_leaves = iter(whole(edges, of_edges, leaves))
         else:
-            halves = Halves(edges, of_edges, leaves)
+            halves = Halves(list(edges), of_edges, leaves)
             of_leaves = iter(halves.input_grad())
-            held = list(halves.kept())
+            for of_graph in (kept.edges, starts, edges):
+                of_graph.clear()  # what W does not need goes now, and is not counted
+            held = [*halves.kept(), *remaining(kept.saved)]
             self._split[microbatch] = halves, None, count  # in place of the whole graph
             self.device.ledger.drop(self.key(microbatch))
             self.device.hold(self.key(microbatch), held)
