@@ -4,7 +4,7 @@ Schedules are limited in the latter: a micro-batch that all stages of a device k
 whatever its bytes, and a stage has its share of that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -34,6 +34,20 @@ class Memory:
     cause: np.ndarray
     change: np.ndarray
     source: Literal["simulated", "measured"]
+
+    @classmethod
+    def of(
+        cls, devices: int, steps: Iterable[tuple], source: Literal["simulated", "measured"]
+    ) -> "Memory":
+        """Of steps in any order: (device, time, place, cause, change), numbers or arrays.
+
+        place  in the order at one time; what leaves (a change below 0) goes before what comes
+        """
+        table = np.concatenate([np.column_stack(np.broadcast_arrays(*step)) for step in steps])
+        device, time, place, cause, change = table[table[:, 4] != 0].T
+        by = np.lexsort((change, place, time))
+        where = device[by].astype(int), time[by], cause[by].astype(int)
+        return cls(devices, *where, change[by], source)
 
     def over_time(self, device: int) -> tuple[np.ndarray, np.ndarray]:
         """Times, and bytes from each time on by cause: shapes (steps,) and (causes, steps)."""
@@ -89,7 +103,7 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
         costs.of(name, s.stages)
         for name in ("weights", "optimizer", "activations", "weight_activations", "boundary")
     )
-    steps: list[np.ndarray] = []  # columns: time, order, device, cause, change
+    steps: list[tuple] = []  # of `Memory.of`
 
     # In the order among equal times action i starts at 2 i, and ends at 2 i + 1.
     def starts(i: np.ndarray) -> Moments:
@@ -101,10 +115,10 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
     def hold(
         cause: str, stages: np.ndarray, sizes: np.ndarray, since: Moments, until: Moments | None
     ) -> None:
-        home = np.array(s.placement)[stages], CAUSES.index(cause)
-        steps.append(np.column_stack(np.broadcast_arrays(*since, *home, sizes)))
+        home = np.array(s.placement)[stages]
+        steps.append((home, *since, CAUSES.index(cause), sizes))
         if until:
-            steps.append(np.column_stack(np.broadcast_arrays(*until, *home, -sizes)))
+            steps.append((home, *until, CAUSES.index(cause), -sizes))
 
     always = ends(np.full_like(every, -1))
     hold("weights", every, weights, always, None)
@@ -141,12 +155,7 @@ def memory(timeline: Timeline, costs: Costs) -> Memory:
     stage = timeline.stage[late]
     size = boundary[np.where(timeline.kind[late] == Kind.F, stage, stage + 1)]
     hold("buffers", stage, size, (arrived[late], 2 * late - 1), starts(late))
-    table = np.concatenate(steps)
-    time, order, device, cause, change = table[table[:, 4] != 0].T
-    # When an action starts, what leaves (below 0) goes before what comes.
-    by = np.lexsort((change, order, time))
-    home = device[by].astype(int), time[by], cause[by].astype(int)
-    return Memory(s.devices, *home, change[by], "simulated")
+    return Memory.of(s.devices, steps, "simulated")
 
 
 def _moments(timeline: Timeline) -> np.ndarray:

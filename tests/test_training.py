@@ -57,9 +57,9 @@ def test_tied_weights_have_one_gradient(name, clip, backend):
 
 
 def test_a_tied_gradient_of_one_stage_alone_fails_the_check(monkeypatch):
-    from pipelab.executors.torch import stage as torch_stage
+    from pipelab.executors.torch import weights
 
-    monkeypatch.setattr(torch_stage, "_add_up", lambda news: {})
+    monkeypatch.setattr(weights, "_add_up", lambda news: {})
     assert not run(make("gpipe", 3, 4), tied(), batches(1), F.mse_loss, SGD).check.passed
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+from typing import Any
 
 from pipelab import Costs, Recompute, explain, fit, simulate, validate
 from pipelab.cli.files import check_targets
@@ -54,59 +55,51 @@ def run_command(o: argparse.Namespace) -> None:
     if first:
         check_targets(o, "dump", "save")
     recompute, unit = Recompute(o.recompute), o.paced or 1.0
-    costs = Costs(unit, unit, unit, recompute=recompute)
-    stages, batches, loss, optimizer = (jax_model if o.backend == "jax" else small_model)(
-        o, schedule
-    )
+    model = jax_model if o.backend == "jax" else small_model
+    as_given = ("backend", "replicas", "pin", "dump", "save", "stop", "resume", "timeout")
     result = run(
         schedule,
-        stages,
-        batches,
-        loss,
-        optimizer,
-        backend=o.backend,
+        *model(o, schedule),
         devices=o.device,
-        replicas=o.replicas,
         recompute=recompute,
         seed=o.seed if o.dropout else None,
         pace=o.paced,
-        pin=o.pin,
-        dump=o.dump,
-        save=o.save,
-        stop=o.stop,
-        resume=o.resume,
-        timeout=o.timeout,
+        **{name: getattr(o, name) for name in as_given},
     )
-    # Predicted with the very costs it is paced by, or with those that it measured itself; of the
-    # table that ran, which is a part of the schedule with --stop and --resume.
-    measured, check = result.timeline, result.check
-    costs = costs if o.paced else fit(measured)
-    predicted, explanation = simulate(measured.schedule, costs), explain(costs, measured)
+    # Predicted with the very costs it is paced by, or with those that it measured itself.
+    paced_by = Costs(unit, unit, unit, recompute=recompute)
+    costs = paced_by if o.paced else fit(result.timeline)
+    explanation = explain(costs, result.timeline)
+    check = result.check
     assert check
     if not first:  # one of several ranks: the first one reports
         return
     if o.json:
-        numbers = describe(measured) | {
-            "weight_versions": result.weight_versions,
-            "activation_bytes": result.memory.peak(),
-            "late": measured.late,
-        }
-        sizes = ("schedule", "devices", "stages", "microbatches", "batches")
-        report = {name: numbers[name] for name in sizes} | {
-            "losses": result.losses,
-            "check": verdict_of(check),
-            "measured": numbers,
-            "simulated": describe(predicted),
-            "explained": explanation.causes,
-        }
-        print(json.dumps(report))
+        print(json.dumps(_report(result, costs) | {"explained": explanation.causes}))
     else:
-        print(measured.summary())
+        print(result.timeline.summary())
         print(explanation)
         print("losses", *(f"{x:.4f}" for x in result.losses))
         print(check)
     if not check.passed:
         raise Failure(str(check))
+
+
+def _report(result: Any, costs: Costs) -> dict[str, Any]:
+    """Of a run, as a JSON object: of the table that ran, a part with --stop and --resume."""
+    measured = result.timeline
+    numbers = describe(measured) | {
+        "weight_versions": result.weight_versions,
+        "activation_bytes": result.memory.peak(),
+        "late": measured.late,
+    }
+    sizes = ("schedule", "devices", "stages", "microbatches", "batches")
+    return {name: numbers[name] for name in sizes} | {
+        "losses": result.losses,
+        "check": verdict_of(result.check),
+        "measured": numbers,
+        "simulated": describe(simulate(measured.schedule, costs)),
+    }
 
 
 def _join_processes() -> bool:

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import tempfile
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -47,49 +48,59 @@ def add_to(commands: Commands) -> None:
 
 def train_command(o: argparse.Namespace) -> None:
     import torch
-    from tqdm import tqdm
 
     from pipelab.models import split
     from pipelab.partition import uniform
     from pipelab.train import train
 
+    first = os.environ.get("RANK", "0") == "0"
     if "RANK" in os.environ and not o.save:
         raise ValueError("several ranks write their parts of a checkpoint: add --save DIR")
     o.name, o.batches, o.reads = o.schedule, o.steps, None
     schedule = validate(schedule_of(o))
     torch.manual_seed(o.seed)
     layers, batches, loss, length = gpt2_model(o)
-    stages = split(layers, uniform(len(layers), schedule.stages))
-    optimizer = partial(torch.optim.Adam, lr=o.lr)
-    first = os.environ.get("RANK", "0") == "0"
     # Steps may be more than before; all else that changes what is trained has to be the same.
     same = """schedule devices microbatches virtual size pretrained tied text
         batch length lr clip dropout replicas seed"""
-    name = " ".join(f"{key}={getattr(o, key)}" for key in same.split())
-    seconds, part, verdict = 0.0, None, None
-    with (
-        nullcontext(o.save) if o.save else tempfile.TemporaryDirectory() as folder,
-        tqdm(total=o.steps, unit="step", disable=not first) as bar,
-    ):
+    as_given = ("every", "backend", "replicas", "clip", "timeout")
+    with nullcontext(o.save) if o.save else tempfile.TemporaryDirectory() as folder:
         parts = train(
             schedule,
-            stages,
+            split(layers, uniform(len(layers), schedule.stages)),
             batches,
             loss,
-            optimizer,
+            partial(torch.optim.Adam, lr=o.lr),
             folder,
-            every=o.every,
-            name=name,
-            backend=o.backend,
+            name=" ".join(f"{key}={getattr(o, key)}" for key in same.split()),
             devices=o.device,
-            replicas=o.replicas,
-            clip=o.clip,
-            timeout=o.timeout,
+            **{name: getattr(o, name) for name in as_given},
         )
+        report, verdict = _follow(parts, o, o.batch * length, first)
+    if not first:
+        return
+    print(json.dumps(report) if o.json else f"The first {o.every} steps of this call: {verdict}")
+    if not verdict.passed:
+        raise Failure(str(verdict))
+
+
+def _follow(
+    parts: Iterable[Any], o: argparse.Namespace, tokens: int, first: bool
+) -> tuple[dict[str, Any], Any]:
+    """Train part after part, and show how far it is; ends where a check fails.
+
+    tokens  of a batch
+
+    Returns the report, and the verdict on the first part.
+    """
+    from tqdm import tqdm
+
+    seconds, verdict = 0.0, None
+    with tqdm(total=o.steps, unit="step", disable=not first) as bar:
         for part in parts:
-            timeline, steps = part.run.timeline, part.run.timeline.schedule.batches
+            timeline = part.run.timeline
             seconds += timeline.makespan
-            speed = steps * o.batch * length / timeline.makespan
+            speed = timeline.schedule.batches * tokens / timeline.makespan
             bar.update(part.steps - bar.n)
             bar.set_postfix(loss=f"{part.losses[-1]:.3f}", tokens_per_s=f"{speed:.0f}")
             verdict = part.run.check or verdict
@@ -101,16 +112,13 @@ def train_command(o: argparse.Namespace) -> None:
                     f"step {part.steps:>5}  loss {part.losses[-1]:.4f}  {speed:,.0f} tokens/s  "
                     f"bubble {timeline.bubble.of_total:.1%}  {memory:.1f} MiB at the most"
                 )
-    assert part
-    assert verdict
-    if not first:
-        return
-    if o.json:
-        report: dict[str, Any] = {"steps": part.steps, "losses": part.losses, "seconds": seconds}
-        report |= {"tokens_per_second": speed, "bubble": timeline.bubble._asdict()}
-        report |= {"memory": part.run.memory.peak(), "check": verdict_of(verdict)}
-        print(json.dumps(report))
-    else:
-        print(f"The first {o.every} steps of this call: {verdict}")
-    if not verdict.passed:
-        raise Failure(str(verdict))
+    report = {
+        "steps": part.steps,
+        "losses": part.losses,
+        "seconds": seconds,
+        "tokens_per_second": speed,
+        "bubble": timeline.bubble._asdict(),
+        "memory": part.run.memory.peak(),
+        "check": verdict_of(verdict),
+    }
+    return report, verdict

@@ -134,7 +134,7 @@ def memory_of(timeline: Timeline, records: Sequence[Record]) -> Memory:
     Activations between the two as the most that was held; an input from its arrival to its action's
     start as a buffer.
     """
-    s, found = timeline.schedule, []
+    s, found = timeline.schedule, []  # of `Memory.of`
     first = float(timeline.start.min())
     for d, (record, a) in enumerate(zip(records, s.bounds, strict=False)):
         row = slice(a, s.bounds[d + 1])
@@ -158,10 +158,5 @@ def memory_of(timeline: Timeline, records: Sequence[Record]) -> Memory:
         steps.append((arrived[waited], order[waited] - 1, "buffers", received[waited]))
         steps.append((start[waited], order[waited], "buffers", -received[waited]))
         for time, place, cause, change in steps:
-            some = np.flatnonzero(change)
-            columns = d, time[some], place[some], CAUSES.index(cause), change[some]
-            found.append(np.stack(np.broadcast_arrays(*columns)))
-    every = np.concatenate(found, axis=1)
-    by_time = np.lexsort((every[2], every[1]))
-    device, time, _, cause, change = every[:, by_time]
-    return Memory(s.devices, device.astype(int), time, cause.astype(int), change, "measured")
+            found.append((d, time, place, CAUSES.index(cause), change))
+    return Memory.of(s.devices, found, "measured")

@@ -102,6 +102,26 @@ def run_threads(
     finally:
         for worker in workers:
             worker.join(LOOK if watch else None)
+    return _results(outcomes)
+
+
+def _keep(work: Callable[..., Outcome], outcome: Future[Outcome], *arguments: Any) -> None:
+    """What a thread does: the work, whose outcome or error is kept."""
+    try:
+        outcome.set_result(work(*arguments))
+    except BaseException as error:
+        outcome.set_exception(error)
+    del outcome, arguments  # as in `_results`
+
+
+def _over(outcomes: Sequence[Future], seconds: float | None) -> bool:
+    """Whether all are there or one has failed, within so many seconds."""
+    done, left = wait(outcomes, seconds, FIRST_EXCEPTION)
+    return not left or any(outcome.exception() for outcome in done)
+
+
+def _results(outcomes: list[Future[Outcome]]) -> list[Outcome]:
+    """What the threads have found, or the first error; the list is empty afterwards."""
     errors = [outcome.exception() for outcome in outcomes if outcome.done()]
     failures = [e for e in errors if e and not isinstance(e, (Aborted, BrokenBarrierError))]
     try:
@@ -111,24 +131,10 @@ def run_threads(
             raise Aborted
         return [outcome.result() for outcome in outcomes]
     finally:
-        # An error's traceback refers to this frame: referred to from here, it would be kept, with
-        # all stages, until the next garbage collection.
-        del outcomes, errors, failures
-
-
-def _keep(work: Callable[..., Outcome], outcome: Future[Outcome], *arguments: Any) -> None:
-    """What a thread does: the work, whose outcome or error is kept."""
-    try:
-        outcome.set_result(work(*arguments))
-    except BaseException as error:
-        outcome.set_exception(error)
-    del outcome, arguments  # as below
-
-
-def _over(outcomes: Sequence[Future], seconds: float | None) -> bool:
-    """Whether all are there or one has failed, within so many seconds."""
-    done, left = wait(outcomes, seconds, FIRST_EXCEPTION)
-    return not left or any(outcome.exception() for outcome in done)
+        # An error's traceback refers to this frame and the caller's: referred to from there, it
+        # would be kept, with all stages, until the next garbage collection.
+        outcomes.clear()
+        del errors, failures
 
 
 def _mailboxes(job: Job) -> list[Transport]:

@@ -11,7 +11,7 @@ import numpy as np
 from pipelab.executors.batches import Part, Reader, Trees
 from pipelab.executors.check import Check
 from pipelab.executors.job import Job, Launcher
-from pipelab.executors.judge import Trainer, judge
+from pipelab.executors.judge import judge
 from pipelab.executors.options import Options
 from pipelab.executors.result import Outcome, Run, result_of
 from pipelab.executors.stage import Feed, Recipe, Step
@@ -23,6 +23,7 @@ from pipelab.executors.table import (
     pace_of,
     seeds_for,
 )
+from pipelab.executors.trainer import Trainer
 from pipelab.schedule import Schedule
 from pipelab.validate import validate
 

@@ -255,7 +255,7 @@ _NODE = re.compile(
 
 
 def _read_graph(text: str) -> Profile:
-    nodes: dict[str, Layer] = {}
+    nodes = {}
     reads: dict[str, list[str]] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("\t"):

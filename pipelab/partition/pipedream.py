@@ -23,6 +23,7 @@ the devices of the levels below.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -83,86 +84,100 @@ def pipedream(
     """
     levels = list(devices) if isinstance(devices, Sequence) else [Level(devices, bandwidth)]
     _check(levels, memory, model, len(profile.layers) if straight else None)
-    # [1] what stages between any two cuts take, and what crosses a cut
-    cuts = profile.cuts()
-    size = sum(level.count for level in levels) * len(cuts.before) ** 2
-    if size > MOST_ENTRIES:
-        raise ValueError(
-            f"{_devices(levels):,} devices and {len(cuts.before):,} cuts: a table of {size:,} "
-            f"entries, at most {MOST_ENTRIES:,}; use fewer devices, or join layers"
-        )
-    follows, end = cuts.follows, len(cuts.before) - 1
-    time, weights, activations = (
-        cuts.between(profile.of(name)) for name in ("time", "weights", "activations")
-    )
-    crossing = profile.crossing(cuts)
-
-    below = [_devices(levels[:number]) for number in range(len(levels))]  # in a level's unit
-
-    def shared(number: int, inside: np.ndarray, units: int, first: bool) -> np.ndarray:
-        """Seconds between any two cuts where a level's `units`, each taking `inside`, share it."""
-        sync = 4 * (units - 1) * weights / (levels[number].bandwidth * units)
-        if model == "max":
-            return np.maximum(inside, sync) / units
-        return (inside + (sync / below[number] if first else sync)) / units
-
-    def held(units: int, later: int) -> np.ndarray:
-        return math.ceil((units + later) / units) * (weights + activations)
-
-    # [2] level after level, from the devices up
+    problem = _Problem(profile, levels, memory, model)
+    # [1] level after level, from the devices up
     tables: list[_Table] = []
     for number, level in enumerate(levels):
-        inside = tables[-1].pace[-1] if tables else time
-
-        def pace(units: int, later: int, first: bool, number=number, inside=inside):
-            """Of a stage between any two cuts; the first one has no link before it."""
-            found = shared(number, inside, units, first)
-            if not first:
-                link = 2 * crossing / levels[number].bandwidth
-                link = link / units if model == "sum" else link
-                found = np.maximum(found, link[:, None])
-                found = np.maximum(found, link) if model == "sum" else found
-            return np.where(follows & (held(units, later) <= memory), found, np.inf)
-
+        inside = tables[-1].pace[-1] if tables else problem.time
         top = number == len(levels) - 1
-        tables.append(_solve(pace, level.count, end, [0] if top else range(end), straight))
-    best = float(tables[-1].pace[-1, 0, end])
-    # [3] the plan, or why there is none
+        starts = [0] if top else range(problem.end)
+        pace = partial(problem.pace, number, inside)
+        tables.append(_solve(pace, level.count, problem.end, starts, straight))
+    best = float(tables[-1].pace[-1, 0, problem.end])
+    # [2] the plan, or why there is none
     if not math.isfinite(best):
-        least = _solve(
-            lambda units, later, first: np.where(follows, held(units, later), np.inf),
-            levels[0].count,
-            end,
-            [0],
-            straight,
-        ).pace[-1, 0, end]
+        count = levels[0].count
+        needed = _solve(problem.needed, count, problem.end, [0], straight)
+        least = needed.pace[-1, 0, problem.end]
         raise ValueError(
-            f"no plan for {levels[0].count} devices of {memory:,.0f} bytes: the best one in memory "
+            f"no plan for {count} devices of {memory:,.0f} bytes: the best one in memory "
             f"needs {least:,.0f}, {least - memory:,.0f} more; use more devices or smaller "
             "micro-batches"
         )
+    before = problem.cuts.before
+    plan = []
+    for a, b, replicas, seconds in problem.stages(tables, 0, problem.end):
+        layers = np.flatnonzero(before[b] & ~before[a])
+        sync = seconds - float(problem.time[a, b]) / replicas
+        plan.append(Stage(tuple(layers.tolist()), seconds, replicas, max(sync, 0.0)))
+    return Partition(profile, tuple(plan), best)
 
-    def stages(number: int, a: int, b: int) -> list[tuple[int, int, int, float]]:
-        """(first cut, last cut, devices, seconds) of each stage of a level's plan on all it has."""
-        if number < 0:
-            return [(a, b, 1, float(time[a, b]))]
-        table, left = tables[number], levels[number].count
+
+class _Problem:
+    """What a stage between any two cuts, [a, b], takes on every level."""
+
+    def __init__(
+        self, profile: Profile, levels: Sequence[Level], memory: float, model: str
+    ) -> None:
+        self.levels, self.memory, self.model = levels, memory, model
+        self.cuts = cuts = profile.cuts()
+        self.end = len(cuts.before) - 1
+        size = sum(level.count for level in levels) * len(cuts.before) ** 2
+        if size > MOST_ENTRIES:
+            raise ValueError(
+                f"{_devices(levels):,} devices and {len(cuts.before):,} cuts: a table of {size:,} "
+                f"entries, at most {MOST_ENTRIES:,}; use fewer devices, or join layers"
+            )
+        self.time, self.weights, activations = (
+            cuts.between(profile.of(name)) for name in ("time", "weights", "activations")
+        )
+        self.version = self.weights + activations  # and a micro-batch
+        self.crossing = profile.crossing(cuts)
+
+    def pace(
+        self, number: int, inside: np.ndarray, units: int, later: int, first: bool
+    ) -> np.ndarray:
+        """Seconds, or inf; the first stage has no link before it."""
+        found = self._shared(number, inside, units, first)
+        if not first:
+            link = 2 * self.crossing / self.levels[number].bandwidth
+            link = link / units if self.model == "sum" else link
+            found = np.maximum(found, link[:, None])
+            found = np.maximum(found, link) if self.model == "sum" else found
+        fits = self.needed(units, later) <= self.memory
+        return np.where(self.cuts.follows & fits, found, np.inf)
+
+    def needed(self, units: int, later: int, first: bool = False) -> np.ndarray:
+        """Bytes of a device, in place of seconds."""
+        in_flight = math.ceil((units + later) / units)
+        return np.where(self.cuts.follows, in_flight * self.version, np.inf)
+
+    def _shared(self, number: int, inside: np.ndarray, units: int, first: bool) -> np.ndarray:
+        """Seconds where a level's `units`, each taking `inside`, share a stage."""
+        sync = 4 * (units - 1) * self.weights / (self.levels[number].bandwidth * units)
+        if self.model == "max":
+            return np.maximum(inside, sync) / units
+        below = _devices(self.levels[:number])  # in a unit
+        return (inside + (sync / below if first else sync)) / units
+
+    def stages(self, tables: Sequence[_Table], a: int, b: int) -> list[tuple[int, int, int, float]]:
+        """The plan of the last of these tables' levels between two cuts, on all that it has.
+
+        Of each stage (first cut, last cut, devices, seconds).
+        """
+        if not tables:
+            return [(a, b, 1, float(self.time[a, b]))]
+        *below, table = tables
+        left = self.levels[len(below)].count
         found: list[tuple[int, int, int, float]] = []
         while left:
             begin, mine = int(table.cut[left - 1, a, b]), int(table.units[left - 1, a, b])
-            for first, last, devices, seconds in reversed(stages(number - 1, begin, b)):
-                whole = np.full_like(time, seconds)
-                seconds = float(shared(number, whole, mine, begin == a)[begin, b])
+            for first, last, devices, seconds in reversed(self.stages(below, begin, b)):
+                whole = np.full_like(self.time, seconds)
+                seconds = float(self._shared(len(below), whole, mine, begin == a)[begin, b])
                 found.insert(0, (first, last, mine * devices, seconds))
             b, left = begin, left - mine
         return found
-
-    plan = []
-    for a, b, replicas, seconds in stages(len(levels) - 1, 0, end):
-        inside = np.flatnonzero(cuts.before[b] & ~cuts.before[a])
-        sync = seconds - float(time[a, b]) / replicas
-        plan.append(Stage(tuple(inside.tolist()), seconds, replicas, max(sync, 0.0)))
-    return Partition(profile, tuple(plan), best)
 
 
 def _solve(

@@ -101,7 +101,7 @@ class Partition:
         costs = self.profile.reordered(order).costs(self.balance, **others)
         replicas = np.array([stage.replicas for stage in self.stages])
         allreduce = np.array([stage.allreduce for stage in self.stages])
-        shared: dict[str, Any] = {name: getattr(costs, name) / replicas for name in PASSES}
+        shared = {name: getattr(costs, name) / replicas for name in PASSES}
         if bandwidth < math.inf and (replicas > 1).any():
             width = bandwidth * np.minimum(replicas[1:], replicas[:-1])
             transfer = np.add(transfer, np.array(costs.boundary)[1:] / width)

@@ -51,7 +51,7 @@ def run(program: Program, arguments: Arguments) -> Call:
     seed = np.asarray(share, dtype_of(program.loss.outputs[0]))
     pieces, known = _pieces(program, values), _on_meshes(program, values)
     gradients = step.gradients
-    partners: list[tuple[int, ...]] = [()] * len(program.graphs)  # no stage waits for news
+    partners = [()] * len(program.graphs)  # no stage waits for news
     jobs = []
     for row in program.rows:
         place = partial(program.place, row)

@@ -80,7 +80,7 @@ def mark(loss: Graph, find: Layers, parameters: Variables, batch: Variables) -> 
     loss = replace(loss, equations=equations)
     starts = set(find(loss, parameters, batch))
     boundary = jax.make_jaxpr(mark_pipeline_boundary)().eqns[0]
-    marked: Equations = []
+    marked = []
     for i, eqn in enumerate(equations):
         marked += [boundary, eqn] if i in starts else [eqn]
     return replace(loss, equations=marked)
@@ -220,7 +220,7 @@ def _place(
     varying = loss.depending(batch)
     # [1] Who owns each parameter: the first stage that uses it on the batch.
     placed = []
-    made_of: dict[Var, set[Var]] = {p: {p} for p in parameters}  # parameters in an array
+    made_of = {p: {p} for p in parameters}  # parameters in an array
     owner: dict[Var, int] = {}
     layer = 0
     for eqn in loss.equations:

@@ -13,7 +13,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 from pipelab.executors.jax.graph import (
     Arrays,
-    Atom,
     Equations,
     Graph,
     Variables,
@@ -74,8 +73,8 @@ def flatten(args: Sequence[Any], batch_argnums: tuple[int, ...]) -> Arguments:
     """
     chosen = {i % len(args) for i in batch_argnums}
     leaves, tree = jax.tree.flatten_with_path(tuple(args))
-    paths: list[str] = []
-    batch: list[int] = []
+    paths = []
+    batch = []
     sizes: dict[str, int] = {}  # a leaf of the batch, in words -> its samples
     for position, ((argument, *path), value) in enumerate(leaves):
         i = argument.idx
@@ -230,7 +229,7 @@ def trace_piece(step: Callable, arguments: Arguments, samples: int, whole: Step)
             f"of {samples} of them: pass every array that has samples in batch_argnums, and write "
             f"no batch size as a number ({error})"
         ) from error
-    names: dict[Var, Atom] = dict(zip(whole.arguments, piece.arguments, strict=True))
+    names = dict(zip(whole.arguments, piece.arguments, strict=True))
     update = Graph(
         [*piece.arguments, *whole.gradient],
         substitute(whole.update.outputs, names),

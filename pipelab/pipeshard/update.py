@@ -71,7 +71,7 @@ def split(
     known: dict[Var, np.ndarray] = {}  # per stage, the first level at which it can be read there
     for v in update.sources:  # an argument or a gradient
         known[v] = np.maximum(v in late, stages != owners.get(v, stages))
-    places: list[Place | None] = []
+    places = []
     maker: dict[Var, Place | None] = {}
     for i, eqn in enumerate(update.equations):
         place = None
@@ -86,7 +86,7 @@ def split(
 
     # [2] What only later tasks of its stage read, the first of them computes. With clipping and
     #     Adam, 0.9 m would otherwise be kept from level 0 to level 1, beside m.
-    first: dict[Var, int] = dict.fromkeys(variables(update.outputs), 0)  # level that reads it
+    first = dict.fromkeys(variables(update.outputs), 0)  # level that reads it
     for i, eqn in reversed([*enumerate(update.equations)]):
         place = places[i]
         if place:
@@ -157,7 +157,7 @@ def _without_branches(graph: Graph) -> Graph:
     a, b = cond(i, (f, g), x)   ->   a0, b0 = f(x);  a1, b1 = g(x)
                                      a = select_n(i, a0, a1);  b = select_n(i, b0, b1)
     """
-    equations: Equations = []
+    equations = []
     for eqn in graph.equations:
         if eqn.primitive.name != "cond" or eqn.effects:
             equations.append(eqn)

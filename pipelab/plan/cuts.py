@@ -27,7 +27,7 @@ from itertools import count, islice
 
 import numpy as np
 
-from pipelab.costs import Recompute
+from pipelab.costs import Costs, Recompute
 from pipelab.plan.bounds import SLACK
 from pipelab.plan.problem import ASYNCHRONOUS, Choice, Problem
 from pipelab.theory import THEORY
@@ -93,8 +93,8 @@ def _once(tables: list[Table]) -> Iterable[Table]:
     return {id(table): table for table in tables}.values()
 
 
-def _layers(problem: Problem, choice: Choice) -> Callable[[str], Table]:
-    """name -> the sum of that cost from layer a to layer b - 1; inf where there is no layer."""
+def _layers(problem: Problem, choice: Choice) -> tuple[Costs, Callable[[str], Table]]:
+    """Every layer's costs; and name -> the sum of that cost from layer a to layer b - 1."""
     layers = problem.layers
     costs = problem.costs(choice._replace(balance=(1,) * layers))
 
@@ -102,14 +102,13 @@ def _layers(problem: Problem, choice: Choice) -> Callable[[str], Table]:
         total = np.append(0, np.cumsum(costs.of(name, layers)))
         return total - total[:, None]
 
-    return between
+    return costs, between
 
 
 def _seconds(problem: Problem, choice: Choice) -> tuple[Table, Table]:
     """Of the work, inf where there is no layer; and of passing a stage."""
     layers, m = problem.layers, choice.microbatches
-    costs = problem.costs(choice._replace(balance=(1,) * layers))
-    between = _layers(problem, choice)
+    costs, between = _layers(problem, choice)
     forward = between("forward")
     both = forward + between("input_grad") + between("weight_grad")
     updates = m if choice.schedule == "pipedream" else 1
@@ -133,8 +132,8 @@ def _held(problem: Problem, choice: Choice) -> list[Table]:
     Of several chunks, over the share of the device that each may fill.
     """
     p, v, layers = choice.pipeline, choice.virtual, problem.layers
-    costs = problem.costs(choice._replace(balance=(1,) * layers))
-    between, theory = _layers(problem, choice), THEORY[choice.schedule]
+    costs, between = _layers(problem, choice)
+    theory = THEORY[choice.schedule]
     weights, optimizer = between("weights"), between("optimizer")
     activations, for_w = between("activations"), between("weight_activations")
     kept = activations

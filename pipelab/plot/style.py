@@ -15,6 +15,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
 from pipelab.action import Kind
+from pipelab.diagnose import WORDS
 
 RGB = tuple[float, float, float]
 Colour = str | RGB
@@ -35,14 +36,7 @@ KINDS = dict.fromkeys(Kind, PINK) | {  # the others are transfers
     Kind.W: ORANGE,
     Kind.U: GREY,
 }
-NAMES = {
-    Kind.F: "forward",
-    Kind.B: "backward",
-    Kind.I: "input gradient",
-    Kind.W: "weight gradient",
-    Kind.U: "update",
-    Kind.SEND_F: "transfer",
-}
+NAMES = WORDS | {Kind.SEND_F: "transfer"}
 CAUSES = {
     "weights": GREY,
     "versions": PINK,

@@ -46,6 +46,7 @@ class Feedback:
 
 
 NO_NUMBER = TypeError, ValueError, RuntimeError, OverflowError  # of what float() may raise
+RIGHT = Feedback(True, "Right.")
 NOT_ATTEMPTED = Feedback(None, "Not attempted yet: replace None above, then run this cell again.")
 
 
@@ -95,7 +96,7 @@ def number(
     answer: Any,
     truth: float,
     hint: str = "",
-    slips: Mapping[float, str] | None = None,
+    slips: Mapping[Any, str] | None = None,
     tolerance: float = 0.005,
 ) -> Feedback:
     """Any number within `tolerance` (relative) of the truth, of whatever type.
@@ -112,7 +113,7 @@ def number(
     except NO_NUMBER:
         return not_yet(f"{answer!r} is not a number.")
     if is_close(value, truth, tolerance):
-        return Feedback(True, "Right.")
+        return RIGHT
     for slip, its_hint in (slips or {}).items():
         if is_close(value, slip, tolerance):
             hint = its_hint
@@ -123,7 +124,7 @@ def same_function(
     answer: Callable,
     truth: Callable,
     cases: Iterable[tuple],
-    slips: Sequence[tuple[Callable, str]] = (),
+    slips: Sequence[tuple[Any, str]] = (),
 ) -> Feedback:
     """A function that gives what `truth` gives for every case; the first difference is shown.
 
@@ -149,7 +150,7 @@ def same_function(
             hints = [hint for slip, hint in slips if is_close(value, slip(*case), 1e-6)]
             hint = "".join(f" {hint}" for hint in hints[:1])
             return not_yet(f"for ({shown}) it gives {value}, right is {_short(right)}.{hint}")
-    return Feedback(True, "Right.") if attempted else NOT_ATTEMPTED
+    return RIGHT if attempted else NOT_ATTEMPTED
 
 
 def choice(answer: Any, right: str, wrong: Mapping[str, str]) -> Feedback:
@@ -161,7 +162,7 @@ def choice(answer: Any, right: str, wrong: Mapping[str, str]) -> Feedback:
     if not isinstance(answer, str):
         return not_yet(f"{answer!r} is not a word in quotes.")
     if answer == right:
-        return Feedback(True, "Right.")
+        return RIGHT
     if answer in wrong:
         return not_yet(f"{answer}. {wrong[answer]}")
     return not_yet(f"{answer!r} is none of {', '.join(sorted([right, *wrong]))}.")
@@ -177,6 +178,7 @@ def table(
     makespan: float | None = None,
     in_flight: int | None = None,
     costs: Costs | None = None,
+    missing: Callable[[Schedule], str] = lambda schedule: "",
 ) -> Feedback:
     """Any valid table that reaches the numbers.
 
@@ -186,6 +188,7 @@ def table(
     microbatches  in all batches
     makespan      at most this much, under `costs` (default: forward 1, backward 2)
     in_flight     at most so many micro-batches on any device
+    missing       what else a table has to reach and does not, in words; "" where it does
     """
     if not isinstance(answer, (str, Schedule)):
         return not_yet(f"{answer!r} is not a table: give a Schedule, or a text, a line a device.")
@@ -204,6 +207,8 @@ def table(
         short.append(f"makespan {span:g}, to reach: {makespan:g}")
     if in_flight is not None and most > in_flight:
         short.append(f"{most} micro-batches in flight, to reach: {in_flight}")
+    if why := missing(schedule):
+        short.append(why)
     if short:
         return not_yet(f"{'; '.join(short)}.\n{schedule.grid()}")
     return Feedback(True, f"Right: makespan {span:g}, at most {most} in flight.\n{schedule.grid()}")

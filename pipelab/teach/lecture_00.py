@@ -20,7 +20,7 @@ def best_of_six() -> float:
 
 def most_in_flight(answer: Any) -> Feedback:
     """0F0 0F1 0F2 0B0 0F3 0B1 0F4 0B2 0B3 0B4 0U0."""
-    slips: dict[float, str] = {
+    slips = {
         5: "That is how many there are in all; some are back before others start.",
         2: "That is after a backward; what is it just before?",
     }

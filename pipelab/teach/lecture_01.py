@@ -6,6 +6,7 @@ from typing import Any
 
 from pipelab import make, simulate
 from pipelab.teach.feedback import (
+    RIGHT,
     Exercise,
     Feedback,
     Guess,
@@ -92,7 +93,7 @@ def gradients_over_a_cut(answer: Any) -> Feedback:
             elif s == 0 and same(pair[s], mixed[k]):
                 hint = "What came back over the cut is the sum over all batches until now."
             return not_yet(f"batch {k}: the gradient of {name} is wrong. {hint}")
-    return Feedback(True, "Right.")
+    return RIGHT
 
 
 def _over_a_cut(a: Any, b: Any, batches: Any) -> tuple[list, list]:
@@ -100,7 +101,7 @@ def _over_a_cut(a: Any, b: Any, batches: Any) -> tuple[list, list]:
     from torch.autograd import grad
     from torch.nn.functional import mse_loss
 
-    right: list[Any] = []
+    right = []
     mixed: list[Any] = []
     at_cut: Any = 0
     for x, target in batches:

@@ -7,6 +7,7 @@ import numpy as np
 from pipelab import Costs, make, simulate
 from pipelab.teach.feedback import (
     NOT_ATTEMPTED,
+    RIGHT,
     Exercise,
     Feedback,
     Guess,
@@ -32,7 +33,7 @@ def enough_microbatches(answer: Any) -> Feedback:
 
 def recomputed_memory(answer: Any) -> Feedback:
     """Ten micro-batches that keep 30 MiB each, 4 of them the input."""
-    slips: dict[float, str] = {
+    slips = {
         300: "So much is kept without recomputation.",
         40: "And the micro-batch that is computed again?",
         70: "The input of the micro-batch that is computed again counts once.",
@@ -68,7 +69,7 @@ def uneven_gradient(answer: Any) -> Feedback:
             return not_yet(f"with {samples} samples it raises {type(error).__name__}: {error}")
         if not is_close(found, truth, 1e-3):
             return not_yet(f"{samples} samples, m = {m}: {_uneven_hint(found, by_piece)}")
-    return Feedback(True, "Right.")
+    return RIGHT
 
 
 def _uneven_hint(found: np.ndarray, by_piece: np.ndarray) -> str:

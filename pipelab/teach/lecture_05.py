@@ -5,6 +5,7 @@ from typing import Any
 
 from pipelab import Reads, Schedule, ScheduleError, make, simulate
 from pipelab.teach.feedback import (
+    RIGHT,
     Exercise,
     Feedback,
     Guess,
@@ -20,7 +21,7 @@ RULE = "# microbatches=2 batches=3 reads=PREVIOUS\n"  # the line above a grid of
 
 def full_device(answer: Any) -> Feedback:
     """Weights 10, gradients 10, activations 1, eight devices, m = 8: the peak of device 0."""
-    slips: dict[float, str] = {
+    slips = {
         28: "That is one version: a flush.",
         98: "That is stashing, with a version for each micro-batch in flight.",
         48: "Gradients add up in one place.",
@@ -78,7 +79,7 @@ def first_wrong(answer: Any) -> Feedback:
     except (TypeError, ValueError):
         return not_yet(f"{answer!r} is not a pair (stage, micro-batch).")
     if (stage, microbatch) == (2, 4):
-        return Feedback(True, "Right.")
+        return RIGHT
     right = make("pipedream_2bw", 3, 4, batches=3)
     latest = replace(right, reads=Reads.LATEST)
     if (stage, microbatch) == (4, 2):

@@ -4,6 +4,7 @@ from typing import Any
 
 from pipelab import Schedule, make, simulate
 from pipelab.teach.feedback import (
+    RIGHT,
     Exercise,
     Feedback,
     Guess,
@@ -35,7 +36,7 @@ def bytes_of_stage(answer: Any) -> Feedback:
 
 def how_often_filled(answer: Any) -> Feedback:
     """Sixteen samples on four devices with room for eight: GPipe's time over that of 1F1B."""
-    slips: dict[float, str] = {
+    slips = {
         1: "GPipe has room for eight: it fills and drains twice.",
         2: "Only if 1F1B filled and drained in no time; and it holds four samples at the most.",
         19 / 22: "The other way round: GPipe's time over 1F1B's.",
@@ -45,7 +46,7 @@ def how_often_filled(answer: Any) -> Feedback:
 
 def tensors_kept(answer: Any) -> Feedback:
     """Tensors that x sigmoid(x) has to keep."""
-    slips: dict[float, str] = {
+    slips = {
         2: "The sigmoid can be computed again.",
         3: "What can be computed again from x?",
         0: "Then the backward would not know where it is.",
@@ -70,7 +71,7 @@ def without_a_cycle(answer: Any) -> Feedback:
         held, least = made.peak_in_flight, [min(m, p - s) for s in range(p)]
         if any(a > b for a, b in zip(held, least, strict=True)):
             return not_yet(f"for ({p}, {m}) the devices hold {held}, enough are {least}.")
-    return Feedback(True, "Right.")
+    return RIGHT
 
 
 EXERCISES = {

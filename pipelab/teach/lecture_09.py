@@ -5,6 +5,7 @@ from typing import Any
 from pipelab import make
 from pipelab.pipeshard import ManualStages
 from pipelab.teach.feedback import (
+    RIGHT,
     Exercise,
     Feedback,
     Guess,
@@ -80,7 +81,7 @@ def handed_on(answer: Any) -> Feedback:
                 return not_yet(f"{about} returns nothing, and a later part reads {made}.")
             if given and not read:
                 return not_yet(f"{about} returns it, and nobody reads it.")
-    return Feedback(True, "Right.")
+    return RIGHT
 
 
 WEIGHTS, ACTIVATIONS = (10, 2, 2, 6), (2, 4, 8, 24)  # MiB of four layers

@@ -1,6 +1,6 @@
 """Lecture 11: inside a mesh."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -101,7 +101,7 @@ def slowest_link(answer: Any) -> Feedback:
     def rate(R, W):
         return 0.8 * R / W
 
-    slips: list[tuple[Callable, str]] = [
+    slips = [
         (lambda R, W: 0.6 * R / W, "Of the work a quarter is left: how much is saved?"),
         (lambda R, W: 8 / 15 * R / W, "A ring sends the bytes twice, less one piece of four."),
         (lambda R, W: 0.2 * R / W, "A number has four bytes."),

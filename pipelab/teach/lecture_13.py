@@ -64,30 +64,28 @@ def few_microbatches(answer: Any) -> Feedback:
 def place_seconds(answer: Any) -> Feedback:
     """(p, m, room, f, i, w, c) -> what room on device 0 allows, of equal stages."""
 
-    def held(p, f, i, w, c):
+    def trip(p, f, i, w, c):
         return p * (f + i) + 2 * (p - 1) * c + w
 
-    def truth(p, m, room, f, i, w, c):
-        return m * held(p, f, i, w, c) / room
+    def shared(seconds):
+        """All trips, of so many seconds each, in turn on the places that there are."""
+        return lambda p, m, room, *times: m * seconds(p, *times) / room
 
     def turnover(p, m, room, f, i, w, c):
         return bound(Costs(f, i, w, transfer=c), p, m, room).by["memory turnover"]
 
-    slips = (
+    slips = [
         (
-            lambda p, m, room, f, i, w, c: m * (held(p, f, i, w, c) - w) / room,
+            shared(lambda p, f, i, w, c: trip(p, f, i, 0, c)),
             "A place is free after W, not after I.",
         ),
+        (shared(lambda p, f, i, w, c: trip(p, f, i, w, c / 2)), "Messages go there and back."),
         (
-            lambda p, m, room, f, i, w, c: m * (held(p, f, i, w, c) - (p - 1) * c) / room,
-            "Messages go there and back.",
-        ),
-        (
-            lambda p, m, room, f, i, w, c: m * (p * (f + i + w) + 2 * (p - 1) * c) / room,
+            shared(lambda p, f, i, w, c: trip(p, f, i + w, 0, c)),
             "Device 0 does not wait for the other devices' W.",
         ),
         (
-            lambda p, m, room, f, i, w, c: m * held(p, f, i, w, 0) / room,
+            shared(lambda p, f, i, w, c: trip(p, f, i, w, 0)),
             "Messages take time, there and back.",
         ),
         (
@@ -95,21 +93,21 @@ def place_seconds(answer: Any) -> Feedback:
             "That is device 0's own work. A place is taken for the whole trip.",
         ),
         (
-            lambda p, m, room, f, i, w, c: math.ceil(m / room) * held(p, f, i, w, c),
+            lambda p, m, room, *times: math.ceil(m / room) * trip(p, *times),
             "Do not round: in the last turn some places may be empty.",
         ),
         (turnover, "That is `bound`'s, which counts whole turns. Here: places times seconds."),
         (
-            lambda p, m, room, f, i, w, c: m * held(p, f, i, w, c),
+            lambda p, m, room, *times: m * trip(p, *times),
             "That is with one place. How many are there?",
         ),
         (
-            lambda p, m, room, f, i, w, c: held(p, f, i, w, c) / room,
+            lambda p, m, room, *times: trip(p, *times) / room,
             "That is one micro-batch's share. How many come?",
         ),
-    )
+    ]
     cases = [(4, 8, 1, 1, 1, 1, 0), (4, 8, 2, 1, 1, 1, 0), (3, 5, 2, 2, 1, 3, 0.5)]
-    return same_function(answer, truth, cases, slips)
+    return same_function(answer, shared(trip), cases, slips)
 
 
 def sound_bound(answer: Any) -> Feedback:
@@ -145,7 +143,7 @@ def sound_bound(answer: Any) -> Feedback:
 
 def room_needed(answer: Any) -> Feedback:
     """What the claimed table holds."""
-    slips: dict[float, str] = {
+    slips = {
         2: "So says the claim, which counts from F to I. What is kept from I to W?",
         3: "Count along row 0: one more with every F, one less with every W.",
         6: "Some are done before the last one starts.",

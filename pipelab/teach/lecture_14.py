@@ -1,6 +1,6 @@
 """Lecture 14: in practice."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -98,7 +98,7 @@ def fastest_microbatches(answer: Any) -> Feedback:
 
         return min((m for m in range(1, samples + 1) if samples % m == 0), key=seconds)
 
-    slips: list[tuple[Callable, str]] = [
+    slips = [
         (lambda samples, *_: samples, "Every micro-batch has its fixed cost."),
         (lambda samples, p, fixed, each: fastest(samples, 1, fixed, each), "And the bubble?"),
         (

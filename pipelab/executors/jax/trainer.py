@@ -1,4 +1,4 @@
-"""The reference of JAX runs: one differentiated function on one device, as `judge.Trainer` asks.
+"""The reference of JAX runs: one differentiated function on one device.
 
 It shares no code with the worker or the stages.
 """
@@ -13,15 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from pipelab.executors import judge
+from pipelab.executors import trainer
 from pipelab.executors.batches import samples_of
 from pipelab.executors.jax.arguments import TREES, Part
-from pipelab.executors.judge import Arrays, Losses, Piece
 from pipelab.executors.stage import Recipe
+from pipelab.executors.trainer import Arrays, Losses, Piece
 
 
-class Trainer(judge.Trainer):
-    """See `judge.Trainer`; `wide` computes in float64, else as the run does.
+class Trainer(trainer.Trainer):
+    """See `trainer.Trainer`; `wide` computes in float64, else as the run does.
 
     parts  the stages as (function, parameters)
     """

@@ -5,79 +5,24 @@ version that is still to be read, buffers, the optimizer's and the schedulers' s
 by torch.load(weights_only=True), which runs no code, and only if they are as they were written.
 """
 
-import copy
 import io
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipelab.executors.table import Segment
+from pipelab.executors.torch.state import StageState
 from pipelab.schedule import Schedule
 
 INDEX = "checkpoint.json"
-
-
-@dataclass
-class StageState:
-    """All that a stage goes on from.
-
-    weights     by version, then by name; versions are numbered through the whole training
-    buffers     by name
-    optimizer   per trained parameter: its state, tensors and numbers
-    groups      hyperparameters of each parameter group
-    schedulers  state of each learning-rate scheduler
-    kinds       names of the optimizer's and the schedulers' classes
-    origin      the checkpoint that it was read from
-    """
-
-    weights: dict[int, dict[str, Tensor]]
-    buffers: dict[str, Tensor]
-    optimizer: dict[str, dict[str, Any]] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    schedulers: list[dict[str, Any]] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)
-    origin: str = ""
-
-    @property
-    def latest(self) -> dict[str, Tensor]:
-        return self.weights[max(self.weights)]
-
-    def add_optimizer(
-        self, optimizer: Any, schedulers: Sequence[Any], weights: Mapping[str, nn.Parameter]
-    ) -> None:
-        """The state of an optimizer of these weights, and of its learning-rate schedulers."""
-        for name, weight in weights.items():
-            if weight in optimizer.state:
-                self.optimizer[name] = on_cpu(optimizer.state[weight])
-        self.groups = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
-        self.schedulers = [scheduler.state_dict() for scheduler in schedulers]
-        self.kinds = kinds_of(optimizer, schedulers)
-
-    def values(self) -> dict[str, Tensor]:
-        """All numbers in it by their path, for a comparison."""
-        content = (self.weights, self.buffers, self.optimizer, self.groups, self.schedulers)
-        found = {}
-        for path, value in pytree.tree_flatten_with_path(content)[0]:
-            if isinstance(value, (Tensor, bool, int, float, complex)):
-                found[pytree.keystr(path)] = torch.as_tensor(value)
-        return found
-
-    def renumbered(self, shift: int) -> "StageState":
-        """With versions counted from another start."""
-        weights = {v + shift: weights for v, weights in self.weights.items()}
-        return replace(self, weights=weights)
 
 
 @dataclass(frozen=True)
@@ -235,15 +180,8 @@ def _recut(
     ties: Sequence[dict[str, int]],
     stages: Sequence[nn.Module],
 ) -> list[StageState]:
-    """One version each, tensors dealt out again in order; a tied one counts where it is first."""
-    seen = set()
-    weights = []
-    for state, of_stage in zip(every, ties, strict=True):
-        for name in state.latest:
-            if of_stage.get(name) not in seen:
-                weights.append((state, name))
-            if name in of_stage:
-                seen.add(of_stage[name])
+    """One version each, tensors dealt out again in order."""
+    weights = _each_once(every, ties)
     buffers = [buffer for state in every for buffer in state.buffers.values()]
     model = nn.ModuleList(stages)
     found = len(weights), len(buffers)
@@ -276,50 +214,19 @@ def _recut(
     return states
 
 
-def kinds_of(optimizer: Any, schedulers: Sequence[Any]) -> list[str]:
-    return [type(x).__name__ for x in (optimizer, *schedulers)]
-
-
-def _summary(kinds: Sequence[str], groups: Sequence[Any]) -> str:
-    optimizer, *schedulers = kinds
-    return (
-        f"{optimizer}, {len(groups)} parameter groups and "
-        f"{len(schedulers)} schedulers ({', '.join(schedulers) or 'none'})"
-    )
-
-
-def load_optimizer(
-    state: StageState,
-    optimizer: Any,
-    schedulers: Sequence[Any],
-    weights: Mapping[str, nn.Parameter],
-) -> None:
-    """Put a stage's saved state into an optimizer of these weights. ValueError for another kind."""
-    if not state.kinds:  # the stage had nothing to train
-        return
-    kinds = kinds_of(optimizer, schedulers)
-    if state.kinds != kinds or len(state.groups) != len(optimizer.param_groups):
-        raise ValueError(
-            f"{state.origin} was made with {_summary(state.kinds, state.groups)}, and now there "
-            f"are {_summary(kinds, optimizer.param_groups)}: give the same optimizer"
-        )
-    for name, values in state.optimizer.items():
-        weight = weights[name]
-        optimizer.state[weight] = {
-            key: value.to("cpu" if key == "step" else weight.device, copy=True)
-            if isinstance(value, Tensor)
-            else value
-            for key, value in values.items()
-        }
-    for group, saved in zip(optimizer.param_groups, state.groups, strict=True):
-        group.update(saved)
-    for scheduler, saved in zip(schedulers, state.schedulers, strict=True):
-        scheduler.load_state_dict(copy.deepcopy(saved))
-
-
-def on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies on the CPU of those that are tensors."""
-    return pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), dict(values))
+def _each_once(
+    every: Sequence[StageState], ties: Sequence[dict[str, int]]
+) -> list[tuple[StageState, str]]:
+    """Every weight: its state, and its name there. A tied one counts where it is first."""
+    found = []
+    seen = set()
+    for state, of_stage in zip(every, ties, strict=True):
+        for name in state.latest:
+            if of_stage.get(name) not in seen:
+                found.append((state, name))
+            if name in of_stage:
+                seen.add(of_stage[name])
+    return found
 
 
 @contextmanager

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipelab.executors.stage import Step
-from pipelab.executors.torch.checkpoint import draft_of, on_cpu
+from pipelab.executors.torch.checkpoint import draft_of
+from pipelab.executors.torch.state import on_cpu
 from pipelab.schedule import Schedule
 
 

@@ -18,10 +18,11 @@ from pipelab.executors.table import Segment
 from pipelab.executors.threads import Threads
 from pipelab.executors.torch import arguments, checkpoint
 from pipelab.executors.torch.arguments import TREES
-from pipelab.executors.torch.checkpoint import Index, StageState
+from pipelab.executors.torch.checkpoint import Index
 from pipelab.executors.torch.device import CpuDevice, torch_device
 from pipelab.executors.torch.dump import write_dump
 from pipelab.executors.torch.stage import TorchStage, warm_up
+from pipelab.executors.torch.state import StageState
 from pipelab.executors.torch.trainer import Trainer
 from pipelab.executors.train import Wing
 from pipelab.schedule import Schedule

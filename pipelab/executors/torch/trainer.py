@@ -1,4 +1,4 @@
-"""The reference of torch runs: the stages one after another on one device, as `judge.Trainer` asks.
+"""The reference of torch runs: the stages one after another on one device.
 
 It shares no code with the worker or the stages.
 """
@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipelab.executors import judge
+from pipelab.executors import trainer
 from pipelab.executors.batches import samples_of
-from pipelab.executors.judge import Arrays, Losses, Piece
 from pipelab.executors.stage import Recipe
 from pipelab.executors.torch.arguments import TREES, copies_of
-from pipelab.executors.torch.checkpoint import StageState, load_optimizer
 from pipelab.executors.torch.device import DRAWING
+from pipelab.executors.torch.state import StageState
+from pipelab.executors.trainer import Arrays, Losses, Piece
 
 
-class Trainer(judge.Trainer):
-    """See `judge.Trainer`; `wide` computes in float64, else as the run does.
+class Trainer(trainer.Trainer):
+    """See `trainer.Trainer`; `wide` computes in float64, else as the run does.
 
     start  where training goes on, by stage; `first` is the latest version there
     """
@@ -67,7 +67,7 @@ class Trainer(judge.Trainer):
             self.optimizer, *self.schedulers = made if isinstance(made, tuple) else (made,)
             for stage, state in zip(self.stages, start, strict=False):
                 of_stage = dict(stage.named_parameters())
-                load_optimizer(state, self.optimizer, self.schedulers, of_stage)
+                state.load_optimizer(self.optimizer, self.schedulers, of_stage)
         else:
             self.optimizer, self.schedulers = None, []
 

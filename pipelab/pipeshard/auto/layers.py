@@ -114,7 +114,7 @@ def _best(cost: np.ndarray, layers: int, join: np.ufunc) -> list[np.ndarray]:
 
 def _starts(cost: np.ndarray, found: list[np.ndarray]) -> list[int]:
     """Where the layers after the first begin, from the last to the first: of the least sum."""
-    starts: list[int] = []
+    starts = []
     end = len(cost)
     for before in reversed(found[:-1]):
         sums = np.concatenate([[np.inf], before[: end - 1]]) + cost[:end, end - 1]

@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product, takewhile
@@ -16,7 +16,7 @@ from jax.extend.core import Var
 from jax.sharding import PartitionSpec
 
 from pipelab.pipeshard.auto.cache import Cache, default_folder
-from pipelab.pipeshard.auto.candidate import Placed, Specs, candidates
+from pipelab.pipeshard.auto.candidate import Placed, candidates
 from pipelab.pipeshard.auto.cost import machine_of
 from pipelab.pipeshard.auto.operators import operator_specs
 from pipelab.pipeshard.auto.plan import AutoPlan
@@ -145,7 +145,7 @@ class AutoStages:
         state = _state_of_parameters(problem)
         hidden = None if self.progress is None else not self.progress  # None: unless a terminal
         total = len(runs) * len(places) + len(layers) * bool(models)
-        profiles: list[StageProfile] = []
+        profiles = []
         divided: dict[Var, PartitionSpec] = {}
         with tqdm(total=total, unit="stage", desc="profiles", disable=hidden) as bar:
             # [1] How each layer divides its parameters; a shared one lies as its first layer says.
@@ -156,7 +156,7 @@ class AutoStages:
             # [2] Every run of layers in every place.
             for each, (submesh, logical) in product(runs, places):
                 mesh = mesh_of(devices, logical)
-                specs: Specs = {
+                specs = {
                     p: divided[p]
                     for p in each.graph.parameters
                     if p in divided and divided[p] in over_model(shape_of(p), mesh)
@@ -219,7 +219,7 @@ def _owner(path: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | No
         pairs = zip(reversed(_tokens(path)), reversed(_tokens(other)), strict=False)
         return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
-    same: Iterable[str] = (p for p, other in parameters.items() if other == shape)
+    same = (p for p, other in parameters.items() if other == shape)
     best = max(same, key=alike, default=None)
     return best if best is not None and (alike(best) or best == path) else None
 

@@ -179,7 +179,7 @@ def _examine(stage: Placed, measured: bool) -> Examined:
 def _measure(stage: Placed, compiled: CompiledStage) -> tuple[float, float]:
     """Median seconds of a forward and of a backward, of zeros."""
     graph = stage.candidate.graph
-    found: dict[Any, Any] = {v: _zeros(stage.spec(v)) for v in graph.arguments}
+    found = {v: _zeros(stage.spec(v)) for v in graph.arguments}
     cotangents = [[_zeros(stage.spec(v))] for v in graph.outputs]
     sums = compiled.zeros()
     times = []

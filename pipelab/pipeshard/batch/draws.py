@@ -22,7 +22,6 @@ from jax.extend.core import JaxprEqn, Var
 from pipelab.executors.jax.graph import (
     Arrays,
     Atom,
-    Equations,
     Graph,
     contains,
     inline,
@@ -94,7 +93,7 @@ def redraw(graph: Graph, twin: Graph, draw: Draw) -> tuple[Graph, dict[Var, Atom
     """
     twins = {id(eqn): other for eqn, other in _drawing(graph, twin) if _grows(eqn, other)}
     number = Var(jax.typeof(np.uint32(0)))
-    equations: Equations = []
+    equations = []
     consts = dict(graph.consts)
     names: dict[Var, Atom] = {}
     for eqn in graph.equations:
