@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import platform
 import statistics
@@ -77,6 +78,15 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def keep_freed_memory() -> None:
+    """From now on this process gives no memory back; where the C library is glibc."""
+    trim_threshold, mmap_max = -1, -4  # options of mallopt, as in its malloc.h
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(trim_threshold, -1)  # never
+        libc.mallopt(mmap_max, 0)  # blocks of memory of their own
 
 
 def cores() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from measure import machine, main, one_thread, page, paragraph, spread, table
+from measure import keep_freed_memory, machine, main, one_thread, page, paragraph, spread, table
 from pipelab.halves import Halves, Saved, whole
 from pipelab.models.gpt2 import gpt2
 from pipelab.partition import profile
@@ -78,15 +77,6 @@ def report(repeats: int = 21, sizes: Sizes = DEFAULT) -> str:
         table(header, as_it_is),
         *_memory(cases),
     )
-
-
-def keep_freed_memory() -> None:
-    """From now on this process gives no memory back; where the C library is glibc."""
-    trim_threshold, largest_mapped = -1, -4  # malloc.h's M_TRIM_THRESHOLD and M_MMAP_MAX
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(trim_threshold, -1)
-        libc.mallopt(largest_mapped, 0)
 
 
 def _cases(sizes: Sizes) -> list[tuple[str, nn.Module, Tensor]]:

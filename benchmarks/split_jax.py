@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from measure import in_turn, machine, main, page, paragraph, spread, table, timed
+from measure import in_turn, keep_freed_memory, machine, main, page, paragraph, spread, table, timed
 from pipelab.executors.jax.split import put_in
 from pipelab.executors.jax.stage import passes
 
@@ -213,16 +212,8 @@ def _normal(random: np.random.Generator, *shape: int) -> jax.Array:
     return jnp.asarray(random.normal(size=shape).astype(np.float32))
 
 
-def keep_memory() -> None:
-    """Freed memory stays with this process, where the C library is glibc."""
-    library, trim_threshold, mmap_max = ctypes.CDLL(None), -1, -4  # as in its malloc.h
-    if hasattr(library, "mallopt"):
-        library.mallopt(mmap_max, 0)
-        library.mallopt(trim_threshold, -1)
-
-
 if __name__ == "__main__":
-    keep_memory()
+    keep_freed_memory()
     if hasattr(os, "sched_setaffinity"):  # one core: set before jax starts its threads
         os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
     main(report, "split_jax.md", repeats=40)

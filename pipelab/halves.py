@@ -21,6 +21,7 @@ under torch.utils.checkpoint, which would compute its layers again.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -37,28 +38,38 @@ Above = dict[Node, list[tuple[Node | None, int]]]
 # Their backwards start one of their own, or refuse to run for some gradients only.
 INDIVISIBLE = {"CheckpointFunctionBackward", "CompiledFunctionBackward"}
 
-# Torch's operations that compute all their gradients, whichever are wanted: those with no mask in
-# its derivatives.yaml. A write to a view (CopySlices) hides what was written with.
+# Torch's operations that compute all their gradients, whichever are wanted: most of those without
+# a mask in its derivatives.yaml, and CuDNN's and MIOpen's, which start from the inputs' gradients.
+# A write to a view (CopySlices) hides what was written with.
 AT_ONCE = {
     "ConvTbc",
     "CopySlices",
     "CudnnBatchNorm",
+    "CudnnGridSampler",
     "CudnnRnn",
     "EuclideanDist",
     "FakeQuantizeLearnablePerChannelAffine",
     "FakeQuantizeLearnablePerTensorAffine",
+    "GridSampler2DCpuFallback",
     "IndexReduce",
+    "LinalgHouseholderProduct",
+    "LstmMps",
     "MiopenBatchNorm",
     "MiopenRnn",
     "MkldnnRnnLayer",
+    "Polar",
     "PreluKernel",
     "ScaledDotProductCudnnAttention",
     "ScaledDotProductFlashAttention",
     "ScaledDotProductFlashAttentionForCpu",
+    "ScatterReduce",
     "ThnnFusedGruCell",
     "ThnnFusedLstmCell",
     "WeightNormInterface",
 }
+
+# How torch refuses hooks in grad and vjp, and the memory of a tensor inside jvp.
+OF_TORCH_FUNC = "yet support saved tensor hooks", "data pointer on an invalid python storage"
 
 
 class Saved:
@@ -157,7 +168,8 @@ class Halves:
             for fork in group.forks & trunk:
                 entered = {n for node, n in self._above[fork] if node is None or node in trunk}
                 group.gates += [GradientEdge(fork, number) for number in sorted(entered)]
-            # Off the trunk, hooks would have seen already what I could leave there.
+            # Off the trunk W starts with an output's own gradient: what I could leave there would
+            # have been through the output's hooks, which run in W, too.
             for output, gradient in zip(self.outputs, self.gradients, strict=True):
                 if output.node in group.forks - trunk:
                     group.starts.append((output, gradient))
@@ -186,6 +198,8 @@ class Halves:
             found = whole(self.outputs, self.gradients, self.inputs)
             self._kept = set()
         self.outputs, self.gradients, self._above = [], [], {}
+        if not self._groups:
+            self.inputs = []  # nothing is left to do
         return found
 
     def _down_the_trunk(self) -> list[Tensor | None]:
@@ -224,8 +238,8 @@ class Halves:
             if group.starts:
                 operations, gradients = zip(*group.starts, strict=True)
                 weights = tuple(node.variable for node in group.weights)
-                # torch.autograd.backward would first compare shapes, in Python: right here, and
-                # for every walk as long as a small product takes.
+                # torch.autograd.backward (2.11 to 2.13) calls this after a comparison of shapes in
+                # Python: they are right here, and it takes as long as a small product.
                 _engine_run_backward(
                     operations,
                     gradients,
@@ -256,6 +270,20 @@ def remaining(saved: Iterable[ref[Saved]]) -> Iterator[Tensor]:
         found = reference()
         if found is not None and found.tensor is not None:
             yield found.tensor
+
+
+@contextmanager
+def torch_func_refused() -> Iterator[None]:
+    """RuntimeError for derivatives of torch.func: they do not work beside hooks like `Saved`'s."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(words in str(error) for words in OF_TORCH_FUNC):
+            raise
+        raise RuntimeError(
+            "a forward takes derivatives with torch.func (grad, vjp, jvp and the like), which "
+            "is not supported: use torch.autograd.grad with create_graph=True"
+        ) from error
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:

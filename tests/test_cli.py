@@ -141,7 +141,7 @@ def test_a_csv_file_is_a_schedule_too(capsys, tmp_path):
         (f"simulate {SMALL} --update 1,nan", "update=[1.0, nan]: give numbers of at least 0"),
         (
             f"simulate gpipe --devices {10**20} --microbatches 2",
-            f"--devices {10**20} --microbatches 2: more than 10,000,000 actions; take fewer",
+            f"gpipe devices={10**20} microbatches=2: made of more than 10,000,000 actions (for 2 ",
         ),
         ("schedule gpipe --devices 100000 --microbatches 100000", "more than 10,000,000 actions"),
         # Few of its micro-batches would stay, but it is built for as many as there are devices.
@@ -152,11 +152,14 @@ def test_a_csv_file_is_a_schedule_too(capsys, tmp_path):
         # It is made for at least twice as many as devices.
         (
             "simulate dualpipe_v --devices 100000 --microbatches 1",
-            "dualpipe_v devices=100000: more than 10,000,000 actions; take fewer",
+            "dualpipe_v devices=100000: made of more than 10,000,000 actions (for 200,000 micro-",
         ),
         ("simulate zb_h1 --devices 1000 --microbatches 4000", "more than 10,000,000 actions"),
-        ("simulate zb --devices 2 --microbatches 100000", "more than 300,000 actions; take fewer"),
-        ("search --devices 2 --microbatches 100000", "takes up to 200,000 actions; take fewer"),
+        ("simulate zb --devices 2 --microbatches 100000", "made of more than 300,000 actions"),
+        (
+            "search --devices 2 --microbatches 100000",
+            "600,000 actions. The search takes 200,000",
+        ),
         (f"run {SMALL} --replicas {10**12}", f"--replicas {10**12}: more than 10,000,000 actions"),
     ],
 )
@@ -227,6 +230,12 @@ def test_what_cannot_be_written_is_found_before_the_work(
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert message in err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("name", ["zb", "zb_v", "v_half", "dualpipe_v", "zb_h1"])
+def test_many_devices_and_few_micro_batches_are_no_large_table(capsys, name):
+    status, out, _ = call(capsys, f"simulate {name} --devices 200 --microbatches 1 --json")
+    assert status == 0 and json.loads(out)["devices"] == 200
 
 
 def test_the_limit_is_stated_in_the_help(capsys):

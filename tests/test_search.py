@@ -219,8 +219,8 @@ def test_the_search_begins_where_the_first_stage_is():
 
 def test_large_sizes_end_in_time():
     """What is made is only what is tried: before, tables of other placements were, too."""
-    found = search(Costs([1, 2] * 75), 150, 150, seconds=0.01, workers=1)
-    assert validate(found).proof.found_by == "eager_1f1b"
+    found = search(Costs([1, 2] * 40), 80, 80, seconds=0.01, workers=1)
+    assert validate(found).proof.found_by == "zb"
 
 
 def test_large_sizes_say_how_good_they_are():
@@ -295,6 +295,10 @@ def test_without_the_solver_it_names_the_extra(monkeypatch, capsys):
     assert main(command) == 2
     assert capsys.readouterr().err.startswith("pipelab search: error: the exact search needs")
     assert main([*command, "--seconds", "0"]) == 0
+
+
+def test_the_named_schedules_are_tried_however_short_the_time():
+    assert search(Costs(), 4, 8, seconds=1e-9, workers=1).proof.makespan == 27
 
 
 def test_interrupted_it_gives_the_best_so_far():

@@ -148,11 +148,10 @@ def schedule_of(o: argparse.Namespace, costs: Costs | None = None) -> Schedule:
         make(name, 1, 1)  # raises, with the nearest name
     if o.devices is None or o.microbatches is None:
         raise ValueError(f"{name} needs --devices and --microbatches")
-    sizes = {n: getattr(o, n, 1) for n in (*SIZES, "replicas")}
-    if math.prod(sizes.values()) > LARGEST:
-        given = " ".join(f"--{n} {size}" for n, size in sizes.items() if size != 1)
-        raise ValueError(f"{name} {given}: more than {LARGEST:,} actions; take fewer")
     reads = Reads[o.reads.upper()] if o.reads else None
     more: dict[str, Any] = {"virtual": o.virtual, "batches": o.batches, "reads": reads}
     more["memory"] = getattr(o, "memory", None)  # not an option of every command
-    return make(name, o.devices, o.microbatches, **more, costs=costs)
+    schedule = make(name, o.devices, o.microbatches, **more, costs=costs)
+    if (replicas := getattr(o, "replicas", 1)) * schedule.columns.kind.size > LARGEST:
+        raise ValueError(f"--replicas {replicas}: more than {LARGEST:,} actions in all; take fewer")
+    return schedule

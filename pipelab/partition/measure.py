@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from pipelab.halves import Halves, Saved, remaining, storages
+from pipelab.halves import Halves, Saved, remaining, storages, torch_func_refused
 from pipelab.partition.layers import Layer, Profile
 
 
@@ -125,7 +125,7 @@ def _kept(layer: nn.Module, x: Any) -> tuple[Any, dict[str, float]]:
     def size(tensors: Iterable[Tensor]) -> float:
         return float(sum(n for block, n in storages(tensors).items() if block not in own))
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack):
+    with torch_func_refused(), torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack):
         fresh, inputs = _entering(x)
         y = layer(fresh)
     activations = size([*remaining(packed), *_tensors(fresh)])

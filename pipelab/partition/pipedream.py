@@ -131,7 +131,7 @@ class _Problem:
         self.time, self.weights, activations = (
             cuts.between(profile.of(name)) for name in ("time", "weights", "activations")
         )
-        self.version = self.weights + activations  # and a micro-batch
+        self.per_microbatch = self.weights + activations  # a version and what it left
         self.crossing = profile.crossing(cuts)
 
     def pace(
@@ -150,7 +150,7 @@ class _Problem:
     def needed(self, units: int, later: int, first: bool = False) -> np.ndarray:
         """Bytes of a device, in place of seconds."""
         in_flight = math.ceil((units + later) / units)
-        return np.where(self.cuts.follows, in_flight * self.version, np.inf)
+        return np.where(self.cuts.follows, in_flight * self.per_microbatch, np.inf)
 
     def _shared(self, number: int, inside: np.ndarray, units: int, first: bool) -> np.ndarray:
         """Seconds where a level's `units`, each taking `inside`, share a stage."""

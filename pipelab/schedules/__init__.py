@@ -16,8 +16,6 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-import numpy as np
-
 from pipelab.action import Kind, Reads, ScheduleError, check_counts
 from pipelab.costs import CostError, Costs
 from pipelab.schedule import Schedule
@@ -35,8 +33,8 @@ ALSO_KNOWN_AS = {
     "megatron": "interleaved",
     "naive": "inter_layer",
 }
-LARGEST = 10_000_000  # actions of a table
-LARGEST_TRIED = 300_000  # of one that is made for costs: several are made, action by action
+LARGEST = 10_000_000  # actions that a table is made of
+LARGEST_TRIED = 300_000  # the same where it is made for costs, action by action
 
 
 def takes(name: str, option: str) -> bool:
@@ -64,9 +62,9 @@ def make(
     reads   replaces the rule for weight versions (PipeDream with vertical sync is `pipedream` with
             `Reads.FIRST`)
 
-    Raises ScheduleError for an unknown name, a size that makes no sense or has more than 10,000,000
-    actions (300,000 where it is made for costs), or `virtual` or `memory` for a schedule without
-    them.
+    Raises ScheduleError for an unknown name, a size that makes no sense or would take minutes (from
+    10,000,000 actions on, 300,000 where it is made for costs), or `virtual` or `memory` for a
+    schedule without them.
     """
     if name not in SCHEDULES:
         near = difflib.get_close_matches(name.lower(), [*SCHEDULES, *ALSO_KNOWN_AS], 1, 0.4)
@@ -96,21 +94,24 @@ def make(
 
 def _check_size(name: str, devices: int, microbatches: int, virtual: int, batches: int) -> None:
     """Refuse what would take minutes. Updates are not counted."""
-    most = LARGEST_TRIED if takes(name, "costs") else LARGEST
-    if 6 * virtual * devices * max(microbatches, 2 * devices) * batches <= most:
+    if 6 * virtual * devices * max(microbatches, 2 * devices) * batches <= LARGEST_TRIED:
         return  # no schedule has more
     smallest = SCHEDULES[name](1, 1, **({"virtual": 1} if takes(name, "virtual") else {}))
-    passes = np.count_nonzero(smallest.columns.kind != Kind.U)  # of a micro-batch on a device
-    made_for = microbatches
-    if virtual * smallest.stages > 1:  # some are made for more, and lose the absent ones
-        made_for = max(microbatches, 2 * devices)
-    elif most == LARGEST_TRIED:  # as many devices are as slow
-        made_for = max(microbatches, devices)
-    if passes * virtual * devices * made_for * batches > most:
-        sizes = {"devices": devices, "microbatches": microbatches}
-        sizes |= {"virtual": virtual, "batches": batches}
-        given = " ".join(f"{size}={value}" for size, value in sizes.items() if value > 1)
-        raise ScheduleError(f"{name} {given}: more than {most:,} actions; take fewer")
+    passes = int((smallest.columns.kind != Kind.U).sum())  # of a micro-batch on a device
+    of_each = passes * virtual * devices * batches
+    chunks = virtual * smallest.stages
+    # With several chunks a device some are made for more micro-batches, and lose the absent ones.
+    limits = [(max(microbatches, 2 * devices) if chunks > 1 else microbatches, LARGEST)]
+    if takes(name, "costs"):
+        limits.append((microbatches, LARGEST_TRIED))
+    for made_for, most in limits:
+        if of_each * made_for > most:
+            sizes = {"microbatches": microbatches, "virtual": virtual, "batches": batches}
+            given = "".join(f" {size}={value}" for size, value in sizes.items() if value > 1)
+            raise ScheduleError(
+                f"{name} devices={devices}{given}: made of more than {most:,} actions (for "
+                f"{made_for:,} micro-batches); make a size smaller"
+            )
 
 
 def make_for(
@@ -128,7 +129,7 @@ def make_for(
     if takes(name, "virtual"):
         options["virtual"] = virtual
     if takes(name, "costs"):
-        own = costs.over(make(name, devices, 1, **options).placement)
+        own = costs.over(make(name, devices, 1, **(options | {"memory": None})).placement)
         return make(name, devices, microbatches, costs=own, **options), own
     schedule = make(name, devices, microbatches, **options)
     return schedule, costs.over(schedule.placement)

@@ -56,6 +56,7 @@ def zb_v(
     tables += [order(devices, microbatches) for order in FIXED]
     best = fastest(tables, costs, limit)
     if not best:
+        tables += _variants(devices, microbatches, costs, devices)
         least = min(max(memory_used(table, costs)) for table in tables)
         raise ScheduleError(
             f"memory={memory!r}: zb_v finds no order for {devices} devices; give at least "

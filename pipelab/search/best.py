@@ -45,7 +45,8 @@ def search(
                or stage -> device
     split      whether backwards may be split into I and W; else they are whole
     batches    the same order for each of them, as with any flush; the proof is of one
-    seconds    for the search; 0: heuristics alone, which need no OR-Tools
+    seconds    for the search, once the named schedules have been tried; 0: heuristics alone, which
+               need no OR-Tools
     workers    threads of the solver (0: as many as cores). With one it takes the same steps each
                time
     progress   is called with the makespan and the bound whenever the solver finds a better one
@@ -57,8 +58,8 @@ def search(
     The result is never slower than a named schedule that fits. Its `proof` has the bound: the
     larger one of `bound` and the solver's. Ctrl-C ends the search with the best so far.
 
-    ScheduleError for sizes that make no sense and for memory below 1 micro-batch; CostError for
-    costs that do not fit; ImportError without OR-Tools.
+    ScheduleError for sizes that make no sense or have more than 200,000 actions, and for memory
+    below 1 micro-batch; CostError for costs that do not fit; ImportError without OR-Tools.
 
     >>> found = search(Costs(), devices=2, microbatches=3, seconds=0)
     >>> print(found.grid())
@@ -71,6 +72,8 @@ def search(
         raise ScheduleError(f"placement={placement!r}: give each of {devices} devices a stage")
     limit = float(devices) if memory is None else memory
     problem = Problem(costs, tuple(home), microbatches, limit, split)
+    if seconds > 0:
+        solver_library()  # or its error at once; its import does not count
     hunt = _Hunt(problem, seconds, workers, progress)
     hunt.run()
     return hunt.found(batches)
@@ -104,7 +107,7 @@ class _Hunt:
 
     @property
     def enough(self) -> bool:
-        """Whether the heuristics may end: with the best, or, where the time is over, with any."""
+        """Whether the list scheduler may end: with the best, or, if the time is over, with any."""
         over = bool(self.seconds) and self.seconds_left < 0
         return not self.may_improve or (over and self.best is not None)
 
@@ -122,9 +125,7 @@ class _Hunt:
             self.offer(fuse(schedule), found_by)
 
     def run(self) -> None:
-        """All steps; Ctrl-C ends them as soon as there is a schedule."""
-        if self.seconds > 0:
-            solver_library()  # or its error at once
+        """All steps. Ctrl-C ends them once there is a schedule; before that it is raised."""
         try:
             self.heuristics()
             if self.seconds > 0 and self.may_improve:
@@ -138,9 +139,9 @@ class _Hunt:
     def heuristics(self) -> None:
         """Every named schedule, and the list scheduler under every rule."""
         problem = self.problem
-        for name, schedule in named(problem):
+        for name, schedule in named(problem):  # all, however little time there is
             self.offer(schedule, name)
-            if self.enough:
+            if not self.may_improve:
                 return
         for each in problem.variants():
             for rule in rules(each):

@@ -79,11 +79,13 @@ def bound(
     split      whether backwards may be split into I and W. What holds for split ones holds for
                whole ones, too
 
-    Named "busiest device", "round trip", "memory turnover" and "memory limit": each is derived
-    where it is computed, in `_Parts`.
+    busiest device   waits for its first input, does all its work, and drains
+    round trip       the last forward's micro-batch still has to come back; no backward is there
+                     before the first one is back
+    memory turnover  a micro-batch keeps its room until it is back: no other can have it meanwhile
+    memory limit     a device whose room is full waits until one is back
 
-    The last two are there only with a limit. The formulas with T are those of Zero Bubble (Qi et
-    al. 2023, arXiv 2401.10241) for equal stages. ScheduleError for a memory below 1, with which no
+    The last two are there only with a limit. ScheduleError for a memory below 1, with which no
     micro-batch comes back, or for a placement that leaves a device out; CostError if the costs do
     not fit the stages.
 
@@ -134,7 +136,11 @@ def gap(schedule: Schedule, costs: Costs) -> float:
 
 
 class _Parts:
-    """What the bounds are made of: arrays of one value a stage, or a device (in plural)."""
+    """What the bounds are made of: arrays of one value a stage, or a device (in plural).
+
+    In the formulas p devices, m micro-batches, k of which fit in memory; f, b, w, u seconds of a
+    stage's actions. With T: Zero Bubble's (Qi et al. 2023, arXiv 2401.10241) for equal stages.
+    """
 
     def __init__(self, costs: Costs, home: np.ndarray, microbatches: int, split: bool) -> None:
         p, m = home.max() + 1, microbatches

@@ -66,7 +66,7 @@ class Proof:
 class Found(Schedule):
     """A schedule that was searched for, with its `proof` (of one batch).
 
-    Tables made of it are plain ones: the proof is of this one.
+    Its parts, its forwards and its table with transfers are plain ones, without a proof.
     """
 
     proof: Proof = field(kw_only=True)

@@ -1,10 +1,11 @@
 """Ctrl-C where an exception would do harm."""
 
 import signal
+import threading
 
 
 class Noted:
-    """A context in which Ctrl-C raises nothing, and `seen` says whether there was one.
+    """A context in which Ctrl-C raises no KeyboardInterrupt: `seen` says whether there was one.
 
     For imports, which may swallow a KeyboardInterrupt or stay half-made, and for work in another
     thread that has to be told to stop.
@@ -16,12 +17,14 @@ class Noted:
         self.seen = True
 
     def __enter__(self) -> "Noted":
-        try:
-            self.before = signal.signal(signal.SIGINT, self._note)
-        except ValueError:  # not the main thread, where it arrives
-            self.before = None
+        # Elsewhere than in the main thread it does not arrive, and others' handlers stay.
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self._taken = in_main_thread and usual
+        if self._taken:
+            signal.signal(signal.SIGINT, self._note)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.before is not None:
-            signal.signal(signal.SIGINT, self.before)
+        if self._taken:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

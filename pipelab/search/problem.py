@@ -56,10 +56,10 @@ class Problem:
 
     def __post_init__(self) -> None:
         check_counts(microbatches=self.microbatches)
-        if self.stages * len(self.kinds) * self.microbatches > LARGEST:
+        if (count := self.stages * len(self.kinds) * self.microbatches) > LARGEST:
             raise ScheduleError(
-                f"microbatches={self.microbatches} in {self.stages} stages: the search takes up "
-                f"to {LARGEST:,} actions; take fewer micro-batches, whose steady state repeats"
+                f"microbatches={self.microbatches} in {self.stages} stages: {count:,} actions. The "
+                f"search takes {LARGEST:,}: give fewer micro-batches, whose steady state repeats"
             )
         if self.costs.recompute is not Recompute.NEVER:
             raise CostError(

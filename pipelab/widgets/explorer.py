@@ -171,17 +171,18 @@ def _simulated(
             "so make a size smaller"
         )
     sizes = {"virtual": v, "batches": batches}
-    table = make_once(name, devices, microbatches, **sizes)
-    own = costs.over(table.placement)
-    options = {"costs": own, "memory": limit}
-    if taken := {key: value for key, value in options.items() if takes(name, key)}:
-        table = make_once(name, devices, microbatches, **sizes, **taken)
+    if name in SCHEDULES and takes(name, "costs"):
+        own = costs.over(make_once(name, devices, 1).placement)
+        table = make_once(name, devices, microbatches, **sizes, costs=own, memory=limit)
+    else:
+        table = make_once(name, devices, microbatches, **sizes)
+        own = costs.over(table.placement)
     timeline = simulate(table, own)
     return timeline, memory(timeline, own)
 
 
 def _as_text(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as the form holds them: a cost is text, its numbers with commas between."""
+    """Settings as the form holds them: costs and the memory are text, with commas between."""
     text = dict(settings)
     for key, value in settings.items():
         if key in ("compare", "memory") and value is None:

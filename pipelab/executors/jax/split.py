@@ -43,7 +43,7 @@ from pipelab.executors.jax.graph import (
 LOOP, CHECKPOINT = "scan", "remat2"
 FOREIGN = "ffi_call", "custom_call", "pure_callback"  # what is inside is not for us to see
 # In a batch these would compute other numbers, both sides of a branch, or nothing at all.
-ONE_BY_ONE = *FOREIGN, "pallas_call", "cond", "while", "random_bits"
+ONE_BY_ONE = *FOREIGN, "pallas_call", "cond", "while", "random_bits", "rng_bit_generator"
 MOVES = ["broadcast_in_dim", "iota", "reshape", "squeeze", "transpose", "convert_element_type"]
 
 
@@ -231,11 +231,17 @@ def _halve_loop(eqn: JaxprEqn, some: list[bool], consts: Values) -> Cut:
 
 
 def _at_once(loop: JaxprEqn) -> JaxprEqn:
-    """A loop whose rounds read nothing of each other, as one step over the stacks of all."""
+    """A loop whose rounds read nothing of each other, as one step over the stacks of all.
+
+    The loop itself where an operation is not made for batches.
+    """
     body, consts = jaxpr_as_fun(loop.params["jaxpr"]), loop.params["num_consts"]
     axes = [None if i < consts else 0 for i in range(len(loop.invars))]
     mapped = jax.vmap(body, axes, axis_size=loop.params["length"])
-    (step,) = jax.make_jaxpr(jax.jit(mapped))(*(atom.aval for atom in loop.invars)).eqns
+    try:
+        (step,) = jax.make_jaxpr(jax.jit(mapped))(*(atom.aval for atom in loop.invars)).eqns
+    except NotImplementedError:
+        return loop
     return step.replace(invars=loop.invars, outvars=loop.outvars, source_info=loop.source_info)
 
 

@@ -20,9 +20,6 @@ from pipelab.halves import Saved, storages
 
 DRAWING = RLock()  # torch has one generator a device, whichever run draws from it
 
-# How torch refuses hooks in grad and vjp, and the memory of a tensor inside jvp.
-OF_TORCH_FUNC = "yet support saved tensor hooks", "data pointer on an invalid python storage"
-
 
 class CpuDevice(Device):
     """The CPU."""
@@ -71,15 +68,15 @@ class CpuDevice(Device):
         kept = {block: size for block, size in blocks.items() if block not in self._constants}
         self.ledger.hold(key, kept)
 
-    def watch(self, key: Hashable, found: list[ref[Saved]] | None = None) -> AbstractContextManager:
-        """Count for `key` all that autograd saves in this context; `found` lists it."""
+    def watch(self, key: Hashable, into: list[ref[Saved]] | None = None) -> AbstractContextManager:
+        """Count for `key` all that autograd saves in this context, and list it in `into`."""
 
         def pack(tensor: Tensor) -> Saved:
             if not self.ignores(tensor):
                 self.ledger.hold(key, storages([tensor]))
             saved = Saved(tensor)
-            if found is not None:
-                found.append(ref(saved))
+            if into is not None:
+                into.append(ref(saved))
             return saved
 
         return saved_tensors_hooks(pack, Saved.unpack)
@@ -110,20 +107,6 @@ class CpuDevice(Device):
     def backward_context(self, seed: Any) -> AbstractContextManager:
         """What a backward runs in: torch.utils.checkpoint draws in it what its forward drew."""
         return nullcontext() if seed is None else DRAWING
-
-
-@contextmanager
-def torch_func_refused() -> Iterator[None]:
-    """RuntimeError for derivatives of torch.func, which do not work under `watch`."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not any(words in str(error) for words in OF_TORCH_FUNC):
-            raise
-        raise RuntimeError(
-            "a forward takes derivatives with torch.func (grad, vjp, jvp and the like), which "
-            "is not supported: use torch.autograd.grad with create_graph=True"
-        ) from error
 
 
 class CudaDevice(CpuDevice):

@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 from pipelab.action import Kind
 from pipelab.executors.batches import check_leaves
-from pipelab.executors.torch.device import CpuDevice, torch_func_refused
+from pipelab.executors.torch.device import CpuDevice
 from pipelab.executors.torch.weights import VersionedStage
-from pipelab.halves import Halves, Saved, remaining, storages, whole
+from pipelab.halves import Halves, Saved, remaining, storages, torch_func_refused, whole
 
 Loss = Callable[[Any, Any], Any]
 # Makes an optimizer, or a tuple of one and its learning-rate schedulers.
