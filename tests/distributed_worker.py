@@ -22,13 +22,7 @@ def main(twists, port, number, count):
 
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_enable_x64", True)
-    jax.distributed.initialize(
-        f"localhost:{port}",
-        count,
-        number,
-        heartbeat_timeout_seconds=25,  # more than a loaded machine takes to hear
-        shutdown_timeout_seconds=10,
-    )
+    jax.distributed.initialize(f"localhost:{port}", count, number, shutdown_timeout_seconds=10)
     found = []
     for twist in twists:
         try:
