@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from enum import IntEnum
+from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
@@ -127,3 +128,9 @@ def check_counts(**values: int) -> None:
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ScheduleError(f"{name}={value!r}: give a whole number of at least 1")
+
+
+def check_memory(value: float | None) -> None:
+    """A number of micro-batches, or None for as many as usual; or a ScheduleError."""
+    if value is not None and (not isinstance(value, Real) or isinstance(value, bool)):
+        raise ScheduleError(f"memory={value!r}: give a number of micro-batches, or None")

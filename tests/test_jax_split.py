@@ -121,6 +121,11 @@ CASES = {
     "a loop, unrolled": (partial(loop, layer, unroll=2), STACKED, X),
     "a loop of checkpoints": (partial(loop, jax.checkpoint(layer)), STACKED, X),
     "a loop in a checkpoint": (checkpointed, STACKED, X),
+    "a loop in a checkpoint, of checkpoints with loops": (
+        jax.checkpoint(partial(loop, jax.checkpoint(partial(loop, layer)))),
+        jax.tree.map(lambda stack: stack[:, None], STACKED),
+        X,
+    ),
     "one weight in all rounds": (same_weight_each_round, APART[0], X),
     "a loop in a loop": (loop_in_a_loop, STACKED, X),
     "a recurrent network": (recurrent, APART, X),

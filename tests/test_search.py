@@ -269,6 +269,8 @@ def test_refused():
         search(Costs(), 2, 4, placement="w")
     with pytest.raises(ScheduleError, match="virtual=3: a v has two stages"):
         search(Costs(), 2, 4, placement="v", virtual=3)
+    with pytest.raises(ScheduleError, match="memory='3': give a number of micro-batches"):
+        search(Costs(), 2, 3, memory="3", seconds=0)
     with pytest.raises(ScheduleError, match="memory=nan: give at least 1"):
         search(Costs(), 2, 4, memory=np.nan)
     with pytest.raises(ScheduleError, match=r"placement=\(0, 1, 2\): give each of 2 devices"):
@@ -301,16 +303,21 @@ def test_the_named_schedules_are_tried_however_short_the_time():
     assert search(Costs(), 4, 8, seconds=1e-9, workers=1).proof.makespan == 27
 
 
-def test_interrupted_it_gives_the_best_so_far():
+@pytest.mark.parametrize("by", ["signal", "callback"])
+def test_interrupted_it_gives_the_best_so_far(by):
     """A problem that takes minutes; Ctrl-C as soon as the solver begins with what is known."""
     costs = Costs(*np.random.default_rng(4).uniform(1, 2, (3, 8)).tolist(), transfer=0.1)
+    told = []
 
     def interrupt(makespan, bound):
+        told.append(makespan)
+        if by == "callback":
+            raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
     found = search(costs, 8, 16, memory=5, seconds=100, workers=1, progress=interrupt)
     assert found.proof.status == "interrupted" and "interrupted after" in str(found.proof)
-    assert found.proof.gap > 0
+    assert found.proof.gap > 0 and found.proof.makespan <= min(told) * (1 + 1e-3)
     assert validate(found) and found.proof.seconds < 90
 
 

@@ -16,7 +16,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from pipelab.action import Kind, Reads, ScheduleError, check_counts
+from pipelab.action import Kind, Reads, ScheduleError, check_counts, check_memory
 from pipelab.costs import CostError, Costs
 from pipelab.schedule import Schedule
 
@@ -84,6 +84,7 @@ def make(
     if takes(name, "costs") and costs:
         options["costs"] = costs
     if takes(name, "memory"):
+        check_memory(memory)
         options["memory"] = memory
     elif memory is not None:
         raise ScheduleError(f"memory={memory!r}: {name} has no limit to choose; use zb or zb_v")
@@ -98,11 +99,12 @@ def _check_size(name: str, devices: int, microbatches: int, virtual: int, batche
         return  # no schedule has more
     smallest = SCHEDULES[name](1, 1, **({"virtual": 1} if takes(name, "virtual") else {}))
     passes = int((smallest.columns.kind != Kind.U).sum())  # of a micro-batch on a device
-    of_each = passes * virtual * devices * batches
+    of_each = passes * virtual * devices
     chunks = virtual * smallest.stages
     # With several chunks a device some are made for more micro-batches, and lose the absent ones.
-    limits = [(max(microbatches, 2 * devices) if chunks > 1 else microbatches, LARGEST)]
-    if takes(name, "costs"):
+    made_for = max(microbatches, 2 * devices) if chunks > 1 else microbatches
+    limits = [(batches * made_for, LARGEST)]
+    if takes(name, "costs"):  # of one batch, that is repeated
         limits.append((microbatches, LARGEST_TRIED))
     for made_for, most in limits:
         if of_each * made_for > most:

@@ -56,7 +56,8 @@ def zb_v(
     tables += [order(devices, microbatches) for order in FIXED]
     best = fastest(tables, costs, limit)
     if not best:
-        tables += _variants(devices, microbatches, costs, devices)
+        for enough in (1, devices):
+            tables += _variants(devices, microbatches, costs, enough)
         least = min(max(memory_used(table, costs)) for table in tables)
         raise ScheduleError(
             f"memory={memory!r}: zb_v finds no order for {devices} devices; give at least "

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pipelab.action import Kind, Reads, ScheduleError, check_counts
+from pipelab.action import Kind, Reads, ScheduleError, check_counts, check_memory
 from pipelab.costs import CostError, Costs
 from pipelab.schedule import Schedule
 from pipelab.schedules import SCHEDULES, make, takes
@@ -67,6 +67,7 @@ def search(
     .   1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2 1U0
     """
     check_counts(devices=devices, microbatches=microbatches, batches=batches)
+    check_memory(memory)
     home = placement if not isinstance(placement, str) else place(placement, devices, virtual)
     if set(home) != set(range(devices)):
         raise ScheduleError(f"placement={placement!r}: give each of {devices} devices a stage")

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipelab.action import Kind, ScheduleError, check_counts
+from pipelab.action import Kind, ScheduleError, check_counts, check_memory
 from pipelab.costs import Costs, Recompute
 from pipelab.memory import memory_used, shares
 from pipelab.schedule import Schedule
@@ -95,6 +95,7 @@ def bound(
     'memory turnover'
     """
     check_counts(devices=devices, microbatches=microbatches)
+    check_memory(memory)
     home = np.arange(devices) if placement is None else np.array(placement)
     if set(home.tolist()) != set(range(devices)):
         raise ScheduleError(f"placement={placement!r}: give each of {devices} devices a stage")

@@ -223,14 +223,20 @@ class Model:
         solver.parameters.num_workers = workers
         solver.parameters.random_seed = 0
         solver.parameters.catch_sigint_signal = False
-        watcher = None
-        if progress:
-            watcher = _watcher(self.cp, lambda units: progress(*map(self._seconds, units)))
+        interrupts = Noted()
+
+        def tell(units: tuple[float, float]) -> None:
+            with interrupts.caught():
+                if progress:
+                    progress(*map(self._seconds, units))
+
+        watcher = _watcher(self.cp, tell) if progress else None
         # In a thread of its own, so that Python sees a Ctrl-C meanwhile.
-        with Noted() as interrupts, ThreadPoolExecutor(1) as pool:
+        with interrupts, ThreadPoolExecutor(1) as pool:
             solving = pool.submit(solver.solve, self.model, watcher)
             while not solving.done():
-                wait([solving], 0.1)
+                with interrupts.caught():
+                    wait([solving], 0.1)
                 if interrupts.seen:
                     solver.stop_search()
         complete = solving.result() == self.cp.OPTIMAL

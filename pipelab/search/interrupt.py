@@ -2,6 +2,8 @@
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Noted:
@@ -15,6 +17,14 @@ class Noted:
 
     def _note(self, *signal_and_frame: object) -> None:
         self.seen = True
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """A context in which one that others' handlers raise is noted, too."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.seen = True
 
     def __enter__(self) -> "Noted":
         # Elsewhere than in the main thread it does not arrive, and others' handlers stay.

@@ -21,7 +21,7 @@ Arrays = list[Any]  # in the order of some variables
 Values = dict[Var, Any]  # variable -> array
 Variables = list[Var]
 Equations = list[JaxprEqn]
-CALLS = ("jit", "pjit", "closed_call", "core_call")
+CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}  # of what, by parameter
 
 
 @dataclass(eq=False)  # two are the same if they are one
@@ -86,7 +86,8 @@ def inline(
                 eqn = eqn.replace(source_info=outer.source_info)
             eqn = renamed(eqn, names)
             if eqn.primitive.name in CALLS:
-                results: list[Any] = enter(eqn.params["jaxpr"], eqn.invars, eqn)
+                inside_it = eqn.params[CALLS[eqn.primitive.name]]
+                results: list[Any] = enter(inside_it, eqn.invars, eqn)
             else:
                 results = [Var(v.aval) for v in eqn.outvars]
                 equations.append(eqn.replace(outvars=results))

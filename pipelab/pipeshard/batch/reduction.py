@@ -53,7 +53,7 @@ CUSTOM = {
     "custom_vjp_call": "call_jaxpr",
     "linear_call": "callee",
 }
-INSIDE = {**CUSTOM, **dict.fromkeys((*CHECKPOINTS, *CALLS), "jaxpr")}
+INSIDE = {**CUSTOM, **CALLS, **dict.fromkeys(CHECKPOINTS, "jaxpr")}
 LARGEST = 2**22  # elements of what is computed to see how it grows
 Graphs = tuple[Graph, Graph]  # one function at both sizes
 
