@@ -20,7 +20,10 @@ test: .venv/.ready  ## set up, then lint, types, unit tests, doctests, notebooks
 	$(BIN)/pytest --numprocesses 2 --dist loadfile --nbval notebooks
 
 fuzz: .venv/.ready  ## 10,000 random tables through the executor, each against its reference
-	PIPELAB_FUZZ=10000 $(BIN)/pytest tests/test_run.py -k random_tables
+	PIPELAB_FUZZ=10000 $(BIN)/pytest tests/runtime/test_run.py -k random_tables
+
+mutants: .venv/.ready  ## one wrong token at a time in table/ and predict/: do the rooms' own tests see it?
+	$(BIN)/python tests/house/mutants.py
 
 notebooks: .venv/.ready  ## run the lectures and store their outputs
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
@@ -28,6 +31,7 @@ notebooks: .venv/.ready  ## run the lectures and store their outputs
 bench: .venv/.ready  ## measure and rewrite the pages in benchmarks/
 	$(BIN)/python benchmarks/simulate.py
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/certificate.py
 	$(BIN)/python benchmarks/predict.py
 	$(BIN)/python benchmarks/search.py
 	$(BIN)/python benchmarks/split.py
@@ -40,7 +44,7 @@ bench: .venv/.ready  ## measure and rewrite the pages in benchmarks/
 	$(BIN)/python benchmarks/traces.py
 
 gpu: $(if $(filter $(GPU_PYTHON),$(BIN)/python),.venv/.ready)  ## what only a GPU shows, in 8 minutes; DEVICE=cpu rehearses it, PYTHON=python3 needs no .venv
-	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) benchmarks/gpu.py --device $(DEVICE)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/benchmarks $(GPU_PYTHON) -m gpu.report --device $(DEVICE)
 
 site: .venv/.ready  ## the course as web pages, in build/site: open build/site/index.html
 	$(BIN)/sphinx-build --fresh-env --write-all -W -q -c docs -d build/doctrees . build/site
@@ -58,4 +62,4 @@ clean:  ## remove the environment and caches
 	$(BIN)/pip install --quiet --editable '.[all]'
 	@touch $@
 
-.PHONY: help lab test fuzz notebooks bench gpu site images clean
+.PHONY: help lab test fuzz mutants notebooks bench gpu site images clean

@@ -1,12 +1,17 @@
 """Settings for all tests, notebooks under nbval too, wherever pytest is started from."""
 
 import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONHASHSEED", "0")
+# A shell script's background jobs ignore Ctrl-C, and so would the tests' own processes.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config):

@@ -10,8 +10,8 @@ import numpy as np
 
 from jupyter_lab import browser, chromium, lab, open_notebook, run_cells, write_notebook
 from measure import machine, main, page, paragraph, spread, table, timed
-from pipelab.puzzle import finish
 from pipelab.widgets import Editor
+from pipelab.widgets.puzzle import finish
 
 CASES = (  # how the editor is made, and how it is helped
     ("'cap'", "legal"),
@@ -95,7 +95,7 @@ def _game(made: str, help: str) -> list[float]:
     """CPU seconds of every move of a whole game."""
     editor, times = _editor(made, help), []
     best = finish(editor.draft)
-    every = sorted((a for row in best.rows for a in row), key=lambda a: (best.span(a), a.stage))
+    every = sorted((a for row in best.rows for a in row), key=lambda a: (best.spans[a], a.stage))
     for action in every:
         began = time.process_time()
         editor.place(str(action))

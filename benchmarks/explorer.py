@@ -14,6 +14,7 @@ CASES = (
     ("gpipe", 4, 8),
     ("pipedream_flush", 8, 32),
     ("interleaved", 8, 32),
+    ("pipedream_flush", 16, 64),
     ("pipedream_flush", 32, 256),
 )
 FORWARDS = (2, 1.5, 1, 3)  # the forward's seconds, changed in turn

@@ -17,7 +17,7 @@ import optax
 
 from measure import cores, machine, main, page, paragraph, spread, table
 from pipelab import make, run
-from pipelab.executors.jax import spmd
+from pipelab.runtime.jax import spmd
 
 OPTIMIZER = optax.sgd(0.01)
 MIB = 2.0**20
@@ -150,7 +150,7 @@ def _worker(name: str, p: int, m: int, blocks: list, batches: list) -> Found:
     stages = [(_blocks, blocks[s * each : (s + 1) * each]) for s in range(schedule.stages)]
     result = run(schedule, stages, batches, _loss, OPTIMIZER, backend="jax", check=False)
     return Found(
-        result.timeline.batch_seconds().tolist(),
+        result.timeline.batch_seconds(),
         max(result.memory.peak("activations")),
         result.losses[-1],
     )

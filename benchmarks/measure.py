@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pipelab.action import check_counts
+from pipelab.table.action import check_counts
 
 FOLDER = Path(__file__).parent
 

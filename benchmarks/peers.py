@@ -10,16 +10,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from measure import cores, machine, main, one_thread, page, paragraph, spread, table
-from pipelab import data, make, run
-from pipelab.models import mlp, split
+from pipelab import make, run
+from pipelab.models import data, mlp, split
 from pipelab.models.gpt2 import gpt2, next_token_loss
-from pipelab.partition import uniform
+from pipelab.optimize.cut import uniform
 from pipelab.peers.deepspeed import run_deepspeed
 from pipelab.peers.torch_pipelining import run_torch_pipelining
 from pipelab.peers.torchgpipe import run_torchgpipe
+from pipelab.predict.attribution import Cause
 
 SGD = partial(torch.optim.SGD, lr=0.01)
-MIB = 2**20
 
 
 class Case(NamedTuple):
@@ -70,24 +70,18 @@ class Sizes(NamedTuple):
 DEFAULT = Sizes()
 
 
-class Measured(NamedTuple):
-    """Seconds of every batch but the first, and bytes of each device at its peak."""
-
-    seconds: list[float]
-    memory: list[float]
-
-
-def ours(backend: str, name: str, case: Case, devices: int, sizes: Sizes) -> Measured:
+def ours(backend: str, name: str, case: Case, devices: int, sizes: Sizes) -> list[float]:
+    """Seconds of every batch but the first."""
     virtual = 2 if name == "interleaved" else 1
     schedule = make(name, devices, sizes.microbatches, virtual=virtual, batches=sizes.batches)
     batches = case.batches(sizes.batches, sizes.microbatches)
     stages = case.stages(schedule.stages)
     done = run(schedule, stages, batches, case.loss, SGD, backend=backend, check=False)
-    return Measured(done.timeline.batch_seconds().tolist(), done.memory.peak())
+    return list(done.timeline.batch_seconds())
 
 
-def theirs(library: str, name: str, case: Case, devices: int, sizes: Sizes) -> Measured:
-    """Timed without hooks; once more with them, for the bytes."""
+def theirs(library: str, name: str, case: Case, devices: int, sizes: Sizes) -> list[float]:
+    """The same, timed without a profiler."""
     m = sizes.microbatches
     stages = case.stages(devices * (2 if name == "interleaved" else 1))
     calls: dict[str, Callable] = {
@@ -96,12 +90,8 @@ def theirs(library: str, name: str, case: Case, devices: int, sizes: Sizes) -> M
         "DeepSpeed": partial(run_deepspeed, microbatches=m),
     }
 
-    def train(count: int, watch: bool) -> Any:
-        return calls[library](stages, case.batches(count, m), case.loss, SGD, watch=watch)
-
-    seconds = train(sizes.batches, False).seconds[1:]
-    watched = train(2, True)
-    return Measured(seconds, watched.memory.peak())
+    batches = case.batches(sizes.batches, m)
+    return calls[library](stages, batches, case.loss, SGD, trace=False).seconds[1:]
 
 
 # The same schedule, on the same kind of ranks: threads of one process, or processes.
@@ -119,13 +109,12 @@ def rows(repeats: int, sizes: Sizes, beside: Sequence[tuple[str, str, str]] = BE
     for case in sizes.cases:
         for devices in sizes.devices:
             for name, backend, library in beside:
-                turns: list[list[Measured]] = [[], [], []]
+                turns: list[list[float]] = [[], [], []]
                 for _ in range(repeats):  # A B A: ours twice, for the spread of the same
-                    turns[0].append(ours(backend, name, case, devices, sizes))
-                    turns[1].append(theirs(library, name, case, devices, sizes))
-                    turns[2].append(ours(backend, name, case, devices, sizes))
-                a, b, again = ([x for one in turn for x in one.seconds] for turn in turns)
-                memory = [max(max(one.memory) for one in turn) / MIB for turn in turns[:2]]
+                    turns[0] += ours(backend, name, case, devices, sizes)
+                    turns[1] += theirs(library, name, case, devices, sizes)
+                    turns[2] += ours(backend, name, case, devices, sizes)
+                a, b, again = turns
                 middle = [statistics.median(x) for x in (a + again, b, a, again)]
                 found.append(
                     (
@@ -137,14 +126,12 @@ def rows(repeats: int, sizes: Sizes, beside: Sequence[tuple[str, str, str]] = BE
                         spread(b),
                         f"{middle[0] / middle[1]:.2f} ({min(a + again) / min(b):.2f})",
                         f"{middle[2] / middle[3]:.2f}",
-                        f"{memory[0]:.2f}",
-                        f"{memory[1]:.2f}",
                     )
                 )
     return found
 
 
-CAUSES = ("transfer", "held back by the order", "waiting for a forward", "overhead")
+CAUSES = (Cause.TRANSFER, Cause.HELD, Cause.FORWARD, Cause.OVERHEAD)
 
 
 WHERE = (
@@ -152,8 +139,8 @@ WHERE = (
     "once for each rank: where an action takes about as long as that (8 x 32), torchgpipe is "
     "faster. "
     "1F1B on two processes: milliseconds per batch and device, from the measured timelines, theirs "
-    "with hooks; the median (fastest-slowest) of the runs in turn. A cause differs only where the "
-    "brackets do not overlap."
+    "by torch.profiler, whose own time is in them; the median (fastest-slowest) of the runs in "
+    "turn. A cause differs only where the brackets do not overlap."
 )
 
 
@@ -172,7 +159,7 @@ def where(repeats: int, sizes: Sizes) -> str:
             for name, timeline in (("pipelab", mine), ("torch", peer.timeline)):
                 warm = timeline.warmed_up()
                 idle = warm.attribution()
-                seconds = [warm.busy.sum(), *(idle[cause].sum() for cause in CAUSES)]
+                seconds = [sum(warm.busy), *(sum(idle[cause]) for cause in CAUSES)]
                 found[name].append([float(x) / p / (sizes.batches - 1) for x in seconds])
         for name, turns in found.items():
             causes = [spread(values) for values in zip(*turns, strict=True)]
@@ -182,7 +169,7 @@ def where(repeats: int, sizes: Sizes) -> str:
 
 
 def report(repeats: int = 3, sizes: Sizes = DEFAULT) -> str:
-    """Step time and peak memory beside torchgpipe, torch and DeepSpeed, as a Markdown page."""
+    """Step time beside torchgpipe, torch and DeepSpeed, as a Markdown page."""
     with one_thread():
         found, causes = rows(repeats, sizes), where(repeats, sizes)
     return page(
@@ -197,12 +184,7 @@ def report(repeats: int = 3, sizes: Sizes = DEFAULT) -> str:
             f"median (fastest-slowest) of {repeats} runs of {sizes.batches} batches in turn, ours "
             "before and after each of theirs. Ratios are of medians (of the fastest batches): "
             "below 1, pipelab is faster. A/A is the ratio of our own two turns: what is noise. "
-            "Nothing is checked while it is timed, and theirs run without hooks. Memory: MiB of "
-            "the fullest device at its peak, by what autograd saves, weights, "
-            "gradients and optimizer state. What autograd keeps of the data counts: pipelab copies "
-            "each micro-batch's part, theirs are slices, which keep their batch. Inputs that have "
-            "come and wait count for pipelab alone (there are no hooks for them in the others), as "
-            "does what torchgpipe's loss keeps, which stands outside of its stages."
+            "Nothing is checked while it is timed, and theirs run without a profiler."
         ),
         table(
             (
@@ -214,8 +196,6 @@ def report(repeats: int = 3, sizes: Sizes = DEFAULT) -> str:
                 "theirs (ms)",
                 "ratio",
                 "A/A",
-                "pipelab MiB",
-                "theirs MiB",
             ),
             found,
         ),

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from measure import cores, machine, main, one_thread, page, paragraph, table
 from pipelab import Costs, Timeline, explain, fit, make, run, simulate
 from pipelab.models import mlp, split
-from pipelab.partition import Profile, profile, uniform
+from pipelab.optimize.cut import Profile, profile, uniform
 
 
 class Target(NamedTuple):
@@ -62,7 +62,6 @@ class Turn(NamedTuple):
     predicted: float
     measured: float
     again: float
-    on_core: float  # the share of the fitted run's compute in which devices had a core
 
     @property
     def error(self) -> float:
@@ -92,31 +91,28 @@ def report(repeats: int = 5, sizes: Sizes = Sizes()) -> str:
         paragraph(
             f"An MLP of {sizes.layers} layers of {sizes.width}, {sizes.samples} samples a "
             f"micro-batch, float32, SGD, {sizes.batches} batches of which the first, which warms "
-            "up, is left out everywhere. Every rank computes with one thread, torch's on a core "
-            "of its own (`run(pin=True)`); jax in two processes, each with one core. In turn: a "
-            "run of GPipe with "
+            "up, is left out everywhere. Every rank computes with one thread; jax in two "
+            "processes, each with one core. In turn: a run of GPipe with "
             f"m = {sizes.microbatches} is fitted (`pipelab.fit`), the other one is predicted, run, "
             f"and run again; {repeats} turns each. Makespans in ms (medians). The paired error, "
             "predicted against the run just after the fit, and A/A, that run against itself "
             "again: the median, in brackets the median of its sizes and the range. Interleaved: "
-            "`Costs.split`; another balance: `profile`d layers scaled to the fitted stages "
-            "(`Profile.as_measured`)."
+            "`Costs.split`; another balance: `profile`d layers scaled to the fitted stages."
         ),
-        table([*header, "within"], [row[:-1] for row in rows]),
+        table([*header, "within"], rows),
         "## More devices than cores",
         paragraph(
-            f"{2 * cores()} devices on {cores()} cores, not pinned. A fit's `speed` is the share "
-            "of its compute in which a device had a core: what is missing to 100 % is the cores' "
-            "sharing, which the prediction takes to be the same in the other schedule."
+            f"{2 * cores()} devices on {cores()} cores. How they share the cores is in the fitted "
+            "costs: the prediction takes it to be the same in the other schedule."
         ),
-        table([*header, "within", "had a core (%)"], shared),
+        table([*header, "within"], shared),
         "## Host devices of one jax process",
         paragraph(
             "They share the process's threads: one device that computes alone here keeps "
             f"{used:.2f} cores busy, as XLA runs operations of one program side by side. So two "
             "devices are not two workers, and which layers are on which makes little difference:"
         ),
-        table([*header, "within"], [row[:-1] for row in one_process]),
+        table([*header, "within"], one_process),
         "## One gap, explained",
         paragraph(
             "1F1B on processes, predicted from GPipe, and the same run again, whose difference is "
@@ -141,7 +137,6 @@ def _rows(
         typical = statistics.median(map(abs, noise))
         good = abs(statistics.median(errors)) <= max(5, typical)
         name = target.schedule + (f" {list(target.balance)}" if target.balance else "")
-        on_core = f"{100 * statistics.median(t.on_core for t in turns):.0f}"
         row = [
             backend,
             name,
@@ -150,7 +145,6 @@ def _rows(
             _spread(errors),
             _spread(noise),
             "yes" if good else "no",
-            on_core,
         ]
         rows.append(row)
     return rows
@@ -216,19 +210,39 @@ def _turn(backend: str, devices: int, target: Target, sizes: Sizes, layers: Prof
     found = [timed(backend, name, devices, m, balance, sizes) for _ in range(2)]
     timelines = simulate(schedule, predicted), *found
     model, measured, again = (t.warmed_up().makespan for t in timelines)
-    return Turn(model, measured, again, float(np.mean(costs.speed)))
+    return Turn(model, measured, again)
 
 
 def _balanced(costs: Costs, layers: Profile, seen: Sequence[int], balance: Sequence[int]) -> Costs:
     """The costs of other stages of the same layers."""
     share = np.divide(balance, sum(balance))  # of the weights, which an update goes through
     return replace(
-        layers.as_measured(costs, seen).costs(balance),
-        update=sum(costs.of("update", len(seen))) * share,
+        _as_measured(layers, costs, seen).costs(balance),
+        update=(sum(costs.of("update", len(seen))) * share).tolist(),
         transfer=costs.transfer,
         overhead=costs.overhead,
         speed=costs.speed,
     )
+
+
+def _as_measured(layers: Profile, costs: Costs, balance: Sequence[int]) -> Profile:
+    """The layers as the stages of a balance took in a run, by `fit`'s costs of that run.
+
+    Each stage's seconds are shared among its layers as they are here, or evenly where these know
+    none.
+    """
+    stage = np.repeat(np.arange(len(balance)), balance)
+    scaled = {}
+    for name in ("forward", "input_grad", "weight_grad"):
+        mine = layers.of(name)
+        mine = np.where(np.bincount(stage, mine)[stage] > 0, mine, 1.0)
+        took = np.array(costs.of(name, len(balance)))
+        scaled[name] = (mine * (took / np.bincount(stage, mine))[stage]).tolist()
+    found = (
+        replace(layer, forward=f, input_grad=i, weight_grad=w)
+        for layer, f, i, w in zip(layers.layers, *scaled.values(), strict=True)
+    )
+    return replace(layers, layers=tuple(found))
 
 
 def _profile(sizes: Sizes) -> Profile:
@@ -243,8 +257,7 @@ def timed(
     schedule = make(name, devices, m, virtual=len(balance) // devices, batches=sizes.batches)
     model = jax_stages if backend == "jax" else torch_stages
     stages, batches, loss, optimizer = model(sizes, balance, m)
-    pin = backend != "jax" and devices <= cores()
-    done = run(schedule, stages, batches, loss, optimizer, backend=backend, pin=pin, check=False)
+    done = run(schedule, stages, batches, loss, optimizer, backend=backend, check=False)
     return done.timeline
 
 

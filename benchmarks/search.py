@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 from measure import machine, main, one_thread, page, paragraph, spread, table
 from pipelab import Costs, Run, Schedule, Timeline, fit, run, simulate
-from pipelab.costs import PASSES
 from pipelab.models import mlp, split
-from pipelab.partition import Profile, profile
-from pipelab.search import Found, Proof, search
-from pipelab.search.best import named
-from pipelab.search.problem import Problem
+from pipelab.optimize.cut import Profile, profile
+from pipelab.optimize.order import Found, Proof, search
+from pipelab.optimize.order.best import named_schedules
+from pipelab.optimize.order.problem import OrderProblem
+from pipelab.predict.costs import PASSES
 
 OF_STAGES = (*PASSES, "update", "activations", "weight_activations")
 
@@ -94,8 +94,8 @@ def proofs(sizes: Sizes) -> list[str]:
     return [
         "## How good they are",
         paragraph(
-            "`pipelab.search.search` beside the fastest named schedule of the same placement that "
-            f"fits the same memory, in costs' units. At most {sizes.seconds:g} s each, all cores; "
+            "`pipelab.optimize.order.search` beside the fastest named schedule of the same "
+            f"placement that fits the memory, in costs' units. At most {sizes.seconds:g} s each; "
             "costs of F, I and W of every stage: 1, as they stand, or drawn evenly from 1 to 2 "
             "(uneven, transfer 0.1). No schedule is faster than the bound: with a gap of 0 the one "
             "found is proved to be a fastest."
@@ -124,8 +124,10 @@ def _proof(case: Case, seconds: float) -> list[str]:
     found = search(
         costs, p, m, memory=memory, placement=placement, split=split_allowed, seconds=seconds
     )
-    problem = Problem(costs, found.placement, m, memory, split_allowed)
-    fitting = [(problem.makespan(s), name) for name, s in named(problem) if problem.fits(s)]
+    problem = OrderProblem(costs, found.placement, m, memory, split_allowed)
+    fitting = [
+        (problem.makespan(s), name) for name, s in named_schedules(problem) if problem.fits(s)
+    ]
     best, name = min(fitting, default=(None, ""))
     proof: Proof = found.proof
     return [
@@ -150,8 +152,8 @@ def paced(sizes: Sizes) -> list[str]:
     slow = replace(costs, **{n: np.multiply(getattr(costs, n), sizes.slower) for n in PASSES})
     m = sizes.microbatches
     found = search(slow, 4, m, memory=memory, seconds=sizes.seconds)
-    problem = Problem(slow, found.placement, m, memory, True)
-    tables = [("found", found), *((n, s) for n, s in named(problem) if problem.fits(s))]
+    problem = OrderProblem(slow, found.placement, m, memory, True)
+    tables = [("found", found), *((n, s) for n, s in named_schedules(problem) if problem.fits(s))]
     rows = []
     for name, schedule in tables:
         done = _run(schedule, balance, sizes, backend="threads", pace=1.0, costs=slow)
@@ -194,7 +196,7 @@ def measured(repeats: int, sizes: Sizes) -> list[str]:
     turns: list[list[float]] = [[] for _ in range(len(entries) + 1)]
     for _ in range(repeats):
         for times, entry in zip(turns, [*entries, found], strict=True):
-            done = _run(entry.schedule, entry.balance, sizes, pin=True, check=False)
+            done = _run(entry.schedule, entry.balance, sizes, check=False)
             times.append(_later(done.timeline))
     rows = []
     for entry, times in zip(entries, turns, strict=False):
@@ -206,14 +208,14 @@ def measured(repeats: int, sizes: Sizes) -> list[str]:
         row = [entry.name, layers, f"{1e3 * predicted:.0f}", spread(times, ".0f"), f"{error:+.1f}"]
         rows.append([*row, model, spread(ratios, unit=1)])
     again = [t / of_found for t, of_found in zip(turns[-1], turns[0], strict=True)]
-    check = _run(found.schedule, found.balance, sizes, pin=True).check
+    check = _run(found.schedule, found.balance, sizes).check
     assert check
     proof = found.schedule.proof if isinstance(found.schedule, Found) else None
     return [
         "## Four uneven stages on two devices, measured",
         paragraph(
             f"The same layers, ten, cut into stages of {', '.join(map(str, found.balance))}, which "
-            "go around two processes, each with a core of its own and one thread; memory for 2.5 "
+            "go around two processes, each with one thread; memory for 2.5 "
             f"micro-batches; {sizes.batches} batches of {sizes.microbatches} micro-batches, the "
             "first of which, which warms up, is left out. The costs are those of a run of another "
             "order (`fit`). Beside the found schedule the fastest named ones that fit: of this "
@@ -245,7 +247,7 @@ def _entries(sizes: Sizes) -> list[Entry]:
     balance, memory, m = (2, 4, 3, 1), 2.5, sizes.microbatches
     rough = Costs(balance, balance, balance)
     order = search(rough, 2, m, memory=memory, virtual=2, seconds=0, batches=sizes.batches)
-    seen = fit(_run(order, balance, sizes, pin=True, check=False).timeline)
+    seen = fit(_run(order, balance, sizes, check=False).timeline)
     layers = _profile(sum(balance), sizes).costs(balance)
     costs = replace(
         seen, activations=layers.activations, weight_activations=layers.weight_activations
@@ -257,11 +259,13 @@ def _entries(sizes: Sizes) -> list[Entry]:
     pairs = replace(costs, **of_pairs)
     cut = balance[0] + balance[1], balance[2] + balance[3]
     for home, own, layers_of in (((0, 1, 0, 1), costs, balance), ((0, 1), pairs, cut)):
-        problem = Problem(own, home, m, memory, True)
-        fitting = [(problem.makespan(s), name) for name, s in named(problem) if problem.fits(s)]
+        problem = OrderProblem(own, home, m, memory, True)
+        fitting = [
+            (problem.makespan(s), name) for name, s in named_schedules(problem) if problem.fits(s)
+        ]
         if fitting:
             _, name = min(fitting)
-            schedule = dict(named(problem, sizes.batches))[name]
+            schedule = dict(named_schedules(problem, sizes.batches))[name]
             entries.append(Entry(name, schedule, layers_of, own))
     return entries
 

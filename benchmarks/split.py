@@ -13,9 +13,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from measure import keep_freed_memory, machine, main, one_thread, page, paragraph, spread, table
-from pipelab.halves import Halves, Saved, whole
 from pipelab.models.gpt2 import gpt2
-from pipelab.partition import profile
+from pipelab.optimize.cut import profile
+from pipelab.runtime.torch.split_backward import Halves, Saved, whole_backward
 
 MIB = 2**20
 
@@ -118,7 +118,7 @@ def _rounds(layers: nn.Module, x: Tensor, repeats: int, warm_up: int = 3) -> lis
 
 
 def _round(layers: nn.Module, x: Tensor) -> Times:
-    first = timed(partial(whole, *_forward(layers, x)))
+    first = timed(partial(whole_backward, *_forward(layers, x)))
     found = _forward(layers, x)
     halves: list[Halves] = []
 
@@ -127,7 +127,7 @@ def _round(layers: nn.Module, x: Tensor) -> Times:
         halves[0].input_grad()
 
     took = timed(input_grad), timed(lambda: halves[0].weight_grad())
-    second = timed(partial(whole, *_forward(layers, x)))
+    second = timed(partial(whole_backward, *_forward(layers, x)))
     return Times(first, second, *took, timed(_halves_of_torch(layers, x)))
 
 

@@ -6,6 +6,7 @@ import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from measure import in_turn, keep_freed_memory, machine, main, page, paragraph, spread, table, timed
-from pipelab.executors.jax.split import put_in
-from pipelab.executors.jax.stage import passes
+from pipelab import Kind
+from pipelab.runtime.jax.jaxpr import spec_of
+from pipelab.runtime.jax.passes import Compiled, Groups, passes
 
 MIB = 2.0**20
 
@@ -86,25 +88,34 @@ def report(repeats: int = 40, sizes: Sizes = Sizes()) -> str:
 
 
 def _row(stage: Stage, repeats: int) -> Sequence[str]:
-    forward, backward, input_grad, weight_grad = passes(stage.apply, None, first=False)
-    arguments = stage.parameters, stage.x, None
-    y, _, pullback = forward(arguments, None, keep=True)
-    gradient = jnp.ones_like(y) / y.size
-    operands = arguments, pullback, gradient
-    rest = put_in(operands, input_grad(*operands)[1])
-    _check(stage, backward(*operands, _zeros(stage)), input_grad, weight_grad, operands)
-    sums = [_zeros(stage), _zeros(stage)]
+    here = partial(spec_of, sharding=stage.x.sharding)
+    groups = Groups(stage.parameters, (), stage.x, ())
+    shapes = jax.tree.map(here, groups)
+    traced = passes(lambda parameters, _, x, data: (stage.apply(parameters, x), ()), shapes)
+    compiled = Compiled(traced, shapes, kinds=(Kind.B, Kind.I))
+    arguments = jax.tree.leaves(groups)
+    made = compiled.forward(*arguments)
+    kept = [[*arguments, *made][i] for i in compiled.kept]
+    operands = [[jnp.ones_like(made[0]) / made[0].size]], kept
+    given = jax.tree.leaves(operands)
+    of_x, *crossing = compiled.input_grad(*given)
+    read = [[*given, *crossing][i] for i in compiled.read]
+    sums = [compiled.zeros(), compiled.zeros()]
+    sums[0], whole = compiled.backward(sums[0], *operands)
+    sums[1] = compiled.weight_grad(sums[1], read)
+    for a, b in zip([*sums[0], *whole], [*sums[1], of_x], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * float(jnp.abs(a).max()))
 
-    def whole() -> None:
-        sums[0], _ = jax.block_until_ready(backward(*operands, sums[0]))
+    def both() -> None:
+        sums[0], _ = jax.block_until_ready(compiled.backward(sums[0], *operands))
 
     def first() -> None:
-        jax.block_until_ready(input_grad(*operands))
+        jax.block_until_ready(compiled.input_grad(*given))
 
     def second() -> None:
-        sums[1] = jax.block_until_ready(weight_grad(rest, sums[1]))
+        sums[1] = jax.block_until_ready(compiled.weight_grad(sums[1], read))
 
-    calls = [lambda each=each: timed(each) for each in (whole, first, second, whole)]
+    calls = [lambda each=each: timed(each) for each in (both, first, second, both)]
     b, i, w, again = in_turn(calls, repeats, warm_up=3)
     ratios = [(x + y) / z for x, y, z in zip(i, w, b, strict=True)]
     same = [x / y for x, y in zip(again, b, strict=True)]
@@ -112,16 +123,8 @@ def _row(stage: Stage, repeats: int) -> Sequence[str]:
         *(spread(times) for times in (b, i, w)),
         _quartiles(ratios),
         _quartiles(same),
-        f"{_bytes((pullback, stage.x)) / MIB:.2f}",
-        f"{_bytes(rest, but=stage.parameters) / MIB:.2f}",
+        *(f"{_bytes(arrays, but=stage.parameters) / MIB:.2f}" for arrays in (kept, read)),
     )
-
-
-def _check(stage: Stage, whole: Any, input_grad: Callable, weight_grad: Callable, operands: Any):
-    of_x, rest = input_grad(*operands)
-    parts = weight_grad(put_in(operands, rest), _zeros(stage)), of_x
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * float(jnp.abs(a).max()))
 
 
 def _quartiles(ratios: Sequence[float]) -> str:
@@ -129,11 +132,7 @@ def _quartiles(ratios: Sequence[float]) -> str:
     return f"{middle:.3f} ({low:.3f}-{high:.3f})"
 
 
-def _zeros(stage: Stage) -> Any:
-    return jax.tree.map(jnp.zeros_like, stage.parameters)
-
-
-def _bytes(tree: Any, but: Any = ()) -> int:
+def _bytes(tree: Any, but: Any) -> int:
     others = {id(x) for x in jax.tree.leaves(but)}
     arrays = {id(x): x for x in jax.tree.leaves(tree) if id(x) not in others}
     return sum(x.nbytes for x in arrays.values())

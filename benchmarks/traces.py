@@ -13,11 +13,12 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from measure import machine, main, page, paragraph, spread, table
-from pipelab import Diagnosis, Timeline, diagnose
-from pipelab.executors.torch.processes import run_processes
+from pipelab import Diagnosis, diagnose
+from pipelab.measure.trace import from_trace
 from pipelab.models import mlp, split
-from pipelab.peers.ranks import PeerJob
+from pipelab.peers.group import PeerJob
 from pipelab.peers.torch_pipelining import SCHEDULES, annotate
+from pipelab.runtime.torch.processes import run_processes
 
 
 class Case(NamedTuple):
@@ -25,13 +26,12 @@ class Case(NamedTuple):
 
     name      of torch's schedule, in our words
     balance   layers of each stage; stage s is on rank s % 2
-    how       how the profiler learns of the actions: by `annotate`, with_stack, or (None) by what
-              torch's schedule names itself
+    annotate  whether the actions need names: torch's GPipe and 1F1B give them none
     """
 
     name: str
     balance: tuple[int, ...]
-    how: str | None = "annotate"
+    annotate: bool = True
     width: int = 1024
     samples: int = 64
     microbatches: int = 8
@@ -58,9 +58,7 @@ def _record(job: PeerJob, progress: Callable[[int], None]) -> None:
     for i, case in enumerate(job.stages):
         progress(i)
         step = _training(case, job.rank)
-        with profile(
-            activities=[ProfilerActivity.CPU], with_stack=case.how == "with_stack"
-        ) as seen:
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
             for _ in range(case.batches):
                 step()
         seen.export_chrome_trace(str(_file(job.options, i, job.rank)))
@@ -73,7 +71,7 @@ def _training(case: Case, rank: int) -> Callable[[], None]:
     count = len(modules)
     mine = range(rank, count, RANKS)
     stages = [PipelineStage(modules[s], s, count, torch.device("cpu")) for s in mine]
-    if case.how == "annotate":
+    if case.annotate:
         annotate(*stages)
     kind: Any = SCHEDULES[case.name]
     given = stages if case.name == "interleaved" else stages[0]
@@ -100,7 +98,7 @@ def report(repeats: int = 5, cases: Sequence[Case] = CASES) -> str:
     for _ in range(repeats):
         with tempfile.TemporaryDirectory(prefix="pipelab-") as folder:
             for mine, files in zip(found, record(cases, Path(folder)), strict=True):
-                mine.append(diagnose(Timeline.from_trace(files)))
+                mine.append(diagnose(from_trace(files)))
     parts = []
     for case, mine in zip(cases, found, strict=True):
         middle = sorted(mine, key=lambda d: d.idle)[len(mine) // 2]
@@ -122,7 +120,7 @@ def report(repeats: int = 5, cases: Sequence[Case] = CASES) -> str:
             f"torch.distributed.pipelining on {RANKS} processes, gloo, one thread each, recorded "
             f"by torch.profiler: {size.batches} batches of {size.microbatches} micro-batches of "
             f"{size.samples} samples through layers of {size.width}, after a batch that is not "
-            "recorded. `Timeline.from_trace` reads the ranks' files, `diagnose` says the rest. The "
+            "recorded. `from_trace` reads the ranks' files, `diagnose` says the rest. The "
             "profiler's own time is in what it measures."
         ),
         *parts,

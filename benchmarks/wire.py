@@ -28,9 +28,9 @@ from measure import (
 from peers import DEFAULT as PEERS
 from peers import SGD, Case
 from pipelab import make, run
-from pipelab.executors.torch.wire import reduced
-from pipelab.executors.wire import Link
 from pipelab.peers.torch_pipelining import run_torch_pipelining
+from pipelab.runtime.torch.wire import reduced
+from pipelab.runtime.wire import Link
 
 KIB = 1024
 
@@ -165,7 +165,7 @@ def batch_of_torch(case: Case, name: str, devices: int, microbatches: int, count
     stages = case.stages(devices * (2 if name == "interleaved" else 1))
     given = (stages, case.batches(count, microbatches), case.loss, SGD)
     sizes: dict[str, Any] = {"devices": devices, "microbatches": microbatches}
-    done = run_torch_pipelining(name, *given, **sizes, watch=False)
+    done = run_torch_pipelining(name, *given, **sizes, trace=False)
     return statistics.median(done.seconds[1:])
 
 

@@ -18,7 +18,13 @@ project = "pipelab"
 author = "the authors of pipelab"
 language = "en"
 root_doc = "docs/index"
-include_patterns = ["docs/**", "notebooks/**", "benchmarks/*.md", "README.md"]
+include_patterns = [
+    "docs/**",
+    "notebooks/**",
+    "benchmarks/*.md",
+    "benchmarks/gpu/*.md",
+    "README.md",
+]
 exclude_patterns = ["**/.*", "build", "images", "pipelab", "tests", "**/__pycache__"]
 
 extensions = [

@@ -9,6 +9,12 @@ from typing import Any
 from sphinx.application import Sphinx
 
 from pipelab import plot
+from pipelab.optimize.cut import plots as plots_of_cuts
+from pipelab.optimize.plan import plots as plots_of_plans
+from pipelab.pipeshard.auto import plots as plots_of_meshes
+
+# By the name that lectures import them by.
+PLOTS = {"plot": [plot], "plots": [plots_of_cuts, plots_of_plans, plots_of_meshes]}
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 NO_KERNEL = "\n(This page has no kernel: open the lecture in JupyterLab.)"
@@ -30,10 +36,14 @@ def text_of(node: ast.AST | None) -> str:
 
 
 def drawn(call: ast.Call) -> Iterator[str]:
-    """What a call of `pipelab.plot` draws: its docstring's first line, and the names given."""
+    """What a call of a plot draws: its docstring's first line, and the names given."""
     function = call.func
-    if isinstance(function, ast.Attribute) and getattr(function.value, "id", "") == "plot":
-        yield getattr(plot, function.attr).__doc__.splitlines()[0]
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        rooms = PLOTS.get(function.value.id, [])
+        found = [getattr(room, function.attr) for room in rooms if hasattr(room, function.attr)]
+        if not found:
+            return
+        yield found[0].__doc__.splitlines()[0]
         names = [
             text_of(key)
             for argument in call.args

@@ -15,20 +15,20 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from pipelab.action import Kind
 from pipelab.plot import style
 from pipelab.plot.timeline import (
     FONT,
     SMALLEST,
     bar,
-    colour_of,
     idle,
     instant,
     points_per_unit,
     spans,
     timeline,
 )
-from pipelab.timeline import Timeline
+from pipelab.predict.spans import Span
+from pipelab.predict.timeline import Timeline
+from pipelab.table.action import Kind
 
 HOLD = 1 / 8  # of the frames show the end
 LEFT, RIGHT = 1.02, 1.4  # where the columns beside the lanes begin and end, in widths of the Axes
@@ -90,10 +90,10 @@ def film(t: Timeline, ax: Axes, title: str | None = None) -> Callable[[float], l
     ax.xaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
 
     # [2] What moves: lanes that grow, actions, a cursor behind those that run, words on the right.
-    start, end = spans(t)
+    played = spans(t)
     devices = range(t.schedule.devices)
     lanes = [idle(ax, d, 0) for d in devices]
-    actions = [_action(ax, t, i, start[i], end[i]) for i in range(len(start))]
+    actions = [_action(ax, t, span) for span in played]
     cursor = ax.axvline(0, color="black", lw=1.2, zorder=3)
     side = ax.get_yaxis_transform()
     for x, align, heading in ((LEFT, "left", "now"), (RIGHT, "right", "in flight")):
@@ -103,13 +103,13 @@ def film(t: Timeline, ax: Axes, title: str | None = None) -> Callable[[float], l
     in_flight = [words(RIGHT, d, ha="right") for d in devices]
 
     def show(time: float) -> list[Artist]:
-        for i, (box, *rest) in enumerate(actions):
-            if start[i] <= time < end[i]:
+        for span, (box, *rest) in zip(played, actions, strict=True):
+            if span.start <= time < span.end:
                 box.set(edgecolor="black", linewidth=1.8, zorder=4)
             else:
                 box.set(edgecolor="white", linewidth=0.6, zorder=2)
             for artist in (box, *rest):
-                artist.set_visible(bool(start[i] <= time))
+                artist.set_visible(span.start <= time)
         for d in devices:
             lanes[d].set_width(time)
             does, count = state(t, d, time)
@@ -131,36 +131,31 @@ def state(t: Timeline, device: int, time: float) -> tuple[str, int]:
     >>> state(t, 0, 1.5), state(t, 0, 4.0), state(t, 0, 9.0)
     (('forward 1', 2), ('waits', 2), ('done', 0))
     """
-    a, b = t.schedule.bounds[device : device + 2]
-    start, end = (x[a:b] for x in spans(t))
-    kind = t.kind[a:b]
-    begun = (kind == Kind.F) & (start <= time)
-    ended = np.isin(kind, (Kind.B, Kind.W)) & (end <= time)
-    in_flight = int(begun.sum() - ended.sum())
-    running = np.flatnonzero((start <= time) & (time < end))
-    if not running.size:
-        return ("done" if (end <= time).all() else "waits"), in_flight
-    i = a + running[0]
-    words = f"{style.NAMES.get(Kind(t.kind[i]), 'transfer')} {t.microbatch[i]}"
+    row = [span for span in spans(t) if span.device == device]
+    begun = sum(span.action.kind is Kind.F and span.start <= time for span in row)
+    ended = sum(span.action.kind in (Kind.B, Kind.W) and span.end <= time for span in row)
+    running = [span for span in row if span.start <= time < span.end]
+    if not running:
+        return ("done" if row[-1].end <= time else "waits"), begun - ended
+    stage, kind, microbatch = running[0].action
+    words = f"{style.NAMES.get(kind, 'transfer')} {microbatch}"
     if t.schedule.stages > t.schedule.devices:
-        words += f", stage {t.stage[i]}"
-    elif t.schedule.asynchronous and t.kind[i] <= Kind.W:
-        words += f", version {t.version[i]}"
-    return words, in_flight
+        words += f", stage {stage}"
+    elif t.schedule.asynchronous and kind <= Kind.W:
+        words += f", version {running[0].version}"
+    return words, begun - ended
 
 
-def _action(
-    ax: Axes, t: Timeline, i: int, start: float, end: float
-) -> tuple[Rectangle, *tuple[Artist, ...]]:
+def _action(ax: Axes, t: Timeline, span: Span) -> tuple[Rectangle, *tuple[Artist, ...]]:
     """The box of an action, with a line where it takes no time, or its name where there is room."""
-    s, row, kind = t.schedule, int(t.device[i]), Kind(t.kind[i])
-    colour = colour_of(kind, int(t.stage[i]), s.devices, s.stages)
-    box = bar(ax, row, start, end, colour, gid=str(s.action(i)))
-    if end == start:
-        return box, instant(ax, row, end, colour)
-    name = kind.name if kind >= Kind.U else f"{kind.name}{t.microbatch[i]}"
-    size = min(FONT, (end - start) * points_per_unit(ax) / (0.7 * len(name)))
+    (stage, kind, microbatch), row = span.action, span.device
+    colour = style.colour_of(kind, stage, t.schedule.devices, t.schedule.stages)
+    box = bar(ax, row, span.start, span.end, colour, gid=str(span.action))
+    if span.end == span.start:
+        return box, instant(ax, row, span.end, colour)
+    name = kind.name if kind >= Kind.U else f"{kind.name}{microbatch}"
+    size = min(FONT, (span.end - span.start) * points_per_unit(ax) / (0.7 * len(name)))
     if size < SMALLEST:
         return (box,)
-    middle = (start + end) / 2
+    middle = (span.start + span.end) / 2
     return box, style.label(ax, middle, row, name, size, colour, va="center_baseline", zorder=5)

@@ -21,8 +21,8 @@ from animation import animation
 from diagrams import arrow, layers, microbatches, paths, pooling
 from files import save
 from pipelab import Costs, Kind, Timeline, make, memory, plot, simulate
-from pipelab.models.vgg16 import vgg16
-from pipelab.partition import split_layers
+from pipelab.optimize.cut import plots, split_layers
+from pipelab.optimize.cut.vgg16 import vgg16
 from pipelab.plot import style
 from pipelab.plot.timeline import bar
 
@@ -150,11 +150,13 @@ def inter_layer_turns() -> Axes:
     """
     t = simulate(make("inter_layer", 4, 1, batches=2), Costs(transfer=0.5, update=0.5))
     ax = plot.timeline(t, title="Two batches: one device works, the others wait")
-    moved = t.transfers
-    for source, target, sent, arrived in zip(
-        moved["from"], moved["to"], moved["sent"], moved["arrived"], strict=True
-    ):
-        arrow(ax, (sent, source), (arrived, target), style.KINDS[Kind.SEND_F], 2)
+    for i in t.schedule.crossing:
+        made = t.schedule.inputs[i]
+        assert made is not None
+        span, source = t.spans[i], t.spans[made]
+        assert span.arrived is not None
+        here, there = (source.end, source.device), (span.arrived, span.device)
+        arrow(ax, here, there, style.KINDS[Kind.SEND_F], 2)
     return legend(ax, Patch(color=style.KINDS[Kind.SEND_F], label="transfer"))
 
 
@@ -209,9 +211,10 @@ def pipedream_versions() -> Axes:
         by_version=True,
         title="PipeDream: the weight version (v) an action reads",
     )
-    for i in np.flatnonzero(t.kind <= Kind.W).tolist():
-        middle, low = (t.start[i] + t.end[i]) / 2, t.device[i] + 0.36
-        style.label(ax, middle, low, f"v{t.version[i]}", 7, va="bottom")
+    for span in t.spans:
+        if span.action.kind <= Kind.W:
+            middle, low = (span.start + span.end) / 2, span.device + 0.36
+            style.label(ax, middle, low, f"v{span.version}", 7, va="bottom")
     return ax
 
 
@@ -238,16 +241,13 @@ def pipeline_flush() -> Axes:
 def flush_gaps(t: Timeline) -> list[tuple[int, float, float]]:
     """Idle (device, from, to) from a device's first backward of a batch to that of the next one."""
     gaps = []
-    for d, (a, b) in enumerate(pairwise(t.schedule.bounds)):
-        kind, batch = t.kind[a:b], t.microbatch[a:b] // t.schedule.microbatches
-        for k in range(t.schedule.batches - 1):
-            first, following = (
-                a + int(np.flatnonzero((kind == Kind.B) & (batch == n))[0]) for n in (k, k + 1)
-            )
-            ends = t.end[first:following].tolist()
-            starts = t.start[first + 1 : following + 1].tolist()
-            pairs = zip(ends, starts, strict=True)
-            gaps += [(d, end, start) for end, start in pairs if start > end]
+    for d in range(t.schedule.devices):
+        row = [span for span in t.spans if span.device == d]
+        backwards = [i for i, span in enumerate(row) if span.action.kind is Kind.B]
+        firsts = backwards[:: t.schedule.microbatches]
+        for one, following in pairwise(row[firsts[0] : firsts[-1] + 1]):
+            if following.start > one.end:
+                gaps.append((d, one.end, following.start))
     return gaps
 
 
@@ -274,11 +274,11 @@ def flush_memory() -> Axes:
         for name, m in kept.items():
             label, colour, line = looks[name]
             time, level = m.settled(device)
-            time, total = np.append(time[0], time), np.append(0, level.sum(axis=0))
+            time, total = [time[0], *time], [0, *map(sum, zip(*level.values(), strict=True))]
             ax.plot(time, total, line, drawstyle="steps-post", color=colour, lw=2, label=label)
             if line == "-":
                 ax.fill_between(time, total, step="post", color=style.lighter(colour, 0.8), lw=0)
-            peaks.append(f"{label} {total.max():g}")
+            peaks.append(f"{label} {max(total):g}")
         ax.set_title(f"device {device}: peak {', '.join(peaks)}", loc="left", fontsize=10)
     figure.supxlabel("time", fontsize=10)
     figure.supylabel("micro-batches whose activations are kept", fontsize=10)
@@ -311,7 +311,7 @@ def partition() -> Axes:
         words += f"8 images by 1F1B with a flush take {t.makespan:.0f}"
         items[words] = found
     unit = "forward and backward of one image, billions of multiply-adds"
-    return plot.partition(items, unit=unit, scale=1)
+    return plots.partition(items, unit=unit, scale=1)
 
 
 # ---- PipeDream-2BW

@@ -10,20 +10,23 @@
 from importlib import import_module
 from typing import Any
 
-from pipelab.action import Action, Kind, Reads, ScheduleError
-from pipelab.costs import CostError, Costs, Recompute
-from pipelab.diagnose import Diagnosis, diagnose
-from pipelab.explain import Explanation, explain
-from pipelab.fit import fit
-from pipelab.memory import Memory, memory, memory_used
-from pipelab.schedule import Schedule
+from pipelab.runtime import interrupt  # isort: skip (the first one: see there)
+from pipelab.measure.diagnose import Diagnosis, diagnose
+from pipelab.measure.fit import fit
+from pipelab.measure.prediction import Explanation, explain
+from pipelab.optimize.order.zb import zb, zb_v
+from pipelab.predict.costs import CostError, Costs, Recompute
+from pipelab.predict.memory import Memory, memory, memory_used
+from pipelab.predict.simulate import simulate
+from pipelab.predict.theory import THEORY
+from pipelab.predict.timeline import Timeline
 from pipelab.schedules import SCHEDULES, make, make_all, make_for
-from pipelab.simulate import simulate
-from pipelab.theory import THEORY
-from pipelab.timeline import Timeline
-from pipelab.validate import validate
+from pipelab.table.action import Action, Kind, Reads, ScheduleError
+from pipelab.table.schedule import Schedule
+from pipelab.table.validate import validate
 
 __version__ = "0.1.0"
+SCHEDULES.update(zb=zb, zb_v=zb_v)  # searches, which a schedule's file is not
 __all__ = [
     "SCHEDULES",
     "THEORY",
@@ -57,12 +60,18 @@ __all__ = [
     "validate",
 ]
 
-_OF_EXECUTORS = ("run", "evaluate", "Run", "Evaluation", "RunError")
+_LAZY = {
+    "run": "pipelab.runtime.run",
+    "evaluate": "pipelab.runtime.run",
+    "Run": "pipelab.runtime.result",
+    "Evaluation": "pipelab.runtime.result",
+    "RunError": "pipelab.runtime.worker",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _OF_EXECUTORS:
-        return getattr(import_module("pipelab.executors"), name)
-    if name == "plot":
-        return import_module("pipelab.plot")
-    raise AttributeError(f"module 'pipelab' has no attribute {name!r}")
+    if name not in _LAZY and name != "plot":
+        raise AttributeError(f"module 'pipelab' has no attribute {name!r}")
+    with interrupt.imports_whole():
+        module = import_module(_LAZY.get(name, "pipelab.plot"))
+    return module if name == "plot" else getattr(module, name)

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from pipelab.executors.check import Comparison
+from pipelab.predict.theory import THEORY
+from pipelab.runtime.verdict.certificate import Comparison
 from pipelab.schedules import make, takes
-from pipelab.theory import THEORY
 
 settings.register_profile(
     "pipelab", deadline=None, max_examples=100, suppress_health_check=list(HealthCheck)
@@ -45,15 +45,15 @@ def tables(draw, names=tuple(name for name in THEORY if name not in V), largest=
 LONG = [
     "test_mutations",
     "test_pipeshard",
-    "test_jax_distributed",
-    "test_pipeshard_distributed",
+    "test_distributed",
+    "test_hosts",
     "test_launchers",
     "test_peers",
-    "test_jax_run",
+    "test_wing",
     "test_bench",
     "test_auto",
     "test_browser",
-    "test_defects_launchers",
+    "test_ranks",
 ]
 
 

@@ -1,57 +1,138 @@
-"""The command line: a file a command, or a few of a kind.
+"""The command line: a function a command, whose signature and docstring are its options and help.
 
-Exit status 0; 1 when a table is not valid (`validate`) or a run's check failed; 2 and one line for
-input that makes no sense; 130 when interrupted.
+Exit status 0, also when who reads the output has enough; 1 when a table is not valid (`validate`)
+or a run or its check failed; 2 and one line for input that makes no sense or takes more memory than
+there is, and for output that cannot be written; 130 when interrupted.
 """
 
-import argparse
 import os
+import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, suppress
+from functools import partial, wraps
+from io import StringIO
+from typing import Any, TextIO
 
-from pipelab.cli import bound, compare, explain, partition, plan, run, search, tables, train
-from pipelab.cli.options import Commands, Parser
+import tyro
+
+from pipelab import __version__
+from pipelab.cli.compare import compare_command
+from pipelab.cli.plans import bound_command, partition_command, plan_command, search_command
 from pipelab.cli.report import Failure
+from pipelab.cli.runs import explain_command, run_command, train_command
+from pipelab.cli.schedules import schedule_command, simulate_command, validate_command
+from pipelab.runtime import interrupt
+
+COMMANDS = {
+    function.__name__.removesuffix("_command"): function
+    for function in (
+        simulate_command,
+        schedule_command,
+        validate_command,
+        run_command,
+        explain_command,
+        train_command,
+        compare_command,
+        partition_command,
+        plan_command,
+        bound_command,
+        search_command,
+    )
+}
+LOOK = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    options = parser().parse_args(arguments)
-    command = f"pipelab {options.name_of_command}"
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 (closed: not to be told)
+    words = [*(sys.argv[1:] if arguments is None else arguments)]
+    # What deepspeed's launcher puts before everything.
+    words = [word for word in words if not re.match("--local[_-]rank=", word)]
+    command = " ".join(["pipelab", *(word for word in words[:1] if word in COMMANDS)])
     try:
-        options.command(options)
+        interrupt.allow()
+        if not sys.stdout:
+            raise ValueError("standard output is closed: send it to a file, or to /dev/null")
+        chosen(command, words)()
         sys.stdout.flush()
         return 0
     except Failure as verdict:
         status, message = 1, str(verdict)
     except BrokenPipeError:  # whoever reads has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         status, message = 130, f"{command}: interrupted"
+    except MemoryError as error:
+        status, message = 2, f"{command}: error: out of memory: make a size smaller ({error})"
     except (ValueError, OSError, ImportError) as error:
         first, _, drawing = str(error).partition("\n")
         hint = " (`pipelab validate FILE` draws the table)" if drawing else ""
-        status, message = 2, f"{command}: error: {first}{hint}"
+        status, message = 2, f"{command}: error: {shortened(first)}{hint}"
     except RuntimeError as error:  # a run that failed: its stage's own traceback is the cause
         if not error.__cause__ and "RANK" in os.environ:
             return 1  # another rank has said it
         traceback.print_exception(error.__cause__ or error)
         status, message = 1, f"{command}: {error}"
-    print(message, file=sys.stderr)
+    finally:
+        if sys.stdout:
+            _drop_unwritable(sys.stdout)
+    with suppress(OSError):  # the status says it, too
+        print(message, file=sys.stderr, flush=True)
+    _drop_unwritable(sys.stderr)
     return status
 
 
-def parser() -> argparse.ArgumentParser:
-    """Of all commands."""
-    found = Parser(
-        prog="pipelab",
-        description="Pipeline schedules: simulate them, check them, run them for real.",
-    )
-    # What deepspeed's launcher puts before everything.
-    found.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    commands = Commands(found)
-    for module in (tables, run, explain, train, compare, partition, plan, bound, search):
-        module.add_to(commands)
-    return found
+def chosen(command: str, words: Sequence[str]) -> Callable[[], Any]:
+    """The command that the words choose, with its options.
+
+    SystemExit after help or the version; with status 2 and one line for words that are no command.
+    """
+    said = StringIO()
+    try:
+        with redirect_stderr(said):
+            if [*words] == ["--version"]:
+                print(f"pipelab {__version__}")
+                sys.exit(0)
+            if command != "pipelab":
+                function = _waiting(COMMANDS[words[0]])
+                return tyro.cli(function, prog=command, args=words[1:], config=LOOK)
+            return tyro.extras.subcommand_cli_from_dict(
+                {name: _waiting(function) for name, function in COMMANDS.items()},
+                prog="pipelab",
+                description="Pipeline schedules: simulate them, check them, run them for real.",
+                args=words,
+                config=LOOK,
+            )
+    except SystemExit as end:
+        sys.stdout.flush()
+        if end.code:
+            plain = re.sub(r"\x1b\[[\d;]*m", "", said.getvalue())
+            wrong = re.split("[─-]{3,}", plain)[1]  # between two rules; what may help follows
+            line = shortened(" ".join(wrong.replace("│", " ").strip("╮ \n").split()))
+            print(f"{command}: error: {line}", file=sys.stderr, flush=True)
+        raise
+
+
+def _waiting(function: Callable[..., None]) -> Callable[..., Callable[[], None]]:
+    """The same options; what the function does waits for a call, outside of tyro."""
+
+    @wraps(function)
+    def options(**values: Any) -> Callable[[], None]:
+        return partial(function, **values)
+
+    return options
+
+
+def shortened(line: str) -> str:
+    """A line that quotes a whole file, say, without its middle."""
+    return line if len(line) <= 1000 else f"{line[:600]} ... {line[-300:]}"
+
+
+def _drop_unwritable(stream: TextIO) -> None:
+    """What a stream still holds and cannot write, as Python would fail over it at its end."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

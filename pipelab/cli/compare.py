@@ -1,85 +1,204 @@
-"""compare: all schedules on one model, side by side."""
+"""compare: all schedules on one model, side by side: predicted, and measured if they are run."""
 
-import argparse
-import json
 import math
-from dataclasses import replace
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from io import BytesIO
+from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pipelab import Costs, fit
-from pipelab.cli.files import check_targets, read_profile, use_agg, write
+from tyro.conf import arg
+
+import pipelab
+from pipelab import Costs, Memory, Schedule, Timeline, fit, memory, simulate
+from pipelab.cli.files import check_targets, read_profile, write_text
 from pipelab.cli.models import small_model
-from pipelab.cli.options import COST, COUNT, POSITIVE, Commands, share
-from pipelab.cli.report import Failure
-from pipelab.compare import compare, page, text
-from pipelab.partition import split_layers
+from pipelab.cli.options import Cost, Count, Json, Model, Name, Positive, Seed, Timeout
+from pipelab.cli.report import GAP, Failure
+from pipelab.optimize.cut import split_layers
+from pipelab.optimize.order import gap
 from pipelab.schedules import make_all, make_for
 
 
-def add_to(commands: Commands) -> None:
-    """The command."""
-    option = commands.add(
-        "compare", compare_command, "run all schedules on one model, side by side"
-    )
-    share(option, "model", "seed", "timeout", "json")
-    option("--profile", metavar="FILE", help="predict for this profile instead of running a model")
-    option("--transfer", type=COST, default=0.0, metavar="S", help="with --profile: latency")
-    option(
-        "--bandwidth",
-        type=POSITIVE,
-        default=math.inf,
-        metavar="B",
-        help="with --profile: bytes a second of every link",
-    )
-    option("--devices", type=COUNT, default=2, metavar="P")
-    option("--microbatches", type=COUNT, default=4, metavar="M")
-    option("--batches", type=COUNT, default=2, metavar="K")
-    option("--backend", choices=["threads", "processes"])
-    option("--html", metavar="FILE", help="write a page with the figures, in one file")
+@dataclass(frozen=True)
+class Compared:
+    """One schedule of a comparison.
+
+    gap  how far a batch is above a lower bound, see `pipelab.optimize.order.gap`
+    run  what `pipelab.run` gave back, if it was run
+    """
+
+    schedule: Schedule
+    predicted: Timeline
+    memory: Memory
+    gap: float
+    run: Any = None
+
+    @property
+    def staleness(self) -> int:
+        """Updates between the version that a forward reads and the one it helps to make."""
+        s = self.schedule
+        return max(k // s.per_update - version for (_, k), version in s.versions.items())
+
+    def answers(self) -> dict[str, tuple[Timeline, Memory]]:
+        found = {"predicted": (self.predicted, self.memory)}
+        if self.run:
+            found["measured"] = self.run.timeline, self.run.memory
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Seconds and bytes; a peak by cause for every device."""
+        found: dict[str, Any] = {
+            "schedule": self.schedule.name,
+            "weight_versions": self.schedule.weight_versions,
+            "staleness": self.staleness,
+            "gap": self.gap,
+        }
+        for how, (timeline, kept) in self.answers().items():
+            found[how] = {
+                "makespan": timeline.makespan,
+                "bubble": timeline.bubble._asdict(),
+                "peak": kept.peak(),
+                "at_peak": [kept.at_peak(d) for d in range(kept.devices)],
+            }
+        if self.run:
+            found["check"] = self.run.check.passed
+        return found
+
+    def __str__(self) -> str:
+        numbers = "".join(
+            f"{timeline.makespan:>11.4g}{timeline.bubble.of_total:>8.1%}"
+            f"{max(kept.peak()) / 2**20:>10.4g}"
+            for timeline, kept in self.answers().values()
+        )
+        versions = max(self.schedule.weight_versions)
+        check = "passed" if self.run and self.run.check.passed else "FAILED" if self.run else ""
+        return (
+            f"{self.schedule.name:<16}{numbers}{self.gap:>8.1%}{versions:>10}{self.staleness:>11}"
+            f"  {check}"
+        ).rstrip()
 
 
-def compare_command(o: argparse.Namespace) -> None:
-    check_targets(o, "html")
-    o.virtual, o.dropout, o.replicas = 2, 0.0, 1
-    costs = Costs()
-    if o.profile:
-        found = split_layers(read_profile(o.profile), o.devices)
-        costs, title = found.costs(transfer=o.transfer, bandwidth=o.bandwidth), Path(o.profile).stem
-    sizes = {"virtual": o.virtual, "batches": o.batches}
-    made, left_out = make_all(o.devices, o.microbatches, costs, **sizes)
-    o.names = list(made)
-    if o.profile:
-        entries = compare(costs, o.devices, o.microbatches, names=o.names, batches=o.batches)
-    else:
-        entries, title = _compare_live(o), o.model
-    title += f": {o.devices} devices, {o.batches} batches of {o.microbatches} micro-batches"
-    if o.html:
-        use_agg()
-        write(o.html, lambda path: path.write_text(page(entries, title)))
-    if o.json:
+def compare(made: Mapping[str, tuple[Schedule, Costs]]) -> list[Compared]:
+    """Schedules of one model, predicted; `pipelab.make_all` gives them with their costs.
+
+    >>> made, left_out = make_all(4, 8, Costs(), virtual=2)
+    >>> for entry in compare({name: made[name] for name in ["gpipe", "interleaved"]}):
+    ...     print(entry.schedule.name, entry.predicted.makespan)
+    gpipe 33.0
+    interleaved 28.5
+    """
+    found = []
+    for schedule, costs in made.values():
+        predicted = simulate(schedule, costs)
+        found.append(Compared(schedule, predicted, memory(predicted, costs), gap(schedule, costs)))
+    return found
+
+
+def comparison_text(entries: Sequence[Compared]) -> str:
+    """The comparison as a table, and what its gap is."""
+    columns = "".join(
+        f"{'seconds' if how == 'predicted' else how:>11}  bubble       MiB"
+        for how in entries[0].answers()
+    )
+    head = f"{'schedule':<16}{columns}     gap  versions  staleness"
+    return "\n".join([head, *map(str, entries), GAP])
+
+
+def page(entries: Sequence[Compared], title: str) -> str:
+    """The comparison as one HTML page that needs no other file: the table and the figures."""
+    import matplotlib
+    from matplotlib import pyplot as plt
+
+    matplotlib.use("Agg")  # figures are written, not shown
+    found = [
+        f"<title>{escape(title)}</title><h1>{escape(title)}</h1><pre>{comparison_text(entries)}</pre>"
+    ]
+    found.append(NOTE)
+    for how in entries[0].answers():
+        answers = {e.schedule.name: e.answers()[how] for e in entries}
+        figures = {
+            f"Timelines, {how}, on one time axis": pipelab.plot.timelines(
+                {name: timeline for name, (timeline, _) in answers.items()}
+            ),
+            f"What fills every device at its peak, {how}": pipelab.plot.peaks(
+                {name: kept for name, (_, kept) in answers.items()}
+            ),
+        }
+        for caption, ax in figures.items():
+            file = BytesIO()
+            ax.figure.savefig(file, format="png", dpi=110)
+            plt.close(ax.figure)
+            coded = b64encode(file.getvalue()).decode()
+            found.append(
+                f'<h2>{caption}</h2><img alt="{caption}" width="100%" '
+                f'src="data:image/png;base64,{coded}">'
+            )
+    return "\n".join(["<!DOCTYPE html>", '<meta charset="utf-8">', *found])
+
+
+NOTE = """<p>Seconds from the first start to the last end. Bubble: idle share of all device time.
+MiB: of the fullest device at its peak. Versions: of a stage's weights, at the most. Staleness:
+updates between the weights that a forward reads and those that its gradient helps to make.</p>"""
+
+
+def compare_command(
+    model: Model = "mlp",
+    seed: Seed = 0,
+    timeout: Timeout = 60.0,
+    json: Json = False,
+    profile: Name = None,
+    transfer: Cost = 0.0,
+    bandwidth: Positive = math.inf,
+    devices: Count = 2,
+    microbatches: Count = 4,
+    batches: Count = 2,
+    backend: Literal["threads", "processes"] | None = None,
+    html: Annotated[Name, arg(help="write a page with the figures, in one file")] = None,
+) -> None:
+    """Run all schedules on one model, side by side.
+
+    Args:
+        profile: predict for this profile instead of running a model
+        transfer: with --profile: latency, one number or one per link
+        bandwidth: with --profile: bytes a second of every link
+        microbatches: per batch
+    """
+    check_targets(html=html)
+    costs, title = Costs(), str(model)
+    if profile:
+        found = split_layers(read_profile(profile), devices)
+        costs, title = found.costs(transfer=transfer, bandwidth=bandwidth), Path(profile).stem
+    sizes: dict[str, Any] = {"virtual": 2, "batches": batches}
+    made, left_out = make_all(devices, microbatches, costs, **sizes)
+
+    runs = {}
+    if not profile:  # each is predicted from the costs of one GPipe run
+
+        def run(schedule: Schedule) -> Any:
+            parts = small_model(model, schedule, seed=seed, count=4 * devices, width=256)
+            return pipelab.run(schedule, *parts, backend=backend, timeout=timeout)
+
+        run(made["gpipe"][0])  # warms up
+        first = run(made["gpipe"][0])
+        costs = fit(first.timeline, first.memory)
+        made = {name: make_for(name, devices, microbatches, costs, **sizes) for name in made}
+        runs = {name: run(schedule) for name, (schedule, _) in made.items()}
+    entries = [replace(entry, run=runs.get(entry.schedule.name)) for entry in compare(made)]
+    title += f": {devices} devices, {batches} batches of {microbatches} micro-batches"
+    write_text(html, lambda: page(entries, title))
+    if json:
         shown = [entry.to_json() for entry in entries]
-        print(json.dumps({"title": title, "schedules": shown, "left_out": left_out}))
+        print(dumps({"title": title, "schedules": shown, "left_out": left_out}))
     else:
-        print(title, text(entries), *(f"left out: {why}" for why in left_out.values()), sep="\n")
+        print(
+            title,
+            comparison_text(entries),
+            *(f"left out: {why}" for why in left_out.values()),
+            sep="\n",
+        )
     if failed := [e.schedule.name for e in entries if e.run and not e.run.check.passed]:
         raise Failure(f"the check failed: {', '.join(failed)}")
-
-
-def _compare_live(o: argparse.Namespace) -> list:
-    """A small model run by every schedule, each predicted from the costs of one GPipe run."""
-    from pipelab.executors import run
-
-    def measure(name: str, costs: Costs) -> Any:
-        sizes = {"virtual": o.virtual, "batches": o.batches}
-        schedule, _ = make_for(name, o.devices, o.microbatches, costs, **sizes)
-        stages, batches, loss, optimizer = small_model(o, schedule, 4 * o.devices, width=256)
-        return run(schedule, stages, batches, loss, optimizer, backend=o.backend, timeout=o.timeout)
-
-    measure("gpipe", Costs())  # warms up
-    first = measure("gpipe", Costs())
-    costs = fit(first.timeline, first.memory)
-    runs = {name: first if name == "gpipe" else measure(name, costs) for name in o.names}
-    sizes = (o.devices, o.microbatches)
-    entries = compare(costs, *sizes, names=o.names, batches=o.batches, virtual=o.virtual)
-    return [replace(entry, run=runs[entry.schedule.name]) for entry in entries]

@@ -1,6 +1,5 @@
 """Files that commands read and write: nothing is left half-written."""
 
-import argparse
 import os
 import tempfile
 from collections.abc import Callable
@@ -8,42 +7,46 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from pipelab import Schedule, ScheduleError, Timeline
-from pipelab.partition import Profile
+from pipelab import Schedule
+from pipelab.optimize.cut import Profile
 
 
-def read_text(name: str) -> str:
+def read_file(name: str, understood: Callable[[str], Any]) -> Any:
+    """What a file's text means; an error names the file."""
+    content = Path(name).read_bytes()
     try:
-        return Path(name).read_text()
+        return understood(content.decode("utf-8-sig"))  # a byte-order mark is no text
     except UnicodeDecodeError:
         raise ValueError(f"{name} is not text") from None
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    except (LookupError, TypeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"{name} cannot be read: {type(error).__name__}: {error}") from None
 
 
 def read_csv(name: str) -> Schedule:
-    content = read_text(name)
-    try:
-        return Schedule.from_csv(content, name=Path(name).stem)
-    except ScheduleError as error:
-        raise ValueError(f"{name}: {error}") from None
+    return read_file(name, lambda content: Schedule.from_csv(content, name=Path(name).stem))
 
 
 def read_profile(name: str) -> Profile:
-    try:
-        return Profile.read(read_text(name))
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+    return read_file(name, Profile.read)
 
 
-def check_targets(o: argparse.Namespace, *options: str) -> None:
-    """Refuse what could not be written before any work is done for it."""
-    targets = {option: Path(name) for option in options if (name := getattr(o, option)) is not None}
-    for option, path in targets.items():
-        home = path.resolve().parent
+def check_targets(**targets: str | None) -> None:
+    """Refuse what could not be written before any work is done for it: option=path."""
+    paths = {option: Path(name) for option, name in targets.items() if name is not None}
+    for option, path in paths.items():
         if option in ("dump", "save"):  # they make the folders above them
+            if not targets[option]:
+                raise ValueError(f"--{option} '': give the name of a folder")
             home = next(folder for folder in path.resolve().parents if folder.exists())
         elif path.is_dir():
             raise ValueError(f"--{option} {path} is a folder: name a file")
-        elif path.exists() and not path.is_file():  # such as /dev/stdout
+        else:
+            home = path.resolve().parent
+        if option == "plot":
+            _check_format(path)
+        if path.exists() and not path.is_file() and not path.is_dir():  # such as /dev/stdout
             continue
         if not home.is_dir():
             raise ValueError(f"--{option} {path}: there is no folder {path.parent}")
@@ -53,9 +56,7 @@ def check_targets(o: argparse.Namespace, *options: str) -> None:
             raise ValueError(
                 f"--{option} {path}: cannot write in {home} ({error.strerror}): name another place"
             ) from None
-        if option == "plot":
-            _check_format(path)
-    for (a, one), (b, other) in combinations(targets.items(), 2):
+    for (a, one), (b, other) in combinations(paths.items(), 2):
         folders = one.resolve(), other.resolve()
         if Path(os.path.commonpath(folders)) in folders:
             raise ValueError(f"--{a} {one} and --{b} {other} overlap: name two places")
@@ -73,38 +74,37 @@ def _check_format(path: Path) -> None:
         )
 
 
-def write(name: str, save: Callable[[Path], Any]) -> None:
-    """Save in a folder of its own first, so that a failure leaves no half-written file."""
-    path = Path(name)
-    if path.exists() and not path.is_file():  # such as /dev/stdout
-        save(path)
+def write(name: str | None, save: Callable[[Path], Any]) -> None:
+    """Save, if a file was named: in a folder of its own first, so that none is half-written."""
+    if name is None:
         return
+    path = Path(name)
     target = path.resolve()
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        draft = Path(folder, target.name)
-        save(draft)
-        draft.replace(target)
+    try:
+        if path.exists() and not path.is_file():  # such as /dev/stdout
+            save(path)
+            return
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            draft = Path(folder, target.name)
+            save(draft)
+            draft.replace(target)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ValueError(f"cannot write {name}: {error.strerror}: name another place") from None
 
 
-def write_figure(name: str, picture: str, content: Any) -> None:
-    """The picture of that name in `pipelab.plot`."""
-    use_agg()
-    from pipelab import plot
-
-    axes = getattr(plot, picture)(content)
-    write(name, lambda path: axes.figure.savefig(path, dpi=150))
+def write_text(name: str | None, text: Callable[[], str]) -> None:
+    write(name, lambda path: path.write_text(text()))
 
 
-def write_table(o: argparse.Namespace, timeline: Timeline) -> None:
-    """The options `--plot` and `--csv` of a command that answers with a timeline."""
-    if o.plot:
-        write_figure(o.plot, "timeline", timeline)
-    if o.csv:
-        write(o.csv, lambda path: path.write_text(timeline.schedule.to_csv()))
+def write_figure(name: str | None, draw: Callable[[], Any]) -> None:
+    """Draw, if a file was named, and save the figure."""
 
+    def save(path: Path) -> None:
+        import matplotlib
 
-def use_agg() -> None:
-    """Figures are written, not shown."""
-    import matplotlib
+        matplotlib.use("Agg")  # figures are written, not shown
+        draw().figure.savefig(path, dpi=150)
 
-    matplotlib.use("Agg")
+    write(name, save)

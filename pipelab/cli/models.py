@@ -1,15 +1,25 @@
 """What commands train: stages, batches, a loss and an optimizer."""
 
-import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pipelab.schedule import Schedule
+from tyro.conf import arg
+
+from pipelab import Schedule
+from pipelab.cli.options import NAMES, Count, Finite, Name, Positive, Rate, Seed
 
 
 def small_model(
-    o: argparse.Namespace, schedule: Schedule, count: int | None = None, width: int = 64
+    model: str,
+    schedule: Schedule,
+    *,
+    seed: int = 0,
+    replicas: int = 1,
+    dropout: float = 0.0,
+    count: int | None = None,
+    width: int = 64,
 ) -> tuple[list, list, Callable, Any]:
     """A small model in as many stages as the schedule has, and batches of real or random data.
 
@@ -19,74 +29,116 @@ def small_model(
     from torch.nn import functional as F
 
     from pipelab.models import mlp, split
-    from pipelab.partition import uniform
+    from pipelab.optimize.cut import uniform
 
-    torch.manual_seed(o.seed)
-    size = 4 * schedule.microbatches * o.replicas
+    torch.manual_seed(seed)
+    size = 4 * schedule.microbatches * replicas
     loss: Callable
-    if o.model == "mlp":
+    if model == "mlp":
         loss, layers = F.mse_loss, mlp(layers=count or 2 * schedule.stages, width=width)
-        if o.dropout:
-            layers = [torch.nn.Sequential(layer, torch.nn.Dropout(o.dropout)) for layer in layers]
+        if dropout:
+            layers = [torch.nn.Sequential(layer, torch.nn.Dropout(dropout)) for layer in layers]
         batches = [tuple(torch.randn(2, size, width)) for _ in range(schedule.batches)]
     else:
-        from pipelab import data
+        from pipelab.models import data
         from pipelab.models.gpt2 import gpt2, next_token_loss
 
         loss, blocks = next_token_loss, (count or max(6, schedule.stages + 2)) - 2
-        layers = gpt2(vocabulary=1024, length=32, width=64, blocks=blocks, dropout=o.dropout)
-        batches = data.batches(data.corpus(1024).tokens, schedule.batches, size, 32, o.seed)
+        layers = gpt2(vocabulary=1024, length=32, width=64, blocks=blocks, dropout=dropout)
+        batches = data.batches(data.corpus(1024).tokens, schedule.batches, size, 32, seed)
     stages = split(layers, uniform(len(layers), schedule.stages))
     return stages, batches, loss, partial(torch.optim.SGD, lr=0.05)
 
 
-def gpt2_model(o: argparse.Namespace) -> tuple[list, list, Callable, int]:
-    """GPT-2's layers, batches of text, a loss, and the length of a passage."""
-    from pipelab import data
-    from pipelab.models.gpt2 import gpt2, masked_loss, next_token_loss
-
-    sizes: dict[str, Any] = {"vocabulary": 512, "length": 32, "width": 64, "heads": 4}
-    if o.size == "small":
-        sizes = {"vocabulary": 50257, "length": 1024, "width": 768, "heads": 12}
-    layers = gpt2(**sizes, dropout=o.dropout, pretrained=o.pretrained, tied=o.tied)
-    length, most = o.length or sizes["length"], len(layers[0].get_parameter("position.weight"))
-    if length > most:
-        raise ValueError(f"--length {length}: this model has {most} positions; give at most {most}")
-    if o.text == "prose" and not o.pretrained:
-        tokens = data.corpus(min(sizes["vocabulary"], 8192)).tokens
-    else:
-        from transformers import AutoTokenizer
-
-        from pipelab.models.hub import loading
-
-        name = o.pretrained or "gpt2"
-        with loading(name):
-            tokenizer = AutoTokenizer.from_pretrained(name)
-        if o.text == "squad":
-            try:
-                texts = data.squad(tokenizer, o.steps * o.batch)
-            except ImportError as error:
-                raise ValueError(f"--text squad: {error}") from None
-            batches = data.padded(texts, o.steps, o.batch, length, tokenizer.eos_token_id)
-            return layers, batches, masked_loss, length
-        tokens = tokenizer(data.text(), return_tensors="pt")["input_ids"][0]
-    batches = data.batches(tokens, o.steps, o.batch, length, o.seed)
-    return layers, batches, next_token_loss, length
-
-
-def jax_model(o: argparse.Namespace, schedule: Schedule) -> tuple[list, list, Callable, Any]:
+def jax_model(schedule: Schedule, seed: int) -> tuple[list, list, Callable, Any]:
     """The same MLP in flax, two layers a stage."""
-    if o.model != "mlp" or o.dropout:
-        raise ValueError(
-            "--backend jax has the mlp alone, without dropout: leave out --model and --dropout"
-        )
     import numpy as np
     import optax
 
     from pipelab.models.flax_mlp import mlp
 
     shape = (schedule.batches, 2, 4 * schedule.microbatches, 64)
-    data = np.random.default_rng(o.seed).normal(size=shape).astype(np.float32)
-    stages = mlp(stages=schedule.stages, width=64, seed=o.seed)
+    data = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+    stages = mlp(stages=schedule.stages, width=64, seed=seed)
     batches = [(x, target) for x, target in data]
     return stages, batches, lambda y, target: ((y - target) ** 2).mean(), optax.sgd(0.05)
+
+
+@dataclass(frozen=True)
+class Training:
+    """Training of GPT-2: the same in every call that goes on with it.
+
+    Args:
+        microbatches: per step
+        virtual: chunks a device (interleaved, looped_bfs)
+        size: 12 blocks of width 64/768
+        pretrained: such as gpt2, or a folder: published weights
+        tied: the head shares the embedding's weights
+        text: what ships with Python, or SQuAD's contexts (needs a hub)
+        batch: samples
+        length: tokens of a sample
+        lr: Adam's (published weights: 3e-5)
+        clip: the largest norm of a step's gradient
+        replicas: pipelines that train together (with a flush)
+    """
+
+    schedule: Annotated[str, arg(metavar="NAME", help=NAMES)] = "pipedream_flush"
+    devices: Count = 2
+    microbatches: Count = 4
+    virtual: Count = 1
+    size: Literal["narrow", "small"] = "narrow"
+    pretrained: Name = None
+    tied: bool = False
+    text: Literal["prose", "squad"] = "prose"
+    batch: Count = 32
+    length: Count = None
+    lr: Finite = 1e-3
+    clip: Positive = None
+    dropout: Rate = 0.0
+    replicas: Count = 1
+    seed: Seed = 0
+
+    @property
+    def name(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in vars(self).items())
+
+    def model(self, steps: int) -> tuple[list, list, Callable, int]:
+        """GPT-2's layers, batches of text, a loss, and the length of a passage."""
+        from pipelab.models.gpt2 import gpt2
+
+        sizes: dict[str, Any] = {"vocabulary": 512, "length": 32, "width": 64, "heads": 4}
+        if self.size == "small":
+            sizes = {"vocabulary": 50257, "length": 1024, "width": 768, "heads": 12}
+        layers = gpt2(**sizes, dropout=self.dropout, pretrained=self.pretrained, tied=self.tied)
+        most = len(layers[0].get_parameter("position.weight"))
+        length = self.length or sizes["length"]
+        if length > most:
+            raise ValueError(
+                f"--length {length}: this model has {most} positions; give at most {most}"
+            )
+        batches, loss = self._batches(steps, length, sizes["vocabulary"])
+        return layers, batches, loss, length
+
+    def _batches(self, steps: int, length: int, vocabulary: int) -> tuple[list, Callable]:
+        from pipelab.models import data
+        from pipelab.models.gpt2 import masked_loss, next_token_loss
+
+        if self.text == "prose" and not self.pretrained:
+            tokens = data.corpus(min(vocabulary, 8192)).tokens
+        else:
+            from transformers import AutoTokenizer
+
+            from pipelab.models.hub import loading
+
+            name = self.pretrained or "gpt2"
+            with loading(name):
+                tokenizer = AutoTokenizer.from_pretrained(name)
+            if self.text == "squad":
+                try:
+                    texts = data.squad(tokenizer, steps * self.batch)
+                except ImportError as error:
+                    raise ValueError(f"--text squad: {error}") from None
+                end = tokenizer.eos_token_id
+                return data.padded(texts, steps, self.batch, length, end), masked_loss
+            tokens = tokenizer(data.text(), return_tensors="pt")["input_ids"][0]
+        return data.batches(tokens, steps, self.batch, length, self.seed), next_token_loss

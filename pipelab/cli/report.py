@@ -1,9 +1,18 @@
 """What commands print."""
 
 from itertools import pairwise
+from json import dumps
 from typing import Any
 
-from pipelab.timeline import Timeline
+from pipelab.predict.timeline import Timeline
+
+GAP = (
+    "gap: how far the time of a batch is above a lower bound for any order, in the same stages and "
+    "memory, with backwards that may be split"
+)
+
+
+SIZES = ("devices", "stages", "microbatches", "batches")
 
 
 class Failure(Exception):
@@ -16,19 +25,14 @@ def describe(timeline: Timeline) -> dict[str, Any]:
     rows = list(pairwise(s.bounds))
     return {
         "schedule": s.name,
-        "devices": s.devices,
-        "stages": s.stages,
-        "microbatches": s.microbatches,
-        "batches": s.batches,
-        "makespan": timeline.makespan,
-        "span": timeline.span,
-        "ideal": timeline.ideal,
+        **{name: getattr(s, name) for name in SIZES},
+        **{name: getattr(timeline, name) for name in ("makespan", "span", "ideal")},
         "bubble": timeline.bubble._asdict(),
         "peak_in_flight": s.peak_in_flight,
         "weight_versions": s.weight_versions,
         "rows": [[str(a) for a in row] for row in s.rows],
-        "start": [timeline.start[a:b].tolist() for a, b in rows],
-        "end": [timeline.end[a:b].tolist() for a, b in rows],
+        "start": [[*map(float, timeline.start[a:b])] for a, b in rows],
+        "end": [[*map(float, timeline.end[a:b])] for a, b in rows],
     }
 
 
@@ -37,14 +41,15 @@ def verdict_of(check: Any) -> dict[str, Any]:
     return {name: getattr(check, name) for name in names}
 
 
-def idle_table(timeline: Timeline) -> str:
-    idle = {name: seconds for name, seconds in timeline.attribution().items() if seconds.any()}
-    rows = {"busy": timeline.busy} | idle
-    width = max(map(len, rows))
-    lines = [f"{'device':<{width}}", *(f"{name:<{width}}" for name in rows)]
-    cells = [map(str, range(timeline.schedule.devices))]
-    cells += [map("{:.4g}".format, seconds) for seconds in rows.values()]
-    lines = [
-        line + "".join(map(" {:>9}".format, row)) for line, row in zip(lines, cells, strict=True)
-    ]
-    return "\n".join(lines)
+def show(json: bool, timeline: Timeline, proof: Any = None) -> None:
+    """Print a timeline; the proof of one that was searched for."""
+    if json:
+        print(dumps(describe(timeline) | ({"proof": proof.to_json()} if proof else {})))
+        return
+    rows = {"device": range(timeline.schedule.devices), "busy": timeline.busy}
+    rows |= {cause: idle for cause, idle in timeline.attribution().items() if any(idle)}
+    print(timeline.summary())
+    for name, cells in rows.items():
+        print(f"{name:<22}" + "".join(f" {cell:>9.4g}" for cell in cells))
+    if proof:
+        print(proof)

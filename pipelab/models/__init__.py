@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipelab.models.layers import mlp, parameters, split
+    from pipelab.models.sequential import mlp, parameters, split
 
 __all__ = ["GAIN", "mlp", "parameters", "split"]
 
@@ -19,5 +19,5 @@ GAIN = 1.2
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(import_module("pipelab.models.layers"), name)
+        return getattr(import_module("pipelab.models.sequential"), name)
     raise AttributeError(f"module 'pipelab.models' has no attribute {name!r}")

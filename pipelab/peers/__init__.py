@@ -8,31 +8,25 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
-from pipelab.memory import Memory
-from pipelab.timeline import Timeline
+from pipelab.predict.timeline import Timeline
 
 
 @dataclass
 class PeerRun:
-    """What a peer's run gives back.
+    """A peer's results.
 
-    losses     one per batch
-    weights    the trained weights, a state dict per stage, named as in pipelab
-    seconds    of each batch
-    timeline   measured spans, by hooks inside the peer's run (never by our simulator): the rows are
-               its actions in the order in which they ran. None with watch=False
-    memory     measured bytes over time: weights, gradients, optimizer state, and what autograd
-               saves, without the caller's data, which `pipelab.run` copies and counts; not what
-               the library buffers besides. None with watch=False
-    gradients  of the last update, per stage by name; empty with watch=False
+    losses    one per batch
+    weights   the trained weights, a state dict per stage, named as in pipelab
+    seconds   of each batch
+    timeline  measured by torch.profiler inside the peer's run (never by our simulator), and read by
+              `pipelab.measure.trace.from_trace`; the profiler's own time is in it. None with
+              trace=False
     """
 
     losses: list[float]
     weights: list[dict[str, Tensor]] = field(repr=False)
     seconds: list[float]
     timeline: Timeline | None = None
-    memory: Memory | None = field(default=None, repr=False)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list, repr=False)
 
 
 def need(library: str) -> None:

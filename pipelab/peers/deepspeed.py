@@ -24,14 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from pipelab.action import Action, Kind
-from pipelab.executors.batches import cut, samples_of
-from pipelab.executors.torch.arguments import TREES
-from pipelab.executors.torch.stage import Loss, OptimizerFactory
 from pipelab.peers import PeerRun, need
-from pipelab.peers.ranks import PeerJob, run_ranks, shape_of
-from pipelab.peers.watch import Outcome, Steps, Watch, weights_of
-from pipelab.schedule import Schedule
+from pipelab.peers.group import PeerJob, run_ranks, shape_of_loss
+from pipelab.peers.record import PeerRecord, StepRecorder, weights_of
+from pipelab.runtime.batches import cut_batch, samples_of
+from pipelab.runtime.torch.arguments import TREES
+from pipelab.runtime.torch.stage import Loss, OptimizerFactory
+from pipelab.table.action import Action, Kind
+from pipelab.table.schedule import Schedule
 
 # Its instructions, and what we call them; the others move or add up what is there.
 KINDS = {
@@ -107,68 +107,63 @@ def run_deepspeed(
     optimizer: OptimizerFactory,
     *,
     microbatches: int,
-    partition_method: str | None = None,
     timeout: float = 120.0,
-    watch: bool = True,
+    trace: bool = True,
 ) -> PeerRun:
     """Train copies of `stages` by DeepSpeed's pipeline engine, stage s on rank s.
 
-    partition_method  uniform, parameters or type:REGEX: DeepSpeed cuts the layers of the stages
-                      anew into as many stages. Default: the stages as they are
-    watch             whether hooks note spans, bytes and gradients
+    trace  whether torch.profiler notes spans
 
     Every stage needs a weight to train. Raises ValueError for uneven micro-batches and RunError as
     `pipelab.run` does.
     """
     need("deepspeed")
-    job = PeerJob(
-        "DeepSpeed", stages, batches, loss, optimizer, microbatches, watch, partition_method
-    )
-    return run_ranks("deepspeed", _train, len(stages), timeout, job)
+    job = PeerJob("DeepSpeed", stages, batches, loss, optimizer, microbatches, trace)
+    return run_ranks(_train, len(stages), timeout, job)
 
 
 def annotate(engine: Any) -> None:
     """Name what a pipeline engine computes to torch.profiler, as torch's runtime does: PP:0F0.
 
     For a run of your own, before its first `train_batch`: profile it on every rank, and
-    `Timeline.from_trace` reads the files.
+    `pipelab.measure.trace.from_trace` reads the files.
     """
-    group = engine.micro_batches
-
-    def named(kind: Kind, method: Callable) -> Callable:
-        numbers = count()
-
-        def call(*arguments: Any, **more: Any) -> Any:
-            k = 0 if kind is Kind.U else next(numbers) % group
-            with record_function(f"PP:{Action(engine.stage_id, kind, k)}"):
-                return method(*arguments, **more)
-
-        return call
-
-    _wrap(engine, named)
+    methods = dict(engine._INSTRUCTION_MAP)  # of all engines
+    for instruction, method in methods.items():
+        kind = KINDS.get(instruction.__name__, Kind.SEND_F)
+        if kind <= Kind.U:
+            methods[instruction] = _named(engine, kind, method)
+    engine._INSTRUCTION_MAP = methods
 
 
-def _train(job: PeerJob, progress: Callable[[int], None]) -> Outcome:
+def _named(engine: Any, kind: Kind, method: Callable) -> Callable:
+    numbers = count()
+
+    def call(*arguments: Any, **more: Any) -> Any:
+        k = 0 if kind is Kind.U else next(numbers) % engine.micro_batches
+        with record_function(f"PP:{Action(engine.stage_id, kind, k)}"):
+            return method(*arguments, **more)
+
+    return call
+
+
+def _train(job: PeerJob, progress: Callable[[int], None]) -> PeerRecord:
     rank, m = job.rank, job.microbatches
     with _unlogged(), contextlib.redirect_stdout(io.StringIO()):  # it prints, too
         engine, steps = _engine(job)
-    layers = engine.module.forward_funcs
-    mine = nn.Sequential(*layers) if job.options else layers[0]  # named as in a stage
-    watch = None
-    if job.watch:
-        watch = Watch({rank: mine}, [steps])
-        _hook(watch, engine, rank)
+    (mine,) = engine.module.forward_funcs
+    annotate(engine)
     losses = []
     for b, batch in job.each_batch(progress):
-        engine.train_batch(iter(cut(batch, m, b, TREES)))
+        engine.train_batch(iter(cut_batch(batch, m, b, TREES)))
         for scheduler in steps.schedulers:
             scheduler.step()
         if engine.is_last_stage():
             losses.append(float(engine.total_loss) / m)
-    return Outcome(losses, {rank: weights_of(mine)}, job.ends, watch.finish() if watch else None)
+    return PeerRecord(losses, {rank: weights_of(mine)}, job.ends)
 
 
-def _engine(job: PeerJob) -> tuple[Any, Steps]:
+def _engine(job: PeerJob) -> tuple[Any, StepRecorder]:
     """DeepSpeed's engine for this rank, in the process group that there is."""
     world = len(job.stages)
     os.environ |= {
@@ -183,27 +178,23 @@ def _engine(job: PeerJob) -> tuple[Any, Steps]:
 
     skip_compiling()
     deepspeed.init_distributed("gloo")
-    layers, method = list(job.stages), "uniform"
-    if job.options:
-        layers, method = [layer for stage in job.stages for layer in stage], job.options
     module = deepspeed.PipelineModule(
-        layers,
+        list(job.stages),
         num_stages=world,
         loss_fn=job.loss,
-        partition_method=method,
-        dynamic_shape=len({shape_of(x) for x, _ in job.batches}) > 1,
+        partition_method="uniform",
+        dynamic_shape=len({shape_of_loss(x) for x, _ in job.batches}) > 1,
     )
     # It would turn on dropout and count in BatchNorm where the caller has called .eval().
     module.train = lambda: module
-    steps = Steps(module, job.optimizer)
+    steps = StepRecorder(module, job.optimizer)
     if steps.optimizer is None:
         raise ValueError(
             f"stage {job.rank} has no weight to train, and DeepSpeed does not run such a stage: "
             "join it with one that has"
         )
-    size = samples_of(job.batches[0], TREES) // job.microbatches
     config = {
-        "train_micro_batch_size_per_gpu": size,
+        "train_micro_batch_size_per_gpu": samples_of(job.batches[0], TREES) // job.microbatches,
         "gradient_accumulation_steps": job.microbatches,
         "gradient_clipping": 0.0,
         "steps_per_print": 2**31,
@@ -213,20 +204,3 @@ def _engine(job: PeerJob) -> tuple[Any, Steps]:
         # It adds gradients up over replicas even where there is one, and refuses float64.
         engine.pipeline_enable_backward_allreduce = False
     return engine, steps
-
-
-def _hook(watch: Watch, engine: Any, rank: int) -> None:
-    def noted(kind: Kind, method: Callable) -> Callable:
-        numbers = count()
-        return watch.around(method, lambda *_, **__: (rank, kind, next(numbers)))
-
-    _wrap(engine, noted)
-
-
-def _wrap(engine: Any, around: Callable[[Kind, Callable], Callable]) -> None:
-    """Put `around` what the engine calls for each kind of instruction that computes."""
-    methods = {}
-    for instruction, method in engine._INSTRUCTION_MAP.items():
-        kind = KINDS.get(instruction.__name__, Kind.SEND_F)
-        methods[instruction] = around(kind, method) if kind <= Kind.U else method
-    engine._INSTRUCTION_MAP = methods

@@ -21,14 +21,14 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 from torch.profiler import record_function
 
-from pipelab.action import Action, Kind, check_counts
-from pipelab.executors.table import check_table
-from pipelab.executors.torch.stage import Loss, OptimizerFactory
 from pipelab.peers import PeerRun
-from pipelab.peers.ranks import PeerJob, run_ranks, shape_of
-from pipelab.peers.watch import Outcome, Steps, Watch, weights_of
-from pipelab.placement import loop_placement
-from pipelab.schedule import Schedule
+from pipelab.peers.group import PeerJob, run_ranks, shape_of_loss
+from pipelab.peers.record import PeerRecord, StepRecorder, weights_of
+from pipelab.runtime.prepare import check_table
+from pipelab.runtime.torch.stage import Loss, OptimizerFactory
+from pipelab.table.action import Action, Kind, check_counts
+from pipelab.table.placement import loop_placement
+from pipelab.table.schedule import Schedule
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -51,42 +51,34 @@ def run_torch_pipelining(
     loss: Loss,
     optimizer: OptimizerFactory,
     *,
-    devices: int | None = None,
-    microbatches: int | None = None,
+    devices: int = 0,
+    microbatches: int = 0,
     timeout: float = 60.0,
-    watch: bool = True,
+    trace: bool = True,
 ) -> PeerRun:
     """Train copies of `stages` by torch's schedule of that name, or by a table of ours.
 
-    On the CPU. A name: stage s is on rank s % devices, and torch makes the order. A `Schedule` of
-    one batch, with a flush: torch's runtime carries out its rows for every batch, and it says how
-    many devices and micro-batches there are. A batch's seconds go from the end of the one before it
-    (the first: from a barrier) to the end of the last rank's optimizer step. With watch=False no
-    hooks note spans, bytes and gradients. Raises ValueError for batches and sizes that torch's
-    runtime does not take, ScheduleError for a table that it would train otherwise than we do, and
-    RunError as `pipelab.run` does.
+    On the CPU. A name needs devices and microbatches: stage s is on rank s % devices, and torch
+    makes the order. A `Schedule` of one batch, with a flush, has them: torch's runtime carries out
+    its rows for every batch. A batch's seconds go from the end of the one before it (the first:
+    from a barrier) to the end of the last rank's optimizer step. With trace=False no profiler notes
+    spans. Raises ValueError for batches and sizes that torch's runtime does not take, ScheduleError
+    for a table that it would train otherwise than we do, and RunError as `pipelab.run` does.
     """
     _check_batches(batches)
+    rows = None
     if isinstance(schedule, Schedule):
         rows = [line.split(",") for line in schedule.to_torch_csv().splitlines()]
         check_table(schedule, len(stages), schedule.batches, training=True)
-        sizes = schedule.devices, schedule.microbatches
-        if (devices, microbatches) not in ((None, None), sizes):
-            raise ValueError(
-                f"devices={devices}, microbatches={microbatches} for a table of {schedule.devices} "
-                f"devices and {schedule.microbatches} micro-batches: leave them out"
-            )
-        devices, microbatches = sizes
+        devices, microbatches = schedule.devices, schedule.microbatches
         placement, name = schedule.placement, schedule.name
     else:
-        rows, name = None, schedule
+        name = schedule
         if name not in SCHEDULES:
             raise ValueError(
                 f"torch.distributed.pipelining has no schedule for {name!r}: use one of "
                 f"{', '.join(SCHEDULES)}"
             )
-        if devices is None or microbatches is None:
-            raise ValueError(f"torch's own {name}: give devices and microbatches")
         check_counts(devices=devices)
         most = len(stages) if name == "interleaved" else devices
         if len(stages) not in range(devices, most + 1, devices):
@@ -96,8 +88,8 @@ def run_torch_pipelining(
             )
         placement = loop_placement(devices, len(stages) // devices)
     library, options = "torch.distributed.pipelining", (name, rows, placement)
-    job = PeerJob(library, stages, batches, loss, optimizer, microbatches, watch, options)
-    return run_ranks(f"torch {name}", _train, devices, timeout, job)
+    job = PeerJob(library, stages, batches, loss, optimizer, microbatches, trace, options)
+    return run_ranks(_train, devices, timeout, job)
 
 
 def _check_batches(batches: Sequence[tuple[Any, Any]]) -> None:
@@ -105,7 +97,7 @@ def _check_batches(batches: Sequence[tuple[Any, Any]]) -> None:
         _check_passed(x, f"the input of batch {b}")
         if not isinstance(y, Tensor):
             raise ValueError(f"the target of batch {b} is a {type(y).__name__}: give one tensor")
-    shapes = {shape_of(x) for x, _ in batches}
+    shapes = {shape_of_loss(x) for x, _ in batches}
     if len(shapes) > 1:
         raise ValueError(
             f"batches with inputs of {sorted(map(str, shapes))}: torch's runtime receives them all "
@@ -140,7 +132,7 @@ def _as_one(tensors: tuple[Tensor, ...]) -> Any:
     return tensors if len(tensors) > 1 else tensors[0]
 
 
-def _train(job: PeerJob, progress: Callable[[int], None]) -> Outcome:
+def _train(job: PeerJob, progress: Callable[[int], None]) -> PeerRecord:
     name, rows, placement = job.options
     count, m = len(job.stages), job.microbatches
     mine = {s: job.stages[s] for s in range(count) if placement[s] == job.rank}
@@ -151,32 +143,32 @@ def _train(job: PeerJob, progress: Callable[[int], None]) -> Outcome:
         actions = {d: [_Action.from_str(cell) for cell in row] for d, row in enumerate(rows)}
         runtime._prepare_schedule_with_comms(actions)
     else:
+        if name != "interleaved":  # which names its actions itself
+            annotate(*parts)
         runtime = SCHEDULES[name](parts if name == "interleaved" else parts[0], m, loss_fn=job.loss)
-    steps = {s: Steps(module, job.optimizer) for s, module in mine.items()}
-    watch = Watch(mine, [*steps.values()]) if job.watch else None
-    first = 0  # number of the batch's first micro-batch
-    if watch:
-        _hook(watch, runtime, parts, lambda k: first + k)
+    steps = [StepRecorder(module, job.optimizer) for module in mine.values()]
     losses = []
-    for b, (x, y) in job.each_batch(progress):
-        first = b * m
+    for _, (x, y) in job.each_batch(progress):
         means: list[Tensor] = []
         inputs = x if isinstance(x, tuple) else (x,)
         first_stage = inputs if 0 in mine else ()
         last_stage = {"target": y, "losses": means} if count - 1 in mine else {}
-        runtime.step(*first_stage, **last_stage, return_outputs=False)
-        for s, each in steps.items():
-            each.step(watch, s, b)
+        try:
+            runtime.step(*first_stage, **last_stage, return_outputs=False)
+        except RuntimeError as error:
+            raise error.__cause__ or error  # noqa: B904  torch's words omit the stage's own error
+        for step in steps:
+            step.step()
         if means:
             losses.append(float(torch.stack(means).detach().double().mean()))
     weights = {s: weights_of(module) for s, module in mine.items()}
-    return Outcome(losses, weights, job.ends, watch.finish() if watch else None)
+    return PeerRecord(losses, weights, job.ends)
 
 
 def annotate(*stages: Any) -> None:
     """Name the actions of a rank's stages to torch.profiler, as torch's runtime does: PP:0F0.
 
-    For a run of your own, so that `Timeline.from_trace` reads its profile: Schedule1F1B names none
+    For a run of your own, so that `from_trace` reads its profile: Schedule1F1B names none
     of them, ScheduleGPipe says neither the stage nor how long it waits. Call it once.
     """
 
@@ -191,21 +183,3 @@ def annotate(*stages: Any) -> None:
     for part in stages:
         for name, kind in KINDS.items():
             setattr(part, name, named(part.stage_index, kind, getattr(part, name)))
-
-
-def _hook(watch: Watch, runtime: Any, parts: Sequence[Any], number: Callable[[int], int]) -> None:
-    """Around what the runtime calls for an action; `number` counts through all batches."""
-
-    def noted(s: int, kind: Kind, method: Callable) -> Callable:
-        def action_of(k: int, *_: Any, full_backward: bool = True, **__: Any) -> Action:
-            return Action(s, kind if full_backward else Kind.I, number(k))
-
-        return watch.around(method, action_of)
-
-    for part in parts:
-        for name, kind in KINDS.items():
-            setattr(part, name, noted(part.stage_index, kind, getattr(part, name)))
-    # The loss belongs to the forward that it follows.
-    runtime._compute_loss = watch.around(
-        runtime._compute_loss, lambda *_, **__: watch.seen.actions[-1]
-    )

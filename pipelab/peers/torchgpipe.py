@@ -2,9 +2,8 @@
 
 What it asks for: an nn.Sequential whose layers take and return tensors or tuples, one process,
 GPipe only, `chunks` micro-batches. It was last released in 2020 and still runs. It has one thread
-for each *different* device: on a CPU one thread does all, so that nothing is gained there, and a
-backward that waits for its turn inside (between its forward's second run and itself) has a span
-that covers what ran meanwhile. The order is real.
+for each *different* device: on a CPU one thread does all, so that nothing is gained there. The
+order is real.
 
 Its backwards run last in, first out:
 
@@ -26,25 +25,23 @@ wait, and keep them all that time.)
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from functools import partial
-from itertools import accumulate, count, pairwise
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.profiler import record_function
 from torch.utils import _pytree as pytree
 
-from pipelab.action import Action, Kind, check_counts, insert_updates
-from pipelab.costs import Recompute
-from pipelab.executors.torch.arguments import check_recompute, copies_of
-from pipelab.executors.torch.stage import Loss, OptimizerFactory
-from pipelab.executors.worker import RunError
 from pipelab.peers import PeerRun, need
-from pipelab.peers.watch import Outcome, Steps, Watch, gather, weights_of
-from pipelab.schedule import Schedule
+from pipelab.peers.record import PeerRecord, StepRecorder, gather, recorded, trace_files, weights_of
+from pipelab.predict.costs import Recompute
+from pipelab.runtime.torch.arguments import copies_of
+from pipelab.runtime.torch.stage import Loss, OptimizerFactory
+from pipelab.runtime.worker import RunError, told
+from pipelab.table.action import Action, Kind, check_counts, insert_updates
+from pipelab.table.schedule import Schedule
 
 
 def schedule_of(partitions: int, chunks: int, batches: int = 1) -> Schedule:
@@ -66,22 +63,6 @@ def schedule_of(partitions: int, chunks: int, batches: int = 1) -> Schedule:
     )
 
 
-def balance_by_time(
-    layers: Sequence[nn.Module], partitions: int, sample: Any, *, timeout: float = 1.0
-) -> list[int]:
-    """torchgpipe's own balance: layers per partition, by times measured for `timeout` seconds.
-
-    On the device of the sample. ValueError from torchgpipe where a parameter has a gradient. (Its
-    balance_by_size works on CUDA alone.)
-    """
-    need("torchgpipe")
-    from torchgpipe import balance
-
-    device = pytree.tree_leaves(sample)[0].device
-    model = nn.Sequential(*layers)
-    return balance.balance_by_time(partitions, model, sample, timeout=timeout, device=device)
-
-
 def run_torchgpipe(
     stages: Sequence[nn.Sequential],
     batches: Sequence[tuple[Any, Any]],
@@ -89,19 +70,17 @@ def run_torchgpipe(
     optimizer: OptimizerFactory,
     *,
     chunks: int,
-    balance: Sequence[int] | None = None,
     devices: Sequence[str] | None = None,
     checkpoint: str = "never",
-    watch: bool = True,
+    trace: bool = True,
 ) -> PeerRun:
     """Train copies of `stages` with torchgpipe; `checkpoint`: never, except_last or always.
 
-    balance  layers per partition, where the stages are to be cut anew
-    watch    whether hooks note spans, bytes and gradients
+    trace  whether torch.profiler notes spans; on CPUs alone
 
-    The loss is of whole batches, between the forwards and the backwards, and in no span. A stage
-    has no backward, and so no B in its row, where neither it nor a stage before it has a weight to
-    train. (With a checkpoint it has: torchgpipe runs the forward again all the same.)
+    The loss is of whole batches, between the forwards and the backwards, and in no span; nor is a
+    forward that runs again. Where neither a stage nor one before it has a weight to train, its B
+    takes no time.
     """
     need("torchgpipe")
     from torchgpipe import GPipe
@@ -113,147 +92,136 @@ def run_torchgpipe(
             f"torchgpipe would cut the batches into {sorted(found)} micro-batches: give batches of "
             "one size"
         )
-    layers = copies_of([layer for stage in stages for layer in stage])
+    if Recompute(checkpoint) is not Recompute.NEVER:
+        _check_norms(stages)
+    parts: list[Any] = list(copies_of(stages))
     model = GPipe(
-        nn.Sequential(*layers),
-        balance=list(balance or map(len, stages)),
-        devices=list(devices or ["cpu"] * len(balance or stages)),
+        nn.Sequential(*(layer for part in parts for layer in part)),
+        balance=[len(part) for part in parts],
+        devices=list(devices or ["cpu"] * len(parts)),
         chunks=chunks,
         checkpoint=checkpoint,
     )
-    check_recompute(stages, Recompute(checkpoint))
-    # Named as in a stage: numbered from 0. The layers are those of the model.
-    bounds = pairwise(accumulate(model.balance, initial=0))
-    parts = [nn.Sequential(*layers[a:b]) for a, b in bounds]
-    steps = [Steps(part, optimizer) for part in parts]
-    watches: list[Watch | None] = [None] * len(parts)
-    if watch:
-        watches = [Watch({j: part}, [steps[j]], model.devices[j]) for j, part in enumerate(parts)]
+    steps = [StepRecorder(part, optimizer) for part in parts]
+    (m,), marks = found, _Marks()
     for j, partition in enumerate(model.partitions):
-        partition.forward = _ending(j, partition.forward)  # type: ignore[method-assign]
-        if each := watches[j]:
-            _Hooks(j, partition, each)
+        named = marks.around(j, partition.forward, m)
+        partition.forward = _ending(j, named)  # type: ignore[method-assign]
+    table = schedule_of(len(parts), m, len(batches))
+    # On GPUs each has a thread of its own, where marks would not show which backward runs.
+    trace = trace and all(device.type == "cpu" for device in model.devices)
     losses, ends = [], [time.perf_counter()]
-    for b, (x, y) in enumerate(batches):
-        # Nobody asks for the gradients of the data.
-        x = pytree.tree_map_only(Tensor, lambda t: t.detach().to(model.devices[0]), x)
-        y = pytree.tree_map_only(Tensor, lambda t: t.detach().to(model.devices[-1]), y)
-        value = loss(model(x), y)
-        if value.requires_grad:
-            value.backward()
-        for j, mine in enumerate(steps):
-            mine.step(watches[j], j, b)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        losses.append(float(value.detach()))
-        ends.append(time.perf_counter())
-    outcomes = [
-        Outcome(losses, {j: weights_of(part)}, ends, each.finish() if each else None)
-        for j, (part, each) in enumerate(zip(parts, watches, strict=True))
-    ]
-    return gather("torchgpipe", outcomes, found.pop())
+    with trace_files(1, trace) as files:
+        with recorded(files[0] if files else None):
+            for x, y in batches:
+                # Nobody asks for the gradients of the data.
+                x = pytree.tree_map_only(Tensor, lambda t: t.detach().to(model.devices[0]), x)
+                y = pytree.tree_map_only(Tensor, lambda t: t.detach().to(model.devices[-1]), y)
+                value = loss(model(x), y)
+                if value.requires_grad:
+                    value.backward()
+                marks.finish()
+                for step in steps:
+                    step.step()
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                losses.append(float(value.detach()))
+                ends.append(time.perf_counter())
+        weights = {j: weights_of(part) for j, part in enumerate(parts)}
+        return gather([PeerRecord(losses, weights, ends)], files, table)
+
+
+def _check_norms(stages: Sequence[nn.Module]) -> None:
+    """ValueError for layers that a forward changes twice if it runs again."""
+    for s, stage in enumerate(stages):
+        for module in stage.modules():
+            normalizes = isinstance(module, nn.modules.batchnorm._NormBase)
+            if normalizes and module.training and module.track_running_stats:
+                raise ValueError(
+                    f"stage {s} has {module} in training mode: torchgpipe's recomputation counts "
+                    "each micro-batch twice in its running statistics; call .eval() on it, or use "
+                    "checkpoint='never'"
+                )
+
+
+class _Marks:
+    """Names forwards and backwards to torch.profiler as torch's runtime does: PP:0F0.
+
+    A backward begins when its output's gradient is there, and lasts until the next one begins or a
+    forward runs again; on a CPU one thread runs them all. Without a gradient it takes no time.
+    """
+
+    def __init__(self) -> None:
+        # torchgpipe has a tracker of skip connections for each micro-batch, also without any.
+        self._number: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._due: dict[str, None] = {}  # backwards that are still to come
+        self._open: record_function | None = None
+
+    def around(self, j: int, forward: Callable, chunks: int) -> Callable:
+        """A partition's forward that names itself, and its backward."""
+        from torchgpipe import is_recomputing
+        from torchgpipe.skip.tracker import current_skip_tracker
+
+        numbers = count()
+
+        def named(*inputs: Any) -> Any:
+            microbatch = current_skip_tracker()
+            if is_recomputing():
+                self._begin(None)
+                output = forward(*inputs)
+            else:
+                k = self._number[microbatch] = next(numbers) % chunks
+                with record_function(f"PP:{Action(j, Kind.F, k)}"):
+                    output = forward(*inputs)
+            backward = f"PP:{Action(j, Kind.B, self._number[microbatch])}"
+            self._due[backward] = None
+            for tensor in pytree.tree_leaves(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: self._begin(backward))
+            return output
+
+        return named
+
+    def finish(self) -> None:
+        """Name the backwards that never came, and end the last one."""
+        for name in reversed(list(self._due)):
+            self._begin(name)
+        self._begin(None)
+
+    def _begin(self, name: str | None) -> None:
+        if self._open and self._open.name == name:
+            return  # another output of the same forward
+        if self._open:
+            self._open.__exit__(None, None, None)
+        self._open = None
+        if name:
+            self._due.pop(name, None)
+            self._open = record_function(name)
+            self._open.__enter__()
 
 
 def _ending(j: int, forward: Callable) -> Callable:
     """A partition's forward, whose SystemExit and the like end the run.
 
     A thread of torchgpipe's passes on no error but an Exception: the others would wait for ever.
+    ValueError for an output that it cannot pass on.
     """
 
     def ended(*inputs: Any) -> Any:
         try:
-            return forward(*inputs)
+            output = forward(*inputs)
         except (Exception, KeyboardInterrupt):
             raise
         except BaseException as error:
-            text = f"stage {j} of torchgpipe: {type(error).__name__}: {error}"
-            raise RunError(text, j) from error
-
-    return ended
-
-
-class _Hooks:
-    """Notes forwards and backwards of one partition.
-
-    A forward is between the hooks of the module. A backward begins when the output's gradient is
-    known. It ends when the input's gradient is known, or, where no gradient gets there, behind the
-    last node of the graph that makes the gradient of a weight.
-
-    A forward that runs again belongs to its backward if that comes next. (On a stage that reads
-    tokens, which have no gradient, torchgpipe runs it ahead, before the backward of another
-    micro-batch: then it is in no span.)
-    """
-
-    def __init__(self, j: int, partition: nn.Module, watch: Watch) -> None:
-        self.j, self.watch = j, watch
-        self._again: dict[int, Any] = {}  # micro-batch -> when its forward ran again, till the next
-        self._saving = ExitStack()
-        self._numbers = count()
-        # torchgpipe has a tracker of skip connections for each micro-batch, also without any.
-        self._number: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        partition.register_forward_pre_hook(self._before)
-        partition.register_forward_hook(self._after)
-
-    def _before(self, _: nn.Module, inputs: tuple) -> None:
-        from torchgpipe import is_recomputing
-        from torchgpipe.skip.tracker import current_skip_tracker
-
-        tensors, home = pytree.tree_leaves(inputs), self.watch.home
-        microbatch = current_skip_tracker()
-        if is_recomputing():
-            number = self._number[microbatch]
-            self.watch.settle()
-            self._saving.enter_context(home.watch((self.j, number)))
-            self._again = {number: home.now()}
-        else:
-            number = self._number[microbatch] = next(self._numbers)
-            self.watch.begin(self.j, Kind.F, number)
-        self._current = number
-        if not torch.is_grad_enabled():  # a checkpoint, which keeps its input
-            home.hold((self.j, number), tensors)
-        for tensor in tensors:
-            if tensor.requires_grad:
-                tensor.register_hook(self._ends)
-
-    def _after(self, _: nn.Module, inputs: tuple, output: Any) -> Any:
-        self._saving.close()
-        again = self._current in self._again
-        if not again:
-            self.watch.end()
-        if not torch.is_grad_enabled():
-            return output
-        # A view has a node of its own, also of a tensor that the stage only passes on.
-        output = pytree.tree_map_only(Tensor, lambda t: t.view_as(t), output)
-        outputs = [t for t in pytree.tree_leaves(output) if t.requires_grad]
-        before = {get_gradient_edge(t).node for t in pytree.tree_leaves(inputs) if t.requires_grad}
-        for node in _last_nodes([tensor.grad_fn for tensor in outputs], before):
-            node.register_hook(self._ends)
-        for tensor in outputs:
-            tensor.register_hook(partial(self._begins, self._current))
-        if again and not outputs:  # nothing to train: torchgpipe runs the forward again, no more
-            self._begins(self._current)
-            self._ends()
+            raise RunError(f"stage {j} of torchgpipe: {told(error)}", j) from error
+        leaves = output if isinstance(output, tuple) else [output]
+        for other in (leaf for leaf in leaves if not isinstance(leaf, Tensor)):
+            found = f"is a {type(other).__name__}" if other is output else "is a tuple"
+            inside = "" if other is output else f" with a {type(other).__name__} in it"
+            raise ValueError(
+                f"the output of stage {j} {found}{inside}: torchgpipe passes a tensor, or a tuple "
+                "of tensors"
+            )
         return output
 
-    def _begins(self, number: int, *_: Any) -> None:
-        self.watch.begin(self.j, Kind.B, number, since=self._again.get(number))
-        self._again = {}
-
-    def _ends(self, *_: Any) -> None:
-        self.watch.end()
-
-
-def _last_nodes(nodes: list[Any], before: set[Any]) -> set[Any]:
-    """Nodes of a graph that hand a gradient to a leaf; empty if one gets to a node of `before`."""
-    found, seen = set(), {*nodes, None}
-    while nodes:
-        node = nodes.pop()
-        for after, _ in node.next_functions:
-            if after in before:
-                return set()
-            if hasattr(after, "variable"):
-                found.add(node)
-            elif after not in seen:
-                seen.add(after)
-                nodes.append(after)
-    return found
+    return ended

@@ -4,28 +4,28 @@ After Alpa (Zheng et al., OSDI 2022). `mark_pipeline_boundary` and `grad` mark t
 `parallelize` makes the pipeline. In the order in which a step passes through them:
 
     marker        what the step is marked with
-    trace         the step taken apart: the loss, the update        (graph: equations as lists)
+    tracing       the step taken apart: the loss, the update        (equations: runtime/jax/jaxpr)
     batch/        micro-batches: whether they add up to the batch, and what each draws by itself
-    plan          layers to stages, stages to meshes
+    method        layers to stages, stages to meshes
     cut           the loss, cut into stages
     update        the update, split over the stages
-    stage         a stage, compiled: its forward, backward, and tasks of the update
-    mesh          a mesh and its stages, as the worker of `pipelab.executors` sees them
+    compiled      a stage, compiled: its passes (runtime/jax/passes), and tasks of the update
+    mesh          a mesh and its stages, as the worker of `pipelab.runtime` sees them
     finish        what meshes tell each other at the end of a step
-    processes     several processes that call one step together
+    hosts         several processes that call one step together
     program       all of it for one shape of arguments
     call          one call of it
-    compare       that call against the same step on one device
+    agreement     that call against the same step on one device
     parallelize   what the user calls
 
 Above all this, `pipelab.pipeshard.auto` finds layers, stages and meshes that one could have written
 by hand.
 """
 
-from pipelab.pipeshard.graph import PipeshardError
+from pipelab.pipeshard.arrays import PipeshardError
 from pipelab.pipeshard.marker import grad, mark_pipeline_boundary, value_and_grad
+from pipelab.pipeshard.method import ManualStages, Pipeshard, Plan, StagePlan
 from pipelab.pipeshard.parallelize import Parallelized, parallelize
-from pipelab.pipeshard.plan import ManualStages, Pipeshard, Plan, StagePlan
 
 __all__ = [
     "ManualStages",

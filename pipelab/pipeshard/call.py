@@ -10,28 +10,28 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from pipelab.executors.jax.graph import Arrays, Atom, Values
-from pipelab.executors.threads import run_threads
-from pipelab.executors.worker import Record
+from pipelab.pipeshard.arrays import PipeshardError, dtype_of, is_weak, shape_of
 from pipelab.pipeshard.batch.microbatches import share_of
-from pipelab.pipeshard.graph import PipeshardError, dtype_of, is_weak, shape_of
 from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
 from pipelab.pipeshard.program import Program
-from pipelab.pipeshard.trace import Arguments
+from pipelab.pipeshard.tracing import Arguments
+from pipelab.runtime.jax.jaxpr import Arrays, Atom, Values
+from pipelab.runtime.threads import run_threads
+from pipelab.runtime.worker import Record
 
 split_array = jax.jit(jax.numpy.split, static_argnums=1)
 
 
 @dataclass
 class Call:
-    """What one train step made: results, a record per row, and [loss, *aux, *gradients]."""
+    """A train step's outcome: results, a record per row, and [loss, *aux, *gradients]."""
 
     results: Any
     records: list[Record]
     gradient: Arrays
 
 
-def run(program: Program, arguments: Arguments) -> Call:
+def run_call(program: Program, arguments: Arguments) -> Call:
     """One train step. Raises RunError when a stage fails."""
     step = program.step
     pairs = zip(step.arguments, arguments.values, strict=True)
@@ -47,25 +47,11 @@ def run(program: Program, arguments: Arguments) -> Call:
             )
 
     # [1] Every stage on its mesh.
-    share = share_of(program.combine, program.microbatches)
-    seed = np.asarray(share, dtype_of(program.loss.outputs[0]))
-    pieces, known = _pieces(program, values), _on_meshes(program, values)
-    gradients = step.gradients
-    partners = [()] * len(program.graphs)  # no stage waits for news
-    jobs = []
-    for row in program.rows:
-        place = partial(program.place, row)
-        device = MeshDevice(program.meshes[row], place, program.finish.numbers)
-        mine = {}
-        for s, compiled in program.stages.items():
-            if program.schedule.placement[s] == row:
-                names = [gradients[p] for p in compiled.graph.parameters]
-                mine[s] = MeshStage(compiled, names, device, known[row], pieces, seed)
-        about = (program.schedule, row, device, partners, None, 0, 1, None)
-        jobs.append(MeshJob(*about, mine, program.finish))
+    known = _on_meshes(program, values)
+    jobs = _jobs(program, known, _pieces(program, values))
 
     # [2] A worker for each mesh carries out its row of the schedule, and ends the update.
-    outcomes = program.agreed().run(jobs) if program.connect else run_threads(jobs)
+    outcomes = program.agreed(arguments).run(jobs) if program.connect else run_threads(jobs)
     outcomes.sort(key=attrgetter("row"))
 
     # [3] The results, each from the row that made it.
@@ -88,8 +74,33 @@ def run(program: Program, arguments: Arguments) -> Call:
     return Call(tree, records, [find(v) for v in step.gradient])
 
 
+def _jobs(program: Program, known: dict[int, Values], pieces: dict[Var, Arrays]) -> list[MeshJob]:
+    """A job for each row of this process."""
+    share = share_of(program.combine, program.microbatches)
+    seed = np.asarray(share, dtype_of(program.loss.outputs[0]))
+    jobs = []
+    for row in program.rows:
+        device = MeshDevice(program.meshes[row], partial(program.place, row), program.numbers)
+        stages = {
+            s: MeshStage(compiled, program.step.gradients, device, known[row], pieces, seed)
+            for s, compiled in program.stages.items()
+            if program.schedule.placement[s] == row
+        }
+        jobs.append(
+            MeshJob(
+                schedule=program.schedule,
+                row=row,
+                device=device,
+                mesh_stages=stages,
+                processes=program.processes,
+                finish=program.finish,
+            )
+        )
+    return jobs
+
+
 def _on_meshes(program: Program, values: Values) -> dict[int, Values]:
-    """By row, the arguments that its stages and their parts of the update read."""
+    """Per row, the arguments that its stages and their parts of the update read."""
     known: dict[int, Values] = {row: {} for row in program.rows}
     for row, mine in known.items():
         for v, source in program.finish.reads[row].items():

@@ -18,11 +18,17 @@ argument (a frozen layer), or if its stage would have nothing else to do.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn, Var
 
-from pipelab.executors.jax.graph import (
+from pipelab.pipeshard.arrays import PipeshardError, is_inexact, is_key, size
+from pipelab.pipeshard.marker import boundary_p, mark_pipeline_boundary
+from pipelab.pipeshard.method import Layers
+from pipelab.runtime.jax.jaxpr import (
+    Arrays,
     Atom,
     Equations,
     Graph,
@@ -33,9 +39,7 @@ from pipelab.executors.jax.graph import (
     read_by,
     variables,
 )
-from pipelab.pipeshard.graph import PipeshardError, is_inexact, is_key, size
-from pipelab.pipeshard.marker import boundary_p, mark_pipeline_boundary
-from pipelab.pipeshard.plan import Layers
+from pipelab.runtime.jax.passes import Groups
 
 
 @dataclass
@@ -63,15 +67,29 @@ class StageGraph:
     results: dict[int, Atom]
 
     @property
-    def arguments(self) -> Variables:
+    def groups(self) -> Groups:
         """All that it reads."""
-        return [*self.parameters, *self.inputs, *self.fixed, *self.data, *self.aux_inputs]
+        return Groups(self.parameters, self.fixed, self.inputs, [*self.data, *self.aux_inputs])
+
+    @property
+    def arguments(self) -> Variables:
+        return list(chain(*self.groups))
+
+    @property
+    def made(self) -> list[Any]:
+        """All that it makes: outputs, auxiliary ones, then the numbers of results."""
+        return [*self.outputs, *self.aux_outputs, *self.results]
 
     @property
     def whole(self) -> Graph:
         """As a function of its arguments: outputs, auxiliary ones, then results."""
         outputs = [*self.outputs, *self.aux_outputs, *self.results.values()]
         return Graph(self.arguments, outputs, self.equations)
+
+    def run(self, *groups: Any) -> tuple[Arrays, Arrays]:
+        """Arrays of the groups -> those of the outputs, and of all else that it makes."""
+        made = self.whole.run(*chain(*groups))
+        return made[: len(self.outputs)], made[len(self.outputs) :]
 
 
 def mark(loss: Graph, find: Layers, parameters: Variables, batch: Variables) -> Graph:
@@ -124,19 +142,10 @@ def cut(
     placed = [(each.eqn, each.home) for each in _place(loss, parameters, batch, active, stages)]
     maker = {v: home for eqn, home in placed if home is not None for v in eqn.outvars}
 
-    # [2] The stage that knows each result of the loss: the last, unless another one computes it.
     last = len(stages) - 1
-    results: list[dict[int, Atom]] = [{} for _ in stages]
-    for i, atom in enumerate(loss.outputs):
-        home = maker.get(atom, last) if isinstance(atom, Var) else last
-        results[home][i] = atom
-    if 0 not in results[last]:
-        raise PipeshardError(
-            f"the loss is complete before stage {last}, whose layers it does not need: "
-            "move the boundaries"
-        )
+    results = _results(loss, maker, last)
 
-    # [3] From the last stage to the first, since what a stage has to send is known only when all
+    # [2] From the last stage to the first, since what a stage has to send is known only when all
     #     later ones have said what they need:
     #
     #         stage 2 needs y and z         crossing[1] = y    crossing[0] = z
@@ -165,18 +174,32 @@ def cut(
             outputs += variables(loss.outputs[:1])
         graphs.append(
             StageGraph(
-                kept,
-                [v for v in parameters if v in read],
-                [v for v in fixed if v in read],
-                [v for v in data if v in read],
-                inputs,
-                aux_inputs,
-                outputs,
-                aux_outputs,
-                results[s],
+                equations=kept,
+                parameters=[v for v in parameters if v in read],
+                fixed=[v for v in fixed if v in read],
+                data=[v for v in data if v in read],
+                inputs=inputs,
+                aux_inputs=aux_inputs,
+                outputs=outputs,
+                aux_outputs=aux_outputs,
+                results=results[s],
             )
         )
     return graphs[::-1]
+
+
+def _results(loss: Graph, maker: dict[Var, int], last: int) -> list[dict[int, Atom]]:
+    """Per stage, position -> result of the loss: the last stage has what no other computes."""
+    results: list[dict[int, Atom]] = [{} for _ in range(last + 1)]
+    for i, atom in enumerate(loss.outputs):
+        home = maker.get(atom, last) if isinstance(atom, Var) else last
+        results[home][i] = atom
+    if 0 not in results[last]:
+        raise PipeshardError(
+            f"the loss is complete before stage {last}, whose layers it does not need: "
+            "move the boundaries"
+        )
+    return results
 
 
 def _by_gradient(vs: Iterable[Var], active: set[Var]) -> tuple[Variables, Variables]:

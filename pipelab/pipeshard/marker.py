@@ -1,4 +1,4 @@
-"""What a train step is marked with: the boundaries between layers, and the loss."""
+"""Marks in a train step: the boundaries between layers, and the loss."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,8 +10,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from pipelab.executors.jax.graph import Arrays, inline, variables
-from pipelab.pipeshard.graph import is_array
+from pipelab.pipeshard.arrays import is_array
+from pipelab.runtime.jax.jaxpr import Arrays, inline, variables
 
 # A boundary is a primitive without arguments or results. jax keeps it where it stands in a traced
 # function; it is lowered to nothing, and has no derivative: the loss is cut, never its gradient.
@@ -60,57 +60,68 @@ def value_and_grad(
     >>> value_and_grad(masked, weighted=True)(1.0, x, mask)[1]
     Array(3., dtype=float32)
     """
-    positions = argnums if isinstance(argnums, int) else tuple(argnums)
 
     def marked(*args: Any, **kwargs: Any) -> Any:
-        # [1] Which leaves of the arguments the gradient is taken by: a tree of their numbers.
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        numbered, _ = jax.tree.unflatten(tree, range(len(leaves)))
-        try:
-            chosen = jax.tree.map(lambda i: numbered[i], positions)
-        except IndexError:
-            raise TypeError(
-                f"argnums={argnums}: the loss was given {len(args)} arguments by position"
-            ) from None
-        wanted = jax.tree.leaves(chosen)
-        for i in wanted:
-            kind = jax.dtypes.result_type(leaves[i])
-            if not jnp.issubdtype(kind, jnp.inexact):
-                raise TypeError(
-                    f"the gradient is taken by an array of {kind}: keep arrays of that type in "
-                    "another argument of the loss"
-                )
-
-        # [2] Trace the loss as a function of these and of all arrays; numbers stay what they are.
-        arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
-        traced = [*wanted, *(i for i in arrays if i not in wanted)]
-
-        def flat(*values):
-            filled = list(leaves)
-            for i, value in zip(traced, values, strict=True):
-                filled[i] = value
-            args, kwargs = jax.tree.unflatten(tree, filled)
-            return _checked(fun(*args, **kwargs), has_aux, weighted)
-
-        values = [leaves[i] for i in traced]
-        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
-        _check_loss(closed, len(wanted), weighted)
-
-        # [3] What the loss closes over, outer tracers too, becomes its last arguments.
-        jaxpr = closed.jaxpr
-        hoisted = jaxpr.replace(constvars=(), invars=[*jaxpr.invars, *jaxpr.constvars])
-        inner = ClosedJaxpr(hoisted, ())
-        found = grad_p.bind(*values, *closed.consts, jaxpr=inner, wanted=len(wanted))
-        value, gradients = jax.tree.unflatten(jax.tree.structure((shapes, chosen)), found)
-        if not weighted:
-            return value, gradients
-
-        # [4] The sums over the batch are divided where they are complete: outside the loss.
-        (total, weight), *aux = value if has_aux else (value,)
-        mean, gradients = jax.tree.map(partial(_divided, weight), (total, gradients))
-        return ((mean, *aux) if has_aux else mean), gradients
+        return _marked(fun, argnums, has_aux, weighted, args, kwargs)
 
     return marked
+
+
+def _marked(
+    fun: Callable,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    weighted: bool,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    # [1] Which leaves of the arguments the gradient is taken by: a tree of their numbers.
+    leaves, tree = jax.tree.flatten((tuple(args), kwargs))
+    numbered, _ = jax.tree.unflatten(tree, range(len(leaves)))
+    positions = argnums if isinstance(argnums, int) else tuple(argnums)
+    try:
+        chosen = jax.tree.map(lambda i: numbered[i], positions)
+    except IndexError:
+        raise TypeError(
+            f"argnums={argnums}: the loss was given {len(args)} arguments by position"
+        ) from None
+    wanted = jax.tree.leaves(chosen)
+    for i in wanted:
+        kind = jax.dtypes.result_type(leaves[i])
+        if not jnp.issubdtype(kind, jnp.inexact):
+            raise TypeError(
+                f"the gradient is taken by an array of {kind}: keep arrays of that type in "
+                "another argument of the loss"
+            )
+
+    # [2] Trace the loss as a function of these and of all arrays; numbers stay what they are.
+    arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
+    traced = [*wanted, *(i for i in arrays if i not in wanted)]
+
+    def flat(*values: Any) -> Any:
+        filled = list(leaves)
+        for i, value in zip(traced, values, strict=True):
+            filled[i] = value
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        return _checked(fun(*args, **kwargs), has_aux, weighted)
+
+    values = [leaves[i] for i in traced]
+    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
+    _check_loss(closed, len(wanted), weighted)
+
+    # [3] What the loss closes over, outer tracers too, becomes its last arguments.
+    jaxpr = closed.jaxpr
+    hoisted = jaxpr.replace(constvars=(), invars=[*jaxpr.invars, *jaxpr.constvars])
+    inner = ClosedJaxpr(hoisted, ())
+    found = grad_p.bind(*values, *closed.consts, jaxpr=inner, wanted=len(wanted))
+    value, gradients = jax.tree.unflatten(jax.tree.structure((shapes, chosen)), found)
+    if not weighted:
+        return value, gradients
+
+    # [4] The sums over the batch are divided where they are complete: outside the loss.
+    (total, weight), *aux = value if has_aux else (value,)
+    mean, gradients = jax.tree.map(partial(_divided, weight), (total, gradients))
+    return ((mean, *aux) if has_aux else mean), gradients
 
 
 def grad(
@@ -133,7 +144,7 @@ def grad(
 
 
 def _checked(out: Any, has_aux: bool, weighted: bool) -> Any:
-    """What the loss returned. Raises TypeError where it is not what the options say."""
+    """The loss's results. Raises TypeError where they are not what the options say."""
     value, aux = _pair(out, "(scalar, aux)", "has_aux") if has_aux else (out, ())
     for leaf in _pair(value, "(total, weight)", "weighted") if weighted else [value]:
         if not jax.tree_util.all_leaves([leaf]):
@@ -189,7 +200,7 @@ def _check_loss(closed: ClosedJaxpr, wanted: int, weighted: bool) -> None:
 
 
 def evaluate_marked(*args: Any, jaxpr: ClosedJaxpr, wanted: int) -> Arrays:
-    """What the primitive computes, by jax's own value_and_grad: [loss, *aux, *gradients].
+    """Evaluate the primitive by jax's own value_and_grad: [loss, *aux, *gradients].
 
     wanted  how many of the arguments, from the first, the gradient is taken by
     """

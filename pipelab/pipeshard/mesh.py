@@ -1,26 +1,25 @@
 """A mesh as a device of the schedule, and its stages during one call, as a worker sees them."""
 
 from collections import ChainMap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Var
 from jax.sharding import Mesh
 
-from pipelab.executors.jax.device import JaxDevice
-from pipelab.executors.jax.graph import Arrays, Values, Variables
-from pipelab.executors.jax.split import put_in
-from pipelab.executors.job import Job
-from pipelab.executors.transport import Aborted, Transport
-from pipelab.executors.worker import Bytes, RunError
-from pipelab.pipeshard.stage import CompiledStage, Place, bytes_on_mesh
+from pipelab.pipeshard.compiled import CompiledStage, Place
+from pipelab.runtime.jax.device import JaxDevice
+from pipelab.runtime.jax.jaxpr import Arrays, Values
+from pipelab.runtime.jax.passes import Backwards
+from pipelab.runtime.stage import Bytes, Stage
+from pipelab.runtime.transport import Aborted, Transport
+from pipelab.runtime.worker import Job, RunError
 
 
 class Parcel(NamedTuple):
-    """What one stage hands to the next: by variable an array, or on the way back its gradients.
+    """A payload between stages: by variable an array, or on the way back its gradients.
 
     use    what the next stage needs, moved to its mesh
     along  what only passes through it, left where it is
@@ -59,24 +58,20 @@ class MeshDevice(JaxDevice):
         return super().arrays(list(payload.use.values()))
 
 
-class MeshStage:
+class MeshStage(Stage):
     """One stage during one call, as the worker sees it.
 
     compiled   its functions
-    names      of its parameters' gradients in the update
+    names      of parameters' gradients in the update
     known      on its mesh: variable -> array of an argument; the update adds what it makes
     pieces     leaf of the batch -> its part in each micro-batch
     seed       the gradient of a micro-batch's loss
     """
 
-    versions_held = 1
-    steps: Sequence[Any] = ()
-    unsplit: Mapping[int, Any] = MappingProxyType({})  # the plan has it
-
     def __init__(
         self,
         compiled: CompiledStage,
-        names: Variables,
+        names: Mapping[Var, Var],
         device: MeshDevice,
         known: Values,
         pieces: dict[Var, Arrays],
@@ -86,11 +81,9 @@ class MeshStage:
         self.device, self.known = device, known
         self._data = {v: [self._here(v, x) for x in pieces[v]] for v in self.graph.data}
         self._seed = None if compiled.later else self._here(self.graph.outputs[0], seed)
-        self.gradients = compiled.zeros()  # of the parameters, added up
+        self.backwards = Backwards(device.ledger, id(self))
         self.results: dict[int, dict[int, Any]] = {}  # micro-batch -> number of a result -> array
         self.losses: dict[int, Any] = {}  # they are among the results
-        self._kept: dict[int, Arrays] = {}
-        self._split: dict[int, Any] = {}  # what input gradients leave for weight gradients
 
     # ---- the kinds of action
 
@@ -102,11 +95,12 @@ class MeshStage:
         here.update((v, parts[microbatch]) for v, parts in self._data.items())
         found: ChainMap[Any, Any] = ChainMap(here, self.known, arrived)
         # [2] Compute.
-        made = jax.block_until_ready(compiled.forward(*(found[v] for v in graph.arguments)))
-        found.update(zip(compiled.made, made, strict=True))
+        arguments = [found[v] for v in graph.arguments]
+        made = jax.block_until_ready(compiled.forward(*arguments))
+        own = [found[v] for v in compiled.own]
+        self.backwards.keep(microbatch, compiled, arguments, made, own)
+        found.update(zip(graph.made, made, strict=False))
         self.results[microbatch] = {i: found[i] for i in graph.results}
-        self._kept[microbatch] = kept = [found[v] for v in compiled.kept]
-        self.device.ledger.hold(id(kept), {id(kept): compiled.bytes})
         # [3] Hand on what later stages read.
         if not compiled.later:
             return None
@@ -116,35 +110,27 @@ class MeshStage:
 
     def backward(self, microbatch: int, received: Parcel | None) -> Parcel:
         """Add to the parameters' gradients; returns those of what earlier stages made."""
-        cotangents, kept = self._cotangents(received), self._kept.pop(microbatch)
-        found = self.compiled.backward(self.gradients, cotangents, kept)
-        self.gradients, gradients = jax.block_until_ready(found)
-        self.device.ledger.drop(id(kept))
-        return self._parcel(received, gradients)
+        cotangents = self._cotangents(received)
+        return self._parcel(received, self.backwards.backward(microbatch, cotangents))
 
     def input_grad(self, microbatch: int, received: Parcel | None) -> Parcel:
-        """Gradients of what earlier stages made; keeps what `weight_grad` reads, and no more."""
-        compiled, kept = self.compiled, self._kept.pop(microbatch)
-        operands = self._cotangents(received), kept
-        gradients, rest = jax.block_until_ready(compiled.input_grad(*operands))
-        self._split[microbatch] = rest = put_in(operands, rest)
-        own = {id(x) for v, x in zip(compiled.kept, kept, strict=True) if v in compiled.own}
-        arrays = {id(x): bytes_on_mesh(x) for x in jax.tree.leaves(rest) if id(x) not in own}
-        self.device.ledger.drop(id(kept))
-        self.device.ledger.hold((id(self), microbatch), arrays)
-        return self._parcel(received, gradients)
+        cotangents = self._cotangents(received)
+        return self._parcel(received, self.backwards.input_grad(microbatch, cotangents))
 
     def weight_grad(self, microbatch: int, received: Any = None) -> None:
-        """Add to the parameters' gradients what `input_grad` left out."""
-        found = self.compiled.weight_grad(self.gradients, self._split.pop(microbatch))
-        self.gradients = jax.block_until_ready(found)
-        self.device.ledger.drop((id(self), microbatch))
+        self.backwards.weight_grad(microbatch)
 
     def update(self, number: int, received: Any = None) -> None:
-        self.known.update(zip(self.names, self.gradients, strict=True))
+        self.known.update(self.gradients)
         for task in self.compiled.tasks:
             if not task.level:  # it waits for no other stage
                 jax.block_until_ready(task(self.known))
+
+    @property
+    def gradients(self) -> Values:
+        """The sums of its parameters' gradients, by their names in the update."""
+        pairs = zip(self.graph.parameters, self.backwards.sums or (), strict=True)
+        return {self.names[p]: g for p, g in pairs}
 
     def _here(self, v: Var, x: Any) -> Any:
         """Nothing is moved, unless stages share a device."""
@@ -164,31 +150,28 @@ class MeshStage:
         use = {v: found.pop(v) for v in list(found) if v in self.compiled.previous}
         return Parcel(use, found)
 
-    # ---- what the worker asks of it (no sums and no news: there are no replicas and no partners)
-
-    def snapshot(self) -> None: ...
+    # ---- what the worker asks of it
 
     def trained(self) -> dict[str, Any]:
         """The results of the step have the weights."""
         return {}
-
-    def complete(self, group: int) -> bool:
-        return False  # nobody waits for that
 
     def held(self) -> Bytes:
         weights = self.compiled.parameter_bytes
         return Bytes(weights, 0, weights, self.compiled.optimizer_bytes)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class MeshJob(Job):
-    """What one worker thread does: the stages of one mesh.
+    """A worker thread's job: the stages of one mesh.
 
-    finish  a `finish.Finish`: what is left when the row has ended
+    processes  of all rows
+    finish  what is left when the row has ended: (row, its stages, transport)
     """
 
     mesh_stages: dict[int, MeshStage]
-    finish: Any
+    processes: Sequence[int]
+    finish: Callable[[int, Sequence[MeshStage], Transport], None]
 
     @property
     def where(self) -> str:

@@ -8,18 +8,18 @@ from typing import Any
 
 import jax
 
-from pipelab.executors.check import Check
-from pipelab.executors.result import memory_of, timeline_of
-from pipelab.executors.worker import Record
-from pipelab.memory import Memory
-from pipelab.pipeshard.call import Call, run
-from pipelab.pipeshard.compare import compare
-from pipelab.pipeshard.graph import NO_MESH, PipeshardError
-from pipelab.pipeshard.plan import Pipeshard, Plan
-from pipelab.pipeshard.processes import Processes
+from pipelab.pipeshard.agreement import compare_step
+from pipelab.pipeshard.arrays import NO_MESH, PipeshardError, settings
+from pipelab.pipeshard.call import Call, run_call
+from pipelab.pipeshard.hosts import Hosts
+from pipelab.pipeshard.method import Pipeshard, Plan
 from pipelab.pipeshard.program import Program
-from pipelab.pipeshard.trace import Arguments, flatten
-from pipelab.timeline import Timeline
+from pipelab.pipeshard.tracing import Arguments, flatten
+from pipelab.predict.memory import Memory
+from pipelab.predict.timeline import Timeline
+from pipelab.runtime.result import memory_of, timeline_of
+from pipelab.runtime.verdict.certificate import Check
+from pipelab.runtime.worker import Record
 
 Argnums = int | Sequence[int]
 
@@ -63,7 +63,7 @@ def parallelize(
     its own devices. A result that is on others' devices is an array with its sharding and nothing
     of it here; single numbers, and what the loss returns, are everywhere. `fetch` makes whole
     arrays of the others, for a checkpoint, say. When a process ends or hangs, the others raise one
-    RunError (see `executors.jax.distributed` for what jax does then). `compare` needs one process.
+    RunError (see `runtime.jax.distributed` for what jax does then). `compare` needs one process.
 
     Who knows NVIDIA's JaxPP: there, too, stages have meshes with axes of data and model, and their
     state stays with them. Here the gradient is marked (`value_and_grad`) instead of the loop over
@@ -71,7 +71,8 @@ def parallelize(
     from the batch by the pipeline; a schedule is one of `pipelab.SCHEDULES` with a flush, or any
     table of your own; and a loss whose micro-batches do not add up to the batch is refused.
 
-    Everything is compiled at the first call for arguments of these shapes. What does not fit is an
+    Everything is compiled at the first call for arguments of these shapes (and again after a
+    setting of jax's that it depends on is changed). What does not fit is an
     error that says why (PipeshardError): nothing falls back to one device.
     """
     if not isinstance(method, Pipeshard):
@@ -155,7 +156,7 @@ class Parallelized:
         self.batch_argnums, self.donate_argnums = batch_argnums, donate_argnums
         self._programs: dict[Any, Program] = {}
         self.timeout = timeout
-        self._processes: Processes | None = None  # as soon as they are connected
+        self._processes: Hosts | None = None  # as soon as they are connected
         self._plan: Plan | None = None  # of the last call
         self._records: list[Record] = []  # what it measured
 
@@ -201,7 +202,7 @@ class Parallelized:
         gradients does not blow up their rounding.
 
         The difference is measured in the rounding of the precision that the loss computes in, as
-        `pipelab.run` does it: see `executors.check`.
+        `pipelab.run` does it: see `runtime.verdict.judge`.
 
         tolerance  how many times further from the reference than rounding explains a result may
                    be; default 3
@@ -215,11 +216,11 @@ class Parallelized:
                 copies = [x.copy() if isinstance(x, jax.Array) else x for x in arguments.values]
                 given = replace(arguments, values=copies)
             program, call = self._run(given)
-            return compare(self.train_step, program, arguments, call, tolerance)
+            return compare_step(self.train_step, program, arguments, call, tolerance)
 
     @property
     def plan(self) -> Plan:
-        """What each stage holds, in the last call."""
+        """The plan of the last call: what each stage holds."""
         if self._plan is None:
             name = getattr(self.train_step, "__name__", "the step")
             raise PipeshardError(f"{name} has not run yet: call it, or compile it")
@@ -242,9 +243,9 @@ class Parallelized:
         """Measured bytes over time of the last call: of each mesh, on all its devices together."""
         return memory_of(self.timeline, self._records)
 
-    def _connect(self) -> Processes:
+    def _connect(self) -> Hosts:
         if self._processes is None:
-            self._processes = Processes(self.timeout)
+            self._processes = Hosts(self.timeout)
             self._processes.__enter__()
         return self._processes
 
@@ -274,17 +275,13 @@ class Parallelized:
 
     def _run(self, arguments: Arguments) -> tuple[Program, Call]:
         program = self._program(arguments)
-        call = run(program, arguments)
+        call = run_call(program, arguments)
         self._plan, self._records = program.plan, call.records
         return program, call
 
     def _program(self, arguments: Arguments) -> Program:
-        """Compiled at the first call for arguments of these shapes."""
-        key = (
-            arguments.tree,
-            *arguments.shapes(arguments.samples),
-            jax.config.read("jax_enable_x64"),
-        )
+        """Compiled at the first call for arguments of these shapes, under these settings of jax."""
+        key = (arguments.tree, *arguments.shapes(arguments.samples), settings())
         if key not in self._programs:
             self._programs[key] = Program(
                 self.train_step, self.method, arguments, self.donate_argnums, self._connect

@@ -3,25 +3,24 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from hashlib import sha256
 from typing import Any
 
 import jax
-from jax.extend.core import Literal, Var
+from jax.extend.core import Var
 from jax.sharding import NamedSharding
 
-from pipelab.action import Kind
-from pipelab.executors.jax.graph import variables
+from pipelab.pipeshard.arrays import PipeshardError, bytes_of, on_mesh, shape_of, spec_of
 from pipelab.pipeshard.batch.draws import draw_own, draws_grow, redraw
-from pipelab.pipeshard.batch.microbatches import combinations
+from pipelab.pipeshard.batch.microbatches import combinations, gradient_of
+from pipelab.pipeshard.compiled import CompiledStage
 from pipelab.pipeshard.cut import count_layers, cut, mark
 from pipelab.pipeshard.finish import Finish
-from pipelab.pipeshard.graph import PipeshardError, bytes_of, on_mesh, shape_of
-from pipelab.pipeshard.plan import Pipeshard, Plan, Planner, StagePlan, StageProblem, over_samples
-from pipelab.pipeshard.processes import Processes, processes_of
-from pipelab.pipeshard.stage import CompiledStage
-from pipelab.pipeshard.trace import Arguments, trace, trace_piece
-from pipelab.pipeshard.update import Task, donate, split
+from pipelab.pipeshard.hosts import Hosts, processes_of
+from pipelab.pipeshard.method import Pipeshard, Plan, Planner, StagePlan, StageProblem, over_samples
+from pipelab.pipeshard.tracing import Arguments, trace, trace_piece
+from pipelab.pipeshard.update import UpdateTask, donate, split_update
+from pipelab.runtime.jax.host import digest, of_program, of_trees
+from pipelab.runtime.jax.jaxpr import variables
 
 
 class Program:
@@ -34,8 +33,9 @@ class Program:
     exact    whether they add up to those of the batch; else (`reduce` was given for a loss that is
              neither mean nor sum) the pipeline computes what accumulation over them does
     graphs   per stage its equations
-    readers  parameter -> the stages that read it
-    owner    of a parameter (the argument) and of its gradient: the first stage that reads it
+    like     variable -> the argument whose sharding it has
+    next_values  result -> the argument that it is the next value of
+    numbers  of the variables that stages hand on, the same in all processes
     donated  arguments whose arrays are given up
     rows     of this process; `processes` of all rows
     stages   of these rows, by number
@@ -48,12 +48,19 @@ class Program:
         method: Pipeshard,
         arguments: Arguments,
         donate_argnums: Sequence[int],
-        connect: Callable[[], Processes],
+        connect: Callable[[], Hosts],
     ) -> None:
         """`connect` to the other processes, if the meshes are those of several."""
         self._trace(step, method, arguments)
         layers, auto = self._divide(method)
-        self._find_owners()
+        parameters, gradients = self.step.parameters, self.step.gradients
+        self.next_values = self._next_values()
+        self.like: dict[Var, Var] = {
+            **self.next_values,
+            **{v: v for v in self._state},
+            **parameters,
+            **{gradients[p]: argument for p, argument in parameters.items()},
+        }
         trees = jax.tree.unflatten(arguments.tree, self.step.arguments)
         given = jax.tree.leaves([trees[i] for i in donate_argnums])
         self.donated = {*self.step.donated, *given}
@@ -62,11 +69,24 @@ class Program:
         self.rows = [row for row, q in enumerate(self.processes) if q == jax.process_index()]
         self.connect = connect if len(self.rows) < len(self.meshes) else None
         tasks = self._tasks()
-        self.finish = Finish(self, tasks, self._following)
+        self.finish = Finish(
+            self.step,
+            self.combine,
+            self.graphs,
+            tasks,
+            self.schedule.placement,
+            self.processes,
+            self.next_values,
+        )
+        handed_on = dict.fromkeys(v for g in self.graphs for v in (*g.outputs, *g.aux_outputs))
+        self.numbers = {v: number for number, v in enumerate(handed_on)}
+        self._begun = False
+        if self.connect:
+            self.connect().agree(lambda: self._digests)
         self.stages = self._compiled(tasks)
         kept = {s: stage.bytes for s, stage in self.stages.items()}
         if self.connect:
-            shares = self.agreed().share(kept)
+            shares = self.connect().share(kept)
             kept = {s: size for share in shares for s, size in share.items()}
         plans = [self._stage_plan(s, of, kept[s]) for s, of in enumerate(layers)]
         self.plan = Plan(self.schedule, tuple(plans), auto)
@@ -127,37 +147,27 @@ class Program:
         self.graphs = cut(self.loss, list(parameters), batch, layers, self.number)
         return layers, auto
 
-    def _find_owners(self) -> None:
-        """The first stage that reads a parameter owns it; and whose sharding a variable has."""
-        parameters, gradients = self.step.parameters, self.step.gradients
-        self._following = self._next_values()
-        self.readers = {
-            p: [s for s, graph in enumerate(self.graphs) if p in graph.parameters]
-            for p in parameters
-        }
-        self._like: dict[Var, Var] = {
-            **self._following,
-            **{v: v for v in self._state},
-            **parameters,
-        }
-        self.owner: dict[Var, int] = {}
-        for p, argument in parameters.items():
-            first = min(self.readers[p], default=0)
-            self.owner.update({argument: first, gradients[p]: first})
-            self._like[gradients[p]] = argument
+    def _tasks(self) -> list[UpdateTask]:
+        """The update as tasks of the stages; and their sharding constraints on their meshes.
 
-    def _tasks(self) -> list[Task]:
-        """The update as tasks of the stages; and their sharding constraints on their meshes."""
-        # A gradient is known to its owner as soon as that has ended its backwards, unless others
-        # have parts of it; all else that the loss makes is known when all stages have ended.
-        early = {g for p, g in self.step.gradients.items() if len(self.readers[p]) == 1}
+        The first stage that reads a parameter owns it (the argument) and its gradient.
+        """
+        owner: dict[Var, int] = {}
+        early = set()  # known to its owner as soon as that has ended its backwards
+        for p, gradient in self.step.gradients.items():
+            readers = [s for s, graph in enumerate(self.graphs) if p in graph.parameters]
+            first = min(readers, default=0)
+            owner.update({self.step.parameters[p]: first, gradient: first})
+            if len(readers) == 1:  # else others have parts of it
+                early.add(gradient)
+        # All else that the loss makes is known when all stages have ended.
         late = {*self.step.gradient} - early
-        homes = {v: self.owner[a] for v, a in self._following.items() if a in self.owner}
-        tasks = split(self.step.update, self.owner, late, homes)
+        homes = {v: owner[a] for v, a in self.next_values.items() if a in owner}
+        tasks = split_update(self.step.update, owner, late, homes)
         # What stages read that may not have ended yet, or is returned as it is, has to stay.
         stays = {v for graph in self.graphs for v in graph.fixed}
         stays.update(variables(self.step.update.outputs))
-        donate(tasks, self.donated - stays, self._following)
+        donate(tasks, self.donated - stays, self.next_values)
         for s, graph in enumerate(self.graphs):
             mesh = self.meshes[self.schedule.placement[s]]
             parts: list[Any] = [graph, *(task for task in tasks if task.stage == s)]
@@ -165,11 +175,11 @@ class Program:
                 part.equations = [on_mesh(eqn, mesh) for eqn in part.equations]
         return tasks
 
-    def _compiled(self, tasks: list[Task]) -> dict[int, CompiledStage]:
-        apart = Kind.W in self.schedule.columns.kind
+    def _compiled(self, tasks: list[UpdateTask]) -> dict[int, CompiledStage]:
+        kinds = {action.kind for row in self.schedule.rows for action in row}
         others = {*self._state} - {*self.step.parameters.values()}
         return {
-            s: CompiledStage(self.graphs, s, partial(self.place, row), apart, tasks, others)
+            s: CompiledStage(self.graphs, s, partial(self.place, row), kinds, tasks, others)
             for s, row in enumerate(self.schedule.placement)
             if row in self.rows
         }
@@ -184,7 +194,7 @@ class Program:
         else is whole on each of them.
         """
         mesh = self.meshes[row]
-        like = self._like.get(v)
+        like = self.like.get(v)
         if like is None:
             spec = over_samples(v, self.axes.get(v), mesh)
         else:
@@ -212,36 +222,55 @@ class Program:
                 return {b: a for a, b in pairs if isinstance(b, Var)}
         return {}
 
-    def agreed(self) -> Processes:
-        """The processes, when all run this program."""
+    def agreed(self, arguments: Arguments) -> Hosts:
+        """The processes, when all run this program, the first time on the same arguments."""
         assert self.connect
         processes = self.connect()
-        processes.agree(self._digest)
+        known = {} if self._begun else of_trees(arguments.named)
+        processes.agree(lambda: self._digests | known)
+        self._begun = True
         return processes
 
     @cached_property
-    def _digest(self) -> str:
-        """Tells it from other programs; the same in all processes."""
-        equations = [*self.loss.equations, *self.step.update.equations]
-        text = []
-        for eqn in equations:
-            numbers = [str(x.val) for x in eqn.invars if isinstance(x, Literal)]
-            text.append((eqn.primitive.name, numbers, [str(v.aval) for v in eqn.outvars]))
-        return sha256(f"{text} {self.schedule.to_csv()}".encode()).hexdigest()
+    def _digests(self) -> dict[str, str]:
+        """Tell it from other programs; the same in all processes."""
+        loss, update = ([*map(spec_of, of.inputs)] for of in (self.loss, self.step.update))
+        count = len(self.step.parameters)
+        places = [
+            (self.paths[source], self.place(row, source).spec)
+            for row, reads in enumerate(self.finish.reads)
+            for source in dict.fromkeys(reads.values())
+            if source in self.paths
+        ]
+        plan = (
+            self.schedule.to_csv(),
+            [len(graph.equations) for graph in self.graphs],
+            [(mesh.devices.shape, [d.id for d in mesh.devices.flat]) for mesh in self.meshes],
+            [v in self.donated for v in self.step.arguments],
+            self.combine,
+            places,
+        )
+        return {
+            "the plan (Pipeshard)": digest(plan),
+            "the shape of the arguments": digest(*self.paths.values(), *loss, *update),
+            "the loss": of_program(gradient_of(self.loss), loss[:count], loss[count:]),
+            "the update": of_program(self.step.update.run, *update),
+        }
 
     def _stage_plan(self, s: int, layers: list[int], kept: int) -> StagePlan:
         graph, row = self.graphs[s], self.schedule.placement[s]
         devices = self.meshes[row].devices
-        unsplit = self.stages[s].unsplit if s in self.stages else {}
+        paths = [self.paths[self.step.parameters[p]] for p in graph.parameters]
+        unsplit = self.stages[s].unsplit if s in self.stages else ()
         sent = [*graph.outputs, *graph.aux_outputs] if s < len(self.graphs) - 1 else []
         return StagePlan(
-            tuple(layers),
-            row,
-            devices.shape,
-            tuple(devices.flat),
-            {self.paths[self.step.parameters[p]]: shape_of(p) for p in graph.parameters},
-            sum(map(bytes_of, graph.parameters)),
-            kept,
-            sum(map(bytes_of, sent)),
-            {self.paths[self.step.parameters[p]]: why for p, why in unsplit.items()},
+            layers=tuple(layers),
+            device=row,
+            mesh=devices.shape,
+            devices=tuple(devices.flat),
+            parameters=dict(zip(paths, map(shape_of, graph.parameters), strict=True)),
+            parameter_bytes=sum(map(bytes_of, graph.parameters)),
+            activation_bytes=kept,
+            sent_bytes=sum(map(bytes_of, sent)),
+            unsplit={path: why for path, why in zip(paths, unsplit, strict=False) if why},
         )

@@ -20,7 +20,8 @@ import jax
 import numpy as np
 from jax.extend.core import Var
 
-from pipelab.executors.jax.graph import (
+from pipelab.pipeshard.arrays import PipeshardError, dtype_of, size, spec_of
+from pipelab.runtime.jax.jaxpr import (
     Equations,
     Graph,
     Variables,
@@ -30,14 +31,13 @@ from pipelab.executors.jax.graph import (
     read_by,
     variables,
 )
-from pipelab.pipeshard.graph import PipeshardError, dtype_of, size, spec_of
 
 Place = tuple[int, int]  # level and stage
 SMALL = 2  # elements of what may cross: single numbers, and raw random keys
 
 
 @dataclass
-class Task:
+class UpdateTask:
     """One stage's equations of one level.
 
     inputs   arguments of the step, gradients and other tasks' outputs
@@ -52,9 +52,9 @@ class Task:
     donated: Variables = field(default_factory=list)
 
 
-def split(
+def split_update(
     update: Graph, owners: dict[Var, int], late: set[Var], homes: dict[Var, int]
-) -> list[Task]:
+) -> list[UpdateTask]:
     """The update as tasks, by level.
 
     owners  of parameters and gradients: their stage
@@ -64,25 +64,9 @@ def split(
     A branch (lax.cond) that joins arrays of several stages becomes a choice for each array: both
     sides are computed. Raises PipeshardError where another equation joins arrays of several stages.
     """
-    # [1] Where and when each equation runs. What is made of single numbers alone has no place:
-    #     every task may compute it.
     update, stage_of = _placed(update, owners)
-    stages = np.arange(1 + max(owners.values(), default=0))
-    known: dict[Var, np.ndarray] = {}  # per stage, the first level at which it can be read there
-    for v in update.sources:  # an argument or a gradient
-        known[v] = np.maximum(v in late, stages != owners.get(v, stages))
-    places = []
-    maker: dict[Var, Place | None] = {}
-    for i, eqn in enumerate(update.equations):
-        place = None
-        level = np.max([0 * stages, *(known[v] for v in variables(eqn.invars))], axis=0)
-        if i in stage_of:  # from this stage to another it crosses between two levels
-            stage = stage_of[i]
-            place = int(level[stage]), stage
-            level = level[stage] + (stages != stage)
-        places.append(place)
-        maker.update(dict.fromkeys(eqn.outvars, place))
-        known.update(dict.fromkeys(eqn.outvars, level))
+    # [1] Where and when each equation runs.
+    places, maker, known = _levels(update, stage_of, owners, late)
 
     # [2] What only later tasks of its stage read, the first of them computes. With clipping and
     #     Adam, 0.9 m would otherwise be kept from level 0 to level 1, beside m.
@@ -119,21 +103,50 @@ def split(
         for v in inputs:
             if made_at := maker.get(v):
                 wanted[made_at][v] = None
-        tasks.append(Task(stage, level, equations, inputs, outputs))
+        tasks.append(UpdateTask(stage, level, equations, inputs, outputs))
     return [task for task in reversed(tasks) if task.outputs]
 
 
-def donate(tasks: list[Task], given: set[Var], following: dict[Var, Var]) -> None:
+def _levels(
+    update: Graph, stage_of: dict[int, int], owners: dict[Var, int], late: set[Var]
+) -> tuple[list[Place | None], dict[Var, Place | None], dict[Var, np.ndarray]]:
+    """The place of each equation, and of what makes each variable.
+
+    What is made of single numbers alone has no place: every task may compute it. The third result
+    is per variable and stage the first level at which it can be read there.
+
+    stage_of  number of an equation that reads an array -> its stage
+    """
+    stages = np.arange(1 + max(owners.values(), default=0))
+    known: dict[Var, np.ndarray] = {}
+    for v in update.sources:  # an argument or a gradient
+        known[v] = np.maximum(v in late, stages != owners.get(v, stages))
+    places: list[Place | None] = []
+    maker: dict[Var, Place | None] = {}
+    for i, eqn in enumerate(update.equations):
+        place = None
+        level = np.max([0 * stages, *(known[v] for v in variables(eqn.invars))], axis=0)
+        if i in stage_of:  # from this stage to another it crosses between two levels
+            stage = stage_of[i]
+            place = int(level[stage]), stage
+            level = level[stage] + (stages != stage)
+        places.append(place)
+        maker.update(dict.fromkeys(eqn.outvars, place))
+        known.update(dict.fromkeys(eqn.outvars, level))
+    return places, maker, known
+
+
+def donate(tasks: list[UpdateTask], given: set[Var], next_values: dict[Var, Var]) -> None:
     """Let new values take the memory of the old ones, where no later task reads these.
 
-    tasks      by level
-    given      arguments that are donated
-    following  result -> the argument that it is the next value of
+    tasks        by level
+    given        arguments that are donated
+    next_values  result -> the argument that it is the next value of
     """
     last = {v: task for task in tasks for v in task.inputs}  # that reads a variable
     for task in tasks:
         for v in task.outputs:
-            old = following.get(v)
+            old = next_values.get(v)
             if old not in given or last.get(old) is not task:
                 continue
             if size(old) > SMALL and dtype_of(old) == dtype_of(v):  # any task may read small ones
@@ -152,7 +165,7 @@ def _placed(update: Graph, owners: dict[Var, int]) -> tuple[Graph, dict[int, int
 
 
 def _without_branches(graph: Graph) -> Graph:
-    """The same with every branch computed, and a choice for every result.
+    """A graph with every branch computed, and a choice for every result.
 
     a, b = cond(i, (f, g), x)   ->   a0, b0 = f(x);  a1, b1 = g(x)
                                      a = select_n(i, a0, a1);  b = select_n(i, b0, b1)

@@ -6,8 +6,10 @@ from typing import Literal
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from pipelab import THEORY, Costs, simulate
 from pipelab.plot import style
+from pipelab.predict.costs import Costs
+from pipelab.predict.simulate import simulate
+from pipelab.predict.theory import THEORY
 from pipelab.schedules import make_for, takes
 
 DEFINITIONS = {
@@ -35,10 +37,6 @@ def bubble(
     of_span; the axis names it. The model stays the same when `virtual` varies: its work is divided
     among the chunks. The closed form is left out for a schedule that `theory` does not have.
     """
-    if definition not in DEFINITIONS:
-        raise ValueError(f"definition={definition!r}: use one of {', '.join(DEFINITIONS)}")
-    if over not in LABELS:
-        raise ValueError(f"over={over!r}: use one of {', '.join(LABELS)}")
     ax, values = style.axes(ax, 7, 3.2), list(values)
     sizes = {"microbatches": microbatches, "devices": devices, "virtual": virtual}
     for name, colour in zip(names, style.LINES, strict=False):
@@ -54,7 +52,7 @@ def bubble(
                 formula[value] = getattr(theory, definition)(p, m, v, 1)
         ax.plot(values, simulated, "o", color=colour, ms=4.5, label=f"{name}, simulated", zorder=3)
         if theory and formula:
-            words = theory.bubble.formula if definition == "over_ideal" else theory.share
+            words = theory.bubble if definition == "over_ideal" else theory.share
             line = list(formula), list(formula.values())
             ax.plot(*line, color=colour, lw=1.2, alpha=0.7, label=f"closed form: {words}")
     ax.set_xlabel(LABELS[over])

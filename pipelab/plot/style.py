@@ -14,8 +14,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
-from pipelab.action import Kind
-from pipelab.diagnose import WORDS
+from pipelab.table.action import WORDS, Kind
 
 RGB = tuple[float, float, float]
 Colour = str | RGB
@@ -55,6 +54,12 @@ def lighter(colour: Colour, share: float) -> RGB:
     """The colour mixed with `share` of white."""
     r, g, b = (c + (1 - c) * share for c in to_rgb(colour))
     return r, g, b
+
+
+def colour_of(kind: Kind, stage: int, devices: int, stages: int) -> RGB:
+    """The kind's colour, lighter for a later chunk of the model."""
+    chunks = -(-stages // devices)
+    return lighter(KINDS[kind], 0.55 * (stage // devices) / max(chunks - 1, 1))
 
 
 def version_colour(version: int) -> RGB:

@@ -1,9 +1,9 @@
 """Timelines: a lane per device, a box per action, idle time hatched."""
 
 from collections.abc import Collection, Mapping
+from statistics import median
 from typing import Any, cast
 
-import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
@@ -11,10 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from pipelab.action import Kind
 from pipelab.plot import style
 from pipelab.plot.style import RGB, Colour
-from pipelab.timeline import SECONDS, Timeline, scale_of
+from pipelab.predict.spans import Span
+from pipelab.predict.timeline import SECONDS, Timeline, scale_of
+from pipelab.table.action import Kind
 
 LANE = 0.86  # of the room between two lanes
 FONT, SMALLEST = 8.0, 4.5  # points
@@ -61,12 +62,6 @@ def timelines(items: dict[str, Timeline], ax: Axes | None = None, *, title: str 
 # ---- what other pictures use
 
 
-def colour_of(kind: Kind, stage: int, devices: int, stages: int) -> RGB:
-    """The kind's colour, lighter for a later chunk of the model."""
-    chunks = -(-stages // devices)
-    return style.lighter(style.KINDS[kind], 0.55 * (stage // devices) / max(chunks - 1, 1))
-
-
 def chunks_of(items: Collection[Timeline]) -> int:
     """The most chunks of the model on a device."""
     return max(-(-t.schedule.stages // t.schedule.devices) for t in items)
@@ -74,13 +69,13 @@ def chunks_of(items: Collection[Timeline]) -> int:
 
 def kinds_of(items: Collection[Timeline]) -> list[Kind]:
     """The kinds of actions that a legend names; one name stands for all transfers."""
-    return [kind for kind in style.NAMES if any((t.kind == kind).any() for t in items)]
+    return [kind for kind in style.NAMES if any(kind in t.schedule.kinds for t in items)]
 
 
-def spans(t: Timeline) -> tuple[np.ndarray, np.ndarray]:
-    """When each action starts and ends, from the timeline's own zero."""
-    zero = t.start.min()
-    return t.start - zero, t.end - zero
+def spans(t: Timeline) -> list[Span]:
+    """The spans, from the timeline's own zero."""
+    zero = min(t.start)
+    return [span._replace(start=span.start - zero, end=span.end - zero) for span in t.spans]
 
 
 def bar(
@@ -125,9 +120,9 @@ def _draw(ax: Axes, items: Mapping[str, Timeline], by_version: bool = False) -> 
     """All of the picture but its title."""
     longest = max(t.makespan for t in items.values())
     factor, unit = 1.0, ""
-    if longest < 1 or any(t.source == "measured" for t in items.values()):
+    if 0 < longest < 1 or any(t.source == "measured" for t in items.values()):
         factor, unit = scale_of(longest, SECONDS)
-    ax.set_xlim(0, longest * 1.004 or 1)
+    ax.set_xlim(0, longest * 1.004 or factor)  # one unit where nothing takes time
     ax.xaxis.set_major_formatter(lambda x, _: f"{x / factor:g}")
     ax.set_xlabel(f"time ({unit})" if unit else "time")
     tops, ticks, names, top = [], [], [], 0
@@ -144,10 +139,8 @@ def _draw(ax: Axes, items: Mapping[str, Timeline], by_version: bool = False) -> 
     handles = _version_legend(items.values()) if by_version else _kind_legend(items.values())
     style.legend(ax, handles, FONT, handlelength=1.2, columnspacing=1.2)
     for top, t in zip(tops, items.values(), strict=True):
-        names = [str(microbatch) for microbatch in t.microbatch]
-        if by_version:
-            names = [f"{Kind(kind).name}{name}" for kind, name in zip(t.kind, names, strict=True)]
-        _lanes(ax, t, top, _version_colours(t) if by_version else _kind_colours(t), names)
+        colours, names = _by_version(t) if by_version else _by_kind(t)
+        _lanes(ax, t, top, colours, names)
 
 
 def _kind_legend(items: Collection[Timeline]) -> list[Artist]:
@@ -162,22 +155,31 @@ def _kind_legend(items: Collection[Timeline]) -> list[Artist]:
 def _handle(kind: Kind, items: Collection[Timeline]) -> Artist:
     """The legend's entry of a kind: a box, or a triangle for updates that take no time."""
     look: dict[str, Any] = {"color": style.KINDS[kind], "label": style.NAMES[kind]}
-    if all((t.start == t.end)[t.kind == kind].all() for t in items):
+    mine = [span for t in items for span in t.spans if span.action.kind is kind]
+    if all(span.start == span.end for span in mine):
         return Line2D([], [], ls="", marker="v", ms=6, **look)
     return Patch(**look)
 
 
-def _kind_colours(t: Timeline) -> list[Colour]:
-    s = t.schedule
-    return [
-        colour_of(Kind(kind), int(stage), s.devices, s.stages)
-        for kind, stage in zip(t.kind, t.stage, strict=True)
+def _by_kind(t: Timeline) -> tuple[list[Colour], list[str]]:
+    """Colours and names of all actions."""
+    sizes = t.schedule.devices, t.schedule.stages
+    colours = [style.colour_of(kind, stage, *sizes) for stage, kind, _ in t.schedule.actions]
+    return [*colours], [str(action.microbatch) for action in t.schedule.actions]
+
+
+def _by_version(t: Timeline) -> tuple[list[Colour], list[str]]:
+    colours = [
+        style.KINDS[Kind.U] if span.action.kind is Kind.U else style.version_colour(span.version)
+        for span in t.spans
     ]
+    return colours, [f"{kind.name}{number}" for _, kind, number in t.schedule.actions]
 
 
 def _version_legend(items: Collection[Timeline]) -> list[Artist]:
+    read = {span.version for t in items for span in t.spans if span.action.kind <= Kind.W}
     names: dict[RGB, list[str]] = {}  # the colours come round again
-    for version in np.unique(np.concatenate([t.version[t.kind <= Kind.W] for t in items])):
+    for version in sorted(read):
         names.setdefault(style.version_colour(version), []).append(str(version))
     handles: list[Artist] = [
         Patch(color=colour, label=f"version {', '.join(versions)}")
@@ -186,30 +188,24 @@ def _version_legend(items: Collection[Timeline]) -> list[Artist]:
     return [*handles, _handle(Kind.U, items)]
 
 
-def _version_colours(t: Timeline) -> list[Colour]:
-    return [
-        style.KINDS[Kind.U] if kind == Kind.U else style.version_colour(version)
-        for kind, version in zip(t.kind, t.version, strict=True)
-    ]
-
-
 def _lanes(ax: Axes, t: Timeline, top: int, colours: list[Colour], names: list[str]) -> None:
     """The lanes of a timeline, the first one at `top`, with a box per action."""
     for d in range(t.schedule.devices):
         idle(ax, top + d, t.makespan)
-    (start, end), row = spans(t), top + t.device
-    low, high = row - LANE / 2, row + LANE / 2
-    corners = np.array([(start, low), (start, high), (end, high), (end, low)])
-    points = (end - start) * points_per_unit(ax)
-    edge = min(0.6, np.median(points[t.kind <= Kind.W]) / 5)  # broad edges wash thin boxes out
-    boxes = corners.transpose(2, 0, 1)  # corner, x and y, action -> action, corner, x and y
-    ax.add_collection(
-        PolyCollection(list(boxes), facecolors=colours, edgecolors="white", linewidths=edge)
-    )
-    for i in np.flatnonzero((t.kind == Kind.U) & (points < 2)):
-        instant(ax, row[i], end[i], style.KINDS[Kind.U])
-    # Names wherever there is room for the longest one.
-    sizes = np.minimum(FONT, points / (0.68 * max(map(len, names))))
-    for i in np.flatnonzero((t.kind <= Kind.W) & (sizes >= SMALLEST)):
-        middle = (start[i] + end[i]) / 2
-        style.label(ax, middle, row[i], names[i], sizes[i], colours[i], va="center_baseline")
+    boxes, widths, scale = [], [], points_per_unit(ax)
+    longest = 0.68 * max(map(len, names))
+    for span, name, colour in zip(spans(t), names, colours, strict=True):
+        row, kind, points = top + span.device, span.action.kind, (span.end - span.start) * scale
+        low, high = row - LANE / 2, row + LANE / 2
+        a, b = span.start, span.end
+        boxes.append([(a, low), (a, high), (b, high), (b, low)])
+        if kind <= Kind.W:
+            widths.append(points)
+            # Names wherever there is room for the longest one.
+            if (size := min(FONT, points / longest)) >= SMALLEST:
+                style.label(ax, (a + b) / 2, row, name, size, colour, va="center_baseline")
+        elif kind is Kind.U and points < 2:
+            instant(ax, row, b, style.KINDS[kind])
+    edge = min(0.6, median(widths) / 5)  # broad edges wash thin boxes out
+    look: dict[str, Any] = {"facecolors": colours, "edgecolors": "white", "linewidths": edge}
+    ax.add_collection(PolyCollection(boxes, **look))

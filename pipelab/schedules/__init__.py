@@ -1,6 +1,6 @@
 """One file per schedule: a function of the file's name that returns a `Schedule`.
 
-A new file is found by itself; one whose name begins with `_` is what several share.
+A new one is named here, too. `rows` makes schedules of what such a function yields.
 
 >>> sorted(SCHEDULES)[:4]
 ['dualpipe_v', 'eager_1f1b', 'gpipe', 'inter_layer']
@@ -12,33 +12,62 @@ import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
-from pkgutil import iter_modules
 from typing import Any
 
-from pipelab.action import Kind, Reads, ScheduleError, check_counts, check_memory
-from pipelab.costs import CostError, Costs
-from pipelab.schedule import Schedule
+from pipelab.schedules.dualpipe_v import dualpipe_v
+from pipelab.schedules.eager_1f1b import eager_1f1b
+from pipelab.schedules.gpipe import gpipe
+from pipelab.schedules.inter_layer import inter_layer
+from pipelab.schedules.interleaved import interleaved
+from pipelab.schedules.looped_bfs import looped_bfs
+from pipelab.schedules.pipedream import pipedream
+from pipelab.schedules.pipedream_2bw import pipedream_2bw
+from pipelab.schedules.pipedream_flush import pipedream_flush
+from pipelab.schedules.v_half import v_half
+from pipelab.schedules.v_min import v_min
+from pipelab.schedules.zb_h1 import zb_h1
+from pipelab.schedules.zb_h2 import zb_h2
+from pipelab.table.action import Reads, ScheduleError, check_counts
+from pipelab.table.schedule import Schedule
 
-SCHEDULES: dict[str, Callable[..., Schedule]] = {}
-for module in iter_modules(__path__):
-    if module.name.startswith("_"):
-        continue
-    function = getattr(import_module(f"{__name__}.{module.name}"), module.name)
-    # `from pipelab.schedules import gpipe` gives the function, not the module.
-    SCHEDULES[module.name] = globals()[module.name] = function
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    function.__name__: function
+    for function in (
+        dualpipe_v,
+        eager_1f1b,
+        gpipe,
+        inter_layer,
+        interleaved,
+        looped_bfs,
+        pipedream,
+        pipedream_2bw,
+        pipedream_flush,
+        v_half,
+        v_min,
+        zb_h1,
+        zb_h2,
+    )
+}
 ALSO_KNOWN_AS = {
     "1f1b": "pipedream_flush",
     "dapple": "pipedream_flush",
     "megatron": "interleaved",
     "naive": "inter_layer",
 }
-LARGEST = 10_000_000  # actions that a table is made of
-LARGEST_TRIED = 300_000  # the same where it is made for costs, action by action
+LARGEST = 10_000_000  # actions that a table is made of: more take minutes
 
 
 def takes(name: str, option: str) -> bool:
-    """Whether the named schedule has the option: `virtual`, `costs` or `memory`."""
+    """Whether the named schedule has the option: `virtual`, `costs` or `memory`.
+
+    ScheduleError for an unknown name.
+    """
+    if name not in SCHEDULES:
+        near = difflib.get_close_matches(name.lower(), [*SCHEDULES, *ALSO_KNOWN_AS], 1, 0.4)
+        hint = f"did you mean {ALSO_KNOWN_AS.get(near[0], near[0])}? " if near else ""
+        raise ScheduleError(
+            f"unknown schedule {name!r}: {hint}There are {', '.join(sorted(SCHEDULES))}"
+        )
     return option in inspect.signature(SCHEDULES[name]).parameters
 
 
@@ -50,7 +79,7 @@ def make(
     virtual: int = 1,
     batches: int = 1,
     reads: Reads | None = None,
-    costs: Costs | None = None,
+    costs: Any = None,
     memory: float | None = None,
 ) -> Schedule:
     """The named schedule: micro-batches per batch, `virtual` chunks a device.
@@ -62,68 +91,45 @@ def make(
     reads   replaces the rule for weight versions (PipeDream with vertical sync is `pipedream` with
             `Reads.FIRST`)
 
-    Raises ScheduleError for an unknown name, a size that makes no sense or would take minutes (from
-    10,000,000 actions on, 300,000 where it is made for costs), or `virtual` or `memory` for a
-    schedule without them.
+    Raises ScheduleError for an unknown name, a size that makes no sense or would take minutes, or
+    `virtual` or `memory` for a schedule without them.
     """
-    if name not in SCHEDULES:
-        near = difflib.get_close_matches(name.lower(), [*SCHEDULES, *ALSO_KNOWN_AS], 1, 0.4)
-        hint = f"did you mean {ALSO_KNOWN_AS.get(near[0], near[0])}? " if near else ""
-        raise ScheduleError(
-            f"unknown schedule {name!r}: {hint}There are {', '.join(sorted(SCHEDULES))}"
-        )
-    check_counts(devices=devices, microbatches=microbatches, virtual=virtual, batches=batches)
+    in_turns = takes(name, "virtual")
+    devices, microbatches, virtual, batches = check_counts(
+        devices=devices, microbatches=microbatches, virtual=virtual, batches=batches
+    )
     options: dict[str, Any] = {"batches": batches}
-    if takes(name, "virtual"):
+    if in_turns:
         options["virtual"] = virtual
     elif virtual != 1:
         raise ScheduleError(
             f"virtual={virtual!r}: {name} has its own number of stages a device; leave it out, or "
             "use interleaved"
         )
-    if takes(name, "costs") and costs:
+    if costs is not None and takes(name, "costs"):
         options["costs"] = costs
     if takes(name, "memory"):
-        check_memory(memory)
         options["memory"] = memory
     elif memory is not None:
         raise ScheduleError(f"memory={memory!r}: {name} has no limit to choose; use zb or zb_v")
-    _check_size(name, devices, microbatches, virtual, batches)
+    if 2 * devices * virtual * max(microbatches, devices) * batches > LARGEST:
+        raise ScheduleError(
+            f"{name} devices={devices} microbatches={microbatches} virtual={virtual} "
+            f"batches={batches}: made of more than {LARGEST:,} actions; make a size smaller"
+        )
     schedule = SCHEDULES[name](devices, microbatches, **options)
     return schedule if reads is None else replace(schedule, reads=reads)
 
 
-def _check_size(name: str, devices: int, microbatches: int, virtual: int, batches: int) -> None:
-    """Refuse what would take minutes. Updates are not counted."""
-    if 6 * virtual * devices * max(microbatches, 2 * devices) * batches <= LARGEST_TRIED:
-        return  # no schedule has more
-    smallest = SCHEDULES[name](1, 1, **({"virtual": 1} if takes(name, "virtual") else {}))
-    passes = int((smallest.columns.kind != Kind.U).sum())  # of a micro-batch on a device
-    of_each = passes * virtual * devices
-    chunks = virtual * smallest.stages
-    # With several chunks a device some are made for more micro-batches, and lose the absent ones.
-    made_for = max(microbatches, 2 * devices) if chunks > 1 else microbatches
-    limits = [(batches * made_for, LARGEST)]
-    if takes(name, "costs"):  # of one batch, that is repeated
-        limits.append((microbatches, LARGEST_TRIED))
-    for made_for, most in limits:
-        if of_each * made_for > most:
-            sizes = {"microbatches": microbatches, "virtual": virtual, "batches": batches}
-            given = "".join(f" {size}={value}" for size, value in sizes.items() if value > 1)
-            raise ScheduleError(
-                f"{name} devices={devices}{given}: made of more than {most:,} actions (for "
-                f"{made_for:,} micro-batches); make a size smaller"
-            )
-
-
 def make_for(
-    name: str, devices: int, microbatches: int, costs: Costs, *, virtual: int = 1, **options: Any
-) -> tuple[Schedule, Costs]:
+    name: str, devices: int, microbatches: int, costs: Any, *, virtual: int = 1, **options: Any
+) -> tuple[Schedule, Any]:
     """The named schedule for a model, and what its stages cost; `costs` are those of devices.
 
     Each device's share is divided evenly among its stages: `virtual` of them where the schedule
     takes that, else as many as it has. Other options as `make` has them.
 
+    >>> from pipelab import Costs
     >>> schedule, costs = make_for("interleaved", 2, 4, Costs(), virtual=2)
     >>> schedule.stages, costs.forward
     (4, 0.5)
@@ -138,24 +144,24 @@ def make_for(
 
 
 def make_all(
-    devices: int, microbatches: int, costs: Costs, *, memory: float | None = None, **options: Any
-) -> tuple[dict[str, tuple[Schedule, Costs]], dict[str, str]]:
+    devices: int, microbatches: int, costs: Any, *, memory: float | None = None, **options: Any
+) -> tuple[dict[str, tuple[Schedule, Any]], dict[str, str]]:
     """Every named schedule as `make_for` makes it, by name; and of the others why there are none.
 
     memory   of those that are made for a limit
     options  `virtual` and `batches`, as `make` has them
 
+    >>> from pipelab import Costs
     >>> made, left_out = make_all(4, 2, Costs())
     >>> len(made) + len(left_out) == len(SCHEDULES), list(left_out)
     (True, ['pipedream_2bw'])
     """
+    check_counts(devices=devices, microbatches=microbatches, **options)
     made, left_out = {}, {}
     for name in SCHEDULES:
         more = options | ({"memory": memory} if takes(name, "memory") else {})
         try:
             made[name] = make_for(name, devices, microbatches, costs, **more)
-        except ScheduleError as error:
-            left_out[name] = str(error)
-        except CostError as error:
-            left_out[name] = f"{name}: {error}"
+        except ValueError as error:  # of the schedule, or of costs that do not fit it
+            left_out[name] = str(error) if isinstance(error, ScheduleError) else f"{name}: {error}"
     return made, left_out

@@ -7,14 +7,14 @@ DualPipe feeds micro-batches in from both ends and keeps two copies of the model
 half with one copy do the same work.
 """
 
-import numpy as np
+from collections import Counter, deque
 
-from pipelab.action import Kind, check_counts
-from pipelab.schedule import Schedule
-from pipelab.schedules._v import v_schedule
+from pipelab.schedules.rows import Rows, flush
+from pipelab.table.action import Action, Kind, U
 
 
-def dualpipe_v(devices: int, microbatches: int, batches: int = 1) -> Schedule:
+@flush
+def dualpipe_v(devices: int, microbatches: int) -> Rows:
     """Two chunks a device in a V; a forward of one chunk goes with a full backward of the other.
 
     DeepSeek computes such a pair as one, each one's transfers behind the other's compute. Here its
@@ -25,15 +25,15 @@ def dualpipe_v(devices: int, microbatches: int, batches: int = 1) -> Schedule:
     >>> dualpipe_v(4, 8).peak_in_flight
     [9, 9, 9, 9]
     """
-    check_counts(devices=devices, microbatches=microbatches, batches=batches)
     made_for = max(microbatches, 2 * devices)
-    rows = [_row(d, devices, made_for) for d in range(devices)]
-    rows = [row[row[:, 2] < microbatches] for row in rows]
-    return v_schedule("dualpipe_v", rows, devices, microbatches, batches)
+    for device in range(devices):
+        row = _row(device, devices, made_for)
+        present = [action for action in row if action.microbatch < microbatches]
+        yield [*present, U(device), U(2 * devices - device - 1)]
 
 
-def _row(device: int, devices: int, microbatches: int) -> np.ndarray:
-    """A device's row for one batch of at least 2 p micro-batches."""
+def _row(device: int, devices: int, microbatches: int) -> list[Action]:
+    """A device's row for one batch of at least 2 p micro-batches, without updates."""
     p, later = devices, devices - device - 1
     first, second = device, 2 * p - device - 1  # its stages
     f0, f1 = (first, Kind.F), (second, Kind.F)
@@ -52,17 +52,21 @@ def _row(device: int, devices: int, microbatches: int) -> np.ndarray:
         ([w, i0], later),
         ([w], device + 1),
     ]
-    return _counted(np.concatenate([np.tile(cells, (times, 1)) for cells, times in steps]))
+    return _counted([cell for cells, times in steps for cell in cells * times])
 
 
-def _counted(cells: np.ndarray) -> np.ndarray:
+def _counted(cells: list[tuple[int, Kind]]) -> list[Action]:
     """Stages and kinds with micro-batches: a stage's forwards, and its backwards, are in order."""
-    stage, kind = cells.T
-    count = np.zeros_like(stage)
-    for kinds in ([Kind.F], [Kind.B, Kind.I]):
-        for s in set(stage[stage >= 0].tolist()):
-            of_stage = (stage == s) & np.isin(kind, kinds)
-            count[of_stage] = np.arange(np.count_nonzero(of_stage))
-    split, late = kind == Kind.I, kind == Kind.W
-    stage[late], count[late] = stage[split], count[split]
-    return np.column_stack([stage, kind, count])
+    count: Counter[tuple[int, bool]] = Counter()
+    split: deque[Action] = deque()  # I that have no W
+    row = []
+    for stage, kind in cells:
+        if kind is Kind.W:
+            row.append(split.popleft()._replace(kind=kind))
+            continue
+        chain = stage, kind is Kind.F
+        row.append(Action(stage, kind, count[chain]))
+        count[chain] += 1
+        if kind is Kind.I:
+            split.append(row[-1])
+    return row

@@ -5,24 +5,16 @@
 .   .   2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4 2U0 .   .       turn before it is needed
 """
 
-import numpy as np
-
-from pipelab.action import Kind, every_batch, one_kind
-from pipelab.schedule import Schedule, one_stage_each
-from pipelab.schedules.pipedream import one_forward_one_backward
+from pipelab.schedules.rows import Rows, flush, one_forward_one_backward
 
 
-def eager_1f1b(devices: int, microbatches: int, batches: int = 1) -> Schedule:
+@flush
+def eager_1f1b(devices: int, microbatches: int) -> Rows:
     """1F1B with 2 (p - s - 1) forwards of warm-up on stage s instead of p - s - 1.
 
     >>> eager_1f1b(4, 8).peak_in_flight
     [7, 5, 3, 1]
     """
-
-    def order(stage: int) -> np.ndarray:
-        every = np.arange(microbatches)
-        forwards, backwards = one_kind(stage, Kind.F, every), one_kind(stage, Kind.B, every)
-        one = one_forward_one_backward(forwards, backwards, warmup=2 * (devices - stage - 1))
-        return every_batch(one, batches, microbatches)
-
-    return one_stage_each("eager_1f1b", order, devices, microbatches, batches)
+    for stage in range(devices):
+        warmup = 2 * (devices - stage - 1)
+        yield one_forward_one_backward(stage, microbatches, warmup, per_update=microbatches)

@@ -8,23 +8,18 @@ Backwards run first in, first out, as in torch.distributed.pipelining and the la
 the original figure and torchgpipe run them last in, first out, in the same time and memory.
 """
 
-import numpy as np
-
-from pipelab.action import Kind, every_batch, one_kind
-from pipelab.schedule import Schedule, one_stage_each
+from pipelab.schedules.rows import Rows, flush
+from pipelab.table.action import B, F, U
 
 
-def gpipe(devices: int, microbatches: int, batches: int = 1) -> Schedule:
+@flush
+def gpipe(devices: int, microbatches: int) -> Rows:
     """All forwards of a batch, then all its backwards, then the update.
 
     >>> print(gpipe(2, 2).grid())
     0F0 0F1 .   .   0B0 0B1 0U0
     .   1F0 1F1 1B0 1B1 1U0 .
     """
-
-    def order(stage: int) -> np.ndarray:
-        batch = np.arange(microbatches)
-        forwards, backwards = one_kind(stage, Kind.F, batch), one_kind(stage, Kind.B, batch)
-        return every_batch(np.concatenate([forwards, backwards]), batches, microbatches)
-
-    return one_stage_each("gpipe", order, devices, microbatches, batches)
+    batch = range(microbatches)
+    for stage in range(devices):
+        yield [*(F(stage, k) for k in batch), *(B(stage, k) for k in batch), U(stage)]

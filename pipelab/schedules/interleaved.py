@@ -4,15 +4,12 @@
 .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 1U0 3U0 .       0 and 2, device 1 1 and 3; chunks take turns
 """
 
-import numpy as np
-
-from pipelab.action import Kind, check_counts, every_batch, insert_updates, one_kind
-from pipelab.placement import loop_placement
-from pipelab.schedule import Schedule
-from pipelab.schedules.pipedream import one_forward_one_backward, one_stage
+from pipelab.schedules.rows import Rows, flush, one_forward_one_backward
+from pipelab.table.action import Action, B, F, U
 
 
-def interleaved(devices: int, microbatches: int, virtual: int = 2, batches: int = 1) -> Schedule:
+@flush
+def interleaved(devices: int, microbatches: int, virtual: int = 2) -> Rows:
     """1F1B over v chunks a device, placed in a loop (stage s on device s mod p); a flush after each
     batch.
 
@@ -25,28 +22,43 @@ def interleaved(devices: int, microbatches: int, virtual: int = 2, batches: int 
     >>> interleaved(4, 8, virtual=2).peak_in_flight
     [11, 9, 7, 5]
     """
-    check_counts(devices=devices, microbatches=microbatches, virtual=virtual, batches=batches)
-    rows = [
-        every_batch(_one_batch(d, devices, microbatches, virtual), batches, microbatches)
-        for d in range(devices)
-    ]
-    rows = insert_updates(rows, microbatches)
-    placement = loop_placement(devices, virtual)
-    return Schedule("interleaved", rows, placement, microbatches, batches)
+    for device in range(devices):
+        if virtual == 1:  # a micro-batch waits for no round
+            warmup = devices - device - 1
+            yield one_forward_one_backward(device, microbatches, warmup, per_update=microbatches)
+        else:
+            yield _row(device, devices, _rounds(devices, microbatches), virtual)
 
 
-def _one_batch(device: int, devices: int, microbatches: int, virtual: int) -> np.ndarray:
-    """A device's row for one batch: that of the full table, without the absent micro-batches."""
-    if virtual == 1:  # a micro-batch waits for no round
-        return one_stage(device, devices, np.arange(microbatches))
+ABSENT = -1  # of the full table's micro-batches one that the batch does not have
+
+
+def _rounds(devices: int, microbatches: int) -> list[list[int]]:
+    """Rounds of p micro-batches; what is absent is spread evenly.
+
+    >>> _rounds(4, 6)
+    [[0, 1, 2, -1], [3, 4, 5, -1]]
+    """
+    count = -(-microbatches // devices)  # rounded up
+    size, larger = divmod(microbatches, count)
+    rounds, first = [], 0
+    for i in range(count):
+        present = size + (i < larger)
+        rounds.append([*range(first, first + present), *[ABSENT] * (devices - present)])
+        first += present
+    return rounds
+
+
+def _row(device: int, devices: int, rounds: list[list[int]], virtual: int) -> list[Action]:
+    """1F1B over the chunks in turns, without the absent micro-batches."""
+    chunks = range(device, devices * virtual, devices)  # its stages
+    forwards = [F(stage, k) for batch in rounds for stage in chunks for k in batch]
+    backwards = [B(stage, k) for batch in rounds for stage in reversed(chunks) for k in batch]
     # A chunk's first backward comes back after a trip over all later devices and return.
     warmup = 2 * (devices - device - 1) + (virtual - 1) * devices
-    rounds = -(-microbatches // devices)  # rounded up
-    slots = np.full((rounds, 1, devices), -1)  # of each round; -1: no micro-batch stands there
-    for of_round, present in zip(slots, np.array_split(range(microbatches), rounds), strict=True):
-        of_round[0, : len(present)] = present
-    stages = np.arange(virtual)[:, None] * devices + device  # one for each chunk
-    full = one_forward_one_backward(
-        one_kind(stages, Kind.F, slots), one_kind(stages[::-1], Kind.B, slots), warmup
-    )
-    return full[full[:, 2] >= 0]
+    row = []
+    for turn in range(len(forwards) + warmup):
+        row += forwards[turn : turn + 1]
+        if turn >= warmup:
+            row.append(backwards[turn - warmup])
+    return [*(a for a in row if a.microbatch != ABSENT), *map(U, chunks)]

@@ -4,14 +4,12 @@
 .   1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1 1U0 3U0 .       0 and 2, device 1 1 and 3
 """
 
-import numpy as np
-
-from pipelab.action import Kind, check_counts, every_batch, insert_updates, one_kind
-from pipelab.placement import loop_placement
-from pipelab.schedule import Schedule
+from pipelab.schedules.rows import Rows, flush
+from pipelab.table.action import B, F, U
 
 
-def looped_bfs(devices: int, microbatches: int, virtual: int = 2, batches: int = 1) -> Schedule:
+@flush
+def looped_bfs(devices: int, microbatches: int, virtual: int = 2) -> Rows:
     """GPipe over v chunks a device, placed in a loop (stage s on device s mod p): all forwards of a
     chunk before the next one's, then the backwards, last chunk first.
 
@@ -22,13 +20,9 @@ def looped_bfs(devices: int, microbatches: int, virtual: int = 2, batches: int =
     >>> looped_bfs(4, 8, virtual=2).peak_in_flight
     [16, 16, 16, 16]
     """
-    check_counts(devices=devices, microbatches=microbatches, virtual=virtual, batches=batches)
-    batch, rows = np.arange(microbatches), []
+    batch = range(microbatches)
     for device in range(devices):
-        stages = np.arange(device, devices * virtual, devices)[:, None]
-        forwards, backwards = one_kind(stages, Kind.F, batch), one_kind(stages[::-1], Kind.B, batch)
-        one = np.concatenate([forwards, backwards])
-        rows.append(every_batch(one, batches, microbatches))
-    rows = insert_updates(rows, microbatches)
-    placement = loop_placement(devices, virtual)
-    return Schedule("looped_bfs", rows, placement, microbatches, batches)
+        chunks = range(device, devices * virtual, devices)  # its stages
+        forwards = [F(stage, k) for stage in chunks for k in batch]
+        backwards = [B(stage, k) for stage in reversed(chunks) for k in batch]
+        yield [*forwards, *backwards, *map(U, chunks)]

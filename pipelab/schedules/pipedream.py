@@ -5,41 +5,17 @@
 .   .   2F0 2B0 2U0 2F1 2B1 2U1 2F2 2B2 ...     alternate; an update follows every backward
 """
 
-import numpy as np
-
-from pipelab.action import Kind, one_kind
-from pipelab.schedule import Schedule, one_stage_each
+from pipelab.schedules.rows import Rows, generated, one_forward_one_backward
 
 
-def pipedream(devices: int, microbatches: int, batches: int = 1) -> Schedule:
+@generated(per_update=1)
+def pipedream(devices: int, microbatches: int, batches: int = 1) -> Rows:
     """1F1B over all micro-batches, an update after every backward, p - s versions on stage s.
 
     >>> print(pipedream(2, 3).grid())
     0F0 0F1 .   0B0 0U0 0F2 0B1 0U1 .   0B2 0U2
     .   1F0 1B0 1U0 1F1 1B1 1U1 1F2 1B2 1U2 .
     """
-    return one_stage_each(
-        "pipedream",
-        lambda stage: one_stage(stage, devices, np.arange(microbatches * batches)),
-        devices,
-        microbatches,
-        batches,
-        per_update=1,
-    )
-
-
-def one_stage(stage: int, devices: int, microbatches: np.ndarray) -> np.ndarray:
-    """The 1F1B order of one stage per device: p - s - 1 forwards of warm-up."""
-    forwards = one_kind(stage, Kind.F, microbatches)
-    backwards = one_kind(stage, Kind.B, microbatches)
-    return one_forward_one_backward(forwards, backwards, warmup=devices - stage - 1)
-
-
-def one_forward_one_backward(
-    forwards: np.ndarray, backwards: np.ndarray, warmup: int
-) -> np.ndarray:
-    """`warmup` forwards, then forward and backward in turn, then the backwards left (the drain)."""
-    warmup = min(warmup, len(forwards))
-    pairs = len(forwards) - warmup
-    steady = np.stack([forwards[warmup:], backwards[:pairs]], axis=1).reshape(-1, 3)
-    return np.concatenate([forwards[:warmup], steady, backwards[pairs:]])
+    for stage in range(devices):
+        warmup = devices - stage - 1
+        yield one_forward_one_backward(stage, microbatches * batches, warmup, per_update=1)

@@ -5,14 +5,12 @@
 .   .   2F0 2B0 2F1 2B1 2F2 2B2 2U0 2F3 2B3 2F4 2B4 ...     b - 2 made: late, the same everywhere
 """
 
-import numpy as np
-
-from pipelab.action import Reads, ScheduleError, check_counts
-from pipelab.schedule import Schedule, one_stage_each
-from pipelab.schedules.pipedream import one_stage
+from pipelab.schedules.rows import Rows, generated, one_forward_one_backward
+from pipelab.table.action import Reads, ScheduleError
 
 
-def pipedream_2bw(devices: int, microbatches: int, batches: int = 1) -> Schedule:
+@generated(reads=Reads.PREVIOUS)
+def pipedream_2bw(devices: int, microbatches: int, batches: int = 1) -> Rows:
     """1F1B over all micro-batches, one update a batch, two versions. Needs m >= p.
 
     A batch reads the version before the latest.
@@ -20,18 +18,12 @@ def pipedream_2bw(devices: int, microbatches: int, batches: int = 1) -> Schedule
     >>> pipedream_2bw(3, 3, batches=3).weight_versions
     [2, 2, 2]
     """
-    check_counts(devices=devices, microbatches=microbatches, batches=batches)
     if microbatches < devices:
         raise ScheduleError(
             f"pipedream_2bw needs microbatches >= devices, got {microbatches} < {devices}: two "
             "versions are enough only then (arXiv 2006.09503, section 3.1); use at least "
             f"{devices} micro-batches"
         )
-    return one_stage_each(
-        "pipedream_2bw",
-        lambda stage: one_stage(stage, devices, np.arange(microbatches * batches)),
-        devices,
-        microbatches,
-        batches,
-        reads=Reads.PREVIOUS,
-    )
+    for stage in range(devices):
+        warmup, total = devices - stage - 1, microbatches * batches
+        yield one_forward_one_backward(stage, total, warmup, per_update=microbatches)

@@ -5,22 +5,16 @@
 .   .   2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2U0 .   .       same bubble
 """
 
-import numpy as np
-
-from pipelab.action import every_batch
-from pipelab.schedule import Schedule, one_stage_each
-from pipelab.schedules.pipedream import one_stage
+from pipelab.schedules.rows import Rows, flush, one_forward_one_backward
 
 
-def pipedream_flush(devices: int, microbatches: int, batches: int = 1) -> Schedule:
+@flush
+def pipedream_flush(devices: int, microbatches: int) -> Rows:
     """1F1B within each batch, then a flush: one weight version, the gradients of GPipe.
 
     >>> pipedream_flush(4, 8).peak_in_flight
     [4, 3, 2, 1]
     """
-
-    def order(stage: int) -> np.ndarray:
-        one = one_stage(stage, devices, np.arange(microbatches))
-        return every_batch(one, batches, microbatches)
-
-    return one_stage_each("pipedream_flush", order, devices, microbatches, batches)
+    for stage in range(devices):
+        warmup = devices - stage - 1
+        yield one_forward_one_backward(stage, microbatches, warmup, per_update=microbatches)

@@ -5,11 +5,12 @@
 .   .   .   .   2F0 3F0 .   .   .   .   .   .   3I0 .   2I0 .   .       W where a slot is free
 """
 
-from pipelab.schedule import Schedule
 from pipelab.schedules._v import repeated
+from pipelab.schedules.rows import Rows, flush
 
 
-def v_half(devices: int, microbatches: int, batches: int = 1) -> Schedule:
+@flush
+def v_half(devices: int, microbatches: int) -> Rows:
     """Two chunks a device in a V; what a micro-batch holds is alike on all devices.
 
     The first chunk's forwards go down slowly and the second one's come back fast, so that early
@@ -23,4 +24,4 @@ def v_half(devices: int, microbatches: int, batches: int = 1) -> Schedule:
     def block(d: int) -> tuple[int, int, int, int]:
         return 2 * d, 3 * p - d - 2, 3 * p + gap + 2 * d - 1, 6 * p + gap - d - 2
 
-    return repeated("v_half", block, 2 * ((p + 2) // 2), p, microbatches, batches)
+    yield from repeated(block, 2 * ((p + 2) // 2), p, microbatches)

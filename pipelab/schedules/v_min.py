@@ -6,11 +6,12 @@
 .   .   .   3F0 4F0 .   .   .   .   .   .   4I0 3I0 .   .   .
 """
 
-from pipelab.schedule import Schedule
 from pipelab.schedules._v import repeated
+from pipelab.schedules.rows import Rows, flush
 
 
-def v_min(devices: int, microbatches: int, batches: int = 1) -> Schedule:
+@flush
+def v_min(devices: int, microbatches: int) -> Rows:
     """Two chunks a device in a V; a micro-batch goes down, up, down and up again without a stop.
 
     So nothing holds an activation shorter; the bubble is about two thirds of 1F1B's. A fixed order
@@ -25,4 +26,4 @@ def v_min(devices: int, microbatches: int, batches: int = 1) -> Schedule:
     def block(d: int) -> tuple[int, int, int, int]:
         return d, 2 * p - d - 1, 2 * p + gap + d, 4 * p + gap - d - 1
 
-    return repeated("v_min", block, 2 * ((p + 4) // 3), p, microbatches, batches)
+    yield from repeated(block, 2 * ((p + 4) // 3), p, microbatches)

@@ -4,14 +4,12 @@
 .   1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3 1U0     no device waits, where F = I = W
 """
 
-import numpy as np
-
-from pipelab.action import every_batch
-from pipelab.schedule import Schedule, one_stage_each
+from pipelab.schedules.rows import Rows, flush
 from pipelab.schedules.zb_h1 import split_stage
 
 
-def zb_h2(devices: int, microbatches: int, batches: int = 1) -> Schedule:
+@flush
+def zb_h2(devices: int, microbatches: int) -> Rows:
     """ZB-H1 with twice the warm-up, so that forwards fill the wait for the first I, and W twice as
     far behind.
 
@@ -22,9 +20,6 @@ def zb_h2(devices: int, microbatches: int, batches: int = 1) -> Schedule:
     >>> zb_h2(4, 8).peak_in_flight
     [7, 7, 7, 7]
     """
-
-    def order(stage: int) -> np.ndarray:
-        one = split_stage(stage, microbatches, 2 * (devices - stage - 1), behind=2 * stage)
-        return every_batch(one, batches, microbatches)
-
-    return one_stage_each("zb_h2", order, devices, microbatches, batches)
+    for stage in range(devices):
+        warmup = 2 * (devices - stage - 1)
+        yield split_stage(stage, microbatches, warmup, behind=2 * stage)

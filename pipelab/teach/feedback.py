@@ -2,10 +2,12 @@
 
 import html
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -50,12 +52,51 @@ RIGHT = Feedback(True, "Right.")
 NOT_ATTEMPTED = Feedback(None, "Not attempted yet: replace None above, then run this cell again.")
 
 
-@dataclass(frozen=True)
-class Exercise:
-    """An exercise of a lecture: what kind it is, and what says whether an answer is right."""
+class NotYet(Exception):
+    """Why an answer is not right, raised where nothing more can be judged."""
 
-    task: Task
-    check: Callable[[Any], Feedback]
+
+class Exercise:
+    """An exercise of a lecture: what kind it is, and what says whether an answer is right.
+
+    judge  (answer, what is asked ...) -> Feedback
+
+    >>> Exercise(Task.PREDICT, number, 4 / 5, "Idle!", {0.2: "The busy share."}).check(0.2)
+    Not yet: 0.2. The busy share.
+    """
+
+    def __init__(
+        self, task: Task, judge: Callable[..., Feedback], *asked: Any, **more: Any
+    ) -> None:
+        self.task, self._judge, self._asked, self._more = task, judge, asked, more
+
+    def check(self, answer: Any) -> Feedback:
+        try:
+            return self._judge(answer, *self._asked, **self._more)
+        except NotYet as why:
+            return not_yet(str(why))
+        except Exception as error:  # nobody foresees every answer
+            reason = str(error).partition("\n")[0]
+            return not_yet(f"this answer cannot be judged ({type(error).__name__}: {reason}).")
+
+
+@contextmanager
+def understood(otherwise: str) -> Iterator[None]:
+    """A context that reads an answer; NotYet where it is of another kind."""
+    try:
+        yield
+    except NO_NUMBER:
+        raise NotYet(otherwise) from None
+
+
+def called(answer: Any, *arguments: Any, where: str = "here") -> Any:
+    """What the learner's function gives; NotYet where it is no function, or raises."""
+    if not callable(answer):
+        raise NotYet(f"{answer!r} is not a function.")
+    try:
+        return answer(*arguments)
+    except Exception as error:
+        raise NotYet(f"{where} it raises {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -75,10 +116,7 @@ class Guess:
         truth = self.truth()
         if value is None:
             return Feedback(None, "Guess first: replace None above.", f"It is {truth:g}.")
-        try:
-            value = float(_detached(value))
-        except NO_NUMBER:
-            return not_yet(f"{value!r} is not a number.")
+        value = read_number(value)
         if is_close(value, truth, self.tolerance):
             return Feedback(True, f"Right: {truth:g}.")
         return Feedback(False, f"You said {value:g}, it is {truth:g}. {self.why}")
@@ -88,8 +126,9 @@ def not_yet(why: str) -> Feedback:
     return Feedback(False, f"Not yet: {why}".rstrip())
 
 
-def not_a_function(answer: Any) -> Feedback:
-    return not_yet(f"{answer!r} is not a function.")
+def read_number(answer: Any) -> float:
+    with understood(f"{answer!r} is not a number."):
+        return float(_detached(answer))
 
 
 def number(
@@ -105,13 +144,8 @@ def number(
 
     >>> number(0.8, 4 / 5)
     Right.
-    >>> number(0.2, 4 / 5, slips={0.2: "That is the busy share."})
-    Not yet: 0.2. That is the busy share.
     """
-    try:
-        value = float(_detached(answer))
-    except NO_NUMBER:
-        return not_yet(f"{answer!r} is not a number.")
+    value = read_number(answer)
     if is_close(value, truth, tolerance):
         return RIGHT
     for slip, its_hint in (slips or {}).items():
@@ -121,10 +155,10 @@ def number(
 
 
 def same_function(
-    answer: Callable,
+    answer: Any,
     truth: Callable,
     cases: Iterable[tuple],
-    slips: Sequence[tuple[Any, str]] = (),
+    slips: Mapping[Callable, str] | None = None,
 ) -> Feedback:
     """A function that gives what `truth` gives for every case; the first difference is shown.
 
@@ -136,20 +170,20 @@ def same_function(
     >>> same_function(lambda p: p - 1, lambda p: p, [(2,)])
     Not yet: for (2) it gives 1, right is 2.
     """
-    if not callable(answer):
-        return not_a_function(answer)
     attempted = False
     for case in cases:
-        shown, right = ", ".join(map(repr, case)), truth(*case)
-        try:
-            value = answer(*deepcopy(case))  # it may use up a list
-        except Exception as error:
-            return not_yet(f"for ({shown}) it raises {type(error).__name__}: {error}")
+        where, right = f"for ({', '.join(map(repr, case))})", truth(*case)
+        value = called(answer, *deepcopy(case), where=where)  # it may use up a list
         attempted |= value is not None
         if attempted and not is_close(value, right, 1e-6):
-            hints = [hint for slip, hint in slips if is_close(value, slip(*case), 1e-6)]
-            hint = "".join(f" {hint}" for hint in hints[:1])
-            return not_yet(f"for ({shown}) it gives {value}, right is {_short(right)}.{hint}")
+            hints = [
+                f" {hint}"
+                for slip, hint in (slips or {}).items()
+                if is_close(value, slip(*case), 1e-6)
+            ]
+            return not_yet(
+                f"{where} it gives {value}, right is {_short(right)}.{''.join(hints[:1])}"
+            )
     return RIGHT if attempted else NOT_ATTEMPTED
 
 
@@ -220,10 +254,8 @@ def balance(answer: Any, seconds: Sequence[float], stages: int, bottleneck: floa
     >>> balance([2, 2], [1, 1, 1, 3], 2, 3)
     Not yet: the stages take 2, 4; the slowest has to come down to 3.
     """
-    try:
+    with understood(f"{answer!r} is not a list of whole numbers."):
         counts = [operator.index(count) for count in answer]
-    except TypeError:
-        return not_yet(f"{answer!r} is not a list of whole numbers.")
     if len(counts) != stages or sum(counts) != len(seconds) or min(counts) < 1:
         return not_yet(f"{counts} does not share {len(seconds)} layers among {stages} stages.")
     times = [sum(seconds[a:b]) for a, b in pairwise(accumulate(counts, initial=0))]
@@ -249,3 +281,10 @@ def _detached(value: Any) -> Any:
 
 def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, (int, float)) else str(value)
+
+
+# The usual exercises of every kind; `debug` takes a judge first.
+predict = partial(Exercise, Task.PREDICT, number)
+build = partial(Exercise, Task.BUILD, table)
+write = partial(Exercise, Task.WRITE, same_function)
+debug = partial(Exercise, Task.DEBUG)

@@ -1,9 +1,7 @@
 """Lecture 0: start here."""
 
-from typing import Any
-
 from pipelab import Costs, make, simulate
-from pipelab.teach.feedback import Exercise, Feedback, Guess, Task, choice, number, table
+from pipelab.teach.feedback import Exercise, Guess, Task, build, choice, debug, predict, table
 
 SIX = ("inter_layer", "gpipe", "pipedream", "pipedream_2bw", "pipedream_flush", "interleaved")
 
@@ -18,39 +16,33 @@ def best_of_six() -> float:
     return min(times)
 
 
-def most_in_flight(answer: Any) -> Feedback:
-    """0F0 0F1 0F2 0B0 0F3 0B1 0F4 0B2 0B3 0B4 0U0."""
-    slips = {
-        5: "That is how many there are in all; some are back before others start.",
-        2: "That is after a backward; what is it just before?",
-    }
-    return number(answer, 3, "How many F minus how many B, from the start to each place?", slips)
-
-
-def one_through_three(answer: Any) -> Feedback:
-    return table(answer, devices=3, microbatches=1)
-
-
-def mended(answer: Any) -> Feedback:
-    return table(answer, devices=2, microbatches=2)
-
-
-def which_schedule(answer: Any) -> Feedback:
-    wrong = {
-        "inter_layer": "There a device waits until its micro-batch is back; here 0F1 follows 0F0.",
-        "gpipe": "There all forwards stand before the first backward; here 0B0 is before 0F3.",
-        "pipedream_flush": "There nothing of the next batch is before an update; here 0F3 is.",
-        "interleaved": "There a device has several stages; here device 0 has stage 0 alone.",
-        "pipedream": "There an update follows every backward; here there is one a batch.",
-    }
-    return choice(answer, "pipedream_2bw", wrong)
-
-
 EXERCISES = {
-    "00-1": Exercise(Task.PREDICT, most_in_flight),
-    "00-2": Exercise(Task.BUILD, one_through_three),
-    "00-3": Exercise(Task.DEBUG, mended),
-    "00-4": Exercise(Task.PREDICT, which_schedule),
+    # 0F0 0F1 0F2 0B0 0F3 0B1 0F4 0B2 0B3 0B4 0U0.
+    "00-1": predict(
+        3,
+        "How many F minus how many B, from the start to each place?",
+        {
+            5: "That is how many there are in all; some are back before others start.",
+            2: "That is after a backward; what is it just before?",
+        },
+    ),
+    # One micro-batch through three devices.
+    "00-2": build(devices=3, microbatches=1),
+    # A table that deadlocks, mended.
+    "00-3": debug(table, devices=2, microbatches=2),
+    # Which schedule a row is from.
+    "00-4": Exercise(
+        Task.PREDICT,
+        choice,
+        "pipedream_2bw",
+        {
+            "inter_layer": "There a device waits for its micro-batch; here 0F1 follows 0F0.",
+            "gpipe": "There all forwards stand before the first backward; here 0B0 is before 0F3.",
+            "pipedream_flush": "There nothing of the next batch is before an update; here 0F3 is.",
+            "interleaved": "There a device has several stages; here device 0 has stage 0 alone.",
+            "pipedream": "There an update follows every backward; here there is one a batch.",
+        },
+    ),
 }
 GUESSES = {
     "00-a": Guess(best_of_six, "Interleaved wins: devices 1 to 3 start after half as long a wait.")

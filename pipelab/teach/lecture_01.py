@@ -7,63 +7,27 @@ from typing import Any
 from pipelab import make, simulate
 from pipelab.teach.feedback import (
     RIGHT,
-    Exercise,
     Feedback,
     Guess,
-    Task,
+    build,
     choice,
-    not_a_function,
+    debug,
     not_yet,
-    number,
-    same_function,
-    table,
+    predict,
+    understood,
+    write,
 )
 
 
-def idle_share(answer: Any) -> Feedback:
-    """Five stages that take 2, 3, 4, 5 and 16."""
-    hint = "A share between 0 and 1: how many devices compute at any moment?"
-    slips = {
-        0.2: "That is the share that is busy.",
-        80: "That is per cent; asked is a share between 0 and 1.",
-        1
-        - 30 / 80: "That holds where the devices work side by side and the slowest sets the pace.",
-    }
-    return number(answer, 4 / 5, hint, slips)
-
-
-def bytes_over_cuts(answer: Any) -> Feedback:
-    """(bytes that each layer gives, layers of each stage) -> bytes over all cuts."""
-    cases = [
-        ([10, 20, 30, 40], [1, 3]),
-        ([10, 20, 30, 40], [2, 2]),
-        ([10, 20, 30, 40], [1, 1, 1, 1]),
-        ([7, 5, 3, 9, 11], [2, 1, 2]),
-        ([10, 20], [2]),
-    ]
-
-    def ends(outputs: Sequence[int], balance: Sequence[int]) -> list[int]:
-        """What the last layer of each stage gives."""
-        return [outputs[last - 1] for last in accumulate(balance)]
-
-    slips = [
-        (lambda o, b: sum(ends(o, b)[:-1]), "The gradient comes back and is as large."),
-        (lambda o, b: 2 * sum(ends(o, b)), "What the last stage gives crosses no cut."),
-        (lambda o, b: 2 * sum(o), "Layers inside a stage send nothing."),
-    ]
-    return same_function(answer, lambda o, b: 2 * sum(ends(o, b)[:-1]), cases, slips)
-
-
-def two_microbatches(answer: Any) -> Feedback:
-    return table(answer, devices=3, microbatches=2, makespan=12)
+def ends(outputs: Sequence[int], balance: Sequence[int]) -> list[int]:
+    """What the last layer of each stage gives."""
+    return [outputs[last - 1] for last in accumulate(balance)]
 
 
 def gradients_over_a_cut(answer: Any) -> Feedback:
     """(stage a, stage b, batches) -> the gradients of both weights for every batch."""
     import torch
 
-    if not callable(answer):
-        return not_a_function(answer)
     a, b = torch.nn.Linear(128, 128), torch.nn.Linear(128, 128)
     batches = [(torch.randn(32, 128), torch.randn(32, 128)) for _ in range(3)]
     truth, mixed = _over_a_cut(a, b, batches)
@@ -116,11 +80,9 @@ def _over_a_cut(a: Any, b: Any, batches: Any) -> tuple[list, list]:
 
 def never_ends(answer: Any) -> Feedback:
     """Which of three sets of orders deadlocks, and the devices of its cycle."""
-    try:
+    with understood(f'{answer!r} is not like ("A", [1, 2]).'):
         name, devices = answer
         devices = sorted(devices)
-    except (TypeError, ValueError):
-        return not_yet(f'{answer!r} is not like ("A", [1, 2]).')
     wrong = {
         "A": "There 0 meets 1, then 1 meets 2, then 2 meets 0: all are done.",
         "B": "Device 2 receives first, so device 1 can go on, and then device 0.",
@@ -133,11 +95,36 @@ def never_ends(answer: Any) -> Feedback:
 
 
 EXERCISES = {
-    "01-1": Exercise(Task.PREDICT, idle_share),
-    "01-2": Exercise(Task.WRITE, bytes_over_cuts),
-    "01-3": Exercise(Task.BUILD, two_microbatches),
-    "01-4": Exercise(Task.DEBUG, gradients_over_a_cut),
-    "01-5": Exercise(Task.DEBUG, never_ends),
+    # Five stages that take 2, 3, 4, 5 and 16.
+    "01-1": predict(
+        4 / 5,
+        "A share between 0 and 1: how many devices compute at any moment?",
+        {
+            0.2: "That is the share that is busy.",
+            80: "That is per cent; asked is a share between 0 and 1.",
+            50 / 80: "That holds where devices work side by side and the slowest sets the pace.",
+        },
+    ),
+    # (bytes that each layer gives, layers of each stage) -> bytes over all cuts.
+    "01-2": write(
+        lambda o, b: 2 * sum(ends(o, b)[:-1]),
+        [
+            ([10, 20, 30, 40], [1, 3]),
+            ([10, 20, 30, 40], [2, 2]),
+            ([10, 20, 30, 40], [1, 1, 1, 1]),
+            ([7, 5, 3, 9, 11], [2, 1, 2]),
+            ([10, 20], [2]),
+        ],
+        {
+            lambda o, b: sum(ends(o, b)[:-1]): "The gradient comes back and is as large.",
+            lambda o, b: 2 * sum(ends(o, b)): "What the last stage gives crosses no cut.",
+            lambda o, b: 2 * sum(o): "Layers inside a stage send nothing.",
+        },
+    ),
+    # Two micro-batches through three devices in 12.
+    "01-3": build(devices=3, microbatches=2, makespan=12),
+    "01-4": debug(gradients_over_a_cut),
+    "01-5": debug(never_ends),
 }
 GUESSES = {
     "01-a": Guess(

@@ -8,38 +8,16 @@ from pipelab import Costs, make, simulate
 from pipelab.teach.feedback import (
     NOT_ATTEMPTED,
     RIGHT,
-    Exercise,
     Feedback,
     Guess,
-    Task,
+    called,
+    debug,
     is_close,
-    not_a_function,
     not_yet,
-    number,
-    same_function,
+    predict,
     table,
+    write,
 )
-
-
-def enough_microbatches(answer: Any) -> Feedback:
-    """Devices -> micro-batches for at most 10 % of idle time."""
-    slips = [
-        (lambda p: 9 * (p - 1), "A schedule has at least one micro-batch."),
-        (lambda p: max(1, 10 * (p - 1)), "That is for 10 % over the ideal time."),
-    ]
-    cases = [(p,) for p in range(1, 9)]
-    return same_function(answer, lambda p: max(1, 9 * (p - 1)), cases, slips)
-
-
-def recomputed_memory(answer: Any) -> Feedback:
-    """Ten micro-batches that keep 30 MiB each, 4 of them the input."""
-    slips = {
-        300: "So much is kept without recomputation.",
-        40: "And the micro-batch that is computed again?",
-        70: "The input of the micro-batch that is computed again counts once.",
-        30: "The inputs of the others stay too.",
-    }
-    return number(answer, 10 * 4 + 26, "What is kept of every micro-batch, what of one?", slips)
 
 
 def uneven_gradient(answer: Any) -> Feedback:
@@ -47,8 +25,6 @@ def uneven_gradient(answer: Any) -> Feedback:
     import torch  # a lecture's first cell has loaded it
     from torch.nn.functional import mse_loss
 
-    if not callable(answer):
-        return not_a_function(answer)
     for samples, m in ((12, 4), (10, 4), (7, 2)):
         random = torch.Generator().manual_seed(samples)
         x, y = torch.randn(2, samples, 3, generator=random)
@@ -60,13 +36,10 @@ def uneven_gradient(answer: Any) -> Feedback:
         ]
         by_piece = np.array([torch.cat([g.flatten() for g in mean]).numpy() for mean in means])
         truth = shares @ by_piece
-        try:
-            found = answer(model, x, y, m)
-            if found is None:
-                return NOT_ATTEMPTED
-            found = np.asarray(torch.as_tensor(found).detach())
-        except Exception as error:
-            return not_yet(f"with {samples} samples it raises {type(error).__name__}: {error}")
+        found = called(answer, model, x, y, m, where=f"with {samples} samples")
+        if found is None:
+            return NOT_ATTEMPTED
+        found = np.asarray(torch.as_tensor(found).detach())
         if not is_close(found, truth, 1e-3):
             return not_yet(f"{samples} samples, m = {m}: {_uneven_hint(found, by_piece)}")
     return RIGHT
@@ -82,49 +55,59 @@ def _uneven_hint(found: np.ndarray, by_piece: np.ndarray) -> str:
     return "it is another gradient. Do the weights of the pieces add up to 1?"
 
 
-def late_forward(answer: Any) -> Feedback:
-    return table(answer, devices=3, microbatches=4, makespan=18)
-
-
-def uneven_makespan(answer: Any) -> Feedback:
-    """(forward, backward, micro-batches), times by stage -> how long GPipe takes."""
-
-    def truth(forward: list, backward: list, m: int) -> float:
-        half = [b / 2 for b in backward]
-        return simulate(make("gpipe", len(forward), m), Costs(forward, half, half)).makespan
-
-    cases = [
-        ([1, 1, 1, 1], [2, 2, 2, 2], 8),
-        ([1, 2, 1], [2, 4, 2], 4),
-        ([1, 3, 1], [6, 2, 2], 5),
-        ([3, 1], [4, 2], 1),
-    ]
-    slips = (
-        (
-            lambda f, b, m: (m + len(f) - 1) * (max(f) + max(b)),
-            "Filling and draining take each stage's own time, not the slowest one's.",
-        ),
-        (
-            lambda f, b, m: sum(f) + sum(b) + (m - 1) * max(map(sum, zip(f, b, strict=True))),
-            "All forwards come first. Is the stage slowest there the slowest on the way back?",
-        ),
-        (
-            lambda f, b, m: sum(f) + sum(b) + m * (max(f) + max(b)),
-            "The sum has the first micro-batch's time on the slowest stage already.",
-        ),
-        (lambda f, b, m: sum(f) + sum(b), "That is one micro-batch alone."),
-        (lambda f, b, m: m * (sum(f) + sum(b)), "That is one micro-batch at a time."),
-        (lambda f, b, m: m * (max(f) + max(b)), "And until the pipeline is full, and empty?"),
-    )
-    return same_function(answer, truth, cases, slips)
+def gpipe_seconds(forward: list, backward: list, m: int) -> float:
+    half = [b / 2 for b in backward]
+    return simulate(make("gpipe", len(forward), m), Costs(forward, half, half)).makespan
 
 
 EXERCISES = {
-    "02-1": Exercise(Task.WRITE, enough_microbatches),
-    "02-2": Exercise(Task.PREDICT, recomputed_memory),
-    "02-3": Exercise(Task.DEBUG, uneven_gradient),
-    "02-4": Exercise(Task.DEBUG, late_forward),
-    "02-5": Exercise(Task.WRITE, uneven_makespan),
+    # Devices -> micro-batches for at most 10 % of idle time.
+    "02-1": write(
+        lambda p: max(1, 9 * (p - 1)),
+        [(p,) for p in range(1, 9)],
+        {
+            lambda p: 9 * (p - 1): "A schedule has at least one micro-batch.",
+            lambda p: max(1, 10 * (p - 1)): "That is for 10 % over the ideal time.",
+        },
+    ),
+    # Ten micro-batches that keep 30 MiB each, 4 of them the input.
+    "02-2": predict(
+        10 * 4 + 26,
+        "What is kept of every micro-batch, what of one?",
+        {
+            300: "So much is kept without recomputation.",
+            40: "And the micro-batch that is computed again?",
+            70: "The input of the micro-batch that is computed again counts once.",
+            30: "The inputs of the others stay too.",
+        },
+    ),
+    "02-3": debug(uneven_gradient),
+    # A table whose first forward is late, mended.
+    "02-4": debug(table, devices=3, microbatches=4, makespan=18),
+    # (forward, backward, micro-batches), times by stage -> how long GPipe takes.
+    "02-5": write(
+        gpipe_seconds,
+        [
+            ([1, 1, 1, 1], [2, 2, 2, 2], 8),
+            ([1, 2, 1], [2, 4, 2], 4),
+            ([1, 3, 1], [6, 2, 2], 5),
+            ([3, 1], [4, 2], 1),
+        ],
+        {
+            lambda f, b, m: (
+                (m + len(f) - 1) * (max(f) + max(b))
+            ): "Filling and draining take each stage's own time, not the slowest one's.",
+            lambda f, b, m: (
+                sum(f) + sum(b) + (m - 1) * max(map(sum, zip(f, b, strict=True)))
+            ): "All forwards come first. Is the stage slowest there the slowest on the way back?",
+            lambda f, b, m: (
+                sum(f) + sum(b) + m * (max(f) + max(b))
+            ): "The sum has the first micro-batch's time on the slowest stage already.",
+            lambda f, b, m: sum(f) + sum(b): "That is one micro-batch alone.",
+            lambda f, b, m: m * (sum(f) + sum(b)): "That is one micro-batch at a time.",
+            lambda f, b, m: m * (max(f) + max(b)): "And until the pipeline is full, and empty?",
+        },
+    ),
 }
 GUESSES = {
     "02-a": Guess(

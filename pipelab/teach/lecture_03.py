@@ -1,6 +1,6 @@
 """Lecture 3: PipeDream, 1F1B without a flush."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipelab import Schedule, make, simulate
@@ -9,25 +9,16 @@ from pipelab.teach.feedback import (
     Feedback,
     Guess,
     Task,
+    debug,
     not_yet,
-    number,
+    predict,
     same_function,
     table,
+    write,
 )
 
-Samples = Sequence[tuple[float, float]]
 RATE = 0.001
 UPDATES = "# per_update=1\n"  # the line above a grid that says: an update after every micro-batch
-
-
-def versions_kept(answer: Any) -> Feedback:
-    """Weight stashing on device 2 of six."""
-    slips = {
-        6: "That is the first device, or vertical sync.",
-        3: "Those are the older ones; one more is the newest.",
-        5: "Does this device wait as long for its gradients as device 1?",
-    }
-    return number(answer, 6 - 2, "How many micro-batches are in flight there?", slips)
 
 
 def row_of_device_1(answer: Any) -> Feedback:
@@ -46,55 +37,16 @@ def row_of_device_1(answer: Any) -> Feedback:
     return feedback
 
 
-def vertical_sync(stage_reads: Any) -> Feedback:
-    """(t, s, n) -> the version that stage s reads for micro-batch t, and how stale it is there."""
-
-    def truth(t: int, s: int, n: int) -> tuple[int, int]:
-        read, made = max(0, t - (n - 1)), max(0, t - (n - 1 - s))
-        return read, made - read
-
-    cases = [(t, s, n) for n in range(1, 6) for s in range(n) for t in range(8)]
-    slips = (
-        (lambda t, s, n: (max(0, t - (n - 1 - s)), 0), "That is what stashing reads."),
-        (lambda t, s, n: (t - (n - 1), s), "There is no version before 0."),
-        (lambda t, s, n: (max(0, t - (n - 1)), s), "How many has it made at the very start?"),
-        (
-            lambda t, s, n: (max(0, t - (n - 1)), min(t, n - 1)),
-            "Updates of its own row count, not those of the last stage.",
-        ),
-    )
-    return same_function(stage_reads, truth, cases, slips)
+def vertical_sync(t: int, s: int, n: int) -> tuple[int, int]:
+    read, made = max(0, t - (n - 1)), max(0, t - (n - 1 - s))
+    return read, made - read
 
 
-def mended_stash(answer: Any) -> Feedback:
-    """(row, samples) -> the weights a and b after training with stashed weights."""
-    samples = [(2, 10), (1, 4), (3, 8), (2, 6), (1, 9), (2, 5)]
-    rows = (
-        "F0 B0 F1 B1",
-        "F0 F1 F2 B0 B1 B2",
-        "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5",
-        "F0 F1 B0 F2 B1 B2",
-    )
-    slips = (
-        (
-            lambda row, samples: _train(row, samples, lambda then, now: (then, now)),
-            "As before: the forward's h, but weights that have moved since.",
-        ),
-        (
-            lambda row, samples: _train(row, samples, lambda then, now: (now, now)),
-            "That is the gradient of the newest weights: the forward was an older one.",
-        ),
-    )
-    return same_function(answer, stashed, [(row, samples) for row in rows], slips)
+def trained(row: str, samples: Sequence[tuple[float, float]], uses: Callable) -> list[float]:
+    """The weights that h = b (a x) has after a row of F and B, each B with its update.
 
-
-def stashed(row: str, samples: Samples) -> list[float]:
-    """The weights that h = b (a x) has after a row of F and B, each B with its update."""
-    return _train(row, samples, lambda then, now: (then, then))
-
-
-def _train(row: str, samples: Samples, uses: Any) -> list[float]:
-    """`uses`: weights at a forward, and at its backward -> those that h, and the gradient, have."""
+    uses  weights at a forward, and at its backward -> those that h, and the gradient, have
+    """
     weights = [3.0, 5.0]
     at_forward = {}
     for action in row.split():
@@ -120,11 +72,53 @@ def two_versions(answer: Any) -> Feedback:
     return table(grid, devices=3, microbatches=6, updates=6, makespan=24, missing=missing)
 
 
+SAMPLES = [(2, 10), (1, 4), (3, 8), (2, 6), (1, 9), (2, 5)]
+ROWS = (
+    "F0 B0 F1 B1",
+    "F0 F1 F2 B0 B1 B2",
+    "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5",
+    "F0 F1 B0 F2 B1 B2",
+)
 EXERCISES = {
-    "03-1": Exercise(Task.PREDICT, versions_kept),
+    # Weight stashing on device 2 of six.
+    "03-1": predict(
+        6 - 2,
+        "How many micro-batches are in flight there?",
+        {
+            6: "That is the first device, or vertical sync.",
+            3: "Those are the older ones; one more is the newest.",
+            5: "Does this device wait as long for its gradients as device 1?",
+        },
+    ),
     "03-2": Exercise(Task.BUILD, row_of_device_1),
-    "03-3": Exercise(Task.WRITE, vertical_sync),
-    "03-4": Exercise(Task.DEBUG, mended_stash),
+    # (t, s, n) -> the version that stage s reads for micro-batch t, and how stale it is there.
+    "03-3": write(
+        vertical_sync,
+        [(t, s, n) for n in range(1, 6) for s in range(n) for t in range(8)],
+        {
+            lambda t, s, n: (max(0, t - (n - 1 - s)), 0): "That is what stashing reads.",
+            lambda t, s, n: (t - (n - 1), s): "There is no version before 0.",
+            lambda t, s, n: (max(0, t - (n - 1)), s): "How many has it made at the very start?",
+            lambda t, s, n: (
+                max(0, t - (n - 1)),
+                min(t, n - 1),
+            ): "Updates of its own row count, not those of the last stage.",
+        },
+    ),
+    # (row, samples) -> the weights a and b after training with stashed weights.
+    "03-4": debug(
+        same_function,
+        lambda row, samples: trained(row, samples, lambda then, now: (then, then)),
+        [(row, SAMPLES) for row in ROWS],
+        {
+            lambda row, samples: trained(
+                row, samples, lambda then, now: (then, now)
+            ): "As before: the forward's h, but weights that have moved since.",
+            lambda row, samples: trained(
+                row, samples, lambda then, now: (now, now)
+            ): "That is the gradient of the newest weights: the forward was an older one.",
+        },
+    ),
     "03-5": Exercise(Task.BUILD, two_versions),
 }
 GUESSES = {

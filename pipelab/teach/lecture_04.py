@@ -5,8 +5,8 @@ from math import inf
 from typing import Any
 
 from pipelab import make, simulate
-from pipelab.models.vgg16 import vgg16
-from pipelab.partition import Layer, Partition, Profile, split_layers
+from pipelab.optimize.cut import Layer, Partition, Profile, split_layers
+from pipelab.optimize.cut.vgg16 import vgg16
 from pipelab.teach.feedback import (
     Exercise,
     Feedback,
@@ -14,9 +14,11 @@ from pipelab.teach.feedback import (
     Task,
     balance,
     choice,
+    debug,
     not_yet,
-    number,
-    same_function,
+    predict,
+    understood,
+    write,
 )
 
 TIMES, KEPT, ROOM = (2, 5, 4, 2, 4, 3, 2), (4, 4, 1, 1, 3, 1, 3), 12
@@ -43,17 +45,6 @@ def best_pace(times: Sequence[float], stages: int) -> float:
     return split_layers(profile, stages).bottleneck
 
 
-def imbalance(answer: Any) -> Feedback:
-    """Three stages of 6 ms: the time x of the fourth with 1 - (18 + x) / 4x = 1/4."""
-    hint = "Idle share: 1 - (sum of all stages) / (stages x the slowest)."
-    slips = {
-        8: "With 8 the share that works is 26/32, so 19 % are idle.",
-        7.5: "A quarter more than the others: but that device's own time is work, too.",
-        24: "There 42/96 work, so more than half is idle. Count the fourth device's work, too.",
-    }
-    return number(answer, 9, hint, slips)
-
-
 def plan_that_fits(answer: Any) -> Feedback:
     """The slowest stage takes 11, and no stage keeps more than its device has room for."""
     if isinstance(answer, Iterator):
@@ -70,33 +61,10 @@ def plan_that_fits(answer: Any) -> Feedback:
     return feedback
 
 
-def replicas(answer: Any) -> Feedback:
-    """Devices -> the pace, if all but one share the layer of 12 ms, and one has that of 2 ms."""
-    slips = (
-        (lambda n: 12 / (n - 1), "The device of the second layer needs 2 ms."),
-        (lambda n: max(12 / n, 2), "One device has the other layer: how many share the first?"),
-        (lambda n: 12 / (n - 1) + 2, "The stages work at the same time: the slower sets the pace."),
-        (lambda n: 14 / n, "That shares both layers among all."),
-    )
-    cases = [(n,) for n in (2, 3, 5, 7, 8, 20)]
-    return same_function(answer, lambda n: max(12 / (n - 1), 2), cases, slips)
-
-
-def balanced(answer: Any) -> Feedback:
-    wrong = {
-        "uniform": "Equal counts would be four layers a stage.",
-        "size": "By size the early convolutions, with the largest activations, would be apart.",
-        "time": "By time no device would be idle so long.",
-    }
-    return choice(answer, "parameters", wrong)
-
-
 def counterexample(answer: Any) -> Feedback:
     """At most six times; filled up to the mean, they take 1.5 times as long as split at best."""
-    try:
+    with understood(f"{answer!r} is not a list of times."):
         times = [float(t) for t in answer]
-    except (TypeError, ValueError):
-        return not_yet(f"{answer!r} is not a list of times.")
     if not 3 <= len(times) <= 6 or not all(0 < t < inf for t in times):
         return not_yet(f"{answer!r}: three to six layers, all above 0, none without end.")
     ends = fill(times, 3)
@@ -115,10 +83,40 @@ def equal_counts() -> float:
 
 
 EXERCISES = {
-    "04-1": Exercise(Task.PREDICT, imbalance),
+    # Three stages of 6 ms: the time x of the fourth with 1 - (18 + x) / 4x = 1/4.
+    "04-1": predict(
+        9,
+        "Idle share: 1 - (sum of all stages) / (stages x the slowest).",
+        {
+            8: "With 8 the share that works is 26/32, so 19 % are idle.",
+            7.5: "A quarter more than the others: but that device's own time is work, too.",
+            24: "There 42/96 work, so more than half is idle. Count the fourth device's work, too.",
+        },
+    ),
     "04-2": Exercise(Task.BUILD, plan_that_fits),
-    "04-3": Exercise(Task.WRITE, replicas),
-    "04-4": Exercise(Task.DEBUG, balanced),
-    "04-5": Exercise(Task.DEBUG, counterexample),
+    # Devices -> the pace, if all but one share the layer of 12 ms, and one has that of 2 ms.
+    "04-3": write(
+        lambda n: max(12 / (n - 1), 2),
+        [(n,) for n in (2, 3, 5, 7, 8, 20)],
+        {
+            lambda n: 12 / (n - 1): "The device of the second layer needs 2 ms.",
+            lambda n: max(12 / n, 2): "One device has the other layer: how many share the first?",
+            lambda n: (
+                12 / (n - 1) + 2
+            ): "The stages work at the same time: the slower sets the pace.",
+            lambda n: 14 / n: "That shares both layers among all.",
+        },
+    ),
+    # By what the suspect is balanced.
+    "04-4": debug(
+        choice,
+        "parameters",
+        {
+            "uniform": "Equal counts would be four layers a stage.",
+            "size": "By size the early convolutions, with the largest activations, would be apart.",
+            "time": "By time no device would be idle so long.",
+        },
+    ),
+    "04-5": debug(counterexample),
 }
 GUESSES = {"04-a": Guess(equal_counts, "3 until device 1 starts, 8 x 18, and the last backward?")}

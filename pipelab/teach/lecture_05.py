@@ -10,50 +10,18 @@ from pipelab.teach.feedback import (
     Feedback,
     Guess,
     Task,
+    debug,
     not_yet,
-    number,
-    same_function,
+    predict,
     table,
+    understood,
+    write,
 )
 
 RULE = "# microbatches=2 batches=3 reads=PREVIOUS\n"  # the line above a grid of exercises 3 and 5
 
 
-def full_device(answer: Any) -> Feedback:
-    """Weights 10, gradients 10, activations 1, eight devices, m = 8: the peak of device 0."""
-    slips = {
-        28: "That is one version: a flush.",
-        98: "That is stashing, with a version for each micro-batch in flight.",
-        48: "Gradients add up in one place.",
-        30: "What do the micro-batches in flight hold?",
-        31: "How many micro-batches are in flight on device 0?",
-    }
-    return number(answer, 2 * 10 + 10 + 8, "How many versions, how many in flight?", slips)
-
-
-def where_gpipe_holds_more(answer: Any) -> Feedback:
-    """(devices, weights, activations of a micro-batch) -> the m from which GPipe holds more."""
-    cases = [(4, 4, 1), (4, 10, 4), (2, 0.5, 1), (8, 24, 8), (3, 100, 3)]
-    slips = (
-        (lambda p, w, kept: p + -(-w // kept), "With this m both hold the same."),
-        (lambda p, w, kept: w // kept + 1, "2BW has activations, too: p micro-batches in flight."),
-        (lambda p, w, kept: p + 2 * w // kept + 1, "GPipe has weights, too: one version."),
-        (lambda p, w, kept: p + w / kept, "Micro-batches are whole, and there both hold the same."),
-    )
-    return same_function(answer, lambda p, w, kept: p + w // kept + 1, cases, slips)
-
-
-def mended_rows(answer: Any) -> Feedback:
-    """Two devices, three mini-batches of two, by 2BW in 21."""
-    return _double_buffered(answer, devices=2, makespan=21)
-
-
-def fewer_than_devices(answer: Any) -> Feedback:
-    """Four devices, three mini-batches of two, by 2BW in 36."""
-    return _double_buffered(answer, devices=4, makespan=36)
-
-
-def _double_buffered(answer: Any, devices: int, makespan: float) -> Feedback:
+def double_buffered(answer: Any, devices: int, makespan: float) -> Feedback:
     """Three mini-batches of two in a valid table under Reads.PREVIOUS.
 
     Rows in text are given the line that says so; updates may be left out.
@@ -74,10 +42,8 @@ def _double_buffered(answer: Any, devices: int, makespan: float) -> Feedback:
 
 def first_wrong(answer: Any) -> Feedback:
     """(stage, micro-batch) of the first forward that reads the latest version in place of 2BW's."""
-    try:
+    with understood(f"{answer!r} is not a pair (stage, micro-batch)."):
         stage, microbatch = map(int, answer)
-    except (TypeError, ValueError):
-        return not_yet(f"{answer!r} is not a pair (stage, micro-batch).")
     if (stage, microbatch) == (2, 4):
         return RIGHT
     right = make("pipedream_2bw", 3, 4, batches=3)
@@ -88,7 +54,7 @@ def first_wrong(answer: Any) -> Feedback:
         hint = "There are stages 0 to 2 and micro-batches 0 to 11."
     elif microbatch < 4:
         hint = "Nothing has been updated by then: everybody reads version 0."
-    elif latest.versions[stage][microbatch] != right.versions[stage][microbatch]:
+    elif latest.versions[stage, microbatch] != right.versions[stage, microbatch]:
         hint = "That one is wrong, but an earlier micro-batch is wrong already, on some stage."
     else:
         hint = "That one reads what 2BW reads. Compare the versions, column by column."
@@ -96,11 +62,38 @@ def first_wrong(answer: Any) -> Feedback:
 
 
 EXERCISES = {
-    "05-1": Exercise(Task.PREDICT, full_device),
-    "05-2": Exercise(Task.WRITE, where_gpipe_holds_more),
-    "05-3": Exercise(Task.DEBUG, mended_rows),
-    "05-4": Exercise(Task.DEBUG, first_wrong),
-    "05-5": Exercise(Task.BUILD, fewer_than_devices),
+    # Weights 10, gradients 10, activations 1, eight devices, m = 8: the peak of device 0.
+    "05-1": predict(
+        2 * 10 + 10 + 8,
+        "How many versions, how many in flight?",
+        {
+            28: "That is one version: a flush.",
+            98: "That is stashing, with a version for each micro-batch in flight.",
+            48: "Gradients add up in one place.",
+            30: "What do the micro-batches in flight hold?",
+            31: "How many micro-batches are in flight on device 0?",
+        },
+    ),
+    # (devices, weights, activations of a micro-batch) -> the m from which GPipe holds more.
+    "05-2": write(
+        lambda p, w, kept: p + w // kept + 1,
+        [(4, 4, 1), (4, 10, 4), (2, 0.5, 1), (8, 24, 8), (3, 100, 3)],
+        {
+            lambda p, w, kept: p + -(-w // kept): "With this m both hold the same.",
+            lambda p, w, kept: (
+                w // kept + 1
+            ): "2BW has activations, too: p micro-batches in flight.",
+            lambda p, w, kept: p + 2 * w // kept + 1: "GPipe has weights, too: one version.",
+            lambda p, w, kept: (
+                p + w / kept
+            ): "Micro-batches are whole, and there both hold the same.",
+        },
+    ),
+    # Two devices, three mini-batches of two, by 2BW in 21.
+    "05-3": debug(double_buffered, devices=2, makespan=21),
+    "05-4": debug(first_wrong),
+    # Four devices, three mini-batches of two, by 2BW in 36.
+    "05-5": Exercise(Task.BUILD, double_buffered, devices=4, makespan=36),
 }
 GUESSES = {
     "05-a": Guess(

@@ -1,17 +1,9 @@
 """Lecture 7: interleaved stages."""
 
-from typing import Any
+from collections.abc import Sequence
 
 from pipelab import Costs, Schedule, make, simulate
-from pipelab.teach.feedback import (
-    Exercise,
-    Feedback,
-    Guess,
-    Task,
-    number,
-    same_function,
-    table,
-)
+from pipelab.teach.feedback import Guess, build, debug, predict, table, write
 
 DEADLOCK = """
 0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2
@@ -19,65 +11,51 @@ DEADLOCK = """
 """
 
 
-def crossing(answer: Any) -> Feedback:
-    """Two devices, four micro-batches, four chunks: saved bubble over added messages."""
-    slips = {
-        3 / 16: "That is the crossing of two micro-batches: 1F1B pays in every round.",
-        0.25: "That is a chunk's forward: up to there messages hide. Do those of the fill, too?",
-        3 / 10: "All of the bubble is not saved: what is left of it with v = 4?",
-    }
-    hint = "Bubble saved, over the messages that are added to the critical path."
-    return number(answer, 9 / 40, hint, slips)
+def most_in_flight(p: int, v: int, m: int, d: int) -> int:
+    return make("interleaved", p, m, virtual=v).peak_in_flight[d]
 
 
-def most_in_flight(answer: Any) -> Feedback:
-    """(p, v, m, device) -> chunks in flight."""
-
-    def truth(p: int, v: int, m: int, d: int) -> int:
-        return make("interleaved", p, m, virtual=v).peak_in_flight[d]
-
-    slips = (
-        (lambda p, v, m, d: (v + 1) * p - 2 * d - 1, "There are only m v forwards in all."),
-        (lambda p, v, m, d: 2 * (p - d - 1) + (v - 1) * p, "The warm-up, and then one more."),
-        (lambda p, v, m, d: (p - d - 1) + (v - 1) * p + 1, "That has no slack: the factor 2."),
-        (lambda p, v, m, d: p * v + p - 1, "That is device 0. Later ones run less far ahead."),
-    )
-    cases = [(4, 2, 8, 0), (4, 2, 8, 3), (2, 3, 4, 1), (3, 4, 9, 1), (4, 2, 4, 0), (1, 2, 1, 0)]
-    return same_function(answer, truth, cases, slips)
+def too_many_moved(schedule: Schedule) -> str:
+    rows = zip(Schedule.from_grid(DEADLOCK).rows, schedule.rows, strict=True)
+    moved = [_one_moved(before, after) for before, after in rows if before != after]
+    return "" if moved == [True] else "valid, but more than one action has moved"
 
 
-def three_microbatches(answer: Any) -> Feedback:
-    return table(answer, devices=2, stages=4, microbatches=3, makespan=21)
-
-
-def mended(answer: Any) -> Feedback:
-    """A valid table that is DEADLOCK but for one action's place in its row."""
-
-    def missing(schedule: Schedule) -> str:
-        rows = zip(Schedule.from_grid(DEADLOCK).rows, schedule.rows, strict=True)
-        moved = [_one_moved(before, after) for before, after in rows if before != after]
-        return "" if moved == [True] else "valid, but more than one action has moved"
-
-    return table(answer, devices=2, stages=4, microbatches=3, missing=missing)
-
-
-def _one_moved(before: tuple, after: tuple) -> bool:
+def _one_moved(before: Sequence, after: Sequence) -> bool:
     """Whether two rows are the same without some action."""
     return any(
         [a for a in before if a != moved] == [a for a in after if a != moved] for moved in before
     )
 
 
-def nine_microbatches(answer: Any) -> Feedback:
-    return table(answer, devices=4, stages=8, microbatches=9, makespan=63, in_flight=12)
-
-
 EXERCISES = {
-    "07-1": Exercise(Task.PREDICT, crossing),
-    "07-2": Exercise(Task.WRITE, most_in_flight),
-    "07-3": Exercise(Task.BUILD, three_microbatches),
-    "07-4": Exercise(Task.DEBUG, mended),
-    "07-5": Exercise(Task.BUILD, nine_microbatches),
+    # Two devices, four micro-batches, four chunks: saved bubble over added messages.
+    "07-1": predict(
+        9 / 40,
+        "Bubble saved, over the messages that are added to the critical path.",
+        {
+            3 / 16: "That is the crossing of two micro-batches: 1F1B pays in every round.",
+            0.25: "That is a chunk's forward: up to there messages hide. Those of the fill, too?",
+            3 / 10: "All of the bubble is not saved: what is left of it with v = 4?",
+        },
+    ),
+    # (p, v, m, device) -> chunks in flight.
+    "07-2": write(
+        most_in_flight,
+        [(4, 2, 8, 0), (4, 2, 8, 3), (2, 3, 4, 1), (3, 4, 9, 1), (4, 2, 4, 0), (1, 2, 1, 0)],
+        {
+            lambda p, v, m, d: (v + 1) * p - 2 * d - 1: "There are only m v forwards in all.",
+            lambda p, v, m, d: 2 * (p - d - 1) + (v - 1) * p: "The warm-up, and then one more.",
+            lambda p, v, m, d: (p - d - 1) + (v - 1) * p + 1: "That has no slack: the factor 2.",
+            lambda p, v, m, d: p * v + p - 1: "That is device 0. Later ones run less far ahead.",
+        },
+    ),
+    # Three micro-batches through four chunks in 21.
+    "07-3": build(devices=2, stages=4, microbatches=3, makespan=21),
+    # A valid table that is DEADLOCK but for one action's place in its row.
+    "07-4": debug(table, devices=2, stages=4, microbatches=3, missing=too_many_moved),
+    # Nine micro-batches through eight chunks in 63, twelve in flight.
+    "07-5": build(devices=4, stages=8, microbatches=9, makespan=63, in_flight=12),
 }
 GUESSES = {
     "07-a": Guess(

@@ -7,16 +7,18 @@ import numpy as np
 from jax import lax
 
 from pipelab import Kind, Schedule
-from pipelab.executors.jax import spmd
+from pipelab.runtime.jax import spmd
 from pipelab.teach.feedback import (
     Exercise,
     Feedback,
     Guess,
     Task,
+    debug,
     not_yet,
     number,
-    same_function,
     table,
+    understood,
+    write,
 )
 
 
@@ -41,7 +43,7 @@ def one_program(answer: Any) -> Feedback:
     schedule = answer
     if isinstance(answer, str):
         schedule = Schedule.from_grid(answer, "your table")
-    found, wanted = _without_updates(schedule), _without_updates(spmd.table(3, 4))
+    found, wanted = _without_updates(schedule), _without_updates(spmd.spmd_table(3, 4))
     if found == wanted:
         return verdict
     hint = "all forwards come first, micro-batch 0 first."
@@ -60,10 +62,8 @@ def _forwards(row: list) -> list:
 
 def ring(answer: Any) -> Feedback:
     """Pairs that take a result from each of four devices to the next one."""
-    try:
+    with understood(f"{answer!r} is not a list of pairs (from, to)."):
         in_order = [(int(source), int(target)) for source, target in answer]
-    except (TypeError, ValueError):
-        return not_yet(f"{answer!r} is not a list of pairs (from, to).")
     pairs, wanted = {*in_order}, {(0, 1), (1, 2), (2, 3)}
     if missing := sorted(wanted - pairs):
         shown = ", ".join(map(str, missing))
@@ -81,37 +81,43 @@ def job(t: int, d: int, p: int, m: int, v: int) -> tuple[int, int]:
     return (lap * p + d, k) if 0 <= lap < v else (-1, -1)
 
 
-def laps(answer: Any) -> Feedback:
-    sizes = [(2, 3, 2), (4, 8, 1), (3, 3, 3)]
-    cases = [(t, d, p, m, v) for p, m, v in sizes for d in range(p) for t in range(m * v + p - 1)]
+def no_garbage(t, d, p, m, v):
+    lap, k = divmod(t - d, m)
+    return lap * p + d, k
 
-    def no_garbage(t, d, p, m, v):
-        lap, k = divmod(t - d, m)
-        return lap * p + d, k
 
-    def no_delay(t, d, p, m, v):
-        return job(t + d, d, p, m, v)
+def no_delay(t, d, p, m, v):
+    return job(t + d, d, p, m, v)
 
-    def no_laps(t, d, p, m, v):
-        return (d, t - d) if 0 <= t - d < m else (-1, -1)
 
-    def neighbours(t, d, p, m, v):
-        lap, k = divmod(t - d, m)
-        return (d * v + lap, k) if 0 <= lap < v else (-1, -1)
+def no_laps(t, d, p, m, v):
+    return (d, t - d) if 0 <= t - d < m else (-1, -1)
 
-    slips = [
-        (neighbours, "Stage s is on device s mod p: device d has the stages d, p + d, ..."),
-        (no_delay, "Device d starts d iterations after device 0."),
-        (no_laps, "After its m-th job a device starts the next lap, with stage p + d."),
-        (no_garbage, "Before its first job and after its last one a device computes garbage."),
-    ]
-    return same_function(answer, job, cases, slips)
+
+def neighbours(t, d, p, m, v):
+    lap, k = divmod(t - d, m)
+    return (d * v + lap, k) if 0 <= lap < v else (-1, -1)
 
 
 EXERCISES = {
-    "08-1": Exercise(Task.DEBUG, start_of_scan),
+    "08-1": debug(start_of_scan),
     "08-2": Exercise(Task.BUILD, one_program),
-    "08-3": Exercise(Task.DEBUG, ring),
-    "08-4": Exercise(Task.WRITE, laps),
+    "08-3": debug(ring),
+    # (t, d, p, m, v) -> the stage and micro-batch of device d in iteration t.
+    "08-4": write(
+        job,
+        [
+            (t, d, p, m, v)
+            for p, m, v in [(2, 3, 2), (4, 8, 1), (3, 3, 3)]
+            for d in range(p)
+            for t in range(m * v + p - 1)
+        ],
+        {
+            neighbours: "Stage s is on device s mod p: device d has the stages d, p + d, ...",
+            no_delay: "Device d starts d iterations after device 0.",
+            no_laps: "After its m-th job a device starts the next lap, with stage p + d.",
+            no_garbage: "Before its first job and after its last one a device computes garbage.",
+        },
+    ),
 }
 GUESSES = {"08-a": Guess(lambda: 4 * spmd.iterations(4, 8), "What does device 3 do at first?")}

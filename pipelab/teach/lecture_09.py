@@ -10,46 +10,30 @@ from pipelab.teach.feedback import (
     Feedback,
     Guess,
     Task,
-    not_a_function,
+    called,
+    debug,
     not_yet,
     same_function,
+    write,
 )
 
 MICROBATCHES = 16  # of the lecture's step
 
 
-def tied_gradient(answer: Any) -> Feedback:
-    """The gradient of (w + w x - 1)^2, of which both stages have a part."""
-
-    def whole(w, x):
-        return 2 * (w + w * x - 1) * (1 + x)
-
-    def first(w, x):
-        return whole(w, x) * x / (1 + x)
-
-    def last(w, x):
-        return whole(w, x) / (1 + x)
-
-    slips = [
-        (first, "That is stage 0's part alone."),
-        (last, "That is the last stage's part alone."),
-        (lambda w, x: whole(w, x) / 2, "The parts are added up; no mean is taken."),
-    ]
-    cases = [(2.0, 3.0), (0.5, 4.0), (-1.0, 2.0)]
-    return same_function(answer, whole, cases, slips)
+def whole(w, x):
+    return 2 * (w + w * x - 1) * (1 + x)
 
 
-def best_cut(answer: Any) -> Feedback:
-    def slower(n, d):
-        return min(max(k, (n - k) / d) for k in range(1, n))
+def first(w, x):
+    return whole(w, x) * x / (1 + x)
 
-    slips = [
-        (lambda n, d: n / (d + 1), "Layers are whole: can you cut there?"),
-        (lambda n, d: max(1, (n - 1) / d), "Stage 0 may have more than one layer."),
-        (lambda n, d: -(-n // (d + 1)), "On several devices a stage's time need not be whole."),
-    ]
-    cases = [(n, d) for n in range(2, 13) for d in range(1, 8)]
-    return same_function(answer, slower, cases, slips)
+
+def last(w, x):
+    return whole(w, x) / (1 + x)
+
+
+def slower(n, d):
+    return min(max(k, (n - k) / d) for k in range(1, n))
 
 
 SKIPS = [
@@ -62,13 +46,9 @@ SKIPS = [
 
 def handed_on(answer: Any) -> Feedback:
     """(made, read) of each part -> what each but the last has to return to the later ones."""
-    if not callable(answer):
-        return not_a_function(answer)
     for parts in SKIPS:
-        try:
-            found = [list(names) for names in answer(parts)]
-        except Exception as error:
-            return not_yet(f"for {parts} it raises {type(error).__name__}: {error}")
+        returned = called(answer, parts, where=f"for {parts}")
+        found = called(lambda given: [*map(list, given)], returned, where=f"for {parts}")
         if len(found) != len(parts) - 1:
             return not_yet(f"for {parts} it gives {found}; asked: names for each but the last.")
         for i, names in enumerate(found):
@@ -119,9 +99,28 @@ def memory_ratio() -> float:
 
 
 EXERCISES = {
-    "09-1": Exercise(Task.DEBUG, tied_gradient),
-    "09-2": Exercise(Task.WRITE, best_cut),
-    "09-3": Exercise(Task.DEBUG, handed_on),
+    # The gradient of (w + w x - 1)^2, of which both stages have a part.
+    "09-1": debug(
+        same_function,
+        whole,
+        [(2.0, 3.0), (0.5, 4.0), (-1.0, 2.0)],
+        {
+            first: "That is stage 0's part alone.",
+            last: "That is the last stage's part alone.",
+            lambda w, x: whole(w, x) / 2: "The parts are added up; no mean is taken.",
+        },
+    ),
+    # (layers, devices of the second stage) -> the pace of the best cut.
+    "09-2": write(
+        slower,
+        [(n, d) for n in range(2, 13) for d in range(1, 8)],
+        {
+            lambda n, d: n / (d + 1): "Layers are whole: can you cut there?",
+            lambda n, d: max(1, (n - 1) / d): "Stage 0 may have more than one layer.",
+            lambda n, d: -(-n // (d + 1)): "On several devices a stage's time need not be whole.",
+        },
+    ),
+    "09-3": debug(handed_on),
     "09-4": Exercise(Task.BUILD, least_memory),
 }
 GUESSES = {"09-a": Guess(memory_ratio, "How many micro-batches are in flight on it, with either?")}

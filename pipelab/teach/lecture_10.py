@@ -7,18 +7,25 @@ from typing import Any
 import numpy as np
 
 from pipelab import make, simulate
-from pipelab.pipeshard.auto.stages import StageTable, best_stages, submeshes
-from pipelab.teach.feedback import Exercise, Feedback, Guess, Task, not_yet, same_function
+from pipelab.pipeshard.auto.assignment import StageTable, best_stages, submeshes
+from pipelab.teach.feedback import (
+    Exercise,
+    Feedback,
+    Guess,
+    Task,
+    debug,
+    not_yet,
+    understood,
+    write,
+)
 
 WORK, SPEED, DEVICES = (2, 2, 6), {1: 1, 2: 1.5, 4: 2}, 4
 
 
 def faster_plan(answer: Any) -> Feedback:
     """(first layer, last layer, devices) of each stage, with a step of at most 36 ms."""
-    try:
+    with understood(f"{answer!r} is not a list of (first layer, last layer, devices)."):
         plan = [(int(first), int(last), int(n)) for first, last, n in answer]
-    except (TypeError, ValueError):
-        return not_yet(f"{answer!r} is not a list of (first layer, last layer, devices).")
     inside = all(0 <= first <= last < len(WORK) for first, last, _ in plan)
     layers = [layer for first, last, _ in plan for layer in range(first, last + 1) if inside]
     if layers != [*range(len(WORK))]:
@@ -33,17 +40,9 @@ def faster_plan(answer: Any) -> Feedback:
     return Feedback(True, f"Right: {shown}.")
 
 
-def possible_stages(answer: Any) -> Feedback:
-    def lines(n, d):
-        shapes = d.bit_length()
-        return n * (n + 1) // 2 * shapes * (shapes + 1) // 2
-
-    slips = [
-        (lambda n, d: n * (n + 1) // 2 * d.bit_length(), "A submesh has several logical meshes."),
-        (lambda n, d: lines(n, d) * 2 * n // (n + 1), "Layers in a row: 0-1 is there, 1-0 not."),
-        (lambda n, d: n * (n + 1) // 2 * d * (d + 1) // 2, "A submesh has 1, 2, 4, ... devices."),
-    ]
-    return same_function(answer, lines, [(4, 4), (1, 1), (8, 8), (3, 2), (10, 1), (5, 16)], slips)
+def lines(n, d):
+    shapes = d.bit_length()
+    return n * (n + 1) // 2 * shapes * (shapes + 1) // 2
 
 
 HELD, OF_BATCH, ROOM, SAMPLES, STAGES = 300, 1600, 800, 64, 4  # MiB, MiB, MiB, samples, stages
@@ -70,26 +69,13 @@ def plan_that_fits(answer: Any) -> Feedback:
     return Feedback(True, f"Right: {shown}.")
 
 
-def looked_at(answer: Any) -> Feedback:
-    """(pairs of t_max and the least sum, micro-batches) -> how many pairs the search looks at."""
-
-    def count(pairs: Sequence[tuple[float, float]], m: int, factor: float) -> int:
-        best, seen = math.inf, 0
-        for slowest, least in pairs:
-            if factor * slowest >= best:
-                break
-            best, seen = min(best, least + (m - 1) * slowest), seen + 1
-        return seen
-
-    slips = [
-        (lambda pairs, m: count(pairs, m, m), "The pairs come in any order."),
-        (lambda pairs, m: len(pairs), "It stops when no later pair can win."),
-        (lambda pairs, m: count(sorted(pairs), m, 1), "All m micro-batches pass the slowest."),
-    ]
-    sums = [(1, math.inf), (2, 9), (3, 7), (4, 6), (5, 5), (10, 5)]
-    cases = [([(1, 4), (3, 9), (50, 3)], 4), (sums[::-1], 4), ([(3, 3)], 2), (sums[:1], 5)]
-    cases += [(sums, m) for m in (1, 2, 4, 64)]
-    return same_function(answer, lambda pairs, m: count(sorted(pairs), m, m), cases, slips)
+def count(pairs: Sequence[tuple[float, float]], m: int, factor: float) -> int:
+    best, seen = math.inf, 0
+    for slowest, least in pairs:
+        if factor * slowest >= best:
+            break
+        best, seen = min(best, least + (m - 1) * slowest), seen + 1
+    return seen
 
 
 def stages_of_equal_layers() -> float:
@@ -101,10 +87,32 @@ def stages_of_equal_layers() -> float:
     return len(best_stages(table, devices=8, microbatches=32).stages)
 
 
+SUMS = [(1, math.inf), (2, 9), (3, 7), (4, 6), (5, 5), (10, 5)]
 EXERCISES = {
     "10-1": Exercise(Task.BUILD, faster_plan),
-    "10-2": Exercise(Task.WRITE, possible_stages),
-    "10-3": Exercise(Task.DEBUG, plan_that_fits),
-    "10-4": Exercise(Task.WRITE, looked_at),
+    # (layers, devices of a host) -> lines of Alpa's table of stages.
+    "10-2": write(
+        lines,
+        [(4, 4), (1, 1), (8, 8), (3, 2), (10, 1), (5, 16)],
+        {
+            lambda n, d: n * (n + 1) // 2 * d.bit_length(): "A submesh has several logical meshes.",
+            lambda n, d: lines(n, d) * 2 * n // (n + 1): "Layers in a row: 0-1 is there, 1-0 not.",
+            lambda n, d: n * (n + 1) // 2 * d * (d + 1) // 2: "A submesh has 1, 2, 4, ... devices.",
+        },
+    ),
+    "10-3": debug(plan_that_fits),
+    # (pairs of t_max and the least sum, micro-batches) -> how many pairs the search looks at.
+    "10-4": write(
+        lambda pairs, m: count(sorted(pairs), m, m),
+        [
+            *[([(1, 4), (3, 9), (50, 3)], 4), (SUMS[::-1], 4), ([(3, 3)], 2), (SUMS[:1], 5)],
+            *[(SUMS, m) for m in (1, 2, 4, 64)],
+        ],
+        {
+            lambda pairs, m: count(pairs, m, m): "The pairs come in any order.",
+            lambda pairs, m: len(pairs): "It stops when no later pair can win.",
+            lambda pairs, m: count(sorted(pairs), m, 1): "All m micro-batches pass the slowest.",
+        },
+    ),
 }
 GUESSES = {"10-a": Guess(stages_of_equal_layers, "Compare T of one stage on all and of eight.")}

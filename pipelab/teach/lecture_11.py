@@ -1,6 +1,7 @@
 """Lecture 11: inside a mesh."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,21 +16,13 @@ from pipelab.teach.feedback import (
     Feedback,
     Guess,
     Task,
+    called,
+    debug,
     is_close,
-    not_a_function,
     not_yet,
-    number,
-    same_function,
+    predict,
+    write,
 )
-
-
-def all_reduces(answer: Any) -> Feedback:
-    slips = {
-        1.0: "The backward hands on a gradient, too.",
-        4.0: "Which of these are sums of parts?",
-    }
-    return number(answer, 2, "What is a sum of parts, forward and backward?", slips)
-
 
 SAMPLES, NARROW, WIDE = 32, 64, 128
 
@@ -68,8 +61,6 @@ def gated_specs(answer: Any) -> Feedback:
 
 def mean_of_means(answer: Any) -> Feedback:
     """What a device does with its gradient, so that all have that of the whole batch."""
-    if not callable(answer):
-        return not_a_function(answer)
     samples = jnp.arange(8.0)
 
     def gradient(mine):
@@ -78,10 +69,7 @@ def mean_of_means(answer: Any) -> Feedback:
     right = float(gradient(samples))
     for devices in (4, 2, 8):
         parts = jax.vmap(gradient)(samples.reshape(devices, -1))
-        try:
-            found = np.asarray(jax.vmap(answer, axis_name="four")(parts))
-        except Exception as error:
-            return not_yet(f"it raises {type(error).__name__}: {error}")
+        found = np.asarray(jax.vmap(partial(called, answer), axis_name="four")(parts))
         if found.shape != (devices,):
             return not_yet("give one number: the gradient that the device goes on with.")
         if not is_close(found, np.full(devices, right)):
@@ -95,18 +83,8 @@ def _fault(found: np.ndarray, right: float) -> str:
     return f"the gradient is {found[0] / right:g} times the right one."
 
 
-def slowest_link(answer: Any) -> Feedback:
-    """(FLOP/s, wide) -> bytes/s of four devices' ring at which splitting two matrices pays."""
-
-    def rate(R, W):
-        return 0.8 * R / W
-
-    slips = [
-        (lambda R, W: 0.6 * R / W, "Of the work a quarter is left: how much is saved?"),
-        (lambda R, W: 8 / 15 * R / W, "A ring sends the bytes twice, less one piece of four."),
-        (lambda R, W: 0.2 * R / W, "A number has four bytes."),
-    ]
-    return same_function(answer, rate, [(20e9, 512), (1e12, 8192), (1.0, 1)], slips)
+def rate(R, W):
+    return 0.8 * R / W
 
 
 def data_parallel_bytes() -> float:
@@ -115,9 +93,26 @@ def data_parallel_bytes() -> float:
 
 
 EXERCISES = {
-    "11-1": Exercise(Task.PREDICT, all_reduces),
+    # All-reduces of a layer in two parts.
+    "11-1": predict(
+        2,
+        "What is a sum of parts, forward and backward?",
+        {
+            1.0: "The backward hands on a gradient, too.",
+            4.0: "Which of these are sums of parts?",
+        },
+    ),
     "11-2": Exercise(Task.BUILD, gated_specs),
-    "11-3": Exercise(Task.DEBUG, mean_of_means),
-    "11-4": Exercise(Task.WRITE, slowest_link),
+    "11-3": debug(mean_of_means),
+    # (FLOP/s, wide) -> bytes/s of four devices' ring at which splitting two matrices pays.
+    "11-4": write(
+        rate,
+        [(20e9, 512), (1e12, 8192), (1.0, 1)],
+        {
+            lambda R, W: 0.6 * R / W: "Of the work a quarter is left: how much is saved?",
+            lambda R, W: 8 / 15 * R / W: "A ring sends the bytes twice, less one piece of four.",
+            lambda R, W: 0.2 * R / W: "A number has four bytes.",
+        },
+    ),
 }
 GUESSES = {"11-a": Guess(data_parallel_bytes, "What is S? How often does it go round?")}

@@ -13,23 +13,19 @@ from pipelab.teach.feedback import (
     Feedback,
     Guess,
     Task,
+    build,
+    called,
+    debug,
     is_close,
-    not_a_function,
     not_yet,
     number,
-    same_function,
-    table,
+    write,
 )
 
 if TYPE_CHECKING:
     import torch
 
 IN_A_V = (0, 1, 1, 0)  # stage -> device
-
-
-def filled_drain(answer: Any) -> Feedback:
-    """Three devices, five micro-batches, backwards in two halves."""
-    return table(answer, devices=3, microbatches=5, makespan=17, in_flight=3)
 
 
 def last_device(answer: Any) -> Feedback:
@@ -48,38 +44,8 @@ def last_device(answer: Any) -> Feedback:
     return number(answer, 1 + 7 * after / before, hint, slips)
 
 
-def step_undone(answer: Any) -> Feedback:
-    """(w, buffer, gradient, lr, mu) after a step with momentum -> w and buffer before it."""
-
-    def truth(w, buffer, gradient, lr, mu):
-        return w + lr * buffer, (buffer - gradient) / mu
-
-    slips = (
-        (
-            lambda w, buffer, gradient, lr, mu: (w + lr * gradient, (buffer - gradient) / mu),
-            "The step subtracted lr times the buffer, not the gradient alone.",
-        ),
-        (
-            lambda w, buffer, gradient, lr, mu: (
-                w + lr * (buffer - gradient) / mu,
-                (buffer - gradient) / mu,
-            ),
-            "w was changed by the buffer as it is now: undo that first.",
-        ),
-        (
-            lambda w, buffer, gradient, lr, mu: (w + lr * buffer, buffer - gradient),
-            "The old buffer was multiplied by mu before the gradient came.",
-        ),
-        (
-            lambda w, buffer, gradient, lr, mu: (
-                w - lr * (mu * buffer + gradient),
-                mu * buffer + gradient,
-            ),
-            "That is one more step forwards.",
-        ),
-    )
-    cases = [(1.0, 2.0, 0.5, 0.1, 0.9), (-3.0, 0.5, 4.0, 0.01, 0.5), (0.0, -1.0, 1.0, 1.0, 0.99)]
-    return same_function(answer, truth, cases, slips)
+def truth(w, buffer, gradient, lr, mu):
+    return w + lr * buffer, (buffer - gradient) / mu
 
 
 class Layer:
@@ -95,8 +61,6 @@ class Layer:
 
 def late_weight_gradient(answer: Any) -> Feedback:
     """W(layer), which has to work in any order in which it may come."""
-    if not callable(answer):
-        return not_a_function(answer)
     orders = ("F I W F I W", "F F F I W I W I W", "F F I F I W I W F I W W")
     for order in orders:
         layer = Layer()
@@ -132,26 +96,45 @@ def _played(order: str, layer: Layer, weight_gradient: Callable[[Layer], None]) 
         elif kind == "I":
             layer.output_grads.append(next(backwards))
         else:
-            weight_gradient(layer)
+            called(weight_gradient, layer)
     return torch.einsum("mbo,mbi->oi", dy, x)
 
 
-def folded(answer: Any) -> Feedback:
-    """Two micro-batches through four chunks in a V."""
-
-    def missing(schedule: Schedule) -> str:
-        home = schedule.placement
-        return "" if home == IN_A_V else f"stages are on devices {home}; the V is {IN_A_V}"
-
-    return table(answer, devices=2, stages=4, microbatches=2, makespan=13, missing=missing)
+def missing(schedule: Schedule) -> str:
+    home = schedule.placement
+    return "" if home == IN_A_V else f"stages are on devices {home}; the V is {IN_A_V}"
 
 
 EXERCISES = {
-    "12-1": Exercise(Task.BUILD, filled_drain),
+    # Three devices, five micro-batches, backwards in two halves.
+    "12-1": build(devices=3, microbatches=5, makespan=17, in_flight=3),
     "12-2": Exercise(Task.PREDICT, last_device),
-    "12-3": Exercise(Task.WRITE, step_undone),
-    "12-4": Exercise(Task.DEBUG, late_weight_gradient),
-    "12-5": Exercise(Task.BUILD, folded),
+    # (w, buffer, gradient, lr, mu) after a step with momentum -> w and buffer before it.
+    "12-3": write(
+        truth,
+        [(1.0, 2.0, 0.5, 0.1, 0.9), (-3.0, 0.5, 4.0, 0.01, 0.5), (0.0, -1.0, 1.0, 1.0, 0.99)],
+        {
+            lambda w, buffer, gradient, lr, mu: (
+                w + lr * gradient,
+                (buffer - gradient) / mu,
+            ): "The step subtracted lr times the buffer, not the gradient alone.",
+            lambda w, buffer, gradient, lr, mu: (
+                w + lr * (buffer - gradient) / mu,
+                (buffer - gradient) / mu,
+            ): "w was changed by the buffer as it is now: undo that first.",
+            lambda w, buffer, gradient, lr, mu: (
+                w + lr * buffer,
+                buffer - gradient,
+            ): "The old buffer was multiplied by mu before the gradient came.",
+            lambda w, buffer, gradient, lr, mu: (
+                w - lr * (mu * buffer + gradient),
+                mu * buffer + gradient,
+            ): "That is one more step forwards.",
+        },
+    ),
+    "12-4": debug(late_weight_gradient),
+    # Two micro-batches through four chunks in a V.
+    "12-5": build(devices=2, stages=4, microbatches=2, makespan=13, missing=missing),
 }
 GUESSES = {
     "12-a": Guess(

@@ -4,20 +4,22 @@ import math
 from typing import Any
 
 from pipelab import Costs, Schedule
-from pipelab.search import bound, memory_used
+from pipelab.optimize.order import bound, memory_used
 from pipelab.teach.feedback import (
     NOT_ATTEMPTED,
     Exercise,
     Feedback,
     Guess,
     Task,
+    build,
+    called,
     choice,
+    debug,
     is_close,
-    not_a_function,
     not_yet,
     number,
-    same_function,
-    table,
+    predict,
+    write,
 )
 
 SLOW_MIDDLE = Costs(forward=[1, 2, 1], input_grad=[1, 2, 1], weight_grad=1)
@@ -33,81 +35,17 @@ def claimed() -> Schedule:
     return Schedule.from_grid(CLAIMED, "claimed")
 
 
-def two_in_flight(answer: Any) -> Feedback:
-    """As fast as with room for three, if the middle stage is slow."""
-    sizes: dict[str, Any] = {"devices": 3, "microbatches": 4, "costs": SLOW_MIDDLE}
-    feedback = table(answer, **sizes, makespan=21, in_flight=2)
-    if feedback.passed:
-        return feedback
-    slow = table(answer, **sizes, in_flight=2)
-    if slow.passed and not table(answer, **sizes, makespan=26).passed:
-        return not_yet(f"a named schedule takes 27. Yours: {slow.text.removeprefix('Right: ')}")
-    return feedback
+def trip(p, f, i, w, c):
+    return p * (f + i) + 2 * (p - 1) * c + w
 
 
-def few_microbatches(answer: Any) -> Feedback:
-    """Eight devices, two micro-batches, slow links."""
-    costs = Costs(transfer=0.5)
-    slips = {
-        6.0: "That is the work alone: where does the last device's first input come from?",
-        19.0: "Do messages take no time?",
-        22.5: "They take time on the way back, too.",
-        25.0: "And the last W?",
-        24.0: "Each is alone on its way, but the second one starts after the first.",
-        27.0: "What does device 0 do before the last gradient is there? The first W.",
-        28.0: "The last device's two W fit into the way back.",
-    }
-    hint = "Down and back for one, what the second one adds, and what is left at the end."
-    return number(answer, bound(costs, 8, 2).makespan, hint, slips)
+def shared(seconds):
+    """All trips, of so many seconds each, in turn on the places that there are."""
+    return lambda p, m, room, *times: m * seconds(p, *times) / room
 
 
-def place_seconds(answer: Any) -> Feedback:
-    """(p, m, room, f, i, w, c) -> what room on device 0 allows, of equal stages."""
-
-    def trip(p, f, i, w, c):
-        return p * (f + i) + 2 * (p - 1) * c + w
-
-    def shared(seconds):
-        """All trips, of so many seconds each, in turn on the places that there are."""
-        return lambda p, m, room, *times: m * seconds(p, *times) / room
-
-    def turnover(p, m, room, f, i, w, c):
-        return bound(Costs(f, i, w, transfer=c), p, m, room).by["memory turnover"]
-
-    slips = [
-        (
-            shared(lambda p, f, i, w, c: trip(p, f, i, 0, c)),
-            "A place is free after W, not after I.",
-        ),
-        (shared(lambda p, f, i, w, c: trip(p, f, i, w, c / 2)), "Messages go there and back."),
-        (
-            shared(lambda p, f, i, w, c: trip(p, f, i + w, 0, c)),
-            "Device 0 does not wait for the other devices' W.",
-        ),
-        (
-            shared(lambda p, f, i, w, c: trip(p, f, i, w, 0)),
-            "Messages take time, there and back.",
-        ),
-        (
-            lambda p, m, room, f, i, w, c: m * (f + i + w),
-            "That is device 0's own work. A place is taken for the whole trip.",
-        ),
-        (
-            lambda p, m, room, *times: math.ceil(m / room) * trip(p, *times),
-            "Do not round: in the last turn some places may be empty.",
-        ),
-        (turnover, "That is `bound`'s, which counts whole turns. Here: places times seconds."),
-        (
-            lambda p, m, room, *times: m * trip(p, *times),
-            "That is with one place. How many are there?",
-        ),
-        (
-            lambda p, m, room, *times: trip(p, *times) / room,
-            "That is one micro-batch's share. How many come?",
-        ),
-    ]
-    cases = [(4, 8, 1, 1, 1, 1, 0), (4, 8, 2, 1, 1, 1, 0), (3, 5, 2, 2, 1, 3, 0.5)]
-    return same_function(answer, shared(trip), cases, slips)
+def turnover(p, m, room, f, i, w, c):
+    return bound(Costs(f, i, w, transfer=c), p, m, room).by["memory turnover"]
 
 
 def sound_bound(answer: Any) -> Feedback:
@@ -115,8 +53,6 @@ def sound_bound(answer: Any) -> Feedback:
 
     Any that is at least as large as with `sum(I before) + W of stage 0` for the way back passes.
     """
-    if not callable(answer):
-        return not_a_function(answer)
     cases = [
         ([1] * 4, [1] * 4, [1] * 4, 8),
         ([1] * 4, [1] * 4, [1] * 4, 2),
@@ -125,13 +61,11 @@ def sound_bound(answer: Any) -> Feedback:
         ([1, 1, 1], [1, 1, 1], [1, 1, 5], 1),
     ]
     for f, i, w, m in cases:
-        try:
-            value = answer(f, i, w, m)
-        except Exception as error:
-            return not_yet(f"for {f}, {i}, {w}, {m} it raises {type(error).__name__}: {error}")
+        where = f"for {f}, {i}, {w}, {m}"
+        value = called(answer, f, i, w, m, where=where)
         if value is None:
             return NOT_ATTEMPTED
-        p, found = len(f), f"for {f}, {i}, {w}, {m} it gives {value}"
+        p, found = len(f), f"{where} it gives {value}"
         if not is_close(value, value) or value > bound(Costs(f, i, w), p, m).makespan + 1e-9:
             hint = "Which W comes after the way back, and what can be done meanwhile?"
             return not_yet(f"{found}: not sound. {hint}")
@@ -141,37 +75,75 @@ def sound_bound(answer: Any) -> Feedback:
     return Feedback(True, "Right: no order beats it, and it is as large as reason 1.")
 
 
-def room_needed(answer: Any) -> Feedback:
-    """What the claimed table holds."""
-    slips = {
-        2: "So says the claim, which counts from F to I. What is kept from I to W?",
-        3: "Count along row 0: one more with every F, one less with every W.",
-        6: "Some are done before the last one starts.",
-    }
-    hint = "A micro-batch is in flight from its F until its W."
-    return number(answer, max(memory_used(claimed(), Costs())), hint, slips)
-
-
-def what_a_gap_says(answer: Any) -> Feedback:
-    """198, of which the proof says: none is faster than 189."""
-    return choice(
-        answer,
+EXERCISES = {
+    "13-1": build(devices=3, microbatches=4, costs=SLOW_MIDDLE, makespan=21, in_flight=2),
+    # Eight devices, two micro-batches, slow links.
+    "13-2": predict(
+        bound(Costs(transfer=0.5), 8, 2).makespan,
+        "Down and back for one, what the second one adds, and what is left at the end.",
+        {
+            6.0: "That is the work alone: where does the last device's first input come from?",
+            19.0: "Do messages take no time?",
+            22.5: "They take time on the way back, too.",
+            25.0: "And the last W?",
+            24.0: "Each is alone on its way, but the second one starts after the first.",
+            27.0: "What does device 0 do before the last gradient is there? The first W.",
+            28.0: "The last device's two W fit into the way back.",
+        },
+    ),
+    # (p, m, room, f, i, w, c) -> what room on device 0 allows, of equal stages.
+    "13-3": write(
+        shared(trip),
+        [(4, 8, 1, 1, 1, 1, 0), (4, 8, 2, 1, 1, 1, 0), (3, 5, 2, 2, 1, 3, 0.5)],
+        {
+            shared(
+                lambda p, f, i, w, c: trip(p, f, i, 0, c)
+            ): "A place is free after W, not after I.",
+            shared(lambda p, f, i, w, c: trip(p, f, i, w, c / 2)): "Messages go there and back.",
+            shared(
+                lambda p, f, i, w, c: trip(p, f, i + w, 0, c)
+            ): "Device 0 does not wait for the other devices' W.",
+            shared(
+                lambda p, f, i, w, c: trip(p, f, i, w, 0)
+            ): "Messages take time, there and back.",
+            lambda p, m, room, f, i, w, c: (
+                m * (f + i + w)
+            ): "That is device 0's own work. A place is taken for the whole trip.",
+            lambda p, m, room, *times: (
+                math.ceil(m / room) * trip(p, *times)
+            ): "Do not round: in the last turn some places may be empty.",
+            turnover: "That is `bound`'s, which counts whole turns. Here: places times seconds.",
+            lambda p, m, room, *times: (
+                m * trip(p, *times)
+            ): "That is with one place. How many are there?",
+            lambda p, m, room, *times: (
+                trip(p, *times) / room
+            ): "That is one micro-batch's share. How many come?",
+        },
+    ),
+    "13-4": debug(sound_bound),
+    # What the claimed table holds.
+    "13-5": debug(
+        number,
+        max(memory_used(claimed(), Costs())),
+        "A micro-batch is in flight from its F until its W.",
+        {
+            2: "So says the claim, which counts from F to I. What is kept from I to W?",
+            3: "Count along row 0: one more with every F, one less with every W.",
+            6: "Some are done before the last one starts.",
+        },
+    ),
+    # 198, of which the proof says: none is faster than 189.
+    "13-6": Exercise(
+        Task.PREDICT,
+        choice,
         "between",
         {
             "better": "A gap is what is not known. Perhaps 198 is the best.",
             "best": "It may be, but that is not proved: only less than 189 is excluded.",
             "broken": "A bound need not be reached.",
         },
-    )
-
-
-EXERCISES = {
-    "13-1": Exercise(Task.BUILD, two_in_flight),
-    "13-2": Exercise(Task.PREDICT, few_microbatches),
-    "13-3": Exercise(Task.WRITE, place_seconds),
-    "13-4": Exercise(Task.DEBUG, sound_bound),
-    "13-5": Exercise(Task.DEBUG, room_needed),
-    "13-6": Exercise(Task.PREDICT, what_a_gap_says),
+    ),
 }
 GUESSES = {
     "13-a": Guess(

@@ -8,17 +8,16 @@ import numpy as np
 from pipelab import Costs, Timeline, make, simulate
 from pipelab.teach.feedback import (
     NOT_ATTEMPTED,
-    Exercise,
     Feedback,
     Guess,
-    Task,
+    build,
+    called,
     choice,
+    debug,
     is_close,
-    not_a_function,
     not_yet,
-    number,
-    same_function,
-    table,
+    predict,
+    write,
 )
 
 
@@ -28,34 +27,16 @@ def suspect() -> Timeline:
     return simulate(make("pipedream_flush", 4, 8), Costs(work, work, work, transfer=0.1))
 
 
-def all_reduced(answer: Any) -> Feedback:
-    """GB that a device sends: 4 replicas of 4 stages, 9.6 GB of gradients."""
-    slips = {
-        14.4: "A device holds the gradients of one stage.",
-        2.4: "In a ring the sum goes round, and then once more to reach everybody.",
-        1.8: "In a ring the sum goes round, and then once more to reach everybody.",
-        4.5: "The devices that add up their gradients are those of one stage.",
-        4.8: "Its own share need not be sent.",
-    }
-    return number(answer, 2 * 3 / 4 * 9.6 / 4, "Whose gradients are added up?", slips)
-
-
 def exchanged(answer: Any) -> Feedback:
     """(first, last) -> both copies' .grad are the sum of the two."""
     import torch  # a lecture's first cell has loaded it
 
-    if not callable(answer):
-        return not_a_function(answer)
     first, last = (torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(2))
     parts = torch.tensor([[1.0, 2, 3], [4, 5, 6]]), torch.full((2, 3), 10.0)
     first.grad, last.grad = (part.clone() for part in parts)
-    try:
-        returned = answer(first, last)
-        found = [np.asarray(p.grad) for p in (first, last)]
-    except Exception as error:
-        return not_yet(f"it raises {type(error).__name__}: {error}")
-    if returned is not None:
+    if called(answer, first, last) is not None:
         return not_yet("it returns something, which nobody reads: the optimizer reads both .grad.")
+    found = [np.asarray(p.grad) for p in (first, last)]
     return _tied_hint(found, [part.numpy() for part in parts])
 
 
@@ -75,47 +56,57 @@ def _tied_hint(found: Sequence[Any], parts: Sequence[np.ndarray]) -> Feedback:
     return not_yet(f"{name} is not the sum of the two parts.")
 
 
-def best_cure(answer: Any) -> Feedback:
-    wrong = {
-        "links": "Very little of the time goes there.",
-        "micro-batches": "Warm-up and drain are the largest share. But how fast is it then?",
-        "gpipe": "It has the same bubble, and holds more.",
-    }
-    return choice(answer, "balance", wrong)
+def fastest(samples: int, p: int, fixed: float, each: float) -> int:
+    def seconds(m: int) -> float:
+        return (m + p - 1) * (fixed + samples / m * each)
 
-
-def hidden_transfer(answer: Any) -> Feedback:
-    slow = Costs(transfer=1)
-    return table(answer, devices=2, microbatches=6, makespan=23, in_flight=3, costs=slow)
-
-
-def fastest_microbatches(answer: Any) -> Feedback:
-    """(samples, devices, seconds an action, seconds a sample) -> micro-batches."""
-
-    def fastest(samples: int, p: int, fixed: float, each: float) -> int:
-        def seconds(m: int) -> float:
-            return (m + p - 1) * (fixed + samples / m * each)
-
-        return min((m for m in range(1, samples + 1) if samples % m == 0), key=seconds)
-
-    slips = [
-        (lambda samples, *_: samples, "Every micro-batch has its fixed cost."),
-        (lambda samples, p, fixed, each: fastest(samples, 1, fixed, each), "And the bubble?"),
-        (
-            lambda samples, p, fixed, each: ((p - 1) * samples * each / fixed) ** 0.5,
-            "That would be best if m could be any number; it has to divide the samples.",
-        ),
-    ]
-    cases = [(64, 4, 1, 1), (64, 4, 0.01, 1), (64, 8, 4, 0.5), (60, 3, 3, 1), (7, 4, 1, 1)]
-    return same_function(answer, fastest, cases, slips)
+    return min((m for m in range(1, samples + 1) if samples % m == 0), key=seconds)
 
 
 EXERCISES = {
-    "14-1": Exercise(Task.PREDICT, all_reduced),
-    "14-2": Exercise(Task.DEBUG, exchanged),
-    "14-3": Exercise(Task.DEBUG, best_cure),
-    "14-4": Exercise(Task.BUILD, hidden_transfer),
-    "14-5": Exercise(Task.WRITE, fastest_microbatches),
+    # GB that a device sends: 4 replicas of 4 stages, 9.6 GB of gradients.
+    "14-1": predict(
+        2 * 3 / 4 * 9.6 / 4,
+        "Whose gradients are added up?",
+        {
+            14.4: "A device holds the gradients of one stage.",
+            2.4: "In a ring the sum goes round, and then once more to reach everybody.",
+            1.8: "In a ring the sum goes round, and then once more to reach everybody.",
+            4.5: "The devices that add up their gradients are those of one stage.",
+            4.8: "Its own share need not be sent.",
+        },
+    ),
+    "14-2": debug(exchanged),
+    # What would help the suspect most.
+    "14-3": debug(
+        choice,
+        "balance",
+        {
+            "links": "Very little of the time goes there.",
+            "micro-batches": "Warm-up and drain are the largest share. But how fast is it then?",
+            "gpipe": "It has the same bubble, and holds more.",
+        },
+    ),
+    # Six micro-batches in 23, with messages that take 1.
+    "14-4": build(
+        devices=2,
+        microbatches=6,
+        makespan=23,
+        in_flight=3,
+        costs=Costs(transfer=1),
+    ),
+    # (samples, devices, seconds an action, seconds a sample) -> micro-batches.
+    "14-5": write(
+        fastest,
+        [(64, 4, 1, 1), (64, 4, 0.01, 1), (64, 8, 4, 0.5), (60, 3, 3, 1), (7, 4, 1, 1)],
+        {
+            lambda samples, *_: samples: "Every micro-batch has its fixed cost.",
+            lambda samples, p, fixed, each: fastest(samples, 1, fixed, each): "And the bubble?",
+            lambda samples, p, fixed, each: (
+                ((p - 1) * samples * each / fixed) ** 0.5
+            ): "That would be best if m could be any number; it has to divide the samples.",
+        },
+    ),
 }
 GUESSES = {
     "14-a": Guess(

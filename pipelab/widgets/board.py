@@ -1,16 +1,29 @@
-"""What the editor's picture is drawn from: rows of cells with their words, as plain data."""
+"""What the editor's picture is drawn from, as plain data: rows of cells with their words, and the
+level, par, numbers and run that stand beside them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from matplotlib.colors import to_hex
 
-from pipelab.action import Action, Kind
 from pipelab.plot import style
-from pipelab.plot.timeline import colour_of
-from pipelab.puzzle import Advice, Draft, Refused, Task, coach, could_run, why_idle
-from pipelab.puzzle.draft import in_flight
-from pipelab.puzzle.reasons import gap
+from pipelab.predict.timeline import Timeline
+from pipelab.table.action import Action, Kind
+from pipelab.widgets.puzzle import (
+    Advice,
+    Draft,
+    Level,
+    Refused,
+    Task,
+    coach,
+    could_run,
+    least_makespan,
+    why_idle,
+)
+from pipelab.widgets.puzzle.draft import in_flight
+from pipelab.widgets.puzzle.link import task_of
+from pipelab.widgets.puzzle.recognise import gap_reasons
+from pipelab.widgets.try_out import Trial
 
 RUNGS = {
     "free": "anything goes",
@@ -27,28 +40,21 @@ def board(draft: Draft, rung: str, critical: bool) -> list[dict[str, Any]]:
     A cell has what it is (action, gap, stuck or end), from and until when, its place in the row,
     its text and colours, and what there is to say about it.
     """
-    ready = set(draft.ready()) if tells(rung) else set()
-    marks = _marks(draft) if rung == "coach" else {}
+    task, stages = draft.task, range(draft.task.table.stages)
+    states = dict.fromkeys(draft.ready(), "ready") if tells(rung) else {}
+    marks = states | (_marks(draft) if rung == "coach" and not draft.whole else {})
     path = _critical_path(draft) if critical else set()
     return [
         {
             "device": device,
             "name": f"device {device}",
-            "stages": _stages(draft.task, device),
-            "cells": _cells(draft, device, ready, path, tells(rung)),
+            "stages": f"stages {', '.join(map(str, stages[device :: task.devices]))}",
+            "cells": _cells(draft, device, path, tells(rung), states),
             "held": _held(draft, device),
-            "cap": draft.task.cap[device] if draft.task.cap else None,  # type: ignore[index]
-            "left": [
-                {
-                    "text": _short(draft.task, action),
-                    "action": str(action),
-                    "colours": _colours(draft.task, action),
-                    "state": marks.get(action, "ready" if action in ready else ""),
-                }
-                for action in draft.left(device)
-            ],
+            "cap": task.cap and task.caps[device],
+            "left": [look(task, a) | {"state": marks.get(a, "")} for a in draft.left(device)],
         }
-        for device in range(draft.task.devices)
+        for device in range(task.devices)
     ]
 
 
@@ -71,11 +77,9 @@ def _marks(draft: Draft) -> dict[Action, str]:
     return {found.move: "best"} | dict.fromkeys(found.ties, "tie")
 
 
-def legend(task: Task) -> list[list[str]]:
+def board_legend(task: Task) -> list[list[str]]:
     """Names and colours of the kinds that a task's table has."""
-    kinds = [Kind.F, Kind.I, Kind.W] if task.split else [Kind.F, Kind.B]
-    if task.by_hand:
-        kinds.append(Kind.U)
+    kinds = sorted({a.kind for a in task.needs})
     return [[style.NAMES[kind], style.KINDS[kind]] for kind in kinds]
 
 
@@ -83,56 +87,45 @@ def legend(task: Task) -> list[list[str]]:
 
 
 def _cells(
-    draft: Draft, device: int, ready: Iterable[Action], path: set[Action], tell: bool
+    draft: Draft, device: int, path: set[Action], tell: bool, ready: Iterable[Action]
 ) -> list[dict[str, Any]]:
-    running = draft.running
-    row, task = running.rows[device], draft.task
+    task, running = draft.task, draft.running
     cells, now = [], 0.0
-    for i, action in enumerate(row):
-        start, end = running.span(action)
-        if start > now + 1e-9:
-            cells.append(_gap(running, device, i, tell))
-        about = f"{_name(action)} on device {device}, from {start:g} to {end:g}."
-        if action in path:
-            about += " It is on the critical path: were it shorter, the table would be."
-        cell = box(task, "action", action, start, end)
-        cells.append(cell | {"index": i, "about": about, "critical": action in path})
+    for i, action in enumerate(draft.rows[device]):
+        if i < len(running.rows[device]):
+            start, end = running.spans[action]
+            if start > now + 1e-9:
+                cells.append(_gap(running, device, i, tell))
+            about = f"{_name(action)} on device {device}, from {start:g} to {end:g}."
+            if action in path:
+                about += " It is on the critical path: were it shorter, the table would be."
+            cell = framed(task, "action", action, start, end) | {"critical": action in path}
+        else:
+            end = now + task.seconds[action]
+            cell, about = framed(task, "stuck", action, now, end), _why_stuck(draft, action)
+        cells.append(cell | {"index": i, "about": about})
         now = end
-    for i, action in enumerate(draft.rows[device][len(row) :], len(row)):
-        cell = box(task, "stuck", action, now, now + task.seconds[action])
-        cells.append(cell | {"index": i, "about": _why_stuck(draft, action)})
-        now += task.seconds[action]
+    left = draft.left(device)
+    about = f"device {device} has done all its work at {now:g}."
+    if left:
+        about = f"device {device} is free from {now:g} on, with {len(left)} actions to place."
+        mine = ", ".join(str(a) for a in left if a in ready)
+        about += f" Ready: {mine}." if mine else ""
     last = {"what": "end", "from": now, "until": now, "index": len(draft.rows[device])}
-    return [*cells, last | {"about": _about_end(draft, device, now, ready)}]
+    return [*cells, last | {"about": about}]
 
 
-def box(task: Task, what: str, action: Action, start: float, end: float) -> dict[str, Any]:
+def framed(task: Task, what: str, action: Action, start: float, end: float) -> dict[str, Any]:
     """The cell of an action."""
-    return {
-        "what": what,
-        "from": start,
-        "until": end,
-        "text": _short(task, action),
-        "action": str(action),
-        "colours": _colours(task, action),
-    }
+    return look(task, action) | {"what": what, "from": start, "until": end}
 
 
 def _gap(draft: Draft, device: int, index: int, tell: bool) -> dict[str, Any]:
-    begin, until = gap(draft, device, index)
+    begin, until = gap_reasons(draft, device, index)
     about = f"device {device} is idle from {begin:g} to {until:g}: {why_idle(draft, device, index)}"
     if tell:
         about = f"{about} {could_run(draft, device, index)}".rstrip()
     return {"what": "gap", "from": begin, "until": until, "index": index, "about": about}
-
-
-def _about_end(draft: Draft, device: int, now: float, ready: Iterable[Action]) -> str:
-    left = draft.left(device)
-    if not left:
-        return f"device {device} has done all its work at {now:g}."
-    mine = [str(a) for a in left if a in ready]
-    now_ready = f" Ready: {', '.join(mine)}." if mine else ""
-    return f"device {device} is free from {now:g} on, with {len(left)} actions to place.{now_ready}"
 
 
 def _why_stuck(draft: Draft, action: Action) -> str:
@@ -145,7 +138,7 @@ def _why_stuck(draft: Draft, action: Action) -> str:
 def _critical_path(draft: Draft) -> set[Action]:
     if not draft.whole or draft.problem:
         return set()
-    return {draft.completed.action(i) for i in draft.timeline.critical_path()}
+    return {draft.completed.actions[i] for i in draft.timeline.critical_path()}
 
 
 def _held(draft: Draft, device: int) -> list[list[float]]:
@@ -153,31 +146,95 @@ def _held(draft: Draft, device: int) -> list[list[float]]:
     row = draft.running.rows[device]
     held = [[0.0, 0.0]]
     for action, count in zip(row, in_flight(draft.task, row), strict=True):
-        start, end = draft.running.span(action)
+        start, end = draft.running.spans[action]
         if count != held[-1][1]:
             held.append([start if count > held[-1][1] else end, count])
     return held
 
 
-# ---- texts and colours
-
-
-def _stages(task: Task, device: int) -> str:
-    return f"stages {', '.join(map(str, range(device, task.stages, task.devices)))}"
-
-
-def _short(task: Task, action: Action) -> str:
-    """An action without its stage where the device has only one."""
-    return str(action) if task.virtual > 1 else f"{action.kind.name}{action.microbatch}"
-
-
 def _name(action: Action) -> str:
-    if action.kind is Kind.U:
-        return f"{action}, update {action.microbatch} of stage {action.stage},"
-    name = style.NAMES[action.kind]
-    return f"{action}, the {name} of micro-batch {action.microbatch} through stage {action.stage},"
+    s, kind, k = action
+    if kind is Kind.U:
+        return f"{action}, update {k} of stage {s},"
+    return f"{action}, the {style.NAMES[kind]} of micro-batch {k} through stage {s},"
 
 
-def _colours(task: Task, action: Action) -> Sequence[str]:
-    colour = to_hex(colour_of(action.kind, action.stage, task.devices, task.stages))
-    return colour, style.ink(colour)
+def look(task: Task, action: Action) -> dict[str, Any]:
+    """An action's names, without its stage where the device has only one, and its colours."""
+    short = str(action) if task.virtual > 1 else f"{action.kind.name}{action.microbatch}"
+    colour = style.colour_of(action.kind, action.stage, task.devices, task.table.stages)
+    return {"text": short, "action": str(action), "colours": [to_hex(colour), style.ink(colour)]}
+
+
+# ---- beside the table
+
+
+def about_level(level: Level) -> dict[str, Any]:
+    """Its words, and what the form says of its task."""
+    task = level.task
+    sizes = "devices", "microbatches", "virtual", "batches"
+    return {
+        "name": level.name,
+        "text": level.text,
+        "par": level.par,
+        "unit": min(filter(None, task.seconds.values()), default=1.0),
+        "sizes": {size: getattr(task, size) for size in sizes},
+        "cap": " ".join(map(str, task.caps)) if task.cap else "",
+        "split": task.split,
+        "chunks": task.virtual > 1,
+    }
+
+
+def par_rows(level: Level) -> dict[str, Any]:
+    """A table that reaches par, to draw below."""
+    return {"title": f"par: {level.par:g}", "rows": rows_of(level.table().timeline)}
+
+
+def trial_rows(trial: Trial) -> dict[str, Any]:
+    """Planned and measured rows in milliseconds."""
+    planned = rows_of(trial.planned, trial.scale)
+    return {"text": str(trial), "planned": planned, "measured": rows_of(trial.run.timeline, 1e3)}
+
+
+def rows_of(timeline: Timeline, scale: float = 1.0) -> list[dict[str, Any]]:
+    """A row of cells for every device of a timeline; those of no length are left out."""
+    task, begin = task_of(timeline.schedule), min(timeline.start)
+    rows: list[dict[str, Any]] = [{"name": f"device {d}", "cells": []} for d in range(task.devices)]
+    for span in timeline.spans:
+        start, end = (scale * (time - begin) for time in (span.start, span.end))
+        if end > start:
+            rows[span.device]["cells"].append(framed(task, "action", span.action, start, end))
+    return rows
+
+
+def numbers(draft: Draft, par: float, tell: bool) -> list[list[str]]:
+    """Rows of a table: name, hint, value, and what that is compared with.
+
+    tell  what an unfinished table takes at least
+    """
+    task, cap = draft.task, draft.task.cap
+    held = _each(max(in_flight(task, row), default=0) for row in draft.rows)
+    makespan = bubble = versions = ""
+    if tell and not draft.whole and draft.running is draft:
+        makespan = f"{least_makespan(draft):g} or more"
+    if draft.whole and not draft.problem:
+        makespan = f"{draft.timeline.makespan:g}"
+        bubble = f"{draft.timeline.bubble.of_total:.1%}"
+        versions = _each(draft.completed.weight_versions)
+    rows = [
+        ["makespan", "from the first start to the last end", makespan, f"par {par:g}"],
+        ["bubble", "idle time / (devices x makespan)", bubble, ""],
+        [
+            "peak in flight",
+            "the most held for a backward, by device",
+            held,
+            f"cap {_each(task.caps)}" if cap else "",
+        ],
+    ]
+    if task.by_hand:
+        rows.append(["weight versions", "the most kept of a stage, by device", versions, ""])
+    return rows
+
+
+def _each(values: Iterable[int]) -> str:
+    return " ".join(map(str, values))

@@ -1,17 +1,18 @@
 """What the explorer's picture is drawn from: numbers in columns, and text, for the browser."""
 
 import base64
+from array import array
 from collections.abc import Iterable, Sequence
+from operator import add
 from typing import Any
 
-import numpy as np
 from matplotlib.colors import to_hex
 
-from pipelab.action import COMPUTE, Kind
-from pipelab.memory import CAUSES, Memory
 from pipelab.plot import style
-from pipelab.plot.timeline import chunks_of, colour_of, kinds_of
-from pipelab.timeline import Timeline, scale_of
+from pipelab.plot.timeline import chunks_of, kinds_of
+from pipelab.predict.memory import CAUSES, Memory
+from pipelab.predict.timeline import Timeline, scale_of
+from pipelab.table.action import COMPUTE, Kind
 
 BOTH = -2  # as a cause: the input and the action before came at the same time
 HINTS = {
@@ -25,26 +26,29 @@ HINTS = {
     "peak memory": "the most bytes held at one time, on the fullest device",
 }
 KINDS = sorted(COMPUTE)
+COLUMNS = [
+    *("start", "end", "there", "stage", "kind", "microbatch", "version", "colour"),
+    *("source", "taker", "cause"),
+]
 
 
 def drawing(items: Sequence[tuple[Timeline, Memory]]) -> dict[str, Any]:
     """The whole picture: timelines on one axis, their memory, a table of numbers."""
     timelines = [t for t, _ in items]
-    held = [np.array([list(m.at_peak(d).values()) for d in range(m.devices)]) for _, m in items]
-    shown = [c for c in range(len(CAUSES)) if any(m.change[m.cause == c].any() for _, m in items)]
+    held = [[m.at_peak(d) for d in range(m.devices)] for _, m in items]
+    filled = {step.cause for _, m in items for step in m.steps}
+    shown = [cause for cause in CAUSES if cause in filled]
     numbers = [_numbers(t, h, shown) for t, h in zip(timelines, held, strict=True)]
     chunks = chunks_of(timelines)
     return {
         "end": max(t.makespan for t in timelines),
-        "memory": max(float(h.sum(axis=1).max()) for h in held),
-        "timelines": [
-            _timeline(t) | _memory(m, h, shown) for (t, m), h in zip(items, held, strict=True)
-        ],
+        "memory": max(max(m.peak()) for _, m in items),
+        "timelines": [_timeline(t) | _memory(m, shown) for t, m in items],
         "letters": [kind.name for kind in Kind],
         "names": [style.NAMES.get(kind, "") for kind in Kind],
         "legend": [[style.NAMES[kind], style.KINDS[kind]] for kind in kinds_of(timelines)],
         "lighter": f"lighter: later of {chunks} chunks" if chunks > 1 else "",
-        "causes": [[CAUSES[c], style.CAUSES[CAUSES[c]]] for c in shown],
+        "causes": [[cause, style.CAUSES[cause]] for cause in shown],
         "numbers": [
             [label, HINTS.get(label, ""), *(n[label] for n in numbers)] for label in numbers[0]
         ],
@@ -60,27 +64,23 @@ def _timeline(t: Timeline) -> dict[str, Any]:
     cause   for which of its input and the action before it in the row it waited: the index of the
             one that came last, BOTH, or -1
     """
-    s = t.schedule
-    chunks = chunks_of([t])
-    before, part = s.before, t.parts()
-    there = np.where(s.inputs >= 0, t.end[s.inputs] + part.delay, -1)
-    done = np.where(before >= 0, t.end[before], 0)
-    tie = (s.inputs >= 0) & (before >= 0) & (abs(there - done) <= 1e-9 * t.makespan)
-    columns = {
-        "start": t.start,
-        "end": t.end,
-        "there": there,
-        "stage": t.stage,
-        "kind": t.kind,
-        "microbatch": t.microbatch,
-        "version": t.version,
-        "colour": t.kind * chunks + t.stage // s.devices,
-        "source": s.inputs,
-        "taker": s.takers,
-        "cause": np.where(tie, BOTH, np.where(part.fed, s.inputs, before)),
-    }
+    s, chunks = t.schedule, chunks_of([t])
+    rounding = 1e-9 * t.makespan
+    cells = []
+    for span, *around, there in zip(
+        t.spans, s.inputs, s.takers, s.before, t.input_arrival(), strict=True
+    ):
+        source, taker, before = (-1 if i is None else i for i in around)
+        done = t.end[before] if before >= 0 else 0.0
+        cause = source if there > done else before
+        if before >= 0 and abs(there - done) <= rounding:
+            cause = BOTH
+        stage, kind, microbatch = span.action
+        colour = kind * chunks + stage // s.devices
+        times = span.start, span.end, there if source >= 0 else -1
+        cells.append((*times, stage, kind, microbatch, span.version, colour, source, taker, cause))
     colours = [
-        to_hex(colour_of(kind, chunk * s.devices, s.devices, s.stages))
+        to_hex(style.colour_of(kind, chunk * s.devices, s.devices, s.stages))
         for kind in KINDS
         for chunk in range(chunks)
     ]
@@ -91,34 +91,39 @@ def _timeline(t: Timeline) -> dict[str, Any]:
         "bounds": s.bounds,
         "digits": len(str(s.total - 1)),
         "colours": [[colour, style.ink(colour)] for colour in colours],
-        "columns": list(columns),
-        "data": _packed(columns.values()),
+        "columns": COLUMNS,
+        "data": _packed(zip(*cells, strict=True)),
     }
 
 
-def _memory(m: Memory, held: np.ndarray, shown: list[int]) -> dict[str, Any]:
+def _memory(m: Memory, shown: list[str]) -> dict[str, Any]:
     """Memory over time, device after device: times, then bytes up to and with each shown cause."""
-    bounds, blocks = [0], []
-    for time, level in map(m.settled, range(m.devices)):
-        blocks.append(np.vstack([time, np.cumsum(level[shown], axis=0)]))
-        bounds.append(bounds[-1] + len(time))
+    bounds: list[int] = [0]
+    rows: list[list[float]] = [[] for _ in range(len(shown) + 1)]
+    for times, levels in map(m.settled, range(m.devices)):
+        tops = [0.0] * len(times)
+        rows[0] += times
+        for row, cause in zip(rows[1:], shown, strict=True):
+            tops = [*map(add, tops, levels[cause])]
+            row += tops
+        bounds.append(len(rows[0]))
     return {
-        "steps": _packed(np.hstack(blocks)),
+        "steps": _packed(rows),
         "step_bounds": bounds,
-        "peaks": [_bytes(total) for total in held.sum(axis=1)],
+        "peaks": [_bytes(peak) for peak in m.peak()],
     }
 
 
-def _packed(rows: Iterable[np.ndarray]) -> str:
+def _packed(rows: Iterable[Iterable[float]]) -> str:
     """Single-precision numbers as text, which a saved notebook restores like any other value."""
-    return base64.b64encode(np.stack(list(rows)).astype("<f4").tobytes()).decode()
+    return base64.b64encode(b"".join(array("f", row).tobytes() for row in rows)).decode()
 
 
-def _numbers(t: Timeline, held: np.ndarray, shown: list[int]) -> dict[str, str]:
+def _numbers(t: Timeline, held: list[dict[str, float]], shown: list[str]) -> dict[str, str]:
     """The table beside the picture: label -> text, last what the fullest device's memory holds."""
-    total = held.sum(axis=1)
-    fullest = int(np.argmax(total))
-    of_device = f" on device {fullest}" if (total < total[fullest]).any() else ""
+    total = [sum(filled.values()) for filled in held]
+    fullest = total.index(max(total))
+    of_device = f" on device {fullest}" if min(total) < max(total) else ""
     return {
         "makespan": f"{t.makespan:.5g}",
         "ideal": f"{t.ideal:.5g}",
@@ -127,8 +132,8 @@ def _numbers(t: Timeline, held: np.ndarray, shown: list[int]) -> dict[str, str]:
         "bubble of span": f"{t.bubble.of_span:.1%}",
         "peak in flight": per_device(t.peak_in_flight),
         "weight versions": per_device(t.weight_versions),
-        "peak memory": _bytes(total[fullest]) + of_device,
-        **{CAUSES[c]: _bytes(held[fullest, c]) for c in shown},
+        "peak memory": _bytes(max(total)) + of_device,
+        **{cause: _bytes(held[fullest][cause]) for cause in shown},
     }
 
 

@@ -1,24 +1,43 @@
 """The schedule editor: make a table by hand, with as much help as you like, and run it."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import anywidget
 import traitlets
 
-from pipelab.action import Action, ScheduleError
-from pipelab.puzzle import Draft, Level, Task, finish, level_of, recognise, stamp
-from pipelab.puzzle.levels import LEVELS
-from pipelab.puzzle.link import read, read_task, task_of, to_csv, write, write_task
-from pipelab.schedule import Schedule
-from pipelab.teach import Feedback
-from pipelab.timeline import Timeline
-from pipelab.widgets.board import RUNGS, advice, board, legend, tells
-from pipelab.widgets.comparison import about_level, numbers, par_rows, trial_rows
-from pipelab.widgets.files import joined
+from pipelab.predict.timeline import Timeline
+from pipelab.table.action import Action, ScheduleError
+from pipelab.table.schedule import Schedule
+from pipelab.widgets.assets import joined
+from pipelab.widgets.board import (
+    RUNGS,
+    about_level,
+    advice,
+    board,
+    board_legend,
+    numbers,
+    par_rows,
+    tells,
+    trial_rows,
+)
+from pipelab.widgets.puzzle import Draft, Level, Task, finish, level_of, recognise, stamp
+from pipelab.widgets.puzzle.levels import LEVELS
+from pipelab.widgets.puzzle.link import read, read_task, task_of, write_task
+from pipelab.widgets.puzzle.recognise import known_rows
 from pipelab.widgets.try_out import Trial, try_out
 
 LARGEST = 400  # actions: beyond, a move is not answered at once
 MARK = "#pipelab="  # before a table in an address
+
+
+class Score(NamedTuple):
+    """How a table compares with par; passed is None while it is not whole."""
+
+    passed: bool | None
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
 
 
 class Editor(anywidget.AnyWidget):
@@ -36,7 +55,7 @@ class Editor(anywidget.AnyWidget):
     >>> editor.place("0F0")
     >>> editor.place("1B0")
     Traceback (most recent call last):
-    pipelab.puzzle.draft.Refused: 1B0 needs 1F0 first, which is not placed yet
+    pipelab.widgets.puzzle.draft.Refused: 1B0 needs 1F0 first, which is not placed yet
     >>> editor.finish()
     >>> editor.feedback
     Par: 9. This is 1F1B (PipeDream-Flush) or eager 1F1B.
@@ -65,12 +84,8 @@ class Editor(anywidget.AnyWidget):
         elif isinstance(table, Schedule):
             task = task_of(table)
             self._open(_sandbox(task), read(task, table.to_csv()))
-        elif isinstance(table, Task):
-            self._open(_sandbox(table))
-        elif table is None:
-            self._open(_sandbox(Task(**{"devices": 4, "microbatches": 8} | sizes)))
         else:
-            raise ScheduleError(f"{table!r}: give a level's name, a Schedule or a Task")
+            self._open(_sandbox(table or Task(**{"devices": 4, "microbatches": 8} | sizes)))
         self.on_msg(self._hear)
 
     # ---- what there is
@@ -99,21 +114,20 @@ class Editor(anywidget.AnyWidget):
     @property
     def link(self) -> str:
         """The level or the sizes, and the table: what `load` takes, and an address after #."""
-        task = f"level={self._level.name}" if self._level.name else write_task(self._level.task)
-        return f"{MARK}{task}&table={write(self._draft)}"
+        return f"{MARK}{self._address}&table={self._draft}"
 
     @property
-    def feedback(self) -> Feedback:
+    def feedback(self) -> Score:
         """How the table compares with par."""
         draft, par = self._draft, self._level.par
         if draft.problem:
-            return Feedback(False, f"This cannot run: {draft.problem}")
+            return Score(False, f"This cannot run: {draft.problem}")
         if not draft.whole:
-            return Feedback(None, f"{draft.count} of {draft.size} actions are placed.")
+            return Score(None, f"{draft.count} of {draft.size} actions are placed.")
         took = draft.timeline.makespan
         if took <= par * (1 + 1e-9):
-            return Feedback(True, f"Par: {took:g}. {recognise(draft)}")
-        return Feedback(False, f"It takes {took:g}, par is {par:g}. {recognise(draft)}")
+            return Score(True, f"Par: {took:g}. {recognise(draft)}")
+        return Score(False, f"It takes {took:g}, par is {par:g}. {recognise(draft)}")
 
     # ---- moves
 
@@ -133,11 +147,7 @@ class Editor(anywidget.AnyWidget):
         cell = Action.parse(action)
         if cell not in self._draft.placed:
             raise ScheduleError(f"{cell} is not placed")
-        if self._help == "free":
-            device = self._draft.task.device(cell)
-            row = [a for a in self._draft.rows[device] if a != cell]
-            return self._change(self._draft.with_row(device, row))
-        after = self._draft.remove(cell)
+        after = self._allowed(self._draft.without(cell))
         more = self._draft.count - after.count - 1
         self._change(after, f"{cell} is gone, and {more} that need it." if more else "")
 
@@ -170,15 +180,13 @@ class Editor(anywidget.AnyWidget):
 
     def load(self, text: str) -> None:
         """A table from `link` or from a file of `to_csv`; what cannot run is left out of it."""
-        text = text.partition(MARK)[2] or text
-        if "table=" in text:
-            task, _, table = text.partition("table=")
-            task = task.rstrip("&")
-            level = level_of(task.removeprefix("level=")) if task.startswith("level=") else None
-            level = level or _sandbox(read_task(task))
+        task, is_link, table = text.rpartition(MARK)[2].rpartition("table=")
+        if is_link:
+            name = task.rstrip("&").removeprefix("level=")
+            level = level_of(name) if task.startswith("level=") else _sandbox(read_task(name))
             self._open(level, read(level.task, table))
         else:
-            self._change(self._allowed(read(self._draft.task, text)))
+            self._change(self._allowed(read(self._draft.task, table)))
 
     # ---- what is shown
 
@@ -215,6 +223,8 @@ class Editor(anywidget.AnyWidget):
 
     def _open(self, level: Level, draft: Draft | None = None) -> None:
         self._level = level
+        self._address = f"level={level.name}" if level.name else write_task(level.task)
+        known_rows(level.task)  # made once, for every move to be compared with
         self._draft = self._allowed(draft or Draft.of(level.task))
         self._past, self._future, self._trial = [], [], None
         self._marks = self._marks | {"par": False}
@@ -264,7 +274,7 @@ class Editor(anywidget.AnyWidget):
             "rungs": list(RUNGS.items()),
             "marks": self._marks,
             "rows": board(self._draft, self._help, self._marks["critical"]),
-            "legend": legend(self._draft.task),
+            "legend": board_legend(self._draft.task),
             "par": par_rows(self._level) if self._marks["par"] else {},
             "trial": trial_rows(self._trial) if self._trial else {},
             "numbers": numbers(self._draft, self._level.par, tells(self._help)),
@@ -272,7 +282,7 @@ class Editor(anywidget.AnyWidget):
             "redo": bool(self._future),
             "whole": self._draft.whole and not self._draft.problem,
             "link": self.link,
-            "file": to_csv(self._draft),
+            "file": self._draft.to_csv(),
             "summary": self._summary(),
         }
 
@@ -300,9 +310,7 @@ def _rung(help: str) -> str:
 
 def _sandbox(task: Task) -> Level:
     """A level without a name, whose par is the best that the coach finds."""
-    kinds = 3 if task.split else 2
-    updates = task.total // task.per_update if task.by_hand else 0
-    if (size := task.stages * (kinds * task.total + updates)) > LARGEST:
+    if (size := len(task.needs)) > LARGEST:
         raise ScheduleError(f"{size} actions: the editor takes {LARGEST}; make a size smaller")
     par = finish(Draft.of(task)).timeline.makespan
     return Level("", "Design your own", "", "Par is the best that the coach finds.", task, par)

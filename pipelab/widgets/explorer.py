@@ -3,29 +3,20 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import anywidget
-import numpy as np
 import traitlets
 
-from pipelab import (
-    SCHEDULES,
-    CostError,
-    Costs,
-    Memory,
-    Recompute,
-    ScheduleError,
-    Timeline,
-    make,
-    memory,
-    simulate,
-)
-from pipelab.action import check_counts
-from pipelab.costs import PASSES
-from pipelab.schedules import takes
+from pipelab.predict.costs import PASSES, CostError, Costs, Recompute
+from pipelab.predict.memory import Memory, memory
+from pipelab.predict.simulate import simulate
+from pipelab.predict.timeline import Timeline
+from pipelab.schedules import SCHEDULES, make_for, takes
+from pipelab.table.action import ScheduleError, check_counts
+from pipelab.widgets.assets import joined
 from pipelab.widgets.drawing import drawing
-from pipelab.widgets.files import joined
 
 SIZES = ("devices", "microbatches", "virtual", "batches")
 SECONDS = (*PASSES, "update", "transfer")
@@ -35,7 +26,7 @@ COSTS = Costs(weights=2, optimizer=4, activations=1, boundary=0.25)
 MODES = {mode.value: mode for mode in Recompute}
 LARGEST = 100_000  # actions; what a browser still draws in about a second
 MOST = 1e15  # seconds or bytes; beyond, sums come near what single precision holds
-make_once = lru_cache(maxsize=8)(make)  # tables are kept, since most changes are to costs
+made = lru_cache(maxsize=8)(make_for)  # the compared table is kept, and searches
 
 
 class Explorer(anywidget.AnyWidget):
@@ -156,27 +147,16 @@ class Explorer(anywidget.AnyWidget):
 
 
 def _simulated(
-    name: str,
-    costs: Costs,
-    limit: float | None,
-    devices: int,
-    microbatches: int,
-    virtual: int,
-    batches: int,
+    name: str, costs: Costs, limit: float | None, virtual: int, **sizes: int
 ) -> tuple[Timeline, Memory]:
-    v = virtual if name not in SCHEDULES or takes(name, "virtual") else 1
-    if (count := 2 * devices * microbatches * v * batches) > LARGEST:
+    count = 2 * prod(sizes.values()) * (virtual if takes(name, "virtual") else 1)
+    if count > LARGEST:
         raise ScheduleError(
             f"{name} would have {count:,} actions: the explorer draws {LARGEST:,}, "
             "so make a size smaller"
         )
-    sizes = {"virtual": v, "batches": batches}
-    if name in SCHEDULES and takes(name, "costs"):
-        own = costs.over(make_once(name, devices, 1).placement)
-        table = make_once(name, devices, microbatches, **sizes, costs=own, memory=limit)
-    else:
-        table = make_once(name, devices, microbatches, **sizes)
-        own = costs.over(table.placement)
+    options = {"memory": limit} if takes(name, "memory") else {}
+    table, own = made(name, costs=costs, virtual=virtual, **sizes, **options)
     timeline = simulate(table, own)
     return timeline, memory(timeline, own)
 
@@ -188,7 +168,8 @@ def _as_text(settings: Mapping[str, Any]) -> dict[str, Any]:
         if key in ("compare", "memory") and value is None:
             text[key] = ""
         elif key in (*SECONDS, *BYTES, "memory") and not isinstance(value, str):
-            text[key] = ", ".join(str(x).removesuffix(".0") for x in np.ravel(value).tolist())
+            values = value if hasattr(value, "__iter__") else [value]
+            text[key] = ", ".join(str(float(x)).removesuffix(".0") for x in values)
         elif isinstance(value, Recompute):
             text[key] = value.value
     return text

@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 import ipywidgets
-import numpy as np
-
-from pipelab.partition import Profile
 
 
 @dataclass(frozen=True)
@@ -27,8 +25,8 @@ class Entry:
         return self.candidates[self.best][1]
 
 
-def entries(profile: Profile, devices: int, bandwidth: float = 1e9) -> list[Entry]:
-    """The table by the paper's formula, in plain Python, for a chain of layers.
+def entries(profile: Any, devices: int, bandwidth: float = 1e9) -> list[Entry]:
+    """The table by the paper's formula, for a chain of layers: see `Steps`.
 
     In the order of filling: everything on one device first. ValueError for a graph with branches.
     """
@@ -43,8 +41,8 @@ def entries(profile: Profile, devices: int, bandwidth: float = 1e9) -> list[Entr
                 for mine in range(1, n + 1):
                     if (i == 0) != (mine == n):
                         continue  # the first stage has all that is left, others leave something
-                    work = time[i:j].sum()
-                    sync = 4 * (mine - 1) / mine * weights[i:j].sum() / bandwidth
+                    work = sum(time[i:j])
+                    sync = 4 * (mine - 1) / mine * sum(weights[i:j]) / bandwidth
                     pace = max(work, sync) / mine
                     words = f"layers {i} to {j - 1}" if j > i + 1 else f"layer {i}"
                     words += f" on {mine}: max({work:.3g}, {sync:.3g}) / {mine} = {pace:.3g}"
@@ -53,7 +51,7 @@ def entries(profile: Profile, devices: int, bandwidth: float = 1e9) -> list[Entr
                         words += f"; A({i}, {n - mine}) = {before:.3g}; link {link:.3g}"
                         pace = max(pace, before, link)
                     candidates.append((words, float(pace)))
-            best = int(np.argmin([pace for _, pace in candidates]))
+            best = min(range(len(candidates)), key=lambda n: candidates[n][1])
             known[j, n] = Entry(j, n, candidates, best)
     return list(known.values())
 
@@ -61,13 +59,11 @@ def entries(profile: Profile, devices: int, bandwidth: float = 1e9) -> list[Entr
 class Steps(ipywidgets.VBox):
     """A slider over the entries of the table; below, how the chosen one comes about.
 
-    >>> from pipelab.partition import Layer
-    >>> steps = Steps(Profile((Layer("a", forward=3), Layer("b", forward=1))), 2)
-    >>> steps.slider.max
-    3
+    profile    has the `time`, `weights` and `output` of every layer: `profile.of(name)`
+    bandwidth  bytes a second
     """
 
-    def __init__(self, profile: Profile, devices: int, bandwidth: float = 1e9) -> None:
+    def __init__(self, profile: Any, devices: int, bandwidth: float = 1e9) -> None:
         self.entries = entries(profile, devices, bandwidth)
         self.slider = ipywidgets.IntSlider(0, 0, len(self.entries) - 1, description="entry")
         self.view = ipywidgets.HTML()
@@ -81,21 +77,17 @@ class Steps(ipywidgets.VBox):
     def _show(self) -> None:
         done, now = self.entries[: self.slider.value + 1], self.entries[self.slider.value]
         paces = {(e.j, e.n): f"{e.pace:.3g}" for e in done}
-        rows = sorted({e.j for e in self.entries})
-        columns = sorted({e.n for e in self.entries})
-        lines = ["<th></th>" + "".join(f"<th>n = {n}</th>" for n in columns)]
-        for j in rows:
-            cells = []
-            for n in columns:
+        last = self.entries[-1]
+        lines = ["<th></th>" + "".join(f"<th>n = {n + 1}</th>" for n in range(last.n))]
+        for j in range(1, last.j + 1):
+            lines.append(f"<th>j = {j}</th>")
+            for n in range(1, last.n + 1):
                 mark = ' style="outline:2px solid #E69F00"' if (j, n) == (now.j, now.n) else ""
-                cells.append(f"<td{mark}>{paces.get((j, n), '')}</td>")
-            lines.append(f"<th>j = {j}</th>" + "".join(cells))
+                lines[-1] += f"<td{mark}>{paces.get((j, n), '')}</td>"
         table = "".join(f"<tr>{line}</tr>" for line in lines)
-        items = "".join(
-            f"<li>{'<b>' if k == now.best else ''}{escape(words)} &rarr; {pace:.3g}"
-            f"{'</b>' if k == now.best else ''}</li>"
-            for k, (words, pace) in enumerate(now.candidates)
-        )
+        items = [f"{escape(words)} &rarr; {pace:.3g}" for words, pace in now.candidates]
+        items[now.best] = f"<b>{items[now.best]}</b>"
         self.view.value = (
-            f"<table>{table}</table><p>A({now.j}, {now.n}), the smallest of:</p><ul>{items}</ul>"
+            f"<table>{table}</table><p>A({now.j}, {now.n}), the smallest of:</p>"
+            f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
         )

@@ -1,16 +1,16 @@
 """A table made by hand, carried out for real: a small model on worker threads, and its verdict."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
+from statistics import mean, median
 
-import numpy as np
-
-from pipelab.costs import Costs
-from pipelab.executors import Run, run
-from pipelab.fit import fit
-from pipelab.schedule import Schedule
-from pipelab.simulate import simulate
-from pipelab.timeline import Timeline
+from pipelab.predict.costs import Costs
+from pipelab.predict.simulate import lay, simulate
+from pipelab.predict.timeline import Timeline
+from pipelab.runtime.result import Run
+from pipelab.runtime.run import run
+from pipelab.table.schedule import Schedule
 
 WIDTHS = {True: 32, False: 384}  # of the model's layers: paced, native
 SAMPLES = {True: 4, False: 96}  # of a micro-batch
@@ -34,18 +34,12 @@ class Trial:
         """Milliseconds that the run took."""
         return 1e3 * self.run.timeline.makespan
 
-    @property
-    def late(self) -> float:
-        """By which share the run took longer than it was planned."""
-        planned = self.scale * self.planned.makespan
-        return self.measured / planned - 1 if planned else 0.0
-
     def __str__(self) -> str:
-        verdict = (
-            "Check passed" if self.run.check and self.run.check.passed else str(self.run.check)
-        )
-        took = f"it took {self.measured:.0f} ms, {abs(self.late):.0%} "
-        took += "longer than planned" if self.late >= 0 else "less than planned"
+        check, planned = self.run.check, self.scale * self.planned.makespan
+        verdict = "Check passed" if check and check.passed else str(check)
+        late = self.measured / planned - 1 if planned else 0.0
+        took = f"it took {self.measured:.0f} ms, {abs(late):.0%} "
+        took += "longer than planned" if late >= 0 else "less than planned"
         if self.run.timeline.late is not None:
             return f"{verdict}; paced, so that order and waiting show, not speed: {took}."
         return (
@@ -58,43 +52,44 @@ def try_out(schedule: Schedule, costs: Costs, paced: bool = True) -> Trial:
     """Train an MLP by this table, one stage a worker thread, and compare with the reference.
 
     Paced, every action takes as long as `costs` say; else as long as it takes, and planned is a
-    simulation with the costs that fit the run.
+    simulation with the medians of the run's spans.
     """
     import torch
 
-    from pipelab.models import mlp, split
-
+    width, samples = WIDTHS[paced], SAMPLES[paced] * schedule.microbatches
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        width, samples = WIDTHS[paced], SAMPLES[paced] * schedule.microbatches
-        stages = split(mlp(schedule.stages, width), [1] * schedule.stages)
-        batches = [
-            (torch.randn(samples, width), torch.randn(samples, width))
-            for _ in range(schedule.batches)
+        stages = [
+            torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ELU())
+            for _ in range(schedule.stages)
         ]
+        batches = [tuple(torch.randn(2, samples, width)) for _ in range(schedule.batches)]
+    loss, optimizer = torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1)
     train = partial(
-        run,
-        schedule,
-        stages,
-        batches,
-        torch.nn.functional.mse_loss,
-        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        backend="threads",
-        devices="cpu",
+        run, schedule, stages, batches, loss, optimizer, backend="threads", devices="cpu"
     )
     train(check=False)  # the first pass through a library takes longer than any other
     if not paced:
         done = train()
-        return Trial(done, simulate(schedule, fit(done.timeline)), 1e3)
+        nothing = [0.0] * len(schedule.actions)
+        return Trial(done, lay(schedule, medians(done.timeline), nothing, nothing), 1e3)
     planned = simulate(schedule, costs)
-    pace = pace_of(planned)
+    pace = pace_to_watch(planned)
     return Trial(train(pace=pace, costs=costs), planned, 1e3 * pace)
 
 
-def pace_of(planned: Timeline) -> float:
+def medians(timeline: Timeline) -> list[float]:
+    """What an action of its stage and kind took, for every action."""
+    took = defaultdict(list)
+    for span in timeline.spans:
+        took[span.action[:2]].append(span.end - span.start)
+    return [median(took[action[:2]]) for action in timeline.schedule.actions]
+
+
+def pace_to_watch(planned: Timeline) -> float:
     """Seconds of a unit of time, so that a run is short enough to watch, and threads keep up."""
-    if not planned.makespan:
+    times = [span.end - span.start for span in planned.spans if span.end > span.start]
+    if not times:
         return 1.0
-    times = planned.end - planned.start
-    least, most = np.divide(PACES, times[times > 0].mean()).tolist()
+    least, most = (pace / mean(times) for pace in PACES)
     return min(max(LONGEST / planned.makespan, least), most)

@@ -3,22 +3,21 @@
 After Alpa (Zheng et al., OSDI 2022, sections 4 and 5). It lives above the manual side, which does
 not know it: what it finds is what a user could have written by hand.
 
-    flops      of equations, counted without compiling
-    layers     equations to layers
-    hlo        collectives of what was compiled        (cost: the seconds of it all)
-    sharding   how a mesh divides a program's arrays   (sharded: a program compiled in many ways)
-    cache      what was found, kept on disk
-    candidate  a possible stage                        (operators: how it divides its parameters)
-    profile    what it costs
-    stages     layers to stages, devices to meshes: the search
-    plan       what was found
-    planner    all of it, for a train step
+    flops       of equations, counted without compiling
+    layers      equations to layers
+    hlo         collectives of what was compiled      (cost_model: the seconds of it all)
+    sharding    how a mesh divides a program's arrays (sharded: a program compiled in many ways)
+    cache       what was found, kept on disk
+    candidate   a possible stage, and how it divides its parameters
+    measured    what it costs
+    assignment  layers to stages, devices to meshes: the search
+    planner     all of it, for a train step           (auto_plan: what was found)
 """
 
+from pipelab.pipeshard.auto.auto_plan import AutoPlan
 from pipelab.pipeshard.auto.layers import AutoLayers
-from pipelab.pipeshard.auto.plan import AutoPlan
+from pipelab.pipeshard.auto.measured import StageProfile
 from pipelab.pipeshard.auto.planner import AutoStages
-from pipelab.pipeshard.auto.profile import StageProfile
 from pipelab.pipeshard.auto.sharding import search_sharding
 
 __all__ = ["AutoLayers", "AutoPlan", "AutoStages", "StageProfile", "search_sharding"]

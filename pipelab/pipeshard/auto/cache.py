@@ -1,15 +1,14 @@
 """What compiling a stage has shown, kept on disk: planning again takes no compiling."""
 
-import hashlib
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-Found = TypeVar("Found")
+from pipelab.runtime.jax.host import digest
+
 Key = dict[str, Any]  # all that the entry depends on
 
 
@@ -19,45 +18,40 @@ def default_folder() -> Path:
 
 
 class Cache:
-    """What was found under a key, in memory, and as a file of JSON each in a folder.
+    """Entries that JSON can hold, in memory, and in a folder as a file each.
 
     folder  None: in memory alone
 
-    A file that is not what belongs to its key is ignored with a warning, and written anew.
+    A file that does not hold what belongs to its key is ignored with a warning, and written anew.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:
         self.folder = None if folder is None else Path(folder)
         self._known: dict[str, Any] = {}
 
-    def get(self, key: Key, find: Callable[[], Any], parse: Callable[[Any], Found]) -> Found:
-        """What is known under the key; else what `find` returns, which is kept.
-
-        find   makes what JSON can hold
-        parse  of that: raises an error where it is something else
-        """
-        name = digest(json.dumps(key, sort_keys=True))[:32]
+    def get(self, key: Key, find: Callable[[], Any]) -> Any:
+        """What is known under the key; else what `find` returns, which is kept."""
+        name = digest(json.dumps(key, sort_keys=True))[:32] + ".json"
         if name not in self._known:
-            known = self._read(name, key, parse)
-            if known is None:
+            found = self._read(name, key)
+            if found is None:
                 found = find()
                 self._write(name, {"key": key, "found": found})
-                known = parse(found)
-            self._known[name] = known
+            self._known[name] = found
         return self._known[name]
 
-    def _read(self, name: str, key: Key, parse: Callable[[Any], Found]) -> Found | None:
+    def _read(self, name: str, key: Key) -> Any:
         if self.folder is None:
             return None
-        path = self.folder / f"{name}.json"
         try:
-            entry = json.loads(path.read_text())
+            entry = json.loads((self.folder / name).read_text())
             if entry["key"] != key:
                 raise ValueError("it belongs to something else")
-            return parse(entry["found"])
+            return entry["found"]
         except FileNotFoundError:
             return None
         except Exception as error:  # whatever is wrong with the file, its text may be anything
+            path = self.folder / name
             warnings.warn(f"{path} is ignored: it is no profile of a stage ({error})", stacklevel=2)
             return None
 
@@ -67,17 +61,9 @@ class Cache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             # A reader sees the whole file or none: it gets its name when it is complete.
-            handle, draft = tempfile.mkstemp(dir=self.folder, prefix=name, suffix=".draft")
-            try:
-                with os.fdopen(handle, "w") as file:
-                    json.dump(entry, file, indent=1)
-                os.replace(draft, self.folder / f"{name}.json")
-            finally:
-                Path(draft).unlink(missing_ok=True)
+            draft = self.folder / f"{name}.{os.getpid()}"
+            draft.write_text(json.dumps(entry, indent=1))
+            draft.replace(self.folder / name)
         except OSError as error:
             warnings.warn(f"{self.folder}: profiles are not kept ({error})", stacklevel=2)
             self.folder = None
-
-
-def digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

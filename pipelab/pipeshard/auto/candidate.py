@@ -1,4 +1,9 @@
-"""A possible stage: some layers in a row, and what its profile depends on."""
+"""A possible stage: some layers in a row, how a mesh divides it, and what its costs depend on.
+
+The search of `sharding` for every possible stage would take many times as long as all profiles. So
+it is done for single layers, on devices along "model" alone, and once for equal layers; a stage of
+several layers divides each parameter as its layer does.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -11,30 +16,36 @@ import jaxlib
 from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pipelab.executors.jax.graph import Arrays
-from pipelab.pipeshard.auto.cache import Key, digest
+from pipelab.optimize.plan.machine import Machine
+from pipelab.pipeshard.arrays import PipeshardError, on_mesh, shape_of
+from pipelab.pipeshard.auto.cache import Cache, Key
 from pipelab.pipeshard.auto.sharded import built
+from pipelab.pipeshard.auto.sharding import over_model, search_sharding, unsharded
+from pipelab.pipeshard.compiled import CompiledStage
 from pipelab.pipeshard.cut import StageGraph, cut
-from pipelab.pipeshard.graph import PipeshardError, on_mesh, spec_of
-from pipelab.pipeshard.plan import StageProblem, over_samples
-from pipelab.pipeshard.stage import CompiledStage, passes
+from pipelab.pipeshard.method import StageProblem, over_samples
+from pipelab.runtime.jax.host import digest
+from pipelab.runtime.jax.jaxpr import Arrays, spec_of
+from pipelab.runtime.jax.passes import Groups, differentiate
 
 Specs = Mapping[Var, PartitionSpec]  # parameter -> how it is divided; whole where it is not named
+EXHAUSTIVE = 30  # assignments of a layer; beyond, one parameter after another
 
 
-class Candidate:
+class StageCandidate:
     """Some layers in a row, as a stage of the problem.
 
     graphs, number  the stage among what is before and what is after it
     """
 
     def __init__(self, problem: StageProblem, first: int, last: int) -> None:
-        self.problem, self.first, self.last = problem, first, last
+        self.problem, self.layers = problem, (first, last)
+        # The loss in up to three stages: what is before, these layers, what is after.
         parts = [range(first), range(first, last + 1), range(last + 1, problem.layers)]
         stages = [list(part) for part in parts if part]
-        self.number = 1 if first else 0
         parameters = list(problem.parameters)
         self.graphs = cut(problem.loss, parameters, problem.batch, stages, problem.number)
+        self.number = 1 if first else 0
 
     @property
     def graph(self) -> StageGraph:
@@ -58,7 +69,7 @@ class Placed:
     specs  of the parameters that are divided
     """
 
-    candidate: Candidate
+    candidate: StageCandidate
     mesh: Mesh
     specs: Specs
 
@@ -79,26 +90,27 @@ class Placed:
 
     def compile(self, runs: bool) -> CompiledStage:
         """To run, or only to look at what it costs."""
+        # The others say what the stage has to send and to receive; they are not compiled.
         graphs, number = list(self.candidate.graphs), self.candidate.number
         graphs[number] = self.graph
-        build = partial(CompiledStage, graphs, number, self.place, False, (), set())
-        return built(build, self.mesh, scored=not runs)
+        build = partial(CompiledStage, graphs, number, self.place)
+        return built(lambda options: build(options=options), self.mesh, scored=not runs)
 
     def key(self, measured: bool) -> Key:
         """All that a profile depends on."""
         graph = self.candidate.graph
         device = self.mesh.devices.flat[0]
-        kinds = (graph.parameters, graph.inputs, graph.fixed, graph.data, graph.aux_inputs)
-        outputs = (graph.outputs, graph.aux_outputs, graph.results)
+        kinds = (*graph.groups, graph.data, graph.outputs, graph.aux_outputs, graph.results)
         return {
             "equations": digest(self.candidate.text),
-            "arguments": [len(kind) for kind in (*kinds, *outputs)],
+            "arguments": [len(kind) for kind in kinds],
             "shardings": [str(self.place(v).spec) for v in graph.arguments],
             "mesh": list(self.mesh.devices.shape),
             "device": [device.platform, device.device_kind],
             "versions": [jax.__version__, jaxlib.__version__],
             "x64": jax.config.read("jax_enable_x64"),
-            "measured": measured,
+            "threefry": jax.config.values["jax_threefry_partitionable"],
+            "timed": measured,
         }
 
 
@@ -107,19 +119,57 @@ def both_passes(graph: StageGraph, *arrays: Any) -> tuple[Arrays, Arrays, Arrays
 
     arrays  its arguments, then the gradients of its outputs
     """
-    forward, backward, made, kept = passes(graph)
-    end = len(graph.arguments)
-    known = dict(zip(graph.arguments, arrays[:end], strict=True))
-    known.update(zip(made, forward(*arrays[:end]), strict=True))
-    gradients = backward([[x] for x in arrays[end:]], [known[v] for v in kept])
-    return [known[v] for v in graph.outputs], *gradients
+    end = len(graph.arguments)  # then come the outputs' gradients
+    given = iter(arrays[:end])
+    groups = Groups(*([next(given) for _ in vs] for vs in graph.groups))
+    (outputs, _), pullback = differentiate(graph.run, groups)
+    return outputs, *pullback(list(arrays[end:]))
 
 
-def candidates(problem: StageProblem) -> Iterator[Candidate]:
+def candidates(problem: StageProblem) -> Iterator[StageCandidate]:
     """Every run of layers that can be a stage."""
     for first in range(problem.layers):
         for last in range(first, problem.layers):
             try:
-                yield Candidate(problem, first, last)
+                yield StageCandidate(problem, first, last)
             except PipeshardError:  # it would have nothing to do
                 continue
+
+
+def operator_specs(layer: StageCandidate, mesh: Mesh, machine: Machine, cache: Cache) -> Specs:
+    """The best division found of a layer's parameters over a mesh (1, model).
+
+    What stays whole has no spec.
+    """
+    here, graph = Placed(layer, mesh, {}), layer.graph
+    parameters, whole_spec = graph.parameters, PartitionSpec()
+    # Nothing to search where no parameter can be divided.
+    if all(len(over_model(shape_of(p), mesh)) == 1 for p in parameters):
+        return {}
+
+    def search() -> list[list[Any]]:
+        arguments = [*graph.arguments, *graph.outputs]
+        others = len(arguments) - len(parameters)
+        found = search_sharding(
+            partial(both_passes, here.graph),
+            list(map(spec_of, arguments)),
+            mesh,
+            machine,
+            choices=[over_model] * len(parameters) + [unsharded] * others,
+            # What crosses to other stages is whole, and a gradient lies as its parameter.
+            outputs=lambda *specs: (
+                [whole_spec] * len(graph.outputs),
+                list(specs[: len(parameters)]),
+                [whole_spec] * len(graph.inputs),
+            ),
+            limit=EXHAUSTIVE,
+        )
+        # The first of the table may be too large: which stages fit is for the planner to say.
+        return [list(spec) for spec in found.table[0].specs[: len(parameters)]]
+
+    # Which division is the best depends on the machine as well: its links against its FLOPs.
+    key = here.key(measured=False)
+    key["machine"] = [machine.flops, machine.share, machine.latency, machine.memory]
+    key["link"] = machine.link(mesh.size)
+    found = dict(zip(parameters, cache.get(key, search), strict=True))
+    return {p: PartitionSpec(*axes) for p, axes in found.items() if axes}

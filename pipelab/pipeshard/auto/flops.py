@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
-from pipelab.executors.jax.graph import Equations
-from pipelab.pipeshard.graph import shape_of, size
+from pipelab.pipeshard.arrays import shape_of, size
+from pipelab.runtime.jax.jaxpr import Equations
 
 MOVES = """
     broadcast_in_dim concatenate convert_element_type copy copy_p device_put dynamic_slice
@@ -38,10 +38,12 @@ def flops(eqn: JaxprEqn, as_xla: bool = False) -> float:
         shape = shape_of(eqn.invars[0])
         return 2.0 * size(eqn.outvars[0]) * math.prod(shape[i] for i in contracted)
     if name == "conv_general_dilated":
+        # Each output is a product with the kernel's part for it, without the output features.
         kernel = eqn.invars[1]
         features = shape_of(kernel)[eqn.params["dimension_numbers"].rhs_spec[0]]
-        zeros = math.prod(eqn.params["lhs_dilation"])  # of so many numbers one is no zero
+        zeros = math.prod(eqn.params["lhs_dilation"])  # of this many entries one is not zero
         return 2.0 * size(eqn.outvars[0]) * size(kernel) / max(features, 1) / zeros
+    # What it runs inside: a loop's body, branches, the function of a custom derivative.
     inner = [total(jaxpr.eqns, as_xla) for jaxpr in jaxprs_in_params(eqn.params)]
     if name == "cond":
         return max(inner, default=0.0)

@@ -63,13 +63,14 @@ def collectives(text: str) -> list[Collective]:
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
             here = header[1]
+        # Its loops, branches and functions are computations of their own, elsewhere in the text.
         trips = _TRIPS.search(line)
         for how, names in _CALLED.findall(line):
             for name in re.findall(r"[\w.-]+", names):
                 called[name] = here, int(trips[1]) if trips and how == "body" else 1
         if match := _INSTRUCTION.match(line):
             group = _group(line, text)
-            if group > 1:
+            if group > 1:  # alone, a device sends nothing
                 size = _bytes(_result(match["shape"], match["kind"], bool(match["start"])))
                 found.append((here, Collective(match["kind"], size, group)))
     return [each._replace(times=_times(called, where)) for where, each in found]
@@ -85,6 +86,7 @@ def _result(shape: str, kind: str, start: bool) -> str:
     """The shape of what a collective makes; a start has a tuple (operands, results, ...)."""
     if not start or kind == "all-reduce":  # the start of an all-reduce has its results alone
         return shape
+    # The second part, between commas that no bracket encloses.
     parts, depth = [""], 0
     for letter in shape[1:-1]:
         depth += (letter in "([{") - (letter in ")]}")
@@ -127,7 +129,7 @@ def _group(line: str, text: str) -> int:
 
 
 def _times(called: dict[str, tuple[str, int]], computation: str) -> int:
-    times = 1
+    times = 1  # of a loop inside a loop: the product of their trips
     while computation in called:
         computation, trips = called[computation]
         times *= trips

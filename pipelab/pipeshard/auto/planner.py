@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product, takewhile
@@ -15,17 +15,16 @@ import numpy as np
 from jax.extend.core import Var
 from jax.sharding import PartitionSpec
 
+from pipelab.optimize.plan.machine import Machine
+from pipelab.pipeshard.arrays import PipeshardError, shape_of
+from pipelab.pipeshard.auto.assignment import Choice, StageTable, best_stages, submeshes
+from pipelab.pipeshard.auto.auto_plan import AutoPlan
 from pipelab.pipeshard.auto.cache import Cache, default_folder
-from pipelab.pipeshard.auto.candidate import Placed, candidates
-from pipelab.pipeshard.auto.cost import machine_of
-from pipelab.pipeshard.auto.operators import operator_specs
-from pipelab.pipeshard.auto.plan import AutoPlan
-from pipelab.pipeshard.auto.profile import StageProfile, mesh_of, profile
+from pipelab.pipeshard.auto.candidate import Placed, candidates, operator_specs
+from pipelab.pipeshard.auto.cost_model import machine_of
+from pipelab.pipeshard.auto.measured import StageProfile, mesh_of, profile
 from pipelab.pipeshard.auto.sharding import over_model
-from pipelab.pipeshard.auto.stages import Choice, StageTable, best_stages, submeshes
-from pipelab.pipeshard.graph import PipeshardError, shape_of
-from pipelab.pipeshard.plan import Shape, StageProblem
-from pipelab.plan.machine import Machine
+from pipelab.pipeshard.method import Shape, StageProblem
 from pipelab.schedules import make
 
 
@@ -37,7 +36,7 @@ class AutoStages:
     parallel and both, unless an equal one has been compiled before; then a dynamic program chooses.
 
     machine   whose memory is the limit, and whose seconds are modelled; default: the named one with
-              such devices (`auto.cost.machine_of`)
+              such devices (`auto.cost_model.machine_of`)
     measured  whether each possible stage is timed on the devices; default: unless they are host
               devices, which share the cores of a CPU, or of several processes, each of which would
               measure, and plan, something else
@@ -59,18 +58,14 @@ class AutoStages:
     progress: bool | None = None
 
     def choose(self, problem: StageProblem) -> AutoPlan:
-        """Raises PipeshardError where no stages fit, and says what would."""
+        """The plan. Raises PipeshardError where no stages fit, and says what would."""
         method = problem.method
-        schedule = method.schedule
-        if not isinstance(schedule, str) or method.virtual != 1:
+        schedule, m = method.schedule, method.microbatches
+        if not isinstance(schedule, str) or make(schedule, 1, m, virtual=method.virtual).stages > 1:
             raise PipeshardError(
-                "stages='auto' finds how many stages there are: name a schedule, such as "
-                "'gpipe', instead of a table, and leave out virtual"
-            )
-        if make(schedule, 1, method.microbatches).stages > 1:
-            raise PipeshardError(
-                f"stages='auto' gives every mesh one stage, and {schedule!r} has several on each: "
-                "name another schedule, such as 'zb_h1', or give ManualStages"
+                "stages='auto' finds how many stages there are, and gives every mesh one: name a "
+                "schedule with one stage a mesh, such as 'gpipe' or 'zb_h1', instead of a table "
+                f"or {schedule!r}, or give ManualStages"
             )
         devices, hosts = self._devices(method.pool)
         machine = self.machine or machine_of(devices[0])
@@ -79,26 +74,25 @@ class AutoStages:
         profiles = self._profiles(problem, devices, hosts, machine)
 
         # [2] The best of them.
+        # Micro-batches that a stage holds, by the stages from it to the last one: the table's own.
         @cache
         def in_flight(remaining: int) -> int:
-            table = make(schedule, remaining, method.microbatches)
-            return table.peak_in_flight[0]
+            return make(schedule, remaining, m).peak_in_flight[0]
 
         table, known = _table(profiles, problem.layers)
-        found = best_stages(table, len(devices), method.microbatches, machine.memory, in_flight)
+        found = best_stages(table, len(devices), m, machine.memory, in_flight)
         chosen = [known[stage] for stage in found.stages]
 
         # [3] Which devices.
-        meshes = _place(chosen, devices, hosts)
         parameters = {problem.paths[a]: shape_of(a) for a in problem.parameters.values()}
         return AutoPlan(
             [list(range(s.first, s.last + 1)) for s in found.stages],
-            meshes,
+            _place(chosen, devices, hosts),
             [partial(_spec, stage.sharding, parameters) for stage in chosen],
             chosen=tuple(chosen),
             profiles=tuple(profiles),
             seconds=found.seconds,
-            microbatches=method.microbatches,
+            microbatches=m,
             machine=machine,
             cluster=np.array(devices).reshape(hosts, -1),
         )
@@ -120,51 +114,54 @@ class AutoStages:
     def _profiles(
         self, problem: StageProblem, devices: list[Any], hosts: int, machine: Machine
     ) -> list[StageProfile]:
+        """The profiles of every run of layers in every place."""
         from tqdm import tqdm  # only who plans needs it
 
+        places = list(self._places(devices, hosts, problem.samples))
         # A process compiles for devices of its own, as far as there are enough of them.
         here = jax.process_index()
         devices = sorted(devices, key=lambda device: device.process_index != here)
         known = Cache(default_folder() if self.cache is None else self.cache or None)
         measured = self.measured
-        if measured is None:
+        if measured is None:  # host devices share the cores of a CPU; processes would differ
             measured = devices[0].platform != "cpu" and jax.process_count() == 1
-        # A mesh belongs to one process.
-        apart = len({device.process_index for device in devices}) > 1
-        places = [
-            (submesh, (count // model, model))
-            for submesh in submeshes(1 if apart else hosts, len(devices) // hosts)
-            for count in [math.prod(submesh)]
-            for model in range(1, count + 1)
-            if count % model == 0 and problem.samples % (count // model) == 0
-            if self.operator or model == 1
-        ]
         runs = list(candidates(problem))
-        layers = [each for each in runs if each.first == each.last]
-        models = {model for _, (_, model) in places if model > 1}
         state = _state_of_parameters(problem)
-        hidden = None if self.progress is None else not self.progress  # None: unless a terminal
-        total = len(runs) * len(places) + len(layers) * bool(models)
-        profiles = []
+        # [1] How each layer divides its parameters; a shared one lies as its first layer says.
+        most = max(model for _, (_, model) in places)
         divided: dict[Var, PartitionSpec] = {}
-        with tqdm(total=total, unit="stage", desc="profiles", disable=hidden) as bar:
-            # [1] How each layer divides its parameters; a shared one lies as its first layer says.
-            for layer in layers if models else ():
-                mesh = mesh_of(devices, (1, max(models)))
+        for layer in runs if most > 1 else ():
+            if layer.layers[0] == layer.layers[1]:
+                mesh = mesh_of(devices, (1, most))
                 divided = {**operator_specs(layer, mesh, machine, known), **divided}
-                bar.update()
-            # [2] Every run of layers in every place.
-            for each, (submesh, logical) in product(runs, places):
-                mesh = mesh_of(devices, logical)
-                specs = {
-                    p: divided[p]
-                    for p in each.graph.parameters
-                    if p in divided and divided[p] in over_model(shape_of(p), mesh)
-                }
-                stage = Placed(each, mesh, specs)
-                profiles.append(profile(stage, submesh, state, machine, measured, known))
-                bar.update()
+        # [2] Every run of layers in every place.
+        profiles = []
+        hidden = None if self.progress is None else not self.progress  # None: unless a terminal
+        every = list(product(runs, places))
+        for each, (submesh, logical) in tqdm(every, unit="stage", desc="profiles", disable=hidden):
+            mesh = mesh_of(devices, logical)
+            # What was divided over more devices may not divide over these, or over fewer.
+            specs = {
+                p: divided[p]
+                for p in each.graph.parameters
+                if p in divided and divided[p] in over_model(shape_of(p), mesh)
+            }
+            stage = Placed(each, mesh, specs)
+            profiles.append(profile(stage, submesh, state, machine, measured, known))
         return profiles
+
+    def _places(
+        self, devices: list[Any], hosts: int, samples: int
+    ) -> Iterator[tuple[Shape, Shape]]:
+        """Submeshes, each with all its shapes (data, model)."""
+        apart = devices[0].process_index != devices[-1].process_index
+        # A mesh belongs to one process.
+        for submesh in submeshes(1 if apart else hosts, len(devices) // hosts):
+            count = math.prod(submesh)
+            # (4, 1) is data parallel, (1, 4) operator parallel, (2, 2) both
+            for model in range(1, count + 1 if self.operator else 2):
+                if count % model == 0 and samples % (count // model) == 0:
+                    yield submesh, (count // model, model)
 
 
 def _place(chosen: Sequence[StageProfile], devices: list[Any], hosts: int) -> list[Any]:
@@ -173,6 +170,7 @@ def _place(chosen: Sequence[StageProfile], devices: list[Any], hosts: int) -> li
     In their order; larger submeshes first where there are several hosts, so that none lies across
     the border of two.
     """
+    # Powers of two and whole hosts, the largest first: each begins where a multiple of it ends.
     order = list(range(len(chosen)))
     if hosts > 1:
         order.sort(key=lambda s: -math.prod(chosen[s].submesh))
@@ -190,7 +188,7 @@ def _table(
     """The profiles as arrays, and by their place in these."""
     choices = list(dict.fromkeys((each.submesh, each.logical) for each in profiles))
     held, activation, seconds = np.zeros((3, layers, layers, len(choices)))
-    seconds[:] = np.inf
+    seconds[:] = np.inf  # of what is not a stage, such as layers 3 to 1
     known = {}
     for each in profiles:
         place = Choice(*each.layers, choices.index((each.submesh, each.logical)))
@@ -204,21 +202,20 @@ def _table(
 # ---- the optimizer's state lies as the parameter that it belongs to
 
 
-def _tokens(path: str) -> list[str]:
-    """
-    >>> _tokens(".opt_state[0].mu['Dense_0']['kernel']")
-    ['.opt_state', '[0]', '.mu', "['Dense_0']", "['kernel']"]
-    """
-    return re.findall(r"\[[^\]]*\]|\.\w+", path)
-
-
 def _owner(path: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | None:
-    """The parameter of this shape whose path ends as this one does, for as long as possible."""
+    """The parameter of this shape whose path ends as this one does, for as long as possible.
+
+    .opt_state[0].mu['Dense_0']['kernel']      .params['Dense_0']['kernel']
+    """
+
+    def keys(of: str) -> list[str]:
+        return re.findall(r"\[[^\]]*\]|\.\w+", of)[::-1]
 
     def alike(other: str) -> int:
-        pairs = zip(reversed(_tokens(path)), reversed(_tokens(other)), strict=False)
+        pairs = zip(keys(path), keys(other), strict=False)
         return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
+    # Two parameters of one shape are told apart by their paths alone.
     same = (p for p, other in parameters.items() if other == shape)
     best = max(same, key=alike, default=None)
     return best if best is not None and (alike(best) or best == path) else None
@@ -227,7 +224,7 @@ def _owner(path: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | No
 def _spec(
     specs: Mapping[str, PartitionSpec], parameters: Mapping[str, Shape], path: str, shape: Shape
 ) -> PartitionSpec:
-    """Of an argument with this path and shape."""
+    """How an argument with this path and shape is divided."""
     return specs.get(_owner(path, shape, parameters) or path, PartitionSpec())
 
 
@@ -235,6 +232,6 @@ def _state_of_parameters(problem: StageProblem) -> Counter[Var]:
     """Parameter -> how many other arrays of the state belong to it."""
     arguments = {problem.paths[a]: p for p, a in problem.parameters.items()}
     shapes = {path: shape_of(p) for path, p in arguments.items()}
-    others = {v: path for v in problem.state if (path := problem.paths[v]) not in arguments}
-    owners = [_owner(path, shape_of(v), shapes) for v, path in others.items()]
+    others = [v for v in problem.state if problem.paths[v] not in arguments]
+    owners = [_owner(problem.paths[v], shape_of(v), shapes) for v in others]
     return Counter(arguments[owner] for owner in owners if owner is not None)

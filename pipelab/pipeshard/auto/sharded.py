@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,10 +12,9 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pipelab.executors.jax.graph import inline
-from pipelab.pipeshard.auto.cost import Cost
+from pipelab.pipeshard.auto.cost_model import Cost
 from pipelab.pipeshard.auto.flops import repeats
-from pipelab.pipeshard.graph import PipeshardError
+from pipelab.runtime.jax.jaxpr import inline
 
 Specs = tuple[PartitionSpec, ...]  # of all arrays
 
@@ -39,8 +39,8 @@ class Sharded:
         closed, results = jax.make_jaxpr(fun, return_shape=True)(*shapes)
         self.leaves, self.tree = jax.tree.flatten(shapes)
         self._repeats = repeats(inline(closed).equations)
-        self.run, self.results = jaxpr_as_fun(closed), len(jax.tree.leaves(results))
-        self.outputs = outputs or (lambda *specs: [None] * self.results)
+        self.run, count = jaxpr_as_fun(closed), len(jax.tree.leaves(results))
+        self.outputs = outputs or (lambda *specs: [None] * count)
         # With explicit axes, what makes two arrays meet has to say where the result lies.
         self.mesh = Mesh(mesh.devices, mesh.axis_names)
         self.paths = closed.jaxpr.debug_info.safe_arg_names(len(self.leaves))
@@ -59,30 +59,18 @@ class Sharded:
         return Cost.of(self.compile(specs, scored=True), self._repeats)
 
     def timed(self, many: Sequence[Specs], rounds: int) -> list[float]:
-        """Median seconds of each: they take turns, so that all meet the same disturbances."""
+        """Median seconds of each, on arrays of ones."""
         programs = []
         for specs in many:
             placed = [NamedSharding(self.mesh, spec) for spec in specs]
             ones = jax.jit(lambda: [jnp.ones_like(x) for x in self.leaves], out_shardings=placed)
-            programs.append((self.compile(specs), ones()))
-        seconds: list[list[float]] = [[] for _ in many]
-        for turn in range(rounds + 1):
-            for (compiled, arrays), found in zip(programs, seconds, strict=True):
-                jax.block_until_ready(arrays)
-                start = time.perf_counter()
-                jax.block_until_ready(compiled(*arrays))
-                if turn:  # the first warms up
-                    found.append(time.perf_counter() - start)
-        return [statistics.median(found) for found in seconds]
+            programs.append(partial(self.compile(specs), *ones()))
+        return median_seconds(programs, rounds)
 
     def _out_shardings(self, specs: Specs) -> list[NamedSharding | None]:
+        """The results' places, in the order of their leaves."""
         results = self.outputs(*jax.tree.unflatten(self.tree, specs))
         wanted = jax.tree.leaves(results, is_leaf=lambda spec: spec is None)
-        if len(wanted) != self.results:
-            raise PipeshardError(
-                f"outputs gives {len(wanted)} specs for {self.results} results: give "
-                "one for each, or None where the compiler may choose"
-            )
         return [spec if spec is None else NamedSharding(self.mesh, spec) for spec in wanted]
 
 
@@ -92,3 +80,15 @@ def built(build: Callable[[Any], Any], mesh: Mesh, scored: bool) -> Any:
         with suppress(jax.errors.JaxRuntimeError):  # XLA may drop an option
             return build(SCORED_ON_CPU)
     return build(None)
+
+
+def median_seconds(programs: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
+    """Median seconds of each: they take turns, so that all meet the same disturbances."""
+    seconds: list[list[float]] = [[] for _ in programs]
+    for turn in range(rounds + 1):
+        for run, found in zip(programs, seconds, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            if turn:  # the first warms up
+                found.append(time.perf_counter() - start)
+    return [statistics.median(found) for found in seconds]

@@ -22,11 +22,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from pipelab.pipeshard.auto.cost import Cost, machine_of
+from pipelab.optimize.plan.machine import Machine
+from pipelab.pipeshard.arrays import PipeshardError
+from pipelab.pipeshard.auto.cost_model import Cost, machine_of
 from pipelab.pipeshard.auto.sharded import Sharded, Specs
-from pipelab.pipeshard.graph import PipeshardError
-from pipelab.pipeshard.plan import Shape, as_table
-from pipelab.plan.machine import Machine
+from pipelab.pipeshard.method import Shape, as_table
 
 Choices = Callable[[Shape, Mesh], list[PartitionSpec]]
 
@@ -52,17 +52,19 @@ def over_data(shape: Shape, mesh: Mesh) -> list[PartitionSpec]:
     return list(_splits(shape[:1], mesh, ["data"]))[-1:]
 
 
-def whole(shape: Shape, mesh: Mesh) -> list[PartitionSpec]:
+def unsharded(shape: Shape, mesh: Mesh) -> list[PartitionSpec]:
     """On every device as a whole."""
     return [PartitionSpec()]
 
 
-def describe(spec: PartitionSpec) -> str:
+def describe_choices(spec: PartitionSpec) -> str:
     """A spec in short: per dimension the axes that split it.
 
-    >>> describe(PartitionSpec(None, "model")), describe(PartitionSpec(("data", "model")))
-    ('-,model', 'data+model')
-    >>> describe(PartitionSpec())
+    >>> describe_choices(PartitionSpec(None, "model"))
+    '-,model'
+    >>> describe_choices(PartitionSpec(("data", "model")))
+    'data+model'
+    >>> describe_choices(PartitionSpec())
     'whole'
     """
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
@@ -73,18 +75,16 @@ def _splits(shape: Shape, mesh: Mesh, axes: Sequence[str]) -> Iterator[Partition
     """Whole first; axes of one device split nothing."""
     axes = [axis for axis in axes if mesh.shape.get(axis, 1) > 1]
     for dimensions in product([None, *range(len(shape))], repeat=len(axes)):
-        along: list[list[str]] = [[] for _ in shape]
-        for axis, dimension in zip(axes, dimensions, strict=True):
-            if dimension is not None:
-                along[dimension].append(axis)
+        # Two axes may split one dimension: P(("data", "model"))
+        pairs = list(zip(axes, dimensions, strict=True))
+        along = [tuple(axis for axis, at in pairs if at == i) for i in range(len(shape))]
         counts = [math.prod(mesh.shape[axis] for axis in split) for split in along]
         if all(size % count == 0 for size, count in zip(shape, counts, strict=True)):
             while along and not along[-1]:  # P("model"), not P("model", None)
                 along.pop()
-            entries = [
-                tuple(split) if len(split) > 1 else "".join(split) or None for split in along
-            ]
-            yield PartitionSpec(*entries)
+            yield PartitionSpec(
+                *(split[0] if len(split) == 1 else split or None for split in along)
+            )
 
 
 # ---- the search
@@ -147,39 +147,38 @@ class Search:
         """The same search with the median seconds of these, run on arrays of ones."""
         chosen = [each.specs for each in candidates]
         found = dict(zip(chosen, self.program.timed(chosen, rounds), strict=True))
-        return replace(
-            self,
-            table=tuple(
-                replace(each, measured=found.get(each.specs, each.measured)) for each in self.table
-            ),
-        )
+        table = [
+            replace(each, measured=found.get(each.specs, each.measured)) for each in self.table
+        ]
+        return replace(self, table=tuple(table))
 
     def rows(self) -> list[dict[str, Any]]:
         """The table with a column per array: a list for pandas.DataFrame."""
-        return [self._row(each) for each in self.table]
+        timed = any(each.measured is not None for each in self.table)
+        rows = []
+        for each in self.table:
+            row: dict[str, Any] = dict(
+                zip(self.paths, map(describe_choices, each.specs), strict=True)
+            )
+            row["GFLOP"] = each.cost.flops / 1e9
+            row["MiB sent"] = each.cost.ring_bytes / 2**20
+            row["collectives"] = each.cost.collectives
+            row["MiB at most"] = each.cost.peak_bytes / 2**20
+            row["predicted ms"] = 1e3 * each.predicted
+            if timed:
+                row["measured ms"] = None if each.measured is None else 1e3 * each.measured
+            rows.append(row)
+        return rows
 
     def __str__(self) -> str:
         axes = ", ".join(f"{count} along {axis!r}" for axis, count in self.mesh.shape.items())
         tried = "all" if len(self.table) == self.possible else f"{len(self.table)}"
-        measured = [each for each in self.table[10:] if each.measured is not None]
-        rows = [self._row(each) for each in (*self.table[:10], *measured)]
         title = (
             f"{self.possible} candidates ({tried} tried) on {axes}; model of {self.machine.name}"
         )
-        return f"{title}\n{as_table(rows)}"
-
-    def _row(self, each: Candidate) -> dict[str, Any]:
-        row: dict[str, Any] = {
-            path: describe(spec) for path, spec in zip(self.paths, each.specs, strict=True)
-        }
-        row["GFLOP"] = each.cost.flops / 1e9
-        row["MiB sent"] = each.cost.ring_bytes / 2**20
-        row["collectives"] = each.cost.collectives
-        row["MiB at most"] = each.cost.peak_bytes / 2**20
-        row["predicted ms"] = 1e3 * each.predicted
-        if any(other.measured is not None for other in self.table):
-            row["measured ms"] = None if each.measured is None else 1e3 * each.measured
-        return row
+        rows = self.rows()
+        shown = [row for i, row in enumerate(rows) if i < 10 or row.get("measured ms")]
+        return f"{title}\n{as_table(shown)}"
 
 
 def search_sharding(
@@ -221,37 +220,32 @@ def search_sharding(
     options = _options(program, choices)
     found: dict[Specs, Candidate] = {}
 
+    def rank(each: Candidate) -> tuple[float, ...]:
+        """Bytes too many, then seconds, then bytes."""
+        excess = max(0.0, each.cost.peak_bytes - machine.memory)
+        return excess, each.predicted, each.cost.peak_bytes
+
     def best_of(many: Iterable[Specs]) -> Specs:
-        """The first with the fewest bytes too many, then seconds, then bytes."""
         wanted = list(many)
         new = [specs for specs in dict.fromkeys(wanted) if specs not in found]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # compiling needs no lock of Python's
             for specs, cost in zip(new, pool.map(program.cost, new), strict=True):
                 found[specs] = Candidate(specs, cost, cost.seconds(machine))
-        return min(wanted, key=lambda specs: _rank(found[specs], machine))
+        return min(wanted, key=lambda specs: rank(found[specs]))
 
     possible = math.prod(map(len, options))
     if possible <= limit:
         best_of(product(*options))
     else:
         _descend(options, [x.size for x in program.leaves], best_of)
-    table = sorted(found.values(), key=lambda each: _rank(each, machine))
-    return Search(program.paths, program.mesh, machine, tuple(table), possible, program)
-
-
-def _rank(each: Candidate, machine: Machine) -> tuple[float, ...]:
-    excess = max(0.0, each.cost.peak_bytes - machine.memory)
-    return excess, each.predicted, each.cost.peak_bytes
+    table = tuple(sorted(found.values(), key=rank))
+    return Search(program.paths, program.mesh, machine, table, possible, program)
 
 
 def _options(program: Sharded, choices: Choices | Sequence[Choices]) -> list[list[PartitionSpec]]:
     """The choices of each array."""
     arguments = jax.tree.unflatten(program.tree, program.leaves)
-    each = [choices] * len(arguments) if callable(choices) else list(choices)
-    if len(each) != len(arguments):
-        raise PipeshardError(
-            f"{len(each)} choices for {len(arguments)} arguments: give one for each, or one for all"
-        )
+    each = [choices] * len(arguments) if callable(choices) else choices
     return [
         choose(x.shape, program.mesh)
         for choose, argument in zip(each, arguments, strict=True)
@@ -274,6 +268,7 @@ def _descend(
 
     No array's change alone is better then; that of two together may be.
     """
+    # The largest arrays decide most; what they leave open, the smaller ones follow.
     order = sorted(range(len(options)), key=lambda i: -sizes[i])
     for start in (0, -1):
         here: Specs = tuple(choices[start] for choices in options)

@@ -19,7 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from pipelab.executors.jax.graph import (
+from pipelab.pipeshard.arrays import PipeshardError, spec_of
+from pipelab.pipeshard.batch.primitives import DRAWS
+from pipelab.pipeshard.batch.reduction import CHECKPOINTS, carry_of
+from pipelab.pipeshard.batch.tags import axes_of
+from pipelab.runtime.jax.jaxpr import (
     Arrays,
     Atom,
     Graph,
@@ -30,10 +34,6 @@ from pipelab.executors.jax.graph import (
     single,
     substitute,
 )
-from pipelab.pipeshard.batch.primitives import DRAWS
-from pipelab.pipeshard.batch.reduction import CHECKPOINTS, carry_of
-from pipelab.pipeshard.batch.tags import axes_of
-from pipelab.pipeshard.graph import PipeshardError, spec_of
 
 BODIES = ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr")  # parameters: what equations run
 # An equation that draws, the same for another size of batch, the micro-batch's number and the
@@ -55,26 +55,29 @@ def draws_grow(graph: Graph, twin: Graph) -> bool:
 
     Raises PipeshardError where the two do not draw in the same places.
     """
-    return any(_grows(eqn, other) for eqn, other in _drawing(graph, twin))
+    return any(other is not None for other in _growing(graph, twin))
 
 
-def _drawing(graph: Graph, twin: Graph) -> list[tuple[JaxprEqn, JaxprEqn]]:
-    """The equations that draw, or have such inside, at both sizes."""
+def _growing(graph: Graph, twin: Graph) -> list[JaxprEqn | None]:
+    """Per equation the twin's, where it draws what grows, or has such inside."""
     mine, theirs = ([e for e in g.equations if contains(e, DRAWS)] for g in (graph, twin))
     if [e.primitive for e in mine] != [e.primitive for e in theirs]:
         raise PipeshardError(
             "the loss draws other random numbers for another size of batch: write it the same for "
             "every size"
         )
-    return list(zip(mine, theirs, strict=True))
+    found: list[JaxprEqn | None] = []
+    for eqn in graph.equations:
+        other = theirs.pop(0) if contains(eqn, DRAWS) else None
+        found.append(other if other is not None and _grows(eqn, other) else None)
+    return found
 
 
 def _grows(eqn: JaxprEqn, twin: JaxprEqn) -> bool:
     if eqn.primitive.name in DRAWS:
         made, key = (eqn.outvars[0], twin.outvars[0]), (eqn.invars[0], twin.invars[0])
         return bool(axes_of(made)) and not axes_of(key)
-    bodies = zip(_bodies(eqn), _bodies(twin), strict=True)
-    return any(draws_grow(a, b) for a, b in bodies)
+    return any(draws_grow(a, b) for a, b in zip(_bodies(eqn), _bodies(twin), strict=True))
 
 
 def _bodies(eqn: JaxprEqn) -> list[Graph]:
@@ -91,19 +94,17 @@ def redraw(graph: Graph, twin: Graph, draw: Draw) -> tuple[Graph, dict[Var, Atom
     Returns the new graph, and what stands in it for variables of the old one. Raises PipeshardError
     where that cannot be done.
     """
-    twins = {id(eqn): other for eqn, other in _drawing(graph, twin) if _grows(eqn, other)}
     number = Var(jax.typeof(np.uint32(0)))
-    equations = []
+    equations: list[JaxprEqn] = []
     consts = dict(graph.consts)
     names: dict[Var, Atom] = {}
-    for eqn in graph.equations:
-        other = twins.get(id(eqn))
+    for eqn, other in zip(graph.equations, _growing(graph, twin), strict=True):
         eqn = renamed(eqn, names)
         if other is None:
             equations.append(eqn)
             continue
-        made_anew = draw if eqn.primitive.name in DRAWS else partial(_inside, draw)
-        new = partial(made_anew, eqn, other)
+        # Traced anew, with the number as one more operand; what it made has other variables then.
+        new = partial(draw if eqn.primitive.name in DRAWS else partial(_inside, draw), eqn, other)
         operands = [number, *eqn.invars]
         traced = jax.make_jaxpr(lambda n, *xs, new=new: new(n, list(xs)))(*map(spec_of, operands))
         part = inline(traced, operands, eqn)
@@ -117,10 +118,12 @@ def redraw(graph: Graph, twin: Graph, draw: Draw) -> tuple[Graph, dict[Var, Atom
 def _inside(draw: Draw, eqn: JaxprEqn, twin: JaxprEqn, number: Any, xs: Arrays) -> Arrays:
     """An equation that runs others, with the draws in these made by `draw`."""
     name, params = eqn.primitive.name, eqn.params
+    # [1] Its functions, drawing anew: they close over the number.
     functions = []
     for body, other in zip(_bodies(eqn), _bodies(twin), strict=True):
         again, _ = redraw(body, other, draw)
         functions.append(lambda *xs, again=again: again.run(*xs, number))
+    # [2] The same around these. Operands are constants first, then what is carried, then slices.
     if name in CHECKPOINTS:
         options = {key: params[key] for key in ("policy", "prevent_cse")}
         return jax.checkpoint(functions[0], **options)(*xs)
@@ -161,7 +164,7 @@ def draw_in_pieces(
     """
     key, *others = operands
     parts = []
-    for k in range(m):
+    for k in range(m):  # other operands may be of samples, such as the shape parameters of gamma
         mine = [jnp.vectorize(jax.random.fold_in)(key, np.uint32(k)) if own else key]
         for x, v, w in zip(others, whole.invars[1:], piece.invars[1:], strict=True):
             axes = axes_of((v, w))

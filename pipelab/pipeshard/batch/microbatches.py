@@ -11,22 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
-from pipelab.executors.jax.graph import Arrays, Atom, Graph
-from pipelab.executors.jax.spmd_checks import alike
-from pipelab.executors.jax.wire import words
-from pipelab.pipeshard.batch.draws import draw_in_pieces, redraw
-from pipelab.pipeshard.batch.reduction import Reductions
-from pipelab.pipeshard.batch.tags import FIXED, Role, Tag
-from pipelab.pipeshard.graph import (
+from pipelab.pipeshard.arrays import (
     PipeshardError,
     dtype_of,
     is_inexact,
     is_key_type,
-    rounding,
     shape_of,
 )
-from pipelab.pipeshard.plan import Pipeshard
-from pipelab.pipeshard.trace import Arguments, Step, trace
+from pipelab.pipeshard.batch.draws import draw_in_pieces, redraw
+from pipelab.pipeshard.batch.reduction import Reductions
+from pipelab.pipeshard.batch.tags import FIXED, Role, Tag
+from pipelab.pipeshard.method import Pipeshard
+from pipelab.pipeshard.tracing import Arguments, TracedStep, trace, trace_again
+from pipelab.runtime.jax.host import alike, words
+from pipelab.runtime.jax.jaxpr import Arrays, Atom, Graph, rounding_unit
 
 
 class How(Enum):
@@ -70,7 +68,7 @@ Combined = tuple[list[Combine], dict[Var, int], bool]
 
 
 def combinations(
-    step: Callable, arguments: Arguments, piece: Step, whole: Step, method: Pipeshard
+    step: Callable, arguments: Arguments, piece: TracedStep, whole: TracedStep, method: Pipeshard
 ) -> Combined:
     """Per result of the loss how it is combined; the batch's dimension of each variable; exactness.
 
@@ -97,9 +95,10 @@ def combinations(
         # A single sample may be written otherwise and be the same: what is (1, 6) already needs no
         # equation to make it so.
         single_sample = error
-    pair = trace(step, arguments, 2)
+    # So what is read off is a batch of two, and whether one counts as it does is tried out.
+    pair = trace_again(step, arguments, 2)
     more = max(arguments.samples, 3)
-    large = whole if more == arguments.samples else trace(step, arguments, more)
+    large = whole if more == arguments.samples else trace_again(step, arguments, more)
     combine, _, exact = _combined(pair, large, (2, more), method.reduce)
     if exact and not _same_alone(piece, pair, combine, arguments.values):
         raise PipeshardError(
@@ -109,28 +108,30 @@ def combinations(
     return combine, {}, exact
 
 
-def _combined(piece: Step, whole: Step, sizes: tuple[int, int], reduce: str | None) -> Combined:
+def _combined(
+    piece: TracedStep, whole: TracedStep, sizes: tuple[int, int], reduce: str | None
+) -> Combined:
     found = Reductions(piece.loss, whole.loss, piece.batch, sizes)
     combine = []
     exact = True
     for i, pair in enumerate(zip(piece.loss.outputs, whole.loss.outputs, strict=True)):
         tag = found.of(pair)
         exact &= tag.role is not Role.MIXED and tag.degree in BY_DEGREE
-        if i == 0:
+        if i == 0:  # the loss; results beside it may be joined, too
             combine.append(_of_loss(tag, reduce))
         else:
             combine.append(_of_aux(i - 1, tag, pair[0], found.axis_of(pair), reduce))
     return combine, found.axes, exact
 
 
-def _same_alone(one: Step, two: Step, combine: list[Combine], given: Arrays) -> bool:
+def _same_alone(one: TracedStep, two: TracedStep, combine: list[Combine], given: Arrays) -> bool:
     """Whether a loss is that of its samples one by one; tried out with random numbers.
 
     First of any sign; then, since the loss may take logarithms or roots, of positive ones. Whole
     numbers, such as labels, are drawn from those that are given.
     """
     tried = False
-    off = min(0.05, 1000 * float(rounding(two.loss.equations, two.parameters).eps))
+    off = min(0.05, 1000 * float(rounding_unit(two.loss.equations, two.parameters).eps))
     drawn_alike, _ = redraw(two.loss, one.loss, partial(draw_in_pieces, 2, False))
     undivided = jax.jit(gradient_of(drawn_alike))
     for seed in range(2):
@@ -176,7 +177,9 @@ def gradient_of(loss: Graph, share: float = 1) -> Callable[[Arrays, Arrays], Arr
     return gradient
 
 
-def in_pieces(step: Step, loss: Graph, combine: list[Combine], values: Arrays, m: int) -> Arrays:
+def in_pieces(
+    step: TracedStep, loss: Graph, combine: list[Combine], values: Arrays, m: int
+) -> Arrays:
     """[loss, *aux, *gradients] of a batch, accumulated over its micro-batches on one device.
 
     step    of a micro-batch; its `loss` may have the micro-batch's number as its last input
@@ -193,6 +196,7 @@ def in_pieces(step: Step, loss: Graph, combine: list[Combine], values: Arrays, m
             x = known.get(v, np.uint32(k))
             inputs.append(jnp.split(x, m)[k] if v in step.batch else x)
         pieces.append(gradient(parameters, inputs))
+    # Each gradient is of the micro-batch's share of the loss already: these are summed.
     how = [*combine, *[Combine(How.SUM)] * count]
     columns = zip(*pieces, strict=True)
     return [each.apply(list(xs)) for each, xs in zip(how, columns, strict=True)]

@@ -12,15 +12,22 @@ Anything else is *mixed*: a maximum over the batch, a square root of a mean, a p
 batch, and whatever an equation makes of samples that is not known here to keep them apart.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from operator import itemgetter
 
 import jax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from pipelab.executors.jax.graph import CALLS, Graph, Variables, contains, inline, place_of, single
-from pipelab.pipeshard.batch.primitives import DRAWS, RANDOM
-from pipelab.pipeshard.batch.samples import Rules
+from pipelab.pipeshard.arrays import (
+    PipeshardError,
+    dtype_of,
+    is_inexact,
+    is_key_type,
+    shape_of,
+    spec_of,
+)
+from pipelab.pipeshard.batch.primitives import DRAWS, RANDOM, Rules
 from pipelab.pipeshard.batch.tags import (
     FIXED,
     Known,
@@ -34,18 +41,24 @@ from pipelab.pipeshard.batch.tags import (
     inner_of,
     join,
     mixed,
+    paired,
     samples,
 )
-from pipelab.pipeshard.graph import (
-    PipeshardError,
-    dtype_of,
-    is_inexact,
-    is_key_type,
-    shape_of,
-    size,
-    spec_of,
+from pipelab.runtime.jax.jaxpr import (
+    CALLS,
+    Atom,
+    Graph,
+    Variables,
+    contains,
+    inline,
+    place_of,
+    renamed,
+    single,
+    substitute,
+    variables,
 )
 
+ADDS = ("add", "add_any")
 CHECKPOINTS = ("checkpoint", "remat2", "remat")
 # What only runs the function in one of its parameters; first, what has a derivative of its own.
 CUSTOM = {
@@ -54,7 +67,6 @@ CUSTOM = {
     "linear_call": "callee",
 }
 INSIDE = {**CUSTOM, **CALLS, **dict.fromkeys(CHECKPOINTS, "jaxpr")}
-LARGEST = 2**22  # elements of what is computed to see how it grows
 Graphs = tuple[Graph, Graph]  # one function at both sizes
 
 
@@ -79,6 +91,7 @@ class Reductions:
 
     def of(self, pair: Pair) -> Tag:
         """Of a variable or a number at both sizes."""
+        # A number in one trace where the other has a variable: the code looks at the size.
         literals = [isinstance(atom, Literal) for atom in pair]
         if all(literals):
             return self._known.tag(pair)
@@ -105,17 +118,18 @@ class Reductions:
     def _run(self, graphs: Graphs, tags: Tags) -> Tags:
         """Go through a function at both sizes: the tags of its inputs -> those of its outputs."""
         small, large = graphs
+        # Two traces close over the same arrays, in the same order.
         if len(small.consts) != len(large.consts):
             raise self._unequal()
         # [1] Inputs and constants.
-        for v, w, tag in zip(small.inputs, large.inputs, tags, strict=True):
-            self._note((v, w), tag)
-        for (v, x), (w, y) in zip(small.consts.items(), large.consts.items(), strict=True):
+        for pair, tag in zip(paired(small.inputs, large.inputs), tags, strict=True):
+            self._note(pair, tag)
+        for pair in paired(small.consts, large.consts):
             tag = FIXED
-            if not is_key_type(dtype_of(v)):
-                self._known.arrays[v] = x, y
-                tag = self._known.tag((v, w))
-            self._note((v, w), tag)
+            if not is_key_type(dtype_of(pair[0])):
+                self._known.arrays[pair[0]] = small.consts[pair[0]], large.consts[pair[1]]
+                tag = self._known.tag(pair)
+            self._note(pair, tag)
         # [2] Equations, which have to be the same.
         for a, b in zip(small.equations, large.equations, strict=False):
             counts = [(len(eqn.invars), len(eqn.outvars)) for eqn in (a, b)]
@@ -125,7 +139,7 @@ class Reductions:
         if len(small.equations) != len(large.equations):
             raise self._unequal()
         # [3] Outputs.
-        return [self.of(pair) for pair in zip(small.outputs, large.outputs, strict=True)]
+        return list(map(self.of, paired(small.outputs, large.outputs)))
 
     def _note(self, pair: Pair, tag: Tag) -> None:
         self._tags[pair] = tag
@@ -134,9 +148,8 @@ class Reductions:
 
     def _step(self, a: JaxprEqn, b: JaxprEqn) -> None:
         name = a.primitive.name
-        ins = list(zip(a.invars, b.invars, strict=True))
-        outs = list(zip(a.outvars, b.outvars, strict=True))
-        tags = [self.of(pair) for pair in ins]
+        ins, outs = paired(a.invars, b.invars), paired(a.outvars, b.outvars)
+        tags = list(map(self.of, ins))
         loops = {"scan": self._scan, "while": self._while, "cond": self._cond}
         # [1] The tags of the results.
         if INSIDE.get(name) in a.params:
@@ -152,11 +165,8 @@ class Reductions:
         else:
             results = [self._rules.tag(a, b, ins, tags, out) for out in outs]
         # [2] What follows from the batch's size can be computed: that tells more than any rule.
-        small_enough = all(size(v) <= LARGEST for v in b.outvars)
-        if all(pair in self._known for pair in ins) and name not in RANDOM and small_enough:
+        if all(pair in self._known for pair in ins) and name not in RANDOM:
             self._known.add_results(a, b)
-        elif name == "broadcast_in_dim" and self._known.is_zero(ins[0]):
-            self._known.zeros.add(a.outvars[0])
         if name == "concatenate" and a.params["dimension"] == len(shape_of(a.outvars[0])) - 1:
             self._rules.parts[a.outvars[0]] = ins
         for pair, tag in zip(outs, results, strict=True):
@@ -175,29 +185,26 @@ class Reductions:
         if any(tag.role is Role.MIXED for tag in (*tags, *made)):
             return made
         # [1] What the gradients are by the results, and should be by the operands.
-        results = zip(zip(a.outvars, b.outvars, strict=True), made, strict=True)
+        results = zip(paired(a.outvars, b.outvars), made, strict=True)
         outs = [(pair, tag) for pair, tag in results if is_inexact(pair[0])]
         given = [cotangent(tag, pair) for pair, tag in outs]
-        wanted = [tag for _, tag in outs]
-        wanted += [
+        by = [
             cotangent(tag, pair) for pair, tag in zip(ins, tags, strict=True) if is_inexact(pair[0])
         ]
+        wanted = [*(tag for _, tag in outs), *by]
         # [2] What the rule makes of them, which is not derived again; and the results, which it
         #     may compute otherwise than the function does.
         small, large = _pullback(a), _pullback(b)
         if any(contains(eqn, DRAWS) for eqn in small.equations):
             return [mixed(a, "draws random numbers in its derivative")] * len(made)
-        self._derived = False
-        found = self._run((small, large), given)
-        self._derived = True
+        found = self._run_underived((small, large), given)
         # [3] Where samples are added up, they have to be. Zeros do no harm.
-        pairs = zip(small.outputs, large.outputs, strict=True)
-        for pair, tag, want in zip(pairs, found, wanted, strict=True):
-            fits = tag == want
-            if want.role is Role.SAMPLES:
-                both = join([tag, want])
-                fits = both is not None and both.role is Role.SAMPLES
-            if not (fits or self._known.is_zero(pair)):
+        for pair, tag, want in zip(
+            paired(small.outputs, large.outputs), found, wanted, strict=True
+        ):
+            both = join([tag, want]) if want.role is Role.SAMPLES else None
+            fits = tag == want or (both is not None and both.role is Role.SAMPLES)
+            if not fits and not self._known.is_zero(pair):
                 inside = tag.why and f": {tag.why.partition(';')[0]}"
                 why = (
                     "has a derivative that mixes samples, or is not linear in what is added up "
@@ -205,6 +212,13 @@ class Reductions:
                 )
                 return [mixed(a, why)] * len(made)
         return made
+
+    def _run_underived(self, graphs: Graphs, tags: Tags) -> Tags:
+        """Go through what is a derivative itself, or is derived sample by sample."""
+        derived, self._derived = self._derived, False
+        results = self._run(graphs, tags)
+        self._derived = derived
+        return results
 
     def _solve(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs) -> Tags:
         """What jnp.linalg.solve does; that its derivative is its own is not looked at."""
@@ -220,31 +234,52 @@ class Reductions:
         graphs = _graphs(a, b, itemgetter("jaxpr"), ins[:first])
         if a.params["length"] == b.params["length"]:
             return self._repeat(a, graphs, tags[first:], count)
-        # As many iterations as samples: one sample at a time (lax.map), if there is no carry.
+        # As many iterations as samples: one sample at a time (lax.map), if the carry is no more
+        # than a sum.
         inner = inner_of(tags)
-        apart = not count and len(inner) < 2
+        apart = len(inner) < 2 and all(_only_adds(graph, count) for graph in graphs)
         for i, (pair, tag) in enumerate(zip(ins, tags, strict=True)):
             apart &= tag.role in (Role.FIXED, Role.SAMPLES) and not tag.degree
-            apart &= axes_of(pair) == ([] if i < first else [0])
+            apart &= axes_of(pair) == ([] if i < first + count else [0])
+        apart &= all(map(self._known.is_zero, ins[first : first + count]))
         if not apart:
-            return [mixed(a, "goes from sample to sample")] * len(a.outvars)
-        derived, self._derived = self._derived, False  # it derives sample by sample, too
-        results = self._run(graphs, [FIXED] * len(ins[first:]))
-        self._derived = derived
-        return [tag if tag.role is Role.MIXED else samples(tag.degree, inner) for tag in results]
+            why = "goes from sample to sample: return a value of each, and add these up"
+            return [mixed(a, why)] * len(a.outvars)
+        results = self._run_underived(graphs, [FIXED] * len(ins[first:]))
+        sums = [Tag(Role.REDUCED, tag.degree + 1) for tag in results[:count]]
+        found = [*sums, *(samples(tag.degree, inner) for tag in results[count:])]
+        pairs = zip(results, found, strict=True)
+        return [tag if tag.role is Role.MIXED else whole for tag, whole in pairs]
 
     def _while(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags) -> Tags:
         begin, first = a.params["cond_nconsts"], a.params["body_nconsts"]
         body = _graphs(a, b, itemgetter("body_jaxpr"), ins[begin : begin + first])
-        results = self._repeat(a, body, tags[begin + first :], len(a.outvars))
-        condition = self._run(_graphs(a, b, itemgetter("cond_jaxpr"), ins[:begin]), results)
-        return results if condition == [FIXED] else [mixed(a)] * len(results)
+        carry, begun = tags[begin + first :], ins[begin + first :]
+
+        def loop(carry: Tags) -> tuple[Tags, Tags]:
+            results = self._repeat(a, body, carry, len(carry))
+            return results, self._run(_graphs(a, b, itemgetter("cond_jaxpr"), ins[:begin]), results)
+
+        # One condition for all, which no sample decides.
+        results, condition = loop(carry)
+        if condition == [FIXED]:
+            return results
+        # A condition for each sample, which ends its own iterations (jax.vmap): whatever is
+        # carried is the sample's own, also what began alike in all.
+        of_sample = samples(0, inner_of(carry))
+        if all(axes_of(pair) == [0] for pair in begun) and len(inner_of(carry)) < 2:
+            results, condition = loop([of_sample] * len(carry))
+            if condition == [of_sample] and results == [of_sample] * len(carry):
+                return results
+        return [mixed(a)] * len(carry)
 
     def _cond(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags) -> Tags:
         found = []
         for i in range(len(a.params["branches"])):
             graphs = _graphs(a, b, lambda params, i=i: params["branches"][i], ins[1:])
             found.append(self._run(graphs, []))
+        # Who knows which branch it is: the results have one tag in all of them, or none. The index
+        # may not depend on a sample.
         if tags[0] != FIXED:
             return [mixed(a)] * len(a.outvars)
         return [join(choices) or mixed(a) for choices in zip(*found, strict=True)]
@@ -256,7 +291,7 @@ class Reductions:
         through the body again, until its results have the tags of its inputs.
         """
         carry, others = tags[:count], tags[count:]
-        for _ in range(4):
+        for _ in range(4):  # fixed, of samples, mixed: more changes than there are roles
             results = self._run(graphs, [*carry, *others])
             pairs = zip(carry, results[:count], strict=True)
             carried = [join(pair) or mixed(a) for pair in pairs]
@@ -275,11 +310,35 @@ def _graphs(a: JaxprEqn, b: JaxprEqn, function: Callable, outside: Pairs) -> Gra
     return inline(function(a.params), small, a), inline(function(b.params), large, b)
 
 
+def _only_adds(body: Graph, count: int) -> bool:
+    """Whether all that a scan's body does with its carry, of `count` values, is to add to it."""
+    # [1] What a conversion to the same type makes, as of a weak one, is what it is made of.
+    names: dict[Var, Atom] = {}
+    equations = []
+    for eqn in (renamed(eqn, names) for eqn in body.equations):
+        converts = eqn.primitive.name == "convert_element_type"
+        if converts and dtype_of(eqn.invars[0]) == dtype_of(eqn.outvars[0]):
+            names[eqn.outvars[0]] = eqn.invars[0]
+        else:
+            equations.append(eqn)
+    outputs = substitute(body.outputs, names)
+    # [2] Nothing else reads it, or its sums.
+    sums = {v: eqn for eqn in equations for v in eqn.outvars if eqn.primitive.name in ADDS}
+    read = Counter(variables([*outputs, *(atom for eqn in equations for atom in eqn.invars)]))
+    for v, out in zip(body.inputs, outputs[:count], strict=False):
+        if isinstance(out, Literal) or out not in sums or v not in sums[out].invars:
+            return False
+        if (read[v], read[out]) != (1, 1):
+            return False
+    return True
+
+
 def _pullback(eqn: JaxprEqn) -> Graph:
     """What it makes of gradients by its results: the results, and gradients by its operands."""
     function = single(eqn)
     operands = [spec_of(atom) for atom in eqn.invars]
 
+    # Keys and whole numbers have no gradient: jax.vjp is given the others alone.
     def pull(operands, cotangents):
         reals = [x for x, v in zip(operands, eqn.invars, strict=True) if is_inexact(v)]
 

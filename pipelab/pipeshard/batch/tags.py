@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from pipelab.executors.jax.graph import place_of, single
-from pipelab.pipeshard.graph import shape_of
+from pipelab.pipeshard.arrays import shape_of
+from pipelab.runtime.jax.jaxpr import place_of, single
 
 Pair = tuple[Any, Any]  # the same at both sizes: variables, equations, arrays
 Pairs = list[Pair]
@@ -44,6 +44,10 @@ class Tag(NamedTuple):
 
 FIXED = Tag(Role.FIXED)
 Tags = list[Tag]
+
+
+def paired(small: Iterable[Any], large: Iterable[Any]) -> Pairs:
+    return list(zip(small, large, strict=True))
 
 
 def mixed(eqn: JaxprEqn, why: str = "makes something else of it") -> Tag:
@@ -99,13 +103,11 @@ class Known:
     They are computed at both sizes, but only when somebody asks for them.
 
     arrays  what is computed by now
-    zeros   arrays that are too large to be computed, and known to be zero
     """
 
     def __init__(self, sizes: tuple[int, int]) -> None:
         self.sizes = sizes
         self.arrays: dict[Var, Pair] = {}
-        self.zeros: set[Var] = set()
         self._makers: dict[Var, Pair] = {}  # the equations that make it
 
     def add_results(self, a: JaxprEqn, b: JaxprEqn) -> None:
@@ -124,16 +126,13 @@ class Known:
         return self.arrays[a]
 
     def is_zero(self, pair: Pair) -> bool:
-        if not isinstance(pair[0], Literal) and pair[0] in self.zeros:
-            return True
         return pair in self and not any(np.any(np.asarray(x)) for x in self.values(pair))
 
     def _evaluate(self, a: JaxprEqn, b: JaxprEqn) -> dict[Var, Pair]:
-        operands = [self.values(pair) for pair in zip(a.invars, b.invars, strict=True)]
-        results = []
-        for i, eqn in enumerate((a, b)):
-            results.append(single(eqn).run(*(values[i] for values in operands)))
-        return dict(zip(a.outvars, zip(*results, strict=True), strict=True))
+        operands = list(map(self.values, paired(a.invars, b.invars)))
+        small = single(a).run(*(x for x, _ in operands))
+        large = single(b).run(*(y for _, y in operands))
+        return dict(zip(a.outvars, paired(small, large), strict=True))
 
     def tag(self, pair: Pair, why: str = "") -> Tag:
         """By what it is at both sizes; `why` it is mixed, if it is."""

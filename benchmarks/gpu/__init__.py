@@ -1,0 +1,1 @@
+"""What only a GPU shows: `make gpu`, or its rehearsal on a CPU."""

@@ -1,0 +1,277 @@
+"""What benchmarks/gpu measures, on a GPU or in its rehearsal on the CPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gpu.cases import SGD
+from measure import in_turn, paragraph, spread, table
+from pipelab import Run, Schedule, fit, make, run, simulate
+from pipelab.models import split
+from pipelab.optimize.cut import profile, uniform
+
+
+class Skip(Exception):
+    """A section that this machine cannot run, and why."""
+
+
+class Failed(Exception):
+    """A section that has something to show, but not all of it as it should be."""
+
+    def __init__(self, parts: list[str]) -> None:
+        super().__init__(parts)
+        self.parts = parts
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured.
+
+    width    of the model's layers; what goes in and comes out of the model is narrow, so that the
+             data take no room
+    samples  of a micro-batch, at most
+    forward  seconds that one layer's forward takes at least, if so many samples are enough: a GPU
+             has to be busier than the interpreter that drives it
+    """
+
+    width: int
+    samples: int
+    forward: float
+    layers: int = 8
+    ends: int = 64
+    microbatches: int = 8
+    batches: int = 3
+    repeats: int = 4
+
+
+DEFAULTS = {"cuda": Sizes(4096, 4096, 1e-3), "cpu": Sizes(256, 256, 1e-3, repeats=3)}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where it is measured: a device, how much, and the seconds that a section has."""
+
+    device: torch.device
+    sizes: Sizes
+    seconds: float
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def wait(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+
+class Model:
+    """An MLP on the place's device, with micro-batches large enough to keep that busy."""
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.sizes = place, place.sizes
+        torch.manual_seed(0)
+        n, width, ends = self.sizes.layers, self.sizes.width, self.sizes.ends
+        widths = [ends, *[width] * (n - 1), ends]
+        layers = [nn.Sequential(nn.Linear(a, b), nn.ELU()) for a, b in pairwise(widths)]
+        self.layers = nn.ModuleList(layers).to(place.device)
+        self.samples = self._samples()
+
+    def _samples(self) -> int:
+        """Doubled until a layer takes long enough."""
+        samples, most = 32, self.sizes.samples
+        if self.place.on_gpu:  # the activations of a batch shall fit
+            kept = 2 * self.sizes.layers * self.sizes.microbatches * self.sizes.width * 4
+            memory = torch.cuda.get_device_properties(self.place.device).total_memory
+            most = min(most, int(0.3 * memory / kept))
+        while samples * 2 <= most:
+            x = torch.randn(samples, self.sizes.width, device=self.place.device)
+            if profile([self.layers[1]], x, repeats=3).layers[0].forward >= self.sizes.forward:
+                break
+            samples *= 2
+        return samples
+
+    def stages(self, count: int) -> list[nn.Sequential]:
+        return split(list(self.layers), uniform(self.sizes.layers, count))
+
+    def run(self, schedule: Schedule, devices: Sequence[Any], optimizer: Callable = SGD) -> Run:
+        """Not checked; the first batch of its timeline warms up."""
+        shape = schedule.microbatches * self.samples, self.sizes.ends
+        batches = [(torch.randn(shape), torch.randn(shape)) for _ in range(schedule.batches)]
+        names = list(map(str, devices))
+        stages = self.stages(schedule.stages)
+        return run(schedule, stages, batches, F.mse_loss, optimizer, devices=names, check=False)
+
+    def seconds(self, stages: int) -> float:
+        """Per batch of 1F1B with so many stages on the one device."""
+        schedule = self.table("pipedream_flush", stages)
+        timeline = self.run(schedule, [self.place.device] * stages).timeline
+        return statistics.median(timeline.batch_seconds())
+
+    def table(self, name: str, devices: int, times: int = 1, virtual: int = 1) -> Schedule:
+        """A schedule of so many times the micro-batches."""
+        sizes = self.sizes
+        count = times * sizes.microbatches
+        return make(name, devices, count, virtual=virtual, batches=sizes.batches)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.sizes.layers} layers of width {self.sizes.width}, {self.sizes.microbatches} "
+            f"micro-batches of {self.samples} samples, {self.sizes.batches} batches"
+        )
+
+
+def percent(errors: Sequence[float]) -> str:
+    """The median and the extremes of relative errors."""
+    middle, least, most = (
+        f"{100 * x:+.1f}" for x in (statistics.median(errors), min(errors), max(errors))
+    )
+    return f"{middle} ({least} to {most}) %"
+
+
+def one_and_four(seconds: Callable[[int], float], repeats: int) -> list[str]:
+    """Seconds per batch with one stage and with four on one device, as a table and in words."""
+    one, four = in_turn([partial(seconds, 1), partial(seconds, 4)], repeats)
+    ratios = [b / a for a, b in zip(one, four, strict=True)]
+    itself = [b / a - 1 for a, b in pairwise(one)]
+    return [
+        table(("stages", "ms per batch"), [(1, spread(one, ".1f")), (4, spread(four, ".1f"))]),
+        paragraph(
+            f"Four stages take {spread(ratios, '.3f', 1)} times as long as one; one stage differs "
+            f"from its own run before by {percent(itself)}. Median (least-most) of {repeats} runs "
+            "in turn, from update to update without the first batch."
+        ),
+    ]
+
+
+def streams(place: Place) -> list[str]:
+    """Four stages on one device, each on a stream of its own, beside one stage with all layers."""
+    model = Model(place)
+    return [
+        paragraph(f"1F1B, {model}. Target: at most 1.03 of one stage's time."),
+        *one_and_four(model.seconds, place.sizes.repeats),
+    ]
+
+
+class Clocked(torch.optim.SGD):
+    """Notes the time when its step is done, as the host sees it."""
+
+    def __init__(self, parameters: Any, place: Place, marks: list[float]) -> None:
+        super().__init__(parameters, lr=0.01)
+        self.place, self.marks = place, marks
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.place.wait()
+        self.marks.append(time.perf_counter())
+
+
+def clocks(place: Place) -> list[str]:
+    """The timeline of one stage, by events on a GPU, beside the host's clock around its batches."""
+    model, sizes = Model(place), place.sizes
+
+    def shares() -> tuple[float, float]:
+        marks: list[float] = []
+        noted = partial(Clocked, place=place, marks=marks)
+        timeline = model.run(model.table("gpipe", 1), [place.device], noted).timeline
+        wall = marks[-1] - marks[0]
+        inside = float(timeline.warmed_up().busy[0])
+        return sum(timeline.batch_seconds()) / wall, inside / wall
+
+    (pairs,) = in_turn([shares], sizes.repeats)
+    whole, inside = zip(*pairs, strict=True)
+    return [
+        paragraph(
+            f"One stage, GPipe, {model}. The host notes its time after every update, when it has "
+            "waited for the device. From the first update to the last, the timeline is "
+            f"{spread(whole, '.4f', 1)} times as long as the host's clock says (target: 1 within "
+            f"0.01), and its actions fill {spread(inside, '.4f', 1)} of that; the rest is between "
+            f"actions. Median (least-most) of {sizes.repeats} runs."
+        )
+    ]
+
+
+def memory(place: Place) -> list[str]:
+    """`Run.memory` beside the most that torch's allocator had given out."""
+    if not place.on_gpu:
+        raise Skip("torch counts the memory of GPUs alone")
+    model, rows = Model(place), []
+    for stages in (1, 4):
+        ours, torchs, left = peaks(model, stages)
+        sizes = (f"{count / 2**20:.0f}" for count in (ours, torchs, left))
+        rows.append((stages, *sizes, f"{100 * (ours / torchs - 1):+.1f}"))
+    return [
+        paragraph(
+            f"GPipe, {model}: the peak of all stages together on one GPU, beside "
+            "torch.cuda.max_memory_allocated without what is there after the run as well (cuBLAS's "
+            "workspaces, the model that stages are copied from). Target: within 5 %. What a "
+            "backward works on and the data are in torch's count alone."
+        ),
+        table(("stages", "ours (MiB)", "torch's (MiB)", "left out (MiB)", "ours is off (%)"), rows),
+    ]
+
+
+def peaks(model: Model, stages: int) -> tuple[float, int, int]:
+    """Bytes at the peak of GPipe by our count and by torch's, and those that are left afterwards.
+
+    Of all stages together. The second of two runs: the first makes cuBLAS's workspaces.
+    """
+    device = model.place.device
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats(device)
+        done = model.run(model.table("gpipe", stages), [device] * stages)
+        left = torch.cuda.memory_allocated(device)
+    together = replace(done.memory, devices=1, device=np.zeros_like(done.memory.device))
+    return together.peak()[0], torch.cuda.max_memory_allocated(device) - left, left
+
+
+def predictions(place: Place) -> list[str]:
+    """Costs fitted on one run predict other tables, beside the same run repeated."""
+    model, several = Model(place), place.on_gpu and torch.cuda.device_count() > 1
+    rows = []
+    for count in (2,) if several else (1, 2):
+        devices = ["cuda:0", "cuda:1"] if several else [place.device] * count
+        for schedule in (
+            model.table("gpipe", count),
+            model.table("pipedream_flush", count),
+            model.table("gpipe", count, times=2),
+            model.table("interleaved", count, virtual=2),
+        ):
+            (pairs,) = in_turn([partial(_errors, model, schedule, devices)], place.sizes.repeats)
+            errors, same = map(percent, zip(*pairs, strict=True))
+            rows.append((count, schedule.name, schedule.microbatches, errors, same))
+    sharing = (
+        " Two rows share the GPU here, which no simulation takes into account: their errors say "
+        "what sharing does."
+    )
+    return [
+        paragraph(
+            f"{model}. Right before each run, costs are fitted on GPipe with "
+            f"{place.sizes.microbatches} micro-batches; the first batch is left out of both. "
+            "Errors of the predicted makespan, beside those of the same run repeated (A/A): median "
+            f"(least to most) of {place.sizes.repeats} pairs."
+            f"{sharing if place.on_gpu and not several else ''}"
+        ),
+        table(("rows", "schedule", "m", "predicted - measured", "A/A"), rows),
+    ]
+
+
+def _errors(model: Model, schedule: Schedule, devices: Sequence[Any]) -> tuple[float, float]:
+    """Of a prediction from a fit just before the run, and of the run itself as another's."""
+    costs = fit(model.run(model.table("gpipe", len(devices)), devices).timeline)
+    costs = costs.split(schedule.stages // schedule.devices)
+    runs = (model.run(schedule, devices).timeline for _ in range(2))
+    predicted, measured, again = (
+        timeline.warmed_up().makespan for timeline in (simulate(schedule, costs), *runs)
+    )
+    return predicted / measured - 1, again / measured - 1

@@ -1,0 +1,295 @@
+"""partition, plan, search, bound: what to choose for a model, a machine, a memory."""
+
+import math
+import sys
+from dataclasses import dataclass, replace
+from json import dumps
+from typing import Annotated, Any, Literal
+
+from tyro.conf import arg
+
+import pipelab
+from pipelab import simulate
+from pipelab.cli.files import check_targets, read_profile, write_figure, write_text
+from pipelab.cli.options import Count, Json, Name, Plot, Positive, Times, number_option, require
+from pipelab.cli.report import GAP, show
+from pipelab.optimize.cut import METHODS, pipedream, split_layers
+from pipelab.optimize.order import bound, gap, memory_used, search
+from pipelab.optimize.plan import (
+    ASYNCHRONOUS,
+    FLUSH,
+    MACHINES,
+    SPLIT,
+    Machine,
+    Problem,
+    Transformer,
+)
+from pipelab.optimize.plan import plan as find_plan
+from pipelab.schedules import make_all
+
+Counts = Annotated[
+    Any,
+    number_option(
+        lambda text: tuple(int(part) for part in text.split(",")),
+        lambda counts: min(counts) >= 1,
+        "whole numbers of at least 1, comma-separated",
+        "N,...",
+    ),
+]
+Number = Annotated[Any, number_option(float, lambda x: True, "a number")]
+Method = Annotated[str, arg(metavar="NAME", help=f"{', '.join(METHODS)}")]
+
+
+def partition_command(
+    profile: Annotated[str, arg(metavar="FILE")],
+    devices: Count,
+    method: Method = "time",
+    memory: Positive = math.inf,
+    bandwidth: Positive = 1e9,
+    straight: bool = False,
+    model: Literal["sum", "max"] = "sum",
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Cut a model's layers into stages.
+
+    Args:
+        profile: JSON, or PipeDream's graph.txt
+        devices: a stage each; pipedream may give a stage several
+        memory: bytes of a device
+        bandwidth: pipedream: bytes a second of every link
+        straight: pipedream: one device a stage
+        model: pipedream: compute and all-reduce one after the other, or side by side
+    """
+    check_targets(plot=plot)
+    layers = read_profile(profile)
+    if method == "pipedream":
+        own = {"bandwidth": bandwidth, "straight": straight, "model": model}
+        found = pipedream(layers, devices, memory=memory, **own)
+    else:
+        found = split_layers(layers, devices, method, memory=memory)
+    if plot:
+        from pipelab.optimize.cut import plots
+
+        write_figure(plot, lambda: plots.partition(found))
+    print(dumps(found.to_json()) if json else found)
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """A transformer in half precision, or a measured profile.
+
+    Args:
+        profile: JSON of `profile`, or PipeDream's graph.txt
+        samples: that the profile's micro-batch had (default: as the file says, else 1)
+    """
+
+    layers: Count = None
+    hidden: Count = None
+    heads: Count = None
+    sequence: Count = None
+    vocabulary: Count = None
+    profile: Name = None
+    samples: Count = None
+
+    def model(self) -> Any:
+        sizes = vars(self) | {}
+        profile, samples = sizes.pop("profile"), sizes.pop("samples")
+        if profile:
+            if any(sizes.values()):
+                raise ValueError(f"{profile} has its own layers: leave out --{' --'.join(sizes)}")
+            found = read_profile(profile)
+            return replace(found, samples=samples or found.samples)
+        require(sizes, "model", "--profile FILE")
+        return Transformer(**sizes)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """A machine by its name, by its numbers, or both: the numbers replace its own.
+
+    Args:
+        machine: such as A100-80GB
+        flops: FLOP/s of a device, at most
+        share: of the FLOP/s that is reached (default: 0.5)
+        memory: bytes of a device
+        bandwidth: bytes/s of a device's link to another node
+        inside: bytes/s of its link inside the node (default: as --bandwidth)
+        node: devices of a node (default: 1)
+        latency: seconds of a message (default: 5e-6)
+        overhead: seconds that every action takes on top (default: 0)
+    """
+
+    machine: Name = None
+    flops: Number = None
+    share: Number = None
+    memory: Number = None
+    bandwidth: Number = None
+    inside: Number = None
+    node: Count = None
+    latency: Number = None
+    overhead: Number = None
+
+    def found(self, timed: bool) -> Machine:
+        """The machine; for a profile, which has seconds of its own, FLOP/s may be left out."""
+        numbers = {name: value for name, value in vars(self).items() if value is not None}
+        name = numbers.pop("machine", None)
+        if name in MACHINES:
+            return replace(MACHINES[name], **numbers)
+        if name:
+            raise ValueError(f"unknown machine {name!r}: there are {', '.join(MACHINES)}")
+        if timed:
+            numbers.setdefault("flops", 1.0)
+        needed = {name: numbers.get(name) for name in ("flops", "memory", "bandwidth")}
+        require(needed, "machine", f"--machine {', '.join(MACHINES)}")
+        return Machine("this machine", **numbers)
+
+
+def plan_command(
+    devices: Count,
+    batch: Count,
+    model: ModelSizes,
+    nodes: Nodes,
+    tensor: Counts = (1,),
+    optimizer: Number = None,
+    split: Annotated[bool, arg(help=f"also with split backwards: {', '.join(SPLIT)}")] = False,
+    asynchronous: bool = False,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Which schedule, stages, replicas and micro-batch train a model fastest on a machine.
+
+    Args:
+        devices: all of them
+        batch: samples, of all devices
+        tensor: how many devices may share every layer: one number, or several (1,2,4,8)
+        optimizer: bytes of its state a byte of weights (default: 7, or 2 with --profile)
+        asynchronous: also schedules that train with weights of several versions
+        plot: throughput over memory; its frontier in the answer as well
+    """
+    check_targets(plot=plot)
+    schedules = [*FLUSH, *(SPLIT if split else ()), *(ASYNCHRONOUS if asynchronous else ())]
+    problem = Problem(
+        model.model(),
+        nodes.found(timed=bool(model.profile)),
+        devices,
+        batch,
+        tensor=tensor,
+        schedules=tuple(schedules),
+        optimizer=optimizer,
+    )
+    answer = find_plan(problem, frontier=bool(plot))
+    if plot:
+        from pipelab.optimize.plan import plots
+
+        write_figure(plot, lambda: plots.plan(answer))
+    print(dumps(answer.to_json()) if json else answer)
+
+
+def search_command(
+    devices: Count,
+    microbatches: Count,
+    times: Times,
+    memory: Positive = None,
+    placement: Literal["loop", "v"] = "loop",
+    virtual: Count = 1,
+    whole: bool = False,
+    seconds: float = 60.0,
+    workers: int = 0,
+    csv: Name = None,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Find the fastest schedule of one batch for costs and a memory limit, and prove how good.
+
+    Needs OR-Tools (the extra `search`). Ctrl-C ends the search with the best so far.
+
+    Args:
+        devices: a row each
+        microbatches: of the batch
+        memory: micro-batches whose activations fit on a device (default: P; inf: no limit)
+        placement: of stages on devices
+        virtual: stages a device (loop)
+        whole: no backward is split into I and W
+        seconds: at most (0: heuristics alone, without OR-Tools)
+        workers: threads (0: all cores)
+        csv: write the table
+    """
+    check_targets(csv=csv, plot=plot)
+    costs, shown = times.costs(), sys.stderr.isatty()
+    found = search(
+        costs,
+        devices,
+        microbatches,
+        memory=memory,
+        placement=placement,
+        virtual=virtual,
+        split=not whole,
+        seconds=seconds,
+        workers=workers,
+        progress=_progress if shown else None,
+    )
+    if shown:
+        print("\r\033[K", end="", file=sys.stderr)
+    timeline = simulate(found, costs)
+    write_figure(plot, lambda: pipelab.plot.timeline(timeline))
+    write_text(csv, found.to_csv)
+    show(json, timeline, found.proof)
+
+
+def _progress(makespan: float, bound: float) -> None:
+    """One line, written over."""
+    text = f"\r\033[Kbest {makespan:.6g}, none below {bound:.6g}"
+    print(text, end="", file=sys.stderr, flush=True)
+
+
+def bound_command(
+    devices: Count,
+    microbatches: Count,
+    times: Times,
+    memory: Positive = None,
+    whole: bool = False,
+    virtual: Count = 2,
+    json: Json = False,
+) -> None:
+    """Seconds that no schedule can beat, and every named schedule's gap.
+
+    Args:
+        devices: with one stage each
+        microbatches: of the batch
+        memory: micro-batches whose activations fit on a device (default: no limit)
+        whole: bounds of schedules whose backwards are not split
+        virtual: chunks a device (interleaved, looped_bfs)
+    """
+    costs = times.costs()
+    least = bound(costs, devices, microbatches, memory, split=not whole)
+    made, left_out = make_all(devices, microbatches, costs, virtual=virtual, memory=memory)
+    found: list[dict[str, Any]] = []
+    for name, (schedule, own) in made.items():
+        used, makespan = max(memory_used(schedule, own)), simulate(schedule, own).makespan
+        fits = memory is None or used <= memory
+        record = {"schedule": name, "makespan": makespan, "memory": used, "fits": fits}
+        found.append(record | {"gap": gap(schedule, own)})
+    found.sort(key=lambda record: record["makespan"])
+    if json:
+        limit = memory if memory != math.inf else None
+        sizes = {"devices": devices, "microbatches": microbatches, "memory": limit}
+        bounds = {"makespan": least.makespan, "binding": least.binding, "bounds": least.by}
+        named = {"schedules": found, "left_out": left_out}
+        print(dumps({**sizes, "split": not whole, **bounds, **named}))
+        return
+    backwards = "whole" if whole else "split"
+    print(f"lower bound, one stage a device, {backwards} backwards   seconds")
+    for name, seconds in least.by.items():
+        print(f"{name:<45} {seconds:>9.6g}")
+    limited = memory is not None
+    print(f"\nschedule          seconds   memory{'  fits' * limited}     gap")
+    for each in found:
+        fits = ("   yes" if each["fits"] else "    no") if limited else ""
+        print(
+            f"{each['schedule']:<15} {each['makespan']:>9.6g} {each['memory']:>8.4g}{fits}"
+            f" {each['gap']:>7.1%}"
+        )
+    print("memory: micro-batches whose activations a device keeps at its peak", GAP, sep="\n")
+    for why in left_out.values():
+        print(f"left out: {why}")

@@ -1,0 +1,264 @@
+"""run, train, explain: what happens for real."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
+from contextlib import nullcontext
+from functools import partial
+from json import dumps
+from typing import Annotated, Any, Literal, TextIO
+
+from tyro.conf import Positional, arg
+
+import pipelab
+from pipelab import Costs, Recompute, diagnose, explain, fit, simulate, validate
+from pipelab.cli.files import check_targets, read_csv, write_figure
+from pipelab.cli.models import Training, jax_model, small_model
+from pipelab.cli.options import (
+    NAMES,
+    Count,
+    Finite,
+    Json,
+    Mode,
+    Model,
+    Name,
+    Plot,
+    Rate,
+    Seed,
+    TableOptions,
+    Timeout,
+)
+from pipelab.cli.report import SIZES, Failure, describe, verdict_of
+from pipelab.measure.trace import from_trace
+
+
+def run_command(
+    table: TableOptions,
+    model: Model = "mlp",
+    replicas: Count = 1,
+    dropout: Rate = 0.0,
+    device: Name = None,
+    recompute: Mode = "never",
+    seed: Seed = 0,
+    timeout: Timeout = 60.0,
+    json: Json = False,
+    backend: Literal["threads", "processes", "jax"] | None = None,
+    distributed: bool = False,
+    paced: Finite = None,
+    dump: Name = None,
+    save: Name = None,
+    stop: Count = None,
+    resume: Name = None,
+) -> None:
+    """Train a small model for real and check every gradient.
+
+    Args:
+        replicas: pipelines that train together (with a flush)
+        recompute: when a backward first runs its forward again
+        backend: default: threads; under torchrun or deepspeed: their ranks
+        distributed: jax: as one of several processes (calls jax.distributed.initialize)
+        paced: seconds per cost unit: slow down to the predicted times
+        device: such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)
+        dump: write initial weights, batches and the weights after every update
+        save: write a checkpoint at the end
+        stop: end after K batches (with --save)
+        resume: continue from a checkpoint
+    """
+    schedule = validate(table.make())
+    if distributed and backend != "jax":
+        raise ValueError("--distributed needs --backend jax; torch's ranks are started by torchrun")
+    first = _join_processes() if distributed else os.environ.get("RANK", "0") == "0"
+    if first:
+        check_targets(dump=dump, save=save)
+    jax = backend == "jax"
+    if jax and (model != "mlp" or dropout):
+        raise ValueError(
+            "--backend jax has the mlp alone, without dropout: leave out --model and --dropout"
+        )
+    sizes: dict[str, Any] = {"seed": seed, "replicas": replicas, "dropout": dropout}
+    parts = jax_model(schedule, seed) if jax else small_model(model, schedule, **sizes)
+    mode = Recompute(recompute)
+    result = pipelab.run(
+        schedule,
+        *parts,
+        backend=backend,
+        devices=device,
+        replicas=replicas,
+        recompute=mode,
+        seed=seed if dropout else None,
+        pace=paced,
+        dump=dump,
+        save=save,
+        stop=stop,
+        resume=resume,
+        timeout=timeout,
+    )
+    # Predicted with the very costs it is paced by, or with those that it measured itself.
+    costs = Costs(paced, paced, paced, recompute=mode) if paced else fit(result.timeline)
+    if first:  # of several ranks, the one that reports
+        _tell(result, costs, json)
+
+
+def _tell(result: Any, costs: Costs, json: bool) -> None:
+    explanation = explain(costs, result.timeline)
+    if json:
+        print(dumps(_report(result, costs) | {"explained": explanation.causes}))
+    else:
+        print(result.timeline.summary())
+        print(explanation)
+        print("losses", *(f"{x:.4f}" for x in result.losses))
+        print(result.check)
+    if not result.check.passed:
+        raise Failure(str(result.check))
+
+
+def _report(result: Any, costs: Costs) -> dict[str, Any]:
+    """A run as a JSON object: the table that ran, which is a part with --stop and --resume."""
+    measured = result.timeline
+    numbers = describe(measured) | {
+        "weight_versions": result.weight_versions,
+        "activation_bytes": result.memory.peak(),
+        "late": measured.late,
+    }
+    return {name: numbers[name] for name in ("schedule", *SIZES)} | {
+        "losses": result.losses,
+        "check": verdict_of(result.check),
+        "measured": numbers,
+        "simulated": describe(simulate(measured.schedule, costs)),
+    }
+
+
+def _join_processes() -> bool:
+    """Join jax.distributed; whether this is the first process.
+
+    Where JAX does not know the cluster, variables named JAX_* tell the place.
+    """
+    import jax
+
+    names = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    try:
+        count, number = (int(os.environ[n]) if n in os.environ else None for n in names)
+        jax.distributed.initialize(num_processes=count, process_id=number)
+    except ValueError as error:
+        raise ValueError(
+            f"--distributed: {error} Under Slurm, Open MPI or Kubernetes JAX finds its place by "
+            "itself; else set JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and "
+            "JAX_PROCESS_ID"
+        ) from None
+    return jax.process_index() == 0
+
+
+def train_command(
+    model: Positional[Literal["gpt2"]],
+    training: Training,
+    steps: Count = 100,
+    device: Name = None,
+    timeout: Timeout = 60.0,
+    json: Json = False,
+    backend: Literal["threads", "processes"] | None = None,
+    every: Count = 10,
+    save: Name = None,
+) -> None:
+    """Train GPT-2 on real text, resumable at any step.
+
+    Args:
+        steps: in all; may be more than before
+        device: such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)
+        every: a checkpoint every K steps
+        save: keep the last checkpoint there, and go on from it
+    """
+    import torch
+
+    from pipelab.models import split
+    from pipelab.optimize.cut import uniform
+    from pipelab.runtime.resume import train
+
+    first = os.environ.get("RANK", "0") == "0"
+    if first:
+        check_targets(save=save)
+    if "RANK" in os.environ and not save:
+        raise ValueError("several ranks write their parts of a checkpoint: add --save DIR")
+    o = training
+    table = TableOptions(o.schedule, o.devices, o.microbatches, o.virtual, batches=steps)
+    schedule = validate(table.make())
+    torch.manual_seed(o.seed)
+    layers, batches, loss, length = o.model(steps)
+    with nullcontext(save) if save else tempfile.TemporaryDirectory() as folder:
+        parts = train(
+            schedule,
+            split(layers, uniform(len(layers), schedule.stages)),
+            batches,
+            loss,
+            partial(torch.optim.Adam, lr=o.lr),
+            folder,
+            every=every,
+            name=o.name,
+            backend=backend,
+            devices=device,
+            replicas=o.replicas,
+            clip=o.clip,
+            timeout=timeout,
+        )
+        report, verdict = _follow(parts, o.batch * length, first, sys.stderr if json else None)
+    if first:
+        print(dumps(report) if json else f"The first {every} steps of this call: {verdict}")
+        if not verdict.passed:
+            raise Failure(str(verdict))
+
+
+def _follow(
+    parts: Iterable[Any], tokens: int, shown: bool, file: TextIO | None
+) -> tuple[dict[str, Any], Any]:
+    """Train part after part, with a line for each; ends where a check fails.
+
+    tokens  of a batch
+
+    Returns the report, and the verdict on the first part.
+    """
+    seconds = 0.0
+    verdict: Any = None
+    for part in parts:
+        timeline, peak = part.run.timeline, part.run.memory.peak()
+        seconds += timeline.makespan
+        speed = timeline.schedule.batches * tokens / timeline.makespan
+        verdict = part.run.check or verdict
+        if shown:
+            print(
+                f"step {part.steps:>5}  loss {part.losses[-1]:.4f}  {speed:,.0f} tokens/s  "
+                f"bubble {timeline.bubble.of_total:.1%}  {max(peak) / 2**20:.1f} MiB at the most",
+                file=file,
+                flush=True,
+            )
+        if not verdict.passed:
+            break
+    report = {
+        "steps": part.steps,
+        "losses": part.losses,
+        "seconds": seconds,
+        "tokens_per_second": speed,
+        "bubble": timeline.bubble._asdict(),
+        "memory": peak,
+        "check": verdict_of(verdict),
+    }
+    return report, verdict
+
+
+def explain_command(
+    traces: Positional[list[str]],
+    schedule: Annotated[str | None, arg(metavar="NAME", help=f"what ran: {NAMES}")] = None,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """What a run loses, and what would help.
+
+    Args:
+        traces: JSON of torch.profiler (a file for each rank) or of simulate --trace, or CSV of
+            spans: stage,kind,microbatch,start,end
+    """
+    check_targets(plot=plot)
+    ran = read_csv(schedule) if schedule and schedule.endswith(".csv") else schedule
+    timeline = from_trace(traces, ran)
+    found = diagnose(timeline)
+    write_figure(plot, lambda: pipelab.plot.timeline(timeline))
+    print(dumps(found.to_json()) if json else found)

@@ -1,0 +1,74 @@
+"""simulate, schedule, validate: tables alone."""
+
+from dataclasses import replace
+from json import dumps
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+import pipelab
+from pipelab import Recompute, ScheduleError, simulate, validate
+from pipelab.cli.files import check_targets, read_csv, write_figure, write_text
+from pipelab.cli.options import Json, Mode, Name, Plot, TableOptions, Times
+from pipelab.cli.report import Failure, show
+from pipelab.measure.trace import to_trace
+
+Form = Annotated[tuple[Literal["pipelab", "torch"], ...], arg(metavar="[torch]")]
+
+
+def simulate_command(
+    table: TableOptions,
+    times: Times,
+    csv: Name = None,
+    recompute: Mode = "never",
+    json: Json = False,
+    plot: Plot = None,
+    trace: Name = None,
+) -> None:
+    """Predict a schedule's timeline.
+
+    Args:
+        csv: write the table
+        recompute: when a backward first runs its forward again
+        trace: write a Chrome trace
+    """
+    check_targets(csv=csv, trace=trace, plot=plot)
+    costs = replace(times.costs(), recompute=Recompute(recompute))
+    timeline = simulate(table.make(costs), costs)
+    write_figure(plot, lambda: pipelab.plot.timeline(timeline))
+    write_text(csv, timeline.schedule.to_csv)
+    write_text(trace, lambda: dumps(to_trace(timeline)))
+    show(json, timeline)
+
+
+def schedule_command(table: TableOptions, csv: Form | None = None, transfers: bool = False) -> None:
+    """Print a schedule's table.
+
+    Args:
+        csv: as CSV: ours, or what torch loads
+        transfers: with every SEND and RECV written out
+    """
+    schedule = validate(table.make())
+    if transfers and csv == ("torch",):
+        raise ValueError("--csv torch is compute only: leave out --transfers")
+    if transfers:
+        schedule = schedule.with_transfers()
+    if csv == ("torch",):
+        text = schedule.to_torch_csv()
+    else:
+        text = str(schedule) if csv is None else schedule.to_csv()
+    print(text.rstrip("\n"))
+
+
+def validate_command(file: Positional[Annotated[str, arg(metavar="FILE")]]) -> None:
+    """Check a table: complete, in order, no deadlock."""
+    schedule = read_csv(file)
+    try:
+        validate(schedule)
+    except ScheduleError as error:
+        raise Failure(f"not valid: {error}") from None
+    transfers = ", its transfers safe for rendezvous" if schedule.has_transfers else ""
+    print(
+        f"valid: {schedule.devices} devices, {schedule.stages} stages, {schedule.batches} x "
+        f"{schedule.microbatches} micro-batches, complete, in order, no deadlock{transfers}"
+    )

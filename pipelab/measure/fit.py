@@ -1,0 +1,196 @@
+"""A measured timeline -> the costs that explain it."""
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+from pipelab.predict.costs import PASSES, Costs
+from pipelab.predict.memory import Memory
+from pipelab.predict.simulate import delays, durations, lay, links, waits
+from pipelab.predict.timeline import Timeline
+from pipelab.table.action import Kind
+
+
+def fit(timeline: Timeline, memory: Memory | None = None) -> Costs:
+    """The costs under which a simulation takes as long as this timeline; to predict other tables.
+
+    The first batch, which warms up, is left out where there are more (`Timeline.warmed_up`).
+
+    Seconds: the mean over a stage's forwards, backwards, updates. `overhead` is the mean time that
+    an action lost between the one before it and its own start, though its input was there. A full
+    backward is split evenly into input and weight gradient, since it was measured as one.
+    `transfer` is one number: the mean time on the way of inputs that were waited for, plus what
+    actions that waited for their input lost more than the others.
+
+    What varies makes others wait, so that a run takes longer than its means: all seconds are scaled
+    by the one factor (near 1) with which the run, its first batch as it was, takes as long as it
+    did.
+
+    Bytes, if the timeline's `memory` is given: weights and optimizer state as the device's peak,
+    divided evenly among its stages; activations as its peak divided by the most micro-batches in
+    flight, so evenly too. Where backwards are split, activations are what forwards left, and
+    `weight_activations` what was left of it between I and W. A cause that the memory does not have
+    is 0; so is `boundary`. With recomputation, its seconds are part of the backward, and
+    activations are a mean of full and recomputed ones, or, with split backwards, what is kept of a
+    forward until its I.
+
+    Model: an action costs the same in every table. Raises ValueError for a table with transfers.
+
+    >>> from pipelab import Costs, simulate
+    >>> from pipelab.schedules import gpipe
+    >>> fit(simulate(gpipe(2, 3), Costs(forward=[1, 3], transfer=0.5))).forward
+    (1.0, 3.0)
+    """
+    timeline.refuse_transfers("fit")
+    costs = fit_seconds(timeline)
+    return replace(costs, **_bytes(timeline, memory)) if memory else costs
+
+
+def fit_seconds(timeline: Timeline, each_link: bool = False) -> Costs:
+    """The seconds of `fit`; with a `transfer` for each link, if asked for.
+
+    Without a flush the other batches wait for the first one, too, which their costs must not make
+    up: it stays as it was.
+    """
+    s, warm, starts = timeline.schedule, timeline.warm, late_starts(timeline)
+    duration, delay, wait, _ = timeline.parts()
+    means = _means(timeline, each_link)
+
+    def scaled(factor: float) -> Costs:
+        found: dict[str, Any] = {"overhead": factor * means.overhead}
+        for name in (*PASSES, "update", "transfer"):
+            seconds = getattr(means, name)
+            several = isinstance(seconds, tuple)
+            found[name] = [factor * x for x in seconds] if several else factor * seconds
+        return replace(means, **found)
+
+    def mixed(new: Iterable[float], old: list[float]) -> list[float]:
+        return [x if of_warm else y for x, y, of_warm in zip(new, old, warm, strict=True)]
+
+    def makespan(factor: float) -> float:
+        costs = scaled(factor)
+        later = map(max, waits(s, costs), starts)
+        laid = mixed(durations(s, costs), duration), mixed(delays(s, costs), delay)
+        return lay(s, *laid, mixed(later, wait)).makespan
+
+    return scaled(_solve(makespan, timeline.makespan))
+
+
+def late_starts(timeline: Timeline) -> list[float]:
+    """What the first action of each row waited, though it could start; 0 for the others."""
+    pairs = zip(timeline.schedule.before, timeline.parts().wait, strict=True)
+    return [wait if before is None else 0.0 for before, wait in pairs]
+
+
+def _means(timeline: Timeline, each_link: bool) -> Costs:
+    s, warm, link = timeline.schedule, timeline.warm, links(timeline.schedule)
+    duration, delay, wait, fed = timeline.parts()
+    took: dict[Any, list[float]] = defaultdict(list)  # by kind and stage
+    on_way: dict[Any, list[float]] = defaultdict(list)  # by link, and whether it was waited for
+    waited: dict[bool, list[float]] = {False: [], True: []}  # whether for the input
+    crossing = set(s.crossing)
+    for i, (stage, kind, _) in enumerate(s.actions):
+        if not warm[i]:
+            continue
+        took[kind, stage].append(duration[i])
+        if i in crossing:
+            on_way[link[i], fed[i]].append(delay[i])
+        # First actions wait for no action, and an update may wait for other stages' gradients:
+        # neither shows lost time.
+        if s.before[i] is not None and (fed[i] or kind is not Kind.U):
+            waited[fed[i]].append(wait[i])
+    lost = _mean(waited[False])
+    extra = max(_mean(waited[True]) - lost, 0.0)
+
+    def seconds(kind: Kind) -> list[float]:
+        return [_mean(took[kind, stage]) for stage in range(s.stages)]
+
+    def transfer(of_links: Iterable[int]) -> float:
+        late, early = ([x for n in of_links for x in on_way[n, f]] for f in (True, False))
+        return _mean(late or early) + extra  # how long one took that came early is not always known
+
+    whole, every = seconds(Kind.B), range(s.stages - 1)
+    input_grad, weight_grad = (
+        [b / 2 or half for b, half in zip(whole, seconds(kind), strict=True)]
+        for kind in (Kind.I, Kind.W)
+    )
+    return Costs(
+        forward=seconds(Kind.F),
+        input_grad=input_grad,
+        weight_grad=weight_grad,
+        transfer=[transfer([n]) for n in every] if each_link else transfer(every),
+        update=seconds(Kind.U),
+        overhead=lost,
+    )
+
+
+def _solve(makespan: Callable[[float], float], target: float) -> float:
+    """The factor at which a makespan, which grows with it, is the target; secants from 1.
+
+    A makespan is the longest of many sums, so a convex function of the factor, made of straight
+    pieces: a few steps hit it exactly. 1 if it does not depend on the factor.
+    """
+    x, y, other = 1.0, makespan(1.0), 0.0
+    y_other = makespan(other)
+    for _ in range(20):
+        if abs(y - target) <= 1e-12 * target or y == y_other:
+            break
+        nearer = max(x + (target - y) * (other - x) / (y_other - y), 0.0)
+        other, y_other = x, y
+        x, y = nearer, makespan(nearer)
+    return x
+
+
+def _bytes(timeline: Timeline, memory: Memory) -> dict[str, Any]:
+    """Per stage, each byte cost that a memory shows."""
+    s = timeline.schedule
+    stages = Counter(s.placement)
+    in_flight = [max(peak, 1) for peak in s.peak_in_flight]
+    shares: dict[str, Any] = {"weights": stages, "optimizer": stages, "activations": in_flight}
+    found = {
+        cause: [memory.peak(cause)[d] / share[d] for d in s.placement]
+        for cause, share in shares.items()
+    }
+    return found | (_split_activations(timeline, memory) if Kind.I in s.kinds else {})
+
+
+def _split_activations(timeline: Timeline, memory: Memory) -> dict[str, list[float]]:
+    """What each stage keeps of a micro-batch until I, and from I to W.
+
+    While an action runs, its device holds the first as often as it has forwards without I (or B),
+    and the second as often as it has I without W, of each stage: linear equations, solved by least
+    squares. Not while I runs, when some of both is there.
+    """
+    import numpy as np
+
+    s = timeline.schedule
+    found = {name: [0.0] * s.stages for name in ("activations", "weight_activations")}
+    for d, (a, b) in enumerate(pairwise(s.bounds)):
+        stages = [stage for stage, home in enumerate(s.placement) if home == d]
+        times, levels = memory.settled(d)
+        until_input: Counter[int] = Counter()
+        until_weight: Counter[int] = Counter()
+        held, level = [], []
+        for _, (stage, kind, _), _, start, end, *_ in timeline.spans[a:b]:
+            until_input[stage] += kind is Kind.F
+            now = bisect_right(times, (start + end) / 2) - 1
+            if now >= 0 and kind is not Kind.I and end > start:
+                held.append([count[one] for count in (until_input, until_weight) for one in stages])
+                level.append(levels["activations"][now])
+            until_input[stage] -= kind in (Kind.B, Kind.I)
+            until_weight[stage] += (kind is Kind.I) - (kind is Kind.W)
+        sizes = np.linalg.lstsq(np.array(held), np.array(level))[0]
+        split = {a.stage for a in s.rows[d] if a.kind is Kind.I}
+        for i, stage in enumerate(stages):
+            whole, kept = max(sizes[i], 0.0), max(sizes[i + len(stages)], 0.0)
+            found["activations"][stage] = whole
+            found["weight_activations"][stage] = kept if stage in split else whole
+    return found
+
+
+def _mean(values: list[float]) -> float:
+    return fmean(values) if values else 0.0

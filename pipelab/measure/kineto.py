@@ -1,0 +1,150 @@
+"""Traces that torch.profiler writes (Kineto's JSON): what one process of a pipeline did, and when.
+
+PP:0F0  |--wait for the input--[== the stage's work ==]--|    a span of torch's runtime; what
+gloo:recv      ----------------|                              is in [ ] is its action's time
+"""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from pipelab.measure.rebuild import Recorded
+from pipelab.table.action import Action, Kind
+
+NAMED = re.compile(r"PP:(\d+)([FBIWU])(\d+)")
+SENDS = re.compile(r"PP:(\d+)SEND_F\d+")  # a stage that has a next one
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+class Rank(NamedTuple):
+    """What one process's file says.
+
+    number  its rank in the job, 0 if it does not say
+    zero    nanoseconds to which its times are relative
+    host    the name of its machine, or None
+    spans   of device 0: the caller knows which one it is
+    batch   micro-batches of a batch
+    stages  at least so many has the pipeline
+    """
+
+    number: int
+    zero: int
+    host: str | None
+    spans: list[Recorded]
+    batch: int
+    stages: int
+
+
+class Event(NamedTuple):
+    """A span of the profiler, in seconds."""
+
+    name: str
+    kind: str
+    start: float
+    end: float
+    link: Any  # what a launch and its kernel have in common
+
+
+def read_rank(trace: dict[str, Any]) -> Rank:
+    """The actions of one process, each without the wait for its input.
+
+    On a GPU a span is that of the kernels that were launched in it (on any thread: autograd has its
+    own), without NCCL's; the profile needs ProfilerActivity.CUDA, or it shows the launches alone.
+    On a CPU it begins when the last receive in it ended and ends when a send begins.
+
+    An action's j-th occurrence is of batch j. Optimizer.step makes the updates: several in a batch
+    are one for each stage of the rank, or else counted as one and divided evenly.
+    """
+    events = sorted(_events(trace["traceEvents"]), key=lambda e: (e.start, -e.end))
+    named = _named(events)
+    batch = 1 + max((a.microbatch for a, _ in named if a.kind is not Kind.U), default=0)
+    clock = _Clock(events)
+    seen: Counter[Action] = Counter()
+    spans = []
+    for action, event in named:
+        size = 1 if action.kind is Kind.U else batch
+        number = seen[action] * size + action.microbatch
+        seen[action] += 1
+        spans.append(Recorded(0, action._replace(microbatch=number), *clock.span(event)))
+    if not any(s.action.kind is Kind.U for s in spans):
+        spans += list(_updates(events, spans, batch, clock))
+    number = trace.get("distributedInfo", {}).get("rank", 0)
+    sends = (SENDS.fullmatch(e.name) for e in events)
+    stages = max((int(match[1]) + 2 for match in sends if match), default=1)
+    zero = int(trace.get("baseTimeNanoseconds", 0))
+    return Rank(number, zero, trace.get("host_name"), spans, batch, stages)
+
+
+def _events(records: Iterable[Any]) -> Iterator[Event]:
+    for record in records:
+        if record.get("ph") == "X":
+            times = record["ts"] / 1e6, (record["ts"] + record["dur"]) / 1e6
+            link = record.get("args", {}).get("correlation")
+            yield Event(str(record["name"]), record.get("cat", ""), *times, link)
+
+
+def _named(events: list[Event]) -> list[tuple[Action, Event]]:
+    """The events that are actions, micro-batches numbered in their batch."""
+    matches = [(NAMED.fullmatch(e.name), e) for e in events if e.kind == "user_annotation"]
+    found = [(Action(int(m[1]), Kind[m[2]], int(m[3])), e) for m, e in matches if m]
+    if not found:
+        raise ValueError(
+            "no span of a pipeline's action (PP:0F0): torch's GPipe and 1F1B name none; see "
+            "pipelab.peers.torch_pipelining.annotate"
+        )
+    return found
+
+
+class _Clock:
+    """When the work of a span began and ended: on the device, or between its messages."""
+
+    def __init__(self, events: list[Event]) -> None:
+        work: dict[Any, tuple[float, float]] = {}  # of each launch, which may be of many kernels
+        for e in events:
+            if e.kind in ON_DEVICE and e.link is not None and "nccl" not in e.name.lower():
+                start, end = work.get(e.link, (e.start, e.end))
+                work[e.link] = min(start, e.start), max(end, e.end)
+        launches = [e for e in events if e.kind not in ON_DEVICE and e.link in work]
+        self._launched = [e.start for e in launches]  # in order
+        self._work = [work[e.link] for e in launches]
+        self._received = sorted(e.end for e in events if e.name.endswith(":recv"))
+        self._sent = sorted(e.start for e in events if e.name == "c10d::send")
+
+    def span(self, event: Event) -> tuple[float, float]:
+        """Seconds at which the work in a span of the host began and ended."""
+        a = bisect_left(self._launched, event.start)
+        b = bisect_right(self._launched, event.end)
+        if a < b:
+            starts, ends = zip(*self._work[a:b], strict=True)
+            return min(starts), max(ends)
+        last = bisect_right(self._received, event.end) - 1
+        start = max(event.start, self._received[last]) if last >= 0 else event.start
+        first = bisect_left(self._sent, start)
+        end = min(event.end, self._sent[first]) if first < len(self._sent) else event.end
+        return start, end
+
+
+def _updates(
+    events: list[Event], spans: list[Recorded], batch: int, clock: _Clock
+) -> Iterator[Recorded]:
+    """What Optimizer.step took, for each stage of the rank and each batch that has it."""
+    stages = sorted({s.action.stage for s in spans})
+    begins = sorted(
+        s.start for s in spans if s.action.kind is Kind.F and s.action.microbatch % batch == 0
+    )
+    steps: dict[int, list[tuple[float, float]]] = {}  # by batch
+    for e in events:
+        if e.kind == "user_annotation" and e.name.startswith("Optimizer.step#"):
+            start, end = clock.span(e)
+            number = (bisect_right(begins, start) - 1) // len(stages)
+            if number >= 0:  # else it is of a batch before the first that was recorded
+                steps.setdefault(number, []).append((start, end))
+    for number, own in steps.items():
+        if len(own) != len(stages):
+            start, length = own[0][0], (own[-1][1] - own[0][0]) / len(stages)
+            own = list(pairwise(start + i * length for i in range(len(stages) + 1)))
+        for stage, times in zip(stages, own, strict=True):
+            yield Recorded(0, Action(stage, Kind.U, number), *times)

@@ -1,0 +1,118 @@
+"""Real text as batches of tokens: prose that ships with Python, or SQuAD's where it can be had."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+
+from pipelab.models.gpt2 import PADDING
+from pipelab.models.hub import loading
+
+END = "<|endoftext|>"  # GPT-2's
+
+
+class Corpus(NamedTuple):
+    """A text in tokens.
+
+    tokens      (count,)
+    vocabulary  the tokens as text, by number
+    tokenizer   what has made them; `tokenizer.decode([...])` makes text of them
+    """
+
+    tokens: Tensor
+    vocabulary: list[str]
+    tokenizer: Tokenizer
+
+
+def text() -> str:
+    """The help topics of Python's own `help()`: about 0.46 MB of English prose.
+
+    It differs a little between Python versions.
+    """
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+@cache
+def corpus(vocabulary: int = 1024, prose: str | None = None) -> Corpus:
+    """A text (default: `text()`) in tokens of a byte-level BPE, as GPT-2 has it, trained on it.
+
+    `vocabulary` is how many tokens there are, at least 257: all bytes are among them, so that any
+    text can be written, and an end of text.
+
+    >>> found = corpus(300, "to be or not to be")
+    >>> found.tokenizer.decode(found.tokens.tolist())
+    'to be or not to be'
+    """
+    prose = text() if prose is None else prose
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([prose], trainer)
+    number = tokenizer.get_vocab()
+    return Corpus(
+        torch.tensor(tokenizer.encode(prose).ids), sorted(number, key=number.__getitem__), tokenizer
+    )
+
+
+def batches(
+    tokens: Tensor, count: int, size: int, length: int, seed: int = 0
+) -> list[tuple[Tensor, Tensor]]:
+    """`count` batches of (input, target), each (size, length).
+
+    Passages from random places, the target one token later.
+    """
+    starts = np.random.default_rng(seed).integers(0, len(tokens) - length, (count, size))
+    passages = tokens.unfold(0, length + 1, 1)[torch.from_numpy(starts)]
+    return [(p[:, :-1].contiguous(), p[:, 1:].contiguous()) for p in passages]
+
+
+def padded(
+    texts: Sequence[Sequence[int]], count: int, size: int, length: int, end: int = 0
+) -> list[tuple[Tensor, Tensor]]:
+    """`count` batches of (input, target), each (size, length), of texts in tokens.
+
+    Each text is ended by `end` and filled up with it; in the target the fill is PADDING, which
+    `masked_loss` leaves out. Texts are taken in their order, again from the first when they end,
+    and cut at `length`.
+
+    >>> padded([[5, 6]], count=1, size=1, length=4)
+    [(tensor([[5, 6, 0, 0]]), tensor([[   6,    0, -100, -100]]))]
+    """
+    if not texts:
+        raise ValueError("no texts: give at least one")
+    inputs = torch.full((count * size, length), end)
+    targets = torch.full((count * size, length), PADDING)
+    for k in range(count * size):
+        tokens = torch.tensor([*texts[k % len(texts)], end])[: length + 1]
+        inputs[k, : len(tokens) - 1], targets[k, : len(tokens) - 1] = tokens[:-1], tokens[1:]
+    return list(zip(inputs.split(size), targets.split(size), strict=True))
+
+
+def squad(tokenizer: Any, count: int) -> list[list[int]]:
+    """The first `count` different contexts of SQuAD in tokens, for `padded`.
+
+    tokenizer  one of transformers, such as AutoTokenizer.from_pretrained("gpt2")
+
+    The `datasets` library loads them from its hub, or from what it has cached. ImportError without
+    that library, ValueError where the text cannot be had.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ImportError("SQuAD is loaded by `datasets`: pip install datasets") from None
+    with loading("squad"):
+        rows = load_dataset("squad", split="train")
+    contexts = dict.fromkeys(rows["context"])
+    return [tokenizer(context)["input_ids"] for context in list(contexts)[:count]]

@@ -1,0 +1,237 @@
+"""What is known of a model's layers: times, bytes, and which layer reads which."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from graphlib import TopologicalSorter
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from pipelab.predict.costs import PASSES, Costs
+
+NUMBERS = (*PASSES, "weights", "activations", "output")
+MOST_CUTS = 5000  # a graph with many branches side by side has too many places to cut
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer, for one micro-batch.
+
+    forward, input_grad, weight_grad  seconds; a full backward takes the last two together
+    weights      bytes of its parameters
+    activations  bytes kept from its forward to its backward
+    output       bytes that it sends on
+    kind         the name of its class
+    weight_activations  bytes kept from I to W where its backward is split. None: as `activations`
+    """
+
+    name: str
+    forward: float = 0.0
+    input_grad: float = 0.0
+    weight_grad: float = 0.0
+    weights: float = 0.0
+    activations: float = 0.0
+    output: float = 0.0
+    kind: str = ""
+    weight_activations: float | None = None
+
+    @property
+    def time(self) -> float:
+        """Of a forward and a backward."""
+        return self.forward + self.input_grad + self.weight_grad
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The layers of a model in an order in which they can run.
+
+    edges    (a, b): layer b reads what layer a outputs; a chain if none are given
+    samples  in the micro-batch that was measured
+    machine  on what
+    """
+
+    layers: tuple[Layer, ...]
+    edges: tuple[tuple[int, int], ...] = ()
+    samples: int = 1
+    machine: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError("a profile needs at least one layer")
+        if not self.edges:
+            object.__setattr__(self, "edges", tuple(pairwise(range(len(self.layers)))))
+        for layer in self.layers:
+            for name in NUMBERS:
+                if not 0 <= getattr(layer, name) < math.inf:
+                    raise ValueError(
+                        f"layer {layer.name!r} has {name}={getattr(layer, name)!r}: give at least 0"
+                    )
+        for a, b in self.edges:
+            if not 0 <= a < b < len(self.layers):
+                raise ValueError(
+                    f"edge {a} -> {b}: a layer reads earlier ones, of 0 to {len(self.layers) - 1}"
+                )
+
+    def __str__(self) -> str:
+        """A table: a line a layer, ms and MB."""
+        names = ("F ms", "I ms", "W ms", "weights MB", "kept MB", "sent MB")
+        width = max(len(layer.name) for layer in self.layers)
+        lines = [" " * width + "".join(f"{name:>11}" for name in names)]
+        for layer in self.layers:
+            scaled = [getattr(layer, name) * (1e3 if name in PASSES else 1e-6) for name in NUMBERS]
+            lines.append(f"{layer.name:{width}}" + "".join(f"{x:11.3f}" for x in scaled))
+        return "\n".join(lines)
+
+    def of(self, name: str) -> np.ndarray:
+        """One value per layer, such as "forward", "weights" or "time"."""
+        values = [getattr(layer, name) for layer in self.layers]
+        if name == "weight_activations":
+            pairs = zip(values, self.layers, strict=True)
+            values = [layer.activations if value is None else value for value, layer in pairs]
+        return np.array(values, float)
+
+    @property
+    def time(self) -> float:
+        """Of all layers, seconds."""
+        return float(self.of("time").sum())
+
+    @property
+    def is_chain(self) -> bool:
+        return set(self.edges) == set(pairwise(range(len(self.layers))))
+
+    def crossing(self, before: np.ndarray) -> np.ndarray:
+        """Bytes that cross each of the `cuts`: of layers before it that one behind it reads."""
+        read = np.zeros_like(before)
+        for a, b in self.edges:
+            read[:, a] |= before[:, a] & ~before[:, b]
+        return read @ self.of("output")
+
+    def cuts(self) -> np.ndarray:
+        """The places where the model can be cut in two: [cut, layer], whether it is before the cut.
+
+        Sets of layers that read nothing from outside: n + 1 for a chain of n layers, the empty set
+        first. ValueError where there are too many.
+        """
+        n = len(self.layers)
+        if self.is_chain:
+            return np.tri(n + 1, n, -1, dtype=bool)
+        reads = [{a for a, b in self.edges if b == i} for i in range(n)]
+        found = newest = {frozenset[int]()}
+        while newest:
+            grown = {
+                have | {i}
+                for have in newest
+                for i in range(n)
+                if i not in have and reads[i] <= have
+            }
+            newest, found = grown - found, grown | found
+            if len(found) > MOST_CUTS:
+                raise ValueError(
+                    f"the graph can be cut in more than {MOST_CUTS:,} places: join layers that "
+                    "run side by side"
+                )
+        ordered = sorted(found, key=lambda have: (len(have), sorted(have)))
+        return np.array([[i in have for i in range(n)] for have in ordered])
+
+    def costs(self, balance: Sequence[int], **others: Any) -> Costs:
+        """What stages of so many consecutive layers cost, for `simulate`; others as `Costs` has.
+
+        >>> layers = [Layer("a", forward=1), Layer("b", forward=2, weights=8)]
+        >>> Profile(tuple(layers)).costs([1, 1]).forward
+        (1.0, 2.0)
+        """
+        count = len(self.layers)
+        if sum(balance) != count or min(balance) < 1:
+            raise ValueError(
+                f"balance {list(balance)} for {count} layers: give every stage at least one, "
+                f"{count} in all"
+            )
+        first = np.cumsum([0, *balance])[:-1]
+        sums: dict[str, Any] = {
+            name: np.add.reduceat(self.of(name), first).tolist()
+            for name in (*PASSES, "weights", "activations", "weight_activations")
+        }
+        before = np.arange(count) < first[:, None]
+        return Costs(**sums, boundary=self.crossing(before).tolist(), **others)
+
+    def reordered(self, order: Sequence[int]) -> "Profile":
+        """The same layers, listed in another order."""
+        place = {old: new for new, old in enumerate(order)}
+        edges = tuple(sorted((place[a], place[b]) for a, b in self.edges))
+        return replace(self, layers=tuple(self.layers[i] for i in order), edges=edges)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def read(cls, text: str) -> "Profile":
+        """From `to_json`, or from the text of PipeDream's graph.txt. ValueError for anything else.
+
+        The latter has ms and bytes; inputs are left out, as the data come from outside, and so are
+        pieces of tuples that nobody reads. A backward's time is shared equally between its halves.
+        """
+        if not text.lstrip().startswith("{"):
+            return _read_graph(text)
+        try:
+            content = json.loads(text)
+            layers = tuple(Layer(**layer) for layer in content.pop("layers"))
+            edges = tuple((int(a), int(b)) for a, b in content.pop("edges", ()))
+            return cls(layers, edges, **content)
+        except (TypeError, KeyError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"no profile: give an object with layers, a list of objects with a name ({error})"
+            ) from None
+
+
+_NODE = re.compile(
+    r"(node\d+) -- (.*) -- forward_compute_time=(\S+), backward_compute_time=(\S+), "
+    r"activation_size=(.+), parameter_size=(\S+)$"
+)
+
+
+def _read_graph(text: str) -> Profile:
+    nodes: dict[str, Layer] = {}
+    reads: dict[str, list[str]] = {}
+    # [1] a line is a layer, or, after a tab, an edge
+    for number, line in enumerate(text.splitlines(), 1):
+        match = _NODE.match(line.strip())
+        if line.startswith("\t"):
+            a, _, b = line.strip().partition(" -- ")
+            reads.setdefault(b, []).append(a)
+        elif match:
+            name, kind, *values = match.groups()
+            # several outputs: [6291456.0; 131072.0]
+            numbers = (sum(map(float, value.strip("[]").split(";"))) for value in values)
+            forward, backward, size, weights = numbers
+            half = backward / 2000
+            nodes[name] = Layer(
+                f"{name}: {kind}",
+                forward / 1000,
+                half,
+                half,
+                weights,
+                size,
+                size,
+                kind.partition("(")[0],
+            )
+        elif line.strip():
+            raise ValueError(f"line {number} is no node of a profile: {line.strip()[:60]!r}")
+    # [2] without inputs and pieces of tuples that nobody reads, in an order in which they can run
+    read = {a for sources in reads.values() for a in sources}
+    kept = {
+        name
+        for name, layer in nodes.items()
+        if not (layer.kind.startswith("Input") and name not in reads)
+        and not (layer.kind == "__getitem__" and name not in read)
+    }
+    sources = {
+        name: [a for a in reads.get(name, ()) if a in kept] for name in nodes if name in kept
+    }
+    order = list(TopologicalSorter(sources).static_order())
+    place = {name: i for i, name in enumerate(order)}
+    edges = sorted((place[a], place[name]) for name in order for a in sources[name])
+    return Profile(tuple(nodes[name] for name in order), tuple(edges))

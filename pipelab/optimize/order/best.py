@@ -1,0 +1,196 @@
+"""The search: heuristics first, then the solver."""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from pipelab.optimize.order.exact import Model, solver_library
+from pipelab.optimize.order.found import Found, Proof
+from pipelab.optimize.order.list_scheduler import ListScheduler, drafts, every_rule, fuse
+from pipelab.optimize.order.problem import OrderProblem, placement_named
+from pipelab.predict.bounds import bound
+from pipelab.predict.costs import CostError, Costs, Recompute
+from pipelab.schedules import SCHEDULES, make, takes
+from pipelab.table.action import Kind, Reads, ScheduleError, check_counts
+from pipelab.table.placement import check_placement
+from pipelab.table.schedule import Schedule
+from pipelab.table.transform import repeat
+
+LARGEST = 200_000  # actions: a heuristic takes seconds for so many
+SOLVABLE = 4_000  # actions: more are not given to the solver
+
+Progress = Callable[[float, float], None]
+
+
+def search(
+    costs: Costs,
+    devices: int,
+    microbatches: int,
+    *,
+    memory: float | None = None,
+    placement: str | Sequence[int] = "loop",
+    virtual: int = 1,
+    split: bool = True,
+    batches: int = 1,
+    seconds: float = 60.0,
+    workers: int = 0,
+    progress: Progress | None = None,
+) -> Found:
+    """The fastest schedule of one batch for these costs and this memory, and how good it is.
+
+    costs      of the stages, as `simulate` takes them; without recomputation
+    memory     micro-batches whose activations (of all of a device's stages) fit on a device, as
+               `make` has it; inf: no limit. Default: as many as devices, which 1F1B needs
+    placement  "loop": around the devices, `virtual` stages each; "v": to the last device and back;
+               or stage -> device
+    split      whether backwards may be split into I and W; else they are whole
+    batches    the same order for each of them, as with any flush; the proof is of one
+    seconds    for the search, once the named schedules have been tried; 0: heuristics alone, which
+               need no OR-Tools
+    workers    threads of the solver (0: as many as cores). With one it takes the same steps each
+               time
+    progress   is called with the makespan and the bound whenever the solver finds a better one
+
+    [1] Every named schedule of this placement that fits, and a list scheduler under many rules.
+    [2] The exact search from the best of them on; not beyond 4,000 actions.
+
+    The result is never slower than a named schedule that fits. Its `proof` has the bound: the
+    larger one of `bound` and the solver's. Ctrl-C ends the search with the best so far.
+
+    ScheduleError for sizes that make no sense or have more than 200,000 actions, and for memory
+    below 1 micro-batch; CostError for costs that do not fit; ImportError without OR-Tools.
+
+    >>> found = search(Costs(), devices=2, microbatches=3, seconds=0)
+    >>> print(found.grid())
+    0F0 0F1 .   0I0 0W0 0F2 0I1 0W1 0I2 0W2 0U0
+    .   1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2 1U0
+    """
+    problem = _problem(costs, devices, microbatches, memory, placement, virtual, split)
+    limits = problem.devices, problem.microbatches, problem.memory
+    least = bound(costs, *limits, placement=problem.placement, split=split).makespan
+    if seconds > 0:
+        solver_library()  # or its error at once; its import does not count
+    began = time.perf_counter()
+    best, interrupted = _Best(problem), False
+    try:
+        for found_by, schedule in _heuristics(problem):
+            best.offer(schedule, found_by)
+            late = seconds and found_by == "greedy" and time.perf_counter() > began + seconds
+            if not best.above(least) or (late and best.schedule):
+                break
+        left = began + seconds - time.perf_counter()
+        if left > 0 and best.above(least) and problem.actions <= SOLVABLE:
+            assert best.schedule
+            answer = Model(problem, best.schedule, least).solve(left, workers, progress)
+            least, interrupted = max(least, answer.bound), answer.interrupted
+            if answer.schedule:
+                best.offer(answer.schedule, "exact")
+    except KeyboardInterrupt:
+        if not best.schedule:
+            raise
+        interrupted = True
+    assert best.schedule
+    proof = Proof(
+        makespan=best.makespan,
+        bound=min(least, best.makespan),
+        memory=problem.memory,
+        split=split,
+        seconds=time.perf_counter() - began,
+        found_by=best.found_by,
+        interrupted=interrupted,
+    )
+    rows = repeat(best.schedule, batches).rows
+    sizes = problem.microbatches, batches
+    return Found("search", rows, problem.placement, *sizes, proof=proof)
+
+
+def _problem(
+    costs: Costs,
+    devices: int,
+    microbatches: int,
+    memory: float | None,
+    placement: str | Sequence[int],
+    virtual: int,
+    split: bool,
+) -> OrderProblem:
+    devices, microbatches = check_counts(devices=devices, microbatches=microbatches)
+    if isinstance(placement, str):
+        home = placement_named(placement, devices, virtual)
+    else:
+        home = check_placement(placement, devices, each=True)
+    limit = float(devices if memory is None else memory)
+    problem = OrderProblem(costs, home, microbatches, limit, split)
+    if problem.actions > LARGEST:
+        raise ScheduleError(
+            f"microbatches={microbatches} in {problem.stages} stages: {problem.actions:,} actions. "
+            f"The search takes {LARGEST:,}: give fewer micro-batches, whose steady state repeats"
+        )
+    if costs.recompute is not Recompute.NEVER:
+        raise CostError(
+            f"recompute={costs.recompute}: the search knows no recomputation. Use "
+            "Recompute.NEVER, and where forwards run every time again (ALWAYS) add their "
+            "seconds to input_grad; activations are then those of the boundary"
+        )
+    return problem
+
+
+class _Best:
+    """The fastest schedule so far, and what made it."""
+
+    def __init__(self, problem: OrderProblem) -> None:
+        self.problem = problem
+        self.schedule: Schedule | None = None
+        self.makespan, self.found_by = math.inf, ""
+
+    def above(self, bound: float) -> bool:
+        """Whether there may be a better one."""
+        return self.makespan > bound * (1 + 1e-9)
+
+    def offer(self, schedule: Schedule, found_by: str) -> None:
+        """Keep it if it fits and is faster."""
+        if self.problem.fits(schedule):
+            makespan = self.problem.makespan(schedule)
+            if makespan < self.makespan * (1 - 1e-12):
+                self.schedule, self.makespan, self.found_by = schedule, makespan, found_by
+
+
+def _heuristics(problem: OrderProblem) -> Iterator[tuple[str, Schedule]]:
+    """Every named schedule, then the list scheduler's; what made it, and the table."""
+    yield from named_schedules(problem)
+    by_rule = (
+        ListScheduler(each, rule) for each in problem.variants() for rule in every_rule(each)
+    )
+    for draft in itertools.chain(by_rule, drafts(problem)):
+        if draft.span < math.inf:
+            yield "greedy", draft.table
+            if problem.whole_may_pay:
+                yield "greedy", fuse(draft.table)
+
+
+def named_schedules(problem: OrderProblem, batches: int = 1) -> Iterator[tuple[str, Schedule]]:
+    """Every named schedule of the problem's placement and kinds of backwards, whether it fits or
+    not."""
+    p, m = problem.devices, problem.microbatches
+    virtual = problem.stages // p
+    for name in SCHEDULES:
+        options: dict[str, Any] = {"batches": batches}
+        if takes(name, "virtual"):
+            if virtual == 1:  # another name for one that has one stage a device
+                continue
+            options["virtual"] = virtual
+        if takes(name, "costs"):
+            options["costs"] = problem.costs
+        if takes(name, "memory"):
+            options["memory"] = problem.memory
+        try:
+            # Of one micro-batch first, as another placement would be made in vain.
+            if make(name, p, 1, **(options | {"memory": None})).placement != problem.placement:
+                continue
+            schedule = make(name, p, m, **options)
+        except (ScheduleError, CostError):
+            continue
+        of_one_batch = schedule.per_update == m and schedule.reads is Reads.LATEST
+        if of_one_batch and (problem.split or Kind.W not in schedule.kinds):
+            yield name, schedule

@@ -1,0 +1,283 @@
+"""A list scheduler: whenever a device is free it starts the most urgent of what it can start.
+
+What is urgent a rule says. Or the order of F and I is given, and W is placed: into gaps, and where
+a forward needs the memory (`refilled`).
+"""
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from pipelab.optimize.order.problem import SLACK, OrderProblem
+from pipelab.predict.costs import Costs
+from pipelab.predict.memory import reserved
+from pipelab.table.action import Action, Kind
+from pipelab.table.schedule import Schedule
+
+PROMISING = 1.05  # times the shortest span: drafts up to that are refined
+
+Cell = tuple[int, Kind]  # an action but for its micro-batch
+Rows = Sequence[Sequence[Cell]]  # of the devices
+
+
+class Rule(NamedTuple):
+    """How a device chooses. Of one kind it takes the oldest micro-batch.
+
+    order     kinds, the most urgent first
+    patience  an action is not started if a more urgent one arrives before this share of it is
+              done; None: before it is done, unless the device would then have waited longer
+              than any other so far
+    ahead     a stage is ahead of its backwards by no more forwards than this share of those that
+              there is time for until the first gradient is back; inf: as its memory allows
+    """
+
+    order: tuple[Kind, ...] = ()
+    patience: float | None = 0.0
+    ahead: float = math.inf
+
+
+class ListScheduler:
+    """A table made by a rule.
+
+    rows  of a device: stages and kinds
+    idle  of a device: seconds without work since its first action
+    span  seconds, of the device that takes longest from its first start to its last end;
+          inf if swaps have led to a deadlock
+    """
+
+    def __init__(
+        self,
+        problem: OrderProblem,
+        rule: Rule,
+        given: Rows | None = None,
+        allowance: Sequence[float] | None = None,
+        window: int = 1,
+    ) -> None:
+        """given: of a device, its F and I in their order, of which it may start one of the next
+        `window`; allowance: the seconds that a device may wait though others have waited less."""
+        self.problem, self.rule, self.window = problem, rule, window
+        self.given = [deque(row) for row in given] if given else None
+        devices, stages = range(problem.devices), range(problem.stages)
+        self.allowance = allowance or [0.0 for _ in devices]
+        self.rows: list[list[Cell]] = [[] for _ in devices]
+        self.free, self.idle, self.level = ([0.0 for _ in devices] for _ in range(3))
+        self.begin = [0.0 for _ in devices]
+        self.done = {kind: [0 for _ in stages] for kind in problem.kinds}
+        # When the inputs of a stage's next actions are there, as far as that is known.
+        self.inputs = {kind: [deque[float]() for _ in stages] for kind in problem.kinds}
+        self.inputs[Kind.F][0].extend([0.0] * problem.microbatches)
+        self.events = [(0.0, problem.placement[0])]  # when to look at which device
+        self.change = reserved(problem.change) if problem.split else problem.change
+        self.most_ahead = self._in_time()
+        self.urgent = [[*self._by_rule(own)] for own in problem.stages_of]
+        while self.events:
+            now, device = heappop(self.events)
+            if self.free[device] <= now:
+                self._go_on(device, now)
+        self.span = math.inf
+        if sum(map(len, self.rows)) == problem.actions:
+            self.span = max(end - begin for begin, end in zip(self.begin, self.free, strict=True))
+
+    @property
+    def makespan(self) -> float:
+        return max(self.free)
+
+    @property
+    def table(self) -> Schedule:
+        return self.problem.table("greedy", self.rows)
+
+    def _in_time(self) -> list[float]:
+        """How many forwards each stage may be ahead of its backwards."""
+        problem, later, found = self.problem, 0.0, []
+        back = problem.seconds[problem.kinds[1]]
+        for stage, forward in reversed([*enumerate(problem.seconds[Kind.F])]):
+            share = self.rule.ahead
+            if share < math.inf and forward:
+                share = max(1, math.floor(share * (1 + later / forward)))
+            found.append(share)
+            later += forward + back[stage] + 2 * problem.delay[stage - 1] if stage else 0.0
+        return found[::-1]
+
+    def _by_rule(self, stages: list[int]) -> Iterator[Cell]:
+        """A device's actions, the most urgent first. Its oldest micro-batch is in its last stage on
+        the way there, and in its first one on the way back."""
+        for kind in self.rule.order:
+            for stage in reversed(stages) if kind is Kind.F else stages:
+                yield stage, kind
+
+    def _as_given(self, device: int) -> list[Cell]:
+        """The next of the F and I, then the W whose I was first."""
+        assert self.given
+        waiting = [(s, self.inputs[Kind.W][s]) for s in self.problem.stages_of[device]]
+        ready = [(inputs[0], s) for s, inputs in waiting if inputs]
+        weights = [(min(ready)[1], Kind.W)] if ready else []
+        return [*itertools.islice(self.given[device], self.window), *weights]
+
+    def _go_on(self, device: int, now: float) -> None:
+        """Start the most urgent action, unless it pays to wait for another one."""
+        arrival = math.inf  # of the first more urgent one
+        for stage, kind in self._as_given(device) if self.given else self.urgent[device]:
+            inputs = self.inputs[kind][stage]
+            if not inputs or (kind is Kind.F and not self._has_room(device, stage)):
+                continue
+            if inputs[0] > now:
+                arrival = min(arrival, inputs[0])
+            elif arrival == math.inf or not self._waits(device, now, arrival, stage, kind):
+                self._start(device, stage, kind, now)
+                return
+        if arrival < math.inf:
+            heappush(self.events, (arrival, device))
+
+    def _waits(self, device: int, now: float, arrival: float, stage: int, kind: Kind) -> bool:
+        """Whether the device waits for the more urgent action instead of starting this one."""
+        seconds, patience = self.problem.seconds[kind][stage], self.rule.patience
+        if patience is not None:
+            return now + patience * seconds > arrival
+        most = max(*self.idle, self.allowance[device])
+        return now + seconds > arrival and self.idle[device] + arrival - now <= most
+
+    def _has_room(self, device: int, stage: int) -> bool:
+        """Whether every micro-batch here can still come to its end after this forward.
+
+        Those that have been in all of the device's stages can: they give back what they hold. Of
+        the others the oldest one needs room for the rest of its forwards; then that is free for the
+        next one (the banker's algorithm).
+        """
+        problem, size, done = self.problem, self.change[Kind.F], self.done
+        limit = problem.memory * (1 + SLACK)
+        ahead = done[Kind.F][stage] - done[problem.kinds[1]][stage]
+        if ahead >= self.most_ahead[stage] or self.level[device] + size[stage] > limit:
+            return False
+        stages = problem.stages_of[device]
+        if len(stages) == 1:
+            return True
+        forwards = [done[Kind.F][s] + (s == stage) for s in stages]
+        oldest = min(forwards)
+        needs = (size[s] * max(n - oldest, 1) for s, n in zip(stages, forwards, strict=True))
+        return sum(needs) <= limit
+
+    def _start(self, device: int, stage: int, kind: Kind, now: float) -> None:
+        problem, free = self.problem, self.free[device]
+        end = now + problem.seconds[kind][stage]
+        if self.rows[device]:
+            self.idle[device] += now - free
+        else:
+            self.begin[device] = now
+        self.inputs[kind][stage].popleft()
+        self.rows[device].append((stage, kind))
+        self.done[kind][stage] += 1
+        self.level[device] += self.change[kind][stage]
+        self.free[device] = end
+        heappush(self.events, (end, device))
+        if self.given and kind is not Kind.W:
+            self.given[device].remove((stage, kind))
+        # What takes its output, and W, which follows I.
+        back = problem.kinds[1]
+        if kind is Kind.F and stage + 1 < problem.stages:
+            self._arrives(Kind.F, stage + 1, end + problem.delay[stage])
+        elif kind is Kind.F:
+            self._arrives(back, stage, end)
+        elif kind is back and stage:
+            self._arrives(back, stage - 1, end + problem.delay[stage - 1])
+        if kind is Kind.I:
+            self._arrives(Kind.W, stage, end)
+
+    def _arrives(self, kind: Kind, stage: int, time: float) -> None:
+        self.inputs[kind][stage].append(time)
+        heappush(self.events, (time, self.problem.placement[stage]))
+
+
+def rules(problem: OrderProblem) -> Iterator[Rule]:
+    """The rules that mostly give the shortest span."""
+    if not problem.split:
+        yield from (Rule((Kind.B, Kind.F)), Rule((Kind.F, Kind.B)))
+        return
+    gradients, forwards = (Kind.I, Kind.F, Kind.W), (Kind.F, Kind.I, Kind.W)
+    weights = (Kind.W, Kind.F, Kind.I)
+    yield from (Rule(gradients), Rule(gradients, 0.25), Rule(gradients, 0.25, ahead=1.0))
+    yield from (Rule(forwards), Rule(forwards, ahead=1.0), Rule(weights, 0.1), Rule(weights, 0.5))
+
+
+def every_rule(problem: OrderProblem) -> Iterator[Rule]:
+    """The rules that a search has the time to try."""
+    first, second = Kind.F, problem.kinds[1]
+    patience, ahead = (0.0, 0.25, 0.5, 0.75, 1.0, None), (math.inf, 1.0, 0.75, 0.5)
+    for order in ((first, second, Kind.W), (second, first, Kind.W)):
+        for choices in itertools.product(patience, ahead):
+            yield Rule(order if problem.split else order[:2], *choices)
+
+
+def drafts(problem: OrderProblem) -> Iterator[ListScheduler]:
+    """The drafts by every rule; the promising ones refined, too."""
+    for each in problem.variants():
+        made = [ListScheduler(each, rule) for rule in rules(each)]
+        if each.split:
+            shortest = min(draft.span for draft in made)
+            # An order for even costs, or for a little less memory, leaves room for W.
+            less = replace(each, memory=max(0.965 * each.memory, each.least_memory))
+            sources = [
+                in_step(each),
+                *made,
+                ListScheduler(less, Rule((Kind.I, Kind.F, Kind.W), 0.25)),
+            ]
+            for draft in sources:
+                again = refilled(each, draft.rows, window=1)
+                yield again
+                if again.span < PROMISING * shortest:
+                    yield refined(each, again)
+        yield from made
+
+
+def in_step(problem: OrderProblem) -> ListScheduler:
+    """The draft for even costs, with each W behind its I. In a V this is ZB-V."""
+    costs = problem.costs
+    even = Costs(activations=costs.activations, weight_activations=costs.weight_activations)
+    return ListScheduler(replace(problem, costs=even), Rule((Kind.W, Kind.F, Kind.I)))
+
+
+def refined(problem: OrderProblem, draft: ListScheduler) -> ListScheduler:
+    """The draft with neighbouring F and I swapped where a device would wait, while that helps."""
+    for _ in range(3):
+        again = refilled(problem, draft.rows, window=2)
+        if again.span >= draft.span:
+            break
+        draft = again
+    return draft
+
+
+def refilled(problem: OrderProblem, rows: Rows, window: int) -> ListScheduler:
+    """The draft with the F and I of these rows in their order, and W placed anew.
+
+    A device may wait as long as the one that waits most. Which one that is is known after a first
+    try, so that there is another one as long as that helps.
+    """
+    given = [[cell for cell in row if cell[1] is not Kind.W] for row in rows]
+    rule, best = Rule(patience=None), None
+    allowance = [0.0] * problem.devices
+    while True:
+        draft = ListScheduler(problem, rule, given, allowance, window)
+        if best and draft.span >= best.span * (1 - SLACK):
+            return best
+        best, longest = draft, max(draft.idle)
+        allowance = [longest - idle for idle in draft.idle]
+
+
+def fuse(schedule: Schedule) -> Schedule:
+    """The same with each W that follows its own I made one action B of them.
+
+    That saves an action's overhead, and delays the gradient by the W.
+    """
+    rows = []
+    for row in schedule.rows:
+        kept: list[Action] = []
+        for a in row:
+            if a.kind is Kind.W and kept[-1] == a._replace(kind=Kind.I):
+                kept[-1] = a._replace(kind=Kind.B)
+            else:
+                kept.append(a)
+        rows.append(kept)
+    return replace(schedule, rows=rows)

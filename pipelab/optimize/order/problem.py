@@ -1,0 +1,142 @@
+"""What is searched: the seconds and the memory of every action, and which tables are allowed.
+
+Micro-batches of a batch are alike. So every stage may take them in their order, in each kind of
+action: number a table's actions anew, the j-th one of a stage and kind with j. What was there for j
+forwards to start is there for the first j ones, so the new table is as fast, and it holds as much.
+A row is therefore told by the kinds and stages alone, and the search loses nothing by that order.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from pipelab.predict.costs import Costs, Recompute
+from pipelab.predict.memory import Changes, changes, memory_used
+from pipelab.predict.simulate import compute_seconds, simulate, transfer_seconds
+from pipelab.table.action import Action, Kind, ScheduleError, check_counts, insert_updates
+from pipelab.table.placement import loop_placement, v_placement
+from pipelab.table.schedule import Schedule
+
+SLACK = 1e-6  # of a limit of memory: less is rounding
+PLACEMENTS = ("loop", "v")
+
+
+def placement_named(placement: str, devices: int, virtual: int = 1) -> tuple[int, ...]:
+    """The placement of that name, "loop" or "v"; ScheduleError for another one.
+
+    >>> placement_named("loop", 3), placement_named("v", 3)
+    ((0, 1, 2), (0, 1, 2, 2, 1, 0))
+    """
+    devices, virtual = check_counts(devices=devices, virtual=virtual)
+    if placement not in PLACEMENTS:
+        raise ScheduleError(f"placement={placement!r}: use {' or '.join(map(repr, PLACEMENTS))}")
+    if placement == "loop":
+        return loop_placement(devices, virtual)
+    if virtual > 2:
+        raise ScheduleError(f"virtual={virtual}: a v has two stages a device")
+    return v_placement(devices)
+
+
+@dataclass(frozen=True)
+class OrderProblem:
+    """One batch, its stages' costs, and what a device can hold.
+
+    memory  micro-batches whose activations (of all of a device's stages) fit on a device
+    split   whether backwards may be split into I and W; otherwise they are whole
+    """
+
+    costs: Costs
+    placement: tuple[int, ...]
+    microbatches: int
+    memory: float
+    split: bool = True
+
+    @cached_property
+    def stages_of(self) -> list[list[int]]:
+        """The stages of each device."""
+        found: list[list[int]] = [[] for _ in range(max(self.placement) + 1)]
+        for stage, device in enumerate(self.placement):
+            found[device].append(stage)
+        return found
+
+    @property
+    def devices(self) -> int:
+        return len(self.stages_of)
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        return (Kind.F, Kind.I, Kind.W) if self.split else (Kind.F, Kind.B)
+
+    @property
+    def actions(self) -> int:
+        """How many a table has, without its updates."""
+        return self.stages * len(self.kinds) * self.microbatches
+
+    # ---- seconds
+
+    @cached_property
+    def compute(self) -> dict[Kind, list[float]]:
+        """Kind -> of each stage, the seconds of an action."""
+        recomputed = self.costs.recompute is not Recompute.NEVER
+        return compute_seconds(self.costs, self.placement, recomputed)
+
+    @cached_property
+    def seconds(self) -> dict[Kind, list[float]]:
+        """The same with the overhead: what an action keeps its device busy for."""
+        overhead = self.costs.overhead
+        return {kind: [x + overhead for x in each] for kind, each in self.compute.items()}
+
+    @cached_property
+    def delay(self) -> list[float]:
+        """Seconds from each stage to the next one (and back); 0 on the same device."""
+        return transfer_seconds(self.costs, self.placement)
+
+    def makespan(self, schedule: Schedule) -> float:
+        return simulate(schedule, self.costs).makespan
+
+    # ---- memory
+
+    @cached_property
+    def change(self) -> Changes:
+        """Kind -> of each stage, micro-batches of memory that an action takes or gives back."""
+        return changes(self.costs, self.placement)
+
+    @cached_property
+    def least_memory(self) -> float:
+        """What a micro-batch needs on a device where its backwards are split."""
+        needs = [max(f, -w) for f, w in zip(self.change[Kind.F], self.change[Kind.W], strict=True)]
+        return max(sum(needs[s] for s in stages) for stages in self.stages_of)
+
+    @property
+    def whole_may_pay(self) -> bool:
+        """Whether a whole backward may be better than a split one: it has one overhead less, and
+        holds less where W needs more than I did."""
+        return self.split and bool(self.costs.overhead or max(self.change[Kind.I]) > 0)
+
+    def variants(self) -> Iterator["OrderProblem"]:
+        """The problem for tables of split backwards alone, and for those of whole ones."""
+        if not self.split or self.least_memory <= self.memory * (1 + SLACK):
+            yield self
+        if self.whole_may_pay:
+            yield replace(self, split=False)
+
+    def fits(self, schedule: Schedule) -> bool:
+        return max(memory_used(schedule, self.costs)) <= self.memory * (1 + SLACK)
+
+    # ---- tables
+
+    def table(self, name: str, rows: Iterable[Sequence[tuple[int, Kind]]]) -> Schedule:
+        """The schedule whose rows have these stages and kinds; micro-batches in their order."""
+        numbered: list[list[Action]] = []
+        for row in rows:
+            done: dict[tuple[int, Kind], int] = {}
+            numbered.append([])
+            for cell in row:
+                k = done[cell] = done.get(cell, -1) + 1
+                numbered[-1].append(Action(*cell, k))
+        updated = insert_updates(numbered, self.microbatches)
+        return Schedule(name, updated, self.placement, self.microbatches)

@@ -1,0 +1,110 @@
+"""Zero-bubble schedules made for costs and a memory limit (Qi et al. 2023, arXiv 2401.10241).
+
+Between ZB-H1 (3 micro-batches fit) and ZB-H2 (5), p = 3, m = 5, 4 fit:
+
+0F0 0F1 0F2 0F3 .   0I0 0W0 0I1 0F4 0I2 0W1 0I3 0W2 0W3 0I4 0W4 0U0 .
+.   1F0 1F1 1F2 1I0 1F3 1I1 1W0 1I2 1F4 1I3 1W1 1W2 1I4 1W3 1W4 1U0 .
+.   .   2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2W0 2F4 2I4 2W1 2W2 2W3 2W4 2U0
+
+ZB-V (section 6), p = 2, m = 3, F = I = W: from its first forward on no device waits. Device 0 holds
+stages 0 and 3, device 1 stages 1 and 2; the last stage's backward begins where the first stage is.
+
+0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2 0U0 3U0 .
+.   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2 1U0 2U0
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from pipelab.optimize.order.list_scheduler import drafts
+from pipelab.optimize.order.problem import OrderProblem
+from pipelab.predict.costs import Costs
+from pipelab.predict.simulate import simulate
+from pipelab.schedules.dualpipe_v import dualpipe_v
+from pipelab.schedules.eager_1f1b import eager_1f1b
+from pipelab.schedules.gpipe import gpipe
+from pipelab.schedules.inter_layer import inter_layer
+from pipelab.schedules.pipedream_flush import pipedream_flush
+from pipelab.schedules.v_half import v_half
+from pipelab.schedules.v_min import v_min
+from pipelab.schedules.zb_h1 import zb_h1
+from pipelab.schedules.zb_h2 import zb_h2
+from pipelab.table.action import ScheduleError, check_counts
+from pipelab.table.placement import loop_placement, v_placement
+from pipelab.table.schedule import Schedule
+from pipelab.table.transform import repeat
+
+ONE_STAGE = (zb_h1, zb_h2, pipedream_flush, eager_1f1b, gpipe, inter_layer)  # a device
+IN_A_V = (v_half, v_min, dualpipe_v)
+
+
+def zb(
+    devices: int,
+    microbatches: int,
+    batches: int = 1,
+    costs: Costs | None = None,
+    memory: float | None = None,
+) -> Schedule:
+    """One stage a device: of many tables the one whose longest device span is shortest.
+
+    costs   of its stages, in seconds; from activations and weight_activations (bytes) the share of
+            an activation that is kept from I to W. All of it where there are no bytes
+    memory  how many micro-batches' activations fit on a device. p unless given (ZB-1p); 2 p is
+            ZB-2p; fractions count, since W keeps less than I
+
+    The tables are a list scheduler's, by several rules, and the fixed orders that fit, whose
+    backwards may be whole. ScheduleError for a memory that holds no micro-batch.
+
+    >>> zb(4, 8).peak_in_flight
+    [4, 4, 4, 4]
+    """
+    return _fastest("zb", loop_placement, ONE_STAGE, devices, microbatches, batches, costs, memory)
+
+
+def zb_v(
+    devices: int,
+    microbatches: int,
+    batches: int = 1,
+    costs: Costs | None = None,
+    memory: float | None = None,
+) -> Schedule:
+    """Two chunks a device in a V, chosen as `zb` chooses.
+
+    costs   of its 2 p stages, as `zb` has them
+    memory  how many micro-batches' activations (of both chunks) fit on a device; p unless given.
+            More of it makes the bubble smaller where F, I and W differ
+
+    >>> zb_v(4, 8).peak_in_flight
+    [8, 8, 8, 8]
+    """
+    return _fastest("zb_v", v_placement, IN_A_V, devices, microbatches, batches, costs, memory)
+
+
+def _fastest(
+    name: str,
+    place: Callable[[int], tuple[int, ...]],
+    fixed: tuple[Callable[[int, int], Schedule], ...],
+    devices: int,
+    microbatches: int,
+    batches: int,
+    costs: Costs | None,
+    memory: float | None,
+) -> Schedule:
+    devices, microbatches = check_counts(devices=devices, microbatches=microbatches)
+    limit = float(devices if memory is None else memory)
+    problem = OrderProblem(costs or Costs(), place(devices), microbatches, limit)
+
+    def span(table: Schedule) -> tuple[float, float, int]:
+        timeline = simulate(table, problem.costs)
+        return timeline.span, timeline.makespan, max(timeline.peak_in_flight)
+
+    tables = [order(devices, microbatches) for order in fixed]
+    if limit >= 1:
+        tables.insert(0, min(drafts(problem), key=lambda draft: draft.span).table)
+    best = min(filter(problem.fits, tables), key=span, default=None)
+    if not best:
+        raise ScheduleError(
+            f"memory={memory!r}: {name} finds no order for {devices} devices; give at least 1, or "
+            f"None for {devices}"
+        )
+    return replace(repeat(best, batches), name=name)

@@ -1,0 +1,167 @@
+"""The answer: the best plan, and what every other decision would have cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from pipelab.optimize.plan.choices import Choice, Problem
+from pipelab.optimize.plan.enumerate import Allowed, Enumeration
+from pipelab.optimize.plan.judged import Plan
+from pipelab.optimize.plan.limits import SLACK
+from pipelab.optimize.plan.transformer import Transformer
+
+
+class RunnerUp(NamedTuple):
+    """The best plan that decides one thing otherwise, such as the schedule, or has more memory.
+
+    cause  why it loses most: memory, or a part of the step
+    why    the same with numbers
+    """
+
+    decision: str
+    plan: Plan
+    cause: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The best plan that fits and the runners-up, the fastest first.
+
+    frontier  the best plan for ever less memory, from no limit on; empty unless asked for
+    bounds    (bytes, seconds) that every choice needs at least
+    """
+
+    problem: Problem
+    best: Plan
+    runners_up: tuple[RunnerUp, ...]
+    frontier: tuple[Plan, ...]
+    bounds: tuple[tuple[float, float], ...]
+    simulated: int
+
+    def __str__(self) -> str:
+        best, limit = self.best, self.problem.machine.memory
+        parts = [f"{name} {seconds:.4g}" for name, seconds in best.parts.items() if seconds]
+        runs = [(len([*alike]), count) for count, alike in groupby(best.choice.balance)]
+        layers = " + ".join(f"{n} x {count}" if n > 1 else str(count) for n, count in runs)
+        rate = ""
+        if isinstance(self.problem.model, Transformer):  # what recomputation repeats is left out
+            flops = self.problem.model.flops(self.problem.batch, recompute=False)
+            rate = f", {flops / best.step / self.problem.devices / 1e12:.4g} TFLOP/s a device"
+        lines = [
+            f"best: {best.choice}",
+            f"  layers {layers}",
+            f"  {best.step:.4g} s a batch, {best.throughput:.4g} samples/s{rate}; "
+            f"{best.memory / 1e9:.4g} of {limit / 1e9:.4g} GB",
+            f"  seconds: {', '.join(parts)}",
+            f"  {best.gap:.1%} above a lower bound for any order in these stages and this memory",
+            f"runners-up ({len(self.bounds):,} choices, {self.simulated} simulated):",
+        ]
+        for number, (decision, plan, _, why) in enumerate(self.runners_up, 1):
+            other = "more" if decision == "memory" else "other"
+            lines += [
+                f"  {number}. {other} {decision}: {plan.choice}",
+                f"     {plan.step:.4g} s, {plan.memory / 1e9:.4g} GB, gap {plan.gap:.1%}: {why}",
+            ]
+        if self.frontier:
+            lines.append("frontier, from no limit of memory down:")
+        for plan in self.frontier:
+            size = f"{plan.memory / 1e9:.4g} GB, {plan.throughput:.4g} samples/s"
+            lines.append(f"  {size}: {plan.choice}")
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        limit = self.problem.machine.memory
+        others = [
+            {"decision": decision, "cause": cause, "why": why, **plan.to_json()}
+            for decision, plan, cause, why in self.runners_up
+        ]
+        return {
+            "machine": self.problem.machine.name,
+            "devices": self.problem.devices,
+            "batch": self.problem.batch,
+            "memory_limit": limit if limit < math.inf else None,
+            "choices": len(self.bounds),
+            "simulated": self.simulated,
+            "best": self.best.to_json(),
+            "runners_up": others,
+            "frontier": [plan.to_json() for plan in self.frontier],
+        }
+
+
+def plan(problem: Problem, *, frontier: bool = False) -> Answer:
+    """The fastest way to train that fits; ValueError, and by how much, where nothing does.
+
+    Every choice is judged by the simulator, or left out because a bound says that it cannot win.
+
+    >>> from pipelab.optimize.plan import MACHINES, Transformer
+    >>> small = Transformer(layers=6, hidden=512, heads=8, sequence=512, vocabulary=8192)
+    >>> print(plan(Problem(small, MACHINES["p3.16xlarge"], devices=2, batch=8)).best.choice)
+    pipedream_flush p=1 replicas=2 micro-batch=1 m=4 recompute=never
+    """
+    search, limit = Enumeration(problem), problem.machine.memory
+    best = search.best(limit)
+    if best is None:
+        smallest = search.smallest()
+        raise ValueError(
+            f"nothing fits devices of {limit / 1e9:,.4g} GB: the smallest plan "
+            f"({smallest.choice}) needs {smallest.memory / 1e9:,.4g} GB, "
+            f"{(smallest.memory - limit) / 1e9:,.4g} more; use more devices, devices with more "
+            "memory, or share every layer (tensor)"
+        )
+    others: dict[Choice, RunnerUp] = {}
+    for decision, allowed in _decisions(search, best.choice):
+        other = search.best(limit, allowed) or search.best(math.inf, allowed)
+        if other:
+            others.setdefault(other.choice, _runner_up(decision, other, best, limit))
+    fastest = search.best(math.inf)
+    if fastest and fastest.step * SLACK < best.step:
+        others.setdefault(fastest.choice, _runner_up("memory", fastest, best, limit))
+    bounds = tuple((search.bytes[choice], search.seconds[choice]) for choice in search.seconds)
+    limits = tuple(search.frontier()) if frontier else ()
+    ranked = tuple(sorted(others.values(), key=lambda runner: runner.plan.step))
+    return Answer(problem, best, ranked, limits, bounds, len(search.plans))
+
+
+def _decisions(search: Enumeration, best: Choice) -> Iterator[tuple[str, Allowed]]:
+    """What could have been decided otherwise, and which choices do so."""
+    # [1] every other schedule, recomputation and tensor; the next shorter and longer pipeline
+    for name in ("schedule", "recompute", "tensor", "pipeline"):
+        own = getattr(best, name)
+        others = {getattr(choice, name) for choice in search.seconds} - {own}
+        if name == "pipeline":
+            ordered = sorted(others)
+            others = {*[p for p in ordered if p < own][-1:], *[p for p in ordered if p > own][:1]}
+        for value in sorted(others, key=str):
+            yield name, partial(_has, name, value)
+    # [2] any other micro-batch; any other cut of the same pipeline
+    yield "micro-batch", lambda choice: choice.microbatch != best.microbatch
+    for name in ("virtual", "balance"):
+        yield name, partial(_recut, best, name)
+
+
+def _has(name: str, value: Any, choice: Choice) -> bool:
+    return getattr(choice, name) == value
+
+
+def _recut(best: Choice, name: str, choice: Choice) -> bool:
+    return choice[:2] == best[:2] and getattr(choice, name) != getattr(best, name)
+
+
+def _runner_up(decision: str, plan: Plan, best: Plan, limit: float) -> RunnerUp:
+    loss = plan.step - best.step
+    if plan.memory > limit:
+        more = (plan.memory - limit) / 1e9
+        return RunnerUp(decision, plan, "memory", f"memory, {more:.4g} GB more than a device has")
+    if plan.step <= best.step * SLACK:
+        more = (plan.memory - best.memory) / 1e9
+        return RunnerUp(decision, plan, "memory", f"as fast, {more:.4g} GB more memory")
+    change = {cause: plan.parts[cause] - best.parts[cause] for cause in plan.parts}
+    causes = sorted(change, key=change.__getitem__, reverse=True)
+    named = [f"{c} {change[c]:+.3g} s" for c in causes if abs(change[c]) > 0.05 * loss]
+    return RunnerUp(decision, plan, causes[0], f"+{loss:.3g} s ({', '.join(named)})")

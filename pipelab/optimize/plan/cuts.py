@@ -1,0 +1,95 @@
+"""The cut of a choice's layers into stages that fit a device: the fastest by a bound of its step.
+
+Stage s is layers a to b - 1. Cut from the last stage on (`pipelab.optimize.cut.intervals`):
+
+    best(s, a) = min over b of max{ work(a, b), passing(a, b) + best(s + 1, b) }
+
+    work     what the stage's device does in a batch
+    passing  a micro-batch goes through the stage and over the link, and its gradient back: so much
+             later, in all, the next stage begins and ends
+
+For plain schedules with a flush this is the bound of `least_seconds`, all-reduce aside: it is
+counted for the slowest device alone. A device with v chunks works v times as long as its longest,
+and they share its memory as they would if all layers were equal.
+
+Where there are few cuts all of them are tried (`Problem.choices`); these are for the others. A plan
+whose inputs wait in buffers for which there is no room gets its layers cut for less (`Search`).
+Beside an exhaustive search of every cut, at limits of memory that a plan of 4 to 6 random layers
+just fits: with one chunk a device none was found at 1 limit of 336, and a slower one at 11 (by up
+to 6 %); with several chunks none at 2 of 120, and a slower one at 12 (by up to 13 %).
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+
+from pipelab.optimize.cut.intervals import split_intervals
+from pipelab.optimize.plan.choices import ASYNCHRONOUS, Choice, Problem
+from pipelab.optimize.plan.limits import SLACK, Sizes, counts, held, of_devices, passing, work
+
+
+def fastest_cut(problem: Problem, choice: Choice, memory: float) -> Choice | None:
+    """The choice with the fastest cut that needs at most `memory` bytes.
+
+    Bytes without the inputs that wait in buffers: these depend on the order of everything.
+    """
+    # [1] Is it too much even if every stage held as little for a layer as the frugalest one?
+    if held(choice, _all(problem, choice), counts(choice).min(axis=1), True) > (
+        memory * choice.pipeline * SLACK
+    ):
+        return None
+    # [2] what each stage takes and needs
+    sizes, behind = _every_stage(problem, choice)
+    updates = choice.microbatches if choice.schedule == "pipedream" else 1
+    seconds = choice.virtual * work(choice, sizes) + updates * sizes["update"]
+    seconds = np.where(behind, seconds, np.inf)
+    there, back = passing(choice, sizes)
+    if choice.split:  # weight gradients may fill the way back
+        back = np.zeros_like(back)
+    ahead = 0.0 if choice.schedule in ASYNCHRONOUS else there + back
+    need = _bytes(problem, choice, sizes, behind)
+    # [3] the fastest
+    step, balance = split_intervals(
+        lambda stage: np.where(need(stage) <= memory * SLACK, seconds, np.inf),
+        choice.pipeline * choice.virtual,
+        lambda cost, best: np.maximum(cost, ahead + best),
+    )
+    return choice._replace(balance=tuple(balance)) if step < math.inf else None
+
+
+def smallest(problem: Problem, choice: Choice) -> Choice:
+    """The choice with the cut that needs least memory."""
+    need = _bytes(problem, choice, *_every_stage(problem, choice))
+    _, balance = split_intervals(need, choice.pipeline * choice.virtual)
+    return choice._replace(balance=tuple(balance))
+
+
+def _every_stage(problem: Problem, choice: Choice) -> tuple[Sizes, np.ndarray]:
+    """[a, b]: costs of layers a to b - 1; and whether there are any."""
+    cuts = np.arange(problem.layers + 1)
+    a, b = cuts[:, None], cuts
+    return problem.sizes(choice, a, b), a < b
+
+
+def _all(problem: Problem, choice: Choice) -> Sizes:
+    """Costs of all layers in one stage."""
+    return problem.sizes(choice, np.array([0]), np.array([problem.layers]))
+
+
+def _bytes(
+    problem: Problem, choice: Choice, sizes: Sizes, behind: np.ndarray
+) -> Callable[[int], np.ndarray]:
+    """Number of a stage -> [a, b] bytes of a device, inf where there is no layer.
+
+    Of several chunks, over the share of the device that each may fill.
+    """
+    each = np.maximum(held(choice, _all(problem, choice), counts(choice), True), 1.0)
+    share = each / np.tile(of_devices(choice, each), choice.virtual)
+
+    @cache
+    def table(*alike: int) -> np.ndarray:
+        return np.where(behind, held(choice, sizes, alike, True), np.inf)
+
+    return lambda stage: table(*counts(choice)[:, stage].tolist()) / share[stage]

@@ -1,0 +1,127 @@
+"""What a choice takes: its step and memory by the simulator, and where the step goes."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from pipelab.optimize.order import gap
+from pipelab.optimize.plan.choices import ASYNCHRONOUS, Choice, Problem
+from pipelab.optimize.plan.limits import least_seconds, of_devices, work
+from pipelab.predict.costs import Costs, Recompute
+from pipelab.predict.memory import memory
+from pipelab.predict.simulate import delays, durations, simulate, waits
+from pipelab.schedules import make
+from pipelab.table.action import Kind
+from pipelab.table.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A choice and what it takes.
+
+    step    seconds of a batch, its flush and all-reduce included
+    """
+
+    problem: Problem
+    choice: Choice
+    step: float
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second."""
+        return self.problem.batch / self.step
+
+    @cached_property
+    def memory(self) -> float:
+        """Bytes of the fullest device at its peak."""
+        costs = self.problem.costs(self.choice)
+        return max(memory(simulate(table_for(self.choice), costs), costs).peak())
+
+    @cached_property
+    def gap(self) -> float:
+        """How far the step is above a lower bound: for any order in the same stages and memory, see
+        `pipelab.optimize.order.gap`. Without a flush above the work of the busiest device."""
+        problem, choice = self.problem, self.choice
+        if choice.schedule in ASYNCHRONOUS:
+            least = least_seconds(choice, problem.of_stages(choice))
+            return round(self.step / least - 1, 12) + 0.0  # rounding below 0 is 0, not -0
+        return gap(table_for(choice), problem.costs(choice))
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """Seconds of the step by cause; they add up to it. One may be below 0.
+
+        Each is what the step, or a bound of it, gains when one more cause is counted.
+        """
+        problem, choice, costs = self.problem, self.choice, self.problem.costs(self.choice)
+        flat = replace(costs, update=0.0, transfer=0.0, bandwidth=np.inf)
+        machine = replace(problem.machine, bandwidth=np.inf, inside=np.inf, latency=0.0)
+        alone = replace(problem, machine=machine).of_stages(choice) | {"overhead": 0.0}
+        sizes = problem.of_stages(choice)
+        quick = sizes | {"overhead": 0.0}
+        once = choice._replace(recompute=Recompute.NEVER)
+        total = {
+            "compute": work(once, alone).sum() / choice.pipeline,
+            "tensor": work(once, quick).sum() / choice.pipeline,
+            "imbalance": of_devices(choice, work(once, quick)).max(),
+            "recompute": of_devices(choice, work(choice, quick)).max(),
+            "overhead": of_devices(choice, work(choice, sizes)).max(),
+            "bubble": steady_seconds(choice, flat),
+            "transfer": steady_seconds(choice, replace(costs, update=0.0)),
+            "all-reduce": self.step,
+        }
+        gains = np.diff(list(total.values()), prepend=0.0)
+        gains[np.abs(gains) < 1e-9 * self.step] = 0.0  # rounding
+        return dict(zip(total, gains.tolist(), strict=True))
+
+    def to_json(self) -> dict[str, Any]:
+        return self.choice.to_json() | {
+            "step": self.step,
+            "throughput": self.throughput,
+            "memory": self.memory,
+            "gap": self.gap,
+            "parts": self.parts,
+        }
+
+
+def estimate(problem: Problem, choice: Choice) -> Plan:
+    """Simulate it."""
+    return Plan(problem, choice, steady_seconds(choice, problem.costs(choice)))
+
+
+def table_for(choice: Choice) -> Schedule:
+    """One batch; without a flush four spells, each long enough to fill or drain the pipeline."""
+    batches = 4 * _spell(choice) if choice.schedule in ASYNCHRONOUS else 1
+    return _table(choice.schedule, choice.pipeline, choice.microbatches, choice.virtual, batches)
+
+
+@lru_cache(maxsize=4)  # many choices differ in their costs alone
+def _table(name: str, devices: int, microbatches: int, virtual: int, batches: int) -> Schedule:
+    return make(name, devices, microbatches, virtual=virtual, batches=batches)
+
+
+def steady_seconds(choice: Choice, costs: Costs) -> float:
+    """Of a batch: all actions; without a flush those of the inner spells, on the slowest device.
+
+    Where links are slow enough to set the pace, it is not the same in every batch: a long run takes
+    up to 2 % more or less (150 random pipelines).
+    """
+    schedule = table_for(choice)
+    taken = [a + b for a, b in zip(durations(schedule, costs), waits(schedule, costs), strict=True)]
+    ends = schedule.walk(taken, delays(schedule, costs)).end
+    if choice.schedule not in ASYNCHRONOUS:
+        return max(ends)  # with what the first action loses before it starts
+    spell = _spell(choice) * choice.microbatches
+    last = [[0.0] * choice.pipeline for _ in range(4)]  # [spell][device]: the last backward's end
+    for action, device, end in zip(schedule.actions, schedule.device_of, ends, strict=True):
+        if action.kind is Kind.B:
+            which = last[action.microbatch // spell]
+            which[device] = max(which[device], end)
+    return max(b - a for a, b in zip(last[0], last[2], strict=True)) / (2 * _spell(choice))
+
+
+def _spell(choice: Choice) -> int:
+    """Batches with at least twice as many micro-batches as the pipeline has devices."""
+    return -(-2 * choice.pipeline // choice.microbatches)

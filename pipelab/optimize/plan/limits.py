@@ -1,0 +1,111 @@
+"""What no order of a choice's actions can beat: seconds and bytes, without a table.
+
+The search leaves out what these exclude, and simulates the rest. Costs are those of stages,
+`Problem.sizes`: of a choice's own ones, or of all that layers can be cut into (`cuts`).
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from pipelab.optimize.plan.choices import ASYNCHRONOUS, Choice
+from pipelab.predict.costs import Recompute
+from pipelab.predict.theory import THEORY
+
+SLACK = 1 + 1e-9  # bounds and simulations add up the same numbers in another order
+Sizes = Mapping[str, Any]  # numbers, or arrays of them
+
+
+def work(choice: Choice, sizes: Sizes) -> np.ndarray:
+    """Seconds that each stage computes per batch, its updates left out."""
+    m = choice.microbatches
+    again = {Recompute.NEVER: 0, Recompute.EXCEPT_LAST: m - 1, Recompute.ALWAYS: m}
+    once = sizes["forward"] + sizes["input_grad"] + sizes["weight_grad"]
+    once = once + (2 + choice.split) * sizes["overhead"]
+    return m * once + again[choice.recompute] * sizes["forward"]
+
+
+def passing(choice: Choice, sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of a micro-batch through each stage and over the link behind it: there, and back."""
+    step = sizes["overhead"] + sizes["link"]
+    back = sizes["input_grad"] + (0.0 if choice.split else sizes["weight_grad"])
+    if choice.recompute is Recompute.ALWAYS:
+        back = back + sizes["forward"]
+    return sizes["forward"] + step, back + step
+
+
+def least_seconds(choice: Choice, sizes: Sizes) -> float:
+    """Of a batch: warm-up, the work of a device, drain; the longest over the devices.
+
+        F0 F1 F2 ...                             device d starts after the forwards of the stages
+           .  .  F0 F1 .. the work of d .. B7    before d, and after its last backward that
+                                          B7     micro-batch has theirs ahead of it, then an update
+
+    With one chunk a device and no time for transfers this is what GPipe and 1F1B take. A backward
+    that is split has an input gradient ahead of it, and weight gradients may fill the drain. Where
+    there is no flush it is the busiest device's work.
+    """
+    p = choice.pipeline
+    own = of_devices(choice, work(choice, sizes))
+    updates = of_devices(choice, sizes["update"] + sizes["overhead"])
+    if choice.schedule in ASYNCHRONOUS:
+        often = choice.microbatches if choice.schedule == "pipedream" else 1
+        return float((own + often * updates).max())
+    there, back = (np.append(0.0, np.cumsum(x[: p - 1])) for x in passing(choice, sizes))
+    # its own weight gradients of all micro-batches may come after that
+    late = sizes["weight_grad"][:p] + sizes["overhead"] if choice.split else np.zeros(p)
+    # [1] all the way back to device 0, whose last weight gradient and update follow
+    drained = there + own - choice.microbatches * late + back + late[0] + updates[0]
+    # [2] the device's own update
+    return float(np.maximum(drained, there + own + updates).max())
+
+
+def least_bytes(choice: Choice, sizes: Sizes) -> float:
+    """Of the fullest device, when its first backward starts and all its warm-up is in flight."""
+    in_last_chunk = np.arange(len(choice.balance)) >= choice.pipeline * (choice.virtual - 1)
+    return float(of_devices(choice, held(choice, sizes, counts(choice), in_last_chunk)).max())
+
+
+def held(
+    choice: Choice, sizes: Sizes, counts: Sequence[Any], backward: np.ndarray | bool
+) -> np.ndarray:
+    """Bytes of a stage.
+
+    counts    versions of its weights, micro-batches in flight, those that wait for W (see `counts`)
+    backward  whether one runs: it has a gradient, and all activations
+    """
+    versions, in_flight, waiting = counts
+    activations, weights = sizes["activations"], sizes["weights"]
+    kept = activations
+    if choice.recompute is not Recompute.NEVER:
+        kept = np.minimum(sizes["boundary"], activations)
+    size = sizes["optimizer"] + versions * weights + in_flight * kept
+    size = size + waiting * (sizes["weight_activations"] - kept)
+    return size + backward * (weights + activations - kept)
+
+
+def counts(choice: Choice) -> Any:
+    """Per stage: versions of its weights, micro-batches in flight, and those that wait for W."""
+    return _counts(choice.schedule, choice.pipeline, choice.virtual, choice.microbatches)
+
+
+@cache
+def _counts(schedule: str, p: int, v: int, m: int) -> Any:
+    theory = THEORY[schedule]
+    absent = -m % p if v > 1 else 0  # interleaved is built for full rounds, and loses these
+    sizes = p, m + absent, v, 2 * p if schedule in ASYNCHRONOUS else 1
+    found = []
+    for stage in range(p * v):
+        chunk, device = divmod(stage, p)
+        # Forwards take turns: p micro-batches of each chunk. Any of those absent may be missing.
+        turns = np.arange(theory.in_flight(device, *sizes)) // p % v
+        flight = max(int((turns == chunk).sum()) - absent, 0)
+        found.append((theory.versions(device, *sizes), flight, theory.for_weights(device, p, m)))
+    return np.transpose(found)
+
+
+def of_devices(choice: Choice, stages: np.ndarray) -> np.ndarray:
+    """The sums of each device's stages."""
+    return stages.reshape(choice.virtual, choice.pipeline).sum(0)

@@ -1,0 +1,187 @@
+"""A pipeline's step against the same step on one device, measured in its own rounding.
+
+As `runtime.verdict.judge` has it: the truth is the step in float64, on the undivided batch; how far
+rounding may lead is how far the same is off in the step's precision. Nothing that the pipeline made
+of the loss is used for the truth: neither its micro-batches nor how their results are combined.
+Adding these up rounds as well: that is measured, too, and counted up to what m sums may be off.
+
+Where micro-batches draw random numbers of their own, the undivided batch is given these: whatever
+draws a mask for all samples gets the micro-batches' masks, one after another, in its place.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pipelab.pipeshard.arrays import PipeshardError
+from pipelab.pipeshard.batch.draws import draw_in_pieces, draws_grow, redraw
+from pipelab.pipeshard.batch.microbatches import gradient_of, in_pieces
+from pipelab.pipeshard.batch.primitives import DRAWS
+from pipelab.pipeshard.call import Call
+from pipelab.pipeshard.program import Program
+from pipelab.pipeshard.tracing import Arguments, TracedStep, trace, traced
+from pipelab.runtime.jax.arithmetic import off_by_rounding, wide
+from pipelab.runtime.jax.host import words
+from pipelab.runtime.jax.jaxpr import Arrays, contains, needed, rounding_unit
+from pipelab.runtime.verdict.certificate import Check, Comparison, distance, opinions
+
+WHOLE = "flush: the same step on one device, the batch undivided"
+DRAWN = WHOLE + ", with the random numbers that its micro-batches draw"
+PIECES = (
+    "flush: the same step on one device, accumulated over the same micro-batches "
+    "(no check of how these are combined)"
+)
+
+
+def compare_step(
+    train_step: Callable,
+    program: Program,
+    arguments: Arguments,
+    call: Call,
+    tolerance: float | None,
+) -> Check:
+    """See `Parallelized.compare`."""
+    # A mesh of one device: on a device alone an array keeps the explicit axes of its old mesh.
+    home = NamedSharding(Mesh(program.meshes[0].devices.flat[:1], ("device",)), PartitionSpec())
+    values = [jax.device_put(x, home) for x in arguments.values]
+    arguments = replace(arguments, values=values)
+    coarsest = rounding_unit(program.step.loss.equations, program.step.parameters)
+    eps, precision = float(coarsest.eps), np.dtype(coarsest.dtype).name
+    found = Comparison(tolerance)
+    # [1] The loss, what it returns beside, and the gradients.
+    rule, own = _reference(train_step, program, arguments)
+    truth = own
+    if rule is WHOLE and not any(contains(e, DRAWS) for e in program.step.loss.equations):
+        truth, precision = _most_precise(train_step, arguments, own, precision)
+    rounded = own(values)
+    expected = rounded if truth is own else truth(values)
+    if not np.isfinite(_numbers(expected[0])):
+        raise PipeshardError(
+            f"the loss of this batch is {expected[0]} on one device too: there is nothing to "
+            "compare"
+        )
+    doubled = precision == "float64"
+    jittered = partial(_jittered, eps=eps, exact={*arguments.batch})
+    again = opinions(lambda seed: [*map(_numbers, truth(jittered(values, seed, doubled)))])
+    pieces = rounded if rule is PIECES else _accumulated(program, values)
+    for i, name in enumerate(_names(program)):
+        exact, got, near = (_numbers(of[i]) for of in (expected, call.gradient, pieces))
+        noise = eps * np.abs(exact) + distance(_numbers(rounded[i]), exact)
+        if near.shape == exact.shape:
+            noise += _summing(near, exact, eps * program.microbatches)
+        found.add(name, got, exact, noise, again=again(i))
+    # [2] Every result of the step, by its own update of the pipeline's gradients, and in its type.
+    _, shapes = traced(train_step, jax.tree.unflatten(arguments.tree, values))
+    types = [x.dtype for x in jax.tree.leaves(shapes)]
+    known = [*values, *jax.device_put(call.gradient, home)]
+    update = jax.jit(program.step.update.run)
+    wanted = update(*known)
+    again = opinions(lambda seed: [*map(_numbers, update(*jittered(known, seed)))])
+    for i, (path, got) in enumerate(jax.tree.leaves_with_path(call.results)):
+        exact = _numbers(wanted[i])
+        name = f"result {jax.tree_util.keystr(path)}"
+        numbers = _numbers(got) if got.dtype == types[i] else np.full(exact.shape, np.nan)
+        found.add(name, numbers, exact, eps * np.abs(exact), again=again(i))
+    return found.verdict(rule, precision)
+
+
+def _accumulated(program: Program, values: Arrays) -> Arrays:
+    """[loss, *aux, *gradients], added up over the same micro-batches on one device."""
+    known = program.step, program.loss, program.combine
+    return in_pieces(*known, values, program.microbatches)
+
+
+def _summing(pieces: np.ndarray, exact: np.ndarray, most: float) -> np.ndarray:
+    """How far off adding up the micro-batches is: at most this share, else it is no rounding.
+
+    Infinite where there is no number.
+    """
+    off = np.minimum(distance(pieces, exact), most * np.abs(exact))
+    return np.where(np.isfinite(pieces), off, np.inf)
+
+
+def _reference(
+    train_step: Callable, program: Program, arguments: Arguments
+) -> tuple[str, Callable[[Arrays], Arrays]]:
+    """The rule of what is compared with, and what computes it: values of the arguments -> results.
+
+    Traced anew from the step as it was written.
+    """
+    if not program.exact:  # only the same micro-batches compute the same
+        return PIECES, partial(_accumulated, program)
+    step = trace(train_step, arguments, arguments.samples)
+    piece = trace(train_step, arguments, program.samples)
+    if not draws_grow(step.loss, piece.loss):
+        return WHOLE, _as_written(step)
+    own = program.number is not None
+    loss, _ = redraw(step.loss, piece.loss, partial(draw_in_pieces, program.microbatches, own))
+    gradient = jax.jit(gradient_of(loss))
+    positions = [step.arguments.index(v) for v in step.parameters.values()]
+
+    def evaluate(values: Arrays) -> Arrays:
+        unused = np.uint32(0)  # the number of the micro-batch
+        return gradient([values[i] for i in positions], [*values, unused])
+
+    return DRAWN, evaluate
+
+
+def _names(program: Program) -> list[str]:
+    """Names of [loss, *aux, *gradients]."""
+    names = ["the loss", *(f"auxiliary result {i}" for i in range(len(program.combine) - 1))]
+    for argument in program.step.parameters.values():
+        names.append(f"the gradient of {program.paths[argument]}")
+    return names
+
+
+def _as_written(step: TracedStep) -> Callable[[Arrays], Arrays]:
+    """[loss, *aux, *gradients] of the batch, by jax.value_and_grad of the loss as written."""
+    equations = needed(step.whole.equations, step.gradient)  # up to the marked one
+    run = jax.jit(replace(step.whole, outputs=step.gradient, equations=equations).run)
+    return lambda values: run(*values)
+
+
+def _most_precise(
+    train_step: Callable, arguments: Arguments, own: Callable[[Arrays], Arrays], precision: str
+) -> tuple[Callable[[Arrays], Arrays], str]:
+    """The undivided step in float64, or for a step of single precision alone in its `own`."""
+
+    def in_double(values: Arrays) -> Arrays:
+        with jax.enable_x64(True):
+            return evaluate(_doubled(values))
+
+    try:
+        with jax.enable_x64(True):
+            exact = replace(arguments, values=_doubled(arguments.values))
+            evaluate = _as_written(trace(train_step, exact, exact.samples))
+            evaluate(exact.values)
+        return in_double, "float64"
+    except (TypeError, ValueError):
+        return own, precision
+
+
+def _jittered(
+    values: Arrays, seed: int, doubled: bool = False, *, eps: float, exact: Collection[int]
+) -> Arrays:
+    """Floating numbers, each off by up to half an eps of itself; rounded, unless `doubled`.
+
+    exact  positions of what is left as it is: data, which may be numbers of rows
+    """
+    random = np.random.default_rng(seed)
+    given = _doubled(values) if doubled else values
+    return [x if i in exact else off_by_rounding(x, eps / 2, random) for i, x in enumerate(given)]
+
+
+def _doubled(values: Arrays) -> Arrays:
+    """Floating numbers in float64 or complex128, on the host."""
+    return [wide(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in values]
+
+
+def _numbers(x: Any) -> np.ndarray:
+    """As float64 or complex128; random keys by their words."""
+    return wide(words(x))

@@ -1,0 +1,107 @@
+"""Shapes, types and meshes of a train step's equations."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from pipelab.runtime.jax.jaxpr import Atom, contains, place_of, spec_of  # noqa: F401
+
+CONSTRAINT = "sharding_constraint"
+NO_MESH = Mesh(np.empty((), object), ())
+
+
+class PipeshardError(ValueError):
+    """A train step or a plan that cannot be made a pipeline.
+
+    The message says what, where and what to do.
+    """
+
+
+def settings() -> tuple[Any, ...]:
+    """All settings of jax, and contexts, that a traced function depends on: jax's own key of it."""
+    try:
+        from jax._src.config import trace_context  # no public way to it
+    except ImportError:  # then all settings
+        return tuple(f"{name}={value}" for name, value in sorted(jax.config.values.items()))
+    return trace_context()
+
+
+def shape_of(atom: Atom) -> tuple[int, ...]:
+    return getattr(atom.aval, "shape", ())
+
+
+def dtype_of(atom: Atom) -> Any:
+    return atom.aval.dtype  # type: ignore[attr-defined]
+
+
+def is_weak(atom: Atom) -> bool:
+    """Whether it is of a Python number's type, which gives way to that of an array."""
+    return getattr(atom.aval, "weak_type", False)
+
+
+def size(atom: Atom) -> int:
+    """Elements of an array."""
+    return math.prod(shape_of(atom))
+
+
+def bytes_of(atom: Atom) -> int:
+    return size(atom) * dtype_of(atom).itemsize
+
+
+def is_inexact(atom: Atom) -> bool:
+    """Whether it has floating or complex numbers: there are gradients by these alone."""
+    return jnp.issubdtype(dtype_of(atom), jnp.inexact)
+
+
+def is_key_type(dtype: Any) -> bool:
+    """Whether it is that of typed random keys, as jax.random.key makes them."""
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def is_key(atom: Atom) -> bool:
+    """Whether it may be a random key, typed or raw."""
+    return is_key_type(dtype_of(atom)) or dtype_of(atom) == np.uint32
+
+
+def is_array(value: Any) -> bool:
+    """Whether a leaf is an array, a number, or the shape and type of an array."""
+    kind = getattr(getattr(value, "dtype", None), "kind", None)
+    if kind in ("U", "S", "O", "M", "m"):  # numpy's strings, objects, times
+        return False
+    return hasattr(value, "dtype") or isinstance(value, (int, float, complex))
+
+
+def on_mesh(eqn: JaxprEqn, mesh: Mesh | AbstractMesh) -> JaxprEqn:
+    """The equation with the user's sharding constraints, in it or inside it, on this mesh.
+
+    Raises PipeshardError where one names other axes than the mesh has.
+    """
+    if not contains(eqn, [CONSTRAINT]):
+        return eqn
+    if eqn.primitive.name != CONSTRAINT:
+        return eqn.replace(params={key: _on_mesh(x, mesh) for key, x in eqn.params.items()})
+    sharding = eqn.params["sharding"]
+    try:
+        here = NamedSharding(mesh, sharding.spec)
+    except (AttributeError, ValueError):
+        raise PipeshardError(
+            f"with_sharding_constraint ({place_of(eqn)}) asks for {sharding}: give a PartitionSpec "
+            f"over the axes that a stage's mesh has, {mesh.axis_names}"
+        ) from None
+    return eqn.replace(params=eqn.params | {"sharding": here, "context_mesh": NO_MESH})
+
+
+def _on_mesh(param: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """Constraints inside an equation's parameter, which may be a function or several."""
+    if isinstance(param, ClosedJaxpr):
+        return param.replace(jaxpr=_on_mesh(param.jaxpr, mesh))
+    if isinstance(param, Jaxpr):
+        return param.replace(eqns=[on_mesh(eqn, mesh) for eqn in param.eqns])
+    if type(param) is tuple:  # the branches of a cond
+        return tuple(_on_mesh(x, mesh) for x in param)
+    return param

@@ -1,0 +1,82 @@
+"""A plan that was found, with the profiles that it was found by."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pipelab.optimize.plan.machine import Machine
+from pipelab.pipeshard.arrays import PipeshardError
+from pipelab.pipeshard.auto.measured import StageProfile
+from pipelab.pipeshard.method import ManualStages, Shape, as_table
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class AutoPlan(ManualStages):
+    """Stages that could have been written by hand, and why these.
+
+    chosen        a profile per stage
+    profiles      of all stages that were possible
+    seconds       of a train step, by these profiles: T = sum t + (micro-batches - 1) max t
+    microbatches
+    machine       whose memory is the limit, and whose seconds are modelled
+    cluster       the devices, a row per host
+    """
+
+    fewest: ClassVar[int] = 1  # one stage, if that is the fastest
+    chosen: tuple[StageProfile, ...] = ()
+    profiles: tuple[StageProfile, ...] = ()
+    seconds: float = math.inf
+    microbatches: int = 1
+    machine: Machine | None = None
+    cluster: Any = ()
+
+    @property
+    def logical_mesh_shapes(self) -> list[Shape]:
+        """Per stage its devices as (data, model)."""
+        return [stage.logical for stage in self.chosen]
+
+    def estimate(self, layers: Sequence[Sequence[int]], meshes: Sequence[Shape]) -> float:
+        """Seconds of a train step with other stages on such meshes (data, model).
+
+        Raises PipeshardError for a stage that was not profiled.
+        """
+        known = {(each.layers, each.logical): each.seconds for each in self.profiles}
+        times = []
+        for stage, mesh in zip(layers, meshes, strict=True):
+            key = (stage[0], stage[-1]), tuple(mesh)
+            if key not in known:
+                raise PipeshardError(f"layers {list(stage)} on a mesh {mesh} were not profiled")
+            times.append(known[key])
+        return sum(times) + (self.microbatches - 1) * max(times)
+
+    def rows(self) -> list[Row]:
+        """The profile table, a line for each stage that was possible: for pandas.DataFrame."""
+        return [_row(each) for each in self.profiles]
+
+    def __str__(self) -> str:
+        sources = Counter(each.source for each in self.profiles)
+        title = (
+            f"{len(self.chosen)} stages of {len(self.profiles)} possible ones: "
+            f"{1e3 * self.seconds:.4g} ms a step of {self.microbatches} micro-batches "
+            f"({', '.join(sources)}{f' of {self.machine.name}' if self.machine else ''})"
+        )
+        rows = [_row(stage) | {"divided": len(stage.sharding)} for stage in self.chosen]
+        return f"{title}\n{as_table(rows)}"
+
+
+def _row(each: StageProfile) -> Row:
+    first, last = each.layers
+    kinds = ("parameter", "held", "activation", "available")
+    return {
+        "layers": f"{first}-{last}" if last > first else f"{first}",
+        "submesh": "x".join(map(str, each.submesh)),
+        "logical": "x".join(map(str, each.logical)),
+        "forward ms": 1e3 * each.forward,
+        "backward ms": 1e3 * each.backward,
+        **{f"{kind} MiB": getattr(each, f"{kind}_bytes") / 2**20 for kind in kinds},
+        "source": each.source,
+    }

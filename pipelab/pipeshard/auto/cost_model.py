@@ -1,0 +1,97 @@
+"""What a compiled program costs, and the seconds that a machine takes for it: one formula."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from pipelab.optimize.plan.machine import MACHINES, Machine
+from pipelab.pipeshard.arrays import PipeshardError
+from pipelab.pipeshard.auto.hlo import collectives, device_count
+
+# Constants of a model, not of your computer: a host device as one core of a laptop. What counts for
+# a plan are their ratios: a byte costs as much as 20 FLOPs, a collective as a million.
+HOST = Machine("host device", 20e9, memory=4e9, bandwidth=1e9, share=1.0, latency=50e-6)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What each device does and holds when a compiled program runs once.
+
+    devices          that run it together
+    flops            of each
+    ring_bytes       that each sends, were every collective a ring
+    collectives      that it takes part in
+    argument_bytes   of its part of the arguments
+    output_bytes     of its part of the outputs
+    temporary_bytes  of what is made in between
+    peak_bytes       at most at once
+    """
+
+    devices: int
+    flops: float
+    ring_bytes: float
+    collectives: int
+    argument_bytes: int
+    output_bytes: int
+    temporary_bytes: int
+    peak_bytes: int
+
+    @classmethod
+    def of(cls, compiled: Any, repeats: float = 1.0) -> "Cost":
+        """The cost of what `jax.jit(...).lower(...).compile()` returned, for any device.
+
+        repeats  how many times the FLOPs that XLA counts, which counts a scan's body once: see
+                 `flops.repeats`
+        """
+        text = compiled.as_text()
+        found = collectives(text)
+        memory = compiled.memory_analysis()
+        arguments, outputs = memory.argument_size_in_bytes, memory.output_size_in_bytes
+        temporary = memory.temp_size_in_bytes
+        return cls(
+            devices=device_count(text),
+            flops=(compiled.cost_analysis() or {}).get("flops", 0.0) * repeats,
+            ring_bytes=sum(each.ring_bytes for each in found),
+            collectives=sum(each.times for each in found),
+            argument_bytes=arguments,
+            output_bytes=outputs,
+            temporary_bytes=temporary,
+            # An output in the place of a donated argument takes no bytes of its own.
+            peak_bytes=arguments + outputs + temporary - memory.alias_size_in_bytes,
+        )
+
+    def seconds(self, machine: Machine) -> float:
+        """flops / R + ring bytes / beta + collectives x alpha.
+
+        R is what a device reaches, beta the bytes/s of its slowest link, alpha the seconds of a
+        collective whatever its size. Model: nothing overlaps, and memory takes no time.
+
+        >>> machine = Machine("two", 100, memory=1e3, bandwidth=10, share=0.5, latency=0.25)
+        >>> Cost(2, 50, 20, 2, 0, 0, 0, 0).seconds(machine)
+        3.5
+        """
+        compute = self.flops / (machine.flops * machine.share)
+        link = machine.link(self.devices)
+        return compute + self.ring_bytes / link + self.collectives * machine.latency
+
+    def fits(self, machine: Machine) -> bool:
+        """Whether a device of the machine holds it: memory is a constraint and costs no time."""
+        return self.peak_bytes <= machine.memory
+
+
+def machine_of(device: Any = None) -> Machine:
+    """The named machine with devices of this kind (jax's first one unless given).
+
+    Raises PipeshardError where no machine has such devices.
+    """
+    device = jax.devices()[0] if device is None else device
+    if device.platform == "cpu":
+        return HOST
+    for name, machine in MACHINES.items():
+        if name.split("-")[0] in device.device_kind:
+            return machine
+    raise PipeshardError(
+        f"nothing is known of {device.device_kind!r}: pass "
+        "machine=pipelab.optimize.plan.Machine(name, flops, memory, bandwidth)"
+    )

@@ -1,0 +1,153 @@
+"""What a stage costs: some layers in a row, compiled for a mesh, and measured where that is fair.
+
+On accelerators the times are measured. Host devices of a CPU share its cores, so that measured
+times would say nothing about a machine with so many devices: there they come from the cost model.
+"""
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Var
+from jax.sharding import Mesh, PartitionSpec
+
+from pipelab.optimize.plan.machine import Machine
+from pipelab.pipeshard.auto.cache import Cache
+from pipelab.pipeshard.auto.candidate import Placed
+from pipelab.pipeshard.auto.cost_model import Cost
+from pipelab.pipeshard.auto.flops import repeats
+from pipelab.pipeshard.auto.sharded import median_seconds
+from pipelab.pipeshard.compiled import CompiledStage
+from pipelab.pipeshard.method import AXES, Shape
+from pipelab.runtime.jax.passes import bytes_on_mesh
+
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class StageProfile:
+    """One line of the profile table: a possible stage. Bytes are those of one device.
+
+    layers            first and last
+    submesh           hosts, and devices of each
+    logical           the same devices as a mesh (data, model)
+    sharding          path -> PartitionSpec, of the parameters that are divided
+    source            where the seconds come from
+    forward           seconds of a micro-batch; `backward` likewise
+    parameter_bytes
+    held_bytes        whatever the schedule does: parameters, their gradients, the optimizer's
+                      state, the batch, and what a pass takes beside
+    activation_bytes  kept for its backward, of each micro-batch in flight
+    available_bytes   for activations: the device's memory less `held_bytes`
+    """
+
+    layers: tuple[int, int]
+    submesh: Shape
+    logical: Shape
+    sharding: dict[str, PartitionSpec]
+    source: Literal["model", "measured"]
+    forward: float
+    backward: float
+    parameter_bytes: int
+    held_bytes: int
+    activation_bytes: int
+    available_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a micro-batch, forward and backward."""
+        return self.forward + self.backward
+
+
+def profile(
+    stage: Placed,
+    submesh: Shape,
+    state: Counter[Var],
+    machine: Machine,
+    measured: bool,
+    cache: Cache,
+) -> StageProfile:
+    """The profile of a stage.
+
+    state     parameter -> how many of the optimizer's arrays have its shape, divided as it is
+    measured  whether seconds are measured, on the mesh's devices
+    """
+    # [1] What compiling it shows, unless that is known.
+    found = cache.get(stage.key(measured), lambda: _examine(stage, measured))
+    costs = [Cost(**cost) for cost in found["costs"]]
+    forward, backward = found["seconds"] or [cost.seconds(machine) for cost in costs]
+    activations = found["activation_bytes"]
+
+    # [2] What is held all the time: weights with their gradients, the optimizer's state, the batch.
+    def share(v: Var) -> int:
+        return bytes_on_mesh(stage.spec(v)) // stage.mesh.size
+
+    graph, problem = stage.candidate.graph, stage.candidate.problem
+    parameters = sum(map(share, graph.parameters))
+    held = 2 * parameters + sum(share(p) * state[p] for p in graph.parameters)
+    held += sum(map(share, graph.fixed)) + problem.method.microbatches * sum(map(share, graph.data))
+    # A pass takes its outputs and temporary arrays beside. Of the forward's outputs, activations
+    # are counted for each micro-batch in flight.
+    beside = [cost.peak_bytes - cost.argument_bytes for cost in costs]
+    held += max(0, beside[0] - activations, beside[1])
+    return StageProfile(
+        layers=stage.candidate.layers,
+        submesh=submesh,
+        logical=stage.mesh.devices.shape,
+        sharding={problem.paths[problem.parameters[p]]: spec for p, spec in stage.specs.items()},
+        source="measured" if measured else "model",
+        forward=forward,
+        backward=backward,
+        parameter_bytes=parameters,
+        held_bytes=held,
+        activation_bytes=activations,
+        available_bytes=machine.memory - held,
+    )
+
+
+def _examine(stage: Placed, measured: bool) -> dict[str, Any]:
+    """What compiling a stage shows, on one device.
+
+    costs             of the forward and of the backward
+    activation_bytes  that a forward leaves for its backward
+    seconds           measured, of the two; empty where nothing was measured
+    """
+    compiled = stage.compile(measured)
+    times = repeats(stage.candidate.graph.equations)
+    passes = compiled.forward, compiled.backward  # the backward adds to the gradients' sums
+    return {
+        "costs": [asdict(Cost.of(each, times)) for each in passes],
+        "activation_bytes": compiled.bytes // stage.mesh.size,
+        "seconds": _measure(stage, compiled) if measured else [],
+    }
+
+
+def _measure(stage: Placed, compiled: CompiledStage) -> list[float]:
+    """Median seconds of a forward and of a backward, of zeros."""
+
+    def zeros(v: Var) -> Any:
+        x = stage.spec(v)
+        return jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding)
+
+    graph = stage.candidate.graph
+    arguments = list(map(zeros, graph.arguments))
+    cotangents = [[zeros(v)] for v in graph.outputs]
+    # What the backward needs: some of the arguments, and some of what the forward made.
+    made = [*arguments, *compiled.forward(*arguments)]
+    kept = [made[i] for i in compiled.kept]
+    sums = compiled.zeros()
+
+    def backward() -> Any:
+        nonlocal sums  # in whose place the new ones are made
+        sums, back = compiled.backward(sums, cotangents, kept)
+        return sums, back
+
+    return median_seconds([lambda: compiled.forward(*arguments), backward], ROUNDS)
+
+
+def mesh_of(devices: list[Any], logical: Shape) -> Mesh:
+    return Mesh(np.array(devices[: math.prod(logical)]).reshape(logical), AXES)

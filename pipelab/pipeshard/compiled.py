@@ -1,0 +1,101 @@
+"""One stage, compiled for its mesh: its forward, its backward, and its tasks of the update."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from typing import Any
+
+import jax
+from jax.extend.core import Var
+from jax.sharding import NamedSharding
+
+from pipelab.pipeshard.cut import StageGraph
+from pipelab.pipeshard.update import UpdateTask
+from pipelab.runtime.jax.jaxpr import Arrays, Graph, spec_of
+from pipelab.runtime.jax.passes import (
+    Compiled,
+    Groups,
+    Specs,
+    bytes_on_mesh,
+    compile_passes,
+    passes,
+)
+from pipelab.table.action import Kind
+
+Place = Callable[[Var], NamedSharding]
+
+
+class CompiledStage(Compiled):
+    """A stage's passes, compiled for its mesh, with its part of the update.
+
+    graph     its equations
+    own       what is there with or without a backward: parameters, constants, data
+    later     for each later stage, what it reads of earlier ones
+    previous  what the stage before makes
+    tasks     its tasks of the update
+    bytes     what a forward leaves for its backward, on all devices of the mesh together;
+              `parameter_bytes` of its parameters, `optimizer_bytes` of the state that tasks read
+    """
+
+    def __init__(
+        self,
+        graphs: list[StageGraph],
+        s: int,
+        place: Place,
+        kinds: Collection[Kind] = (Kind.B,),
+        tasks: Iterable[UpdateTask] = (),
+        state: Collection[Var] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Stage `s` of these.
+
+        kinds    of the schedule's actions
+        tasks    of all stages
+        state    the step's arguments beside parameters
+        options  for the compiler
+        """
+        # [1] What its neighbours need to know.
+        self.graph = graph = graphs[s]
+        self.later = [[*other.inputs, *other.aux_inputs] for other in graphs[s + 1 :]]
+        self.previous = graphs[s - 1].outputs if s else []
+        readers = Counter(v for other in graphs for v in other.inputs)
+        # [2] Its passes. What they hand on lies where the plan says.
+        shapes = Groups(*(specs(vs, place) for vs in graph.groups))
+        traced = passes(graph.run, shapes)
+        sent = [place(v) for v in (*graph.outputs, *graph.aux_outputs)]
+        counts = [readers[v] or 1 for v in graph.outputs]  # the loss has one gradient
+        super().__init__(traced, shapes, kinds, sent, counts, options)
+        # [3] What it holds.
+        self.own = {*graph.parameters, *graph.fixed, *graph.data}
+        own = {i for i, v in enumerate(graph.arguments) if v in self.own}
+        kept = zip(self.kept, self.kept_shapes, strict=True)
+        self.bytes = sum(bytes_on_mesh(x) for i, x in kept if i not in own)
+        self.parameter_bytes = sum(map(bytes_on_mesh, shapes.parameters))
+        # [4] The update.
+        self.tasks = [CompiledTask(task, place) for task in tasks if task.stage == s]
+        read = {v for task in self.tasks for v in task.inputs}
+        self.optimizer_bytes = sum(map(bytes_on_mesh, specs(read & {*state}, place)))
+
+
+class CompiledTask(UpdateTask):
+    """A task of the update, compiled for its stage's mesh."""
+
+    def __init__(self, task: UpdateTask, place: Place) -> None:
+        super().__init__(**vars(task))
+        inputs = specs(task.inputs, place)
+        self._places = [x.sharding for x in inputs]
+        graph = Graph(task.inputs, task.outputs, task.equations)
+        donate = [i for i, v in enumerate(task.inputs) if v in task.donated]
+        self._run = compile_passes(
+            graph.run, list(map(place, task.outputs)), *inputs, donate=donate
+        )
+
+    def __call__(self, known: MutableMapping[Var, Any]) -> Arrays:
+        """Add the task's outputs to what is known; returns them."""
+        inputs = jax.device_put([known[v] for v in self.inputs], self._places)
+        outputs = self._run(*inputs)
+        known.update(zip(self.outputs, outputs, strict=True))
+        return outputs
+
+
+def specs(of: Iterable[Var], place: Place) -> Specs:
+    return [spec_of(v, place(v)) for v in of]

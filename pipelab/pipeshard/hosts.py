@@ -1,0 +1,78 @@
+"""The processes of jax.distributed that call one step together: how they are connected."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from pipelab.pipeshard.arrays import PipeshardError
+from pipelab.pipeshard.mesh import MeshJob
+from pipelab.runtime.jax.distributed import Distributed
+from pipelab.runtime.jax.jaxpr import Arrays
+from pipelab.runtime.jax.wire import open_jax_wire
+from pipelab.runtime.wire import Wire
+from pipelab.runtime.worker import Job
+
+
+class Hosts(Distributed):
+    """They stay connected from call to call."""
+
+    refusal = PipeshardError
+
+    def __init__(self, timeout: float) -> None:
+        super().__init__((), timeout, "pipeshard")
+        self._finish: Any = None  # of the program that the wire is for
+
+    def make_wire(self, jobs: Sequence[Job]) -> Wire:
+        job = jobs[0]
+        assert isinstance(job, MeshJob)
+        if self.wire is None or job.finish is not self._finish:
+            if self.wire:
+                self.wire.__exit__(None, None, None)
+            self._finish, every = job.finish, range(job.schedule.stages)
+            all_pairs = replace(job, partners=dict.fromkeys(every, every))
+            self.wire = open_jax_wire(all_pairs, self.me, job.processes, self.share)
+        return self.wire
+
+    def gather(self, arrays: Arrays) -> Arrays:
+        """All arrays on the host: those of other processes' devices come from these."""
+        has = self.share([_is_here(x) for x in arrays])
+        found = []
+        for i, x in enumerate(arrays):
+            whole = jax.device_get(x) if has[self.me][i] else None
+            if not all(of[i] for of in has):
+                source = next(n for n, of in enumerate(has) if of[i])
+                # One at a time: two that send much to each other at once would wait for ever.
+                whole = self.share(whole if self.me == source else None)[source]
+            found.append(whole)
+        return found
+
+
+def processes_of(meshes: Sequence[Mesh]) -> list[int]:
+    """The process that each mesh's devices belong to.
+
+    Raises PipeshardError unless it is one, and every process has a mesh where there are several.
+    """
+    found = []
+    for row, mesh in enumerate(meshes):
+        processes = sorted({device.process_index for device in mesh.devices.flat})
+        if len(processes) > 1:
+            raise PipeshardError(
+                f"mesh {row} has devices of processes {processes}: make every mesh of devices of "
+                "one process (ManualStages)"
+            )
+        found += processes
+    me = jax.process_index()
+    idle = {*range(jax.process_count())} - {*found}
+    if {*found} != {me} and idle:
+        raise PipeshardError(
+            f"process {min(idle)} has none of the {len(meshes)} meshes: start fewer processes, or "
+            "give it one"
+        )
+    return found
+
+
+def _is_here(x: Any) -> bool:
+    return not isinstance(x, jax.Array) or x.is_fully_addressable

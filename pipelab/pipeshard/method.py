@@ -1,0 +1,342 @@
+"""The method that a user asks for, and its plan: stages of layers, each on a mesh of devices."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.extend.core import Var
+from jax.sharding import Mesh, PartitionSpec
+
+from pipelab.optimize.cut.uniform import uniform
+from pipelab.pipeshard.arrays import PipeshardError, shape_of
+from pipelab.runtime.jax.jaxpr import Graph, Variables
+from pipelab.schedules import make
+from pipelab.table.action import Reads
+from pipelab.table.schedule import Schedule
+from pipelab.table.validate import validate
+
+AXES = ("data", "model")
+Shape = tuple[int, ...]
+Sharding = Callable[[str, Shape], PartitionSpec]
+# A loss without boundaries, its parameters, its batch -> numbers of the equations before which a
+# layer begins.
+Layers = Callable[[Graph, Variables, Variables], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class ManualStages:
+    """Which layers make up each stage, and which devices run it (alpa's ManualStageOption).
+
+    layers    per stage its layers, from 0, in order: [[0, 1], [2, 3]]
+    meshes    per device of the schedule a number of devices (1, 3), a shape (data, model) such as
+              (2, 2), or the jax devices themselves, flat or as a (data, model) array. Numbers and
+              shapes take devices in order
+    sharding  (path, shape) -> PartitionSpec over the axes "data" and "model", for every array of
+              the arguments but the batch; one function, or one per mesh. The path is such as
+              ".params['Dense_0']['kernel']", and optimizer state has its own. Default: whole on
+              every device of its mesh, so that a stage is parallel over data alone
+    """
+
+    layers: Sequence[Sequence[int]]
+    meshes: Sequence[Any]
+    sharding: Sharding | Sequence[Sharding] | None = None
+    fewest: ClassVar[int] = 2  # stages
+
+
+@dataclass(frozen=True)
+class StageProblem:
+    """A train step as a planner of stages sees it.
+
+    loss        of one micro-batch, with boundaries between its layers
+    parameters  of the loss -> the argument that each is
+    state       the step's arguments but the batch
+    batch       leaves of it that the loss reads; `number` is the variable of the micro-batch's
+    axes        the samples' dimension of variables that have one
+    paths       of the arguments
+    samples     of a micro-batch
+    layers      how many there are
+    method      schedule, micro-batches, devices
+    """
+
+    loss: Graph
+    parameters: dict[Var, Var]
+    state: Variables
+    batch: Variables
+    number: Var | None
+    axes: dict[Var, int]
+    paths: dict[Var, str]
+    samples: int
+    layers: int
+    method: "Pipeshard"
+
+
+@runtime_checkable
+class Planner(Protocol):
+    """Something that finds stages, such as `pipelab.pipeshard.auto.AutoStages`."""
+
+    def choose(self, problem: StageProblem) -> ManualStages: ...
+
+
+@dataclass(frozen=True)
+class Pipeshard:
+    """How to run a train step as a pipeline over meshes of devices (Alpa, section 3).
+
+    There is pipeline parallelism between the meshes, data or operator parallelism inside each.
+
+    microbatches  of a batch
+    layers        "manual": where `mark_pipeline_boundary` says; or a function that finds them,
+                  such as `auto.AutoLayers(8)`: marks are ignored then
+    stages        "uniform": every layer a stage; a number of stages, of equally many layers each;
+                  `ManualStages`; "auto", or `auto.AutoStages(...)`: the fastest that fit the
+                  devices' memory. The devices are shared out equally unless it says otherwise
+    schedule      a schedule that flushes: its name, or a table of one batch
+    virtual       stages per mesh, for a schedule that leaves it open (interleaved)
+    devices       jax devices to use, or how many of jax.devices(); default: all
+    reduce        how a loss over the batch comes of those over micro-batches: "mean" or "sum".
+                  Default: read off the loss, and an error where it is neither; naming one says that
+                  micro-batches are what you want to train on. A masked mean is neither: return its
+                  sum and its weight, value_and_grad(loss, weighted=True)
+    own_draws     whether every micro-batch draws random numbers of its own, by its number folded
+                  into the key, where what is drawn grows with the batch (a dropout mask). If not,
+                  all draw the same. What does not grow is drawn as it is written
+
+    >>> Pipeshard(microbatches=16, stages=ManualStages([[0, 1], [2, 3]], meshes=[1, 3])).schedule
+    'pipedream_flush'
+    """
+
+    microbatches: int
+    layers: Literal["manual"] | Layers = "manual"
+    stages: Literal["uniform", "auto"] | int | ManualStages | Planner = "uniform"
+    schedule: str | Schedule = "pipedream_flush"
+    virtual: int = 1
+    devices: Sequence[Any] | int | None = None
+    reduce: Literal["mean", "sum"] | None = None
+    own_draws: bool = True
+
+    def __post_init__(self) -> None:
+        named = self.stages in ("uniform", "auto")
+        counted = isinstance(self.stages, int) and self.stages >= 2
+        for name, fits, remedy in (
+            ("microbatches", self.microbatches >= 1, "at least 1"),
+            ("virtual", self.virtual >= 1, "at least 1"),
+            (
+                "layers",
+                self.layers == "manual" or callable(self.layers),
+                "'manual', and mark_pipeline_boundary() between layers, or auto.AutoLayers(n)",
+            ),
+            (
+                "stages",
+                named or counted or isinstance(self.stages, (ManualStages, Planner)),
+                "'uniform', a number of at least 2, 'auto', or ManualStages(...)",
+            ),
+            ("reduce", self.reduce in (None, "mean", "sum"), "'mean' or 'sum'"),
+        ):
+            if not fits:
+                raise PipeshardError(f"{name}={getattr(self, name)!r}: use {remedy}")
+
+    def stages_of(self, layers: int) -> list[list[int]]:
+        """The layers of each stage.
+
+        Raises PipeshardError unless every layer is in one, in order.
+        """
+        if isinstance(self.stages, ManualStages):
+            return _manual_layers(self.stages, layers)
+        count = self.stages if isinstance(self.stages, int) else layers
+        if count > layers:
+            raise PipeshardError(
+                f"stages={self.stages!r}: the loss has {layers} layers: ask for fewer, or mark more"
+            )
+        ends = np.cumsum([0, *uniform(layers, count)]).tolist()
+        return [list(range(a, b)) for a, b in pairwise(ends)]
+
+    def table_for(self, stages: int) -> Schedule:
+        """The schedule for this number of stages.
+
+        Raises PipeshardError where it does not fit or has no flush.
+        """
+        table = self.schedule
+        if isinstance(table, str):
+            each = make(table, 1, self.microbatches, virtual=self.virtual).stages
+            if stages % each:
+                raise PipeshardError(
+                    f"schedule {table!r}, virtual={self.virtual}: {stages} stages are not a "
+                    f"multiple of the {each} that a mesh has"
+                )
+            table = make(table, stages // each, self.microbatches, virtual=self.virtual)
+        validate(table)
+        if table.asynchronous or not table.training or table.reads is not Reads.LATEST:
+            raise PipeshardError(
+                f"schedule {table.name!r} has no flush: use one that does, such as gpipe or "
+                "pipedream_flush"
+            )
+        if (table.stages, table.microbatches, table.batches) != (stages, self.microbatches, 1):
+            raise PipeshardError(
+                f"schedule {table.name!r} has {table.stages} stages and {table.batches} x "
+                f"{table.microbatches} micro-batches; the plan has {stages} and 1 x "
+                f"{self.microbatches}: make the table for these"
+            )
+        return table
+
+    @property
+    def pool(self) -> list[Any]:
+        """The devices to use."""
+        some = self.devices
+        if isinstance(some, int) and not 1 <= some <= jax.device_count():
+            raise PipeshardError(f"devices={some}: there are {jax.device_count()}")
+        return jax.devices()[:some] if some is None or isinstance(some, int) else list(some)
+
+    def meshes_of(self, rows: int) -> list[Mesh]:
+        """A mesh per device of the schedule.
+
+        Raises PipeshardError where they overlap or there are too few devices.
+        """
+        pool = self.pool
+        available = len(pool)
+        if isinstance(self.stages, ManualStages):
+            wanted = list(self.stages.meshes)
+        elif available % rows or not pool:
+            raise PipeshardError(
+                f"{available} devices cannot be shared out equally over {rows} meshes: pass "
+                "devices= with a multiple of that, or ManualStages with the number of devices of "
+                "each"
+            )
+        else:
+            wanted = [available // rows] * rows
+        if len(wanted) != rows:
+            raise PipeshardError(
+                f"meshes={wanted!r}: the schedule has {rows} devices, give a mesh for each"
+            )
+        meshes = []
+        for mesh in wanted:
+            if isinstance(mesh, int):
+                mesh = mesh, 1
+            if isinstance(mesh, tuple) and all(isinstance(n, int) for n in mesh):
+                count = math.prod(mesh)
+                if count > len(pool):
+                    raise PipeshardError(
+                        f"meshes={wanted!r} need more than the {available} devices there are"
+                    )
+                mesh, pool = np.array(pool[:count]).reshape(mesh), pool[count:]
+            array = np.array(mesh)
+            meshes.append(Mesh(array.reshape(-1, 1) if array.ndim == 1 else array, AXES))
+        devices = [device for mesh in meshes for device in mesh.devices.flat]
+        if len(set(devices)) != len(devices):
+            raise PipeshardError(
+                f"meshes={wanted!r}: a device is in two of them; meshes must not overlap"
+            )
+        return meshes
+
+    def shardings_of(self, rows: int) -> list[Sharding]:
+        """Per mesh, what places arguments in it."""
+        sharding = self.stages.sharding if isinstance(self.stages, ManualStages) else None
+        if sharding is None or callable(sharding):
+            return [sharding or (lambda path, shape: PartitionSpec())] * rows
+        if len(sharding) != rows:
+            raise PipeshardError(
+                f"sharding has {len(sharding)} functions for {rows} meshes: give one for all, or "
+                "one for each"
+            )
+        return list(sharding)
+
+
+def _manual_layers(manual: ManualStages, layers: int) -> list[list[int]]:
+    """The layers of each stage, of a loss with this number of layers."""
+    stages = [list(stage) for stage in manual.layers]
+    if [layer for stage in stages for layer in stage] != [*range(layers)] or not all(stages):
+        raise PipeshardError(
+            f"ManualStages(layers={stages}): the loss has layers 0 to {layers - 1} "
+            f"({layers - 1} boundaries are marked); put each into one stage, in order"
+        )
+    if len(stages) < manual.fewest:
+        raise PipeshardError(
+            f"ManualStages(layers={stages}): one stage is not a pipeline: make two or more"
+        )
+    return stages
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage's part of the plan.
+
+    layers            of the model
+    device            the row of the schedule that runs it
+    mesh              shape (data, model)
+    devices           of the mesh
+    parameters        path -> shape, of those that it reads
+    parameter_bytes   of these, once
+    activation_bytes  kept per micro-batch for its backward, on all devices of the mesh together
+    sent_bytes        sent on per micro-batch
+    unsplit           parameters whose gradients I computes with the inputs', though the schedule
+                      has them in W, and why (of this process's stages)
+    """
+
+    layers: Shape
+    device: int
+    mesh: Shape
+    devices: tuple[Any, ...]
+    parameters: dict[str, Shape]
+    parameter_bytes: int
+    activation_bytes: int
+    sent_bytes: int
+    unsplit: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of all stages; `str` makes a table of it.
+
+    auto  what the planner found, if one was asked: an `auto.AutoPlan`
+    """
+
+    schedule: Schedule
+    stages: tuple[StagePlan, ...]
+    auto: Any = None
+
+    def __str__(self) -> str:
+        rows = [
+            {
+                "stage": s,
+                "layers": " ".join(map(str, stage.layers)),
+                "mesh": "x".join(map(str, stage.mesh)),
+                "devices": " ".join(str(device.id) for device in stage.devices),
+                "parameters": len(stage.parameters),
+                "parameter MiB": f"{stage.parameter_bytes / 2**20:.3g}",
+                "activation MiB": f"{stage.activation_bytes / 2**20:.3g}",
+                "sent MiB": f"{stage.sent_bytes / 2**20:.3g}",
+            }
+            for s, stage in enumerate(self.stages)
+        ]
+        whole = [
+            f"stage {s}: I computes the gradient of {path} too ({why})"
+            for s, stage in enumerate(self.stages)
+            for path, why in stage.unsplit.items()
+        ]
+        return "\n".join([as_table(rows), *whole])
+
+
+def over_samples(v: Var, axis: int | None, mesh: Mesh) -> PartitionSpec:
+    """Over "data" along the samples' dimension, if it has one that divides; else whole."""
+    if axis is None or shape_of(v)[axis] % mesh.shape["data"]:
+        return PartitionSpec()
+    return PartitionSpec(*[None] * axis, "data")
+
+
+def as_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows with the same keys as lines of text: the keys, then a line each; None is left blank."""
+    table = [list(rows[0]), *(list(map(_text, row.values())) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

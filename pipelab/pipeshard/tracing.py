@@ -1,0 +1,337 @@
+"""A train step written for one device, taken apart into its loss and its update."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+from jax.sharding import AbstractMesh, Mesh
+
+from pipelab.pipeshard.arrays import PipeshardError, is_array, on_mesh
+from pipelab.pipeshard.marker import grad_p
+from pipelab.pipeshard.method import AXES
+from pipelab.runtime.jax.jaxpr import (
+    Arrays,
+    Equations,
+    Graph,
+    Variables,
+    all_equations,
+    contains,
+    inline,
+    needed,
+    place_of,
+    renamed,
+    substitute,
+    variables,
+)
+
+# Where a step is traced: its sharding constraints may name the axes of a stage's mesh.
+ONE_DEVICE = AbstractMesh((1, 1), AXES)
+USE_OURS = "call pipelab.pipeshard.grad or value_and_grad there instead of jax's, once"
+
+
+@dataclass
+class Arguments:
+    """The arguments of one call, flat.
+
+    values   leaves: arrays, or what becomes one
+    paths    of each leaf within its own argument, such as ".params['Dense_0']['kernel']"
+    tree     how they are put together again
+    batch    positions of the leaves that are the batch
+    samples  in the batch
+    """
+
+    values: Arrays
+    paths: list[str]
+    tree: Any
+    batch: list[int]
+    samples: int
+
+    @property
+    def named(self) -> list[tuple[str, Any]]:
+        """Each argument with a name for errors."""
+        trees = jax.tree.unflatten(self.tree, self.values)
+        return [(f"argument {i}", tree) for i, tree in enumerate(trees)]
+
+    def shapes(self, samples: int) -> list[jax.ShapeDtypeStruct]:
+        """Shapes and types of all leaves, with this many samples in the batch.
+
+        A Python number keeps its weak type: beside bfloat16 it is one, too.
+        """
+        out = []
+        for i, value in enumerate(self.values):
+            shape = jax.numpy.shape(value)
+            if i in self.batch:
+                shape = (samples, *shape[1:])
+            weak = getattr(value, "weak_type", type(value) in (int, float, complex))
+            kind = jax.dtypes.result_type(value)
+            out.append(jax.ShapeDtypeStruct(shape, kind, weak_type=weak))
+        return out
+
+
+def flatten(args: Sequence[Any], batch_argnums: tuple[int, ...]) -> Arguments:
+    """The leaves of the arguments, and which of them are the batch.
+
+    Raises PipeshardError where the batch has no samples, or its leaves unequal numbers of them.
+    """
+    chosen = {i % len(args) for i in batch_argnums}
+    leaves, tree = jax.tree.flatten_with_path(tuple(args))
+    paths = []
+    batch = []
+    sizes: dict[str, int] = {}  # a leaf of the batch, in words -> its samples
+    for position, ((argument, *path), value) in enumerate(leaves):
+        i = argument.idx
+        name = jax.tree_util.keystr(tuple(path))
+        paths.append(name)
+        if isinstance(value, jax.core.Tracer):
+            raise PipeshardError(
+                "the pipeline is called inside jax.jit or another transformation: call it outside"
+            )
+        if not is_array(value):
+            raise PipeshardError(
+                f"argument {i}{name} is {value!r}, not an array: bind it by functools.partial, or "
+                "leave it out"
+            )
+        if i in chosen:
+            batch.append(position)
+            shape = jax.numpy.shape(value)
+            if not shape:
+                raise PipeshardError(
+                    f"batch leaf {name or i} is {value!r}: every leaf of the batch needs samples "
+                    "along dimension 0; pass anything else in another argument"
+                )
+            sizes[f"{name or f'argument {i}'} has {shape[0]}"] = shape[0]
+    if len(set(sizes.values())) != 1:
+        problem = "; ".join(sizes) or "it has no arrays"
+        raise PipeshardError(
+            f"the batch (batch_argnums={batch_argnums!r}) needs one number of samples: {problem}"
+        )
+    (samples,) = set(sizes.values())
+    if not samples:
+        raise PipeshardError("the batch has no samples")
+    return Arguments([value for _, value in leaves], paths, tree, batch, samples)
+
+
+@dataclass
+class TracedStep:
+    """A traced train step.
+
+    arguments     one variable per leaf of the arguments
+    batch         those of the batch
+    loss          its equations -> [loss, *aux]; its inputs are `parameters` and arguments
+    parameters    what the loss is differentiated by -> the argument that it is. Variables of their
+                  own, since a loss may also read an argument without being differentiated by it
+    gradient      the marked equation's results: [loss, *aux, *gradients], inputs of `update` beside
+                  the arguments
+    update        the other equations -> the step's results
+    donated       arguments that the step, jitted, donates
+    results       the tree of the step's results
+    whole         the step as it was traced, with the marked equation
+    """
+
+    arguments: Variables
+    batch: Variables
+    loss: Graph
+    parameters: dict[Var, Var]
+    gradient: Variables
+    update: Graph
+    donated: Variables
+    results: Any
+    whole: Graph
+
+    @property
+    def gradients(self) -> dict[Var, Var]:
+        """Parameter -> its gradient."""
+        return dict(zip(self.parameters, self.gradient[len(self.loss.outputs) :], strict=True))
+
+
+def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
+    """Trace a train step as if its batch had `samples` samples.
+
+        state, batch --> loss --> loss, aux, gradients --> update --> new state
+                      (the marked equation's own)       (what is left)
+
+    Raises PipeshardError where it is not what a pipeline needs.
+    """
+
+    def flat(*values):
+        return step(*jax.tree.unflatten(arguments.tree, values))
+
+    # [1] The whole step as equations.
+    try:
+        closed, shapes = traced(flat, arguments.shapes(samples))
+    except ValueError as error:
+        if "static arguments" not in str(error):
+            raise
+        raise PipeshardError(
+            "the step has static arguments (jax.jit): bind them by functools.partial"
+        ) from error
+    whole = inline(closed)
+    for eqn in all_equations(whole.equations):
+        if eqn.primitive.name == "shard_map":
+            raise PipeshardError(
+                f"shard_map ({place_of(eqn)}) names a mesh of its own, and a stage runs on that of "
+                "the plan: call what it maps as it is, and divide its arrays, if need be, by "
+                'jax.lax.with_sharding_constraint over the stage\'s axes, "data" and "model"'
+            )
+    # A sharding constraint is for the mesh of a stage, which gets its own (`on_mesh`).
+    whole.equations = [on_mesh(eqn, ONE_DEVICE) for eqn in whole.equations]
+    batch = [whole.inputs[i] for i in arguments.batch]
+    # [2] The marked equation holds the loss.
+    marked = _find_gradient(whole.equations)
+    loss, parameters = _loss_of(whole, marked, batch)
+    # [3] What the results need beside it is the update.
+    others = [eqn for eqn in whole.equations if eqn is not marked]
+    inputs = [*whole.inputs, *marked.outvars]
+    effects = [eqn for eqn in others if eqn.effects]
+    equations = needed(others, whole.outputs, effects)
+    update = Graph(inputs, whole.outputs, equations, whole.consts)
+    tree = jax.tree.structure(shapes)
+    donated = [whole.inputs[i] for i in _donated(closed)]
+    about = (donated, tree, whole)
+    found = TracedStep(whole.inputs, batch, loss, parameters, marked.outvars, update, *about)
+    _check_update(found)
+    return found
+
+
+def traced(fun: Callable, arguments: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
+    """The function as equations, and the shapes of its results.
+
+    arguments  arrays, or their shapes
+    """
+    make = jax.make_jaxpr(fun, return_shape=True)
+    try:
+        return make(*arguments)
+    except RuntimeError as error:
+        if "non-empty mesh" not in str(error):
+            raise
+    # It has sharding constraints by axes alone. Under jax.set_mesh, all arrays would be of that
+    # mesh; under this older form, which warns of its age, the constraints alone are.
+    mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1), AXES)
+    with ExitStack() as stack:
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            stack.enter_context(mesh)
+        return make(*arguments)
+
+
+def _donated(closed: ClosedJaxpr) -> list[int]:
+    """Which arguments are donated by a step that is nothing but a call of a jitted function."""
+    if len(closed.jaxpr.eqns) != 1:
+        return []
+    call = closed.jaxpr.eqns[0]
+    pairs = zip(call.invars, call.params.get("donated_invars", ()), strict=False)
+    given = [v for v, donated in pairs if donated]
+    return [i for i, v in enumerate(closed.jaxpr.invars) if v in given]
+
+
+def trace_again(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
+    """Trace a step that works on the batch as if that had another number of samples.
+
+    Raises PipeshardError where it does not work on them.
+    """
+    try:
+        return trace(step, arguments, samples)
+    except PipeshardError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise PipeshardError(
+            f"the step works on the batch of {arguments.samples} samples but not on {samples} of "
+            "them: pass every array that has samples in batch_argnums, and write no batch size as "
+            f"a number ({error})"
+        ) from error
+
+
+def trace_piece(
+    step: Callable, arguments: Arguments, samples: int, whole: TracedStep
+) -> TracedStep:
+    """A micro-batch's step with the update of the whole batch's: it may know how many samples.
+
+    Raises PipeshardError where the step, which works on the batch, does not on a micro-batch.
+    """
+    piece = trace_again(step, arguments, samples)
+    names = dict(zip(whole.arguments, piece.arguments, strict=True))
+    update = Graph(
+        [*piece.arguments, *whole.gradient],
+        substitute(whole.update.outputs, names),
+        [renamed(eqn, names) for eqn in whole.update.equations],
+        whole.update.consts,
+    )
+    return replace(piece, gradient=whole.gradient, update=update, results=whole.results)
+
+
+def _find_gradient(equations: Equations) -> JaxprEqn:
+    found = [eqn for eqn in equations if contains(eqn, [grad_p.name])]
+    if not found:
+        raise PipeshardError(f"the train step has no marked gradient: {USE_OURS}")
+    for eqn in found:
+        if eqn.primitive is not grad_p:
+            raise PipeshardError(
+                f"the gradient is taken inside {eqn.primitive.name} ({place_of(eqn)}): call it in "
+                "the step itself; the pipeline already accumulates over micro-batches"
+            )
+    if len(found) > 1:
+        lines = " and ".join(map(place_of, found))
+        raise PipeshardError(
+            f"the train step takes {len(found)} gradients ({lines}): take one, of the sum of the "
+            "losses"
+        )
+    return found[0]
+
+
+def _loss_of(whole: Graph, marked: JaxprEqn, batch: Variables) -> tuple[Graph, dict[Var, Var]]:
+    """The loss with what leads up to it (keys split, images scaled), and its parameters.
+
+    What leads up to a parameter would be left out of the gradient: it has to be an argument.
+    """
+    # [1] Inside, a parameter has a variable of its own; everything else is what it is outside.
+    inputs = list(marked.invars)
+    parameters: dict[Var, Var] = {}
+    for i, source in enumerate(inputs[: marked.params["wanted"]]):
+        if source not in whole.inputs:
+            raise PipeshardError(
+                f"the gradient is taken by a {source.aval.str_short()} that the step computes: "
+                "take it by an argument of the step, and compute (a cast, say) inside the loss"
+            )
+        if source in batch:
+            raise PipeshardError(
+                "the gradient is taken by the batch: take it by the parameters, or change "
+                "batch_argnums"
+            )
+        inputs[i] = inside = Var(source.aval)
+        parameters[inside] = source
+    inner = inline(marked.params["jaxpr"], inputs, marked)
+    # [2] Before the marked equation: what these inputs need.
+    before = whole.equations[: whole.equations.index(marked)]
+    loss = Graph(
+        [*parameters, *whole.inputs],
+        inner.outputs,
+        [*needed(before, inputs), *inner.equations],
+        {**whole.consts, **inner.consts},
+    )
+    return loss, parameters
+
+
+def _check_update(step: TracedStep) -> None:
+    """Raises PipeshardError where it does no more than the loss, or reads the batch."""
+    update, results = step.update, variables(step.update.outputs)
+    if update.depending(step.gradients.values()).isdisjoint(results):
+        raise PipeshardError(
+            "no result of the train step depends on the gradients, so that the update would be "
+            "lost: return the new state. A step that changes its arguments in place "
+            "(nnx.Optimizer.update) has to be pure: nnx.split before, nnx.merge inside"
+        )
+    varying = update.depending(step.batch)
+    for eqn in update.equations:
+        if not varying.isdisjoint(variables(eqn.invars)):
+            raise PipeshardError(
+                f"{eqn.primitive.name} ({place_of(eqn)}) reads the batch outside the loss: "
+                "compute it in the loss and return it from there (has_aux=True)"
+            )
+    if not set(step.batch).isdisjoint(results):
+        raise PipeshardError(
+            "the train step returns a part of its batch: leave it out of the results"
+        )

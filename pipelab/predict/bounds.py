@@ -1,0 +1,293 @@
+"""Lower bounds: what no schedule of these costs can beat, each with its reason.
+
+Whatever the order of the actions, three things hold: a device does one thing at a time; a
+micro-batch passes the stages one after the other and comes back; a device has only so much memory.
+
+All micro-batches are alike, so that they may be numbered by their order on every stage. Below, p is
+the number of devices, m of micro-batches, and k of those that have room on a device; f, b, w, u
+and the rest are those of `_Stage`. T in a formula is of equal stages, from Zero Bubble (Qi et al.
+2023, arXiv 2401.10241).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from pipelab.predict.costs import Costs, Recompute
+from pipelab.predict.memory import memory_used, shares
+from pipelab.predict.simulate import compute_seconds, simulate, transfer_seconds
+from pipelab.table.action import Kind, ScheduleError, check_counts, check_type
+from pipelab.table.placement import check_placement, loop_placement
+from pipelab.table.schedule import Schedule
+
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, repr=False)
+class Bound:
+    """Lower bounds of a makespan: name -> seconds."""
+
+    by: dict[str, float]
+
+    @property
+    def makespan(self) -> float:
+        """The largest one: no schedule is faster."""
+        return max(self.by.values())
+
+    @property
+    def binding(self) -> str:
+        """The name of the largest one."""
+        return max(self.by, key=self.by.__getitem__)
+
+    def gap(self, makespan: float) -> float:
+        """How much longer than the bound a makespan is, as a share of the bound."""
+        if not self.makespan:
+            return 0.0
+        return round(makespan / self.makespan - 1, 12) + 0.0  # rounding below 0 is 0, not -0
+
+    def __repr__(self) -> str:
+        each = ", ".join(f"{name} {seconds:.6g}" for name, seconds in self.by.items())
+        return f"<Bound {self.makespan:.6g} by the {self.binding}: {each}>"
+
+
+def bound(
+    costs: Costs,
+    devices: int,
+    microbatches: int,
+    memory: float | None = None,
+    *,
+    placement: Sequence[int] | None = None,
+    split: bool = True,
+) -> Bound:
+    """Seconds that one batch takes at least, in whatever order: from the first start to the last
+    end, as a timeline's makespan.
+
+    costs      of the stages
+    memory     micro-batches whose activations (of all of a device's stages) fit on a device; None
+               or inf: no limit. It counts for nothing where forwards run again
+    placement  stage -> device; None: one stage a device
+    split      whether backwards may be split into I and W. What holds for split ones holds for
+               whole ones, too
+
+    busiest device   waits for its first input, does all its work, and drains
+    round trip       the last forward's micro-batch still has to come back; no backward is there
+                     before the first one is back
+    memory turnover  a micro-batch keeps its room until it is back: no other can have it meanwhile
+    memory limit     a device whose room is full waits until one is back
+
+    The last two are there only with a limit. ScheduleError for a memory below 1, with which no
+    micro-batch comes back, or for a placement that leaves a device out; CostError if the costs do
+    not fit the stages.
+
+    >>> bound(Costs(), devices=4, microbatches=8, split=False)
+    <Bound 33 by the busiest device: busiest device 33, round trip 26>
+    >>> bound(Costs(), devices=4, microbatches=8, memory=1).binding
+    'memory turnover'
+    """
+    check_type(Costs, costs=costs)
+    devices, microbatches = check_counts(devices=devices, microbatches=microbatches)
+    home = loop_placement(devices)
+    if placement is not None:
+        home = check_placement(placement, devices, each=True)
+    if memory is not None and not memory >= 1 - ROUNDING:
+        raise ScheduleError(
+            f"memory={memory!r}: give at least 1, the activations of one micro-batch"
+        )
+    parts = _devices(costs, home, microbatches, split)
+    by = {
+        "busiest device": max(device.busiest() for device in parts),
+        "round trip": max(device.round_trip() for device in parts),
+    }
+    if memory is not None and memory < math.inf and costs.recompute is Recompute.NEVER:
+        by["memory turnover"] = max(device.memory_turnover(memory) for device in parts)
+        by["memory limit"] = max(device.memory_limit(memory) for device in parts)
+    # A makespan counts from the first start, after what that action loses before it.
+    return Bound({name: seconds - costs.overhead for name, seconds in by.items()})
+
+
+def gap(schedule: Schedule, costs: Costs) -> float:
+    """How much longer a batch takes than the bound: of the same stages on the same devices, under
+    the memory of the device that needs most in this schedule, with backwards that may be split.
+
+    Without a flush batches overlap: all of them count as one large batch.
+
+    >>> from pipelab.schedules import pipedream_flush
+    >>> round(gap(pipedream_flush(4, 8), Costs()), 3)
+    0.222
+    """
+    if not schedule.asynchronous:
+        schedule = schedule.part(0, 1)
+    makespan = simulate(schedule, costs).makespan
+    if schedule.batches > 1 and costs.recompute is Recompute.EXCEPT_LAST:
+        costs = replace(costs, recompute=Recompute.NEVER)  # every batch has a last one
+    limit = max(memory_used(schedule, costs))
+    sizes = schedule.devices, schedule.total, limit
+    return bound(costs, *sizes, placement=schedule.placement).gap(makespan)
+
+
+@dataclass
+class _Stage:
+    """Seconds of a stage, of one micro-batch each, and its part of its device's memory."""
+
+    f: float  # a forward
+    b: float  # the part of a backward that the stage before waits for; of a whole one all of it
+    w: float  # the rest of the backward
+    u: float  # an update
+    share: float  # of the activations that its device keeps for a micro-batch
+    kept: float  # w if that needs as much as was kept before I, else 0
+    out: float = 0.0  # until a micro-batch can be here, after f and transfer of all stages before
+    trip: float = 0.0  # from the start of f to the end of b: through all later stages and back
+    drain: float = 0.0  # after the last b: until the stages before have made theirs, and w and u
+
+
+def _stages(costs: Costs, home: Sequence[int], microbatches: int, split: bool) -> list[_Stage]:
+    # [1] Their own seconds. A whole backward loses its overhead once.
+    again = all(costs.recompute.mask(microbatches, microbatches))
+    seconds, overhead = compute_seconds(costs, home, again), costs.overhead
+    share = shares(costs, home, "activations")
+    for_weights = shares(costs, home, "weight_activations")
+    stages = []
+    for s in range(len(home)):
+        b, w = seconds[Kind.I][s] + overhead, seconds[Kind.W][s]
+        if not split:
+            b, w = b + w, 0.0
+        kept = w if for_weights[s] >= share[s] else 0.0
+        f, u = seconds[Kind.F][s] + overhead, seconds[Kind.U][s] + overhead
+        stages.append(_Stage(f, b, w, u, share[s], kept))
+    # [2] The way there and, with the drain, back to the first stage.
+    way = transfer_seconds(costs, home)
+    stages[0].drain = stages[0].w + stages[0].u
+    for before, stage, link in zip(stages, stages[1:], way, strict=False):
+        stage.out = before.out + before.f + link
+        stage.drain = max(before.drain + before.b + link, stage.w + stage.u)
+    # [3] The way to the last stage and back.
+    later = 0.0
+    for stage, link in zip(reversed(stages), [*reversed(way), 0.0], strict=True):
+        stage.trip = stage.f + later + stage.b
+        later += stage.f + stage.b + 2 * link
+    return stages
+
+
+@dataclass
+class _Device:
+    """Stages of a device, and the seconds of all micro-batches in them.
+
+    A device that has several stages can do nothing before its first one can, and its drain is that
+    of its first one.
+    """
+
+    m: int
+    stages: list[_Stage]
+    forwards: float
+    backwards: float  # the parts b
+    ends: float  # after the last b: the drain, or all w and u
+
+    @property
+    def first_b(self) -> float:
+        """When the first backward can start."""
+        last = self.stages[-1]
+        return last.out + last.trip - last.b
+
+    def busiest(self) -> float:
+        """A device waits for `out`, does all its f and b, and drains; what is left of its w and u
+        may fill the drain:  out + m (f + b) + max(drain, m w + u)."""
+        return self.stages[0].out + self.forwards + self.backwards + self.ends
+
+    def round_trip(self) -> float:
+        """The last f of a stage starts after the others, and its micro-batch still has to come
+        back:  out + (m - 1) f + trip + drain.  And before the first one is back a device has no b
+        to do:  out + trip + (m - 1) b + max(drain, m w + u).  With m = 1 it is
+        p (T_F + T_B) + 2 (p - 1) T_comm, and the last W."""
+        of_last = (s.out + (self.m - 1) * s.f + s.trip + s.drain for s in self.stages)
+        return max(self.first_b + self.backwards + self.ends, *of_last)
+
+    def memory_limit(self, memory: float) -> float:
+        """While micro-batch j is on its way back, its device has room for k - 1 others: it can do
+        k - 1 of the later f and k - 1 of the earlier b (fewer of the first and the last
+        micro-batches), and then waits. j + k starts after j is back, so that the idle times of j,
+        j + k, j + 2k add up. The first device's first one is the paper's bubble of at least
+        (p - 1) (T_B + 2 T_comm) + (p - k) T_F. With several stages on a device only the first such
+        idle time is counted."""
+        return self._waits(memory) if len(self.stages) == 1 else self._first_wait(memory)
+
+    def _waits(self, memory: float) -> float:
+        """All idle times of a device of one stage."""
+        (s,), m = self.stages, self.m
+        room = self._fit(memory, 1.0)
+        earlier = [min(room - 1, j) for j in range(m)]
+        waits = [
+            s.trip - (1 + later) * s.f - (1 + before) * s.b
+            for before, later in zip(earlier, reversed(earlier), strict=True)
+        ]
+        work = s.out + m * (s.f + s.b)
+        end = work + _longest(waits, room, s.kept) + s.drain
+        if s.kept:
+            # A w that fills an idle time is that of one of the earlier micro-batches.
+            waits = [wait - before * s.w for wait, before in zip(waits, earlier, strict=True)]
+            end = max(end, work + m * s.w + _longest(waits, room, 0.0) + s.u)
+        return end
+
+    def _first_wait(self, memory: float) -> float:
+        """Of a device of several stages: forwards that fit, then nothing until its first b."""
+        shares = [s.share for s in self.stages]
+        if max(shares) - min(shares) < ROUNDING:  # else parts of a micro-batch may fit as well
+            memory = math.floor(memory / shares[0] + ROUNDING) * shares[0]
+        fit = 0.0
+        for s in sorted(self.stages, key=lambda s: s.share / max(s.f, ROUNDING)):
+            count = min(self.m, memory / s.share) if s.share else self.m
+            memory -= count * s.share
+            fit += count * s.f
+        before = min(fit, self.first_b - self.stages[0].out)
+        return self.first_b + self.forwards - before + self.backwards + self.ends
+
+    def memory_turnover(self, memory: float) -> float:
+        """A micro-batch keeps its room for a whole trip (and w, where W needs as much as was kept
+        before I): the last f comes after floor((m - 1) / k) of them and (m - 1) mod k other f. With
+        several stages on a device k is counted for everything that begins with f of one of them and
+        ends with b of a later one; and the seconds for which all of them keep their parts have to
+        fit as well."""
+        # While one is between f of stage s and b of t, it keeps the parts of all stages up to s.
+        # The first to make its b of t keeps those up to t.
+        depth = [*accumulate(s.share for s in self.stages)]
+        kept = [*accumulate((s.kept for s in self.stages), min)]
+        keeps = sum(s.share * (s.trip + s.kept) for s in self.stages)
+        after = min(s.u if s.kept > 0 else s.drain for s in self.stages)
+        longest = self.stages[0].out + self.m * keeps / memory + after
+        for j, t in enumerate(self.stages):
+            for i, s in enumerate(self.stages[: j + 1]):
+                room = 1 + self._fit(memory - depth[j], depth[i])
+                turns, others = divmod(self.m - 1, room)
+                trip = t.out - s.out + t.trip
+                start = s.out + turns * (trip + kept[j]) + others * s.f
+                longest = max(longest, start + trip + t.drain)
+        return longest
+
+    def _fit(self, memory: float, share: float) -> int:
+        """Micro-batches that fit, each with this share of the device's activations."""
+        return min(self.m, math.floor(memory / share + ROUNDING)) if share else self.m
+
+
+def _devices(costs: Costs, home: Sequence[int], microbatches: int, split: bool) -> list[_Device]:
+    m, every = microbatches, _stages(costs, home, microbatches, split)
+    again = costs.recompute.mask(m, m)
+    some = 0 if all(again) else sum(again)  # are recomputed, and `b` is of one that is not
+    devices = []
+    for d in range(max(home) + 1):
+        stages = [stage for stage, device in zip(every, home, strict=True) if device == d]
+        forwards = sum(m * s.f for s in stages)
+        backwards = sum(m * s.b + some * (s.f - costs.overhead) for s in stages)
+        rest = sum(m * s.w + s.u for s in stages)
+        ends = max(stages[0].drain, rest)
+        devices.append(_Device(m, stages, forwards, backwards, ends))
+    return devices
+
+
+def _longest(waits: Sequence[float], apart: int, between: float) -> float:
+    """The largest sum of waits that are at least `apart` places apart, with `between` before each
+    but the first. Waits below 0 count as 0."""
+    best = [0.0]  # of the first waits, of none on
+    for j, wait in enumerate(waits):
+        before = best[j + 1 - apart] + between if j >= apart else 0.0
+        best.append(max(best[j], before + max(wait, 0.0)))
+    return best[-1]

@@ -1,0 +1,184 @@
+"""What each stage costs: seconds and bytes."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from itertools import pairwise
+from typing import Any
+
+from pipelab.table.action import check_counts
+from pipelab.table.placement import check_placement, loop_placement
+
+
+class Recompute(Enum):
+    """When a backward first runs its forward again (torchgpipe's modes).
+
+    Only the stage's input is kept in between.
+    """
+
+    NEVER = "never"
+    EXCEPT_LAST = "except_last"  # not for the last micro-batch of a batch
+    ALWAYS = "always"
+
+    def mask(self, total: int, microbatches: int) -> list[bool]:
+        """Which of `total` micro-batches are recomputed, `microbatches` to a batch."""
+        if self is Recompute.EXCEPT_LAST:
+            return [(k + 1) % microbatches > 0 for k in range(total)]
+        return [self is Recompute.ALWAYS] * total
+
+
+class CostError(ValueError):
+    """Costs that do not fit: a value out of range, or one value too many or too few."""
+
+
+Values = float | Sequence[float]
+PASSES = ("forward", "input_grad", "weight_grad")  # seconds of a micro-batch in a stage
+# What a device's stages divide among them.
+OF_DEVICE = (*PASSES, "update", "weights", "optimizer", "activations", "weight_activations")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of a stage (chunk) per micro-batch: one number for all stages, or one per stage.
+
+    forward, input_grad, weight_grad  seconds; a full backward B takes input_grad + weight_grad
+    update        seconds of one optimizer step
+    overhead      one number: seconds that every action loses before it starts, whatever its size
+                  (launching it)
+    transfer      seconds of latency between stages on different devices, one number or one per link
+                  (stages - 1; both directions); it overlaps with compute
+    bandwidth     bytes per second of every link; a transfer takes transfer + boundary / bandwidth
+    speed         one number or one per device; compute seconds are divided by it. Below 1 where
+                  devices share cores: the share of the time that they had one
+    weights       bytes of a stage's weights, and of its gradients
+    optimizer     bytes of its optimizer state
+    activations   bytes kept per micro-batch from forward to backward, the input included
+    weight_activations  where the backward is split: bytes kept from I to W, such as inputs and
+                  output gradients of the layers. None: as many as `activations`
+    boundary      bytes of a stage's input per micro-batch (stage 0: the data): what is received,
+                  and what is kept when the forward is recomputed
+    recompute     when the forward runs again before its backward
+
+    Model: fixed times, no contention between links, a transfer's cost paid by nobody's compute.
+
+    >>> Costs(forward=[1, 2]).of("forward", 2)
+    [1.0, 2.0]
+    >>> Costs(forward=2, weights=8).split(2).of("forward", 4)
+    [1.0, 1.0, 1.0, 1.0]
+    """
+
+    forward: Values = 1.0
+    input_grad: Values = 1.0
+    weight_grad: Values = 1.0
+    transfer: Values = 0.0
+    update: Values = 0.0
+    overhead: float = 0.0
+    bandwidth: float = math.inf
+    speed: Values = 1.0
+    weights: Values = 0.0
+    optimizer: Values = 0.0
+    activations: Values = 0.0
+    weight_activations: Values | None = None
+    boundary: Values = 0.0
+    recompute: Recompute = Recompute.NEVER
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.recompute, Recompute):
+            raise CostError(
+                f"recompute={self.recompute!r}: use Recompute.NEVER, EXCEPT_LAST or ALWAYS"
+            )
+        for field in fields(self):
+            value = getattr(self, field.name)
+            as_activations = field.name == "weight_activations" and value is None
+            if field.name != "recompute" and not as_activations:
+                object.__setattr__(self, field.name, _checked(field.name, value))
+
+    def of(self, name: str, count: int) -> list[float]:
+        """The values of one cost: one per stage, or link (stages - 1), or device.
+
+        CostError if there are not `count` of them.
+        """
+        value = getattr(self, name)
+        if value is None:
+            return self.of("activations", count)
+        if not isinstance(value, tuple):
+            return [value] * count
+        if len(value) != count:
+            each = {"transfer": "link", "speed": "device"}.get(name, "stage")
+            raise CostError(
+                f"{name} has {len(value)} values for {count} {each}s: give one number, or {count}"
+            )
+        return [*value]
+
+    def links(self, stages: int) -> list[float]:
+        """Seconds of each link s -> s + 1 (and back): latency plus boundary / bandwidth."""
+        latency, size = self.of("transfer", max(stages - 1, 0)), self.of("boundary", stages)
+        return [x + bytes_ / self.bandwidth for x, bytes_ in zip(latency, size[1:], strict=True)]
+
+    def split(self, virtual: int) -> "Costs":
+        """The same model in `virtual` chunks a device, placed in a loop: see `over`."""
+        names = (*OF_DEVICE, "boundary", "speed")
+        lists = [value for name in names if isinstance(value := getattr(self, name), tuple)]
+        if isinstance(self.transfer, tuple):
+            lists.append((0.0, *self.transfer))
+        devices = len(lists[0]) if lists else 1
+        return self.over(loop_placement(devices, *check_counts(virtual=virtual)))
+
+    def over(self, placement: Sequence[int]) -> "Costs":
+        """The same model in the stages of a placement (stage -> device): costs of a device become
+        costs of its stages.
+
+        Each device's work and bytes are divided evenly. What crosses a boundary stays as large as
+        it was, and so does the overhead of an action. Costs per link are those of neighbouring
+        devices: CostError where two others exchange something.
+
+        >>> Costs(forward=[2, 4], transfer=[3]).over([0, 1, 1, 0]).transfer
+        (3.0, 0.0, 3.0)
+        """
+        home = check_placement(placement)
+        stages_on, devices = Counter(home), max(home) + 1
+        found: dict[str, Any] = {}
+        for name in OF_DEVICE:
+            whole = getattr(self, name)
+            if whole is None:
+                continue
+            if isinstance(whole, tuple) or len(set(stages_on.values())) > 1:
+                values = self.of(name, devices)
+                found[name] = [values[d] / stages_on[d] for d in home]
+            else:
+                found[name] = whole / stages_on[home[0]]
+        if isinstance(self.boundary, tuple):
+            # The first device's later chunks take what a chunk outputs, not the data: as large as
+            # the second device's input.
+            sizes = self.boundary
+            later = (sizes[min(1, len(sizes) - 1)], *sizes[1:])
+            found["boundary"] = [sizes[home[0]], *(later[d] for d in home[1:])]
+        if isinstance(self.transfer, tuple):
+            if any(abs(a - b) > 1 for a, b in pairwise(home)):
+                raise CostError(
+                    "transfer per link has no value for the link from the last device back to the "
+                    "first: give one number"
+                )
+            latency = self.of("transfer", devices - 1)
+            found["transfer"] = [0.0 if a == b else latency[min(a, b)] for a, b in pairwise(home)]
+        return replace(self, **found)
+
+
+def _checked(name: str, value: Any) -> float | tuple[float, ...]:
+    """One number or a tuple of them; CostError for what is no cost."""
+    several = isinstance(value, Iterable)
+    try:
+        numbers = tuple(float(0.0 + x) for x in (value if several else [value]))
+    except TypeError:
+        raise CostError(f"{name}={value!r}: give one number, or one per stage") from None
+    positive = name in ("bandwidth", "speed")
+    for x in numbers:
+        small = x <= 0 if positive else x < 0
+        if small or math.isnan(x) or (x == math.inf and name != "bandwidth"):
+            least = "positive numbers" if positive else "numbers of at least 0"
+            raise CostError(f"{name}={value!r}: give {least}, one in all or one per stage")
+    if several and name in ("bandwidth", "overhead"):
+        raise CostError(f"{name}={value!r}: give one number")
+    return numbers if several else numbers[0]

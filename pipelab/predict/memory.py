@@ -1,0 +1,275 @@
+"""Bytes over time on every device, by cause; and activations alone, counted in micro-batches.
+
+Memory limits are given in micro-batches: one that all stages of a device keep counts 1 there,
+whatever its bytes, and a stage has its share of that.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from operator import add, sub
+from typing import Literal, NamedTuple
+
+from pipelab.predict.costs import Costs
+from pipelab.predict.timeline import Timeline
+from pipelab.table.action import Kind, U, check_type
+from pipelab.table.schedule import Schedule
+
+CAUSES = ("weights", "versions", "gradients", "optimizer", "activations", "buffers")
+
+
+class MemoryStep(NamedTuple):
+    """At `time` a device takes `change` bytes more (or fewer) for `cause`, one of CAUSES.
+
+    order  among steps of one time; what leaves (a change below 0) goes before what comes
+    """
+
+    device: int
+    time: float
+    order: int
+    cause: str
+    change: float
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """Steps of memory, given in any order and kept in the order of time."""
+
+    devices: int
+    steps: Sequence[MemoryStep]
+    source: Literal["simulated", "measured"]
+
+    def __post_init__(self) -> None:
+        changes = [step for step in self.steps if step.change]
+        changes.sort(key=lambda step: (step.time, step.order, step.change))
+        object.__setattr__(self, "steps", changes)
+
+    @cached_property
+    def of_device(self) -> list[list[MemoryStep]]:
+        rows: list[list[MemoryStep]] = [[] for _ in range(self.devices)]
+        for step in self.steps:
+            rows[step.device].append(step)
+        return rows
+
+    def over_time(self, device: int) -> tuple[list[float], dict[str, list[float]]]:
+        """Times, and bytes from each time on by cause."""
+        steps = self.of_device[device]
+        return [step.time for step in steps], {
+            cause: [*accumulate(step.change if step.cause == cause else 0.0 for step in steps)]
+            for cause in CAUSES
+        }
+
+    def settled(self, device: int) -> tuple[list[float], dict[str, list[float]]]:
+        """As `over_time`, once for each moment: what holds after all its steps."""
+        times, levels = self.over_time(device)
+        last = {time: i for i, time in enumerate(times)}
+        return [*last], {
+            cause: [level[i] for i in last.values()] for cause, level in levels.items()
+        }
+
+    def peak(self, cause: str | None = None) -> list[float]:
+        """Per device, the most bytes held at once: of one cause, or of all together."""
+        return [
+            max(
+                accumulate(
+                    (step.change for step in steps if cause in (None, step.cause)), initial=0.0
+                )
+            )
+            for steps in self.of_device
+        ]
+
+    def at_peak(self, device: int) -> dict[str, float]:
+        """What fills a device at the moment of its peak."""
+        held = [*accumulate((step.change for step in self.of_device[device]), initial=0.0)]
+        filled = dict.fromkeys(CAUSES, 0.0)
+        for step in self.of_device[device][: held.index(max(held))]:
+            filled[step.cause] += step.change
+        return filled
+
+
+def memory(timeline: Timeline, costs: Costs) -> Memory:
+    """The memory of a timeline under the byte costs.
+
+    Model: weights and optimizer state are there throughout. Further weight versions from the start
+    of the update that makes them to their last reader. Gradients from the first backward of an
+    update group to its update. Activations from the start of a forward to the end of its backward;
+    where that is split, to the end of I, and from there to the end of W what W needs. With
+    recomputation only the stage's input until the backward starts. Buffers: an input that has
+    arrived and waits. Nothing for temporary values (such as the gradient that a backward works on)
+    or fragmentation.
+
+    One rule, as in a measured run: when an action starts, its input leaves the buffer (or what
+    recomputation has kept of it) and is part of what the action holds, so that nothing counts
+    twice; what it gives back goes at its end, before the next action starts. An action of no length
+    holds what it needs, too. Times that differ by rounding alone are one moment.
+
+    >>> from pipelab import Costs, simulate
+    >>> from pipelab.schedules import pipedream_flush
+    >>> memory(simulate(pipedream_flush(4, 8)), Costs(activations=10)).peak("activations")
+    [40.0, 30.0, 20.0, 10.0]
+    """
+    check_type(Timeline, timeline=timeline)
+    check_type(Costs, costs=costs)
+    home, steps = timeline.schedule.placement, []
+    moments = _moments(timeline)
+    for causes in (_constant, _gradients, _versions, _activations, _buffers):
+        for cause, stage, size, since, until in causes(timeline.schedule, costs, moments):
+            steps.append(MemoryStep(home[stage], *since, cause, size))
+            if until:
+                steps.append(MemoryStep(home[stage], *until, cause, -size))
+    return Memory(timeline.schedule.devices, steps, "simulated")
+
+
+Moment = tuple[float, int]  # a time, and an order among equal ones
+
+
+class _Moments(NamedTuple):
+    """When each action starts, ends, and gets its input (None: from its own device).
+
+    In the order among equal times action i starts at 2 i, and ends at 2 i + 1.
+    """
+
+    begin: Moment
+    starts: list[Moment]
+    ends: list[Moment]
+    arrives: list[Moment | None]
+
+
+def _moments(timeline: Timeline) -> _Moments:
+    """Times that differ by rounding alone are one moment."""
+    moment: dict[float | None, float] = {}
+    before = -float("inf")
+    times = {time for span in timeline.spans for time in span[3:] if time is not None}
+    for time in sorted(times):
+        alike = time - before <= 1e-9 * timeline.makespan
+        moment[time] = moment[before] if alike else time
+        before = time
+    spans = [*enumerate(timeline.spans)]
+    return _Moments(
+        (moment[min(timeline.start)], -1),
+        [(moment[span.start], 2 * i) for i, span in spans],
+        [(moment[span.end], 2 * i + 1) for i, span in spans],
+        [None if span.arrived is None else (moment[span.arrived], 2 * i - 1) for i, span in spans],
+    )
+
+
+# Each cause yields its name, a stage, bytes, and since when and until when it holds them.
+Held = Iterator[tuple[str, int, float, Moment, Moment | None]]
+
+
+def _constant(s: Schedule, costs: Costs, moments: _Moments) -> Held:
+    for cause in ("weights", "optimizer"):
+        for stage, size in enumerate(costs.of(cause, s.stages)):
+            yield cause, stage, size, moments.begin, None
+
+
+def _gradients(s: Schedule, costs: Costs, moments: _Moments) -> Held:
+    """From the first backward of an update's group."""
+    weights = costs.of("weights", s.stages)
+    first: dict[tuple[int, int], int] = {}  # (stage, update) -> flat index
+    for i, (stage, kind, k) in enumerate(s.actions):
+        if kind in (Kind.B, Kind.I):
+            first.setdefault((stage, k // s.per_update), i)
+    for (stage, number), i in first.items():
+        until = moments.ends[s.position[U(stage, number)]]
+        yield "gradients", stage, weights[stage], moments.starts[i], until
+
+
+def _versions(s: Schedule, costs: Costs, moments: _Moments) -> Held:
+    """Versions that outlive the next one; else the update works in place."""
+    weights = costs.of("weights", s.stages)
+    for old, new in pairwise(s.lives):
+        if old.stage == new.stage and old.last > new.born:
+            since = moments.starts[new.born] if new.born >= 0 else moments.begin
+            yield "versions", new.stage, weights[new.stage], since, moments.ends[old.last]
+
+
+def _activations(s: Schedule, costs: Costs, moments: _Moments) -> Held:
+    """From a forward to its backward; where there are only forwards, nothing is kept after them."""
+    names = ("activations", "weight_activations", "boundary")
+    activations, for_weights, boundary = (costs.of(name, s.stages) for name in names)
+    recomputed, at = costs.recompute.mask(s.total, s.microbatches), s.position
+    starts, ends = moments.starts, moments.ends
+    for i, (stage, kind, k) in enumerate(s.actions):
+        if kind is not Kind.F:
+            continue
+        whole, split = at.get((stage, Kind.B, k), i), at.get((stage, Kind.I, k))
+        backward = whole if split is None else split
+        last = whole if split is None else at[stage, Kind.W, k]
+        size, since = activations[stage], starts[i]
+        if recomputed[k] and backward > i:
+            since = starts[backward]
+            yield "activations", stage, min(boundary[stage], size), starts[i], since
+        yield "activations", stage, size, since, ends[last]
+        if split is not None:
+            yield "activations", stage, for_weights[stage] - size, ends[split], ends[last]
+
+
+def _buffers(s: Schedule, costs: Costs, moments: _Moments) -> Held:
+    """Inputs that wait."""
+    boundary = costs.of("boundary", s.stages)
+    for i in s.crossing:
+        arrived, start = moments.arrives[i], moments.starts[i]
+        if arrived and arrived[0] < start[0]:
+            stage, kind, _ = s.actions[i]
+            size = boundary[stage if kind is Kind.F else stage + 1]
+            yield "buffers", stage, size, arrived, start
+
+
+# ---- counted in micro-batches
+
+Changes = dict[Kind, list[float]]  # kind -> of each stage
+
+
+def shares(costs: Costs, placement: Sequence[int], name: str) -> list[float]:
+    """Of every stage: its `activations`, or its `weight_activations`, in those that its device
+    keeps for a micro-batch. A device's stages are alike where it keeps no bytes."""
+    n = len(placement)
+    whole = [0.0] * (max(placement) + 1)
+    for device, size in zip(placement, costs.of("activations", n), strict=True):
+        whole[device] += size
+    return [
+        size / whole[device] if whole[device] > 0 else 1 / placement.count(device)
+        for device, size in zip(placement, costs.of(name, n), strict=True)
+    ]
+
+
+def changes(costs: Costs, placement: Sequence[int]) -> Changes:
+    """What an action takes (F, as it starts) or gives back (below 0, at its end).
+
+    I gives back what W does not need; where W needs more than I did, I takes that.
+    """
+    whole, late = (shares(costs, placement, name) for name in ("activations", "weight_activations"))
+    return {
+        Kind.F: whole,
+        Kind.B: [-x for x in whole],
+        Kind.I: [*map(sub, late, whole)],
+        Kind.W: [-w for w in late],
+    }
+
+
+def reserved(change: Changes) -> Changes:
+    """The same for split backwards, if a forward takes at once what its I may take more: then W can
+    always follow."""
+    more = [max(x, 0.0) for x in change[Kind.I]]
+    return change | {
+        Kind.F: [*map(add, change[Kind.F], more)],
+        Kind.I: [*map(sub, change[Kind.I], more)],
+    }
+
+
+def memory_used(schedule: Schedule, costs: Costs) -> list[float]:
+    """Per device, the most that it keeps at once: in activations of a micro-batch, as
+    `memory=` of schedules and `pipelab.optimize.order.bound` count it.
+
+    >>> from pipelab.schedules import gpipe, interleaved
+    >>> memory_used(gpipe(2, 4), Costs()), memory_used(interleaved(2, 4), Costs())
+    ([4.0, 4.0], [2.5, 1.5])
+    """
+    change = changes(costs, schedule.placement)
+    peaks = []
+    for row in schedule.rows:
+        steps = (change[a.kind][a.stage] for a in row if a.kind in change)
+        peaks.append(round(max(accumulate(steps, initial=0.0)), 9))
+    return peaks

@@ -1,0 +1,115 @@
+"""Schedule + Costs -> Timeline: every action starts as soon as its row and its input allow."""
+
+from collections.abc import Sequence
+from operator import add
+
+from pipelab.predict.costs import PASSES, Costs
+from pipelab.predict.spans import spans_of
+from pipelab.predict.timeline import Timeline
+from pipelab.table.action import Kind, check_type
+from pipelab.table.schedule import Schedule
+from pipelab.table.validate import check_deadlock, check_static
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """The timeline under fixed costs (default: forward, input and weight gradient 1, the rest 0).
+
+    An action starts when the action before it in its row has ended and its input has arrived. In a
+    table with transfers, SEND and RECV meet (rendezvous) and both take the link's time; otherwise
+    transfers overlap with compute. Raises ScheduleError if the table is not valid, CostError if the
+    costs do not fit it. Time is linear in the table.
+
+    >>> from pipelab.schedules import gpipe
+    >>> t = simulate(gpipe(4, 8))
+    >>> t.makespan, round(t.bubble.of_total, 4), t.bubble.over_ideal
+    (33.0, 0.2727, 0.375)
+    """
+    costs = Costs() if costs is None else costs
+    check_static(schedule)
+    check_type(Costs, costs=costs)
+    return lay(
+        schedule, durations(schedule, costs), delays(schedule, costs), waits(schedule, costs)
+    )
+
+
+def lay(
+    schedule: Schedule, duration: Sequence[float], delay: Sequence[float], wait: Sequence[float]
+) -> Timeline:
+    """The timeline of a valid table whose actions take these seconds each, flat over the table.
+
+    An action waits, then computes; its input is `delay` on its way. ScheduleError for a deadlock.
+    """
+    walk = schedule.walk([*map(add, wait, duration)], delay)
+    check_deadlock(schedule, walk.head)
+    start = [*map(add, walk.start, wait)]
+    moved = {}
+    for i in schedule.crossing:
+        sent = walk.end[schedule.inputs[i]]  # type: ignore[index]
+        moved[i] = sent, sent + delay[i]
+    return Timeline(schedule, spans_of(schedule, start, walk.end, moved), "simulated")
+
+
+def compute_seconds(
+    costs: Costs, placement: Sequence[int], recomputed: bool = False
+) -> dict[Kind, list[float]]:
+    """Kind -> of each stage, the seconds of an action, without its overhead; of a micro-batch whose
+    forward runs again before its backward, or of one that kept its activations."""
+    n, speed = len(placement), costs.of("speed", max(placement) + 1)
+    forward, input_grad, weight_grad, update = (
+        [x / speed[d] for x, d in zip(costs.of(name, n), placement, strict=True)]
+        for name in (*PASSES, "update")
+    )
+    if recomputed:
+        input_grad = [*map(add, input_grad, forward)]
+    return {
+        Kind.F: forward,
+        Kind.B: [*map(add, input_grad, weight_grad)],
+        Kind.I: input_grad,
+        Kind.W: weight_grad,
+        Kind.U: update,
+    }
+
+
+def transfer_seconds(costs: Costs, placement: Sequence[int]) -> list[float]:
+    """Seconds from each stage to the next one (and back); 0 on the same device."""
+    links = costs.links(len(placement))
+    return [0.0 if placement[s] == placement[s + 1] else link for s, link in enumerate(links)]
+
+
+def durations(schedule: Schedule, costs: Costs) -> list[float]:
+    """Seconds of every action, flat over the table."""
+    link = costs.links(schedule.stages)
+    forth, back = [*link, 0.0], [0.0, *link]  # of a stage: to the next one, and to the one before
+    transfers = {Kind.SEND_F: forth, Kind.RECV_B: forth, Kind.RECV_F: back, Kind.SEND_B: back}
+    once, again = (
+        compute_seconds(costs, schedule.placement, recomputed) | transfers
+        for recomputed in (False, True)
+    )
+    recomputed = costs.recompute.mask(schedule.total, schedule.microbatches)
+    return [
+        (again if recomputed[number] else once)[kind][stage]
+        for stage, kind, number in schedule.actions
+    ]
+
+
+def waits(schedule: Schedule, costs: Costs) -> list[float]:
+    """Seconds that every action loses before it starts."""
+    return [costs.overhead if a.kind <= Kind.U else 0.0 for a in schedule.actions]
+
+
+def delays(schedule: Schedule, costs: Costs) -> list[float]:
+    """Seconds that each action's input is on its way; 0 for one from the same device."""
+    delay = [0.0] * len(schedule.actions)
+    seconds, link = costs.links(schedule.stages), links(schedule)
+    for i in schedule.crossing:
+        delay[i] = seconds[link[i]]  # type: ignore[index]
+    return delay
+
+
+def links(schedule: Schedule) -> list[int | None]:
+    """The link that each action's input takes, s between stages s and s + 1; None: no input."""
+    actions = schedule.actions
+    return [
+        None if source is None else min(action.stage, actions[source].stage)
+        for action, source in zip(actions, schedule.inputs, strict=True)
+    ]

@@ -1,0 +1,264 @@
+"""What ran when: spans, simulated or measured, and the measures taken from them."""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from pipelab.predict.attribution import Cause, attribution
+from pipelab.predict.spans import Span, arrivals, spans_of
+from pipelab.table.action import Kind
+from pipelab.table.schedule import Schedule
+
+SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+
+class Parts(NamedTuple):
+    """What a timeline is made of, in seconds per action, flat over the table.
+
+    duration  of its compute
+    delay     from the end of the action whose output it takes until that is on its device; 0 for
+              one that takes no output
+    wait      from when it could start, its row free and its input there, to its start
+    fed       whether its input came after its row was free
+    """
+
+    duration: list[float]
+    delay: list[float]
+    wait: list[float]
+    fed: list[bool]
+
+
+class Bubble(NamedTuple):
+    """Idle time as a fraction, by each definition in use.
+
+    of_total    idle / (p x makespan): the share of all device time that is lost (GPipe)
+    over_ideal  (makespan - ideal) / ideal: how much longer than without a bubble (Megatron-LM)
+    of_span     (cost - ideal) / cost, cost = the longest span of a device (zero bubble, sect. 5.3)
+    """
+
+    of_total: float
+    over_ideal: float
+    of_span: float
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Spans of a schedule's actions, flat over its table (rows one after another).
+
+    source  "simulated" or "measured"
+    late    paced runs: how many actions took longer than their cost; None otherwise
+    """
+
+    schedule: Schedule
+    spans: tuple[Span, ...]
+    source: Literal["simulated", "measured"]
+    late: int | None = None
+
+    # ---- the spans' times
+
+    @cached_property
+    def start(self) -> list[float]:
+        return [span.start for span in self.spans]
+
+    @cached_property
+    def end(self) -> list[float]:
+        return [span.end for span in self.spans]
+
+    @cached_property
+    def sent(self) -> list[float]:
+        """When each action's input left another device; nan: it came from its own."""
+        return [math.nan if span.sent is None else span.sent for span in self.spans]
+
+    @cached_property
+    def arrived(self) -> list[float]:
+        return [math.nan if span.arrived is None else span.arrived for span in self.spans]
+
+    @cached_property
+    def batch(self) -> list[int]:
+        """The batch of each action's micro-batch; of an update, that of its first one."""
+        s = self.schedule
+        size = {Kind.U: s.per_update}  # micro-batches of a number
+        return [a.microbatch * size.get(a.kind, 1) // s.microbatches for a in s.actions]
+
+    # ---- measures
+
+    @cached_property
+    def makespan(self) -> float:
+        """Last end minus first start."""
+        return max(self.end) - min(self.start)
+
+    @cached_property
+    def busy(self) -> list[float]:
+        """Compute seconds of each device (F, B, I, W and U)."""
+        seconds = [0.0] * self.schedule.devices
+        for span in self.spans:
+            if span.action.kind <= Kind.U:
+                seconds[span.device] += span.end - span.start
+        return seconds
+
+    @property
+    def ideal(self) -> float:
+        """Compute seconds of the busiest device: no order can be faster."""
+        return max(self.busy)
+
+    @cached_property
+    def span(self) -> float:
+        """The longest time from first start to last end on one device."""
+        return max(
+            max(self.end[a:b]) - min(self.start[a:b])
+            for a, b in pairwise(self.schedule.bounds)
+            if a < b
+        )
+
+    @property
+    def bubble(self) -> Bubble:
+        ideal = self.ideal
+        if not ideal:
+            return Bubble(0.0, 0.0, 0.0)
+        of_total = 1 - sum(self.busy) / (self.schedule.devices * self.makespan)
+        return Bubble(of_total, (self.makespan - ideal) / ideal, (self.span - ideal) / self.span)
+
+    @property
+    def peak_in_flight(self) -> list[int]:
+        return self.schedule.peak_in_flight
+
+    @property
+    def weight_versions(self) -> list[int]:
+        return self.schedule.weight_versions
+
+    def summary(self) -> str:
+        """One line of text that says what a picture of the timeline shows."""
+        s = self.schedule
+        sizes = [plural(s.devices, "device")]
+        if s.stages != s.devices:
+            sizes.append(plural(s.stages, "stage"))
+        sizes.append(plural(s.microbatches, "micro-batch"))
+        if s.batches > 1:
+            sizes.append(plural(s.batches, "batch"))
+        peaks = " ".join(map(str, self.peak_in_flight))
+        paced = "" if self.late is None else f" Paced, {self.late} actions late."
+        return (
+            f"{s.name}, {self.source}: {', '.join(sizes)}. Makespan {self.makespan:.4g}; "
+            f"{self.bubble.of_total:.1%} of all device time is idle ({self.bubble.over_ideal:.1%} "
+            f"over ideal). Peak in flight {peaks}.{paced}"
+        )
+
+    def __repr__(self) -> str:
+        return f"<Timeline {self.summary()}>"
+
+    def part(self, first: int, last: int) -> "Timeline":
+        """The spans of batches `first` to `last` - 1 alone; a run's first batch warms up.
+
+        Raises ScheduleError as `Schedule.part` does.
+
+        >>> from pipelab import make, simulate
+        >>> simulate(make("gpipe", 2, 4, batches=3)).part(2, 3).schedule.batches
+        1
+        """
+        kept = [span for span, b in zip(self.spans, self.batch, strict=True) if first <= b < last]
+        moved = {
+            i: (span.sent, span.arrived) for i, span in enumerate(kept) if span.sent is not None
+        }
+        cut = self.schedule.part(first, last)
+        start, end = [span.start for span in kept], [span.end for span in kept]
+        return replace(self, schedule=cut, spans=spans_of(cut, start, end, moved))
+
+    def warmed_up(self) -> "Timeline":
+        """Without the first batch, which warms up; all of it where it cannot be cut there."""
+        return self if all(self.warm) else self.part(1, self.schedule.batches)
+
+    @property
+    def warm(self) -> list[bool]:
+        """Which actions are not of the first batch; all where it cannot be cut off."""
+        s = self.schedule
+        cut = s.batches > 1 and s.microbatches % s.per_update == 0
+        return [batch >= cut for batch in self.batch]
+
+    def batch_seconds(self) -> list[float]:
+        """Of each batch but the first: from the end of the one before it to its own."""
+        ends = [-math.inf] * self.schedule.batches
+        for batch, end in zip(self.batch, self.end, strict=True):
+            ends[batch] = max(ends[batch], end)
+        return [later - earlier for earlier, later in pairwise(ends)]
+
+    def parts(self) -> Parts:
+        """The parts of all actions; what is negative (a start before its input) counts as 0.
+
+        A row is free from the first start of the whole timeline on.
+        """
+        s, begin = self.schedule, min(self.start)
+        parts = Parts([], [], [], [])
+        rows = zip(self.spans, s.inputs, s.before, self.input_arrival(), strict=True)
+        for span, source, before, arrival in rows:
+            free = begin if before is None else self.end[before]
+            delay = 0.0 if source is None else arrival - self.end[source]
+            parts.duration.append(max(span.end - span.start, 0.0))
+            parts.delay.append(max(delay, 0.0))
+            parts.wait.append(max(span.start - max(free, arrival), 0.0))
+            parts.fed.append(arrival > free)
+        return parts
+
+    # ---- where idle time goes
+
+    def attribution(self) -> dict[Cause, list[float]]:
+        """Idle seconds of each device by cause; see `pipelab.predict.attribution.attribution`.
+
+        Raises ValueError for a table with transfers.
+        """
+        self.refuse_transfers("attribution")
+        return attribution(self.schedule, self.spans)
+
+    def critical_path(self) -> list[int]:
+        """Flat indices of actions, each waiting for the one before, that end with the last action.
+
+        Raises ValueError for a table with transfers.
+        """
+        self.refuse_transfers("critical_path")
+        arrival = self.input_arrival()
+        path = [self.end.index(max(self.end))]
+        while True:
+            i = path[-1]
+            source, before = self.schedule.inputs[i], self.schedule.before[i]
+            if before is not None and (source is None or self.end[before] >= arrival[i]):
+                path.append(before)
+            elif source is not None:
+                path.append(source)
+            else:
+                return path[::-1]
+
+    def refuse_transfers(self, what: str) -> None:
+        """Raise ValueError if the table has its transfers written out, which `what` cannot read."""
+        if self.schedule.has_transfers:
+            raise ValueError(
+                f"{what}: {self.schedule.name} has its transfers written out; ask the table "
+                "without them"
+            )
+
+    def input_arrival(self) -> list[float]:
+        """When each action's input is on its device (-inf: it takes none)."""
+        return arrivals(self.schedule, self.spans)
+
+    def to_frame(self):
+        """The spans as a pandas DataFrame, one row per action (needs pandas)."""
+        import pandas as pd
+
+        names = ("device", "stage", "kind", "microbatch", "version", "start", "end")
+        rows = []
+        for span in self.spans:
+            stage, kind, microbatch = span.action
+            cells = span.device, stage, kind.name, microbatch, span.version, span.start, span.end
+            rows.append(cells)
+        return pd.DataFrame(rows, columns=names)
+
+
+def scale_of(largest: float, units: tuple[tuple[float, str], ...]) -> tuple[float, str]:
+    """The largest unit that `largest` reaches, as (factor, name)."""
+    return next(((f, name) for f, name in units if largest >= f), units[-1])
+
+
+def plural(count: int, noun: str) -> str:
+    """A count and its noun: 1 batch, 2 batches, 2 stages."""
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{ending if count > 1 else ''}"

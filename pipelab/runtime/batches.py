@@ -1,0 +1,162 @@
+"""Batches as micro-batches: cut along their first axis, read once, and only where needed."""
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, is_dataclass
+from functools import cached_property
+from hashlib import sha256
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+
+
+class Trees(NamedTuple):
+    """How a library takes nested tuples, lists and dictionaries apart.
+
+    flatten    tree -> (leaves, spec)
+    unflatten  (leaves, spec) -> tree
+    host       leaf -> its numbers on the host, of whatever type; None if it has none here
+    """
+
+    flatten: Callable[[Any], tuple[Sequence[Any], Any]]
+    unflatten: Callable[[Sequence[Any], Any], Any]
+    host: Callable[[Any], np.ndarray | None]
+
+    def map(self, function: Callable[[Any], Any], tree: Any) -> Any:
+        leaves, spec = self.flatten(tree)
+        return self.unflatten([function(leaf) for leaf in leaves], spec)
+
+    def digest(self, tree: Any) -> str:
+        """The same in all processes for the same content (by a checksum of 32 bits an array)."""
+        leaves, spec = self.flatten(tree)
+        found = [str(spec)]
+        for leaf in leaves:
+            numbers = self.host(leaf)
+            if numbers is not None:
+                sum_of = crc32(np.ascontiguousarray(numbers).reshape(-1).view(np.uint8).data)
+                found.append(f"{leaf.dtype} {tuple(leaf.shape)} {sum_of}")
+            elif isinstance(leaf, (bool, int, float, complex, str, bytes)):
+                found.append(repr(leaf))
+        return sha256("\n".join(found).encode()).hexdigest()
+
+
+def cut_batch(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[Any, Any]]:
+    """A batch (input, target) in `pieces` parts, every array cut at the same places.
+
+    Arrays without an axis and other leaves are in every part. ValueError if the arrays differ in
+    their number of samples, or have fewer than parts; `number` is the batch's, for the message.
+    """
+    listed = isinstance(batch, (tuple, list))
+    if not listed or len(batch) != 2:
+        size = f" of {len(batch)}" if listed else ""
+        raise ValueError(
+            f"batch {number} is a {type(batch).__name__}{size}: give a pair (input, target)"
+        )
+    leaves, spec = trees.flatten(tuple(batch))
+    check_leaves(leaves, f"batch {number}")
+    sizes = {len(leaf) for leaf in leaves if _cuttable(leaf)}
+    if len(sizes) != 1:
+        found = sorted(sizes) or "no"
+        raise ValueError(
+            f"batch {number}: its tensors have {found} samples: give all the same first dimension"
+        )
+    if (samples := sizes.pop()) < pieces:
+        raise ValueError(
+            f"batch {number} has {samples} samples for {pieces} micro-batches: "
+            "give at least one each"
+        )
+    parts = []
+    for numbers in np.array_split(np.arange(samples), pieces):  # the first ones are larger
+        place = slice(int(numbers[0]), int(numbers[-1]) + 1)
+        part = [leaf[place] if _cuttable(leaf) else leaf for leaf in leaves]
+        parts.append(trees.unflatten(part, spec))
+    return parts
+
+
+def check_leaves(leaves: Sequence[Any], where: str) -> None:
+    """ValueError for a container that the library does not open, with the arrays in it."""
+    for leaf in leaves:
+        opaque = is_dataclass(leaf) or isinstance(leaf, (Mapping, Sequence, Set))
+        numbers = isinstance(leaf, tuple) and all(isinstance(x, int) for x in leaf)  # a torch.Size
+        if opaque and not numbers and not isinstance(leaf, (str, bytes, range)):
+            raise ValueError(
+                f"{where} holds a {type(leaf).__name__}, whose arrays cannot be found: use tuples, "
+                "lists, dicts or namedtuples, or register it as a pytree"
+            )
+
+
+def samples_of(piece: Any, trees: Trees) -> int:
+    """How many samples a piece of a batch has."""
+    leaves, _ = trees.flatten(piece)
+    return next(len(leaf) for leaf in leaves if _cuttable(leaf))
+
+
+def _cuttable(leaf: Any) -> bool:
+    return getattr(leaf, "ndim", 0) > 0
+
+
+@dataclass
+class Reader:
+    """A sequence of batches as micro-batches; no batch is read before somebody asks."""
+
+    batches: Sequence[Any]
+    microbatches: int
+    replicas: int
+    trees: Trees
+
+    @cached_property
+    def _every(self) -> list[list[tuple[Any, Any]]]:
+        """The micro-batches of all replicas, batch by batch."""
+        pieces = self.microbatches * self.replicas
+        # By number: a sequence need not raise IndexError behind its end.
+        numbers = range(len(self.batches))
+        return [cut_batch(self.batches[b], pieces, b, self.trees) for b in numbers]
+
+    def pieces(self, replica: int) -> list[tuple[Any, Any]]:
+        """The micro-batches (input, target) of one replica."""
+        m = self.microbatches
+        mine = slice(replica * m, (replica + 1) * m)
+        return [piece for of_batch in self._every for piece in of_batch[mine]]
+
+
+class ReadOnce(Sequence):
+    """Those batches of a sequence that have these numbers, each read when it is first asked for.
+
+    They are kept: a data set may draw anew at each access, and the run, its reference and what is
+    dumped have to be of the same data.
+
+    digests  of the batches that were read: "batch NUMBER" -> digest
+    """
+
+    def __init__(self, batches: Sequence[Any], numbers: range, trees: Trees) -> None:
+        self._batches, self._numbers, self._trees = batches, numbers, trees
+        self._kept: dict[int, Any] = {}
+        self.digests: dict[str, str | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, b: Any) -> Any:
+        if b not in self._kept:
+            self._kept[b] = self._batches[self._numbers[b]]
+            self.digests[f"batch {self._numbers[b]}"] = self._digest(b)
+        return self._kept[b]
+
+    def check_unchanged(self) -> None:
+        """ValueError if a batch is not what it was when it was read."""
+        for b in self._kept if len(self) > 1 else ():
+            if self._digest(b) != self.digests[name := f"batch {self._numbers[b]}"]:
+                raise ValueError(
+                    f"{name} changed while later ones were read: the data set "
+                    "writes them into the same memory; let it return a copy (clone())"
+                )
+
+    def _digest(self, b: int) -> str:
+        return self._trees.digest(self._kept[b])
+
+
+def mean_losses(pieces: Any, batches: int) -> list[float]:
+    """The mean loss of every batch, from (mean, count) of its pieces; some count nothing."""
+    means, counts = np.reshape(pieces, (batches, -1, 2)).transpose(2, 0, 1)
+    total = np.where(counts > 0, means * counts, 0).sum(1)
+    return (total / np.maximum(counts.sum(1), 1e-300)).tolist()

@@ -1,0 +1,78 @@
+"""Ctrl-C where an exception would do harm.
+
+This is the first module of the package that is imported: where that is for the command line, Ctrl-C
+ends the process at once, without a traceback of imports, until the command calls `allow`.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Noted:
+    """A context in which Ctrl-C raises no KeyboardInterrupt: `seen` says whether there was one.
+
+    For imports, which may swallow a KeyboardInterrupt or stay half-made, and for work in another
+    thread that has to be told to stop.
+    """
+
+    seen = False
+
+    def _note(self, *signal_and_frame: object) -> None:
+        self.seen = True
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """A context in which one that others' handlers raise is noted, too."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.seen = True
+
+    def __enter__(self) -> "Noted":
+        # Elsewhere than in the main thread it does not arrive, and others' handlers stay.
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self._taken = in_main_thread and usual
+        if self._taken:
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._taken:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def imports_whole() -> Iterator[None]:
+    """A context for imports: Ctrl-C meanwhile is raised when they are done.
+
+    One that is broken off leaves modules half-made, and a traceback of dozens of lines.
+    """
+    with Noted() as interrupts:
+        yield
+    if interrupts.seen:
+        raise KeyboardInterrupt
+
+
+# ---- a command that is still being loaded
+
+
+def leave(*signal_and_frame: object) -> None:
+    """End the process at once: there is nothing yet to clean up."""
+    os._exit(130)
+
+
+def allow() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again, once the command is loaded."""
+    if signal.getsignal(signal.SIGINT) is leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_PROGRAM = os.path.basename(sys.argv[0]) if sys.argv else ""
+_IS_COMMAND = _PROGRAM == "pipelab" or (_PROGRAM == "-m" and "pipelab" in sys.orig_argv)
+if _IS_COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, leave)

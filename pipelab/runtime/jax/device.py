@@ -1,0 +1,101 @@
+"""A device that runs JAX stages: its clock, how payloads reach it, and where each row's is."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import jax
+
+from pipelab.runtime.stage import Device, Ledger
+
+# What decides on numbers and can be set for a block of code, as in `with jax.enable_x64(True)`.
+SETTINGS = (
+    "enable_x64",
+    "default_matmul_precision",
+    "default_prng_impl",
+    "threefry_partitionable",
+    "numpy_dtype_promotion",
+    "numpy_rank_promotion",
+    "debug_nans",
+)
+
+
+class JaxDevice(Device):
+    """One JAX device; stages wait for what they compute."""
+
+    def __init__(self, device: jax.Device) -> None:
+        super().__init__(device, Ledger())
+        # The caller's, which a thread does not inherit.
+        self._settings = {name: getattr(jax.config, f"jax_{name}") for name in SETTINGS}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(jax.default_device(self.device))
+            for name, value in self._settings.items():
+                stack.enter_context(getattr(jax, name)(value))
+            yield
+
+    def take(self, parcel: Any) -> Any:
+        def move(leaf: Any) -> Any:
+            return jax.device_put(leaf, self.device) if isinstance(leaf, jax.Array) else leaf
+
+        return jax.block_until_ready(jax.tree.map(move, parcel))
+
+    def arrays(self, payload: Any) -> Iterable[jax.Array]:
+        return (leaf for leaf in jax.tree.leaves(payload) if isinstance(leaf, jax.Array))
+
+
+def jax_devices(names: str | Sequence[Any] | None, rows: int) -> list[jax.Device]:
+    """A device per row, by platform and number among all processes' devices, such as "cpu:1".
+
+    One name does for all rows. Devices themselves do as well, one per row; of another number, such
+    as jax.devices() may be, they are what rows share or choose from. Default: all devices; rows in
+    blocks over the processes, and over the devices of each in turn. ValueError for an unknown one,
+    for the wrong number of them, and where a process would have nothing to do.
+    """
+    if isinstance(names, str) and ":" in names:
+        names = [names] * rows
+    if names is None or isinstance(names, str):
+        found = _in_turn(_pool(names, names), rows)
+    elif len(names) == rows:
+        found = [_named(name, row) for row, name in enumerate(names)]
+    elif names and all(isinstance(name, jax.Device) for name in names):
+        found = _in_turn(names, rows)
+    else:
+        raise ValueError(f"{len(names)} devices for {rows} rows: name one per row")
+    processes = jax.process_count()
+    if idle := set(range(processes)) - {device.process_index for device in found}:
+        raise ValueError(
+            f"{processes} processes were started, and process {min(idle)} has none of the {rows} "
+            "rows: start fewer"
+        )
+    return found
+
+
+def _in_turn(pool: Sequence[jax.Device], rows: int) -> list[jax.Device]:
+    processes = sorted({device.process_index for device in pool})
+    owners = [processes[row * len(processes) // rows] for row in range(rows)]
+    own = {q: [device for device in pool if device.process_index == q] for q in owners}
+    return [own[q][(row - owners.index(q)) % len(own[q])] for row, q in enumerate(owners)]
+
+
+def _named(name: str | jax.Device, row: int) -> jax.Device:
+    if isinstance(name, jax.Device):
+        return name
+    platform, _, number = name.partition(":")
+    pool = _pool(platform, name)
+    if not number:
+        return pool[row % len(pool)]
+    if not number.isdecimal() or int(number) >= len(pool):
+        raise ValueError(f"device {name!r}: use {platform}:0 to {platform}:{len(pool) - 1}")
+    return pool[int(number)]
+
+
+def _pool(platform: str | None, name: str | None) -> list[jax.Device]:
+    try:
+        return jax.devices(platform)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device {name!r}: use such as {jax.devices()[0].platform}:0 ({error})"
+        ) from None

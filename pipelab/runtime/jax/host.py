@@ -1,0 +1,70 @@
+"""Arrays on the host: their numbers, whether two are alike, and digests.
+
+By digests, processes find that they were not given the same. They are the same in all processes: no
+object's address or hash is in them.
+"""
+
+from collections.abc import Callable, Iterable
+from hashlib import sha256
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def words(array: jax.Array) -> jax.Array:
+    """An array of numbers as it is; of random keys, their words."""
+    keys = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(array) if keys else array
+
+
+def as_numbers(value: Any) -> np.ndarray | None:
+    """An array's numbers; None if it is no array, or other processes have parts of it."""
+    if isinstance(value, jax.Array):
+        return np.asarray(words(value)) if value.is_fully_addressable else None
+    return value if isinstance(value, np.ndarray) and not value.dtype.hasobject else None
+
+
+def alike(found: Iterable[Any], wanted: Iterable[Any], *, limit: float) -> bool:
+    """Whether all arrays are equal, up to this part of one's largest number; nan equals nan."""
+    for a, b in zip(found, wanted, strict=True):
+        a, b = (np.asarray(array, complex) for array in (a, b))
+        largest = np.abs(b[np.isfinite(b)]).max(initial=0)
+        if not np.allclose(a, b, rtol=0, atol=limit * largest, equal_nan=True):
+            return False
+    return True
+
+
+def digest(*texts: Any) -> str:
+    return sha256(repr(texts).encode()).hexdigest()
+
+
+def of_program(function: Callable, *shapes: Any) -> str:
+    """Digest of all that a function does with arrays of these shapes.
+
+    That is what jax lowers it to, in text: every operation with its parameters and operands,
+    derivatives of custom rules, and the values of what it closes over. (A jaxpr's text has
+    addresses of functions, and no constants.)
+    """
+    lowered = jax.jit(function).lower(*shapes)
+    # Not in the text where jax makes arguments of large constants (an option of it).
+    hoisted = getattr(lowered._lowering, "const_args", ())
+    return digest(lowered.as_text(), str(lowered.out_info), list(map(of_array, hoisted)))
+
+
+def of_array(value: Any) -> str | None:
+    """Digest of an array's numbers, if they are here."""
+    array = as_numbers(value if isinstance(value, jax.Array) else np.asarray(value))
+    if array is None:
+        return None
+    found = sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest(str(array.dtype), array.shape, found.hexdigest())
+
+
+def of_trees(trees: Iterable[tuple[str, Any]]) -> dict[str, str | None]:
+    """Digests of all arrays of trees, by the tree's name and the array's path in it."""
+    return {
+        name + jax.tree_util.keystr(path): of_array(leaf)
+        for name, tree in trees
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }

@@ -1,0 +1,193 @@
+"""Equations of a jaxpr as a list to look at, cut and evaluate."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import (
+    ClosedJaxpr,
+    DebugInfo,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    jaxpr_as_fun,
+    jaxprs_in_params,
+)
+
+Atom = Var | Literal
+Arrays = list[Any]  # in the order of some variables
+Values = dict[Var, Any]  # variable -> array
+Variables = list[Var]
+Equations = list[JaxprEqn]
+CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}  # of what, by parameter
+
+
+@dataclass(eq=False)  # two are the same if they are one
+class Graph:
+    """Equations without calls of jitted functions in between.
+
+    inputs, outputs  variables (an output may be a literal)
+    consts           variable -> the array that the traced function closed over
+    """
+
+    inputs: Variables
+    outputs: Sequence[Atom]
+    equations: Equations
+    consts: Values = field(default_factory=dict)
+
+    @property
+    def sources(self) -> Variables:
+        """Variables that equations read and none makes: the inputs, then the constants."""
+        return [*self.inputs, *self.consts]
+
+    def depending(self, sources: Iterable[Var]) -> set[Var]:
+        """All variables that depend on one of the sources, which are among them."""
+        found = set(sources)
+        for eqn in self.equations:
+            if not found.isdisjoint(variables(eqn.invars)):
+                found.update(eqn.outvars)
+        return found
+
+    @property
+    def jaxpr(self) -> ClosedJaxpr:
+        about = DebugInfo("pipelab", "some equations", None, None)
+        constants, outputs = list(self.consts), list(self.outputs)
+        jaxpr = Jaxpr(constants, self.inputs, outputs, self.equations, debug_info=about)
+        return ClosedJaxpr(jaxpr, list(self.consts.values()))
+
+    def run(self, *values: Any) -> Arrays:
+        """Evaluate the equations: values of the inputs -> those of the outputs."""
+        return jaxpr_as_fun(self.jaxpr)(*values)
+
+
+def inline(
+    traced: ClosedJaxpr | Jaxpr, inputs: Sequence[Atom] = (), outer: JaxprEqn | None = None
+) -> Graph:
+    """A traced function with the jitted functions that it calls written out.
+
+    Every variable is new, since jax shares one jaxpr between all calls of a jitted function.
+
+    inputs  what it is called with, or the first of these; for the others the graph has inputs
+    outer   the equation that it stands in: an equation that names no line of the user's takes its
+    """
+    closed = traced if isinstance(traced, ClosedJaxpr) else ClosedJaxpr(traced, ())
+    consts: Values = {}
+    equations: Equations = []
+
+    def enter(inner: ClosedJaxpr, inputs: Sequence[Atom], outer: JaxprEqn | None) -> list[Atom]:
+        fresh = [Var(v.aval) for v in inner.jaxpr.constvars]
+        consts.update(zip(fresh, inner.consts, strict=True))
+        inside = [*inner.jaxpr.constvars, *inner.jaxpr.invars]
+        names: dict[Var, Atom] = dict(zip(inside, [*fresh, *inputs], strict=True))
+        for eqn in inner.jaxpr.eqns:
+            if outer is not None and _user_frame(eqn) is None:
+                eqn = eqn.replace(source_info=outer.source_info)
+            eqn = renamed(eqn, names)
+            if eqn.primitive.name in CALLS:
+                inside_it = eqn.params[CALLS[eqn.primitive.name]]
+                results: list[Any] = enter(inside_it, eqn.invars, eqn)
+            else:
+                results = [Var(v.aval) for v in eqn.outvars]
+                equations.append(eqn.replace(outvars=results))
+            names.update(zip(eqn.outvars, results, strict=True))
+        return substitute(inner.jaxpr.outvars, names)
+
+    others = [Var(v.aval) for v in closed.jaxpr.invars[len(inputs) :]]
+    return Graph(others, enter(closed, [*inputs, *others], outer), equations, consts)
+
+
+def single(eqn: JaxprEqn) -> Graph:
+    """One equation as a function of all its operands."""
+    inputs = [Var(atom.aval) for atom in eqn.invars]
+    return Graph(inputs, eqn.outvars, [eqn.replace(invars=[*inputs])])
+
+
+def substitute(atoms: Iterable[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
+    """The atoms with those variables replaced that `names` names."""
+    return [a if isinstance(a, Literal) else names.get(a, a) for a in atoms]
+
+
+def renamed(eqn: JaxprEqn, names: Mapping[Var, Atom]) -> JaxprEqn:
+    """The equation with other inputs."""
+    return eqn.replace(invars=substitute(eqn.invars, names))
+
+
+def spec_of(of: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    """The shape and type of an atom or array; a Python number's type stays weak."""
+    aval = getattr(of, "aval", of)
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
+
+
+def variables(atoms: Iterable[Atom]) -> Variables:
+    return [a for a in atoms if not isinstance(a, Literal)]
+
+
+def needed(
+    equations: Equations, outputs: Iterable[Atom], always: Collection[JaxprEqn] = ()
+) -> Equations:
+    """The equations that the outputs need, in order.
+
+    always  equations that are kept although nothing reads them
+    """
+    wanted = set(variables(outputs))
+    kept = []
+    for eqn in reversed(equations):
+        if eqn in always or not wanted.isdisjoint(eqn.outvars):
+            wanted.update(variables(eqn.invars))
+            kept.append(eqn)
+    return kept[::-1]
+
+
+def read_by(equations: Equations, outputs: Iterable[Atom] = ()) -> Variables:
+    """The variables that equations or outputs read, and that no equation makes."""
+    made = {v for eqn in equations for v in eqn.outvars}
+    read = [v for eqn in equations for v in variables(eqn.invars)]
+    return [v for v in dict.fromkeys([*read, *variables(outputs)]) if v not in made]
+
+
+def all_equations(equations: Iterable[JaxprEqn]) -> Iterator[JaxprEqn]:
+    """These and all inside them: a loop's body, a custom derivative's function."""
+    for eqn in equations:
+        yield eqn
+        for inner in jaxprs_in_params(eqn.params):
+            yield from all_equations(inner.eqns)
+
+
+def contains(eqn: JaxprEqn, names: Collection[str]) -> bool:
+    """Whether the equation, or one inside it, has one of these primitives."""
+    return any(inner.primitive.name in names for inner in all_equations([eqn]))
+
+
+def rounding_unit(made: Iterable[JaxprEqn], read: Iterable[Any] = ()) -> jnp.finfo:
+    """The coarsest type that equations, and all inside them, compute in or read.
+
+    It is float32 where there are whole numbers alone.
+    """
+    inside = [v for eqn in all_equations(made) for v in eqn.outvars if hasattr(v.aval, "dtype")]
+    types = {v.aval.dtype for v in (*read, *inside)}
+    inexact = [x for x in types if jnp.issubdtype(x, jnp.inexact)]
+    found = max(map(jnp.finfo, inexact), key=lambda of: float(of.eps), default=None)
+    return found or jnp.finfo(jnp.float32)
+
+
+def place_of(eqn: JaxprEqn) -> str:
+    """The line of the user's code that made an equation, for an error."""
+    frame = _user_frame(eqn)
+    return f"{frame.file_name}:{frame.start_line}" if frame else "an unknown line"
+
+
+def _user_frame(eqn: JaxprEqn) -> Any:
+    from jax._src import source_info_util  # no public way to it
+
+    library = Path(__file__).parents[2]
+    ours = str(library / "runtime"), str(library / "pipeshard")
+    try:
+        frames = list(source_info_util.user_frames(eqn.source_info.traceback))
+    except Exception:  # a message without the line is better than no message
+        return None
+    return next((f for f in frames if not f.file_name.startswith(ours)), None)

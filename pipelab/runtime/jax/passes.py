@@ -1,0 +1,285 @@
+"""A stage's forward and backward: traced once, compiled for where its arrays lie, and at work.
+
+A stage of the jax wing is one on a single device; pipeshard's is one on a mesh of devices.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial, reduce
+from operator import add
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Var
+
+from pipelab.runtime.jax.jaxpr import Arrays, Graph, inline, needed, read_by, spec_of, variables
+from pipelab.runtime.jax.split import split_backward
+from pipelab.runtime.stage import Ledger
+from pipelab.table.action import Kind
+
+Specs = list[jax.ShapeDtypeStruct]
+
+
+class Groups(NamedTuple):
+    """A stage's arguments: trees of arrays, or of their shapes and where they lie.
+
+                  the same for all micro-batches      another for each
+    gradient      parameters                          inputs
+    none          fixed                               data
+    """
+
+    parameters: Any
+    fixed: Any
+    inputs: Any
+    data: Any
+
+
+class Passes(NamedTuple):
+    """A stage's forward and backward as equations, and what goes from one to the other.
+
+    forward   arguments -> outputs, other results, saved
+    backward  gradients of the outputs, kept -> gradients of the parameters, of the inputs
+    kept      what the backward reads, by its number in [*arguments, *what the forward returns]
+    results   the trees of the outputs and of the other results
+    """
+
+    forward: Graph
+    backward: Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
+    kept: list[int]
+    results: tuple[Any, Any]
+
+
+def differentiate(run: Callable, arguments: Groups) -> tuple[tuple[Any, Any], Callable]:
+    """The results of `run`, and its pullback: outputs' gradients -> parameters' and inputs'."""
+
+    def forward(parameters: Any, inputs: Any) -> Any:
+        return run(parameters, arguments.fixed, inputs, arguments.data)
+
+    parameters, inputs = arguments.parameters, arguments.inputs
+    outputs, pullback, others = jax.vjp(forward, parameters, inputs, has_aux=True)
+    return (outputs, others), pullback
+
+
+def passes(run: Callable, shapes: Groups) -> Passes:
+    """Trace a stage with its pullback, by jax's own vjp.
+
+    run  (*groups) -> outputs, which have gradients, and other results
+
+    The leaves of the pullback are all that the backward needs. By where they come from, they are
+    treated in three ways:
+
+        an argument or a result of the forward    at hand anyway: kept, but not returned again
+        made of parameters and constants alone    (a cast, zeros) not kept: the backward makes it
+        anything else                             saved: these are the activations
+
+    A jitted function that returned its arguments would copy them, every parameter for every
+    micro-batch.
+    """
+    # [1] Trace the forward together with its pullback.
+    trace = jax.make_jaxpr(lambda *of: differentiate(run, Groups(*of)), return_shape=True)
+    closed, (results, pullback) = trace(*shapes)
+    traced = inline(closed)
+    end = len(jax.tree.leaves(results))
+    made, leaves = traced.outputs[:end], traced.outputs[end:]
+
+    # [2] Sort the pullback's leaves by where they come from.
+    #
+    #         h = x @ w.astype(bfloat16);  y = tanh(h)      the pullback needs x, the cast w, y
+    #
+    #     x and y are at hand; the cast is made again of w, which is at hand; nothing is saved.
+    at_hand = {*traced.inputs, *variables(made)}
+    steady = len(jax.tree.leaves((shapes.parameters, shapes.fixed)))
+    varying = traced.depending(traced.inputs[steady:])  # another one in every micro-batch
+    pure = [eqn for eqn in traced.equations if not eqn.effects]
+    again = needed(pure, [v for v in variables(leaves) if v not in varying and v not in at_hand])
+    kept = [v for v in read_by(again, leaves) if v not in traced.consts]
+    saved = [v for v in kept if v not in at_hand]
+
+    # [3] The forward, and the backward: it makes the pullback's leaves of what is kept.
+    forward = replace(traced, outputs=[*made, *saved])
+    number: dict[Any, int] = {}
+    for i, v in enumerate([*traced.inputs, *forward.outputs]):
+        if isinstance(v, Var):
+            number.setdefault(v, i)
+    make_leaves = Graph(kept, leaves, again, traced.consts).run
+    trees = [jax.tree.structure(part) for part in (*results, pullback)]
+
+    def backward(cotangents: Arrays, kept: Arrays) -> tuple[Arrays, Arrays]:
+        pull = jax.tree.unflatten(trees[2], make_leaves(*kept))
+        parameters, inputs = pull(jax.tree.unflatten(trees[0], cotangents))
+        return jax.tree.leaves(parameters), jax.tree.leaves(inputs)
+
+    return Passes(forward, backward, [number[v] for v in kept], (trees[0], trees[1]))
+
+
+class Compiled:
+    """A stage's passes, compiled for arguments that lie as their shapes say.
+
+    forward      arguments -> outputs, other results, saved
+    backward     (sums, cotangents, kept) -> the sums with the parameters' gradients added, in
+                 place, and the gradients of the inputs; cotangents are of each output a list
+    input_grad   (cotangents, kept) -> the gradients of the inputs, then what crosses to
+    weight_grad  (sums, what it reads: `read` of [*cotangents, *kept, *crossing]) -> sums
+    zeros        () -> the sums to begin with
+    kept         as `Passes` has it; `kept_shapes` of these
+    unsplit      for each parameter None, or why I computes its gradient, which W should
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        arguments: Groups,
+        kinds: Collection[Kind] = (Kind.B,),
+        sent: Sequence[Any] = (),
+        readers: Sequence[int] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """The compiler chooses where results lie that have no sharding in `sent`.
+
+        kinds    of actions: B is compiled, or I and W
+        readers  of each output, how many stages send a gradient of it; default one
+        options  for the compiler
+        """
+        # [1] The forward.
+        self.passes, self.kept = passes, passes.kept
+        self.unsplit: Sequence[str | None] = ()
+        flat, build = jax.tree.leaves(arguments), partial(compile_passes, options=options)
+        results = [*sent, *[None] * (len(passes.forward.outputs) - len(sent))]
+        self.forward = build(passes.forward.run, results, *flat)
+        made = _lying(self.forward, passes.forward)
+        self.kept_shapes = [[*flat, *made][i] for i in self.kept]
+        # [2] The backward adds to sums, whose memory it takes (donated).
+        sums, self.inputs = jax.tree.leaves(arguments.parameters), jax.tree.leaves(arguments.inputs)
+        outputs = made[: passes.results[0].num_leaves]
+        counts = readers or [1] * len(outputs)
+        cotangents = [[x] * count for x, count in zip(outputs, counts, strict=True)]
+
+        def pull(cotangents: list[Arrays], kept: Arrays) -> tuple[Arrays, Arrays]:
+            return passes.backward([reduce(add, parts) for parts in cotangents], kept)
+
+        def backward(sums: Arrays, cotangents: list[Arrays], kept: Arrays) -> tuple[Arrays, Arrays]:
+            parameters, inputs = pull(cotangents, kept)
+            return list(map(jnp.add, sums, parameters)), inputs
+
+        where = [x.sharding for x in sums], [x.sharding for x in self.inputs]
+        operands = cotangents, self.kept_shapes
+        self.zeros = build(lambda: [jnp.zeros(x.shape, x.dtype) for x in sums], where[0])
+        if Kind.B in kinds:
+            self.backward = build(backward, where, sums, *operands, donate=0)
+        if Kind.I not in kinds:
+            return
+        # [3] In two: what I leaves for W lies as the compiler chooses.
+        now, later, self.read, self.unsplit = split_backward(pull, *operands)
+        given = jax.tree.leaves(operands)
+        crossing = [None] * (len(now.outputs) - len(self.inputs))
+        self.input_grad = build(now.run, [*where[1], *crossing], *given)
+        every = [*given, *_lying(self.input_grad, now)[len(self.inputs) :]]
+
+        def weight_grad(sums: Arrays, read: Arrays) -> Arrays:
+            return list(map(jnp.add, sums, later.run(*read)))
+
+        read = [every[i] for i in self.read]
+        self.weight_grad = build(weight_grad, where[0], sums, read, donate=0)
+
+    def results(self, made: Arrays) -> tuple[Any, Any]:
+        """The outputs and the other results, as trees, of what the forward returned."""
+        outputs, others = self.passes.results
+        count = outputs.num_leaves
+        end = count + others.num_leaves
+        return outputs.unflatten(made[:count]), others.unflatten(made[count:end])
+
+
+def compile_passes(
+    fun: Callable, results: Any, *arguments: Any, donate: Any = (), options: Any = None
+) -> Any:
+    """Compile for arrays like these; None in `results`: the compiler chooses where they lie."""
+    jitted = jax.jit(fun, donate_argnums=donate, out_shardings=results)
+    return jitted.lower(*arguments).compile(options)
+
+
+def _lying(program: Any, graph: Graph) -> Specs:
+    """The shapes of what a graph's program returns, and where it lies."""
+    return list(map(spec_of, graph.outputs, program.output_shardings))
+
+
+def bytes_on_mesh(x: jax.ShapeDtypeStruct | jax.Array) -> int:
+    """Bytes on all devices of the array's mesh together; what is replicated counts on each."""
+    shape = x.sharding.shard_shape(x.shape)
+    return math.prod(shape) * x.dtype.itemsize * x.sharding.num_devices
+
+
+class Kept(NamedTuple):
+    """Arrays kept of a micro-batch for its backward, or between I and W.
+
+    own  addresses of arrays that are there with or without it, and not counted as activations
+    """
+
+    stage: Compiled
+    arrays: Arrays
+    own: set[int]
+
+
+class Backwards:
+    """The backwards to come of a stage: what is kept for each, and the sums of the gradients.
+
+    sums  of the parameters' gradients; None before the first
+    """
+
+    def __init__(self, ledger: Ledger, owner: int) -> None:
+        self.ledger, self.owner = ledger, owner
+        self.sums: Arrays | None = None
+        self._kept: dict[int, Kept] = {}  # by micro-batch
+
+    def keep(
+        self, microbatch: int, stage: Compiled, arguments: Arrays, made: Arrays, own: Arrays
+    ) -> None:
+        """Keep of a forward what its backward reads."""
+        every = [*arguments, *made]
+        self._hold(microbatch, Kept(stage, [every[i] for i in stage.kept], set(map(id, own))))
+
+    def backward(self, microbatch: int, cotangents: list[Arrays]) -> Arrays:
+        """Add to the sums; returns the gradients of the inputs."""
+        stage, kept, _ = self._kept[microbatch]
+        found = stage.backward(self._total(stage), cotangents, kept)
+        self.sums, gradients = jax.block_until_ready(found)
+        self._drop(microbatch)
+        return gradients
+
+    def input_grad(self, microbatch: int, cotangents: list[Arrays]) -> Arrays:
+        """Gradients of the inputs; keeps what `weight_grad` reads, and no more."""
+        stage, kept, own = self._kept[microbatch]
+        operands = [*jax.tree.leaves(cotangents), *kept]
+        found = jax.block_until_ready(stage.input_grad(*operands))
+        gradients, crossing = found[: len(stage.inputs)], found[len(stage.inputs) :]
+        every = [*operands, *crossing]
+        self._drop(microbatch)
+        self._hold(microbatch, Kept(stage, [every[i] for i in stage.read], own))
+        return gradients
+
+    def weight_grad(self, microbatch: int) -> None:
+        """Add to the sums what `input_grad` left out."""
+        stage, read, _ = self._kept[microbatch]
+        self.sums = jax.block_until_ready(stage.weight_grad(self._total(stage), read))
+        self._drop(microbatch)
+
+    def skip(self, microbatch: int) -> Arrays:
+        """Zeros as the gradients of the inputs, of a micro-batch that counts nothing."""
+        if microbatch not in self._kept:  # it is a W, and I was skipped
+            return []
+        inputs = self._kept[microbatch].stage.inputs
+        self._drop(microbatch)
+        return [jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding) for x in inputs]
+
+    def _total(self, stage: Compiled) -> Arrays:
+        return stage.zeros() if self.sums is None else self.sums
+
+    def _hold(self, microbatch: int, kept: Kept) -> None:
+        self._kept[microbatch] = kept
+        sizes = {id(x): bytes_on_mesh(x) for x in kept.arrays if id(x) not in kept.own}
+        self.ledger.hold((self.owner, microbatch), sizes)
+
+    def _drop(self, microbatch: int) -> None:
+        del self._kept[microbatch]
+        self.ledger.drop((self.owner, microbatch))

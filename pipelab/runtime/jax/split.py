@@ -1,0 +1,290 @@
+"""A backward cut in two: I, the input's gradient, and W, the gradients of the weights.
+
+The backward of two layers, x -> y1 -> y2, with dy the gradient of y:
+
+    dy2 ----> dy1 ----> dx       I   what the stage before waits for
+     |         |
+     |         |                     crosses: dy2 and dy1, which I has computed anyway
+     v         v
+    dW2       dW1                W   what no stage waits for: dW1 reads dy1 and x, dW2 dy2 and y1
+
+So I is every equation of the backward that dx needs, W is every other one, and what W reads of I's
+results crosses. Nothing is computed twice. What I alone reads is free after it.
+
+A first stage has no dx. Its I computes what the gradients of several weights share: the chain of
+the dy all the same, whose last one, dy1, is that of the first layer's weight and of its bias.
+
+The equations inside a loop over layers (scan) or a checkpoint are cut in the same way: there are
+two loops then, and what crosses from each round of one to that of the other is stacked. Rounds of W
+that read nothing of each other are one batched step: no slices are copied out of the stacks.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import JaxprEqn, Var, jaxpr_as_fun, jaxprs_in_params
+
+from pipelab.runtime.jax.jaxpr import (
+    Graph,
+    Values,
+    Variables,
+    contains,
+    inline,
+    needed,
+    place_of,
+    read_by,
+    variables,
+)
+
+LOOP, CHECKPOINT = "scan", "remat2"
+FOREIGN = "ffi_call", "custom_call", "pure_callback"  # what is inside is not for us to see
+# In a batch these would compute other numbers, both sides of a branch, or nothing at all.
+ONE_BY_ONE = *FOREIGN, "pallas_call", "cond", "while", "random_bits", "rng_bit_generator"
+MOVES = ["broadcast_in_dim", "iota", "reshape", "squeeze", "transpose", "convert_element_type"]
+
+
+class SplitGraph(NamedTuple):
+    """A graph in two: some of its outputs now, the others later.
+
+    now       inputs: the graph's; outputs: those that were asked for, then `crossing`
+    later     inputs: what it reads, of `crossing` and of the graph's inputs; outputs: the others
+    crossing  what `now` makes for `later`
+    unsplit   for each output of `later` None, or why it is computed now: in which equation, that
+              could not be cut
+    """
+
+    now: Graph
+    later: Graph
+    crossing: Variables
+    unsplit: list[str | None]
+
+
+def halve(graph: Graph, first: Collection[int], also: Collection[Var] = ()) -> SplitGraph:
+    """Cut the graph: outputs with the numbers `first`, and variables `also`, are made now."""
+    mine = [graph.outputs[i] for i in sorted(first)]
+    others = [atom for i, atom in enumerate(graph.outputs) if i not in first]
+    consts = dict(graph.consts)
+    wanted = {*variables(mine), *also}  # now
+    used = {*wanted, *variables(others)}  # now or later
+    parts: list[tuple[JaxprEqn, bool]] = []  # an equation, and whether it is computed now
+    why: dict[Var, str | None] = {}  # it is computed now, but read later alone
+
+    def add(eqn: JaxprEqn, now: bool) -> None:
+        parts.append((eqn, now))
+        used.update(variables(eqn.invars))
+        if now:
+            wanted.update(variables(eqn.invars))
+
+    # [1] From the last equation to the first: are its results wanted now?
+    for eqn in reversed(graph.equations):
+        some = [v in wanted for v in eqn.outvars]
+        rest = [v for v in eqn.outvars if v in used and v not in wanted]
+        now = any(some) or bool(eqn.effects)
+        if now and rest and eqn.primitive.name in CUT and not eqn.effects:
+            cut = CUT[eqn.primitive.name](eqn, some, consts)
+            add(cut.later, False)
+            add(cut.now, True)
+            why.update(zip(cut.later.outvars, cut.unsplit, strict=True))
+        elif now or rest:
+            add(eqn, now)
+            if now and _is_opaque(eqn):
+                why.update(dict.fromkeys(rest, f"{eqn.primitive.name}, {place_of(eqn)}"))
+    # [2] What only moves numbers is done again later, rather than that more of them cross.
+    parts.reverse()
+    equations = [eqn for eqn, now in parts if now]
+    later = needed([eqn for eqn, now in parts if not now or _spreads(eqn)], others)
+    # [3] What crosses.
+    made = {v for eqn in equations for v in eqn.outvars}
+    read = read_by(later, others)
+    crossing = [v for v in read if v in made]
+    inputs = [v for v in read if v not in consts]
+    for eqn in later:
+        reason = next((why[v] for v in variables(eqn.invars) if why.get(v)), None)
+        if reason:
+            why.update(dict.fromkeys(eqn.outvars, reason))
+    return SplitGraph(
+        Graph(graph.inputs, [*mine, *crossing], equations, consts),
+        Graph(inputs, others, later, {v: consts[v] for v in read if v in consts}),
+        crossing,
+        [why.get(atom) if isinstance(atom, Var) else None for atom in others],
+    )
+
+
+def _is_opaque(eqn: JaxprEqn) -> bool:
+    """Whether it computes several things that we cannot tell apart."""
+    return any(jaxprs_in_params(eqn.params)) or eqn.primitive.name in FOREIGN
+
+
+def _spreads(eqn: JaxprEqn) -> bool:
+    """Whether an equation makes as many bytes as it reads, or more, by moving them."""
+
+    def size(atoms: Collection[Any]) -> int:
+        return sum(atom.aval.size * atom.aval.dtype.itemsize for atom in atoms)
+
+    return eqn.primitive.name in MOVES and size(eqn.outvars) >= size(eqn.invars)
+
+
+def shared_values(graph: Graph) -> set[Var]:
+    """The variables on the way to several of the graph's outputs."""
+    reached: dict[Var, set[int]] = defaultdict(set)
+    for i, v in enumerate(graph.outputs):
+        if isinstance(v, Var):
+            reached[v].add(i)
+    for eqn in reversed(graph.equations):
+        outputs = set().union(*(reached[v] for v in eqn.outvars))
+        for v in variables(eqn.invars):
+            reached[v] |= outputs
+    return {v for v, outputs in reached.items() if len(outputs) > 1}
+
+
+# ---- equations that have equations inside
+
+
+class Cut(NamedTuple):
+    """An equation in two; `unsplit` as in `Halves`, for each result of the later one."""
+
+    now: JaxprEqn
+    later: JaxprEqn
+    unsplit: list[str | None]
+
+
+def _halve_checkpoint(eqn: JaxprEqn, some: list[bool], consts: Values) -> Cut:
+    """A checkpoint: what it computes again is computed now, and crosses where it is read later.
+
+    some    whether each of its results is wanted now
+    consts  of the graph that it stands in: those inside it are added
+    """
+    inner = inline(eqn.params["jaxpr"])
+    halves = halve(inner, {i for i, wanted in enumerate(some) if wanted})
+    consts.update(halves.now.consts)
+    sent = {v: Var(v.aval) for v in halves.crossing}
+    outer = dict(zip(inner.inputs, eqn.invars, strict=True)) | sent
+    mine, others = _by(eqn.outvars, some)
+
+    def part(graph: Graph, results: Variables) -> JaxprEqn:
+        inputs = [*graph.consts, *graph.inputs]
+        jaxpr = Graph(inputs, graph.outputs, graph.equations).jaxpr.jaxpr
+        operands = [outer.get(v, v) for v in inputs]
+        return eqn.replace(invars=operands, outvars=results, params={**eqn.params, "jaxpr": jaxpr})
+
+    return Cut(
+        part(halves.now, [*mine, *sent.values()]), part(halves.later, others), halves.unsplit
+    )
+
+
+def _halve_loop(eqn: JaxprEqn, some: list[bool], consts: Values) -> Cut:
+    """A loop: two loops of as many rounds; `some` and `consts` as above.
+
+        operands  constants, carries, slices    of each round: inputs of the body
+        results   carries, slices               of each round: outputs of the body
+
+    What crosses in a round is a slice that the first loop makes and the second one reads.
+    """
+    body = inline(eqn.params["jaxpr"])
+    start, count = eqn.params["num_consts"], eqn.params["num_carry"]
+    carries = body.inputs[start : start + count]
+    # [1] A carry that is wanted now needs others: all that its next value reads, and so on.
+    first = {i for i, wanted in enumerate(some) if wanted}
+    more = first
+    while more:
+        first = first | more
+        halves = halve(body, first)
+        read = read_by(halves.now.equations, halves.now.outputs)
+        more = {i for i, v in enumerate(carries) if v in read} - first
+    now, later = halves.now, halves.later
+    consts.update(now.consts)
+    # [2] What crosses; the first loop's carries may, too.
+    is_now = [i in first for i in range(len(some))]
+    mine, others = _by(carries, is_now[:count])
+    crossing = [*halves.crossing, *(v for v in mine if v in later.inputs)]
+    length = eqn.params["length"]
+    sent = {v: Var(v.aval.update(shape=(length, *v.aval.shape))) for v in crossing}
+    # [3] The two loops, each with the operands that its body reads.
+    outer = dict(zip(body.inputs, eqn.invars, strict=True))
+    fixed, slices = body.inputs[:start], body.inputs[start + count :]
+
+    def part(graph: Graph, carries: Variables, slices: Variables, results: Variables) -> JaxprEqn:
+        read = {*graph.inputs, *graph.consts}
+        of_all = [v for v in [*now.consts, *fixed] if v in read]
+        slices = [v for v in slices if v in read]
+        inputs = [*of_all, *carries, *slices]
+        numbers = {"num_consts": len(of_all), "num_carry": len(carries)}
+        jaxpr = Graph(inputs, graph.outputs, graph.equations).jaxpr
+        return eqn.replace(
+            invars=[outer.get(v, v) for v in inputs],
+            outvars=results,
+            params={**eqn.params, **numbers, "jaxpr": jaxpr},
+        )
+
+    results, results_later = _by(eqn.outvars, is_now)
+    now = replace(now, outputs=[*now.outputs, *crossing[len(halves.crossing) :]])
+    first_loop = part(now, mine, slices, [*results, *sent.values()])
+    outer |= sent
+    second_loop = part(later, others, [*slices, *sent], results_later)
+    if not others and not contains(second_loop, ONE_BY_ONE):
+        second_loop = _at_once(second_loop)
+    return Cut(first_loop, second_loop, halves.unsplit)
+
+
+def _at_once(loop: JaxprEqn) -> JaxprEqn:
+    """A loop whose rounds read nothing of each other, as one step over the stacks of all.
+
+    The loop itself where an operation is not made for batches.
+    """
+    body, consts = jaxpr_as_fun(loop.params["jaxpr"]), loop.params["num_consts"]
+    axes = [None if i < consts else 0 for i in range(len(loop.invars))]
+    mapped = jax.vmap(body, axes, axis_size=loop.params["length"])
+    try:
+        (step,) = jax.make_jaxpr(jax.jit(mapped))(*(atom.aval for atom in loop.invars)).eqns
+    except NotImplementedError:
+        return loop
+    return step.replace(invars=loop.invars, outvars=loop.outvars, source_info=loop.source_info)
+
+
+CUT: dict[str, Callable[[JaxprEqn, list[bool], Values], Cut]] = {
+    LOOP: _halve_loop,
+    CHECKPOINT: _halve_checkpoint,
+}
+
+
+def _by(items: list[Any], first: list[bool]) -> tuple[list[Any], list[Any]]:
+    """Those that are `first`, and the others."""
+    pairs = list(zip(items, first, strict=True))
+    return [item for item, is_first in pairs if is_first], [
+        item for item, is_first in pairs if not is_first
+    ]
+
+
+# ---- a pullback in two
+
+
+class Split(NamedTuple):
+    """A pullback in two, flat: `now` is compiled as I, `later` as W.
+
+    now      operands -> the inputs' gradients, then `crossing` arrays
+    later    what it reads -> the weights' gradients
+    read     of [*operands, *crossing], the numbers of what `later` reads
+    unsplit  for each gradient of a weight None, or why I computes it: as `Halves` has it
+    """
+
+    now: Graph
+    later: Graph
+    read: list[int]
+    unsplit: list[str | None]
+
+
+def split_backward(pullback: Callable, *operands: Any) -> Split:
+    """Cut a pullback: (*operands) -> (gradients of the weights, gradients of the inputs).
+
+    The operands are arrays or their shapes, and all that the pullback reads. Without gradients of
+    inputs, as in a first stage, what those of the weights share is computed now.
+    """
+    closed, (weights, _) = jax.make_jaxpr(pullback, return_shape=True)(*operands)
+    graph = inline(closed)
+    first = range(len(jax.tree.leaves(weights)), len(graph.outputs))
+    now, later, crossing, unsplit = halve(graph, first, () if first else shared_values(graph))
+    known = {v: i for i, v in enumerate([*graph.inputs, *crossing])}
+    return Split(now, later, [known[v] for v in later.inputs], unsplit)

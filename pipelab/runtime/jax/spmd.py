@@ -1,0 +1,493 @@
+"""GPipe as one SPMD program: `ppermute` in a `lax.scan`, under `jax.shard_map`.
+
+This is the idiom of praxis and MaxText. All devices run the same iteration of one scan. In
+iteration t, device d does its job number t - d, if it has one:
+
+    t           0   1   2   3   4   5
+    device 0   0F0 0F1 0F2 0F3  ~   ~        p = 3 devices, m = 4 micro-batches,
+    device 1    ~  1F0 1F1 1F2 1F3  ~        m + p - 1 iterations
+    device 2    ~   ~  2F0 2F1 2F2 2F3
+
+    ~  the bubble: a program that is the same for all cannot idle, so a stage is applied to garbage
+       that is never read
+
+Circular (virtual = v): v p stages, stage s on device s mod p. All m micro-batches go round before
+the next lap starts, which needs m >= p: a micro-batch has to be back by then.
+
+    device 0   0F0 0F1 0F2 2F0 2F1 2F2  ~    p = 2, v = 2, m = 3: m v + p - 1 iterations,
+    device 1    ~  1F0 1F1 1F2 3F0 3F1 3F2   the same bubble in v times the work
+
+The backward is the scan transposed: the same iterations from right to left, last in, first out. So
+this is GPipe in time and in memory; a backward between two forwards (1F1B) cannot be had from the
+derivative of a scan. What a stage keeps for its backward is kept m v + p - 1 times a device,
+garbage included. The circular program also carries the batch through the loop, and XLA may copy it
+in every iteration of a training step: many small micro-batches cost time there. Without laps they
+do not.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh, PartitionSpec
+from jax.tree_util import keystr
+
+from pipelab.runtime.jax.host import alike, words
+from pipelab.runtime.jax.jaxpr import rounding_unit
+from pipelab.table.action import B, F, check_counts, insert_updates
+from pipelab.table.placement import loop_placement
+from pipelab.table.schedule import Schedule
+
+Tree = Any  # a pytree of arrays
+Stage = Callable[[Tree, Tree], Tree]  # (parameters of one stage, x [samples, ...]) -> y
+AT_MOST = 2**20  # numbers of a batch on which a stage is tried, if that is two micro-batches
+
+
+class Parameters(NamedTuple):
+    """The arrays that `spmd_value_and_grad` trains.
+
+    stages  stacked
+    rest    of the layers before and after them
+    """
+
+    stages: Tree
+    rest: Tree = None
+
+
+class CompiledBytes(NamedTuple):
+    """Bytes on each device of a compiled program.
+
+    arguments, outputs  what it is given and what it returns
+    temporary           the most that it needs in between
+    """
+
+    arguments: int
+    outputs: int
+    temporary: int
+
+
+# ---- the schedule
+
+
+def iterations(devices: int, microbatches: int, virtual: int = 1) -> int:
+    """Iterations of the forward's scan, m v + p - 1; the backward's has as many.
+
+    >>> iterations(4, 8), iterations(4, 8, virtual=2)
+    (11, 19)
+    """
+    _check_sizes(devices, microbatches, virtual)
+    return microbatches * virtual + devices - 1
+
+
+def spmd_table(devices: int, microbatches: int, virtual: int = 1) -> Schedule:
+    """The program and its derivative as a table, to simulate and draw.
+
+    >>> print(spmd_table(2, 2).grid())
+    0F0 0F1 .   .   0B1 0B0 0U0
+    .   1F0 1F1 1B1 1B0 1U0 .
+    """
+    _check_sizes(devices, microbatches, virtual)
+    jobs = [(lap * devices, k) for lap in range(virtual) for k in range(microbatches)]
+    rows = [
+        [*(F(s + d, k) for s, k in jobs), *(B(s + d, k) for s, k in reversed(jobs))]
+        for d in range(devices)
+    ]
+    placement = loop_placement(devices, virtual)
+    return Schedule("spmd", insert_updates(rows, microbatches), placement, microbatches)
+
+
+def _check_sizes(devices: int, microbatches: int, virtual: int) -> None:
+    check_counts(devices=devices, microbatches=microbatches, virtual=virtual)
+    if virtual > 1 and microbatches < devices:
+        raise ValueError(
+            f"microbatches={microbatches} on {devices} devices with virtual={virtual}: a "
+            f"micro-batch comes round after {devices} iterations, too late for its next lap; use "
+            f"at least {devices} micro-batches, or virtual=1"
+        )
+
+
+# ---- parameters
+
+
+def stack(stages: Sequence[Tree], virtual: int = 1) -> Tree:
+    """The parameters of n equal stages as one pytree.
+
+    Its leaves are [n, ...], or [v, n / v, ...] where virtual = v > 1. Row [r, d] of the second form
+    is stage r p + d, on device d, so that the devices' dimension can be sharded:
+    `jax.device_put(stack(stages, v), NamedSharding(mesh, P(None, "stage")))`, or `P("stage")` where
+    v = 1. ValueError for a stage whose structure, shapes or types differ from the first one's.
+
+    >>> stages = [{"w": np.zeros((3, 5))}] * 4
+    >>> stack(stages)["w"].shape, stack(stages, virtual=2)["w"].shape
+    ((4, 3, 5), (2, 2, 3, 5))
+    """
+    if not stages or len(stages) % virtual:
+        raise ValueError(f"{len(stages)} stages with virtual={virtual}: give a multiple of it")
+    for s, stage in enumerate(stages):
+        _check_same(stage, stages[0], f"stage {s}", "stage 0")
+    leading = (-1,) if virtual == 1 else (virtual, -1)
+    return jax.tree.map(lambda *w: jnp.stack(w).reshape(*leading, *np.shape(w[0])), *stages)
+
+
+def _check_same(found: Tree, wanted: Tree, name: str, other: str) -> None:
+    """ValueError for arrays of another structure, shape or type."""
+    remedy = (
+        "one SPMD program needs equal stages that keep the shape; put other layers before or after "
+        "the stack"
+    )
+    spec: Any = jax.tree.structure
+    if spec(found) != spec(wanted):
+        raise ValueError(f"{name} is {spec(found)}, {other} is {spec(wanted)}: {remedy}")
+    found, wanted = jax.tree.map(lambda a: f"{jnp.result_type(a)}{[*np.shape(a)]}", (found, wanted))
+    pairs = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True)
+    for (path, has), needs in pairs:
+        if has != needs:
+            raise ValueError(f"{name}{keystr(path)} is {has}, {other}'s is {needs}: {remedy}")
+
+
+# ---- the program
+
+
+def spmd_pipeline(
+    stage: Stage,
+    *,
+    devices: int | Sequence[jax.Device] | Mesh,
+    microbatches: int,
+    virtual: int = 1,
+    axis: str = "stage",
+    remat: bool = False,
+) -> Callable[[Tree, Tree], Tree]:
+    """A stack of equal stages as one jitted function (parameters, x) -> y, see the module.
+
+    stage         (parameters of one stage, x [samples, ...]) -> y, shaped and typed as x: an array
+                  or a pytree of them, of which some may be integers. It sees one micro-batch; it
+                  may hold scans, and no collectives over `axis`
+    devices       how many of `jax.devices()`, or which, or a mesh with `axis`; its other axes stay
+                  automatic
+    microbatches  m; divides the batch
+    virtual       v, stages a device; above 1 the schedule is circular and needs m >= p
+    remat         whether forwards run again before their backwards: only inputs are kept
+    parameters    of the function: leaves [p, ...], or [v, p, ...] where v > 1, as `stack` makes
+                  them
+    x, y          of the function: leaves [batch, ...]. All devices hold x, and as much for what
+                  comes round
+
+    It can be differentiated, forward and backward, and put under jit; y and gradients are those of
+    the plain stack of stages. ValueError for sizes that do not fit, for a stage whose output is not
+    like its input, and for one that makes of a micro-batch something else than of the batch: it
+    mixes samples, or closes over the key of a dropout (x may hold keys, one per sample).
+
+    Sources: GPipe (arXiv 1811.06965, figure 2c); GSPMD (arXiv 2105.04663, section 3.3); circular as
+    in praxis and MaxText.
+
+    >>> double = spmd_pipeline(lambda w, x: w * x, devices=1, microbatches=3, virtual=2)
+    >>> stages = [np.float32(2), np.float32(10)]
+    >>> double(stack(stages, virtual=2), np.ones((6, 1), np.float32)).sum().item()
+    120.0
+    """
+    mesh = _mesh_of(devices, axis)
+    p = mesh.shape[axis]
+    _check_sizes(p, microbatches, virtual)
+    leading = (p,) if virtual == 1 else (virtual, p)
+    turn = _turn(stage, p, microbatches, virtual, axis, remat)
+    # check_vma would ask a stage that has a scan inside for `pcast`s of its own.
+    program = jax.shard_map(
+        partial(_straight if virtual == 1 else _circular, turn, p, microbatches, virtual),
+        mesh=mesh,
+        in_specs=(PartitionSpec(*[None] * (len(leading) - 1), axis), PartitionSpec()),
+        out_specs=PartitionSpec(axis),
+        axis_names={axis},
+        check_vma=False,
+    )
+
+    @jax.jit
+    def pipeline(parameters: Tree, x: Tree) -> Tree:
+        pieces = _cut(x, microbatches)  # [m, samples, ...]
+        _check_stage(stage, parameters, _first(pieces), leading, microbatches)
+        out = program(parameters, pieces)  # [p m, samples, ...]; device 0's are the outputs
+        return jax.tree.map(lambda y, x: y[:microbatches].reshape(x.shape), out, x)
+
+    return pipeline
+
+
+def _mesh_of(devices: int | Sequence[jax.Device] | Mesh, axis: str) -> Mesh:
+    if isinstance(devices, Mesh):
+        return devices
+    if isinstance(devices, int):
+        found = jax.devices()
+        if len(found) < devices:
+            raise ValueError(
+                f"devices={devices}, and jax has {len(found)} ({found[0].platform}): use fewer; on "
+                f'a CPU, jax.config.update("jax_num_cpu_devices", {devices}) before jax is first '
+                "used"
+            )
+        devices = found[:devices]
+    return Mesh(np.array(devices), (axis,))
+
+
+def _cut(x: Tree, microbatches: int) -> Tree:
+    """Leaves [batch, ...] -> [m, samples, ...]."""
+    batch = {leaf.shape[:1] for leaf in jax.tree.leaves(x)}
+    if len(batch) != 1 or batch == {()} or min(batch)[0] % microbatches:
+        raise ValueError(
+            f"x begins with dimensions {sorted(batch)}: give all its arrays the same first one, "
+            f"the batch, a multiple of {microbatches} samples"
+        )
+    return jax.tree.map(lambda a: a.reshape(microbatches, -1, *a.shape[1:]), x)
+
+
+# ---- what one device does: (rows, x) -> y
+#
+# Its rows of the parameters are [1, ...] or [v, 1, ...], x is [m, samples, ...], and y is as x;
+# device 0's is the pipeline's.
+
+
+def _straight(turn: Callable, p: int, m: int, virtual: int, rows: Tree, x: Tree) -> Tree:
+    """Device 0 takes one micro-batch after the other; what comes round is stacked by the scan.
+
+    What is scanned over is sliced and stacked in place: only one micro-batch is carried along.
+    """
+
+    def iteration(arrived: Tree, inputs: tuple[Array, Tree]) -> tuple[Tree, Tree]:
+        t, mine = inputs
+        arrived = turn(rows, mine, arrived, t)
+        return arrived, arrived
+
+    t = jnp.arange(m + p - 1)
+    padded = jax.tree.map(lambda x: x[jnp.minimum(t, m - 1)], x)  # garbage at the end
+    _, y = lax.scan(iteration, _first(x), (t, padded))
+    return jax.tree.map(lambda y: y[p - 1 :], y)  # before, nothing had come round
+
+
+def _circular(turn: Callable, p: int, m: int, virtual: int, rows: Tree, x: Tree) -> Tree:
+    """Device 0 works from a buffer, which the scan carries along.
+
+    Slot k holds micro-batch k before it starts, then what came round of it: the next lap's
+    input, and in the end its output. With p = 2, v = 2, m = 3 on device 0:
+
+        t           0   1   2   3   4   5   6
+        takes slot  0   1   2   0   1   2   ~
+        fills slot  ~   0   1   2   0   1   2     what it did in iteration t - p + 1
+    """
+
+    def iteration(carry: tuple[Tree, Tree], t: Array) -> tuple[tuple[Tree, Tree], None]:
+        # [1] take, work, pass on
+        arrived, buffer = carry
+        mine = jax.tree.map(lambda b: _read(b, t % m), buffer)
+        arrived = turn(rows, mine, arrived, t)
+        # [2] fill; before iteration p - 1 nothing has come round, and the slot stays as it is
+        slot, full = (t - p + 1) % m, t >= p - 1
+
+        def fill(b: Array, a: Array) -> Array:
+            new = lax.select(full, a, _read(b, slot))
+            return lax.dynamic_update_index_in_dim(b, new, slot, 0)
+
+        return (arrived, jax.tree.map(fill, buffer, arrived)), None
+
+    (_, buffer), _ = lax.scan(iteration, (_first(x), x), jnp.arange(m * virtual + p - 1))
+    return buffer
+
+
+def _turn(stage: Stage, p: int, m: int, virtual: int, axis: str, remat: bool) -> Callable:
+    """One iteration: (rows, mine, arrived, t) -> what arrives next.
+
+    Device 0 works on `mine`, the others on what has arrived. What arrives next on device 0 has come
+    round.
+    """
+
+    def apply(rows: Tree, x: Tree, job: Array) -> Tree:
+        """Job k of lap r has number r m + k; before and after those is garbage, of any weights."""
+        w = jax.tree.map(lambda w: w[0] if virtual == 1 else _read(w, job // m)[0], rows)
+        valid = (0 <= job) & (job < m * virtual)
+        return stage(*jax.tree.map(partial(_guard, valid), (w, x)))
+
+    if remat or virtual > 1:
+        policy = None if remat else _all_but_weights
+        apply = jax.checkpoint(apply, prevent_cse=False, policy=policy)
+    to_next = [(i, (i + 1) % p) for i in range(p)]
+
+    def turn(rows: Tree, mine: Tree, arrived: Tree, t: Array) -> Tree:
+        # [1] take
+        d = lax.axis_index(axis)
+        x = jax.tree.map(lambda own, a: lax.select(d == 0, own, a), mine, arrived)
+        # [2] work
+        y = apply(rows, x, t - d)
+        # [3] pass on
+        return jax.tree.map(lambda y: lax.ppermute(y, axis, to_next), y)
+
+    return turn
+
+
+def _first(x: Tree) -> Tree:
+    """Micro-batch 0, for what is carried into the first iteration: garbage, but of its shape."""
+    return jax.tree.map(lambda x: x[0], x)
+
+
+def _all_but_weights(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Whether to keep a result. A lap's weights are picked again: no copy in each iteration."""
+    return primitive.name not in ("dynamic_slice", "squeeze")
+
+
+def _read(buffer: Array, slot: Array) -> Array:
+    """A slot that does not exist is replaced by the nearest, or counted from the end."""
+    return lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
+
+
+@jax.custom_jvp
+def _guard(valid: Array, x: Array) -> Array:
+    """x itself; its gradient is 0 where not `valid`.
+
+    Garbage may overflow, and 0 x inf is not a number.
+    """
+    return x
+
+
+@_guard.defjvp
+def _guard_jvp(primals, tangents):
+    (valid, x), (_, tangent) = primals, tangents
+    if tangent.dtype == jax.dtypes.float0:  # of an integer
+        return x, tangent
+    return x, jnp.where(valid, tangent, 0)
+
+
+# ---- what one program for all devices cannot do
+
+
+def _check_stage(
+    stage: Stage, parameters: Tree, x: Tree, leading: tuple[int, ...], microbatches: int
+) -> None:
+    """ValueError for a stage that cannot be one of a stack, or whose output is not the batch's.
+
+    x  [samples, ...], one of the micro-batches
+    """
+    for path, leaf in jax.tree.leaves_with_path(parameters):
+        if leaf.shape[: len(leading)] != leading:
+            names = "devices" if len(leading) == 1 else "virtual, devices"
+            raise ValueError(
+                f"parameters{keystr(path)} has shape {leaf.shape}, which does not begin with "
+                f"({names}) = {leading}: make the parameters by stack(stages, virtual), from "
+                f"{np.prod(leading)} stages"
+            )
+    w = jax.tree.map(lambda w: w[(0,) * len(leading)], parameters)
+    _check_same(jax.eval_shape(stage, w, x), x, "the stage's output", "its input")
+    if microbatches > 1:  # else no sample can miss the others
+        _check_samples(stage, w, x, microbatches)
+
+
+def _check_samples(stage: Stage, w: Tree, x: Tree, microbatches: int) -> None:
+    """ValueError where what a stage makes of a batch is not what it makes of its micro-batches.
+
+    Tried once, when the pipeline is compiled, on random numbers, and where all are equal: then all
+    samples want the same expert of a mixture, say, which has no place for them. A stage that takes
+    no other number of samples is not tried, nor one with a callback. What samples do to each other
+    below the rounding of some matrix products is not seen.
+    """
+    samples = len(jax.tree.leaves(x)[0])
+    size = max(1, sum(a.size for a in jax.tree.leaves(x)))
+    count = min(microbatches, max(2, AT_MOST // size))  # the batch, or what is quickly tried
+    batch = jax.tree.map(lambda a: jnp.zeros((count * samples, *a.shape[1:]), a.dtype), x)
+    # Outside of the trace in which the pipeline is compiled; two programs that multiply alike.
+    with jax.ensure_compile_time_eval(), jax.default_matmul_precision("highest"):
+        try:
+            of_one, of_all = (jax.make_jaxpr(stage)(w, some) for some in (x, batch))
+        except Exception:  # it takes no other number of samples
+            return
+        if of_one.effects or of_all.effects:
+            return
+        limit = min(0.05, 1000 * float(rounding_unit(of_all.eqns, of_all.jaxpr.invars).eps))
+        run_one, run_all = _function(of_one), _function(of_all)
+        weights = _drawn(jax.tree.leaves(w), (0.0, 0.2))  # above 0: nothing saturates
+        for limits in ((-1.0, 1.0), (0.5, 0.5)):
+            drawn = _drawn(jax.tree.leaves(batch), limits)
+            whole = run_all(weights, drawn)
+            for start in range(0, count * samples, samples):
+                mine = slice(start, start + samples)
+                alone = run_one(weights, [a[mine] for a in drawn])
+                if not alike(alone, [y[mine] for y in whole], limit=limit):
+                    raise ValueError(
+                        "the stage's output for a sample depends on the other samples of its "
+                        "micro-batch, on its place in it, or on how many there are (a mean over "
+                        "the batch, batch statistics, experts with a capacity; or a random key "
+                        "that the stage closes over, with which every micro-batch draws the same: "
+                        "give x a key for each sample): micro-batches would not give what the "
+                        "batch gives"
+                    )
+
+
+def _function(traced: Any) -> Callable[[list, list], list]:
+    """(leaves of the weights, leaves of x) -> leaves of y, on the host: as a stage was traced."""
+    # What it closes over that is itself being traced has no value yet.
+    pairs = zip(traced.consts, _drawn(traced.consts, (-1.0, 1.0)), strict=True)
+    consts = [other if isinstance(c, jax.core.Tracer) else c for c, other in pairs]
+    run = jax.jit(jaxpr_as_fun(traced.replace(consts=consts)))
+    return lambda w, x: jax.device_get(list(map(words, run(*w, *x))))
+
+
+def _drawn(like: list, limits: tuple[float, float]) -> list[Any]:
+    """Random numbers in such arrays; integers are 0 and 1, which most tables have a place for."""
+    random = np.random.default_rng(0)
+
+    def draw(leaf: Any) -> Any:
+        dtype, shape = jnp.result_type(leaf), jnp.shape(leaf)
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            key = jax.random.key(random.integers(2**31), impl=jax.random.key_impl(leaf))
+            return jax.random.split(key, shape)
+        if jnp.issubdtype(dtype, jnp.inexact):
+            return random.uniform(*limits, shape).astype(dtype)
+        return random.integers(2, size=shape).astype(dtype)
+
+    return list(map(draw, like))
+
+
+# ---- training, memory
+
+
+def spmd_value_and_grad(
+    pipeline: Callable[[Tree, Tree], Tree],
+    loss: Callable[[Tree, Any], Array],
+    *,
+    before: Callable[[Tree, Any], Tree] | None = None,
+    after: Callable[[Tree, Tree], Tree] | None = None,
+) -> Callable[[Parameters, Any, Any], tuple[Array, Parameters]]:
+    """A jitted (parameters, x, target) -> (loss, gradients) around a pipeline of `spmd_pipeline`.
+
+    loss    (output, target) -> scalar, over the whole batch
+    before  (parameters.rest, x) -> the pipeline's x, such as an embedding
+    after   (parameters.rest, the pipeline's y) -> output, such as a head; both get all of `rest`,
+            so weights may be tied
+
+    The layers before and after the stack are outside of the pipeline: every device computes them,
+    on the whole batch.
+
+    >>> pipeline = spmd_pipeline(lambda w, x: w * x, devices=1, microbatches=2)
+    >>> step = spmd_value_and_grad(pipeline, lambda y, target: ((y - target) ** 2).mean())
+    >>> x = target = np.ones((4, 1), np.float32)
+    >>> loss, gradients = step(Parameters(np.float32([3])), x, target)
+    >>> loss.item(), gradients.stages.tolist()
+    (4.0, [4.0])
+    """
+
+    def value(parameters, x, target):
+        x = before(parameters.rest, x) if before else x
+        y = pipeline(parameters.stages, x)
+        return loss(after(parameters.rest, y) if after else y, target)
+
+    return jax.jit(jax.value_and_grad(value))
+
+
+def compiled_bytes(function: Callable, *arguments: Any) -> CompiledBytes:
+    """Compile a function for arrays, or for `jax.ShapeDtypeStruct`s, and measure its memory.
+
+    `temporary` holds the activations kept for the backward, and gradients before they are returned.
+    Nothing is run.
+    """
+    found = jax.jit(function).lower(*arguments).compile().memory_analysis()
+    assert found
+    return CompiledBytes(
+        found.argument_size_in_bytes, found.output_size_in_bytes, found.temp_size_in_bytes
+    )

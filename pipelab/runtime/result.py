@@ -1,0 +1,137 @@
+"""What runs and evaluations give back, whichever library did the work."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipelab.predict.memory import Memory, MemoryStep
+from pipelab.predict.spans import spans_of
+from pipelab.predict.timeline import Timeline
+from pipelab.runtime.batches import mean_losses
+from pipelab.runtime.verdict.certificate import Check
+from pipelab.runtime.worker import Bytes, Outcome, Record
+from pipelab.table.schedule import Schedule
+
+
+@dataclass
+class Run:
+    """What a run gives back; displayed, it shows its verdict.
+
+    timeline           measured spans, seconds since the run began (of the first replica)
+    losses             one per batch: the mean over the whole batch
+    microbatch_losses  one per micro-batch, in the order of the data; of one that counts nothing
+                       whatever the loss gave, such as nan: `losses` leave it out
+    memory             measured bytes over time, by cause (of the first replica)
+    weights            the trained weights, a state dict per stage (on ranks of several machines: of
+                       the rank's own stages)
+    weight_versions    per device, the most versions of a stage's weights that were kept at one
+                       time, by their storages
+    check              the verdict against the reference, or None if it was switched off
+    replicas           measured spans of every replica
+    unsplit            {stage: {weight: why}}: gradients of weights that I computed, not W
+    """
+
+    timeline: Timeline
+    losses: list[float]
+    microbatch_losses: list[float]
+    memory: Memory
+    weights: list[Any]
+    weight_versions: list[int]
+    check: Check | None
+    replicas: list[Timeline] = field(repr=False)
+    unsplit: dict[int, Mapping[str, str]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        s, late = self.timeline.schedule, self.timeline.late
+        verdict = self.check or "Not checked against the reference (check=False)."
+        pace = "" if late is None else " Paced: it shows order and numerics, not speed."
+        times = f" times {len(self.replicas)} replicas" if len(self.replicas) > 1 else ""
+        sizes = f"{s.devices} devices{times}, {s.batches} batches of {s.microbatches} micro-batches"
+        whole = "".join(
+            f" I computed gradients of stage {stage}'s weights: {name} ({why})"
+            + (f" and {len(weights) - 1} more." if len(weights) > 1 else ".")
+            for stage, weights in sorted(self.unsplit.items())
+            for name, why in [*weights.items()][:1]
+        )
+        return f"<Run of {s.name} on {sizes}. {verdict}{pace}{whole}>"
+
+
+@dataclass
+class Evaluation:
+    """What `evaluate` gives back: losses (one per batch, and per micro-batch), measured spans, and
+    the verdict."""
+
+    losses: list[float]
+    microbatch_losses: list[float]
+    timeline: Timeline
+    check: Check | None
+
+
+def result_of(table: Schedule, outcomes: Sequence[Outcome], replicas: int, paced: bool) -> Run:
+    """Everything but the verdict."""
+    by_place = {(o.row, o.replica): o for o in outcomes}
+    records = [[by_place[d, r].record for d in range(table.devices)] for r in range(replicas)]
+    timelines = [timeline_of(table, of_replica, paced) for of_replica in records]
+    last = table.placement[-1]
+    m = table.microbatches
+    values = [
+        by_place[last, r].losses[b * m + k]
+        for b in range(table.batches)
+        for r in range(replicas)
+        for k in range(m)
+    ]
+    return Run(
+        timelines[0],
+        mean_losses(values, table.batches),
+        [mean for mean, _ in values],
+        memory_of(timelines[0], records[0]),
+        [by_place[d, 0].weights.get(s, {}) for s, d in enumerate(table.placement)],
+        [max(record.versions, default=0) for record in records[0]],
+        None,
+        timelines,
+        {s: names for d in range(table.devices) for s, names in by_place[d, 0].unsplit.items()},
+    )
+
+
+def timeline_of(table: Schedule, records: Sequence[Record], paced: bool) -> Timeline:
+    """The workers' records, one per row, as a measured timeline."""
+    start, end, arrived = (
+        [seconds for record in records for seconds in getattr(record, name)]
+        for name in ("start", "end", "arrived")
+    )
+    moved = {}
+    for i in table.crossing:
+        sent = end[table.inputs[i]]  # type: ignore[index]
+        moved[i] = sent, max(arrived[i], sent)
+    late = sum(record.late for record in records) if paced else None
+    return Timeline(table, spans_of(table, start, end, moved), "measured", late)
+
+
+def memory_of(timeline: Timeline, records: Sequence[Record]) -> Memory:
+    """Steps of memory: what an action takes counts from its start, what it gives back from its end.
+
+    Activations between the two as the most that was held; an input from its arrival to its action's
+    start as a buffer.
+    """
+    first, bounds = min(timeline.start), timeline.schedule.bounds
+    steps: list[MemoryStep] = []
+    for d, record in enumerate(records):
+        held, kept = 0, record.at_start
+        for cause, level in zip(Bytes._fields, record.at_start, strict=True):
+            steps.append(MemoryStep(d, first, -1, cause, level))
+        for n, span in enumerate(timeline.spans[bounds[d] : bounds[d + 1]]):
+            # At one moment: an arrival, its use, what the action takes, and what it gives back.
+            arrives, uses, takes, gives = range(4 * n - 1, 4 * n + 3)
+            if span.arrived is not None and span.arrived < span.start:
+                size = record.received[n]
+                steps.append(MemoryStep(d, span.arrived, arrives, "buffers", size))
+                steps.append(MemoryStep(d, span.start, uses, "buffers", -size))
+            steps.append(MemoryStep(d, span.start, takes, "activations", record.most[n] - held))
+            steps.append(
+                MemoryStep(d, span.end, gives, "activations", record.held[n] - record.most[n])
+            )
+            for cause, before, after in zip(Bytes._fields, kept, record.kept[n], strict=True):
+                moment = (span.start, takes) if after > before else (span.end, gives)
+                steps.append(MemoryStep(d, *moment, cause, after - before))
+            held, kept = record.held[n], record.kept[n]
+    return Memory(timeline.schedule.devices, steps, "measured")

@@ -1,0 +1,153 @@
+"""run(schedule, stages, batches, ...): train for real, measure, and check against the reference.
+
+evaluate: the forwards alone.
+"""
+
+from collections.abc import Callable, Sequence
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from pipelab.predict.costs import Costs, Recompute
+from pipelab.runtime.interrupt import imports_whole
+from pipelab.runtime.prepare import Options
+from pipelab.runtime.result import Evaluation, Run
+from pipelab.runtime.wing import Wing, train_on
+from pipelab.table.schedule import Schedule
+
+Batches = Sequence[tuple[Any, Any]]
+
+
+def run(
+    schedule: Schedule,
+    stages: Sequence[Any],
+    batches: Batches,
+    loss: Callable[[Any, Any], Any],
+    optimizer: Any,
+    *,
+    backend: str | None = None,
+    devices: str | Sequence[Any] | None = None,
+    replicas: int = 1,
+    recompute: Recompute = Recompute.NEVER,
+    clip: float | None = None,
+    autocast: Any = None,
+    seed: int | None = None,
+    finite: bool = True,
+    pace: float | None = None,
+    costs: Costs | None = None,
+    check: bool | str = True,
+    tolerance: float | None = None,
+    dump: str | Path | None = None,
+    save: str | Path | None = None,
+    stop: int | None = None,
+    resume: str | Path | None = None,
+    timeout: float = 60.0,
+) -> Run:
+    """Train `stages` on `batches` in the order that the schedule says, one worker per device.
+
+    stages     one module per stage. They are copied: `Run.weights` has the trained weights. A
+               weight that several stages have is tied: its gradients are added up (only with a
+               flush). Each module trains or evaluates as its `training` says. For jax: nnx modules,
+               or pairs of a linen module or a function (parameters, x) -> y and its parameters
+    batches    schedule.batches pairs (input, target) of tensors (or trees of them), split into
+               micro-batches along dimension 0; sizes may be uneven. Any sequence: on several
+               machines only ranks with the first or the last stage, and rank 0 for the check, read
+               it
+    loss       (output, target) -> the mean over the samples, or a pair (mean, how many it is the
+               mean of)
+    optimizer  a factory: parameters -> torch.optim.Optimizer, or a tuple of one and learning-rate
+               schedulers, which step after each update; called once per stage. For jax: an optax
+               transformation. It sees one stage: for a norm over all of them there is `clip`, not
+               optax.clip_by_global_norm
+    backend    "threads" of this process, or "processes", one a device (messages over sockets, or
+               NCCL where every rank has a GPU of its own). Default: threads; in a process that
+               torchrun or another launcher started, that process is one of the ranks. "jax":
+               threads, with jitted stages; after jax.distributed.initialize, over all processes,
+               which all make this call. Its heartbeat_timeout_seconds (100) has to be above
+               `timeout`: a process that hangs is ended by it, without a RunError
+    devices    one per row, such as ["cpu", "cuda:0"]; repeats share a device (each worker has its
+               own CUDA stream); one name for all; default: the GPUs in turn if there are any, else
+               the CPU. For jax: such as ["cpu:0", "cpu:1"], or jax.devices(), taken in turn
+    replicas   this many pipelines train together, each on its share of every batch; needs a
+               schedule with a flush
+    recompute  when a backward first runs its forward again
+    clip       the largest norm of a step's gradient: over all stages for a flush schedule, per
+               stage without a flush (2BW, one batch of it too; tables whose updates come before the
+               batch's end)
+    autocast   torch.bfloat16 for mixed precision; default: as in the caller's torch.autocast
+    seed       of the random numbers that forwards draw: each stage and micro-batch has its own, so
+               that recomputation and the reference draw the same. Default: torch's, if a layer has
+               dropout; give one if a forward draws otherwise. They come from torch's default
+               generator, which is put back afterwards: other threads of the caller's may not draw
+               from it meanwhile (give them a torch.Generator)
+    finite     whether a loss that is nan or inf ends the run
+    pace       seconds per unit of `costs`: slow down to the predicted times, to show order on a
+               machine with few cores
+    check      compare every loss, gradient and weight with a reference on one device, in float64;
+               that takes three to four times as long as the training itself on one device. "quick":
+               with one in the run's own precision. False: not at all
+    tolerance  how many times further from the reference than rounding explains a tensor may be;
+               default 3
+    dump       a new or empty folder for the initial weights, the batches and the weights after
+               every update
+    save       a new or empty folder (that all ranks see) for a checkpoint afterwards; with `stop`,
+               after that many batches. Where it cannot be written, the error's `run` is what
+               would have been returned, without the check
+    resume     a checkpoint to go on from: the same stages and batches; without a flush also the
+               same schedule. Bit for bit the run that was not stopped: with the optimizer's
+               settings of then (a warning names another learning rate)
+    timeout    processes: seconds without the end of any action after which the run is given up
+
+    Layers that normalize over a batch (BatchNorm) see micro-batches: that trains another model than
+    whole batches do, and the reference follows it.
+
+    With jax there are no replicas, no autocast (choose the parameters' type), no tied weights, no
+    dumps and no checkpoints.
+
+    Raises ScheduleError for a table that cannot run, ValueError for arguments that do not fit it,
+    and RunError when a stage fails, with its device, its action and its own traceback as the cause.
+    """
+    options = Options(DEFAULT, locals())
+    return train_on(
+        _wing(backend), schedule, stages, batches, loss, optimizer, options, training=True
+    )
+
+
+def evaluate(
+    schedule: Schedule,
+    stages: Sequence[Any],
+    batches: Batches,
+    loss: Callable[[Any, Any], Any],
+    *,
+    backend: str | None = None,
+    devices: str | Sequence[Any] | None = None,
+    autocast: Any = None,
+    check: bool | str = True,
+    tolerance: float | None = None,
+    timeout: float = 60.0,
+) -> Evaluation:
+    """The losses of `batches` without training: the schedule's forwards alone, no graphs.
+
+    Modules are in evaluation mode. Arguments as for `run`. To evaluate trained weights, load
+    `Run.weights` into the stages first (load_state_dict).
+
+    Raises as `run` does.
+    """
+    options = Options(DEFAULT, locals())
+    found = train_on(_wing(backend), schedule, stages, batches, loss, None, options, training=False)
+    return Evaluation(found.losses, found.microbatch_losses, found.timeline, found.check)
+
+
+KEYWORDS = (p for p in signature(run).parameters.values() if p.kind is p.KEYWORD_ONLY)
+DEFAULT = {p.name: p.default for p in KEYWORDS}
+
+
+def _wing(backend: str | None) -> type[Wing]:
+    with imports_whole():
+        if backend == "jax":
+            from pipelab.runtime.jax.wing import JaxWing
+
+            return JaxWing
+        from pipelab.runtime.torch.wing import TorchWing
+
+        return TorchWing

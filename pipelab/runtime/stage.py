@@ -1,0 +1,342 @@
+"""What a worker drives, whichever library computes: a device and its stages."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from pipelab.table.action import Kind
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train, the same for all stages.
+
+    loss         (output, target) -> mean, or (mean, how many it is the mean of); by default the
+                 samples are counted
+    optimizer    torch: a factory, parameters -> optimizer, or a tuple of one and learning-rate
+                 schedulers; jax: an optax transformation. None to evaluate
+    recompute    per micro-batch, whether a micro-batch's forward runs again before its backward
+    microbatches in a batch
+    clip         largest norm of a step's gradient: over all stages if `shared_clip`, else per stage
+    autocast     torch: type of mixed precision, or None
+    finite       whether a loss that is nan or inf ends the run
+    training     else the forwards only evaluate
+    keep         whether to keep gradients and weights of every update, for the check and for dumps
+    """
+
+    loss: Callable[[Any, Any], Any]
+    optimizer: Any
+    recompute: Sequence[bool]
+    microbatches: int
+    clip: float | None
+    shared_clip: bool
+    autocast: Any
+    finite: bool
+    training: bool
+    keep: bool
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What the table and the data hold for one stage; lists have one entry per micro-batch.
+
+    versions  the weight version that it reads
+    groups    the update that it belongs to
+    later     versions that are read after the last micro-batch here: kept for a checkpoint
+    inputs    on the first stage, the data. None elsewhere
+    targets   on the last stage. None elsewhere
+    samples   how many it has, on the last stage
+    units     what its count is divided by where it weighs a gradient, on the last stage: about the
+              samples of one, so that float16 can hold it; a power of two, which rounds nothing; one
+              for all micro-batches of an update, in all replicas
+    seeds     (uint32) what its forward draws random numbers from; None if forwards draw none
+    """
+
+    versions: Sequence[int]
+    groups: Sequence[int]
+    later: Sequence[int]
+    inputs: Sequence[Any] | None
+    targets: Sequence[Any] | None
+    samples: Sequence[int]
+    units: Sequence[int]
+    seeds: np.ndarray | None
+
+
+class Step(NamedTuple):
+    """What an update did to a stage: the gradients it stepped with and the weights it made."""
+
+    gradients: dict[str, Any]
+    weights: dict[str, Any]
+
+
+class Ledger:
+    """Bytes of the activations kept on a device; what several micro-batches hold counts once.
+
+    held   now
+    most   since `most` was last set
+    """
+
+    def __init__(self) -> None:
+        self.held = self.most = 0
+        self._holders: Counter[int] = Counter()  # block of memory -> how many keys hold it
+        self._blocks: dict[Hashable, dict[int, int]] = {}  # key -> its blocks and their bytes
+
+    def hold(self, key: Hashable, blocks: dict[int, int]) -> None:
+        """Count blocks of memory, {address: bytes}, for `key`, which has to keep them alive."""
+        mine = self._blocks.setdefault(key, {})
+        for block, size in blocks.items():
+            if block not in mine:
+                mine[block] = size
+                self._holders[block] += 1
+                if self._holders[block] == 1:
+                    self.held += size
+        self.most = max(self.most, self.held)
+
+    def drop(self, key: Hashable) -> None:
+        """`key` holds nothing any more."""
+        for block, size in self._blocks.pop(key, {}).items():
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                del self._holders[block]
+                self.held -= size
+
+
+class Device:
+    """A device whose work is done when a call returns, so that a mark of time is just a number."""
+
+    def __init__(self, device: Any, ledger: Ledger) -> None:
+        self.device, self.ledger = device, ledger
+
+    def begin(self, began: float) -> None:
+        """Tie the device's clock to the run's time zero on `time.perf_counter`."""
+        self._began = began
+
+    def active(self) -> AbstractContextManager:
+        """What a worker thread runs in."""
+        return nullcontext()
+
+    def now(self) -> Any:
+        """A mark of this moment in the device's work."""
+        return time.perf_counter()
+
+    def finish(self) -> None:
+        """Wait for all work so far."""
+
+    def seconds(self, marks: list[Any]) -> list[float]:
+        """Marks as seconds since the run began."""
+        return [mark - self._began for mark in marks]
+
+    def give(self, payload: Any) -> Any:
+        """A payload for another device's `take`."""
+        return payload
+
+    def take(self, parcel: Any) -> Any:
+        """The payload of another device's `give`, on this device."""
+        raise NotImplementedError
+
+    def arrays(self, payload: Any) -> Iterable[Any]:
+        """The arrays of a payload, with `dtype`, `shape` and `nbytes`."""
+        raise NotImplementedError
+
+    def size(self, payload: Any) -> int:
+        """Bytes of a payload's arrays."""
+        return sum(array.nbytes for array in self.arrays(payload))
+
+    def describe(self, payload: Any) -> str:
+        """Types and shapes of a payload's arrays, for an error."""
+        found = [
+            f"{str(array.dtype).removeprefix('torch.')} {tuple(array.shape)}"
+            for array in self.arrays(payload)
+        ]
+        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+        return ", ".join(found[:4]) + more if found else "no tensors"
+
+
+class Bytes(NamedTuple):
+    """What is kept besides activations: the latest weights, more versions of them, and so on."""
+
+    weights: int
+    versions: int
+    gradients: int
+    optimizer: int
+
+
+class Stage(Protocol):
+    """A stage as the worker drives it, in any library.
+
+    There is a method for each kind of action: (micro-batch or update's number, what it received) ->
+    what is sent on.
+
+    losses    per micro-batch, on the last stage: its mean and what it is the mean of
+    steps     what each update did, if it was to be kept
+    unsplit   weight -> why I computed its gradient, which W should have
+    """
+
+    losses: dict[int, Any]
+    steps: Sequence["Step"] = ()
+    unsplit: Mapping[Any, str] = {}
+
+    @property
+    def versions_held(self) -> int:
+        """Weight versions kept."""
+        return 1
+
+    def forward(self, microbatch: int, received: Any) -> Any: ...
+
+    def backward(self, microbatch: int, received: Any) -> Any: ...
+
+    def input_grad(self, microbatch: int, received: Any) -> Any: ...
+
+    def weight_grad(self, microbatch: int, received: Any) -> Any: ...
+
+    def update(self, number: int, received: Any = None) -> None: ...
+
+    def held(self) -> Bytes:
+        """What is kept now."""
+
+    def trained(self) -> Any:
+        """The latest weights, on the host."""
+
+    def snapshot(self) -> None:
+        """Keep what the last update did; not part of the update, so that its time is its own."""
+        return None
+
+    # ---- for replicas and partners
+
+    def complete(self, group: int) -> bool:
+        """Whether all backwards of an update group are through, and somebody waits for that."""
+        return False
+
+    def news(self) -> Any:
+        """What other stages' updates wait for: a gradient for a common norm, tied weights."""
+        return None
+
+    def sums(self, group: int) -> list[Any]:
+        """What a group has accumulated, to be added up over replicas."""
+        return []
+
+    def replace_sums(self, group: int, sums: list[Any]) -> None:
+        """Go on with the sums over replicas."""
+        return None
+
+
+class CountingStage(Stage):
+    """A stage and what is counted of it; the wings' stages do the computing.
+
+    weights  by version: values, so that a version lives as long as the table has readers of it
+    """
+
+    def __init__(self, device: Any, recipe: Recipe, feed: Feed) -> None:
+        self.device, self.recipe, self.feed = device, recipe, feed
+        self.weights: dict[int, Any] = {}
+        self.losses = {}
+        self.steps: list[Step] = []
+        self.unsplit: dict[str, str] = {}
+        self.stepped: Any = None  # gradients of an update that `steps` does not have yet
+        self.readers = Counter([*feed.versions, *feed.later])  # version -> backwards to come
+        self.counts: dict[int, float] = {}  # group -> what its losses counted, in its unit
+        self._backwards_left = Counter(feed.groups)
+        self._kept: dict[int, Any] = {}  # by micro-batch, what its forward left for its backward
+        self._split: dict[int, tuple[Any, Any, float]] = {}  # the same between I and W
+
+    # ---- backwards: the same three in both wings, but for how gradients are computed
+
+    def backward(self, microbatch: int, received: Any) -> Any:
+        """Accumulate the weights' gradients; returns the input's."""
+        kept, gradient, count = self._prepare(microbatch, received)
+        gradient = self._pull(microbatch, kept, gradient, count, Kind.B)
+        self.finish(microbatch, count)
+        return count, gradient
+
+    def input_grad(self, microbatch: int, received: Any) -> Any:
+        """The input's gradient alone; what is kept stays for `weight_grad`."""
+        kept, gradient, count = self._prepare(microbatch, received)
+        self._split[microbatch] = kept, gradient, count
+        return count, self._pull(microbatch, kept, gradient, count, Kind.I)
+
+    def weight_grad(self, microbatch: int, received: Any) -> None:
+        """Accumulate the weights' gradients, which `input_grad` left out."""
+        kept, gradient, count = self._split.pop(microbatch)
+        self._pull(microbatch, kept, gradient, count, Kind.W)
+        self.finish(microbatch, count)
+
+    def _prepare(self, microbatch: int, received: Any) -> tuple[Any, Any, float]:
+        """What the forward kept, the gradient of its output, and what the loss counted."""
+        raise NotImplementedError
+
+    def _pull(self, microbatch: int, kept: Any, gradient: Any, count: float, kind: Kind) -> Any:
+        """Accumulate the weights' gradients, unless the action is I; returns the input's.
+
+        A micro-batch that counts nothing (all its tokens masked) has no gradient, whatever its mean
+        is.
+        """
+        raise NotImplementedError
+
+    def _seed(self, microbatch: int) -> Any:
+        return None if self.feed.seeds is None else self.feed.seeds[microbatch]
+
+    # ---- what is counted
+
+    @property
+    def latest(self) -> int:
+        return max(self.weights)
+
+    @property
+    def versions_held(self) -> int:
+        return len(self.weights)
+
+    def key(self, microbatch: int) -> Hashable:
+        """The ledger's key of what a forward keeps."""
+        return id(self), microbatch
+
+    def complete(self, group: int) -> bool:
+        return not self._backwards_left[group]
+
+    def finish(self, microbatch: int, count: float) -> Any:
+        """A micro-batch is through. Returns the weight version that nobody reads again, or None."""
+        self.device.ledger.drop(self.key(microbatch))
+        group, version = self.feed.groups[microbatch], self.feed.versions[microbatch]
+        self.counts[group] = self.counts.get(group, 0.0) + count
+        self._backwards_left[group] -= 1
+        self.readers[version] -= 1
+        if self.readers[version] or version == self.latest:
+            return None
+        return self.weights.pop(version)
+
+    def divisor(self, group: int, square: Callable[[], float]) -> float:
+        """What the group's summed gradient is divided by: its count, and what clips its norm.
+
+        `square` gives the squared norm of the sum; the formula is torch's clip_grad_norm_.
+        """
+        count = self.counts.pop(group, 0.0) or 1.0
+        if self.recipe.clip is None:
+            return count
+        norm = square() ** 0.5 / count
+        return count / float(np.minimum(1.0, self.recipe.clip / (norm + 1e-6)))  # nan stays nan
+
+    def check_loss(self, microbatch: int) -> None:
+        """FloatingPointError for a loss that is nan or inf, unless the recipe allows it."""
+        mean, count = self.losses[microbatch]
+        if not 0 <= count < np.inf:
+            raise ValueError(f"the loss is the mean of {count}: give how many it is the mean of")
+        if self.recipe.finite and count and not np.isfinite(value := float(mean)):
+            batch = microbatch // self.recipe.microbatches
+            raise FloatingPointError(
+                f"the loss of micro-batch {microbatch} (batch {batch}) is {value}; "
+                "to continue anyway: finite=False"
+            )
+
+    def snapshot(self) -> None:
+        if self.stepped is not None:
+            on_host = self.on_host
+            self.steps.append(Step(on_host(self.stepped), on_host(self.weights[self.latest])))
+            self.stepped = None
+
+    def on_host(self, weights: Any) -> dict[str, Any]:
+        """Weights or gradients by name, copied to the host."""
+        raise NotImplementedError

@@ -1,0 +1,320 @@
+"""Torch's arithmetic for the reference: the stages one after another on one device.
+
+It shares no code with the worker or the stages.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipelab.runtime.batches import samples_of
+from pipelab.runtime.stage import Recipe
+from pipelab.runtime.torch.arguments import TREES, copies_of
+from pipelab.runtime.torch.device import DRAWING
+from pipelab.runtime.torch.state import StageState, make_optimizer
+from pipelab.runtime.verdict import reference
+from pipelab.runtime.verdict.reference import Piece, Weights
+
+
+class TorchArithmetic(reference.Arithmetic):
+    """See `reference.Arithmetic`; `wide` computes in float64, else as the run does.
+
+    replicas  how many there are: each has modules of its own, which remember what it computed
+    start     where training goes on, by stage; `first` is the latest version there
+    """
+
+    trees = TREES
+    stages: Any  # of the first replica
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        recipe: Recipe,
+        device: str,
+        *,
+        wide: bool,
+        replicas: int,
+        first: int,
+        start: Sequence[StageState],
+    ) -> None:
+        self.recipe, self.device, self.wide, self.start = recipe, torch.device(device), wide, start
+        self.replicas = nn.ModuleList(copies_of(stages) for _ in range(replicas))
+        self.replicas.to(self.device)
+        if not recipe.training:
+            self.replicas.eval()
+        self.stages = self.replicas[0]
+        self._note_precision()
+        if wide:
+            for tensor in (*self.replicas.parameters(), *self.replicas.buffers()):
+                tensor.data = _widen(tensor.data)  # in place, so that tied ones stay tied
+        named = [dict(stage.named_parameters()) for stage in self.stages]
+        self.trained = [[n for n, p in of.items() if p.requires_grad] for of in named]
+        labels: dict[int, list[str]] = {}
+        for s, of_stage in enumerate(named):
+            for name, p in of_stage.items():
+                labels.setdefault(id(p), []).append(f"{name} of stage {s}")
+        self.repeated = [label for _, *others in labels.values() for label in others]
+        self.history = [{first: self.place(s, of)} for s, of in enumerate(named)]
+        for s, state in enumerate(start):
+            self.history[s].update({v: self.place(s, w) for v, w in state.weights.items()})
+            for stages_of_replica in self.replicas:
+                for name, buffer in stages_of_replica[s].named_buffers():  # type: ignore[index]
+                    buffer.data = self._moved(state.buffers[name])
+        self.optimizer: Any = None
+        self.schedulers: list[Any] = []
+        trained = [p for p in self.stages.parameters() if p.requires_grad]
+        if recipe.optimizer and trained and not wide:
+            self.optimizer, self.schedulers = make_optimizer(recipe.optimizer, trained)
+            for of_stage, state in zip(named, start, strict=False):
+                state.load_optimizer(self.optimizer, self.schedulers, of_stage)
+
+    def _note_precision(self) -> None:
+        stages: Any = self.stages
+        autocast = self.recipe.autocast
+        parameters = list(stages.parameters())
+        trained = [p.dtype for p in parameters if p.requires_grad]
+        of_weights = _coarsest(trained or [p.dtype for p in parameters])
+        precision = _coarsest([of_weights, autocast]) if autocast else of_weights
+        self.coarsest = self.eps_of_loss = torch.finfo(precision).eps
+        self.mixed = torch.finfo(autocast).eps if autocast else 0.0
+        self.eps = {
+            f"{name} of stage {s}": torch.finfo(tensor.dtype).eps
+            for s, stage in enumerate(stages)
+            for name, tensor in (*stage.named_parameters(), *stage.named_buffers())
+            if _is_float(tensor)
+        }
+        self.computes_in = "float64" if self.wide else str(precision).removeprefix("torch.")
+        self._draws: Any = _DrawsIn(of_weights) if self.wide else nullcontext()
+
+    def loss(self, weights: Sequence[Weights], piece: Piece) -> tuple[float, float]:
+        # With graphs where the run has them: a loss may differentiate.
+        with torch.set_grad_enabled(self.recipe.training):
+            mean, count = self._forward(weights, piece)
+        return float(mean.detach()), count
+
+    @torch.enable_grad()
+    def differentiate(
+        self, weights: Sequence[Weights], piece: Piece, unit: float
+    ) -> tuple[float, float, float, list[dict[str, Tensor]]]:
+        # backward, and not grad: torch.utils.checkpoint refuses that.
+        stages: Any = self.replicas[piece.replica]
+        for p in stages.parameters():
+            p.grad = None
+        mean, count = self._forward(weights, piece)
+        weight = torch.full_like(mean.detach(), count / unit)
+        if mean.requires_grad and count:
+            with DRAWING:  # layers under torch.utils.checkpoint draw again
+                mean.backward(weight)
+        found = [
+            {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
+            for stage in stages
+        ]
+        return float(mean.detach()), count, float(weight), found
+
+    def narrowed(self, weights: Sequence[Weights], piece: Piece) -> float:
+        with _Narrowing() as narrowing:
+            if self.recipe.training:
+                self.differentiate(weights, piece, 1.0)
+            else:
+                self.loss(weights, piece)
+        return max((torch.finfo(dtype).eps for dtype in narrowing.found), default=0.0)
+
+    def step(self, weights: Sequence[Weights], gradients: Sequence[Weights]) -> list[Weights]:
+        for s, (stage, gradient) in enumerate(zip(self.stages, gradients, strict=True)):
+            _bind(stage, self.place(s, weights[s]))
+            for name, p in stage.named_parameters():  # optimizers leave one without alone
+                p.grad = gradient[name].to(p, copy=True) if name in gradient else None
+        if self.optimizer is not None:
+            self.optimizer.step()
+            for scheduler in self.schedulers:
+                scheduler.step()
+        return [{n: p.detach() for n, p in stage.named_parameters()} for stage in self.stages]
+
+    def place(self, stage: int, weights: Weights) -> dict[str, Tensor]:
+        return {
+            name: torch.as_tensor(weights[name]).detach().to(p, copy=True)
+            for name, p in self.stages[stage].named_parameters()
+        }
+
+    def on_host(self, array: Tensor) -> np.ndarray:
+        return _widen(array.detach().cpu()).resolve_conj().resolve_neg().numpy()
+
+    # ---- what modules remember
+
+    def buffers(self) -> list[dict[str, Any]]:
+        found = []
+        for stage in self.stages:
+            parameters = dict(stage.named_parameters(remove_duplicate=False))
+            kept = stage.state_dict()
+            found.append({name: kept[name] for name in kept if name not in parameters})
+        return found
+
+    def remembered(self) -> "_State":
+        return _State(self.replicas)
+
+    def saved(
+        self, states: Sequence[StageState], history: Any, weights: Sequence[Any]
+    ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+        expected = []
+        for s, stage in enumerate(self.stages):
+            given_back = weights[s] if weights else {}
+            buffers = {name: given_back.get(name, own) for name, own in stage.named_buffers()}
+            state = StageState(history[s], buffers)
+            if self.optimizer is not None and states[s].kinds:
+                state.add_optimizer(self.optimizer, self.schedulers, dict(stage.named_parameters()))
+            expected.append(state.values())
+        return [state.values() for state in states], expected
+
+    # ---- one forward
+
+    def _forward(self, weights: Sequence[Weights], piece: Piece) -> tuple[Tensor, float]:
+        """The loss: (mean, count).
+
+        What a forward changes in the weights themselves (as the max_norm of an embedding does)
+        stays in them.
+        """
+        x, y = TREES.map(self._moved, (piece.x, piece.y))
+        autocast = None if self.wide else self.recipe.autocast
+        with ExitStack() as stack:
+            stack.enter_context(DRAWING)
+            stack.enter_context(
+                torch.autocast(
+                    self.device.type, autocast, autocast is not None, cache_enabled=False
+                )
+            )
+            if piece.seeds is not None:
+                cuda = [self.device] if self.device.type == "cuda" else []
+                stack.enter_context(torch.random.fork_rng(cuda))
+                stack.enter_context(self._draws)
+            stages: Any = self.replicas[piece.replica]
+            for s, stage in enumerate(stages):
+                _bind(stage, weights[s])
+                if piece.seeds is not None:
+                    torch.manual_seed(piece.seeds[s])
+                x = stage(TREES.map(_own, x) if s else x)
+            value = self.recipe.loss(x, y)
+        mean, count = value if isinstance(value, tuple) else (value, None)
+        self.eps_of_loss = torch.finfo(mean.dtype).eps
+        return mean, float(samples_of((piece.x, piece.y), TREES) if count is None else count)
+
+    def _moved(self, leaf: Any) -> Any:
+        """A copy on the reference's device, since layers may work in place."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        leaf = leaf.detach().to(self.device, copy=True)
+        return _widen(leaf) if self.wide else leaf
+
+
+class _State(reference.ReferenceMemory):
+    """All that modules remember beside their weights: buffers, other attributes, and what is set.
+
+    A forward may write into a buffer, or put another in its place.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = [(m, {k: _copied(v) for k, v in vars(m).items()}) for m in module.modules()]
+        self._values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+
+    def restore(self) -> None:
+        for module, attributes in self._modules:
+            vars(module).clear()
+            vars(module).update({k: _copied(v) for k, v in attributes.items()})
+        for buffer, value in self._values:
+            buffer.data = value.clone()
+
+    def differs(self) -> bool:
+        """Whether a number, a text or a container beside the buffers is another one now."""
+        return any(
+            not name.startswith("_")
+            and isinstance(value, PLAIN)
+            and (name not in before or before[name] != value)
+            for module, before in self._modules
+            for name, value in vars(module).items()
+        )
+
+
+CONTAINERS = dict, list, set
+PLAIN = int, float, str, *CONTAINERS
+
+
+def _copied(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, CONTAINERS) else value
+
+
+class _Narrowing(TorchDispatchMode):
+    """Notes the types of results that have fewer digits than what they were computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **kwargs or {})
+        given, made = (
+            {t.dtype for t in pytree.tree_leaves(tree) if isinstance(t, Tensor) and _is_float(t)}
+            for tree in ((args, kwargs), result)
+        )
+        finest = min((torch.finfo(dtype).eps for dtype in given), default=np.inf)
+        self.found |= {dtype for dtype in made if torch.finfo(dtype).eps > finest}
+        return result
+
+
+class _DrawsIn(TorchDispatchMode):
+    """Random numbers come out as the run's precision draws them, then they are widened."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs or {})
+
+        def narrow(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.dtype == torch.float64:
+                return value.to(self.dtype)
+            return self.dtype if value is torch.float64 else value
+
+        narrow_args, narrow_kwargs = pytree.tree_map(narrow, (args, kwargs or {}))
+        drawn = pytree.tree_map_only(Tensor, _widen, func(*narrow_args, **narrow_kwargs))
+        in_place = func._schema.name.endswith("_")
+        return args[0].copy_(drawn) if in_place else drawn
+
+
+def _bind(stage: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Let the stage compute with these very tensors."""
+    for name, p in stage.named_parameters():
+        p.data = weights[name]
+
+
+def _own(leaf: Any) -> Any:
+    """A copy, in the graph: a stage may work in place, and its input may still be needed."""
+    return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _coarsest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """The real type with the fewest digits; torch's default where there is none."""
+    real = [dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+    return max(real, key=lambda d: torch.finfo(d).eps, default=torch.get_default_dtype())
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    """Floating numbers as float64 or complex128; others as they are."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor

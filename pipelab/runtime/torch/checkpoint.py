@@ -1,0 +1,239 @@
+"""Checkpoints: a file per stage, written by whoever holds the stage, and an index of them.
+
+A checkpoint is taken between two batches, when nothing is in flight: weights with every older
+version that is still to be read, buffers, the optimizer's and the schedulers' state. Files are read
+by torch.load(weights_only=True), which runs no code, and only if they are as they were written.
+"""
+
+import io
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from hashlib import file_digest, sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipelab.runtime.prepare import Segment
+from pipelab.runtime.stage import Step
+from pipelab.runtime.torch.state import StageState, buffer_names, on_cpu
+from pipelab.table.schedule import Schedule
+
+INDEX = "checkpoint.json"
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a checkpoint is of.
+
+    batch    batches of the table that are done; `updates` the updates made
+    seed     what forwards draw from
+    schedule as CSV
+    digests  of the stages' files
+    """
+
+    batch: int
+    updates: int
+    seed: int | None
+    asynchronous: bool
+    schedule: str
+    digests: list[str]
+
+    @classmethod
+    def read(cls, folder: Path) -> "Index":
+        """ValueError for a folder that holds no checkpoint, or one that was changed."""
+        try:
+            content = json.loads((folder / INDEX).read_text())
+            digest = content.pop("digest")
+            index = cls(**content)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(
+                f"{folder} holds no checkpoint ({type(error).__name__}: {error})"
+            ) from None
+        if digest != _digest_of(content):
+            raise ValueError(f"{folder / INDEX} is not as it was written: use another checkpoint")
+        return index
+
+    def check_fits(self, folder: Path, schedule: Schedule) -> None:
+        """ValueError if the schedule cannot go on from this checkpoint."""
+        if self.batch >= schedule.batches:
+            raise ValueError(
+                f"{folder} is after batch {self.batch} of {schedule.batches}: "
+                "there is nothing left to do"
+            )
+        if (self.asynchronous or schedule.asynchronous) and self.schedule != schedule.to_csv():
+            raise ValueError(
+                f"{folder} was made by another table than {schedule.name}: without a flush, "
+                "training goes on only by the same table (its weight versions depend on it)"
+            )
+
+
+def write_index(folder: Path, segment: Segment, seed: int | None) -> None:
+    """Describe the stages' files in `folder`."""
+    index = Index(
+        segment.end,
+        segment.updates,
+        seed,
+        segment.whole.asynchronous,
+        segment.whole.to_csv(),
+        [_digest(_file(folder, s)) for s in range(segment.whole.stages)],
+    )
+    content = asdict(index)
+    content["digest"] = _digest_of(content)
+    (folder / INDEX).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def save_stage(folder: Path, stage: int, state: StageState) -> None:
+    """Write a stage's file. OSError where that is not possible, ValueError as `check_readable`."""
+    check_readable(stage, state)
+    content = io.BytesIO()
+    torch.save(vars(state), content)
+    path = _file(folder, stage)
+    try:
+        path.write_bytes(content.getbuffer())
+    except OSError as error:  # in a draft, whose name says nothing to the caller
+        target = folder.with_name(folder.name.removeprefix(".").removesuffix(".draft"))
+        raise OSError(error.errno, f"{target} could not be written: {error.strerror}") from None
+
+
+def check_readable(stage: int, state: StageState) -> None:
+    """ValueError for what the optimizer or a scheduler keeps and `load_stage` could not read."""
+    for part in ("optimizer", "groups", "schedulers"):
+        content = io.BytesIO()
+        try:
+            torch.save(getattr(state, part), content)
+            content.seek(0)
+            torch.load(content, weights_only=True)
+        except Exception as error:  # whatever a class of the caller's raises while it is pickled
+            raise ValueError(
+                f"stage {stage}: its {part}, as kept, no checkpoint can hold "
+                f"({str(error).splitlines()[0]}): keep tensors, numbers and strings, or lists, "
+                "tuples and dicts of them"
+            ) from error
+
+
+def load_stage(folder: Path, stage: int, index: Index) -> StageState:
+    """Read a stage's file. ValueError if it is not as it was written."""
+    path = _file(folder, stage)
+    try:
+        if _digest(path) != index.digests[stage]:
+            raise ValueError("its content was changed")
+        state = StageState(**torch.load(path, weights_only=True))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): use another checkpoint") from None
+    state.origin = str(folder)
+    return state
+
+
+def states_for(
+    folder: Path, index: Index, stages: Sequence[nn.Module], wanted: Sequence[int]
+) -> dict[int, StageState]:
+    """What the `wanted` ones of `stages` go on from. ValueError where it does not fit."""
+    if len(index.digests) != len(stages):
+        raise ValueError(
+            f"{folder} is of {len(index.digests)} stages, and the model has {len(stages)}: give "
+            "the same stages"
+        )
+    states = {s: load_stage(folder, s, index) for s in wanted}
+    for s, state in states.items():
+        stage = stages[s]
+        for kind, mine, theirs in (
+            ("weight", dict(stage.named_parameters()), state.weights[max(state.weights)]),
+            ("buffer", dict(stage.named_buffers()), state.buffers),
+        ):
+            for name in {**mine, **theirs}:
+                # A buffer may be another one by now: what forwards have put there.
+                if kind == "buffer" and name in theirs and name in buffer_names(stage):
+                    continue
+                here, there = (_kind_of(x.get(name)) for x in (mine, theirs))
+                if here != there or here == "missing":
+                    raise ValueError(
+                        f"{kind} {name} of stage {s} is {here} in the model and {there} in "
+                        f"{folder}: give the same model"
+                    )
+    return states
+
+
+def _kind_of(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "missing"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+@contextmanager
+def draft_of(folder: Path, first: bool = True) -> Iterator[Path]:
+    """A place for ranks to write to: the folder, once all have; nothing is left if one fails."""
+    draft = folder.with_name(f".{folder.name}.draft")
+    draft.mkdir(parents=True, exist_ok=True)
+    try:
+        yield draft
+        if first:
+            draft.replace(folder)
+    finally:
+        if first:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+def _digest_of(content: dict[str, Any]) -> str:
+    return sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _file(folder: Path, stage: int) -> Path:
+    return folder / f"stage_{stage:03}.pt"
+
+
+# ---- dumps: everything that an outsider needs to compute a run again
+
+
+def write_dump(
+    folder: Path,
+    schedule: Schedule,
+    stages: Sequence[nn.Module],
+    batches: Sequence[Any],
+    losses: list[float],
+    steps: Sequence[Sequence[Step]],
+) -> None:
+    """Write it as a draft first. OSError where that is not possible.
+
+    batches  of the whole schedule
+    steps    [stage][update]
+    """
+    data: list[dict[str, Tensor]] = [{} for _ in range(schedule.batches)]
+    for b, of_batch in enumerate(data):
+        for side, tree in zip(("input", "target"), batches[b], strict=True):
+            for i, leaf in enumerate(pytree.tree_leaves(tree)):
+                if isinstance(leaf, Tensor):
+                    of_batch[f"{side}.{i}"] = leaf
+    try:
+        with draft_of(folder) as draft:
+            _save_tensors([stage.state_dict() for stage in stages], draft / "initial.safetensors")
+            _save_tensors(data, draft / "batches.safetensors")
+            for t in range(schedule.updates):
+                after = [of_stage[t].weights for of_stage in steps]
+                _save_tensors(after, draft / f"update_{t}.safetensors")
+            (draft / "schedule.csv").write_text(schedule.to_csv())
+            (draft / "losses.json").write_text(json.dumps(losses))
+    except OSError as error:
+        raise OSError(error.errno, f"{folder} could not be written: {error.strerror}") from None
+
+
+def _save_tensors(parts: Sequence[dict[str, Tensor]], path: Path) -> None:
+    """Tensors of stages or batches, named "NUMBER.NAME"."""
+    copies = {
+        f"{number}.{name}": tensor.contiguous()
+        for number, part in enumerate(parts)
+        for name, tensor in on_cpu(part).items()
+        if isinstance(tensor, Tensor)  # a module's extra state may be anything
+    }
+    path.write_bytes(save(copies))

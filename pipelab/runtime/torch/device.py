@@ -1,0 +1,182 @@
+"""A device that runs torch stages: its clock, payloads to it, and the bytes that autograd keeps."""
+
+import time
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
+from threading import RLock
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from pipelab.runtime.stage import Device, Ledger
+from pipelab.runtime.torch.split_backward import Saved, storages
+
+DRAWING = RLock()  # torch has one generator a device, whichever run draws from it
+
+
+class CpuDevice(Device):
+    """The CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, Ledger())
+        self._ignored: dict[int, set[int]] = {}  # owner -> storages that are no activations
+        self._constants: set[int] = set()  # all of them
+
+    def active(self) -> AbstractContextManager:
+        # A thread starts with as many of OpenMP's as there are cores, until it is asked.
+        torch.get_num_threads()
+        # Of the caller's mixed precision nothing is inherited: each forward opens its own.
+        return torch.autocast(self.device.type, enabled=False)
+
+    def give(self, payload: Any) -> Any:
+        """With the CUDA event (or None) after which the payload is there."""
+        return payload, None
+
+    def take(self, parcel: Any) -> Any:
+        payload, event = parcel
+        if event is not None:
+            event.synchronize()
+        return pytree.tree_map_only(Tensor, lambda t: t.to(self.device), payload)
+
+    def arrays(self, payload: Any) -> Iterable[Tensor]:
+        return (leaf for leaf in pytree.tree_leaves(payload) if isinstance(leaf, Tensor))
+
+    # ---- bytes of activations: unique storages of what autograd saves, without weights and buffers
+
+    def ignore(self, owner: int, tensors: Iterable[Tensor]) -> None:
+        """Storages of these tensors do not count; replaces what the owner said before."""
+        self._ignored[owner] = set(storages(tensors))
+        self._constants = set().union(*self._ignored.values())
+
+    def ignores(self, tensor: Tensor) -> bool:
+        """Whether its memory is a weight's or a buffer's."""
+        return tensor.untyped_storage().data_ptr() in self._constants
+
+    def hold(self, key: Hashable, tensors: Iterable[Any]) -> None:
+        """Count the storages of those that are tensors for `key`."""
+        blocks = storages(tensor for tensor in tensors if isinstance(tensor, Tensor))
+        kept = {block: size for block, size in blocks.items() if block not in self._constants}
+        self.ledger.hold(key, kept)
+
+    def watch(self, key: Hashable, into: list[ref[Saved]] | None = None) -> AbstractContextManager:
+        """Count for `key` all that autograd saves in this context, and list it in `into`."""
+
+        def pack(tensor: Tensor) -> Saved:
+            if not self.ignores(tensor):
+                self.ledger.hold(key, storages([tensor]))
+            saved = Saved(tensor)
+            if into is not None:
+                into.append(ref(saved))
+            return saved
+
+        return saved_tensors_hooks(pack, Saved.unpack)
+
+    # ---- what actions run in
+
+    @contextmanager
+    def forward_context(self, seed: Any, autocast: torch.dtype | None) -> Iterator[None]:
+        """What a forward runs in: a stream of random numbers of its own, and mixed precision.
+
+        torch draws from one generator a device, so that the threads of a process take turns where
+        forwards draw. A cache of casts would outlive the weights: the caller's own autocast, around
+        this one, is what empties it.
+        """
+        with ExitStack() as stack:
+            if seed is not None:
+                cuda = [self.device] if self.device.type == "cuda" else []
+                stack.enter_context(DRAWING)
+                stack.enter_context(torch.random.fork_rng(cuda))
+                torch.default_generator.manual_seed(int(seed))
+                if cuda:
+                    torch.cuda.manual_seed(seed)
+            if autocast is not None:
+                kind = self.device.type
+                stack.enter_context(torch.autocast(kind, autocast, cache_enabled=False))
+            yield
+
+    def backward_context(self, seed: Any) -> AbstractContextManager:
+        """What a backward runs in: torch.utils.checkpoint draws in it what its forward drew."""
+        return nullcontext() if seed is None else DRAWING
+
+
+class CudaDevice(CpuDevice):
+    """A GPU with a stream of its own for each `worker`, by number, so that several can share it.
+
+    The host runs ahead, so marks of time are events.
+    """
+
+    def __init__(self, device: torch.device, worker: int = 0) -> None:
+        super().__init__(device)
+        self.stream = stream_of(device, worker)
+
+    def begin(self, began: float) -> None:
+        # Weights and data were put there on the caller's stream.
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._zero = self.now()
+        self._zero.synchronize()
+        self._before = time.perf_counter() - began  # seconds from the run's zero to the event
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with super().active(), torch.cuda.stream(self.stream):
+            yield
+
+    def now(self) -> Any:
+        return self.stream.record_event(torch.cuda.Event(enable_timing=True))
+
+    def finish(self) -> None:
+        self.stream.synchronize()
+
+    def seconds(self, marks: list[Any]) -> list[float]:
+        return [self._zero.elapsed_time(mark) / 1e3 + self._before for mark in marks]
+
+    def give(self, payload: Any) -> Any:
+        return payload, self.stream.record_event()
+
+    def take(self, parcel: Any) -> Any:
+        payload, event = parcel
+        if event is not None:
+            self.stream.wait_event(event)
+
+        def move(tensor: Tensor) -> Tensor:
+            if tensor.is_cuda:
+                tensor.record_stream(self.stream)  # its sender may free it before it is read here
+            return tensor.to(self.device, non_blocking=True)
+
+        return pytree.tree_map_only(Tensor, move, payload)
+
+
+@cache
+def stream_of(device: torch.device, worker: int) -> torch.cuda.Stream:
+    """The stream of a worker, the same in every run.
+
+    torch keeps freed memory for the stream that it was used on, and cuBLAS a workspace for each:
+    with new streams, every run would take more of both, and be slow until it has them.
+    """
+    return torch.cuda.Stream(device)
+
+
+def torch_device(name: str | torch.device, worker: int = 0) -> CpuDevice:
+    """The runtime of a torch device for a worker by its number. ValueError as `find_device`."""
+    device = find_device(name)
+    return CpuDevice(device) if device.type == "cpu" else CudaDevice(device, worker)
+
+
+def find_device(name: str | torch.device) -> torch.device:
+    """A torch device by its name. ValueError if this machine does not have it."""
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device {name!r}: {str(error).splitlines()[0]}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {name!r}: use cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device {name!r}: this machine has {torch.cuda.device_count()} CUDA devices"
+        )
+    return device

@@ -1,0 +1,282 @@
+"""The process launcher: one process a device on this machine, from a notebook too.
+
+Whatever happens, no process, file or port is left behind.
+"""
+
+import ctypes
+import io
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any, NoReturn
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from pipelab.runtime.threads import BEFORE, RankJob, Threads, no_progress, place
+from pipelab.runtime.torch.ranks import perform
+from pipelab.runtime.torch.wire import FOREVER
+from pipelab.runtime.transport import Lost
+from pipelab.runtime.worker import Job, Outcome, RunError, told
+
+PRELOAD = ["torch._dynamo", "pipelab.runtime.torch.processes"]
+STARTING = Lock()  # this process has one __main__
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+
+
+@dataclass
+class Processes(Threads):
+    """This process starts one for every rank, and keeps the rest to itself."""
+
+    timeout: float
+
+    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
+        return run_processes(jobs, perform, self.timeout)
+
+
+def run_processes(
+    jobs: Sequence[RankJob],
+    work: Callable[[Any, Callable[[int], None]], Any],
+    timeout: float,
+) -> list:
+    """work(job, progress) for every job in a process of its own, connected by torch.distributed.
+
+    When a rank raises or dies, or no action ends anywhere within `timeout` seconds, all are killed,
+    what they printed is written out in the order of ranks, and one RunError names the device, its
+    action and the cause. Jobs are sent with cloudpickle, so models and functions defined in a
+    notebook's cells work. `progress` takes a number, whose meaning the job knows; each call shows
+    that the rank gets on.
+    """
+    with tempfile.TemporaryDirectory(prefix="pipelab-") as name:
+        folder = Path(name)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        marks = context.RawArray("q", [BEFORE] * len(jobs))  # of progress, in shared memory
+        ranks = []
+        try:
+            with _main_hidden():
+                for job in jobs:
+                    packed = _dumps((job, work))  # may raise: before the process is there
+                    ranks.append(_start(context, job, marks, folder))
+                    ranks[-1].connection.send_bytes(packed)
+            return _collect(ranks, timeout)
+        finally:
+            for rank in ranks:
+                rank.process.kill()
+                rank.connection.close()
+            for rank in ranks:
+                rank.process.join()
+                rank.process.close()
+            for log in sorted(folder.glob("log*")):
+                sys.stdout.write(log.read_text(errors="replace"))
+
+
+@dataclass
+class _Rank:
+    """A rank as its parent sees it."""
+
+    job: RankJob
+    process: Any
+    connection: Connection
+    marks: Any
+
+    @property
+    def place(self) -> str:
+        """Its action, by its progress mark."""
+        return place(self.job, self.marks[self.job.rank])
+
+    def receive(self) -> Any:
+        """What it has sent: its outcome, or a _Failure. RunError if it has died instead."""
+        try:
+            return cloudpickle.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            self.process.join(5)
+            code = self.process.exitcode
+            how = f"ended with status {code}"
+            if code and code < 0:
+                how = f"was killed by {signal.Signals(-code).name}"
+            text = f"{self.job.where}, action {self.place}: its process {how}"
+            raise RunError(text, self.job.rank) from None
+
+
+class _Failure:
+    """What a rank sends when it fails: its error, with the cause as text.
+
+    secondary  whether it only lost its connection to another rank
+    """
+
+    def __init__(self, job: RankJob, error: BaseException) -> None:
+        cause = error.__cause__ if isinstance(error, RunError) and error.__cause__ else error
+        self.traceback = "".join(traceback.format_exception(cause))
+        self.secondary = isinstance(cause, Lost)
+        if not isinstance(error, RunError):
+            error = RunError(f"{job.where}: {told(error)}", job.rank)
+        error.__cause__ = None
+        self.error = error
+
+
+class _Remote(Exception):
+    """The traceback of a rank, as text."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+# ---- in the parent
+
+
+def _start(context: Any, job: RankJob, marks: Any, folder: Path) -> _Rank:
+    mine, theirs = context.Pipe()
+    arguments = (theirs, job.rank, marks, str(folder))
+    process = context.Process(target=_rank, args=arguments, name=f"pipelab rank {job.rank}")
+    process.start()
+    theirs.close()
+    return _Rank(job, process, mine, marks)
+
+
+@contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Keep multiprocessing from running the caller's script again in every process.
+
+    Jobs bring all that they need. Runs of several threads take turns: none shows it while another
+    starts its ranks, or keeps what another has hidden.
+    """
+    main = sys.modules["__main__"]
+    with STARTING:
+        hidden: dict[str, Any] = {
+            name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)
+        }
+        main.__spec__ = None
+        try:
+            yield
+        finally:
+            vars(main).update(hidden)
+
+
+def _collect(ranks: Sequence[_Rank], timeout: float) -> list[Any]:
+    """The outcomes of all ranks. RunError for the first that fails, or if none gets on."""
+    outcomes = {}
+    left = list(ranks)
+    last, since = ranks[0].marks[:], time.monotonic()
+    while left:
+        wait([rank.connection for rank in left], timeout=0.25)
+        for rank in [rank for rank in left if rank.connection.poll()]:
+            left.remove(rank)
+            outcome = rank.receive()
+            if isinstance(outcome, _Failure):
+                _blame(outcome, left)
+            outcomes[rank.job.rank] = outcome
+        now = ranks[0].marks[:]
+        if now != last:
+            last, since = now, time.monotonic()
+        elif time.monotonic() - since > timeout:
+            held = no_progress([f"{rank.job.where} at {rank.place}" for rank in left], timeout)
+            raise RunError(f"{held}; the processes were killed", left[0].job.rank)
+    return [outcomes[rank] for rank in sorted(outcomes)]
+
+
+def _blame(failure: _Failure, others: list[_Rank]) -> NoReturn:
+    """Raise a rank's failure; if it only lost its connection to another, what happened to that."""
+    deadline = time.monotonic() + 2
+    while failure.secondary and others and time.monotonic() < deadline:
+        wait([rank.connection for rank in others], timeout=0.1)
+        for rank in [rank for rank in others if rank.connection.poll()]:
+            others.remove(rank)
+            found = rank.receive()
+            if isinstance(found, _Failure) and not found.secondary:
+                failure = found
+    raise failure.error from _Remote(failure.traceback)
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Pickles what torch by itself would refuse, or make far too large."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, nn.Module) and parametrize.is_parametrized(value):
+            # Its class forbids it, since others could not import that: cloudpickle sends it along.
+            cls = type(value)
+            return cls.__new__, (cls,), super(cls, value).__getstate__()
+        plain = type(value) is Tensor and value.layout is torch.strided and not value.requires_grad
+        if plain and value.nbytes < value.untyped_storage().nbytes():
+            # A slice, as a micro-batch is of its batch: it would be pickled with all of that.
+            return value.clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return super().reducer_override(value)
+
+
+def _dumps(value: Any) -> memoryview:
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getbuffer()
+
+
+# ---- in the rank
+
+
+def _rank(connection: Connection, rank: int, marks: Any, folder: str) -> None:
+    """A rank's process: receive the job, do it, send the outcome or the error."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if not os.path.isdir(folder):  # the caller was interrupted while it started this
+        os._exit(1)
+    with open(os.path.join(folder, f"log{rank:04}"), "w", buffering=1) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        # They are None where the caller's are closed. Else libraries expect them at 1 and 2.
+        sys.stdout, sys.stderr = sys.stdout or log, sys.stderr or log
+        job, work = cloudpickle.loads(_receive(connection, folder))
+        Thread(target=_receive, args=(connection, folder), daemon=True).start()
+        try:
+            outcome = _perform(job, work, marks, folder)
+        except BaseException as error:
+            outcome = _Failure(job, error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send_bytes(cloudpickle.dumps(outcome))
+        os._exit(0)
+
+
+def _receive(parent: Connection, folder: str) -> bytes:
+    """What the caller sends. One that is killed cannot clean up after itself: its ranks do."""
+    try:
+        return parent.recv_bytes()
+    except (EOFError, OSError):
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+
+def _perform(job: RankJob, work: Callable, marks: Any, folder: str) -> Any:
+    torch.set_num_threads(1)  # the ranks share this machine's cores
+    _keep_freed_memory()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    meeting = f"file://{folder}/rendezvous"
+    dist.init_process_group(
+        "gloo", init_method=meeting, world_size=len(marks), rank=job.rank, timeout=FOREVER
+    )
+    return work(job, partial(marks.__setitem__, job.rank))
+
+
+def _keep_freed_memory() -> None:
+    """What is freed stays with this process.
+
+    Else malloc gives gradients back to the kernel after every update, and each of their pages costs
+    a fault when the next batch needs it: of 4 MB a thousand, which was 5 % of a batch of 80 ms.
+    """
+    with suppress(AttributeError, TypeError):  # another C library than GNU's
+        malloc = ctypes.CDLL(None)
+        malloc.mallopt(M_TRIM_THRESHOLD, 2**30)
+        malloc.mallopt(M_MMAP_THRESHOLD, 2**25)  # the most that it takes

@@ -1,0 +1,367 @@
+"""A torch backward in two halves: I, the gradients of the inputs, and W, those of the weights.
+
+Autograd keeps a graph of the operations between the outputs and what wants a gradient:
+
+    output -----( @ )-----[ relu ]-----( @ )----- input      the trunk: what leads to an input
+                  |                      |
+                [ t ]                  [ t ]                 branches: what leads to weights alone
+                  |                      |
+               weight 2               weight 1
+
+I goes down the trunk, and leaves at every fork ( ) the gradient that arrived there. W starts from
+these and goes down the branches. A fork runs in both, but autograd asks it only for the gradients
+that are wanted: a matrix product computes one product in I and the other one in W. After I the
+trunk gives back what it saved, but for its forks.
+
+Forks with a weight in common are one group: one walk of W starts from all of them. That is right
+only where none of them leads to another; else the walk would go down the trunk again. The weights
+of such a group are computed by I, as are those of a fork that computes all its gradients at once,
+like a custom Function or an LSTM, and of operations whose saved tensors have hooks of their own, as
+under torch.utils.checkpoint, which would compute its layers again.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
+
+# operation -> what hands it gradients, and as which of its outputs'; None: where a backward starts
+Above = dict[Node, list[tuple[Node | None, int]]]
+
+# Their backwards start one of their own, or refuse to run for some gradients only.
+INDIVISIBLE = {"CheckpointFunctionBackward", "CompiledFunctionBackward"}
+
+# Torch's operations that compute all their gradients, whichever are wanted: most of those without
+# a mask in its derivatives.yaml, and CuDNN's and MIOpen's, which start from the inputs' gradients.
+# A write to a view (CopySlices) hides what was written with.
+AT_ONCE = {
+    "ConvTbc",
+    "CopySlices",
+    "CudnnBatchNorm",
+    "CudnnGridSampler",
+    "CudnnRnn",
+    "EuclideanDist",
+    "FakeQuantizeLearnablePerChannelAffine",
+    "FakeQuantizeLearnablePerTensorAffine",
+    "GridSampler2DCpuFallback",
+    "IndexReduce",
+    "LinalgHouseholderProduct",
+    "LstmMps",
+    "MiopenBatchNorm",
+    "MiopenRnn",
+    "MkldnnRnnLayer",
+    "Polar",
+    "PreluKernel",
+    "ScaledDotProductCudnnAttention",
+    "ScaledDotProductFlashAttention",
+    "ScaledDotProductFlashAttentionForCpu",
+    "ScatterReduce",
+    "ThnnFusedGruCell",
+    "ThnnFusedLstmCell",
+    "WeightNormInterface",
+}
+
+# How torch refuses hooks in grad and vjp, and the memory of a tensor inside jvp.
+OF_TORCH_FUNC = "yet support saved tensor hooks", "data pointer on an invalid python storage"
+
+
+class Saved:
+    """What autograd saved of a tensor for the backward.
+
+    last  whether it is given back when it is used next
+    """
+
+    __slots__ = ("__weakref__", "last", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # The tensor itself would keep its graph alive.
+        self.tensor: Tensor | None = tensor.detach()
+        self.version = tensor._version
+        self.last = False
+
+    def unpack(self) -> Tensor:
+        tensor = self.tensor
+        assert tensor is not None, "given back before its last use"
+        if tensor._version != self.version:
+            raise RuntimeError(
+                "a tensor saved for the backward was changed in place after the forward"
+            )
+        if self.last:
+            self.tensor = None
+        return tensor
+
+
+@dataclass(eq=False)
+class _Group:
+    """Forks with weights in common, where gradients enter them, and with which W starts.
+
+    weights     by the ends of their branches (AccumulateGrad)
+    operations  of the branches
+    gates       where I leaves gradients
+    """
+
+    forks: set[Node]
+    weights: list[Any]
+    operations: set[Node]
+    gates: list[GradientEdge] = field(default_factory=list)
+    starts: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
+
+
+def whole_backward(
+    outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Iterable[Tensor]
+) -> list[Tensor | None]:
+    """A full backward: accumulates the weights' gradients and returns those of the inputs."""
+    if outputs:
+        torch.autograd.backward(outputs, gradients)
+    found = []
+    for leaf in inputs:
+        found.append(leaf.grad)
+        leaf.grad = None
+    return found
+
+
+class Halves:
+    """The backward of one forward, whose tensors were saved as `Saved`; first I, then W.
+
+    outputs, gradients  where it starts
+    inputs              leaves whose gradients are I's. Without any I does nothing and W everything
+    together            weight -> why I computed its gradient, too
+    indivisible         why I was a full backward, or None
+    """
+
+    def __init__(
+        self,
+        outputs: Sequence[GradientEdge],
+        gradients: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+    ) -> None:
+        self.outputs, self.gradients, self.inputs = outputs, gradients, inputs
+        self.together: dict[Tensor, str] = {}
+        self.indivisible: str | None = None
+        self._groups: list[_Group] = []
+        self._above, leaves = _operations(outputs)
+        self._kept = set(self._above)  # operations that W needs
+        whole_only = {kind.__name__ for kind in set(map(type, self._above))} & INDIVISIBLE
+        if inputs and whole_only:
+            name = min(whole_only).removesuffix("Backward")
+            self.indivisible = f"{name} is differentiated as a whole"
+        elif inputs:
+            self._cut(leaves)
+
+    def _cut(self, leaves: Sequence[Any]) -> None:
+        """Find the forks, and group them by their weights."""
+        of_inputs = {id(leaf) for leaf in self.inputs}
+        ends = {leaf for leaf in leaves if id(leaf.variable) in of_inputs}
+        trunk = ends | _leading_to(ends, self._above)
+        self._kept = set()
+        for group in _groups([leaf for leaf in leaves if leaf not in ends], self._above, trunk):
+            if why := self._once(group):
+                self.together.update((weight.variable, why) for weight in group.weights)
+                continue
+            for fork in group.forks & trunk:
+                entered = {n for node, n in self._above[fork] if node is None or node in trunk}
+                group.gates += [GradientEdge(fork, number) for number in sorted(entered)]
+            # Off the trunk W starts with an output's own gradient: what I could leave there would
+            # have been through the output's hooks, which run in W, too.
+            for output, gradient in zip(self.outputs, self.gradients, strict=True):
+                if output.node in group.forks - trunk:
+                    group.starts.append((output, gradient))
+            self._kept |= group.forks | group.operations
+            self._groups.append(group)
+
+    def _once(self, group: _Group) -> str | None:
+        """Why all of the group's gradients have to be computed in one go, or None."""
+        for fork in group.forks:
+            name = type(fork).__name__.removesuffix("0").removesuffix("Backward")
+            if isinstance(fork, BackwardCFunction) or name in AT_ONCE:
+                return f"{name} computes all its gradients at once"
+            if not all(isinstance(saved, Saved) for saved in _saved(fork)):
+                return "it is recomputed, or saved by hooks of its own"
+        if len(group.forks) > 1 and group.forks & _leading_to(group.forks, self._above):
+            return "it is used more than once, in turn"
+        return None
+
+    def input_grad(self) -> list[Tensor | None]:
+        """The gradients of the inputs, in their order; None for one that has none."""
+        if not self.inputs:
+            return []
+        if self._groups:
+            found = self._down_the_trunk()
+        else:
+            found = whole_backward(self.outputs, self.gradients, self.inputs)
+            self._kept = set()
+        self.outputs, self.gradients, self._above = [], [], {}
+        if not self._groups:
+            self.inputs = []  # nothing is left to do
+        return found
+
+    def _down_the_trunk(self) -> list[Tensor | None]:
+        once = []
+        for node in self._above.keys() - self._kept:
+            for saved in _saved(node):
+                if isinstance(saved, Saved):
+                    once.append(saved)
+                    # A custom Function may look at what it saved as often as it likes.
+                    saved.last = not isinstance(node, BackwardCFunction)
+        together = list(self.together)
+        gates = [gate for group in self._groups for gate in group.gates]
+        wanted: list[Any] = [*self.inputs, *together, *gates]
+        found = iter(
+            torch.autograd.grad(
+                self.outputs, wanted, self.gradients, retain_graph=True, allow_unused=True
+            )
+        )
+        of_inputs: list[Tensor | None] = [next(found) for _ in self.inputs]
+        for weight in together:
+            gradient = next(found)
+            if gradient is not None:  # not in place, as others may hold what it was
+                weight.grad = gradient.clone() if weight.grad is None else weight.grad + gradient
+        for group in self._groups:
+            arrived = [(gate, next(found)) for gate in group.gates]
+            group.starts += [(gate, grad) for gate, grad in arrived if grad is not None]
+        for saved in once:
+            saved.tensor = None  # no gradient may have come there
+        return of_inputs
+
+    def weight_grad(self) -> None:
+        """Accumulate the gradients of the weights that I left out; gives back what was kept."""
+        whole_backward(self.outputs, self.gradients, [])
+        while self._groups:
+            group = self._groups.pop()
+            if group.starts:
+                operations, gradients = zip(*group.starts, strict=True)
+                weights = tuple(node.variable for node in group.weights)
+                # torch.autograd.backward (2.11 to 2.13) calls this after a comparison of shapes in
+                # Python: they are right here, and it takes as long as a small product.
+                _engine_run_backward(
+                    operations,
+                    gradients,
+                    False,  # keep the graph
+                    False,  # build one of this walk
+                    weights,
+                    allow_unreachable=True,
+                    accumulate_grad=True,
+                )
+        self.outputs, self.gradients, self._kept = [], [], set()
+
+    def kept(self) -> Iterator[Tensor]:
+        """What is kept until W beside `remaining`: gradients, and inputs that the graph holds."""
+        yield from self.gradients
+        for group in self._groups:
+            yield from (gradient for _, gradient in group.starts)
+        if self._groups:
+            yield from self.inputs
+
+
+def remaining(saved: Iterable[ref[Saved]]) -> Iterator[Tensor]:
+    """What is kept of what autograd saved: a graph is alive, and has not given it back.
+
+    Not all of it could be found from the operations: not what an operation in place on a view
+    saved, nor what torch.utils.checkpoint will compute again from.
+    """
+    for reference in saved:
+        found = reference()
+        if found is not None and found.tensor is not None:
+            yield found.tensor
+
+
+@contextmanager
+def torch_func_refused() -> Iterator[None]:
+    """RuntimeError for derivatives of torch.func: they do not work beside hooks like `Saved`'s."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(words in str(error) for words in OF_TORCH_FUNC):
+            raise
+        raise RuntimeError(
+            "a forward takes derivatives with torch.func (grad, vjp, jvp and the like), which "
+            "is not supported: use torch.autograd.grad with create_graph=True"
+        ) from error
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The memory of tensors, {address: bytes}, each once."""
+    blocks = (tensor.untyped_storage() for tensor in tensors)
+    return {block.data_ptr(): block.nbytes() for block in blocks}
+
+
+def _operations(outputs: Sequence[GradientEdge]) -> tuple[Above, list[Any]]:
+    """All operations that gradients reach from the outputs, and those of them that are leaves'."""
+    above: Above = {edge.node: [] for edge in outputs}
+    for edge in outputs:
+        above[edge.node].append((None, edge.output_nr))
+    reached, leaves = list(above), []
+    for node in reached:
+        below = node.next_functions
+        if not below:
+            leaves.append(node)
+        for other, number in below:
+            if other is None:
+                continue
+            if other not in above:
+                above[other] = []
+                reached.append(other)
+            above[other].append((node, number))
+    return above, leaves
+
+
+def _leading_to(nodes: Iterable[Node], above: Above) -> set[Node]:
+    """The operations through which gradients come to any of these."""
+    found: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        for node, _ in above.get(stack.pop(), ()):  # an input may reach no output
+            if node is not None and node not in found:
+                found.add(node)
+                stack.append(node)
+    return found
+
+
+def _groups(weights: Iterable[Node], above: Above, trunk: set[Node]) -> list[_Group]:
+    """Forks with a weight in common, directly or through others, together."""
+    owner: dict[Node, _Group] = {}
+    for weight in weights:
+        group = _branch(weight, above, trunk)
+        for other in {owner[fork] for fork in group.forks if fork in owner}:
+            group.forks |= other.forks
+            group.weights += other.weights
+            group.operations |= other.operations
+        owner.update(dict.fromkeys(group.forks, group))
+    return list(dict.fromkeys(owner.values()))
+
+
+def _branch(weight: Node, above: Above, trunk: set[Node]) -> _Group:
+    """Where gradients leave the trunk for a weight, or start for it alone; and its branch."""
+    group = _Group(set(), [weight], {weight})
+    stack = [weight]
+    while stack:
+        node = stack.pop()
+        for other, _ in above[node]:
+            if other is None or other in trunk:
+                group.forks.add(other or node)
+            elif other not in group.operations:
+                group.operations.add(other)
+                stack.append(other)
+    return group
+
+
+def _saved(node: Node) -> Iterator[Any]:
+    """What an operation saved: a `Saved`, or what other hooks made of it; numbers have no hooks."""
+    for name in _names_of_saved(type(node)):
+        value = getattr(node, name)
+        for tensor in value if isinstance(value, tuple | list) else (value,):
+            data = tensor.data
+            if data is not None and not isinstance(data, Tensor):
+                yield data
+
+
+@cache
+def _names_of_saved(operation: type) -> list[str]:
+    return [name for name in dir(operation) if name.startswith("_raw_saved_")]

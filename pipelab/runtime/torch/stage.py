@@ -1,0 +1,242 @@
+"""A stage of a torch model: the forwards and backwards of its micro-batches."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from pipelab.runtime.batches import check_leaves
+from pipelab.runtime.torch.device import CpuDevice
+from pipelab.runtime.torch.split_backward import (
+    Halves,
+    Saved,
+    remaining,
+    storages,
+    torch_func_refused,
+    whole_backward,
+)
+from pipelab.runtime.torch.state import Buffers, as_they_were, buffers_of, copies_of_buffers
+from pipelab.runtime.torch.weights import VersionedStage
+from pipelab.table.action import Kind
+
+Loss = Callable[[Any, Any], Any]
+# Makes an optimizer, or a tuple of one and its learning-rate schedulers.
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Any]
+
+
+class _Kept(NamedTuple):
+    """What a forward leaves for its backward.
+
+    x       the input, where the forward runs again; else only its leaves that want a gradient
+    buffers copies from before the forward, where it runs again
+    edges   where the output's gradients enter the graph. Not the outputs: what was sent on need not
+            be kept
+    saved   by autograd
+    mean    the loss, on the last stage
+    counted by the loss
+    """
+
+    x: Any
+    edges: list[Any]
+    saved: list[ref[Saved]]
+    mean: Tensor | None
+    counted: float
+    buffers: Buffers
+
+
+class TorchStage(VersionedStage):
+    """A stage of a module: the base has its weights, here is what a micro-batch does with them."""
+
+    def forward(self, microbatch: int, received: Any) -> Any:
+        """The stage's output, or None on the last stage, which computes the loss."""
+        x = received if self.feed.inputs is None else self.feed.inputs[microbatch]
+        if self.recipe.training and not self.recipe.recompute[microbatch]:
+            output, self._kept[microbatch] = self._compute(microbatch, x)
+        else:
+            self._bind(microbatch)
+            if self.recipe.training:
+                self._keep_input(microbatch, x)
+            # On a copy: a layer that works in place must not change what the second forward takes.
+            copied = pytree.tree_map_only(Tensor, Tensor.clone, x)
+            with torch.no_grad():
+                output = self._apply(microbatch, copied)[0]
+        # A number on a GPU would have to be waited for: see `update`.
+        if self.feed.targets is not None and (self._on_cpu or not self.recipe.finite):
+            self.check_loss(microbatch)
+        self._note_buffers()
+        return pytree.tree_map_only(Tensor, self._sent, output)
+
+    # ---- pieces of forwards and backwards
+
+    def _keep_input(self, microbatch: int, x: Any) -> None:
+        """What a forward that runs again starts from."""
+        latest = next(reversed(self._kept.values()), None)
+        buffers = copies_of_buffers(buffers_of(self._parts), latest.buffers if latest else {})
+        self.device.hold(self.key(microbatch), [*pytree.tree_leaves(x), *buffers.values()])
+        self._kept[microbatch] = _Kept(x, [], [], None, 0, buffers)
+
+    def _bind(self, microbatch: int) -> None:
+        """Put the version that the micro-batch reads into the module.
+
+        For a backward too, since recomputation, ours or torch.utils.checkpoint's, reads it.
+        """
+        self._bind_version(self.feed.versions[microbatch])
+
+    def _apply(self, microbatch: int, x: Any) -> tuple[Any, Any, float]:
+        """Run the module, and the loss behind the last stage.
+
+        Returns the output, what a backward starts from, and what the loss counted.
+        """
+        with self.device.forward_context(self._seed(microbatch), self.recipe.autocast):
+            y = self.module(x)
+            if self.feed.targets is None:
+                check_leaves(pytree.tree_leaves(y), "a stage's output")
+                return y, y, 0
+            value = self.recipe.loss(y, self.feed.targets[microbatch])
+        pair = isinstance(value, tuple)
+        mean, count = value if pair else (value, self.feed.samples[microbatch])
+        _check_mean(mean, y)
+        self.losses[microbatch] = (mean.detach(), float(count))
+        return None, mean, float(count)
+
+    def _sent(self, output: Tensor) -> Tensor:
+        """Without its graph; a weight or buffer may change before another thread has read it."""
+        return output.detach().clone() if self.device.ignores(output) else output.detach()
+
+    def _compute(self, microbatch: int, x: Any) -> tuple[Any, _Kept]:
+        """A forward with its graph: its output, and what its backward needs."""
+        self._bind(microbatch)
+        # What comes from another stage becomes leaves, whose gradients are sent back. Data of the
+        # first stage want none, nor do whole numbers.
+        inputs, spec = pytree.tree_flatten(x)
+        inner = self.feed.inputs is None
+        wanted = [
+            t.detach().requires_grad_() if inner and _differentiable(t) else None for t in inputs
+        ]
+        entered = [
+            t if leaf is None else _entered(leaf) for t, leaf in zip(inputs, wanted, strict=True)
+        ]
+        key = self.key(microbatch)
+        self.device.hold(key, wanted)
+        saved: list[ref[Saved]] = []
+        with torch_func_refused(), self.device.watch(key, saved):
+            output, ends, count = self._apply(microbatch, pytree.tree_unflatten(entered, spec))
+        # Edges, not outputs: what was sent on need not be kept here until its gradient comes.
+        edges = [
+            get_gradient_edge(t) if isinstance(t, Tensor) and t.requires_grad else None
+            for t in pytree.tree_leaves(ends)
+        ]
+        mean = None if self.feed.targets is None else ends.detach()
+        return output, _Kept(wanted, edges, saved, mean, count, {})
+
+    def _prepare(self, microbatch: int, received: Any) -> tuple[_Kept, list, float]:
+        kept = self._kept.pop(microbatch)
+        if self.recipe.recompute[microbatch]:
+            self.device.ledger.drop(self.key(microbatch))
+            with as_they_were(kept.buffers):
+                _, kept = self._compute(microbatch, kept.x)
+        if kept.mean is None:
+            count, gradients = received
+            return kept, gradients, count
+        # The loss's type may not hold the count: what weighs the gradient is what is counted.
+        weight = torch.tensor(kept.counted / self.feed.units[microbatch], dtype=kept.mean.dtype)
+        return kept, [torch.full_like(kept.mean, weight.item())], weight.item()
+
+    def _pull(
+        self, microbatch: int, kept: Any, gradients: list, count: float, kind: Kind
+    ) -> list[Tensor | None]:
+        self._bind(microbatch)
+        found: list[Tensor | None] = []
+        held: list[Tensor] = []
+        with self.device.backward_context(self._seed(microbatch)):
+            if kind is Kind.W:
+                kept.weight_grad()
+            else:
+                found, held = self._pull_input(microbatch, kept, gradients, count, kind)
+        for name, p in self.weights[self.feed.versions[microbatch]].items():
+            if p.grad is not None and p.grad.is_sparse:
+                p.grad = None
+                raise ValueError(
+                    f"the gradient of {name} is sparse, which is not supported: use sparse=False"
+                )
+        # Autograd may give one memory to an input's gradient, a weight's, which is added to later,
+        # and what is kept for W.
+        of_weights = (p.grad for p in self._every_version() if p.grad is not None)
+        shared = storages([*held, *of_weights])
+        return [
+            g.clone() if g is not None and g.untyped_storage().data_ptr() in shared else g
+            for g in found
+        ]
+
+    def _pull_input(
+        self, microbatch: int, kept: _Kept, gradients: list, count: float, kind: Kind
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
+        """The input's gradient by B or I, a leaf each; and what is kept from I to W."""
+        starts = [
+            (e, g)
+            for e, g in zip(kept.edges, gradients, strict=True)
+            if e is not None and g is not None and count
+        ]
+        edges, of_edges = [e for e, _ in starts], [g for _, g in starts]
+        leaves = [leaf for leaf in kept.x if leaf is not None]
+        held: list[Tensor] = []
+        if kind is Kind.B:
+            of_leaves = iter(whole_backward(edges, of_edges, leaves))
+        else:
+            halves = Halves(list(edges), of_edges, leaves)
+            of_leaves = iter(halves.input_grad())
+            for of_graph in (kept.edges, starts, edges):
+                of_graph.clear()  # what W does not need goes now, and is not counted
+            held = [*halves.kept(), *remaining(kept.saved)]
+            self._split[microbatch] = halves, None, count  # in place of the whole graph
+            self.device.ledger.drop(self.key(microbatch))
+            self.device.hold(self.key(microbatch), held)
+            self._note_unsplit(halves)
+        return [None if leaf is None else next(of_leaves) for leaf in kept.x], held
+
+    def _note_unsplit(self, halves: Halves) -> None:
+        """Which weights' gradients I computed, and why; once."""
+        if halves.indivisible:
+            self.unsplit["all"] = halves.indivisible
+        for weight, why in halves.together.items():
+            names = {p: name for of in self.weights.values() for name, p in of.items()}
+            self.unsplit.setdefault(names.get(weight, "a tensor outside the module"), why)
+
+
+@torch.enable_grad()
+def warm_up(device: CpuDevice) -> None:
+    """Do once what torch sets up when it first differentiates on a device.
+
+    So that no measured action pays for it.
+    """
+    x = torch.ones(2, 2, device=device.device, requires_grad=True)
+    with device.watch(warm_up):
+        y = _entered(x) @ x
+    torch.autograd.backward([get_gradient_edge(y)], [torch.ones_like(y)])
+    device.ledger.drop(warm_up)
+
+
+def _entered(x: Tensor) -> Tensor:
+    """An input as no leaf and no view, so that a first layer may work in place."""
+    return torch.ops.aten._unsafe_view(x, x.shape)
+
+
+def _differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _check_mean(mean: Any, output: Any) -> None:
+    """ValueError for a loss that no backward can start from."""
+    if not isinstance(mean, Tensor) or mean.ndim:
+        found = f"shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
+        raise ValueError(f"the loss is a {found}: give the mean over the samples, one number")
+    graph = any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(output))
+    if torch.is_grad_enabled() and graph and not mean.requires_grad:
+        raise ValueError(
+            "the loss is detached from the model's output, so that nothing would be trained: "
+            "leave out detach(), item() and no_grad() in the loss"
+        )

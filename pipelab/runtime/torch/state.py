@@ -1,0 +1,305 @@
+"""All that a stage goes on from: its optimizer as it is made and as it is kept, and its buffers."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from threading import RLock
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipelab.runtime.torch.split_backward import storages
+
+MAKING = RLock()  # a factory may write into tensors that other runs' factories read
+
+
+@dataclass
+class StageState:
+    """All that a stage goes on from.
+
+    weights     by version, then by name; versions are numbered through the whole training
+    buffers     by name
+    optimizer   per trained parameter: its state, tensors and numbers
+    groups      hyperparameters of each parameter group
+    schedulers  state of each learning-rate scheduler
+    kinds       names of the optimizer's and the schedulers' classes
+    origin      the checkpoint that it was read from
+    """
+
+    weights: dict[int, dict[str, Tensor]]
+    buffers: dict[str, Tensor]
+    optimizer: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    schedulers: list[dict[str, Any]] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    origin: str = ""
+
+    def add_optimizer(
+        self, optimizer: Any, schedulers: Sequence[Any], weights: Mapping[str, nn.Parameter]
+    ) -> None:
+        """The state of an optimizer of these weights, and of its learning-rate schedulers."""
+        for key in optimizer.state:
+            if not isinstance(key, Tensor):
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps a state under {key!r}, which is no weight, "
+                    "and no checkpoint can hold: keep it in param_groups"
+                )
+        for name, weight in weights.items():
+            if weight in optimizer.state:
+                self.optimizer[name] = _saved(optimizer.state[weight])
+        self.groups = [_saved(_hyperparameters(group)) for group in optimizer.param_groups]
+        for scheduler in schedulers:
+            try:
+                self.schedulers.append(_saved(scheduler.state_dict()))
+            except Exception as error:
+                raise ValueError(
+                    f"{type(scheduler).__name__}.state_dict() failed, and is needed for a "
+                    f"checkpoint ({type(error).__name__}: {error})"
+                ) from error
+        self.kinds = _kinds_of(optimizer, schedulers)
+
+    def load_optimizer(
+        self, optimizer: Any, schedulers: Sequence[Any], weights: Mapping[str, nn.Parameter]
+    ) -> None:
+        """Put the state into an optimizer of these weights. ValueError for another kind."""
+        if not self.kinds:  # the stage had nothing to train
+            return
+        names = {id(weight): name for name, weight in weights.items()}
+        kinds = _kinds_of(optimizer, schedulers)
+        if self.kinds != kinds or len(self.groups) != len(optimizer.param_groups):
+            raise ValueError(
+                f"{self.origin} was made with {_summary(self.kinds, self.groups)}, and now there "
+                f"are {_summary(kinds, optimizer.param_groups)}: give the same optimizer"
+            )
+        for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
+            self._warn_of_another_rate(group, saved)
+            own = copy.deepcopy(saved)
+            for key, value in own.items():
+                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                    own[key] = value.to(group[key].device)
+            group.update(own)
+            for weight in group["params"]:
+                if (name := names.get(id(weight))) in self.optimizer:
+                    optimizer.state[weight] = _placed(self.optimizer[name], weight, group)
+        for scheduler, saved in zip(schedulers, self.schedulers, strict=True):
+            scheduler.load_state_dict(copy.deepcopy(saved))
+
+    def _warn_of_another_rate(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        """Tell a caller who gives another one, as to torch's load_state_dict: the saved one stays.
+
+        What a scheduler starts from is compared, since it changes the rate itself.
+        """
+        for key in ("initial_lr" if "initial_lr" in group else "lr", "weight_decay"):
+            if key not in group or key not in saved:
+                continue
+            both = group[key], saved[key]
+            now, then = (x.item() if isinstance(x, (Tensor, np.generic)) else x for x in both)
+            if now != then:
+                warnings.warn(
+                    f"{self.origin} goes on with {key}={then}: the {now} of the optimizer given "
+                    "now is not used",
+                    stacklevel=2,
+                )
+
+    def values(self) -> dict[str, Tensor]:
+        """All numbers in it by their path, for a comparison."""
+        content = (self.weights, self.buffers, self.optimizer, self.groups, self.schedulers)
+        found = {}
+        for path, value in pytree.tree_flatten_with_path(content)[0]:
+            if isinstance(value, (Tensor, bool, int, float, complex)):
+                found[pytree.keystr(path)] = torch.as_tensor(value)
+        return found
+
+    def renumbered(self, shift: int) -> "StageState":
+        """With versions counted from another start."""
+        weights = {v + shift: weights for v, weights in self.weights.items()}
+        return replace(self, weights=weights)
+
+
+def _kinds_of(optimizer: Any, schedulers: Sequence[Any]) -> list[str]:
+    return [type(x).__name__ for x in (optimizer, *schedulers)]
+
+
+def _summary(kinds: Sequence[str], groups: Sequence[Any]) -> str:
+    optimizer, *schedulers = kinds
+    return (
+        f"{optimizer}, {len(groups)} parameter groups and "
+        f"{len(schedulers)} schedulers ({', '.join(schedulers) or 'none'})"
+    )
+
+
+def on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies on the CPU of those that are tensors."""
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), dict(values))
+
+
+def _saved(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with Python's numbers for numpy's, which torch.load(weights_only=True) refuses."""
+    return pytree.tree_map_only(np.generic, lambda number: number.item(), on_cpu(values))
+
+
+def _placed(values: Any, weight: Tensor, group: Mapping[str, Any]) -> Any:
+    """Copies of a weight's state where torch keeps it: beside the weight, but for a `step`."""
+    on_device = group.get("capturable") or group.get("fused")
+
+    def place(path: tuple[Any, ...], value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        counts = pytree.keystr(path[-1:]) == "['step']" and not on_device
+        return value.to("cpu" if counts else weight.device, copy=True)
+
+    return pytree.tree_map_with_path(place, values)
+
+
+# ---- optimizers as they are made
+
+
+def make_optimizer(
+    factory: Callable[[Any], Any], weights: Sequence[nn.Parameter]
+) -> tuple[Any, list[Any]]:
+    """An optimizer of these weights and its learning-rate schedulers, which share nothing.
+
+    A factory may give what it makes for every stage the same learning-rate tensor, the same dict or
+    list, and a scheduler writes into it, already while it is made. So all get copies, and such
+    tensors are left as they were. ValueError for an optimizer or a scheduler of other weights.
+    """
+    with MAKING:
+        with _Writes() as writes:
+            made = factory(weights)
+        optimizer, *schedulers = made if isinstance(made, tuple) else (made,)
+        stepped = [getattr(scheduler, "optimizer", optimizer) for scheduler in schedulers]
+        for x, of_x in zip((optimizer, *schedulers), (optimizer, *stepped), strict=True):
+            _check_weights(x, of_x, weights)
+        inner = [x for x in vars(optimizer).values() if hasattr(x, "param_groups")]
+        optimizers = [optimizer, *inner, *stepped]
+        copies = {id(x): x for x in (*weights, *optimizers, *schedulers)}  # these stay
+        given = pytree.tree_leaves([_hyperparameters(g) for g in optimizer.param_groups])
+        for x in optimizers:  # an optimizer around another one has its list, or its groups
+            x.param_groups[:] = _copied(x, x.param_groups, copies)
+        for x in schedulers:
+            vars(x).update(_copied(x, vars(x), copies))
+        writes.undo(given)
+    return optimizer, schedulers
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _copied(owner: Any, content: Any, copies: dict[int, Any]) -> Any:
+    """A deep copy, but for what has one. ValueError where that is not possible."""
+    try:
+        return copy.deepcopy(content, copies)
+    except Exception as error:
+        raise ValueError(
+            f"the {type(owner).__name__} that the optimizer's factory made holds what cannot be "
+            f"copied for each stage ({type(error).__name__}: {error}): leave that out"
+        ) from error
+
+
+def _check_weights(made: Any, optimizer: Any, weights: Sequence[Tensor]) -> None:
+    """ValueError for what is no optimizer, or one of other weights, such as the caller's own."""
+    groups = getattr(optimizer, "param_groups", [{"params": [None]}])
+    found = {id(p) for group in groups for p in group["params"]}
+    if not found <= set(map(id, weights)):
+        raise ValueError(
+            f"the optimizer's factory made a {type(made).__name__} of other weights than it "
+            "was called with: give one that uses its argument, such as torch.optim.SGD"
+        )
+
+
+class _Writes(TorchDispatchMode):
+    """Notes what tensors were before they are written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for schema, value in zip(func._schema.arguments, args, strict=False):
+            if schema.alias_info and schema.alias_info.is_write and isinstance(value, Tensor):
+                self.before.append((value, value.clone()))
+        return func(*args, **kwargs or {})
+
+    @torch.no_grad()
+    def undo(self, values: Sequence[Any]) -> None:
+        """Give those that are tensors back what they were."""
+        wanted = storages(value for value in values if isinstance(value, Tensor))
+        for tensor, before in reversed(self.before):
+            if tensor.untyped_storage().data_ptr() in wanted:
+                tensor.copy_(before)
+
+
+# ---- buffers, which forwards may change: in place, or by putting another tensor there
+#
+# A forward that runs again before its backward has to find them as they were before it ran first,
+# and must not change them a second time. Whether a forward changes a buffer shows only afterwards,
+# and a change through `.data` shows in no version counter: so they are copied before, and compared
+# by value with the copies before them. Micro-batches that see the same values share a copy.
+
+Buffers = dict[tuple[nn.Module, str], Tensor | None]  # by their places
+
+
+def buffers_of(parts: Iterable[nn.Module]) -> Buffers:
+    """The buffers of these modules now, without those of modules inside them."""
+    return {(part, name): buffer for part in parts for name, buffer in part._buffers.items()}
+
+
+def buffer_names(module: nn.Module) -> set[str]:
+    """Names of all buffers, those that are None too: a forward may put a tensor there."""
+    return {
+        f"{path}.{name}".removeprefix(".")
+        for path, part in module.named_modules()
+        for name in part._buffers
+    }
+
+
+def copies_of_buffers(buffers: Buffers, known: Buffers) -> Buffers:
+    """Copies; those that are equal to the known copies are these. What is one stays one."""
+    made: dict[int, Tensor | None] = {}
+    for place, buffer in buffers.items():
+        if buffer is not None and id(buffer) not in made:
+            old = known.get(place)
+            made[id(buffer)] = buffer.detach().clone() if differ(old, buffer) else old
+    return {place: made.get(id(buffer)) for place, buffer in buffers.items()}
+
+
+@contextmanager
+def as_they_were(before: Buffers) -> Iterator[None]:
+    """What runs inside finds these values, and leaves the buffers as they are now."""
+    now = buffers_of({part: None for part, _ in before})
+    _put(copies_of_buffers(before, {}))
+    try:
+        yield
+    finally:
+        _put(now)
+
+
+def load_buffers(module: nn.Module, values: Mapping[str, Tensor], device: torch.device) -> None:
+    """Put copies of these there, by name, of whatever shape: forwards may have made them."""
+    for name, value in values.items():
+        owner, _, attribute = name.rpartition(".")
+        buffers = module.get_submodule(owner)._buffers
+        own = value.to(device, copy=True)
+        if (buffer := buffers[attribute]) is None:
+            buffers[attribute] = own
+        else:
+            buffer.data = own  # wherever else it stands
+
+
+def _put(buffers: Buffers) -> None:
+    for (part, name), buffer in buffers.items():
+        part._buffers[name] = buffer
+
+
+def differ(a: Tensor | None, b: Tensor) -> bool:
+    """Whether they have other values, on whatever device, or other types."""
+    return a is None or a.dtype != b.dtype or not torch.equal(a.to(b.device), b)

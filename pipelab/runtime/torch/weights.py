@@ -1,0 +1,277 @@
+"""A torch stage's weights: their versions, and the updates that make them."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipelab.runtime.stage import Bytes, CountingStage, Feed, Recipe
+from pipelab.runtime.torch.device import CpuDevice
+from pipelab.runtime.torch.split_backward import storages
+from pipelab.runtime.torch.state import StageState, buffers_of, load_buffers, make_optimizer, on_cpu
+
+
+class News(NamedTuple):
+    """What a stage tells its partners before an update.
+
+    square  the squared norm of its own gradients
+    tied    the gradients of tied weights, by the tie's number
+    """
+
+    square: float
+    tied: dict[int, Tensor]
+
+
+class VersionedStage(CountingStage):
+    """A stage's module with its weight versions, optimizer and learning-rate schedulers.
+
+    module  the stage's layers; trained in place
+    device  the device runtime, which counts the activations that are kept
+    recipe  how to train
+    feed    what the table and the data hold for it
+    ties    name -> number of the weights that other stages have too: their gradients are added up
+    start   what to go on from, its versions numbered as here
+
+    An update copies the latest version only if the table still has readers of it, else it steps in
+    place. A micro-batch's gradient is weighted by what its loss counted, in the feed's units: the
+    count travels with the gradient.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: CpuDevice,
+        recipe: Recipe,
+        feed: Feed,
+        *,
+        ties: Mapping[str, int],
+        start: StageState | None,
+    ) -> None:
+        super().__init__(device, recipe, feed)
+        self.module, self.ties = module, ties
+        self.weights = {0: dict(module.named_parameters())}
+        self._slots = _slots(module)
+        self._parts = [part for part in module.modules() if part._buffers]
+        if start:
+            self._load(start)
+        # Handles stand for the weights in the optimizer: its state stays with them while versions
+        # come and go. They are made from .data, since a detached tensor shares the weight's version
+        # counter: a step would look like a change.
+        self._handles = {
+            name: _parameter(p.data, p) for name, p in self.weights[self.latest].items()
+        }
+        trained = [h for h in self._handles.values() if h.requires_grad]
+        self.optimizer: Any = None
+        self.schedulers: list[Any] = []
+        if trained and recipe.optimizer:
+            self.optimizer, self.schedulers = make_optimizer(recipe.optimizer, trained)
+        if start and self.optimizer:
+            start.load_optimizer(self.optimizer, self.schedulers, self._handles)
+        self._note_constants()
+        if not recipe.training:
+            module.eval()
+
+    def _load(self, start: StageState) -> None:
+        parameters = self.weights[0]
+        self.weights = {
+            v: {
+                name: _parameter(t.to(self.device.device, copy=True), parameters[name])
+                for name, t in of_version.items()
+            }
+            for v, of_version in start.weights.items()
+        }
+        load_buffers(self.module, start.buffers, self.device.device)
+
+    def update(self, number: int, received: dict[int, News] | None = None) -> None:
+        """Make version number + 1 from the latest one, with the group's gradient.
+
+        That is summed over the versions that its micro-batches read. `received` is the news of the
+        group by stage, where stages share a clipping norm or tied weights.
+        """
+        if self.feed.targets is not None and not self._on_cpu:
+            for k, group in enumerate(self.feed.groups):
+                if group == number:
+                    self.check_loss(k)
+        # In the order of stages, so that all of them add up tied gradients to the same sum.
+        news = [received[s] for s in sorted(received)] if received else []
+        if not news and self.recipe.clip is not None:
+            news = [self.news()]
+        tied = _add_up(news)
+        own_square = sum(n.square for n in news)
+        divisor = self.divisor(number, lambda: own_square + sum(map(_square, tied.values())))
+        # [1] the handles take the latest weights, and the whole gradient
+        latest = self.weights[number]
+        for name, handle in self._handles.items():
+            handle.data = latest[name].data
+            total = self._gradient(name)
+            if self.ties.get(name) in tied:
+                total = tied[self.ties[name]].clone()
+            handle.grad = None if total is None else total.div_(divisor)
+            for weights in self.weights.values():
+                weights[name].grad = None
+        if self.recipe.keep:  # before the step, as some optimizers work in the gradient's memory
+            self.stepped = {
+                name: torch.zeros_like(h) if h.grad is None else h.grad.clone()
+                for name, h in self._handles.items()
+            }
+        # [2] where the latest version still has readers, the step works on a copy of it
+        if self.readers[number]:
+            for handle in self._handles.values():
+                handle.data = handle.data.clone()
+            self.weights[number + 1] = {n: _parameter(h.data, h) for n, h in self._handles.items()}
+            self._note_constants()
+        else:
+            self.weights[number + 1] = self.weights.pop(number)
+        # [3] step
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            for scheduler in self.schedulers:
+                scheduler.step()
+
+    # ---- what is asked of it between actions and afterwards
+
+    def finish(self, microbatch: int, count: float) -> None:
+        old = super().finish(microbatch, count)
+        if old is not None:
+            for name, p in old.items():  # its gradient belongs to the group that is accumulated
+                heir = self.weights[self.latest][name]
+                if p.grad is not None:
+                    heir.grad = p.grad if heir.grad is None else heir.grad + p.grad
+            self._note_constants()
+
+    def sums(self, group: int) -> list[Tensor]:
+        """The group's count and who has a gradient, then the gradient of every trained weight.
+
+        Replicas need a flush, so that all of them are of the latest version.
+        """
+        trained = self._trained()
+        used = [p.grad is not None for p in trained]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        counted = [self.counts[group], *used]
+        counts = torch.tensor(counted, dtype=torch.float64, device=self.device.device)
+        return [counts, *gradients]
+
+    def replace_sums(self, group: int, sums: list[Tensor]) -> None:
+        self.counts[group], *used = sums[0].tolist()
+        for p, total, users in zip(self._trained(), sums[1:], used, strict=True):
+            p.grad = total if users else None  # without one, optimizers leave a weight alone
+
+    def news(self) -> News:
+        square, tied = 0.0, {}
+        for name in self._handles:
+            gradient = self._gradient(name)
+            if gradient is not None and name in self.ties:
+                tied[self.ties[name]] = gradient.clone()
+            elif gradient is not None and self.recipe.clip is not None:
+                square += _square(gradient)
+        return News(square, tied)
+
+    def held(self) -> Bytes:
+        """What is kept now, by unique storages."""
+        gradients = (p.grad for p in self._every_version() if p.grad is not None)
+        states = pytree.tree_leaves([*self.optimizer.state.values()]) if self.optimizer else ()
+        tensors = (value for value in states if isinstance(value, Tensor))
+        return Bytes(*self._of_weights, _bytes(gradients), _bytes(tensors))
+
+    @property
+    def versions_held(self) -> int:
+        """Weight versions kept, by unique storages of a weight."""
+        first = next(iter(self._handles), None)
+        return len(storages(w[first] for w in self.weights.values())) if first else 1
+
+    def trained(self) -> dict[str, Tensor]:
+        """The module's state with its latest weights, on the CPU."""
+        self._bind_version(self.latest)
+        return on_cpu(self.module.state_dict())
+
+    def state(self, updates: int) -> StageState:
+        """For a checkpoint after `updates` updates in all: what is still to be read, on the CPU."""
+        ahead = updates - self.latest
+        return replace(
+            self.optimizer_state(),
+            weights={v + ahead: on_cpu(of_version) for v, of_version in self.weights.items()},
+            buffers=on_cpu(dict(self.module.named_buffers())),
+        )
+
+    def optimizer_state(self) -> StageState:
+        """The same without weights and buffers."""
+        state = StageState({}, {})
+        if self.optimizer is not None:
+            state.add_optimizer(self.optimizer, self.schedulers, self._handles)
+        return state
+
+    def on_host(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return on_cpu(weights)
+
+    # ---- the versions
+
+    def _bind_version(self, version: int) -> None:
+        for name, parameter in self.weights[version].items():
+            for owner, attribute in self._slots[name]:
+                owner._parameters[attribute] = parameter
+
+    def _every_version(self) -> list[nn.Parameter]:
+        return [p for of_version in self.weights.values() for p in of_version.values()]
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self.weights[self.latest].values() if p.requires_grad]
+
+    def _gradient(self, name: str) -> Tensor | None:
+        """A weight's accumulated gradient, over all versions."""
+        found = [w[name].grad for w in self.weights.values() if w[name].grad is not None]
+        return torch.stack(found).sum(0) if len(found) > 1 else found[0] if found else None
+
+    def _note_constants(self) -> None:
+        """Weights and buffers are no activations, whoever saves them."""
+        every, self._buffers = self._every_version(), buffers_of(self._parts)
+        buffers = (buffer for buffer in self._buffers.values() if buffer is not None)
+        self.device.ignore(id(self), (*every, *buffers))
+        latest = _bytes(self.weights[self.latest].values())
+        self._of_weights = latest, _bytes(every) - latest  # the versions kept beside it
+
+    def _note_buffers(self) -> None:
+        """After a forward, which may have put other tensors there."""
+        if any(now is not self._buffers.get(at) for at, now in buffers_of(self._parts).items()):
+            self._note_constants()
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.device.device.type == "cpu"
+
+
+def _parameter(data: Tensor, like: nn.Parameter) -> nn.Parameter:
+    """Another version of a weight, with its attributes, which optimizers may look at."""
+    made = nn.Parameter(data, like.requires_grad)
+    vars(made).update(vars(like))
+    return made
+
+
+def _slots(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Where each parameter stands in the module: (owner, attribute); several places if shared."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    slots: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
+    for alias, p in module.named_parameters(remove_duplicate=False):
+        owner, _, attribute = alias.rpartition(".")
+        slots[names[id(p)]].append((module.get_submodule(owner), attribute))
+    return slots
+
+
+def _add_up(news: Iterable[News]) -> dict[int, Tensor]:
+    """The whole gradient of every tied weight, added in the order of stages: the same for all."""
+    total: dict[int, Tensor] = {}
+    for _, tied in news:
+        for tie, gradient in tied.items():
+            total[tie] = total[tie] + gradient if tie in total else gradient
+    return total
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(storages(tensors).values())
+
+
+def _square(gradient: Tensor) -> float:
+    return float(gradient.abs().double().square().sum())

@@ -1,0 +1,102 @@
+"""Messages between workers of one process: a mailbox per device, keyed by the action that sends.
+
+A plain queue per pair of devices would not do: a consumer may want outputs in another order than
+they were made.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Condition, Event
+from typing import Any, NamedTuple
+
+from pipelab.runtime.stage import Device
+
+Key = Hashable
+
+
+class Message(NamedTuple):
+    """A payload, and the second since the run began when it was there.
+
+    In a paced run, when it was sent, by the sender's paced clock.
+    """
+
+    payload: Any
+    at: float
+
+
+class Lost(ConnectionError):
+    """A message to or from another process was lost: mostly that one's fault."""
+
+
+class Aborted(Exception):
+    """Another worker failed; this one ends quietly."""
+
+
+class Transport:
+    """Messages between the devices of one pipeline, and sums over its replicas: mailboxes.
+
+    Payloads go by reference, between threads; `wire.Wire` also sends them to other processes. A key
+    is the flat index of the action whose output the message is, or (stage, stage, update) for what
+    stages tell each other before an update.
+
+    ended     set when the run has ended
+    replicas  the transports of all replicas of the pipeline, this one's among them, in order
+    """
+
+    def __init__(self, devices: int) -> None:
+        self._changed = [Condition() for _ in range(devices)]
+        self._boxes: list[dict[Key, Message]] = [{} for _ in range(devices)]
+        self.ended = Event()
+        self.replicas: Sequence[Transport] = [self]
+
+    def send(self, key: Key, device: int, message: Message) -> None:
+        """Hand a message to `device`; does not wait for the receiver."""
+        with self._changed[device]:
+            self._boxes[device][key] = message
+            self._changed[device].notify()
+
+    def receive(self, key: Key, device: int) -> Message:
+        """The message of that key, on `device`; waits for it. Aborted when the run has ended."""
+        box = self._boxes[device]
+        with self._changed[device]:
+            self._changed[device].wait_for(lambda: key in box or self.ended.is_set())
+            if self.ended.is_set():
+                raise Aborted
+            return box.pop(key)
+
+    def sum_over_replicas(self, key: Key, device: int, parts: list[Any], home: Device) -> list[Any]:
+        """`parts`, on `home`, added up one by one over the same device of all replicas.
+
+        Waits for them.
+        """
+        me = self.replicas.index(self)
+        for replica in self.replicas:
+            replica.send((key, me), device, Message(home.give(parts), 0.0))
+        received = [self.receive((key, r), device).payload for r in range(len(self.replicas))]
+        return add_up(map(home.take, received))
+
+    def sleep(self, seconds: float) -> None:
+        """Wait, or if `seconds` is not positive just look: Aborted when the run has ended."""
+        if self.ended.wait(seconds) if seconds > 0 else self.ended.is_set():
+            raise Aborted
+
+    def abort(self) -> None:
+        """End the run: whoever waits, or will wait, gets Aborted."""
+        self.ended.set()
+        for changed in self._changed:
+            with changed:
+                changed.notify_all()
+
+
+def add_up(of_replicas: Iterable[list[Any]]) -> list[Any]:
+    """The sums of their parts one by one; in one order, so that they are equal in all replicas."""
+    return [sum(same[1:], same[0]) for same in zip(*of_replicas, strict=True)]
+
+
+@contextmanager
+def lost(*errors: type[Exception]) -> Iterator[None]:
+    """Lost instead of these errors."""
+    try:
+        yield
+    except errors as error:
+        raise Lost(f"a message to or from another process was lost: {error!r}") from error

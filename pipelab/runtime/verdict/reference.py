@@ -1,0 +1,360 @@
+"""The reference: a model trained by the papers' update rules, on one device, stage after stage.
+
+One algorithm for every library, whose `Arithmetic` is passed in. It shares no code with the worker,
+the stages or the schedule's versions; `rule_of` alone looks at those, to choose a rule.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import product
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from pipelab.runtime.batches import Trees, samples_of
+from pipelab.runtime.stage import Recipe
+from pipelab.table.action import Reads
+from pipelab.table.schedule import Schedule
+
+FLUSH = "flush: w(t+1) = w(t) - step(grad f(w(t)))"
+STASHING = "weight stashing: w(t+1) = w(t) - step(grad f(w_1(t-n+1), ..., w_n(t)))"
+VERTICAL = "vertical sync: w(t+1) = w(t) - step(grad f(w_1(t-n+1), ..., w_n(t-n+1)))"
+TABLE = "as its rows say: a forward reads the updates before it in its row"
+DOUBLE = "2BW: W(t+1) = W(t) - step(grad f(W(t-1)))"
+
+Arrays = dict[str, np.ndarray]  # "NAME of stage S" -> float64, complex128, or whole numbers
+Losses = list[tuple[float, float]]  # (mean, count)
+Weights = Mapping[str, Any]  # a stage's, by name
+Reading = list[list[list[int]]]  # [update][piece of its data][stage] -> version
+
+
+class Piece(NamedTuple):
+    """What one forward and backward of the reference computes: a batch or a part of it.
+
+    reads  the weight version of every stage
+    seeds  the random numbers that every stage's forward draws from; None if they draw none
+    replica  which one computes it: each has its own buffers, and a run gives back the first's
+    """
+
+    x: Any
+    y: Any
+    reads: Sequence[int]
+    seeds: Sequence[int] | None = None
+    replica: int = 0
+
+
+class Jitter(NamedTuple):
+    """Random errors in all trained weights, each of up to `size` of itself."""
+
+    seed: int
+    size: float
+
+
+class ReferenceMemory:
+    """What modules remember beside their weights, as it was at one time."""
+
+    def restore(self) -> None:
+        """Let them remember it again."""
+
+    def differs(self) -> bool:
+        """Whether something beside the buffers, such as a count, is another one now."""
+        return False
+
+
+class Arithmetic(Protocol):
+    """What a library computes for the reference: a model's losses, gradients and steps.
+
+    eps          "NAME of stage S" -> from 1 to the next number in the type of a weight or buffer
+    eps_of_loss  the same of the latest loss
+    coarsest     the largest eps of what is trained, or of mixed precision
+    mixed        the eps of mixed precision, which leaves the optimizer alone; else 0
+    computes_in  the name of the precision that it computes in
+    start        by stage, what a checkpoint holds that the training goes on from, if it does
+    history      [stage][version], the weights to begin with
+    trained      by stage, the names of the weights that are trained
+    repeated     tied weights where they are named again, as in `eps`
+    trees        how its library takes data apart
+    """
+
+    eps: dict[str, float]
+    eps_of_loss: float
+    coarsest: float
+    mixed: float = 0.0
+    computes_in: str
+    start: Sequence[Any] = ()
+    history: list[dict[int, Weights]]
+    trained: Sequence[Sequence[str]]
+    repeated: Sequence[str] = ()
+    trees: Trees
+
+    def loss(self, weights: Sequence[Weights], piece: Piece) -> tuple[float, float]:
+        """The stages with these weights, and the loss: (mean, how many it is the mean of)."""
+
+    def differentiate(
+        self, weights: Sequence[Weights], piece: Piece, unit: float
+    ) -> tuple[float, float, float, Sequence[Weights]]:
+        """The same, count / unit as the loss's type has it, and the gradients of mean x that.
+
+        Without the weights that the loss does not depend on.
+        """
+
+    def narrowed(self, weights: Sequence[Weights], piece: Piece) -> float:
+        """The eps of the coarsest type that a finer one is rounded to meanwhile; 0 if none is."""
+
+    def step(self, weights: Sequence[Weights], gradients: Sequence[Weights]) -> list[Weights]:
+        """The weights after the optimizer's step; one without a gradient is left alone."""
+
+    def place(self, stage: int, weights: Weights) -> Weights:
+        """Copies of a stage's weights, from anywhere, as this arithmetic computes with them."""
+
+    def named(self, weights: Any) -> Weights:
+        """What a run gives back of a stage, by name."""
+        return weights
+
+    def on_host(self, array: Any) -> np.ndarray:
+        """In float64 or complex128; whole numbers and truth values as they are."""
+
+    def buffers(self) -> Sequence[Mapping[str, Any]]:
+        """Those that forwards of the first replica have left, by stage."""
+        return ()
+
+    def remembered(self) -> "ReferenceMemory":
+        """All that modules remember now beside their weights."""
+        return ReferenceMemory()
+
+    def saved(self, states: Sequence[Any], history: Any, weights: Sequence[Any]) -> Sequence[Any]:
+        """By stage, the values that each checkpoint holds, and those that it should hold."""
+        return [], []
+
+
+class Reference:
+    """A training in one precision; it keeps the versions still to be read, and follows the run's.
+
+    history  [stage][version], its weights
+    """
+
+    def __init__(self, arithmetic: Arithmetic, recipe: Recipe) -> None:
+        self.arithmetic, self.recipe = arithmetic, recipe
+        self.history = arithmetic.history
+        self._before = arithmetic.remembered()  # the latest gradient or loss without a jitter
+        self._used: list[set[str]] = []  # by stage, the weights that had a gradient in it
+
+    def losses(self, pieces: Sequence[Piece], jitter: Jitter | None = None) -> Losses:
+        """The forwards alone: (mean loss, count) of every piece."""
+        with self._given(pieces, jitter) as given:
+            return [self.arithmetic.loss(weights, piece) for weights, piece in given]
+
+    def gradients(
+        self, pieces: Sequence[Piece], jitter: Jitter | None = None
+    ) -> tuple[Losses, Arrays]:
+        """The same, with the (clipped) gradient of an update: the mean over all that counts.
+
+        With a jitter it starts from the buffers that the last one without has found, and leaves no
+        trace in them.
+        """
+        compute, first = self.arithmetic, pieces[0]
+        # In units of about a piece's samples: float16 cannot hold larger numbers than 65,504.
+        samples = samples_of((first.x, first.y), compute.trees)
+        unit = 2.0 ** (samples.bit_length() - 1)
+        losses, counted = [], 0.0
+        sums: list[dict[str, Any]] = [{} for _ in self.history]
+        with self._given(pieces, jitter) as given:
+            for weights, piece in given:
+                mean, count, weight, gradients = compute.differentiate(weights, piece, unit)
+                losses.append((mean, count))
+                counted += weight
+                for total, of_stage in zip(sums, gradients, strict=True):
+                    for name, g in of_stage.items():
+                        total[name] = total[name] + g if name in total else g
+        # A weight that no forward has used has no gradient: optimizers leave it alone, and so does
+        # `step`. It is compared as zeros.
+        self._used = [set(total) for total in sums]
+        means: Arrays = {}
+        for s, (names, total) in enumerate(zip(compute.trained, sums, strict=True)):
+            like = next(iter(self.history[s].values()))
+            for name in names:
+                array = compute.on_host(total.get(name, like[name]))
+                divided = array / (counted or 1.0) if name in total else np.zeros_like(array)
+                means[f"{name} of stage {s}"] = divided
+        return losses, self._clipped(means)
+
+    def _clipped(self, gradients: Arrays) -> Arrays:
+        """As torch's clip_grad_norm_, over all stages or in each; tied weights count once."""
+        if self.recipe.clip is None:
+            return gradients
+        group = {n: "" if self.recipe.shared_clip else n.rpartition(" ")[2] for n in gradients}
+        squares = dict.fromkeys(group.values(), 0.0)
+        for name, g in gradients.items():
+            if name not in self.arithmetic.repeated:
+                squares[group[name]] += float(np.vdot(g, g).real)
+        factors = {
+            of: np.minimum(1.0, self.recipe.clip / (square**0.5 + 1e-6))
+            for of, square in squares.items()
+        }
+        return {name: g * factors[group[name]] for name, g in gradients.items()}
+
+    def step(self, t: int, gradients: Sequence[Weights]) -> Arrays:
+        """The weights after the optimizer's step from version t and these gradients, by stage."""
+        used = [
+            {name: of_stage[name] for name in of_stage if name in names}
+            for of_stage, names in zip(gradients, self._used, strict=True)
+        ]
+        return self.arrays(self.arithmetic.step([history[t] for history in self.history], used))
+
+    def accept(self, t: int, weights: Sequence[Weights]) -> None:
+        """Go on from these weights, by stage, as version t."""
+        for s, of_stage in enumerate(weights):
+            self.history[s][t] = self.arithmetic.place(s, of_stage)
+
+    def forget(self, needed: Sequence[set[int]]) -> None:
+        """Drop the versions that are not among the needed ones of their stage."""
+        for s, keep in enumerate(needed):
+            self.history[s] = {v: w for v, w in self.history[s].items() if v in keep}
+
+    # ---- what is asked before and after
+
+    def takes(self, pieces: Sequence[Piece]) -> bool:
+        """Whether the model takes such data: a layer may insist on a precision or a size."""
+        try:
+            (self.gradients if self.recipe.training else self.losses)(pieces, Jitter(1, 0.0))
+            return True
+        except Exception:
+            return False
+
+    def narrowed(self, pieces: Sequence[Piece]) -> float:
+        """The eps of the coarsest type that a finer one is rounded to; 0 if none is."""
+        compute = self.arithmetic
+        coarsest = compute.coarsest if compute.computes_in != "float64" else 0.0
+        with self._given(pieces, Jitter(1, 0.0)) as given:
+            return max([coarsest, *(compute.narrowed(weights, piece) for weights, piece in given)])
+
+    def remembers(self, pieces: Sequence[Piece]) -> bool:
+        """Whether forwards change what modules remember beside their buffers, such as a count."""
+        before = self.arithmetic.remembered()
+        self.losses(pieces)
+        changed = before.differs()
+        before.restore()
+        return changed
+
+    def arrays(self, by_stage: Sequence[Any]) -> Arrays:
+        """Gradients or weights of all stages."""
+        return {
+            f"{name} of stage {s}": self.arithmetic.on_host(value)
+            for s, of_stage in enumerate(by_stage)
+            for name, value in self.arithmetic.named(of_stage).items()
+            if hasattr(value, "shape")  # a module's extra state may be anything
+        }
+
+    def state(self) -> tuple[Arrays, Arrays]:
+        """The accepted weights, and the buffers that the forwards have left."""
+        latest = [history[max(history)] for history in self.history]
+        return self.arrays(latest), self.arrays(self.arithmetic.buffers())
+
+    def saved(self, states: Sequence[Any], weights: Sequence[Any] = ()) -> tuple[Arrays, Arrays]:
+        """What a checkpoint of all stages holds, and what it should hold.
+
+        `weights`, if given, are what the run gives back: the buffers should be those.
+        """
+        held, expected = self.arithmetic.saved(states, self.history, weights)
+        return self.arrays(held), self.arrays(expected)
+
+    @contextmanager
+    def _given(
+        self, pieces: Sequence[Piece], jitter: Jitter | None
+    ) -> Iterator[Iterator[tuple[list[Weights], Piece]]]:
+        """Each piece with the weights that it reads; with a jitter, off by random errors.
+
+        Such a second opinion starts from what modules remembered before the first one, and leaves
+        no trace in it.
+        """
+        # With a jitter the memory goes back to where the first opinion started, and forward again.
+        now = self.arithmetic.remembered()
+        if not jitter:
+            self._before = now
+        else:
+            self._before.restore()
+        random = np.random.default_rng(jitter.seed if jitter else 0)
+        try:
+            yield ((self._weights(piece, jitter, random), piece) for piece in pieces)
+        finally:
+            if jitter:
+                now.restore()
+
+    def _weights(self, piece: Piece, jitter: Jitter | None, random: Any) -> list[Weights]:
+        """Those that a piece reads; with a jitter copies, since a forward may write into them.
+
+        Frozen weights are exact: they may be numbers of rows or of a range.
+        """
+        given = [history[v] for history, v in zip(self.history, piece.reads, strict=True)]
+        if not jitter:
+            return given
+        compute, off = self.arithmetic, []
+        for s, (weights, names) in enumerate(zip(given, compute.trained, strict=True)):
+            jittered = {
+                name: off_by(compute.on_host(weights[name]), jitter.size, random) for name in names
+            }
+            off.append(compute.place(s, {**weights, **jittered}))
+        return off
+
+
+def off_by(array: Any, eps: float, random: np.random.Generator) -> Any:
+    """An array whose finite numbers are each off by up to an eps of itself."""
+    off = random.uniform(-1, 1, array.shape)
+    return array + np.where(np.isfinite(array), array, 0) * (eps * off)
+
+
+# ---- the papers' rules: which weights each update's gradient is taken at
+
+
+def version_read(rule: str, t: int, stage: int, stages: int) -> int:
+    """The weight version that `stage` (from 0) reads for update t, by the rule's formula."""
+    n, s = stages, stage + 1  # the papers number stages from 1
+    return max(0, {FLUSH: t, STASHING: t - n + s, VERTICAL: t - n + 1, DOUBLE: t - 1}[rule])
+
+
+def by_formula(rule: str, table: Schedule, pieces: int) -> Reading:
+    """The versions that every update's `pieces` read under one of the papers' rules."""
+    n = table.stages
+    return [
+        [[version_read(rule, t, s, n) for s in range(n)]] * pieces for t in range(table.updates)
+    ]
+
+
+def by_rows(table: Schedule) -> Reading:
+    """The same of any table, by micro-batches: the updates before each forward in its row."""
+    # Walk each row; a stage is in one row, so that counting its updates there is enough.
+    before = {}
+    updates_made = [0] * table.stages
+    for row in table.rows:
+        for stage, kind, number in row:
+            updates_made[stage] += kind.name == "U"
+            if kind.name == "F":
+                before[stage, number] = updates_made[stage]
+    size = (1 + max(number for _, number in before)) // table.updates
+    return [
+        [[before[s, k] for s in range(table.stages)] for k in range(t * size, (t + 1) * size)]
+        for t in range(table.updates)
+    ]
+
+
+def rule_of(schedule: Schedule) -> str:
+    """The paper's rule whose versions are the table's; else the rule that reads them off the rows.
+
+    ValueError for a table that reads by a rule which neither describes.
+    """
+    n, size = schedule.stages, schedule.per_update
+    if not schedule.asynchronous:
+        return FLUSH if size == schedule.microbatches else TABLE
+    if size in (1, schedule.microbatches):
+        meant = {Reads.LATEST: STASHING, Reads.FIRST: VERTICAL, Reads.PREVIOUS: DOUBLE}
+        for rule in (meant[schedule.reads], STASHING, VERTICAL, DOUBLE):  # short tables fit several
+            if all(
+                schedule.versions[s, k] == version_read(rule, k // size, s, n)
+                for s, k in product(range(n), range(schedule.total))
+            ):
+                return rule
+    if schedule.reads is not Reads.LATEST:
+        raise ValueError(
+            f"no reference for reads={schedule.reads.name} on this table: run it with check=False"
+        )
+    return TABLE

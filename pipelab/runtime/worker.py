@@ -1,0 +1,341 @@
+"""The one interpreter of schedules: for each action of a row, receive, do it, send."""
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipelab.runtime.stage import Bytes, Device, Stage, Step
+from pipelab.runtime.transport import Aborted, Message, Transport
+from pipelab.table.action import Action, Kind
+from pipelab.table.schedule import Schedule
+
+
+class RunError(RuntimeError):
+    """A run that failed.
+
+    The message names device and action, and the cause has the failing stage's own traceback.
+    """
+
+    def __init__(
+        self, message: str, device: int | None = None, action: Action | None = None
+    ) -> None:
+        super().__init__(message, device, action)
+        self.device, self.action = device, action
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+
+def told(error: BaseException) -> str:
+    """An error's type and words; the words may be code that fails."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except Exception as failed:
+        return f"{name} (its message cannot be shown: {type(failed).__name__})"
+
+
+NO_BYTES = Bytes(0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Slows a run down to its predicted times.
+
+    So that a machine with fewer cores than devices can show them.
+
+    duration, delay  seconds of every action and of its input's way, flat over the table
+    """
+
+    duration: Sequence[float]
+    delay: Sequence[float]
+
+
+@dataclass
+class Record:
+    """What one worker saw, per action of its row: seconds since the run began, bytes, versions.
+
+    start, end  of the action
+    arrived     of its input, if that came from another device (else nan); `received` are its bytes
+    most, held  activation bytes, the most during the action and after it
+    kept        other bytes after it
+    versions    kept of the action's stage
+    late        paced: how many actions took longer than they should
+    """
+
+    start: list[Any] = field(default_factory=list)
+    end: list[Any] = field(default_factory=list)
+    arrived: list[float] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
+    most: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+    kept: list[Bytes] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    at_start: Bytes = NO_BYTES
+    late: int = 0
+
+
+@dataclass
+class Outcome:
+    """What a rank gives back.
+
+    record   what its worker saw
+    losses   (mean, count) by micro-batch, from the rank with the last stage
+    steps    by stage, what each update did
+    weights  by stage, trained
+    unsplit  by stage, if there are any: see `Run`
+    changed  whether forwards have left buffers other than they were
+    unsaved  why no checkpoint of them could be written, if it could not
+    """
+
+    row: int
+    replica: int
+    record: Record
+    losses: dict[int, tuple[float, float]]
+    steps: dict[int, Sequence[Step]]
+    weights: dict[int, Any]
+    unsplit: dict[int, Mapping[str, str]]
+    changed: bool = False
+    unsaved: Exception | None = None
+
+
+@dataclass(kw_only=True)
+class Job(ABC):
+    """Row `row` of a schedule in one of the replicas, with all that it needs of the others' data.
+
+    device    the name of the device that does it (jax: the device)
+    partners  by stage, the stages whose news its updates wait for, if there are any
+    """
+
+    schedule: Schedule
+    row: int
+    device: Any
+    partners: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    pace: Pace | None = None
+    replica: int = 0
+    replicas: int = 1
+
+    @property
+    def rank(self) -> int:
+        """Replicas of a row are neighbours, as in DeepSpeed's topology."""
+        return self.row * self.replicas + self.replica
+
+    @property
+    def where(self) -> str:
+        """A name for errors."""
+        return f"device {self.row}" + (f" of replica {self.replica}" if self.replicas > 1 else "")
+
+    def doing(self, mark: int) -> str:
+        """What a progress mark, an action's flat index, stands for."""
+        return str(self.schedule.actions[mark])
+
+    @abstractmethod
+    def home(self) -> Device:
+        """The runtime of the job's device."""
+
+    @abstractmethod
+    def stages(self, home: Any) -> Mapping[int, Stage]:
+        """Runtimes of the row's stages on `home`, of copies of what they were made from."""
+
+    def prepare(self, stages: Any) -> None:  # noqa: B027
+        """What can be done before the run's time zero, in the worker's thread: jax compiles."""
+
+    def changed(self, stages: Any) -> bool:
+        """Whether forwards have left buffers other than they were."""
+        return False
+
+    def after(self, stages: Any, transport: Transport) -> Exception | None:
+        """What is to be done when the row has been carried out; returns why it was not possible."""
+        return None
+
+    def work(
+        self,
+        stages: Mapping[int, Stage],
+        home: Device,
+        transport: Transport,
+        began: float,
+        progress: Callable[[int], None] | None,
+    ) -> Outcome:
+        """Carry the row out; `progress` is told the flat index of each action before it starts."""
+        record = Worker(self, stages, home, transport, began, progress).work()
+        return Outcome(
+            self.row,
+            self.replica,
+            record,
+            losses={
+                k: (float(mean), float(count))
+                for stage in stages.values()
+                for k, (mean, count) in stage.losses.items()
+            },
+            steps={s: stage.steps for s, stage in stages.items()},
+            weights={s: stage.trained() for s, stage in stages.items()},
+            unsplit={s: stage.unsplit for s, stage in stages.items() if stage.unsplit},
+            changed=self.changed(stages),
+            unsaved=self.after(stages, transport),
+        )
+
+
+@dataclass
+class Worker:
+    """Carries out the row of a job; `began` is the run's time zero on `time.perf_counter`.
+
+    stages    the row's stages by number
+    progress  is told the flat index of every action before it
+
+    A paced action starts when its device and its input are there by the paced clocks, computes for
+    real, and ends no earlier than its predicted end; one whose computing takes longer is late.
+    """
+
+    job: Job
+    stages: Mapping[int, Stage]
+    device: Device
+    transport: Transport
+    began: float
+    progress: Callable[[int], None] | None = None
+    clock: float = 0.0  # of a paced run: when this device is done with what it has started
+
+    def __post_init__(self) -> None:
+        self.schedule, self.row, self.pace = self.job.schedule, self.job.row, self.job.pace
+
+    def work(self) -> Record:
+        """Every action of the row in order. RunError where one fails, with its cause."""
+        record, ledger = Record(), self.device.ledger
+        kept = {s: stage.held() for s, stage in self.stages.items()}
+        record.at_start = _sum(kept.values())
+        for i, action in enumerate(self.schedule.rows[self.row], self.schedule.bounds[self.row]):
+            stage, received = self.stages[action.stage], None
+            if self.progress:
+                self.progress(i)
+            try:
+                # [1] receive what the action needs
+                received, arrived = self._receive(i, action)
+                # [2] do it
+                # In a paced run not before it is due; nothing starts after the run has ended.
+                due = self.began + self.clock - time.perf_counter() if self.pace else 0
+                self.transport.sleep(due)
+                ledger.most = ledger.held
+                start = self.device.now()
+                output = _carried_out(action, stage, received)
+                record.late += self._take_time(i)
+                end = self.device.now()
+                stage.snapshot()
+                # [3] send what it makes
+                self._send(i, output)
+                if action.kind in (Kind.B, Kind.W):
+                    self._end_group(action, stage)
+            except Aborted:
+                raise
+            except (Exception, SystemExit) as error:
+                raise self._failure(action, received, error) from error
+            # [4] note what happened
+            if action.kind is not Kind.F:
+                kept[action.stage] = stage.held()
+            record.start.append(start)
+            record.end.append(end)
+            record.arrived.append(arrived)
+            record.received.append(0 if math.isnan(arrived) else self.device.size(received))
+            record.held.append(ledger.held)
+            record.most.append(max(ledger.held, ledger.most))
+            record.kept.append(_sum(kept.values()))
+            record.versions.append(stage.versions_held)
+        self.device.finish()
+        record.start, record.end = map(self.device.seconds, (record.start, record.end))
+        return record
+
+    def _failure(self, action: Action, received: Any, error: BaseException) -> RunError:
+        message = f"{self.job.where}, action {action}: {told(error)}"
+        described = received is not None and action.kind is not Kind.U
+        if described and not isinstance(error, ConnectionError):
+            message += f" (it was given {self.device.describe(received)})"
+        return RunError(message, self.row, action)
+
+    def _receive(self, i: int, action: Action) -> tuple[Any, float]:
+        """The input of action i and, where it comes from another device, when it was there."""
+        source = self.schedule.inputs[i]
+        if action.kind is Kind.U and action.stage in self.job.partners:
+            return self._collect_news(action), math.nan
+        if source is None:  # of the first stage's forward and the last one's backward: its own data
+            return None, math.nan
+        payload, at = self.transport.receive(source, self.row)
+        if self.schedule.device_of[source] == self.row:
+            return payload, math.nan
+        if self.pace:  # the message says when it was sent; this device has it a delay later
+            at += self.pace.delay[i]
+            self.clock = max(self.clock, at)
+        return self.device.take(payload), at
+
+    def _send(self, i: int, output: Any) -> None:
+        taker = self.schedule.takers[i]
+        if taker is not None:
+            target = self.schedule.device_of[taker]
+            payload = output if target == self.row else self.device.give(output)
+            at = self.clock if self.pace else time.perf_counter() - self.began
+            self.transport.send(i, target, Message(payload, at))
+
+    def _end_group(self, action: Action, stage: Stage) -> None:
+        """After the last backward of an update group: add up over replicas, and tell partners.
+
+        What their updates wait for is told here and not in the update itself: two updates that wait
+        for each other would never end. Replicas may wait for each other, since they do the
+        same things in the same order.
+        """
+        group = action.microbatch // self.schedule.per_update
+        if not stage.complete(group):
+            return
+        # [1] the sums over all replicas, the same in each
+        key = action.stage, group
+        if self.job.replicas > 1:
+            own = stage.sums(group)
+            sums = self.transport.sum_over_replicas(key, self.row, own, self.device)
+            stage.replace_sums(group, sums)
+        # [2] what partners' updates of this group wait for
+        partners = self.job.partners.get(action.stage)
+        if partners:
+            news = self.device.give(stage.news())
+            for other in partners:
+                home = self.schedule.placement[other]
+                self.transport.send((action.stage, other, group), home, Message(news, 0.0))
+
+    def _collect_news(self, update: Action) -> dict[int, Any]:
+        found = {}
+        for s in self.job.partners[update.stage]:
+            message = self.transport.receive((s, update.stage, update.microbatch), self.row)
+            found[s] = self.device.take(message.payload)
+        return found
+
+    # ---- pacing
+
+    def _take_time(self, i: int) -> bool:
+        """Wait until action i is due to end; whether it ended too late."""
+        if not self.pace:
+            return False
+        self.device.finish()
+        done, due = time.perf_counter() - self.began, self.clock + self.pace.duration[i]
+        self.transport.sleep(self.began + due - time.perf_counter())
+        # What takes longer than its cost moves the paced clock, and with it all that follows.
+        late = done > due and self.pace.duration[i] > 0
+        self.clock = max(due, done)
+        return late
+
+
+def _carried_out(action: Action, stage: Stage, received: Any) -> Any:
+    """What an action's computing makes."""
+    number = action.microbatch
+    match action.kind:
+        case Kind.F:
+            return stage.forward(number, received)
+        case Kind.B:
+            return stage.backward(number, received)
+        case Kind.I:
+            return stage.input_grad(number, received)
+        case Kind.W:
+            return stage.weight_grad(number, received)
+        case Kind.U:
+            return stage.update(number, received)
+
+
+def _sum(all_bytes: Iterable[Bytes]) -> Bytes:
+    return Bytes(*(sum(values) for values in zip(NO_BYTES, *all_bytes, strict=True)))

@@ -1,0 +1,72 @@
+"""How a function that yields rows becomes a schedule."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+from pipelab.table.action import Action, B, F, Reads, U, check_counts
+from pipelab.table.placement import placement_of
+from pipelab.table.schedule import Schedule
+from pipelab.table.transform import repeat
+
+Rows = Iterator[list[Action]]  # of a device each
+
+
+def generated(
+    per_update: int = 0, reads: Reads = Reads.LATEST
+) -> Callable[[Callable[..., Rows]], Callable[..., Schedule]]:
+    """Decorator of a function that yields rows: the same function then returns their `Schedule`.
+
+    One that does not take `batches` yields one batch that ends with its updates. It is given that
+    argument, and its rows are repeated.
+    """
+
+    def decorate(rows: Callable[..., Rows]) -> Callable[..., Schedule]:
+        own = inspect.signature(rows)
+        parameters = dict(own.parameters)
+        parameters.setdefault(
+            "batches",
+            inspect.Parameter(
+                "batches", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=1, annotation=int
+            ),
+        )
+        public = own.replace(parameters=[*parameters.values()], return_annotation=Schedule)
+
+        @wraps(rows)
+        def schedule(*args: Any, **options: Any) -> Schedule:
+            given = public.bind(*args, **options)
+            given.apply_defaults()
+            sizes = dict(zip(given.arguments, check_counts(**given.arguments), strict=True))
+            microbatches, batches = sizes["microbatches"], sizes.pop("batches")
+            if "batches" in own.parameters:
+                made = [*rows(**sizes, batches=batches)]
+                of_all = microbatches, batches, per_update, reads
+                return Schedule(rows.__name__, made, placement_of(made), *of_all)
+            made = [*rows(**sizes)]
+            one = Schedule(rows.__name__, made, placement_of(made), microbatches)
+            return repeat(one, batches)
+
+        schedule.__signature__ = public  # type: ignore[attr-defined]
+        return schedule
+
+    return decorate
+
+
+flush = generated()  # a schedule whose every batch ends with its updates
+
+
+def one_forward_one_backward(
+    stage: int, microbatches: int, warmup: int, per_update: int
+) -> list[Action]:
+    """A stage's 1F1B row: backward k follows forward k + warmup, an update every so many."""
+    batch, row = range(microbatches), []
+    for turn in range(microbatches + warmup):
+        k = turn - warmup
+        if turn in batch:
+            row.append(F(stage, turn))
+        if k in batch:
+            row.append(B(stage, k))
+        if k in batch and (k + 1) % per_update == 0:
+            row.append(U(stage, k // per_update))
+    return row

@@ -1,0 +1,136 @@
+"""The cells of a table: what an action is, and its text form."""
+
+import re
+import reprlib
+from collections.abc import Iterable
+from enum import IntEnum
+from operator import index
+from typing import NamedTuple
+
+
+class Kind(IntEnum):
+    """What an action does, in torch.distributed.pipelining's letters."""
+
+    F = 0  # forward
+    B = 1  # full backward: input and weight gradient together
+    I = 2  # input gradient alone  # noqa: E741
+    W = 3  # weight gradient alone
+    U = 4  # optimizer update; its number stands where the micro-batch would
+    SEND_F = 5  # a stage's output, to the next stage
+    RECV_F = 6
+    SEND_B = 7  # a stage's input gradient, to the stage before
+    RECV_B = 8
+
+
+WORDS = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+    Kind.U: "update",
+}
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.U})
+_NUMBER = "(0|[1-9][0-9]{0,8})"  # below a billion
+_TEXT = re.compile(f"{_NUMBER}({'|'.join(Kind.__members__)}){_NUMBER}")
+
+
+class Reads(IntEnum):
+    """Which weight version a forward reads (its backward reads the same one)."""
+
+    LATEST = 0  # whatever its row has made before it: flush and weight stashing
+    FIRST = 1  # what stage 0 read for this micro-batch: PipeDream's vertical sync
+    PREVIOUS = 2  # max(batch - 1, 0): PipeDream-2BW
+
+
+class ScheduleError(ValueError):
+    """A table that is malformed or cannot run; the message says where and what to do."""
+
+
+class Action(NamedTuple):
+    """One cell of the table.
+
+    >>> str(Action(2, Kind.F, 0)), Action.parse("1SEND_B3")
+    ('2F0', Action(stage=1, kind=<Kind.SEND_B: 7>, microbatch=3))
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.name}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Action":
+        """The exact inverse of `str`: the whole cell, or a ScheduleError."""
+        match = _TEXT.fullmatch(text)
+        if not match:
+            raise ScheduleError(
+                f"{reprlib.repr(text)} is not an action: write <stage><kind><micro-batch>, such as "
+                "2F0, 2B0, 2U0 or 0SEND_F1"
+            )
+        return cls(int(match[1]), Kind[match[2]], int(match[3]))
+
+
+def F(stage: int, microbatch: int) -> Action:
+    return Action(stage, Kind.F, microbatch)
+
+
+def B(stage: int, microbatch: int) -> Action:
+    return Action(stage, Kind.B, microbatch)
+
+
+def I(stage: int, microbatch: int) -> Action:  # noqa: E743
+    return Action(stage, Kind.I, microbatch)
+
+
+def W(stage: int, microbatch: int) -> Action:
+    return Action(stage, Kind.W, microbatch)
+
+
+def U(stage: int, number: int = 0) -> Action:
+    return Action(stage, Kind.U, number)
+
+
+def insert_updates(rows: Iterable[Iterable[Action]], per_update: int) -> list[list[Action]]:
+    """Rows with `U t` of each of a row's stages after the row's last backward (B or W) of group t.
+
+    Where a stage begins its next group before that, its update stands after its own last backward
+    of the group.
+    """
+    check_counts(per_update=per_update)
+    return [_with_updates([*row], per_update) for row in rows]
+
+
+def _with_updates(row: list[Action], per_update: int) -> list[Action]:
+    # [1] Where each stage's first and last backward of a group stand, and the row's last one.
+    first: dict[tuple[int, int], int] = {}
+    own_last: dict[tuple[int, int], int] = {}
+    row_last: dict[int, int] = {}
+    for i, (stage, kind, microbatch) in enumerate(row):
+        if kind in (Kind.B, Kind.W):
+            group = microbatch // per_update
+            first.setdefault((stage, group), i)
+            own_last[stage, group] = row_last[group] = i
+    # [2] The updates that follow each of these.
+    after: dict[int, list[Action]] = {}
+    for (stage, group), own in sorted(own_last.items()):
+        last = row_last[group]
+        next_begins = first.get((stage, group + 1), len(row))
+        after.setdefault(own if next_begins < last else last, []).append(U(stage, group))
+    return [cell for i, action in enumerate(row) for cell in (action, *after.get(i, ()))]
+
+
+def check_counts(**values: int) -> list[int]:
+    """Each a whole number of at least 1, as Python's, or a ScheduleError that names it."""
+    for name, value in values.items():
+        if not hasattr(value, "__index__") or value < 1:
+            raise ScheduleError(f"{name}={value!r}: give a whole number of at least 1")
+    return [*map(index, values.values())]
+
+
+def check_type(kind: type, **values: object) -> None:
+    """Each of this class, or a ValueError that names it."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} is a {type(value).__name__}: give a {kind.__name__}")

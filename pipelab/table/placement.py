@@ -1,0 +1,52 @@
+"""Placements of stages on devices: stage -> device."""
+
+from collections.abc import Iterable, Sequence
+from operator import index
+
+from pipelab.table.action import Action, ScheduleError
+
+
+def check_placement(
+    placement: Iterable[int], devices: int | None = None, *, each: bool = False
+) -> tuple[int, ...]:
+    """The placement as a tuple; ScheduleError for a device that is not below `devices`, if given.
+
+    each  a device without a stage is an error, too
+    """
+    home = tuple(map(index, placement))
+    if not home or not 0 <= min(home) <= max(home) < (devices or max(home) + 1):
+        most = f"to {devices - 1}" if devices else "on"
+        raise ScheduleError(f"placement={placement!r}: give each stage a device from 0 {most}")
+    if each and devices and len(set(home)) < devices:
+        raise ScheduleError(f"placement={placement!r}: give each of {devices} devices a stage")
+    return home
+
+
+def placement_of(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+    """Where the stages of these rows are; ScheduleError for a stage that is left out."""
+    home = {a.stage: d for d, row in enumerate(rows) for a in row}
+    if max(home) >= len(home):
+        missing = min(set(range(len(home))) - set(home))
+        raise ScheduleError(
+            f"stage {missing} has no action, though stage {max(home)} has: number stages from 0 "
+            "without gaps"
+        )
+    return tuple(home[s] for s in range(len(home)))
+
+
+def loop_placement(devices: int, virtual: int = 1) -> tuple[int, ...]:
+    """Around the devices, `virtual` stages each: stage s is on device s mod p.
+
+    >>> loop_placement(3, virtual=2)
+    (0, 1, 2, 0, 1, 2)
+    """
+    return tuple(range(devices)) * virtual
+
+
+def v_placement(devices: int) -> tuple[int, ...]:
+    """To the last device and back, two stages each: device 0 has the first stage and the last.
+
+    >>> v_placement(3)
+    (0, 1, 2, 2, 1, 0)
+    """
+    return (*range(devices), *reversed(range(devices)))

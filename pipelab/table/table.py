@@ -1,0 +1,234 @@
+"""A table of actions as data: its rows, its sizes, and what each action needs.
+
+    device 0   0F0 0F1 .   .   0B0 0B1 0U0        0F1: stage 0, forward, micro-batch 1
+    device 1   .   1F0 1F1 1B0 1B1 1U0 .
+
+Everything else is a function of it: `versions`, `text`, `transform`; `schedule.Schedule` has them
+as methods. Flat indices count the actions row after row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from pipelab.table.action import Action, Kind, Reads, ScheduleError, check_counts
+from pipelab.table.placement import check_placement
+from pipelab.table.timing import Walk, earliest
+
+TRAINING = frozenset({Kind.B, Kind.I, Kind.W, Kind.U})
+GRADIENTS = ((0, Kind.RECV_B), (1, Kind.B), (1, Kind.I))
+# Whose output an action takes, the first that the table has: (stages further on, kind).
+SOURCES: dict[Kind, tuple[tuple[int, Kind], ...]] = dict.fromkeys(Kind, ()) | {
+    Kind.F: ((0, Kind.RECV_F), (-1, Kind.F)),
+    Kind.B: GRADIENTS,
+    Kind.I: GRADIENTS,
+    Kind.RECV_F: ((-1, Kind.SEND_F),),
+    Kind.RECV_B: ((1, Kind.SEND_B),),
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of actions and how to read them.
+
+    name           for titles and files
+    rows           one tuple of actions per device
+    placement      stage -> device
+    microbatches   per batch; actions number them through all batches
+    batches        how many batches the table trains on
+    per_update     micro-batches per optimizer update (default: a whole batch)
+    reads          the rule that says which weight version a forward reads
+    versions_read  only of a `part` whose forwards reach back before it: as `Schedule.versions`
+
+    The constructor checks types, ranges and placement; `pipelab.validate` checks that the table is
+    complete and can run, so that a broken one can still be built and shown.
+    """
+
+    name: str
+    rows: Sequence[Sequence[Action]]
+    placement: tuple[int, ...]
+    microbatches: int
+    batches: int = 1
+    per_update: int = 0
+    reads: Reads = Reads.LATEST
+    versions_read: dict[tuple[int, int], int] | None = field(default=None, hash=False)
+
+    def __post_init__(self) -> None:
+        name = self.name
+        if not name.isprintable() or "=" in name or name != name.strip() or not name:
+            raise ScheduleError(f"name={name!r}: give a name of one line, without '='")
+        rows = tuple(map(tuple, self.rows))
+        if not rows:
+            raise ScheduleError("a schedule needs at least one device (row)")
+        microbatches, batches, per_update = check_counts(
+            microbatches=self.microbatches,
+            batches=self.batches,
+            per_update=self.per_update or self.microbatches,
+        )
+        found: dict[str, Any] = {
+            "rows": rows,
+            "placement": check_placement(self.placement, len(rows)),
+            "microbatches": microbatches,
+            "batches": batches,
+            "per_update": per_update,
+            "reads": Reads(self.reads),
+        }
+        for key, value in found.items():
+            object.__setattr__(self, key, value)  # the dataclass is frozen
+        if self.total % per_update:
+            raise ScheduleError(
+                f"per_update={per_update} does not divide the {self.total} micro-batches of the "
+                "table"
+            )
+        for d, row in enumerate(rows):
+            self._check_row(d, row)
+        if self.total > max(self.bounds[-1], 1):
+            raise ScheduleError(
+                f"{self.total} micro-batches for a table of {self.bounds[-1]} actions: each needs "
+                "at least one"
+            )
+
+    def _check_row(self, d: int, row: Sequence[Action]) -> None:
+        here = {stage for stage, home in enumerate(self.placement) if home == d}
+        total = self.total
+        for i, action in enumerate(row):
+            if not isinstance(action, Action):
+                raise ScheduleError(
+                    f"row {d}, cell {i}: {action!r} is not an Action(stage, Kind, microbatch)"
+                )
+            stage, kind, microbatch = action
+            limit = self.updates if kind == Kind.U else total
+            if stage in here and 0 <= microbatch < limit:
+                continue
+            if not 0 <= stage < self.stages:
+                why = f"stage {stage} is not among stages 0 to {self.stages - 1}"
+            elif stage not in here:
+                why = f"stage {stage} is placed on device {self.placement[stage]}"
+            else:
+                why = f"number {microbatch} is not in 0 to {limit - 1}"
+            raise ScheduleError(f"row {d}, cell {i}, {action}: {why}")
+
+    # ---- sizes
+
+    @property
+    def devices(self) -> int:
+        return len(self.rows)
+
+    @property
+    def stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def total(self) -> int:
+        """Micro-batches of all batches."""
+        return self.microbatches * self.batches
+
+    @property
+    def updates(self) -> int:
+        return self.total // self.per_update
+
+    @cached_property
+    def kinds(self) -> set[Kind]:
+        return {action.kind for action in self.actions}
+
+    @property
+    def training(self) -> bool:
+        """Whether the table has anything but forwards (and their transfers)."""
+        return not self.kinds.isdisjoint(TRAINING)
+
+    @property
+    def has_transfers(self) -> bool:
+        return max(self.kinds, default=Kind.F) >= Kind.SEND_F
+
+    # ---- flat over the table: what the simulator, the validator and the runtime share
+
+    @cached_property
+    def actions(self) -> tuple[Action, ...]:
+        """The rows, one after another."""
+        return tuple(action for row in self.rows for action in row)
+
+    @cached_property
+    def bounds(self) -> list[int]:
+        """Row d is actions[bounds[d]:bounds[d + 1]]."""
+        return [0, *accumulate(map(len, self.rows))]
+
+    @cached_property
+    def device_of(self) -> list[int]:
+        return [d for d, row in enumerate(self.rows) for _ in row]
+
+    @cached_property
+    def position(self) -> dict[tuple[int, Kind, int], int]:
+        """Where each action stands; a plain (stage, kind, micro-batch) finds its action, too."""
+        return {action: i for i, action in enumerate(self.actions)}
+
+    @cached_property
+    def inputs(self) -> list[int | None]:
+        """For each action, where the action stands whose output it takes, or None.
+
+        F takes the output of the stage before; B and I take the gradient of the stage after. Where
+        transfers are written out, these take what the RECV on their own device received, and a RECV
+        takes what the matching SEND sent.
+        """
+        sources = {
+            kind: [(step, other) for step, other in SOURCES[kind] if other in self.kinds]
+            for kind in self.kinds
+        }
+        find = self.position.get
+        found = []
+        for stage, kind, microbatch in self.actions:
+            source = None
+            for step, other in sources[kind]:
+                source = find((stage + step, other, microbatch))
+                if source is not None:
+                    break
+            found.append(source)
+        return found
+
+    @cached_property
+    def takers(self) -> list[int | None]:
+        """For each action, where the action stands that takes its output, or None."""
+        takers: list[int | None] = [None] * len(self.inputs)
+        for i, source in enumerate(self.inputs):
+            if source is not None:
+                takers[source] = i
+        return takers
+
+    @cached_property
+    def before(self) -> list[int | None]:
+        """For each action, where the one before it in its row stands, or None."""
+        firsts = set(self.bounds)
+        return [None if i in firsts else i - 1 for i in range(self.bounds[-1])]
+
+    @cached_property
+    def needs(self) -> list[int | None]:
+        """`inputs`; but a SEND needs its RECV, as that needs the SEND: they meet (rendezvous)."""
+        if not self.has_transfers:
+            return self.inputs
+        sends = (Kind.SEND_F, Kind.SEND_B)
+        pairs = zip(self.actions, self.takers, self.inputs, strict=True)
+        return [taker if action.kind in sends else source for action, taker, source in pairs]
+
+    @cached_property
+    def crossing(self) -> list[int]:
+        """Where the actions stand whose input crosses devices by a transfer not written out."""
+        device = self.device_of
+        return [
+            i
+            for i, source in enumerate(self.inputs)
+            if source is not None
+            and device[source] != device[i]
+            and self.actions[i].kind < Kind.SEND_F
+        ]
+
+    # ---- in time
+
+    def walk(self, duration: Sequence[float], delay: Sequence[float]) -> Walk:
+        """When each action runs if all start as early as they can, see `earliest`."""
+        return earliest(self.bounds, self.needs, self.device_of, duration, delay)
+
+    def unit_times(self) -> Walk:
+        """`walk` with one unit of time per action and no time per transfer."""
+        count = self.bounds[-1]
+        return self.walk([1.0] * count, [0.0] * count)

@@ -1,0 +1,141 @@
+"""Tables as text: a line that says how to read them, then a line of cells per device."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from pipelab.table.action import COMPUTE, Action, Kind, Reads, ScheduleError, insert_updates
+from pipelab.table.placement import placement_of
+from pipelab.table.versions import VersionedTable
+
+# What a header says, and how it is read.
+KEYS: dict[str, Callable[[str], Any]] = {
+    "name": str,
+    "devices": int,
+    "microbatches": int,
+    "batches": int,
+    "per_update": int,
+    "reads": Reads.__getitem__,
+    "placement": lambda text: tuple(map(int, text.split())),
+}
+
+
+# ---- writing: a grid for people, CSV for files, torch's CSV for torch
+
+
+def draw_grid(table: VersionedTable, mark: Iterable[int] = ()) -> str:
+    """The table as text, one column per unit of time, `.` for idle.
+
+    Actions at the flat indices in `mark` stand in > <.
+    """
+    start, _, heads = table.unit_times()
+    marked = set(mark)
+    lines = []
+    for d, row in enumerate(table.rows):
+        cells: list[str] = []
+        for i, a in enumerate(row, table.bounds[d]):
+            column = int(start[i]) if i < heads[d] else 0  # what cannot run follows at once
+            cells += ["."] * (column - len(cells))
+            cells.append(f">{a}<" if i in marked else str(a))
+        lines.append(cells)
+    length = max(map(len, lines))
+    width = max((len(cell) for cells in lines for cell in cells), default=1)
+    for cells in lines:
+        cells += ["."] * (length - len(cells))
+    return "\n".join(" ".join(c.ljust(width) for c in cells).rstrip() for cells in lines)
+
+
+def write_grid(table: VersionedTable) -> str:
+    """The header, then the grid."""
+    return f"{_header(table)}\n{draw_grid(table)}"
+
+
+def write_csv(table: VersionedTable) -> str:
+    """One line that says how to read the table, then one line per device; `from_csv` reads it."""
+    if table.versions_read is not None:
+        raise ScheduleError(
+            f"this part of {table.name} reads weights from before it: write the whole table"
+        )
+    return f"{_header(table)}\n{_csv_rows(table)}"
+
+
+def write_torch_csv(table: VersionedTable) -> str:
+    """What torch.distributed.pipelining loads with format="compute_only": one batch, no updates."""
+    if table.asynchronous:
+        raise ScheduleError(
+            f"{table.name} updates without a flush; torch would train it as a flush: export a "
+            "flush schedule"
+        )
+    if table.batches > 1:
+        raise ScheduleError(
+            f"torch's tables hold one batch, this one has {table.batches}: build it with batches=1"
+        )
+    return _csv_rows(table, COMPUTE - {Kind.U})
+
+
+def _csv_rows(table: VersionedTable, kinds: Iterable[Kind] = Kind) -> str:
+    lines = (",".join(str(a) for a in row if a.kind in kinds) for row in table.rows)
+    return "\n".join(lines) + "\n"
+
+
+def _header(table: VersionedTable) -> str:
+    fields = {key: getattr(table, key) for key in KEYS}
+    fields["reads"] = table.reads.name
+    fields["placement"] = " ".join(map(str, table.placement))
+    return "# " + " ".join(f"{key}={value}" for key, value in fields.items())
+
+
+# ---- reading
+
+
+def read_table(text: str, name: str, separator: str | None) -> dict[str, Any]:
+    """The fields of `Table` for a table in text; `separator` parts cells, None is space.
+
+    What the header does not say is taken from the cells: one batch, the placement as it stands.
+    Without a header that names the devices, updates are added after the last backward of every row
+    if the table has no updates, and empty lines do not count. Raises ScheduleError with the row and
+    the cell.
+    """
+    lines = text.splitlines()
+    fields = _read_header(lines.pop(0)) if text.startswith("#") else {}
+    devices = fields.pop("devices", None)
+    if devices is None:
+        lines = [line for line in lines if line.strip()]
+    elif any(line.strip() for line in lines[devices:]):
+        raise ScheduleError(f"header: devices={devices}, but there are more rows")
+    else:
+        lines = (lines + [""] * devices)[:devices]
+    rows = [_read_row(r, line.split(separator)) for r, line in enumerate(lines)]
+    cells = [a for row in rows for a in row]
+    if not cells:
+        raise ScheduleError("the table is empty: write one line of actions per device")
+    seen = 1 + max((a.microbatch for a in cells if a.kind is not Kind.U), default=0)
+    microbatches = fields.get("microbatches", seen)
+    if devices is None and all(a.kind is not Kind.U for a in cells):
+        rows = insert_updates(rows, fields.get("per_update", microbatches))
+    if "placement" not in fields:
+        fields["placement"] = placement_of(rows)
+    return {"name": name} | fields | {"rows": rows, "microbatches": microbatches}
+
+
+def _read_header(line: str) -> dict[str, Any]:
+    fields = {}
+    for key, value in re.findall(r"(\w+)=([^=]*)(?:\s|$)", line[1:]):
+        if key not in KEYS:
+            raise ScheduleError(f"header: {key}= is none of {', '.join(sorted(KEYS))}")
+        try:
+            fields[key] = KEYS[key](value.strip())
+        except (KeyError, ValueError):
+            raise ScheduleError(f"header: {key}={value} cannot be read") from None
+    return fields
+
+
+def _read_row(r: int, cells: Sequence[str]) -> list[Action]:
+    row = []
+    for c, cell in enumerate(map(str.strip, cells)):
+        if cell not in ("", "."):
+            try:
+                row.append(Action.parse(cell))
+            except ScheduleError as error:
+                raise ScheduleError(f"row {r}, cell {c}: {error}") from None
+    return row

@@ -1,0 +1,68 @@
+"""When each action can start: the walk that the validator, the simulator and the grid share."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Walk(NamedTuple):
+    """Start and end of every action, flat over the table; head: the first action of each row that
+    can never start, or the row's bound."""
+
+    start: list[float]
+    end: list[float]
+    head: list[int]
+
+
+def earliest(
+    bounds: Sequence[int],
+    needs: Sequence[int | None],
+    device: Sequence[int],
+    duration: Sequence[float],
+    delay: Sequence[float],
+) -> Walk:
+    """Start every action as soon as its row and its input allow; linear in the table.
+
+    All arguments are flat over the table, rows from bounds[d] to bounds[d + 1]. Action i needs the
+    output of needs[i], which arrives delay[i] after that one's end; None: it needs no output. Two
+    actions that need each other start together (rendezvous).
+    """
+    count = len(needs)
+    start, end = [0.0] * count, [-1.0] * count  # an end below 0: it has not run
+    waiter: dict[int, int] = {}  # action -> the device that waits for it; an output has one taker
+    head, clock = list(bounds[:-1]), [0.0] * (len(bounds) - 1)
+    ready = list(range(len(head)))
+    while ready:
+        # [1] Take a row that may go on, from its first action that has not run.
+        d = ready.pop()
+        i, now = head[d], clock[d]
+        stop = bounds[d + 1]
+        while i < stop:
+            source = needs[i]
+            if source is not None:
+                if end[source] >= 0:
+                    # [2] What it needs is made: it arrives after its delay.
+                    arrived = end[source] + delay[i]
+                    if arrived > now:
+                        now = arrived
+                elif needs[source] == i:
+                    # [3] A rendezvous: the row that comes second to it runs both sides.
+                    other = device[source]
+                    if other == d or head[other] != source:
+                        break
+                    now = max(now, clock[other])
+                    start[source] = now
+                    clock[other] = end[source] = now + duration[source]
+                    head[other] = source + 1
+                    ready.append(other)
+                else:
+                    # [4] What it needs is not made: the row stops until its maker wakes it.
+                    waiter[source] = d
+                    break
+            # [5] The action runs, and wakes the row that waits for its output.
+            start[i] = now
+            end[i] = now = now + duration[i]
+            if i in waiter:
+                ready.append(waiter[i])
+            i += 1
+        clock[d], head[d] = now, i
+    return Walk(start, end, head)

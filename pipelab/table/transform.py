@@ -1,0 +1,103 @@
+"""Tables made of a table: fewer or more batches, forwards alone, transfers written out."""
+
+from dataclasses import replace
+from typing import TypeVar
+
+from pipelab.table.action import Action, Kind, Reads, ScheduleError
+from pipelab.table.versions import VersionedTable
+
+AnyTable = TypeVar("AnyTable", bound=VersionedTable)
+
+
+def part(table: AnyTable, first: int, last: int) -> AnyTable:
+    """Batches `first` to `last` - 1 as a table of their own, numbered from 0.
+
+    That is what a run does between two checkpoints. Weight versions count from the part's start;
+    one below 0 was made before it. Dependencies stay inside a micro-batch, so that a valid table
+    without whole batches stays valid. Raises ScheduleError where an update needs batches of both.
+    """
+    if not 0 <= first < last <= table.batches:
+        raise ScheduleError(
+            f"batches {first} to {last} of {table.name}, which has {table.batches}: give a part of "
+            "them"
+        )
+    begin, end = first * table.microbatches, last * table.microbatches
+    if begin % table.per_update or end % table.per_update:
+        raise ScheduleError(
+            f"{table.name} updates every {table.per_update} micro-batches: cut it where an update "
+            "ends"
+        )
+    updated = begin // table.per_update
+    rows = []
+    for row in table.rows:
+        cells = []
+        for stage, kind, number in row:
+            size, ahead = (table.per_update, updated) if kind == Kind.U else (1, begin)
+            if begin <= number * size < end:
+                cells.append(Action(stage, kind, number - ahead))
+        rows.append(cells)
+    cut = replace(table, rows=rows, batches=last - first, versions_read=None)
+    read = {
+        (stage, k - begin): version - updated
+        for (stage, k), version in table.versions.items()
+        if begin <= k < end
+    }
+    return cut if cut.versions == read else replace(cut, versions_read=read)
+
+
+def repeat(table: AnyTable, batches: int) -> AnyTable:
+    """A table of one batch with a flush: the same order for each of so many batches."""
+    if batches == 1:
+        return table
+    rows = [
+        [
+            Action(stage, kind, number + batch * (1 if kind == Kind.U else table.microbatches))
+            for batch in range(batches)
+            for stage, kind, number in row
+        ]
+        for row in table.rows
+    ]
+    return replace(table, rows=rows, batches=batches)
+
+
+def forward_only(table: AnyTable) -> AnyTable:
+    """The table with nothing but its forwards: what evaluation runs."""
+    kept = (Kind.F, Kind.SEND_F, Kind.RECV_F)
+    rows = [[action for action in row if action.kind in kept] for row in table.rows]
+    return replace(table, rows=rows, reads=Reads.LATEST, versions_read=None)
+
+
+def with_transfers(table: AnyTable) -> AnyTable:
+    """The same table with every SEND and RECV between devices written into both rows.
+
+    A SEND and its RECV stand at the same moment of a unit-time simulation (ties broken by stage,
+    then kind), which makes the order safe for rendezvous: each pair is one point in a common order
+    of all events.
+    """
+    if table.has_transfers:
+        raise ScheduleError(f"{table.name} already has its transfers")
+    start, end, heads = table.unit_times()
+    if heads != table.bounds[1:]:
+        raise ScheduleError(
+            f"{table.name} cannot run as it stands, so its transfers have no order: see "
+            "pipelab.validate"
+        )
+    # Events in a common order: (time, transfers first, stage, kind, micro-batch), device, action.
+    device = table.device_of
+    events = []
+    for i, action in enumerate(table.actions):
+        events.append(((start[i], 1, *action), device[i], action))
+    for i in table.crossing:
+        source = table.inputs[i]
+        assert source is not None
+        taker, maker = table.actions[i], table.actions[source]
+        send, receive = Kind.SEND_B, Kind.RECV_B
+        if taker.kind is Kind.F:
+            send, receive = Kind.SEND_F, Kind.RECV_F
+        event = (end[source], 0, maker.stage, send, maker.microbatch)
+        events.append((event, device[source], maker._replace(kind=send)))
+        events.append((event, device[i], taker._replace(kind=receive)))
+    rows: list[list[Action]] = [[] for _ in table.rows]
+    for _, d, action in sorted(events):
+        rows[d].append(action)
+    return replace(table, rows=rows)

@@ -1,0 +1,415 @@
+"""A table that is being made: its task, what is placed so far, what may come next, and why not.
+
+    device 0   0F0 0F1 .   .         device 0 could go on with 0F2; with a cap of 2 it could not
+    device 1   .   1F0 .             1F1 is ready on device 1, and so is 1B0 (it is the last stage)
+
+The rest, in an order that always works, completes every draft to a whole table. That one is
+validated and simulated, and what is placed has its times from there.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from graphlib import TopologicalSorter
+from itertools import accumulate
+from typing import Any
+
+from pipelab.predict.costs import CostError, Costs
+from pipelab.predict.simulate import delays, durations, lay, waits
+from pipelab.predict.timeline import Timeline
+from pipelab.schedules import looped_bfs
+from pipelab.table.action import Action, Kind, Reads, ScheduleError, U, check_counts, insert_updates
+from pipelab.table.schedule import Schedule
+from pipelab.table.validate import check_static, needed_in_row
+
+Rows = tuple[tuple[Action, ...], ...]
+Span = tuple[float, float]
+PLAIN = Costs()  # unit times
+
+
+class Refused(ScheduleError):
+    """A move that the rules do not allow; the message says what forbids it."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The sizes of a table, and the rules that it is judged by.
+
+    virtual   chunks a device, placed in a loop: stage s on device s mod p
+    costs     of one device's whole share of the model: a chunk has 1/v of it (`Costs.split`)
+    cap       per device, the most micro-batches (of chunks) held for a backward; one number is for
+              every device; None: as many as you like
+    split     whether backwards come in two parts, I and W, in place of B
+
+    Updates are placed by hand where a stage has several; a single one follows the row's last
+    backward by itself.
+    """
+
+    devices: int
+    microbatches: int
+    virtual: int = 1
+    batches: int = 1
+    per_update: int = 0
+    reads: Reads = Reads.LATEST
+    costs: Costs = field(default=PLAIN, hash=False)
+    cap: tuple[int, ...] | int | None = None
+    split: bool = False
+
+    def __post_init__(self) -> None:
+        check_counts(microbatches=self.microbatches)
+        object.__setattr__(self, "per_update", self.per_update or self.microbatches)
+        once_a_batch = self.reads is Reads.PREVIOUS and self.per_update == self.microbatches
+        if self.reads is not Reads.LATEST and not once_a_batch:
+            raise ScheduleError(
+                f"reads={self.reads.name} cannot be edited: use Reads.LATEST, or Reads.PREVIOUS "
+                "with an update a batch"
+            )
+        if self.cap is not None:
+            caps = self.cap if isinstance(self.cap, Iterable) else [self.cap] * self.devices
+            object.__setattr__(self, "cap", tuple(caps))
+            if len(self.caps) != self.devices or min(self.caps) < self.virtual:
+                raise ScheduleError(
+                    f"cap={self.cap}: give one number, or {self.devices}; a micro-batch needs room "
+                    f"in all {self.virtual} chunks"
+                )
+        _ = self.seconds  # raises for other sizes that make no table, and for costs that do not fit
+
+    def resized(self, **sizes: Any) -> "Task":
+        """The same with other sizes, without a cap; with plain costs where its own do not fit."""
+        per_update = 0 if self.per_update == self.microbatches else self.per_update
+        changes: dict[str, Any] = {"cap": None, "per_update": per_update} | sizes
+        try:
+            return replace(self, **changes)
+        except CostError:
+            return replace(self, **({"costs": PLAIN} | changes))
+
+    # ---- what has to be placed
+
+    @cached_property
+    def table(self) -> Schedule:
+        """A table of this task, whatever its cap: of each update's micro-batches all forwards, all
+        backwards, the updates."""
+        groups = self.microbatches * self.batches // self.per_update
+        whole = looped_bfs(self.devices, self.per_update, self.virtual, groups)
+        parts = {Kind.B: (Kind.I, Kind.W)} if self.split else {}
+        rows = [
+            [a._replace(kind=kind) for a in row for kind in parts.get(a.kind, (a.kind,))]
+            for row in whole.rows
+        ]
+        sizes = self.microbatches, self.batches, self.per_update
+        return Schedule("a table", rows, whole.placement, *sizes, self.reads)
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether updates are placed like any other action."""
+        return self.table.updates > 1
+
+    @cached_property
+    def needs(self) -> dict[Action, list[Action]]:
+        """What has to come before each action in any table, in an order in which all can run."""
+        table, found = self.table, {}
+        for action, source, needed in zip(
+            table.actions, table.inputs, needed_in_row(table), strict=True
+        ):
+            found[action] = [Action(*cell) for cell in needed if cell in table.position]
+            found[action] += [table.actions[source]] if source is not None else []
+            stage, kind, k = action
+            if kind is Kind.F and self.reads is Reads.PREVIOUS and table.versions[stage, k]:
+                found[action].append(U(stage, table.versions[stage, k] - 1))
+        order = TopologicalSorter(found).static_order()
+        return {a: found[a] for a in order if self.by_hand or a.kind is not Kind.U}
+
+    def rows_of(self, table: Schedule) -> Rows:
+        """What has to be placed of a table: updates that follow by themselves are left out."""
+        return tuple(tuple(a for a in row if a in self.needs) for row in table.rows)
+
+    @cached_property
+    def actions(self) -> Rows:
+        """What has to be placed on every device."""
+        return self.rows_of(self.table)
+
+    @property
+    def releases(self) -> Kind:
+        """The kind after which a micro-batch's activations are not needed any more."""
+        return Kind.W if self.split else Kind.B
+
+    @property
+    def caps(self) -> tuple[int, ...]:
+        """The cap of every device; none where there is no cap."""
+        return self.cap or ()  # type: ignore[return-value]
+
+    def device(self, action: Action) -> int:
+        return action.stage % self.devices
+
+    def schedule_of(self, name: str, rows: Iterable[Iterable[Action]]) -> Schedule:
+        """A table of these rows, with the updates that follow by themselves."""
+        cells: Any = rows if self.by_hand else insert_updates(rows, self.per_update)
+        return replace(self.table, name=name, rows=cells)
+
+    # ---- what it takes
+
+    @cached_property
+    def stage_costs(self) -> Costs:
+        return self.costs.split(self.virtual)
+
+    @cached_property
+    def times(self) -> dict[Action, tuple[float, float, float]]:
+        """What each action takes, how long its input is on its way, what it loses at its start."""
+        parts = (make(self.table, self.stage_costs) for make in (durations, delays, waits))
+        return dict(zip(self.table.actions, zip(*parts, strict=True), strict=True))
+
+    @cached_property
+    def seconds(self) -> dict[Action, float]:
+        """What each action takes, its loss included."""
+        return {a: duration + wait for a, (duration, _, wait) in self.times.items()}
+
+    def way(self, source: Action, taker: Action) -> float:
+        """Seconds from the end of one action until what another needs of it is there."""
+        return self.times[taker][1] if source.stage != taker.stage else 0.0
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Some of a task's actions, placed in rows. Moves give a new draft.
+
+    >>> draft = Draft.of(Task(devices=2, microbatches=2))
+    >>> draft = draft.place("0F0").place("1F0")
+    >>> print(*draft.ready())
+    0F1 1B0
+    >>> draft.place("0B0")
+    Traceback (most recent call last):
+    pipelab.widgets.puzzle.draft.Refused: 0B0 needs 1B0 first, which is not placed yet
+    """
+
+    task: Task
+    rows: Rows
+
+    @classmethod
+    def of(cls, task: Task, rows: Iterable[Iterable[Action]] = ()) -> "Draft":
+        """A draft with these rows, or an empty one. They are not checked; see `settled`."""
+        return cls(task, tuple(map(tuple, rows)) or ((),) * task.devices)
+
+    # ---- what is there
+
+    @cached_property
+    def placed(self) -> frozenset[Action]:
+        return frozenset(a for row in self.rows for a in row)
+
+    @property
+    def count(self) -> int:
+        return len(self.placed)
+
+    @property
+    def size(self) -> int:
+        """How many actions a whole table has."""
+        return len(self.task.needs)
+
+    @property
+    def whole(self) -> bool:
+        return self.count == self.size
+
+    def left(self, device: int) -> list[Action]:
+        """The device's actions that are not placed yet."""
+        return [a for a in self.task.actions[device] if a not in self.placed]
+
+    def __str__(self) -> str:
+        """The rows on one line: cells with `_` between, rows with `~`; such as 0F0_0F1~1F0."""
+        return "~".join("_".join(map(str, row)) for row in self.rows)
+
+    def to_csv(self) -> str:
+        """The table as a file; a whole one is read by `Schedule.from_csv`, too."""
+        if self.whole:
+            return self.completed.to_csv()
+        return str(self).replace("_", ",").replace("~", "\n") + "\n"
+
+    @cached_property
+    def completed(self) -> Schedule:
+        """The whole table: what is placed, then the rest in an order that can run."""
+        rows = [[*row, *self.left(d)] for d, row in enumerate(self.rows)]
+        return self.task.schedule_of("your table", rows)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """`completed` simulated; ScheduleError if what is placed cannot be part of a table."""
+        check_static(self.completed)
+        duration, delay, wait = zip(
+            *(self.task.times[a] for a in self.completed.actions), strict=True
+        )
+        return lay(self.completed, duration, delay, wait)
+
+    @cached_property
+    def problem(self) -> str:
+        """Why what is placed cannot be part of a table, in one line; "" if it can."""
+        try:
+            _ = self.timeline  # simulating validates
+        except ScheduleError as error:
+            return str(error).partition("\n")[0].removeprefix("your table: ")
+        return self.over_cap
+
+    @property
+    def schedule(self) -> Schedule:
+        """The table, if it is whole and right. ScheduleError if not."""
+        if self.problem:
+            raise ScheduleError(self.problem)
+        if not self.whole:
+            raise ScheduleError(f"{self.size - self.count} of {self.size} actions are missing")
+        return self.completed
+
+    @cached_property
+    def spans(self) -> dict[Action, Span]:
+        """From when to when every action of `completed` runs."""
+        return {span.action: (span.start, span.end) for span in self.timeline.spans}
+
+    # ---- moves
+
+    def place(
+        self, action: Action | str, index: int | None = None, until: float | None = None
+    ) -> "Draft":
+        """The draft with one action more; Refused where a rule forbids it, with the reason.
+
+        index  its place in its device's row; default: at the end
+        until  the end of the gap that it is placed in: it has to start before
+        """
+        action = Action.parse(action) if isinstance(action, str) else action
+        draft = self.put(action, index)
+        needs = self.task.needs[action]
+        if missing := [a for a in needs if a not in self.placed]:
+            raise Refused(f"{action} needs {missing[0]} first, which is not placed yet")
+        if draft.problem:
+            raise Refused(draft.problem)
+        if until is not None and draft.spans[action][0] >= until:
+            last = max(needs, key=lambda need: draft.spans[need][1])
+            raise Refused(
+                f"{action} cannot start before {until:g}: {last} ends at {draft.spans[last][1]:g} "
+                f"on device {self.task.device(last)}"
+            )
+        if not draft.can_finish:
+            raise Refused(
+                f"{action} would leave no room: no micro-batch could go on to its last stage and "
+                "back any more within the cap"
+            )
+        return draft
+
+    def put(self, action: Action, index: int | None = None) -> "Draft":
+        """As `place`, but no rule is asked: only that the action exists and is not placed yet."""
+        task, device = self.task, self.task.device(action)
+        if action not in task.needs:
+            raise ScheduleError(
+                f"{action} is not in this table, which has {min(task.needs)} to {max(task.needs)}; "
+                "a single update follows by itself"
+            )
+        if action in self.placed:
+            raise Refused(f"{action} is placed already, on device {device}")
+        row = [*self.rows[device]]
+        row.insert(len(row) if index is None else index, action)
+        return self.with_row(device, row)
+
+    def with_row(self, device: int, row: Iterable[Action]) -> "Draft":
+        rows = [*self.rows]
+        rows[device] = tuple(row)
+        return Draft(self.task, tuple(rows))
+
+    def without(self, action: Action) -> "Draft":
+        device = self.task.device(action)
+        return self.with_row(device, [a for a in self.rows[device] if a != action])
+
+    def remove(self, action: Action) -> "Draft":
+        """The draft without an action and without all that is not possible without it."""
+        return self.without(action).settled()
+
+    def ready(self) -> list[Action]:
+        """Every action that may be placed at the end of its row."""
+        left = [a for device in range(self.task.devices) for a in self.left(device)]
+        able = [a for a in left if self.placed.issuperset(self.task.needs[a])]
+        return [a for a in able if a.kind is not Kind.F or self.put(a).can_finish]
+
+    # ---- what can run of it
+
+    @cached_property
+    def running(self) -> "Draft":
+        """Of every row what runs before something in it cannot; of a legal draft, all of it."""
+        now = Draft.of(self.task)
+        while True:
+            following = self._beyond(now)
+            able = [a for a in following if now.placed.issuperset(self.task.needs[a])]
+            able = [a for a in able if not now.put(a).over_cap]
+            if not able:
+                return now if following else self
+            for action in able:
+                now = now.put(action)
+
+    def settled(self) -> "Draft":
+        """The draft without what cannot run with nothing else placed, within the cap.
+
+        Of rows that all wait, one goes on without an action that needs what none of them has; if
+        there is no such action, they wait for each other, and the first row does.
+        """
+        stuck = self._beyond(self.running)
+        if not stuck:
+            return self
+        never = [a for a in stuck if not self.placed.issuperset(self.task.needs[a])]
+        return self.without((never or stuck)[0]).settled()
+
+    def _beyond(self, part: "Draft") -> list[Action]:
+        """Of each row the first action behind the same row of a part of the draft."""
+        rows = zip(self.rows, part.rows, strict=True)
+        return [row[len(kept)] for row, kept in rows if len(row) > len(kept)]
+
+    @cached_property
+    def over_cap(self) -> str:
+        """What would have to come first where a device holds more than its cap; "" if none does."""
+        task = self.task
+        for device, cap in enumerate(task.caps):
+            row = self.rows[device]
+            over = [i for i, count in enumerate(in_flight(task, row)) if count > cap]
+            if over:
+                returns = [a._replace(kind=task.releases) for a in row if a.kind is Kind.F]
+                first = next(a for a in returns if a not in row[: over[0]])
+                return (
+                    f"device {device} would hold {cap + 1} micro-batches, its cap is {cap}: "
+                    f"{first} has to come first"
+                )
+        return ""
+
+    @cached_property
+    def can_finish(self) -> bool:
+        """Whether it can become whole within the cap.
+
+        Backwards and updates only give room back, so all that can run do. Then it is the banker's
+        question: is there room for one micro-batch to go on to its last stage? It gives back all
+        that it held, and the next one is asked.
+        """
+        task = self.task
+        if self.over_cap or not task.caps or (task.virtual == 1 and not task.by_hand):
+            return not self.over_cap
+        done = set(self.placed)
+        room = [
+            cap - sum(in_flight(task, row)[-1:])
+            for row, cap in zip(self.rows, task.caps, strict=True)
+        ]
+        while True:
+            # [1] All but forwards, in their order: what comes later may need what comes before.
+            waiting = [a for a in task.needs if a not in done]
+            for action in waiting:
+                if action.kind is not Kind.F and done.issuperset(task.needs[action]):
+                    done.add(action)
+                    room[task.device(action)] += action.kind is task.releases
+            # [2] The forwards of a micro-batch for which there is room.
+            coming = [a for a in waiting if a.kind is Kind.F]
+            for k in sorted({a.microbatch for a in coming}):  # an early one gives back first
+                forwards = [a for a in coming if a.microbatch == k]
+                taken = Counter(map(task.device, forwards))
+                others = {need for a in forwards for need in task.needs[a]}
+                if all(room[d] >= n for d, n in taken.items()) and others <= done.union(forwards):
+                    room = [had - taken[d] for d, had in enumerate(room)]
+                    done.update(forwards)
+                    break
+            else:
+                return not coming
+
+
+def in_flight(task: Task, row: Iterable[Action]) -> list[int]:
+    """After each action of a row, how many micro-batches the device holds for a backward."""
+    steps = {Kind.F: 1, task.releases: -1}
+    return [*accumulate(steps.get(a.kind, 0) for a in row)]

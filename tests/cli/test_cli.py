@@ -1,0 +1,386 @@
+"""The command line: its JSON keys, its errors, its files."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from pipelab import Schedule, make
+from pipelab.cli import main
+
+KEYS = [
+    "schedule",
+    "devices",
+    "stages",
+    "microbatches",
+    "batches",
+    "makespan",
+    "span",
+    "ideal",
+    "bubble",
+    "peak_in_flight",
+    "weight_versions",
+    "rows",
+    "start",
+    "end",
+]
+
+
+SMALL = "gpipe --devices 2 --microbatches 2"
+
+
+def call(capsys, line):
+    status = main(line.split())
+    return status, *capsys.readouterr()
+
+
+def test_simulate_json(capsys):
+    status, out, err = call(capsys, "simulate gpipe --devices 4 --microbatches 8 --json")
+    result = json.loads(out)
+    assert (status, err) == (0, "")
+    assert list(result) == KEYS
+    assert result["makespan"] == 33
+    assert round(result["bubble"]["of_total"], 4) == 0.2727
+    assert list(result["bubble"]) == ["of_total", "over_ideal", "of_span"]
+    assert result["bubble"]["over_ideal"] == 0.375
+    assert result["peak_in_flight"] == [8, 8, 8, 8]
+    assert result["weight_versions"] == [1, 1, 1, 1]
+    assert result["rows"][0][:2] == ["0F0", "0F1"]
+    assert result["end"][0][-1] == 33
+
+
+def test_all_options_of_simulate(capsys, tmp_path):
+    files = {name: tmp_path / f"out.{name}" for name in ("csv", "png", "json")}
+    line = (
+        "simulate interleaved --devices 2 --virtual 2 --microbatches 4 --batches 2 "
+        "--forward 1,2,1,2 --input-grad 2 --weight-grad 1 --transfer 0.5 "
+        "--update 1 --recompute always "
+        f"--csv {files['csv']} --plot {files['png']} --trace {files['json']}"
+    )
+    status, out, _ = call(capsys, line)
+    assert status == 0
+    assert "interleaved, simulated: 2 devices, 4 stages" in out
+    assert "waiting for a gradient" in out
+    assert Schedule.from_csv(files["csv"].read_text()) == make(
+        "interleaved", 2, 4, virtual=2, batches=2
+    )
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+    assert json.loads(files["json"].read_text())["traceEvents"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.csv", "out.json", "out.png"]
+
+
+def test_vertical_sync_by_name(capsys):
+    _, out, _ = call(capsys, "simulate pipedream --devices 4 --microbatches 8 --reads first --json")
+    assert json.loads(out)["weight_versions"] == [4, 4, 4, 4]
+
+
+def test_a_csv_file_is_a_schedule_too(capsys, tmp_path):
+    table = tmp_path / "mine.csv"
+    table.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    status, out, _ = call(capsys, f"simulate {table} --json")
+    assert status == 0
+    assert json.loads(out)["schedule"] == "mine"
+    assert call(capsys, f"validate {table}")[:2] == (
+        0,
+        "valid: 2 devices, 2 stages, 1 x 2 micro-batches, complete, in order, no deadlock\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("simulate gpipe --devices 4", "gpipe needs --devices and --microbatches"),
+        ("simulate gpip --devices 4 --microbatches 8", "did you mean gpipe?"),
+        ("simulate gpip", "did you mean gpipe?"),
+        (
+            "simulate gpipe --devices 4 --microbatches 8 --virtual 2",
+            "gpipe has its own number of stages",
+        ),
+        (
+            "simulate gpipe --devices 4 --microbatches 8 --forward 1,2",
+            "forward has 2 values for 4 stages",
+        ),
+        ("simulate gpipe --devices 4 --microbatches 8 --forward -1", "forward=-1.0"),
+        (
+            "simulate pipedream_2bw --devices 4 --microbatches 2",
+            "needs microbatches >= devices, got 2 < 4",
+        ),
+        ("simulate nothing.csv", "No such file"),
+        (
+            "simulate gpipe --devices 2 --microbatches 2 --plot /nowhere/x.png",
+            "there is no folder /nowhere",
+        ),
+        (
+            "simulate gpipe --devices 2 --microbatches 2 --plot x.nothing",
+            "Format 'nothing' is not supported",
+        ),
+        ("schedule pipedream --devices 2 --microbatches 2 --csv torch", "updates without a flush"),
+        ("run gpipe --devices 2 --microbatches 2 --device meta", "device 'meta': use cpu or cuda"),
+        (
+            "schedule gpipe --devices 2 --microbatches 2 --csv torch --transfers",
+            "leave out --transfers",
+        ),
+        (
+            "simulate gpipe --devices 2 --microbatches 2 --csv x.csv --trace nowhere/x.json",
+            "there is no folder nowhere",
+        ),
+        ("run gpipe --devices 2 --microbatches 2 --device cuda:64", "device 'cuda:64'"),
+        (f"simulate {SMALL} --plot x", "--plot x: Format '' is not supported: name a file that"),
+        (f"simulate {SMALL} --plot .", "--plot . is a folder: name a file"),
+        (f"simulate {SMALL} --csv .", "--csv . is a folder: name a file"),
+        (f"simulate {SMALL} --csv x --trace x", "--csv x and --trace x overlap"),
+        (f"simulate {SMALL} --transfer inf", "transfer=inf: give numbers of at least 0"),
+        (f"simulate {SMALL} --update 1,nan", "update=[1.0, nan]: give numbers of at least 0"),
+        (
+            f"simulate gpipe --devices {10**20} --microbatches 2",
+            "made of more than 10,000,000 actions; make a size smaller",
+        ),
+        ("schedule gpipe --devices 100000 --microbatches 100000", "more than 10,000,000 actions"),
+        # Few of its micro-batches would stay, but it is built for as many as there are devices.
+        (
+            "simulate interleaved --virtual 2 --devices 100000 --microbatches 1",
+            "more than 10,000,000 actions",
+        ),
+        # It is made for at least twice as many as devices.
+        (
+            "simulate dualpipe_v --devices 100000 --microbatches 1",
+            "more than 10,000,000 actions",
+        ),
+        (
+            "search --devices 2 --microbatches 100000",
+            "600,000 actions. The search takes 200,000",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(capsys, line, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = call(capsys, line)
+    assert status == 2
+    assert message in err
+    assert (out, err.count("\n")) == ("", 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "bogus",
+        "simulate",
+        "simulate gpipe --devices x",
+        "simulate gpipe --devices -1 --microbatches 8",
+        "simulate gpipe --devices 4 --microbatches 0",
+        "run gpipe --model nothing",
+        "run gpipe --dropout nan",
+        "run gpipe --dropout 1",
+        "run gpipe --dropout -0.1",
+        "run gpipe --replicas -2",
+        "run gpipe --timeout 0",
+        "run gpipe --timeout 1e308",
+        "run gpipe --paced nan",
+        "run gpipe --paced 0",
+        "run gpipe --paced 1e308",
+        "run gpipe --seed -1",
+        "run gpipe --seed 99999999999999999999",
+    ],
+)
+def test_bad_usage_is_one_line_and_status_2(capsys, line):
+    with pytest.raises(SystemExit) as stop:
+        main(line.split())
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ("--dump D --save D", "--dump D and --save D overlap: name two places"),
+        ("--dump D --save D/x", "--dump D and --save D/x overlap"),
+        ("--dump file/D", "--dump file/D: there is no folder file"),
+        ("--save /proc/x/D", "--save /proc/x/D: cannot write in /proc"),
+        ("--csv file/x", "--csv file/x: there is no folder file"),
+        ("--trace /proc/x", "--trace /proc/x: cannot write in /proc"),
+        ("--plot /proc/x.png", "--plot /proc/x.png: cannot write in /proc"),
+    ],
+)
+def test_what_cannot_be_written_is_found_before_the_work(
+    capsys, targets, message, tmp_path, monkeypatch
+):
+    import pipelab.cli.schedules
+
+    def work(*arguments, **options):
+        raise AssertionError("it has begun")
+
+    monkeypatch.setattr(pipelab.cli.schedules, "simulate", work)
+    monkeypatch.setattr(pipelab, "run", work)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    command = "run" if "D" in targets else "simulate"
+    status, out, err = call(capsys, f"{command} {SMALL} {targets}")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("name", ["zb", "zb_v", "v_half", "dualpipe_v", "zb_h1"])
+def test_many_devices_and_few_micro_batches_are_no_large_table(capsys, name):
+    status, out, _ = call(capsys, f"simulate {name} --devices 200 --microbatches 1 --json")
+    assert status == 0 and json.loads(out)["devices"] == 200
+
+
+@pytest.mark.parametrize("command", ["simulate", "run"])
+def test_an_interrupt_is_one_line_and_status_130(capsys, command, monkeypatch):
+    import pipelab.cli.schedules
+
+    def interrupted(*arguments, **options):
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(pipelab.cli.schedules, "simulate", interrupted)
+    monkeypatch.setattr(pipelab, "run", interrupted)
+    assert call(capsys, f"{command} {SMALL}") == (130, "", f"pipelab {command}: interrupted\n")
+
+
+def test_broken_tables(capsys, tmp_path):
+    broken, stuck = tmp_path / "broken.csv", tmp_path / "stuck.csv"
+    broken.write_text("0F0,0B0\n1F0,1B0,1X0\n")
+    stuck.write_text("0F0,0B0,0F1,0B1\n1F1,1F0,1B0,1B1\n")
+    status, _, err = call(capsys, f"simulate {broken}")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "broken.csv: row 1, cell 2: '1X0' is not an action" in err
+    status, _, err = call(capsys, f"simulate {stuck}")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "deadlock" in err
+    status, _, err = call(capsys, f"simulate {stuck} --devices 2")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "has its own sizes: leave out --devices" in err
+    status, _, err = call(capsys, f"validate {stuck}")
+    assert status == 1
+    assert ">0B0<" in err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0F0,0B0,0U99999999999999999999999",
+        "# microbatches=100000000000\n0F0,0B0",
+        "# batches=9\n0F0,0B0",
+    ],
+)
+def test_numbers_beyond_reason(capsys, tmp_path, text):
+    table = tmp_path / "huge.csv"
+    table.write_text(text)
+    status, out, err = call(capsys, f"validate {table}")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+
+
+def test_a_reader_that_has_enough_is_no_error(tmp_path):
+    line = "schedule gpipe --devices 8 --microbatches 4096 --csv"
+    command = f"{sys.executable} -m pipelab {line} | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stderr == ""
+
+
+def test_a_table_goes_through_a_pipe():
+    command = f"{sys.executable} -m pipelab simulate {SMALL} --csv /dev/stdout | head -3"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stderr == ""
+    assert Schedule.from_csv(done.stdout) == make("gpipe", 2, 2)
+
+
+def test_links_stay_links(capsys, tmp_path):
+    target, link = tmp_path / "real.csv", tmp_path / "link.csv"
+    link.symlink_to(target)
+    assert call(capsys, f"simulate gpipe --devices 2 --microbatches 2 --csv {link}")[0] == 0
+    assert link.is_symlink()
+    assert Schedule.from_csv(target.read_text()) == make("gpipe", 2, 2)
+
+
+def test_schedule_prints_grid_or_csv(capsys):
+    assert call(capsys, "schedule gpipe --devices 2 --microbatches 1")[1].splitlines()[1:] == [
+        "0F0 .   .   0B0 0U0",
+        ".   1F0 1B0 1U0 .",
+    ]
+    ours = call(capsys, "schedule gpipe --devices 2 --microbatches 2 --csv")[1]
+    assert Schedule.from_csv(ours) == make("gpipe", 2, 2)
+    assert (
+        call(capsys, "schedule gpipe --devices 2 --microbatches 1 --csv torch")[1]
+        == "0F0,0B0\n1F0,1B0\n"
+    )
+    spread = call(capsys, "schedule gpipe --devices 2 --microbatches 1 --csv --transfers")[1]
+    assert Schedule.from_csv(spread) == make("gpipe", 2, 1).with_transfers()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "gpipe --model mlp --paced 0.002",
+        "pipedream --batches 2",
+        "pipedream_2bw --batches 3 --backend processes",
+        "interleaved --virtual 2 --model gpt2 --recompute always --batches 2",
+    ],
+)
+def test_run_json(capsys, line, tmp_path):
+    status, out, err = call(
+        capsys, f"run {line} --devices 2 --microbatches 3 --dump {tmp_path / 'dump'} --json"
+    )
+    assert (status, err) == (0, "")
+    result = json.loads(out)
+    assert " ".join(result["check"]) == "passed max_abs max_rel tolerance rule ratio unjudged"
+    assert result["check"]["passed"] is True
+    assert len(result["losses"]) == result["batches"]
+    assert set(KEYS) <= set(result["measured"])
+    assert set(KEYS) <= set(result["simulated"])
+    assert result["measured"]["rows"] == result["simulated"]["rows"]
+    assert (tmp_path / "dump" / "initial.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["gpipe", "pipedream"])
+@pytest.mark.parametrize("how", ["", "--paced 0.002"])
+def test_stop_and_resume(capsys, name, how, tmp_path):
+    line, kept = f"run {name} --devices 2 --microbatches 3 --batches 4 {how} --json", tmp_path / "A"
+    losses = []
+    for part in ("", f"--stop 2 --save {kept}", f"--resume {kept}"):
+        status, out, err = call(capsys, f"{line} {part}")
+        assert (status, err) == (0, "")
+        result = json.loads(out)
+        assert result["check"]["passed"] is True
+        assert result["measured"]["rows"] == result["simulated"]["rows"]
+        losses.append(result["losses"])
+    whole, stopped, resumed = losses
+    assert stopped + resumed == whole
+
+
+def test_run_on_jax(capsys):
+    status, out, err = call(
+        capsys, "run pipedream --devices 2 --microbatches 3 --batches 2 --backend jax --json"
+    )
+    assert (status, err) == (0, "")
+    assert json.loads(out)["check"]["passed"] is True
+    assert json.loads(out)["measured"]["weight_versions"] == [2, 1]
+    status, _, err = call(
+        capsys, "run gpipe --devices 2 --microbatches 3 --backend jax --model gpt2"
+    )
+    assert status == 2
+    assert "--backend jax has the mlp alone" in err
+
+
+def test_a_failed_check_is_status_1(capsys, monkeypatch):
+    from pipelab.runtime.stage import CountingStage
+
+    original = CountingStage.divisor
+    sums = lambda self, *rest: original(self, *rest) / 4  # noqa: E731
+    monkeypatch.setattr(CountingStage, "divisor", sums)
+    status, out, err = call(capsys, "run gpipe --devices 2 --microbatches 4")
+    assert status == 1
+    assert "CHECK FAILED" in out
+    assert "CHECK FAILED" in err
+
+
+def test_the_module_and_the_script_are_the_same_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "pipelab", "validate", "/nowhere"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("pipelab validate: error:")

@@ -1,0 +1,155 @@
+"""Imports only go down; read from the source, lazy ones too, not from what happens to be loaded."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import networkx
+import pytest
+
+import pipelab
+
+ROOT = Path(pipelab.__file__).parent
+
+# From the ground up. A room imports what stands before it, and what its own folder holds.
+SMALL = ["table", "schedules", "predict", "runtime", "plot", "widgets"]
+UPPER = ["models", "measure", "optimize", "peers", "pipeshard", "teach", "cli"]
+ROOMS = [*SMALL, *UPPER]
+USERS = ("teach", "cli")  # they may import the package itself, as users do
+GROUND = ("table", "schedules", "predict")  # plain Python
+
+LIBRARIES = {"torch": {"torch", "safetensors"}, "jax": {"jax", "flax", "optax"}}
+
+
+def modules(root):
+    """name -> path of every module under root, a package by its own name."""
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = [root.name, *path.relative_to(root).with_suffix("").parts]
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path, known):
+    """(module, line, lazy?) of every import: `from package import module` is the module."""
+    tree = ast.parse(path.read_text())
+    inside = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        lazy = id(node) in inside
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno, lazy) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in known else node.module, node.lineno, lazy
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func).endswith(("import_module", "__import__"))
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            yield node.args[0].value, node.lineno, True
+
+
+def room(name):
+    return name.split(".")[1]
+
+
+def arrows_up(root):
+    """Imports, lazy or not, that go to a room above, or to the package, which knows them all."""
+    known = modules(root)
+    for name, path in known.items():
+        if name in (root.name, f"{root.name}.__main__"):
+            continue
+        for target, line, _ in imports(path, known):
+            if target == root.name and room(name) not in USERS:
+                yield f"{path.relative_to(root)}:{line} imports the package itself"
+            elif target.startswith(f"{root.name}.") and (
+                ROOMS.index(room(target)) > ROOMS.index(room(name))
+            ):
+                yield f"{path.relative_to(root)}:{line} imports {target}, from a room above"
+
+
+def test_imports_go_down():
+    assert not list(arrows_up(ROOT))
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "def f():\n    from pipelab.teach import feedback",
+        "from pipelab import optimize",
+        "import pipelab.cli",
+        "from importlib import import_module\nf = lambda: import_module('pipelab.measure')",
+        "from pipelab import Costs",
+    ],
+)
+def test_a_planted_arrow_is_seen(planted, tmp_path):
+    root = tmp_path / "pipelab"
+    for folder in (root, *(root / name for name in ROOMS)):
+        folder.mkdir()
+        (folder / "__init__.py").write_text("")
+    assert not list(arrows_up(root))
+    (root / "predict" / "planted.py").write_text(planted)
+    (found,) = arrows_up(root)
+    assert found.startswith("predict/planted.py:")
+
+
+def test_every_module_is_in_a_room_and_no_room_imports_in_a_circle():
+    known = modules(ROOT)
+    assert {path.name for path in ROOT.glob("*.py")} == {"__init__.py", "__main__.py"}
+    assert {room(name) for name in known if name.count(".")} == {*ROOMS, "__main__"}
+    edges = networkx.DiGraph(
+        (name, target)
+        for name, path in known.items()
+        for target, _, _ in imports(path, known)
+        if name != "pipelab" and target in known and target != name
+    )
+    # A package may gather what its own modules hold.
+    gathered = [(a, b) for a, b in edges.edges if b.startswith(f"{a}.") or a.startswith(f"{b}.")]
+    edges.remove_edges_from(gathered)
+    assert networkx.is_directed_acyclic_graph(edges), networkx.find_cycle(edges)
+
+
+def test_the_ground_floor_is_plain_python():
+    known = modules(ROOT)
+    for name, path in known.items():
+        plain = name.count(".") and room(name) in GROUND
+        if plain or name.startswith("pipelab.widgets.puzzle"):
+            for target, line, lazy in imports(path, known):
+                top = target.split(".")[0]
+                known_here = top == "pipelab" or top in sys.stdlib_module_names
+                assert known_here or (lazy and top == "pandas"), f"{path}:{line}"  # to_frame
+
+
+def test_importing_pipelab_loads_nothing_but_python():
+    code = "import sys; old = set(sys.modules); import pipelab; print(*set(sys.modules) - old)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[0] for name in done.stdout.split()}
+    assert loaded - {"pipelab"} <= sys.stdlib_module_names
+
+
+def test_the_library_prints_nothing():
+    for name, path in modules(ROOT).items():
+        if name.count(".") and room(name) not in ("cli", "__main__"):
+            calls = (
+                n.func for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)
+            )
+            assert not any(isinstance(f, ast.Name) and f.id == "print" for f in calls), path
+
+
+@pytest.mark.parametrize("wing", LIBRARIES)
+def test_a_wing_is_known_by_itself_alone(wing):
+    known = modules(ROOT)
+    for name, path in known.items():
+        if name.startswith("pipelab.runtime") and not name.startswith(f"pipelab.runtime.{wing}"):
+            for target, line, lazy in imports(path, known):
+                assert target.split(".")[0] not in LIBRARIES[wing], f"{path}:{line}"
+                if name != "pipelab.runtime.run" or not lazy:  # where the wings are chosen
+                    assert not target.startswith(f"pipelab.runtime.{wing}"), f"{path}:{line}"

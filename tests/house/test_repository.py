@@ -1,0 +1,106 @@
+"""The files around the package keep in step with it."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import pipelab
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+README = (ROOT / "README.md").read_text()
+
+
+def test_environment_yml_installs_the_project_and_pins_nothing_itself():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    *conda, pip = environment["dependencies"]
+    assert conda == [f"python{PROJECT['requires-python']}", "pip"]
+    assert pip == {"pip": ["-e .[all]"]}
+    extras = PROJECT["optional-dependencies"]
+    everything = set(re.findall(r"\w+", extras["all"][0])) - {"pipelab"}
+    assert everything == set(extras) - {"all"}
+
+
+def test_versions_live_in_one_place():
+    for name in ("Makefile", "environment.yml", ".ci/run"):
+        assert not re.search(r"(torch|jax|numpy|nbval)[=<>]=?\d", (ROOT / name).read_text())
+
+
+def test_the_readme_names_what_there_is():
+    for target in re.findall(r"`make (\w+)`", README):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), target
+    for link in re.findall(r"\]\(([^)#]+)\)", README):
+        assert link.startswith("https://") or (ROOT / link).exists(), link
+    for book in (ROOT / "notebooks").glob("*.ipynb"):
+        assert f"notebooks/{book.name}" in README
+    assert set(re.findall(r"^    (\w+)$", README, re.M)) <= set(pipelab.SCHEDULES)
+
+
+def test_the_readmes_example_runs():
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    scope = {}
+    exec(example, scope)
+    assert scope["run"].check.passed
+
+
+def test_make_help_lists_the_targets():
+    listed = subprocess.run(
+        ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    for target in ("lab", "test", "notebooks", "bench", "site", "images", "clean"):
+        assert re.search(rf"^{target} ", listed, re.M), target
+
+
+def test_a_schedule_is_added_by_one_file(tmp_path):
+    """What the README says, on a copy of the package: a new file, and its name in `__init__`."""
+    (source,) = re.findall(r"```py\n(.*?)```", README, re.S)
+    name = re.search(r"def (\w+)", source)[1]
+    shutil.copytree(Path(pipelab.__file__).parent, tmp_path / "pipelab")
+    folder = tmp_path / "pipelab" / "schedules"
+    (folder / f"{name}.py").write_text(source)
+    listed = (folder / "__init__.py").read_text()
+    listed = listed.replace(
+        "from pipelab.schedules.looped_bfs",
+        f"from pipelab.schedules.{name} import {name}\nfrom pipelab.schedules.looped_bfs",
+    ).replace("        looped_bfs,\n", f"        {name},\n        looped_bfs,\n")
+    (folder / "__init__.py").write_text(listed)
+    command = [
+        sys.executable,
+        "-m",
+        "pipelab",
+        "run",
+        name,
+        "--devices",
+        "3",
+        "--microbatches",
+        "4",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"{name}, measured" in done.stdout
+    assert "Check passed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["pipelab", "tests", "notebooks", "benchmarks", "images", "docs", "README.md", "Makefile"],
+)
+def test_no_path_of_a_machine(path):
+    kinds = (".py", ".ipynb", ".md")
+    files = (
+        [ROOT / path]
+        if (ROOT / path).is_file()
+        else [p for p in (ROOT / path).rglob("*") if p.suffix in kinds]
+    )
+    for file in files:
+        text = file.read_text()
+        assert str(ROOT) not in text, file
+        assert not re.search(r"/home/\w|/Users/\w|lib/python3", text) or file == Path(__file__), (
+            file
+        )

@@ -1,0 +1,340 @@
+"""No schedule beats the bounds: beside all orders of tiny pipelines, random and named schedules."""
+
+import json
+import math
+import random
+import re
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+
+from pipelab import Action, Costs, Kind, Recompute, Schedule, ScheduleError, make, simulate
+from pipelab.optimize.order import bound, gap, memory_used
+from pipelab.predict.costs import PASSES
+from pipelab.predict.memory import shares
+from pipelab.schedules import SCHEDULES, make_for
+from pipelab.table.action import insert_updates
+from tests.conftest import tables
+
+LOOP, V = (0, 1, 0, 1), (0, 1, 1, 0)
+numbers = st.sampled_from([0.5, 1.0, 1.0, 2.0, 3.0]) | st.floats(0, 4).map(lambda x: round(x, 2))
+
+
+@st.composite
+def costs_of(draw, stages, **more):
+    each = numbers | st.lists(numbers, min_size=stages, max_size=stages)
+    return Costs(
+        *(draw(each) for _ in PASSES),
+        transfer=draw(st.sampled_from([0.0, 0.5, 2.0])),
+        update=draw(st.just(0.0) | each),
+        overhead=draw(st.sampled_from([0.0, 0.25])),
+        activations=draw(each),
+        weight_activations=draw(st.none() | each),
+        **{name: draw(strategy) for name, strategy in more.items()},
+    )
+
+
+def check(least, seconds):
+    """A bound may be as much, up to rounding."""
+    assert least.makespan <= seconds * (1 + 1e-9) + 1e-9, (least, seconds)
+
+
+# ---- beside all orders
+
+
+def fastest(costs, placement, m, memory, split):
+    """The least makespan there is: from all counts of done actions, every next action; of the ways
+    to the same counts those that no other is ahead of."""
+    home, n = np.array(placement), len(placement)
+    f, b, w = (np.array(costs.of(name, n)) for name in PASSES)
+    seconds = np.array([f, b, w] if split else [f, b + w]) + costs.overhead  # [kind, stage]
+    delay = np.append(np.where(home[1:] == home[:-1], 0.0, costs.links(n)), 0.0)
+    names = ("activations", "weight_activations")
+    whole, late = (np.array(shares(costs, placement, name)) for name in names)
+    # What an action changes on its device, [kind, stage].
+    change = np.array([whole, late - whole, -late] if split else [whole, -whole])
+    limit = math.inf if memory is None else memory + 1e-9
+
+    def go_on(clocks, waiting, kind, s, number, source):
+        d, waiting = home[s], dict(waiting)
+        start = clocks[d]
+        if 0 <= source < n and kind < 2:
+            start = max(start, waiting.pop((kind, source, number)) + delay[min(s, source)])
+        end = start + seconds[kind, s]
+        waiting[kind, s, number] = end
+        if kind == 2 or (kind == 0 and s == n - 1) or (kind == 1 and s == 0):
+            del waiting[kind, s, number]  # nobody else takes it
+        return (*clocks[:d], end, *clocks[d + 1 :]), waiting
+
+    # counts, [kind, stage] flat -> (clocks of devices, ends of outputs that nobody has taken)
+    states = {(0,) * seconds.size: [((0.0,) * (max(placement) + 1), {})]}
+    for _ in range(m * seconds.size):
+        reached = {}
+        for counts, moments in states.items():
+            done = np.array(counts).reshape(seconds.shape)
+            held = np.bincount(home, (done * change).sum(0))
+            for kind, s in product(range(len(seconds)), range(n)):
+                number, source = done[kind, s], s - 1 if kind == 0 else s + 1
+                before = done[kind - 1, s] if kind else m
+                ready = kind == 2 or not 0 <= source < n or done[kind, source] > number
+                if number < before and ready and held[home[s]] + change[kind, s] <= limit:
+                    done[kind, s] += 1
+                    more = reached.setdefault(tuple(done.ravel().tolist()), [])
+                    more += [go_on(*moment, kind, s, number, source) for moment in moments]
+                    done[kind, s] -= 1
+        states = {counts: ahead(moments) for counts, moments in reached.items()}
+    updates = np.bincount(
+        home, np.array(costs.of("update", n)) + costs.overhead
+    )  # as each device's last
+    ends = [max(clocks + updates) for moments in states.values() for clocks, _ in moments]
+    return min(ends, default=math.inf) - costs.overhead
+
+
+def ahead(moments):
+    """Those that no other one is as early as in everything."""
+    times = {(*clocks, *(waiting[key] for key in sorted(waiting))): (clocks, waiting)
+             for clocks, waiting in moments}  # fmt: skip
+    kept = []
+    for own in sorted(times, key=sum):
+        if not any(all(a <= b for a, b in zip(other, own, strict=True)) for other in kept):
+            kept.append(own)
+    return [times[own] for own in kept]
+
+
+@st.composite
+def tiny(draw):
+    """Costs, placement, micro-batches, memory, split."""
+    placement = draw(st.sampled_from([(0,), (0, 1), (0, 1), (0, 1, 2), LOOP, V]))
+    m = draw(st.integers(1, {1: 4, 2: 4, 3: 3, 4: 2}[len(placement)]))
+    memory = draw(st.sampled_from([None, 1.0, 1.5, 2.0, 3.0]))
+    return draw(costs_of(len(placement))), placement, m, memory, draw(st.booleans())
+
+
+@settings(max_examples=300)
+@given(tiny())
+def test_no_order_of_a_tiny_pipeline_beats_the_bound(case):
+    costs, placement, m, memory, split = case
+    truth = fastest(costs, placement, m, memory, split)
+    sizes = costs, max(placement) + 1, m, memory
+    check(bound(*sizes, placement=placement, split=split), truth)
+    check(bound(*sizes, placement=placement), truth)
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("memory", [1, 2, 3, None])
+def test_for_equal_stages_it_is_what_the_best_order_takes(memory, split):
+    for p, m in ((2, 2), (2, 5), (3, 3)):
+        truth = fastest(Costs(), tuple(range(p)), m, memory, split)
+        assert bound(Costs(), p, m, memory, split=split).makespan == truth
+
+
+def test_how_close_it_is_for_stages_that_differ():
+    """Of 100 pipelines of two or three devices it is exact for nine in ten."""
+    rng, exact = random.Random(0), 0
+    for _ in range(100):
+        p, memory, split = rng.choice([2, 3]), rng.choice([1, 2, None]), rng.random() < 0.5
+        passes = ([rng.choice([1, 2, 3]) for _ in range(p)] for _ in PASSES)
+        costs = Costs(*passes, transfer=rng.choice([0, 1]))
+        truth = fastest(costs, tuple(range(p)), 3, memory, split)
+        exact += bound(costs, p, 3, memory, split=split).makespan == truth
+    assert exact >= 90
+
+
+# ---- beside schedules
+
+
+@st.composite
+def random_tables(draw):
+    """A schedule in random order, of micro-batches, too; some backwards split, others whole."""
+    placement = draw(st.sampled_from([(0,), (0, 1), (0, 1, 2, 3), LOOP, V, (1, 0, 2)]))
+    rng, n, m = draw(st.randoms(use_true_random=False)), len(placement), draw(st.integers(1, 5))
+    rows = [[] for _ in range(max(placement) + 1)]
+    ready = [Action(0, Kind.F, k) for k in range(m)]
+    while ready:
+        action = s, kind, k = ready.pop(rng.randrange(len(ready)))
+        rows[placement[s]].append(action)
+        backward = rng.choice([Kind.B, Kind.I])
+        if kind == Kind.F:
+            ready.append(Action(s + 1, Kind.F, k) if s < n - 1 else Action(s, backward, k))
+        if kind == Kind.I:
+            ready.append(Action(s, Kind.W, k))
+        if kind in (Kind.B, Kind.I) and s:
+            ready.append(Action(s - 1, backward, k))
+    return Schedule("random", insert_updates(rows, m), placement, m)
+
+
+def check_schedule(schedule, costs):
+    """Under the memory that it uses."""
+    least = bound(
+        costs,
+        schedule.devices,
+        schedule.total,
+        max(memory_used(schedule, costs)),
+        placement=schedule.placement,
+        split=Kind.I in schedule.kinds,
+    )
+    check(least, simulate(schedule, costs).makespan)
+
+
+MORE = {"recompute": st.sampled_from(Recompute), "bandwidth": st.just(math.inf) | st.just(2.0)}
+
+
+@settings(max_examples=150)
+@given(random_tables(), st.data())
+def test_no_random_table_beats_the_bound(schedule, data):
+    check_schedule(schedule, data.draw(costs_of(schedule.stages, **MORE)))
+
+
+@settings(max_examples=200)
+@given(st.sampled_from([*SCHEDULES]), st.integers(1, 6), st.integers(1, 8), st.data())
+def test_no_named_schedule_beats_the_bound(name, p, m, data):
+    speeds = st.lists(st.sampled_from([0.5, 1.0]), min_size=p, max_size=p)
+    sizes = {"virtual": data.draw(st.integers(1, 3)), "batches": data.draw(st.integers(1, 3))}
+    model = data.draw(costs_of(p, **MORE, boundary=numbers, speed=speeds))
+    try:
+        schedule, costs = make_for(name, p, m, model, **sizes)
+    except ScheduleError:
+        reject()
+    assert gap(schedule, costs) >= 0
+    if schedule.batches == 1 or costs.recompute is not Recompute.EXCEPT_LAST:
+        check_schedule(schedule, costs)
+
+
+@pytest.mark.parametrize(("name", "seconds"), [("gpipe", 33), ("pipedream_flush", 33)])
+def test_where_a_named_schedule_is_the_best_there_is(name, seconds):
+    schedule = make(name, 4, 8)
+    limit = max(memory_used(schedule, Costs()))
+    found = bound(Costs(), 4, 8, limit, split=False)
+    assert found.makespan == seconds == simulate(schedule).makespan
+    assert found.binding == "busiest device" and found.gap(seconds) == 0
+
+
+# ---- in numbers
+
+
+@pytest.mark.parametrize(
+    ("costs", "p", "m", "memory", "seconds"),
+    [  # what an exact solver needs, found and proved
+        (Costs(), 4, 8, 4, 27),
+        (Costs(), 8, 16, 8, 55),
+        (Costs(18, 18, 9, transfer=1), 4, 8, 4, 453),
+    ],
+)
+def test_what_an_exact_search_proves(costs, p, m, memory, seconds):
+    assert bound(costs, p, m, memory).makespan == seconds
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 8])
+def test_it_is_no_less_than_the_papers_bounds(k):
+    """arXiv 2401.10241: the bubble with k micro-batches in memory; the first one's round trip."""
+    p, m, f, b, w, c = 4, 8, 18.0, 17.0, 9.0, 2.0
+    found = bound(Costs(f, b, w, transfer=c), p, m, k)
+    bubble = (p - 1) * (b + 2 * c) + (p - k) * f
+    assert found.by["memory limit"] >= m * (f + b + w) + max(bubble, 0)
+    once = bound(Costs(f, b, w, transfer=c), p, 1)
+    assert once.by["round trip"] == p * (f + b) + 2 * (p - 1) * c + w
+
+
+def test_one_micro_batch_at_a_time_is_the_naive_pipeline():
+    costs = Costs([1, 2, 3], [2, 1, 2], [1, 3, 1], transfer=0.5)
+    found = bound(costs, 3, 6, memory=1, split=False)
+    assert found.makespan == pytest.approx(simulate(make("inter_layer", 3, 6), costs).makespan)
+
+
+def test_what_is_kept_for_w_counts():
+    """H1's memory: with less kept from I to W more forwards fit."""
+    rows = "0F0 0F1 0I0 0F2 0I1 0W0 0I2 0W1 0W2 0U0"
+    schedule = Schedule.from_grid(rows)
+    for kept, most in ((None, 3), (4.0, 3), (2.0, 2.5), (1.0, 2.25), (0.0, 2), (8.0, 5)):
+        costs = Costs(activations=4, weight_activations=kept)
+        assert memory_used(schedule, costs) == [most]
+    rest = [bound(Costs(activations=4, weight_activations=x), 3, 9, 2) for x in (4, 2, 0)]
+    assert rest[0].makespan > rest[1].makespan == rest[2].makespan
+
+
+@settings(max_examples=50)
+@given(tables())
+def test_memory_is_in_micro_batches_of_a_device(case):
+    schedule, v = case[0], case[0].stages // case[0].devices
+    used = memory_used(schedule, Costs(activations=3))
+    assert used == pytest.approx([most / v for most in schedule.peak_in_flight])
+
+
+def test_what_it_refuses():
+    with pytest.raises(ScheduleError, match=r"memory=0\.5: give at least 1, the"):
+        bound(Costs(), 2, 4, 0.5)
+    with pytest.raises(ScheduleError, match=r"memory=nan: give at least 1, the"):
+        bound(Costs(), 2, 4, math.nan)
+    with pytest.raises(ScheduleError, match=r"placement=\(0, 0\): give each of 2 devices a stage"):
+        bound(Costs(), 2, 4, placement=(0, 0))
+    with pytest.raises(ScheduleError, match="microbatches=0"):
+        bound(Costs(), 2, 0)
+    with pytest.raises(ValueError, match="forward has 3 values for 4 stages"):
+        bound(Costs(forward=[1, 2, 3]), 2, 4, placement=LOOP)
+
+
+def test_inf_is_no_limit(capsys):
+    assert bound(Costs(), 2, 4, math.inf) == bound(Costs(), 2, 4)
+    status, out, _ = call(capsys, "--devices 2 --microbatches 4 --memory inf --json")
+    found = json.loads(out, parse_constant=pytest.fail)
+    assert (status, found["memory"]) == (0, None)
+
+
+def test_what_it_shows():
+    found = bound(Costs(), 4, 8, 2)
+    assert repr(found).startswith("<Bound 39 by the memory limit: busiest device 27, round trip 23")
+    assert found.gap(46.8) == pytest.approx(0.2)
+    assert bound(replace(Costs(), forward=0, input_grad=0, weight_grad=0), 2, 2).gap(0) == 0
+
+
+# ---- the command
+
+
+def call(capsys, line):
+    from pipelab.cli import main
+
+    status = main(["bound", *line.split()])
+    return status, *capsys.readouterr()
+
+
+def test_the_command(capsys):
+    costs = "--forward 1,2,1,1 --transfer 0.1"
+    line = f"--devices 4 --microbatches 8 {costs} --memory 3"
+    status, out, err = call(capsys, f"{line} --json")
+    found = json.loads(out)
+    assert (status, err) == (0, "")
+    model = Costs([1, 2, 1, 1], transfer=0.1)
+    least = bound(model, 4, 8, 3)
+    shown = found["makespan"], found["binding"], found["bounds"]
+    assert shown == (least.makespan, least.binding, least.by)
+    named = {x["schedule"]: x for x in found["schedules"]}
+    assert {*named, *found["left_out"]} == {*SCHEDULES}
+    own, stages = make_for("interleaved", 4, 8, model, virtual=2)
+    interleaved = named["interleaved"]
+    assert interleaved["makespan"] == simulate(own, stages).makespan
+    assert (interleaved["memory"], interleaved["fits"]) == (5.5, False)
+    assert interleaved["gap"] == gap(own, stages)
+    assert named["zb"]["memory"] <= 3 and named["zb"]["fits"]
+    status, out, err = call(capsys, line)
+    assert (status, err) == (0, "")
+    assert re.search(r"^memory limit +34\.8$", out, re.M)
+    assert re.search(r"^inter_layer +108\.8 +1 +yes +28\.3%$", out, re.M)
+    status, out, err = call(capsys, "--devices 2 --microbatches 1 --whole")
+    assert re.search(r"^round trip +6$", out, re.M)
+    assert re.search(r"^gpipe +6 +1 +20\.0%$", out, re.M)
+    assert "left out: pipedream_2bw needs microbatches >= devices" in out
+
+
+def test_errors_are_one_line(capsys):
+    line = "--devices 2 --microbatches 4"
+    for more, message in (
+        ("--memory 0.5", "memory=0.5: give at least 1"),
+        ("--forward 1,2,3", "forward has 3 values for 2 stages"),
+    ):
+        status, out, err = call(capsys, f"{line} {more}")
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert message in err

@@ -1,0 +1,705 @@
+"""Other pipelines on the same stages and batches: the same losses, gradients and weights.
+
+Their spans come from torch.profiler inside their runs.
+"""
+
+import itertools
+import os
+import socket
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipelab import (
+    Recompute,
+    RunError,
+    Schedule,
+    ScheduleError,
+    make,
+    run,
+    validate,
+)
+from pipelab.measure.trace import from_trace
+from pipelab.models import data, parameters, split
+from pipelab.models.gpt2 import gpt2, next_token_loss
+from pipelab.optimize.cut import Layer, Profile, split_layers, uniform
+from pipelab.peers import torchgpipe
+from pipelab.peers.deepspeed import run_deepspeed, schedule_of
+from pipelab.peers.record import PeerRecord, gather
+from pipelab.peers.torch_pipelining import run_torch_pipelining
+from pipelab.peers.torchgpipe import run_torchgpipe
+from tests.runtime.test_run import SGD, batches, stages
+
+RATE = SGD.keywords["lr"]
+Adam = partial(torch.optim.Adam, lr=0.01)
+
+
+def decayed(weights):
+    optimizer = SGD(weights, momentum=0.9)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def gradients_of(modules, batch, loss):
+    """The gradients of plain autograd over the whole batch, per stage."""
+    x, y = batch
+    for module in modules:
+        module.zero_grad()
+    loss(nn.Sequential(*modules)(x), y).backward()
+    return [{name: p.grad for name, p in module.named_parameters()} for module in modules]
+
+
+def of_all(found):
+    return [tensor for of_stage in found for tensor in of_stage.values()]
+
+
+def stepped(modules, weights, rate):
+    """The gradients of the one step of plain SGD from the modules' weights to these."""
+    return [
+        {name: (p.detach() - after[name]) / rate for name, p in module.named_parameters()}
+        for module, after in zip(modules, weights, strict=True)
+    ]
+
+
+def equal(ours, theirs, rtol=1e-10, atol=1e-15):
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.keys() == other.keys()
+        for name, tensor in mine.items():
+            assert torch.allclose(other[name], tensor, rtol=rtol, atol=atol), name
+
+
+def agree(ours, theirs, table):
+    """Losses, weights and the order of the actions; and the spans can be of that order."""
+    assert theirs.losses == pytest.approx(ours.losses, rel=1e-12)
+    equal(ours.weights, theirs.weights)
+    assert len(theirs.seconds) == len(ours.losses)
+    assert min(theirs.seconds) > 0
+    t = theirs.timeline
+    assert t.source == "measured"
+    assert validate(t.schedule).rows == table.rows
+    assert all(start < end for start, end in zip(t.start, t.end, strict=True))
+    for a, b in itertools.pairwise(t.schedule.bounds):
+        assert all(end <= start for end, start in zip(t.end[a:b], t.start[a + 1 : b], strict=False))
+    for taker, source in enumerate(t.schedule.inputs):
+        assert source is None or t.start[taker] >= t.end[source]
+    assert sum(theirs.seconds) >= t.makespan
+
+
+# ---- torchgpipe
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+@pytest.mark.parametrize(("samples", "optimizer"), [(8, SGD), (10, decayed)])
+def test_torchgpipe_trains_the_same_weights(samples, optimizer, recompute):
+    modules, corpus = stages(3), batches(3, samples=samples)
+    table = make("gpipe", 3, 4, batches=3)
+    ours = run(table, modules, corpus, F.mse_loss, optimizer, recompute=recompute)
+    theirs = run_torchgpipe(
+        modules, corpus, F.mse_loss, optimizer, chunks=4, checkpoint=recompute.value
+    )
+    agree(ours, theirs, torchgpipe.schedule_of(3, 4, batches=3))
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+def test_torchgpipe_computes_all_forwards_again_but_the_last(recompute):
+    modules, corpus, calls = stages(3), batches(1), []
+    # The layers are counted, as torchgpipe has no module for a stage.
+    modules[1][0].register_forward_hook(lambda *_: calls.append(1))
+    checkpoint = recompute.value
+    run_torchgpipe(modules, corpus, F.mse_loss, SGD, chunks=4, checkpoint=checkpoint)
+    assert len(calls) == {"never": 4, "except_last": 4 + 3, "always": 4 + 4}[checkpoint]
+
+
+def test_torchgpipe_runs_forwards_again_ahead_where_the_input_has_no_gradient():
+    """A stage that reads tokens."""
+    torch.manual_seed(0)
+    model = split([nn.Embedding(9, 6), *stages(3)], [2, 2])
+    tokens = torch.randint(9, (8,))
+    model, batch = [stage.double() for stage in model], (tokens, torch.randn(8, 6).double())
+    table = torchgpipe.schedule_of(2, 4)
+    for mode in Recompute:
+        found = run_torchgpipe(model, [batch], F.mse_loss, SGD, chunks=4, checkpoint=mode.value)
+        assert found.timeline.schedule.rows == table.rows
+        expected = gradients_of(model, batch, F.mse_loss)
+        equal(expected, stepped(model, found.weights, RATE), atol=1e-12)
+
+
+def test_torchgpipe_makes_fewer_micro_batches_than_it_is_told():
+    """torch.chunk cuts 5 samples into 2, 2 and 1, where 4 are asked for."""
+    modules, corpus = stages(2), batches(1, samples=5)
+    found = run_torchgpipe(modules, corpus, F.mse_loss, SGD, chunks=4)
+    assert found.timeline.schedule.rows == torchgpipe.schedule_of(2, 3).rows
+    with pytest.raises(ValueError, match=r"into \[3, 4\] micro-batches: give batches of one size"):
+        run_torchgpipe(modules, corpus + batches(1, samples=8), F.mse_loss, SGD, chunks=4)
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("several", [False, True])
+def test_torchgpipe_runs_a_stage_that_returns_its_input(several, recompute):
+    """Its backward begins before it ends, though one tensor goes in and out."""
+    modules, corpus = stages(3), batches(2)
+    modules[1] = nn.Sequential(Twice() if several else nn.Identity())
+    modules[2] = nn.Sequential(Sum() if several else nn.Identity())
+    found = run_torchgpipe(modules, corpus, F.mse_loss, SGD, chunks=2, checkpoint=recompute)
+    table = make("gpipe", 3, 2, batches=2)
+    ours = run(table, modules, corpus, F.mse_loss, SGD, recompute=Recompute(recompute))
+    agree(ours, found, torchgpipe.schedule_of(3, 2, batches=2))
+
+
+class Twice(nn.Module):
+    def forward(self, x):
+        return x, 2 * x
+
+
+class Sum(nn.Module):
+    def forward(self, pair):
+        first, second = pair
+        return first + second
+
+
+class Cut(nn.Module):
+    def forward(self, x):
+        return x.detach()
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_torchgpipes_backward_ends_where_no_gradient_gets_to_the_input(recompute):
+    modules, corpus = stages(2), batches(1)
+    modules[1] = nn.Sequential(Cut(), *modules[1])
+    found = run_torchgpipe(modules, corpus, F.mse_loss, SGD, chunks=2, checkpoint=recompute)
+    assert list(map(str, found.timeline.schedule.rows[1])) == ["1F0", "1F1", "1B1", "1B0", "1U0"]
+    assert found.timeline.makespan > 0
+
+
+def test_torchgpipe_runs_a_stage_that_changes_its_input():
+    modules, corpus = stages(2), batches(1)
+    modules[1] = nn.Sequential(nn.ReLU(inplace=True), *modules[1])
+    ours = run(make("gpipe", 2, 2), modules, corpus, F.mse_loss, SGD)
+    found = run_torchgpipe(modules, corpus, F.mse_loss, SGD, chunks=2)
+    agree(ours, found, torchgpipe.schedule_of(2, 2))
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+def test_torchgpipe_has_no_backward_before_the_first_weight_to_train(recompute):
+    """With a checkpoint it runs the forward again all the same, without any use.
+
+    The backward that the table has takes next to no time.
+    """
+    modules, corpus = stages(2), batches(2)
+    modules[0].requires_grad_(False)
+    found = run_torchgpipe(modules, corpus, F.mse_loss, SGD, chunks=2, checkpoint=recompute.value)
+    ours = run(make("gpipe", 2, 2, batches=2), modules, corpus, F.mse_loss, SGD)
+    assert found.losses == pytest.approx(ours.losses, rel=1e-12)
+    equal(ours.weights, found.weights)
+    t = found.timeline
+    assert t.schedule.rows == torchgpipe.schedule_of(2, 2, batches=2).rows
+    took = {str(a): t.end[i] - t.start[i] for i, a in enumerate(itertools.chain(*t.schedule.rows))}
+    assert took["0B0"] < took["1B0"]
+    modules[1].requires_grad_(False)
+    found = run_torchgpipe(modules, corpus, F.mse_loss, SGD, chunks=2, checkpoint=recompute.value)
+    equal([module.state_dict() for module in modules], found.weights)
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+def test_torchgpipes_micro_batches_may_share_their_memory(recompute):
+    modules = stages(2)
+    corpus = [(x[:1].expand(8, 6), y) for x, y in batches(2)]
+    table = make("gpipe", 2, 4, batches=2)
+    ours = run(table, modules, corpus, F.mse_loss, SGD, recompute=recompute)
+    theirs = run_torchgpipe(modules, corpus, F.mse_loss, SGD, chunks=4, checkpoint=recompute.value)
+    agree(ours, theirs, torchgpipe.schedule_of(2, 4, batches=2))
+
+
+def test_torchgpipe_would_count_twice_in_batchnorm_with_a_checkpoint():
+    modules = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double() for _ in range(2)]
+    go = partial(run_torchgpipe, batches=batches(1), loss=F.mse_loss, optimizer=SGD, chunks=2)
+    with pytest.raises(ValueError, match=r"stage 0 has BatchNorm1d.* twice in its running stat"):
+        go(modules, checkpoint="always")
+    go([module.eval() for module in modules], checkpoint="always")
+
+
+def test_torchgpipe_says_which_outputs_it_does_not_pass():
+    # Was: AttributeError "'str' object has no attribute 'detach'".
+    class Naming(nn.Linear):
+        def forward(self, x):
+            return {"x": super().forward(x)}
+
+    modules = [nn.Sequential(Naming(6, 6).double()), *stages(1)]
+    with pytest.raises(ValueError, match=r"the output of stage 0 is a dict: torchgpipe passes a t"):
+        run_torchgpipe(modules, batches(1), F.mse_loss, SGD, chunks=2)
+
+
+def test_torchgpipes_stages_do_not_share_a_learning_rate():
+    # Was: every stage's scheduler halved the one tensor.
+    rate = torch.tensor(0.1, dtype=torch.float64)
+
+    def halved(parameters):
+        optimizer = torch.optim.Adam(parameters, lr=rate)
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    arguments = stages(2), batches(3), F.mse_loss, halved
+    theirs = run_torchgpipe(*arguments, chunks=2)
+    assert rate == 0.1
+    agree(run(make("gpipe", 2, 2, batches=3), *arguments), theirs, theirs.timeline.schedule)
+
+
+def test_torchgpipe_ends_with_a_stage_that_leaves():
+    """Its threads pass on Exceptions alone."""
+
+    class Leaving(nn.Linear):
+        def forward(self, x):
+            raise SystemExit(3)
+
+    modules = [*stages(1), nn.Sequential(Leaving(6, 6).double())]
+    with pytest.raises(RunError, match=r"^stage 1 of torchgpipe: SystemExit: 3$"):
+        run_torchgpipe(modules, batches(1), F.mse_loss, SGD, chunks=2)
+
+
+def test_torchgpipes_balance_is_no_more_than_a_layer_off_the_best():
+    """It stops where partitions differ by no more than the longest layer; ours is exact."""
+    from torchgpipe.balance import balance_cost
+
+    def compare(times, partitions):
+        layers = tuple(Layer(str(i), forward=float(t)) for i, t in enumerate(times))
+        ours = split_layers(Profile(layers), partitions)
+        ends = np.cumsum([0, *balance_cost(times, partitions)])
+        largest = max(sum(times[a:b]) for a, b in itertools.pairwise(ends))
+        return ours.balance, np.diff(ends).tolist(), ours.bottleneck, largest
+
+    assert compare([1000, 1, 1, 1], 2) == ([1, 3], [2, 2], 1000, 1001)
+    assert compare([10, 1, 1, 1, 1, 1], 2) == ([1, 5], [3, 3], 10, 12)
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        times = random.integers(1, 100, size=9).tolist()
+        _, _, best, theirs = compare(times, 3)
+        assert best <= theirs <= best + max(times)
+
+
+def test_torchgpipes_balance_by_size_is_for_cuda_alone():
+    from torchgpipe.balance import balance_by_size
+
+    with pytest.raises(ValueError, match="only CUDA"):
+        balance_by_size(2, nn.Sequential(nn.Linear(6, 6)), torch.ones(4, 6), device="cpu")
+
+
+# ---- torch.distributed.pipelining
+
+
+@pytest.mark.parametrize("optimizer", [SGD, Adam])
+@pytest.mark.parametrize(
+    ("name", "v", "m"), [("gpipe", 1, 3), ("pipedream_flush", 1, 5), ("interleaved", 2, 4)]
+)
+def test_torch_pipelining_trains_the_same_weights(name, v, m, optimizer):
+    """In our order, though its table of 1F1B as data is off by one."""
+    modules, corpus = stages(2 * v), batches(3, samples=2 * m)
+    table = make(name, 2, m, virtual=v, batches=3)
+    ours = run(table, modules, corpus, F.mse_loss, optimizer)
+    theirs = run_torch_pipelining(
+        name, modules, corpus, F.mse_loss, optimizer, devices=2, microbatches=m
+    )
+    agree(ours, theirs, table)
+
+
+@pytest.mark.parametrize(("name", "m"), [("gpipe", 4), ("pipedream_flush", 1), ("interleaved", 3)])
+def test_torchs_runtime_carries_out_our_tables(name, m):
+    """Few micro-batches, and numbers of them that its own schedules refuse."""
+    v = 2 if name == "interleaved" else 1
+    modules, corpus = stages(2 * v), batches(2, samples=2 * m)
+    ours = run(make(name, 2, m, virtual=v, batches=2), modules, corpus, F.mse_loss, decayed)
+    theirs = run_torch_pipelining(make(name, 2, m, virtual=v), modules, corpus, F.mse_loss, decayed)
+    agree(ours, theirs, ours.timeline.schedule)
+
+
+def test_torchs_runtime_carries_out_split_backwards():
+    """Weight gradients last, as in the zero-bubble tables."""
+    table = Schedule.from_grid("""
+        0F0 0F1 .   .   0I0 0I1 0W0 0W1
+        .   1F0 1F1 1I0 1I1 1W0 1W1 .
+    """)
+    modules, corpus = stages(2), batches(1)
+    ours = run(table, modules, corpus, F.mse_loss, SGD)
+    agree(ours, run_torch_pipelining(table, modules, corpus, F.mse_loss, SGD), table)
+
+
+def test_torch_pipelining_says_what_it_does_not_take():
+    go = partial(
+        run_torch_pipelining,
+        stages=stages(2),
+        batches=batches(1, 7),
+        loss=F.mse_loss,
+        optimizer=SGD,
+        devices=2,
+    )
+    with pytest.raises(
+        ValueError, match="batch 0: 7 samples do not make 2 micro-batches of one size"
+    ):
+        go("gpipe", microbatches=2)
+    with pytest.raises(
+        ValueError,
+        match="no schedule for 'pipedream': use one of gpipe, pipedream_flush, interleaved",
+    ):
+        go("pipedream", microbatches=7)
+    with pytest.raises(ScheduleError, match="updates without a flush"):
+        go(make("pipedream", 2, 7))
+
+
+@pytest.mark.parametrize("name", ["pipedream_flush", "table"])
+def test_torch_pipelining_passes_tuples(name):
+    """Between stages, and as the input; one stage passes on what it has received."""
+    first, second = stages(2)
+    modules = [nn.Sequential(Sum(), *first, Twice()), nn.Sequential(Sum(), *second)]
+    corpus = [((x, y), y) for x, y in batches(2)]
+    table = make("pipedream_flush", 2, 2)
+    go = partial(run_torch_pipelining, table)
+    if name != "table":
+        go = partial(run_torch_pipelining, name, devices=2, microbatches=2)
+    theirs = go(modules, corpus, F.mse_loss, SGD)
+    table = make("pipedream_flush", 2, 2, batches=2)
+    agree(run(table, modules, corpus, F.mse_loss, SGD), theirs, table)
+
+
+def test_torch_pipelining_passes_on_a_stages_own_error():
+    # Was: "[Stage 1] failed to run forward" with shapes alone.
+    class Failing(nn.Module):
+        calls = 0  # of the class: torch first finds out shapes, with a copy
+
+        def forward(self, x):
+            Failing.calls += 1
+            if Failing.calls > 1:
+                raise ZeroDivisionError("the stage's own words")
+            return x
+
+    modules = [stages(1)[0], nn.Sequential(*stages(1), Failing())]
+    with pytest.raises(RunError, match=r"^rank 1 of .*: ZeroDivisionError: the stage's own words$"):
+        run_torch_pipelining(make("gpipe", 2, 2), modules, batches(1), F.mse_loss, SGD)
+
+
+def test_torch_pipelining_says_which_values_it_does_not_pass():
+    class Alone(nn.Module):
+        def forward(self, x):
+            return (x,)
+
+    first, second = stages(2)
+    (x, y), *_ = corpus = batches(2)
+    go = partial(run_torch_pipelining, make("gpipe", 2, 2), loss=F.mse_loss, optimizer=SGD)
+    passes = "torch's runtime passes a tensor, or a tuple of several tensors"
+    with pytest.raises(RunError, match=f"the output of stage 0 is a tuple: {passes}"):
+        go([nn.Sequential(*first, Alone()), second], corpus)
+    with pytest.raises(ValueError, match=f"the input of batch 1 is a list: {passes}"):
+        go([first, second], [(x, y), ([x, x], y)])
+    with pytest.raises(ValueError, match="the target of batch 0 is a tuple: give one tensor"):
+        go([first, second], [(x, (y, y))])
+    with pytest.raises(
+        ValueError, match=r"inputs of .*\(4, 6\).*\(8, 6\).*: .* batches of one shape"
+    ):
+        go([first, second], corpus + batches(1, samples=4))
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "sizes", "message"),
+    [
+        ("gpipe", 2, (3, 2), "2 stages for torch's own gpipe on 3 devices: give each device one"),
+        ("pipedream_flush", 4, (2, 2), "4 stages for torch's own pipedream_flush on 2 devices"),
+        ("interleaved", 3, (2, 2), "3 stages for torch's own interleaved on 2 devices"),
+        ("gpipe", 2, (0, 2), "devices=0: give a whole number of at least 1"),
+        ("gpipe", 2, (2, 0), "microbatches=0: give a whole number of at least 1"),
+        (make("gpipe", 3, 2), 2, (None, None), "2 modules for the 3 stages of gpipe: give one per"),
+    ],
+)
+def test_torch_pipelining_refuses_sizes_that_do_not_fit(name, count, sizes, message):
+    devices, m = sizes
+    with pytest.raises(ValueError, match=message):
+        run_torch_pipelining(
+            name, stages(count), batches(1), F.mse_loss, SGD, devices=devices, microbatches=m
+        )
+
+
+# ---- DeepSpeed
+
+
+@pytest.mark.parametrize(("p", "m", "optimizer"), [(2, 4, Adam), (3, 2, decayed)])
+def test_deepspeed_trains_the_same_weights_and_prints_nothing(p, m, optimizer, capfd):
+    """Nor does it clip gradients to a norm of 1, its default."""
+    modules, corpus = stages(p), batches(3, samples=2 * m)
+    table = make("pipedream_flush", p, m, batches=3)
+    loss = lambda output, target: 10 * F.mse_loss(output, target)  # noqa: E731
+    ours = run(table, modules, corpus, loss, optimizer)
+    theirs = run_deepspeed(modules, corpus, loss, optimizer, microbatches=m)
+    agree(ours, theirs, table)
+    assert sum(g.square().sum() for g in of_all(gradients_of(modules, corpus[0], loss))) > 4
+    assert tuple(capfd.readouterr()) == ("", "")
+
+
+def test_reading_deepspeeds_schedule_prints_nothing():
+    code = "from pipelab.peers.deepspeed import schedule_of; schedule_of(2, 2)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == done.stderr == ""
+
+
+def test_deepspeed_refuses_uneven_micro_batches():
+    with pytest.raises(ValueError, match="batch 0: 7 samples do not make 2 micro-batches"):
+        run_deepspeed(stages(2), batches(1, 7), F.mse_loss, SGD, microbatches=2)
+
+
+def test_deepspeed_wants_a_weight_to_train_on_every_stage():
+    first, second = stages(2)
+    message = "stage 0 has no weight to train, and DeepSpeed does not run such a stage: join it"
+    modules = [first.requires_grad_(False), second]
+    with pytest.raises(RunError, match=message):
+        run_deepspeed(modules, batches(1), F.mse_loss, SGD, microbatches=2)
+
+
+def test_deepspeed_takes_tuples_and_batches_of_several_sizes():
+    first, second = stages(2)
+    modules = [nn.Sequential(Sum(), *first, Twice()), nn.Sequential(Sum(), *second)]
+    corpus = [((x, y), y) for x, y in batches(1) + batches(1, samples=4)]
+    table = make("pipedream_flush", 2, 2, batches=2)
+    theirs = run_deepspeed(modules, corpus, F.mse_loss, SGD, microbatches=2)
+    agree(run(table, modules, corpus, F.mse_loss, SGD), theirs, table)
+
+
+def test_a_script_under_deepspeeds_launcher_trains_the_same_weights(tmp_path):
+    layers, corpus, m = [layer for stage in stages(2) for layer in stage], batches(2), 4
+    torch.manual_seed(0)
+    modules = split([layer.float() for layer in layers], [2, 4])
+    corpus = [(x.float(), y.float()) for x, y in corpus]
+    torch.save((layers, corpus, m), tmp_path / "job.pt")
+    with socket.socket() as found:
+        found.bind(("", 0))
+        port = found.getsockname()[1]
+    command = [
+        sys.executable,
+        "-c",
+        "from deepspeed.launcher.runner import main; main()",
+        "--num_gpus=2",
+        f"--master_port={port}",
+        Path(__file__).parents[1] / "workers/deepspeed_script.py",
+        tmp_path,
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    ours = run(make("pipedream_flush", 2, m, batches=2), modules, corpus, F.mse_loss, SGD)
+    numbered = [f"{number}." for number in range(6)]
+    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert results[0][0] == pytest.approx(ours.losses, rel=1e-6)
+    theirs = results[0][1] | results[1][1]
+    mine = nn.Sequential(*layers)
+    for s, stage in enumerate(modules):
+        stage.load_state_dict(ours.weights[s])
+    assert mine.state_dict().keys() == theirs.keys()
+    assert all(name.startswith(tuple(numbered)) for name in theirs)
+    for name, weight in mine.state_dict().items():
+        assert torch.allclose(theirs[name], weight, rtol=1e-5), name
+    seen = from_trace([tmp_path / f"{rank}.json" for rank in range(2)])
+    assert seen.part(0, 1).schedule.rows == schedule_of(2, m).rows
+    assert seen.schedule == ours.timeline.schedule
+
+
+# ---- all of them
+
+PEERS = pytest.mark.parametrize(
+    "train",
+    [
+        partial(run_torchgpipe, chunks=2),
+        partial(run_deepspeed, microbatches=2),
+        lambda *a: run_torch_pipelining(make("gpipe", 2, 2), *a),
+    ],
+    ids=["torchgpipe", "deepspeed", "torch"],
+)
+
+
+@PEERS
+def test_each_module_trains_or_evaluates_as_its_training_says(train):
+    """Nor does BatchNorm count a forward that only finds out shapes."""
+    modules, corpus = stages(2), batches(2)
+    modules[0].append(nn.BatchNorm1d(6).double())
+    modules[1].extend([nn.BatchNorm1d(6).double().eval(), nn.Dropout(0.9).eval()])
+    table = make("gpipe", 2, 2, batches=2)
+    ours = run(table, modules, corpus, F.mse_loss, SGD, check=False)
+    theirs = train(modules, corpus, F.mse_loss, SGD)
+    assert theirs.losses == pytest.approx(ours.losses, rel=1e-12)
+    equal(ours.weights, theirs.weights)
+    counted = [state["3.num_batches_tracked"] for state in theirs.weights]
+    assert counted == [4, 0]
+
+
+@PEERS
+def test_batches_get_no_gradients(train):
+    modules, corpus = stages(2), batches(2)
+    before = train(modules, corpus, F.mse_loss, SGD)
+    tensors = [tensor.requires_grad_() for batch in corpus for tensor in batch]
+    after = train(modules, corpus, F.mse_loss, SGD)
+    assert all(tensor.grad is None for tensor in tensors)
+    assert after.losses == before.losses
+
+
+@PEERS
+def test_a_modules_own_state_comes_back_with_the_weights(train):
+    class Named(nn.Linear):
+        def get_extra_state(self):
+            return {"name": "first", "scale": torch.ones(1)}
+
+        def set_extra_state(self, state):
+            pass
+
+    modules = [nn.Sequential(Named(6, 6).double()), *stages(1)]
+    found = train(modules, batches(1), F.mse_loss, SGD).weights[0]
+    assert found["0._extra_state"] == {"name": "first", "scale": torch.ones(1)}
+    assert found["0.weight"].shape == (6, 6)
+
+
+@PEERS
+def test_no_batches_and_no_stages_are_refused(train):
+    with pytest.raises(ValueError, match="batches=0: give a whole number of at least 1"):
+        train(stages(2), [], F.mse_loss, SGD)
+    with pytest.raises(ValueError, match=r"stages=0: give|0 modules for the 2 stages"):
+        train([], batches(1), F.mse_loss, SGD)
+
+
+@pytest.mark.parametrize(
+    ("train", "name"),
+    [(partial(run_torchgpipe, chunks=0), "chunks"), (partial(run_deepspeed, microbatches=0), "mi")],
+)
+def test_no_micro_batches_are_refused(train, name):
+    with pytest.raises(ValueError, match=rf"^{name}\w*=0: give a whole number of at least 1"):
+        train(stages(2), batches(1), F.mse_loss, SGD)
+
+
+def test_seconds_go_from_the_first_device_to_begin_to_the_last_to_end():
+    """So that no action is outside of them."""
+    outcomes = [PeerRecord([1.0, 2.0], {0: {}}, [5.0, 7.0, 8.0])]
+    outcomes.append(PeerRecord([], {1: {}}, [6.0, 7.5, 7.9]))
+    assert gather(outcomes, []).seconds == [2.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (partial(run_torchgpipe, chunks=2), "duplicate parameters"),
+        (partial(run_deepspeed, microbatches=2), "stages share a weight"),
+        (lambda *a: run_torch_pipelining(make("gpipe", 2, 2), *a), "stages share a weight"),
+    ],
+    ids=["torchgpipe", "deepspeed", "torch"],
+)
+def test_shared_weights_are_refused(train, message):
+    modules = stages(2)
+    modules[1][0].weight = modules[0][0].weight
+    with pytest.raises(ValueError, match=message):
+        train(modules, batches(1), F.mse_loss, SGD)
+
+
+@pytest.mark.parametrize(
+    ("train", "error", "message"),
+    [
+        (partial(run_torchgpipe, chunks=2), ZeroDivisionError, "^here$"),
+        (
+            partial(run_deepspeed, microbatches=2),
+            RunError,
+            "^rank 1 of DeepSpeed: ZeroDivisionError: here$",
+        ),
+        (
+            lambda *a: run_torch_pipelining(make("gpipe", 2, 2), *a),
+            RunError,
+            "^rank 1 of torch.distributed.pipelining: ",
+        ),
+    ],
+    ids=["torchgpipe", "deepspeed", "torch"],
+)
+def test_a_stage_that_fails_says_where(train, error, message):
+    class Broken(nn.Linear):
+        def forward(self, x):
+            raise ZeroDivisionError("here")
+
+    modules = [*stages(1), nn.Sequential(Broken(6, 6).double())]
+    with pytest.raises(error, match=message):
+        train(modules, batches(1), F.mse_loss, SGD)
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        partial(run_torchgpipe, chunks=2),
+        partial(run_torchgpipe, chunks=2, trace=False),
+        lambda *a: run_torch_pipelining("gpipe", *a, devices=2, microbatches=2),
+        lambda *a: run_torch_pipelining(make("gpipe", 2, 2), *a, trace=False),
+        partial(run_deepspeed, microbatches=2, trace=False),
+    ],
+    ids=["torchgpipe", "torchgpipe-untraced", "torch", "torch-untraced", "deepspeed-untraced"],
+)
+def test_the_stages_are_left_alone(train):
+    modules, corpus = stages(2), batches(1)
+    before = [p.clone() for s in modules for p in s.parameters()]
+    found = train(modules, corpus, F.mse_loss, partial(torch.optim.Adam, lr=0.1))
+    after = [p for s in modules for p in s.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(p.grad is None for p in after)
+    trained = [p for weights in found.weights for p in weights.values()]
+    assert not any(torch.equal(a, b) for a, b in zip(before, trained, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("library", "call"),
+    [
+        ("torchgpipe", lambda: run_torchgpipe([], [], None, None, chunks=1)),
+        ("deepspeed", lambda: run_deepspeed([], [], None, None, microbatches=1)),
+        ("deepspeed", lambda: schedule_of(2, 2)),
+    ],
+)
+def test_a_missing_library_is_named_with_what_to_install(library, call, monkeypatch):
+    monkeypatch.setitem(sys.modules, library, None)
+    message = rf"^{library} is not installed: pip install 'pipelab\[peers\]'$"
+    with pytest.raises(ImportError, match=message):
+        call()
+
+
+def test_gpt2_through_all_of_them():
+    """Token by token the same loss and the same gradients, each in its own processes."""
+    torch.manual_seed(0)
+    layers = gpt2(vocabulary=64, length=8, width=16, blocks=4, heads=2)
+    modules = [stage.double() for stage in split(layers, uniform(6, 2))]
+    corpus = data.batches(torch.randint(64, (500,)), 1, 8, 8)
+    expected = gradients_of(modules, corpus[0], next_token_loss)
+    ours = run(make("gpipe", 2, 4), modules, corpus, next_token_loss, SGD)
+    arguments = corpus, next_token_loss, SGD
+    runs = {
+        "torchgpipe": run_torchgpipe(modules, *arguments, chunks=4, checkpoint="except_last"),
+        "torch": run_torch_pipelining(
+            "pipedream_flush", modules, *arguments, devices=2, microbatches=4
+        ),
+        "torch, our table": run_torch_pipelining(make("gpipe", 2, 4), modules, *arguments),
+        "DeepSpeed": run_deepspeed(modules, *arguments, microbatches=4),
+    }
+    for name, found in runs.items():
+        assert found.losses == pytest.approx(ours.losses, rel=1e-12), name
+        equal(ours.weights, found.weights)
+        equal(expected, stepped(modules, found.weights, RATE), atol=1e-12)
+    counted = [sum(map(torch.numel, state.values())) for state in runs["DeepSpeed"].weights]
+    assert counted == parameters(modules)
+
+
+def test_torchgpipe_keeps_the_attributes_of_weights():
+    """An optimizer may group weights by them, as in `run`."""
+    stages = [torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(2)]
+    stages[0][0].weight.still = True
+
+    def optimizer(weights):
+        weights = list(weights)
+        moving = [p for p in weights if not getattr(p, "still", False)]
+        still = [p for p in weights if getattr(p, "still", False)]
+        groups = [{"params": moving}, *([{"params": still, "lr": 0.0}] if still else [])]
+        return torch.optim.SGD(groups, lr=0.5)
+
+    batch = torch.randn(8, 4), torch.randn(8, 4)
+    loss = torch.nn.functional.mse_loss
+    result = run_torchgpipe(stages, [batch], loss, optimizer, chunks=2)
+    assert torch.equal(result.weights[0]["0.weight"], stages[0][0].weight)
+    assert not torch.equal(result.weights[1]["0.weight"], stages[1][0].weight)

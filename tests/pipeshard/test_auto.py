@@ -1,0 +1,741 @@
+"""Layers, stages and meshes that a program finds: oracles, brute force, equal to one device."""
+
+import ast
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache, partial
+from itertools import combinations, pairwise
+from math import prod
+from pathlib import Path
+
+import tests.jax_setup  # isort: skip  # noqa: F401
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from matplotlib.colors import to_rgb
+
+import pipelab.pipeshard
+from pipelab import make
+from pipelab.optimize.plan import Machine
+from pipelab.pipeshard import Pipeshard, PipeshardError, parallelize, value_and_grad
+from pipelab.pipeshard.auto import AutoLayers, AutoPlan, AutoStages, planner, plots, sharded
+from pipelab.pipeshard.auto import measured as profile
+from pipelab.pipeshard.auto.assignment import StageTable, best_stages, submeshes
+from pipelab.pipeshard.auto.flops import flops, total
+from pipelab.pipeshard.auto.layers import receipts
+from pipelab.pipeshard.cut import mark
+from pipelab.plot import style
+from pipelab.runtime.jax.jaxpr import inline, variables
+
+# A toy whose operators and collectives cost what makes several kinds of plan the best.
+TOY = Machine("toy", 1e9, memory=1e9, bandwidth=1e9, share=1.0, latency=1e-6)
+
+
+def normal(*shape, seed=0):
+    values = np.random.default_rng(seed).normal(size=shape) / np.sqrt(shape[0])
+    return values.astype(np.float32)
+
+
+# ---- models without a mark
+
+
+def transformer(blocks, width=16, words=32, heads=2, length=8):
+    one = dict(gain=np.ones(width, np.float32), qkv=normal(width, 3 * width))
+    one |= dict(
+        out=normal(width, width), up=normal(width, 4 * width), down=normal(4 * width, width)
+    )
+    params = dict(embed=normal(words, width), blocks=[one] * blocks, head=normal(width, words))
+
+    def norm(x, gain):
+        return gain * x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+
+    def block(p, x):
+        n, t, d = x.shape
+        parts = jnp.split(norm(x, p["gain"]) @ p["qkv"], 3, -1)
+        q, k, v = (part.reshape(n, t, heads, d // heads) for part in parts)
+        scores = jnp.einsum("nihd,njhd->nhij", q, k) / np.sqrt(d // heads)
+        scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, -1e9)
+        mixed = jnp.einsum("nhij,njhd->nihd", jax.nn.softmax(scores), v).reshape(n, t, d)
+        x = x + mixed @ p["out"]
+        return x + jax.nn.gelu(norm(x, p["gain"]) @ p["up"]) @ p["down"]
+
+    def loss(params, batch):
+        x = params["embed"][batch["x"]]
+        for p in params["blocks"]:
+            x = block(p, x)
+        logits = jax.nn.log_softmax(x @ params["head"])
+        return -jnp.mean(jnp.take_along_axis(logits, batch["y"][..., None], -1))
+
+    x = np.random.default_rng(1).integers(0, words, (8, length))
+    return params, loss, {"x": x, "y": np.roll(x, -1, 1)}
+
+
+def conv_net():
+    params = [normal(3, 3, 3, 8), normal(3, 3, 8, 8, seed=1), normal(32, 5, seed=2)]
+
+    def loss(params, batch):
+        x = batch["x"]
+        for kernel in params[:2]:
+            numbers = ("NHWC", "HWIO", "NHWC")
+            x = lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=numbers)
+            x = jax.nn.relu(x)
+        return jnp.mean((x.reshape(len(x), -1) @ params[2] - batch["y"]) ** 2)
+
+    return params, loss, {"x": normal(8, 8, 8, 3), "y": normal(8, 5)}
+
+
+def recurrent(steps=4, width=6):
+    params = dict(cell=normal(2 * width, width), out=normal(width, 2))
+
+    def loss(params, batch):
+        state = jnp.zeros((len(batch["x"]), width))
+        for t in range(steps):
+            state = jnp.tanh(jnp.concatenate([batch["x"][:, t], state], 1) @ params["cell"])
+        return jnp.mean((state @ params["out"] - batch["y"]) ** 2)
+
+    return params, loss, {"x": normal(8, steps, width), "y": normal(8, 2)}
+
+
+def skips(width=8):
+    """Down and up again, with what was on the way down added on the way up."""
+    params = [normal(width, width, seed=i) for i in range(5)]
+
+    def loss(params, batch):
+        a = jnp.tanh(batch["x"] @ params[0])
+        b = jnp.tanh(a @ params[1])
+        c = jnp.tanh(b @ params[2])
+        d = jnp.tanh((b + c) @ params[3])
+        return jnp.mean(((a + d) @ params[4] - batch["y"]) ** 2)
+
+    return params, loss, {"x": normal(8, width), "y": normal(8, width, seed=1)}
+
+
+def step_of(loss, optimizer=None):
+    optimizer = optimizer or optax.sgd(0.1, momentum=0.9)
+
+    def step(state, batch):
+        params, inner = state
+        value, gradients = value_and_grad(loss)(params, batch)
+        updates, inner = optimizer.update(gradients, inner, params)
+        return (optax.apply_updates(params, updates), inner), value
+
+    return step, lambda params: (params, optimizer.init(params))
+
+
+def traced(loss, params, batch):
+    """The loss's graph, its parameters, its batch, and the names of the parameters."""
+    graph = inline(jax.make_jaxpr(loss)(params, batch))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.flatten_with_path(params)[0]]
+    count = len(paths)
+    names = dict(zip(graph.inputs[:count], paths, strict=True))
+    return graph, graph.inputs[:count], graph.inputs[count:], names
+
+
+# ---- FLOPs
+
+
+def equation(fun, *shapes):
+    (eqn,) = jax.make_jaxpr(fun)(*(jnp.ones(shape) for shape in shapes)).eqns
+    return eqn
+
+
+def test_flops_by_hand():
+    assert flops(equation(jnp.matmul, (4, 2, 3), (3, 5))) == 2 * 4 * 2 * 3 * 5
+    convolve = partial(lax.conv_general_dilated, window_strides=(1, 1), padding="VALID")
+    assert flops(equation(convolve, (1, 2, 6, 6), (4, 2, 3, 3))) == 2 * (4 * 4 * 4) * (2 * 3 * 3)
+    grouped = partial(convolve, feature_group_count=2)
+    assert flops(equation(grouped, (1, 2, 6, 6), (4, 1, 3, 3))) == 2 * (4 * 4 * 4) * (1 * 3 * 3)
+    assert flops(equation(jnp.exp, (4, 5))) == 20
+    assert flops(equation(lambda x: lax.reduce_sum(x, [0]), (4, 5))) == 20
+    assert flops(equation(jnp.transpose, (4, 5))) == 0
+    loop = equation(
+        lambda x, w: lax.scan(lambda c, _: (c @ w, None), x, length=7)[0], (2, 3), (3, 3)
+    )
+    assert flops(loop) == 7 * 2 * 2 * 3 * 3 and flops(loop, as_xla=True) == 2 * 2 * 3 * 3
+    branch = equation(lambda x: lax.cond(True, lambda x: x @ x, jnp.exp, x), (4, 4))
+    assert flops(branch) == 2 * 4**3
+    # Every second row and column of the image is zeros.
+    spread = partial(convolve, lhs_dilation=(2, 2), padding=[(1, 1), (1, 1)])
+    assert flops(equation(spread, (1, 2, 3, 3), (4, 2, 3, 3))) == 2 * (4 * 5 * 5) * (2 * 3 * 3) / 4
+    summed = equation(lambda x: lax.reduce(x, 0.0, lambda a, b: a + b * b, [0]), (4, 5))
+    assert flops(summed) == 2 * 20
+
+
+@pytest.mark.parametrize("inside", ["checkpoint", "cond", "scan"])
+def test_a_loop_inside_is_counted_as_xla_counts_it(inside):
+    def loop(x):
+        return lax.scan(lambda x, _: (x @ x, None), x, length=6, unroll=2)[0]
+
+    around = {
+        "checkpoint": jax.checkpoint(loop),
+        "cond": lambda x: lax.cond(x[0, 0] > 0, loop, lambda x: x, x),
+        "scan": lambda x: lax.scan(lambda x, _: (loop(x), None), x, length=3)[0],
+    }
+    x = jax.ShapeDtypeStruct((8, 8), "float32")
+    jaxpr = jax.make_jaxpr(around[inside])(x)
+    counted = jax.jit(around[inside]).lower(x).compile().cost_analysis()["flops"]
+    assert total(jaxpr.eqns, as_xla=True) == pytest.approx(counted, rel=0.02)
+    runs = {"scan": 3}.get(inside, 1) * 6
+    assert total(jaxpr.eqns) == pytest.approx(runs * 2 * 8**3, rel=0.01)
+
+
+@pytest.mark.parametrize("model", [transformer(1), recurrent(), skips()])
+def test_flops_are_about_those_that_xla_counts(model):
+    params, loss, batch = model
+    counted = jax.jit(loss).lower(params, batch).compile().cost_analysis()["flops"]
+    assert total(traced(loss, params, batch)[0].equations) == pytest.approx(counted, rel=0.2)
+
+
+# ---- layers
+
+
+@pytest.mark.parametrize("blocks", [4, 8])
+def test_it_finds_the_blocks_of_a_transformer(blocks):
+    params, loss, batch = transformer(blocks)
+    graph, parameters, data, names = traced(loss, params, batch)
+    starts = AutoLayers(blocks)(graph, parameters, data)
+    assert len(starts) == blocks - 1
+    for i, eqn in enumerate(graph.equations):
+        layer = np.searchsorted(starts, i, side="right")
+        for v in set(variables(eqn.invars)) & set(parameters):
+            home = names[v].removeprefix("['blocks'][")
+            ends = {"['embed']": 0, "['head']": blocks - 1}
+            assert layer == (ends[names[v]] if names[v] in ends else int(home[0])), names[v]
+
+
+class Block(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = x + linen.MultiHeadDotProductAttention(num_heads=2)(linen.LayerNorm()(x))
+        return x + linen.Dense(16)(linen.gelu(linen.Dense(64)(linen.LayerNorm()(x))))
+
+
+class Model(linen.Module):
+    blocks: int
+
+    @linen.compact
+    def __call__(self, x):
+        for _ in range(self.blocks):
+            x = Block()(x)
+        return x
+
+
+def test_it_finds_the_blocks_of_a_flax_model():
+    model, x = Model(5), normal(4, 8, 16)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    graph, parameters, data, names = traced(lambda p, x: model.apply(p, x).mean(), params, x)
+    starts = AutoLayers(5)(graph, parameters, data)
+    found = [set() for _ in range(5)]
+    for i, eqn in enumerate(graph.equations):
+        read = set(variables(eqn.invars)) & set(parameters)
+        found[np.searchsorted(starts, i, side="right")] |= {names[v].split("'")[3] for v in read}
+    assert found == [{f"Block_{i}"} for i in range(5)]
+
+
+@given(st.lists(st.integers(1, 6), min_size=3, max_size=6), st.integers(2, 4), st.data())
+@settings(max_examples=25, deadline=None)
+def test_layers_receive_the_least_and_are_the_most_even(widths, n, draw):
+    delta = draw.draw(st.sampled_from([0.5, 1.0, 3.0]))
+    params = [jax.ShapeDtypeStruct(shape, "float32") for shape in pairwise(widths)]
+    keep = draw.draw(st.integers(0, len(params) - 1))
+
+    def loss(params, x):
+        kept = 0.0
+        for i, w in enumerate(params):
+            x = jnp.tanh(x @ w)
+            kept = x.sum() if i == keep else kept
+        return x.sum() * kept
+
+    x = jax.ShapeDtypeStruct((2, widths[0]), "float32")
+    graph, parameters, data, _ = traced(loss, params, x)
+    work = [flops(eqn) for eqn in graph.equations]
+    crossing = graph.depending(parameters) & graph.depending(data)
+
+    def received(first, last):
+        made = {v for eqn in graph.equations[:first] for v in eqn.outvars}
+        read = {v for eqn in graph.equations[first:last] for v in variables(eqn.invars)}
+        return sum(4 * prod(v.aval.shape) for v in made & read & crossing)
+
+    def cost(starts):
+        bounds = list(pairwise([0, *starts, len(work)]))
+        shares = [sum(work[a:b]) for a, b in bounds]
+        if max(shares) > (1 + delta) * sum(work) / n * (1 + 1e-9):
+            return None
+        return max(received(a, b) for a, b in bounds), sum(s**2 for s in shares)
+
+    every = [cost(starts) for starts in combinations(range(1, len(work)), n - 1)]
+    best = min((c for c in every if c is not None), default=None)
+    table = receipts(graph, parameters, data)
+    assert all(table[a, b] == received(a, b) for a, b in combinations(range(len(work) + 1), 2))
+    if best is None:
+        with pytest.raises(PipeshardError, match="the most even layers need delta="):
+            AutoLayers(n, delta)(graph, parameters, data)
+    else:
+        assert cost(AutoLayers(n, delta)(graph, parameters, data)) == best
+
+
+def test_what_layers_cannot_be():
+    params, loss, batch = skips()
+    graph, parameters, data, _ = traced(loss, params, batch)
+    with pytest.raises(PipeshardError, match=r"n=99\): the loss has \d+ equations: ask for fewer"):
+        AutoLayers(99)(graph, parameters, data)
+    with pytest.raises(PipeshardError, match=r"dot_general .*test_auto.py:\d+\) alone has .*% of"):
+        AutoLayers(9, delta=0.1)(graph, parameters, data)
+    with pytest.raises(PipeshardError, match="give n of at least 2"):
+        AutoLayers(1)
+    with pytest.raises(PipeshardError, match="delta=-1"):
+        AutoLayers(2, delta=-1)
+    with pytest.raises(PipeshardError, match=r"layers=8: use 'manual', .* or auto.AutoLayers\(n\)"):
+        Pipeshard(4, layers=8)
+
+
+def test_marks_in_the_loss_are_ignored():
+    def marked(params, x):
+        x = x @ params
+        pipelab.pipeshard.mark_pipeline_boundary()
+        return (x @ params @ params).sum()
+
+    graph, parameters, data, _ = traced(marked, normal(4, 4), normal(2, 4))
+    found = mark(graph, lambda *_: [2], parameters, data)
+    names = [eqn.primitive.name for eqn in found.equations]
+    assert names == ["dot_general"] * 2 + ["pipeline_boundary", "dot_general", "reduce_sum"]
+
+
+# ---- stages
+
+
+def table(weights, sizes, power, held=0.0, activation=0.0):
+    """Stages that take the sum of their layers' weights over the devices to a power."""
+    n = len(weights)
+    sums = np.array(
+        [[sum(weights[i : j + 1]) if i <= j else np.inf for j in range(n)] for i in range(n)]
+    )
+    seconds = sums[..., None] / np.array(sizes, float) ** power
+    full = np.ones_like(seconds)
+    return StageTable(tuple(sizes), seconds, held * full, activation * full)
+
+
+@pytest.mark.parametrize(
+    ("weights", "cluster", "power", "expected"),
+    [
+        ((1, 2, 3, 4), (1, 4), 0.5, (5.0, 17.8284, 53.8284, 197.8284)),
+        ((1,) * 8, (2, 4), 0.7, (1.8661, 7.4643, 23.0, 71.0)),
+    ],
+)
+def test_published_oracles(weights, cluster, power, expected):
+    sizes = [prod(shape) for shape in submeshes(*cluster)]
+    costs = table(weights, sizes, power)
+    for microbatches, seconds in zip((1, 4, 16, 64), expected, strict=True):
+        found = best_stages(costs, prod(cluster), microbatches)
+        assert found.seconds == pytest.approx(seconds, abs=5e-5)
+    if power == 0.5:
+        assert found.stages == [(0, 1, 0), (2, 2, 0), (3, 3, 1)]
+
+
+def every_plan(layers, devices, sizes):
+    """All (first layer, last layer, choice) in a row that use all layers and all devices."""
+
+    def plans(first, left):
+        if first == layers:
+            if not left:
+                yield []
+            return
+        for last in range(first, layers):
+            for choice, size in enumerate(sizes):
+                if size <= left:
+                    yield from (
+                        [(first, last, choice), *rest] for rest in plans(last + 1, left - size)
+                    )
+
+    return plans(0, devices)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_best_of_all_plans(draw):
+    layers, devices = draw.draw(st.integers(1, 4)), draw.draw(st.integers(1, 4))
+    sizes = (1, 2, 2, 4)
+    shape = (layers, layers, len(sizes))
+    rng = np.random.default_rng(draw.draw(st.integers(0, 2**32 - 1)))
+    seconds = rng.integers(1, 9, shape).astype(float)
+    seconds[rng.random(shape) < 0.2] = np.inf
+    seconds[np.tri(layers, k=-1, dtype=bool)] = np.inf
+    held, activation = rng.integers(0, 9, (2, *shape)).astype(float)
+    memory = draw.draw(st.sampled_from([5, 10, 20, np.inf]))
+    microbatches = draw.draw(st.integers(1, 6))
+    name = draw.draw(st.sampled_from(["gpipe", "pipedream_flush"]))
+    in_flight = cache(lambda s: make(name, s, microbatches).peak_in_flight[0])
+
+    def cost(plan, limit=memory):
+        times = [seconds[stage] for stage in plan]
+        if not np.isfinite(max(times)):
+            return np.inf
+        needs = [
+            held[stage] + in_flight(len(plan) - s) * activation[stage]
+            for s, stage in enumerate(plan)
+        ]
+        fits = max(needs) <= limit
+        return sum(times) + (microbatches - 1) * max(times) if fits else np.inf
+
+    costs = StageTable(sizes, seconds, held, activation)
+    search = partial(best_stages, costs, devices, microbatches, in_flight=in_flight)
+    plans = list(every_plan(layers, devices, sizes))
+    best = min(map(cost, plans), default=np.inf)
+    if np.isfinite(best):
+        found = search(memory)
+        assert found.seconds == best == cost(found.stages)
+    else:
+        possible = np.isfinite(min((cost(plan, np.inf) for plan in plans), default=np.inf))
+        why = "more than there is" if possible else f"no stages that use all {devices} devices"
+        with pytest.raises(PipeshardError, match=why):
+            search(memory)
+
+
+def test_the_memory_of_the_schedule_decides():
+    costs = table([1, 1], (1, 2), 0.5, held=10.0, activation=1.0)
+    flush = best_stages(costs, 2, 8, memory=12)
+    assert [stage[:2] for stage in flush.stages] == [(0, 0), (1, 1)]  # 2 in flight, and 1
+    with pytest.raises(
+        PipeshardError, match=r"stage 0 \(layers 0 to 1 on 2 of 2 devices, 8 micro-batches"
+    ):
+        best_stages(costs, 2, 8, memory=12, in_flight=lambda s: 8)
+
+
+def test_an_infeasible_problem_says_which_stage_needs_how_much_more():
+    costs = table([1, 1, 1], (1, 2, 4), 0.5)
+    mib = 2.0**20
+    held = np.where(np.arange(3)[:, None, None] <= 1, 0, 0) + np.zeros_like(costs.seconds)
+    for i, j in combinations(range(4), 2):  # layer 1 is large, whatever it shares a stage with
+        held[i, j - 1] = mib * (8 if i <= 1 < j else 1)
+    with pytest.raises(
+        PipeshardError, match=r"layers 0 to 2 on 2 .*needs 8 MiB, 3 MiB more than there is"
+    ):
+        best_stages(StageTable((1, 2, 4), costs.seconds, held, 0 * held), 2, 4, memory=5 * mib)
+
+
+@pytest.mark.parametrize("cluster", [(1, 1), (1, 4), (2, 4), (3, 2), (1, 6)])
+def test_submeshes(cluster):
+    found = submeshes(*cluster)
+    assert cluster in found and len(set(map(prod, found))) == len(found)
+    assert all(h == 1 or d == cluster[1] for h, d in found)
+
+
+# ---- a plan for a train step, equal to one device
+
+
+def planned(model, tmp_path, layers=3, devices=2, microbatches=4, schedule="gpipe", **options):
+    params, loss, batch = model
+    step, start = step_of(loss)
+    finder = AutoStages(**dict(machine=TOY, cache=tmp_path, operator=False) | options)
+    method = Pipeshard(
+        microbatches, AutoLayers(layers, 2.0), finder, schedule, devices=jax.devices()[:devices]
+    )
+    return parallelize(step, method), start(params), batch
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (transformer(2), dict(layers=2, schedule="pipedream_flush")),
+        (conv_net(), dict()),
+        (recurrent(), dict(schedule="pipedream_flush")),
+        (skips(), dict(devices=4, operator=True)),
+    ],
+    ids=["transformer", "conv", "recurrent", "skips"],
+)
+def test_it_equals_one_device(model, options, tmp_path):
+    pipeline, state, batch = planned(model, tmp_path, **options)
+    check = pipeline.compare(state, batch)
+    assert check.passed, check
+    plan = pipeline.plan
+    assert [list(s.layers) for s in plan.stages] == plan.auto.layers
+    assert [s.mesh for s in plan.stages] == plan.auto.logical_mesh_shapes
+    assert sum(prod(s.submesh) for s in plan.auto.chosen) == options.get("devices", 2)
+    times = [s.seconds for s in plan.auto.chosen]
+    assert plan.auto.seconds == pytest.approx(sum(times) + 3 * max(times))
+
+
+def test_a_plan_with_divided_parameters_equals_one_device(tmp_path):
+    fast_links = Machine("links", 1e8, memory=1e9, bandwidth=1e12, share=1.0, latency=0)
+    model = [normal(8, 32), normal(32, 8)]
+    mse = lambda p, b: jnp.mean((jnp.tanh(b["x"] @ p[0]) @ p[1] - b["x"]) ** 2)  # noqa: E731
+    pipeline, state, batch = planned(
+        (model, mse, {"x": normal(4, 8)}), tmp_path, layers=2, operator=True, machine=fast_links
+    )
+    assert pipeline.compare(state, batch).passed
+    auto = pipeline.plan.auto
+    # A micro-batch of one sample cannot be shared out, but a matrix can.
+    assert auto.logical_mesh_shapes == [auto.chosen[0].submesh] == [(1, 2)]
+    assert set(auto.chosen[0].sharding) == {"[0][0]", "[0][1]"}
+    (params, (trace, _)), _ = pipeline(state, batch)
+    for weights, momentum in zip(params, trace.trace, strict=True):
+        assert weights.sharding.shard_shape(weights.shape) != weights.shape
+        assert weights.sharding == momentum.sharding
+
+
+def test_a_layer_that_fits_only_when_its_samples_are_divided():
+    def loss(params, batch):
+        x = batch["x"]
+        for w in params:
+            x = jnp.sin(jnp.tanh(jnp.cos(x @ w)))
+        return jnp.mean(x * x)
+
+    model = [normal(16, 16)] * 2, loss, {"x": normal(256, 16)}
+    options = dict(layers=2, devices=4, microbatches=1, operator=True, cache=False)
+
+    def plan(memory):
+        pipeline, state, batch = planned(
+            model, None, machine=replace(TOY, memory=memory), **options
+        )
+        return pipeline.compile(state, batch).auto
+
+    (roomy,) = plan(1e9).chosen
+    (tight,) = plan(roomy.held_bytes + roomy.activation_bytes).chosen
+    assert tight.logical == roomy.logical == (4, 1) and tight.seconds == roomy.seconds
+
+
+@cache
+def small():
+    return skips()
+
+
+def test_planning_again_compiles_no_stage_and_a_spoilt_entry_is_made_anew(tmp_path, monkeypatch):
+    pipeline, state, batch = planned(small(), tmp_path)
+    first = pipeline.compile(state, batch).auto
+    examine, examined = profile._examine, []
+    monkeypatch.setattr(
+        profile, "_examine", lambda *about: examined.append(about) or examine(*about)
+    )
+
+    def again():
+        pipeline, state, batch = planned(small(), tmp_path)
+        return pipeline.compile(state, batch).auto
+
+    assert again().profiles == first.profiles and not examined
+    # Cut off, of another stage, no JSON, too deep: each is found anew.
+    files = sorted(tmp_path.glob("*.json"))
+    texts = [path.read_text() for path in files]
+    assert len(files) >= 4
+    spoilt = (texts[0][:-9], texts[2], "\x80cos", "[" * 100_000)
+    for path, text in zip(files, spoilt, strict=False):
+        path.write_text(text)
+    with pytest.warns(UserWarning, match="ignored: it is no profile of a stage") as caught:
+        assert again().profiles == first.profiles
+    assert len(caught) == len(spoilt) == len(examined)
+    assert [path.read_text() for path in files] == texts
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json"}  # no drafts
+
+
+def test_a_bar_is_shown_when_it_is_asked_for(tmp_path, capsys):
+    pipeline, state, batch = planned(small(), tmp_path, layers=2, devices=1, progress=True)
+    pipeline.compile(state, batch)
+    out, err = capsys.readouterr()
+    assert "profiles: 100%" in err and "3/3" in err and not out
+
+
+def test_a_compiler_without_the_quick_options_takes_longer(tmp_path, monkeypatch):
+    monkeypatch.setattr(sharded, "SCORED_ON_CPU", {"xla_no_such_option": "1"})
+    pipeline, state, batch = planned(small(), tmp_path, layers=2, devices=1)
+    assert len(pipeline.compile(state, batch).auto.profiles) == 3
+
+
+@pytest.mark.parametrize("backward", ["custom_jvp", "custom_vjp"])
+def test_the_cache_sees_derivatives(backward, tmp_path):
+    def profiles(products, folder):
+        def slow(g):
+            return sum([g @ jnp.ones((8, 8))] * products, g)
+
+        if backward == "custom_jvp":
+            act = jax.custom_jvp(jnp.tanh)
+            act.defjvp(lambda xs, gs: (jnp.tanh(xs[0]), slow(gs[0])))
+        else:
+            act = jax.custom_vjp(jnp.tanh)
+            act.defvjp(lambda x: (jnp.tanh(x), None), lambda _, g: (slow(g),))
+
+        def loss(params, batch):
+            return jnp.mean(act(batch["x"] @ params[0]) @ params[1])
+
+        model = [normal(8, 8)] * 2, loss, {"x": normal(8, 8)}
+        pipeline, state, batch = planned(model, folder, layers=2, devices=1)
+        return pipeline.compile(state, batch).auto.profiles
+
+    first, second = profiles(0, tmp_path), profiles(3, tmp_path)
+    assert second == profiles(3, tmp_path / "fresh") != first
+
+
+def test_auto_by_name_keeps_what_it_found_in_the_users_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    params, loss, batch = small()
+    step, start = step_of(loss)
+    method = Pipeshard(4, AutoLayers(2), "auto", devices=jax.devices()[:1])
+    plan = parallelize(step, method).compile(start(params), batch)
+    assert plan.auto.layers == [[0, 1]] and len(plan.stages) == 1
+    assert len(list((tmp_path / "pipelab" / "stages").glob("*.json"))) == 3
+
+
+def test_six_devices_divide_what_they_can(tmp_path):
+    params = [normal(8, 18), normal(18, 8)]  # 18 columns: over 2, 3 and 6 devices, not over 4
+    mse = lambda p, b: jnp.mean((jnp.tanh(b["x"] @ p[0]) @ p[1] - b["x"]) ** 2)  # noqa: E731
+    pipeline, state, batch = planned(
+        (params, mse, {"x": normal(4, 8)}), tmp_path, layers=2, devices=6, operator=True
+    )
+    shapes = {(each.submesh, each.logical) for each in pipeline.compile(state, batch).auto.profiles}
+    assert shapes == {((1, n), (1, n)) for n in (1, 2, 4, 6)}
+
+
+def test_equal_blocks_are_profiled_once(tmp_path):
+    params = [normal(8, 8, seed=i) for i in range(6)]
+
+    def loss(params, batch):
+        x = batch["x"]
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x * x)
+
+    pipeline, state, batch = planned((params, loss, {"x": normal(8, 8)}), tmp_path, layers=6)
+    plan = pipeline.compile(state, batch).auto
+    assert len(plan.profiles) == 2 * 21
+    # Per mesh and per number of layers: one that begins, one inside, one that ends; and all of it.
+    assert len(list(tmp_path.iterdir())) == 2 * (5 + 4 + 5 + 1)
+    inside = {p.layers: p.seconds for p in plan.profiles if p.submesh == (1, 1)}
+    assert inside[1, 2] == inside[3, 4] != inside[4, 5]
+
+
+def test_a_folder_that_cannot_be_written_only_warns(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    pipeline, state, batch = planned(small(), file / "below", layers=2, devices=1)
+    with pytest.warns(UserWarning, match="profiles are not kept|ignored"):
+        pipeline.compile(state, batch)
+
+
+def test_times_can_be_measured(tmp_path):
+    pipeline, state, batch = planned(small(), tmp_path, layers=2, measured=True)
+    plan = pipeline.compile(state, batch).auto
+    assert {p.source for p in plan.profiles} == {"measured"}
+    assert all(0 < p.forward < 60 and 0 < p.backward < 60 for p in plan.profiles)
+
+
+def test_stages_stay_within_hosts(tmp_path):
+    pipeline, state, batch = planned(
+        small(), tmp_path, layers=4, devices=8, hosts=2, microbatches=1
+    )
+    plan = pipeline.compile(state, batch)
+    ids = [[d.id // 4 for d in stage.devices] for stage in plan.stages]
+    for stage, chosen in zip(ids, plan.auto.chosen, strict=True):
+        hosts, devices = chosen.submesh
+        assert len(set(stage)) == hosts and len(stage) == hosts * devices
+
+
+def test_the_plan_shows_itself(tmp_path, capsys):
+    pipeline, state, batch = planned(small(), tmp_path, layers=2)
+    plan = pipeline.compile(state, batch).auto
+    title, head, *lines = str(plan).splitlines()
+    assert "ms a step of 4 micro-batches (model of toy)" in title and head.startswith("layers")
+    assert len(lines) == len(plan.chosen)
+    rows = plan.rows()
+    assert len(rows) == len(plan.profiles) == 6 and rows[0]["source"] == "model"
+    for row in rows:
+        assert row["held MiB"] + row["available MiB"] == pytest.approx(TOY.memory / 2**20)
+    assert capsys.readouterr() == ("", "")
+    everything = {"layers": [[0, 1]], "meshes": [(2, 1)]}
+    apart = {"layers": [[0], [1]], "meshes": [(1, 1), (1, 1)]}
+    assert plan.seconds == min(plan.estimate(**everything), plan.estimate(**apart))
+    with pytest.raises(PipeshardError, match=r"layers \[0\] on a mesh \(3, 1\) were not profiled"):
+        plan.estimate([[0], [1]], [(3, 1), (1, 1)])
+
+
+def test_the_picture_of_a_plan():
+    devices = np.array(jax.devices())
+    meshes = [devices[4:6].reshape(2, 1), devices[6:].reshape(1, 2), devices[:4].reshape(2, 2)]
+    plan = AutoPlan([[0, 1], [2], [3, 4]], meshes, cluster=devices.reshape(2, 4))
+    ax = plots.stage_plan(plan)
+    words = [text.get_text() for text in ax.texts]
+    assert sorted(words) == sorted(
+        [
+            "the cluster",
+            "stage 0: layers 0 to 1\n2 x 1 (data x model)",
+            "stage 1: layer 2\n1 x 2 (data x model)",
+            "stage 2: layers 3 to 4\n2 x 2 (data x model)",
+            *[f"device {d.id}" for d in devices] * 2,
+        ]
+    )
+    colours = [patch.get_facecolor()[:3] for patch in ax.patches]
+    expected = [style.LINES[s] for s in (2, 2, 2, 2, 0, 0, 1, 1, 0, 0, 1, 1, 2, 2, 2, 2)]
+    assert colours == [to_rgb(colour) for colour in expected]
+
+
+def test_the_picture_of_what_devices_hold_gives_equal_things_one_colour():
+    ax = plots.devices({"before": [[10, 20]], "after": [[0, 10]]})
+    words = [text.get_text() for text in ax.texts]
+    assert words == [
+        "before",
+        "device 0\n10",
+        "device 1\n20",
+        "after",
+        "device 0\n0",
+        "device 1\n10",
+    ]
+    colours = [box.get_facecolor() for box in ax.patches]
+    assert colours[0] == colours[3]
+    assert len({*colours}) == 3
+
+
+def test_the_picture_of_logical_meshes():
+    words = [text.get_text() for text in plots.logical_meshes([(2, 1), (1, 2)]).texts]
+    assert words == [
+        "(2, 1)",
+        "device 0\nsamples: 1 of 2\nweights: all",
+        "device 1\nsamples: 2 of 2\nweights: all",
+        "(1, 2)",
+        "device 0\nsamples: all\nweights: 1 of 2",
+        "device 1\nsamples: all\nweights: 2 of 2",
+    ]
+
+
+def test_what_cannot_be_planned(tmp_path):
+    for options, match in (
+        (dict(schedule=make("gpipe", 2, 4)), "name a schedule"),
+        (dict(hosts=2, devices=3), "3 devices on 2 hosts"),
+        (dict(hosts=-2, devices=4), "4 devices on -2 hosts: use equally many on each, at least"),
+        (dict(devices=0), "0 devices on 0 hosts: use equally many on each, at least one"),
+        (dict(schedule="pipedream"), "has no flush"),
+        (dict(machine=Machine("tiny", 1e9, memory=1000, bandwidth=1e9)), "no stages fit into"),
+    ):
+        pipeline, state, batch = planned(small(), tmp_path, layers=2, **options)
+        with pytest.raises(PipeshardError, match=match):
+            pipeline.compile(state, batch)
+        assert match.startswith("no stages") or not list(tmp_path.iterdir())  # nothing profiled
+
+
+def test_state_belongs_to_the_parameter_with_the_longest_common_end():
+    parameters = {".params['a']['w']": (2, 3), ".params['b']['w']": (2, 3), ".params['c']": (4,)}
+    owner = partial(planner._owner, parameters=parameters)
+    assert owner(".opt_state[0].mu['b']['w']", (2, 3)) == ".params['b']['w']"
+    assert owner(".params['a']['w']", (2, 3)) == ".params['a']['w']"
+    assert owner(".opt_state[0].mu['b']['w']", (3, 2)) is None
+    assert owner(".opt_state[0].count", ()) is None
+
+
+# ---- the manual side does not know it
+
+
+def test_the_manual_side_does_not_import_it():
+    folder = Path(pipelab.pipeshard.__file__).parent
+    for path in folder.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        lazy = {n for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}
+        for node in ast.walk(tree):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(name.startswith("pipelab.pipeshard.auto") for name in names):
+                assert path.stem == "parallelize" and node in lazy, path
+    code = "import pipelab.pipeshard, sys; print('pipelab.pipeshard.auto' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

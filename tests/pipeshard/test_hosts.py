@@ -1,0 +1,161 @@
+"""Train steps as pipelines over the processes of jax.distributed: equal to one device."""
+
+import json
+import pickle
+from multiprocessing import Pipe
+
+import pytest
+
+from pipelab import RunError
+from pipelab.runtime.cluster import Peer
+from pipelab.runtime.jax.distributed import Distributed
+from tests.runtime.jax.test_distributed import GUARD, ROOT, free_port, processes
+
+WORKER = ROOT / "tests" / "workers" / "pipeshard.py"
+# Case -> the process of each layer's weights. The first layer's are read by the last one, too, so
+# that both processes have them.
+EQUAL = {
+    "1F1B": [0, 0, 0, 1],
+    "gpipe": [0, 0, 0, 1],
+    "donated": [0, 0, 0, 1],
+    "clipped": [0, 0, 0, 1],
+    "interleaved": [0, 0, 1, 0],
+    "sharded": [0, 0, 1, 1],
+    "meshes": [0, 0, 1, 1],
+    "planned": [0, 0, 0, 1],
+}
+# A thing that differs in process 1 -> what the error says does.
+OTHERS = {
+    "wiring": "the update",
+    "parameter": "the loss",
+    "constant": "the loss",
+    "derivative": "the loss",
+    "plan": "the plan (Pipeshard)",
+    "x": "argument 2['x']",
+    "w1": "argument 0['w1']",
+}
+FAILING = {
+    "across": ["PipeshardError: mesh 0 has devices of processes [0, 1]: make every mesh of devices"]
+    * 2,
+    "lost": [
+        f"PipeshardError: [0]['{name}'] is on another process's devices: pass it as a host array"
+        for name in ("w0", "w3")
+    ],
+    "compare": ["PipeshardError: compare on one host: no process has all the results"] * 2,
+    "differ": ["PipeshardError: the shape of the arguments is not the same in process 0 and"] * 2,
+    **{
+        case: [f"PipeshardError: {what} is not the same in process 0 and process 1: make"] * 2
+        for case, what in OTHERS.items()
+    },
+    "raise": ["mesh 1 (cpu:2048, cpu:2049), action 1B2: ZeroDivisionError: by design"] * 2,
+}
+
+
+def start(cases, count, devices=2):
+    """(statuses, outputs, errors) of so many processes."""
+    port = free_port()
+    return processes(
+        lambda n: [str(WORKER), cases, port, str(n), str(count), str(devices)],
+        count,
+        guard=4 * GUARD,
+    )
+
+
+def results(cases, count, devices=2):
+    statuses, outs, errors = start(",".join(cases), count, devices)
+    assert statuses == [0] * count, errors
+    found = [json.loads(out.splitlines()[-1]) for out in outs]
+    return {case: of for case, *of in zip(cases, *found, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def both():
+    """What two processes found of each case; they do them all, one after the other."""
+    return results([*EQUAL, "idle", "local", *FAILING, "the same", "gpipe"], 2)
+
+
+@pytest.mark.parametrize("case", EQUAL)
+def test_steps_over_two_processes_equal_one_device(case, both):
+    for number, found in enumerate(both[case]):
+        assert found["worst"] < 1e-12
+        assert found["key"] is True  # small results are everybody's
+        homes = EQUAL[case]
+        assert found["here"] == [home == number or i == 0 for i, home in enumerate(homes)]
+        seen = [{*at} for at in found["at"]]
+        assert seen[1:] == [{home} for home in homes[1:]]  # with their sharding everywhere
+        assert seen[0] == {number}
+    one, other = both[case]
+    for name in ("loss", "kept", "names", "makespan", "actions"):
+        assert one[name] == other[name]
+    assert one["names"][0][0] == one["names"][-1][1] == "[0]['w0']"
+
+
+def test_a_process_may_run_a_pipeline_alone(both):
+    one, other = both["idle"]
+    assert one["loss"] == pytest.approx(1.0916664353078191)
+    assert other["error"].startswith("PipeshardError: process 1 has none of the 2 meshes: start")
+    for found in both["local"]:
+        assert found["worst"] < 1e-12 and found["here"] == [True] * 4
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_a_failure_is_told_in_both_and_the_next_call_works(case, both):
+    for found, message in zip(both[case], FAILING[case], strict=True):
+        assert found["error"].startswith(message)
+
+
+def test_the_same_step_of_the_same_arrays_is_not_refused(both):
+    """Each process has addresses and hashes of its own."""
+    one, other = both["the same"]
+    assert one == other and "loss" in one
+
+
+def test_four_processes():
+    found = results(["1F1B", "clipped"], 4, devices=1)
+    for of in found.values():
+        assert [each["worst"] < 1e-12 for each in of] == [True] * 4
+        assert [each["here"] for each in of] == [
+            [True, True, False, False],
+            [False, False, True, False],
+            [False, False, False, True],
+            [True, False, False, False],  # which reads what process 0 updates
+        ]
+        assert len({each["loss"] for each in of}) == 1
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("kill 0", "process 0 disconnected; it was at: mesh 0"),
+        ("kill 1", "process 1 disconnected; it was at: mesh 1"),
+        ("stop 1", "no action ended within 3 s: "),
+    ],
+)
+def test_a_process_that_does_not_get_on_ends_the_others(case, message):
+    statuses, outs, errors = start(case, 3)
+    failed = int(case[-1])
+    # The others end, too: jax would wait for it, and abort them.
+    assert statuses == [-9 if number == failed else 0 for number in range(3)], errors
+    began = float(outs.pop(failed).split()[-1])
+    for out in outs:
+        [found] = json.loads(out.splitlines()[-1])
+        assert found["error"].startswith(message), errors
+        assert found["time"] - began < 5 + 3 * (case == "stop 1")
+
+
+def test_a_process_that_makes_no_call_is_named():
+    statuses, outs, _ = start("absent", 2)
+    assert statuses[0] == 0
+    [found] = json.loads(outs[0].splitlines()[-1])
+    assert found["error"].startswith("process 1 has not made the call within 3 s: make it in all")
+
+
+def test_what_a_process_said_before_it_failed_counts():
+    ours, theirs = Pipe()
+    for said in (("value", (7,)), ("last", (RunError("in the next call"), False))):
+        theirs.send_bytes(pickle.dumps(said))
+    cluster = Distributed((), 1.0, "a call")
+    cluster.peers[1] = Peer(1, ours, True)
+    assert cluster._value(cluster.peers[1], cluster._hear_all) == 7
+    with pytest.raises(RunError, match="in the next call"):
+        cluster._value(cluster.peers[1], cluster._hear_all)

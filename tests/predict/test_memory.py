@@ -1,0 +1,227 @@
+"""Simulated memory by cause."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from pipelab import Costs, Kind, Recompute, Schedule, fit, make, memory, run, simulate
+from pipelab.optimize.cut import profile
+from tests.conftest import SPLIT, tables
+
+
+@given(tables(largest=5))
+def test_activations_and_versions_are_the_schedules_peaks(case):
+    schedule = case[0]
+    m = memory(simulate(schedule), Costs(activations=1, weights=10))
+    assert m.peak("activations") == schedule.peak_in_flight
+    per_device = schedule.stages // schedule.devices
+    assert m.peak("weights") == [10 * per_device] * schedule.devices
+    if per_device == 1:
+        assert [1 + extra / 10 for extra in m.peak("versions")] == schedule.weight_versions
+    for device in range(schedule.devices):
+        _, level = m.over_time(device)
+        assert min(map(min, level.values())) >= -1e-9
+        assert level["activations"][-1] == level["gradients"][-1] == level["versions"][-1] == 0
+
+
+def test_gradients_optimizer_and_buffers():
+    m = memory(
+        simulate(make("gpipe", 2, 3), Costs(forward=[1, 3])),
+        Costs(weights=5, optimizer=7, boundary=2),
+    )
+    assert m.peak("gradients") == [5, 5]
+    assert m.peak("optimizer") == [7, 7]
+    assert m.peak("buffers") == [0, 4]  # device 1 is slow: two inputs wait for it
+    assert m.peak() == [17, 17]
+    assert m.at_peak(0) == {
+        "weights": 5,
+        "versions": 0,
+        "gradients": 5,
+        "optimizer": 7,
+        "activations": 0,
+        "buffers": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("mode", "peaks"), [(Recompute.NEVER, 80), (Recompute.EXCEPT_LAST, 26), (Recompute.ALWAYS, 17)]
+)
+def test_recomputation_keeps_only_the_input(mode, peaks):
+    # 8 in flight: 8 x 10; 7 inputs, the last in full and one running again; 8 inputs of which one
+    # grows to 10.
+    costs = Costs(activations=10, boundary=1, recompute=mode)
+    assert memory(simulate(make("gpipe", 4, 8), costs), costs).peak("activations") == [peaks] * 4
+
+
+def test_a_split_backward_frees_at_the_weight_gradient():
+    late = Schedule.from_grid("0F0 0F1 0I0 0I1 0W0 0W1")
+    assert (
+        memory(simulate(late), Costs(activations=1)).peak("activations")
+        == late.peak_in_flight
+        == [2]
+    )
+    assert memory(simulate(late), Costs(activations=1)).over_time(0)[0] == [0, 1, 5, 6]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "pipedream_flush", "interleaved", "pipedream"])
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("latency", [0, 0.5, 0.7, 1])
+def test_peaks_do_not_depend_on_the_unit_of_time(name, virtual, latency):
+    """What arrives at the moment when it is used is no buffer, whatever rounding says.
+
+    Nor does it count beside what is given back at that moment.
+    """
+    if name == "interleaved":
+        schedule = make(name, 2, 4, virtual=virtual, batches=2)
+    else:
+        schedule = make(name, 2 * virtual, 4, batches=2)
+    sizes = {"activations": 1, "boundary": 0.25}
+    peaks = [
+        memory(simulate(schedule, costs), costs).peak()
+        for unit in (1, 0.1, 0.3, 1 / 7, 1.1)
+        for costs in [Costs(unit, unit, unit, transfer=latency * unit, **sizes)]
+    ]
+    assert all(peak == peaks[0] for peak in peaks)
+
+
+def test_an_input_that_waited_counts_once():
+    """When its forward starts it leaves the buffer and is part of the activations."""
+    costs = Costs(forward=[1, 1 + 1e-6], boundary=100, activations=100)
+    found = memory(simulate(make("gpipe", 2, 2), costs), costs)
+    assert found.peak() == [200, 200]
+    assert sum(found.at_peak(1).values()) == 200
+
+
+def test_what_recomputation_kept_counts_once():
+    """When its backward starts, the input is part of the activations that are built again."""
+    costs = Costs(boundary=100, activations=100, recompute=Recompute.ALWAYS)
+    found = memory(simulate(make("gpipe", 1, 2), costs), costs)
+    assert found.peak() == [200]
+
+
+@given(
+    tables(largest=4),
+    st.sampled_from(list(Recompute)),
+    st.integers(0, 3),
+    st.lists(st.integers(1, 3), min_size=16, max_size=16),
+)
+def test_the_peak_is_that_of_a_moment_that_lasts(case, recompute, transfer, seconds):
+    """All times are whole: what is held in the middle of a second is what counts."""
+    schedule = case[0]
+    forward = seconds[: schedule.stages]
+    sizes = {"activations": 8, "weight_activations": 5, "boundary": 3}
+    costs = Costs(forward, transfer=transfer, recompute=recompute, **sizes)
+    split = schedule.name in SPLIT
+    t = simulate(schedule, costs)
+    held = []  # (device, from, to, bytes)
+    spans = {span.action: (span.start, span.end) for span in t.spans}
+    again = recompute.mask(schedule.total, schedule.microbatches)
+    for stage, device in enumerate(schedule.placement):
+        for k in range(schedule.total):
+            forward = spans[stage, Kind.F, k]
+            backward = spans[stage, Kind.I if split else Kind.B, k]
+            held.append((device, forward[0], backward[0], 3 if again[k] else 8))
+            held.append((device, *backward, 8))
+            if split:
+                held.append((device, backward[1], spans[stage, Kind.W, k][1], 5))
+    held += [(s.device, s.arrived, s.start, 3) for s in t.spans if s.arrived is not None]
+    middles = np.arange(t.makespan) + 0.5
+    for device, peak in enumerate(memory(t, costs).peak()):
+        levels = sum(
+            size * ((since < middles) & (middles < until))
+            for home, since, until, size in held
+            if home == device
+        )
+        assert peak == levels.max()
+
+
+def test_a_measured_run_holds_what_was_predicted():
+    """The input of a Linear is what it keeps; those that wait for a slow stage are in buffers."""
+    rows, width = 100, 6
+    size, weights = 8 * rows * width, 8 * (width * width + width)
+    model = [nn.Linear(width, width, dtype=torch.float64) for _ in range(3)]
+    data = torch.ones(3 * rows, width, dtype=torch.float64)
+    # Stage 1 ends in the middle between two arrivals, so that 25 ms of delay change nothing.
+    costs = Costs([1, 1.5, 1], boundary=size, activations=size, weights=weights)
+    schedule = make("gpipe", 3, 3)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    result = run(schedule, model, [(data, data)], F.mse_loss, sgd, pace=0.05, costs=costs)
+    for found in (result.memory, memory(simulate(schedule, costs), costs)):
+        assert found.peak("buffers")[1] == size
+        _, level = found.over_time(1)
+        last = np.argmax(level["activations"])  # the start of the last forward
+        assert np.sum([*level.values()], axis=0)[: last + 1].max() == weights + 3 * size
+
+
+def test_what_a_weight_gradient_needs_is_kept_from_i_to_w():
+    table = Schedule.from_grid("0F0 0I0 0F1 0W0 0I1 0W1")
+    found = memory(simulate(table), Costs(activations=10, weight_activations=4))
+    time, level = found.settled(0)
+    assert dict(zip(time, level["activations"], strict=True)) == {0: 10, 2: 14, 4: 10, 5: 4, 6: 0}
+
+
+class InPlace(nn.Module):
+    """Multiplies half of a linear layer's output, in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x):
+        y = self.linear(x)
+        y[:, :3].mul_(self.scale)
+        return y.tanh()
+
+
+class Recomputed(nn.Module):
+    """A linear layer on either side of torch's own recomputation, or on one only."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(3))
+        self.last = last
+
+    def forward(self, x):
+        first, again, last = self.layers
+        y = checkpoint(again, first(x).tanh(), use_reentrant=False)
+        return last(y) if self.last else y
+
+
+@pytest.mark.parametrize(
+    ("layer", "kept", "for_weights"),
+    [
+        # x, half of a product, tanh; I computes the scale's gradient, too, and the product's comes
+        (InPlace, 2.5, 2),
+        # x, tanh as result and input, the last layer's input; two gradients come
+        (lambda: Recomputed(True), 3, 5),
+        # As I computes the gradients of what is recomputed, it needs tanh no more.
+        (lambda: Recomputed(False), 2, 2),
+    ],
+    ids=["in place", "recomputed", "recomputed at the end"],
+)
+def test_what_operations_keep_out_of_sight_counts_until_w(layer, kept, for_weights):
+    each = 2 * 6 * 8  # 2 samples of 6 doubles
+    table = Schedule.from_grid(
+        """
+        0F0 0F1 0I0 0I1 0W0 0W1
+        1F0 1I0 1F1 1I1 1W0 1W1
+        2F0 2I0 2F1 2I1 2W0 2W1"""
+    )
+    linear = partial(nn.Linear, 6, 6, dtype=torch.float64)
+    data = [(torch.ones(4, 6, dtype=torch.float64),) * 2]
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    seen = run(table, [linear(), layer(), linear()], data, F.mse_loss, sgd)
+    assert seen.check.passed
+    costs = fit(seen.timeline, seen.memory)
+    assert costs.activations[1] == pytest.approx(kept * each)
+    assert costs.weight_activations[1] == pytest.approx(for_weights * each)
+    found = profile([layer()], data[0][0][:2], repeats=1).layers[0]
+    assert (found.activations, found.weight_activations) == (kept * each, for_weights * each)

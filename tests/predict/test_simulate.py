@@ -1,0 +1,240 @@
+"""The simulator against published numbers, closed forms and an independent longest path."""
+
+from itertools import pairwise
+
+import networkx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelab import CostError, Costs, Kind, Recompute, Schedule, make, memory, simulate
+from pipelab.predict.theory import THEORY
+from tests.conftest import SPLIT, tables
+
+# Zero Bubble (arXiv 2401.10241), tables 5 and 9: p, m, v, F, I, W, transfer (ms) -> the published
+# bubble rates of 1F1B, ZB-H1 and ZB-H2, and that of the interleaved schedule, computed with a
+# correct dependency for every micro-batch.
+PUBLISHED = [
+    (8, 24, 3, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585, 0.1083, 0.1090),
+    (8, 32, 3, 18.513, 18.086, 9.331, 0.626, 0.1985, 0.1242, 0.0837, 0.0847),
+    (8, 32, 4, 29.802, 29.428, 19.530, 0.577, 0.1898, 0.1045, 0.0559, 0.0644),
+    (16, 64, 3, 11.307, 11.254, 8.101, 0.379, 0.2082, 0.1088, 0.0516, 0.0878),
+    (32, 128, 2, 10.408, 10.204, 7.703, 0.408, 0.2168, 0.1106, 0.0490, 0.1192),
+    # Table 8, per chunk in microseconds; two chunks a stage.
+    (16, 48, 2, 28814, 28760, 19352, 1610, 0.2668, 0.1536, 0.0823, None),
+    (16, 64, 2, 28824, 28786, 19376, 1621, 0.2206, 0.1198, 0.0630, None),
+    (32, 96, 2, 18916, 19496, 14576, 879, 0.2676, 0.1429, 0.0629, None),
+]
+FIXED = ("pipedream_flush", "zb_h1", "zb_h2")
+
+
+@pytest.mark.parametrize(("p", "m", "v", "f", "i", "w", "c", *FIXED, "chunked"), PUBLISHED)
+def test_published_bubble_rates(p, m, v, f, i, w, c, pipedream_flush, zb_h1, zb_h2, chunked):
+    costs = Costs(forward=f, input_grad=i, weight_grad=w, transfer=c)
+    for name, rate in zip(FIXED, (pipedream_flush, zb_h1, zb_h2), strict=True):
+        found = simulate(make(name, p, m), costs)
+        assert round(found.bubble.of_span, 4) == rate, name
+        idle = THEORY[name].idle(p, m, f, i, w, c)
+        assert found.span - found.ideal == pytest.approx(idle)
+    if chunked:
+        many = simulate(make("interleaved", p, m, virtual=v), costs.split(v))
+        assert round(many.bubble.of_span, 4) == chunked
+
+
+# The rates of ZB-1p and ZB-2p, with the bytes of the paper's models (table 1: M_B = s b (34 h +
+# 5 a s), M_W = 32 s b h, s = 1024): p, m, F, I, W, transfer, h, a -> memory over p: rate.
+BETWEEN = {1: 0.1585, 1.25: 0.1068, 1.5: 0.0719, 1.75: 0.0433, 2: 0.0433}
+HEURISTIC = [
+    (8, 24, 18.522, 18.086, 9.337, 0.601, 2304, 24, BETWEEN),
+    (8, 32, 18.513, 18.086, 9.331, 0.626, 2304, 24, {1: 0.1242, 2: 0.0039}),
+    (8, 32, 29.802, 29.428, 19.530, 0.577, 4096, 32, {1: 0.1045, 2: 0.0022}),
+    (16, 64, 11.307, 11.254, 8.101, 0.379, 5120, 40, {1: 0.1088, 2: 0.0054}),
+    (32, 128, 10.408, 10.204, 7.703, 0.408, 6144, 48, {1: 0.1106, 2: 0.0029}),
+]
+
+
+@pytest.mark.parametrize(("p", "m", "f", "i", "w", "c", "h", "a", "rates"), HEURISTIC)
+def test_the_automatic_schedule_is_no_worse_than_published(p, m, f, i, w, c, h, a, rates):
+    kept = {"activations": 34 * h + 5 * a * 1024, "weight_activations": 32 * h}
+    costs = Costs(forward=f, input_grad=i, weight_grad=w, transfer=c, **kept)
+    for times, rate in rates.items():
+        table = make("zb", p, m, costs=costs, memory=times * p)
+        found = simulate(table, costs)
+        assert round(found.bubble.of_span, 4) <= rate
+        assert max(memory(found, costs).peak("activations")) <= times * p * kept["activations"]
+
+
+def test_one_device_waits_for_no_transfer():
+    assert [THEORY[name].idle(1, 4, 2, 2, 1, 0.5) for name in FIXED] == [0] * len(FIXED)
+
+
+@given(st.sampled_from(FIXED), st.integers(1, 6), st.integers(0, 5), *[st.floats(0, 2)] * 3)
+def test_the_longest_span_is_the_closed_form(name, p, more, w, longer_f, longer_i):
+    m, f, i = 2 * p - 1 + more, w + longer_f, w + longer_i
+    found = simulate(make(name, p, m), Costs(forward=f, input_grad=i, weight_grad=w))
+    assert found.span - found.ideal == pytest.approx(THEORY[name].idle(p, m, f, i, w, 0))
+
+
+def test_unit_costs():
+    t = simulate(make("gpipe", 4, 8))
+    assert (t.makespan, t.ideal, t.span) == (33, 24, 33)
+    assert t.bubble.of_total == pytest.approx(3 / 11)
+    assert t.bubble.over_ideal == 0.375
+    assert t.peak_in_flight == [8, 8, 8, 8]
+    assert simulate(make("pipedream_flush", 4, 8)).makespan == 33
+    assert simulate(make("interleaved", 4, 8, virtual=2)).makespan == 57  # half units
+
+
+@given(tables())
+def test_the_bubble_is_the_closed_form(case):
+    schedule, p, m, v, batches = case
+    if schedule.name == "interleaved" and v > 1 and m % p:
+        return
+    costs = Costs(forward=1.5, input_grad=0.75, weight_grad=1.25)
+    if schedule.name in SPLIT:  # theirs is of equal F, I and W
+        costs = Costs()
+    bubble = simulate(schedule, costs).bubble
+    assert bubble.over_ideal == pytest.approx(THEORY[schedule.name].over_ideal(p, m, v, batches))
+    assert bubble.of_total == pytest.approx(THEORY[schedule.name].of_total(p, m, v, batches))
+
+
+numbers = st.floats(0, 5).map(lambda x: round(x, 3))
+
+
+@given(tables(largest=5), st.data())
+def test_the_makespan_is_the_longest_path(case, data):
+    schedule = case[0]
+    n = schedule.stages
+    per_stage = st.lists(numbers, min_size=n, max_size=n)
+    costs = Costs(
+        forward=data.draw(per_stage),
+        input_grad=data.draw(per_stage),
+        weight_grad=data.draw(per_stage),
+        update=data.draw(numbers),
+        transfer=data.draw(st.lists(numbers, min_size=n - 1, max_size=n - 1)) or 0.0,
+        recompute=data.draw(st.sampled_from(Recompute)),
+    )
+    assert simulate(schedule, costs).makespan == pytest.approx(longest_path(schedule, costs))
+
+
+def longest_path(schedule: Schedule, costs: Costs) -> float:
+    """Written from the dependencies in the papers, with nothing from the simulator."""
+
+    def seconds(a):
+        def of(name):
+            value = getattr(costs, name)
+            return value[a.stage] if isinstance(value, tuple) else value
+
+        last = a.microbatch % schedule.microbatches == schedule.microbatches - 1
+        rerun = costs.recompute is Recompute.ALWAYS or (
+            costs.recompute is Recompute.EXCEPT_LAST and not last
+        )
+        return {
+            Kind.F: of("forward"),
+            Kind.U: of("update"),
+            Kind.B: of("input_grad") + of("weight_grad") + rerun * of("forward"),
+            Kind.I: of("input_grad") + rerun * of("forward"),
+            Kind.W: of("weight_grad"),
+        }[a.kind]
+
+    def link(s, t):
+        if schedule.placement[s] == schedule.placement[t]:
+            return 0.0
+        return costs.transfer[min(s, t)] if isinstance(costs.transfer, tuple) else costs.transfer
+
+    graph = networkx.DiGraph()
+    for row in schedule.rows:
+        for a in row:
+            graph.add_edge((a, "start"), (a, "end"), weight=seconds(a))
+        for a, b in pairwise(row):
+            graph.add_edge((a, "end"), (b, "start"), weight=0.0)
+        for a in row:
+            other = a.stage + {Kind.F: -1, Kind.B: 1, Kind.I: 1}.get(a.kind, schedule.stages)
+            if 0 <= other < schedule.stages:
+                graph.add_edge(
+                    (a._replace(stage=other), "end"), (a, "start"), weight=link(a.stage, other)
+                )
+    return networkx.dag_longest_path_length(graph, default_weight=0.0)
+
+
+def test_transfers_overlap_with_compute_unless_they_are_written_out():
+    schedule = make("interleaved", 4, 8, virtual=2)
+    costs = Costs(transfer=0.1)
+    assert simulate(schedule, costs).makespan == pytest.approx(58.4)
+    assert simulate(schedule.with_transfers(), costs).makespan > 58.4
+    assert (
+        simulate(make("interleaved", 1, 8, virtual=3), Costs(transfer=9)).makespan == 72
+    )  # nothing between stages of a device
+
+
+def test_bandwidth_speed_and_recomputation():
+    assert simulate(make("gpipe", 2, 1), Costs(boundary=10, bandwidth=5)).makespan == 6 + 2 * 2
+    assert simulate(make("gpipe", 2, 1), Costs(speed=[1, 2])).makespan == 3 + 1.5
+    assert simulate(make("gpipe", 2, 2), Costs(recompute=Recompute.ALWAYS)).makespan == 9 + 3
+    assert simulate(make("gpipe", 2, 2), Costs(recompute=Recompute.EXCEPT_LAST)).makespan == 9 + 2
+
+
+def test_time_is_linear_in_the_table():
+    # Work, not seconds: every action is looked at once, plus once for each time it had to wait.
+    from pipelab.table.timing import earliest
+
+    class Counting(list):
+        reads = 0
+
+        def __getitem__(self, i):
+            Counting.reads += 1
+            return super().__getitem__(i)
+
+    for m in (16, 64, 256):
+        s = make("pipedream_flush", 8, m)
+        Counting.reads = 0
+        count = s.bounds[-1]
+        earliest(
+            s.bounds,
+            Counting(s.needs),
+            s.device_of,
+            [1] * count,
+            [0] * count,
+        )
+        assert Counting.reads <= 2 * count
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ({"forward": [1, 2, 3]}, "forward has 3 values for 4 stages: give one number, or 4"),
+        ({"transfer": [1, 2]}, "transfer has 2 values for 3 links"),
+        ({"speed": [1, 2]}, "speed has 2 values for 4 devices"),
+    ],
+)
+def test_costs_of_the_wrong_length(costs, message):
+    with pytest.raises(CostError, match=message):
+        simulate(make("gpipe", 4, 8), Costs(**costs))
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "x", [[1]], None])
+def test_costs_that_are_no_costs(value):
+    with pytest.raises(CostError, match="forward="):
+        Costs(forward=value)
+
+
+def test_costs_in_other_words():
+    with pytest.raises(CostError, match=r"speed=0.*positive"):
+        Costs(speed=0)
+    with pytest.raises(CostError, match="recompute='always'"):
+        Costs(recompute="always")
+
+
+def test_split_keeps_the_model():
+    costs = Costs(forward=[2, 4], weights=[6, 8], boundary=[1, 3], transfer=0.5).split(2)
+    assert costs.forward == (1, 2, 1, 2)
+    assert costs.weights == (3, 4, 3, 4)
+    assert costs.boundary == (1, 3, 3, 3)
+    assert costs.transfer == 0.5
+    assert Costs(boundary=[1, 3]).split(2).boundary == (1, 3, 3, 3)
+    one = simulate(make("pipedream_flush", 4, 8))
+    many = simulate(make("interleaved", 4, 8, virtual=4), Costs().split(4))
+    assert np.allclose(one.busy, many.busy)
+    with pytest.raises(CostError, match="link from the last device back to the first"):
+        Costs(transfer=[1, 2]).split(2)

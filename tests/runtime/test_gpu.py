@@ -1,0 +1,275 @@
+"""The GPU: what needs one (marker gpu), and what can be shown of that without one."""
+
+import queue
+import re
+import socket
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gpu import report as gpu
+from gpu.cases import CASES
+from gpu.measured import Model, Place, Sizes, peaks
+from pipelab import Costs, simulate
+from pipelab.runtime.torch import device, wire
+from pipelab.runtime.torch import wing as torch_run
+
+GPU = torch.device("cuda:0")
+CPU = torch.device("cpu")
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_runs_on_a_gpu_equal_their_reference(name):
+    result = CASES[name](GPU)
+    assert result.check.passed, result.check
+    assert all(span.end >= span.start for span in result.timeline.spans)
+
+
+@pytest.mark.gpu
+def test_workers_keep_their_streams():
+    streams = [device.torch_device(GPU, worker).stream for worker in (0, 1, 0)]
+    assert streams[0] == streams[2] != streams[1]
+
+
+@pytest.mark.gpu
+def test_memory_is_torchs_own_count():
+    ours, torchs, _ = peaks(Model(Place(GPU, Sizes(2048, 1024, 1.0), 60)), 1)
+    assert ours == pytest.approx(torchs, rel=0.05)
+
+
+@pytest.mark.gpu
+def test_the_makespan_is_within_the_hosts_clock():
+    began = time.perf_counter()
+    result = CASES["1F1B on four streams, AdamW"](GPU)
+    assert 0 < result.timeline.makespan < time.perf_counter() - began
+
+
+# ---- without one
+
+
+class Event:
+    """A CUDA event whose work is done at once."""
+
+    def __init__(self, enable_timing=False):
+        self.at = None
+
+    def synchronize(self):
+        assert self.at is not None, "waited for what was never recorded"
+
+    def elapsed_time(self, later):
+        return 1e3 * (later.at - self.at)  # milliseconds
+
+
+class Stream:
+    """Notes what it waits for."""
+
+    def __init__(self, device):
+        self.waited = []
+
+    def record_event(self, event=None):
+        event = event or Event()
+        event.at = time.perf_counter()
+        return event
+
+    def wait_event(self, event):
+        event.synchronize()
+        self.waited.append(event)
+
+    def wait_stream(self, other):
+        self.waited.append(other)
+
+    def synchronize(self):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+
+@pytest.fixture
+def callers_stream(monkeypatch):
+    """Workers take the CPU for a GPU."""
+    mine = Stream(CPU)
+
+    class Torch:
+        cuda = SimpleNamespace(
+            Stream=Stream, Event=Event, stream=lambda stream: stream, current_stream=lambda d: mine
+        )
+
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+    monkeypatch.setattr(device, "torch", Torch())
+    monkeypatch.setattr(torch_run, "torch_device", lambda _, rank: device.CudaDevice(CPU, rank))
+    device.stream_of.cache_clear()
+    yield mine
+    device.stream_of.cache_clear()
+
+
+NEWS = 2 * 2 * 2  # batches x stages with the tied weight x stages that tell of it
+SUMS = 2 * 2 * 2 * 2  # batches x rows x replicas x replicas
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "more"),
+    [("1F1B on four streams, AdamW", 4, 0), ("tied weights", 3, NEWS), ("two replicas", 4, SUMS)],
+)
+def test_streams_wait_for_all_that_comes_from_others(name, workers, more, callers_stream):
+    began = time.perf_counter()
+    result = CASES[name](CPU)
+    assert result.check.passed
+    assert 0 < result.timeline.makespan < time.perf_counter() - began
+    streams = [device.stream_of(CPU, worker) for worker in range(workers)]  # those of the run
+    assert all(stream.waited[0] is callers_stream for stream in streams)  # weights and data
+    events = sum(len(stream.waited) - 1 for stream in streams)
+    messages = len(result.timeline.schedule.crossing) * len(result.replicas)
+    assert events == messages + more
+
+
+def test_ranks_meet_in_an_order_that_ends(monkeypatch):
+    """As NCCL: a rank's first call of a group ends when the other rank has called it too."""
+    pairs = [(0, 1), (0, 2), (1, 2)]
+    meetings = {ends: threading.Barrier(2) for pair in pairs for ends in (pair, pair[::-1])}
+
+    def call(tensor, other, group):
+        meetings[group].wait(timeout=10)  # BrokenBarrierError where they wait for each other
+
+    monkeypatch.setattr(wire.dist, "new_group", lambda ranks, **options: tuple(ranks))
+    monkeypatch.setattr(wire.dist, "send", call)
+    monkeypatch.setattr(wire.dist, "recv", call)
+    with ThreadPoolExecutor(3) as pool:
+        ends = [pool.submit(wire._groups, pairs, me, CPU) for me in range(3)]
+        assert [[*end.result(timeout=20)] for end in ends] == [[*meetings]] * 3
+
+
+def test_tensors_of_a_gpu_go_by_nccl_and_all_else_by_the_socket(monkeypatch):
+    """The CPU is taken for the GPU, and queues for process groups."""
+    ways = {group: queue.SimpleQueue() for group in ("there", "back")}
+    monkeypatch.setattr(wire.dist, "isend", lambda memory, other, group: ways[group].put(memory))
+    receive = lambda memory, other, group: memory.copy_(ways[group].get(timeout=10))  # noqa: E731
+    monkeypatch.setattr(wire.dist, "recv", receive)
+    monkeypatch.setattr(wire.dist, "destroy_process_group", ways.pop)
+    here, there = socket.socketpair()
+    near = wire.GpuLink(here, CPU, 1, "there", "back")
+    far = wire.GpuLink(there, CPU, 0, "back", "there")
+    x = torch.arange(6.0).view(2, 3)
+    message = ((7, "u", 1), [x.T, {"all": x > 2}], torch.tensor(5, dtype=torch.bfloat16), 0.5)
+    near.write(message)
+    assert ways["there"].qsize() == 3
+    key, (transposed, truths), number, at = far.read()
+    assert ways["there"].empty()
+    assert (key, at, number.item(), number.dtype) == (message[0], 0.5, 5, torch.bfloat16)
+    assert torch.equal(transposed, x.T) and torch.equal(truths["all"], x > 2)
+    near.close()
+    assert ways == {}  # nobody leaves a group open
+    for each in (far.socket, far._file):
+        each.close()
+
+
+# ---- make gpu, rehearsed
+
+ROUGH = Sizes(16, 32, 0.0, layers=4, microbatches=2, repeats=2)
+HERE = Place(CPU, ROUGH, 60)
+
+
+@pytest.mark.parametrize("title", [*gpu.SECTIONS][:5])
+def test_what_a_gpu_shows_rehearsed(title):
+    outcome = gpu.attempt(title, HERE)
+    assert outcome.state == ("skipped" if title == "Memory" else "passed"), outcome.parts
+    for part in outcome.parts:
+        assert not re.search(r"nan|inf|FAILED", part)
+        assert all(len(line) <= 100 or line.startswith("|") for line in part.splitlines())
+
+
+def test_a_prediction_of_the_run_that_was_fitted(monkeypatch):
+    """The pairing of `predictions`, without noise: simulated runs are predicted exactly."""
+
+    def simulated(self, table, devices):
+        costs = Costs(3, 2, 1).split(table.stages // table.devices)
+        return SimpleNamespace(timeline=simulate(table, costs))
+
+    monkeypatch.setattr(Model, "run", simulated)
+    rows = gpu.predictions(HERE)[1].splitlines()[2:]
+    assert len(rows) == 8
+    assert all(row.count(" +0.0 (+0.0 to +0.0) %") == 2 for row in rows)
+
+
+def test_what_a_section_raises_is_its_outcome(monkeypatch, capsys):
+    def raising(error):
+        def section(place):
+            raise error
+
+        return section
+
+    for error, state, said in (
+        (gpu.Skip("one GPU here"), "skipped", "Skipped: one GPU here."),
+        (ModuleNotFoundError("x", name="flax"), "skipped", "it needs flax, which is not installed"),
+        (ModuleNotFoundError("x", name="pipelab.no"), "FAILED", "ModuleNotFoundError: x"),
+        (RuntimeError("CUDA error\nmore"), "FAILED", "Failed: `RuntimeError: CUDA error`"),
+        (gpu.Failed(["a table"]), "FAILED", "a table"),
+    ):
+        monkeypatch.setitem(gpu.SECTIONS, "Memory", raising(error))
+        outcome = gpu.attempt("Memory", HERE)
+        assert outcome.state == state
+        assert said in outcome.parts[0]
+
+
+def test_the_page_says_what_became_of_every_section(capsys):
+    def run(title, device, seconds):
+        assert 0 < seconds <= 100
+        return gpu.Outcome("FAILED" if title == "JAX" else "passed", [f"of {title}"])
+
+    text, passed = gpu.report("cpu", 100, run)
+    assert not passed
+    assert all(f"## {title}\n\nof {title}\n" in text for title in gpu.SECTIONS)
+    assert "| JAX | FAILED | 0 |" in text
+    text, passed = gpu.report("cpu", 0, run)
+    assert passed and text.count("Skipped: the 0 seconds were over.") == len(gpu.SECTIONS)
+
+
+def test_a_section_has_a_process_which_is_ended_in_time(capsys):
+    assert gpu.in_a_process("Memory", "cpu", 60).state == "skipped"
+    assert gpu.in_a_process("Memory", "cpu", 0.1).parts == ["Failed: `no end within 0 s`"]
+
+
+def test_what_torchrun_has_started_ends_with_a_section():
+    # Was: its workers, which have sessions of their own, went on when it was killed.
+    worker = "setsid sh -c 'echo up; exec sleep 60'"
+    script = f"trap 'kill $worker; exit' TERM; {worker} & worker=$!; wait"
+    with subprocess.Popen(
+        ["sh", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        process.stdout.readline()
+        gpu.end(process)
+        assert process.stdout.read() == ""  # which a worker would keep open
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seconds", "0"], "seconds=0: give a whole number of at least 1"),
+        (["--device", "cpu", "--markdown", "nowhere/page.md"], "there is no folder nowhere"),
+        pytest.param(
+            [],
+            "no CUDA device here: make gpu DEVICE=cpu rehearses it",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_make_gpu_refuses_in_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        gpu.main(arguments)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

@@ -1,0 +1,209 @@
+"""Ranks that torchrun or deepspeed started: the same run, on one machine or several."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import pipelab
+from pipelab.runtime import clock
+
+ROOT = Path(__file__).parents[2]
+WORKER = ROOT / "tests" / "workers" / "launched.py"
+GUARD = 120  # seconds for a start of ranks and a fault, also on a busy machine
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def torchrun(ranks, *command, nodes=1):
+    """(statuses, standard outputs, standard errors) of one agent per node, over loopback."""
+    port = free_port()
+    nodes_at = [
+        "--nnodes",
+        str(nodes),
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+        "--rdzv-id",
+        "test",
+    ]
+    agents = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node",
+                str(ranks),
+                *nodes_at,
+                *command,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+            cwd=ROOT,
+        )
+        for _ in range(nodes)
+    ]
+    try:
+        results = [agent.communicate(timeout=GUARD) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    return [a.returncode for a in agents], [out for out, _ in results], [err for _, err in results]
+
+
+def worker(twist, folder, ranks=2, nodes=1):
+    return torchrun(ranks, str(WORKER), twist, str(folder), nodes=nodes)
+
+
+def only(outputs):
+    """What rank 0 said, on whichever node it is."""
+    return json.loads("".join(outputs))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2)).double() for _ in range(2)]
+    data = []
+    for b in range(4):
+        generator = torch.Generator().manual_seed(b)
+        data.append(
+            tuple(torch.randn(8, 6, dtype=torch.float64, generator=generator) for _ in range(2))
+        )
+    return pipelab.run(
+        pipelab.make("pipedream", 2, 2, batches=4), stages, data, F.mse_loss, torch.optim.AdamW
+    )
+
+
+def test_two_agents_run_what_threads_run(expected, tmp_path):
+    statuses, outs, errors = worker("plain", tmp_path, ranks=1, nodes=2)
+    assert statuses == [0, 0], errors
+    result = only(outs)
+    assert result["passed"] is True
+    assert result["losses"] == expected.losses
+    assert result["late"] >= 0  # one clock
+    assert [len(names) for names in result["weights"]] == [2, 2]  # rank 0 has all for the check
+
+
+@pytest.mark.parametrize(
+    ("twist", "message"),
+    [
+        ("shuffled", "batch 0 is not the same in process 0 and process 1"),
+        ("unseeded", "of stage 1 is not the same in process 0 and process 1"),
+        ("unseeded replicas", "of stage 0 is not the same in process 0 and process 1"),
+    ],
+)
+def test_ranks_with_other_data_or_start_weights_are_refused(twist, message, tmp_path):
+    statuses, _, errors = worker(twist, tmp_path)
+    assert statuses != [0]
+    assert message in "".join(errors)
+
+
+def test_a_resumed_run_on_ranks_is_the_run_on_threads(expected, tmp_path):
+    statuses, outs, errors = worker("resume", tmp_path)
+    assert statuses == [0], errors
+    assert only(outs)["losses"] == expected.losses[2:]
+    assert only(outs)["passed"] is True
+    files = sorted(p.name for p in (tmp_path / "checkpoint").iterdir())
+    assert files == ["checkpoint.json", "stage_000.pt", "stage_001.pt"]
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """A folder in which three ranks have trained twice, and what rank 0 said of each run."""
+    folder = tmp_path_factory.mktemp("three")
+    statuses, outs, errors = worker("unchecked,skewed", folder, ranks=3)
+    assert statuses == [0], errors
+    return folder, [json.loads(line) for line in outs[0].splitlines()]
+
+
+def test_clocks_of_several_hosts_are_aligned(three):
+    _, (_, result) = three
+    assert result["passed"] is True
+    assert (
+        result["late"] > -0.05
+    )  # right but for half a round trip, where the clocks are an hour apart
+    assert result["makespan"] < GUARD
+
+
+def test_only_end_stages_read_the_data(three):
+    readers = {file.name: file.read_text() for file in three[0].glob("unchecked_read_by_*")}
+    assert set(readers) == {"unchecked_read_by_0", "unchecked_read_by_2"}
+    assert readers["unchecked_read_by_0"].split() == ["0", "1", "2", "3"]  # each once
+
+
+def test_replicas_on_ranks(tmp_path):
+    statuses, outs, errors = worker("replicas", tmp_path, ranks=4)
+    assert statuses == [0], errors
+    assert (only(outs)["passed"], only(outs)["replicas"]) == (True, 2)
+
+
+@pytest.mark.parametrize(
+    ("twist", "message"),
+    [
+        ("raise", "device 1, action 1F0: ZeroDivisionError: by design"),
+        ("kill", "Signal 9 (SIGKILL)"),
+    ],  # one that hangs: tests/runtime/test_ranks.py
+)
+def test_a_rank_that_fails_ends_all(twist, message, tmp_path):
+    began = time.monotonic()
+    statuses, outs, errors = worker(twist, tmp_path)
+    assert statuses != [0]
+    assert "".join(outs) == ""
+    assert message in errors[0]
+    assert time.monotonic() - began < GUARD
+
+
+def test_another_number_of_ranks_than_devices():
+    statuses, _, errors = torchrun(
+        3, "-m", "pipelab", "run", "gpipe", "--devices", "2", "--microbatches", "2"
+    )
+    assert statuses != [0]
+    assert "need 2 ranks, and 3 were started: start 2 (torchrun" in errors[0]
+
+
+def test_the_command_line_on_two_agents():
+    sizes = ["--devices", "2", "--microbatches", "4", "--batches", "2"]
+    statuses, outs, errors = torchrun(
+        1, "-m", "pipelab", "run", "pipedream_flush", *sizes, "--json", nodes=2
+    )
+    assert statuses == [0, 0], errors
+    result = only(outs)
+    assert result["check"]["passed"] is True
+    assert result["measured"]["makespan"] > 0
+    assert len(result["losses"]) == 2
+
+
+@pytest.mark.skipif(
+    not (Path(sys.executable).parent / "deepspeed").exists(), reason="needs deepspeed"
+)
+def test_deepspeeds_launcher():
+    shell = ENVIRONMENT | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    launch = f"deepspeed --num_gpus 2 --master_port {free_port()} --module pipelab"
+    line = f"{launch} run gpipe --devices 2 --microbatches 4".split()
+    done = subprocess.run(line, capture_output=True, text=True, env=shell, timeout=GUARD, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "Check passed" in done.stdout
+
+
+@pytest.mark.parametrize("skew", [0.0, 100.0, -7.5])
+def test_offsets_are_found_by_asking(skew):
+    found = clock.behind(lambda: time.perf_counter() + skew)
+    assert abs(found - skew) < 0.05

@@ -1,0 +1,126 @@
+"""Ranks of a launcher and processes of a notebook: every type, and no limit but an action's."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+from pipelab import make, run
+from tests.runtime.test_run import SGD, batches, stages
+from tests.workers import defects as defects_worker
+
+WORKERS = Path(__file__).parents[1] / "workers"
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(WORKERS.parents[1]), "OMP_NUM_THREADS": "1"}
+GUARD = 120  # seconds for a start of two ranks, also on a busy machine
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def on_two_ranks(folder, *names):
+    """What rank 0 of two, as torchrun starts them, said of each run; and the errors of both."""
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(WORKERS / "defects.py"), str(folder), str(rank), *names],
+            env=ENVIRONMENT | where | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=GUARD) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    results = [json.loads(line) for line in said[0][0].splitlines()]
+    return {result["name"]: result for result in results}, "\n".join(error for _, error in said)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return on_two_ranks(tmp_path_factory.mktemp("ranks"), "autocast", "waiting", "checking")
+
+
+def test_autocast_around_a_run_on_ranks(ranks):
+    # Was: the rank's stages ran inside the caller's autocast, whose cache kept the first weights'
+    # casts: it trained with those; and so did the reference, so that the check passed.
+    results, errors = ranks
+    assert "autocast" in results, errors
+    expected = defects_worker.autocast(autocast=torch.bfloat16)
+    assert expected.check.passed
+    assert results["autocast"]["losses"] == expected.losses
+    assert results["autocast"]["passed"]
+
+
+def test_a_rank_may_wait_while_others_work(ranks):
+    # Was: no message in `timeout` seconds was an error, though an action of another rank ended
+    # every third of a second.
+    results, errors = ranks
+    assert "waiting" in results, errors
+
+
+def test_a_check_may_take_longer_than_an_action(ranks):
+    # Was: the other ranks waited `timeout` seconds for the verdict, and then ended a run whose
+    # training was done.
+    results, errors = ranks
+    assert "checking" in results, errors
+    assert results["checking"]["passed"]
+
+
+def test_all_ranks_say_where_one_hangs(tmp_path):
+    results, errors = on_two_ranks(tmp_path, "hanging")
+    assert not results
+    text = "RunError: no action ended within 3 s: device 0 at 0B0; device 1 at 1F0\n"
+    assert errors.count(text) == 2, errors
+
+
+def test_all_ranks_hear_that_the_reference_failed(tmp_path):
+    # Was: the run, which was complete, ended in the reference's error on all ranks.
+    results, errors = on_two_ranks(tmp_path, "unchecked")
+    assert results["unchecked"]["passed"] is False
+    assert errors.count("the reference failed, because ZeroDivisionError: by design") == 2, errors
+
+
+def test_a_notebooks_named_tuples_cross_processes():
+    # Was: "PicklingError: Can't pickle <class '__main__.Pair'>", since only the job went by
+    # cloudpickle.
+    done = subprocess.run(
+        [sys.executable, str(WORKERS / "notebook.py")],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        timeout=GUARD,
+    )
+    assert done.returncode == 0, done.stderr
+    threads, processes = json.loads(done.stdout)
+    assert processes == threads
+    assert processes[1]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "pipedream"])
+def test_parametrized_layers_cross_processes(name):
+    # Was: "Serialization of parametrized modules is only supported through state_dict()".
+    norm = parametrizations.weight_norm(nn.Linear(6, 6, dtype=torch.float64))
+    turn = parametrizations.orthogonal(nn.Linear(6, 6, dtype=torch.float64))
+    modules = [nn.Sequential(*stages(1), norm), nn.Sequential(turn, *stages(1))]
+    arguments = (make(name, 2, 2, batches=2), modules, batches(2), F.mse_loss, SGD)
+    result = run(*arguments, backend="processes")
+    assert result.check.passed
+    threads = run(*arguments)
+    assert result.losses == threads.losses
+    for mine, theirs in zip(result.weights, threads.weights, strict=True):
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)

@@ -1,0 +1,275 @@
+"""Text as batches; long trainings in parts: stopped or killed at any moment, they go on."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pipelab import make, run
+from pipelab.cli import main
+from pipelab.models import data, split
+from pipelab.models.gpt2 import PADDING, gpt2, masked_loss, next_token_loss
+from pipelab.runtime.resume import train
+from pipelab.runtime.torch.checkpoint import Index, load_stage
+
+# ---- data
+
+
+def test_byte_pairs_write_any_text():
+    corpus = data.corpus(512)
+    assert len(corpus.vocabulary) == 512 and corpus.tokens.max() < 512
+    assert (
+        corpus.tokenizer.decode(corpus.tokens[:200].tolist())
+        == data.text()[: len(corpus.tokenizer.decode(corpus.tokens[:200].tolist()))]
+    )
+    other = "Überraschung: 漢字 \x00!"
+    assert corpus.tokenizer.decode(corpus.tokenizer.encode(other).ids) == other
+    assert len(corpus.tokens) < 0.6 * len(data.text()) and data.corpus(512) is corpus
+
+
+def test_padding_is_not_counted():
+    ((x, y),) = data.padded([[5, 6, 7], [8]], count=1, size=3, length=3)
+    assert x.tolist() == [[5, 6, 7], [8, 0, 0], [5, 6, 7]]
+    assert y.tolist() == [[6, 7, 0], [0, PADDING, PADDING], [6, 7, 0]]
+    logits = torch.randn(3, 3, 9)
+    mean, count = masked_loss(logits, y)
+    kept = y.flatten() != PADDING
+    assert count == 7
+    assert torch.allclose(
+        mean, next_token_loss(logits[None].reshape(1, 9, 9)[:, kept], y.flatten()[kept][None])
+    )
+    empty, none = masked_loss(logits, torch.full_like(y, PADDING))
+    assert (float(empty), int(none)) == (0, 0)
+    with pytest.raises(ValueError, match="no texts"):
+        data.padded([], 1, 1, 1)
+
+
+def test_micro_batches_count_by_their_tokens():
+    """Texts of unequal lengths: the mean is over all tokens of the batch, whatever the cut."""
+    torch.manual_seed(0)
+    texts = [list(range(1, 1 + n)) for n in (1, 2, 3, 9, 14, 15, 2, 1)]
+    batches = data.padded(texts, count=2, size=8, length=16)
+    stages = split(gpt2(vocabulary=32, length=16, width=16, blocks=2), [2, 2])
+    optimizer = partial(torch.optim.Adam, lr=1e-3)
+    runs = [
+        run(make("pipedream_flush", 2, m, batches=2), stages, batches, masked_loss, optimizer)
+        for m in (1, 4)
+    ]
+    assert all(r.check.passed for r in runs)
+    assert runs[0].losses == pytest.approx(runs[1].losses)
+
+
+def test_a_tied_embedding_is_exchanged():
+    """One weight in two stages: its gradients are added up, as in the undivided model."""
+    torch.manual_seed(0)
+    layers = gpt2(vocabulary=64, length=8, width=16, blocks=2, tied=True)
+    assert layers[0].word.weight is layers[-1].project.weight
+    stages = split(layers, [2, 2])
+    batches = data.batches(torch.randint(64, (500,)), 3, 8, 8)
+    result = run(
+        make("pipedream_flush", 2, 4, batches=3),
+        stages,
+        batches,
+        next_token_loss,
+        partial(torch.optim.SGD, lr=0.1),
+    )
+    assert result.check.passed
+    first, last = result.weights
+    assert torch.equal(first["0.word.weight"], last["1.project.weight"])
+
+
+def test_squad_where_its_library_is(monkeypatch):
+    """The library's own path, on rows as its hub has them: several questions to a context."""
+    rows = {"context": ["a b", "a b", "c", "d e f"]}
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="pip install datasets"):
+        data.squad(None, 1)
+    asked = []
+    library = SimpleNamespace(load_dataset=lambda *a, **k: asked.append((a, k)) or rows)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    found = data.squad(lambda text: {"input_ids": [len(word) for word in text.split()]}, 2)
+    assert found == [[1, 1], [1]] and asked == [(("squad",), {"split": "train"})]
+
+
+def test_without_a_hub_one_line_says_so_at_once(monkeypatch, capsys, tmp_path):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    missing = str(tmp_path / "nowhere")
+    for options, name in ((["--text", "squad"], "gpt2"), (["--pretrained", missing], missing)):
+        assert main(["train", "gpt2", "--steps", "2", *options]) == 2
+        message = capsys.readouterr().err
+        assert f"cannot load {name!r}: it is no folder with a saved model" in message
+        assert "no hub answers at http://127.0.0.1:9" in message
+        assert message.count("\n") == 1
+    assert not constants.HF_HUB_OFFLINE
+
+
+def test_a_learning_rate_is_finite(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "gpt2", "--lr", "inf"])
+    assert "'inf': give a finite number above 0" in capsys.readouterr().err
+
+
+# ---- parts
+
+
+def setting(batches=6):
+    torch.manual_seed(0)
+    stages = split(gpt2(vocabulary=64, length=8, width=16, blocks=2, dropout=0.1), [2, 2])
+    tokens = torch.randint(64, (500,), generator=torch.Generator().manual_seed(1))
+    table = make("pipedream_flush", 2, 2, batches=batches)
+    optimizer = partial(torch.optim.AdamW, lr=1e-3)
+    return table, stages, data.batches(tokens, batches, 4, 8), next_token_loss, optimizer
+
+
+def test_parts_are_the_whole(tmp_path):
+    whole = run(*setting(), seed=3)
+    parts = list(train(*setting(), tmp_path / "t", every=4, seed=3))
+    assert [part.steps for part in parts] == [4, 6]
+    assert parts[0].run.check.passed and parts[1].run.check is None
+    assert parts[-1].losses == whole.losses
+    for a, b in zip(whole.weights, parts[-1].run.weights, strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    left = sorted(p.name for p in (tmp_path / "t").iterdir())
+    assert left == ["losses.json", "step_000006"]
+    with pytest.raises(ValueError, match="holds a training of 6 batches: nothing is left to do"):
+        next(train(*setting(), tmp_path / "t", seed=3))
+
+
+def test_a_part_that_fails_costs_only_itself(tmp_path):
+    table, stages, batches, loss, optimizer = setting()
+    broken = [*batches[:4], (batches[4][0] * 1000, batches[4][1]), batches[5]]  # no such token
+    parts = train(table, stages, broken, loss, optimizer, tmp_path, every=2, seed=3)
+    with pytest.raises(Exception, match="index out of range"):
+        list(parts)
+    after = list(train(table, stages, batches, loss, optimizer, tmp_path, every=2, seed=3))
+    assert [part.steps for part in after] == [6]
+    assert after[-1].losses == run(*setting(), seed=3).losses
+
+
+def test_killed_before_its_losses_were_written(tmp_path):
+    """A checkpoint is there, and its losses are not: the part is run again, and nothing is left."""
+    parts = train(*setting(), tmp_path, every=2, seed=3)
+    next(parts)
+    shutil.copytree(tmp_path, tmp_path / "before")
+    next(parts)
+    for path in (tmp_path / "before").iterdir():
+        path.replace(tmp_path / path.name)
+    (tmp_path / "before").rmdir()
+    (tmp_path / ".step_000001.draft").mkdir()
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_000002", "step_000004"]
+    again = list(train(*setting(), tmp_path, every=2, seed=3))
+    whole = run(*setting(), seed=3)
+    assert again[-1].losses == whole.losses
+    for a, b in zip(whole.weights, again[-1].run.weights, strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["losses.json", "step_000006"]
+
+
+def test_bad_parts(tmp_path):
+    with pytest.raises(ValueError, match="every=0: give at least one batch a part"):
+        next(train(*setting(), tmp_path, every=0))
+
+
+# ---- the command line
+
+COMMAND = ["train", "gpt2", "--devices", "2", "--microbatches", "2", "--batch", "4", "--steps", "9"]
+
+
+def state_of(folder):
+    index = Index.read(folder)
+    return [load_stage(folder, s, index).values() for s in range(len(index.names))]
+
+
+@pytest.mark.parametrize("tied", [[], ["--tied", "--clip", "1"]])
+def test_train_prints_what_it_does(capsys, tied):
+    assert main([*COMMAND, *tied, "--json", "--length", "8"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["steps"] == 9 and len(found["losses"]) == 9 and found["check"]["passed"]
+    assert found["tokens_per_second"] > 0 and len(found["memory"]) == 2
+    assert set(found["bubble"]) == {"of_total", "over_ideal", "of_span"}
+
+
+def test_killed_at_any_step_it_goes_on(tmp_path, capsys):
+    command = [*COMMAND, "--every", "2", "--dropout", "0.1", "--length", "8"]
+    assert main([*command, "--save", str(tmp_path / "whole"), "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    killed = tmp_path / "killed"
+    for steps in (1, 3):  # killed as soon as so many checkpoints more have been written
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipelab", *command, "--save", str(killed)],
+            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        before, deadline = set(), time.monotonic() + 60
+        while len(before) < steps and time.monotonic() < deadline:
+            before |= {p.parent.name for p in killed.glob("step_*/checkpoint.json")}
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert before
+    if "step_000009" not in os.listdir(killed):
+        assert main([*command, "--save", str(killed), "--json"]) == 0
+        again = json.loads(capsys.readouterr().out)
+        assert again["losses"] == whole["losses"]
+    last = "step_000009"
+    assert sorted(os.listdir(killed)) == sorted(os.listdir(tmp_path / "whole"))
+    for a, b in zip(state_of(tmp_path / "whole" / last), state_of(killed / last), strict=True):
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_train_under_torchrun(tmp_path, capsys):
+    """Two ranks train six steps, then nine: as threads that do it in one go."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*COMMAND, "--every", "1", "--length", "8", "--save"]
+    folder = str(tmp_path / "ranks")
+    short = [x if x != "9" else "6" for x in command]
+    assert main([*command, str(tmp_path / "threads"), "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    for arguments in (short, command):
+        line = [*torchrun, "-m", "pipelab", *arguments, folder, "--json"]
+        done = subprocess.run(line, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["losses"] == whole["losses"]
+
+
+def test_another_training_is_not_gone_on_with(tmp_path, capsys):
+    command = [*COMMAND, "--length", "8", "--save", str(tmp_path / "t")]
+    assert main(command) == 0
+    assert main([*command, "--steps", "12", "--seed", "7"]) == 2
+    assert "holds another training (schedule=pipedream_flush devices=2" in capsys.readouterr().err
+
+
+def test_train_wants_what_makes_sense(capsys):
+    assert main(["train", "gpt2", "--schedule", "what"]) == 2
+    assert "what" in capsys.readouterr().err
+    assert main(["train", "gpt2", "--schedule", "pipedream", "--tied", "--steps", "2"]) == 2
+    assert "share the weight" in capsys.readouterr().err
+    assert main(["train", "gpt2", "--length", "100", "--steps", "2"]) == 2
+    assert "--length 100: this model has 32 positions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--save", ""], "--save '': give the name of a folder"),
+        (["--save", "/proc/x/y"], "--save /proc/x/y: cannot write in /proc"),
+        (["--batch", "1"], "batch 0 has 1 samples for 4 micro-batches"),
+        (["--device", "bogus"], "device 'bogus'"),
+    ],
+)
+def test_what_is_found_as_training_begins_is_one_line_too(capsys, options, message):
+    assert main(["train", "gpt2", "--steps", "2", *options]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and "\r" not in err
+    assert message in err

@@ -1,0 +1,964 @@
+"""The executor for real: equal to the reference, measured, and loud when something breaks."""
+
+import builtins
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from torch import nn
+from torch.nn import functional as F
+
+import pipelab
+from pipelab import Costs, Reads, Recompute, RunError, Schedule, make, run, simulate
+from pipelab.models import mlp, split
+from pipelab.runtime.threads import run_threads
+from pipelab.runtime.transport import Aborted, Transport
+from tests.conftest import FLUSH, tables
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def stages(count, width=6, dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    return [
+        nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)).to(dtype)
+        for _ in range(count)
+    ]
+
+
+def batches(count, samples=8, width=6, dtype=torch.float64, seed=1):
+    torch.manual_seed(seed)
+    return [
+        (torch.randn(samples, width, dtype=dtype), torch.randn(samples, width, dtype=dtype))
+        for _ in range(count)
+    ]
+
+
+def inputs_come_first(timeline):
+    """No action started before what it takes was made."""
+    pairs = zip(timeline.spans, timeline.schedule.inputs, strict=True)
+    return all(i is None or span.start >= timeline.end[i] for span, i in pairs)
+
+
+def size_of(name, p, m, k=2):
+    return make(name, p, m, batches=k, virtual=2 if name == "interleaved" else 1)
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+@pytest.mark.parametrize(
+    "optimizer",
+    [SGD, partial(torch.optim.SGD, lr=0.1, momentum=0.9), torch.optim.Adam, torch.optim.AdamW],
+)
+@pytest.mark.parametrize("name", FLUSH)
+def test_every_gradient_equals_the_reference(name, optimizer, recompute):
+    schedule = size_of(name, 3, 4)
+    result = run(
+        schedule, stages(schedule.stages), batches(2), F.mse_loss, optimizer, recompute=recompute
+    )
+    assert result.check.passed
+    assert result.check.max_rel < 1e-12
+    assert len(result.losses) == 2
+    assert len(result.microbatch_losses) == 8
+    assert result.losses == pytest.approx(np.reshape(result.microbatch_losses, (2, 4)).mean(1))
+
+
+@settings(max_examples=40)
+@given(tables(names=FLUSH, largest=4), st.integers(0, 5))
+def test_all_small_sizes_with_uneven_micro_batches(case, extra):
+    schedule, _, m, _, k = case
+    result = run(schedule, stages(schedule.stages), batches(k, samples=m + extra), F.mse_loss, SGD)
+    assert result.check.passed, result.check
+
+
+def test_float32_stays_within_its_tolerance():
+    schedule = make("pipedream_flush", 4, 8, batches=5)
+    args = dict(dtype=torch.float32, width=32)
+    result = run(
+        schedule,
+        stages(4, **args),
+        batches(5, 16, **args),
+        F.mse_loss,
+        partial(torch.optim.Adam, lr=1e-2),
+    )
+    assert result.check.ratio < 1.5
+    assert result.check.max_rel < 1e-5
+
+
+def test_all_flush_schedules_train_the_same_weights_and_leave_the_stages_alone():
+    modules, data = stages(4), batches(3)
+    before = [p.clone() for s in modules for p in s.parameters()]
+    results = [
+        run(make(n, 4, 4, batches=3), modules, data, F.mse_loss, SGD)
+        for n in ("inter_layer", "gpipe", "pipedream_flush")
+    ]
+    for other in results[1:]:
+        for mine, theirs in zip(results[0].weights, other.weights, strict=True):
+            assert all(torch.allclose(mine[k], theirs[k], rtol=1e-12) for k in mine)
+        assert other.losses == pytest.approx(results[0].losses, rel=1e-12)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(before, (p for s in modules for p in s.parameters()), strict=True)
+    )
+    assert not any(p.grad is not None for s in modules for p in s.parameters())
+
+
+def test_losses_that_say_what_they_counted():
+    """Masked tokens: the batch's mean is over what is unmasked, wherever it falls."""
+
+    def masked(output, target):
+        y, keep = target
+        return ((output - y) ** 2).mean(1)[keep].mean(), int(keep.sum())
+
+    keep = torch.tensor([True] * 5 + [False] * 2 + [True])
+    data = [(x, (y, keep)) for x, y in batches(2)]
+    result = run(make("pipedream_flush", 3, 4, batches=2), stages(3), data, masked, SGD)
+    assert result.check.passed
+
+
+class Fork(nn.Module):
+    """Passes on a dictionary with a tensor that nobody differentiates and one that nobody uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x):
+        y = self.inner(x)
+        return {"y": y, "pair": (y.tanh(), y.sigmoid()), "rows": torch.full((len(x),), 2)}
+
+
+class Join(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, parts):
+        return self.inner(parts["y"] + parts["pair"][0]) + parts["rows"][:, None]
+
+
+def test_trees_of_tensors_between_stages():
+    result = run(make("gpipe", 2, 4), [Fork(), Join()], batches(1), F.mse_loss, SGD)
+    assert result.check.passed
+
+
+def test_layers_in_place_without_weights_and_frozen():
+    odd = stages(4)
+    odd[1] = nn.Sequential(nn.ReLU(inplace=True))
+    odd[2] = nn.Sequential(
+        nn.Linear(6, 6, dtype=torch.float64),
+        nn.ReLU(inplace=True),
+        nn.Linear(6, 6, dtype=torch.float64),
+    )
+    odd[3].requires_grad_(False)
+    for recompute in Recompute:
+        result = run(
+            make("pipedream_flush", 4, 4, batches=2),
+            odd,
+            batches(2),
+            F.mse_loss,
+            SGD,
+            recompute=recompute,
+        )
+        assert result.check.passed
+        assert torch.equal(result.weights[3]["0.weight"], odd[3][0].weight)
+
+
+def test_split_backwards_in_a_table_of_ones_own():
+    grid = """
+        0F0 0F1 0I0 0W0 0I1 0W1
+        1F0 1I0 1F1 1I1 1W0 1W1
+        2F0 2B0 2F1 2I1 2W1"""
+    result = run(Schedule.from_grid(grid), stages(3), batches(1), F.mse_loss, SGD)
+    assert result.check.passed
+    assert result.check.max_rel < 1e-12
+
+
+# ---- what is measured
+
+
+def test_the_measured_timeline_obeys_the_table():
+    schedule = size_of("interleaved", 2, 4)
+    t = run(schedule, stages(4), batches(2), F.mse_loss, SGD).timeline
+    assert t.source == "measured"
+    assert all(span.end >= span.start for span in t.spans)
+    for a, b in pairwise(schedule.bounds):
+        assert all(t.start[i + 1] >= t.end[i] for i in range(a, b - 1))
+    assert inputs_come_first(t)
+    causes = [*t.attribution().values()]
+    assert np.allclose(np.sum(causes, 0), t.makespan - np.array(t.busy))
+    assert np.min(causes) >= -1e-12
+
+
+def test_activation_bytes_are_measured_not_read_from_the_table():
+    # A Linear(6, 6) saves its input of 2 x 6 doubles, tanh its output: 192 bytes for each
+    # micro-batch and stage.
+    def peaks(name, **options):
+        result = run(make(name, 4, 4), stages(4), batches(1), F.l1_loss, SGD, **options)
+        assert result.memory.source == "measured"
+        return result.memory.peak("activations")
+
+    each = 2 * (2 * 6 * 8)
+    assert peaks("gpipe")[:3] == [4 * each] * 3
+    assert peaks("pipedream_flush")[:3] == [4 * each, 3 * each, 2 * each]
+    assert peaks("inter_layer")[:3] == [each] * 3
+    # Recomputed: four inputs, and what one backward builds again beside the three that are left.
+    assert peaks("gpipe", recompute=Recompute.ALWAYS)[:3] == [3 * each / 2 + each] * 3
+    result = run(make("gpipe", 4, 4), stages(4), batches(1), F.mse_loss, SGD)
+    for device in range(4):
+        weights = sum(p.nbytes for p in stages(1)[0].parameters())
+        left = {cause: held[-1] for cause, held in result.memory.over_time(device)[1].items()}
+        assert left.pop("weights") == weights
+        assert not any(left.values())  # all else is given back
+
+
+@pytest.mark.parametrize("name", ["gpipe", "pipedream_flush", "pipedream", "pipedream_2bw"])
+def test_memory_is_measured_by_cause_as_predicted(name):
+    size = sum(p.nbytes for p in stages(1)[0].parameters())
+    schedule = make(name, 3, 4, batches=3)
+    result = run(
+        schedule, stages(3), batches(3), F.l1_loss, partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    )
+    costs = Costs(weights=size, optimizer=size)
+    predicted = pipelab.memory(simulate(schedule, costs), costs)
+    for cause in ("weights", "versions", "optimizer"):
+        assert result.memory.peak(cause) == predicted.peak(cause)
+    # A gradient of a version that is not read again moves on to the next: there may be two for a
+    # moment.
+    assert all(size <= x <= 2 * size for x in result.memory.peak("gradients"))
+
+
+def test_bytes_fitted_on_one_schedule_predict_another():
+    seen = run(make("gpipe", 3, 4), stages(3), batches(1), F.l1_loss, torch.optim.Adam)
+    costs = pipelab.fit(seen.timeline, seen.memory)
+    schedule = make("pipedream_flush", 3, 8)
+    measured = run(schedule, stages(3), batches(1, 16), F.l1_loss, torch.optim.Adam).memory
+    predicted = pipelab.memory(simulate(schedule, costs), costs)
+    for cause in ("weights", "optimizer", "activations"):
+        assert predicted.peak(cause) == pytest.approx(measured.peak(cause))
+
+
+def test_what_a_stage_sent_on_is_not_kept():
+    class Big(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+        def forward(self, x):
+            return (x * self.w).repeat(1, 100)  # repeat saves nothing
+
+    class Small(nn.Module):
+        def forward(self, x):
+            return x[:, :6]
+
+    result = run(make("gpipe", 2, 4), [Big(), Small()], batches(1), F.mse_loss, SGD)
+    assert (
+        result.memory.peak("activations")[0] == 4 * 2 * 6 * 8
+    )  # its inputs, not its outputs of a hundred times the size
+
+
+def test_a_paced_run_shows_the_predicted_times():
+    schedule, costs = make("gpipe", 4, 4), Costs(transfer=0.5)
+    result = run(schedule, stages(4), batches(1), F.mse_loss, SGD, pace=0.01, costs=costs)
+    predicted = simulate(schedule, costs)
+    on_time = max(result.timeline.end) / 0.01  # from time zero: the first may start late
+    assert predicted.makespan * 0.99 <= on_time  # never early
+    assert result.timeline.late is not None
+    assert "it shows order and numerics, not speed." in repr(result)
+    assert result.check.passed
+    assert np.all(np.array(result.timeline.start) >= np.array(predicted.start) * 0.01 - 1e-3)
+
+
+def test_the_verdict_is_shown_in_words():
+    result = run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD)
+    assert "Check passed: every loss, gradient and weight equals the reference" in repr(result)
+    assert "e-" not in repr(result)
+    unchecked = run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD, check=False)
+    assert unchecked.check is None
+    assert "Not checked" in repr(unchecked)
+    assert unchecked.losses == result.losses
+
+
+@pytest.mark.parametrize(
+    ("schedule", "reads"),
+    [
+        (make("pipedream_flush", 2, 4, batches=3), lambda t, s: t),
+        (make("pipedream", 2, 4, batches=3), lambda t, s: max(0, t - (1 - s))),
+        (make("pipedream", 2, 4, batches=3, reads=Reads.FIRST), lambda t, s: max(0, t - 1)),
+        (make("pipedream_2bw", 2, 4, batches=3), lambda t, s: max(0, t - 1)),
+    ],
+    ids=["flush", "stashing", "vertical sync", "2bw"],
+)
+def test_a_dump_can_be_recomputed_with_numpy_alone(schedule, reads, tmp_path):
+    torch.manual_seed(0)
+    linear = [nn.Linear(6, 6, bias=False, dtype=torch.float64) for _ in range(2)]
+    result = run(schedule, linear, batches(3), F.mse_loss, SGD, dump=tmp_path / "dump")
+    start, data = (
+        load_file(tmp_path / "dump" / f"{name}.safetensors") for name in ("initial", "batches")
+    )
+    first, second = [start["0.weight"]], [start["1.weight"]]  # by version
+    per_batch = schedule.updates // 3
+    found = []
+    for t in range(schedule.updates):
+        b, k = divmod(t, per_batch)
+        x, y = (np.split(data[f"{b}.{side}.0"], per_batch)[k] for side in ("input", "target"))
+        v, w = first[reads(t, 0)], second[reads(t, 1)]
+        h = x @ v.T
+        error = h @ w.T - y
+        found.append((error**2).mean())
+        g = 2 * error / error.size
+        first.append(first[t] - 0.1 * (g @ w).T @ x)
+        second.append(second[t] - 0.1 * g.T @ h)
+        after = load_file(tmp_path / "dump" / f"update_{t}.safetensors")
+        assert np.allclose(after["0.weight"], first[-1], rtol=1e-12)
+        assert np.allclose(after["1.weight"], second[-1], rtol=1e-12)
+    assert result.losses == pytest.approx(np.reshape(found, (3, -1)).mean(1))
+    assert Schedule.from_csv((tmp_path / "dump" / "schedule.csv").read_text()) == schedule
+    assert json.loads((tmp_path / "dump" / "losses.json").read_text()) == result.losses
+    with pytest.raises(ValueError, match="is not an empty folder: name a new one"):
+        run(schedule, linear, batches(3), F.mse_loss, SGD, dump=tmp_path / "dump")
+
+
+# ---- what can go wrong
+
+
+class Failing(nn.Module):
+    def __init__(self, at, fail):
+        super().__init__()
+        self.w, self.calls, self.at, self.fail = (
+            nn.Parameter(torch.ones(6, dtype=torch.float64)),
+            0,
+            at,
+            fail,
+        )
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > self.at:
+            self.fail()
+        return x * self.w
+
+
+def explode():
+    raise ZeroDivisionError("by design")
+
+
+@pytest.mark.parametrize("where", [0, 1, 2, 3])
+def test_a_stage_that_raises_ends_the_run_with_its_own_traceback(where):
+    modules = stages(4)
+    modules[where] = Failing(1, explode)
+    before = threading.active_count()
+    with pytest.raises(
+        RunError, match=f"device {where}, action {where}F1: ZeroDivisionError: by design"
+    ) as error:
+        run(make("gpipe", 4, 4), modules, batches(1), F.mse_loss, SGD)
+    assert (error.value.device, str(error.value.action)) == (where, f"{where}F1")
+    frames = []
+    tb = error.value.__cause__.__traceback__
+    while tb:
+        frames.append(tb.tb_frame.f_code.co_name)
+        tb = tb.tb_next
+    assert frames[-1] == "explode"
+    assert threading.active_count() == before
+
+
+class Slow(nn.Module):
+    def __init__(self, seconds=0.05):
+        super().__init__()
+        self.w, self.calls, self.seconds = (
+            nn.Parameter(torch.ones(6, dtype=torch.float64)),
+            [],
+            seconds,
+        )
+
+    def __deepcopy__(self, memo):
+        return self  # so that the test sees the calls
+
+    def forward(self, x):
+        self.calls.append(time.monotonic())
+        time.sleep(self.seconds)
+        return x * self.w
+
+
+class Half(nn.Module):
+    def forward(self, x):
+        return x.float()
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.parametrize(
+    ("first", "given"),
+    [(nn.Linear(6, 5, dtype=torch.float64), r"float64 \(2, 5\)"), (Half(), r"float32 \(2, 6\)")],
+    ids=["shape", "type"],
+)
+def test_what_does_not_fit_between_stages_is_named(first, given, backend):
+    with pytest.raises(
+        RunError,
+        match=rf"device 1, action 1F0: RuntimeError: mat1 and mat2 .*it was given {given}\)",
+    ) as error:
+        run(
+            make("gpipe", 2, 4), [first, stages(1)[0]], batches(1), F.mse_loss, SGD, backend=backend
+        )
+    assert (error.value.device, str(error.value.action)) == (1, "1F0")
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_ends_the_run(bad, backend):
+    data = batches(2)
+    data[1][0][5] = bad
+    modules = [nn.Linear(6, 6, dtype=torch.float64) for _ in range(2)]
+    error = "device 1, action 1F6: FloatingPointError"
+    message = rf"{error}: the loss of micro-batch 6 \(batch 1\) is (nan|inf)"
+    with pytest.raises(RunError, match=message):
+        run(make("gpipe", 2, 4, batches=2), modules, data, F.mse_loss, SGD, backend=backend)
+    going_on = run(
+        make("gpipe", 2, 4, batches=2),
+        modules,
+        data,
+        F.mse_loss,
+        SGD,
+        backend=backend,
+        finite=False,
+        check=False,
+    )
+    assert np.isfinite(going_on.losses[0])
+    assert not np.isfinite(going_on.losses[1])
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_interrupt_stops_all_work_and_leaves_no_thread_behind(devices):
+    class Interrupting(Slow):
+        def forward(self, x):
+            if len(self.calls) == 3:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            return super().forward(x)
+
+    slow = Interrupting()
+    modules = [slow, *stages(devices - 1)]
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        run(make("gpipe", devices, 200), modules, batches(1, 200), F.mse_loss, SGD)
+    assert threading.active_count() == before
+    assert 4 <= len(slow.calls) < 150
+
+
+@pytest.mark.parametrize("module", ["pipelab.runtime.run", "pipelab.runtime.torch.wing"])
+def test_an_interrupt_of_the_first_run_comes_after_its_imports(module, monkeypatch):
+    """One that is broken off leaves torch half-made, and shows 60 lines of imports."""
+    done = []
+
+    def interrupted(load, name, *rest):
+        if name == module:
+            signal.raise_signal(signal.SIGINT)
+            done.append(name)
+        return load(name, *rest)
+
+    for owner, name in ((builtins, "__import__"), (pipelab, "import_module")):
+        monkeypatch.setattr(owner, name, partial(interrupted, getattr(owner, name)))
+    with pytest.raises(KeyboardInterrupt) as stop:
+        pipelab.run(make("gpipe", 1, 1), stages(1), batches(1), F.mse_loss, SGD)
+    assert done == [module]
+    assert not any("importlib" in str(entry.path) for entry in stop.traceback)
+
+
+@pytest.mark.parametrize("pace", [None, 0.05])
+def test_a_failing_stage_stops_the_others_before_their_next_action(pace):
+    slow = Slow()
+    with pytest.raises(RunError, match="device 1, action 1F0"):
+        run(
+            make("gpipe", 2, 200),
+            [slow, Failing(0, explode)],
+            batches(1, 200),
+            F.mse_loss,
+            SGD,
+            pace=pace,
+        )
+    assert len(slow.calls) < 20
+
+
+def test_a_device_that_cannot_start_is_an_error_not_a_hang(monkeypatch):
+    from pipelab.runtime.torch.device import CpuDevice
+
+    monkeypatch.setattr(CpuDevice, "active", lambda self: explode())
+    with pytest.raises(ZeroDivisionError):
+        run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD)
+
+
+def test_a_saved_tensor_changed_in_place_is_an_error():
+    class Spoiling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+        def forward(self, x):
+            y = x * self.w
+            z = y.exp()  # saves z
+            z.mul_(2)
+            return z
+
+    with pytest.raises(RunError, match="changed in place"):
+        run(make("gpipe", 2, 2), [stages(1)[0], Spoiling()], batches(1), F.mse_loss, SGD)
+
+
+# ---- found by readers
+
+
+class Leaky(nn.Module):
+    """In place and not idempotent: twice is not once."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.LeakyReLU(0.5, inplace=True), nn.Linear(6, 6, dtype=torch.float64)
+        )
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("recompute", Recompute)
+def test_a_first_layer_in_place_changes_neither_the_data_nor_the_rerun(recompute):
+    data = batches(2)
+    copies = [x.clone() for x, _ in data]
+    result = run(
+        make("gpipe", 2, 4, batches=2),
+        [Leaky(), Leaky()],
+        data,
+        F.mse_loss,
+        SGD,
+        recompute=recompute,
+    )
+    assert result.check.passed
+    assert all(torch.equal(x, copy) for (x, _), copy in zip(data, copies, strict=True))
+
+
+class Attention(nn.Module):
+    """The gradient of the key's bias is zero in theory, and rounding in practice."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(6, 6, dtype=dtype) for _ in range(3))
+
+    def forward(self, x):
+        x = x[:, None].expand(-1, 4, -1) + torch.arange(4, device=x.device)[:, None]
+        return F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x)).mean(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_that_are_zero_in_theory_do_not_fail_the_check(dtype):
+    torch.manual_seed(0)
+    modules = [Attention(dtype), nn.Linear(6, 6, dtype=dtype)]
+    result = run(
+        make("gpipe", 2, 4, batches=2),
+        modules,
+        batches(2, dtype=dtype),
+        F.mse_loss,
+        torch.optim.Adam,
+    )
+    assert result.check.passed, result.check
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_an_optimizer_that_works_in_the_gradients_memory(foreach):
+    nesterov = partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=foreach)
+    assert run(
+        make("gpipe", 2, 2, batches=3), stages(2), batches(3), F.mse_loss, nesterov
+    ).check.passed
+
+
+@pytest.mark.parametrize("name", ["gpipe", "pipedream"])
+def test_a_micro_batch_whose_loss_counts_nothing(name):
+    def masked(output, target):
+        keep = target[:, 0] > 0
+        return ((output - target) ** 2).mean(1)[keep].mean(), keep.sum()
+
+    ((x, y),) = batches(1)
+    y[:, 0] = y[:, 0].abs()
+    y[2:4] = -1  # micro-batch 1 of 4
+    result = run(make(name, 2, 4), stages(2), [(x, y)], masked, SGD)
+    assert result.check.passed
+    assert np.isfinite(result.losses).all()
+
+
+def test_counts_that_are_no_whole_numbers_and_targets_without_samples():
+    weights = torch.rand(8, dtype=torch.float64)
+
+    def weighted(output, target):
+        y, w = target
+        return ((output - y).square().mean(1) * w).sum() / w.sum(), w.sum()
+
+    ((x, y),) = batches(1)
+    assert run(make("gpipe", 2, 4), stages(2), [(x, (y, weights))], weighted, SGD).check.passed
+    assert run(
+        make("gpipe", 2, 4), stages(2), [(x, None)], lambda output, _: output.square().mean(), SGD
+    ).check.passed
+    scaled = run(
+        make("gpipe", 2, 4),
+        stages(2),
+        [(x, (torch.tensor(2.0), y))],
+        lambda o, t: F.mse_loss(o, t[1]) * t[0],
+        SGD,
+    )
+    assert scaled.check.passed
+
+
+def test_frozen_models_and_a_caller_without_gradients():
+    frozen = [s.requires_grad_(False) for s in stages(2)]
+    assert run(make("gpipe", 2, 2), frozen, batches(1), F.mse_loss, SGD).check.passed
+    with torch.no_grad():
+        assert run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD).check.passed
+
+
+def test_one_update_for_several_batches():
+    rows = [
+        [a._replace(microbatch=0) if a.kind is pipelab.Kind.U else a for a in row]
+        for row in make("gpipe", 2, 4).rows
+    ]
+    schedule = Schedule("accumulate", rows, (0, 1), microbatches=2, batches=2, per_update=4)
+    result = run(schedule, stages(2), batches(2), F.mse_loss, SGD)
+    assert result.check.passed
+    assert "as its rows say" in result.check.rule
+
+
+def test_activations_shared_by_stages_of_one_device_count_once():
+    schedule = Schedule.from_grid("0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1")
+    result = run(schedule, stages(2), batches(1), F.l1_loss, SGD)
+    whole = run(make("gpipe", 1, 2), [nn.Sequential(*stages(2))], batches(1), F.l1_loss, SGD)
+    assert result.memory.peak("activations") == whole.memory.peak("activations")
+
+
+def test_an_input_that_no_layer_saves_is_still_kept():
+    class Shift(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.b = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+        def forward(self, x):
+            return x + self.b
+
+    result = run(make("gpipe", 3, 4), [Shift(), Shift(), Shift()], batches(1), F.l1_loss, SGD)
+    assert result.memory.peak("activations")[1] == 4 * 2 * 6 * 8
+
+
+def test_dumps_of_odd_tensors_and_places(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    modules = [nn.Linear(6, 6, dtype=torch.float64), nn.LayerNorm(6, dtype=torch.float64)]
+    modules[0].weight = nn.Parameter(torch.randn(6, 6, dtype=torch.float64).T)
+    modules[1].register_buffer("scale", torch.ones(1))
+    x = torch.randn(6, 8, dtype=torch.float64).T
+    (tmp_path / "new.part").mkdir()
+    for place in ("new", "deep/er"):
+        run(make("gpipe", 2, 2), modules, [(x, x)], F.mse_loss, SGD, dump=place)
+        assert "1.scale" in load_file(tmp_path / place / "initial.safetensors")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["deep", "new", "new.part"]
+
+
+# ---- without a flush
+
+WITHOUT_FLUSH = {
+    "stashing": make("pipedream", 4, 6, batches=2),
+    "vertical sync": make("pipedream", 4, 6, batches=2, reads=Reads.FIRST),
+    "2bw": make("pipedream_2bw", 4, 6, batches=4),
+}
+ADAM = partial(torch.optim.Adam, lr=1e-2)
+
+
+def decaying(parameters):
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("optimizer", [SGD, ADAM, torch.optim.AdamW, decaying])
+@pytest.mark.parametrize("rule", WITHOUT_FLUSH)
+def test_asynchronous_schedules_follow_their_papers_rule(rule, optimizer, clip):
+    schedule = WITHOUT_FLUSH[rule]
+    for recompute in Recompute:
+        result = run(
+            schedule,
+            stages(4),
+            batches(schedule.batches, 13),
+            F.mse_loss,
+            optimizer,
+            clip=clip,
+            recompute=recompute,
+        )
+        assert result.check.passed, result.check
+        assert result.check.max_rel < 1e-12
+        assert result.check.rule.lower().replace("weight ", "").startswith(rule)
+        assert result.weight_versions == schedule.weight_versions
+
+
+def test_versions_are_measured_by_their_storages():
+    assert WITHOUT_FLUSH["stashing"].weight_versions == [4, 3, 2, 1]
+    assert WITHOUT_FLUSH["vertical sync"].weight_versions == [4, 4, 4, 4]
+    assert WITHOUT_FLUSH["2bw"].weight_versions == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("name", FLUSH)
+def test_clipping_is_over_all_stages_with_a_flush(name):
+    schedule = size_of(name, 3, 4, k=1)
+    modules = stages(schedule.stages)
+    clipped = run(schedule, modules, batches(1), F.mse_loss, SGD, clip=1e-3)
+    assert clipped.check.passed
+    before = [s.state_dict() for s in modules]
+    moved = [
+        (a[k] - b[k]).square().sum()
+        for a, b in zip(before, clipped.weights, strict=True)
+        for k in a
+    ]
+    assert sum(moved).sqrt() == pytest.approx(0.1 * 1e-3, rel=1e-2)
+
+
+def test_clipping_is_per_stage_without_a_flush_however_many_batches():
+    # Was: over all stages, where 2BW's table ended after one batch.
+    modules, moved = stages(2), []
+    for count in (1, 2):
+        table = make("pipedream_2bw", 2, 2, batches=count)
+        data = batches(1) * count  # both updates step by the first weights' gradient of it
+        result = run(table, modules, data, F.mse_loss, SGD, clip=1e-3)
+        assert result.check.passed, result.check
+        before = (stage.state_dict() for stage in modules)
+        for a, b in zip(before, result.weights, strict=True):
+            squares = [(a[key] - b[key]).square().sum() for key in a]
+            moved.append(sum(squares).sqrt().item() / count)
+    assert moved == pytest.approx([0.1 * 1e-3] * 4, rel=1e-2)
+
+
+def test_what_needs_a_flush_is_refused_of_one_batch_too():
+    table = make("pipedream_2bw", 2, 2)
+    one = stages(1)
+    with pytest.raises(ValueError, match=r"share the weight .* without a flush"):
+        run(table, one * 2, batches(1), F.mse_loss, SGD)
+    with pytest.raises(ValueError, match="replicas=2 with pipedream_2bw, which updates without a"):
+        run(table, stages(2), batches(1), F.mse_loss, SGD, replicas=2)
+
+
+def test_clipping_refuses_a_table_that_would_wait_for_itself():
+    early = Schedule.from_grid("# devices=1\n0F0 1F0 1B0 1U0 0B0 0U0")
+    assert run(early, stages(2), batches(1), F.mse_loss, SGD).check.passed
+    with pytest.raises(
+        ValueError, match="clip: 1U0 on device 0 would wait for a stage whose backward comes later"
+    ):
+        run(early, stages(2), batches(1), F.mse_loss, SGD, clip=1.0)
+
+
+@st.composite
+def random_tables(draw):
+    """Valid tables of no known schedule: random orders, updates after every group."""
+    p, per_update, groups = (
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+    )
+    v = draw(st.integers(1, 2))
+    n, total = p * v, per_update * groups
+    todo = [[(s, k) for s in range(n) for k in range(total) if s % p == d] for d in range(p)]
+    done, rows = set(), [[] for _ in range(p)]
+    forward, backward = pipelab.Kind.F, pipelab.Kind.B
+    left = {(kind, *x) for kind in (forward, backward) for row in todo for x in row}
+
+    def ready(a):
+        kind, s, k = a
+        if kind is forward:
+            return s == 0 or (forward, s - 1, k) in done
+        drained = all((backward, s, j) in done for j in range(k // per_update * per_update))
+        return drained and (forward, s, k) in done and (s == n - 1 or (backward, s + 1, k) in done)
+
+    while left:
+        kind, s, k = draw(st.sampled_from(sorted(filter(ready, left))))
+        left.remove((kind, s, k))
+        done.add((kind, s, k))
+        row = rows[s % p]
+        row.append(pipelab.Action(s, kind, k))
+        group = k // per_update
+        if kind is backward and all(
+            (backward, s, j) in done for j in range(group * per_update, (group + 1) * per_update)
+        ):
+            row.append(pipelab.Action(s, pipelab.Kind.U, group))
+    return Schedule("random", rows, tuple(s % p for s in range(n)), total, per_update=per_update)
+
+
+@settings(max_examples=int(os.environ.get("PIPELAB_FUZZ", "60")))
+@given(random_tables(), st.sampled_from(Recompute))
+def test_random_tables_equal_the_reference(schedule, recompute):
+    result = run(
+        schedule,
+        stages(schedule.stages, 3),
+        batches(1, schedule.total + 1, 3),
+        F.mse_loss,
+        SGD,
+        recompute=recompute,
+    )
+    assert result.check.passed, result.check
+    assert result.weight_versions == schedule.weight_versions
+
+
+# ---- arguments
+
+SHARED = nn.Linear(6, 6, dtype=torch.float64)
+NORM = nn.BatchNorm1d(6, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"devices": "meta"}, "device 'meta': use cpu or cuda"),
+        ({"schedule": make("gpipe", 2, 2).with_transfers()}, "has its transfers written out"),
+        ({"stages": stages(3)}, "3 modules for the 2 stages of gpipe: give one per stage"),
+        ({"stages": [stages(1)[0], "x"]}, "stage 1 is a str"),
+        (
+            {"stages": [nn.Sequential(NORM), nn.Sequential(NORM)]},
+            "stages 0 and 1 share the buffer 0.running_mean",
+        ),
+        (
+            {
+                "stages": [nn.Sequential(SHARED), nn.Sequential(SHARED)],
+                "schedule": make("pipedream", 2, 2),
+            },
+            "stages 0 and 1 share the weight 0.weight, and pipedream updates without a flush",
+        ),
+        (
+            {"replicas": 2, "schedule": make("pipedream", 2, 2)},
+            "replicas=2 with pipedream, which updates without a flush",
+        ),
+        ({"replicas": 0}, "replicas=0: give a whole number"),
+        ({"autocast": torch.float16}, "autocast=torch.float16: use torch.bfloat16"),
+        ({"stop": 1}, "stop=1 without save loses the work"),
+        (
+            {"schedule": make("gpipe", 2, 2).forward_only()},
+            "has only forwards: use pipelab.evaluate",
+        ),
+        ({"batches": batches(2)}, "2 batches for a table of 1: build the schedule with batches=2"),
+        ({"batches": batches(1, samples=1)}, "batch 0 has 1 samples for 2 micro-batches"),
+        ({"batches": [(torch.ones(4, 6), torch.ones(5, 6))]}, r"tensors have \[4, 5\] samples"),
+        ({"devices": ["cpu"]}, "1 devices for the 2 rows of gpipe"),
+        ({"devices": ["cpu", "gpu0"]}, "device 'gpu0'"),
+        ({"devices": "cuda:64"}, "device 'cuda:64': this machine has [0-9]+ CUDA devices"),
+        ({"pace": -1.0}, "pace=-1.0: give the seconds of one cost unit"),
+        ({"schedule": "gpipe"}, "schedule is a str: give one of pipelab.make"),
+        ({"stages": None}, "stages is a NoneType: give a list"),
+        ({"batches": iter(batches(1))}, "batches is a list_iterator: give a list, such as list"),
+        ({"loss": "mse"}, "loss is a str: give a function"),
+        ({"optimizer": None}, "optimizer is a NoneType: give a factory, such as torch.optim.SGD"),
+        ({"optimizer": lambda weights: None}, "factory made a NoneType of other weights"),
+        ({"optimizer": lambda _: SGD([SHARED.weight])}, "factory made a SGD of other weights"),
+        ({"devices": [None, None]}, "device None"),
+        ({"seed": -1}, "seed=-1: give a whole number of at least 0"),
+    ],
+)
+def test_arguments_that_do_not_fit(change, message):
+    arguments = dict(
+        schedule=make("gpipe", 2, 2),
+        stages=stages(2),
+        batches=batches(1),
+        loss=F.mse_loss,
+        optimizer=SGD,
+    )
+    with pytest.raises(ValueError, match=message):
+        run(**arguments | change)
+
+
+def test_weights_are_compared_too():
+    found = Counter()
+    original = pipelab.runtime.verdict.certificate.Comparison.add
+
+    def add(self, name, *arrays, **options):
+        found[name.split()[1] if name.startswith("the ") else name.split()[0]] += 1
+        return original(self, name, *arrays, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipelab.runtime.verdict.certificate.Comparison, "add", add)
+        run(make("gpipe", 2, 2, batches=2), stages(2), batches(2), F.mse_loss, SGD)
+    # Losses of four micro-batches and two batches; eight tensors in each of two updates.
+    # And one loss of our own twice, and both batches undivided: losses, and the first's gradients.
+    assert found.pop("undivided") == 2 + 8
+    assert found == {"loss": 4 + 2, "a": 1, "gradient": 2 * 8, "weight": 2 * 8, "trained": 8}
+
+
+def test_the_mlp_splits_and_runs():
+    layers = mlp(layers=5, width=6)
+    result = run(
+        make("gpipe", 2, 2), split(layers, [2, 3]), batches(1, dtype=torch.float32), F.mse_loss, SGD
+    )
+    assert result.check.passed
+    with pytest.raises(ValueError, match=r"balance \[2, 2\] for 5 layers"):
+        split(layers, [2, 2])
+
+
+def test_a_failure_from_outside_is_told_from_what_it_breaks():
+    """The run may be ended from outside while its threads leave the barrier, one by one."""
+
+    class Home:
+        active = contextlib.nullcontext
+
+        def begin(self, began): ...
+
+    class Idle(SimpleNamespace):
+        row, replica = 0, 0
+
+        def home(self):
+            return Home()
+
+        def stages(self, home):
+            return {}
+
+        def prepare(self, stages): ...
+
+        def work(self, stages, home, transport, began, progress):
+            transport.sleep(0)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(50):
+            box = Transport(6)
+            with pytest.raises(Aborted):
+                run_threads([Idle() for _ in range(6)], [box], lambda box=box: box.abort() or 0.0)
+    finally:
+        sys.setswitchinterval(before)
+
+
+class Calling(nn.Module):
+    """Calls a function in every forward."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        self.function()
+        return x
+
+
+def test_workers_compute_with_as_many_threads_as_torch_is_told():
+    """A thread starts with as many as the environment says."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    library = next((line.split()[-1] for line in maps if "libgomp" in line), None)
+    if not library:
+        pytest.skip("torch computes without GNU's OpenMP here")
+    openmp, found, before = ctypes.CDLL(library), [], torch.get_num_threads()
+    noting = Calling(lambda: found.append(openmp.omp_get_max_threads()))
+    torch.set_num_threads(before + 1)
+    try:
+        parts = [noting, *stages(1)]
+        run(make("gpipe", 2, 2), parts, batches(1), F.mse_loss, SGD, check=False)
+    finally:
+        torch.set_num_threads(before)
+    assert found == [before + 1] * 2

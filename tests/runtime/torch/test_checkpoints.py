@@ -1,0 +1,141 @@
+"""What a checkpoint can hold: all of it can be read back, or it is refused before the training."""
+
+import math
+import os
+import warnings
+from collections import deque
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.optim import SGD, Adam
+from torch.optim import lr_scheduler as rates
+
+from pipelab import make, run
+from tests.runtime.test_run import batches, stages
+
+
+def with_a_cosine(parameters):
+    optimizer = SGD(parameters, lr=0.1)
+    return optimizer, rates.LambdaLR(optimizer, lambda update: np.cos(update / 10))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [partial(Adam, lr=np.float64(0.01)), partial(SGD, lr=np.float32(0.1)), with_a_cosine],
+    ids=["float64", "float32", "scheduled"],
+)
+def test_numpys_numbers_are_saved_as_pythons(optimizer, tmp_path):
+    # Was: written without complaint, and an UnpicklingError on resume.
+    arguments = make("gpipe", 2, 2, batches=4), stages(2), batches(4), F.mse_loss, optimizer
+    whole = run(*arguments)
+    run(*arguments, save=tmp_path / "saved", stop=2)
+    rest = run(*arguments, resume=tmp_path / "saved")
+    assert rest.check.passed, rest.check
+    for a, b in zip(whole.weights, rest.weights, strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+class Queued(SGD):
+    """Keeps a queue in its groups, and later one per weight."""
+
+    at_first = True
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        if self.at_first:
+            self.param_groups[0]["past"] = {"losses": deque()}
+
+    def step(self):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["norms"] = [1.0, deque([2.0])]
+
+
+class QueuedLater(Queued):
+    at_first = False
+
+
+class CountingAll(SGD):
+    """Keeps a state that is no weight's."""
+
+    def step(self):
+        super().step()
+        self.state["all"] = {"steps": 1}
+
+
+def with_a_function(parameters):
+    optimizer = SGD(parameters, lr=0.1)
+    scheduler = rates.ExponentialLR(optimizer, 0.9)
+    scheduler.observe = lambda: None
+    return optimizer, scheduler
+
+
+def with_a_builtin(parameters):
+    optimizer = SGD(parameters, lr=0.1)
+    return optimizer, rates.LambdaLR(optimizer, math.cos)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (Queued, r"stage 0: its groups, as kept, no checkpoint can hold .*: keep tensors, numb"),
+        (with_a_function, r"stage 0: its schedulers, as kept, no checkpoint can hold"),
+        (with_a_builtin, r"LambdaLR.state_dict\(\) failed, and is needed for a checkpoint"),
+    ],
+)
+def test_what_cannot_be_read_back_is_refused_before_the_training(optimizer, said, tmp_path):
+    # Was: trained, written without complaint, and an UnpicklingError on resume.
+    def refuse_to_train(output, target):
+        raise AssertionError("trained")
+
+    with pytest.raises(ValueError, match=said):
+        run(
+            make("gpipe", 2, 2),
+            stages(2),
+            batches(1),
+            refuse_to_train,
+            optimizer,
+            save=tmp_path / "saved",
+        )
+    assert os.listdir(tmp_path) == []
+    assert run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, optimizer).check.passed
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said", "backend"),
+    [
+        (QueuedLater, r"stage 0: its optimizer, as kept, no checkpoint can hold", "threads"),
+        (QueuedLater, r"stage 0: its optimizer, as kept, no checkpoint can hold", "processes"),
+        (CountingAll, r"CountingAll keeps a state under 'all', which is no weight", "threads"),
+    ],
+)
+def test_a_run_that_cannot_be_saved_is_in_the_error(optimizer, said, backend, tmp_path):
+    # Was: saved, and not to be read.
+    arguments = make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, optimizer
+    with pytest.raises(ValueError, match=said) as error:
+        run(*arguments, backend=backend, save=tmp_path / "saved")
+    assert os.listdir(tmp_path) == []
+    found, expected = error.value.run, run(*arguments, check=False)
+    assert found.losses == expected.losses
+    for a, b in zip(found.weights, expected.weights, strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in b)
+
+
+@pytest.mark.parametrize("decay", [None, 0.5])
+def test_another_learning_rate_on_resume_is_told(decay, tmp_path):
+    # Was: the checkpoint's stayed, without a word.
+    def factory(rate, parameters):
+        optimizer = SGD(parameters, lr=rate)
+        return (optimizer, rates.ExponentialLR(optimizer, decay)) if decay else optimizer
+
+    arguments = make("gpipe", 2, 2, batches=4), stages(2), batches(4), F.mse_loss
+    run(*arguments, partial(factory, 0.1), save=tmp_path / "saved", stop=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same = run(*arguments, partial(factory, 0.1), resume=tmp_path / "saved")
+    with pytest.warns(UserWarning, match=r"saved goes on with \w*lr=0.1: the 0.2 of"):
+        other = run(*arguments, partial(factory, 0.2), resume=tmp_path / "saved")
+    assert other.losses == same.losses

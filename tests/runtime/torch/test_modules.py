@@ -1,0 +1,406 @@
+"""Modules train as without a pipeline: with their modes, hooks, buffers, checkpoints."""
+
+import copy
+import time
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from pipelab import Recompute, RunError, evaluate, make, run
+from pipelab.runtime.torch.stage import TorchStage
+from tests.runtime.test_run import SGD, batches, stages
+
+
+def plain(modules, data, optimizer, clip=None):
+    """What training without a pipeline makes of the modules, which are left alone."""
+    model = copy.deepcopy(nn.Sequential(*modules))
+    stepper = optimizer(model.parameters())
+    for x, y in data:
+        stepper.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        stepper.step()
+    return [dict(stage.named_parameters()) for stage in model]
+
+
+def close(weights, expected):
+    return all(
+        torch.allclose(mine[name], theirs[name], rtol=1e-9, atol=1e-12)
+        for mine, theirs in zip(weights, expected, strict=True)
+        for name in theirs
+    )
+
+
+# ---- mixed precision around the call
+
+
+def test_autocast_around_a_run_leaves_no_stale_casts():
+    # Was: the reference ran inside the caller's autocast, whose cache kept the first weights'
+    # casts: a right run failed.
+    modules, data = stages(2, dtype=torch.float32), batches(5, dtype=torch.float32)
+    schedule, fast = make("gpipe", 2, 2, batches=5), partial(torch.optim.SGD, lr=1.0)
+    arguments = (schedule, modules, data, F.mse_loss, fast)
+    expected = run(*arguments, autocast=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = run(*arguments)
+    assert expected.check.passed
+    assert result.losses == expected.losses
+    assert result.check.passed, result.check
+
+
+# ---- torch's own recomputation inside a stage
+
+
+class Checkpointed(nn.Sequential):
+    """Its layers, computed again for the backward by torch's own checkpoint."""
+
+    reentrant = False
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+def wrapped(kind, modules, which):
+    return [kind(*m) if s in which else m for s, m in enumerate(modules)]
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
+@pytest.mark.parametrize(
+    ("kind", "which"), [(Checkpointed, (0, 1, 2)), (Reentrant, (1,))], ids=["new", "reentrant"]
+)
+def test_a_checkpoint_inside_a_stage_reads_its_own_weights(kind, which, name):
+    # Was: the backward computed again with whatever version a later forward had put into the
+    # module.
+    schedule, data = make(name, 3, 4, batches=3), batches(3)
+    expected = run(schedule, stages(3), data, F.mse_loss, SGD)
+    result = run(schedule, wrapped(kind, stages(3), which), data, F.mse_loss, SGD)
+    assert result.check.passed, result.check
+    assert result.losses == expected.losses
+    assert close(result.weights, expected.weights)
+
+
+class Yielding(nn.Module):
+    """Lets other threads go on, so that they meet between the seed and the draw."""
+
+    def forward(self, x):
+        time.sleep(1e-3)
+        return x
+
+
+def test_a_checkpoint_with_dropout_draws_alone():
+    # Was: the backward drew from the process's generator while the other stages' forwards did, on
+    # threads.
+    modules = [nn.Sequential(*m, Yielding(), nn.Dropout(0.4), Yielding()) for m in stages(3)]
+    arguments = (batches(1, 16), F.mse_loss, SGD)
+    schedule = make("pipedream_flush", 3, 8)
+    expected = run(schedule, modules, *arguments, seed=1)
+    result = run(schedule, wrapped(Checkpointed, modules, (0, 1, 2)), *arguments, seed=1)
+    assert expected.check.passed
+    assert result.check.passed, result.check
+    assert result.losses == expected.losses
+
+
+# ---- layers that the caller has put in evaluation mode
+
+
+@pytest.mark.parametrize("recompute", [Recompute.NEVER, Recompute.ALWAYS])
+@pytest.mark.parametrize("name", ["gpipe", "pipedream"])
+def test_a_norm_in_evaluation_mode_stays_in_it(name, recompute):
+    # Was: the stage's own mode was set on all its layers, so that the norm counted again, and the
+    # check failed.
+    norm = nn.BatchNorm1d(6, dtype=torch.float64)
+    norm.running_mean += 1.0
+    modules = [nn.Sequential(*stages(1), norm.eval()), *stages(1)]
+    data = batches(2)
+    result = run(make(name, 2, 2, batches=2), modules, data, F.mse_loss, SGD, recompute=recompute)
+    assert result.check.passed, result.check
+    assert torch.equal(result.weights[0]["1.running_mean"], norm.running_mean)
+    assert result.weights[0]["1.num_batches_tracked"] == 0
+
+
+def test_dropout_in_evaluation_mode_drops_nothing():
+    # Was: it dropped, and not what the reference did: that drew nothing.
+    modules, data = stages(2), batches(2)
+    quiet = [nn.Sequential(*modules[0], nn.Dropout(0.5).eval()), modules[1]]
+    schedule = make("gpipe", 2, 2, batches=2)
+    result = run(schedule, quiet, data, F.mse_loss, SGD)
+    assert result.check.passed, result.check
+    assert result.losses == run(schedule, modules, data, F.mse_loss, SGD).losses
+
+
+# ---- derivatives inside a forward
+
+
+class Derivative(nn.Module):
+    """The derivative of half the squared length of a linear layer's output."""
+
+    def __init__(self, take):
+        super().__init__()
+        self.inner, self.take = linear(), take
+
+    def forward(self, x):
+        return self.take(lambda x: self.inner(x).square().sum() / 2, x)
+
+
+def by_autograd(function, x):
+    with torch.enable_grad():
+        x = x if x.requires_grad else x.requires_grad_()
+        return torch.autograd.grad(function(x), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("name", ["pipedream_flush", "zb_h1"])
+def test_derivatives_in_a_forward_are_autograds_or_refused(name):
+    # Was: torch's own words on hooks that are not the caller's, or on an "invalid python storage".
+    def call(take):
+        modules = [*stages(1), Derivative(take)]
+        return run(make(name, 2, 2), modules, batches(1), F.mse_loss, SGD)
+
+    for take in (
+        lambda f, x: torch.func.grad(f)(x),
+        lambda f, x: x * torch.func.jvp(f, (x,), (x,))[1],
+    ):
+        with pytest.raises(RunError, match=r"1F0: RuntimeError: .* torch.func .*autograd.grad"):
+            call(take)
+    assert call(by_autograd).check.passed
+
+
+# ---- what hangs on a parameter
+
+
+def halve(parameter):
+    parameter.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    "hang",
+    [
+        lambda p: p.register_hook(lambda gradient: gradient * 0.5),
+        lambda p: p.register_post_accumulate_grad_hook(halve),
+    ],
+    ids=["hook", "post_accumulate"],
+)
+def test_a_parameters_hook_runs_or_is_refused(hang):
+    # Was: copying a parameter drops its hooks, in the run as in the reference: the check passed
+    # without them.
+    modules, data = stages(2), batches(2)
+    hang(modules[1][0].weight)
+    try:
+        result = run(make("gpipe", 2, 1, batches=2), modules, data, F.mse_loss, SGD)
+    except ValueError as refusal:
+        message = str(refusal)
+        assert "hook" in message and "0.weight" in message and "stage 1" in message
+        return
+    unhooked = stages(2)
+    with_hooks = SGD(p for stage in unhooked for p in stage.parameters())
+    for x, y in data:
+        with_hooks.zero_grad()
+        F.mse_loss(nn.Sequential(*unhooked)(x), y).backward()
+        halve(unhooked[1][0].weight)
+        with_hooks.step()
+    assert close(result.weights, [dict(stage.named_parameters()) for stage in unhooked])
+
+
+def by_rate(parameters):
+    return torch.optim.SGD([{"params": [p], "lr": 0.1 * getattr(p, "rate", 1)} for p in parameters])
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_the_optimizer_sees_a_parameters_attributes(backend):
+    # Was: the optimizer was made for bare parameters, with another rate for these, in the run as in
+    # the reference.
+    modules, data = stages(2), batches(2)
+    for stage in modules:
+        stage[0].weight.rate = 0.0
+    result = run(
+        make("gpipe", 2, 2, batches=2), modules, data, F.mse_loss, by_rate, backend=backend
+    )
+    assert result.check.passed, result.check
+    for mine, stage in zip(result.weights, modules, strict=True):
+        assert torch.equal(mine["0.weight"], stage[0].weight)
+        assert not torch.equal(mine["2.weight"], stage[2].weight)
+
+
+# ---- what a forward changes
+
+
+def test_an_evaluation_leaves_the_batches_alone():
+    # Was: the check ran the modules on the caller's own tensors.
+    data = batches(2)
+    before = copy.deepcopy(data)
+    modules = [nn.Sequential(nn.ReLU(inplace=True), *stages(1)), *stages(1)]
+    assert evaluate(make("gpipe", 2, 2, batches=2), modules, data, F.mse_loss).check.passed
+    for (x, y), (x_before, y_before) in zip(data, before, strict=True):
+        assert torch.equal(x, x_before)
+        assert torch.equal(y, y_before)
+
+
+class Running(nn.Module):
+    """Takes off a mean over all forwards so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.mean
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(6, 6, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("layer", "buffer"),
+    [
+        (Running, "mean"),
+        (lambda: nn.utils.spectral_norm(linear()), "weight_u"),
+        (lambda: parametrizations.spectral_norm(linear()), "_u"),
+    ],
+    ids=["running_mean", "spectral_norm", "parametrized_spectral_norm"],
+)
+@pytest.mark.parametrize("name", ["gpipe", "pipedream_flush"])
+def test_a_buffer_that_every_forward_changes_is_judged_or_named(name, layer, buffer):
+    # Was: a check that failed, by the gradient of some weight, without a word of the buffer: the
+    # reference changes it once a batch, the run once a micro-batch.
+    modules = [nn.Sequential(*stages(1), layer()), nn.Sequential(layer(), *stages(1))]
+    result = run(make(name, 2, 4, batches=2), modules, batches(2), F.mse_loss, SGD)
+    if not result.check.passed:
+        assert "buffer" in str(result.check)
+        assert buffer in str(result.check)
+
+
+# ---- complex weights
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6, 6, dtype=torch.complex128))
+
+    def forward(self, x):
+        return (x.to(torch.complex128) @ self.w).abs()
+
+
+@pytest.mark.parametrize("name", ["gpipe", "pipedream"])
+def test_the_norm_of_a_complex_gradient_counts_both_parts(name):
+    # Was: the imaginary part was cast away (with torch's warning), so that too little was clipped,
+    # and the check failed.
+    torch.manual_seed(0)
+    modules, data = [Complex(), Complex()], batches(2)
+    result = run(make(name, 2, 2, batches=2), modules, data, F.mse_loss, SGD, clip=1e-2)
+    assert result.check.passed, result.check
+    if name == "gpipe":
+        assert close(result.weights, plain(modules, data, SGD, clip=1e-2))
+
+
+class Handing(nn.Module):
+    """Hands on a buffer that it changes in its next forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6, dtype=torch.float64)
+        self.register_buffer("count", torch.zeros(5000, dtype=torch.float64))
+
+    def forward(self, x):
+        self.count.add_(1.0)
+        return self.linear(x), self.count
+
+
+class Handed(nn.Linear):
+    def forward(self, pair):
+        x, count = pair
+        time.sleep(0.02)  # meanwhile its sender is ahead
+        return super().forward(x) * count.mean() / 4
+
+
+class Adding(nn.Module):
+    """The gradients of its input and of its weight may share their memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2, 3000, dtype=torch.float64))
+
+    def forward(self, x):
+        return (x.view(-1) + self.w.view(-1)).view_as(x)
+
+
+class Mean(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.view(2, 6, -1).mean(-1))
+
+
+@pytest.mark.parametrize("repeat", range(3))
+def test_what_was_sent_stays_as_it_was(repeat):
+    # Was: read by reference, after the sender had changed it.
+    double = {"dtype": torch.float64}
+    result = run(
+        make("gpipe", 2, 4), [Handing(), Handed(6, 6, **double)], batches(1), F.mse_loss, SGD
+    )
+    assert result.check.passed
+    models = [nn.Linear(6, 3000, **double), Adding(), Mean(6, 6, **double)]
+    assert run(make("gpipe", 3, 4), models, batches(1), F.mse_loss, SGD).check.passed
+
+
+def test_the_check_sees_wrong_losses_of_stages_with_a_state(monkeypatch):
+    # Was: second opinions began with the buffers that an update had left, and were far off: so far
+    # any error was rounding.
+    forward = TorchStage.forward
+
+    def wrong(self, microbatch, received):
+        output = forward(self, microbatch, received)
+        if microbatch == 1 and self.feed.targets is not None:
+            mean, count = self.losses[microbatch]
+            self.losses[microbatch] = mean * 1.04, count
+        return output
+
+    monkeypatch.setattr(TorchStage, "forward", wrong)
+    models = [Handing(), Handed(6, 6, dtype=torch.float64)]
+    result = run(make("gpipe", 2, 4), models, batches(1), F.mse_loss, SGD)
+    assert not result.check.passed
+
+
+# ---- state of a module's own
+
+
+class Extra(nn.Linear):
+    """Says in its state dict what is no tensor."""
+
+    def get_extra_state(self):
+        return {"calls": 3, "names": ["a"]}
+
+    def set_extra_state(self, state):
+        assert state == self.get_extra_state()
+
+
+def test_a_dump_leaves_out_what_is_no_tensor(tmp_path):
+    # Was: AttributeError "'dict' object has no attribute 'contiguous'", after the training.
+    torch.manual_seed(0)
+    modules = [Extra(6, 6, dtype=torch.float64), *stages(1)]
+    arguments = make("gpipe", 2, 2), modules, batches(1), F.mse_loss, SGD
+    result = run(*arguments, dump=tmp_path / "dump")
+    assert result.check.passed
+    assert load_file(tmp_path / "dump" / "initial.safetensors").keys() == {
+        *("0.weight", "0.bias"),
+        *(f"1.{name}" for name in modules[1].state_dict()),
+    }
+    assert result.weights[0]["_extra_state"] == modules[0].get_extra_state()
+
+
+def test_an_extra_state_cannot_be_saved(tmp_path):
+    # Was: a checkpoint without it, and a resumed run that began with that of the start.
+    modules = [*stages(1), nn.Sequential(Extra(6, 6, dtype=torch.float64))]
+    with pytest.raises(ValueError, match=r"stage 1: 0 \(Extra\) has an extra state"):
+        run(make("gpipe", 2, 2), modules, batches(1), F.mse_loss, SGD, save=tmp_path / "saved")

@@ -1,0 +1,198 @@
+"""Every stage's optimizer and schedulers are its own, whatever their factory gives them."""
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.optim import SGD, Adam
+from torch.optim import lr_scheduler as rates
+
+from pipelab import make, run
+from pipelab.models import split
+from tests.runtime.test_run import batches, stages
+
+
+def same(a, b):
+    return all(torch.equal(x[k], y[k]) for x, y in zip(a, b, strict=True) for k in x)
+
+
+# ---- a learning rate that is one tensor for all stages
+
+DECAYS = {
+    "halved": lambda o: rates.ExponentialLR(o, 0.5),
+    "warmed up": lambda o: rates.LinearLR(o, 0.1, 1.0, 3),  # writes already while it is made
+    "in turn": lambda o: rates.SequentialLR(
+        o, [rates.ConstantLR(o, 0.5, 1), rates.ExponentialLR(o, 0.5)], [2]
+    ),
+}
+
+
+def scheduled(decay, rate):
+    """A factory whose optimizers have this very learning rate."""
+
+    def make_both(parameters):
+        optimizer = Adam(parameters, lr=rate)
+        return optimizer, DECAYS[decay](optimizer)
+
+    return make_both
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("name", ["gpipe", "pipedream"])
+def test_a_learning_rate_tensor_decays_once_per_update(name, decay):
+    # Was: with four stages the rate fell four times per update, and in the reference once more.
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    arguments = make(name, 4, 2, batches=3), stages(4), batches(3), F.mse_loss
+    shared = run(*arguments, scheduled(decay, rate))
+    assert shared.check.passed, shared.check
+    assert rate == 0.1
+    alone = run(*arguments, lambda parameters: scheduled(decay, rate.clone())(parameters))
+    assert same(shared.weights, alone.weights)
+
+
+def test_a_learning_rate_tensor_is_every_stages_own_after_resume(tmp_path):
+    first = split(torch.nn.Sequential(*stages(6)), [2, 2, 2])
+    arguments = batches(4), F.mse_loss, scheduled("warmed up", torch.tensor(0.1).double())
+    table = make("gpipe", 3, 2, batches=4)
+    whole = run(table, first, *arguments, check=False)
+    run(table, first, *arguments, save=tmp_path / "saved", stop=2, check=False)
+    rest = run(table, first, *arguments, resume=tmp_path / "saved")
+    assert rest.check.passed, rest.check
+    before, after = ([t for of in r.weights for t in of.values()] for r in (whole, rest))
+    assert all(map(torch.equal, before, after))
+
+
+# ---- other things that a factory may share
+
+
+def test_a_group_that_is_one_dict_for_all_stages():
+    # Was: the dict held the last stage's weights for all, which alone were trained.
+    group = {"lr": 0.1}
+
+    def shared(parameters):
+        group["params"] = parameters
+        return SGD([group])
+
+    arguments = make("gpipe", 3, 2), stages(3), batches(1), F.mse_loss
+    result = run(*arguments, shared)
+    assert result.check.passed, result.check
+    assert same(result.weights, run(*arguments, partial(SGD, lr=0.1)).weights)
+
+
+class Halving:
+    """A schedule of its own: what it has given so far is its state."""
+
+    def __init__(self):
+        self.rate = 2.0
+
+    def __call__(self, update):
+        self.rate /= 2
+        return self.rate
+
+
+def test_a_schedulers_state_is_every_stages_own():
+    # Was: every stage's update halved all rates.
+    def shared(halving, parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        scheduler = rates.LambdaLR(optimizer, lambda update: 1.0)
+        scheduler.lr_lambdas = [halving]
+        return optimizer, scheduler
+
+    arguments = make("gpipe", 3, 2, batches=3), stages(3), batches(3), F.mse_loss
+    result = run(*arguments, partial(shared, Halving()))
+    assert result.check.passed, result.check
+    alone = run(*arguments, lambda parameters: shared(Halving(), parameters))
+    assert same(result.weights, alone.weights)
+
+
+def test_a_scheduler_of_another_optimizer_is_refused():
+    other = SGD(stages(1)[0].parameters(), lr=0.1)
+    scheduler = rates.ExponentialLR(other, 0.5)
+    # Was: the rate stayed as it was.
+    with pytest.raises(ValueError, match="made a ExponentialLR of other weights"):
+        run(
+            make("gpipe", 2, 2),
+            stages(2),
+            batches(1),
+            F.mse_loss,
+            lambda parameters: (SGD(parameters, lr=0.1), scheduler),
+        )
+
+
+def test_what_cannot_be_copied_is_refused():
+    def locked(parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        scheduler = rates.ExponentialLR(optimizer, 0.5)
+        scheduler.lock = threading.Lock()
+        return optimizer, scheduler
+
+    with pytest.raises(ValueError, match=r"ExponentialLR .* cannot be copied for each stage"):
+        run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, locked)
+
+
+# ---- a state of nested tensors
+
+
+class Nested(torch.optim.Optimizer):
+    """Momentum whose state lies deeper, and is updated in place."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state["sums"] = {"both": [torch.zeros_like(p), torch.zeros_like(p)]}
+            momentum, squares = state["sums"]["both"]
+            momentum.mul_(0.9).add_(p.grad)
+            squares.mul_(0.9).addcmul_(p.grad, p.grad)
+            p.sub_(momentum / (squares.sqrt() + 1e-3), alpha=0.01)
+
+
+def test_a_nested_state_is_resumed_and_counted(tmp_path):
+    # Was: the run and the reference went on with the same tensors inside the lists, and each
+    # stepped in the other's; `memory` left them out.
+    layers = torch.nn.Sequential(*stages(4))
+    arguments = batches(4), F.mse_loss, Nested
+    table = make("gpipe", 2, 2, batches=4)
+    whole = run(table, split(layers, [2, 2]), *arguments)
+    run(table, split(layers, [2, 2]), *arguments, save=tmp_path / "saved", stop=2)
+    rest = run(table, split(layers, [2, 2]), *arguments, resume=tmp_path / "saved")
+    assert rest.check.passed, rest.check
+    before, after = ([t for of in r.weights for t in of.values()] for r in (whole, rest))
+    assert all(map(torch.equal, before, after))
+    of_weights = sum(t.nbytes for t in before)
+    assert sum(rest.memory.peak("optimizer")) == 2 * of_weights
+
+
+class Around(torch.optim.Optimizer):
+    """Steps by another optimizer, which has its groups, or a list of them."""
+
+    def __init__(self, parameters, whole_list):
+        super().__init__(parameters, {"lr": 0.1})
+        self.inner = SGD(self.param_groups, lr=0.1)
+        if whole_list:
+            self.param_groups = self.inner.param_groups
+
+    def step(self):
+        self.inner.step()
+
+
+@pytest.mark.parametrize("whole_list", [False, True])
+def test_an_optimizer_around_another_one_keeps_its_groups(whole_list):
+    def around(parameters):
+        optimizer = Around(parameters, whole_list)
+        return optimizer, rates.ExponentialLR(optimizer, 0.5)
+
+    def plain(parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        return optimizer, rates.ExponentialLR(optimizer, 0.5)
+
+    arguments = make("gpipe", 2, 2, batches=3), stages(2), batches(3), F.mse_loss
+    result = run(*arguments, around)
+    assert result.check.passed, result.check
+    assert same(result.weights, run(*arguments, plain, check=False).weights)

@@ -1,0 +1,432 @@
+"""One process a device: the same results, one clear error for every fault, nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipelab import Costs, Reads, Recompute, RunError, Schedule, make, run, simulate, validate
+from pipelab.runtime.torch import processes
+from tests.runtime.test_run import (
+    SGD,
+    Failing,
+    Fork,
+    Join,
+    batches,
+    explode,
+    inputs_come_first,
+    stages,
+)
+
+GUARD = 60  # seconds within which any fault has to be reported
+
+
+def left_behind():
+    """Folders, shared memory, processes, threads and open files (and sockets) of this test."""
+    folders = set(Path(tempfile.gettempdir()).glob("pipelab-*"))
+    shared = set(Path("/dev/shm").glob("torch_*"))
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    ranks = {
+        c
+        for child in children
+        for c in Path(f"/proc/{child}/task/{child}/children").read_text().split()
+    }
+    threads = {t for t in threading.enumerate() if t.name.startswith("pipelab")}
+    return folders, shared, ranks, threads, len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _the_fork_server_is_there():
+    run(
+        make("gpipe", 2, 2),
+        stages(2),
+        batches(1),
+        F.mse_loss,
+        SGD,
+        backend="processes",
+        check=False,
+    )
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # nobody else's folders
+    before = left_behind()
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < GUARD
+    assert left_behind() == before
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        make("inter_layer", 3, 4, batches=2),
+        make("gpipe", 3, 4, batches=2),
+        make("pipedream_flush", 3, 4, batches=2),
+        make("interleaved", 3, 4, batches=2),
+        make("pipedream", 3, 4, batches=2),
+        make("pipedream", 3, 4, batches=2, reads=Reads.FIRST),
+        make("pipedream_2bw", 3, 4, batches=3),
+    ],
+    ids=lambda s: f"{s.name}-{s.reads.name}",
+)
+def test_all_schedules_as_on_threads(schedule):
+    modules, data = stages(schedule.stages), batches(schedule.batches, 10)
+    result = run(
+        schedule,
+        modules,
+        data,
+        F.mse_loss,
+        torch.optim.Adam,
+        backend="processes",
+        recompute=Recompute.EXCEPT_LAST,
+    )
+    assert result.check.passed
+    assert result.check.max_rel < 1e-12
+    threads = run(
+        schedule, modules, data, F.mse_loss, torch.optim.Adam, recompute=Recompute.EXCEPT_LAST
+    )
+    assert result.losses == threads.losses
+    for mine, theirs in zip(result.weights, threads.weights, strict=True):
+        assert all(torch.equal(mine[k], theirs[k]) for k in mine)
+    assert result.weight_versions == threads.weight_versions == schedule.weight_versions
+    # Threads pass tensors by reference, so that two stages may keep one; processes never less.
+    assert all(
+        a >= b
+        for a, b in zip(*(r.memory.peak("activations") for r in (result, threads)), strict=True)
+    )
+    assert inputs_come_first(result.timeline)  # one clock for all ranks
+
+
+def test_outputs_are_taken_in_another_order_than_they_were_made():
+    rows = "0F0 0F1 0F2 0B1 0B2 0B0 0U0\n1F2 1F0 1B0 1F1 1B2 1B1 1U0"
+    schedule = validate(Schedule.from_grid(rows))
+    result = run(schedule, stages(2), batches(1, 6), F.l1_loss, SGD, backend="processes")
+    assert result.check.passed, result.check
+
+
+def test_trees_uneven_sizes_bfloat16_and_clipping_cross_processes():
+    tree = run(
+        make("gpipe", 2, 4), [Fork(), Join()], batches(1, 9), F.mse_loss, SGD, backend="processes"
+    )
+    assert tree.check.passed
+    clipped = run(
+        make("pipedream_flush", 3, 4),
+        stages(3),
+        batches(1, 9),
+        F.mse_loss,
+        SGD,
+        backend="processes",
+        clip=1e-3,
+    )
+    assert clipped.check.passed
+    small = stages(2, dtype=torch.bfloat16)
+    half = run(
+        make("gpipe", 2, 2),
+        small,
+        batches(1, dtype=torch.bfloat16),
+        F.mse_loss,
+        SGD,
+        backend="processes",
+    )
+    assert half.check.passed
+
+
+def test_layouts_that_change_often():
+    """Every micro-batch has another shape, and one of them a value that is no tensor."""
+
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.calls = nn.Parameter(torch.ones(6, dtype=torch.float64)), 0
+
+        def forward(self, x):
+            self.calls += 1
+            return {
+                "x": x * self.w,
+                "tag": f"call {self.calls // 5}",
+                "rest": [torch.full((self.calls % 7,), 2.0)] * (self.calls % 3),
+            }
+
+    class Even(nn.Module):
+        def forward(self, parts):
+            return parts["x"] + sum(t.sum() for t in parts["rest"]) * 0 + len(parts["tag"])
+
+    data = batches(2, 40 + 7)
+    result = run(
+        make("gpipe", 2, 20, batches=2),
+        [Odd(), Even()],
+        data,
+        F.mse_loss,
+        SGD,
+        backend="processes",
+        check=False,
+    )
+    threads = run(
+        make("gpipe", 2, 20, batches=2), [Odd(), Even()], data, F.mse_loss, SGD, check=False
+    )
+    assert result.losses == threads.losses
+
+
+def test_a_paced_run_shows_the_predicted_times():
+    schedule, costs = make("gpipe", 3, 4), Costs(transfer=0.5)
+    result = run(
+        schedule,
+        stages(3),
+        batches(1),
+        F.mse_loss,
+        SGD,
+        backend="processes",
+        pace=0.01,
+        costs=costs,
+    )
+    predicted = simulate(schedule, costs)
+    assert max(result.timeline.end) / 0.01 >= predicted.makespan * 0.99
+    assert result.check.passed
+
+
+def test_a_stage_that_raises():
+    with pytest.raises(
+        RunError, match="device 1, action 1F1: ZeroDivisionError: by design"
+    ) as error:
+        run(
+            make("gpipe", 3, 4),
+            [stages(1)[0], Failing(1, explode), stages(1)[0]],
+            batches(1),
+            F.mse_loss,
+            SGD,
+            backend="processes",
+        )
+    assert (error.value.device, str(error.value.action)) == (1, "1F1")
+    assert "in explode" in str(error.value.__cause__)
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang():
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_a_rank_that_is_killed(where):
+    modules = stages(3)
+    modules[where] = Failing(1, die)
+    with pytest.raises(
+        RunError, match=f"device {where}, action {where}F1: its process was killed by SIGKILL"
+    ) as error:
+        run(make("gpipe", 3, 4), modules, batches(1), F.mse_loss, SGD, backend="processes")
+    assert error.value.device == where
+
+
+def die_soon():
+    threading.Timer(0.02, die).start()
+
+
+class Wide(nn.Module):
+    """Outputs 200 MB, which take longer on their way than the sender lives."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        out = torch.ones(25_000_000, 2) * self.w
+        die_soon()
+        return out
+
+
+class Total(nn.Module):
+    def forward(self, x):
+        return x.sum()[None, None]
+
+
+def test_a_rank_that_is_killed_in_a_transfer():
+    data = [(torch.ones(1, 1), torch.ones(1, 1))]
+    with pytest.raises(
+        RunError, match=r"device 0, action 0[FB]0: its process was killed by SIGKILL"
+    ) as error:
+        run(
+            make("gpipe", 2, 1),
+            [Wide(), Total()],
+            data,
+            F.mse_loss,
+            SGD,
+            backend="processes",
+            check=False,
+        )
+    assert error.value.device == 0
+
+
+def test_a_rank_that_hangs():
+    modules = [stages(1)[0], Failing(1, hang), stages(1)[0]]
+    with pytest.raises(
+        RunError,
+        match=r"no action ended within 2 s: device 0 at 0B0; device 1 at 1F1; device 2 at 2F1",
+    ):
+        run(
+            make("gpipe", 3, 4),
+            modules,
+            batches(1),
+            F.mse_loss,
+            SGD,
+            backend="processes",
+            timeout=2,
+        )
+
+
+def test_a_job_that_cannot_be_pickled(capfd):
+    modules = stages(2)
+    modules[1].lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"cannot pickle '_thread.lock' object"):
+        run(make("gpipe", 2, 2), modules, batches(1), F.mse_loss, SGD, backend="processes")
+    assert capfd.readouterr().err == ""  # was: the traceback of a rank that had no folder
+
+
+def test_what_ranks_print_comes_in_the_order_of_ranks(capsys):
+    class Loud(nn.Module):
+        def __init__(self, name):
+            super().__init__()
+            self.w, self.name = nn.Parameter(torch.ones(6, dtype=torch.float64)), name
+
+        def forward(self, x):
+            print("forward of", self.name)
+            return x * self.w
+
+    result = run(
+        make("gpipe", 2, 2),
+        [Loud("zero"), Loud("one")],
+        batches(1),
+        F.mse_loss,
+        SGD,
+        backend="processes",
+        check=False,
+    )
+    assert result.losses
+    assert capsys.readouterr().out.splitlines() == ["forward of zero"] * 2 + ["forward of one"] * 2
+
+
+SCRIPT = """
+import sys, torch
+from functools import partial
+import pipelab
+from torch.nn.functional import mse_loss
+class Mine(torch.nn.Linear):
+    def forward(self, x):
+        if WAIT: print("running", flush=True); import time; time.sleep(1000)
+        return helper(super().forward(x))
+def helper(x): return x.tanh()
+def loss(y, t): return mse_loss(helper(y), t)
+WAIT = sys.argv[1] == "wait"
+ones = torch.ones(4, 4)
+run = pipelab.run(pipelab.make("gpipe", 2, 2), [Mine(4, 4), Mine(4, 4)], [(ones, ones)], loss,
+                  lambda p: torch.optim.SGD(p, lr=0.1), backend="processes")
+print(run.check.passed)
+"""
+
+
+def start(tmp_path, *arguments):
+    """A script without a main guard, which defines its own models, in a session of its own."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+        "TMPDIR": str(tmp_path),
+    }
+    return subprocess.Popen(
+        [sys.executable, str(script), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=environment,
+    )
+
+
+def members(session):
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (OSError, IndexError):
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def test_models_and_functions_of_a_script_without_a_guard(tmp_path):
+    process = start(tmp_path, "go")
+    out, err = process.communicate(timeout=120)
+    assert (out, process.returncode) == ("True\n", 0), err
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_or_killed_caller_leaves_no_process_behind(how, tmp_path):
+    process = start(tmp_path, "wait")
+    logs = lambda: [p for p in tmp_path.glob("pipelab-*/log*") if p.read_text()]  # noqa: E731
+    deadline = time.monotonic() + GUARD
+    while not logs() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert logs(), (
+        process.stderr.read() if process.poll() is not None else "no rank came to its first forward"
+    )
+    assert len(members(process.pid)) >= 3
+    process.send_signal(how)
+    process.communicate(timeout=GUARD)
+    while members(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert members(process.pid) == []
+    assert list(tmp_path.glob("pipelab-*")) == []
+
+
+def test_a_rank_ends_quietly_if_its_caller_was_interrupted_meanwhile(tmp_path):
+    # Was: it wrote an error about its log, in a folder that was removed already.
+    script = f"""
+from multiprocessing import Pipe
+from pipelab.runtime.torch.processes import _rank
+_rank(Pipe()[0], 0, [], {str(tmp_path / "removed")!r})
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def test_runs_of_two_threads_start_their_ranks_in_turn():
+    # Was: one showed __main__ again while the other started ranks, which then ran the script; and
+    # __main__ lost its __spec__.
+    before, inside = dict(vars(sys.modules["__main__"])), threading.Event()
+
+    def other():
+        with processes._main_hidden():
+            inside.set()
+
+    thread = threading.Thread(target=other)
+    with processes._main_hidden():
+        thread.start()
+        assert not inside.wait(0.1)
+    thread.join()
+    assert inside.is_set() and dict(vars(sys.modules["__main__"])) == before
+
+
+def test_an_unknown_backend():
+    with pytest.raises(ValueError, match="backend='rays': give one of threads, processes, jax"):
+        run(
+            make("gpipe", 2, 2),
+            stages(2),
+            batches(1),
+            F.mse_loss,
+            partial(torch.optim.SGD, lr=0.1),
+            backend="rays",
+        )

@@ -1,0 +1,594 @@
+"""What the certificate has to see, and what it must not mistake for an error, case by case."""
+
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipelab import Recompute, evaluate, make, run
+from pipelab.runtime.torch.stage import TorchStage
+from pipelab.runtime.verdict.certificate import Comparison
+from tests.runtime.test_run import batches, stages
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+GPIPE = make("gpipe", 2, 4, batches=2)
+WIDTH = 6
+
+
+def data(count=2, samples=8, width=WIDTH, dtype=torch.float32):
+    return batches(count, samples, width, dtype)
+
+
+def linear(*after):
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *after)
+
+
+def around(monkeypatch, method, function):
+    """`function(stage, call)` in place of a method of the run's stages."""
+    original = getattr(TorchStage, method)
+    changed = lambda stage, *rest: function(stage, partial(original, stage, *rest))  # noqa: E731
+    monkeypatch.setattr(TorchStage, method, changed)
+
+
+# ---- right runs
+
+
+class Masked(nn.Module):
+    """Attention of each sample to itself and those before it, by a mask with -inf."""
+
+    def __init__(self, kind):
+        super().__init__()
+        mask = torch.full((2, 2), -torch.inf).triu(1)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        if kind == "frozen":
+            self.mask = nn.Parameter(mask, requires_grad=False)
+        else:
+            self.register_buffer("mask", mask, persistent=kind == "buffer")
+        self.register_buffer("unset", torch.full((3,), torch.nan))
+
+    def forward(self, x):
+        y = self.inner(x).view(-1, 2, WIDTH // 2)
+        return x + ((y @ y.mT + self.mask).softmax(-1) @ y).flatten(1)
+
+
+def with_infinite_groups(parameters):
+    optimizer = SGD(parameters)
+    optimizer.param_groups[0]["most"] = torch.inf
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", ["buffer", "not persistent", "frozen"])
+def test_an_infinite_mask_and_an_unset_buffer(kind, tmp_path):
+    modules = [Masked(kind), nn.Sequential(Masked(kind), nn.ReLU())]
+    arguments = GPIPE, modules, data(), F.mse_loss
+    found = run(*arguments, with_infinite_groups, save=tmp_path / "save").check
+    assert found.passed, found
+    assert run(*arguments, with_infinite_groups, check="quick").check.passed
+    found = evaluate(*arguments).check
+    assert found.passed, found
+
+
+class Filled(nn.Module):
+    """Scores with a mask that comes with the data."""
+
+    def forward(self, given):
+        x, mask = given
+        return (x + mask).softmax(-1)
+
+
+def test_an_infinite_mask_in_the_batch():
+    modules = [nn.Sequential(Filled(), linear(nn.ReLU())), linear(nn.ReLU())]
+    mask = torch.where(torch.rand(8, WIDTH) < 0.3, -torch.inf, 0.0)
+    mask[:, 0] = 0
+    for schedule in (GPIPE, make("pipedream", 2, 4, batches=2)):
+        pairs = [((x, mask), y) for x, y in data()]
+        found = run(schedule, modules, pairs, F.mse_loss, SGD).check
+        assert found.passed, found
+
+
+class Averaging(nn.Module):
+    """Puts another tensor in its buffer's place, counts its calls, and computes with both."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        self.calls += 1
+        self.average = 0.9 * self.average + x.detach().mean(0)
+        return self.inner(x) - self.average * self.calls
+
+
+@pytest.mark.parametrize("name", ["gpipe", "pipedream"])
+def test_a_buffer_that_a_forward_replaces(name):
+    modules = [linear(nn.Tanh(), Averaging()), nn.Sequential(Averaging(), nn.ReLU())]
+    result = run(make(name, 2, 4, batches=2), modules, data(), F.mse_loss, SGD)
+    assert result.check.passed, result.check
+    assert result.weights[1]["0.average"].any()
+
+
+def test_an_embedding_that_limits_its_norm_in_the_forward():
+    modules = [nn.Embedding(20, WIDTH, max_norm=1.0), linear(nn.ReLU())]
+    pairs = [(torch.randint(0, 20, (8,)), y) for _, y in data()]
+    result = run(GPIPE, modules, pairs, F.mse_loss, MOMENTUM)
+    assert result.check.passed, result.check
+
+
+@pytest.mark.parametrize(("name", "replicas"), [("pipedream", 1), ("gpipe", 2)])
+def test_such_an_embedding_in_several_copies_is_refused(name, replicas):
+    modules = [nn.Embedding(20, WIDTH, max_norm=1.0), linear(nn.ReLU())]
+    pairs = [(torch.randint(0, 20, (8,)), y) for _, y in data()]
+    schedule = make(name, 2, 4, batches=2)
+    with pytest.raises(ValueError, match=r"stage 0: it has max_norm=1.0.*scale in the forward"):
+        run(schedule, modules, pairs, F.mse_loss, SGD, replicas=replicas)
+
+
+class Draws:
+    """A data set with random augmentation."""
+
+    def __init__(self, same_memory=False):
+        self.memory = torch.empty(8, WIDTH) if same_memory else None
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, b):
+        x = torch.randn(8, WIDTH)
+        return (x if self.memory is None else self.memory.copy_(x)), torch.zeros(8, WIDTH)
+
+
+def test_a_data_set_that_draws_at_each_access_is_read_once():
+    found = run(GPIPE, [linear(), linear()], Draws(), F.mse_loss, SGD).check
+    assert found.passed, found
+
+
+def test_batches_in_the_same_memory_are_refused():
+    with pytest.raises(ValueError, match=r"batch 0 changed while later ones were read.*clone\(\)"):
+        run(GPIPE, [linear(), linear()], Draws(True), F.mse_loss, SGD, check=False)
+
+
+def test_a_stage_that_works_in_place_on_what_the_one_before_still_needs():
+    modules = [linear(nn.Tanh()), nn.Sequential(nn.ReLU(inplace=True), linear())]
+    found = run(GPIPE, modules, data(), F.mse_loss, SGD).check
+    assert found.passed, found
+
+
+class Eighth(nn.Module):
+    """A frozen matrix in eight bits."""
+
+    def __init__(self):
+        super().__init__()
+        matrix = torch.randn(WIDTH, WIDTH).to(torch.float8_e4m3fn)
+        self.matrix = nn.Parameter(matrix, requires_grad=False)
+
+    def forward(self, x):
+        return x @ self.matrix.to(x.dtype)
+
+
+def test_frozen_weights_in_eight_bits():
+    found = run(GPIPE, [linear(nn.ReLU(), Eighth()), linear()], data(), F.mse_loss, SGD).check
+    assert found.passed, found
+
+
+class Forward(nn.Module):
+    """A linear layer, and any function of it and the input."""
+
+    def __init__(self, function, **buffers):
+        super().__init__()
+        self.inner, self.function = nn.Linear(WIDTH, WIDTH), function
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def grown(module, x):
+    if len(module.cache) < x.shape[1]:
+        module.cache = torch.arange(x.shape[1], dtype=x.dtype)
+    return module.inner(x) + module.cache
+
+
+def counted(module, x):
+    module.calls = getattr(module, "calls", 0) + 1
+    return module.inner(x) * (1 + 0.1 * module.calls)
+
+
+def frozen_in_eight_bits(module, x):
+    if not hasattr(module, "matrix"):
+        module.matrix = torch.eye(WIDTH).to(torch.int8)
+    return module.inner(x) @ module.matrix.to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Forward(lambda m, x: m.inner(torch.acos(x.clamp(0, 1).round()))),
+        Forward(lambda m, x: m.inner(torch.bernoulli(x.clamp(0, 1).round()))),
+        Forward(grown, cache=torch.zeros(2)),
+        Forward(counted),
+        Forward(frozen_in_eight_bits),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    ],
+    ids=["acos", "bernoulli", "growing", "counting", "int8", "spectral norm"],
+)
+@pytest.mark.parametrize("options", [{}, {"replicas": 2}, {"recompute": Recompute.ALWAYS}], ids=str)
+def test_odd_modules_are_right(module, options):
+    if options.get("recompute") and getattr(module, "function", None) is counted:
+        pytest.skip("recomputation counts twice what is no buffer")
+    found = run(
+        GPIPE, [module, linear(nn.ReLU())], data(samples=16), F.mse_loss, SGD, seed=1, **options
+    )
+    assert found.check.passed, (found.check, found.check.failure)
+
+
+class Island(nn.Linear):
+    """Computes in bfloat16 in a float32 model, and refuses to do so in float64."""
+
+    def forward(self, x):
+        assert x.dtype == torch.float32
+        return F.linear(x.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16()).float()
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": 0.1}, {"replicas": 2}], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_layers_in_bfloat16_in_a_float32_model(seed, options):
+    torch.manual_seed(seed)
+    modules = [linear(nn.GELU(), Island(WIDTH, WIDTH)), linear(nn.ReLU(), Island(WIDTH, WIDTH))]
+    found = run(GPIPE, modules, data(samples=30), F.mse_loss, SGD, **options).check
+    assert found.passed, found
+
+
+class OnlyInWorkers(nn.Module):
+    """What no reference can compute."""
+
+    def forward(self, x):
+        if threading.current_thread() is threading.main_thread():
+            raise LookupError("no such device")
+        return x
+
+
+def test_a_reference_that_fails_keeps_the_run():
+    result = run(
+        GPIPE, [linear(), nn.Sequential(OnlyInWorkers(), linear())], data(), F.mse_loss, SGD
+    )
+    assert not result.check.passed
+    assert "the reference failed, because LookupError: no such device" in str(result.check)
+    assert "in forward" in result.check.failure
+    assert torch.isfinite(result.weights[0]["0.weight"]).all()
+
+
+# ---- broken runs
+
+
+class HalfFrozen(nn.Module):
+    """A float32 layer beside a frozen tensor of bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.shift = nn.Parameter(torch.randn(WIDTH).bfloat16(), requires_grad=False)
+
+    def forward(self, x):
+        return self.inner(x).relu() + self.shift
+
+
+def other_group(**values):
+    def update(stage, call):
+        for group in stage.optimizer.param_groups:
+            group.update(values)
+        call()
+
+    return update
+
+
+def slightly_more(stage, call):
+    for p in stage.weights[stage.latest].values():
+        p.grad = None if p.grad is None else p.grad * 1.01
+    call()
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        other_group(lr=0.102),
+        other_group(weight_decay=0.0),
+        other_group(momentum=0.89),
+        slightly_more,
+    ],
+    ids=["rate", "decay", "momentum", "gradient"],
+)
+def test_a_frozen_tensor_in_bfloat16_does_not_blur_the_others(monkeypatch, update):
+    modules = [HalfFrozen(), HalfFrozen()]
+    arguments = GPIPE, modules, data(), F.mse_loss, MOMENTUM
+    found = run(*arguments).check
+    assert found.passed, found
+    assert max(found.visible) < 1e-4
+    around(monkeypatch, "update", update)
+    assert not run(*arguments).check.passed
+
+
+def without(mask):
+    """Leaves part of the first stage's first gradient out: where the mask is true."""
+
+    def update(stage, call):
+        weight = next(iter(stage.weights[stage.latest].values()))
+        if weight.grad is not None and stage.feed.inputs is not None:
+            weight.grad = weight.grad.masked_fill(mask, 0.0)
+        call()
+
+    return update
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, SGD])
+def test_small_columns_beside_a_large_one(monkeypatch, optimizer):
+    # Raw seconds since 1970 beside seven features: their gradients are a billionth of its.
+    modules = [nn.Sequential(nn.Linear(8, 16), nn.Tanh()), nn.Linear(16, WIDTH)]
+    with torch.no_grad():
+        modules[0][0].weight[:, 0] *= 1e-9
+    pairs = [(torch.randn(32, 8), torch.randn(32, WIDTH)) for _ in range(2)]
+    for x, _ in pairs:
+        x[:, 0] = 1.7e9 + 1e6 * x[:, 0]
+    arguments = GPIPE, modules, pairs, F.mse_loss, optimizer
+    found = run(*arguments).check
+    assert found.passed, found
+    around(monkeypatch, "update", without(torch.arange(8).expand(16, 8) > 0))
+    found = run(*arguments).check
+    assert not found.passed and "(column " in found.worst, found
+
+
+def test_rare_rows_of_an_embedding(monkeypatch):
+    words, rows = 200, torch.arange(200)
+    torch.manual_seed(0)
+    modules = [
+        nn.Embedding(words, 16),
+        nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)),
+    ]
+    share = 1 / (1.0 + np.arange(words)) ** 2
+    tokens = np.random.default_rng(0).choice(words, 4096, p=share / share.sum())
+    tokens[:words] = np.arange(words)
+    pairs = [(torch.from_numpy(tokens), torch.randint(0, 8, (4096,)))]
+    arguments = make("gpipe", 2, 4), modules, pairs, F.cross_entropy, torch.optim.Adam
+    found = run(*arguments, autocast=torch.bfloat16).check
+    assert found.passed, found
+    around(monkeypatch, "update", without((rows >= 80)[:, None]))
+    found = run(*arguments, autocast=torch.bfloat16).check
+    assert not found.passed and "(row " in found.worst, found
+
+
+def numbers_in(function):
+    """The first feature of the data is a number of a row, or a threshold decides."""
+    modules = [Forward(function), linear(nn.ReLU())]
+    modules[0].rows = nn.Embedding(8, WIDTH)
+    pairs = [(torch.cat([torch.arange(8.0)[:, None], x[:, 1:]], 1), y) for x, y in data()]
+    return modules, pairs
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: m.inner(x) + m.rows(x[:, 0].long()),
+        lambda m, x: m.inner(x * (x >= 3)) + m.rows.weight[:1],
+    ],
+    ids=["numbers", "threshold"],
+)
+def test_data_are_exact_in_second_opinions(monkeypatch, function):
+    modules, pairs = numbers_in(function)
+    arguments = GPIPE, modules, pairs, F.mse_loss, SGD
+    assert run(*arguments).check.passed
+    around(monkeypatch, "update", without((torch.arange(WIDTH) == 2)[:, None]))
+    assert not run(*arguments).check.passed
+
+
+def test_a_column_that_the_optimizer_leaves_alone(monkeypatch):
+    def update(stage, call):
+        first = next(iter(stage.weights[stage.latest].values())).detach().clone()
+        call()
+        if stage.feed.inputs is not None:
+            stage.weights[stage.latest]["weight"].data[:, 0] = first[:, 0]
+
+    torch.manual_seed(0)
+    modules = [nn.Linear(8, 16), nn.Linear(16, WIDTH)]
+    pairs = [(torch.randn(32, 8) * 10.0 ** torch.arange(8), torch.randn(32, WIDTH))]
+    optimizer = partial(torch.optim.SGD, lr=1e-9)  # a large step, of which this is a ten-millionth
+    arguments = make("gpipe", 2, 4), modules, pairs, F.mse_loss, optimizer
+    found = run(*arguments).check
+    assert found.passed and not found.unjudged, found
+    around(monkeypatch, "update", update)
+    found = run(*arguments).check
+    assert not found.passed and "(column 0 of 8)" in found.worst, found
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.tensor(250))
+        self.register_buffer("number", torch.tensor(10**18))
+        self.register_buffer("counted", torch.tensor(250.0))
+
+    def forward(self, x):
+        self.seen += 1
+        self.counted += 1
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
+@pytest.mark.parametrize(("name", "off"), [("seen", 3), ("number", 100), ("counted", 3)])
+def test_counts_are_exact_whatever_the_model_computes_in(monkeypatch, name, off, precision):
+    modules = [Counting(), Counting()]
+    arguments = GPIPE, modules, data(), F.mse_loss, SGD
+    options = {"autocast": torch.bfloat16}
+    if precision == "bfloat16":
+        for module in modules:
+            module.inner.bfloat16()
+        arguments = GPIPE, modules, data(dtype=torch.bfloat16), F.mse_loss, SGD
+        options = {}
+    found = run(*arguments, **options)
+    assert found.check.passed and found.weights[0]["seen"] == 258
+
+    def trained(stage, call):
+        kept = call()
+        return kept | {name: kept[name] + off}
+
+    around(monkeypatch, "trained", trained)
+    found = run(*arguments, **options).check
+    assert not found.passed and f"buffer {name}" in found.worst
+
+
+def test_a_buffer_that_becomes_nan_in_both():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("mean", torch.zeros(()))
+
+        def forward(self, x):
+            self.mean.copy_(self.mean / 0)
+            return self.inner(x)
+
+    found = run(GPIPE, [Broken(), linear()], data(), F.mse_loss, SGD).check
+    assert not found.passed and "buffer mean" in found.worst
+
+
+# ---- losses that are no mean
+
+
+def contrastive(share):
+    """A mean, and a share of what depends on the other samples of a micro-batch."""
+
+    def loss(y, target):
+        other = F.cross_entropy(y @ target.mT, torch.arange(len(y)))
+        return F.mse_loss(y, target) + share * other
+
+    return loss
+
+
+@pytest.mark.parametrize("share", [1.0, 1e-4])
+def test_a_small_part_of_the_loss_that_is_no_mean_is_seen(share):
+    found = run(GPIPE, stages(2, dtype=torch.float32), data(), contrastive(share), SGD).check
+    assert not found.passed and "is the loss a mean over its samples?" in found.worst
+    assert run(GPIPE, stages(2, dtype=torch.float32), data(), contrastive(0.0), SGD).check.passed
+
+
+def test_a_loss_that_is_no_mean_is_seen_in_an_evaluation():
+    for name in ("gpipe", "pipedream"):
+        arguments = make(name, 2, 4, batches=2), stages(2, dtype=torch.float32), data()
+        assert evaluate(*arguments, F.mse_loss).check.passed
+        found = evaluate(*arguments, contrastive(0.01)).check
+        assert not found.passed and "the undivided batch's loss" in found.worst
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_a_loss_that_differentiates_is_judged_in_float64(share):
+    def penalized(y, target):
+        (slope,) = torch.autograd.grad((y.tanh() * target).sum(), y, create_graph=True)
+        return contrastive(share)(y, target) + 0.01 * (slope.norm(dim=-1) - 1).square().mean()
+
+    found = run(GPIPE, stages(2, dtype=torch.float32), data(), penalized, SGD).check
+    assert found.precision == "float64"
+    assert found.passed == (share == 0), found
+
+
+def test_the_verdict_says_that_a_batch_was_not_tried_whole():
+    class Sized(nn.Module):
+        def forward(self, x):
+            assert len(x) == 2
+            return x.clone()
+
+    modules = [nn.Sequential(m, Sized()) for m in stages(2)]
+    found = run(GPIPE, modules, data(dtype=torch.float64), F.mse_loss, SGD).check
+    assert found.passed and "the batch in micro-batches only" in str(found)
+
+
+# ---- what a precision can show
+
+
+def test_the_verdict_says_what_a_precision_cannot_show():
+    for dtype, text in ((torch.float32, False), (torch.bfloat16, True)):
+        modules = [m.to(dtype) for m in stages(2)]
+        found = run(GPIPE, modules, data(dtype=dtype), F.mse_loss, SGD).check
+        assert found.passed
+        assert ("In this precision an error below" in str(found)) is text
+
+
+@pytest.mark.parametrize("recompute", [Recompute.NEVER, Recompute.ALWAYS])
+def test_what_is_said_to_show_does(monkeypatch, recompute):
+    modules = [m.bfloat16() for m in stages(2)]
+    arguments = GPIPE, modules, data(dtype=torch.bfloat16), F.mse_loss, SGD
+    most, _ = run(*arguments, recompute=recompute).check.visible
+    assert 0.005 < most < 1
+
+    def update(stage, call):
+        for p in stage.weights[stage.latest].values():
+            p.grad = p.grad * (1 + 3 * most)
+        call()
+
+    around(monkeypatch, "update", update)
+    assert not run(*arguments, recompute=recompute).check.passed
+
+
+# ---- the comparison itself
+
+
+def test_slices_have_noise_of_their_own():
+    """A row of a millionth of the others' size, replaced by zeros, and one that is only noise."""
+    random = np.random.default_rng(0)
+    truth = random.normal(size=(50, 40))
+    truth[7] *= 1e-6
+    truth[9] = 0
+    noise = 1e-7 * np.abs(truth)
+    noise[9] = 1e-7
+    own = truth + noise * random.normal(size=truth.shape)
+    right = truth + noise * random.normal(size=truth.shape)
+
+    def verdict(run_):
+        found = Comparison()
+        found.add("x", run_, truth, 0.0, own)
+        return found.verdict("")
+
+    assert verdict(right).passed
+    assert verdict(right).unjudged == ["x (row 9 of 50)"]
+    wrong = right.copy()
+    wrong[7] = 0
+    found = verdict(wrong)
+    assert not found.passed and found.worst == "x (row 7 of 50)"
+    wrong = right.copy()
+    wrong[:, 3] *= 1.001
+    assert verdict(wrong).worst == "x (column 3 of 40)"
+
+
+def test_a_block_of_small_rows_and_small_columns():
+    """In each of its rows and columns there is something large."""
+    random = np.random.default_rng(0)
+    size = np.where(np.arange(16) < 8, 1, 1e-3)[:, None] * np.where(np.arange(8) < 1, 1, 1e-3)
+    truth, *errors = (size * random.normal(size=(16, 8)) for _ in range(10))
+    right, own, *opinions = (truth + 1e-2 * error for error in errors)
+    wrong = right.copy()
+    wrong[8:, 1:] = 0
+    for got, passes in ((right, True), (wrong, False)):
+        found = Comparison()
+        found.add("x", got, truth, 0.0, own, opinions)
+        assert found.verdict("").passed == passes
+    assert "(element [" in found.verdict("").worst
+
+
+def test_right_slices_are_seldom_doubted_and_never_failed():
+    """Random errors of single elements, independent of each other: the least alike they can be."""
+    asked = 0
+    for seed in range(300):
+        random = np.random.default_rng(seed)
+        truth = random.normal(size=64) * 10.0 ** random.integers(-3, 4)
+        own, got, *others = (truth + 1e-6 * random.normal(size=64) for _ in range(10))
+        opinions = iter(others)
+        found = Comparison()
+        found.add("x", got, truth, 0.0, own, opinions)
+        assert found.verdict("").passed
+        asked += len(list(opinions)) < 8
+    assert asked < 30

@@ -1,0 +1,146 @@
+"""The check sees what it once let pass: still weights, batch losses, steps in mixed precision."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipelab import evaluate, make, run
+from pipelab.runtime.torch.stage import TorchStage
+from tests.runtime.test_run import batches, stages
+
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.5)
+
+
+def around_update(monkeypatch, function):
+    """`function(stage, number, call)` in place of `TorchStage.update`."""
+    original = TorchStage.update
+
+    def update(stage, number, received=None):
+        function(stage, number, partial(original, stage, number, received))
+
+    monkeypatch.setattr(TorchStage, "update", update)
+
+
+def test_a_frozen_weight_that_changes_fails_the_check(monkeypatch):
+    # Was: the reference took the run's own frozen weights over without a look.
+    modules = stages(2)
+    first = next(modules[1].parameters()).requires_grad_(False)
+    arguments = make("gpipe", 2, 2, batches=2), modules, batches(2), F.mse_loss, ADAMW
+    result = run(*arguments)
+    assert result.check.passed
+    assert torch.equal(next(iter(result.weights[1].values())), first)
+
+    def change_frozen(stage, number, call):
+        call()
+        for weight in stage.weights[number + 1].values():
+            if not weight.requires_grad:
+                weight.data.mul_(1.5)
+
+    around_update(monkeypatch, change_frozen)
+    assert not run(*arguments).check.passed
+
+
+def test_batch_losses_of_an_evaluation_are_judged(monkeypatch):
+    # Was: only those of micro-batches; here all of them count the same, whatever their size.
+    arguments = make("gpipe", 2, 4), stages(2), batches(1, samples=10), F.mse_loss
+    assert evaluate(*arguments).check.passed
+    monkeypatch.setattr("pipelab.runtime.prepare.samples_of", lambda piece, trees: 1)
+    found = evaluate(*arguments).check
+    assert not found.passed
+    assert "the loss of batch 0" in found.worst
+
+
+def test_steps_are_judged_in_the_weights_precision_under_autocast(monkeypatch):
+    # Was: in bfloat16, so that a lost weight decay or a rate off by a percent passed.
+    modules, data = stages(2, dtype=torch.float32), batches(1, dtype=torch.float32)
+    optimizer = partial(torch.optim.AdamW, lr=1e-2, weight_decay=1e-2)
+    arguments = make("gpipe", 2, 2), modules, data, F.mse_loss, optimizer
+    assert run(*arguments, autocast=torch.bfloat16).check.passed
+
+    def without_decay(stage, number, call):
+        stage.optimizer.param_groups[0]["weight_decay"] = 0.0
+        call()
+
+    around_update(monkeypatch, without_decay)
+    assert not run(*arguments, autocast=torch.bfloat16).check.passed
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_replicas_leave_a_weight_without_a_gradient_alone(backend):
+    # Was: its gradient became zeros, and the optimizer's weight decay moved it.
+    modules = stages(2)
+    modules[0].register_parameter("unused", nn.Parameter(torch.ones(3, dtype=torch.float64)))
+    data = batches(1, samples=8)
+    result = run(make("gpipe", 2, 2), modules, data, F.mse_loss, ADAMW, replicas=2, backend=backend)
+    assert result.check.passed, result.check
+    assert torch.equal(result.weights[0]["unused"], torch.ones(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_replicas_give_back_the_buffers_of_the_first(backend):
+    # Was: held to what all replicas together would have counted, so that right runs failed.
+    modules = [nn.Sequential(s, nn.BatchNorm1d(6, dtype=torch.float64)) for s in stages(2)]
+    schedule, data = make("gpipe", 2, 2, batches=2), batches(2, samples=16)
+    result = run(schedule, modules, data, F.mse_loss, ADAMW, replicas=2, backend=backend)
+    assert result.check.passed, result.check
+    assert result.weights[0]["1.num_batches_tracked"] == 4
+
+
+@pytest.mark.parametrize("call", [run, evaluate])
+def test_a_first_micro_batch_that_counts_nothing_may_have_no_loss(call):
+    # Was: nan, as of targets that are all ignored, looked like a loss that changes.
+    def loss(y, target):
+        kept = target.isfinite()
+        return (y - target)[kept].square().mean(), kept.sum()
+
+    (x, target), *_ = batches(1, samples=8)
+    target[:4] = torch.nan
+    optimizer = [ADAMW] if call is run else []
+    found = call(make("gpipe", 2, 2), stages(2), [(x, target)], loss, *optimizer).check
+    assert found.passed, found
+
+
+class Slow(nn.Module):
+    """Draws late in its forward, so that another thread has time to draw before."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return F.dropout(x, 0.5)
+
+
+def test_two_runs_at_once_have_their_own_random_numbers():
+    # Was: the reference of one drew from the generator that the other's stages had seeded.
+    schedule, data = make("gpipe", 2, 4, batches=2), batches(2, samples=8)
+    models = [  # before any run, since they draw their weights
+        [nn.Sequential(stage, Slow(seconds)) for stage in stages(2)] for seconds in (0.007, 0.01)
+    ]
+
+    def train(seed):
+        return run(schedule, models[seed], data, F.mse_loss, ADAMW, seed=seed)
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(train, range(2)))
+    for result in results:
+        assert result.check.passed, result.check
+
+
+class Sized(nn.Module):
+    def forward(self, x):
+        assert len(x) == 2, len(x)
+        return x.clone()
+
+
+def test_a_layer_may_insist_on_the_size_of_a_micro_batch():
+    # Was: the reference gave it the undivided batch, and the run ended in its error.
+    modules = [nn.Sequential(stage, Sized()) for stage in stages(2)]
+    result = run(make("gpipe", 2, 4), modules, batches(1, samples=8), F.mse_loss, ADAMW)
+    assert result.check.passed

@@ -1,0 +1,411 @@
+"""Each way in which an executor could be wrong must fail the check, and no right run may fail it.
+
+The matrix, kind x precision x wing x optimizer x schedule, is printed with `pytest -s`.
+"""
+
+import ast
+import inspect
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tests.runtime.verdict.mutations as m
+from pipelab import Reads, make, run
+from pipelab.models import mlp, split
+from pipelab.runtime import worker
+from pipelab.runtime.verdict import certificate as check
+from pipelab.runtime.verdict import reference
+from pipelab.runtime.verdict.certificate import Comparison
+from tests.runtime.test_run import SGD, batches, stages
+from tests.runtime.verdict.mutations import Case, always, compiled_once, verdict
+
+GPIPE = make("gpipe", 3, 4, batches=2)
+FLUSH = {
+    "gpipe": GPIPE,
+    "1f1b": make("pipedream_flush", 3, 4, batches=2),
+    "interleaved": make("interleaved", 3, 4, batches=2, virtual=2),
+}
+ASYNCHRONOUS = {
+    "stashing": make("pipedream", 3, 4, batches=2),
+    "vertical sync": make("pipedream", 3, 4, batches=2, reads=Reads.FIRST),
+    "2bw": make("pipedream_2bw", 3, 4, batches=3),
+}
+EVERYWHERE = [
+    m.gradient_zero,
+    m.gradient_random,
+    m.row_lost,
+    m.column_lost,
+    m.mean_forgotten,
+    m.microbatch_lost,
+    m.microbatch_twice,
+    m.microbatch_twice_late,
+    m.sample_lost,
+    m.targets_of_microbatches_swapped,
+    m.targets_of_samples_swapped,
+    m.no_update,
+    m.last_update_dropped,
+    m.parameter_not_updated,
+    m.column_not_updated,
+    m.rate_one_step_ahead,
+    m.loss_wrong,
+    m.losses_swapped,
+    m.weights_one_update_old,
+]
+WITH_MOMENTUM = [m.momentum_lost, m.momentum_swapped]
+FINE = [  # smaller than bfloat16's own rounding
+    m.element_lost,
+    m.gradient_through_bfloat16,
+    m.microbatch_slightly_more,
+    m.gradients_sent_in_bfloat16,
+    m.activations_in_bfloat16,
+]
+
+HALVES = [
+    m.microbatch_lost,  # no W
+    m.microbatch_twice,  # W twice
+    m.microbatch_slightly_more,
+    m.weight_grad_of_another,
+    m.gradients_sent_slightly_larger,  # I
+]
+
+
+def mutations_of(case):
+    """All that say something about this training."""
+    found = list(EVERYWHERE)
+    if case.optimizer != "sgd":
+        found += WITH_MOMENTUM
+    if case.precision != "bfloat16":
+        found += FINE
+    if case.wing == "torch":
+        found.append(m.scheduler_before_optimizer)
+    if case.schedule.per_update > 1:
+        found.append(m.sizes_ignored)
+    if case.schedule.asynchronous:
+        found.append(m.forward_reads_one_version_late)
+    else:
+        found.append(m.forward_reads_old_weights)
+    if case.schedule.stages == case.schedule.devices:
+        found.append(m.inputs_swapped)
+    return found
+
+
+def matrix(case, mutations=None):
+    """Judge a right run and broken ones; returns those with a wrong verdict, as text."""
+    right = verdict(case)
+    wrong = [] if right.passed else [f"{case}: a right run: {right}"]
+    row = [f"right {right.ratio:.2g}"]
+    for mutation in mutations or mutations_of(case):
+        broken = verdict(case, mutation)
+        row.append(f"{mutation.__name__} {broken.ratio:.2g}")
+        if broken.passed:
+            wrong.append(f"{case}: {mutation.__name__} passes, {broken.ratio:.2g} ({broken.worst})")
+    print(f"\n{case}: {', '.join(row)}")
+    return wrong
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once():
+    with compiled_once():
+        yield
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+@pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["gpipe", "stashing"])
+def test_no_verdict_on_torch_is_wrong(name, precision, optimizer):
+    schedule = (FLUSH | ASYNCHRONOUS)[name]
+    assert matrix(Case("torch", precision, optimizer, schedule)) == []
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "vertical sync", "2bw"])
+def test_no_verdict_on_another_schedule_is_wrong(name):
+    schedule = (FLUSH | ASYNCHRONOUS)[name]
+    assert matrix(Case("torch", "float32", "momentum", schedule)) == []
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+@pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
+def test_no_verdict_on_jax_is_wrong(precision, optimizer):
+    assert matrix(Case("jax", precision, optimizer, GPIPE)) == []
+
+
+def test_no_verdict_on_jax_without_a_flush_is_wrong():
+    assert matrix(Case("jax", "float32", "momentum", ASYNCHRONOUS["stashing"])) == []
+
+
+# ---- what has a kind of its own
+
+
+@pytest.mark.parametrize("wing", ["torch", "jax"])
+def test_backwards_in_two_halves(wing):
+    assert matrix(Case(wing, schedule=make("zb_h1", 3, 4)), HALVES) == []
+
+
+@pytest.mark.parametrize("wing", ["torch", "jax"])
+def test_a_clip_that_leaves_a_stage_out(wing):
+    case = Case(wing, options=(("clip", 1e-2),))
+    assert matrix(case, [m.clip_omits_a_stage]) == []
+
+
+@pytest.mark.parametrize("wing", ["torch", "jax"])
+def test_what_shows_only_in_recomputation(wing):
+    assert matrix(always(Case(wing, dropout=0.3)), [m.other_dropout_in_recomputation]) == []
+    stashing = replace(Case(wing), schedule=ASYNCHRONOUS["stashing"])
+    assert matrix(always(stashing), [m.backward_reads_the_latest]) == []
+
+
+def test_buffers_that_are_zeroed():
+    assert matrix(Case(normalized=True), [m.buffers_zeroed]) == []
+
+
+@pytest.mark.parametrize("mutation", [m.saved_without_momentum, m.saved_weights_larger])
+@pytest.mark.parametrize("name", ["gpipe", "stashing"])
+def test_checkpoints_that_hold_something_else(name, mutation, tmp_path):
+    case = Case(schedule=(FLUSH | ASYNCHRONOUS)[name])
+    assert verdict(case, save=tmp_path / "right", stop=1).passed
+    assert not verdict(case, mutation, save=tmp_path / "wrong", stop=1).passed
+    assert verdict(case, resume=tmp_path / "right").passed
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layers", [16, 32])
+def test_deep_models_hide_no_stage(layers, precision):
+    """With torch's own initialisation stage 0's gradients are 1e-8 of the largest, or 1e-17."""
+    case = Case("torch", precision, "adam", make("gpipe", 4, 4), "relu", layers // 4, broken=(0, 1))
+    assert verdict(case).passed
+    for mutation in (m.gradient_zero, m.gradient_random, m.no_update):
+        broken = verdict(case, mutation)
+        hidden = {name.split()[3] for name in broken.unjudged if "gradient of" in name}
+        assert not broken.passed or (precision == "bfloat16" and hidden), (mutation, broken)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "broken"),
+    [
+        (make("interleaved", 4, 8, virtual=2), (0, 1)),
+        (make("gpipe", 8, 8), (0, 1)),
+        (make("pipedream", 8, 8), (0, 1)),
+        (make("gpipe", 16, 8), tuple(range(10))),
+    ],
+    ids=["interleaved 4x2", "gpipe 8", "pipedream 8", "gpipe 16"],
+)
+def test_no_stage_is_hidden_by_the_models_largest_gradient(schedule, broken):
+    case = Case("torch", "float32", "sgd", schedule, "relu", 2, samples=16, broken=broken)
+    assert matrix(case, [m.gradient_zero, m.gradient_random]) == []
+
+
+@pytest.mark.parametrize(  # six layers: more would leave float32's range, or tanh's slope
+    ("what", "factor"),
+    [
+        ("loss", 1e-6),
+        ("loss", 3.0),
+        ("loss", 2.0**20),
+        ("layer", 0.1),
+        ("layer", 1.7),
+        ("stage", 1e-6),
+        ("stage", 3.0),
+    ],
+)
+@pytest.mark.parametrize("wing", ["torch", "jax"])
+def test_no_constant_changes_a_verdict(wing, factor, what):
+    case = Case(wing, "float32", "adam", scaled=(what, factor))
+    assert verdict(case).passed
+    assert not verdict(case, m.microbatch_slightly_more).passed
+    assert not verdict(case, m.no_update).passed
+
+
+@pytest.mark.parametrize("wing", ["torch", "jax"])
+def test_gradients_near_the_smallest_number(wing):
+    """1e-38 in float32: rounding is coarse there, and Adam's steps do not show in the weights."""
+    case = Case(wing, "float32", "adam", scaled=("layer", 1e-6))
+    assert verdict(case).passed
+    still = verdict(case, m.no_update)
+    assert not still.passed or any("weight" in name for name in still.unjudged)
+
+
+def test_a_relu_switched_in_a_right_run():
+    """Deep ones meet it by chance, about once in 350 runs: a gradient is off by some percent."""
+    torch.manual_seed(122)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(8)]
+    data = [(torch.randn(32, 64), torch.randn(32, 64))]
+    found = run(make("pipedream_flush", 4, 8), split(layers, [2] * 4), data, F.mse_loss, SGD).check
+    assert found.passed, found
+
+
+OPTIMIZERS = [
+    torch.optim.SGD,
+    partial(torch.optim.SGD, momentum=0.9, nesterov=True),
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+    torch.optim.Adafactor,
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: getattr(o, "__name__", "nesterov"))
+def test_right_runs_of_any_optimizer_pass(optimizer, dtype):
+    for schedule in (FLUSH["1f1b"], ASYNCHRONOUS["stashing"]):
+        data = batches(2, samples=10, dtype=dtype)
+        result = run(
+            schedule, stages(3, dtype=dtype), data, F.mse_loss, partial(optimizer, lr=1e-2)
+        )
+        assert result.check.passed, result.check
+        assert result.check.ratio < 2.5
+
+
+def test_a_relu_that_rounding_switches_is_no_error():
+    """The batch undivided and its micro-batches may fall on different sides of zero."""
+    torch.manual_seed(0)
+    for _ in range(20):
+        first, x = nn.Linear(64, 8), torch.randn(16, 64)
+        with torch.no_grad():  # zero but for rounding, for one sample and unit
+            first.bias[0] -= (x[3] @ first.weight[0]) + first.bias[0]
+        modules = [nn.Sequential(first, nn.ReLU()), nn.Linear(8, 8)]
+        result = run(make("gpipe", 2, 4), modules, [(x, torch.randn(16, 8))], F.mse_loss, SGD)
+        assert result.check.passed, result.check
+
+
+def test_what_is_rounding_alone_is_named():
+    """softmax does not see what is added to all: the gradient of that is zero in theory."""
+
+    class Shift(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.by = nn.Parameter(torch.randn(1))
+
+        def forward(self, x):
+            return (x + self.by).softmax(-1)
+
+    shifted = nn.Sequential(nn.Linear(8, 8), Shift())
+    data = [(torch.randn(16, 8), torch.randn(16, 8))]
+    found = run(make("gpipe", 1, 4), [shifted], data, F.mse_loss, SGD).check
+    assert found.passed
+    assert any("1.by" in name for name in found.unjudged)
+    assert "Not judged, being no larger than rounding" in str(found)
+
+
+@pytest.mark.parametrize("check", [True, "quick"])
+def test_a_loss_that_depends_on_how_the_batch_is_cut_fails(check):
+    def loss(y, target):
+        return F.mse_loss(y, target, reduction="sum")
+
+    arguments = make("gpipe", 2, 4), stages(2, dtype=torch.float32), batches(1, dtype=torch.float32)
+    assert run(*arguments, F.mse_loss, SGD, check=check).check.passed
+    found = run(*arguments, loss, SGD, check=check).check
+    assert not found.passed and "is the loss a mean over its samples?" in found.worst
+
+
+@pytest.mark.parametrize("check", [True, "quick"])
+def test_a_layer_that_always_computes_in_bfloat16_passes(check):
+    """Its gradient in one piece and in several differ by its rounding, in float64 as well."""
+
+    class Low(nn.Linear):
+        def forward(self, x):
+            weights = self.weight.bfloat16(), self.bias.bfloat16()
+            return F.linear(x.bfloat16(), *weights).softmax(-1).to(x.dtype)
+
+    modules = [Low(8, 8), nn.Linear(8, 8)]
+    data = [(torch.randn(30, 8), torch.randn(30, 8))]
+    found = run(make("gpipe", 2, 4), modules, data, F.mse_loss, SGD, check=check).check
+    assert found.passed, found
+
+
+def test_many_microbatches_in_low_precision_pass_a_quick_check():
+    """Added up one by one in bfloat16, they are far from the undivided batch, and rightly so."""
+    modules = [nn.Linear(4, 4).bfloat16() for _ in range(2)]
+    x, y = torch.rand(200, 4).bfloat16() + 1, -torch.ones(200, 4).bfloat16()
+    run_of = make("gpipe", 2, 100), modules, [(x, y)], F.mse_loss, SGD
+    found = run(*run_of, check="quick").check
+    assert found.passed and found.precision == "bfloat16", found
+
+
+def test_a_quick_check_and_one_of_a_single_precision_say_so():
+    arguments = make("gpipe", 2, 2), stages(2, dtype=torch.float32)
+    data = batches(1, dtype=torch.float32)
+    quick = run(*arguments, data, F.mse_loss, SGD, check="quick").check
+    assert quick.passed
+    assert quick.precision == "float32"
+    assert "reference in float32" in str(quick)
+
+    class Single(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.inner(x.float())
+
+    class Asserting(nn.Linear):
+        def forward(self, x):
+            assert x.dtype == torch.float32
+            return super().forward(x)
+
+    for modules in ([Single(), Single()], [Asserting(6, 6), Asserting(6, 6)]):
+        single = run(make("gpipe", 2, 2), modules, data, F.mse_loss, SGD).check
+        assert single.passed
+        assert single.precision == "float32"
+
+
+def test_the_small_model_of_the_readme_many_times():
+    ratios = []
+    for seed in range(25):
+        torch.manual_seed(seed)
+        modules = split(mlp(layers=8), [2, 2, 2, 2])
+        data = [(torch.randn(32, 64), torch.randn(32, 64))]
+        found = run(make("pipedream_flush", 4, 8), modules, data, F.mse_loss, torch.optim.Adam)
+        assert found.check.passed, found.check
+        ratios.append(found.check.ratio)
+    assert np.median(ratios) < 1.2
+
+
+# ---- the comparison itself
+
+
+def test_nan_never_equals():
+    found = Comparison()
+    found.add("x", np.array([np.nan]), np.array([np.nan]), 1e9)
+    assert not found.verdict("").passed
+
+
+@pytest.mark.parametrize(
+    ("got", "expected"),
+    [
+        (np.ones(2), np.ones(3)),
+        (np.ones(1), np.zeros(1)),
+        (np.ones(1), np.array([np.inf])),
+        (np.array([-np.inf]), np.array([np.inf])),
+        (np.array([np.nan]), np.array([1.0])),
+        (np.array([2**60 + 1]), np.array([2**60])),
+        (np.array([True]), np.array([False])),
+        (np.array([1 + 5j]), np.array([1 + 0j])),
+    ],
+)
+def test_what_is_not_equal(got, expected):
+    found = Comparison()
+    found.add("x", got, expected, 0.1)
+    assert not found.verdict("").passed
+
+
+def test_the_reference_shares_nothing_with_the_worker():
+    imported = {
+        node.module or ""
+        for module in (check, reference)
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.ImportFrom)
+    }
+    for forbidden in ("worker", "transport", "threads", "job"):
+        assert f"pipelab.runtime.{forbidden}" not in imported
+    assert "check" not in inspect.getsource(worker).split('"""')[2]

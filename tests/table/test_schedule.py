@@ -1,0 +1,170 @@
+"""The table and its text."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelab import Action, Kind, Reads, Schedule, ScheduleError, make, validate
+from tests.conftest import tables
+
+actions = st.builds(Action, st.integers(0, 10**6), st.sampled_from(Kind), st.integers(0, 10**6))
+
+
+@given(actions)
+def test_an_action_and_its_text_are_exact_inverses(action):
+    assert Action.parse(str(action)) == action
+
+
+@given(st.text(max_size=12))
+def test_what_parses_is_what_is_printed(text):
+    try:
+        action = Action.parse(text)
+    except ScheduleError:
+        return
+    assert str(action) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1F0junk", "F0", "1F", "1X0", " 1F0", "01F0", "1F00", "-1F0", "1f0", "1F0\n", "١F0", ""],
+)
+def test_only_whole_cells_parse(text):
+    with pytest.raises(ScheduleError, match="is not an action: write <stage><kind><micro-batch>"):
+        Action.parse(text)
+
+
+@given(tables())
+def test_csv_and_grid_are_exact_inverses(case):
+    schedule = case[0]
+    assert Schedule.from_csv(schedule.to_csv()) == schedule
+    assert Schedule.from_grid(str(schedule)) == schedule
+    assert Schedule.from_csv(schedule.to_csv()).to_csv() == schedule.to_csv()
+    spread = schedule.with_transfers()
+    assert Schedule.from_csv(spread.to_csv()) == spread
+    assert Schedule.from_grid(str(spread)) == spread
+
+
+@given(tables(names=("inter_layer", "gpipe", "pipedream_flush", "interleaved")))
+def test_torchs_csv_comes_back_with_its_updates(case):
+    schedule, p, m, v, _ = case
+    schedule = make(schedule.name, p, m, virtual=v)
+    back = Schedule.from_torch_csv(schedule.to_torch_csv(), name=schedule.name)
+    assert back == schedule
+    assert "U" not in schedule.to_torch_csv()
+
+
+def test_torchs_csv_refuses_what_torch_would_train_differently():
+    with pytest.raises(ScheduleError, match="updates without a flush"):
+        make("pipedream", 2, 2).to_torch_csv()
+    with pytest.raises(ScheduleError, match="hold one batch, this one has 2"):
+        make("gpipe", 2, 2, batches=2).to_torch_csv()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0B0x\n1F0,1B0", "row 0, cell 1: '0B0x' is not an action"),
+        ("0F0,0B0\n1F0,,1BB0", "row 1, cell 2: '1BB0' is not an action"),
+        ("", "the table is empty"),
+        ("0F0,0B0\n2F0,2B0", "stage 1 has no action, though stage 2 has"),
+        ("0F0,0B999999999", "1000000000 micro-batches for a table of 3 actions"),
+        ("0F0,0B99999999999", "row 0, cell 1: '0B99999999999' is not an action"),
+        ("999999999F0,0B0", "stage 1 has no action"),
+        ("# microbatches=x\n0F0,0B0", "header: microbatches=x cannot be read"),
+        ("# microbatchs=2\n0F0,0B0", "header: microbatchs= is none of batches, devices"),
+        ("# devices=1\n0F0,0B0\n1F0,1B0", "header: devices=1, but there are more rows"),
+        ("# reads=SOMETIMES\n0F0,0B0", "header: reads=SOMETIMES cannot be read"),
+        ("0F0,1F0\n1B0,0B0", "row 0, cell 0, 0F0: stage 0 is placed on device 1"),
+    ],
+)
+def test_broken_text_is_named_by_row_and_cell(text, message):
+    with pytest.raises(ScheduleError, match=message):
+        Schedule.from_csv(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": ()}, "at least one device"),
+        ({"name": "a=b"}, "without '='"),
+        ({"microbatches": 0}, "microbatches=0"),
+        ({"batches": 1.0}, "batches=1.0"),
+        ({"per_update": 3}, "per_update=3 does not divide the 2"),
+        ({"placement": (0, 2)}, r"placement=\(0, 2\)"),
+        ({"rows": (("0F0",), ())}, r"row 0, cell 0: '0F0' is not an Action"),
+        ({"rows": ((Action(0, Kind.F, 0),), ())}, "2 micro-batches for a table of 1 actions"),
+        (
+            {"rows": ((Action(5, Kind.F, 0), Action(0, Kind.F, 0)), ())},
+            "stage 5 is not among stages 0 to 1",
+        ),
+        ({"rows": ((Action(0, Kind.F, 2), Action(0, Kind.F, 0)), ())}, "number 2 is not in 0 to 1"),
+        ({"rows": ((Action(0, Kind.U, 1), Action(0, Kind.F, 0)), ())}, "number 1 is not in 0 to 0"),
+        ({"rows": ((Action(0, Kind.F, -1), Action(0, Kind.F, 0)), ())}, "number -1"),
+    ],
+)
+def test_the_constructor_checks_types_ranges_and_placement(change, message):
+    with pytest.raises(ScheduleError, match=message):
+        replace(make("gpipe", 2, 2), **change)
+
+
+def test_versions_by_each_rule():
+    def versions(table):
+        stages, every = range(table.stages), range(table.total)
+        return [[table.versions[stage, k] for k in every] for stage in stages]
+
+    stash = make("pipedream", 3, 6)
+    assert versions(stash) == [[0, 0, 0, 1, 2, 3], [0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]]
+    assert versions(replace(stash, reads=Reads.FIRST)) == [[0, 0, 0, 1, 2, 3]] * 3
+    assert versions(make("pipedream_2bw", 2, 2, batches=4)) == [[0, 0, 0, 0, 1, 1, 2, 2]] * 2
+    assert versions(make("gpipe", 2, 2, batches=3)) == [[0, 0, 1, 1, 2, 2]] * 2
+
+
+@given(tables())
+def test_only_pipedream_and_2bw_are_asynchronous(case):
+    schedule = case[0]
+    if schedule.name == "pipedream_2bw":  # with one batch, too
+        assert schedule.asynchronous
+    elif schedule.name == "pipedream":
+        late = any(version != k for (_, k), version in schedule.versions.items())
+        assert schedule.asynchronous == (late or schedule.microbatches > 1)
+    else:
+        assert not schedule.asynchronous
+
+
+@given(tables())
+def test_a_table_with_transfers_is_safe_for_rendezvous(case):
+    schedule = case[0]
+    spread = validate(schedule.with_transfers())
+    compute = tuple(tuple(a for a in row if a.kind <= Kind.U) for row in spread.rows)
+    assert compute == schedule.rows
+    crossing = (
+        sum(a != b for a, b in zip(schedule.placement[:-1], schedule.placement[1:], strict=True))
+        * schedule.total
+        * 2
+    )
+    sends = sum(a.kind in (Kind.SEND_F, Kind.SEND_B) for row in spread.rows for a in row)
+    assert sends == crossing
+    if crossing:
+        with pytest.raises(ScheduleError, match="already has its transfers"):
+            spread.with_transfers()
+
+
+def test_trailing_empty_lines_are_no_devices_and_empty_rows_are():
+    text = make("gpipe", 4, 8).to_csv()
+    assert Schedule.from_csv(text + "\n\n") == make("gpipe", 4, 8)
+    idle = Schedule("idle", (*make("gpipe", 1, 2).rows, ()), (0,), 2)
+    assert Schedule.from_csv(idle.to_csv()) == idle
+    assert Schedule.from_grid(str(idle)) == idle
+
+
+def test_a_table_without_updates_stays_without_them():
+    rows = tuple(tuple(a for a in row if a.kind is not Kind.U) for row in make("gpipe", 2, 2).rows)
+    bare = replace(make("gpipe", 2, 2), rows=rows)
+    assert Schedule.from_csv(bare.to_csv()) == bare
+
+
+def test_updates_are_put_where_they_can_stand():
+    each = Schedule.from_csv("# microbatches=2 per_update=1\n0F0,1F0,0F1,1F1,1B0,1B1,0B0,0B1")
+    assert validate(each).grid() == "0F0 1F0 0F1 1F1 1B0 1U0 1B1 0B0 0U0 0B1 0U1 1U1"

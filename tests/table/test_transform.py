@@ -1,0 +1,119 @@
+"""Tables made of a table: parts, repetitions, forwards alone, transfers."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelab import Action, Kind, Reads, Schedule, ScheduleError, make, validate
+from pipelab.table.transform import repeat
+from tests.conftest import FLUSH, tables
+
+
+@given(tables(), st.data())
+def test_a_part_is_the_cells_of_its_batches_counted_from_0(case, data):
+    schedule, _, _, _, batches = case
+    if schedule.microbatches % schedule.per_update:
+        return
+    first = data.draw(st.integers(0, batches - 1))
+    last = data.draw(st.integers(first + 1, batches))
+    part = schedule.part(first, last)
+    assert (part.batches, part.microbatches) == (last - first, schedule.microbatches)
+    begin = first * schedule.microbatches
+    updated = begin // schedule.per_update
+    counted_back = [
+        [
+            a._replace(microbatch=a.microbatch + (updated if a.kind is Kind.U else begin))
+            for a in row
+        ]
+        for row in part.rows
+    ]
+    numbers = {
+        kind: range(first * each, last * each)
+        for kind in Kind
+        for each in [schedule.microbatches // (schedule.per_update if kind is Kind.U else 1)]
+    }
+    of_these = [[a for a in row if a.microbatch in numbers[a.kind]] for row in schedule.rows]
+    assert counted_back == of_these
+    assert part.versions == {
+        (stage, k - begin): version - updated
+        for (stage, k), version in schedule.versions.items()
+        if k in numbers[Kind.F]
+    }
+
+
+@given(tables(names=FLUSH))
+def test_a_part_of_a_flush_is_the_table_of_fewer_batches(case):
+    schedule, p, m, v, batches = case
+    for last in range(1, batches + 1):
+        assert schedule.part(0, last) == make(schedule.name, p, m, virtual=v, batches=last)
+    one = schedule.part(batches - 1, batches)
+    assert one.versions_read is None
+    assert repeat(one, 1) is one
+    assert repeat(one, batches) == schedule
+
+
+@pytest.mark.parametrize(("first", "last"), [(-1, 1), (1, 1), (2, 1), (0, 4), (3, 4)])
+def test_a_part_is_of_batches_that_are_there(first, last):
+    with pytest.raises(ScheduleError, match=f"batches {first} to {last} of gpipe, which has 3:"):
+        make("gpipe", 2, 2, batches=3).part(first, last)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 1), (1, 2)])
+def test_no_part_ends_inside_an_update(first, last):
+    text = "# microbatches=2 batches=2 per_update=4\n" + ",".join(
+        f"0{kind}{k}" for kind in "FB" for k in range(4)
+    )
+    with pytest.raises(
+        ScheduleError, match="updates every 4 micro-batches: cut it where an update"
+    ):
+        validate(Schedule.from_csv(text)).part(first, last)
+
+
+@given(tables())
+def test_forwards_alone_read_the_first_version(case):
+    alone = case[0].forward_only()
+    assert alone.rows == tuple(tuple(a for a in row if a.kind is Kind.F) for row in case[0].rows)
+    assert alone.reads is Reads.LATEST
+    assert set(alone.versions.values()) == {0}
+    assert not alone.training
+    validate(alone)
+
+
+def test_forwards_alone_keep_their_transfers():
+    alone = make("gpipe", 2, 1).with_transfers().forward_only()
+    assert [[str(a) for a in row] for row in alone.rows] == [
+        ["0F0", "0SEND_F0"],
+        ["1RECV_F0", "1F0"],
+    ]
+    assert alone.has_transfers
+
+
+def test_forwards_of_a_part_forget_what_it_read():
+    part = make("pipedream", 2, 1, batches=4).part(2, 4)
+    assert part.versions_read
+    assert part.forward_only().versions_read is None
+
+
+def test_transfers_stand_where_the_unit_times_put_them():
+    written = make("pipedream_flush", 2, 2).with_transfers()
+    assert [[str(a) for a in row] for row in written.rows] == [
+        ["0F0", "0SEND_F0", "0F1", "0SEND_F1", "0RECV_B0", "0B0", "0RECV_B1", "0B1", "0U0"],
+        ["1RECV_F0", "1F0", "1RECV_F1", "1B0", "1SEND_B0", "1F1", "1B1", "1SEND_B1", "1U0"],
+    ]
+
+
+def test_a_table_that_cannot_run_has_no_order_of_transfers():
+    gpipe = make("gpipe", 2, 2)
+    stuck = replace(gpipe, rows=[[*reversed(gpipe.rows[0])], gpipe.rows[1]])
+    with pytest.raises(ScheduleError, match="gpipe cannot run as it stands"):
+        stuck.with_transfers()
+
+
+def test_a_batch_is_repeated_by_its_own_numbers():
+    one = make("gpipe", 1, 2)
+    assert [str(a) for a in repeat(one, 2).rows[0]] == (
+        ["0F0", "0F1", "0B0", "0B1", "0U0", "0F2", "0F3", "0B2", "0B3", "0U1"]
+    )
+    assert repeat(one, 2).position[Action(0, Kind.U, 1)] == 9

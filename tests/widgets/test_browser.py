@@ -1,0 +1,441 @@
+"""The explorer in JupyterLab in a real browser; skipped where there is no Chromium."""
+
+import re
+import shutil
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from jupyter_lab import (
+    browser,
+    chromium,
+    lab,
+    open_notebook,
+    run_cells,
+    set_theme,
+    write_notebook,
+)
+
+expect = pytest.importorskip("playwright.sync_api").expect
+PATIENCE = 60_000  # milliseconds: on a busy machine what is waited for may come late
+expect.set_options(timeout=PATIENCE)
+
+pytestmark = pytest.mark.skipif(chromium() is None, reason="needs Chromium and Playwright")
+
+LECTURES = Path(__file__).parents[2] / "notebooks"
+CELL = """from pipelab.widgets import Explorer
+explorer = Explorer('gpipe', devices=4, microbatches=8)
+explorer"""
+EXPLORER = ".pipelab-explorer:not(.pipelab-editor)"
+READABLE = 4.5  # contrast of small text, after the Web Content Accessibility Guidelines
+
+# Text of the widget whose contrast with what is behind it is below the least; its colour may let
+# the background through.
+PALE = """(least) => {
+  const parse = (text) => {
+    const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number);
+    return [r, g, b, a];
+  };
+  const linear = (x) => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
+  const luminance = ([r, g, b]) =>
+    0.2126 * linear(r / 255) + 0.7152 * linear(g / 255) + 0.0722 * linear(b / 255);
+  const behind = (node) => {
+    for (; node; node = node.parentElement) {
+      const colour = parse(getComputedStyle(node).backgroundColor);
+      if (colour[3] === 1) return colour;
+    }
+    return [255, 255, 255, 1];
+  };
+  const contrast = (node) => {
+    const style = getComputedStyle(node), paper = behind(node);
+    const ink = parse(node instanceof SVGElement ? style.fill : style.color);
+    const seen = paper.map((p, k) => ink[k] * ink[3] + p * (1 - ink[3]));
+    const [low, high] = [luminance(seen), luminance(paper)].sort((a, b) => a - b);
+    return (high + 0.05) / (low + 0.05);
+  };
+  const text = (node) => node.closest("label:has(:disabled)") ? "" : node.textContent || node.value;
+  const forms = "span, select, input, button, summary, legend";
+  const texts = `${forms}, td, th, dd, dt, .error, .frame text, .peaks text`;
+  return [...document.querySelectorAll(`.pipelab-explorer :is(${texts})`)]
+    .filter((node) => node.getClientRects().length && text(node))
+    .map((node) => [text(node), contrast(node)]).filter(([, found]) => found < least);
+}"""
+
+# How many nodes stand out of the widget on the right.
+OUTSIDE = """(root) => {
+  const right = root.getBoundingClientRect().right;
+  const outside = (node) => node.getBoundingClientRect().right > right + 1;
+  return [...root.querySelectorAll("*")].filter(outside).length;
+}"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("lab")
+
+
+@pytest.fixture(scope="module")
+def address(folder):
+    with lab(folder) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def chrome():
+    with browser() as chrome:
+        yield chrome
+
+
+@pytest.fixture
+def new_page(chrome):
+    """Open pages that must not complain; they close with the test."""
+    complaints, pages = [], []
+
+    def open_page():
+        page = chrome.new_page(viewport={"width": 1400, "height": 1100})
+        page.set_default_timeout(PATIENCE)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on(
+            "console",
+            lambda message: complaints.append(message.text) if message.type == "error" else None,
+        )
+        pages.append(page)
+        return page
+
+    yield open_page
+    for page in pages:
+        page.close()
+    assert complaints == []
+
+
+@pytest.fixture
+def page(folder, address, new_page):
+    """A notebook whose explorer has run."""
+    write_notebook(folder / "explorer.ipynb", [CELL, "explorer.set(microbatches=12)"])
+    page = new_page()
+    open_notebook(page, address, "explorer.ipynb")
+    run_cells(page, 1)
+    return page
+
+
+def shows(page, name, *values):
+    """Wait until the table shows a number, of every schedule in it."""
+    row = page.locator(
+        f"{EXPLORER} .measures tr", has=page.locator("th", has_text=re.compile(f"^{name}$"))
+    )
+    expect(row.locator("td")).to_have_text(values)
+
+
+def forwards(page):
+    return page.locator("svg path.boxes").first.get_attribute("d")
+
+
+def change(page, name, value):
+    """Type into a field."""
+    page.locator(f".pipelab-explorer [name={name}]").fill(value)
+    page.keyboard.press("Tab")
+
+
+def test_controls_by_keyboard_and_from_python(page, tmp_path):
+    shows(page, "makespan", "33")
+    assert forwards(page).count("M") == 4 * 8
+    page.get_by_label("micro-batches m", exact=True).press("ArrowRight")
+    shows(page, "makespan", "36")
+    assert forwards(page).count("M") == 4 * 9
+    expect(page.locator("[name=microbatches]")).to_have_value("9")
+    page.get_by_label("devices p", exact=True).press("ArrowRight")
+    shows(page, "makespan", "39")
+    expect(page.locator("svg .devices text")).to_have_count(5)
+    page.get_by_label("input gradient").press("ArrowUp")
+    shows(page, "makespan", "42.25")
+
+    picture, error = page.locator("svg .lanes").inner_html(), page.locator(".error")
+    change(page, "devices", "0")
+    expect(error).to_have_text("devices=0: give a whole number of at least 1")
+    assert page.locator("svg .lanes").inner_html() == picture
+    page.locator(".pipelab-explorer").screenshot(path=tmp_path / "error.png")
+    change(page, "devices", "4")
+    shows(page, "makespan", "39")
+    expect(error).to_have_text("")
+
+    # Where one chunk would be plain 1F1B.
+    page.locator("[name=schedule]").select_option("interleaved")
+    expect(page.locator(".legend")).to_contain_text("later of 2 chunks")
+    expect(page.locator("[name=virtual]")).to_have_value("2")
+    page.locator("[name=compare]").select_option("gpipe")
+    expect(page.locator("svg .heads text")).to_have_text(["interleaved", "gpipe"])
+    expect(page.locator("svg .devices text")).to_have_count(8)
+    shows(page, "ideal", "29.25", "29.25")
+
+    # A limit where a schedule is made for one.
+    memory = page.get_by_label("memory, in micro-batches")
+    expect(memory).to_be_disabled()
+    page.locator("[name=schedule]").select_option("zb")
+    change(page, "memory", "0")
+    expect(error).to_contain_text("memory=0.0: one micro-batch takes 1")
+    change(page, "memory", "1")
+    shows(page, "peak in flight", "1 everywhere", "9 everywhere")
+
+    page.locator(".jp-CodeCell .jp-InputArea").nth(1).click()
+    page.keyboard.press("Shift+Enter")  # explorer.set(microbatches=12)
+    expect(page.locator("[name=microbatches]")).to_have_value("12")
+    expect(page.get_by_label("micro-batches m", exact=True)).to_have_value("12")
+
+
+def test_pointing_at_actions_by_mouse_and_keys(page, tmp_path):
+    about, svg = page.locator(".about"), page.locator(".pipelab-explorer svg")
+    chosen, others = about.locator("dt").first, svg.locator(".selection rect:not(.chosen)")
+    first = svg.locator(".numbers text").first  # of 0F0
+    x, y = (float(first.get_attribute(axis)) for axis in "xy")
+    svg.hover(position={"x": x, "y": y})
+    expect(chosen).to_have_text("0F0")
+    expect(about).to_contain_text(
+        "forward of micro-batch 0, stage 0, device 0: from 0 to 1, reads weight version 0"
+    )
+    expect(about).to_contain_text("nothing: it starts at once")
+    expect(about).to_contain_text("1F0 and 0F1")
+    svg.hover(position={"x": float(svg.get_attribute("width")) * 0.4, "y": y})
+    expect(about).to_contain_text("device 0, from 8 to 17: 0B0 waits for 1B0.")
+
+    for key in ("Home", "ArrowDown", "ArrowDown", "ArrowRight"):
+        svg.press(key)
+    expect(chosen).to_have_text("2F1")
+    expect(about).to_contain_text(
+        "its input from 1F1, here at 3; 2F0 before it in its row, done at 3. "
+        "The last: 1F1 and 2F0, both"
+    )
+    expect(others).to_have_class(["needed", "needed", "needing", "needing"])
+    page.locator(".pipelab-explorer").screenshot(path=tmp_path / "selected.png")
+    svg.press("End")
+    expect(chosen).to_have_text("2U0")
+    expect(about).to_contain_text("makes weight version 1")
+    svg.press("b")  # in command mode this would add a cell
+    svg.press("Escape")
+    expect(svg.locator(".selection > *")).to_have_count(0)
+    expect(page.locator(".jp-CodeCell")).to_have_count(2)
+
+
+# Stop the play when more than two actions run, in one step of the page: it goes on meanwhile.
+STOP = """(stop) => {
+  const svg = document.querySelector(".pipelab-explorer svg");
+  if (svg.querySelectorAll(".running rect").length <= 2) return false;
+  if (stop === "key") svg.dispatchEvent(new KeyboardEvent("keydown", { key: " " }));
+  else document.querySelector(".play").click();
+  return true;
+}"""
+
+
+def test_playing_lights_up_what_runs(page):
+    svg, play, clock = (
+        page.locator(f".pipelab-explorer {part}") for part in ("svg", ".play", ".clock")
+    )
+    play.click()
+    page.wait_for_function(STOP, arg="key")
+    expect(play).to_have_text("Play")
+    expect(clock).to_have_text(re.compile(r"^t = [\d.]+$"))
+    at, running = clock.text_content(), svg.locator(".running rect").count()
+    assert 2 < running <= 4
+    svg.press("Space")
+    expect(clock).not_to_have_text(at)
+    page.wait_for_function(STOP, arg="button")
+    expect(play).to_have_text("Play")
+    page.emulate_media(reduced_motion="reduce")
+    svg.press("Space")
+    expect(clock).to_have_text(re.compile(r"^t = \d+$"))  # a start
+
+
+@pytest.mark.parametrize("theme", ["JupyterLab Light", "JupyterLab Dark"])
+def test_text_is_legible_in_both_themes(theme, folder, address, new_page, tmp_path):
+    set_theme(folder, theme)
+    write_notebook(
+        folder / "theme.ipynb", [CELL.replace("8)", "8, virtual=2, compare='interleaved')")]
+    )
+    page = new_page()
+    open_notebook(page, address, "theme.ipynb")
+    expect(page.locator("body")).to_have_attribute("data-jp-theme-name", theme)
+    run_cells(page, 1)
+    explorer = page.locator(".pipelab-explorer")
+    change(page, "forward", "slow")
+    expect(page.locator(".error")).to_contain_text("forward='slow'")
+    for width in (1400, 820, 390):
+        page.set_viewport_size({"width": width, "height": 1100})
+        page.wait_for_function(
+            """() => {
+              const picture = document.querySelector(".picture");
+              return picture.getBoundingClientRect().right <= innerWidth
+                && picture.clientWidth === picture.querySelector("svg").clientWidth;
+            }"""
+        )
+        page.locator(".pipelab-explorer svg").press("ArrowRight")
+        explorer.screenshot(path=tmp_path / f"{width}.png")
+        assert page.evaluate(PALE, READABLE) == []
+        assert explorer.evaluate(OUTSIDE) == 0
+
+
+def trust(notebook, folder):
+    """Sign a notebook for the Lab of the folder, as its reader would with `jupyter trust`."""
+    from nbformat.sign import NotebookNotary
+
+    notary = NotebookNotary(data_dir=str(folder / ".jupyter" / "jupyter_data_dir"))
+    notary.sign(notebook)
+    notary.store.close()
+
+
+def executed(source):
+    """A notebook of one cell, executed without a browser."""
+    from nbclient import NotebookClient
+
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)], metadata=kernel)
+    NotebookClient(notebook, store_widget_state=True).execute()
+    return notebook
+
+
+def test_a_saved_explorer_shows_without_running(folder, address, new_page, tmp_path):
+    notebook = executed(CELL)
+    nbformat.write(notebook, folder / "saved.ipynb")
+    page = new_page()
+    page.goto(address("doc/tree/saved.ipynb"))  # nobody has trusted it: words
+    page.get_by_text(
+        "Explorer of gpipe, p=4, m=8: makespan 33; run this cell to change it"
+    ).wait_for()
+    trust(notebook, folder)
+    page.goto(address("doc/tree/saved.ipynb"))
+    shows(page, "makespan", "33")
+    assert forwards(page).count("M") == 32
+    expect(page.locator(".saved")).to_be_visible()
+    expect(page.locator(".pipelab-explorer form")).to_be_hidden()
+    page.locator(".pipelab-explorer svg").press("ArrowRight")
+    expect(page.locator(".about dt").first).to_have_text("0F0")
+    page.locator(".pipelab-explorer").screenshot(path=tmp_path / "saved.png")
+
+
+# Scroll to a widget until it is drawn: not before it is seen, and cells above it grow meanwhile.
+DRAWN = """(widget) => {
+  const found = document.querySelector(widget);
+  found?.scrollIntoView();
+  return found?.querySelector("path.boxes");
+}"""
+
+# Whether as many pictures are there, and all are loaded.
+LOADED = """(count) => {
+  const pictures = [...document.querySelectorAll(".jp-MarkdownOutput img")];
+  const loaded = (picture) => picture.complete && picture.naturalWidth > 0;
+  return count > 0 && pictures.length === count && pictures.every(loaded);
+}"""
+
+
+def test_the_stored_lecture_shows_its_explorer_without_running(folder, address, new_page):
+    notebook = nbformat.read(LECTURES / "02_gpipe.ipynb", as_version=4)
+    assert "pipelab.widgets.explorer.Explorer" in str(notebook.metadata.widgets), (
+        "run make notebooks"
+    )
+    trust(notebook, folder)
+    (folder / "notebooks").mkdir()
+    nbformat.write(notebook, folder / "notebooks" / "lecture.ipynb")
+    shutil.copytree(LECTURES.parent / "images", folder / "images")
+    page = new_page()
+    page.goto(address("doc/tree/notebooks/lecture.ipynb"))
+    page.wait_for_function(DRAWN, arg=EXPLORER)
+    shows(page, "makespan", "33")
+    page.wait_for_function(LOADED, arg=str(notebook.cells).count("](../images/"))
+
+
+# The picture has been drawn in the width that it has.
+FITS = """() => {
+  const scroller = document.querySelector(".pipelab-editor .scroller");
+  const svg = scroller.querySelector("svg"), wide = +svg.getAttribute("width");
+  return wide >= scroller.clientWidth - 1 && document.querySelector(".pipelab-editor")
+    .getBoundingClientRect().right <= innerWidth + 1;
+}"""
+
+
+def press(page, *keys):
+    for key in keys:
+        page.keyboard.press(key)
+
+
+def says(page, text):
+    expect(page.locator(".said")).to_have_text(text)
+
+
+def boxes(page, picture=".picture"):
+    return page.locator(f".pipelab-editor {picture} svg .lanes g.action")
+
+
+def test_a_level_is_solved_run_and_measured_by_keyboard_alone(folder, address, new_page, tmp_path):
+    set_theme(folder, "JupyterLab Dark")
+    source = "from pipelab.widgets import Editor\nEditor('first')"
+    write_notebook(folder / "editor.ipynb", [source])
+    page = new_page()
+    open_notebook(page, address, "editor.ipynb")
+    run_cells(page, 1, ".pipelab-editor .cursor rect")
+    page.locator("[name=help]").focus()
+    press(page, "Tab")  # to the table
+    press(page, "f", "0", "F", "1", "ArrowDown", "B", "0")
+    says(page, "1B0 needs 1F0 first, which is not placed yet")
+    press(page, "F", "0", "B", "0", "ArrowUp", "Backspace", "F", "Enter")
+    press(page, "B", "Enter", "ArrowDown", "f", "1", "b", "1", "ArrowUp", "b", "1")
+    says(page, "Par: 9. This is 1F1B (PipeDream-Flush) or eager 1F1B.")
+    expect(boxes(page)).to_have_count(8)
+    # The idle cell of device 0 says why; typing into it is refused with the time.
+    press(page, "Home", "ArrowRight", "ArrowRight")
+    expect(page.locator(".about-cell")).to_have_text(
+        "device 0 is idle from 2 to 4: 0B0 waits for 1B0, which runs until 4."
+    )
+    page.locator(".pipelab-editor").screenshot(path=tmp_path / "solved.png")
+
+    for _ in range(20):
+        if "Run it" in page.evaluate("document.activeElement.textContent"):
+            break
+        press(page, "Tab")
+    press(page, "Enter")
+    expect(page.locator(".verdict")).to_contain_text("Check passed; paced")
+    # Planned and measured, with updates.
+    expect(boxes(page, ".trial").nth(2 * 8)).to_be_attached()
+    page.locator(".pipelab-editor").screenshot(path=tmp_path / "run.png")
+    press(page, "Tab", "Tab", "Space", "Tab", "Space")
+    expect(page.locator(".heads text")).to_have_text("par: 9")
+    expect(page.locator("[name=critical]")).to_be_checked()
+    expect(boxes(page)).to_have_count(2 * 8)
+    for width in (1400, 700):
+        page.set_viewport_size({"width": width, "height": 1100})
+        page.wait_for_function(FITS)
+        assert page.evaluate(PALE, READABLE) == []
+    page.locator(".pipelab-editor").screenshot(path=tmp_path / "narrow.png")
+
+    # The next level, by its button; with a mouse, chips do what keys do.
+    page.get_by_role("button", name="Next level").press("Enter")
+    expect(page.locator(".text")).to_contain_text("Three devices, four micro-batches")
+    says(page, "")
+    page.locator(".tray .chip", has_text="F2").click()
+    expect(boxes(page)).to_have_text(["F2"])
+    page.locator("summary", has_text="Link or file").click()
+    expect(page.locator("[name=link]")).to_have_value(
+        re.compile("#pipelab=level=gpipe&table=0F2~~$")
+    )
+    # The link in the address of a page opens the table in its editor.
+    page.evaluate("location.hash = 'pipelab=level=first&table=0F0~1F0'")
+    run_cells(page, 1, ".pipelab-editor .cursor rect")
+    expect(boxes(page)).to_have_count(2)
+
+
+def test_the_stored_editor_shows_without_running(folder, address, new_page):
+    set_theme(folder, "JupyterLab Light")
+    notebook = nbformat.read(LECTURES / "90_design_your_own.ipynb", as_version=4)
+    shown = "application/vnd.jupyter.widget-view+json"
+    notebook.cells = [
+        cell
+        for cell in notebook.cells
+        if any(shown in o.get("data", {}) for o in cell.get("outputs", []))
+    ][:1]
+    trust(notebook, folder)
+    nbformat.write(notebook, folder / "design.ipynb")
+    page = new_page()
+    page.goto(address("doc/tree/design.ipynb"))
+    editor = page.locator(".pipelab-editor")
+    expect(editor.locator(".saved")).to_be_visible()
+    expect(editor.locator(".tray")).to_be_hidden()
+    editor.locator("svg").first.press("ArrowDown")
+    expect(editor.locator(".about-cell")).to_contain_text("device 1 is free from 0 on")
