@@ -173,7 +173,7 @@ def test_controls_by_keyboard_and_from_python(page, tmp_path):
     expect(memory).to_be_disabled()
     page.locator("[name=schedule]").select_option("zb")
     change(page, "memory", "0")
-    expect(error).to_contain_text("memory=0.0: one micro-batch takes 1")
+    expect(error).to_contain_text("memory=0.0: zb finds no order for 4 devices; give at least 1")
     change(page, "memory", "1")
     shows(page, "peak in flight", "1 everywhere", "9 everywhere")
 
