@@ -1,22 +1,17 @@
 """compare: all schedules on one model, side by side: predicted, and measured if they are run."""
 
 import math
-from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
-from io import BytesIO
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from tyro.conf import arg
+from typing import Any, Literal
 
 import pipelab
 from pipelab import Costs, Memory, Schedule, Timeline, fit, memory, simulate
-from pipelab.cli.files import check_targets, read_profile, write_text
+from pipelab.cli.files import check_targets, read_profile, write_figure
 from pipelab.cli.models import small_model
-from pipelab.cli.options import Cost, Count, Json, Model, Name, Positive, Seed, Timeout
+from pipelab.cli.options import Cost, Count, Json, Model, Name, Plot, Positive, Seed, Timeout
 from pipelab.cli.report import GAP, Failure
 from pipelab.optimize.cut import split_layers
 from pipelab.optimize.order import gap
@@ -108,43 +103,6 @@ def comparison_text(entries: Sequence[Compared]) -> str:
     return "\n".join([head, *map(str, entries), GAP])
 
 
-def page(entries: Sequence[Compared], title: str) -> str:
-    """The comparison as one HTML page that needs no other file: the table and the figures."""
-    import matplotlib
-    from matplotlib import pyplot as plt
-
-    matplotlib.use("Agg")  # figures are written, not shown
-    found = [
-        f"<title>{escape(title)}</title><h1>{escape(title)}</h1><pre>{comparison_text(entries)}</pre>"
-    ]
-    found.append(NOTE)
-    for how in entries[0].answers():
-        answers = {e.schedule.name: e.answers()[how] for e in entries}
-        figures = {
-            f"Timelines, {how}, on one time axis": pipelab.plot.timelines(
-                {name: timeline for name, (timeline, _) in answers.items()}
-            ),
-            f"What fills every device at its peak, {how}": pipelab.plot.peaks(
-                {name: kept for name, (_, kept) in answers.items()}
-            ),
-        }
-        for caption, ax in figures.items():
-            file = BytesIO()
-            ax.figure.savefig(file, format="png", dpi=110)
-            plt.close(ax.figure)
-            coded = b64encode(file.getvalue()).decode()
-            found.append(
-                f'<h2>{caption}</h2><img alt="{caption}" width="100%" '
-                f'src="data:image/png;base64,{coded}">'
-            )
-    return "\n".join(["<!DOCTYPE html>", '<meta charset="utf-8">', *found])
-
-
-NOTE = """<p>Seconds from the first start to the last end. Bubble: idle share of all device time.
-MiB: of the fullest device at its peak. Versions: of a stage's weights, at the most. Staleness:
-updates between the weights that a forward reads and those that its gradient helps to make.</p>"""
-
-
 def compare_command(
     model: Model = "mlp",
     seed: Seed = 0,
@@ -157,7 +115,7 @@ def compare_command(
     microbatches: Count = 4,
     batches: Count = 2,
     backend: Literal["threads", "processes"] | None = None,
-    html: Annotated[Name, arg(help="write a page with the figures, in one file")] = None,
+    plot: Plot = None,
 ) -> None:
     """Run all schedules on one model, side by side.
 
@@ -167,11 +125,11 @@ def compare_command(
         bandwidth: with --profile: bytes a second of every link
         microbatches: per batch
     """
-    check_targets(html=html)
+    check_targets(plot=plot)
     costs, title = Costs(), str(model)
     if profile:
-        found = split_layers(read_profile(profile), devices)
-        costs, title = found.costs(transfer=transfer, bandwidth=bandwidth), Path(profile).stem
+        cut = split_layers(read_profile(profile), devices)
+        costs, title = cut.costs(transfer=transfer, bandwidth=bandwidth), Path(profile).stem
     sizes: dict[str, Any] = {"virtual": 2, "batches": batches}
     made, left_out = make_all(devices, microbatches, costs, **sizes)
 
@@ -189,10 +147,11 @@ def compare_command(
         runs = {name: run(schedule) for name, (schedule, _) in made.items()}
     entries = [replace(entry, run=runs.get(entry.schedule.name)) for entry in compare(made)]
     title += f": {devices} devices, {batches} batches of {microbatches} micro-batches"
-    write_text(html, lambda: page(entries, title))
+    shown = {e.schedule.name: [*e.answers().values()][-1][0] for e in entries}
+    write_figure(plot, lambda: pipelab.plot.timelines(shown))
     if json:
-        shown = [entry.to_json() for entry in entries]
-        print(dumps({"title": title, "schedules": shown, "left_out": left_out}))
+        found = [entry.to_json() for entry in entries]
+        print(dumps({"title": title, "schedules": found, "left_out": left_out}))
     else:
         print(
             title,

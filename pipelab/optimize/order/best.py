@@ -68,38 +68,25 @@ def search(
     .   1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2 1U0
     """
     problem = _problem(costs, devices, microbatches, memory, placement, virtual, split)
-    limits = problem.devices, problem.microbatches, problem.memory
-    least = bound(costs, *limits, placement=problem.placement, split=split).makespan
     if seconds > 0:
         solver_library()  # or its error at once; its import does not count
     began = time.perf_counter()
-    best, interrupted = _Best(problem), False
+    best = _Best(problem)
     try:
-        for found_by, schedule in _heuristics(problem):
-            best.offer(schedule, found_by)
-            late = seconds and found_by == "greedy" and time.perf_counter() > began + seconds
-            if not best.above(least) or (late and best.schedule):
-                break
-        left = began + seconds - time.perf_counter()
-        if left > 0 and best.above(least) and problem.actions <= SOLVABLE:
-            assert best.schedule
-            answer = Model(problem, best.schedule, least).solve(left, workers, progress)
-            least, interrupted = max(least, answer.bound), answer.interrupted
-            if answer.schedule:
-                best.offer(answer.schedule, "exact")
+        _search(best, seconds, workers, progress)
     except KeyboardInterrupt:
         if not best.schedule:
             raise
-        interrupted = True
+        best.interrupted = True
     assert best.schedule
     proof = Proof(
         makespan=best.makespan,
-        bound=min(least, best.makespan),
+        bound=min(best.bound, best.makespan),
         memory=problem.memory,
         split=split,
         seconds=time.perf_counter() - began,
         found_by=best.found_by,
-        interrupted=interrupted,
+        interrupted=best.interrupted,
     )
     rows = repeat(best.schedule, batches).rows
     sizes = problem.microbatches, batches
@@ -137,16 +124,18 @@ def _problem(
 
 
 class _Best:
-    """The fastest schedule so far, and what made it."""
+    """The fastest schedule so far, what made it, and seconds that none can beat."""
 
     def __init__(self, problem: OrderProblem) -> None:
         self.problem = problem
         self.schedule: Schedule | None = None
-        self.makespan, self.found_by = math.inf, ""
+        self.makespan, self.found_by, self.interrupted = math.inf, "", False
+        limits = problem.devices, problem.microbatches, problem.memory
+        least = bound(problem.costs, *limits, placement=problem.placement, split=problem.split)
+        self.bound = least.makespan
 
-    def above(self, bound: float) -> bool:
-        """Whether there may be a better one."""
-        return self.makespan > bound * (1 + 1e-9)
+    def is_optimal(self) -> bool:
+        return self.makespan <= self.bound * (1 + 1e-9)
 
     def offer(self, schedule: Schedule, found_by: str) -> None:
         """Keep it if it fits and is faster."""
@@ -154,6 +143,24 @@ class _Best:
             makespan = self.problem.makespan(schedule)
             if makespan < self.makespan * (1 - 1e-12):
                 self.schedule, self.makespan, self.found_by = schedule, makespan, found_by
+
+
+def _search(best: _Best, seconds: float, workers: int, progress: Progress | None) -> None:
+    """Heuristics first, then the solver in the time that is left."""
+    problem, ends = best.problem, time.perf_counter() + seconds
+    for found_by, schedule in _heuristics(problem):
+        best.offer(schedule, found_by)
+        late = seconds and found_by == "greedy" and time.perf_counter() > ends
+        if best.is_optimal() or (late and best.schedule):
+            return
+    left = ends - time.perf_counter()
+    if left > 0 and problem.actions <= SOLVABLE:
+        assert best.schedule
+        answer = Model(problem, best.schedule, best.bound).solve(left, workers, progress)
+        best.bound = max(best.bound, answer.bound)
+        best.interrupted = answer.interrupted
+        if answer.schedule:
+            best.offer(answer.schedule, "exact")
 
 
 def _heuristics(problem: OrderProblem) -> Iterator[tuple[str, Schedule]]:

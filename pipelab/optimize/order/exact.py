@@ -18,7 +18,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from pipelab.optimize.order.problem import OrderProblem
-from pipelab.predict.simulate import links
+from pipelab.predict.simulate import simulate
 from pipelab.table.action import Action, Kind, insert_updates
 from pipelab.table.schedule import Schedule
 
@@ -28,11 +28,10 @@ GRAIN = 10**9  # units of a micro-batch's activations
 
 class Solved(NamedTuple):
     """schedule: the best found, None if there is none; bound: seconds that no table can beat;
-    complete: whether the solver has proved its own best; interrupted: by Ctrl-C."""
+    interrupted: by Ctrl-C."""
 
     schedule: Schedule | None
     bound: float
-    complete: bool
     interrupted: bool
 
 
@@ -113,17 +112,16 @@ class Model:
     def _hint(self, known: Schedule) -> tuple[dict[Action, int], int]:
         """When each action of the known table starts, a whole backward as I, then W; and when the
         last one ends."""
-        link, delay = links(known), [0] * len(known.actions)
-        for i in known.crossing:
-            delay[i] = self.delay[link[i]]  # type: ignore[index]
-        walk = known.walk([self.length[a.kind][a.stage] for a in known.actions], delay)
-        starts = dict(zip(known.actions, map(int, walk.start), strict=True))
+        timeline = simulate(known, self.problem.costs)
+        # Lengths are rounded down, so starts that are rounded down, too, are possible.
+        moments = (self._units(x - self.problem.costs.overhead) for x in timeline.start)
+        starts = dict(zip(known.actions, moments, strict=True))
         if self.problem.split:
             for a, start in list(starts.items()):
                 if a.kind is Kind.B:
                     starts[a._replace(kind=Kind.I)] = start
                     starts[a._replace(kind=Kind.W)] = start + self.length[Kind.I][a.stage]
-        return starts, int(max(walk.end))
+        return starts, self._units(max(timeline.end))
 
     def _device(self, stages: list[int], hint: dict[Action, int]) -> None:
         """An interval for each action; none overlap; micro-batches in their order."""
@@ -227,10 +225,9 @@ class Model:
             except KeyboardInterrupt:
                 interrupted = True
                 solver.stop_search()
-        complete = solving.result() == cp.OPTIMAL
-        known = complete or solving.result() == cp.FEASIBLE
+        known = solving.result() in (cp.OPTIMAL, cp.FEASIBLE)
         table = self._table(solver) if known else None
-        return Solved(table, self._seconds(solver.best_objective_bound), complete, interrupted)
+        return Solved(table, self._seconds(solver.best_objective_bound), interrupted)
 
     def _seconds(self, units: float) -> float:
         """A makespan counts from the first compute, after its overhead."""
