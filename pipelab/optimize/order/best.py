@@ -176,26 +176,21 @@ def _heuristics(problem: OrderProblem) -> Iterator[tuple[str, Schedule]]:
                 yield "greedy", fuse(draft.table)
 
 
-def named_schedules(problem: OrderProblem, batches: int = 1) -> Iterator[tuple[str, Schedule]]:
+def named_schedules(problem: OrderProblem) -> Iterator[tuple[str, Schedule]]:
     """Every named schedule of the problem's placement and kinds of backwards, whether it fits or
     not."""
     p, m = problem.devices, problem.microbatches
     virtual = problem.stages // p
     for name in SCHEDULES:
-        options: dict[str, Any] = {"batches": batches}
-        if takes(name, "virtual"):
-            if virtual == 1:  # another name for one that has one stage a device
-                continue
-            options["virtual"] = virtual
-        if takes(name, "costs"):
-            options["costs"] = problem.costs
-        if takes(name, "memory"):
-            options["memory"] = problem.memory
+        sizes: dict[str, Any] = {"virtual": virtual} if takes(name, "virtual") else {}
+        if sizes and virtual == 1:  # another name for one that has one stage a device
+            continue
+        memory = problem.memory if takes(name, "memory") else None
         try:
             # Of one micro-batch first, as another placement would be made in vain.
-            if make(name, p, 1, **(options | {"memory": None})).placement != problem.placement:
+            if make(name, p, 1, **sizes).placement != problem.placement:
                 continue
-            schedule = make(name, p, m, **options)
+            schedule = make(name, p, m, costs=problem.costs, memory=memory, **sizes)
         except (ScheduleError, CostError):
             continue
         of_one_batch = schedule.per_update == m and schedule.reads is Reads.LATEST
