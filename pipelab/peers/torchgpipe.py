@@ -102,33 +102,45 @@ def run_torchgpipe(
         chunks=chunks,
         checkpoint=checkpoint,
     )
-    steps = [StepRecorder(part, optimizer) for part in parts]
     (m,), marks = found, _Marks()
     for j, partition in enumerate(model.partitions):
         named = marks.around(j, partition.forward, m)
         partition.forward = _ending(j, named)  # type: ignore[method-assign]
-    table = schedule_of(len(parts), m, len(batches))
+    steps = [StepRecorder(part, optimizer) for part in parts]
     # On GPUs each has a thread of its own, where marks would not show which backward runs.
     trace = trace and all(device.type == "cpu" for device in model.devices)
-    losses, ends = [], [time.perf_counter()]
     with trace_files(1, trace) as files:
         with recorded(files[0] if files else None):
-            for x, y in batches:
-                # Nobody asks for the gradients of the data.
-                x = pytree.tree_map_only(Tensor, lambda t: t.detach().to(model.devices[0]), x)
-                y = pytree.tree_map_only(Tensor, lambda t: t.detach().to(model.devices[-1]), y)
-                value = loss(model(x), y)
-                if value.requires_grad:
-                    value.backward()
-                marks.finish()
-                for step in steps:
-                    step.step()
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
-                losses.append(float(value.detach()))
-                ends.append(time.perf_counter())
+            losses, ends = _train(model, batches, loss, steps, marks)
         weights = {j: weights_of(part) for j, part in enumerate(parts)}
+        table = schedule_of(len(parts), m, len(batches))
         return gather([PeerRecord(losses, weights, ends)], files, table)
+
+
+def _train(
+    model: Any,
+    batches: Sequence[tuple[Any, Any]],
+    loss: Loss,
+    steps: Sequence[StepRecorder],
+    marks: "_Marks",
+) -> tuple[list[float], list[float]]:
+    """The losses, and when it began and ended each batch."""
+    losses, ends = [], [time.perf_counter()]
+    for x, y in batches:
+        # Nobody asks for the gradients of the data.
+        x = pytree.tree_map_only(Tensor, lambda t: t.detach().to(model.devices[0]), x)
+        y = pytree.tree_map_only(Tensor, lambda t: t.detach().to(model.devices[-1]), y)
+        value = loss(model(x), y)
+        if value.requires_grad:
+            value.backward()
+        marks.finish()
+        for step in steps:
+            step.step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        losses.append(float(value.detach()))
+        ends.append(time.perf_counter())
+    return losses, ends
 
 
 def _check_norms(stages: Sequence[nn.Module]) -> None:
