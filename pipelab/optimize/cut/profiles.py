@@ -120,6 +120,7 @@ class Profile:
         if self.is_chain:
             return np.tri(n + 1, n, -1, dtype=bool)
         reads = [{a for a, b in self.edges if b == i} for i in range(n)]
+        # Layer by layer: a set grows by each layer all of whose inputs it has.
         found = newest = {frozenset[int]()}
         while newest:
             grown = {
@@ -150,7 +151,7 @@ class Profile:
                 f"balance {list(balance)} for {count} layers: give every stage at least one, "
                 f"{count} in all"
             )
-        first = np.cumsum([0, *balance])[:-1]
+        first = np.cumsum([0, *balance])[:-1]  # layer of each stage
         sums: dict[str, Any] = {
             name: np.add.reduceat(self.of(name), first).tolist()
             for name in (*PASSES, "weights", "activations", "weight_activations")

@@ -70,6 +70,7 @@ def pipedream(
         needed = problem.needed(shared, later)
         return np.where(needed <= memory, problem.pace(shared, later), np.inf)
 
+    # [1] the best pace, or by how much the memory falls short
     best = problem.solve(pace, straight)
     if not math.isfinite(best.value(devices)):
         least = problem.solve(problem.needed, straight).value(devices)
@@ -78,6 +79,7 @@ def pipedream(
             f"needs {least:,.0f}, {least - memory:,.0f} more; use more devices or smaller "
             "micro-batches"
         )
+    # [2] its stages; what a stage takes longer than its share of the compute is the all-reduce
     found = []
     for a, b, shared in best.stages(devices):
         layers = np.flatnonzero(problem.before[b] & ~problem.before[a])
@@ -99,6 +101,7 @@ class _Problem:
         self.devices, self.model = devices, model
         self.before = before = profile.cuts()
         self.link = 2 * profile.crossing(before) / bandwidth
+        # b is behind a if it has all layers that a has, and more
         count = before.sum(axis=1)
         inside = before.astype(int) @ before.T
         behind = (inside == count[:, None]) & (count[:, None] < count)
@@ -134,7 +137,7 @@ class _Problem:
     def pace(self, shared: int, later: int) -> np.ndarray:
         """The same, or a slower link's; the first stage has none before it."""
         found = self.shared_seconds(shared)
-        if shared + later == self.devices:
+        if shared + later == self.devices:  # all devices are its own or behind it
             return found
         if self.model == "max":
             return np.maximum(found, self.link[:, None])

@@ -70,7 +70,6 @@ def search(
     problem = _problem(costs, devices, microbatches, memory, placement, virtual, split)
     if seconds > 0:
         solver_library()  # or its error at once; its import does not count
-    began = time.perf_counter()
     best = _Best(problem)
     try:
         _search(best, seconds, workers, progress)
@@ -78,19 +77,7 @@ def search(
         if not best.schedule:
             raise
         best.interrupted = True
-    assert best.schedule
-    proof = Proof(
-        makespan=best.makespan,
-        bound=min(best.bound, best.makespan),
-        memory=problem.memory,
-        split=split,
-        seconds=time.perf_counter() - began,
-        found_by=best.found_by,
-        interrupted=best.interrupted,
-    )
-    rows = repeat(best.schedule, batches).rows
-    sizes = problem.microbatches, batches
-    return Found("search", rows, problem.placement, *sizes, proof=proof)
+    return best.found(batches)
 
 
 def _problem(
@@ -127,7 +114,7 @@ class _Best:
     """The fastest schedule so far, what made it, and seconds that none can beat."""
 
     def __init__(self, problem: OrderProblem) -> None:
-        self.problem = problem
+        self.problem, self.began = problem, time.perf_counter()
         self.schedule: Schedule | None = None
         self.makespan, self.found_by, self.interrupted = math.inf, "", False
         limits = problem.devices, problem.microbatches, problem.memory
@@ -144,15 +131,33 @@ class _Best:
             if makespan < self.makespan * (1 - 1e-12):
                 self.schedule, self.makespan, self.found_by = schedule, makespan, found_by
 
+    def found(self, batches: int) -> Found:
+        """The result, its order repeated for every batch."""
+        assert self.schedule
+        proof = Proof(
+            makespan=self.makespan,
+            bound=min(self.bound, self.makespan),  # which rounding may have put above
+            memory=self.problem.memory,
+            split=self.problem.split,
+            seconds=time.perf_counter() - self.began,
+            found_by=self.found_by,
+            interrupted=self.interrupted,
+        )
+        rows = repeat(self.schedule, batches).rows
+        sizes = self.problem.microbatches, batches
+        return Found("search", rows, self.problem.placement, *sizes, proof=proof)
+
 
 def _search(best: _Best, seconds: float, workers: int, progress: Progress | None) -> None:
     """Heuristics first, then the solver in the time that is left."""
-    problem, ends = best.problem, time.perf_counter() + seconds
+    problem, ends = best.problem, best.began + seconds
+    # [1] The named schedules however long they take, then drafts until the time is over.
     for found_by, schedule in _heuristics(problem):
         best.offer(schedule, found_by)
         late = seconds and found_by == "greedy" and time.perf_counter() > ends
         if best.is_optimal() or (late and best.schedule):
             return
+    # [2] The solver begins with the best of them, and raises the bound, too.
     left = ends - time.perf_counter()
     if left > 0 and problem.actions <= SOLVABLE:
         assert best.schedule

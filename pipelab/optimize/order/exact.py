@@ -73,6 +73,7 @@ class Model:
         """known: where the solver begins; least: seconds that no table can beat."""
         self.cp = solver_library()
         self.problem = problem
+        # [1] Every length in units; a whole backward has one overhead, its halves have two.
         overhead, longest = problem.costs.overhead, problem.makespan(known)
         every = itertools.chain(*problem.compute.values(), problem.delay, [overhead])
         self.unit = unit_of(every, longest + overhead)
@@ -84,6 +85,8 @@ class Model:
         }
         parts = zip(self.length[Kind.I], self.length[Kind.W], strict=True)
         self.length[Kind.B] = [i + w - self.overhead for i, w in parts]
+        # [2] What every table keeps to. The known one is where the solver begins, and its end is
+        # the latest that anything may end.
         self.model = self.cp.CpModel()
         self.starts: dict[Any, Any] = {}
         self.ends: dict[Any, Any] = {}
@@ -94,6 +97,7 @@ class Model:
         self._inputs()
         if problem.memory < math.inf:
             self._memory()
+        # [3] What is to be small: the last end, after the device's updates.
         least_units = math.floor((least + overhead) / self.unit * (1 - 1e-12))
         self.makespan = self.model.new_int_var(least_units, self.horizon, "makespan")
         for stages in problem.stages_of:
@@ -141,7 +145,7 @@ class Model:
             self.starts[a], self.ends[a] = start, end
             intervals.append(model.new_interval_var(start, length, end, str(a)))
             model.add_hint(start, hint[a])
-            if k:
+            if k:  # in their order, which loses nothing: see `problem`
                 self._after(a, a._replace(microbatch=k - 1), condition)
         model.add_no_overlap(intervals)
 
@@ -156,7 +160,7 @@ class Model:
                 way, later = self.delay[s], s + 1
                 self._after(forward._replace(stage=later), forward, way=way)
                 self._after(backward, backward._replace(stage=later), way=way)
-                if self.whole:
+                if self.whole:  # the gradient leaves when all of the backward has ended
                     gradient = weight._replace(stage=later)
                     self._after(backward, gradient, self.whole[later, k], way)
             if problem.split:
@@ -173,7 +177,7 @@ class Model:
     def _memory(self) -> None:
         """What a device holds: of each stage and micro-batch from F to I, and from I to W."""
         problem, m = self.problem, self.problem.microbatches
-        room = math.floor(problem.memory * GRAIN) + 1
+        room = math.floor(problem.memory * GRAIN) + 1  # up, what is held down: no table is lost
         first, last = problem.kinds[1], problem.kinds[-1]
         for stages in problem.stages_of:
             held, sizes = [], []
@@ -238,11 +242,12 @@ class Model:
         at = {a: solver.value(start) for a, start in self.starts.items()}
         ends = {a: solver.value(end) for a, end in self.ends.items()}
         whole = {(s, k) for (s, k), yes in self.whole.items() if solver.value(yes)}
-        for s, k in whole:
+        for s, k in whole:  # as one action B it ends with its W
             ends[Action(s, Kind.I, k)] = ends[Action(s, Kind.W, k)]
         rows = []
         for stages in problem.stages_of:
             row = [a for a in at if a.stage in stages]
+            # at one moment, what takes no time comes first
             row.sort(key=lambda a: (at[a], ends[a], a.microbatch, _step(a)))
             rows.append([*_join(row, whole)])
         updated = insert_updates(rows, problem.microbatches)
