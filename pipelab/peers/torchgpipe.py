@@ -86,12 +86,7 @@ def run_torchgpipe(
     from torchgpipe import GPipe
 
     check_counts(stages=len(stages), batches=len(batches), chunks=chunks)
-    found = {len(pytree.tree_leaves(x)[0].chunk(chunks)) for x, _ in batches}
-    if len(found) > 1:
-        raise ValueError(
-            f"torchgpipe would cut the batches into {sorted(found)} micro-batches: give batches of "
-            "one size"
-        )
+    m = _microbatches(batches, chunks)
     if Recompute(checkpoint) is not Recompute.NEVER:
         _check_norms(stages)
     parts: list[Any] = list(copies_of(stages))
@@ -102,45 +97,44 @@ def run_torchgpipe(
         chunks=chunks,
         checkpoint=checkpoint,
     )
-    (m,), marks = found, _Marks()
+    steps = [StepRecorder(part, optimizer) for part in parts]
+    marks = _Marks()
     for j, partition in enumerate(model.partitions):
         named = marks.around(j, partition.forward, m)
         partition.forward = _ending(j, named)  # type: ignore[method-assign]
-    steps = [StepRecorder(part, optimizer) for part in parts]
+    table = schedule_of(len(parts), m, len(batches))
     # On GPUs each has a thread of its own, where marks would not show which backward runs.
     trace = trace and all(device.type == "cpu" for device in model.devices)
+    losses, ends = [], [time.perf_counter()]
     with trace_files(1, trace) as files:
         with recorded(files[0] if files else None):
-            losses, ends = _train(model, batches, loss, steps, marks)
+            for x, y in batches:
+                # Nobody asks for the gradients of the data.
+                x = pytree.tree_map_only(Tensor, lambda t: t.detach().to(model.devices[0]), x)
+                y = pytree.tree_map_only(Tensor, lambda t: t.detach().to(model.devices[-1]), y)
+                value = loss(model(x), y)
+                if value.requires_grad:
+                    value.backward()
+                marks.finish()
+                for step in steps:
+                    step.step()
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                losses.append(float(value.detach()))
+                ends.append(time.perf_counter())
         weights = {j: weights_of(part) for j, part in enumerate(parts)}
-        table = schedule_of(len(parts), m, len(batches))
         return gather([PeerRecord(losses, weights, ends)], files, table)
 
 
-def _train(
-    model: Any,
-    batches: Sequence[tuple[Any, Any]],
-    loss: Loss,
-    steps: Sequence[StepRecorder],
-    marks: "_Marks",
-) -> tuple[list[float], list[float]]:
-    """The losses, and when it began and ended each batch."""
-    losses, ends = [], [time.perf_counter()]
-    for x, y in batches:
-        # Nobody asks for the gradients of the data.
-        x = pytree.tree_map_only(Tensor, lambda t: t.detach().to(model.devices[0]), x)
-        y = pytree.tree_map_only(Tensor, lambda t: t.detach().to(model.devices[-1]), y)
-        value = loss(model(x), y)
-        if value.requires_grad:
-            value.backward()
-        marks.finish()
-        for step in steps:
-            step.step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        losses.append(float(value.detach()))
-        ends.append(time.perf_counter())
-    return losses, ends
+def _microbatches(batches: Sequence[tuple[Any, Any]], chunks: int) -> int:
+    """How many torchgpipe makes of every batch; ValueError where they differ."""
+    found = {len(pytree.tree_leaves(x)[0].chunk(chunks)) for x, _ in batches}
+    if len(found) > 1:
+        raise ValueError(
+            f"torchgpipe would cut the batches into {sorted(found)} micro-batches: give batches of "
+            "one size"
+        )
+    return found.pop()
 
 
 def _check_norms(stages: Sequence[nn.Module]) -> None:

@@ -84,10 +84,6 @@ class ListScheduler:
             self.span = max(end - begin for begin, end in zip(self.begin, self.free, strict=True))
 
     @property
-    def makespan(self) -> float:
-        return max(self.free)
-
-    @property
     def table(self) -> Schedule:
         return self.problem.table("greedy", self.rows)
 
