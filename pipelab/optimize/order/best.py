@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pipelab.optimize.order.exact import Model, solver_library
+from pipelab.optimize.order.exact import SolverModel, solver_library
 from pipelab.optimize.order.found import Found, Proof
 from pipelab.optimize.order.list_scheduler import ListScheduler, drafts, every_rule, fuse
 from pipelab.optimize.order.problem import OrderProblem, placement_named
@@ -161,7 +161,7 @@ def _search(best: _Best, seconds: float, workers: int, progress: Progress | None
     left = ends - time.perf_counter()
     if left > 0 and problem.actions <= SOLVABLE:
         assert best.schedule
-        answer = Model(problem, best.schedule, best.bound).solve(left, workers, progress)
+        answer = SolverModel(problem, best.schedule, best.bound).solve(left, workers, progress)
         best.bound = max(best.bound, answer.bound)
         best.interrupted = answer.interrupted
         if answer.schedule:

@@ -62,7 +62,7 @@ def solver_library() -> Any:
     return cp_model
 
 
-class Model:
+class SolverModel:
     """The problem as CP-SAT takes it; times and lengths in units.
 
     starts, ends  action -> variable
