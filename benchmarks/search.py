@@ -20,6 +20,7 @@ from pipelab.optimize.order import Found, Proof, search
 from pipelab.optimize.order.best import named_schedules
 from pipelab.optimize.order.problem import OrderProblem
 from pipelab.predict.costs import PASSES
+from pipelab.table.transform import repeat
 
 OF_STAGES = (*PASSES, "update", "activations", "weight_activations")
 
@@ -261,11 +262,13 @@ def _entries(sizes: Sizes) -> list[Entry]:
     for home, own, layers_of in (((0, 1, 0, 1), costs, balance), ((0, 1), pairs, cut)):
         problem = OrderProblem(own, home, m, memory, True)
         fitting = [
-            (problem.makespan(s), name) for name, s in named_schedules(problem) if problem.fits(s)
+            (problem.makespan(s), name, s)
+            for name, s in named_schedules(problem)
+            if problem.fits(s)
         ]
         if fitting:
-            _, name = min(fitting)
-            schedule = dict(named_schedules(problem, sizes.batches))[name]
+            _, name, schedule = min(fitting, key=lambda entry: entry[:2])
+            schedule = repeat(schedule, sizes.batches)
             entries.append(Entry(name, schedule, layers_of, own))
     return entries
 

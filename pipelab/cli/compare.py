@@ -1,148 +1,75 @@
 """compare: all schedules on one model, side by side: predicted, and measured if they are run."""
 
 import math
-from base64 import b64encode
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from html import escape
-from io import BytesIO
+from collections.abc import Sequence
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from tyro.conf import arg
+from typing import Any, Literal
 
 import pipelab
-from pipelab import Costs, Memory, Schedule, Timeline, fit, memory, simulate
-from pipelab.cli.files import check_targets, read_profile, write_text
+from pipelab import Costs, Schedule, Timeline, fit, memory, simulate
+from pipelab.cli.files import check_targets, read_profile, write_figure
 from pipelab.cli.models import small_model
-from pipelab.cli.options import Cost, Count, Json, Model, Name, Positive, Seed, Timeout
+from pipelab.cli.options import Cost, Count, Json, Model, Name, Plot, Positive, Seed, Timeout
 from pipelab.cli.report import GAP, Failure
 from pipelab.optimize.cut import split_layers
 from pipelab.optimize.order import gap
 from pipelab.schedules import make_all, make_for
 
 
-@dataclass(frozen=True)
-class Compared:
-    """One schedule of a comparison.
+def compared(schedule: Schedule, costs: Costs, run: Any = None) -> dict[str, Any]:
+    """One schedule of a comparison, predicted, and measured if it was run: seconds and bytes.
 
-    gap  how far a batch is above a lower bound, see `pipelab.optimize.order.gap`
-    run  what `pipelab.run` gave back, if it was run
+    staleness  updates between the version that a forward reads and the one it helps to make
+    gap        how far a batch is above a lower bound, see `pipelab.optimize.order.gap`
+    at_peak    of every device, by cause
+
+    >>> from pipelab import make
+    >>> found = compared(make("gpipe", 4, 8), Costs())
+    >>> found["schedule"], found["predicted"]["makespan"]
+    ('gpipe', 33.0)
     """
-
-    schedule: Schedule
-    predicted: Timeline
-    memory: Memory
-    gap: float
-    run: Any = None
-
-    @property
-    def staleness(self) -> int:
-        """Updates between the version that a forward reads and the one it helps to make."""
-        s = self.schedule
-        return max(k // s.per_update - version for (_, k), version in s.versions.items())
-
-    def answers(self) -> dict[str, tuple[Timeline, Memory]]:
-        found = {"predicted": (self.predicted, self.memory)}
-        if self.run:
-            found["measured"] = self.run.timeline, self.run.memory
-        return found
-
-    def to_json(self) -> dict[str, Any]:
-        """Seconds and bytes; a peak by cause for every device."""
-        found: dict[str, Any] = {
-            "schedule": self.schedule.name,
-            "weight_versions": self.schedule.weight_versions,
-            "staleness": self.staleness,
-            "gap": self.gap,
+    predicted = simulate(schedule, costs)
+    answers = {"predicted": (predicted, memory(predicted, costs))}
+    if run:
+        answers["measured"] = run.timeline, run.memory
+    late = (k // schedule.per_update - read for (_, k), read in schedule.versions.items())
+    found: dict[str, Any] = {
+        "schedule": schedule.name,
+        "weight_versions": schedule.weight_versions,
+        "staleness": max(late),
+        "gap": gap(schedule, costs),
+    }
+    for how, (timeline, kept) in answers.items():
+        found[how] = {
+            "makespan": timeline.makespan,
+            "bubble": timeline.bubble._asdict(),
+            "peak": kept.peak(),
+            "at_peak": [kept.at_peak(d) for d in range(kept.devices)],
         }
-        for how, (timeline, kept) in self.answers().items():
-            found[how] = {
-                "makespan": timeline.makespan,
-                "bubble": timeline.bubble._asdict(),
-                "peak": kept.peak(),
-                "at_peak": [kept.at_peak(d) for d in range(kept.devices)],
-            }
-        if self.run:
-            found["check"] = self.run.check.passed
-        return found
-
-    def __str__(self) -> str:
-        numbers = "".join(
-            f"{timeline.makespan:>11.4g}{timeline.bubble.of_total:>8.1%}"
-            f"{max(kept.peak()) / 2**20:>10.4g}"
-            for timeline, kept in self.answers().values()
-        )
-        versions = max(self.schedule.weight_versions)
-        check = "passed" if self.run and self.run.check.passed else "FAILED" if self.run else ""
-        return (
-            f"{self.schedule.name:<16}{numbers}{self.gap:>8.1%}{versions:>10}{self.staleness:>11}"
-            f"  {check}"
-        ).rstrip()
-
-
-def compare(made: Mapping[str, tuple[Schedule, Costs]]) -> list[Compared]:
-    """Schedules of one model, predicted; `pipelab.make_all` gives them with their costs.
-
-    >>> made, left_out = make_all(4, 8, Costs(), virtual=2)
-    >>> for entry in compare({name: made[name] for name in ["gpipe", "interleaved"]}):
-    ...     print(entry.schedule.name, entry.predicted.makespan)
-    gpipe 33.0
-    interleaved 28.5
-    """
-    found = []
-    for schedule, costs in made.values():
-        predicted = simulate(schedule, costs)
-        found.append(Compared(schedule, predicted, memory(predicted, costs), gap(schedule, costs)))
+    if run:
+        found["check"] = run.check.passed
     return found
 
 
-def comparison_text(entries: Sequence[Compared]) -> str:
+def comparison_text(records: Sequence[dict[str, Any]]) -> str:
     """The comparison as a table, and what its gap is."""
+    answers = [how for how in ("predicted", "measured") if how in records[0]]
     columns = "".join(
-        f"{'seconds' if how == 'predicted' else how:>11}  bubble       MiB"
-        for how in entries[0].answers()
+        f"{'seconds' if how == 'predicted' else how:>11}  bubble       MiB" for how in answers
     )
-    head = f"{'schedule':<16}{columns}     gap  versions  staleness"
-    return "\n".join([head, *map(str, entries), GAP])
-
-
-def page(entries: Sequence[Compared], title: str) -> str:
-    """The comparison as one HTML page that needs no other file: the table and the figures."""
-    import matplotlib
-    from matplotlib import pyplot as plt
-
-    matplotlib.use("Agg")  # figures are written, not shown
-    found = [
-        f"<title>{escape(title)}</title><h1>{escape(title)}</h1><pre>{comparison_text(entries)}</pre>"
-    ]
-    found.append(NOTE)
-    for how in entries[0].answers():
-        answers = {e.schedule.name: e.answers()[how] for e in entries}
-        figures = {
-            f"Timelines, {how}, on one time axis": pipelab.plot.timelines(
-                {name: timeline for name, (timeline, _) in answers.items()}
-            ),
-            f"What fills every device at its peak, {how}": pipelab.plot.peaks(
-                {name: kept for name, (_, kept) in answers.items()}
-            ),
-        }
-        for caption, ax in figures.items():
-            file = BytesIO()
-            ax.figure.savefig(file, format="png", dpi=110)
-            plt.close(ax.figure)
-            coded = b64encode(file.getvalue()).decode()
-            found.append(
-                f'<h2>{caption}</h2><img alt="{caption}" width="100%" '
-                f'src="data:image/png;base64,{coded}">'
-            )
-    return "\n".join(["<!DOCTYPE html>", '<meta charset="utf-8">', *found])
-
-
-NOTE = """<p>Seconds from the first start to the last end. Bubble: idle share of all device time.
-MiB: of the fullest device at its peak. Versions: of a stage's weights, at the most. Staleness:
-updates between the weights that a forward reads and those that its gradient helps to make.</p>"""
+    lines = [f"{'schedule':<16}{columns}     gap  versions  staleness"]
+    for found in records:
+        line = f"{found['schedule']:<16}"
+        for answer in (found[how] for how in answers):
+            line += f"{answer['makespan']:>11.4g}{answer['bubble']['of_total']:>8.1%}"
+            line += f"{max(answer['peak']) / 2**20:>10.4g}"
+        versions = max(found["weight_versions"])
+        line += f"{found['gap']:>8.1%}{versions:>10}{found['staleness']:>11}"
+        if "check" in found:
+            line += "  passed" if found["check"] else "  FAILED"
+        lines.append(line)
+    return "\n".join([*lines, GAP])
 
 
 def compare_command(
@@ -157,7 +84,7 @@ def compare_command(
     microbatches: Count = 4,
     batches: Count = 2,
     backend: Literal["threads", "processes"] | None = None,
-    html: Annotated[Name, arg(help="write a page with the figures, in one file")] = None,
+    plot: Plot = None,
 ) -> None:
     """Run all schedules on one model, side by side.
 
@@ -167,11 +94,11 @@ def compare_command(
         bandwidth: with --profile: bytes a second of every link
         microbatches: per batch
     """
-    check_targets(html=html)
+    check_targets(plot=plot)
     costs, title = Costs(), str(model)
     if profile:
-        found = split_layers(read_profile(profile), devices)
-        costs, title = found.costs(transfer=transfer, bandwidth=bandwidth), Path(profile).stem
+        cut = split_layers(read_profile(profile), devices)
+        costs, title = cut.costs(transfer=transfer, bandwidth=bandwidth), Path(profile).stem
     sizes: dict[str, Any] = {"virtual": 2, "batches": batches}
     made, left_out = make_all(devices, microbatches, costs, **sizes)
 
@@ -187,18 +114,17 @@ def compare_command(
         costs = fit(first.timeline, first.memory)
         made = {name: make_for(name, devices, microbatches, costs, **sizes) for name in made}
         runs = {name: run(schedule) for name, (schedule, _) in made.items()}
-    entries = [replace(entry, run=runs.get(entry.schedule.name)) for entry in compare(made)]
+    records = [compared(*made[name], runs.get(name)) for name in made]
     title += f": {devices} devices, {batches} batches of {microbatches} micro-batches"
-    write_text(html, lambda: page(entries, title))
+
+    def timeline(name: str) -> Timeline:
+        return runs[name].timeline if runs else simulate(*made[name])
+
+    write_figure(plot, lambda: pipelab.plot.timelines({name: timeline(name) for name in made}))
     if json:
-        shown = [entry.to_json() for entry in entries]
-        print(dumps({"title": title, "schedules": shown, "left_out": left_out}))
+        print(dumps({"title": title, "schedules": records, "left_out": left_out}))
     else:
-        print(
-            title,
-            comparison_text(entries),
-            *(f"left out: {why}" for why in left_out.values()),
-            sep="\n",
-        )
-    if failed := [e.schedule.name for e in entries if e.run and not e.run.check.passed]:
+        reasons = (f"left out: {why}" for why in left_out.values())
+        print(title, comparison_text(records), *reasons, sep="\n")
+    if failed := [found["schedule"] for found in records if not found.get("check", True)]:
         raise Failure(f"the check failed: {', '.join(failed)}")

@@ -74,7 +74,6 @@ class Training:
         size: 12 blocks of width 64/768
         pretrained: such as gpt2, or a folder: published weights
         tied: the head shares the embedding's weights
-        text: what ships with Python, or SQuAD's contexts (needs a hub)
         batch: samples
         length: tokens of a sample
         lr: Adam's (published weights: 3e-5)
@@ -89,7 +88,6 @@ class Training:
     size: Literal["narrow", "small"] = "narrow"
     pretrained: Name = None
     tied: bool = False
-    text: Literal["prose", "squad"] = "prose"
     batch: Count = 32
     length: Count = None
     lr: Finite = 1e-3
@@ -104,7 +102,8 @@ class Training:
 
     def model(self, steps: int) -> tuple[list, list, Callable, int]:
         """GPT-2's layers, batches of text, a loss, and the length of a passage."""
-        from pipelab.models.gpt2 import gpt2
+        from pipelab.models import data
+        from pipelab.models.gpt2 import gpt2, next_token_loss
 
         sizes: dict[str, Any] = {"vocabulary": 512, "length": 32, "width": 64, "heads": 4}
         if self.size == "small":
@@ -116,29 +115,20 @@ class Training:
             raise ValueError(
                 f"--length {length}: this model has {most} positions; give at most {most}"
             )
-        batches, loss = self._batches(steps, length, sizes["vocabulary"])
-        return layers, batches, loss, length
+        tokens = self._tokens(min(sizes["vocabulary"], 8192))
+        batches = data.batches(tokens, steps, self.batch, length, self.seed)
+        return layers, batches, next_token_loss, length
 
-    def _batches(self, steps: int, length: int, vocabulary: int) -> tuple[list, Callable]:
+    def _tokens(self, vocabulary: int) -> Any:
+        """The text in tokens; those of the published weights, if there are any."""
         from pipelab.models import data
-        from pipelab.models.gpt2 import masked_loss, next_token_loss
 
-        if self.text == "prose" and not self.pretrained:
-            tokens = data.corpus(min(vocabulary, 8192)).tokens
-        else:
-            from transformers import AutoTokenizer
+        if not self.pretrained:
+            return data.corpus(vocabulary).tokens
+        from transformers import AutoTokenizer
 
-            from pipelab.models.hub import loading
+        from pipelab.models.hub import loading
 
-            name = self.pretrained or "gpt2"
-            with loading(name):
-                tokenizer = AutoTokenizer.from_pretrained(name)
-            if self.text == "squad":
-                try:
-                    texts = data.squad(tokenizer, steps * self.batch)
-                except ImportError as error:
-                    raise ValueError(f"--text squad: {error}") from None
-                end = tokenizer.eos_token_id
-                return data.padded(texts, steps, self.batch, length, end), masked_loss
-            tokens = tokenizer(data.text(), return_tensors="pt")["input_ids"][0]
-        return data.batches(tokens, steps, self.batch, length, self.seed), next_token_loss
+        with loading(self.pretrained):
+            tokenizer = AutoTokenizer.from_pretrained(self.pretrained)
+        return tokenizer(data.text(), return_tensors="pt")["input_ids"][0]

@@ -5,6 +5,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from json import dumps
 from typing import Annotated, Any, Literal, TextIO
@@ -33,66 +34,70 @@ from pipelab.cli.report import SIZES, Failure, describe, verdict_of
 from pipelab.measure.trace import from_trace
 
 
-def run_command(
-    table: TableOptions,
-    model: Model = "mlp",
-    replicas: Count = 1,
-    dropout: Rate = 0.0,
-    device: Name = None,
-    recompute: Mode = "never",
-    seed: Seed = 0,
-    timeout: Timeout = 60.0,
-    json: Json = False,
-    backend: Literal["threads", "processes", "jax"] | None = None,
-    distributed: bool = False,
-    paced: Finite = None,
-    dump: Name = None,
-    save: Name = None,
-    stop: Count = None,
-    resume: Name = None,
-) -> None:
-    """Train a small model for real and check every gradient.
+@dataclass(frozen=True)
+class RunOptions:
+    """How to run it.
 
     Args:
-        replicas: pipelines that train together (with a flush)
-        recompute: when a backward first runs its forward again
         backend: default: threads; under torchrun or deepspeed: their ranks
-        distributed: jax: as one of several processes (calls jax.distributed.initialize)
-        paced: seconds per cost unit: slow down to the predicted times
-        device: such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)
+        replicas: pipelines that train together (with a flush)
         dump: write initial weights, batches and the weights after every update
         save: write a checkpoint at the end
         stop: end after K batches (with --save)
         resume: continue from a checkpoint
     """
+
+    backend: Literal["threads", "processes", "jax"] | None = None
+    replicas: Count = 1
+    dump: Name = None
+    save: Name = None
+    stop: Count = None
+    resume: Name = None
+    timeout: Timeout = 60.0
+
+
+def run_command(
+    table: TableOptions,
+    options: RunOptions,
+    model: Model = "mlp",
+    dropout: Rate = 0.0,
+    device: Name = None,
+    recompute: Mode = "never",
+    seed: Seed = 0,
+    json: Json = False,
+    distributed: bool = False,
+    paced: Finite = None,
+) -> None:
+    """Train a small model for real and check every gradient.
+
+    Args:
+        recompute: when a backward first runs its forward again
+        distributed: jax: as one of several processes (calls jax.distributed.initialize)
+        paced: seconds per cost unit: slow down to the predicted times
+        device: such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)
+    """
     schedule = validate(table.make())
-    if distributed and backend != "jax":
+    jax = options.backend == "jax"
+    if distributed and not jax:
         raise ValueError("--distributed needs --backend jax; torch's ranks are started by torchrun")
     first = _join_processes() if distributed else os.environ.get("RANK", "0") == "0"
     if first:
-        check_targets(dump=dump, save=save)
-    jax = backend == "jax"
+        check_targets(dump=options.dump, save=options.save)
     if jax and (model != "mlp" or dropout):
         raise ValueError(
             "--backend jax has the mlp alone, without dropout: leave out --model and --dropout"
         )
-    sizes: dict[str, Any] = {"seed": seed, "replicas": replicas, "dropout": dropout}
+    sizes: dict[str, Any] = {"seed": seed, "replicas": options.replicas, "dropout": dropout}
     parts = jax_model(schedule, seed) if jax else small_model(model, schedule, **sizes)
     mode = Recompute(recompute)
     result = pipelab.run(
         schedule,
         *parts,
-        backend=backend,
         devices=device,
-        replicas=replicas,
         recompute=mode,
         seed=seed if dropout else None,
         pace=paced,
-        dump=dump,
-        save=save,
-        stop=stop,
-        resume=resume,
-        timeout=timeout,
+        **vars(options),
     )
     # Predicted with the very costs it is paced by, or with those that it measured itself.
     costs = Costs(paced, paced, paced, recompute=mode) if paced else fit(result.timeline)

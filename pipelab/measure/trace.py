@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,10 @@ from pipelab.measure.kineto import Rank, read_rank
 from pipelab.measure.rebuild import Recorded, check_stage_numbers, checked, rebuilt_timeline
 from pipelab.predict.spans import spans_of
 from pipelab.predict.timeline import Timeline
-from pipelab.table.action import Action, Reads
+from pipelab.table.action import Action
 from pipelab.table.schedule import Schedule
 from pipelab.table.validate import validate
 
-OF_TABLE = ("name", "placement", "microbatches", "batches", "per_update")
 BROKEN = (ArithmeticError, AttributeError, LookupError, TypeError, RecursionError, csv.Error)
 
 
@@ -59,10 +59,9 @@ def to_trace(timeline: Timeline) -> dict[str, Any]:
         add("X", home, 1, ts=micro(sent), dur=(arrived - sent) * 1e6, **shown)
         add("s", home, 0, id=i, ts=micro(t.end[maker]), **shown)
         add("f", d, 0, id=i, ts=micro(start), bp="e", **shown)
-    versions = None if s.versions_read is None else [*s.versions_read.items()]
-    table = {name: getattr(s, name) for name in OF_TABLE}
-    table |= {"rows": [[*map(str, row)] for row in s.rows], "reads": s.reads.name}
-    about = {"table": table | {"versions_read": versions}, "source": t.source, "late": t.late}
+    read = None if s.versions_read is None else [*s.versions_read.items()]
+    table = replace(s, versions_read=None).to_csv()
+    about = {"table": table, "versions_read": read, "source": t.source, "late": t.late}
     times = [(start, end, sent, arrived) for *_, start, end, sent, arrived in t.spans]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about | {"times": times}}
 
@@ -170,12 +169,10 @@ def _csv_spans(text: str) -> list[Recorded]:
 
 def _own(about: dict[str, Any], schedule: Schedule | str | None) -> Timeline:
     """What `to_trace` wrote, as it was."""
-    fields = about["table"]
-    fields["rows"] = [[*map(Action.parse, row)] for row in fields["rows"]]
-    fields["reads"] = Reads[fields["reads"]]
-    if fields["versions_read"] is not None:
-        fields["versions_read"] = {tuple(key): version for key, version in fields["versions_read"]}
-    table = validate(Schedule(**fields))
+    table, read = Schedule.from_csv(about["table"]), about["versions_read"]
+    if read is not None:
+        table = replace(table, versions_read={tuple(key): version for key, version in read})
+    validate(table)
     if schedule:
         table = checked(table, schedule)
     start, end, sent, arrived = zip(*about["times"], strict=True)

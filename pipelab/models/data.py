@@ -1,8 +1,8 @@
-"""Real text as batches of tokens: prose that ships with Python, or SQuAD's where it can be had."""
+"""Real text as batches of tokens: prose that ships with Python."""
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,7 +10,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from pipelab.models.gpt2 import PADDING
-from pipelab.models.hub import loading
 
 END = "<|endoftext|>"  # GPT-2's
 
@@ -98,21 +97,3 @@ def padded(
         tokens = torch.tensor([*texts[k % len(texts)], end])[: length + 1]
         inputs[k, : len(tokens) - 1], targets[k, : len(tokens) - 1] = tokens[:-1], tokens[1:]
     return list(zip(inputs.split(size), targets.split(size), strict=True))
-
-
-def squad(tokenizer: Any, count: int) -> list[list[int]]:
-    """The first `count` different contexts of SQuAD in tokens, for `padded`.
-
-    tokenizer  one of transformers, such as AutoTokenizer.from_pretrained("gpt2")
-
-    The `datasets` library loads them from its hub, or from what it has cached. ImportError without
-    that library, ValueError where the text cannot be had.
-    """
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise ImportError("SQuAD is loaded by `datasets`: pip install datasets") from None
-    with loading("squad"):
-        rows = load_dataset("squad", split="train")
-    contexts = dict.fromkeys(rows["context"])
-    return [tokenizer(context)["input_ids"] for context in list(contexts)[:count]]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from pipelab.peers import PeerRun, need
-from pipelab.peers.group import PeerJob, run_ranks, shape_of_loss
+from pipelab.peers.group import PeerJob, run_ranks, shapes_of
 from pipelab.peers.record import PeerRecord, StepRecorder, weights_of
 from pipelab.runtime.batches import cut_batch, samples_of
 from pipelab.runtime.torch.arguments import TREES
@@ -183,7 +183,7 @@ def _engine(job: PeerJob) -> tuple[Any, StepRecorder]:
         num_stages=world,
         loss_fn=job.loss,
         partition_method="uniform",
-        dynamic_shape=len({shape_of_loss(x) for x, _ in job.batches}) > 1,
+        dynamic_shape=len({shapes_of(x) for x, _ in job.batches}) > 1,
     )
     # It would turn on dropout and count in BatchNorm where the caller has called .eval().
     module.train = lambda: module

@@ -95,6 +95,6 @@ def run_ranks(
         return gather(run_processes(jobs, work, timeout), files)
 
 
-def shape_of_loss(x: Any) -> tuple:
+def shapes_of(x: Any) -> tuple:
     """The shape and type of every tensor."""
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in pytree.tree_leaves(x))

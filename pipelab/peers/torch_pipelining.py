@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 from torch.profiler import record_function
 
 from pipelab.peers import PeerRun
-from pipelab.peers.group import PeerJob, run_ranks, shape_of_loss
+from pipelab.peers.group import PeerJob, run_ranks, shapes_of
 from pipelab.peers.record import PeerRecord, StepRecorder, weights_of
 from pipelab.runtime.prepare import check_table
 from pipelab.runtime.torch.stage import Loss, OptimizerFactory
@@ -97,7 +97,7 @@ def _check_batches(batches: Sequence[tuple[Any, Any]]) -> None:
         _check_passed(x, f"the input of batch {b}")
         if not isinstance(y, Tensor):
             raise ValueError(f"the target of batch {b} is a {type(y).__name__}: give one tensor")
-    shapes = {shape_of_loss(x) for x, _ in batches}
+    shapes = {shapes_of(x) for x, _ in batches}
     if len(shapes) > 1:
         raise ValueError(
             f"batches with inputs of {sorted(map(str, shapes))}: torch's runtime receives them all "

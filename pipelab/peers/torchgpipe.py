@@ -86,16 +86,11 @@ def run_torchgpipe(
     from torchgpipe import GPipe
 
     check_counts(stages=len(stages), batches=len(batches), chunks=chunks)
-    found = {len(pytree.tree_leaves(x)[0].chunk(chunks)) for x, _ in batches}
-    if len(found) > 1:
-        raise ValueError(
-            f"torchgpipe would cut the batches into {sorted(found)} micro-batches: give batches of "
-            "one size"
-        )
+    m = _microbatches(batches, chunks)
     if Recompute(checkpoint) is not Recompute.NEVER:
         _check_norms(stages)
     parts: list[Any] = list(copies_of(stages))
-    model = GPipe(
+    model: Any = GPipe(
         nn.Sequential(*(layer for part in parts for layer in part)),
         balance=[len(part) for part in parts],
         devices=list(devices or ["cpu"] * len(parts)),
@@ -103,11 +98,9 @@ def run_torchgpipe(
         checkpoint=checkpoint,
     )
     steps = [StepRecorder(part, optimizer) for part in parts]
-    (m,), marks = found, _Marks()
+    marks = _Marks()
     for j, partition in enumerate(model.partitions):
-        named = marks.around(j, partition.forward, m)
-        partition.forward = _ending(j, named)  # type: ignore[method-assign]
-    table = schedule_of(len(parts), m, len(batches))
+        partition.forward = _ending(j, marks.around(j, partition.forward, m))
     # On GPUs each has a thread of its own, where marks would not show which backward runs.
     trace = trace and all(device.type == "cpu" for device in model.devices)
     losses, ends = [], [time.perf_counter()]
@@ -128,7 +121,19 @@ def run_torchgpipe(
                 losses.append(float(value.detach()))
                 ends.append(time.perf_counter())
         weights = {j: weights_of(part) for j, part in enumerate(parts)}
-        return gather([PeerRecord(losses, weights, ends)], files, table)
+        record = PeerRecord(losses, weights, ends)
+        return gather([record], files, schedule_of(len(parts), m, len(batches)))
+
+
+def _microbatches(batches: Sequence[tuple[Any, Any]], chunks: int) -> int:
+    """How many torchgpipe makes of every batch; ValueError where they differ."""
+    found = {len(pytree.tree_leaves(x)[0].chunk(chunks)) for x, _ in batches}
+    if len(found) > 1:
+        raise ValueError(
+            f"torchgpipe would cut the batches into {sorted(found)} micro-batches: give batches of "
+            "one size"
+        )
+    return found.pop()
 
 
 def _check_norms(stages: Sequence[nn.Module]) -> None:
@@ -215,12 +220,10 @@ def _ending(j: int, forward: Callable) -> Callable:
         except BaseException as error:
             raise RunError(f"stage {j} of torchgpipe: {told(error)}", j) from error
         leaves = output if isinstance(output, tuple) else [output]
-        for other in (leaf for leaf in leaves if not isinstance(leaf, Tensor)):
-            found = f"is a {type(other).__name__}" if other is output else "is a tuple"
-            inside = "" if other is output else f" with a {type(other).__name__} in it"
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
             raise ValueError(
-                f"the output of stage {j} {found}{inside}: torchgpipe passes a tensor, or a tuple "
-                "of tensors"
+                f"the output of stage {j} is a {type(output).__name__}: torchgpipe passes a "
+                "tensor, or a tuple of tensors"
             )
         return output
 

@@ -274,7 +274,7 @@ FORWARD = (
 
 def test_our_own_trace_changed(tmp_path):
     trace, file = to_trace(simulate(make("gpipe", 2, 2))), tmp_path / "own.json"
-    trace["otherData"]["table"]["rows"][0][0] = "0U0"
+    trace["otherData"]["table"] = trace["otherData"]["table"].replace("0F0", "0U0", 1)
     file.write_text(json.dumps(trace))
     with pytest.raises(ValueError, match=r"own.json: .*0U0 stands twice"):
         from_trace(file)

@@ -18,7 +18,6 @@ from pipelab.models import split
 from pipelab.models.gpt2 import gpt2
 from pipelab.optimize.cut import (
     Layer,
-    NetworkLevel,
     Partition,
     Profile,
     Stage,
@@ -223,16 +222,6 @@ def test_memory_leaves_plans_out():
     assert pipedream(found, 3, memory=3, straight=True).balance == [1, 1, 1]
 
 
-def test_two_levels_of_one_are_one():
-    found = Profile(tuple(Layer(str(i), forward=t, weights=t) for i, t in enumerate((3, 1, 2))))
-    flat = pipedream(found, 3, bandwidth=5.0)
-    for levels in (
-        [NetworkLevel(3, 5.0), NetworkLevel(1)],
-        [NetworkLevel(1), NetworkLevel(3, 5.0)],
-    ):
-        assert pipedream(found, levels).bottleneck == pytest.approx(flat.bottleneck)
-
-
 def test_branches_are_cut_together():
     """0 -> 1 and 2 -> 3: layers 1 and 2 stand side by side."""
     found = Profile(
@@ -253,11 +242,7 @@ def test_branches_are_cut_together():
     ("arguments", "match"),
     [
         (dict(devices=4, model="best"), "model='best': use one of sum, max"),
-        (dict(devices=0), "at least one device"),
-        (
-            dict(devices=[NetworkLevel(2), NetworkLevel(2)], memory=1.0),
-            "several levels is not supported",
-        ),
+        (dict(devices=0), "devices=0: give a whole number of at least 1"),
         (dict(devices=3, straight=True), "3 devices for 2 layers"),
     ],
 )

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,31 +85,17 @@ def test_a_tied_embedding_is_exchanged():
     assert torch.equal(first["0.word.weight"], last["1.project.weight"])
 
 
-def test_squad_where_its_library_is(monkeypatch):
-    """The library's own path, on rows as its hub has them: several questions to a context."""
-    rows = {"context": ["a b", "a b", "c", "d e f"]}
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match="pip install datasets"):
-        data.squad(None, 1)
-    asked = []
-    library = SimpleNamespace(load_dataset=lambda *a, **k: asked.append((a, k)) or rows)
-    monkeypatch.setitem(sys.modules, "datasets", library)
-    found = data.squad(lambda text: {"input_ids": [len(word) for word in text.split()]}, 2)
-    assert found == [[1, 1], [1]] and asked == [(("squad",), {"split": "train"})]
-
-
 def test_without_a_hub_one_line_says_so_at_once(monkeypatch, capsys, tmp_path):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     missing = str(tmp_path / "nowhere")
-    for options, name in ((["--text", "squad"], "gpt2"), (["--pretrained", missing], missing)):
-        assert main(["train", "gpt2", "--steps", "2", *options]) == 2
-        message = capsys.readouterr().err
-        assert f"cannot load {name!r}: it is no folder with a saved model" in message
-        assert "no hub answers at http://127.0.0.1:9" in message
-        assert message.count("\n") == 1
+    assert main(["train", "gpt2", "--steps", "2", "--pretrained", missing]) == 2
+    message = capsys.readouterr().err
+    assert f"cannot load {missing!r}: it is no folder with a saved model" in message
+    assert "no hub answers at http://127.0.0.1:9" in message
+    assert message.count("\n") == 1
     assert not constants.HF_HUB_OFFLINE
 
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from pipelab.optimize.cut.profiles import Layer, Profile
-from pipelab.optimize.cut.replicated import NetworkLevel, pipedream
+from pipelab.optimize.cut.replicated import pipedream
 from pipelab.optimize.cut.splits import METHODS, split_layers
 from pipelab.optimize.cut.stages import Partition, Stage
 from pipelab.optimize.cut.uniform import uniform
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = [
     "METHODS",
     "Layer",
-    "NetworkLevel",
     "Partition",
     "Profile",
     "Stage",

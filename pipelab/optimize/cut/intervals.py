@@ -34,7 +34,7 @@ class Intervals:
     """The table of the dynamic program, filled row by row: a row for all that may be left.
 
     cuts     how many there are, the first one in front of everything
-    nothing  what is left when all is used up, at the cut `end` (the last one unless given)
+    nothing  what is left when all is used up, at the last cut
     join     ([a, b] costs of a stage, [b] best behind it) -> [a, b]
 
     >>> layers = [1, 2, 3, 4]
@@ -46,10 +46,10 @@ class Intervals:
     (6.0, [(0, 3), (3, 4)])
     """
 
-    def __init__(self, cuts: int, nothing: Left, join: Join = np.maximum, end: int = -1) -> None:
+    def __init__(self, cuts: int, nothing: Left, join: Join = np.maximum) -> None:
         self.join = join
         self.values = {nothing: np.full(cuts, np.inf)}  # left -> [a]
-        self.values[nothing][end] = 0.0
+        self.values[nothing][-1] = 0.0
         self._moves: dict[Left, list[tuple[Any, Left]]] = {}
         self._best: dict[Left, np.ndarray] = {}  # left -> [a], the number of (move, b)
 

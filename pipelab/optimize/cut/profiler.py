@@ -4,6 +4,7 @@ import copy
 import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain as joined
 from statistics import median
 from typing import Any
@@ -55,33 +56,28 @@ def profile(
         raise ValueError(f"sample={sample!r}: give a tensor whose first dimension counts samples")
     device = tensors[0].device
     found, x = [], sample
-    chain = list(layers)
-    if loss:
-        chain[-1] = _WithLoss(chain[-1], loss, target)
-    for number, (layer, own) in enumerate(zip(chain, layers, strict=True)):
+    for number, layer in enumerate(layers):
+        own = copy.deepcopy(layer)
+        last = number == len(layers) - 1
+        call = partial(_loss_of, own, loss, target) if loss and last else own
         x = pytree.tree_map_only(Tensor, Tensor.detach, x)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            y, costs = _measure(copy.deepcopy(layer), x, device, repeats, warm_up)
-        found.append(Layer(f"{number}: {type(own).__name__}", kind=type(own).__name__, **costs))
+            y, costs = _measure(own, call, x, device, repeats, warm_up)
+        found.append(Layer(f"{number}: {type(layer).__name__}", kind=type(layer).__name__, **costs))
         x = y
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     return Profile(tuple(found), samples=len(tensors[0]), machine=machine or platform.machine())
 
 
-class _WithLoss(nn.Module):
-    def __init__(self, layer: nn.Module, loss: Callable, target: Any) -> None:
-        super().__init__()
-        self.layer, self.loss, self.target = layer, loss, target
-
-    def forward(self, x: Any) -> Any:
-        value = self.loss(self.layer(x), self.target)
-        return value[0] if isinstance(value, tuple) else value
+def _loss_of(layer: nn.Module, loss: Callable, target: Any, x: Any) -> Any:
+    value = loss(layer(x), target)
+    return value[0] if isinstance(value, tuple) else value
 
 
 def _measure(
-    layer: nn.Module, x: Any, device: torch.device, repeats: int, warm_up: int
+    layer: nn.Module, call: Callable, x: Any, device: torch.device, repeats: int, warm_up: int
 ) -> tuple[Any, dict[str, float]]:
-    """The layer's output, and the numbers of a `Layer`."""
+    """What a call of the layer returns, and the numbers of a `Layer`."""
     weights = [p for p in layer.parameters() if p.requires_grad]
 
     def backward(outputs: list[Tensor], wanted: list[Tensor]) -> None:
@@ -92,11 +88,11 @@ def _measure(
     times = []
     with torch.enable_grad():
         # [1] once, to see what is saved
-        y, kept = _kept(layer, x)
+        y, kept = _kept(layer, call, x)
         # [2] by the clock: forward, input gradient, full backward
         for _ in range(warm_up + repeats):
             fresh, inputs = _entering(x)
-            seconds, out = _timed(device, layer, fresh)
+            seconds, out = _timed(device, call, fresh)
             outputs = [t for t in _tensors(out) if t.requires_grad]
             back = (_timed(device, backward, outputs, w)[0] for w in (inputs, [*inputs, *weights]))
             times.append((seconds, *back))
@@ -111,8 +107,8 @@ def _measure(
     }
 
 
-def _kept(layer: nn.Module, x: Any) -> tuple[Any, dict[str, float]]:
-    """The layer's output, and its bytes kept to a backward, and of a split one from I to W."""
+def _kept(layer: nn.Module, call: Callable, x: Any) -> tuple[Any, dict[str, float]]:
+    """What a call returns, and the bytes kept to a backward, and of a split one from I to W."""
     own = storages(joined(layer.parameters(), layer.buffers()))
     packed: list[ref[Saved]] = []
 
@@ -126,7 +122,7 @@ def _kept(layer: nn.Module, x: Any) -> tuple[Any, dict[str, float]]:
 
     with torch_func_refused(), torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack):
         fresh, inputs = _entering(x)
-        y = layer(fresh)
+        y = call(fresh)
     activations = size([*remaining(packed), *_tensors(fresh)])
     edges = [get_gradient_edge(t) for t in _tensors(y) if t.requires_grad]
     ones = [torch.ones_like(t) for t in _tensors(y) if t.requires_grad]

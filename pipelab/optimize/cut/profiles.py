@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from graphlib import TopologicalSorter
@@ -120,6 +121,7 @@ class Profile:
         if self.is_chain:
             return np.tri(n + 1, n, -1, dtype=bool)
         reads = [{a for a, b in self.edges if b == i} for i in range(n)]
+        # Layer by layer: a set grows by each layer all of whose inputs it has.
         found = newest = {frozenset[int]()}
         while newest:
             grown = {
@@ -150,7 +152,7 @@ class Profile:
                 f"balance {list(balance)} for {count} layers: give every stage at least one, "
                 f"{count} in all"
             )
-        first = np.cumsum([0, *balance])[:-1]
+        first = np.cumsum([0, *balance])[:-1]  # layer of each stage
         sums: dict[str, Any] = {
             name: np.add.reduceat(self.of(name), first).tolist()
             for name in (*PASSES, "weights", "activations", "weight_activations")
@@ -195,13 +197,13 @@ _NODE = re.compile(
 
 def _read_graph(text: str) -> Profile:
     nodes: dict[str, Layer] = {}
-    reads: dict[str, list[str]] = {}
+    reads: dict[str, list[str]] = defaultdict(list)
     # [1] a line is a layer, or, after a tab, an edge
     for number, line in enumerate(text.splitlines(), 1):
         match = _NODE.match(line.strip())
         if line.startswith("\t"):
             a, _, b = line.strip().partition(" -- ")
-            reads.setdefault(b, []).append(a)
+            reads[b].append(a)
         elif match:
             name, kind, *values = match.groups()
             # several outputs: [6291456.0; 131072.0]
@@ -222,15 +224,13 @@ def _read_graph(text: str) -> Profile:
             raise ValueError(f"line {number} is no node of a profile: {line.strip()[:60]!r}")
     # [2] without inputs and pieces of tuples that nobody reads, in an order in which they can run
     read = {a for sources in reads.values() for a in sources}
-    kept = {
+    kept = [
         name
         for name, layer in nodes.items()
-        if not (layer.kind.startswith("Input") and name not in reads)
-        and not (layer.kind == "__getitem__" and name not in read)
-    }
-    sources = {
-        name: [a for a in reads.get(name, ()) if a in kept] for name in nodes if name in kept
-    }
+        if (name in reads or not layer.kind.startswith("Input"))
+        and (name in read or layer.kind != "__getitem__")
+    ]
+    sources = {name: [a for a in reads[name] if a in kept] for name in kept}
     order = list(TopologicalSorter(sources).static_order())
     place = {name: i for i, name in enumerate(order)}
     edges = sorted((place[a], place[name]) for name in order for a in sources[name])

@@ -14,37 +14,27 @@ before cut j on m devices [arXiv 1806.03377, section 3.2],
 
     all-reduce       4 (m' - 1) / m' x bytes of the weights / bandwidth
 
-The program also counts the link behind the last stage, and shares a link among the m' devices. On
-several levels (devices in a machine, machines in a cluster), the times of a level are the paces of
-the one below on all that it has; with "sum", the all-reduce of a level's first stage is divided by
-the devices of the levels below.
+The program also counts the link behind the last stage, and shares a link among the m' devices. All
+links are alike: the program's levels of them (devices in a machine, machines in a cluster) are left
+out.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
 from pipelab.optimize.cut.intervals import Intervals
 from pipelab.optimize.cut.profiles import Profile
 from pipelab.optimize.cut.stages import Partition, Stage
+from pipelab.table.action import check_counts
 
 MODELS = ("sum", "max")
 
 
-@dataclass(frozen=True)
-class NetworkLevel:
-    """So many of what the level below is (first: devices), joined by links of so many bytes/s."""
-
-    count: int
-    bandwidth: float = 1e9
-
-
 def pipedream(
     profile: Profile,
-    devices: int | Sequence[NetworkLevel],
+    devices: int,
     *,
     bandwidth: float = 1e9,
     memory: float = math.inf,
@@ -53,12 +43,11 @@ def pipedream(
 ) -> Partition:
     """The plan with the best pace that uses all devices.
 
-    devices   how many, with links of `bandwidth` bytes a second; or levels, from the devices of a
-              machine up
-    memory    bytes of a device, on one level. A stage keeps a version of its weights, and its
-              activations, for every micro-batch in flight: ceil(devices from here on / replicas)
-    straight  one device a stage
-    model     "sum", as the authors' program has it, or "max", as the paper has
+    bandwidth  bytes a second of every link
+    memory     bytes of a device. A stage keeps a version of its weights, and its activations, for
+               every micro-batch in flight: ceil(devices from here on / replicas)
+    straight   one device a stage
+    model      "sum", as the authors' program has it, or "max", as the paper has
 
     ValueError for arguments that make no sense, and where no plan fits: by how much.
 
@@ -67,42 +56,52 @@ def pipedream(
     >>> [stage.replicas for stage in pipedream(Profile(tuple(layers)), 4).stages]
     [3, 1]
     """
-    levels = list(devices) if isinstance(devices, Sequence) else [NetworkLevel(devices, bandwidth)]
-    _check(levels, memory, model, len(profile.layers) if straight else math.inf)
-    problem = _Problem(profile, model, memory, straight)
-    # [1] level after level, from the devices up
-    plans: _Problem | _Plans = problem
-    for number, level in enumerate(levels, 1):
-        plans = _Plans(problem, level, plans, top=number == len(levels))
-    pace = float(plans.pace[0, -1])
-    # [2] the plan, or why there is none
-    if not math.isfinite(pace):
-        least = problem.solve(levels[0].count, problem.needed).value(levels[0].count)
+    check_counts(devices=devices)
+    if model not in MODELS:
+        raise ValueError(f"model={model!r}: use one of {', '.join(MODELS)}")
+    if straight and devices > len(profile.layers):
         raise ValueError(
-            f"no plan for {levels[0].count} devices of {memory:,.0f} bytes: the best one in memory "
+            f"{devices} devices for {len(profile.layers)} layers, one device a stage: use at most "
+            f"{len(profile.layers)}"
+        )
+    problem = _Problem(profile, devices, bandwidth, model)
+
+    def pace(shared: int, later: int) -> np.ndarray:
+        needed = problem.needed(shared, later)
+        return np.where(needed <= memory, problem.pace(shared, later), np.inf)
+
+    # [1] the best pace, or by how much the memory falls short
+    best = problem.solve(pace, straight)
+    if not math.isfinite(best.value(devices)):
+        least = problem.solve(problem.needed, straight).value(devices)
+        raise ValueError(
+            f"no plan for {devices} devices of {memory:,.0f} bytes: the best one in memory "
             f"needs {least:,.0f}, {least - memory:,.0f} more; use more devices or smaller "
             "micro-batches"
         )
+    # [2] its stages; what a stage takes longer than its share of the compute is the all-reduce
     found = []
-    for a, b, replicas, seconds in plans.stages(0, len(problem.before) - 1):
+    for a, b, shared in best.stages(devices):
         layers = np.flatnonzero(problem.before[b] & ~problem.before[a])
-        sync = seconds - float(problem.pace[a, b]) / replicas
-        found.append(Stage(tuple(layers.tolist()), seconds, replicas, max(sync, 0.0)))
-    return Partition(profile, tuple(found), pace)
+        seconds = float(problem.shared_seconds(shared)[a, b])
+        sync = max(seconds - float(problem.seconds[a, b]) / shared, 0.0)
+        found.append(Stage(tuple(layers.tolist()), seconds, shared, sync))
+    return Partition(profile, tuple(found), best.value(devices))
 
 
 class _Problem:
-    """What lies between any two cuts, [a, b], on one device: the level below all others.
+    """What lies between any two cuts, [a, b].
 
-    pace  seconds; inf where b is not behind a
+    before   [cut, layer], whether the layer is before the cut
+    link     seconds of a micro-batch over each cut, both ways
+    seconds  on one device; inf where b is not behind a
     """
 
-    devices: int = 1
-
-    def __init__(self, profile: Profile, model: str, memory: float, straight: bool) -> None:
-        self.model, self.memory, self.straight = model, memory, straight
+    def __init__(self, profile: Profile, devices: int, bandwidth: float, model: str) -> None:
+        self.devices, self.model = devices, model
         self.before = before = profile.cuts()
-        self.link = 2 * profile.crossing(before)  # bytes, both ways, at every cut
+        self.link = 2 * profile.crossing(before) / bandwidth
+        # b is behind a if it has all layers that a has, and more
         count = before.sum(axis=1)
         inside = before.astype(int) @ before.T
         behind = (inside == count[:, None]) & (count[:, None] < count)
@@ -111,90 +110,36 @@ class _Problem:
             total = before @ profile.of(name)
             return np.maximum(total - total[:, None], 0.0)
 
-        self.weights = between("weights")
-        self.pace = np.where(behind, between("time"), np.inf)
+        weights = between("weights")
+        self.allreduce = 4 * weights / bandwidth  # of very many replicas
+        self.seconds = np.where(behind, between("time"), np.inf)
         # of every micro-batch in flight: a version of the weights and what it left
-        self.kept = np.where(behind, self.weights + between("activations"), np.inf)
+        self.kept = np.where(behind, weights + between("activations"), np.inf)
 
-    def stages(self, a: int, b: int) -> list[tuple[int, int, int, float]]:
-        return [(a, b, 1, float(self.pace[a, b]))]
-
-    def needed(self, units: int, later: int) -> np.ndarray:
-        """Bytes of a device where `units` share a stage, with `later` devices behind it."""
-        return math.ceil((units + later) / units) * self.kept
-
-    def solve(self, count: int, cost: Any, end: int = -1) -> Intervals:
-        """The least maximum of cost(units of a stage, units behind it) up to a cut, on `count`."""
-        table = Intervals(len(self.before), nothing=0, end=end)
-        for left in range(1, count + 1):
-            sizes = [1] if self.straight else range(left, 0, -1)
-            table.fill(left, [(units, left - units) for units in sizes], cost)
+    def solve(self, cost: Callable[[int, int], np.ndarray], straight: bool) -> Intervals:
+        """The least maximum of cost(devices of a stage, devices behind it)."""
+        table = Intervals(len(self.before), nothing=0)
+        for left in range(1, self.devices + 1):
+            sizes = [1] if straight else range(left, 0, -1)
+            table.fill(left, [(shared, left - shared) for shared in sizes], cost)
         return table
 
+    def needed(self, shared: int, later: int) -> np.ndarray:
+        """Bytes of a device where several share a stage, with `later` devices behind it."""
+        return math.ceil((shared + later) / shared) * self.kept
 
-class _Plans:
-    """The best plans of a level between any two cuts, on all that it has.
+    def shared_seconds(self, shared: int) -> np.ndarray:
+        """Of a micro-batch on a stage that several devices share."""
+        sync = self.allreduce * (shared - 1) / shared
+        join = np.add if self.model == "sum" else np.maximum
+        return join(self.seconds, sync) / shared
 
-    pace     [a, b] seconds; of the top level only up to the last cut
-    devices  that it has
-    """
-
-    def __init__(
-        self, problem: _Problem, level: NetworkLevel, below: "_Problem | _Plans", top: bool
-    ) -> None:
-        self.problem, self.level, self.below = problem, level, below
-        self.devices: int = level.count * below.devices
-        last = len(problem.before) - 1
-        self.tables = {
-            end: problem.solve(level.count, self._pace, end)
-            for end in range(last if top else 1, last + 1)
-        }
-        self.pace = np.full_like(problem.pace, np.inf)
-        for end, table in self.tables.items():
-            self.pace[:, end] = table.values[level.count]
-
-    def _pace(self, units: int, later: int) -> np.ndarray:
-        """[a, b] seconds of a stage, or inf; the first one has no link before it."""
-        found = self._shared(self.below.pace, self.problem.weights, units, later)
-        if units + later < self.level.count:
-            link = self.problem.link / self.level.bandwidth
-            if (
-                self.problem.model == "sum"
-            ):  # its devices share the links, and the one behind counts
-                link = link / units
-                found = np.maximum(found, link)
-            found = np.maximum(found, link[:, None])
-        return np.where(self.problem.needed(units, later) <= self.problem.memory, found, np.inf)
-
-    def _shared(self, inside: Any, weights: Any, units: int, later: int) -> Any:
-        """Seconds where `units`, each taking `inside`, share a stage."""
-        sync = 4 * (units - 1) * weights / (self.level.bandwidth * units)
-        if self.problem.model == "max":
-            return np.maximum(inside, sync) / units
-        first = units + later == self.level.count
-        return (inside + (sync / self.below.devices if first else sync)) / units
-
-    def stages(self, a: int, b: int) -> list[tuple[int, int, int, float]]:
-        """Of the best plan between two cuts: first cut, last cut, devices, seconds of each."""
-        found, later = [], self.level.count
-        for first, end, units in self.tables[b].stages(self.level.count, a):
-            later -= units
-            for begin, stop, devices, seconds in self.below.stages(first, end):
-                weights = self.problem.weights[first, end]
-                seconds = float(self._shared(seconds, weights, units, later))
-                found.append((begin, stop, units * devices, seconds))
-        return found
-
-
-def _check(levels: Sequence[NetworkLevel], memory: float, model: str, layers: float) -> None:
-    devices = math.prod(level.count for level in levels)
-    if model not in MODELS:
-        raise ValueError(f"model={model!r}: use one of {', '.join(MODELS)}")
-    if devices < 1:
-        raise ValueError(f"{levels}: give at least one device")
-    if memory < math.inf and len(levels) > 1:
-        raise ValueError("memory with several levels is not supported: give one number of devices")
-    if devices > layers:
-        raise ValueError(
-            f"{devices} devices for {layers} layers, one device a stage: use at most {layers}"
-        )
+    def pace(self, shared: int, later: int) -> np.ndarray:
+        """The same, or a slower link's; the first stage has none before it."""
+        found = self.shared_seconds(shared)
+        if shared + later == self.devices:  # all devices are its own or behind it
+            return found
+        if self.model == "max":
+            return np.maximum(found, self.link[:, None])
+        # its devices share the links, and the one behind counts
+        return np.maximum(found, np.maximum(self.link, self.link[:, None]) / shared)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pipelab.optimize.order.exact import Model, solver_library
+from pipelab.optimize.order.exact import SolverModel, solver_library
 from pipelab.optimize.order.found import Found, Proof
 from pipelab.optimize.order.list_scheduler import ListScheduler, drafts, every_rule, fuse
 from pipelab.optimize.order.problem import OrderProblem, placement_named
@@ -68,42 +68,16 @@ def search(
     .   1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2 1U0
     """
     problem = _problem(costs, devices, microbatches, memory, placement, virtual, split)
-    limits = problem.devices, problem.microbatches, problem.memory
-    least = bound(costs, *limits, placement=problem.placement, split=split).makespan
     if seconds > 0:
         solver_library()  # or its error at once; its import does not count
-    began = time.perf_counter()
-    best, interrupted = _Best(problem), False
+    best = _Best(problem)
     try:
-        for found_by, schedule in _heuristics(problem):
-            best.offer(schedule, found_by)
-            late = seconds and found_by == "greedy" and time.perf_counter() > began + seconds
-            if not best.above(least) or (late and best.schedule):
-                break
-        left = began + seconds - time.perf_counter()
-        if left > 0 and best.above(least) and problem.actions <= SOLVABLE:
-            assert best.schedule
-            answer = Model(problem, best.schedule, least).solve(left, workers, progress)
-            least, interrupted = max(least, answer.bound), answer.interrupted
-            if answer.schedule:
-                best.offer(answer.schedule, "exact")
+        _search(best, seconds, workers, progress)
     except KeyboardInterrupt:
         if not best.schedule:
             raise
-        interrupted = True
-    assert best.schedule
-    proof = Proof(
-        makespan=best.makespan,
-        bound=min(least, best.makespan),
-        memory=problem.memory,
-        split=split,
-        seconds=time.perf_counter() - began,
-        found_by=best.found_by,
-        interrupted=interrupted,
-    )
-    rows = repeat(best.schedule, batches).rows
-    sizes = problem.microbatches, batches
-    return Found("search", rows, problem.placement, *sizes, proof=proof)
+        best.interrupted = True
+    return best.found(batches)
 
 
 def _problem(
@@ -137,16 +111,18 @@ def _problem(
 
 
 class _Best:
-    """The fastest schedule so far, and what made it."""
+    """The fastest schedule so far, what made it, and seconds that none can beat."""
 
     def __init__(self, problem: OrderProblem) -> None:
-        self.problem = problem
+        self.problem, self.began = problem, time.perf_counter()
         self.schedule: Schedule | None = None
-        self.makespan, self.found_by = math.inf, ""
+        self.makespan, self.found_by, self.interrupted = math.inf, "", False
+        limits = problem.devices, problem.microbatches, problem.memory
+        least = bound(problem.costs, *limits, placement=problem.placement, split=problem.split)
+        self.bound = least.makespan
 
-    def above(self, bound: float) -> bool:
-        """Whether there may be a better one."""
-        return self.makespan > bound * (1 + 1e-9)
+    def is_optimal(self) -> bool:
+        return self.makespan <= self.bound * (1 + 1e-9)
 
     def offer(self, schedule: Schedule, found_by: str) -> None:
         """Keep it if it fits and is faster."""
@@ -154,6 +130,42 @@ class _Best:
             makespan = self.problem.makespan(schedule)
             if makespan < self.makespan * (1 - 1e-12):
                 self.schedule, self.makespan, self.found_by = schedule, makespan, found_by
+
+    def found(self, batches: int) -> Found:
+        """The result, its order repeated for every batch."""
+        assert self.schedule
+        proof = Proof(
+            makespan=self.makespan,
+            bound=min(self.bound, self.makespan),  # which rounding may have put above
+            memory=self.problem.memory,
+            split=self.problem.split,
+            seconds=time.perf_counter() - self.began,
+            found_by=self.found_by,
+            interrupted=self.interrupted,
+        )
+        rows = repeat(self.schedule, batches).rows
+        sizes = self.problem.microbatches, batches
+        return Found("search", rows, self.problem.placement, *sizes, proof=proof)
+
+
+def _search(best: _Best, seconds: float, workers: int, progress: Progress | None) -> None:
+    """Heuristics first, then the solver in the time that is left."""
+    problem, ends = best.problem, best.began + seconds
+    # [1] The named schedules however long they take, then drafts until the time is over.
+    for found_by, schedule in _heuristics(problem):
+        best.offer(schedule, found_by)
+        late = seconds and found_by == "greedy" and time.perf_counter() > ends
+        if best.is_optimal() or (late and best.schedule):
+            return
+    # [2] The solver begins with the best of them, and raises the bound, too.
+    left = ends - time.perf_counter()
+    if left > 0 and problem.actions <= SOLVABLE:
+        assert best.schedule
+        answer = SolverModel(problem, best.schedule, best.bound).solve(left, workers, progress)
+        best.bound = max(best.bound, answer.bound)
+        best.interrupted = answer.interrupted
+        if answer.schedule:
+            best.offer(answer.schedule, "exact")
 
 
 def _heuristics(problem: OrderProblem) -> Iterator[tuple[str, Schedule]]:
@@ -169,26 +181,21 @@ def _heuristics(problem: OrderProblem) -> Iterator[tuple[str, Schedule]]:
                 yield "greedy", fuse(draft.table)
 
 
-def named_schedules(problem: OrderProblem, batches: int = 1) -> Iterator[tuple[str, Schedule]]:
+def named_schedules(problem: OrderProblem) -> Iterator[tuple[str, Schedule]]:
     """Every named schedule of the problem's placement and kinds of backwards, whether it fits or
     not."""
     p, m = problem.devices, problem.microbatches
     virtual = problem.stages // p
     for name in SCHEDULES:
-        options: dict[str, Any] = {"batches": batches}
-        if takes(name, "virtual"):
-            if virtual == 1:  # another name for one that has one stage a device
-                continue
-            options["virtual"] = virtual
-        if takes(name, "costs"):
-            options["costs"] = problem.costs
-        if takes(name, "memory"):
-            options["memory"] = problem.memory
+        sizes: dict[str, Any] = {"virtual": virtual} if takes(name, "virtual") else {}
+        if sizes and virtual == 1:  # another name for one that has one stage a device
+            continue
+        memory = problem.memory if takes(name, "memory") else None
         try:
             # Of one micro-batch first, as another placement would be made in vain.
-            if make(name, p, 1, **(options | {"memory": None})).placement != problem.placement:
+            if make(name, p, 1, **sizes).placement != problem.placement:
                 continue
-            schedule = make(name, p, m, **options)
+            schedule = make(name, p, m, costs=problem.costs, memory=memory, **sizes)
         except (ScheduleError, CostError):
             continue
         of_one_batch = schedule.per_update == m and schedule.reads is Reads.LATEST

@@ -18,7 +18,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from pipelab.optimize.order.problem import OrderProblem
-from pipelab.predict.simulate import links
+from pipelab.predict.simulate import simulate
 from pipelab.table.action import Action, Kind, insert_updates
 from pipelab.table.schedule import Schedule
 
@@ -28,11 +28,10 @@ GRAIN = 10**9  # units of a micro-batch's activations
 
 class Solved(NamedTuple):
     """schedule: the best found, None if there is none; bound: seconds that no table can beat;
-    complete: whether the solver has proved its own best; interrupted: by Ctrl-C."""
+    interrupted: by Ctrl-C."""
 
     schedule: Schedule | None
     bound: float
-    complete: bool
     interrupted: bool
 
 
@@ -63,7 +62,7 @@ def solver_library() -> Any:
     return cp_model
 
 
-class Model:
+class SolverModel:
     """The problem as CP-SAT takes it; times and lengths in units.
 
     starts, ends  action -> variable
@@ -74,6 +73,7 @@ class Model:
         """known: where the solver begins; least: seconds that no table can beat."""
         self.cp = solver_library()
         self.problem = problem
+        # [1] Every length in units; a whole backward has one overhead, its halves have two.
         overhead, longest = problem.costs.overhead, problem.makespan(known)
         every = itertools.chain(*problem.compute.values(), problem.delay, [overhead])
         self.unit = unit_of(every, longest + overhead)
@@ -85,6 +85,8 @@ class Model:
         }
         parts = zip(self.length[Kind.I], self.length[Kind.W], strict=True)
         self.length[Kind.B] = [i + w - self.overhead for i, w in parts]
+        # [2] What every table keeps to. The known one is where the solver begins, and its end is
+        # the latest that anything may end.
         self.model = self.cp.CpModel()
         self.starts: dict[Any, Any] = {}
         self.ends: dict[Any, Any] = {}
@@ -95,6 +97,7 @@ class Model:
         self._inputs()
         if problem.memory < math.inf:
             self._memory()
+        # [3] What is to be small: the last end, after the device's updates.
         least_units = math.floor((least + overhead) / self.unit * (1 - 1e-12))
         self.makespan = self.model.new_int_var(least_units, self.horizon, "makespan")
         for stages in problem.stages_of:
@@ -113,17 +116,16 @@ class Model:
     def _hint(self, known: Schedule) -> tuple[dict[Action, int], int]:
         """When each action of the known table starts, a whole backward as I, then W; and when the
         last one ends."""
-        link, delay = links(known), [0] * len(known.actions)
-        for i in known.crossing:
-            delay[i] = self.delay[link[i]]  # type: ignore[index]
-        walk = known.walk([self.length[a.kind][a.stage] for a in known.actions], delay)
-        starts = dict(zip(known.actions, map(int, walk.start), strict=True))
+        timeline = simulate(known, self.problem.costs)
+        # Lengths are rounded down, so starts that are rounded down, too, are possible.
+        moments = (self._units(x - self.problem.costs.overhead) for x in timeline.start)
+        starts = dict(zip(known.actions, moments, strict=True))
         if self.problem.split:
             for a, start in list(starts.items()):
                 if a.kind is Kind.B:
                     starts[a._replace(kind=Kind.I)] = start
                     starts[a._replace(kind=Kind.W)] = start + self.length[Kind.I][a.stage]
-        return starts, int(max(walk.end))
+        return starts, self._units(max(timeline.end))
 
     def _device(self, stages: list[int], hint: dict[Action, int]) -> None:
         """An interval for each action; none overlap; micro-batches in their order."""
@@ -143,7 +145,7 @@ class Model:
             self.starts[a], self.ends[a] = start, end
             intervals.append(model.new_interval_var(start, length, end, str(a)))
             model.add_hint(start, hint[a])
-            if k:
+            if k:  # in their order, which loses nothing: see `problem`
                 self._after(a, a._replace(microbatch=k - 1), condition)
         model.add_no_overlap(intervals)
 
@@ -158,7 +160,7 @@ class Model:
                 way, later = self.delay[s], s + 1
                 self._after(forward._replace(stage=later), forward, way=way)
                 self._after(backward, backward._replace(stage=later), way=way)
-                if self.whole:
+                if self.whole:  # the gradient leaves when all of the backward has ended
                     gradient = weight._replace(stage=later)
                     self._after(backward, gradient, self.whole[later, k], way)
             if problem.split:
@@ -175,7 +177,7 @@ class Model:
     def _memory(self) -> None:
         """What a device holds: of each stage and micro-batch from F to I, and from I to W."""
         problem, m = self.problem, self.problem.microbatches
-        room = math.floor(problem.memory * GRAIN) + 1
+        room = math.floor(problem.memory * GRAIN) + 1  # up, what is held down: no table is lost
         first, last = problem.kinds[1], problem.kinds[-1]
         for stages in problem.stages_of:
             held, sizes = [], []
@@ -227,10 +229,9 @@ class Model:
             except KeyboardInterrupt:
                 interrupted = True
                 solver.stop_search()
-        complete = solving.result() == cp.OPTIMAL
-        known = complete or solving.result() == cp.FEASIBLE
+        known = solving.result() in (cp.OPTIMAL, cp.FEASIBLE)
         table = self._table(solver) if known else None
-        return Solved(table, self._seconds(solver.best_objective_bound), complete, interrupted)
+        return Solved(table, self._seconds(solver.best_objective_bound), interrupted)
 
     def _seconds(self, units: float) -> float:
         """A makespan counts from the first compute, after its overhead."""
@@ -241,11 +242,12 @@ class Model:
         at = {a: solver.value(start) for a, start in self.starts.items()}
         ends = {a: solver.value(end) for a, end in self.ends.items()}
         whole = {(s, k) for (s, k), yes in self.whole.items() if solver.value(yes)}
-        for s, k in whole:
+        for s, k in whole:  # as one action B it ends with its W
             ends[Action(s, Kind.I, k)] = ends[Action(s, Kind.W, k)]
         rows = []
         for stages in problem.stages_of:
             row = [a for a in at if a.stage in stages]
+            # at one moment, what takes no time comes first
             row.sort(key=lambda a: (at[a], ends[a], a.microbatch, _step(a)))
             rows.append([*_join(row, whole)])
         updated = insert_updates(rows, problem.microbatches)

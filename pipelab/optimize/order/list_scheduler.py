@@ -73,18 +73,15 @@ class ListScheduler:
         self.events = [(0.0, problem.placement[0])]  # when to look at which device
         self.change = reserved(problem.change) if problem.split else problem.change
         self.most_ahead = self._in_time()
+        # Until nothing is left to come: at each event, the device that it concerns looks around.
         self.urgent = [[*self._by_rule(own)] for own in problem.stages_of]
         while self.events:
             now, device = heappop(self.events)
             if self.free[device] <= now:
                 self._go_on(device, now)
-        self.span = math.inf
+        self.span = math.inf  # unless all actions are there
         if sum(map(len, self.rows)) == problem.actions:
             self.span = max(end - begin for begin, end in zip(self.begin, self.free, strict=True))
-
-    @property
-    def makespan(self) -> float:
-        return max(self.free)
 
     @property
     def table(self) -> Schedule:
@@ -124,12 +121,12 @@ class ListScheduler:
             inputs = self.inputs[kind][stage]
             if not inputs or (kind is Kind.F and not self._has_room(device, stage)):
                 continue
-            if inputs[0] > now:
+            if inputs[0] > now:  # on its way: it may be worth the wait
                 arrival = min(arrival, inputs[0])
             elif arrival == math.inf or not self._waits(device, now, arrival, stage, kind):
                 self._start(device, stage, kind, now)
                 return
-        if arrival < math.inf:
+        if arrival < math.inf:  # look again then
             heappush(self.events, (arrival, device))
 
     def _waits(self, device: int, now: float, arrival: float, stage: int, kind: Kind) -> bool:
@@ -155,6 +152,7 @@ class ListScheduler:
         stages = problem.stages_of[device]
         if len(stages) == 1:
             return True
+        # Micro-batch number `oldest` is the first that has not been in all of them.
         forwards = [done[Kind.F][s] + (s == stage) for s in stages]
         oldest = min(forwards)
         needs = (size[s] * max(n - oldest, 1) for s, n in zip(stages, forwards, strict=True))
@@ -173,7 +171,7 @@ class ListScheduler:
         self.level[device] += self.change[kind][stage]
         self.free[device] = end
         heappush(self.events, (end, device))
-        if self.given and kind is not Kind.W:
+        if self.given and kind is not Kind.W:  # W has no place in a given order
             self.given[device].remove((stage, kind))
         # What takes its output, and W, which follows I.
         back = problem.kinds[1]

@@ -108,6 +108,7 @@ class OrderProblem:
     @cached_property
     def least_memory(self) -> float:
         """What a micro-batch needs on a device where its backwards are split."""
+        # between I and W it may hold more than its activations
         needs = [max(f, -w) for f, w in zip(self.change[Kind.F], self.change[Kind.W], strict=True)]
         return max(sum(needs[s] for s in stages) for stages in self.stages_of)
 

@@ -13,29 +13,22 @@ stages 0 and 3, device 1 stages 1 and 2; the last stage's backward begins where 
 .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2 1U0 2U0
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pipelab.optimize.order.list_scheduler import drafts
 from pipelab.optimize.order.problem import OrderProblem
 from pipelab.predict.costs import Costs
 from pipelab.predict.simulate import simulate
-from pipelab.schedules.dualpipe_v import dualpipe_v
-from pipelab.schedules.eager_1f1b import eager_1f1b
-from pipelab.schedules.gpipe import gpipe
-from pipelab.schedules.inter_layer import inter_layer
-from pipelab.schedules.pipedream_flush import pipedream_flush
-from pipelab.schedules.v_half import v_half
-from pipelab.schedules.v_min import v_min
-from pipelab.schedules.zb_h1 import zb_h1
-from pipelab.schedules.zb_h2 import zb_h2
+from pipelab.schedules import make
 from pipelab.table.action import ScheduleError, check_counts
 from pipelab.table.placement import loop_placement, v_placement
 from pipelab.table.schedule import Schedule
 from pipelab.table.transform import repeat
 
-ONE_STAGE = (zb_h1, zb_h2, pipedream_flush, eager_1f1b, gpipe, inter_layer)  # a device
-IN_A_V = (v_half, v_min, dualpipe_v)
+# Of one stage a device, and of two in a V.
+FIXED = ("zb_h1", "zb_h2", "pipedream_flush", "eager_1f1b", "gpipe", "inter_layer")
+IN_A_V = ("v_half", "v_min", "dualpipe_v")
 
 
 def zb(
@@ -58,7 +51,7 @@ def zb(
     >>> zb(4, 8).peak_in_flight
     [4, 4, 4, 4]
     """
-    return _fastest("zb", loop_placement, ONE_STAGE, devices, microbatches, batches, costs, memory)
+    return _fastest("zb", loop_placement, FIXED, devices, microbatches, batches, costs, memory)
 
 
 def zb_v(
@@ -83,7 +76,7 @@ def zb_v(
 def _fastest(
     name: str,
     place: Callable[[int], tuple[int, ...]],
-    fixed: tuple[Callable[[int, int], Schedule], ...],
+    fixed: Sequence[str],
     devices: int,
     microbatches: int,
     batches: int,
@@ -98,7 +91,7 @@ def _fastest(
         timeline = simulate(table, problem.costs)
         return timeline.span, timeline.makespan, max(timeline.peak_in_flight)
 
-    tables = [order(devices, microbatches) for order in fixed]
+    tables = [make(order, devices, microbatches) for order in fixed]
     if limit >= 1:
         tables.insert(0, min(drafts(problem), key=lambda draft: draft.span).table)
     best = min(filter(problem.fits, tables), key=span, default=None)

@@ -115,6 +115,7 @@ def plan(problem: Problem, *, frontier: bool = False) -> Answer:
             "memory, or share every layer (tensor)"
         )
     others: dict[Choice, RunnerUp] = {}
+    # The best of those that decide one thing otherwise: that fits, or else that would be fastest.
     for decision, allowed in _decisions(search, best.choice):
         other = search.best(limit, allowed) or search.best(math.inf, allowed)
         if other:

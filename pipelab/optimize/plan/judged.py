@@ -114,6 +114,7 @@ def steady_seconds(choice: Choice, costs: Costs) -> float:
     if choice.schedule not in ASYNCHRONOUS:
         return max(ends)  # with what the first action loses before it starts
     spell = _spell(choice) * choice.microbatches
+    # Of four spells the first fills the pipeline and the last drains it.
     last = [[0.0] * choice.pipeline for _ in range(4)]  # [spell][device]: the last backward's end
     for action, device, end in zip(schedule.actions, schedule.device_of, ends, strict=True):
         if action.kind is Kind.B:
