@@ -140,15 +140,6 @@ def _inside(draw: Draw, eqn: JaxprEqn, twin: JaxprEqn, number: Any, xs: Arrays) 
         options = {key: params[key] for key in ("length", "reverse", "unroll")}
         carry, stacked = jax.lax.scan(iteration, xs[first:end], xs[end:], **options)
         return [*carry, *stacked]
-    if name == "while":
-        begin = params["cond_nconsts"]
-        end = begin + params["body_nconsts"]
-        condition, iterate = functions
-        return jax.lax.while_loop(
-            lambda carry: condition(*xs[:begin], *carry)[0],
-            lambda carry: iterate(*xs[begin:end], *carry),
-            xs[end:],
-        )
     raise PipeshardError(
         f"{name} ({place_of(eqn)}) draws random numbers for every sample, inside a function that "
         "cannot be opened: draw them before, and pass them in"

@@ -19,9 +19,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Var
 
-from pipelab.pipeshard.arrays import dtype_of, shape_of
+from pipelab.pipeshard.arrays import dtype_of, is_inexact, shape_of
 from pipelab.pipeshard.batch.tags import (
     FIXED,
     Known,
@@ -50,7 +50,8 @@ def _names(text: str) -> frozenset[str]:
 ADD = _names("add sub add_any select_n concatenate pad stack scatter-add")  # sums or choices
 INDEX = {"select_n": 0, "scatter-add": 1}  # the operand among these that only chooses
 
-# the result grows with the batch as the first operand does
+PRODUCTS = _names("mul dot_general conv_general_dilated")  # linear in each of two operands
+# linear in the first operand
 KEEP = _names(
     """
     neg convert_element_type reshape squeeze broadcast_in_dim transpose copy copy_p reduce_sum
@@ -80,14 +81,9 @@ MOVES = "broadcast_in_dim squeeze transpose stack slice dynamic_slice dynamic_up
 
 def _windows(params: Mapping[str, Any], n: int) -> list[int]:
     """All dimensions but those whose windows are one entry each, side by side."""
-    windows = zip(
-        params["window_dimensions"],
-        params["window_strides"],
-        params["padding"],
-        params.get("window_dilation") or [1] * n,
-        strict=True,
-    )
-    return [i for i, window in enumerate(windows) if window != (1, 1, (0, 0), 1)]
+    names = "window_dimensions", "window_strides", "padding"
+    windows = zip(*(params[name] for name in names), strict=True)
+    return [i for i, window in enumerate(windows) if window != (1, 1, (0, 0))]
 
 
 _BY_NAMES: dict[str, Callable[[Mapping[str, Any], int], Collection[int]]] = {
@@ -98,7 +94,8 @@ _BY_NAMES: dict[str, Callable[[Mapping[str, Any], int], Collection[int]]] = {
     "sort concatenate": lambda p, n: [p["dimension"]],
     "reduce_window_sum reduce_window_max reduce_window_min": _windows,
     "select_and_scatter_add select_and_gather_add": _windows,
-    "cholesky triangular_solve lu qr eigh svd householder_product": lambda p, n: [n - 2, n - 1],
+    "cholesky lu qr eigh svd": lambda p, n: [n - 2, n - 1],
+    "triangular_solve": lambda p, n: [n - 2, n - 1],
     "rev": lambda p, n: p["dimensions"],
     "top_k": lambda p, n: [p.get("axis", -1) % n],
     "fft": lambda p, n: range(n - len(p["fft_lengths"]), n),
@@ -110,19 +107,13 @@ MIXING = {name: dimensions for names, dimensions in _BY_NAMES.items() for name i
 
 def rounds(eqn: JaxprEqn) -> bool:
     """Whether integers are made that are not in proportion to what they are made of."""
-    name, into = eqn.primitive.name, dtype_of(eqn.outvars[0])
+    into = dtype_of(eqn.outvars[0])
     if jnp.issubdtype(into, jnp.inexact):
         return False
-    if name == "convert_element_type":  # a float is cut off, a number becomes true or false
-        source = dtype_of(eqn.invars[0])
-        return jnp.issubdtype(source, jnp.inexact) or not jnp.issubdtype(into, jnp.number)
-    return name == "div"
-
-
-def contracts(eqn: JaxprEqn, axes: Sequence[int | None]) -> bool:
-    """Whether a product of matrices is a sum over the samples."""
-    (left, right), _ = eqn.params["dimension_numbers"]
-    return axes[0] in left and axes[1] == right[left.index(axes[0])]
+    if eqn.primitive.name != "convert_element_type":
+        return eqn.primitive.name == "div"
+    # A float is cut off, a number becomes true or false.
+    return is_inexact(eqn.invars[0]) or not jnp.issubdtype(into, jnp.number)
 
 
 def keeps_apart(eqn: JaxprEqn, axes: Sequence[int | None]) -> bool:
@@ -131,35 +122,27 @@ def keeps_apart(eqn: JaxprEqn, axes: Sequence[int | None]) -> bool:
     if name == "dot_general":
         # x[n, i] w[i, j]: n is not contracted. q[n, i, d] k[n, j, d]: n is a batch dimension of
         # both, the same one.
-        (left, right), (mine, theirs) = params["dimension_numbers"]
+        (left, right), batch = params["dimension_numbers"]
         if None not in axes:
-            return axes[0] in mine and axes[1] == theirs[mine.index(axes[0])]
+            return tuple(axes) in zip(*batch, strict=True)
         return axes[0] not in left and axes[1] not in right
     if name == "conv_general_dilated":
         batch = params["dimension_numbers"].lhs_spec[0]
         return axes == [batch, None] and params["batch_group_count"] == 1
-    if name == "triangular_solve" and axes[0] is None:  # each right side is solved by itself
-        return axes[1] != len(shape_of(eqn.invars[1])) - (2 if params["left_side"] else 1)
     # What is written into samples has to be of samples: its place is fixed, not each sample's own.
     if name not in MIXING or (name == "dynamic_update_slice" and None in axes[:2]):
         return False
     mixing = MIXING[name]
-    for v, axis in zip(eqn.invars, axes, strict=True):
-        if axis is not None and axis in mixing(params, len(shape_of(v))):
-            return False
-    return True
+    pairs = zip(eqn.invars, axes, strict=True)
+    return not any(axis in mixing(params, len(shape_of(v))) for v, axis in pairs)
 
 
 def same_parameters(a: JaxprEqn, b: JaxprEqn) -> bool:
-    """Whether equations at two sizes differ in their shapes at most.
-
-    Functions and jaxprs are looked at elsewhere, if at all.
-    """
+    """Whether equations at two sizes differ in their shapes at most."""
     for key, x in a.params.items():
         y = b.params.get(key)
-        code = isinstance(x, (Jaxpr, ClosedJaxpr)) or (callable(x) and not isinstance(x, type))
-        nan = str(x) == str(y) == "nan"  # which is not equal to itself
-        if not (code or key in SIZES or x == y or nan):
+        same = x == y or str(x) == str(y)  # a NaN is not equal to itself
+        if not same and key not in SIZES and (isinstance(x, type) or not callable(x)):
             return False
     return True
 
@@ -204,12 +187,10 @@ class Result:
 
     def _degree(self) -> float | None:
         name, degrees = self.name, [tag.degree for tag in self.tags]
-        if name in ("mul", "dot_general", "conv_general_dilated"):
+        if name in PRODUCTS:
             return sum(degrees)
         if not any(degrees):
             return 0
-        if name == "triangular_solve" and not degrees[0]:
-            return degrees[1]
         if name == "div" and not rounds(self.eqn):
             return degrees[0] - degrees[1]
         if name in KEEP and not any(degrees[1:]) and not rounds(self.eqn):
@@ -227,10 +208,8 @@ class Result:
     def linear(self) -> bool:
         """Whether a sum over samples stays one; what is fixed is no such sum."""
         name, fixed = self.name, [tag.role is Role.FIXED for tag in self.tags]
-        if name in ("mul", "dot_general"):
+        if name in PRODUCTS:
             return any(fixed)
-        if name == "triangular_solve":
-            return fixed[0]
         if name in KEEP or name == "div":
             return all(fixed[1:]) and not rounds(self.eqn)
         return name in ADD and (name not in INDEX or fixed[INDEX[name]])
@@ -369,7 +348,9 @@ def _summed(result: Result) -> Tag | None:
         added = result.known.is_zero(result.ins[0])
     # A sum over n samples grows n times as fast as what it adds; the sum of n ones is fixed, and
     # grows as n.
-    if added or (name == "dot_general" and contracts(eqn, result.axes)):
+    if name == "dot_general":
+        added = tuple(result.axes) in zip(*eqn.params["dimension_numbers"][0], strict=True)
+    if added:
         return Tag(role, degree + 1)
     return mixed(eqn) if any(result.read) or role is Role.REDUCED else Tag(role, degree)
 

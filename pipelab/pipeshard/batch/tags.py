@@ -4,7 +4,6 @@ Everything is looked at in two traces of the same function, for two sizes of bat
 pairs, and the batch's dimension of an array is the one that differs.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -163,20 +162,19 @@ class Known:
 
 
 def _growth(x: np.ndarray, y: np.ndarray, ratio: float) -> float | None:
-    """d, if y is x times the ratio of the sizes to the power d."""
+    """d, if y is x times the ratio of the sizes to the power d, a multiple of 1/2.
+
+    A sum, a mean and a square root have degrees of 1, 0 and 1/2.
+    """
     inexact, floating = (jnp.issubdtype(x.dtype, kind) for kind in (jnp.inexact, jnp.floating))
     if np.array_equal(x, y, equal_nan=inexact):
         return 0
-    real = floating or jnp.issubdtype(x.dtype, jnp.integer)
-    if not real or ((x == 0) != (y == 0)).any():
+    if inexact and not floating:
         return None
-    rounding = 8 * float(jnp.finfo(x.dtype).eps) if floating else 0
-    ratios = y[y != 0].astype(float) / x[x != 0].astype(float)
-    alike = np.isfinite(ratios).all() and np.ptp(ratios) <= rounding * ratios.max()
-    if not alike or ratios.min() <= 0:
-        return None
-    # A sum, a mean and a square root have degrees of 1, 0 and 1/2: rounding is taken off these.
-    degree = math.log(ratios[0], ratio)
-    half = round(2 * degree) / 2
-    close = abs(degree - half) * math.log(ratio) <= rounding + 1e-12
-    return half if close else degree
+    rounding = 8 * float(jnp.finfo(x.dtype).eps) if floating else 1e-12
+    small, large = x.astype(float), y.astype(float)
+    with np.errstate(all="ignore"):  # of what is zero, infinite or no number there is no degree
+        growth = np.log(abs(large).max() / abs(small).max()) / np.log(ratio)
+        degree = np.round(2 * growth) / 2
+        same = np.allclose(small * ratio**degree, large, rtol=rounding, atol=0)
+    return float(degree) if same and np.isfinite(degree) else None
