@@ -67,6 +67,11 @@ class StageGraph:
     results: dict[int, Atom]
 
     @property
+    def steady(self) -> Variables:
+        """All that it reads and that is the same for all micro-batches."""
+        return [*self.parameters, *self.fixed]
+
+    @property
     def groups(self) -> Groups:
         """All that it reads."""
         return Groups(self.parameters, self.fixed, self.inputs, [*self.data, *self.aux_inputs])

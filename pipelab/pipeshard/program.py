@@ -9,18 +9,18 @@ import jax
 from jax.extend.core import Var
 from jax.sharding import NamedSharding
 
-from pipelab.pipeshard.arrays import PipeshardError, bytes_of, on_mesh, shape_of, spec_of
+from pipelab.pipeshard.arrays import PipeshardError, bytes_of, on_mesh, shape_of
 from pipelab.pipeshard.batch.draws import draw_own, draws_grow, redraw
 from pipelab.pipeshard.batch.microbatches import combinations, gradient_of
 from pipelab.pipeshard.compiled import CompiledStage
 from pipelab.pipeshard.cut import count_layers, cut, mark
-from pipelab.pipeshard.finish import Finish
+from pipelab.pipeshard.end_of_step import EndOfStep
 from pipelab.pipeshard.hosts import Hosts, processes_of
 from pipelab.pipeshard.method import Pipeshard, Plan, Planner, StagePlan, StageProblem, over_samples
 from pipelab.pipeshard.tracing import Arguments, trace, trace_piece
 from pipelab.pipeshard.update import UpdateTask, donate, split_update
 from pipelab.runtime.jax.host import digest, of_program, of_trees
-from pipelab.runtime.jax.jaxpr import variables
+from pipelab.runtime.jax.jaxpr import spec_of, variables
 
 
 class Program:
@@ -34,6 +34,7 @@ class Program:
              neither mean nor sum) the pipeline computes what accumulation over them does
     graphs   per stage its equations
     like     variable -> the argument whose sharding it has
+    readers  gradient of a parameter -> the stages that read the parameter
     next_values  result -> the argument that it is the next value of
     numbers  of the variables that stages hand on, the same in all processes
     donated  arguments whose arrays are given up
@@ -64,15 +65,20 @@ class Program:
         trees = jax.tree.unflatten(arguments.tree, self.step.arguments)
         given = jax.tree.leaves([trees[i] for i in donate_argnums])
         self.donated = {*self.step.donated, *given}
-        # The update's tasks, what rows tell each other, and this process's stages.
+        # The update's tasks, what rows send each other, and this process's stages.
         self.processes = processes_of(self.meshes)
         self.rows = [row for row, q in enumerate(self.processes) if q == jax.process_index()]
         self.connect = connect if len(self.rows) < len(self.meshes) else None
+        self.readers = {
+            gradient: [s for s, graph in enumerate(self.graphs) if p in graph.parameters]
+            for p, gradient in gradients.items()
+        }
         tasks = self._tasks()
-        self.finish = Finish(
+        self.end = EndOfStep(
             self.step,
             self.combine,
             self.graphs,
+            self.readers,
             tasks,
             self.schedule.placement,
             self.processes,
@@ -155,7 +161,7 @@ class Program:
         owner: dict[Var, int] = {}
         early = set()  # known to its owner as soon as that has ended its backwards
         for p, gradient in self.step.gradients.items():
-            readers = [s for s, graph in enumerate(self.graphs) if p in graph.parameters]
+            readers = self.readers[gradient]
             first = min(readers, default=0)
             owner.update({self.step.parameters[p]: first, gradient: first})
             if len(readers) == 1:  # else others have parts of it
@@ -238,7 +244,7 @@ class Program:
         count = len(self.step.parameters)
         places = [
             (self.paths[source], self.place(row, source).spec)
-            for row, reads in enumerate(self.finish.reads)
+            for row, reads in enumerate(self.end.reads)
             for source in dict.fromkeys(reads.values())
             if source in self.paths
         ]

@@ -24,8 +24,7 @@ from pipelab.runtime.jax.jaxpr import (
     inline,
     needed,
     place_of,
-    renamed,
-    substitute,
+    spec_of,
     variables,
 )
 
@@ -62,15 +61,15 @@ class Arguments:
 
         A Python number keeps its weak type: beside bfloat16 it is one, too.
         """
-        out = []
-        for i, value in enumerate(self.values):
-            shape = jax.numpy.shape(value)
-            if i in self.batch:
-                shape = (samples, *shape[1:])
-            weak = getattr(value, "weak_type", type(value) in (int, float, complex))
-            kind = jax.dtypes.result_type(value)
-            out.append(jax.ShapeDtypeStruct(shape, kind, weak_type=weak))
-        return out
+        shapes = map(spec_of, jax.eval_shape(_unchanged, *self.values))
+        return [
+            x.update(shape=(samples, *x.shape[1:])) if i in self.batch else x
+            for i, x in enumerate(shapes)
+        ]
+
+
+def _unchanged(*values: Any) -> Any:
+    return values
 
 
 def flatten(args: Sequence[Any], batch_argnums: tuple[int, ...]) -> Arguments:
@@ -253,13 +252,8 @@ def trace_piece(
     Raises PipeshardError where the step, which works on the batch, does not on a micro-batch.
     """
     piece = trace_again(step, arguments, samples)
-    names = dict(zip(whole.arguments, piece.arguments, strict=True))
-    update = Graph(
-        [*piece.arguments, *whole.gradient],
-        substitute(whole.update.outputs, names),
-        [renamed(eqn, names) for eqn in whole.update.equations],
-        whole.update.consts,
-    )
+    inputs = [*piece.arguments, *whole.gradient]
+    update = replace(inline(whole.update.jaxpr, inputs), inputs=inputs)
     return replace(piece, gradient=whole.gradient, update=update, results=whole.results)
 
 

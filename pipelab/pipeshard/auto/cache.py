@@ -22,7 +22,7 @@ class Cache:
 
     folder  None: in memory alone
 
-    A file that does not hold what belongs to its key is ignored with a warning, and written anew.
+    A file that cannot be read is ignored with a warning, and written anew.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None) -> None:
@@ -33,37 +33,26 @@ class Cache:
         """What is known under the key; else what `find` returns, which is kept."""
         name = digest(json.dumps(key, sort_keys=True))[:32] + ".json"
         if name not in self._known:
-            found = self._read(name, key)
-            if found is None:
-                found = find()
-                self._write(name, {"key": key, "found": found})
-            self._known[name] = found
+            path = self.folder and self.folder / name
+            self._known[name] = _kept(path, find) if path else find()
         return self._known[name]
 
-    def _read(self, name: str, key: Key) -> Any:
-        if self.folder is None:
-            return None
-        try:
-            entry = json.loads((self.folder / name).read_text())
-            if entry["key"] != key:
-                raise ValueError("it belongs to something else")
-            return entry["found"]
-        except FileNotFoundError:
-            return None
-        except Exception as error:  # whatever is wrong with the file, its text may be anything
-            path = self.folder / name
-            warnings.warn(f"{path} is ignored: it is no profile of a stage ({error})", stacklevel=2)
-            return None
 
-    def _write(self, name: str, entry: Any) -> None:
-        if self.folder is None:
-            return
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            # A reader sees the whole file or none: it gets its name when it is complete.
-            draft = self.folder / f"{name}.{os.getpid()}"
-            draft.write_text(json.dumps(entry, indent=1))
-            draft.replace(self.folder / name)
-        except OSError as error:
-            warnings.warn(f"{self.folder}: profiles are not kept ({error})", stacklevel=2)
-            self.folder = None
+def _kept(path: Path, find: Callable[[], Any]) -> Any:
+    """What the file holds; else what is found, which it holds from now on."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        found = find()
+    except Exception as error:  # whatever is wrong with the file, its text may be anything
+        warnings.warn(f"{path} is ignored: it is no profile of a stage ({error})", stacklevel=2)
+        found = find()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A reader sees the whole file or none: it gets its name when it is complete.
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(found, indent=1))
+        draft.replace(path)
+    except OSError as error:
+        warnings.warn(f"{path.parent}: profiles are not kept ({error})", stacklevel=2)
+    return found

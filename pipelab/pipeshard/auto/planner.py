@@ -208,11 +208,9 @@ def _owner(path: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | No
     .opt_state[0].mu['Dense_0']['kernel']      .params['Dense_0']['kernel']
     """
 
-    def keys(of: str) -> list[str]:
-        return re.findall(r"\[[^\]]*\]|\.\w+", of)[::-1]
-
     def alike(other: str) -> int:
-        pairs = zip(keys(path), keys(other), strict=False)
+        keys = (re.findall(r"\[[^\]]*\]|\.\w+", of)[::-1] for of in (path, other))
+        pairs = zip(*keys, strict=False)
         return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
     # Two parameters of one shape are told apart by their paths alone.

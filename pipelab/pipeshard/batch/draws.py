@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from pipelab.pipeshard.arrays import PipeshardError, spec_of
+from pipelab.pipeshard.arrays import PipeshardError
 from pipelab.pipeshard.batch.primitives import DRAWS
 from pipelab.pipeshard.batch.reduction import CHECKPOINTS, carry_of
 from pipelab.pipeshard.batch.tags import axes_of
@@ -32,6 +32,7 @@ from pipelab.runtime.jax.jaxpr import (
     place_of,
     renamed,
     single,
+    spec_of,
     substitute,
 )
 

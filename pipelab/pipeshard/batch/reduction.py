@@ -38,11 +38,9 @@ from pipelab.pipeshard.batch.tags import (
     Tags,
     axes_of,
     cotangent,
-    inner_of,
     join,
     mixed,
     paired,
-    samples,
 )
 from pipelab.runtime.jax.jaxpr import (
     CALLS,
@@ -189,7 +187,9 @@ class Reductions:
         small, large = _pullback(a), _pullback(b)
         if any(contains(eqn, DRAWS) for eqn in small.equations):
             return [mixed(a, "draws random numbers in its derivative")] * len(made)
-        found = self._run_underived((small, large), given)
+        derived, self._derived = self._derived, False
+        found = self._run((small, large), given)
+        self._derived = derived
         # [3] Where samples are added up, they have to be. Zeros do no harm.
         outs = paired(small.outputs, large.outputs)
         for pair, tag, want in zip(outs, found, wanted, strict=True):
@@ -204,13 +204,6 @@ class Reductions:
                 return [mixed(a, why)] * len(made)
         return made
 
-    def _run_underived(self, graphs: Graphs, tags: Tags) -> Tags:
-        """Go through what is a derivative itself, or is derived sample by sample."""
-        derived, self._derived = self._derived, False
-        results = self._run(graphs, tags)
-        self._derived = derived
-        return results
-
     # ---- loops and branches
 
     def _scan(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags) -> Tags:
@@ -218,17 +211,9 @@ class Reductions:
         graphs = _graphs(a, b, itemgetter("jaxpr"), ins[:first])
         if a.params["length"] == b.params["length"]:
             return self._repeat(a, graphs, tags[first:], count)
-        # As many iterations as samples: one sample at a time (lax.map), without a carry.
-        inner = inner_of(tags)
-        apart = not count and len(inner) < 2
-        for i, (pair, tag) in enumerate(zip(ins, tags, strict=True)):
-            apart &= tag.role in (Role.FIXED, Role.SAMPLES) and not tag.degree
-            apart &= axes_of(pair) == ([] if i < first else [0])
-        if not apart:
-            why = "goes from sample to sample: return a value of each, and add these up"
-            return [mixed(a, why)] * len(a.outvars)
-        results = self._run_underived(graphs, [FIXED] * len(ins[first:]))
-        return [tag if tag.role is Role.MIXED else samples(tag.degree, inner) for tag in results]
+        # As many iterations as samples.
+        why = "goes from sample to sample: use jax.vmap, and add up what it returns"
+        return [mixed(a, why)] * len(a.outvars)
 
     def _while(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags) -> Tags:
         begin, first = a.params["cond_nconsts"], a.params["body_nconsts"]
