@@ -1,12 +1,11 @@
 """What one equation makes of samples: what is known of jax's primitives, and the rules.
 
 Of a primitive that the tables here do not name nothing is assumed: it mixes samples, if it is given
-any. A rule looks at one result of an equation and says what its tag is, or leaves it to the next:
+any. What is mixed stays so, what has nothing to do with the batch is fixed, and what has two
+dimensions of the batch is mixed. Every other result of an equation has the tag of one rule:
 
-    mixed     what is mixed stays so
-    fixed     what has nothing to do with the batch
     random    every sample draws numbers of its own
-    reduced   a sum over the samples stays one under what is linear; what is unclear is mixed
+    reduced   a sum over the samples stays one under what is linear
     summed    the batch's dimension goes: a sum over it
     copied    it moves, or it comes, by copies alone
     kept      it stays: all of it, with every sample by itself
@@ -153,37 +152,28 @@ def same_parameters(a: JaxprEqn, b: JaxprEqn) -> bool:
 class Result:
     """One result of an equation, at both sizes, with what the equation is given.
 
-    eqn      the smaller one; `changed` if the other has other parameters, beside shapes
-    ins      its operands, with their `tags`
-    out      the result
-    made     its dimensions that grow with the batch; `read` those of each operand
-    axes     per operand the first of these
-    grows    whether there are any
-    indexes  whether it is a gather or a scatter; `apart` if that keeps samples apart
-    inner    how samples lie in the operands
-    degree   of the result, or None where that has no answer
-    unclear  whether something is not known that could change with the size
+    eqn     the smaller one
+    ins     its operands, with their `tags`
+    out     the result
+    made    its dimensions that grow with the batch; `read` those of each operand
+    axes    per operand the first of these
+    apart   whether it keeps samples apart that lie along these
+    inner   how samples lie in the operands
+    degree  of the result, or None where that has no answer
     """
 
-    def __init__(
-        self, rules: "Rules", a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags, out: Pair
-    ) -> None:
-        self.known, self.eqn, self.ins, self.tags, self.out = rules.known, a, ins, tags, out
-        self.name = a.primitive.name
+    def __init__(self, rules: "Rules", eqn: JaxprEqn, ins: Pairs, tags: Tags, out: Pair) -> None:
+        self.known, self.eqn, self.ins, self.tags, self.out = rules.known, eqn, ins, tags, out
+        self.name = eqn.primitive.name
         self.read, self.made = [axes_of(pair) for pair in ins], axes_of(out)
         self.axes = [axes[0] if axes else None for axes in self.read]
-        self.grows = bool(self.made or any(self.read))
-        plain = all(len(axes) < 2 for axes in self.read)
-        self.indexes = self.name == "gather" or self.name.startswith("scatter")
-        self.apart = self.indexes and plain
-        if self.apart:
-            self.apart, positions = rules.indexed(a, ins, self.axes, tags[1])
+        if self.name == "gather" or self.name.startswith("scatter"):
+            self.apart, positions = rules.indexed(eqn, ins, self.axes, tags[1])
             self.tags = [tags[0], positions, *tags[2:]]
+        else:
+            self.apart = keeps_apart(eqn, self.axes)
         self.roles, self.inner = {tag.role for tag in self.tags}, inner_of(self.tags)
         self.degree = self._degree()
-        self.changed = not same_parameters(a, b)
-        one = plain and len(self.made) < 2 and len(self.inner) < 2
-        self.unclear = self.changed or not one or self.degree is None
 
     def _degree(self) -> float | None:
         name, degrees = self.name, [tag.degree for tag in self.tags]
@@ -230,9 +220,25 @@ class Rules:
 
     def tag(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags, out: Pair) -> Tag:
         """The tag of one result of an equation with these operands."""
-        result = Result(self, a, b, ins, tags, out)
-        found = (rule(result) for rule in RULES)
-        return next((tag for tag in found if tag), None) or mixed(a)
+        result = Result(self, a, ins, tags, out)
+        if Role.MIXED in result.roles or result.name in RANDOM:
+            found = _mixed(result)
+            if found:
+                return found
+        if not same_parameters(a, b):
+            return mixed(a)
+        if all(tag == FIXED for tag in result.tags) and not any([result.made, *result.read]):
+            return FIXED
+        if len(result.inner) > 1 or any(len(axes) > 1 for axes in (result.made, *result.read)):
+            return mixed(a)
+        if result.name in RANDOM:
+            return _random(result)
+        if Role.REDUCED in result.roles:
+            return _reduced(result)
+        if result.degree is None:
+            return mixed(a)
+        rule = _kept if result.made and any(result.read) else _copied if result.made else _summed
+        return _reshaped(result) if result.made and result.name == "reshape" else rule(result)
 
     def indexed(
         self, eqn: JaxprEqn, ins: Pairs, axes: Sequence[int | None], positions: Tag
@@ -298,16 +304,8 @@ def _mixed(result: Result) -> Tag | None:
     return None
 
 
-def _fixed(result: Result) -> Tag | None:
-    if result.grows or any(tag.role is not Role.FIXED or tag.degree for tag in result.tags):
-        return None
-    return mixed(result.eqn) if result.changed else FIXED
-
-
-def _random(result: Result) -> Tag | None:
+def _random(result: Result) -> Tag:
     """Every sample draws random numbers of its own, from a key of its own or for all."""
-    if result.name not in RANDOM:
-        return None
     eqn = result.eqn
     if result.name in DRAWS and result.read[0] and "rbg" in str(dtype_of(eqn.invars[0])):
         return mixed(
@@ -315,17 +313,15 @@ def _random(result: Result) -> Tag | None:
             "draws from several rbg keys at once (jax.vmap), which gives other numbers in "
             "another batch: draw for all samples from one key, or use threefry2x32 keys",
         )
-    one = len(result.made) == 1 and len(result.inner) < 2 and not result.changed
-    if one and result.degree == 0 and Role.REDUCED not in result.roles:
+    if result.made and result.degree == 0 and Role.REDUCED not in result.roles:
         return samples(0, result.inner)
     return mixed(eqn)
 
 
-def _reduced(result: Result) -> Tag | None:
-    if Role.REDUCED not in result.roles:
-        return mixed(result.eqn) if result.unclear else None
-    if result.linear and not result.grows and not result.unclear:
-        return Tag(Role.REDUCED, result.degree or 0)
+def _reduced(result: Result) -> Tag:
+    """A sum over the samples is one still."""
+    if result.linear and result.degree is not None and not any([result.made, *result.read]):
+        return Tag(Role.REDUCED, result.degree)
     why = "makes something else of it"
     if Role.SAMPLES not in result.roles:
         if result.name in ADD:
@@ -338,44 +334,39 @@ def _reduced(result: Result) -> Tag | None:
     return mixed(result.eqn, why)
 
 
-def _summed(result: Result) -> Tag | None:
-    if result.made:  # the batch's dimension is still there
-        return None
-    name, eqn, degree = result.name, result.eqn, result.degree or 0
+def _summed(result: Result) -> Tag:
+    """The batch's dimension is gone, if there was one."""
+    name, eqn, degree = result.name, result.eqn, result.degree
     role = Role.REDUCED if Role.SAMPLES in result.roles else Role.FIXED
     added = name == "reduce_sum" and any(result.read)
     if name == "scatter-add" and result.read[2]:
         added = result.known.is_zero(result.ins[0])
-    # A sum over n samples grows n times as fast as what it adds; the sum of n ones is fixed, and
-    # grows as n.
     if name == "dot_general":
         added = tuple(result.axes) in zip(*eqn.params["dimension_numbers"][0], strict=True)
+    # A sum over n samples grows n times as fast as what it adds; the sum of n ones is fixed, and
+    # grows as n.
     if added:
         return Tag(role, degree + 1)
     return mixed(eqn) if any(result.read) or role is Role.REDUCED else Tag(role, degree)
 
 
-def _copied(result: Result) -> Tag | None:
-    eqn, degree = result.eqn, result.degree or 0
-    if result.name == "reshape":
-        return _reshaped(result, result.tags[0]._replace(degree=degree))
-    if any(result.read):
-        return None
-    # It comes: every sample gets the same, as x + bias does, or zeros(len(x)).
+def _copied(result: Result) -> Tag:
+    """Every sample gets the same, as x + bias does, or zeros(len(x))."""
+    eqn, made = result.eqn, result.made[0]
     alike = result.name == "broadcast_in_dim"
-    alike |= result.name == "iota" and eqn.params["dimension"] not in result.made
-    alike |= result.name == "tile" and shape_of(eqn.invars[0])[result.made[0]] == 1
-    return Tag(Role.FIXED, degree) if alike else mixed(eqn)
+    alike |= result.name == "iota" and eqn.params["dimension"] != made
+    alike |= result.name == "tile" and shape_of(eqn.invars[0])[made] == 1
+    return Tag(Role.FIXED, result.degree) if alike else mixed(eqn)
 
 
-def _reshaped(result: Result, tag: Tag) -> Tag:
+def _reshaped(result: Result) -> Tag:
     """Samples in another shape: where each one's entries lie now.
 
     (2 samples, 3 tokens, 4) -> (6, 4)    aaa bbb    3 rows of a sample side by side
     (6, 4) -> (12, 2)                     aaaaaa bbbbbb    6 rows
     (6, 4) -> (3, 8)                      aa ab bb   a row of two samples: mixed
     """
-    axis, made = result.read[0][0], result.made[0]
+    axis, made, tag = result.axes[0], result.made[0], result.tags[0]
     if tag.inner == 0:  # in any order
         return tag
     found = set()  # rows of a sample, at each size
@@ -389,18 +380,14 @@ def _reshaped(result: Result, tag: Tag) -> Tag:
     return samples(tag.degree, found) if len(found) == 1 else mixed(result.eqn)
 
 
-def _kept(result: Result) -> Tag | None:
+def _kept(result: Result) -> Tag:
+    """The batch's dimension is there still."""
     # All samples are there, at both sizes; a slice that leaves some out is no longer the batch.
     sizes = [shape_of(w)[result.made[0]] for w in result.out]
     pairs = zip(result.ins, result.axes, strict=True)
     whole = all(axis is None or [shape_of(v)[axis] for v in pair] == sizes for pair, axis in pairs)
-    apart = result.apart if result.indexes else keeps_apart(result.eqn, result.axes)
-    if not whole or not apart:
-        return None
-    degree = result.degree or 0
+    if not whole or not result.apart:
+        return mixed(result.eqn)
     if Role.SAMPLES in result.roles:
-        return samples(degree, result.inner)
-    return Tag(Role.FIXED, degree)
-
-
-RULES = (_mixed, _fixed, _random, _reduced, _summed, _copied, _kept)
+        return samples(result.degree, result.inner)
+    return Tag(Role.FIXED, result.degree)
