@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Var, jaxprs_in_params
 
 from pipelab.pipeshard.arrays import PipeshardError
 from pipelab.pipeshard.batch.primitives import DRAWS
@@ -36,7 +36,6 @@ from pipelab.runtime.jax.jaxpr import (
     substitute,
 )
 
-BODIES = ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr")  # parameters: what equations run
 # An equation that draws, the same for another size of batch, the micro-batch's number and the
 # equation's operands -> results
 Draw = Callable[[JaxprEqn, JaxprEqn, Any, Arrays], Arrays]
@@ -83,8 +82,7 @@ def _grows(eqn: JaxprEqn, twin: JaxprEqn) -> bool:
 
 def _bodies(eqn: JaxprEqn) -> list[Graph]:
     """The functions that an equation runs."""
-    functions = [eqn.params[key] for key in BODIES if key in eqn.params]
-    return [inline(f, outer=eqn) for f in (*functions, *eqn.params.get("branches", ()))]
+    return [inline(function, outer=eqn) for function in jaxprs_in_params(eqn.params)]
 
 
 def redraw(graph: Graph, twin: Graph, draw: Draw) -> tuple[Graph, dict[Var, Atom]]:

@@ -159,7 +159,7 @@ class Result:
     axes    per operand the first of these
     apart   whether it keeps samples apart that lie along these
     inner   how samples lie in the operands
-    degree  of the result, or None where that has no answer
+    degree  of the result, or nan where that has no answer
     """
 
     def __init__(self, rules: "Rules", eqn: JaxprEqn, ins: Pairs, tags: Tags, out: Pair) -> None:
@@ -175,7 +175,7 @@ class Result:
         self.roles, self.inner = {tag.role for tag in self.tags}, inner_of(self.tags)
         self.degree = self._degree()
 
-    def _degree(self) -> float | None:
+    def _degree(self) -> float:
         name, degrees = self.name, [tag.degree for tag in self.tags]
         if name in PRODUCTS:
             return sum(degrees)
@@ -187,12 +187,12 @@ class Result:
             return degrees[0]
         choice = INDEX.get(name)  # what only chooses may not grow
         if name not in ADD or (choice is not None and degrees[choice]):
-            return None
+            return math.nan
         # Operands that grow alike; zeros grow as anything does.
         pairs = zip(self.ins, degrees, strict=True)
         summed = [each for i, each in enumerate(pairs) if i != choice]
         found = {degree for pair, degree in summed if not self.known.is_zero(pair)}
-        return found.pop() if len(found) == 1 else None
+        return found.pop() if len(found) == 1 else math.nan
 
     @property
     def linear(self) -> bool:
@@ -221,24 +221,25 @@ class Rules:
     def tag(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags, out: Pair) -> Tag:
         """The tag of one result of an equation with these operands."""
         result = Result(self, a, ins, tags, out)
-        if Role.MIXED in result.roles or result.name in RANDOM:
-            found = _mixed(result)
-            if found:
-                return found
-        if not same_parameters(a, b):
-            return mixed(a)
-        if all(tag == FIXED for tag in result.tags) and not any([result.made, *result.read]):
+        why = _mixes(result)
+        if why or not same_parameters(a, b):
+            return why or mixed(a)
+        grown = result.made, *result.read
+        if all(tag == FIXED for tag in result.tags) and not any(grown):
             return FIXED
-        if len(result.inner) > 1 or any(len(axes) > 1 for axes in (result.made, *result.read)):
+        if len(result.inner) > 1 or any(len(axes) > 1 for axes in grown):
             return mixed(a)
         if result.name in RANDOM:
             return _random(result)
         if Role.REDUCED in result.roles:
             return _reduced(result)
-        if result.degree is None:
+        if math.isnan(result.degree):
             return mixed(a)
-        rule = _kept if result.made and any(result.read) else _copied if result.made else _summed
-        return _reshaped(result) if result.made and result.name == "reshape" else rule(result)
+        if not result.made:
+            return _summed(result)
+        if result.name == "reshape":
+            return _reshaped(result)
+        return _kept(result) if any(result.read) else _copied(result)
 
     def indexed(
         self, eqn: JaxprEqn, ins: Pairs, axes: Sequence[int | None], positions: Tag
@@ -288,7 +289,8 @@ class Rules:
         return all((x == np.arange(x.shape[-1])).all() for x in moved)
 
 
-def _mixed(result: Result) -> Tag | None:
+def _mixes(result: Result) -> Tag | None:
+    """What is made of something that is mixed already, or of a random key that is."""
     for pair, tag in zip(result.ins, result.tags, strict=True):
         of_size = tag.role is Role.MIXED or tag.degree
         if result.name in RANDOM and of_size and pair in result.known:
@@ -320,7 +322,8 @@ def _random(result: Result) -> Tag:
 
 def _reduced(result: Result) -> Tag:
     """A sum over the samples is one still."""
-    if result.linear and result.degree is not None and not any([result.made, *result.read]):
+    plain = not (math.isnan(result.degree) or any([result.made, *result.read]))
+    if result.linear and plain:
         return Tag(Role.REDUCED, result.degree)
     why = "makes something else of it"
     if Role.SAMPLES not in result.roles:
@@ -366,7 +369,7 @@ def _reshaped(result: Result) -> Tag:
     (6, 4) -> (12, 2)                     aaaaaa bbbbbb    6 rows
     (6, 4) -> (3, 8)                      aa ab bb   a row of two samples: mixed
     """
-    axis, made, tag = result.axes[0], result.made[0], result.tags[0]
+    axis, made, tag = result.read[0][0], result.made[0], result.tags[0]
     if tag.inner == 0:  # in any order
         return tag
     found = set()  # rows of a sample, at each size
