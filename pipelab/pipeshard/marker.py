@@ -62,10 +62,7 @@ def value_and_grad(
     Array(3., dtype=float32)
     """
 
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        return _marked(fun, argnums, has_aux, weighted, args, kwargs)
-
-    return marked
+    return partial(_marked, fun, argnums, has_aux, weighted)
 
 
 def _marked(
@@ -73,11 +70,12 @@ def _marked(
     argnums: int | Sequence[int],
     has_aux: bool,
     weighted: bool,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     # [1] Which leaves of the arguments the gradient is taken by: a tree of their numbers.
-    leaves, tree = jax.tree.flatten((tuple(args), kwargs))
+    leaves, tree = jax.tree.flatten((args, kwargs))
     numbered, _ = jax.tree.unflatten(tree, range(len(leaves)))
     positions = argnums if isinstance(argnums, int) else tuple(argnums)
     try:

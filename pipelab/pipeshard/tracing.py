@@ -161,14 +161,7 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
         return step(*jax.tree.unflatten(arguments.tree, values))
 
     # [1] The whole step as equations.
-    try:
-        closed, shapes = traced(flat, arguments.shapes(samples))
-    except ValueError as error:
-        if "static arguments" not in str(error):
-            raise
-        raise PipeshardError(
-            "the step has static arguments (jax.jit): bind them by functools.partial"
-        ) from error
+    closed, shapes = traced(flat, arguments.shapes(samples))
     whole = inline(closed)
     for eqn in all_equations(whole.equations):
         if eqn.primitive.name == "shard_map":

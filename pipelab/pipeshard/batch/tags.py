@@ -121,17 +121,14 @@ class Known:
         if isinstance(a, Literal):
             return a.val, b.val
         if a not in self.arrays:
-            self.arrays.update(self._evaluate(*self._makers[a]))
+            made = self._makers[a]
+            operands = list(map(self.values, paired(*(eqn.invars for eqn in made))))
+            sizes = [single(eqn).run(*(x[i] for x in operands)) for i, eqn in enumerate(made)]
+            self.arrays.update(zip(made[0].outvars, paired(*sizes), strict=True))
         return self.arrays[a]
 
     def is_zero(self, pair: Pair) -> bool:
         return pair in self and not any(np.any(np.asarray(x)) for x in self.values(pair))
-
-    def _evaluate(self, a: JaxprEqn, b: JaxprEqn) -> dict[Var, Pair]:
-        operands = list(map(self.values, paired(a.invars, b.invars)))
-        small = single(a).run(*(x for x, _ in operands))
-        large = single(b).run(*(y for _, y in operands))
-        return dict(zip(a.outvars, paired(small, large), strict=True))
 
     def tag(self, pair: Pair, why: str = "") -> Tag:
         """By what it is at both sizes; `why` it is mixed, if it is."""
