@@ -1,4 +1,11 @@
-"""parallelize(train_step, method): the same call, as a pipeline."""
+"""parallelize(train_step, method): the same call, as a pipeline.
+
+Who knows NVIDIA's JaxPP: there, too, stages have meshes with axes of data and model, and their
+state stays with them. Here the gradient is marked (`value_and_grad`) instead of the loop over
+micro-batches (`treduce`), so that the step is the same on one device; micro-batches are cut from
+the batch by the pipeline; a schedule is one of `pipelab.SCHEDULES` with a flush, or any table of
+your own; and a loss whose micro-batches do not add up to the batch is refused.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -65,15 +72,9 @@ def parallelize(
     arrays of the others, for a checkpoint, say. When a process ends or hangs, the others raise one
     RunError (see `runtime.jax.distributed` for what jax does then). `compare` needs one process.
 
-    Who knows NVIDIA's JaxPP: there, too, stages have meshes with axes of data and model, and their
-    state stays with them. Here the gradient is marked (`value_and_grad`) instead of the loop over
-    micro-batches (`treduce`), so that the step is the same on one device; micro-batches are cut
-    from the batch by the pipeline; a schedule is one of `pipelab.SCHEDULES` with a flush, or any
-    table of your own; and a loss whose micro-batches do not add up to the batch is refused.
-
     Everything is compiled at the first call for arguments of these shapes (and again after a
-    setting of jax's that it depends on is changed). What does not fit is an
-    error that says why (PipeshardError): nothing falls back to one device.
+    setting of jax's that it depends on is changed). What does not fit is an error that says why
+    (PipeshardError): nothing falls back to one device.
     """
     if not isinstance(method, Pipeshard):
         raise PipeshardError(

@@ -1,6 +1,7 @@
 """A train step for arguments of certain shapes: traced, cut and compiled once, then run at will."""
 
-from collections.abc import Callable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -90,10 +91,9 @@ class Program:
         if self.connect:
             self.connect().agree(lambda: self._digests)
         self.stages = self._compiled(tasks)
-        kept = {s: stage.bytes for s, stage in self.stages.items()}
+        kept: Mapping[int, int] = {s: stage.bytes for s, stage in self.stages.items()}
         if self.connect:
-            shares = self.connect().share(kept)
-            kept = {s: size for share in shares for s, size in share.items()}
+            kept = ChainMap(*self.connect().share(kept))
         plans = [self._stage_plan(s, of, kept[s]) for s, of in enumerate(layers)]
         self.plan = Plan(self.schedule, tuple(plans), auto)
 
@@ -135,9 +135,19 @@ class Program:
         count = count_layers(self.loss)
         auto = None
         if isinstance(method.stages, Planner):
-            equations = (self.loss, parameters, self._state, batch, self.number)
-            about = (self.axes, self.paths, self.samples, count, method)
-            auto = method.stages.choose(StageProblem(*equations, *about))
+            problem = StageProblem(
+                loss=self.loss,
+                parameters=parameters,
+                state=self._state,
+                batch=batch,
+                number=self.number,
+                axes=self.axes,
+                paths=self.paths,
+                samples=self.samples,
+                layers=count,
+                method=method,
+            )
+            auto = method.stages.choose(problem)
             method = replace(method, stages=auto)
         layers = method.stages_of(count)
         self.schedule = method.table_for(len(layers))
@@ -168,8 +178,7 @@ class Program:
                 early.add(gradient)
         # All else that the loss makes is known when all stages have ended.
         late = {*self.step.gradient} - early
-        homes = {v: owner[a] for v, a in self.next_values.items() if a in owner}
-        tasks = split_update(self.step.update, owner, late, homes)
+        tasks = split_update(self.step.update, owner, late)
         # What stages read that may not have ended yet, or is returned as it is, has to stay.
         stays = {v for graph in self.graphs for v in graph.fixed}
         stays.update(variables(self.step.update.outputs))

@@ -182,10 +182,17 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
     effects = [eqn for eqn in others if eqn.effects]
     equations = needed(others, whole.outputs, effects)
     update = Graph(inputs, whole.outputs, equations, whole.consts)
-    tree = jax.tree.structure(shapes)
-    donated = [whole.inputs[i] for i in _donated(closed)]
-    about = (donated, tree, whole)
-    found = TracedStep(whole.inputs, batch, loss, parameters, marked.outvars, update, *about)
+    found = TracedStep(
+        arguments=whole.inputs,
+        batch=batch,
+        loss=loss,
+        parameters=parameters,
+        gradient=marked.outvars,
+        update=update,
+        donated=[whole.inputs[i] for i in _donated(closed)],
+        results=jax.tree.structure(shapes),
+        whole=whole,
+    )
     _check_update(found)
     return found
 

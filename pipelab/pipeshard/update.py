@@ -52,14 +52,11 @@ class UpdateTask:
     donated: Variables = field(default_factory=list)
 
 
-def split_update(
-    update: Graph, owners: dict[Var, int], late: set[Var], homes: dict[Var, int]
-) -> list[UpdateTask]:
+def split_update(update: Graph, owners: dict[Var, int], late: set[Var]) -> list[UpdateTask]:
     """The update as tasks, by level.
 
     owners  of parameters and gradients: their stage
     late    what is known only when all stages are done with their backwards, such as the loss
-    homes   results -> the stage that needs them next time, where that is known
 
     A branch (lax.cond) that joins arrays of several stages becomes a choice for each array: both
     sides are computed. Raises PipeshardError where another equation joins arrays of several stages.
@@ -83,12 +80,11 @@ def split_update(
             first[v] = min(level, first.get(v, level))
 
     # [3] What is wanted of each: the step's results where they are made; one that every task may
-    #     compute, where it is needed next time.
+    #     compute, of the first stage.
     wanted: dict[Place, dict[Var, None]] = {place: {} for place in places if place}
     for v in variables(update.outputs):
         if v in maker:
-            home = homes.get(v, 0)
-            place = maker[v] or (known[home][v], home)
+            place = maker[v] or (known[0][v], 0)
             wanted.setdefault(place, {})[v] = None
 
     # [4] From the last level to the first: what a task needs of the earlier ones.

@@ -54,11 +54,11 @@ class StageCandidate:
     def text(self) -> str:
         """Its equations, with variables named in their order: equal blocks have equal texts."""
         graph = self.graph
-        text = str(graph.whole.jaxpr)
-        if "custom_vjp_call" in text or "custom_jvp_call" in text:  # it has no derivatives yet
-            shapes = map(spec_of, (*graph.arguments, *graph.outputs))
-            text += str(jax.make_jaxpr(partial(both_passes, graph))(*shapes))
-        return re.sub(r" at 0x[0-9a-f]+", "", text)  # functions have addresses
+        # A derivative of the user's own is in the backward alone, and another one's result beside
+        # the loss in the forward alone.
+        shapes = map(spec_of, (*graph.arguments, *graph.outputs))
+        passes = jax.make_jaxpr(partial(both_passes, graph))(*shapes)
+        return re.sub(r" at 0x[0-9a-f]+", "", f"{graph.whole.jaxpr} {passes}")  # of functions
 
 
 @dataclass

@@ -100,11 +100,10 @@ class AutoStages:
     def _devices(self, wanted: Sequence[Any]) -> tuple[list[Any], int]:
         """The devices, host by host, and how many hosts there are."""
         devices = sorted(wanted, key=lambda device: device.process_index)  # stable in a host
-        counts = Counter(device.process_index for device in devices)
-        hosts = len(counts) if self.hosts is None else self.hosts
-        each = len(devices) // max(hosts, 1)
-        uneven = each * hosts != len(devices) or (not self.hosts and len(set(counts.values())) > 1)
-        if each < 1 or uneven or (hosts > 1 and each & (each - 1)):
+        processes = {device.process_index for device in devices}
+        hosts = len(processes) if self.hosts is None else self.hosts
+        each, rest = divmod(len(devices), hosts or 1)
+        if each < 1 or rest or (hosts > 1 and each & (each - 1)):
             raise PipeshardError(
                 f"{len(devices)} devices on {hosts} hosts: use equally many on each, at least one, "
                 "and a power of two where there are several"
