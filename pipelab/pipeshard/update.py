@@ -84,7 +84,7 @@ def split_update(update: Graph, owners: dict[Var, int], late: set[Var]) -> list[
     wanted: dict[Place, dict[Var, None]] = {place: {} for place in places if place}
     for v in variables(update.outputs):
         if v in maker:
-            place = maker[v] or (known[0][v], 0)
+            place = maker[v] or (known[v], 0)
             wanted.setdefault(place, {})[v] = None
 
     # [4] From the last level to the first: what a task needs of the earlier ones.
@@ -105,11 +105,11 @@ def split_update(update: Graph, owners: dict[Var, int], late: set[Var]) -> list[
 
 def _levels(
     update: Graph, stage_of: dict[int, int], owners: dict[Var, int], late: set[Var]
-) -> tuple[list[Place | None], dict[Var, Place | None], list[dict[Var, int]]]:
+) -> tuple[list[Place | None], dict[Var, Place | None], dict[Var, int]]:
     """The place of each equation, and of what makes each variable.
 
     What is made of single numbers alone has no place: every task may compute it. The third result
-    is per stage the first level at which each variable can be read there.
+    is the first level at which each variable can be read on the first stage.
 
     stage_of  number of an equation that reads an array -> its stage
     """
@@ -131,7 +131,7 @@ def _levels(
         maker.update(dict.fromkeys(eqn.outvars, place))
         for of, level in zip(known, levels, strict=True):
             of.update(dict.fromkeys(eqn.outvars, level))
-    return places, maker, known
+    return places, maker, known[0]
 
 
 def donate(tasks: list[UpdateTask], given: set[Var], next_values: dict[Var, Var]) -> None:

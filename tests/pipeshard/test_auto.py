@@ -492,9 +492,7 @@ def test_a_layer_that_fits_only_when_its_samples_are_divided():
     options = dict(layers=2, devices=4, microbatches=1, operator=True)
 
     def plan(memory):
-        pipeline, state, batch = planned(
-            model, None, machine=replace(TOY, memory=memory), **options
-        )
+        pipeline, state, batch = planned(model, machine=replace(TOY, memory=memory), **options)
         return pipeline.compile(state, batch).auto
 
     (roomy,) = plan(1e9).chosen

@@ -137,19 +137,21 @@ class Known:
         if values[0] is values[1]:
             return FIXED
         x, y = map(np.asarray, values)
-        axes = axes_of(pair)
+        grown = axes_of(pair)
         inner = 0
-        if axes:
+        if grown:
             # The same entries for every sample, such as ones: they grow as those of one sample do.
-            inner = x.shape[axes[0]] // self.sizes[0]
-            arrays = [np.moveaxis(array, axes[0], 0) for array in (x, y)]
-            if len(axes) > 1 or [len(a) for a in arrays] != [inner * n for n in self.sizes]:
-                return unknown
-            pairs = zip(arrays, self.sizes, strict=True)
-            x, y = rows = [array.reshape(n, -1) for array, n in pairs]
-            if any((each != each[:1]).any() for each in rows):
-                return unknown
-            x, y = x[0], y[0]
+            axis = grown[0]
+            inner = x.shape[axis] // self.sizes[0]
+            rows = []
+            for array, n in zip((x, y), self.sizes, strict=True):
+                if len(grown) > 1 or array.shape[axis] != inner * n:
+                    return unknown
+                each = np.moveaxis(array, axis, 0).reshape(n, -1)
+                if (each != each[:1]).any():
+                    return unknown
+                rows.append(each[0])
+            x, y = rows
         degree = _growth(x, y, self.sizes[1] / self.sizes[0])
         if degree is None:
             return unknown
