@@ -11,7 +11,7 @@ After Alpa (Zheng et al., OSDI 2022). `mark_pipeline_boundary` and `grad` mark t
     update        the update, split over the stages
     compiled      a stage, compiled: its passes (runtime/jax/passes), and tasks of the update
     mesh          a mesh and its stages, as the worker of `pipelab.runtime` sees them
-    finish        what meshes tell each other at the end of a step
+    end_of_step   what meshes send each other when their rows have ended
     hosts         several processes that call one step together
     program       all of it for one shape of arguments
     call          one call of it

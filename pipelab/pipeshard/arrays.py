@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from pipelab.runtime.jax.jaxpr import Atom, contains, place_of, spec_of  # noqa: F401
+from pipelab.runtime.jax.jaxpr import Atom, contains, place_of
 
 CONSTRAINT = "sharding_constraint"
 NO_MESH = Mesh(np.empty((), object), ())
@@ -24,10 +24,8 @@ class PipeshardError(ValueError):
 
 def settings() -> tuple[Any, ...]:
     """All settings of jax, and contexts, that a traced function depends on: jax's own key of it."""
-    try:
-        from jax._src.config import trace_context  # no public way to it
-    except ImportError:  # then all settings
-        return tuple(f"{name}={value}" for name, value in sorted(jax.config.values.items()))
+    from jax._src.config import trace_context  # no public way to it
+
     return trace_context()
 
 

@@ -56,7 +56,7 @@ def run_call(program: Program, arguments: Arguments) -> Call:
 
     # [3] The results, each from the row that made it.
     def find(v: Var) -> Any:
-        row = program.finish.rows.get(v, 0)
+        row = program.end.rows.get(v, 0)
         for here in (values, known.get(row, {}), *known.values()):
             if v in here:
                 return here[v]
@@ -93,7 +93,7 @@ def _jobs(program: Program, known: dict[int, Values], pieces: dict[Var, Arrays])
                 device=device,
                 mesh_stages=stages,
                 processes=program.processes,
-                finish=program.finish,
+                finish=program.end,
             )
         )
     return jobs
@@ -103,7 +103,7 @@ def _on_meshes(program: Program, values: Values) -> dict[int, Values]:
     """Per row, the arguments that its stages and their parts of the update read."""
     known: dict[int, Values] = {row: {} for row in program.rows}
     for row, mine in known.items():
-        for v, source in program.finish.reads[row].items():
+        for v, source in program.end.reads[row].items():
             if source not in values:  # the step makes it
                 continue
             if source not in mine:

@@ -9,11 +9,11 @@ An equation runs on the stage of its layer, with these exceptions:
     reads (directly or not)           example                runs
     constants and keys alone          iota, zeros            wherever it is needed, several times
     parameters alone, an array        a cast, a transpose    wherever it is needed, several times
+    the batch, but no parameter       a mask, one-hot        wherever it is needed, several times
     parameters alone, one number      an L2 norm             where the parameters are; it crosses
-    the batch, but no parameter       a mask, one-hot        on the first stage that needs it
 
-The last exception has two of its own: an equation stays where it is if it reads an array that is an
-argument (a frozen layer), or if its stage would have nothing else to do.
+What reads the batch and no parameter stays where it is if it reads an array that is an argument (a
+frozen layer), if its stage has nothing else to do, or if it does something beside (a print).
 """
 
 from collections.abc import Iterable, Sequence
@@ -65,6 +65,11 @@ class StageGraph:
     outputs: Variables
     aux_outputs: Variables
     results: dict[int, Atom]
+
+    @property
+    def steady(self) -> Variables:
+        """All that it reads and that is the same for all micro-batches."""
+        return [*self.parameters, *self.fixed]
 
     @property
     def groups(self) -> Groups:
@@ -260,6 +265,9 @@ def _place(
         elif kind == (True, False):  # who reads a number made of parameters does not use these
             made_of.update((v, mine if size(v) > 1 else set()) for v in eqn.outvars)
     # [2] A home for every equation, by what it reads.
+    frozen = [v for v in loss.inputs if size(v) > 1 and not is_key(v)]
+    stay = loss.depending({*frozen} - {*parameters} - {*batch})
+    idle = {*range(len(stages))} - {each.stage for each in placed if each.active and each.varying}
     earliest: dict[Var, int] = {}  # the first stage that can know a variable
     for each in placed:
         first = max((earliest.get(v, 0) for v in each.reads), default=0)
@@ -270,36 +278,8 @@ def _place(
             owners = {owner.get(p, each.stage) for p in each.parameters}
             home = owners.pop() if len(owners) == 1 else each.stage
             each.home = max(home, first)
+        elif each.varying and not each.active:
+            stays = each.stage in idle or each.eqn.effects or not stay.isdisjoint(each.reads)
+            each.home = each.stage if stays else None
         earliest.update(dict.fromkeys(each.eqn.outvars, first if each.home is None else each.home))
-    # [3] What reads the batch alone goes to the first stage that needs it. Stages that this leaves
-    #     without an equation of their own get theirs back.
-    frozen = [v for v in loss.inputs if size(v) > 1 and not is_key(v)]
-    stay = loss.depending({*frozen} - {*parameters} - {*batch})
-    _put_off(placed, loss.outputs, stay, idle=set())
-    idle = {each.stage for each in placed} - {each.home for each in placed}
-    _put_off(placed, loss.outputs, stay, idle)
     return placed
-
-
-def _put_off(
-    placed: list[_Placed], results: Sequence[Atom], stay: set[Var], idle: set[int]
-) -> None:
-    """Place what reads the batch alone where it is first needed.
-
-    It stays with its layer if it makes a result of the loss, if it reads one of the variables in
-    `stay`, or if its stage would be idle.
-    """
-    made = set(variables(results))
-    first: dict[Var, int] = {}  # the first stage that reads a variable
-    for each in reversed(placed):
-        if each.varying and not each.active:
-            readers = [first[v] for v in each.eqn.outvars if v in first]
-            stays = (
-                each.stage in idle
-                or not made.isdisjoint(each.eqn.outvars)
-                or not stay.isdisjoint(each.reads)
-            )
-            each.home = each.stage if stays else min(readers, default=each.stage)
-        if each.home is not None:
-            for v in each.reads:
-                first[v] = min(each.home, first.get(v, each.home))

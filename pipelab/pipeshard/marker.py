@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
 from pipelab.pipeshard.arrays import is_array
 from pipelab.runtime.jax.jaxpr import Arrays, inline, variables
@@ -49,7 +49,8 @@ def value_and_grad(
               unequally: what counts is added up over them, and divided once
 
     Returns a function of the same arguments -> (value, gradients), the value as `fun` returns it.
-    Elsewhere than in `parallelize`, eagerly or under `jax.jit`, it computes what jax's own does.
+    Elsewhere than in `parallelize`, eagerly or under `jax.jit`, it computes what jax's own does; it
+    has no derivative, and no `jax.vmap`.
     Raises TypeError where the loss is not a scalar, or the weight depends on what the gradient is
     taken by.
 
@@ -61,10 +62,7 @@ def value_and_grad(
     Array(3., dtype=float32)
     """
 
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        return _marked(fun, argnums, has_aux, weighted, args, kwargs)
-
-    return marked
+    return partial(_marked, fun, argnums, has_aux, weighted)
 
 
 def _marked(
@@ -72,11 +70,12 @@ def _marked(
     argnums: int | Sequence[int],
     has_aux: bool,
     weighted: bool,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     # [1] Which leaves of the arguments the gradient is taken by: a tree of their numbers.
-    leaves, tree = jax.tree.flatten((tuple(args), kwargs))
+    leaves, tree = jax.tree.flatten((args, kwargs))
     numbered, _ = jax.tree.unflatten(tree, range(len(leaves)))
     positions = argnums if isinstance(argnums, int) else tuple(argnums)
     try:
@@ -213,25 +212,10 @@ def evaluate_marked(*args: Any, jaxpr: ClosedJaxpr, wanted: int) -> Arrays:
     return [value, *aux, *gradients]
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-    return jax.jvp(
-        partial(evaluate_marked, **params),
-        tuple(primals),
-        tuple(ad.instantiate_zeros(t) for t in tangents),
-    )
-
-
-def _batch(args: Sequence[Any], dimensions: Sequence[Any], **params: Any) -> Any:
-    out = jax.vmap(partial(evaluate_marked, **params), in_axes=dimensions)(*args)
-    return out, [0] * len(out)
-
-
 # The marked gradient: a primitive that carries the loss as a parameter. Where no pipeline takes it
-# apart, it is evaluated, differentiated and lowered as jax's own value_and_grad.
+# apart, it is evaluated and lowered as jax's own value_and_grad.
 grad_p = Primitive("pipelab_grad")
 grad_p.multiple_results = True
 grad_p.def_impl(evaluate_marked)
 grad_p.def_abstract_eval(lambda *args, jaxpr, wanted: [*jaxpr.out_avals, *args[:wanted]])
-ad.primitive_jvps[grad_p] = _jvp
-batching.primitive_batchers[grad_p] = _batch
 mlir.register_lowering(grad_p, mlir.lower_fun(evaluate_marked, multiple_results=True))

@@ -110,12 +110,10 @@ class MeshStage(Stage):
 
     def backward(self, microbatch: int, received: Parcel | None) -> Parcel:
         """Add to the parameters' gradients; returns those of what earlier stages made."""
-        cotangents = self._cotangents(received)
-        return self._parcel(received, self.backwards.backward(microbatch, cotangents))
+        return self._pull(self.backwards.backward, microbatch, received)
 
     def input_grad(self, microbatch: int, received: Parcel | None) -> Parcel:
-        cotangents = self._cotangents(received)
-        return self._parcel(received, self.backwards.input_grad(microbatch, cotangents))
+        return self._pull(self.backwards.input_grad, microbatch, received)
 
     def weight_grad(self, microbatch: int, received: Any = None) -> None:
         self.backwards.weight_grad(microbatch)
@@ -136,19 +134,22 @@ class MeshStage(Stage):
         """Nothing is moved, unless stages share a device."""
         return jax.device_put(x, self.device.place(v))
 
-    def _cotangents(self, received: Parcel | None) -> list[Arrays]:
-        """Per output its gradients, from all stages that read it."""
-        if received is None:
-            return [[self._seed]]
-        return [[self._here(v, x) for x in received.use[v]] for v in self.graph.outputs]
-
-    def _parcel(self, received: Parcel | None, gradients: Arrays) -> Parcel:
-        """Gradients of the inputs join those that later stages found of the same variables."""
-        found = {v: list(parts) for v, parts in received.along.items()} if received else {}
+    def _pull(
+        self,
+        backward: Callable[[int, list[Arrays]], Arrays],
+        microbatch: int,
+        received: Parcel | None,
+    ) -> Parcel:
+        """Per output its gradients, from all stages that read it -> those of the inputs."""
+        use, along = received or Parcel({self.graph.outputs[0]: [self._seed]}, {})
+        cotangents = [[self._here(v, x) for x in use[v]] for v in self.graph.outputs]
+        gradients = backward(microbatch, cotangents)
+        # They join those that later stages found of the same variables.
+        found = {v: list(parts) for v, parts in along.items()}
         for v, gradient in zip(self.graph.inputs, gradients, strict=True):
             found.setdefault(v, []).append(gradient)
-        use = {v: found.pop(v) for v in list(found) if v in self.compiled.previous}
-        return Parcel(use, found)
+        previous = {v: found.pop(v) for v in list(found) if v in self.compiled.previous}
+        return Parcel(previous, found)
 
     # ---- what the worker asks of it
 

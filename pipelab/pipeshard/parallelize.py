@@ -1,4 +1,11 @@
-"""parallelize(train_step, method): the same call, as a pipeline."""
+"""parallelize(train_step, method): the same call, as a pipeline.
+
+Who knows NVIDIA's JaxPP: there, too, stages have meshes with axes of data and model, and their
+state stays with them. Here the gradient is marked (`value_and_grad`) instead of the loop over
+micro-batches (`treduce`), so that the step is the same on one device; micro-batches are cut from
+the batch by the pipeline; a schedule is one of `pipelab.SCHEDULES` with a flush, or any table of
+your own; and a loss whose micro-batches do not add up to the batch is refused.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -65,15 +72,9 @@ def parallelize(
     arrays of the others, for a checkpoint, say. When a process ends or hangs, the others raise one
     RunError (see `runtime.jax.distributed` for what jax does then). `compare` needs one process.
 
-    Who knows NVIDIA's JaxPP: there, too, stages have meshes with axes of data and model, and their
-    state stays with them. Here the gradient is marked (`value_and_grad`) instead of the loop over
-    micro-batches (`treduce`), so that the step is the same on one device; micro-batches are cut
-    from the batch by the pipeline; a schedule is one of `pipelab.SCHEDULES` with a flush, or any
-    table of your own; and a loss whose micro-batches do not add up to the batch is refused.
-
     Everything is compiled at the first call for arguments of these shapes (and again after a
-    setting of jax's that it depends on is changed). What does not fit is an
-    error that says why (PipeshardError): nothing falls back to one device.
+    setting of jax's that it depends on is changed). What does not fit is an error that says why
+    (PipeshardError): nothing falls back to one device.
     """
     if not isinstance(method, Pipeshard):
         raise PipeshardError(
@@ -124,6 +125,8 @@ def _explained() -> Iterator[None]:
 class Parallelized:
     """A train step that runs as a pipeline; called as the step is, with the same results.
 
+    Arguments are passed by position; options of the step are bound by functools.partial.
+
     >>> import jax.numpy as jnp
     >>> from pipelab.pipeshard import Pipeshard, mark_pipeline_boundary, parallelize, value_and_grad
     >>> def train_step(weights, batch):
@@ -160,12 +163,12 @@ class Parallelized:
         self._plan: Plan | None = None  # of the last call
         self._records: list[Record] = []  # what it measured
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(self, *args: Any) -> Any:
         """One train step.
 
         Raises PipeshardError (see `parallelize`), and RunError when a stage fails.
         """
-        arguments = self._flat(args, options)
+        arguments = self._flat(args)
         with self._together():
             return self._run(arguments)[1].results
 
@@ -180,18 +183,18 @@ class Parallelized:
             leaves, structure = jax.tree.flatten(tree)
             return jax.tree.unflatten(structure, self._connect().gather(leaves))
 
-    def compile(self, *args: Any, **options: Any) -> Plan:
+    def compile(self, *args: Any) -> Plan:
         """Trace and compile for arguments of these shapes, and return the plan.
 
         They may be arrays or jax.ShapeDtypeStruct.
         """
-        arguments = self._flat(args, options)
+        arguments = self._flat(args)
         with self._together():
             self._plan = self._program(arguments).plan
         self._records = []
         return self._plan
 
-    def compare(self, *args: Any, tolerance: float | None = None, **options: Any) -> Check:
+    def compare(self, *args: Any, tolerance: float | None = None) -> Check:
         """Run one step and compare it with the same step on one device.
 
         The arguments stay as they are. Compared are the loss, what it returns beside, and every
@@ -207,7 +210,7 @@ class Parallelized:
         tolerance  how many times further from the reference than rounding explains a result may
                    be; default 3
         """
-        arguments = given = self._flat(args, options)
+        arguments = given = self._flat(args)
         with self._together():
             program = self._program(arguments)
             if program.connect:
@@ -261,12 +264,7 @@ class Parallelized:
                 processes.__exit__(type(error), error, error.__traceback__)
             raise
 
-    def _flat(self, args: Sequence[Any], options: dict[str, Any]) -> Arguments:
-        if options:
-            raise PipeshardError(
-                f"{', '.join(options)}=: pass arrays by position, and bind options by "
-                "functools.partial"
-            )
+    def _flat(self, args: Sequence[Any]) -> Arguments:
         for name in ("batch_argnums", "donate_argnums"):
             argnums = getattr(self, name)
             if not all(-len(args) <= i < len(args) for i in argnums):

@@ -1,6 +1,7 @@
 """A train step for arguments of certain shapes: traced, cut and compiled once, then run at will."""
 
-from collections.abc import Callable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -9,18 +10,18 @@ import jax
 from jax.extend.core import Var
 from jax.sharding import NamedSharding
 
-from pipelab.pipeshard.arrays import PipeshardError, bytes_of, on_mesh, shape_of, spec_of
+from pipelab.pipeshard.arrays import PipeshardError, bytes_of, on_mesh, shape_of
 from pipelab.pipeshard.batch.draws import draw_own, draws_grow, redraw
 from pipelab.pipeshard.batch.microbatches import combinations, gradient_of
 from pipelab.pipeshard.compiled import CompiledStage
 from pipelab.pipeshard.cut import count_layers, cut, mark
-from pipelab.pipeshard.finish import Finish
+from pipelab.pipeshard.end_of_step import EndOfStep
 from pipelab.pipeshard.hosts import Hosts, processes_of
 from pipelab.pipeshard.method import Pipeshard, Plan, Planner, StagePlan, StageProblem, over_samples
 from pipelab.pipeshard.tracing import Arguments, trace, trace_piece
 from pipelab.pipeshard.update import UpdateTask, donate, split_update
 from pipelab.runtime.jax.host import digest, of_program, of_trees
-from pipelab.runtime.jax.jaxpr import variables
+from pipelab.runtime.jax.jaxpr import spec_of, variables
 
 
 class Program:
@@ -34,6 +35,7 @@ class Program:
              neither mean nor sum) the pipeline computes what accumulation over them does
     graphs   per stage its equations
     like     variable -> the argument whose sharding it has
+    readers  gradient of a parameter -> the stages that read the parameter
     next_values  result -> the argument that it is the next value of
     numbers  of the variables that stages hand on, the same in all processes
     donated  arguments whose arrays are given up
@@ -64,15 +66,20 @@ class Program:
         trees = jax.tree.unflatten(arguments.tree, self.step.arguments)
         given = jax.tree.leaves([trees[i] for i in donate_argnums])
         self.donated = {*self.step.donated, *given}
-        # The update's tasks, what rows tell each other, and this process's stages.
+        # The update's tasks, what rows send each other, and this process's stages.
         self.processes = processes_of(self.meshes)
         self.rows = [row for row, q in enumerate(self.processes) if q == jax.process_index()]
         self.connect = connect if len(self.rows) < len(self.meshes) else None
+        self.readers = {
+            gradient: [s for s, graph in enumerate(self.graphs) if p in graph.parameters]
+            for p, gradient in gradients.items()
+        }
         tasks = self._tasks()
-        self.finish = Finish(
+        self.end = EndOfStep(
             self.step,
             self.combine,
             self.graphs,
+            self.readers,
             tasks,
             self.schedule.placement,
             self.processes,
@@ -84,10 +91,9 @@ class Program:
         if self.connect:
             self.connect().agree(lambda: self._digests)
         self.stages = self._compiled(tasks)
-        kept = {s: stage.bytes for s, stage in self.stages.items()}
+        kept: Mapping[int, int] = {s: stage.bytes for s, stage in self.stages.items()}
         if self.connect:
-            shares = self.connect().share(kept)
-            kept = {s: size for share in shares for s, size in share.items()}
+            kept = ChainMap(*self.connect().share(kept))
         plans = [self._stage_plan(s, of, kept[s]) for s, of in enumerate(layers)]
         self.plan = Plan(self.schedule, tuple(plans), auto)
 
@@ -129,9 +135,19 @@ class Program:
         count = count_layers(self.loss)
         auto = None
         if isinstance(method.stages, Planner):
-            equations = (self.loss, parameters, self._state, batch, self.number)
-            about = (self.axes, self.paths, self.samples, count, method)
-            auto = method.stages.choose(StageProblem(*equations, *about))
+            problem = StageProblem(
+                loss=self.loss,
+                parameters=parameters,
+                state=self._state,
+                batch=batch,
+                number=self.number,
+                axes=self.axes,
+                paths=self.paths,
+                samples=self.samples,
+                layers=count,
+                method=method,
+            )
+            auto = method.stages.choose(problem)
             method = replace(method, stages=auto)
         layers = method.stages_of(count)
         self.schedule = method.table_for(len(layers))
@@ -155,15 +171,14 @@ class Program:
         owner: dict[Var, int] = {}
         early = set()  # known to its owner as soon as that has ended its backwards
         for p, gradient in self.step.gradients.items():
-            readers = [s for s, graph in enumerate(self.graphs) if p in graph.parameters]
+            readers = self.readers[gradient]
             first = min(readers, default=0)
             owner.update({self.step.parameters[p]: first, gradient: first})
             if len(readers) == 1:  # else others have parts of it
                 early.add(gradient)
         # All else that the loss makes is known when all stages have ended.
         late = {*self.step.gradient} - early
-        homes = {v: owner[a] for v, a in self.next_values.items() if a in owner}
-        tasks = split_update(self.step.update, owner, late, homes)
+        tasks = split_update(self.step.update, owner, late)
         # What stages read that may not have ended yet, or is returned as it is, has to stay.
         stays = {v for graph in self.graphs for v in graph.fixed}
         stays.update(variables(self.step.update.outputs))
@@ -238,7 +253,7 @@ class Program:
         count = len(self.step.parameters)
         places = [
             (self.paths[source], self.place(row, source).spec)
-            for row, reads in enumerate(self.finish.reads)
+            for row, reads in enumerate(self.end.reads)
             for source in dict.fromkeys(reads.values())
             if source in self.paths
         ]

@@ -24,8 +24,7 @@ from pipelab.runtime.jax.jaxpr import (
     inline,
     needed,
     place_of,
-    renamed,
-    substitute,
+    spec_of,
     variables,
 )
 
@@ -62,15 +61,15 @@ class Arguments:
 
         A Python number keeps its weak type: beside bfloat16 it is one, too.
         """
-        out = []
-        for i, value in enumerate(self.values):
-            shape = jax.numpy.shape(value)
-            if i in self.batch:
-                shape = (samples, *shape[1:])
-            weak = getattr(value, "weak_type", type(value) in (int, float, complex))
-            kind = jax.dtypes.result_type(value)
-            out.append(jax.ShapeDtypeStruct(shape, kind, weak_type=weak))
-        return out
+        shapes = map(spec_of, jax.eval_shape(_unchanged, *self.values))
+        return [
+            x.update(shape=(samples, *x.shape[1:])) if i in self.batch else x
+            for i, x in enumerate(shapes)
+        ]
+
+
+def _unchanged(*values: Any) -> Any:
+    return values
 
 
 def flatten(args: Sequence[Any], batch_argnums: tuple[int, ...]) -> Arguments:
@@ -162,14 +161,7 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
         return step(*jax.tree.unflatten(arguments.tree, values))
 
     # [1] The whole step as equations.
-    try:
-        closed, shapes = traced(flat, arguments.shapes(samples))
-    except ValueError as error:
-        if "static arguments" not in str(error):
-            raise
-        raise PipeshardError(
-            "the step has static arguments (jax.jit): bind them by functools.partial"
-        ) from error
+    closed, shapes = traced(flat, arguments.shapes(samples))
     whole = inline(closed)
     for eqn in all_equations(whole.equations):
         if eqn.primitive.name == "shard_map":
@@ -190,10 +182,17 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
     effects = [eqn for eqn in others if eqn.effects]
     equations = needed(others, whole.outputs, effects)
     update = Graph(inputs, whole.outputs, equations, whole.consts)
-    tree = jax.tree.structure(shapes)
-    donated = [whole.inputs[i] for i in _donated(closed)]
-    about = (donated, tree, whole)
-    found = TracedStep(whole.inputs, batch, loss, parameters, marked.outvars, update, *about)
+    found = TracedStep(
+        arguments=whole.inputs,
+        batch=batch,
+        loss=loss,
+        parameters=parameters,
+        gradient=marked.outvars,
+        update=update,
+        donated=[whole.inputs[i] for i in _donated(closed)],
+        results=jax.tree.structure(shapes),
+        whole=whole,
+    )
     _check_update(found)
     return found
 
@@ -253,13 +252,8 @@ def trace_piece(
     Raises PipeshardError where the step, which works on the batch, does not on a micro-batch.
     """
     piece = trace_again(step, arguments, samples)
-    names = dict(zip(whole.arguments, piece.arguments, strict=True))
-    update = Graph(
-        [*piece.arguments, *whole.gradient],
-        substitute(whole.update.outputs, names),
-        [renamed(eqn, names) for eqn in whole.update.equations],
-        whole.update.consts,
-    )
+    inputs = [*piece.arguments, *whole.gradient]
+    update = replace(inline(whole.update.jaxpr, inputs), inputs=inputs)
     return replace(piece, gradient=whole.gradient, update=update, results=whole.results)
 
 

@@ -17,10 +17,9 @@ computed by every task that needs it.
 from dataclasses import dataclass, field, replace
 
 import jax
-import numpy as np
 from jax.extend.core import Var
 
-from pipelab.pipeshard.arrays import PipeshardError, dtype_of, size, spec_of
+from pipelab.pipeshard.arrays import PipeshardError, dtype_of, size
 from pipelab.runtime.jax.jaxpr import (
     Equations,
     Graph,
@@ -29,6 +28,7 @@ from pipelab.runtime.jax.jaxpr import (
     needed,
     place_of,
     read_by,
+    spec_of,
     variables,
 )
 
@@ -52,14 +52,11 @@ class UpdateTask:
     donated: Variables = field(default_factory=list)
 
 
-def split_update(
-    update: Graph, owners: dict[Var, int], late: set[Var], homes: dict[Var, int]
-) -> list[UpdateTask]:
+def split_update(update: Graph, owners: dict[Var, int], late: set[Var]) -> list[UpdateTask]:
     """The update as tasks, by level.
 
     owners  of parameters and gradients: their stage
     late    what is known only when all stages are done with their backwards, such as the loss
-    homes   results -> the stage that needs them next time, where that is known
 
     A branch (lax.cond) that joins arrays of several stages becomes a choice for each array: both
     sides are computed. Raises PipeshardError where another equation joins arrays of several stages.
@@ -83,12 +80,11 @@ def split_update(
             first[v] = min(level, first.get(v, level))
 
     # [3] What is wanted of each: the step's results where they are made; one that every task may
-    #     compute, where it is needed next time.
+    #     compute, of the first stage.
     wanted: dict[Place, dict[Var, None]] = {place: {} for place in places if place}
     for v in variables(update.outputs):
         if v in maker:
-            home = homes.get(v, 0)
-            place = maker[v] or (int(known[v][home]), home)
+            place = maker[v] or (known[v], 0)
             wanted.setdefault(place, {})[v] = None
 
     # [4] From the last level to the first: what a task needs of the earlier ones.
@@ -109,31 +105,33 @@ def split_update(
 
 def _levels(
     update: Graph, stage_of: dict[int, int], owners: dict[Var, int], late: set[Var]
-) -> tuple[list[Place | None], dict[Var, Place | None], dict[Var, np.ndarray]]:
+) -> tuple[list[Place | None], dict[Var, Place | None], dict[Var, int]]:
     """The place of each equation, and of what makes each variable.
 
     What is made of single numbers alone has no place: every task may compute it. The third result
-    is per variable and stage the first level at which it can be read there.
+    is the first level at which each variable can be read on the first stage.
 
     stage_of  number of an equation that reads an array -> its stage
     """
-    stages = np.arange(1 + max(owners.values(), default=0))
-    known: dict[Var, np.ndarray] = {}
-    for v in update.sources:  # an argument or a gradient
-        known[v] = np.maximum(v in late, stages != owners.get(v, stages))
+    stages = range(1 + max(owners.values(), default=0))
+    known = [
+        {v: int(v in late or owners.get(v, stage) != stage) for v in update.sources}
+        for stage in stages
+    ]
     places: list[Place | None] = []
     maker: dict[Var, Place | None] = {}
     for i, eqn in enumerate(update.equations):
         place = None
-        level = np.max([0 * stages, *(known[v] for v in variables(eqn.invars))], axis=0)
+        levels = [max((of[v] for v in variables(eqn.invars)), default=0) for of in known]
         if i in stage_of:  # from this stage to another it crosses between two levels
-            stage = stage_of[i]
-            place = int(level[stage]), stage
-            level = level[stage] + (stages != stage)
+            mine = stage_of[i]
+            place = levels[mine], mine
+            levels = [levels[mine] + (stage != mine) for stage in stages]
         places.append(place)
         maker.update(dict.fromkeys(eqn.outvars, place))
-        known.update(dict.fromkeys(eqn.outvars, level))
-    return places, maker, known
+        for of, level in zip(known, levels, strict=True):
+            of.update(dict.fromkeys(eqn.outvars, level))
+    return places, maker, known[0]
 
 
 def donate(tasks: list[UpdateTask], given: set[Var], next_values: dict[Var, Var]) -> None:

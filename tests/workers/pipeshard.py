@@ -298,7 +298,7 @@ def planned(number):
     """Each process plans alike, from the model, and no mesh is of two processes."""
     from pipelab.pipeshard.auto import AutoStages
 
-    return train(number, stages=AutoStages(cache=False, progress=False))
+    return train(number, stages=AutoStages(progress=False))
 
 
 OTHERS = "wiring", "parameter", "constant", "derivative", "plan", "x", "w1"

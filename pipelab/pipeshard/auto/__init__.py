@@ -7,7 +7,6 @@ not know it: what it finds is what a user could have written by hand.
     layers      equations to layers
     hlo         collectives of what was compiled      (cost_model: the seconds of it all)
     sharding    how a mesh divides a program's arrays (sharded: a program compiled in many ways)
-    cache       what was found, kept on disk
     candidate   a possible stage, and how it divides its parameters
     measured    what it costs
     assignment  layers to stages, devices to meshes: the search

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pipelab.optimize.plan.machine import Machine
-from pipelab.pipeshard.arrays import PipeshardError
 from pipelab.pipeshard.auto.measured import StageProfile
 from pipelab.pipeshard.method import ManualStages, Shape, as_table
 
@@ -42,15 +41,11 @@ class AutoPlan(ManualStages):
     def estimate(self, layers: Sequence[Sequence[int]], meshes: Sequence[Shape]) -> float:
         """Seconds of a train step with other stages on such meshes (data, model).
 
-        Raises PipeshardError for a stage that was not profiled.
+        Raises KeyError for a stage that was not profiled.
         """
         known = {(each.layers, each.logical): each.seconds for each in self.profiles}
-        times = []
-        for stage, mesh in zip(layers, meshes, strict=True):
-            key = (stage[0], stage[-1]), tuple(mesh)
-            if key not in known:
-                raise PipeshardError(f"layers {list(stage)} on a mesh {mesh} were not profiled")
-            times.append(known[key])
+        pairs = zip(layers, meshes, strict=True)
+        times = [known[(stage[0], stage[-1]), tuple(mesh)] for stage, mesh in pairs]
         return sum(times) + (self.microbatches - 1) * max(times)
 
     def rows(self) -> list[Row]:

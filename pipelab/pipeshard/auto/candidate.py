@@ -6,19 +6,17 @@ several layers divides each parameter as its layer does.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import jax
-import jaxlib
 from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipelab.optimize.plan.machine import Machine
 from pipelab.pipeshard.arrays import PipeshardError, on_mesh, shape_of
-from pipelab.pipeshard.auto.cache import Cache, Key
 from pipelab.pipeshard.auto.sharded import built
 from pipelab.pipeshard.auto.sharding import over_model, search_sharding, unsharded
 from pipelab.pipeshard.compiled import CompiledStage
@@ -28,6 +26,7 @@ from pipelab.runtime.jax.host import digest
 from pipelab.runtime.jax.jaxpr import Arrays, spec_of
 from pipelab.runtime.jax.passes import Groups, differentiate
 
+Cache = MutableMapping[str, Any]
 Specs = Mapping[Var, PartitionSpec]  # parameter -> how it is divided; whole where it is not named
 EXHAUSTIVE = 30  # assignments of a layer; beyond, one parameter after another
 
@@ -55,11 +54,11 @@ class StageCandidate:
     def text(self) -> str:
         """Its equations, with variables named in their order: equal blocks have equal texts."""
         graph = self.graph
-        text = str(graph.whole.jaxpr)
-        if "custom_vjp_call" in text or "custom_jvp_call" in text:  # it has no derivatives yet
-            shapes = map(spec_of, (*graph.arguments, *graph.outputs))
-            text += str(jax.make_jaxpr(partial(both_passes, graph))(*shapes))
-        return re.sub(r" at 0x[0-9a-f]+", "", text)  # functions have addresses
+        # A derivative of the user's own is in the backward alone, and another one's result beside
+        # the loss in the forward alone.
+        shapes = map(spec_of, (*graph.arguments, *graph.outputs))
+        passes = jax.make_jaxpr(partial(both_passes, graph))(*shapes)
+        return re.sub(r" at 0x[0-9a-f]+", "", f"{graph.whole.jaxpr} {passes}")  # of functions
 
 
 @dataclass
@@ -96,22 +95,27 @@ class Placed:
         build = partial(CompiledStage, graphs, number, self.place)
         return built(lambda options: build(options=options), self.mesh, scored=not runs)
 
-    def key(self, measured: bool) -> Key:
+    def key(self, measured: bool) -> tuple[Any, ...]:
         """All that a profile depends on."""
         graph = self.candidate.graph
         device = self.mesh.devices.flat[0]
         kinds = (*graph.groups, graph.data, graph.outputs, graph.aux_outputs, graph.results)
-        return {
-            "equations": digest(self.candidate.text),
-            "arguments": [len(kind) for kind in kinds],
-            "shardings": [str(self.place(v).spec) for v in graph.arguments],
-            "mesh": list(self.mesh.devices.shape),
-            "device": [device.platform, device.device_kind],
-            "versions": [jax.__version__, jaxlib.__version__],
-            "x64": jax.config.read("jax_enable_x64"),
-            "threefry": jax.config.values["jax_threefry_partitionable"],
-            "timed": measured,
-        }
+        return (
+            self.candidate.text,
+            [len(kind) for kind in kinds],
+            [str(self.place(v).spec) for v in graph.arguments],
+            self.mesh.devices.shape,
+            (device.platform, device.device_kind, jax.__version__),
+            measured,
+        )
+
+
+def remembered(cache: Cache, key: Any, find: Callable[[], Any]) -> Any:
+    """What the cache has under a key; else what `find` returns, which it has from now on."""
+    name = digest(key)
+    if name not in cache:
+        cache[name] = find()
+    return cache[name]
 
 
 def both_passes(graph: StageGraph, *arrays: Any) -> tuple[Arrays, Arrays, Arrays]:
@@ -147,7 +151,7 @@ def operator_specs(layer: StageCandidate, mesh: Mesh, machine: Machine, cache: C
     if all(len(over_model(shape_of(p), mesh)) == 1 for p in parameters):
         return {}
 
-    def search() -> list[list[Any]]:
+    def search() -> tuple[PartitionSpec, ...]:
         arguments = [*graph.arguments, *graph.outputs]
         others = len(arguments) - len(parameters)
         found = search_sharding(
@@ -165,11 +169,9 @@ def operator_specs(layer: StageCandidate, mesh: Mesh, machine: Machine, cache: C
             limit=EXHAUSTIVE,
         )
         # The first of the table may be too large: which stages fit is for the planner to say.
-        return [list(spec) for spec in found.table[0].specs[: len(parameters)]]
+        return found.table[0].specs[: len(parameters)]
 
     # Which division is the best depends on the machine as well: its links against its FLOPs.
-    key = here.key(measured=False)
-    key["machine"] = [machine.flops, machine.share, machine.latency, machine.memory]
-    key["link"] = machine.link(mesh.size)
-    found = dict(zip(parameters, cache.get(key, search), strict=True))
-    return {p: PartitionSpec(*axes) for p, axes in found.items() if axes}
+    costs = machine.flops, machine.share, machine.latency, machine.memory, machine.link(mesh.size)
+    found = remembered(cache, (here.key(measured=False), costs), search)
+    return {p: spec for p, spec in zip(parameters, found, strict=True) if spec}

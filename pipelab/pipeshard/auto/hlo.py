@@ -71,7 +71,11 @@ def collectives(text: str) -> list[Collective]:
         if match := _INSTRUCTION.match(line):
             group = _group(line, text)
             if group > 1:  # alone, a device sends nothing
-                size = _bytes(_result(match["shape"], match["kind"], bool(match["start"])))
+                arrays = _ARRAY.findall(match["shape"])
+                if match["start"] and match["kind"] != "all-reduce":  # (operands, results, ...)
+                    operands = line[match.end() :].partition("), ")[0].count("%")
+                    arrays = arrays[operands : 2 * operands]
+                size = sum(_bytes(*each) for each in arrays)
                 found.append((here, Collective(match["kind"], size, group)))
     return [each._replace(times=_times(called, where)) for where, each in found]
 
@@ -82,28 +86,10 @@ def device_count(text: str) -> int:
     return math.prod(int(count[1]) for count in counts if count)
 
 
-def _result(shape: str, kind: str, start: bool) -> str:
-    """The shape of what a collective makes; a start has a tuple (operands, results, ...)."""
-    if not start or kind == "all-reduce":  # the start of an all-reduce has its results alone
-        return shape
-    # The second part, between commas that no bracket encloses.
-    parts, depth = [""], 0
-    for letter in shape[1:-1]:
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return parts[1]
-
-
-def _bytes(shape: str) -> int:
-    """Of all arrays of a shape; the number in a type's name is its bits, pred takes a byte."""
-    total = 0
-    for _, bits, sizes in _ARRAY.findall(shape):
-        items = math.prod(int(size.strip("<=")) for size in sizes.split(",") if size)
-        total += math.ceil(items * int(bits or 8) / 8)
-    return total
+def _bytes(kind: str, bits: str, sizes: str) -> int:
+    """Of an array; the number in its type's name is its bits, pred takes a byte."""
+    items = math.prod(int(size.strip("<=")) for size in sizes.split(",") if size)
+    return math.ceil(items * int(bits or 8) / 8)
 
 
 def _group(line: str, text: str) -> int:

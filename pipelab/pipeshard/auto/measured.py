@@ -6,21 +6,18 @@ times would say nothing about a machine with so many devices: there they come fr
 
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 from jax.sharding import Mesh, PartitionSpec
 
 from pipelab.optimize.plan.machine import Machine
-from pipelab.pipeshard.auto.cache import Cache
-from pipelab.pipeshard.auto.candidate import Placed
+from pipelab.pipeshard.auto.candidate import Cache, Placed, remembered
 from pipelab.pipeshard.auto.cost_model import Cost
 from pipelab.pipeshard.auto.flops import repeats
-from pipelab.pipeshard.auto.sharded import median_seconds
+from pipelab.pipeshard.auto.sharded import median_seconds, ones
 from pipelab.pipeshard.compiled import CompiledStage
 from pipelab.pipeshard.method import AXES, Shape
 from pipelab.runtime.jax.passes import bytes_on_mesh
@@ -77,10 +74,9 @@ def profile(
     measured  whether seconds are measured, on the mesh's devices
     """
     # [1] What compiling it shows, unless that is known.
-    found = cache.get(stage.key(measured), lambda: _examine(stage, measured))
-    costs = [Cost(**cost) for cost in found["costs"]]
-    forward, backward = found["seconds"] or [cost.seconds(machine) for cost in costs]
-    activations = found["activation_bytes"]
+    key = stage.key(measured)
+    costs, activations, seconds = remembered(cache, key, lambda: _examine(stage, measured))
+    forward, backward = seconds or [cost.seconds(machine) for cost in costs]
 
     # [2] What is held all the time: weights with their gradients, the optimizer's state, the batch.
     def share(v: Var) -> int:
@@ -109,33 +105,25 @@ def profile(
     )
 
 
-def _examine(stage: Placed, measured: bool) -> dict[str, Any]:
+def _examine(stage: Placed, measured: bool) -> tuple[list[Cost], int, list[float]]:
     """What compiling a stage shows, on one device.
 
-    costs             of the forward and of the backward
-    activation_bytes  that a forward leaves for its backward
-    seconds           measured, of the two; empty where nothing was measured
+    The costs of the forward and of the backward; the bytes that a forward leaves for its backward;
+    and the seconds of the two, if they are measured.
     """
     compiled = stage.compile(measured)
     times = repeats(stage.candidate.graph.equations)
-    passes = compiled.forward, compiled.backward  # the backward adds to the gradients' sums
-    return {
-        "costs": [asdict(Cost.of(each, times)) for each in passes],
-        "activation_bytes": compiled.bytes // stage.mesh.size,
-        "seconds": _measure(stage, compiled) if measured else [],
-    }
+    # The backward adds to the gradients' sums.
+    costs = [Cost.of(each, times) for each in (compiled.forward, compiled.backward)]
+    seconds = _measure(stage, compiled) if measured else []
+    return costs, compiled.bytes // stage.mesh.size, seconds
 
 
 def _measure(stage: Placed, compiled: CompiledStage) -> list[float]:
-    """Median seconds of a forward and of a backward, of zeros."""
-
-    def zeros(v: Var) -> Any:
-        x = stage.spec(v)
-        return jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding)
-
+    """Median seconds of a forward and of a backward, on arrays of ones."""
     graph = stage.candidate.graph
-    arguments = list(map(zeros, graph.arguments))
-    cotangents = [[zeros(v)] for v in graph.outputs]
+    arguments = ones(list(map(stage.spec, graph.arguments)))
+    cotangents = [[x] for x in ones(list(map(stage.spec, graph.outputs)))]
     # What the backward needs: some of the arguments, and some of what the forward made.
     made = [*arguments, *compiled.forward(*arguments)]
     kept = [made[i] for i in compiled.kept]

@@ -1,14 +1,13 @@
 """Stages, their meshes and how these divide the work, found for a train step."""
 
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import product, takewhile
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,8 +18,7 @@ from pipelab.optimize.plan.machine import Machine
 from pipelab.pipeshard.arrays import PipeshardError, shape_of
 from pipelab.pipeshard.auto.assignment import Choice, StageTable, best_stages, submeshes
 from pipelab.pipeshard.auto.auto_plan import AutoPlan
-from pipelab.pipeshard.auto.cache import Cache, default_folder
-from pipelab.pipeshard.auto.candidate import Placed, candidates, operator_specs
+from pipelab.pipeshard.auto.candidate import Cache, Placed, candidates, operator_specs
 from pipelab.pipeshard.auto.cost_model import machine_of
 from pipelab.pipeshard.auto.measured import StageProfile, mesh_of, profile
 from pipelab.pipeshard.auto.sharding import over_model
@@ -43,7 +41,9 @@ class AutoStages:
     operator  whether parameters may be divided; otherwise stages are parallel over data alone
     hosts     that the devices are on, equally many on each; default: as many as jax processes,
               no two of which share a mesh
-    cache     the folder of what was found; default: in the user's cache folder. False: none
+    cache     what compiling has shown, by a digest of what that depends on. Planning again with the
+              same mapping compiles nothing; `shelve.open(path)` is one that a file keeps. Default:
+              one of this object alone
     progress  whether to show a bar while profiling; default: in a terminal
 
     Modelled or measured is the compute of stages with the collectives inside. What crosses between
@@ -54,7 +54,7 @@ class AutoStages:
     measured: bool | None = None
     operator: bool = True
     hosts: int | None = None
-    cache: str | os.PathLike[str] | Literal[False] | None = None
+    cache: Cache = field(default_factory=dict, repr=False, compare=False)
     progress: bool | None = None
 
     def choose(self, problem: StageProblem) -> AutoPlan:
@@ -100,11 +100,10 @@ class AutoStages:
     def _devices(self, wanted: Sequence[Any]) -> tuple[list[Any], int]:
         """The devices, host by host, and how many hosts there are."""
         devices = sorted(wanted, key=lambda device: device.process_index)  # stable in a host
-        counts = Counter(device.process_index for device in devices)
-        hosts = len(counts) if self.hosts is None else self.hosts
-        each = len(devices) // max(hosts, 1)
-        uneven = each * hosts != len(devices) or (not self.hosts and len(set(counts.values())) > 1)
-        if each < 1 or uneven or (hosts > 1 and each & (each - 1)):
+        processes = {device.process_index for device in devices}
+        hosts = len(processes) if self.hosts is None else self.hosts
+        each, rest = divmod(len(devices), hosts or 1)
+        if each < 1 or rest or (hosts > 1 and each & (each - 1)):
             raise PipeshardError(
                 f"{len(devices)} devices on {hosts} hosts: use equally many on each, at least one, "
                 "and a power of two where there are several"
@@ -121,7 +120,6 @@ class AutoStages:
         # A process compiles for devices of its own, as far as there are enough of them.
         here = jax.process_index()
         devices = sorted(devices, key=lambda device: device.process_index != here)
-        known = Cache(default_folder() if self.cache is None else self.cache or None)
         measured = self.measured
         if measured is None:  # host devices share the cores of a CPU; processes would differ
             measured = devices[0].platform != "cpu" and jax.process_count() == 1
@@ -133,7 +131,7 @@ class AutoStages:
         for layer in runs if most > 1 else ():
             if layer.layers[0] == layer.layers[1]:
                 mesh = mesh_of(devices, (1, most))
-                divided = {**operator_specs(layer, mesh, machine, known), **divided}
+                divided = {**operator_specs(layer, mesh, machine, self.cache), **divided}
         # [2] Every run of layers in every place.
         profiles = []
         hidden = None if self.progress is None else not self.progress  # None: unless a terminal
@@ -147,7 +145,7 @@ class AutoStages:
                 if p in divided and divided[p] in over_model(shape_of(p), mesh)
             }
             stage = Placed(each, mesh, specs)
-            profiles.append(profile(stage, submesh, state, machine, measured, known))
+            profiles.append(profile(stage, submesh, state, machine, measured, self.cache))
         return profiles
 
     def _places(
@@ -208,11 +206,9 @@ def _owner(path: str, shape: Shape, parameters: Mapping[str, Shape]) -> str | No
     .opt_state[0].mu['Dense_0']['kernel']      .params['Dense_0']['kernel']
     """
 
-    def keys(of: str) -> list[str]:
-        return re.findall(r"\[[^\]]*\]|\.\w+", of)[::-1]
-
     def alike(other: str) -> int:
-        pairs = zip(keys(path), keys(other), strict=False)
+        keys = (re.findall(r"\[[^\]]*\]|\.\w+", of)[::-1] for of in (path, other))
+        pairs = zip(*keys, strict=False)
         return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
     # Two parameters of one shape are told apart by their paths alone.

@@ -104,33 +104,32 @@ def shardings(search: Search, ax: Axes | None = None) -> Axes:
     down and left is faster. A darker dot is several candidates. What does not fit is a cross.
     """
     ax = style.axes(ax, 7, 3.4)
-    machine = search.machine
+    machine, table = search.machine, search.table
 
     def point(each: Candidate) -> tuple[float, float]:
         return each.cost.ring_bytes / 2**20, each.cost.flops / 1e9
 
-    points = np.array([point(each) for each in search.table])
-    fits = np.array([each.cost.fits(machine) for each in search.table])
     # [1] lines of equal time, up to the slowest candidate
     per_gflop = 1e9 / (machine.flops * machine.share)
-    per_mib = 2**20 / machine.link(search.table[0].cost.devices)
-    most_sent, most_computed = points.max(axis=0)
+    per_mib = 2**20 / machine.link(table[0].cost.devices)
+    most_sent, most_computed = np.max(list(map(point, table)), axis=0)
     slowest = most_computed * per_gflop + most_sent * per_mib
     for seconds in np.linspace(0, slowest, 9)[1:]:
         ends = [0, seconds / per_mib], [seconds / per_gflop, 0]
         (line,) = ax.plot(*ends, color=style.lighter(style.GREY, 0.7), lw=0.8, zorder=1)
     line.set_label("equal time")
-    # [2] the candidates
-    look: dict[str, Any] = {"color": style.BLUE, "alpha": 0.45, "zorder": 2, "ms": 6}
-    ax.plot(*points[fits].T, "o", mew=0, label="a candidate", **look)
-    if not fits.all():
-        ax.plot(*points[~fits].T, "x", label="needs too much memory", **look)
-    # [3] the best, and the one without any split
-    ax.plot(*point(search.best), "*", color=style.RED, ms=14, label="best", zorder=4)
-    for each in search.table:
-        if not any(each.specs):
-            name = "all arrays whole"
-            ax.plot(*point(each), "s", color=style.ORANGE, ms=8, label=name, zorder=3)
+    # [2] the candidates, and over these the one without any split and the best
+    fits = [each for each in table if each.cost.fits(machine)]
+    whole = [each for each in table if not any(each.specs)]
+    for name, found, marker, size, colour, alpha in (
+        ("a candidate", fits, "o", 6, style.BLUE, 0.45),
+        ("needs too much memory", [x for x in table if x not in fits], "x", 6, style.BLUE, 0.45),
+        ("all arrays whole", whole, "s", 8, style.ORANGE, 1),
+        ("best", [search.best], "*", 14, style.RED, 1),
+    ):
+        if found:
+            points = zip(*map(point, found), strict=True)
+            ax.plot(*points, marker, ms=size, color=colour, alpha=alpha, label=name)
     ax.set_xlim(-0.03 * most_sent, 1.05 * most_sent)
     ax.set_ylim(0, 1.1 * most_computed)
     ax.set_xlabel("MiB that a device sends")

@@ -47,11 +47,8 @@ class Sharded:
 
     def compile(self, specs: Specs, scored: bool = False) -> Any:
         """For arrays that lie so; `scored` where it will not run."""
-        arrays = [
-            x.update(sharding=NamedSharding(self.mesh, spec))
-            for x, spec in zip(self.leaves, specs, strict=True)
-        ]
-        lowered = jax.jit(self.run, out_shardings=self._out_shardings(specs)).lower(*arrays)
+        jitted = jax.jit(self.run, out_shardings=self._out_shardings(specs))
+        lowered = jitted.lower(*self._placed(specs))
         return built(lowered.compile, self.mesh, scored)
 
     def cost(self, specs: Specs) -> Cost:
@@ -60,12 +57,12 @@ class Sharded:
 
     def timed(self, many: Sequence[Specs], rounds: int) -> list[float]:
         """Median seconds of each, on arrays of ones."""
-        programs = []
-        for specs in many:
-            placed = [NamedSharding(self.mesh, spec) for spec in specs]
-            ones = jax.jit(lambda: [jnp.ones_like(x) for x in self.leaves], out_shardings=placed)
-            programs.append(partial(self.compile(specs), *ones()))
+        programs = [partial(self.compile(specs), *ones(self._placed(specs))) for specs in many]
         return median_seconds(programs, rounds)
+
+    def _placed(self, specs: Specs) -> list[jax.ShapeDtypeStruct]:
+        pairs = zip(self.leaves, specs, strict=True)
+        return [x.update(sharding=NamedSharding(self.mesh, spec)) for x, spec in pairs]
 
     def _out_shardings(self, specs: Specs) -> list[NamedSharding | None]:
         """The results' places, in the order of their leaves."""
@@ -80,6 +77,12 @@ def built(build: Callable[[Any], Any], mesh: Mesh, scored: bool) -> Any:
         with suppress(jax.errors.JaxRuntimeError):  # XLA may drop an option
             return build(SCORED_ON_CPU)
     return build(None)
+
+
+def ones(like: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
+    """Arrays of ones, made where they lie."""
+    places = [x.sharding for x in like]
+    return jax.jit(lambda: [jnp.ones(x.shape, x.dtype) for x in like], out_shardings=places)()
 
 
 def median_seconds(programs: Sequence[Callable[[], Any]], rounds: int) -> list[float]:

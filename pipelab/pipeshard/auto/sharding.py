@@ -82,9 +82,7 @@ def _splits(shape: Shape, mesh: Mesh, axes: Sequence[str]) -> Iterator[Partition
         if all(size % count == 0 for size, count in zip(shape, counts, strict=True)):
             while along and not along[-1]:  # P("model"), not P("model", None)
                 along.pop()
-            yield PartitionSpec(
-                *(split[0] if len(split) == 1 else split or None for split in along)
-            )
+            yield PartitionSpec(*along)
 
 
 # ---- the search

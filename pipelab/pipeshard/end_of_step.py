@@ -1,4 +1,4 @@
-"""The end of a step: what rows tell each other when their rows have ended, and the update's rest.
+"""The end of a step: what rows send each other when their rows have ended, and the update's rest.
 
 The update's tasks of level 0 are done within the schedule. Then, in every row's own thread:
 
@@ -10,6 +10,7 @@ Rows of one process hand over by reference, those of several by messages.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,17 +22,17 @@ from pipelab.pipeshard.cut import StageGraph
 from pipelab.pipeshard.mesh import MeshStage
 from pipelab.pipeshard.tracing import TracedStep
 from pipelab.pipeshard.update import SMALL, UpdateTask
-from pipelab.runtime.jax.jaxpr import Arrays, Values, Variables, variables
+from pipelab.runtime.jax.jaxpr import Values, Variables, variables
 from pipelab.runtime.transport import Message, Transport
 
 
-class Finish:
+class EndOfStep:
     """The work left of a step when its rows have ended.
 
     reads   per row, what its stages and its tasks read -> the argument that it is, if it is one
     rows    of what the step makes -> the row that knows it first
     shared  gradients that not exactly one stage makes -> the stages that make parts of them
-    rounds  per round (row, other row) -> what the one tells the other
+    rounds  per round (row, other row) -> what the one sends to the other
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Finish:
         step: TracedStep,
         combine: Sequence[Combine],
         graphs: Sequence[StageGraph],
+        makers: Mapping[Var, list[int]],
         tasks: Sequence[UpdateTask],
         placement: Sequence[int],
         processes: Sequence[int],
@@ -48,6 +50,7 @@ class Finish:
 
         combine      how the micro-batches' results of the loss are combined
         graphs       per stage
+        makers       gradient of a parameter -> the stages that make parts of it
         tasks        of the update, by level
         placement    the row of each stage
         processes    of each row
@@ -55,40 +58,37 @@ class Finish:
         """
         self.gradient, self.combine, self.placement = step.gradient, combine, placement
         self.reads: list[dict[Var, Var]] = [{} for _ in processes]
-        for s, graph in enumerate(graphs):
-            of_tasks = [v for task in tasks if task.stage == s for v in task.inputs]
-            for v in (*graph.parameters, *graph.fixed, *of_tasks):
-                self.reads[placement[s]][v] = step.parameters.get(v, v)
+        inputs = [(s, v) for s, graph in enumerate(graphs) for v in graph.steady]
+        for s, v in [*inputs, *((task.stage, v) for task in tasks for v in task.inputs)]:
+            self.reads[placement[s]][v] = step.parameters.get(v, v)
 
-        # [1] In which round, and by which row, each variable is made; a shared gradient by the
-        #     first stage that has a part of it.
-        made: dict[Var, tuple[int, int]] = {}
-        self.shared: dict[Var, list[int]] = {}
-        for p, g in step.gradients.items():
-            makers = [s for s, graph in enumerate(graphs) if p in graph.parameters]
-            made[g] = 1, placement[min(makers, default=0)]
-            if len(makers) != 1:
-                self.shared[g] = makers
+        # [1] The round after which each variable is there, and its row; a shared gradient is of
+        #     the first stage that has a part of it.
+        source: dict[Var, tuple[int, int]] = {}
+        for gradient, stages in makers.items():
+            source[gradient] = 1, placement[min(stages, default=0)]
+        self.shared = {v: stages for v, stages in makers.items() if len(stages) != 1}
         for s, graph in enumerate(graphs):
-            made.update((step.gradient[i], (1, placement[s])) for i in graph.results)
+            source.update((step.gradient[i], (1, placement[s])) for i in graph.results)
         for task in tasks:
-            made.update((v, (1 + task.level, placement[task.stage])) for v in task.outputs)
-        self.rows = {v: row for v, (_, row) in made.items()}
+            place = 1 + task.level, placement[task.stage]
+            source.update(dict.fromkeys(task.outputs, place))
+        self.rows = {v: row for v, (_, row) in source.items()}
 
         # [2] Which rows read it. Other processes get single numbers and results of the loss, and
         #     new values of what they read in the next call.
         readers = [(placement[task.stage], v) for task in tasks if task.level for v in task.inputs]
         of_loss = step.gradient[: len(step.loss.outputs)]
-        for v in variables(step.update.outputs):
+        for v in filter(source.__contains__, variables(step.update.outputs)):
             for_all = size(v) <= SMALL or v in of_loss
             for row, reads in enumerate(self.reads):
-                reads_it = for_all or next_values.get(v) in reads.values()
-                if reads_it and v in made and processes[row] != processes[self.rows[v]]:
+                elsewhere = processes[row] != processes[self.rows[v]]
+                if elsewhere and (for_all or next_values.get(v) in reads.values()):
                     readers.append((row, v))
 
-        # [3] What each tells each, in an order that is the same in all processes.
+        # [3] What each sends to each, in an order that is the same in all processes.
         messages = [(0, placement[s], self.rows[g], g) for g, of in self.shared.items() for s in of]
-        messages += [(*made[v], row, v) for row, v in readers if v in made]
+        messages += [(*source[v], row, v) for row, v in readers if v in source]
         last = max((task.level for task in tasks), default=0)
         self.rounds: list[dict[tuple[int, int], Variables]] = [{} for _ in range(last + 2)]
         for number, row, other, v in dict.fromkeys(messages):
@@ -99,14 +99,10 @@ class Finish:
         """All that row `row`, which has these stages, has to do; adds it to what they know."""
         known = stages[0].known
         # [1] Gradients that several stages have parts of, or none.
-        parts: dict[Var, Arrays] = {v: [] for v in self.shared}
-        for stage in stages:
-            for v, gradient in stage.gradients.items():
-                if v in parts:
-                    parts[v].append(gradient)
-        for received in self._swap(0, row, parts, transport):
-            for v, others in received.items():
-                parts[v] += others
+        made = [stage.gradients for stage in stages]
+        parts = {v: [gradients[v] for gradients in made if v in gradients] for v in self.shared}
+        for v, others in self._exchange(0, row, parts, transport):
+            parts[v] += others
         for v in self.shared:
             if self.rows[v] == row:
                 zeros = np.zeros(shape_of(v), dtype_of(v))
@@ -115,28 +111,30 @@ class Finish:
         # [2] The loss and what it returns beside, of the whole batch.
         for stage in stages:
             for i in stage.graph.results:
-                parts_of = [results[i] for _, results in sorted(stage.results.items())]
-                known[self.gradient[i]] = self.combine[i].apply(parts_of)
+                pieces = [results[i] for _, results in sorted(stage.results.items())]
+                known[self.gradient[i]] = self.combine[i].apply(pieces)
         # [3] What waits for other stages.
+        tasks = [task for stage in stages for task in stage.compiled.tasks if task.level]
         for number in range(1, len(self.rounds)):
-            for stage in stages:
-                for task in stage.compiled.tasks:
-                    if task.level and task.level == number - 1:
-                        task(known)
-            for received in self._swap(number, row, known, transport):
-                known.update(received)
+            for task in tasks:
+                if task.level == number - 1:
+                    task(known)
+            known.update(self._exchange(number, row, known, transport))
 
-    def _swap(self, number: int, row: int, source: Values, transport: Transport) -> list[Values]:
-        """Tell the others what they read; returns what this row reads."""
-        found, messages = [], self.rounds[number]
+    def _exchange(
+        self, number: int, row: int, known: Values, transport: Transport
+    ) -> list[tuple[Var, Any]]:
+        """Send the others what they read; returns what this row reads of theirs."""
+        received: list[tuple[Var, Any]] = []
         # The key of a message begins with a stage of the row that sends it.
-        keys = {ends: (self.placement.index(ends[0]), "round", number) for ends in messages}
-        for (sender, other), vs in messages.items():
+        messages = [
+            ((self.placement.index(sender), "round", number), sender, reader, vs)
+            for (sender, reader), vs in self.rounds[number].items()
+        ]
+        for key, sender, reader, vs in messages:
             if sender == row:
-                message = Message([source[v] for v in vs], 0.0)
-                transport.send(keys[sender, other], other, message)
-        for (sender, other), vs in messages.items():
-            if other == row:
-                arrays = transport.receive(keys[sender, other], row).payload
-                found.append(dict(zip(vs, arrays, strict=True)))
-        return found
+                transport.send(key, reader, Message([known[v] for v in vs], 0.0))
+        for key, _, reader, vs in messages:
+            if reader == row:
+                received += zip(vs, transport.receive(key, row).payload, strict=True)
+        return received
