@@ -111,23 +111,23 @@ class Mutant:
     """A change of a file, by its number among all of them."""
 
     def __init__(self, path, number):
-        tree = ast.parse(path.read_text())
+        tree = ast.parse(text := path.read_text())
         before = compile(tree, str(path), "exec")
         node, name, value = [*every_change(tree)][number]
-        old = first_line(node)
+        old = node.test if name == "test" else node
         setattr(node, name, value)
         changed = compile(ast.fix_missing_locations(tree), str(path), "exec")
         self.codes = {a: b for a, b in pairs(before, changed) if a != b}
-        self.where = f"{path.relative_to(ROOT / 'pipelab')}:{node.lineno}"
-        self.text = f"{path.relative_to(ROOT / 'pipelab')}: {old} -> {first_line(node)}"
+        # The line before and after, whose columns are counted in bytes.
+        first, last = text.splitlines()[old.lineno - 1], text.splitlines()[old.end_lineno - 1]
+        begin, end = first.encode()[: old.col_offset], last.encode()[old.end_col_offset :]
+        new = begin.decode() + ast.unparse(value if name == "test" else node) + end.decode()
+        file = path.relative_to(ROOT / "pipelab")
+        self.line, self.text = old.lineno, f"{file}: {first.strip()} -> {new.strip()}"
 
 
 def every_change(tree):
     return [(node, *change) for node in within(tree) for change in changes(node)]
-
-
-def first_line(node):
-    return ast.unparse(node).partition("\n")[0]
 
 
 # ---- which tests see it
