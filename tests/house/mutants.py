@@ -231,13 +231,7 @@ class Rooms:
         self.done += 1
         if status == 0:
             self.survivors.append(mutant)
-            print(
-                "survived",
-                mutant.where,
-                mutant.text.partition(": ")[2],
-                file=sys.__stdout__,
-                flush=True,
-            )
+            print(f"line {mutant.line} of {mutant.text}", file=sys.__stdout__, flush=True)
 
 
 def key(code):

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelab import CostError, Costs, Kind, Recompute, Schedule, make, simulate
+from pipelab.predict.simulate import compute_seconds, delays, links, transfer_seconds, waits
 from pipelab.predict.theory import THEORY
 from tests.conftest import SPLIT, tables
 
@@ -133,6 +134,73 @@ def longest_path(schedule: Schedule, costs: Costs) -> float:
                     (a._replace(stage=other), "end"), (a, "start"), weight=link(a.stage, other)
                 )
     return networkx.dag_longest_path_length(graph, default_weight=0.0)
+
+
+@given(tables(largest=4), st.data())
+def test_transfers_that_are_written_out_are_done_by_both_sides(case, data):
+    """The longest path where a SEND and its RECV are one event, of the link's time."""
+    schedule = case[0].with_transfers()
+    n = schedule.stages
+    latency = data.draw(st.lists(numbers, min_size=n - 1, max_size=n - 1))
+    sizes = data.draw(st.lists(numbers, min_size=n, max_size=n))
+    costs = Costs(transfer=latency or 0.0, boundary=sizes, bandwidth=2.0)
+    seconds = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1, Kind.U: 0}
+
+    def event(a):
+        """The same name for both sides."""
+        if a.kind in (Kind.SEND_F, Kind.RECV_B):
+            return "forth" if a.kind is Kind.SEND_F else "back", a.stage, a.microbatch
+        if a.kind in (Kind.RECV_F, Kind.SEND_B):
+            return "forth" if a.kind is Kind.RECV_F else "back", a.stage - 1, a.microbatch
+        return a
+
+    graph = networkx.DiGraph()
+    for row in schedule.rows:
+        for a in row:
+            link = event(a)[1] if a.kind > Kind.U else None
+            took = seconds[a.kind] if link is None else latency[link] + sizes[link + 1] / 2
+            graph.add_edge((event(a), "start"), (event(a), "end"), weight=took)
+        for a, b in pairwise(row):
+            graph.add_edge((event(a), "end"), (event(b), "start"), weight=0.0)
+    longest = networkx.dag_longest_path_length(graph, default_weight=0.0)
+    t = simulate(schedule, costs)
+    assert t.makespan == pytest.approx(longest)
+    for span in t.spans:
+        assert span.version == -1 or span.action.kind <= Kind.U
+
+
+@pytest.mark.parametrize("home", [(0, 1, 2), (0, 1, 1, 0)])
+def test_seconds_of_stages_and_of_what_is_between_them(home):
+    n = len(home)
+    forward, speed = [*range(1, n + 1)], [1, 2, 4][: max(home) + 1]
+    costs = Costs(forward, 3, 5, update=7, transfer=[*range(n - 1)], speed=speed)
+    once, again = compute_seconds(costs, home), compute_seconds(costs, home, recomputed=True)
+    for s, device in enumerate(home):
+        pace = speed[device]
+        rerun = forward[s] / pace
+        assert [once[k][s] for k in Kind if k <= Kind.U] == (
+            [forward[s] / pace, 8 / pace, 3 / pace, 5 / pace, 7 / pace]
+        )
+        assert [again[k][s] - once[k][s] for k in Kind if k <= Kind.U] == [0, rerun, rerun, 0, 0]
+    found = transfer_seconds(costs, home)
+    assert found == [0 if a == b else s for s, (a, b) in enumerate(pairwise(home))]
+
+
+def test_which_link_an_input_takes():
+    schedule = make("gpipe", 3, 1)
+    taken = {str(a): link for a, link in zip(schedule.actions, links(schedule), strict=True)}
+    assert {name: link for name, link in taken.items() if link is not None} == (
+        {"1F0": 0, "2F0": 1, "1B0": 1, "0B0": 0}
+    )
+    assert delays(schedule, Costs(transfer=[3, 4])) == [0, 3, 0, 3, 4, 0, 4, 0, 0]
+
+
+def test_overhead_is_lost_before_each_action_but_no_transfer():
+    schedule = make("gpipe", 2, 1).with_transfers()
+    costs = Costs(overhead=0.5)
+    assert waits(schedule, costs) == [0.5 * (a.kind <= Kind.U) for a in schedule.actions]
+    t = simulate(make("gpipe", 1, 2), costs)
+    assert t.start == [0.5, 2, 3.5, 6, 8.5] and t.makespan == 8
 
 
 def test_transfers_overlap_with_compute_unless_they_are_written_out():
