@@ -103,7 +103,7 @@ def _memory(m: Memory, shown: list[str]) -> dict[str, Any]:
     """Memory over time, device after device: times, then bytes up to and with each shown cause."""
     bounds: list[int] = [0]
     rows: list[list[float]] = [[] for _ in range(len(shown) + 1)]
-    for times, levels in map(m.settled, range(m.devices)):
+    for times, levels in map(m.over_time, range(m.devices)):
         tops = [0.0] * len(times)
         rows[0] += times
         for row, cause in zip(rows[1:], shown, strict=True):

@@ -4,7 +4,7 @@ A mutant is a function of the room with one thing changed: `<` to `<=`, `+` to `
 number to the next one, a condition to its opposite, a returned value to None. The tests in the
 folder that bears the room's name are collected once. Then each mutant of a random sample, the same
 each time, gets a forked process in which the function has the changed code, and the tests that call
-it run there until one fails, the quickest first.
+it run there until one fails or takes too long, the quickest first.
 
     python tests/house/mutants.py [ROOM ...] [--sample N] [--seed K] [--file PART_OF_A_PATH]
 
@@ -133,7 +133,7 @@ def every_change(tree):
 # ---- which tests see it
 
 
-class Rooms:
+class Run:
     """A pytest plugin that takes the place of the run: every mutant of a sample, and its tests."""
 
     def __init__(self, room, options):
@@ -155,7 +155,7 @@ class Rooms:
             if isinstance(each, FunctionType) and self.of_room(each.__code__):
                 self.functions[each.__code__].append(each)
         self.seconds, self.called = self.in_a_fork(self.watch)
-        known = {line.split("  #")[0] for line in WITHOUT_EFFECT.read_text().splitlines()}
+        known = {line.rpartition("  # ")[0] for line in WITHOUT_EFFECT.read_text().splitlines()}
         running = {}
         for mutant in self.sample():
             if mutant.text in known:
@@ -223,7 +223,11 @@ class Rooms:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(10 + int(5 * sum(self.seconds[i] for i in those)))  # a mutant may never end
         quickest = sorted(those, key=self.seconds.__getitem__)
-        os._exit(not all(passes(self.items[i]) for i in quickest))
+        killed = True
+        try:
+            killed = not all(passes(self.items[i]) for i in quickest)
+        finally:
+            os._exit(killed)
 
     def wait(self, running):
         child, status = os.wait()
@@ -253,7 +257,7 @@ def main() -> int:
     options = parser.parse_args()
     good = True
     for room in options.rooms:
-        start, plugin = time.perf_counter(), Rooms(room, options)
+        start, plugin = time.perf_counter(), Run(room, options)
         pytest.main(["-p", "no:terminal", "-p", "no:xdist", f"tests/{room}"], plugins=[plugin])
         killed = 1 - len(plugin.survivors) / max(plugin.done, 1)
         good = good and plugin.done and killed >= LEAST

@@ -139,7 +139,7 @@ def test_the_peak_is_that_of_a_moment_that_lasts(case, recompute, transfer, seco
 def test_what_a_weight_gradient_needs_is_kept_from_i_to_w():
     table = Schedule.from_grid("0F0 0I0 0F1 0W0 0I1 0W1")
     found = memory(simulate(table), Costs(activations=10, weight_activations=4))
-    time, level = found.settled(0)
+    time, level = found.over_time(0)
     assert dict(zip(time, level["activations"], strict=True)) == {0: 10, 2: 14, 4: 10, 5: 4, 6: 0}
 
 
