@@ -102,3 +102,14 @@ def test_held_back_only_while_the_later_forward_is_there():
     assert [(a, b, c) for a, b, c, *_ in row if c in (Cause.GRADIENT, Cause.HELD)] == (
         [(3.5, 6.5, Cause.HELD), (9.5, 12.5, Cause.GRADIENT)]
     )
+
+
+def test_who_is_waited_for_may_be_far_away():
+    t = simulate(make("inter_layer", 6, 1))
+    assert seconds(t) == {s: 3 * 5 for s in range(6)}
+
+
+def test_who_has_nothing_left_waits_for_the_device_that_ends_last():
+    t = simulate(make("zb_h2", 3, 5))
+    rows = stretches(t.schedule, t.spans)
+    assert [row[-1].asks for row in rows if row[-1].cause is Cause.NOTHING] == [2, 2]

@@ -324,6 +324,23 @@ def test_every_reason_is_its_formula(case):
     assert [*found.by.values()] == pytest.approx(by_formula(*case))
 
 
+@pytest.mark.parametrize("memory", [1, 1.25, 1.5, 1.75, 2, 2.75, 4])
+@pytest.mark.parametrize("home", [(0, 1), (0, 1, 2, 3), LOOP, V, (0, 1, 2, 2, 1, 0), (0,) * 3])
+def test_every_reason_is_its_formula_for_equal_stages(memory, home):
+    for m in (1, 2, 5):
+        for costs in (Costs(), Costs(2, 3, 1, transfer=0.5, update=1, weight_activations=0)):
+            for split in (True, False):
+                found = bound(costs, max(home) + 1, m, memory, placement=home, split=split)
+                asked = by_formula(costs, home, m, memory, split)
+                assert [*found.by.values()] == pytest.approx(asked)
+
+
+def test_rounding_makes_no_memory_too_small():
+    for limit, less in ((1, 1e-9), (2, 1e-10)):
+        asked = pytest.approx(bound(Costs(), 2, 4, limit).makespan)
+        assert bound(Costs(), 2, 4, limit - less).makespan == asked
+
+
 def test_the_gap_is_to_the_bound_of_what_the_schedule_has():
     """Of a batch of a flush; of all batches without one; never recomputed where every batch has a
     last one that is not."""
