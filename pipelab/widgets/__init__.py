@@ -4,7 +4,11 @@ The puzzle is plain Python, for a browser without a server, too: nothing else is
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipelab.widgets.editor import Editor
+    from pipelab.widgets.explorer import Explorer
 
 __all__ = ["Editor", "Explorer"]
 
