@@ -227,3 +227,11 @@ def test_buffers_hold_the_input_that_crosses():
     assert found.peak("buffers") == [0, 14]
     slow = Costs([1, 1], [4, 1], 1, boundary=[5, 7])
     assert memory(simulate(make("gpipe", 2, 3), slow), slow).peak("buffers")[0] == 14
+    middle = Costs(1, [1, 4, 1], 1, boundary=[5, 7, 11])
+    assert memory(simulate(make("gpipe", 3, 3), middle), middle).peak("buffers")[1] == 22
+
+
+def test_an_action_of_no_length_holds_what_it_needs():
+    costs = Costs(0, 0, 0, activations=4)
+    assert memory(simulate(make("gpipe", 2, 2).forward_only(), costs), costs).peak() == [4, 4]
+    assert memory(simulate(make("gpipe", 2, 2), costs), costs).peak() == [8, 8]
