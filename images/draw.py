@@ -273,7 +273,7 @@ def flush_memory() -> Axes:
         peaks = []
         for name, m in kept.items():
             label, colour, line = looks[name]
-            time, level = m.settled(device)
+            time, level = m.over_time(device)
             time, total = [time[0], *time], [0, *map(sum, zip(*level.values(), strict=True))]
             ax.plot(time, total, line, drawstyle="steps-post", color=colour, lw=2, label=label)
             if line == "-":

@@ -171,7 +171,7 @@ def _split_activations(timeline: Timeline, memory: Memory) -> dict[str, list[flo
     found = {name: [0.0] * s.stages for name in ("activations", "weight_activations")}
     for d, (a, b) in enumerate(pairwise(s.bounds)):
         stages = [stage for stage, home in enumerate(s.placement) if home == d]
-        times, levels = memory.settled(d)
+        times, levels = memory.over_time(d)
         until_input: Counter[int] = Counter()
         until_weight: Counter[int] = Counter()
         held, level = [], []

@@ -53,20 +53,14 @@ class Memory:
         return rows
 
     def over_time(self, device: int) -> tuple[list[float], dict[str, list[float]]]:
-        """Times, and bytes from each time on by cause."""
+        """Times, and by cause the bytes from each time on: after all steps of that moment."""
         steps = self.of_device[device]
-        return [step.time for step in steps], {
-            cause: [*accumulate(step.change if step.cause == cause else 0.0 for step in steps)]
-            for cause in CAUSES
-        }
-
-    def settled(self, device: int) -> tuple[list[float], dict[str, list[float]]]:
-        """As `over_time`, once for each moment: what holds after all its steps."""
-        times, levels = self.over_time(device)
-        last = {time: i for i, time in enumerate(times)}
-        return [*last], {
-            cause: [level[i] for i in last.values()] for cause, level in levels.items()
-        }
+        last = {step.time: i for i, step in enumerate(steps)}
+        levels = {}
+        for cause in CAUSES:
+            held = [*accumulate(step.change if step.cause == cause else 0.0 for step in steps)]
+            levels[cause] = [held[i] for i in last.values()]
+        return [*last], levels
 
     def peak(self, cause: str | None = None) -> list[float]:
         """Per device, the most bytes held at once: of one cause, or of all together."""

@@ -38,14 +38,10 @@ def generated(
             given = public.bind(*args, **options)
             given.apply_defaults()
             sizes = dict(zip(given.arguments, check_counts(**given.arguments), strict=True))
-            microbatches, batches = sizes["microbatches"], sizes.pop("batches")
-            if "batches" in own.parameters:
-                made = [*rows(**sizes, batches=batches)]
-                of_all = microbatches, batches, per_update, reads
-                return Schedule(rows.__name__, made, placement_of(made), *of_all)
+            repeats = 1 if "batches" in own.parameters else sizes.pop("batches")
             made = [*rows(**sizes)]
-            one = Schedule(rows.__name__, made, placement_of(made), microbatches)
-            return repeat(one, batches)
+            numbers = sizes["microbatches"], sizes.get("batches", 1), per_update, reads
+            return repeat(Schedule(rows.__name__, made, placement_of(made), *numbers), repeats)
 
         schedule.__signature__ = public  # type: ignore[attr-defined]
         return schedule

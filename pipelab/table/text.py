@@ -28,14 +28,13 @@ def draw_grid(table: VersionedTable, mark: Iterable[int] = ()) -> str:
 
     Actions at the flat indices in `mark` stand in > <.
     """
-    start, _, heads = table.unit_times()
+    start = table.unit_times().start  # 0 of what cannot run: it follows at once
     marked = set(mark)
     lines = []
     for d, row in enumerate(table.rows):
         cells: list[str] = []
         for i, a in enumerate(row, table.bounds[d]):
-            column = int(start[i]) if i < heads[d] else 0  # what cannot run follows at once
-            cells += ["."] * (column - len(cells))
+            cells += ["."] * (int(start[i]) - len(cells))
             cells.append(f">{a}<" if i in marked else str(a))
         lines.append(cells)
     length = max(map(len, lines))

@@ -167,24 +167,24 @@ def check_deadlock(schedule: Schedule, head: list[int]) -> None:
 
     `head` says how far each row got, as `earliest` does.
     """
-    stuck, holder, steps = {}, {}, {}
+    holder, steps = {}, {}
     for d, i in enumerate(head):
         if i < schedule.bounds[d + 1]:
             needed = schedule.needs[i]
             assert needed is not None, "nothing but an input holds a row"
-            stuck[d], holder[d] = i, schedule.device_of[needed]
+            holder[d] = schedule.device_of[needed]
             steps[d] = (
                 f"device {d} holds at {schedule.actions[i]} until {schedule.actions[needed]} on "
                 f"device {holder[d]}"
             )
-    if not stuck:
+    if not holder:
         return
     cycle = _shortest_cycle(holder)
     problem = "; ".join(steps[d] for d in cycle)
     _fail(
         schedule,
         f"deadlock: {problem}: change the order of one of them",
-        [stuck[d] for d in cycle],
+        [head[d] for d in cycle],
     )
 
 

@@ -1,7 +1,19 @@
-"""What a notebook shows and lets its reader change."""
+"""What a notebook shows and lets its reader change.
 
-from pipelab.widgets.editor import Editor
-from pipelab.widgets.explorer import Explorer
-from pipelab.widgets.steps import Steps
+The puzzle is plain Python, for a browser without a server, too: nothing else is loaded with it.
+"""
 
-__all__ = ["Editor", "Explorer", "Steps"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipelab.widgets.editor import Editor
+    from pipelab.widgets.explorer import Explorer
+
+__all__ = ["Editor", "Explorer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'pipelab.widgets' has no attribute {name!r}")
+    return getattr(import_module(f"pipelab.widgets.{name.lower()}"), name)

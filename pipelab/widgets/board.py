@@ -2,6 +2,7 @@
 level, par, numbers and run that stand beside them."""
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 from matplotlib.colors import to_hex
@@ -20,7 +21,6 @@ from pipelab.widgets.puzzle import (
     least_makespan,
     why_idle,
 )
-from pipelab.widgets.puzzle.draft import in_flight
 from pipelab.widgets.puzzle.link import task_of
 from pipelab.widgets.puzzle.recognise import gap_reasons
 from pipelab.widgets.try_out import Trial
@@ -145,7 +145,7 @@ def _held(draft: Draft, device: int) -> list[list[float]]:
     """Times, and how many micro-batches the device holds from then on."""
     row = draft.running.rows[device]
     held = [[0.0, 0.0]]
-    for action, count in zip(row, in_flight(draft.task, row), strict=True):
+    for action, count in zip(row, draft.task.in_flight(row), strict=True):
         start, end = draft.running.spans[action]
         if count != held[-1][1]:
             held.append([start if count > held[-1][1] else end, count])
@@ -162,8 +162,15 @@ def _name(action: Action) -> str:
 def look(task: Task, action: Action) -> dict[str, Any]:
     """An action's names, without its stage where the device has only one, and its colours."""
     short = str(action) if task.virtual > 1 else f"{action.kind.name}{action.microbatch}"
-    colour = style.colour_of(action.kind, action.stage, task.devices, task.table.stages)
-    return {"text": short, "action": str(action), "colours": [to_hex(colour), style.ink(colour)]}
+    colours = _colours(action.kind, action.stage, task.devices, task.table.stages)
+    return {"text": short, "action": str(action), "colours": colours}
+
+
+@lru_cache  # every move draws every cell again
+def _colours(*kind_and_place: Any) -> list[str]:
+    """Of a cell, and of its text."""
+    colour = style.colour_of(*kind_and_place)
+    return [to_hex(colour), style.ink(colour)]
 
 
 # ---- beside the table
@@ -213,7 +220,7 @@ def numbers(draft: Draft, par: float, tell: bool) -> list[list[str]]:
     tell  what an unfinished table takes at least
     """
     task, cap = draft.task, draft.task.cap
-    held = _each(max(in_flight(task, row), default=0) for row in draft.rows)
+    held = _each(max(task.in_flight(row), default=0) for row in draft.rows)
     makespan = bubble = versions = ""
     if tell and not draft.whole and draft.running is draft:
         makespan = f"{least_makespan(draft):g} or more"

@@ -21,6 +21,7 @@ HINTS = {
     "bubble of total": "idle time / (devices x makespan)",
     "bubble over ideal": "(makespan - ideal) / ideal",
     "bubble of span": "(span - ideal) / span, of the device with the longest span",
+    "over the bound": "how much longer than what no order of one batch in this memory can beat",
     "peak in flight": "the most micro-batches held for a backward, by device",
     "weight versions": "the most versions of a stage's weights kept at one time, by device",
     "peak memory": "the most bytes held at one time, on the fullest device",
@@ -32,18 +33,20 @@ COLUMNS = [
 ]
 
 
-def drawing(items: Sequence[tuple[Timeline, Memory]]) -> dict[str, Any]:
-    """The whole picture: timelines on one axis, their memory, a table of numbers."""
-    timelines = [t for t, _ in items]
-    held = [[m.at_peak(d) for d in range(m.devices)] for _, m in items]
-    filled = {step.cause for _, m in items for step in m.steps}
+def drawing(items: Sequence[tuple[Timeline, Memory, float]]) -> dict[str, Any]:
+    """The whole picture: timelines on one axis, their memory, a table of numbers.
+
+    Each item has its gap to the lower bound, as a share of that.
+    """
+    timelines = [t for t, *_ in items]
+    filled = {step.cause for _, m, _ in items for step in m.steps}
     shown = [cause for cause in CAUSES if cause in filled]
-    numbers = [_numbers(t, h, shown) for t, h in zip(timelines, held, strict=True)]
+    numbers = [_numbers(*item, shown) for item in items]
     chunks = chunks_of(timelines)
     return {
         "end": max(t.makespan for t in timelines),
-        "memory": max(max(m.peak()) for _, m in items),
-        "timelines": [_timeline(t) | _memory(m, shown) for t, m in items],
+        "memory": max(max(m.peak()) for _, m, _ in items),
+        "timelines": [_timeline(t) | _memory(m, shown) for t, m, _ in items],
         "letters": [kind.name for kind in Kind],
         "names": [style.NAMES.get(kind, "") for kind in Kind],
         "legend": [[style.NAMES[kind], style.KINDS[kind]] for kind in kinds_of(timelines)],
@@ -100,7 +103,7 @@ def _memory(m: Memory, shown: list[str]) -> dict[str, Any]:
     """Memory over time, device after device: times, then bytes up to and with each shown cause."""
     bounds: list[int] = [0]
     rows: list[list[float]] = [[] for _ in range(len(shown) + 1)]
-    for times, levels in map(m.settled, range(m.devices)):
+    for times, levels in map(m.over_time, range(m.devices)):
         tops = [0.0] * len(times)
         rows[0] += times
         for row, cause in zip(rows[1:], shown, strict=True):
@@ -119,8 +122,9 @@ def _packed(rows: Iterable[Iterable[float]]) -> str:
     return base64.b64encode(b"".join(array("f", row).tobytes() for row in rows)).decode()
 
 
-def _numbers(t: Timeline, held: list[dict[str, float]], shown: list[str]) -> dict[str, str]:
+def _numbers(t: Timeline, m: Memory, gap: float, shown: list[str]) -> dict[str, str]:
     """The table beside the picture: label -> text, last what the fullest device's memory holds."""
+    held = [m.at_peak(d) for d in range(m.devices)]
     total = [sum(filled.values()) for filled in held]
     fullest = total.index(max(total))
     of_device = f" on device {fullest}" if min(total) < max(total) else ""
@@ -130,6 +134,7 @@ def _numbers(t: Timeline, held: list[dict[str, float]], shown: list[str]) -> dic
         "bubble of total": f"{t.bubble.of_total:.1%}",
         "bubble over ideal": f"{t.bubble.over_ideal:.1%}",
         "bubble of span": f"{t.bubble.of_span:.1%}",
+        "over the bound": f"{gap:.1%}",
         "peak in flight": per_device(t.peak_in_flight),
         "weight versions": per_device(t.weight_versions),
         "peak memory": _bytes(max(total)) + of_device,

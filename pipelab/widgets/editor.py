@@ -65,10 +65,10 @@ class Editor(anywidget.AnyWidget):
     _css = joined("explorer.css", "editor.css")
     view = traitlets.Dict().tag(sync=True)  # what the browser shows
     _level: Level
-    _draft: Draft
+    draft: Draft  # what is placed so far
     _past: list[Draft]  # for undo
     _future: list[Draft]  # for redo
-    _trial: Trial | None
+    trial: Trial | None  # the last run of this table, if there was one
 
     def __init__(
         self, table: str | Schedule | Task | None = None, *, help: str = "legal", **sizes: Any
@@ -91,35 +91,25 @@ class Editor(anywidget.AnyWidget):
     # ---- what there is
 
     @property
-    def draft(self) -> Draft:
-        """What is placed so far."""
-        return self._draft
-
-    @property
     def schedule(self) -> Schedule:
         """The table. ScheduleError, with the reason, while it is not whole or cannot run."""
-        return self._draft.schedule
+        return self.draft.schedule
 
     @property
     def timeline(self) -> Timeline:
         """The whole table's simulation."""
         _ = self.schedule  # raises while there is none
-        return self._draft.timeline
-
-    @property
-    def trial(self) -> Trial | None:
-        """The last run of this table, if there was one."""
-        return self._trial
+        return self.draft.timeline
 
     @property
     def link(self) -> str:
         """The level or the sizes, and the table: what `load` takes, and an address after #."""
-        return f"{MARK}{self._address}&table={self._draft}"
+        return f"{MARK}{self._address}&table={self.draft}"
 
     @property
     def feedback(self) -> Score:
         """How the table compares with par."""
-        draft, par = self._draft, self._level.par
+        draft, par = self.draft, self._level.par
         if draft.problem:
             return Score(False, f"This cannot run: {draft.problem}")
         if not draft.whole:
@@ -138,37 +128,37 @@ class Editor(anywidget.AnyWidget):
         """
         cell = Action.parse(action)
         if self._help == "free":
-            self._change(self._draft.put(cell, index))
+            self._change(self.draft.put(cell, index))
         else:
-            self._change(self._draft.place(cell, index, until))
+            self._change(self.draft.place(cell, index, until))
 
     def remove(self, action: str) -> None:
         """Take an action away, and with it all that is not possible without it."""
         cell = Action.parse(action)
-        if cell not in self._draft.placed:
+        if cell not in self.draft.placed:
             raise ScheduleError(f"{cell} is not placed")
-        after = self._allowed(self._draft.without(cell))
-        more = self._draft.count - after.count - 1
+        after = self._allowed(self.draft.without(cell))
+        more = self.draft.count - after.count - 1
         self._change(after, f"{cell} is gone, and {more} that need it." if more else "")
 
     def step(self) -> None:
         """Place what the coach would place."""
-        found = advice(self._draft)
+        found = advice(self.draft)
         ties = f" As good: {', '.join(map(str, found.ties))}." if found.ties else ""
         text = f"{found.move}: {found.makespan:g} can still be reached.{ties}"
-        self._change(self._draft.place(found.move), text)
+        self._change(self.draft.place(found.move), text)
 
     def finish(self) -> None:
         """Place all that is left, as well as can be found."""
-        self._change(finish(self._draft))
+        self._change(finish(self.draft))
 
     def stamp(self, microbatch: int = 0, interval: float | None = None) -> None:
         """Let every micro-batch do what this one does, `interval` after the one before."""
-        self._change(stamp(self._draft, microbatch, interval))
+        self._change(stamp(self.draft, microbatch, interval))
 
     def clear(self) -> None:
         """Start again."""
-        self._change(Draft.of(self._draft.task))
+        self._change(Draft.of(self.draft.task))
 
     def undo(self) -> None:
         """Take back the last change."""
@@ -186,7 +176,7 @@ class Editor(anywidget.AnyWidget):
             level = level_of(name) if task.startswith("level=") else _sandbox(read_task(name))
             self._open(level, read(level.task, table))
         else:
-            self._change(self._allowed(read(self._draft.task, table)))
+            self._change(self._allowed(read(self.draft.task, table)))
 
     # ---- what is shown
 
@@ -196,12 +186,12 @@ class Editor(anywidget.AnyWidget):
 
     def open_task(self, **sizes: Any) -> None:
         """Begin with other sizes; those that are not given stay, except a cap."""
-        self._open(_sandbox(self._draft.task.resized(**sizes)))
+        self._open(_sandbox(self.draft.task.resized(**sizes)))
 
     def set_help(self, help: str) -> None:
         """Change the help. What cannot run is left out when "free" ends."""
         self._help = _rung(help)
-        self._change(self._allowed(self._draft))
+        self._change(self._allowed(self.draft))
 
     def show(self, **marks: bool) -> None:
         """Show or hide the table of par below yours (par) and the critical path (critical)."""
@@ -215,9 +205,9 @@ class Editor(anywidget.AnyWidget):
 
         Paced, its actions take as long as their costs say. Displayed, the result says its verdict.
         """
-        self._trial = try_out(self.schedule, self._draft.task.stage_costs, paced)
+        self.trial = try_out(self.schedule, self.draft.task.stage_costs, paced)
         self._refresh()
-        return self._trial
+        return self.trial
 
     # ---- inside
 
@@ -225,8 +215,8 @@ class Editor(anywidget.AnyWidget):
         self._level = level
         self._address = f"level={level.name}" if level.name else write_task(level.task)
         known_rows(level.task)  # made once, for every move to be compared with
-        self._draft = self._allowed(draft or Draft.of(level.task))
-        self._past, self._future, self._trial = [], [], None
+        self.draft = self._allowed(draft or Draft.of(level.task))
+        self._past, self._future, self.trial = [], [], None
         self._marks = self._marks | {"par": False}
         self._refresh()
 
@@ -234,16 +224,16 @@ class Editor(anywidget.AnyWidget):
         return draft if self._help == "free" else draft.settled()
 
     def _change(self, draft: Draft, text: str = "") -> None:
-        if draft.rows != self._draft.rows:
-            self._past.append(self._draft)
+        if draft.rows != self.draft.rows:
+            self._past.append(self.draft)
             self._future.clear()
-            self._draft, self._trial = draft, None
+            self.draft, self.trial = draft, None
         self._refresh(text)
 
     def _back_to(self, kept: list[Draft], others: list[Draft]) -> None:
         if kept:
-            others.append(self._draft)
-            self._draft, self._trial = kept.pop(), None
+            others.append(self.draft)
+            self.draft, self.trial = kept.pop(), None
         self._refresh()
 
     def _hear(self, _widget: Any, message: dict[str, Any], _buffers: Any) -> None:
@@ -262,8 +252,8 @@ class Editor(anywidget.AnyWidget):
         feedback = self.feedback
         if feedback.passed:
             self._won.add(self._level.name)
-        whole = self._draft.whole or self._draft.problem
-        said = text or (feedback.text if whole else recognise(self._draft))
+        whole = self.draft.whole or self.draft.problem
+        said = text or (feedback.text if whole else recognise(self.draft))
         mood = "refused" if refused else "won" if feedback.passed else ""
         count = self.view.get("said", {}).get("count", 0) + 1
         self.view = {
@@ -273,16 +263,16 @@ class Editor(anywidget.AnyWidget):
             "help": self._help,
             "rungs": list(RUNGS.items()),
             "marks": self._marks,
-            "rows": board(self._draft, self._help, self._marks["critical"]),
-            "legend": board_legend(self._draft.task),
+            "rows": board(self.draft, self._help, self._marks["critical"]),
+            "legend": board_legend(self.draft.task),
             "par": par_rows(self._level) if self._marks["par"] else {},
-            "trial": trial_rows(self._trial) if self._trial else {},
-            "numbers": numbers(self._draft, self._level.par, tells(self._help)),
+            "trial": trial_rows(self.trial) if self.trial else {},
+            "numbers": numbers(self.draft, self._level.par, tells(self._help)),
             "undo": bool(self._past),
             "redo": bool(self._future),
-            "whole": self._draft.whole and not self._draft.problem,
+            "whole": self.draft.whole and not self.draft.problem,
             "link": self.link,
-            "file": self._draft.to_csv(),
+            "file": self.draft.to_csv(),
             "summary": self._summary(),
         }
 

@@ -9,6 +9,7 @@ from typing import Any
 import anywidget
 import traitlets
 
+from pipelab.predict.bounds import gap
 from pipelab.predict.costs import PASSES, CostError, Costs, Recompute
 from pipelab.predict.memory import Memory, memory
 from pipelab.predict.simulate import simulate
@@ -148,7 +149,8 @@ class Explorer(anywidget.AnyWidget):
 
 def _simulated(
     name: str, costs: Costs, limit: float | None, virtual: int, **sizes: int
-) -> tuple[Timeline, Memory]:
+) -> tuple[Timeline, Memory, float]:
+    """What is drawn of a schedule; the gap is the one to the bound that `gap` tells of."""
     count = 2 * prod(sizes.values()) * (virtual if takes(name, "virtual") else 1)
     if count > LARGEST:
         raise ScheduleError(
@@ -158,7 +160,7 @@ def _simulated(
     options = {"memory": limit} if takes(name, "memory") else {}
     table, own = made(name, costs=costs, virtual=virtual, **sizes, **options)
     timeline = simulate(table, own)
-    return timeline, memory(timeline, own)
+    return timeline, memory(timeline, own), gap(table, own)
 
 
 def _as_text(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-// Every schedule made, validated and simulated by Python in WebAssembly, where there is no numpy:
+// Every schedule made, validated and simulated by Python in WebAssembly, where there is no numpy, and
+// a puzzle solved:
 //   node tests/house/pyodide.mjs FOLDER_OF_NODE_MODULES [DEVICES MICROBATCHES]
 // Prints JSON: schedule -> [makespan, milliseconds of the quickest of three], and what loading took.
 import { pathToFileURL, fileURLToPath } from "node:url";
@@ -37,8 +38,11 @@ def timed(name):
 
 
 found = {name: min((timed(name) for _ in range(3)), key=lambda run: run[1]) for name in pipelab.SCHEDULES}
-assert "numpy" not in sys.modules
-json.dumps({"python": sys.version.split()[0], "import_ms": imported, "schedules": found})
+from pipelab.widgets import puzzle
+
+solved = puzzle.recognise(puzzle.finish(puzzle.Draft.of(puzzle.LEVELS["first"].task)))
+assert not {"numpy", "anywidget", "matplotlib"} & {*sys.modules}
+json.dumps({"python": sys.version.split()[0], "import_ms": imported, "schedules": found, "solved": solved})
 `);
 } catch (error) {
   console.error(error.message); // Python's traceback, without that of the engine

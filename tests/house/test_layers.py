@@ -128,8 +128,9 @@ def test_the_ground_floor_is_plain_python():
                 assert known_here or (lazy and top == "pandas"), f"{path}:{line}"  # to_frame
 
 
-def test_importing_pipelab_loads_nothing_but_python():
-    code = "import sys; old = set(sys.modules); import pipelab; print(*set(sys.modules) - old)"
+@pytest.mark.parametrize("name", ["pipelab", "pipelab.widgets.puzzle"])
+def test_importing_it_loads_nothing_but_python(name):
+    code = f"import sys; old = set(sys.modules); import {name}; print(*set(sys.modules) - old)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.split(".")[0] for name in done.stdout.split()}
     assert loaded - {"pipelab"} <= sys.stdlib_module_names

@@ -1,4 +1,4 @@
-"""The small library runs in a browser's Python: every schedule, with the same makespans."""
+"""The ground floor and the puzzle run in a browser's Python, with the same makespans."""
 
 import json
 import shutil
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipelab import SCHEDULES, make, simulate
+from pipelab.widgets.puzzle import LEVELS, Draft, finish, recognise
 
 SCRIPT = Path(__file__).with_name("pyodide.mjs")
 VERSION = "pyodide@314.0.7"
@@ -31,7 +32,9 @@ def test_every_schedule_runs_there(modules, sizes):
     command = ["node", str(SCRIPT), str(modules), *map(str, sizes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])["schedules"]
+    shown = json.loads(done.stdout.splitlines()[-1])
+    assert shown["solved"] == recognise(finish(Draft.of(LEVELS["first"].task)))
+    found = shown["schedules"]
     assert {name: makespan for name, (makespan, _) in found.items()} == {
         name: pytest.approx(simulate(make(name, *sizes)).makespan) for name in SCHEDULES
     }

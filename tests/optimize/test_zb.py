@@ -7,6 +7,7 @@ import pytest
 
 from pipelab import Action, Costs, Kind, Schedule, make, simulate
 from pipelab.optimize.order import memory_used
+from pipelab.predict.memory import memory as bytes_of
 from pipelab.table.action import insert_updates
 from pipelab.table.placement import loop_placement, v_placement
 
@@ -81,3 +82,27 @@ def test_zb_v_with_more_memory_is_not_slower(p, m):
         span = simulate(make("zb_v", p, m, costs=costs, memory=memory), costs).span
         assert span <= least * 1.02
         least = min(span, least)
+
+
+# The rates of ZB-1p and ZB-2p in Zero Bubble (arXiv 2401.10241, tables 5 and 9), with the bytes of
+# its models (table 1: M_B = s b (34 h +
+# 5 a s), M_W = 32 s b h, s = 1024): p, m, F, I, W, transfer, h, a -> memory over p: rate.
+BETWEEN = {1: 0.1585, 1.25: 0.1068, 1.5: 0.0719, 1.75: 0.0433, 2: 0.0433}
+HEURISTIC = [
+    (8, 24, 18.522, 18.086, 9.337, 0.601, 2304, 24, BETWEEN),
+    (8, 32, 18.513, 18.086, 9.331, 0.626, 2304, 24, {1: 0.1242, 2: 0.0039}),
+    (8, 32, 29.802, 29.428, 19.530, 0.577, 4096, 32, {1: 0.1045, 2: 0.0022}),
+    (16, 64, 11.307, 11.254, 8.101, 0.379, 5120, 40, {1: 0.1088, 2: 0.0054}),
+    (32, 128, 10.408, 10.204, 7.703, 0.408, 6144, 48, {1: 0.1106, 2: 0.0029}),
+]
+
+
+@pytest.mark.parametrize(("p", "m", "f", "i", "w", "c", "h", "a", "rates"), HEURISTIC)
+def test_the_automatic_schedule_is_no_worse_than_published(p, m, f, i, w, c, h, a, rates):
+    kept = {"activations": 34 * h + 5 * a * 1024, "weight_activations": 32 * h}
+    costs = Costs(forward=f, input_grad=i, weight_grad=w, transfer=c, **kept)
+    for times, rate in rates.items():
+        table = make("zb", p, m, costs=costs, memory=times * p)
+        found = simulate(table, costs)
+        assert round(found.bubble.of_span, 4) <= rate
+        assert max(bytes_of(found, costs).peak("activations")) <= times * p * kept["activations"]

@@ -1,18 +1,12 @@
 """Simulated memory by cause."""
 
-from functools import partial
-
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from pipelab import Costs, Kind, Recompute, Schedule, fit, make, memory, run, simulate
-from pipelab.optimize.cut import profile
+from pipelab import Costs, Kind, Recompute, Schedule, make, memory, simulate
+from pipelab.predict.memory import CAUSES, changes, memory_used, reserved, shares
 from tests.conftest import SPLIT, tables
 
 
@@ -142,86 +136,102 @@ def test_the_peak_is_that_of_a_moment_that_lasts(case, recompute, transfer, seco
         assert peak == levels.max()
 
 
-def test_a_measured_run_holds_what_was_predicted():
-    """The input of a Linear is what it keeps; those that wait for a slow stage are in buffers."""
-    rows, width = 100, 6
-    size, weights = 8 * rows * width, 8 * (width * width + width)
-    model = [nn.Linear(width, width, dtype=torch.float64) for _ in range(3)]
-    data = torch.ones(3 * rows, width, dtype=torch.float64)
-    # Stage 1 ends in the middle between two arrivals, so that 25 ms of delay change nothing.
-    costs = Costs([1, 1.5, 1], boundary=size, activations=size, weights=weights)
-    schedule = make("gpipe", 3, 3)
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    result = run(schedule, model, [(data, data)], F.mse_loss, sgd, pace=0.05, costs=costs)
-    for found in (result.memory, memory(simulate(schedule, costs), costs)):
-        assert found.peak("buffers")[1] == size
-        _, level = found.over_time(1)
-        last = np.argmax(level["activations"])  # the start of the last forward
-        assert np.sum([*level.values()], axis=0)[: last + 1].max() == weights + 3 * size
-
-
 def test_what_a_weight_gradient_needs_is_kept_from_i_to_w():
     table = Schedule.from_grid("0F0 0I0 0F1 0W0 0I1 0W1")
     found = memory(simulate(table), Costs(activations=10, weight_activations=4))
-    time, level = found.settled(0)
+    time, level = found.over_time(0)
     assert dict(zip(time, level["activations"], strict=True)) == {0: 10, 2: 14, 4: 10, 5: 4, 6: 0}
 
 
-class InPlace(nn.Module):
-    """Multiplies half of a linear layer's output, in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6, dtype=torch.float64)
-        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
-
-    def forward(self, x):
-        y = self.linear(x)
-        y[:, :3].mul_(self.scale)
-        return y.tanh()
+PLACEMENTS = ((0,), (0, 1), (0, 1, 0, 1), (0, 1, 1, 0))
 
 
-class Recomputed(nn.Module):
-    """A linear layer on either side of torch's own recomputation, or on one only."""
+@given(st.sampled_from(PLACEMENTS), st.data())
+def test_a_micro_batch_on_a_device_counts_one(placement, data):
+    n = len(placement)
+    sizes = st.lists(st.sampled_from([0.0, 1.0, 3.0]), min_size=n, max_size=n)
+    costs = Costs(activations=data.draw(sizes), weight_activations=data.draw(sizes))
+    whole, late = (shares(costs, placement, x) for x in ("activations", "weight_activations"))
+    for device in range(max(placement) + 1):
+        mine = [s for s in range(n) if placement[s] == device]
+        held = sum(costs.activations[s] for s in mine)
+        assert sum(whole[s] for s in mine) == pytest.approx(1)
+        if held:
+            assert [whole[s] * held for s in mine] == pytest.approx(
+                [costs.activations[s] for s in mine]
+            )
+            assert [late[s] * held for s in mine] == (
+                pytest.approx([costs.weight_activations[s] for s in mine])
+            )
+        else:
+            assert {late[s] for s in mine} == {1 / len(mine)}
+    change = changes(costs, placement)
+    assert change[Kind.F] == whole and change[Kind.B] == [-x for x in whole]
+    for s in range(n):
+        assert change[Kind.F][s] + change[Kind.I][s] + change[Kind.W][s] == pytest.approx(0)
+        assert change[Kind.W][s] == -late[s]
+        kept = reserved(change)
+        assert kept[Kind.I][s] == min(change[Kind.I][s], 0)
+        assert kept[Kind.F][s] == pytest.approx(max(whole[s], late[s]))
+        assert kept[Kind.W] == change[Kind.W] and kept[Kind.B] == change[Kind.B]
 
-    def __init__(self, last):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6, dtype=torch.float64) for _ in range(3))
-        self.last = last
 
-    def forward(self, x):
-        first, again, last = self.layers
-        y = checkpoint(again, first(x).tanh(), use_reentrant=False)
-        return last(y) if self.last else y
+def test_memory_is_counted_in_the_order_of_a_row():
+    costs = Costs(activations=[3, 1], weight_activations=[6, 0])
+    table = Schedule.from_grid("0F0 1F0 1I0 1W0 0I0 0F1 0W0 1F1 1I1 1W1 0I1 0W1")
+    # 3/4, 1, 3/4, 3/4, 6/4, 9/4, 3/4, 1, 3/4, 3/4, 6/4, 0
+    assert memory_used(table, costs) == [2.25]
+    assert memory_used(make("gpipe", 2, 3), Costs()) == [3, 3]
 
 
-@pytest.mark.parametrize(
-    ("layer", "kept", "for_weights"),
-    [
-        # x, half of a product, tanh; I computes the scale's gradient, too, and the product's comes
-        (InPlace, 2.5, 2),
-        # x, tanh as result and input, the last layer's input; two gradients come
-        (lambda: Recomputed(True), 3, 5),
-        # As I computes the gradients of what is recomputed, it needs tanh no more.
-        (lambda: Recomputed(False), 2, 2),
-    ],
-    ids=["in place", "recomputed", "recomputed at the end"],
-)
-def test_what_operations_keep_out_of_sight_counts_until_w(layer, kept, for_weights):
-    each = 2 * 6 * 8  # 2 samples of 6 doubles
-    table = Schedule.from_grid(
-        """
-        0F0 0F1 0I0 0I1 0W0 0W1
-        1F0 1I0 1F1 1I1 1W0 1W1
-        2F0 2I0 2F1 2I1 2W0 2W1"""
-    )
-    linear = partial(nn.Linear, 6, 6, dtype=torch.float64)
-    data = [(torch.ones(4, 6, dtype=torch.float64),) * 2]
-    sgd = partial(torch.optim.SGD, lr=0.1)
-    seen = run(table, [linear(), layer(), linear()], data, F.mse_loss, sgd)
-    assert seen.check.passed
-    costs = fit(seen.timeline, seen.memory)
-    assert costs.activations[1] == pytest.approx(kept * each)
-    assert costs.weight_activations[1] == pytest.approx(for_weights * each)
-    found = profile([layer()], data[0][0][:2], repeats=1).layers[0]
-    assert (found.activations, found.weight_activations) == (kept * each, for_weights * each)
+def test_levels_over_time_and_at_the_peak():
+    costs = Costs(weights=10, optimizer=20, activations=4, boundary=1, transfer=0.5)
+    found = memory(simulate(make("gpipe", 2, 1), costs), costs)
+    # device 0: F 0-1, B 5-7, U 7-7; device 1: F 1.5-2.5, B 2.5-4.5, U 4.5
+    assert [(s.time, s.cause, s.change) for s in found.of_device[0]] == [
+        *((0, "weights", 10), (0, "optimizer", 20), (0, "activations", 4)),
+        *((5, "gradients", 10), (7, "activations", -4), (7, "gradients", -10)),
+    ]
+    assert found.peak() == [44, 44] and found.peak("gradients") == [10, 10]
+    filled = {"weights": 10, "optimizer": 20, "activations": 4, "gradients": 10}
+    assert found.at_peak(0) == dict.fromkeys(CAUSES, 0) | filled
+    assert memory(simulate(make("gpipe", 1, 1)), Costs(weights=1)).at_peak(0)["activations"] == 0
+    forwards = make("gpipe", 2, 2).forward_only()
+    alone = memory(simulate(forwards), Costs(activations=4))
+    assert alone.peak() == [4, 4] and alone.steps[-1].change == -4
+
+
+def test_gradients_and_versions_of_an_asynchronous_table():
+    costs = Costs(weights=10, update=1)
+    t = simulate(make("pipedream", 2, 3), costs)
+    # device 0: F0 0-1, F1 1-2, B0 4-6, U0 6-7, F2 7-8, B1 8-10, U1 10-11, ...
+    steps = memory(t, costs).of_device[0]
+    of = {c: [(s.time, s.change) for s in steps if s.cause == c] for c in ("gradients", "versions")}
+    begins = [t.start[t.schedule.position[0, Kind.B, k]] for k in range(3)]
+    ends = [t.end[t.schedule.position[0, Kind.U, k]] for k in range(3)]
+    assert of["gradients"] == [
+        pair for a, b in zip(begins, ends, strict=True) for pair in ((a, 10), (b, -10))
+    ]
+    made = [t.start[t.schedule.position[0, Kind.U, k]] for k in range(3)]
+    read = [t.end[t.schedule.position[0, Kind.B, k]] for k in range(3)]
+    # Version 0 is read by the backward of 1, version 1 by that of 2: each outlives the next one.
+    assert of["versions"] == [(made[0], 10), (read[1], -10), (made[1], 10), (read[2], -10)]
+    part = memory(simulate(make("pipedream", 2, 1, batches=4).part(2, 4)), Costs(weights=10))
+    assert part.peak("versions") == [10, 0]
+
+
+def test_buffers_hold_the_input_that_crosses():
+    """A forward's is its own stage's, a gradient's that of the stage that sent it."""
+    costs = Costs([1, 3], boundary=[5, 7])
+    found = memory(simulate(make("gpipe", 2, 3), costs), costs)
+    assert found.peak("buffers") == [0, 14]
+    slow = Costs([1, 1], [4, 1], 1, boundary=[5, 7])
+    assert memory(simulate(make("gpipe", 2, 3), slow), slow).peak("buffers")[0] == 14
+    middle = Costs(1, [1, 4, 1], 1, boundary=[5, 7, 11])
+    assert memory(simulate(make("gpipe", 3, 3), middle), middle).peak("buffers")[1] == 22
+
+
+def test_an_action_of_no_length_holds_what_it_needs():
+    costs = Costs(0, 0, 0, activations=4)
+    assert memory(simulate(make("gpipe", 2, 2).forward_only(), costs), costs).peak() == [4, 4]
+    assert memory(simulate(make("gpipe", 2, 2), costs), costs).peak() == [8, 8]

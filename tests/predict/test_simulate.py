@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelab import CostError, Costs, Kind, Recompute, Schedule, make, memory, simulate
+from pipelab import CostError, Costs, Kind, Recompute, Schedule, make, simulate
+from pipelab.predict.simulate import compute_seconds, delays, links, transfer_seconds, waits
 from pipelab.predict.theory import THEORY
 from tests.conftest import SPLIT, tables
 
@@ -40,29 +41,6 @@ def test_published_bubble_rates(p, m, v, f, i, w, c, pipedream_flush, zb_h1, zb_
     if chunked:
         many = simulate(make("interleaved", p, m, virtual=v), costs.split(v))
         assert round(many.bubble.of_span, 4) == chunked
-
-
-# The rates of ZB-1p and ZB-2p, with the bytes of the paper's models (table 1: M_B = s b (34 h +
-# 5 a s), M_W = 32 s b h, s = 1024): p, m, F, I, W, transfer, h, a -> memory over p: rate.
-BETWEEN = {1: 0.1585, 1.25: 0.1068, 1.5: 0.0719, 1.75: 0.0433, 2: 0.0433}
-HEURISTIC = [
-    (8, 24, 18.522, 18.086, 9.337, 0.601, 2304, 24, BETWEEN),
-    (8, 32, 18.513, 18.086, 9.331, 0.626, 2304, 24, {1: 0.1242, 2: 0.0039}),
-    (8, 32, 29.802, 29.428, 19.530, 0.577, 4096, 32, {1: 0.1045, 2: 0.0022}),
-    (16, 64, 11.307, 11.254, 8.101, 0.379, 5120, 40, {1: 0.1088, 2: 0.0054}),
-    (32, 128, 10.408, 10.204, 7.703, 0.408, 6144, 48, {1: 0.1106, 2: 0.0029}),
-]
-
-
-@pytest.mark.parametrize(("p", "m", "f", "i", "w", "c", "h", "a", "rates"), HEURISTIC)
-def test_the_automatic_schedule_is_no_worse_than_published(p, m, f, i, w, c, h, a, rates):
-    kept = {"activations": 34 * h + 5 * a * 1024, "weight_activations": 32 * h}
-    costs = Costs(forward=f, input_grad=i, weight_grad=w, transfer=c, **kept)
-    for times, rate in rates.items():
-        table = make("zb", p, m, costs=costs, memory=times * p)
-        found = simulate(table, costs)
-        assert round(found.bubble.of_span, 4) <= rate
-        assert max(memory(found, costs).peak("activations")) <= times * p * kept["activations"]
 
 
 def test_one_device_waits_for_no_transfer():
@@ -156,6 +134,73 @@ def longest_path(schedule: Schedule, costs: Costs) -> float:
                     (a._replace(stage=other), "end"), (a, "start"), weight=link(a.stage, other)
                 )
     return networkx.dag_longest_path_length(graph, default_weight=0.0)
+
+
+@given(tables(largest=4), st.data())
+def test_transfers_that_are_written_out_are_done_by_both_sides(case, data):
+    """The longest path where a SEND and its RECV are one event, of the link's time."""
+    schedule = case[0].with_transfers()
+    n = schedule.stages
+    latency = data.draw(st.lists(numbers, min_size=n - 1, max_size=n - 1))
+    sizes = data.draw(st.lists(numbers, min_size=n, max_size=n))
+    costs = Costs(transfer=latency or 0.0, boundary=sizes, bandwidth=2.0)
+    seconds = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1, Kind.U: 0}
+
+    def event(a):
+        """The same name for both sides."""
+        if a.kind in (Kind.SEND_F, Kind.RECV_B):
+            return "forth" if a.kind is Kind.SEND_F else "back", a.stage, a.microbatch
+        if a.kind in (Kind.RECV_F, Kind.SEND_B):
+            return "forth" if a.kind is Kind.RECV_F else "back", a.stage - 1, a.microbatch
+        return a
+
+    graph = networkx.DiGraph()
+    for row in schedule.rows:
+        for a in row:
+            link = event(a)[1] if a.kind > Kind.U else None
+            took = seconds[a.kind] if link is None else latency[link] + sizes[link + 1] / 2
+            graph.add_edge((event(a), "start"), (event(a), "end"), weight=took)
+        for a, b in pairwise(row):
+            graph.add_edge((event(a), "end"), (event(b), "start"), weight=0.0)
+    longest = networkx.dag_longest_path_length(graph, default_weight=0.0)
+    t = simulate(schedule, costs)
+    assert t.makespan == pytest.approx(longest)
+    for span in t.spans:
+        assert span.version == -1 or span.action.kind <= Kind.U
+
+
+@pytest.mark.parametrize("home", [(0, 1, 2), (0, 1, 1, 0)])
+def test_seconds_of_stages_and_of_what_is_between_them(home):
+    n = len(home)
+    forward, speed = [*range(1, n + 1)], [1, 2, 4][: max(home) + 1]
+    costs = Costs(forward, 3, 5, update=7, transfer=[*range(n - 1)], speed=speed)
+    once, again = compute_seconds(costs, home), compute_seconds(costs, home, recomputed=True)
+    for s, device in enumerate(home):
+        pace = speed[device]
+        rerun = forward[s] / pace
+        assert [once[k][s] for k in Kind if k <= Kind.U] == (
+            [forward[s] / pace, 8 / pace, 3 / pace, 5 / pace, 7 / pace]
+        )
+        assert [again[k][s] - once[k][s] for k in Kind if k <= Kind.U] == [0, rerun, rerun, 0, 0]
+    found = transfer_seconds(costs, home)
+    assert found == [0 if a == b else s for s, (a, b) in enumerate(pairwise(home))]
+
+
+def test_which_link_an_input_takes():
+    schedule = make("gpipe", 3, 1)
+    taken = {str(a): link for a, link in zip(schedule.actions, links(schedule), strict=True)}
+    assert {name: link for name, link in taken.items() if link is not None} == (
+        {"1F0": 0, "2F0": 1, "1B0": 1, "0B0": 0}
+    )
+    assert delays(schedule, Costs(transfer=[3, 4])) == [0, 3, 0, 3, 4, 0, 4, 0, 0]
+
+
+def test_overhead_is_lost_before_each_action_but_no_transfer():
+    schedule = make("gpipe", 2, 1).with_transfers()
+    costs = Costs(overhead=0.5)
+    assert waits(schedule, costs) == [0.5 * (a.kind <= Kind.U) for a in schedule.actions]
+    t = simulate(make("gpipe", 1, 2), costs)
+    assert t.start == [0.5, 2, 3.5, 6, 8.5] and t.makespan == 8
 
 
 def test_transfers_overlap_with_compute_unless_they_are_written_out():

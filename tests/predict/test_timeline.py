@@ -1,6 +1,8 @@
 """Measures, attribution, critical path and other forms of a timeline."""
 
 import json
+import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +13,8 @@ from hypothesis import strategies as st
 from pipelab import Costs, Kind, Schedule, make, simulate
 from pipelab.measure.trace import to_trace
 from pipelab.predict.attribution import Cause
+from pipelab.predict.spans import arrivals, spans_of
+from pipelab.predict.timeline import SECONDS, Bubble, Timeline, plural, scale_of
 from tests.conftest import tables
 
 costs = st.builds(
@@ -76,6 +80,88 @@ def test_bubbles_follow_their_definitions(case, costs):
     assert t.span <= t.makespan
 
 
+def test_a_bubble_of_no_time_is_none():
+    nothing = simulate(make("gpipe", 2, 2), Costs(0, 0, 0))
+    assert nothing.bubble == Bubble(0, 0, 0)
+
+
+def test_the_longest_span_is_that_of_a_device():
+    idle = Schedule("idle", (*make("gpipe", 2, 2).rows, ()), (0, 1), 2)
+    t = simulate(idle, Costs([1, 3]))
+    assert (t.span, t.makespan, t.ideal) == (13, 13, 10)
+    assert simulate(make("zb_h2", 3, 5)).span == 15 < simulate(make("zb_h2", 3, 5)).makespan
+    assert t.bubble == pytest.approx((1 - (6 + 10) / 39, 0.3, 3 / 13))
+
+
+@given(tables(largest=5), costs)
+def test_parts_are_what_the_costs_say(case, costs):
+    s, overhead = case[0], 0.25
+    t = simulate(s, replace(costs, overhead=overhead))
+    parts, device = t.parts(), s.device_of
+    for i, (_, kind, _) in enumerate(s.actions):
+        seconds = {
+            Kind.F: costs.forward,
+            Kind.B: costs.input_grad + costs.weight_grad,
+            Kind.I: costs.input_grad,
+            Kind.W: costs.weight_grad,
+            Kind.U: costs.update,
+        }
+        source, before = s.inputs[i], None if i in s.bounds else i - 1
+        crosses = source is not None and device[source] != device[i]
+        assert parts.duration[i] == pytest.approx(seconds[kind])
+        assert parts.delay[i] == pytest.approx(costs.transfer if crosses else 0)
+        assert parts.wait[i] == pytest.approx(overhead if i else 0)  # time begins with the first
+        free = min(t.start) if before is None else t.end[before]
+        came = -math.inf if source is None else t.end[source] + parts.delay[i]
+        if came == free or abs(came - free) > 1e-9:
+            assert parts.fed[i] == (came > free)
+
+
+def test_parts_of_a_clock_that_is_wrong_are_never_below_zero():
+    s = make("gpipe", 2, 1)  # 0F0 0B0 0U0 | 1F0 1B0 1U0
+    start, end = [5, 9, 12, 5.5, 7, 8], [6, 12, 12, 7, 6.75, 8]
+    t = Timeline(s, spans_of(s, start, end, {1: (6.75, 6.5), 3: (6, 6.25)}), "measured")
+    assert t.parts().duration == [1, 3, 0, 1.5, 0, 0]
+    assert t.parts().delay == [0, 0, 0, 0.25, 0, 0]
+    assert t.parts().wait == [0, 2.5, 0, 0, 0, 1.25]
+    assert t.parts().fed == [False, True, False, True, False, False]
+    assert arrivals(s, t.spans) == [-math.inf, 6.5, -math.inf, 6.25, -math.inf, -math.inf]
+
+
+def test_times_are_those_of_the_spans():
+    t = simulate(make("gpipe", 2, 1), Costs(transfer=0.5))
+    assert (t.weight_versions, t.peak_in_flight) == ([1, 1], [1, 1])
+    assert (t.start, t.end) == ([0, 5, 7, 1.5, 2.5, 4.5], [1, 7, 7, 2.5, 4.5, 4.5])
+    assert t.sent == pytest.approx([math.nan, 4.5, *[math.nan, 1, math.nan, math.nan]], nan_ok=True)
+    assert t.arrived == pytest.approx([math.nan, 5, math.nan, 1.5, *[math.nan] * 2], nan_ok=True)
+    assert t.input_arrival() == [-math.inf, 5, -math.inf, 1.5, -math.inf, -math.inf]
+    assert [span.device for span in t.spans] == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "pipedream", "pipedream_2bw"])
+def test_batches_follow_each_other(name):
+    """With equal stages the last device ends a batch every 3 m, without a flush."""
+    t = simulate(make(name, 3, 4, batches=4))
+    numbers = {Kind.U: t.schedule.per_update}
+    assert t.batch == [a.microbatch * numbers.get(a.kind, 1) // 4 for a in t.schedule.actions]
+    ends = [max(e for e, b in zip(t.end, t.batch, strict=True) if b == k) for k in range(4)]
+    assert t.batch_seconds() == [b - a for a, b in pairwise(ends)]
+    assert t.batch_seconds()[1] == (3 * (4 + 2) if name == "gpipe" else 3 * 4)
+    assert t.warm == [batch > 0 for batch in t.batch]
+    assert t.warmed_up().schedule.batches == 3
+    assert t.warmed_up().start == [s for s, b in zip(t.start, t.batch, strict=True) if b > 0]
+
+
+def test_a_first_batch_is_cut_off_where_an_update_ends_with_it():
+    one = simulate(make("gpipe", 2, 2))
+    assert all(one.warm) and one.warmed_up() is one
+    grid = "# microbatches=1 batches=2 per_update=2\n0F0 0F1 0B0 0B1 0U0"
+    both = simulate(Schedule.from_grid(grid))
+    assert all(both.warm) and both.warmed_up() is both
+    two = simulate(make("gpipe", 1, 1, batches=2))
+    assert two.warm == [False] * 3 + [True] * 3
+
+
 def test_a_span_has_its_weight_version():
     t = simulate(make("pipedream", 2, 4))
     table = {str(span.action): span.version for span in t.spans}
@@ -87,14 +173,15 @@ def test_a_part_has_the_spans_of_its_batches(case, draw):
     s, _, m, _, batches = case
     first = draw.draw(st.integers(0, batches - 1))
     last = draw.draw(st.integers(first + 1, batches))
-    whole = simulate(s)
+    whole = simulate(s, Costs(transfer=0.5))
     part = whole.part(first, last)
     assert part.schedule.rows == s.part(first, last).rows
     for i in range(len(part.start)):
         stage, kind, number = part.schedule.actions[i]
         before = first * m // s.per_update if kind is Kind.U else first * m
         j = s.position[stage, kind, number + before]
-        assert (part.start[i], part.end[i]) == (whole.start[j], whole.end[j])
+        assert part.spans[i][3:] == whole.spans[j][3:]
+    assert part.makespan == max(part.end) - min(part.start)
     assert part.source == whole.source
 
 
@@ -148,3 +235,24 @@ def test_the_summary_says_what_the_picture_shows():
         "interleaved, simulated: 4 devices, 8 stages, 8 micro-batches. Makespan 57"
     )
     assert "15.8% of all device time is idle (18.8% over ideal)" in words
+    assert words.endswith("Peak in flight 11 9 7 5.")
+    one = simulate(make("gpipe", 1, 1, batches=2))
+    assert one.summary().startswith("gpipe, simulated: 1 device, 1 micro-batch, 2 batches. Make")
+    paced = replace(one, source="measured", late=3)
+    assert repr(paced).startswith("<Timeline gpipe, measured: ")
+    assert repr(paced).endswith("Peak in flight 1. Paced, 3 actions late.>")
+
+
+def test_units_and_nouns():
+    assert [scale_of(x, SECONDS)[1] for x in (2, 1, 0.5, 1e-3, 5e-4, 1e-9)] == (
+        ["s", "s", "ms", "ms", "µs", "µs"]
+    )
+    assert [plural(n, noun) for n in (1, 2) for noun in ("batch", "stage")] == (
+        ["1 batch", "1 stage", "2 batches", "2 stages"]
+    )
+
+
+def test_the_critical_path_takes_the_row_where_both_came_at_once():
+    t = simulate(make("gpipe", 2, 2))
+    path = [str(t.schedule.actions[i]) for i in t.critical_path()]
+    assert path == ["0F0", "1F0", "1F1", "1B0", "0B0", "0B1"]

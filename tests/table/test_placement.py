@@ -42,5 +42,7 @@ def test_the_placement_of_rows_is_where_their_stages_stand():
     assert placement_of([row(0, 3), row(1, 2)]) == (0, 1, 1, 0)
     with pytest.raises(ScheduleError, match="stage 1 has no action, though stage 3 has: number"):
         placement_of([row(0, 3), row(0)])
+    with pytest.raises(ScheduleError, match="stage 1 has no action, though stage 5 has"):
+        placement_of([row(0, 4), row(5)])
     with pytest.raises(ScheduleError, match="stage 0 has no action, though stage 1 has"):
         placement_of([row(1)])

@@ -96,6 +96,15 @@ def test_broken_text_is_named_by_row_and_cell(text, message):
         ({"rows": (("0F0",), ())}, r"row 0, cell 0: '0F0' is not an Action"),
         ({"rows": ((Action(0, Kind.F, 0),), ())}, "2 micro-batches for a table of 1 actions"),
         (
+            {
+                "rows": ((Action(0, Kind.F, 0), Action(0, Kind.F, 1)), (Action(1, Kind.F, 0),)),
+                "microbatches": 5,
+                "per_update": 5,
+            },
+            "5 micro-batches for a table of 3 actions",
+        ),
+        ({"rows": ((Action(2, Kind.F, 0),), ())}, "stage 2 is not among stages 0 to 1"),
+        (
             {"rows": ((Action(5, Kind.F, 0), Action(0, Kind.F, 0)), ())},
             "stage 5 is not among stages 0 to 1",
         ),
@@ -107,6 +116,50 @@ def test_broken_text_is_named_by_row_and_cell(text, message):
 def test_the_constructor_checks_types_ranges_and_placement(change, message):
     with pytest.raises(ScheduleError, match=message):
         replace(make("gpipe", 2, 2), **change)
+
+
+def test_as_many_actions_as_micro_batches_are_enough():
+    rows = [[Action(0, Kind.F, 0)], [Action(1, Kind.F, 0), Action(1, Kind.F, 1)]]
+    assert Schedule("few", rows, (0, 1), 3).total == 3
+    assert Schedule("none", [[]], (0,), 1).grid() == ""
+
+
+@given(tables(), st.booleans())
+def test_inputs_and_takers_are_each_others(case, written):
+    schedule = case[0].with_transfers() if written else case[0]
+    inputs, takers = schedule.inputs, schedule.takers
+    assert {(i, source) for i, source in enumerate(inputs) if source is not None} == (
+        {(taker, i) for i, taker in enumerate(takers) if taker is not None}
+    )
+    rows = [
+        [None, *(schedule.position[a] for a in row[:-1])] if row else [] for row in schedule.rows
+    ]
+    assert schedule.before == [before for row in rows for before in row]
+
+
+def test_one_transfer_is_enough_to_have_transfers():
+    rows = [[Action(0, Kind.F, 0), Action(0, Kind.SEND_F, 0)], [Action(1, Kind.F, 0)]]
+    assert Schedule("half", rows, (0, 1), 1).has_transfers
+    assert not Schedule("none", [[]], (0,), 1).has_transfers
+
+
+def test_a_grid_has_a_column_per_unit_of_time_and_what_cannot_run_follows_at_once():
+    wide = make("gpipe", 1, 11)
+    assert wide.grid() == " ".join(str(a).ljust(4) for a in wide.actions).rstrip()
+    text = """
+        0F0 0F1 .   .   0B0 0B1 0U0
+        .   1F0 1F1 1B0 1B1 1U0 ."""
+    late = Schedule.from_grid(text)
+    assert late.grid().split() == text.split() and len({*map(len, late.grid().splitlines())}) == 2
+    dead = Schedule.from_grid("0F0 0B0 0F1 0B1\n1F1 1F0 1B0 1B1")
+    assert dead.grid([1]) == ("0F0   >0B0< 0F1   0B1   0U0\n1F1   1F0   1B0   1B1   1U0")
+    half = Schedule.from_grid("0F0 0F1 0B0 0B1\n1F0 1B1 1F1 1B0")  # 1B1 can run
+    assert half.grid().splitlines()[1].split() == [
+        ".",
+        *["1F0", "1B1", "1F1", "1B0", "1U0"],
+        ".",
+        ".",
+    ]
 
 
 def test_versions_by_each_rule():
@@ -163,6 +216,11 @@ def test_a_table_without_updates_stays_without_them():
     rows = tuple(tuple(a for a in row if a.kind is not Kind.U) for row in make("gpipe", 2, 2).rows)
     bare = replace(make("gpipe", 2, 2), rows=rows)
     assert Schedule.from_csv(bare.to_csv()) == bare
+
+
+def test_a_header_needs_no_space_and_a_table_no_forward():
+    assert Schedule.from_csv("#microbatches=2 name=two words\n0F0,0F1,0B0,0B1").name == "two words"
+    assert Schedule.from_csv("0U0").microbatches == 1
 
 
 def test_updates_are_put_where_they_can_stand():

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelab import Action, Kind, Schedule, ScheduleError, make, simulate, validate
+from pipelab.table.validate import LARGEST_DRAWN
 from tests.conftest import tables
 
 
@@ -148,6 +149,60 @@ def test_a_large_table_is_not_drawn():
     big = make("gpipe", 16, 64)
     with pytest.raises(ScheduleError, match="too large to draw"):
         validate(replace(big, rows=(big.rows[0][1:], *big.rows[1:])))
+
+
+B_AND_HALVES = "stage 0 has a full backward B and also I or W for micro-batch 0:"
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "message"),
+    [
+        ("microbatches=3", "0F0 0B0 0B1 0B2 0U0", "0F1 is missing on device 0 (and 1 more like"),
+        ("microbatches=2", "0F0 0F1 0B0 0I0 0W0 0B1 0W1 0U0", B_AND_HALVES),
+        (
+            "microbatches=4 per_update=2",
+            "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3 0U0 0U1",
+            "0B2 stands before 0U0 on device 0: it needs 0U0 first",
+        ),
+    ],
+)
+def test_of_several_faults_the_first_is_named(header, row, message):
+    with pytest.raises(ScheduleError) as error:
+        validate(Schedule.from_grid(f"# {header} placement=0\n{row}"))
+    assert message in str(error.value)
+
+
+def test_of_several_transfers_without_another_side_the_first_is_named():
+    rows = [[*row] for row in make("gpipe", 2, 2).with_transfers().rows]
+    rows[1] += [Action(1, Kind.SEND_F, 1), Action(1, Kind.SEND_F, 0)]
+    wrong = replace(GPIPE, rows=rows)
+    with pytest.raises(ScheduleError, match="1SEND_F0 has no other side") as error:
+        validate(wrong)
+    assert ">1SEND_F0<" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["v_half", "dualpipe_v"])
+def test_a_v_sends_nothing_where_it_turns(name):
+    spread = validate(make(name, 3, 6).with_transfers())
+    turning = {(2, Kind.SEND_F), (3, Kind.RECV_F), (3, Kind.SEND_B), (2, Kind.RECV_B)}
+    assert turning.isdisjoint(action[:2] for action in spread.actions)
+    assert (1, Kind.SEND_F, 0) in spread.position and (3, Kind.SEND_F, 0) in spread.position
+
+
+def test_of_two_cycles_the_shorter_one_is_named():
+    grid = """
+        0F0 0B0 0F1 0B1
+        1F1 1F0 1B0 1B1
+        3F0 2F0 2F1 3F1 3B0 2B0 3B1 2B1"""
+    with pytest.raises(ScheduleError, match="device 2 holds at 3F0 until 2F0 on device 2: change"):
+        validate(Schedule.from_grid(grid))
+
+
+def test_the_largest_table_that_is_drawn():
+    fits = make("gpipe", 16, 62)
+    assert len(fits.actions) == LARGEST_DRAWN
+    with pytest.raises(ScheduleError, match=">0F0<"):
+        validate(edited(fits, 0, swap("0F0", "0B0")))
 
 
 @given(tables(largest=4), st.randoms(use_true_random=False))

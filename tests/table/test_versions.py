@@ -102,3 +102,31 @@ def test_asynchronous_is_a_forward_without_the_updates_before_it(name, per_updat
     bare = [[a for a in row if a.kind is not Kind.U] for row in schedule.rows]
     schedule = replace(schedule, per_update=per_update, rows=bare)
     assert schedule.asynchronous == late
+
+
+def test_the_peak_may_come_after_the_first_backward():
+    whole = Schedule.from_grid("0F0 0B0 0F1 0F2 0B1 0B2")
+    assert whole.peak_in_flight == [2]
+    split = Schedule.from_grid("0F0 0I0 0W0 0F1 0F2 0I1 0W1 0I2 0W2")
+    assert split.peak_in_flight == [2]
+
+
+def test_a_single_late_forward_makes_a_table_asynchronous():
+    assert make("pipedream", 2, 1, batches=3).asynchronous  # on stage 0 alone
+    assert not make("gpipe", 2, 1, batches=3).asynchronous
+
+
+def test_a_device_without_a_stage_keeps_nothing():
+    idle = Schedule("idle", (*make("gpipe", 1, 2).rows, ()), (0,), 2)
+    assert idle.weight_versions == [1, 0]
+    assert idle.peak_in_flight == [2, 0]
+
+
+def test_tables_that_cannot_run_have_versions_too():
+    lost = Schedule.from_csv("# reads=FIRST microbatches=2\n0F0,0B0,0B1\n1F0,1F1,1B0,1B1")
+    assert lost.versions == {(0, 0): 0, (1, 0): 0, (1, 1): 0}
+    bare = Schedule.from_csv("0U0")
+    assert [tuple(life) for life in bare.lives] == [(0, 0, -1, 0), (0, 1, 0, 0)]
+    #                                             0   1   2   3   4   5
+    late = Schedule.from_csv("# microbatches=1 batches=2\n0F0,0B0,0U0,0B1,0U1,0F1\n")
+    assert [tuple(life) for life in late.lives] == [(0, 0, -1, 2), (0, 1, 2, 4), (0, 2, 4, 5)]

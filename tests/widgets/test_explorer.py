@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pipelab import CostError, Costs, Recompute, ScheduleError, make, memory, simulate
+from pipelab.predict.bounds import gap
 from pipelab.schedules import SCHEDULES
 from pipelab.widgets import Explorer
 from pipelab.widgets.drawing import BOTH
@@ -44,6 +45,14 @@ def test_the_drawing_is_the_simulation(name):
         assert (drawn[key] == [action[number] for action in t.schedule.actions]).all()
     for key, around in (("source", t.schedule.inputs), ("taker", t.schedule.takers)):
         assert (drawn[key] == [-1 if i is None else i for i in around]).all()
+
+
+def test_the_gap_is_the_one_to_the_proven_bound():
+    costs = Costs(forward=[1, 2, 1, 1], transfer=0.5)
+    explorer = Explorer("gpipe", 4, 8, batches=2, costs=costs, compare="zb_h1")
+    for column, name in ((2, "gpipe"), (3, "zb_h1")):
+        least = gap(make(name, 4, 8, batches=2), costs)
+        assert numbers(explorer, column)["over the bound"] == f"{least:.1%}"
 
 
 @pytest.mark.parametrize("transfer", [0, 0.5])

@@ -11,10 +11,11 @@ pipelab.widgets.puzzle.draft.Refused: 1F1 needs 0F1 first, which is not placed y
 """
 
 from pipelab.widgets.puzzle.coach import Advice, coach, finish, least_makespan, stamp
-from pipelab.widgets.puzzle.draft import Draft, Refused, Task
+from pipelab.widgets.puzzle.draft import Draft, Refused
 from pipelab.widgets.puzzle.levels import LEVELS, Level, level_of
 from pipelab.widgets.puzzle.link import read
 from pipelab.widgets.puzzle.recognise import could_run, recognise, why_idle
+from pipelab.widgets.puzzle.task import Task
 
 __all__ = [
     "LEVELS",

@@ -7,8 +7,9 @@ from operator import add
 from typing import NamedTuple
 
 from pipelab.table.action import Action, Kind, insert_updates
-from pipelab.widgets.puzzle.draft import Draft, Refused, Task
+from pipelab.widgets.puzzle.draft import Draft, Refused
 from pipelab.widgets.puzzle.recognise import known_rows
+from pipelab.widgets.puzzle.task import Task
 
 STEPS = 300  # of a search: a third of a second
 SLACK = 1e-9  # the same seconds are added up in different orders

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pipelab.predict.costs import Costs
 from pipelab.table.action import Reads, ScheduleError
 from pipelab.widgets.puzzle.coach import finish
-from pipelab.widgets.puzzle.draft import Draft, Task
+from pipelab.widgets.puzzle.draft import Draft
 from pipelab.widgets.puzzle.recognise import known_rows
+from pipelab.widgets.puzzle.task import Task
 
 SLOW_LAST = Costs(forward=[1, 1, 2], input_grad=[1, 1, 2], weight_grad=1)
 SLOW_MIDDLE = Costs(forward=[1, 2, 1], input_grad=[1, 2, 1], weight_grad=[1, 2, 1])

@@ -9,7 +9,8 @@ from urllib.parse import parse_qsl, urlencode
 from pipelab.predict.costs import Costs, Recompute
 from pipelab.table.action import Action, Kind, Reads, ScheduleError
 from pipelab.table.schedule import Schedule
-from pipelab.widgets.puzzle.draft import PLAIN, Draft, Task
+from pipelab.widgets.puzzle.draft import Draft
+from pipelab.widgets.puzzle.task import PLAIN, Task
 
 SIZES = {field.name for field in fields(Task)} - {"costs"}
 COSTS = {field.name for field in fields(Costs)}

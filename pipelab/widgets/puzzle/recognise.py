@@ -6,7 +6,8 @@ from typing import Any
 
 from pipelab.schedules import SCHEDULES, make, takes
 from pipelab.table.action import Action, Kind, ScheduleError
-from pipelab.widgets.puzzle.draft import Draft, Refused, Rows, Span, Task
+from pipelab.widgets.puzzle.draft import Draft, Refused, Span
+from pipelab.widgets.puzzle.task import Rows, Task
 
 LONGEST = 5  # actions of a chain that are told
 

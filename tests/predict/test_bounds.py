@@ -1,11 +1,9 @@
 """No schedule beats the bounds: beside all orders of tiny pipelines, random and named schedules."""
 
-import json
 import math
 import random
-import re
 from dataclasses import replace
-from itertools import product
+from itertools import chain, combinations, pairwise, permutations, product
 
 import numpy as np
 import pytest
@@ -13,9 +11,9 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from pipelab import Action, Costs, Kind, Recompute, Schedule, ScheduleError, make, simulate
-from pipelab.optimize.order import bound, gap, memory_used
+from pipelab.predict.bounds import bound, gap
 from pipelab.predict.costs import PASSES
-from pipelab.predict.memory import shares
+from pipelab.predict.memory import memory_used, shares
 from pipelab.schedules import SCHEDULES, make_for
 from pipelab.table.action import insert_updates
 from tests.conftest import tables
@@ -213,6 +211,161 @@ def test_where_a_named_schedule_is_the_best_there_is(name, seconds):
     assert found.binding == "busiest device" and found.gap(seconds) == 0
 
 
+# ---- beside the formulas of the docstrings, written down once more
+
+
+def by_formula(costs, home, m, memory, split):
+    """Every reason from sums over stages: `_Stage`'s and `_Device`'s docstrings, and no code."""
+    n, o = len(home), costs.overhead
+    stages = range(n)
+    f, b, w, u = ([*costs.of(name, n)] for name in (*PASSES, "update"))
+    link = [0.0 if a == z else c for a, z, c in zip(home, home[1:], costs.links(n), strict=False)]
+    rerun = {"never": 0, "except_last": m - 1, "always": m}[costs.recompute.value]
+    activations = costs.of("activations", n)
+
+    def of_its_device(sizes, s):
+        total = sum(activations[t] for t in stages if home[t] == home[s])
+        return sizes[s] / total if total else 1 / home.count(home[s])
+
+    share = [of_its_device(activations, s) for s in stages]
+    late = [of_its_device(costs.of("weight_activations", n), s) for s in stages]
+    forward = f
+    if rerun == m:
+        b = [x + y for x, y in zip(b, f, strict=True)]
+        rerun = 0
+    f, b, u = [x + o for x in f], [x + o for x in b], [x + o for x in u]
+    if not split:
+        b, w = [x + y for x, y in zip(b, w, strict=True)], [0.0] * n
+    kept = [w[s] if late[s] >= share[s] else 0.0 for s in stages]
+    out = [sum(f[:s]) + sum(link[:s]) for s in stages]
+    trip = [sum(f[s:]) + sum(b[s:]) + 2 * sum(link[s:]) for s in stages]
+    drain = [max(sum(b[t:s]) + sum(link[t:s]) + w[t] + u[t] for t in range(s + 1)) for s in stages]
+
+    def fits(room, each):
+        return min(m, math.floor(room / each + 1e-9)) if each else m
+
+    def one_device(mine):
+        first, last = mine[0], mine[-1]
+        forwards = m * sum(f[s] for s in mine)
+        backwards = sum(m * b[s] + rerun * forward[s] for s in mine)
+        ends = max(drain[first], sum(m * w[s] + u[s] for s in mine))
+        back = out[last] + trip[last] - b[last]  # when the first backward can start
+        yield out[first] + forwards + backwards + ends
+        yield max(
+            [back + backwards + ends, *(out[s] + (m - 1) * f[s] + trip[s] + drain[s] for s in mine)]
+        )
+        if memory is None or costs.recompute is not Recompute.NEVER:
+            return
+        # turnover
+        after = min(u[s] if kept[s] > 0 else drain[s] for s in mine)
+        keeps = sum(share[s] * (trip[s] + kept[s]) for s in mine)
+        longest = [out[first] + m * keeps / memory + after]
+        for j, t in enumerate(mine):
+            for i, s in enumerate(mine[: j + 1]):
+                depth = [sum(share[x] for x in mine[: k + 1]) for k in (i, j)]
+                turns, others = divmod(m - 1, 1 + fits(memory - depth[1], depth[0]))
+                way = out[t] - out[s] + trip[t]
+                each = way + min(kept[x] for x in mine[: j + 1])
+                longest.append(out[s] + turns * each + others * f[s] + way + drain[t])
+        yield max(longest)
+        # limit
+        if len(mine) == 1:
+            yield max(one_stage(first, fits(memory, 1.0)))
+            return
+        room = memory
+        if max(share[s] for s in mine) - min(share[s] for s in mine) < 1e-9:
+            room = math.floor(memory / share[first] + 1e-9) * share[first]
+        before = min(most_forwards(mine, room), back - out[first])
+        yield back + forwards - before + backwards + ends
+
+    def most_forwards(mine, room):
+        """The most seconds of forwards that fit: all of some, a part of another."""
+        found = [0.0]
+        for order in permutations(mine):
+            left, seconds = room, 0.0
+            for s in order:
+                count = min(m, left / share[s]) if share[s] else m
+                left -= count * share[s]
+                seconds += count * f[s]
+            found.append(seconds)
+        return max(found)
+
+    def one_stage(s, room):
+        earlier = [min(room - 1, j) for j in range(m)]
+        later = earlier[::-1]
+        waits = [trip[s] - (1 + later[j]) * f[s] - (1 + earlier[j]) * b[s] for j in range(m)]
+        less = [wait - k * w[s] for wait, k in zip(waits, earlier, strict=True)]
+        work = out[s] + m * (f[s] + b[s])
+        for chosen in chain.from_iterable(combinations(range(m), r) for r in range(m + 1)):
+            if all(z - a >= room for a, z in pairwise(chosen)):
+                between = kept[s] * max(len(chosen) - 1, 0)
+                yield work + sum(max(waits[j], 0) for j in chosen) + between + drain[s]
+                if kept[s]:
+                    yield work + m * w[s] + sum(max(less[j], 0) for j in chosen) + u[s]
+
+    devices = [[s for s in stages if home[s] == d] for d in range(max(home) + 1)]
+    each = zip(*(one_device(mine) for mine in devices), strict=True)
+    return [max(values) - o for values in each]
+
+
+@st.composite
+def small(draw):
+    placement = draw(st.sampled_from([(0,), (0, 1), (0, 1, 2, 3), LOOP, V, (0, 1, 2, 0, 1, 2)]))
+    memory = draw(st.sampled_from([None, 1.0, 1.5, 2.0, 2.75, 4.0]))
+    costs = draw(costs_of(len(placement), recompute=st.just(Recompute.NEVER) | MORE["recompute"]))
+    return costs, placement, draw(st.integers(1, 7)), memory, draw(st.booleans())
+
+
+@settings(max_examples=300)
+@given(small())
+def test_every_reason_is_its_formula(case):
+    costs, placement, m, memory, split = case
+    found = bound(costs, max(placement) + 1, m, memory, placement=placement, split=split)
+    assert [*found.by.values()] == pytest.approx(by_formula(*case))
+
+
+@pytest.mark.parametrize("memory", [1, 1.25, 1.5, 1.75, 2, 2.75, 4])
+@pytest.mark.parametrize("home", [(0, 1), (0, 1, 2, 3), LOOP, V, (0, 1, 2, 2, 1, 0), (0,) * 3])
+def test_every_reason_is_its_formula_for_equal_stages(memory, home):
+    for m in (1, 2, 5):
+        for costs in (Costs(), Costs(2, 3, 1, transfer=0.5, update=1, weight_activations=0)):
+            for split in (True, False):
+                found = bound(costs, max(home) + 1, m, memory, placement=home, split=split)
+                asked = by_formula(costs, home, m, memory, split)
+                assert [*found.by.values()] == pytest.approx(asked)
+
+
+def test_rounding_makes_no_memory_too_small():
+    for limit, less in ((1, 1e-9), (2, 1e-10)):
+        asked = pytest.approx(bound(Costs(), 2, 4, limit).makespan)
+        assert bound(Costs(), 2, 4, limit - less).makespan == asked
+
+
+def test_the_gap_is_to_the_bound_of_what_the_schedule_has():
+    """Of a batch of a flush; of all batches without one; never recomputed where every batch has a
+    last one that is not."""
+    model = Costs([1, 2, 1], transfer=0.5, update=1)
+    flush = make("gpipe", 3, 4)
+    limit = max(memory_used(flush, model))
+    least = bound(model, 3, 4, limit).makespan
+    each = simulate(flush, model).makespan / least - 1
+    assert gap(flush, model) == pytest.approx(each) == gap(make("gpipe", 3, 4, batches=2), model)
+    again = replace(model, recompute=Recompute.EXCEPT_LAST)
+    took = simulate(flush, again).makespan
+    assert gap(flush, again) == pytest.approx(took / bound(again, 3, 4, limit).makespan - 1)
+    stash = make("pipedream", 3, 4, batches=2)
+    for costs in (model, again):
+        took = simulate(stash, costs).makespan
+        assert gap(stash, costs) == pytest.approx(took / bound(model, 3, 8, 3).makespan - 1)
+
+
+def test_a_gap_below_rounding_is_no_gap():
+    found = bound(Costs(), 2, 2)
+    assert found.gap(found.makespan * (1 - 1e-15)) == 0
+    assert math.copysign(1, found.gap(found.makespan * (1 - 1e-15))) == 1
+    assert found.gap(found.makespan * (1 + 1e-11)) == pytest.approx(1e-11)
+
+
 # ---- in numbers
 
 
@@ -277,11 +430,8 @@ def test_what_it_refuses():
         bound(Costs(forward=[1, 2, 3]), 2, 4, placement=LOOP)
 
 
-def test_inf_is_no_limit(capsys):
+def test_inf_is_no_limit():
     assert bound(Costs(), 2, 4, math.inf) == bound(Costs(), 2, 4)
-    status, out, _ = call(capsys, "--devices 2 --microbatches 4 --memory inf --json")
-    found = json.loads(out, parse_constant=pytest.fail)
-    assert (status, found["memory"]) == (0, None)
 
 
 def test_what_it_shows():
@@ -289,52 +439,3 @@ def test_what_it_shows():
     assert repr(found).startswith("<Bound 39 by the memory limit: busiest device 27, round trip 23")
     assert found.gap(46.8) == pytest.approx(0.2)
     assert bound(replace(Costs(), forward=0, input_grad=0, weight_grad=0), 2, 2).gap(0) == 0
-
-
-# ---- the command
-
-
-def call(capsys, line):
-    from pipelab.cli import main
-
-    status = main(["bound", *line.split()])
-    return status, *capsys.readouterr()
-
-
-def test_the_command(capsys):
-    costs = "--forward 1,2,1,1 --transfer 0.1"
-    line = f"--devices 4 --microbatches 8 {costs} --memory 3"
-    status, out, err = call(capsys, f"{line} --json")
-    found = json.loads(out)
-    assert (status, err) == (0, "")
-    model = Costs([1, 2, 1, 1], transfer=0.1)
-    least = bound(model, 4, 8, 3)
-    shown = found["makespan"], found["binding"], found["bounds"]
-    assert shown == (least.makespan, least.binding, least.by)
-    named = {x["schedule"]: x for x in found["schedules"]}
-    assert {*named, *found["left_out"]} == {*SCHEDULES}
-    own, stages = make_for("interleaved", 4, 8, model, virtual=2)
-    interleaved = named["interleaved"]
-    assert interleaved["makespan"] == simulate(own, stages).makespan
-    assert (interleaved["memory"], interleaved["fits"]) == (5.5, False)
-    assert interleaved["gap"] == gap(own, stages)
-    assert named["zb"]["memory"] <= 3 and named["zb"]["fits"]
-    status, out, err = call(capsys, line)
-    assert (status, err) == (0, "")
-    assert re.search(r"^memory limit +34\.8$", out, re.M)
-    assert re.search(r"^inter_layer +108\.8 +1 +yes +28\.3%$", out, re.M)
-    status, out, err = call(capsys, "--devices 2 --microbatches 1 --whole")
-    assert re.search(r"^round trip +6$", out, re.M)
-    assert re.search(r"^gpipe +6 +1 +20\.0%$", out, re.M)
-    assert "left out: pipedream_2bw needs microbatches >= devices" in out
-
-
-def test_errors_are_one_line(capsys):
-    line = "--devices 2 --microbatches 4"
-    for more, message in (
-        ("--memory 0.5", "memory=0.5: give at least 1"),
-        ("--forward 1,2,3", "forward has 3 values for 2 stages"),
-    ):
-        status, out, err = call(capsys, f"{line} {more}")
-        assert (status, out, err.count("\n")) == (2, "", 1)
-        assert message in err

@@ -38,9 +38,8 @@ def entries(profile: Any, devices: int, bandwidth: float = 1e9) -> list[Entry]:
         for j in range(1, len(time) + 1):
             candidates = []
             for i in range(j):
-                for mine in range(1, n + 1):
-                    if (i == 0) != (mine == n):
-                        continue  # the first stage has all that is left, others leave something
+                # The first stage has all that is left, others leave something.
+                for mine in range(1, n) if i else [n]:
                     work = sum(time[i:j])
                     sync = 4 * (mine - 1) / mine * sum(weights[i:j]) / bandwidth
                     pace = max(work, sync) / mine
