@@ -96,9 +96,9 @@ class Wing(ABC):
     ) -> None:
         """Write what an outsider needs to compute the run again, if that was asked for."""
 
-    def depends_on_cut(self, outcomes: Sequence[Outcome]) -> bool:
-        """Whether forwards see how the batch is cut: they normalize over it, say, or count."""
-        return any(outcome.changed for outcome in outcomes)
+    def depends_on_cut(self) -> bool:
+        """Whether a layer normalizes over the samples that it sees."""
+        return False
 
 
 def train_on(
@@ -230,7 +230,7 @@ def _verdict(
             [_steps(segment.table, outcomes, r) for r in range(options.replicas)],
             wing.saved(),
             lambda wide: Reference(wing.arithmetic(recipe, wide), recipe),
-            divided=seeds is not None or wing.depends_on_cut(outcomes),
+            divided=seeds is not None or wing.depends_on_cut(),
             seeds=seeds,
             tolerance=options.tolerance,
             quick=options.check == "quick" or (seeds is not None and not wing.draws_alike),

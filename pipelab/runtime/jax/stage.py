@@ -3,7 +3,7 @@
 Arrays do not change, so that a weight version is just a value that is kept.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,11 @@ import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
 
-from pipelab.runtime.jax.arguments import Apply, Part
+from pipelab.runtime.jax.arguments import Apply
 from pipelab.runtime.jax.arithmetic import named, names
 from pipelab.runtime.jax.device import JaxDevice
-from pipelab.runtime.jax.host import of_program
 from pipelab.runtime.jax.jaxpr import Arrays, spec_of
-from pipelab.runtime.jax.passes import Backwards, Compiled, Groups, differentiate, passes
+from pipelab.runtime.jax.passes import Backwards, Compiled, Groups, passes
 from pipelab.runtime.stage import CountingStage, Feed, Recipe
 from pipelab.runtime.worker import Bytes
 from pipelab.table.action import Kind
@@ -48,7 +47,6 @@ class JaxStage(CountingStage):
         self.state: Any = ()  # of the optimizer
         if recipe.optimizer:
             self.state = jax.device_put(recipe.optimizer.init(parameters), device.device)
-        self._unit = 0.0  # in which the last stage counts samples for gradients; not known yet
         # Objects of their own: a jitted method would refer to the stage and the stage to it, so
         # that all arrays of a run would be kept until the next garbage collection.
         loss = None if feed.targets is None else recipe.loss
@@ -161,19 +159,8 @@ class JaxStage(CountingStage):
             return None, gradient, count
         mean, count = self.losses[microbatch]
         # As the loss's type has it: what gradients were multiplied by is what they are divided by.
-        of_mean = np.full(mean.shape, count and count / self._unit_for(count, mean), mean.dtype)
+        of_mean = np.full(mean.shape, count / self.feed.units[microbatch], mean.dtype)
         return None, [jax.device_put(of_mean, self.device.device)], float(of_mean)
-
-    def _unit_for(self, count: float, mean: Any) -> float:
-        """The unit that the last stage counts in, for gradients: a power of two changes no digit.
-
-        It is 1 unless a batch's sum could be too large for the type (65504 for float16).
-        """
-        if not self._unit:
-            batch = max(count, *self.feed.samples) * self.recipe.microbatches
-            _, powers = np.frexp(batch / (float(jnp.finfo(mean.dtype).max) / 2))
-            self._unit = 2.0 ** max(0, powers)
-        return self._unit
 
     def _pull(
         self, microbatch: int, kept: None, gradient: Arrays, count: float, kind: Kind
@@ -252,34 +239,6 @@ def _run(
         _check_mean(y)
     floats, others = divide(y)
     return floats, (others, count)
-
-
-def digest_of(
-    part: Part, recipe: Recipe, shapes: tuple[Any, Any], ends: tuple[bool, bool], draws: bool
-) -> str:
-    """Digest of what a stage does with micro-batches of these shapes, as `compile` has them.
-
-    ends  whether it is the first stage, and the last
-    """
-    (apply, parameters), (first, last) = part, ends
-    run = partial(_run, apply, recipe.loss if last else None)
-    groups = groups_of(parameters, *shapes, np.uint32(0) if draws else None, first=first)
-
-    def both(*groups: Any) -> Any:
-        results, pullback = differentiate(run, Groups(*groups))
-        return results, pullback(jax.tree.map(jnp.ones_like, results[0]))
-
-    return of_program(both if recipe.training else run, *groups)
-
-
-def digest_of_optimizer(optimizer: optax.GradientTransformation, parameters: Sequence[Any]) -> str:
-    """Digest of an optimizer's first state and its step, of each stage's parameters."""
-
-    def step(weights: Any) -> Any:
-        state = optimizer.init(weights)
-        return state, step_of(optimizer)(weights, state, weights)
-
-    return of_program(lambda stages: list(map(step, stages)), parameters)
 
 
 def step_of(optimizer: optax.GradientTransformation) -> Callable:

@@ -18,7 +18,7 @@ from pipelab.runtime.batches import samples_of
 from pipelab.runtime.stage import Recipe
 from pipelab.runtime.torch.arguments import TREES, copies_of
 from pipelab.runtime.torch.device import DRAWING
-from pipelab.runtime.torch.state import StageState, make_optimizer
+from pipelab.runtime.torch.state import StageState, differ, make_optimizer
 from pipelab.runtime.verdict import reference
 from pipelab.runtime.verdict.reference import Piece, Weights
 
@@ -219,24 +219,26 @@ class _State(reference.ReferenceMemory):
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = [(m, {k: _copied(v) for k, v in vars(m).items()}) for m in module.modules()]
-        self._values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        self._module = module
+        self._parts = [(m, {k: _copied(v) for k, v in vars(m).items()}) for m in module.modules()]
+        self._buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
 
     def restore(self) -> None:
-        for module, attributes in self._modules:
-            vars(module).clear()
-            vars(module).update({k: _copied(v) for k, v in attributes.items()})
-        for buffer, value in self._values:
-            buffer.data = value.clone()
+        for part, attributes in self._parts:
+            vars(part).clear()
+            vars(part).update({k: _copied(v) for k, v in attributes.items()})
+        for name, buffer in self._module.named_buffers():
+            buffer.data = self._buffers[name].clone()
 
     def differs(self) -> bool:
-        """Whether a number, a text or a container beside the buffers is another one now."""
-        return any(
+        """Whether a buffer, a number, a text or a container is another one now."""
+        buffers = self._module.named_buffers()
+        return any(differ(self._buffers.get(name), buffer) for name, buffer in buffers) or any(
             not name.startswith("_")
             and isinstance(value, PLAIN)
             and (name not in before or before[name] != value)
-            for module, before in self._modules
-            for name, value in vars(module).items()
+            for part, before in self._parts
+            for name, value in vars(part).items()
         )
 
 

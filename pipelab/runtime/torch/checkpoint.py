@@ -90,32 +90,29 @@ def write_index(folder: Path, segment: Segment, seed: int | None) -> None:
 
 
 def save_stage(folder: Path, stage: int, state: StageState) -> None:
-    """Write a stage's file. OSError where that is not possible, ValueError as `check_readable`."""
-    check_readable(stage, state)
-    content = io.BytesIO()
-    torch.save(vars(state), content)
+    """Write a stage's file. OSError where that is not possible, ValueError as `packed`."""
     path = _file(folder, stage)
     try:
-        path.write_bytes(content.getbuffer())
+        path.write_bytes(packed(stage, state))
     except OSError as error:  # in a draft, whose name says nothing to the caller
         target = folder.with_name(folder.name.removeprefix(".").removesuffix(".draft"))
         raise OSError(error.errno, f"{target} could not be written: {error.strerror}") from None
 
 
-def check_readable(stage: int, state: StageState) -> None:
-    """ValueError for what the optimizer or a scheduler keeps and `load_stage` could not read."""
-    for part in ("optimizer", "groups", "schedulers"):
-        content = io.BytesIO()
-        try:
-            torch.save(getattr(state, part), content)
-            content.seek(0)
-            torch.load(content, weights_only=True)
-        except Exception as error:  # whatever a class of the caller's raises while it is pickled
-            raise ValueError(
-                f"stage {stage}: its {part}, as kept, no checkpoint can hold "
-                f"({str(error).splitlines()[0]}): keep tensors, numbers and strings, or lists, "
-                "tuples and dicts of them"
-            ) from error
+def packed(stage: int, state: StageState) -> bytes:
+    """The bytes of a stage's file. ValueError for what `load_stage` could not read."""
+    content = io.BytesIO()
+    try:
+        torch.save(vars(state), content)
+        content.seek(0)
+        torch.load(content, weights_only=True)
+    except Exception as error:  # whatever a class of the caller's raises while it is pickled
+        raise ValueError(
+            f"stage {stage}: no checkpoint can hold what its optimizer or a scheduler keeps "
+            f"({str(error).splitlines()[0]}): keep tensors, numbers and strings, or lists, tuples "
+            "and dicts of them"
+        ) from error
+    return content.getvalue()
 
 
 def load_stage(folder: Path, stage: int, index: Index) -> StageState:

@@ -21,9 +21,9 @@ from pipelab.runtime.torch.arithmetic import TorchArithmetic
 from pipelab.runtime.torch.checkpoint import Index
 from pipelab.runtime.torch.device import CpuDevice, torch_device
 from pipelab.runtime.torch.stage import TorchStage, warm_up
-from pipelab.runtime.torch.state import StageState, differ
+from pipelab.runtime.torch.state import StageState
 from pipelab.runtime.wing import Wing
-from pipelab.runtime.worker import Job, Outcome
+from pipelab.runtime.worker import Job
 from pipelab.table.schedule import Schedule
 
 # A process that has these was started by torchrun or another launcher.
@@ -69,21 +69,12 @@ class TorchJob(Job):
                 copied, home, self.recipe, feed, ties=self.ties[s], start=self.start.get(s)
             )
             if self.save:  # tell now, and not after the training
-                checkpoint.check_readable(s, made[s].optimizer_state())
+                checkpoint.packed(s, made[s].optimizer_state())
         return made
 
     def prepare(self, stages: dict[int, TorchStage]) -> None:
         for stage in stages.values():  # on the worker's own stream, with its own handle of cuBLAS
             warm_up(stage.device)
-
-    def changed(self, stages: dict[int, TorchStage]) -> bool:
-        for s, stage in stages.items():
-            found = dict(self.modules[s].named_buffers())
-            before = self.start[s].buffers if s in self.start else found
-            after = dict(stage.module.named_buffers())
-            if any(differ(before.get(name), buffer) for name, buffer in after.items()):
-                return True
-        return False
 
     def after(self, stages: dict[int, TorchStage], transport: Any) -> Exception | None:
         if not self.save or self.replica:
@@ -201,8 +192,8 @@ class TorchWing(Wing):
                 self._dump_to, self.segment.whole, self.stages, batches, losses, steps
             )
 
-    def depends_on_cut(self, outcomes: Sequence[Outcome]) -> bool:
-        return arguments.normalizes_batches(self.stages) or super().depends_on_cut(outcomes)
+    def depends_on_cut(self) -> bool:
+        return arguments.normalizes_batches(self.stages)
 
 
 def _launcher(segment: Segment, options: Options) -> tuple[Launcher, list[str]]:

@@ -57,7 +57,7 @@ class ReferenceMemory:
         """Let them remember it again."""
 
     def differs(self) -> bool:
-        """Whether something beside the buffers, such as a count, is another one now."""
+        """Whether something of it, such as a buffer or a count, is another one now."""
         return False
 
 
@@ -229,7 +229,7 @@ class Reference:
             return max([coarsest, *(compute.narrowed(weights, piece) for weights, piece in given)])
 
     def remembers(self, pieces: Sequence[Piece]) -> bool:
-        """Whether forwards change what modules remember beside their buffers, such as a count."""
+        """Whether forwards change what modules remember, such as running statistics or a count."""
         before = self.arithmetic.remembered()
         self.losses(pieces)
         changed = before.differs()
