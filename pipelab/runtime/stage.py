@@ -50,10 +50,10 @@ class Feed:
     later     versions that are read after the last micro-batch here: kept for a checkpoint
     inputs    on the first stage, the data. None elsewhere
     targets   on the last stage. None elsewhere
-    samples   how many it has, on the last stage
-    units     what its count is divided by where it weighs a gradient, on the last stage: about the
-              samples of one, so that float16 can hold it; a power of two, which rounds nothing; one
-              for all micro-batches of an update, in all replicas
+    samples   how many it has, on the first and the last stage
+    unit      what counts are divided by where they weigh gradients, on the last stage: about the
+              samples of one, so that float16 can hold it; a power of two, which rounds nothing; the
+              same in all replicas
     seeds     (uint32) what its forward draws random numbers from; None if forwards draw none
     """
 
@@ -63,7 +63,7 @@ class Feed:
     inputs: Sequence[Any] | None
     targets: Sequence[Any] | None
     samples: Sequence[int]
-    units: Sequence[int]
+    unit: int
     seeds: np.ndarray | None
 
 

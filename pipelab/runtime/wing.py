@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelab.runtime.batches import Reader, ReadOnce, Trees
+from pipelab.runtime.batches import Data, Trees
 from pipelab.runtime.prepare import (
     Options,
     Segment,
@@ -116,10 +116,7 @@ def train_on(
     method, factory = make.optimizer
     indexed = hasattr(batches, "__len__") and hasattr(batches, "__getitem__")
     for name, value, fits, remedy in (
-        ("schedule", schedule, isinstance(schedule, Schedule), "one of pipelab.make"),
-        ("stages", stages, hasattr(stages, "__len__"), "a list"),
         ("batches", batches, indexed, "a list, such as list(loader), or what has a length and []"),
-        ("loss", loss, callable(loss), "a function (output, target) -> mean"),
         ("optimizer", optimizer, not training or hasattr(optimizer, method), factory),
     ):
         if not fits:
@@ -151,7 +148,7 @@ def _carry_out(wing: Wing, batches: Sequence[Any], loss: Callable, optimizer: An
         keep=bool(options.check) or options.dump is not None,
     )
     seeds = None if wing.seed is None else seeds_for(wing.seed, segment, options.replicas)
-    data = ReadOnce(batches, range(segment.begun, segment.end), wing.trees)
+    data = Data(batches, range(segment.begun, segment.end), wing.trees)
     with wing.launcher as launcher:
         # [2] run, and keep the checkpoint and the dump only if all of them could be written
         result: Run | None = None
@@ -183,7 +180,7 @@ def _carry_out(wing: Wing, batches: Sequence[Any], loss: Callable, optimizer: An
 def _jobs(
     wing: Wing,
     recipe: Recipe,
-    batches: ReadOnce,
+    batches: Data,
     partners: Mapping[int, Sequence[int]],
     seeds: np.ndarray | None,
 ) -> list[Job]:
@@ -191,7 +188,6 @@ def _jobs(
     segment, replicas = wing.segment, wing.options.replicas
     table = segment.table
     wing.look_at(batches)
-    reader = Reader(batches, table.microbatches, replicas, wing.trees)
     later = segment.later_versions() if wing.options.save else []
     pace = pace_of(table, wing.options)
     jobs = []
@@ -199,7 +195,15 @@ def _jobs(
         row, replica = divmod(rank, replicas)
         jobs.append(
             wing.job(
-                feeds_of(table, row, reader, replica=replica, seeds=seeds, later=later),
+                feeds_of(
+                    table,
+                    row,
+                    batches,
+                    replica=replica,
+                    replicas=replicas,
+                    seeds=seeds,
+                    later=later,
+                ),
                 schedule=table,
                 row=row,
                 device=wing.devices[row],
@@ -216,7 +220,7 @@ def _jobs(
 def _verdict(
     wing: Wing,
     recipe: Recipe,
-    batches: ReadOnce,
+    batches: Data,
     seeds: np.ndarray | None,
     result: Run,
     outcomes: Sequence[Outcome],

@@ -170,16 +170,6 @@ def test_a_sparse_gradient_is_refused_where_it_comes_up(name):
         run(make(name, 2, 2), [Looked(True), *stages(1)], TOKENS, F.mse_loss, SGD)
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["stage", "layer"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_script_module_is_refused(inside):
-    # Was: "get_submodule is not supported on ScriptModules", or "can't optimize a non-leaf Tensor".
-    scripted = torch.jit.script(stages(1)[0])
-    modules = [*stages(1), nn.Sequential(scripted) if inside else scripted]
-    with pytest.raises(ValueError, match=r"stage 1.*ScriptModule"):
-        run(make("gpipe", 2, 2), modules, batches(1), F.mse_loss, SGD)
-
-
 # ---- losses
 
 
@@ -334,15 +324,6 @@ def test_a_caller_in_inference_mode_trains_all_the_same(recompute, backend):
     assert result.check.passed, result.check
     assert result.losses == expected.losses
     assert evaluated.check.passed
-
-
-@pytest.mark.parametrize("kind", [lambda: nn.Linear(6, 6), lambda: nn.BatchNorm1d(6, affine=False)])
-def test_a_stage_without_values_is_refused(kind):
-    # Was: a NotImplementedError of torch's, from a copy.
-    with torch.device("meta"):
-        modules = [kind(), nn.Linear(6, 6)]
-    with pytest.raises(ValueError, match=r"stage 0 is on the meta device .* to_empty"):
-        run(make("gpipe", 2, 2), modules, batches(1), F.mse_loss, SGD)
 
 
 @pytest.mark.parametrize("call", [partial(run, optimizer=SGD), evaluate], ids=["run", "evaluate"])

@@ -159,7 +159,7 @@ class JaxStage(CountingStage):
             return None, gradient, count
         mean, count = self.losses[microbatch]
         # As the loss's type has it: what gradients were multiplied by is what they are divided by.
-        of_mean = np.full(mean.shape, count / self.feed.units[microbatch], mean.dtype)
+        of_mean = np.full(mean.shape, count / self.feed.unit, mean.dtype)
         return None, [jax.device_put(of_mean, self.device.device)], float(of_mean)
 
     def _pull(

@@ -149,12 +149,7 @@ class TorchArithmetic(reference.Arithmetic):
     # ---- what modules remember
 
     def buffers(self) -> list[dict[str, Any]]:
-        found = []
-        for stage in self.stages:
-            parameters = dict(stage.named_parameters(remove_duplicate=False))
-            kept = stage.state_dict()
-            found.append({name: kept[name] for name in kept if name not in parameters})
-        return found
+        return [dict(stage.named_buffers()) for stage in self.stages]
 
     def remembered(self) -> "_State":
         return _State(self.replicas)

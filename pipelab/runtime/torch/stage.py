@@ -143,7 +143,7 @@ class TorchStage(VersionedStage):
             count, gradients = received
             return kept, gradients, count
         # The loss's type may not hold the count: what weighs the gradient is what is counted.
-        weight = torch.tensor(kept.counted / self.feed.units[microbatch], dtype=kept.mean.dtype)
+        weight = torch.tensor(kept.counted / self.feed.unit, dtype=kept.mean.dtype)
         return kept, [torch.full_like(kept.mean, weight.item())], weight.item()
 
     def _pull(

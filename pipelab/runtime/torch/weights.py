@@ -53,7 +53,14 @@ class VersionedStage(CountingStage):
         super().__init__(device, recipe, feed)
         self.module, self.ties = module, ties
         self.weights = {0: dict(module.named_parameters())}
-        self._slots = _slots(module)
+        # Where each weight stands in the module; in several places if layers share it.
+        names = {id(p): name for name, p in self.weights[0].items()}
+        self._places = [
+            (part._parameters, attribute, names[id(p)])
+            for part in module.modules()
+            for attribute, p in part._parameters.items()
+            if p is not None
+        ]
         self._parts = [part for part in module.modules() if part._buffers]
         if start:
             self._load(start)
@@ -177,12 +184,6 @@ class VersionedStage(CountingStage):
         tensors = (value for value in states if isinstance(value, Tensor))
         return Bytes(*self._of_weights, _bytes(gradients), _bytes(tensors))
 
-    @property
-    def versions_held(self) -> int:
-        """Weight versions kept, by unique storages of a weight."""
-        first = next(iter(self._handles), None)
-        return len(storages(w[first] for w in self.weights.values())) if first else 1
-
     def trained(self) -> dict[str, Tensor]:
         """The module's state with its latest weights, on the CPU."""
         self._bind_version(self.latest)
@@ -210,9 +211,8 @@ class VersionedStage(CountingStage):
     # ---- the versions
 
     def _bind_version(self, version: int) -> None:
-        for name, parameter in self.weights[version].items():
-            for owner, attribute in self._slots[name]:
-                owner._parameters[attribute] = parameter
+        for parameters, attribute, name in self._places:
+            parameters[attribute] = self.weights[version][name]
 
     def _every_version(self) -> list[nn.Parameter]:
         return [p for of_version in self.weights.values() for p in of_version.values()]
@@ -248,16 +248,6 @@ def _parameter(data: Tensor, like: nn.Parameter) -> nn.Parameter:
     made = nn.Parameter(data, like.requires_grad)
     vars(made).update(vars(like))
     return made
-
-
-def _slots(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Where each parameter stands in the module: (owner, attribute); several places if shared."""
-    names = {id(p): name for name, p in module.named_parameters()}
-    slots: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
-    for alias, p in module.named_parameters(remove_duplicate=False):
-        owner, _, attribute = alias.rpartition(".")
-        slots[names[id(p)]].append((module.get_submodule(owner), attribute))
-    return slots
 
 
 def _add_up(news: Iterable[News]) -> dict[int, Tensor]:

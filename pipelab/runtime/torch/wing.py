@@ -101,11 +101,10 @@ class TorchWing(Wing):
         self, schedule: Schedule, stages: Sequence[nn.Module], options: Options, *, training: bool
     ) -> None:
         super().__init__(schedule, stages, options, training=training)
-        arguments.check_stages(stages, training)
         self.start: dict[int, StageState] = {}
         arguments.check_replicas(schedule, options.replicas)
-        arguments.check_max_norm(schedule, stages, options.replicas)
         if training:
+            arguments.check_hooks(stages)
             self.ties = arguments.find_ties(schedule, stages)
         self._dump_to = arguments.new_folder("dump", options.dump)
         self._save_to = arguments.new_folder("save", options.save)
@@ -116,7 +115,7 @@ class TorchWing(Wing):
         self.autocast = arguments.find_autocast(options.autocast, self.devices)
         if training:
             seed = index.seed if index else options.seed
-            self.seed = arguments.find_seed(stages, seed, self.devices)
+            self.seed = arguments.find_seed(stages, seed)
         if index and options.resume:
             self.start = checkpoint.states_for(Path(options.resume), index, stages, self._here())
 

@@ -278,6 +278,8 @@ class _Trial:
         for name, weight in expected.items():
             self.found.add(f"the trained weight {name}", run[name], weight, unset=True)
         for name, buffer in buffers.items():
+            if name not in run:  # not persistent: no state dict has it
+                continue
             floor = own.arithmetic.eps.get(name, 0.0) * np.abs(buffer)
             unset = self.unset.get(name)
             if unset is None or unset.shape != buffer.shape:  # a forward has put another there
