@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from pipelab.runtime.prepare import Segment
 from pipelab.runtime.stage import Step
-from pipelab.runtime.torch.state import StageState, buffer_names, on_cpu
+from pipelab.runtime.torch.state import StageState, on_cpu
 from pipelab.table.schedule import Schedule
 
 INDEX = "checkpoint.json"
@@ -139,21 +139,14 @@ def states_for(
         )
     states = {s: load_stage(folder, s, index) for s in wanted}
     for s, state in states.items():
-        stage = stages[s]
-        for kind, mine, theirs in (
-            ("weight", dict(stage.named_parameters()), state.weights[max(state.weights)]),
-            ("buffer", dict(stage.named_buffers()), state.buffers),
-        ):
-            for name in {**mine, **theirs}:
-                # A buffer may be another one by now: what forwards have put there.
-                if kind == "buffer" and name in theirs and name in buffer_names(stage):
-                    continue
-                here, there = (_kind_of(x.get(name)) for x in (mine, theirs))
-                if here != there or here == "missing":
-                    raise ValueError(
-                        f"{kind} {name} of stage {s} is {here} in the model and {there} in "
-                        f"{folder}: give the same model"
-                    )
+        mine, theirs = dict(stages[s].named_parameters()), state.weights[max(state.weights)]
+        for name in {**mine, **theirs}:
+            here, there = (_kind_of(weights.get(name)) for weights in (mine, theirs))
+            if here != there:
+                raise ValueError(
+                    f"weight {name} of stage {s} is {here} in the model and {there} in {folder}: "
+                    "give the same model"
+                )
     return states
 
 

@@ -16,7 +16,6 @@ from pipelab.runtime.torch.split_backward import (
     Saved,
     remaining,
     storages,
-    torch_func_refused,
     whole_backward,
 )
 from pipelab.runtime.torch.state import Buffers, as_they_were, buffers_of, copies_of_buffers
@@ -123,7 +122,7 @@ class TorchStage(VersionedStage):
         key = self.key(microbatch)
         self.device.hold(key, wanted)
         saved: list[ref[Saved]] = []
-        with torch_func_refused(), self.device.watch(key, saved):
+        with self.device.watch(key, saved):
             output, ends, count = self._apply(microbatch, pytree.tree_unflatten(entered, spec))
         # Edges, not outputs: what was sent on need not be kept here until its gradient comes.
         edges = [
@@ -157,12 +156,6 @@ class TorchStage(VersionedStage):
                 kept.weight_grad()
             else:
                 found, held = self._pull_input(microbatch, kept, gradients, count, kind)
-        for name, p in self.weights[self.feed.versions[microbatch]].items():
-            if p.grad is not None and p.grad.is_sparse:
-                p.grad = None
-                raise ValueError(
-                    f"the gradient of {name} is sparse, which is not supported: use sparse=False"
-                )
         # Autograd may give one memory to an input's gradient, a weight's, which is added to later,
         # and what is kept for W.
         of_weights = (p.grad for p in self._every_version() if p.grad is not None)

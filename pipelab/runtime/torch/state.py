@@ -171,15 +171,6 @@ def buffers_of(parts: Iterable[nn.Module]) -> Buffers:
     return {(part, name): buffer for part in parts for name, buffer in part._buffers.items()}
 
 
-def buffer_names(module: nn.Module) -> set[str]:
-    """Names of all buffers, those that are None too: a forward may put a tensor there."""
-    return {
-        f"{path}.{name}".removeprefix(".")
-        for path, part in module.named_modules()
-        for name in part._buffers
-    }
-
-
 def copies_of_buffers(buffers: Buffers, known: Buffers) -> Buffers:
     """Copies; those that are equal to the known copies are these. What is one stays one."""
     made: dict[int, Tensor | None] = {}
@@ -205,12 +196,7 @@ def load_buffers(module: nn.Module, values: Mapping[str, Tensor], device: torch.
     """Put copies of these there, by name, of whatever shape: forwards may have made them."""
     for name, value in values.items():
         owner, _, attribute = name.rpartition(".")
-        buffers = module.get_submodule(owner)._buffers
-        own = value.to(device, copy=True)
-        if (buffer := buffers[attribute]) is None:
-            buffers[attribute] = own
-        else:
-            buffer.data = own  # wherever else it stands
+        module.get_submodule(owner)._buffers[attribute] = value.to(device, copy=True)
 
 
 def _put(buffers: Buffers) -> None:
