@@ -1,6 +1,6 @@
 """Batches as micro-batches: cut along their first axis, read once, and only where needed."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -71,9 +71,7 @@ def cut_batch(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[
 def check_leaves(leaves: Sequence[Any], where: str) -> None:
     """ValueError for a container that the library does not open, with the arrays in it."""
     for leaf in leaves:
-        opaque = is_dataclass(leaf) or isinstance(leaf, (Mapping, Sequence, Set))
-        numbers = isinstance(leaf, tuple) and all(isinstance(x, int) for x in leaf)  # a torch.Size
-        if opaque and not numbers and not isinstance(leaf, (str, bytes, range)):
+        if is_dataclass(leaf) or isinstance(leaf, Mapping):
             raise ValueError(
                 f"{where} holds a {type(leaf).__name__}, whose arrays cannot be found: use tuples, "
                 "lists, dicts or namedtuples, or register it as a pytree"

@@ -176,7 +176,7 @@ def feeds_of(
         pieces = data.pieces(m * replicas, slice(replica * m, (replica + 1) * m))
         samples = [samples_of(piece, data.trees) for piece in pieces]
         of_one = samples_of(data[0], data.trees) // (m * replicas)
-        unit = 1 << (of_one.bit_length() - 1)
+        unit = 1 << of_one.bit_length()
     # Data are numbered batch by batch, and in a batch replica by replica: a replica's own seeds are
     # a block of every batch.
     if seeds is not None:

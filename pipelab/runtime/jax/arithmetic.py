@@ -64,27 +64,21 @@ class JaxArithmetic(reference.Arithmetic):
         self._value = jax.jit(value)
         self._differentiate = jax.jit(jax.grad(value, has_aux=True))
 
-    def loss(self, weights: Sequence[Weights], piece: Piece) -> tuple[float, float]:
-        with self._active():
-            _, (mean, count, _) = self._value(*self._arguments(weights, piece), 1.0)
-        self.eps_of_loss = float(jnp.finfo(mean.dtype).eps)
-        return float(mean), float(count)
-
-    def differentiate(
-        self, weights: Sequence[Weights], piece: Piece, unit: float
+    def compute(
+        self, weights: Sequence[Weights], piece: Piece, unit: float, gradients: bool
     ) -> tuple[float, float, float, list[dict[str, np.ndarray]]]:
+        function = self._differentiate if gradients else self._value
         with self._active():
-            found = self._differentiate(*self._arguments(weights, piece), unit)
-        gradient, (mean, count, weight) = found
+            found, (mean, count, weight) = function(*self._arguments(weights, piece), unit)
         self.eps_of_loss = float(jnp.finfo(mean.dtype).eps)
         # What counts nothing has no gradient, whatever its mean is.
-        gradients = [named(of_stage) if count else {} for of_stage in gradient]
-        return float(mean), float(count), float(weight), gradients
+        of_stages = map(named, found) if gradients and count else ({} for _ in weights)
+        return float(mean), float(count), float(weight), list(of_stages)
 
     def narrowed(self, weights: Sequence[Weights], piece: Piece) -> float:
-        compute = self._differentiate if self.recipe.training else self._value
+        function = self._differentiate if self.recipe.training else self._value
         with self._active():
-            made = jax.make_jaxpr(compute)(*self._arguments(weights, piece), 1.0)
+            made = jax.make_jaxpr(function)(*self._arguments(weights, piece), 1.0)
         return max(map(_narrowed, all_equations(made.jaxpr.eqns)), default=0.0)
 
     def step(self, weights: Sequence[Weights], gradients: Sequence[Weights]) -> list[Weights]:

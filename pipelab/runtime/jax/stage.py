@@ -50,7 +50,7 @@ class JaxStage(CountingStage):
         # Objects of their own: a jitted method would refer to the stage and the stage to it, so
         # that all arrays of a run would be kept until the next garbage collection.
         loss = None if feed.targets is None else recipe.loss
-        self._function = Function(apply, loss, frozenset(kinds))
+        self._function = Function(apply, loss, kinds, device.device)
         self._step = step_of(recipe.optimizer)
         self._backwards = Backwards(device.ledger, id(self))
         self._inputs: dict[int, Any] = {}  # of micro-batches whose forward runs again
@@ -62,10 +62,10 @@ class JaxStage(CountingStage):
         """
         groups = self._groups(0, *shapes)
         if not self.recipe.training or any(self.recipe.recompute):
-            self._function.evaluated(groups, self.device.device)
+            self._function.compiled(groups, backwards=False)
         if not self.recipe.training:
             return
-        zeros = self._function.compiled(groups, self.device.device).zeros()
+        zeros = self._function.compiled(groups, backwards=True).zeros()
         mean = _divided(zeros, 1.0)
         if self.recipe.clip is not None:
             _square(mean)
@@ -134,12 +134,12 @@ class JaxStage(CountingStage):
     def _compute(self, microbatch: int, x: Any, keep: bool) -> tuple[Any, Any]:
         """Run the forward; returns y, or the loss, and what that counted."""
         target = None if self.feed.targets is None else self.feed.targets[microbatch]
-        groups, device = self._groups(microbatch, x, target), self.device.device
-        if not (keep and self.recipe.training):
-            found = self._function.evaluated(groups, device)(*groups)
-            floats, (others, count) = jax.block_until_ready(found)
+        groups, backwards = self._groups(microbatch, x, target), keep and self.recipe.training
+        program = self._function.compiled(groups, backwards)
+        if not backwards:
+            floats, (others, count) = jax.block_until_ready(program(*groups))
             return join_parameters(floats, others), count
-        program, arguments = self._function.compiled(groups, device), jax.tree.leaves(groups)
+        arguments = jax.tree.leaves(groups)
         made = jax.block_until_ready(program.forward(*arguments))
         # Weights and targets are there anyway.
         own = jax.tree.leaves((groups.parameters, target))
@@ -187,36 +187,34 @@ class JaxStage(CountingStage):
 
 
 class Function:
-    """A stage as a function of its arguments, compiled once for each shape of its data.
+    """A stage as a function of its arguments on a device, compiled once for each shape of its data.
 
     kinds  of the actions that it is compiled for
     """
 
-    def __init__(self, apply: Apply, loss: Callable | None, kinds: Collection[Kind]) -> None:
+    def __init__(
+        self, apply: Apply, loss: Callable | None, kinds: Collection[Kind], device: jax.Device
+    ) -> None:
         self.run, self.kinds = partial(_run, apply, loss), kinds
+        self.spec = partial(spec_of, sharding=SingleDeviceSharding(device))
         self._known: dict[Any, Any] = {}
 
-    def compiled(self, groups: Groups, device: jax.Device) -> Compiled:
-        """Its forward and backwards."""
-        return self._find(
-            groups, device, lambda shapes: Compiled(passes(self.run, shapes), shapes, self.kinds)
-        )
+    def compiled(self, groups: Groups, backwards: bool) -> Any:
+        """Its forward and backwards (`Compiled`); or the forward: (*groups) -> what `run` returns.
 
-    def evaluated(self, groups: Groups, device: jax.Device) -> Callable:
-        """Its forward, without what a backward needs: (*groups) -> what `run` returns."""
-        return self._find(
-            groups, device, lambda shapes: jax.jit(self.run).lower(*shapes).compile(), "forward"
-        )
-
-    def _find(self, groups: Groups, device: jax.Device, build: Callable, what: str = "") -> Any:
-        here = partial(spec_of, sharding=SingleDeviceSharding(device))
-        of_data = jax.tree.map(here, groups[2:])  # parameters have the same shapes each time
-        key = what, *jax.tree.leaves(of_data), jax.tree.structure(of_data)
+        The latter makes nothing that only a backward needs.
+        """
+        of_data = jax.tree.map(self.spec, groups[2:])  # parameters have the same shapes each time
+        key = backwards, *jax.tree.leaves(of_data), jax.tree.structure(of_data)
         if key not in self._known:
-            shapes = jax.tree.map(here, groups)
+            shapes = jax.tree.map(self.spec, groups)
             # A Python number's type, which gives way to others, is an array's after one update.
             strong = jax.tree.map(lambda x: x.update(weak_type=False), shapes.parameters)
-            self._known[key] = build(shapes._replace(parameters=strong))
+            shapes = shapes._replace(parameters=strong)
+            if backwards:
+                self._known[key] = Compiled(passes(self.run, shapes), shapes, self.kinds)
+            else:
+                self._known[key] = jax.jit(self.run).lower(*shapes).compile()
         return self._known[key]
 
 

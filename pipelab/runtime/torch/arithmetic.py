@@ -93,24 +93,19 @@ class TorchArithmetic(reference.Arithmetic):
         self.computes_in = "float64" if self.wide else str(precision).removeprefix("torch.")
         self._draws: Any = _DrawsIn(of_weights) if self.wide else nullcontext()
 
-    def loss(self, weights: Sequence[Weights], piece: Piece) -> tuple[float, float]:
-        # With graphs where the run has them: a loss may differentiate.
-        with torch.set_grad_enabled(self.recipe.training):
-            mean, count = self._forward(weights, piece)
-        return float(mean.detach()), count
-
-    @torch.enable_grad()
-    def differentiate(
-        self, weights: Sequence[Weights], piece: Piece, unit: float
+    def compute(
+        self, weights: Sequence[Weights], piece: Piece, unit: float, gradients: bool
     ) -> tuple[float, float, float, list[dict[str, Tensor]]]:
-        # backward, and not grad: torch.utils.checkpoint refuses that.
         stages: Any = self.replicas[piece.replica]
         for p in stages.parameters():
             p.grad = None
-        mean, count = self._forward(weights, piece)
+        # With graphs where the run has them: a loss may differentiate.
+        with torch.set_grad_enabled(self.recipe.training):
+            mean, count = self._forward(weights, piece)
         weight = torch.full_like(mean.detach(), count / unit)
-        if mean.requires_grad and count:
+        if gradients and mean.requires_grad and count:
             with DRAWING:  # layers under torch.utils.checkpoint draw again
+                # Not torch.autograd.grad, which they refuse.
                 mean.backward(weight)
         found = [
             {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
@@ -120,10 +115,7 @@ class TorchArithmetic(reference.Arithmetic):
 
     def narrowed(self, weights: Sequence[Weights], piece: Piece) -> float:
         with _Narrowing() as narrowing:
-            if self.recipe.training:
-                self.differentiate(weights, piece, 1.0)
-            else:
-                self.loss(weights, piece)
+            self.compute(weights, piece, 1.0, gradients=self.recipe.training)
         return max((torch.finfo(dtype).eps for dtype in narrowing.found), default=0.0)
 
     def step(self, weights: Sequence[Weights], gradients: Sequence[Weights]) -> list[Weights]:

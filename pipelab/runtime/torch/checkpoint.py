@@ -32,14 +32,13 @@ INDEX = "checkpoint.json"
 class Index:
     """What a checkpoint is of.
 
-    batch    batches of the table that are done; `updates` the updates made
+    batch    batches of the table that are done
     seed     what forwards draw from
     schedule as CSV
     digests  of the stages' files
     """
 
     batch: int
-    updates: int
     seed: int | None
     asynchronous: bool
     schedule: str
@@ -78,7 +77,6 @@ def write_index(folder: Path, segment: Segment, seed: int | None) -> None:
     """Describe the stages' files in `folder`."""
     index = Index(
         segment.end,
-        segment.updates,
         seed,
         segment.whole.asynchronous,
         segment.whole.to_csv(),

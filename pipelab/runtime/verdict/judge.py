@@ -67,17 +67,15 @@ def judge(
     trial = _Trial(result, own, truth, first, tolerance)
     # Where the rule allows it, the truth takes the batch undivided: what a paper's formula says.
     by_batch = rule != rules.TABLE and table.per_update == table.microbatches
-    whole = (by_batch or not table.training) and not divided and not own.remembers([first])
+    whole = len(reading[0]) > 1 and (by_batch or not table.training)
+    whole = whole and not divided and not own.remembers([first])
+    # A layer may insist on the size of a micro-batch.
+    if whole and not truth.takes([Piece(*batches[0], reading[0][0])]):
+        rule = rule.replace(":", ", the batch in micro-batches only:", 1)
+        whole = False
     for i in range(table.updates if table.training else table.batches):
         pieces = list(islice(stream, len(reading[i])))
-        exact = pieces
-        if whole and len(pieces) > 1:
-            # A layer may insist on the size of a micro-batch, which shows in the first update.
-            x, y = batches[i]
-            exact = [Piece(x, y, reading[i][0])]
-            if i == 0 and not truth.takes(exact):
-                rule = rule.replace(":", ", the batch in micro-batches only:", 1)
-                whole, exact = False, pieces
+        exact = [Piece(*batches[i], reading[i][0])] if whole else pieces
         if not table.training:
             trial.compare_losses(pieces, own.losses(pieces), truth.losses(exact))
             continue

@@ -87,15 +87,13 @@ class Arithmetic(Protocol):
     repeated: Sequence[str] = ()
     trees: Trees
 
-    def loss(self, weights: Sequence[Weights], piece: Piece) -> tuple[float, float]:
-        """The stages with these weights, and the loss: (mean, how many it is the mean of)."""
-
-    def differentiate(
-        self, weights: Sequence[Weights], piece: Piece, unit: float
+    def compute(
+        self, weights: Sequence[Weights], piece: Piece, unit: float, gradients: bool
     ) -> tuple[float, float, float, Sequence[Weights]]:
-        """The same, count / unit as the loss's type has it, and the gradients of mean x that.
+        """The stages with these weights, the loss, and if wanted the gradients.
 
-        Without the weights that the loss does not depend on.
+        Returns the mean, how many it is the mean of (count), count / unit as the loss's type has
+        it, and the gradients of mean x that, without the weights that the loss does not depend on.
         """
 
     def narrowed(self, weights: Sequence[Weights], piece: Piece) -> float:
@@ -142,7 +140,8 @@ class Reference:
     def losses(self, pieces: Sequence[Piece], jitter: Jitter | None = None) -> Losses:
         """The forwards alone: (mean loss, count) of every piece."""
         with self._given(pieces, jitter) as given:
-            return [self.arithmetic.loss(weights, piece) for weights, piece in given]
+            compute = self.arithmetic.compute
+            return [compute(weights, piece, 1.0, gradients=False)[:2] for weights, piece in given]
 
     def gradients(
         self, pieces: Sequence[Piece], jitter: Jitter | None = None
@@ -160,7 +159,7 @@ class Reference:
         sums: list[dict[str, Any]] = [{} for _ in self.history]
         with self._given(pieces, jitter) as given:
             for weights, piece in given:
-                mean, count, weight, gradients = compute.differentiate(weights, piece, unit)
+                mean, count, weight, gradients = compute.compute(weights, piece, unit, True)
                 losses.append((mean, count))
                 counted += weight
                 for total, of_stage in zip(sums, gradients, strict=True):
