@@ -149,6 +149,10 @@ class TorchStage(VersionedStage):
         self, microbatch: int, kept: Any, gradients: list, count: float, kind: Kind
     ) -> list[Tensor | None]:
         self._bind(microbatch)
+        # Whichever version this is, its backward adds to the one sum, in place.
+        weights = self.weights[self.feed.versions[microbatch]]
+        for name, p in weights.items():
+            p.grad = self.total.get(name)
         found: list[Tensor | None] = []
         held: list[Tensor] = []
         with self.device.backward_context(self._seed(microbatch)):
@@ -156,10 +160,12 @@ class TorchStage(VersionedStage):
                 kept.weight_grad()
             else:
                 found, held = self._pull_input(microbatch, kept, gradients, count, kind)
+        self.total |= {name: p.grad for name, p in weights.items() if p.grad is not None}
+        for p in weights.values():
+            p.grad = None
         # Autograd may give one memory to an input's gradient, a weight's, which is added to later,
         # and what is kept for W.
-        of_weights = (p.grad for p in self._every_version() if p.grad is not None)
-        shared = storages([*held, *of_weights])
+        shared = storages([*held, *self.total.values()])
         return [
             g.clone() if g is not None and g.untyped_storage().data_ptr() in shared else g
             for g in found
