@@ -49,6 +49,7 @@ def cut_batch(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[
         raise ValueError(f"batch {number} is no pair: give (input, target)")
     leaves, spec = trees.flatten(tuple(batch))
     check_leaves(leaves, f"batch {number}")
+    # [1] all arrays have to be cut at the same samples
     sizes = {len(leaf) for leaf in leaves if _cuttable(leaf)}
     if len(sizes) != 1:
         found = sorted(sizes) or "no"
@@ -60,6 +61,7 @@ def cut_batch(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[
             f"batch {number} has {samples} samples for {pieces} micro-batches: "
             "give at least one each"
         )
+    # [2] as numpy and torch split what does not divide: sizes differ by one at most
     parts = []
     for numbers in np.array_split(np.arange(samples), pieces):  # the first ones are larger
         place = slice(int(numbers[0]), int(numbers[-1]) + 1)
@@ -131,6 +133,7 @@ class Data(Sequence):
 
 def mean_losses(pieces: Any, batches: int) -> list[float]:
     """The mean loss of every batch, from (mean, count) of its pieces; some count nothing."""
+    # A piece that counts nothing may have the mean nan, which 0 x would not remove.
     means, counts = np.reshape(pieces, (batches, -1, 2)).transpose(2, 0, 1)
     total = np.where(counts > 0, means * counts, 0).sum(1)
     return (total / np.maximum(counts.sum(1), 1e-300)).tolist()

@@ -85,6 +85,7 @@ class Segment:
         """Per stage, the versions made here that later batches read, in the part's numbers."""
         whole = self.whole
         later = range(self.end * whole.microbatches, whole.total)
+        # A micro-batch of a later batch may read a version that is made here.
         read = [{whole.versions[s, k] for k in later} for s in range(whole.stages)]
         return [sorted(v - self.first_update for v in of if v <= self.updates) for of in read]
 
@@ -150,6 +151,7 @@ def seeds_for(seed: int, segment: Segment, replicas: int) -> np.ndarray:
     """
     per_batch = segment.table.microbatches * replicas
     pieces = range(segment.begun * per_batch, segment.end * per_batch)
+    # By stage and piece: neither order nor device changes what is drawn.
     numbers = [
         [np.random.SeedSequence([seed, s, k]).generate_state(1)[0] for k in pieces]
         for s in range(segment.table.stages)

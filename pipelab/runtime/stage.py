@@ -90,6 +90,7 @@ class Ledger:
         """Count blocks of memory, {address: bytes}, for `key`, which has to keep them alive."""
         mine = self._blocks.setdefault(key, {})
         for block, size in blocks.items():
+            # Views share a block: it is counted by the first who holds it.
             if block not in mine:
                 mine[block] = size
                 self._holders[block] += 1
@@ -300,6 +301,7 @@ class CountingStage(Stage):
     def finish(self, microbatch: int, count: float) -> Any:
         """A micro-batch is through. Returns the weight version that nobody reads again, or None."""
         self.device.ledger.drop(self.key(microbatch))
+        # Two counts end here: of the group, and of who still reads the version.
         group, version = self.feed.groups[microbatch], self.feed.versions[microbatch]
         self.counts[group] = self.counts.get(group, 0.0) + count
         self._backwards_left[group] -= 1
@@ -316,6 +318,7 @@ class CountingStage(Stage):
         count = self.counts.pop(group, 0.0) or 1.0
         if self.recipe.clip is None:
             return count
+        # Gradients are sums; the norm is of their mean.
         norm = square() ** 0.5 / count
         return count / float(np.minimum(1.0, self.recipe.clip / (norm + 1e-6)))  # nan stays nan
 

@@ -106,6 +106,7 @@ def run_threads(
     that hangs if there is a `watch`.
     """
     crew = _Crew(len(jobs), transports or _mailboxes(jobs[0]))
+    # [1] stages are made here: threads start with all that may fail behind them
     homes = [job.home() for job in jobs]
     workers = []
     for job, home in zip(jobs, homes, strict=True):
@@ -116,11 +117,13 @@ def run_threads(
     for worker in workers:
         worker.start()
     try:
+        # [2] when all have compiled and warmed up, the clock is set
         crew.ready.wait()
         crew.began = start()
         for home in homes:
             home.begin(crew.began)
         crew.ready.wait()
+        # [3] until all are done, one has failed, or `watch` raises
         while not crew.over.wait(LOOK if watch else None) and watch:
             watch()
     except BrokenBarrierError:

@@ -160,6 +160,7 @@ def _carry_out(wing: Wing, batches: Sequence[Any], loss: Callable, optimizer: An
                 outcomes = launcher.run(jobs)
                 paced = options.pace is not None
                 result = result_of(segment.table, outcomes, options.replicas, paced)
+                # A rank that could not write its part keeps its outcome: the run is not lost.
                 for unsaved in filter(None, (outcome.unsaved for outcome in outcomes)):
                     raise unsaved
             if launcher.first:
@@ -225,6 +226,7 @@ def _verdict(
     result: Run,
     outcomes: Sequence[Outcome],
 ) -> Check:
+    # Where float64 would draw other numbers, the truth is in the run's precision.
     options, segment = wing.options, wing.segment
     try:
         return judge(

@@ -224,6 +224,7 @@ class Worker:
             except (Exception, SystemExit) as error:
                 raise self._failure(action, received, error) from error
             # [4] note what happened
+            # A forward changes activations alone, which the ledger counts.
             if action.kind is not Kind.F:
                 kept[action.stage] = stage.held()
             record.start.append(start)
@@ -247,6 +248,7 @@ class Worker:
 
     def _receive(self, i: int, action: Action) -> tuple[Any, float]:
         """The input of action i and, where it comes from another device, when it was there."""
+        # An update waits for news, all others for the output of one action at most.
         source = self.schedule.inputs[i]
         if action.kind is Kind.U and action.stage in self.job.partners:
             return self._collect_news(action), math.nan

@@ -43,6 +43,7 @@ def as_function(stage: Any, number: int) -> Part:
 def _of_linen(module: linen.Module, variables: Mapping[str, Any]) -> Part:
     if "params" not in variables:
         return _of_linen(module, {"params": variables})
+    # Collections beside the parameters, such as batch statistics, stay as they are.
     fixed = {name: value for name, value in variables.items() if name != "params"}
 
     def apply(p: Any, x: Any, *key: Any) -> Any:
@@ -53,6 +54,7 @@ def _of_linen(module: linen.Module, variables: Mapping[str, Any]) -> Part:
 
 
 def _of_nnx(module: nnx.Module, number: int) -> Part:
+    # nnx keeps state in objects; split and merged, it is a function of its parameters.
     graph, parameters, rest = nnx.split(module, nnx.Param, ...)  # type: ignore[misc]
 
     def apply(p: Any, x: Any, *key: Any) -> Any:

@@ -34,6 +34,7 @@ class JaxArithmetic(reference.Arithmetic):
         self.recipe, self.device, self.wide = recipe, device, wide
         self._double = bool(jax.config.read("jax_enable_x64"))  # the caller's
         self.applies, parameters = zip(*parts, strict=True)
+        # [1] names and types of the weights: trees at the border, dictionaries within
         self._structures = [jax.tree.structure(of_stage) for of_stage in parameters]
         self._types = [{n: w.dtype for n, w in named(of).items()} for of in parameters]
         self.trained = [[n for n, t in types.items() if _inexact(t)] for types in self._types]
@@ -42,16 +43,19 @@ class JaxArithmetic(reference.Arithmetic):
             for s, names_of_stage in enumerate(self.trained)
             for name in names_of_stage
         }
+        # [2] the coarsest type of the weights: how far rounding leads
         floating = [t for types in self._types for t in types.values() if _inexact(t)]
         lowest = max(floating, key=lambda d: jnp.finfo(d).eps, default=jnp.dtype(jnp.float32))
         self.coarsest = self.eps_of_loss = float(jnp.finfo(lowest).eps)
         self.computes_in = "float64" if wide else jnp.finfo(lowest).dtype.name
+        # [3] what training starts from; the truth never steps
         self.history = [{0: self.place(s, named(of))} for s, of in enumerate(parameters)]
         self.state_of_optimizer: Any = None
         if recipe.optimizer and not wide:
             self.state_of_optimizer = recipe.optimizer.init(list(parameters))
         self._step = jax.jit(self._stepped)
 
+        # [4] the whole model as one function, jitted once for each shape of its data
         def value(weights: list, x: Any, y: Any, keys: Any, unit: float) -> tuple[Any, Any]:
             samples = samples_of((x, y), TREES)
             for s, apply in enumerate(self.applies):

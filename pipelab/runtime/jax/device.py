@@ -70,6 +70,7 @@ def jax_devices(names: str | Sequence[Any] | None, rows: int) -> list[jax.Device
 
 
 def _in_turn(pool: Sequence[jax.Device], rows: int) -> list[jax.Device]:
+    # Neighbouring rows in one process: few messages between hosts.
     processes = sorted({device.process_index for device in pool})
     owners = [processes[row * len(processes) // rows] for row in range(rows)]
     own = {q: [device for device in pool if device.process_index == q] for q in owners}

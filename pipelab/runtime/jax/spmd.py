@@ -166,8 +166,7 @@ def spmd_pipeline(
     remat         whether forwards run again before their backwards: only inputs are kept
     parameters    of the function: leaves [p, ...], or [v, p, ...] where v > 1, as `stack` makes
                   them
-    x, y          of the function: leaves [batch, ...]. All devices hold x, and as much for what
-                  comes round
+    x, y          of the function: leaves [batch, ...]. All devices hold x, and as much of y
 
     It can be differentiated, forward and backward, and put under jit; y and gradients are those of
     the plain stack of stages, if a stage makes of a micro-batch what it makes of the batch: it may

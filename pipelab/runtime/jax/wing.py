@@ -68,6 +68,7 @@ class JaxWing(Wing):
         super().__init__(schedule, stages, options, training=training)
         options.refuse("replicas", "autocast", "dump", "save", "stop", "resume")
         self.seed = options.seed
+        # Stages are looked at before a launcher is started: nothing is to be cleaned up.
         self.parts = [as_function(stage, s) for s, stage in enumerate(stages)]
         if training:
             check_trained(self.parts)
@@ -106,6 +107,7 @@ def _shapes(
 
     Nothing behind a stage that cannot be traced: the run says why.
     """
+    # Shapes go through the stages as arrays will, and cost nothing.
     found: list[list[tuple[Any, Any]]] = [[] for _ in parts]
     key = (jax.random.key(0),) if draws else ()
     each_size = {samples_of(piece, TREES): piece for piece in pieces}

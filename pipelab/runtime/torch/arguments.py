@@ -62,6 +62,7 @@ def copies_of(modules: Sequence[nn.Module]) -> nn.ModuleList:
     """Copies made together, so that tied weights stay one; attributes of weights come along."""
     originals = nn.ModuleList(modules)
     copies = copy.deepcopy(originals)
+    # deepcopy forgets them; optimizers may look at them.
     for p, q in zip(originals.parameters(), copies.parameters(), strict=True):
         vars(q).update(vars(p))
     return copies
@@ -73,6 +74,7 @@ def find_ties(schedule: Schedule, stages: Sequence[nn.Module]) -> list[dict[str,
     for s, stage in enumerate(stages):
         for name, p in stage.named_parameters():
             owners.setdefault(id(p), []).append((s, name))
+    # A tie is a weight that several places have; its number is the same in all of them.
     ties: list[dict[str, int]] = [{} for _ in stages]
     for number, shared in enumerate(found for found in owners.values() if len(found) > 1):
         for s, name in shared:
@@ -114,6 +116,7 @@ def find_autocast(autocast: torch.dtype | None, names: Sequence[str]) -> torch.d
     """The type given, or that of the autocast context that the caller is in."""
     kinds = {torch.device(name).type for name in names}
     if autocast is None:
+        # A worker thread does not inherit the caller's context.
         enabled = (torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k))
         autocast = next(enabled, None)
     if autocast not in (None, torch.bfloat16):

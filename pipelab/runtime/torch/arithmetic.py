@@ -45,6 +45,7 @@ class TorchArithmetic(reference.Arithmetic):
         start: Sequence[StageState],
     ) -> None:
         self.recipe, self.device, self.wide, self.start = recipe, torch.device(device), wide, start
+        # [1] the modules, and what they compute in
         self.replicas = nn.ModuleList(copies_of(stages) for _ in range(replicas))
         self.replicas.to(self.device)
         if not recipe.training:
@@ -54,6 +55,7 @@ class TorchArithmetic(reference.Arithmetic):
         if wide:
             for tensor in (*self.replicas.parameters(), *self.replicas.buffers()):
                 tensor.data = _widen(tensor.data)  # in place, so that tied ones stay tied
+        # [2] names of what is trained; of tied weights all but the first
         named = [dict(stage.named_parameters()) for stage in self.stages]
         self.trained = [[n for n, p in of.items() if p.requires_grad] for of in named]
         labels: dict[int, list[str]] = {}
@@ -61,12 +63,14 @@ class TorchArithmetic(reference.Arithmetic):
             for name, p in of_stage.items():
                 labels.setdefault(id(p), []).append(f"{name} of stage {s}")
         self.repeated = [label for _, *others in labels.values() for label in others]
+        # [3] weights and buffers to begin with, a checkpoint's if there is one
         self.history = [{first: self.place(s, of)} for s, of in enumerate(named)]
         for s, state in enumerate(start):
             self.history[s].update({v: self.place(s, w) for v, w in state.weights.items()})
             for stages_of_replica in self.replicas:
                 for name, buffer in stages_of_replica[s].named_buffers():  # type: ignore[index]
                     buffer.data = self._moved(state.buffers[name])
+        # [4] one optimizer for all stages, as without a pipeline; the truth never steps
         self.optimizer: Any = None
         self.schedulers: list[Any] = []
         trained = [p for p in self.stages.parameters() if p.requires_grad]
@@ -119,6 +123,7 @@ class TorchArithmetic(reference.Arithmetic):
         return max((torch.finfo(dtype).eps for dtype in narrowing.found), default=0.0)
 
     def step(self, weights: Sequence[Weights], gradients: Sequence[Weights]) -> list[Weights]:
+        # The run's own gradients go in: what is judged is the step alone.
         for s, (stage, gradient) in enumerate(zip(self.stages, gradients, strict=True)):
             _bind(stage, self.place(s, weights[s]))
             for name, p in stage.named_parameters():  # optimizers leave one without alone
@@ -167,8 +172,10 @@ class TorchArithmetic(reference.Arithmetic):
         What a forward changes in the weights themselves (as the max_norm of an embedding does)
         stays in them.
         """
+        # [1] data, where and in what the reference computes
         x, y = TREES.map(self._moved, (piece.x, piece.y))
         autocast = None if self.wide else self.recipe.autocast
+        # [2] the stages in turn, as the caller's precision and each stage's seed have it
         with ExitStack() as stack:
             stack.enter_context(DRAWING)
             stack.enter_context(
@@ -247,6 +254,7 @@ class _Narrowing(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # A cast is seen as a result that is coarser than the finest operand.
         result = func(*args, **kwargs or {})
         given, made = (
             {t.dtype for t in pytree.tree_leaves(tree) if isinstance(t, Tensor) and _is_float(t)}

@@ -75,6 +75,7 @@ class Index:
 
 def write_index(folder: Path, segment: Segment, seed: int | None) -> None:
     """Describe the stages' files in `folder`."""
+    # The digests tie the files together: one of another checkpoint is found out.
     index = Index(
         segment.end,
         seed,
@@ -137,6 +138,7 @@ def states_for(
         )
     states = {s: load_stage(folder, s, index) for s in wanted}
     for s, state in states.items():
+        # Buffers are not compared: forwards may have put others there.
         mine, theirs = dict(stages[s].named_parameters()), state.weights[max(state.weights)]
         for name in {**mine, **theirs}:
             here, there = (_kind_of(weights.get(name)) for weights in (mine, theirs))
@@ -157,6 +159,7 @@ def _kind_of(tensor: Tensor | None) -> str:
 @contextmanager
 def draft_of(folder: Path, first: bool = True) -> Iterator[Path]:
     """A place for ranks to write to: the folder, once all have; nothing is left if one fails."""
+    # Renaming is one step: a folder is a whole checkpoint, or is not there.
     draft = folder.with_name(f".{folder.name}.draft")
     draft.mkdir(parents=True, exist_ok=True)
     try:
@@ -210,6 +213,7 @@ def write_dump(
             for t in range(schedule.updates):
                 after = [of_stage[t].weights for of_stage in steps]
                 _save_tensors(after, draft / f"update_{t}.safetensors")
+            # What is not a tensor goes beside them, as text.
             (draft / "schedule.csv").write_text(schedule.to_csv())
             (draft / "losses.json").write_text(json.dumps(losses))
     except OSError as error:

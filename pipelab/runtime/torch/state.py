@@ -57,6 +57,7 @@ class StageState:
         """Put the state into an optimizer of these weights. ValueError for another kind."""
         if not self.kinds:  # the stage had nothing to train
             return
+        # The reference has one optimizer for all stages: of its weights these are one stage's.
         names = {id(weight): name for name, weight in weights.items()}
         kinds = _kinds_of(optimizer, schedulers)
         if self.kinds != kinds or len(self.groups) != len(optimizer.param_groups):

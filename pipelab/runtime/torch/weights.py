@@ -151,6 +151,7 @@ class VersionedStage(CountingStage):
 
         Replicas need a flush, so that all of them are of the latest version.
         """
+        # All replicas send as many tensors, also of weights that one of them has not used.
         gradients = [
             self.total[name] if name in self.total else torch.zeros_like(self._handles[name])
             for name in self._trained

@@ -54,6 +54,7 @@ class TorchJob(Job):
     def stages(self, home: CpuDevice) -> dict[int, TorchStage]:
         made = {}
         for s, module in self.modules.items():
+            # Every rank trains copies: the caller's modules stay as they are.
             (copied,) = arguments.copies_of([module])
             feed = self.feeds[s]
             # Copies: a slice would keep, and count as, the memory of the whole batch, with its
@@ -110,6 +111,7 @@ class TorchWing(Wing):
         self._save_to = arguments.new_folder("save", options.save)
         if options.save:
             arguments.check_saved(stages)
+        # The part of the training comes first: launchers and devices are of its table.
         self.segment, index = _segment(schedule, options)
         self.launcher, self.devices = _launcher(self.segment, options)
         self.autocast = arguments.find_autocast(options.autocast, self.devices)

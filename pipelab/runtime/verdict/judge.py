@@ -57,12 +57,14 @@ def judge(
     quick          make do with the run's precision for the truth too
     """
     table, replicas = segment.table, len(replica_steps)
+    # [1] the rule, and the data with what they read by it
     rule, of_training = _reading(segment.whole, replicas)
     reading = of_training[segment.first_update :]
     own = reference(False)
     stream = _pieces(segment, batches, reading, replicas, own, seeds)
     first = next(stream)
     stream = chain([first], stream)
+    # [2] two references: as precise as can be, and as the run computes
     truth = _most_precise(own, reference, quick, first)
     trial = _Trial(result, own, truth, first, tolerance)
     # Where the rule allows it, the truth takes the batch undivided: what a paper's formula says.
@@ -70,12 +72,13 @@ def judge(
     whole = len(reading[0]) > 1 and (by_batch or not table.training)
     whole = whole and not divided and not own.remembers([first])
     # A layer may insist on the size of a micro-batch.
-    if whole and not truth.takes([Piece(*batches[0], reading[0][0])]):
+    if whole and not truth.takes([Piece(*batches[0], reads=reading[0][0])]):
         rule = rule.replace(":", ", the batch in micro-batches only:", 1)
         whole = False
+    # [3] update by update, each from the run's own weights before it
     for i in range(table.updates if table.training else table.batches):
         pieces = list(islice(stream, len(reading[i])))
-        exact = [Piece(*batches[i], reading[i][0])] if whole else pieces
+        exact = [Piece(*batches[i], reads=reading[i][0])] if whole else pieces
         if not table.training:
             trial.compare_losses(pieces, own.losses(pieces), truth.losses(exact))
             continue
@@ -83,6 +86,7 @@ def judge(
         trial.compare_update(t, steps, pieces, exact)
         trial.compare_step(t, steps)
         trial.go_on(t + 1, steps, reading[i + 1 :])
+    # [4] what the run gives back
     trial.compare_batches()
     if table.training:
         trial.compare_replicas(replica_steps)

@@ -151,6 +151,7 @@ class Reference:
         With a jitter it starts from the buffers that the last one without has found, and leaves no
         trace in them.
         """
+        # [1] sums over the pieces, of gradients and of what counts
         compute, first = self.arithmetic, pieces[0]
         # In units of about a piece's samples: float16 cannot hold larger numbers than 65,504.
         samples = samples_of((first.x, first.y), compute.trees)
@@ -168,6 +169,7 @@ class Reference:
         # A weight that no forward has used has no gradient: optimizers leave it alone, and so does
         # `step`. It is compared as zeros.
         self._used = [set(total) for total in sums]
+        # [2] means, on the host in float64, by the names that the verdict uses
         means: Arrays = {}
         for s, (names, total) in enumerate(zip(compute.trained, sums, strict=True)):
             like = next(iter(self.history[s].values()))
@@ -284,6 +286,7 @@ class Reference:
 
         Frozen weights are exact: they may be numbers of rows or of a range.
         """
+        # Versions are chosen here and nowhere else: by the rule, not by the run.
         given = [history[v] for history, v in zip(self.history, piece.reads, strict=True)]
         if not jitter:
             return given
