@@ -950,3 +950,22 @@ def test_workers_compute_with_as_many_threads_as_torch_is_told():
     finally:
         torch.set_num_threads(before)
     assert found == [before + 1] * 2
+
+
+def test_a_run_enters_few_modules():
+    found = set()
+
+    def note(frame, event, _):
+        name = frame.f_globals.get("__name__", "")
+        if event == "call" and name.startswith("pipelab."):
+            found.add(name)
+
+    arguments = make("pipedream_flush", 3, 4), stages(3), batches(1), F.mse_loss, SGD
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        run(*arguments, backend="threads")
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    assert len(found) <= 29, sorted(found)

@@ -72,13 +72,13 @@ def judge(
     whole = len(reading[0]) > 1 and (by_batch or not table.training)
     whole = whole and not divided and not own.remembers([first])
     # A layer may insist on the size of a micro-batch.
-    if whole and not truth.takes([Piece(*batches[0], reads=reading[0][0])]):
+    if whole and not truth.takes([_undivided(batches[0], reading[0][0])]):
         rule = rule.replace(":", ", the batch in micro-batches only:", 1)
         whole = False
     # [3] update by update, each from the run's own weights before it
     for i in range(table.updates if table.training else table.batches):
         pieces = list(islice(stream, len(reading[i])))
-        exact = [Piece(*batches[i], reads=reading[i][0])] if whole else pieces
+        exact = [_undivided(batches[i], reading[i][0])] if whole else pieces
         if not table.training:
             trial.compare_losses(pieces, own.losses(pieces), truth.losses(exact))
             continue
@@ -87,12 +87,7 @@ def judge(
         trial.compare_step(t, steps)
         trial.go_on(t + 1, steps, reading[i + 1 :])
     # [4] what the run gives back
-    trial.compare_batches()
-    if table.training:
-        trial.compare_replicas(replica_steps)
-        trial.compare_trained()
-    if saved:
-        trial.compare_saved("the checkpoint", saved, result.weights)
+    trial.compare_results(replica_steps, saved)
     return trial.found.verdict(rule, truth.arithmetic.computes_in)
 
 
@@ -253,6 +248,17 @@ class _Trial:
             reference.accept(version, [step.weights for step in steps])
             reference.forget(needed)
 
+    def compare_results(
+        self, replica_steps: Sequence[Sequence[Sequence[Step]]], saved: Sequence[Any]
+    ) -> None:
+        """All that is there in the end."""
+        self.compare_batches()
+        if self.own.recipe.training:
+            self.compare_replicas(replica_steps)
+            self.compare_trained()
+        if saved:
+            self.compare_saved("the checkpoint", saved, self.result.weights)
+
     def compare_batches(self) -> None:
         """The losses of whole batches: the means of those reported of the micro-batches."""
         means = mean_losses(self.counted, len(self.result.losses))
@@ -295,6 +301,11 @@ class _Trial:
             there, wanted = (arrays.get(name, np.zeros(0)) for arrays in (saved, expected))
             floor = min(self.own.arithmetic.coarsest, EPS_32) * np.abs(wanted)
             self.found.add(f"in {where}, {name}", there, wanted, floor, unset=True)
+
+
+def _undivided(batch: tuple[Any, Any], reads: Sequence[int]) -> Piece:
+    x, y = batch
+    return Piece(x, y, reads)
 
 
 def _joined(arrays: Arrays) -> np.ndarray:
