@@ -50,7 +50,7 @@ class JaxStage(CountingStage):
         # Objects of their own: a jitted method would refer to the stage and the stage to it, so
         # that all arrays of a run would be kept until the next garbage collection.
         loss = None if feed.targets is None else recipe.loss
-        self._function = Function(apply, loss, kinds, device.device)
+        self._function = Function(apply, loss, frozenset(kinds), device.device)
         self._step = step_of(recipe.optimizer)
         self._backwards = Backwards(device.ledger, id(self))
         self._inputs: dict[int, Any] = {}  # of micro-batches whose forward runs again
