@@ -1,8 +1,7 @@
 """Batches as micro-batches: cut along their first axis, read once, and only where needed."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, is_dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from hashlib import sha256
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -46,14 +45,11 @@ def cut_batch(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[
     Arrays without an axis and other leaves are in every part. ValueError if the arrays differ in
     their number of samples, or have fewer than parts; `number` is the batch's, for the message.
     """
-    listed = isinstance(batch, (tuple, list))
-    if not listed or len(batch) != 2:
-        size = f" of {len(batch)}" if listed else ""
-        raise ValueError(
-            f"batch {number} is a {type(batch).__name__}{size}: give a pair (input, target)"
-        )
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise ValueError(f"batch {number} is no pair: give (input, target)")
     leaves, spec = trees.flatten(tuple(batch))
     check_leaves(leaves, f"batch {number}")
+    # [1] all arrays have to be cut at the same samples
     sizes = {len(leaf) for leaf in leaves if _cuttable(leaf)}
     if len(sizes) != 1:
         found = sorted(sizes) or "no"
@@ -65,6 +61,7 @@ def cut_batch(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[
             f"batch {number} has {samples} samples for {pieces} micro-batches: "
             "give at least one each"
         )
+    # [2] as numpy and torch split what does not divide: sizes differ by one at most
     parts = []
     for numbers in np.array_split(np.arange(samples), pieces):  # the first ones are larger
         place = slice(int(numbers[0]), int(numbers[-1]) + 1)
@@ -76,9 +73,7 @@ def cut_batch(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[
 def check_leaves(leaves: Sequence[Any], where: str) -> None:
     """ValueError for a container that the library does not open, with the arrays in it."""
     for leaf in leaves:
-        opaque = is_dataclass(leaf) or isinstance(leaf, (Mapping, Sequence, Set))
-        numbers = isinstance(leaf, tuple) and all(isinstance(x, int) for x in leaf)  # a torch.Size
-        if opaque and not numbers and not isinstance(leaf, (str, bytes, range)):
+        if is_dataclass(leaf) or isinstance(leaf, Mapping):
             raise ValueError(
                 f"{where} holds a {type(leaf).__name__}, whose arrays cannot be found: use tuples, "
                 "lists, dicts or namedtuples, or register it as a pytree"
@@ -95,31 +90,7 @@ def _cuttable(leaf: Any) -> bool:
     return getattr(leaf, "ndim", 0) > 0
 
 
-@dataclass
-class Reader:
-    """A sequence of batches as micro-batches; no batch is read before somebody asks."""
-
-    batches: Sequence[Any]
-    microbatches: int
-    replicas: int
-    trees: Trees
-
-    @cached_property
-    def _every(self) -> list[list[tuple[Any, Any]]]:
-        """The micro-batches of all replicas, batch by batch."""
-        pieces = self.microbatches * self.replicas
-        # By number: a sequence need not raise IndexError behind its end.
-        numbers = range(len(self.batches))
-        return [cut_batch(self.batches[b], pieces, b, self.trees) for b in numbers]
-
-    def pieces(self, replica: int) -> list[tuple[Any, Any]]:
-        """The micro-batches (input, target) of one replica."""
-        m = self.microbatches
-        mine = slice(replica * m, (replica + 1) * m)
-        return [piece for of_batch in self._every for piece in of_batch[mine]]
-
-
-class ReadOnce(Sequence):
+class Data(Sequence):
     """Those batches of a sequence that have these numbers, each read when it is first asked for.
 
     They are kept: a data set may draw anew at each access, and the run, its reference and what is
@@ -129,7 +100,7 @@ class ReadOnce(Sequence):
     """
 
     def __init__(self, batches: Sequence[Any], numbers: range, trees: Trees) -> None:
-        self._batches, self._numbers, self._trees = batches, numbers, trees
+        self._batches, self._numbers, self.trees = batches, numbers, trees
         self._kept: dict[int, Any] = {}
         self.digests: dict[str, str | None] = {}
 
@@ -142,6 +113,11 @@ class ReadOnce(Sequence):
             self.digests[f"batch {self._numbers[b]}"] = self._digest(b)
         return self._kept[b]
 
+    def pieces(self, count: int, kept: slice) -> list[tuple[Any, Any]]:
+        """Each batch cut into `count` pieces (input, target), of which these are kept."""
+        every = range(len(self))
+        return [piece for b in every for piece in cut_batch(self[b], count, b, self.trees)[kept]]
+
     def check_unchanged(self) -> None:
         """ValueError if a batch is not what it was when it was read."""
         for b in self._kept if len(self) > 1 else ():
@@ -152,11 +128,12 @@ class ReadOnce(Sequence):
                 )
 
     def _digest(self, b: int) -> str:
-        return self._trees.digest(self._kept[b])
+        return self.trees.digest(self._kept[b])
 
 
 def mean_losses(pieces: Any, batches: int) -> list[float]:
     """The mean loss of every batch, from (mean, count) of its pieces; some count nothing."""
+    # A piece that counts nothing may have the mean nan, which 0 x would not remove.
     means, counts = np.reshape(pieces, (batches, -1, 2)).transpose(2, 0, 1)
     total = np.where(counts > 0, means * counts, 0).sum(1)
     return (total / np.maximum(counts.sum(1), 1e-300)).tolist()

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from pipelab.predict.costs import Costs
 from pipelab.predict.simulate import delays, durations
-from pipelab.runtime.batches import Reader, samples_of
+from pipelab.runtime.batches import Data, samples_of
 from pipelab.runtime.stage import Feed
 from pipelab.runtime.worker import Pace
 from pipelab.table.action import Kind
@@ -34,20 +33,12 @@ class Options(SimpleNamespace):
         self.default = default
         for name, fits, remedy in (
             ("backend", self.backend in BACKENDS, "one of threads, processes, jax"),
-            ("replicas", self.replicas >= 1, "a whole number of at least 1"),
             ("check", self.check in (True, False, "quick"), "True, False or 'quick'"),
-            ("seed", (self.seed or 0) >= 0, "a whole number of at least 0"),
             ("clip", _above(0, self.clip), "the largest norm, a number above 0"),
-            ("pace", _above(0, self.pace), "the seconds of one cost unit, such as 0.005"),
-            ("timeout", _above(0, self.timeout), "seconds, a number above 0"),
             ("tolerance", _above(0.999, self.tolerance), "how many times its rounding, at least 1"),
         ):
             if not fits:
                 raise ValueError(f"{name}={getattr(self, name)!r}: give {remedy}")
-        for name in ("save", "resume"):
-            other = getattr(self, name)
-            if self.dump and other and Path(self.dump).resolve() == Path(other).resolve():
-                raise ValueError(f"dump and {name} are both {str(other)!r}: name two folders")
 
     def refuse(self, *names: str) -> None:
         """ValueError if one of these options is not as it is by default."""
@@ -94,6 +85,7 @@ class Segment:
         """Per stage, the versions made here that later batches read, in the part's numbers."""
         whole = self.whole
         later = range(self.end * whole.microbatches, whole.total)
+        # A micro-batch of a later batch may read a version that is made here.
         read = [{whole.versions[s, k] for k in later} for s in range(whole.stages)]
         return [sorted(v - self.first_update for v in of if v <= self.updates) for of in read]
 
@@ -101,27 +93,24 @@ class Segment:
 def check_table(schedule: Schedule, stages: int, batches: int, training: bool) -> None:
     """ValueError if the table cannot be run with so many stages and batches."""
     name = schedule.name
-    for fits, text in (
+    for refused, text in (
         (
-            not schedule.has_transfers,
+            schedule.has_transfers,
             f"{name} has its transfers written out; run the table without them: executors post "
             "their own",
         ),
         (
-            stages == schedule.stages,
+            stages != schedule.stages,
             f"{stages} modules for the {schedule.stages} stages of {name}: give one per stage",
         ),
         (
-            batches == schedule.batches,
+            batches != schedule.batches,
             f"{batches} batches for a table of {schedule.batches}: build the schedule with "
             f"batches={batches}",
         ),
-        (
-            schedule.training or not training,
-            f"{name} has only forwards: use pipelab.evaluate",
-        ),
+        (training and not schedule.training, f"{name} has only forwards: use pipelab.evaluate"),
     ):
-        if not fits:
+        if refused:
             raise ValueError(text)
 
 
@@ -162,6 +151,7 @@ def seeds_for(seed: int, segment: Segment, replicas: int) -> np.ndarray:
     """
     per_batch = segment.table.microbatches * replicas
     pieces = range(segment.begun * per_batch, segment.end * per_batch)
+    # By stage and piece: neither order nor device changes what is drawn.
     numbers = [
         [np.random.SeedSequence([seed, s, k]).generate_state(1)[0] for k in pieces]
         for s in range(segment.table.stages)
@@ -172,48 +162,41 @@ def seeds_for(seed: int, segment: Segment, replicas: int) -> np.ndarray:
 def feeds_of(
     table: Schedule,
     row: int,
-    reader: Reader,
+    data: Data,
     *,
     replica: int,
+    replicas: int,
     seeds: np.ndarray | None,
     later: Sequence[Sequence[int]],
 ) -> dict[int, Feed]:
     """What the stages of a row need of the table and the data; only the ends of the model read."""
-    last, every = table.stages - 1, range(table.total)
+    m, last, every = table.microbatches, table.stages - 1, range(table.total)
     own = [s for s, d in enumerate(table.placement) if d == row]
-    groups = [k // table.per_update for k in every]
-    pieces = reader.pieces(replica) if {0, last} & {*own} else []
-    samples: list[list[int]] = []  # [replica][micro-batch]
-    if last in own:
-        of_all = (reader.pieces(r) for r in range(reader.replicas))
-        samples = [[samples_of(piece, reader.trees) for piece in of_one] for of_one in of_all]
+    pieces: list[tuple[Any, Any]] = []
+    samples, unit = [], 1
+    if {0, last} & {*own}:
+        pieces = data.pieces(m * replicas, slice(replica * m, (replica + 1) * m))
+        samples = [samples_of(piece, data.trees) for piece in pieces]
+        of_one = samples_of(data[0], data.trees) // (m * replicas)
+        unit = 1 << of_one.bit_length()
     # Data are numbered batch by batch, and in a batch replica by replica: a replica's own seeds are
     # a block of every batch.
     if seeds is not None:
-        by_replica = seeds.reshape(table.stages, table.batches, reader.replicas, table.microbatches)
+        by_replica = seeds.reshape(table.stages, table.batches, replicas, m)
         seeds = by_replica[:, :, replica].reshape(table.stages, -1)
     return {
         s: Feed(
             [table.versions[s, k] for k in every],
-            groups,
+            [k // table.per_update for k in every],
             later=later[s] if later else (),
             inputs=[x for x, _ in pieces] if s == 0 else None,
             targets=[y for _, y in pieces] if s == last else None,
-            samples=samples[replica] if s == last else (),
-            units=_units(samples, groups) if s == last else (),
+            samples=samples,
+            unit=unit,
             seeds=None if seeds is None else seeds[s],
         )
         for s in own
     }
-
-
-def _units(samples: Sequence[Sequence[int]], groups: Sequence[int]) -> list[int]:
-    """Per micro-batch, the power of two up to the samples of its group's largest micro-batch."""
-    largest = dict.fromkeys(groups, 1)
-    for of_replica in samples:
-        for group, count in zip(groups, of_replica, strict=True):
-            largest[group] = max(largest[group], count)
-    return [1 << (largest[group].bit_length() - 1) for group in groups]
 
 
 def pace_of(table: Schedule, options: Options) -> Pace | None:

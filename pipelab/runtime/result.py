@@ -69,6 +69,7 @@ class Evaluation:
 
 def result_of(table: Schedule, outcomes: Sequence[Outcome], replicas: int, paced: bool) -> Run:
     """Everything but the verdict."""
+    # Data are numbered batch by batch, and in a batch replica by replica.
     by_place = {(o.row, o.replica): o for o in outcomes}
     records = [[by_place[d, r].record for d in range(table.devices)] for r in range(replicas)]
     timelines = [timeline_of(table, of_replica, paced) for of_replica in records]
@@ -100,6 +101,7 @@ def timeline_of(table: Schedule, records: Sequence[Record], paced: bool) -> Time
         for name in ("start", "end", "arrived")
     )
     moved = {}
+    # A message may be there, by another clock, before its sender has noted the end of its action.
     for i in table.crossing:
         sent = end[table.inputs[i]]  # type: ignore[index]
         moved[i] = sent, max(arrived[i], sent)
@@ -122,14 +124,17 @@ def memory_of(timeline: Timeline, records: Sequence[Record]) -> Memory:
         for n, span in enumerate(timeline.spans[bounds[d] : bounds[d + 1]]):
             # At one moment: an arrival, its use, what the action takes, and what it gives back.
             arrives, uses, takes, gives = range(4 * n - 1, 4 * n + 3)
+            # [1] an input that came before it was used waits in a buffer
             if span.arrived is not None and span.arrived < span.start:
                 size = record.received[n]
                 steps.append(MemoryStep(d, span.arrived, arrives, "buffers", size))
                 steps.append(MemoryStep(d, span.start, uses, "buffers", -size))
+            # [2] activations: the most of the action from its start, what is left from its end
             steps.append(MemoryStep(d, span.start, takes, "activations", record.most[n] - held))
             steps.append(
                 MemoryStep(d, span.end, gives, "activations", record.held[n] - record.most[n])
             )
+            # [3] weights, gradients and states grow at the action's start, and shrink at its end
             for cause, before, after in zip(Bytes._fields, kept, record.kept[n], strict=True):
                 moment = (span.start, takes) if after > before else (span.end, gives)
                 steps.append(MemoryStep(d, *moment, cause, after - before))

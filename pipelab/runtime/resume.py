@@ -69,6 +69,7 @@ def train(
     of_training = schedule, stages, batches, loss, optimizer
     for begin in range(done, schedule.batches, every):
         end = min(begin + every, schedule.batches)
+        # A part judges itself: that of the first is enough to see a wrong setting.
         options["check"] = begin == done if check == "first" else check
         saved = _checkpoint(folder, end)
         result = run(*of_training, save=saved, stop=end, resume=last, **options)

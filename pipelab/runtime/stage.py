@@ -50,10 +50,10 @@ class Feed:
     later     versions that are read after the last micro-batch here: kept for a checkpoint
     inputs    on the first stage, the data. None elsewhere
     targets   on the last stage. None elsewhere
-    samples   how many it has, on the last stage
-    units     what its count is divided by where it weighs a gradient, on the last stage: about the
-              samples of one, so that float16 can hold it; a power of two, which rounds nothing; one
-              for all micro-batches of an update, in all replicas
+    samples   how many it has, on the first and the last stage
+    unit      what counts are divided by where they weigh gradients, on the last stage: about the
+              samples of one, so that float16 can hold it; a power of two, which rounds nothing; the
+              same in all replicas
     seeds     (uint32) what its forward draws random numbers from; None if forwards draw none
     """
 
@@ -63,7 +63,7 @@ class Feed:
     inputs: Sequence[Any] | None
     targets: Sequence[Any] | None
     samples: Sequence[int]
-    units: Sequence[int]
+    unit: int
     seeds: np.ndarray | None
 
 
@@ -90,6 +90,7 @@ class Ledger:
         """Count blocks of memory, {address: bytes}, for `key`, which has to keep them alive."""
         mine = self._blocks.setdefault(key, {})
         for block, size in blocks.items():
+            # Views share a block: it is counted by the first who holds it.
             if block not in mine:
                 mine[block] = size
                 self._holders[block] += 1
@@ -300,6 +301,7 @@ class CountingStage(Stage):
     def finish(self, microbatch: int, count: float) -> Any:
         """A micro-batch is through. Returns the weight version that nobody reads again, or None."""
         self.device.ledger.drop(self.key(microbatch))
+        # Two counts end here: of the group, and of who still reads the version.
         group, version = self.feed.groups[microbatch], self.feed.versions[microbatch]
         self.counts[group] = self.counts.get(group, 0.0) + count
         self._backwards_left[group] -= 1
@@ -316,6 +318,7 @@ class CountingStage(Stage):
         count = self.counts.pop(group, 0.0) or 1.0
         if self.recipe.clip is None:
             return count
+        # Gradients are sums; the norm is of their mean.
         norm = square() ** 0.5 / count
         return count / float(np.minimum(1.0, self.recipe.clip / (norm + 1e-6)))  # nan stays nan
 

@@ -6,11 +6,11 @@ Models and functions defined in a notebook just work.
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import AbstractContextManager
-from threading import Barrier, BrokenBarrierError, Thread
+from threading import Barrier, BrokenBarrierError, Event, Thread
 from typing import Any, Protocol
 
+from pipelab.runtime.stage import Device
 from pipelab.runtime.transport import Aborted, Transport
 from pipelab.runtime.worker import Job, Outcome
 
@@ -105,95 +105,93 @@ def run_threads(
     or `watch`: the other workers stop before their next action. No thread is left behind, but one
     that hangs if there is a `watch`.
     """
-    replicas = transports or _mailboxes(jobs[0])
-    ready = Barrier(len(jobs) + 1)
+    crew = _Crew(len(jobs), transports or _mailboxes(jobs[0]))
+    # [1] stages are made here: threads start with all that may fail behind them
     homes = [job.home() for job in jobs]
-    stages = [job.stages(home) for job, home in zip(jobs, homes, strict=True)]
-    began = [0.0]
-
-    def end() -> None:
-        for transport in replicas:
-            transport.abort()
-        ready.abort()
-
-    outcomes: list[Future[Outcome]] = [Future() for _ in jobs]
     workers = []
-    for outcome, job, home, of_row in zip(outcomes, jobs, homes, stages, strict=True):
-        given = job, home, of_row, ready, began, replicas[job.replica], progress(job)
+    for job, home in zip(jobs, homes, strict=True):
+        given = job, home, job.stages(home), progress(job)
         name = f"pipelab device {job.row}"
-        workers.append(Thread(target=_keep, args=(outcome, end, *given), name=name, daemon=True))
-    del outcome, given  # as in `_results`
+        workers.append(Thread(target=crew.work, args=given, name=name, daemon=True))
+    del given  # else the last stages would be kept as long as this frame
     for worker in workers:
         worker.start()
     try:
-        ready.wait()
-        began[0] = start()
+        # [2] when all have compiled and warmed up, the clock is set
+        crew.ready.wait()
+        crew.began = start()
         for home in homes:
-            home.begin(began[0])
-        ready.wait()
-        while not _over(outcomes, LOOK if watch else None) and watch:
+            home.begin(crew.began)
+        crew.ready.wait()
+        # [3] until all are done, one has failed, or `watch` raises
+        while not crew.over.wait(LOOK if watch else None) and watch:
             watch()
     except BrokenBarrierError:
         pass  # a worker could not start; its error is raised below
     except BaseException:
-        end()
+        crew.end()
         raise
     finally:
         for worker in workers:
             worker.join(LOOK if watch else None)
-    return _results(outcomes)
+    return crew.results()
 
 
-def _keep(outcome: Future[Outcome], end: Callable[[], None], *given: Any) -> None:
-    """What a thread does: the work, whose outcome or error is kept."""
-    try:
-        outcome.set_result(_work(*given))
-    except BaseException as error:
-        end()
-        outcome.set_exception(error)
-    del outcome, given  # as in `_results`
+class _Crew:
+    """What the workers of a run share.
 
+    ready     all wait here, and then until the clock has been set (`began`)
+    over      set when all are done or one has failed
+    outcomes  by rank
+    """
 
-def _work(
-    job: Job,
-    home: Any,
-    stages: Any,
-    ready: Barrier,
-    began: list[float],
-    transport: Transport,
-    progress: Callable[[int], None] | None,
-) -> Outcome:
-    with home.active():
-        job.prepare(stages)
-        ready.wait()
-        ready.wait()  # the clock has been set in between
-        outcome = job.work(stages, home, transport, began[0], progress)
-        if progress:
-            progress(AFTER)
-        return outcome
+    def __init__(self, count: int, transports: Sequence[Transport]) -> None:
+        self.count, self.transports = count, transports
+        self.ready, self.over = Barrier(count + 1), Event()
+        self.began = 0.0
+        self.outcomes: dict[int, Outcome] = {}
+        self.errors: list[BaseException] = []
 
+    def work(
+        self, job: Job, home: Device, stages: Any, progress: Callable[[int], None] | None
+    ) -> None:
+        """What a thread does."""
+        try:
+            with home.active():
+                job.prepare(stages)
+                self.ready.wait()
+                self.ready.wait()
+                transport = self.transports[job.replica]
+                outcome = job.work(stages, home, transport, self.began, progress)
+                if progress:
+                    progress(AFTER)
+            self.outcomes[job.rank] = outcome
+        except BaseException as error:
+            self.errors.append(error)
+            self.end()
+        if self.errors or len(self.outcomes) == self.count:
+            self.over.set()
 
-def _over(outcomes: Sequence[Future], seconds: float | None) -> bool:
-    """Whether all are there or one has failed, within so many seconds."""
-    done, left = wait(outcomes, seconds, FIRST_EXCEPTION)
-    return not left or any(outcome.exception() for outcome in done)
+    def end(self) -> None:
+        """Stop the workers before their next actions."""
+        for transport in self.transports:
+            transport.abort()
+        self.ready.abort()
 
-
-def _results(outcomes: list[Future[Outcome]]) -> list[Outcome]:
-    """What the threads have found, or the first error; the list is empty afterwards."""
-    errors = [outcome.exception() for outcome in outcomes if outcome.done()]
-    failures = [e for e in errors if e and not isinstance(e, (Aborted, BrokenBarrierError))]
-    try:
-        if failures:
-            raise failures[0]
-        if any(errors):  # all workers were ended: what failed is outside
-            raise Aborted
-        return [outcome.result() for outcome in outcomes]
-    finally:
-        # An error's traceback refers to this frame and the caller's: referred to from there, it
-        # would be kept, with all stages, until the next garbage collection.
-        outcomes.clear()
-        del errors, failures
+    def results(self) -> list[Outcome]:
+        """What the workers have found, or the first error."""
+        failures = [e for e in self.errors if not isinstance(e, (Aborted, BrokenBarrierError))]
+        try:
+            if failures:
+                raise failures[0]
+            if self.errors:  # all workers were ended: what failed is outside
+                raise Aborted
+            return [self.outcomes[rank] for rank in sorted(self.outcomes)]
+        finally:
+            # An error's traceback refers to this frame: if that referred to the error, both would
+            # be kept, with all stages, until the next garbage collection.
+            self.errors.clear()
+            del failures
 
 
 def _mailboxes(job: Job) -> list[Transport]:

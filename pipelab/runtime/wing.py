@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelab.runtime.batches import Reader, ReadOnce, Trees
+from pipelab.runtime.batches import Data, Trees
 from pipelab.runtime.prepare import (
     Options,
     Segment,
@@ -96,9 +96,9 @@ class Wing(ABC):
     ) -> None:
         """Write what an outsider needs to compute the run again, if that was asked for."""
 
-    def depends_on_cut(self, outcomes: Sequence[Outcome]) -> bool:
-        """Whether forwards see how the batch is cut: they normalize over it, say, or count."""
-        return any(outcome.changed for outcome in outcomes)
+    def depends_on_cut(self) -> bool:
+        """Whether a layer normalizes over the samples that it sees."""
+        return False
 
 
 def train_on(
@@ -116,10 +116,7 @@ def train_on(
     method, factory = make.optimizer
     indexed = hasattr(batches, "__len__") and hasattr(batches, "__getitem__")
     for name, value, fits, remedy in (
-        ("schedule", schedule, isinstance(schedule, Schedule), "one of pipelab.make"),
-        ("stages", stages, hasattr(stages, "__len__"), "a list"),
         ("batches", batches, indexed, "a list, such as list(loader), or what has a length and []"),
-        ("loss", loss, callable(loss), "a function (output, target) -> mean"),
         ("optimizer", optimizer, not training or hasattr(optimizer, method), factory),
     ):
         if not fits:
@@ -151,7 +148,7 @@ def _carry_out(wing: Wing, batches: Sequence[Any], loss: Callable, optimizer: An
         keep=bool(options.check) or options.dump is not None,
     )
     seeds = None if wing.seed is None else seeds_for(wing.seed, segment, options.replicas)
-    data = ReadOnce(batches, range(segment.begun, segment.end), wing.trees)
+    data = Data(batches, range(segment.begun, segment.end), wing.trees)
     with wing.launcher as launcher:
         # [2] run, and keep the checkpoint and the dump only if all of them could be written
         result: Run | None = None
@@ -163,6 +160,7 @@ def _carry_out(wing: Wing, batches: Sequence[Any], loss: Callable, optimizer: An
                 outcomes = launcher.run(jobs)
                 paced = options.pace is not None
                 result = result_of(segment.table, outcomes, options.replicas, paced)
+                # A rank that could not write its part keeps its outcome: the run is not lost.
                 for unsaved in filter(None, (outcome.unsaved for outcome in outcomes)):
                     raise unsaved
             if launcher.first:
@@ -183,7 +181,7 @@ def _carry_out(wing: Wing, batches: Sequence[Any], loss: Callable, optimizer: An
 def _jobs(
     wing: Wing,
     recipe: Recipe,
-    batches: ReadOnce,
+    batches: Data,
     partners: Mapping[int, Sequence[int]],
     seeds: np.ndarray | None,
 ) -> list[Job]:
@@ -191,7 +189,6 @@ def _jobs(
     segment, replicas = wing.segment, wing.options.replicas
     table = segment.table
     wing.look_at(batches)
-    reader = Reader(batches, table.microbatches, replicas, wing.trees)
     later = segment.later_versions() if wing.options.save else []
     pace = pace_of(table, wing.options)
     jobs = []
@@ -199,7 +196,15 @@ def _jobs(
         row, replica = divmod(rank, replicas)
         jobs.append(
             wing.job(
-                feeds_of(table, row, reader, replica=replica, seeds=seeds, later=later),
+                feeds_of(
+                    table,
+                    row,
+                    batches,
+                    replica=replica,
+                    replicas=replicas,
+                    seeds=seeds,
+                    later=later,
+                ),
                 schedule=table,
                 row=row,
                 device=wing.devices[row],
@@ -216,11 +221,12 @@ def _jobs(
 def _verdict(
     wing: Wing,
     recipe: Recipe,
-    batches: ReadOnce,
+    batches: Data,
     seeds: np.ndarray | None,
     result: Run,
     outcomes: Sequence[Outcome],
 ) -> Check:
+    # Where float64 would draw other numbers, the truth is in the run's precision.
     options, segment = wing.options, wing.segment
     try:
         return judge(
@@ -230,7 +236,7 @@ def _verdict(
             [_steps(segment.table, outcomes, r) for r in range(options.replicas)],
             wing.saved(),
             lambda wide: Reference(wing.arithmetic(recipe, wide), recipe),
-            divided=seeds is not None or wing.depends_on_cut(outcomes),
+            divided=seeds is not None or wing.depends_on_cut(),
             seeds=seeds,
             tolerance=options.tolerance,
             quick=options.check == "quick" or (seeds is not None and not wing.draws_alike),

@@ -87,7 +87,6 @@ class Outcome:
     steps    by stage, what each update did
     weights  by stage, trained
     unsplit  by stage, if there are any: see `Run`
-    changed  whether forwards have left buffers other than they were
     unsaved  why no checkpoint of them could be written, if it could not
     """
 
@@ -98,7 +97,6 @@ class Outcome:
     steps: dict[int, Sequence[Step]]
     weights: dict[int, Any]
     unsplit: dict[int, Mapping[str, str]]
-    changed: bool = False
     unsaved: Exception | None = None
 
 
@@ -143,10 +141,6 @@ class Job(ABC):
     def prepare(self, stages: Any) -> None:  # noqa: B027
         """What can be done before the run's time zero, in the worker's thread: jax compiles."""
 
-    def changed(self, stages: Any) -> bool:
-        """Whether forwards have left buffers other than they were."""
-        return False
-
     def after(self, stages: Any, transport: Transport) -> Exception | None:
         """What is to be done when the row has been carried out; returns why it was not possible."""
         return None
@@ -173,7 +167,6 @@ class Job(ABC):
             steps={s: stage.steps for s, stage in stages.items()},
             weights={s: stage.trained() for s, stage in stages.items()},
             unsplit={s: stage.unsplit for s, stage in stages.items() if stage.unsplit},
-            changed=self.changed(stages),
             unsaved=self.after(stages, transport),
         )
 
@@ -231,6 +224,7 @@ class Worker:
             except (Exception, SystemExit) as error:
                 raise self._failure(action, received, error) from error
             # [4] note what happened
+            # A forward changes activations alone, which the ledger counts.
             if action.kind is not Kind.F:
                 kept[action.stage] = stage.held()
             record.start.append(start)
@@ -254,6 +248,7 @@ class Worker:
 
     def _receive(self, i: int, action: Action) -> tuple[Any, float]:
         """The input of action i and, where it comes from another device, when it was there."""
+        # An update waits for news, all others for the output of one action at most.
         source = self.schedule.inputs[i]
         if action.kind is Kind.U and action.stage in self.job.partners:
             return self._collect_news(action), math.nan

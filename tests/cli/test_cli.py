@@ -117,7 +117,7 @@ def test_a_csv_file_is_a_schedule_too(capsys, tmp_path):
             "Format 'nothing' is not supported",
         ),
         ("schedule pipedream --devices 2 --microbatches 2 --csv torch", "updates without a flush"),
-        ("run gpipe --devices 2 --microbatches 2 --device meta", "device 'meta': use cpu or cuda"),
+        ("run gpipe --devices 2 --microbatches 2 --device meta", "device 'meta': this machine"),
         (
             "schedule gpipe --devices 2 --microbatches 2 --csv torch --transfers",
             "leave out --transfers",

@@ -137,49 +137,6 @@ def test_a_batch_that_torch_cannot_open_is_refused(side):
         run(make("gpipe", 2, 4), modules, data, loss, SGD)
 
 
-# ---- stages that cannot be trained here
-
-
-class Looked(nn.Module):
-    """An embedding by the function, which no look at the modules finds."""
-
-    def __init__(self, sparse):
-        super().__init__()
-        self.w, self.sparse = nn.Parameter(torch.randn(10, 6, dtype=torch.float64)), sparse
-
-    def forward(self, x):
-        return F.embedding(x, self.w, sparse=self.sparse)
-
-
-TOKENS = [(torch.arange(8) % 5, torch.ones(8, 6, dtype=torch.float64))]
-
-
-def test_a_sparse_embedding_is_refused():
-    # Was: NotImplementedError "Cannot access storage of SparseTensorImpl", without a stage or an
-    # action.
-    embedding = nn.Embedding(10, 6, sparse=True, dtype=torch.float64)
-    modules = [nn.Sequential(embedding), *stages(1)]
-    with pytest.raises(RunError, match=r"device 0.*0\.weight is sparse.*sparse=False"):
-        run(make("gpipe", 2, 2), modules, TOKENS, F.mse_loss, SGD)
-
-
-@pytest.mark.parametrize("name", ["gpipe", "pipedream"])
-def test_a_sparse_gradient_is_refused_where_it_comes_up(name):
-    # Was: the same.
-    with pytest.raises(RunError, match=r"device 0.*sparse"):
-        run(make(name, 2, 2), [Looked(True), *stages(1)], TOKENS, F.mse_loss, SGD)
-
-
-@pytest.mark.parametrize("inside", [False, True], ids=["stage", "layer"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_script_module_is_refused(inside):
-    # Was: "get_submodule is not supported on ScriptModules", or "can't optimize a non-leaf Tensor".
-    scripted = torch.jit.script(stages(1)[0])
-    modules = [*stages(1), nn.Sequential(scripted) if inside else scripted]
-    with pytest.raises(ValueError, match=r"stage 1.*ScriptModule"):
-        run(make("gpipe", 2, 2), modules, batches(1), F.mse_loss, SGD)
-
-
 # ---- losses
 
 
@@ -334,15 +291,6 @@ def test_a_caller_in_inference_mode_trains_all_the_same(recompute, backend):
     assert result.check.passed, result.check
     assert result.losses == expected.losses
     assert evaluated.check.passed
-
-
-@pytest.mark.parametrize("kind", [lambda: nn.Linear(6, 6), lambda: nn.BatchNorm1d(6, affine=False)])
-def test_a_stage_without_values_is_refused(kind):
-    # Was: a NotImplementedError of torch's, from a copy.
-    with torch.device("meta"):
-        modules = [kind(), nn.Linear(6, 6)]
-    with pytest.raises(ValueError, match=r"stage 0 is on the meta device .* to_empty"):
-        run(make("gpipe", 2, 2), modules, batches(1), F.mse_loss, SGD)
 
 
 @pytest.mark.parametrize("call", [partial(run, optimizer=SGD), evaluate], ids=["run", "evaluate"])

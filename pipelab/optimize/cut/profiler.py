@@ -16,13 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from pipelab.optimize.cut.profiles import Layer, Profile
-from pipelab.runtime.torch.split_backward import (
-    Halves,
-    Saved,
-    remaining,
-    storages,
-    torch_func_refused,
-)
+from pipelab.runtime.torch.split_backward import Halves, Saved, remaining, storages
 
 
 def profile(
@@ -120,7 +114,7 @@ def _kept(layer: nn.Module, call: Callable, x: Any) -> tuple[Any, dict[str, floa
     def size(tensors: Iterable[Tensor]) -> float:
         return float(sum(n for block, n in storages(tensors).items() if block not in own))
 
-    with torch_func_refused(), torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack):
         fresh, inputs = _entering(x)
         y = call(fresh)
     activations = size([*remaining(packed), *_tensors(fresh)])

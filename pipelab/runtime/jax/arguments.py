@@ -28,23 +28,22 @@ def as_function(stage: Any, number: int) -> Part:
     """
     if isinstance(stage, nnx.Module):
         return _of_nnx(stage, number)
-    kinds = [type(part).__name__ for part in stage] if isinstance(stage, tuple) else []
-    if len(kinds) == 2:
+    if isinstance(stage, tuple) and len(stage) == 2:
         function, parameters = stage
-        if isinstance(function, linen.Module) and isinstance(parameters, Mapping):
+        if isinstance(function, linen.Module):
             return _of_linen(function, parameters)
-        if callable(function) and not isinstance(function, (linen.Module, nnx.Module, type)):
+        if callable(function):
             return function, parameters
-    found = f"pair of {kinds[0]} and {kinds[1]}" if len(kinds) == 2 else type(stage).__name__
     raise ValueError(
-        f"stage {number} is a {found}: give an nnx module, or a pair: a linen module and its "
-        "variables, or a function (parameters, x) and its parameters"
+        f"stage {number} is a {type(stage).__name__}: give an nnx module, or a pair: a linen "
+        "module and its variables, or a function (parameters, x) and its parameters"
     )
 
 
 def _of_linen(module: linen.Module, variables: Mapping[str, Any]) -> Part:
     if "params" not in variables:
         return _of_linen(module, {"params": variables})
+    # Collections beside the parameters, such as batch statistics, stay as they are.
     fixed = {name: value for name, value in variables.items() if name != "params"}
 
     def apply(p: Any, x: Any, *key: Any) -> Any:
@@ -55,6 +54,7 @@ def _of_linen(module: linen.Module, variables: Mapping[str, Any]) -> Part:
 
 
 def _of_nnx(module: nnx.Module, number: int) -> Part:
+    # nnx keeps state in objects; split and merged, it is a function of its parameters.
     graph, parameters, rest = nnx.split(module, nnx.Param, ...)  # type: ignore[misc]
 
     def apply(p: Any, x: Any, *key: Any) -> Any:
@@ -93,71 +93,32 @@ def check_optimizer(optimizer: optax.GradientTransformation, parts: Sequence[Par
     """ValueError for an optimizer whose step of one stage depends on the other stages.
 
     Each stage has a state and a step of its own, so that a norm over all parameters would be a norm
-    over the stage's. This is told from shapes, before training. An optimizer made for the
-    parameters of one stage, by a mask of such a form, must not make one tensor's step depend on
-    another's. Where neither can be traced, the run itself shows whether it can step.
+    over the stage's. This is told from two steps of all stages, traced before training. Where they
+    cannot be traced (a mask made for one stage), the run itself shows whether it can step.
     """
-    if len(parts) == 1:
-        return
-    stages: list[Any] = []
-    for _, parameters in parts:
-        shapes = jax.eval_shape(lambda tree: tree, parameters)
-        if stages.count(shapes) < 2:  # of equal stages two show what they do to each other
-            stages.append(shapes)
-    if not _check_apart(optimizer, stages, [len(jax.tree.leaves(shapes)) for shapes in stages]):
-        for shapes in stages:
-            _check_apart(optimizer, shapes, [1] * len(jax.tree.leaves(shapes)))
+    trees = [parameters for _, parameters in parts]
 
-
-def _check_apart(optimizer: optax.GradientTransformation, tree: Any, groups: Sequence[int]) -> bool:
-    """ValueError if the step of one group of a tree's leaves depends on another group.
-
-    Returns whether the step of this tree can be traced.
-
-    groups  how many leaves each has, in their order
-    """
-
-    def step(gradients: Any, weights: Any, state: Any) -> tuple[Any, Any]:
-        return optimizer.update(gradients, state, weights)
+    def second_change(weights: Any, first: Any, second: Any) -> Any:
+        # What of others came into the state by the first gradient shows in the second step.
+        _, state = optimizer.update(first, optimizer.init(weights), weights)
+        change, _ = optimizer.update(second, state, weights)
+        return change
 
     try:
-        started, state = jax.make_jaxpr(optimizer.init, return_shape=True)(tree)
-        traced, (changes, _) = jax.make_jaxpr(step, return_shape=True)(tree, tree, state)
+        traced = jax.make_jaxpr(second_change)(trees, trees, trees)
     except Exception:
-        return False
-    owners = [number for number, size in enumerate(groups) for _ in range(size)]
-    if len(jax.tree.leaves(changes)) != len(owners):
-        return True
-    for group in range(len(groups)):
-        needed = _needed(traced.jaxpr, [owner == group for owner in owners])
-        of_gradients_and_weights = needed[: 2 * len(owners)]
-        _, of_first_weights = dce_jaxpr(started.jaxpr, needed[2 * len(owners) :])
-        needed = of_gradients_and_weights + of_first_weights
-        if any(needs and owner != group for needs, owner in zip(needed, owners * 3, strict=True)):
+        return
+    owners = [s for s, tree in enumerate(trees) for _ in jax.tree.leaves(tree)]
+    for stage in range(len(parts)):
+        _, read = dce_jaxpr(traced.jaxpr, [owner == stage for owner in owners])
+        if any(reads and owner != stage for reads, owner in zip(read, owners * 3, strict=True)):
             raise ValueError(
                 "the optimizer makes one stage's step depend on other stages, but steps each stage "
                 "alone: leave out what looks at all parameters or gradients (such as optax."
                 "apply_if_finite; clip= does what optax.clip_by_global_norm does)"
             )
-    if "random_bits" in str(traced):
+    if len(parts) > 1 and "random_bits" in str(traced):
         raise ValueError(
             "the optimizer draws random numbers, which would be the same in every stage: leave "
             "that out"
         )
-    return True
-
-
-def _needed(jaxpr: Any, changes: Sequence[bool]) -> list[bool]:
-    """Which arguments of an optimizer's steps some of its changes depend on.
-
-    The state is the last argument and the last result. What of it is needed was made by an earlier
-    step, of what that needed.
-    """
-    of_state = [False] * (len(jaxpr.outvars) - len(changes))
-    while True:
-        _, needed = dce_jaxpr(jaxpr, [*changes, *of_state])
-        before = needed[len(needed) - len(of_state) :]
-        every = [a or b for a, b in zip(before, of_state, strict=True)]
-        if every == of_state:
-            return needed
-        of_state = every

@@ -34,6 +34,7 @@ class JaxArithmetic(reference.Arithmetic):
         self.recipe, self.device, self.wide = recipe, device, wide
         self._double = bool(jax.config.read("jax_enable_x64"))  # the caller's
         self.applies, parameters = zip(*parts, strict=True)
+        # [1] names and types of the weights: trees at the border, dictionaries within
         self._structures = [jax.tree.structure(of_stage) for of_stage in parameters]
         self._types = [{n: w.dtype for n, w in named(of).items()} for of in parameters]
         self.trained = [[n for n, t in types.items() if _inexact(t)] for types in self._types]
@@ -42,16 +43,19 @@ class JaxArithmetic(reference.Arithmetic):
             for s, names_of_stage in enumerate(self.trained)
             for name in names_of_stage
         }
+        # [2] the coarsest type of the weights: how far rounding leads
         floating = [t for types in self._types for t in types.values() if _inexact(t)]
         lowest = max(floating, key=lambda d: jnp.finfo(d).eps, default=jnp.dtype(jnp.float32))
         self.coarsest = self.eps_of_loss = float(jnp.finfo(lowest).eps)
         self.computes_in = "float64" if wide else jnp.finfo(lowest).dtype.name
+        # [3] what training starts from; the truth never steps
         self.history = [{0: self.place(s, named(of))} for s, of in enumerate(parameters)]
         self.state_of_optimizer: Any = None
         if recipe.optimizer and not wide:
             self.state_of_optimizer = recipe.optimizer.init(list(parameters))
         self._step = jax.jit(self._stepped)
 
+        # [4] the whole model as one function, jitted once for each shape of its data
         def value(weights: list, x: Any, y: Any, keys: Any, unit: float) -> tuple[Any, Any]:
             samples = samples_of((x, y), TREES)
             for s, apply in enumerate(self.applies):
@@ -64,27 +68,21 @@ class JaxArithmetic(reference.Arithmetic):
         self._value = jax.jit(value)
         self._differentiate = jax.jit(jax.grad(value, has_aux=True))
 
-    def loss(self, weights: Sequence[Weights], piece: Piece) -> tuple[float, float]:
-        with self._active():
-            _, (mean, count, _) = self._value(*self._arguments(weights, piece), 1.0)
-        self.eps_of_loss = float(jnp.finfo(mean.dtype).eps)
-        return float(mean), float(count)
-
-    def differentiate(
-        self, weights: Sequence[Weights], piece: Piece, unit: float
+    def compute(
+        self, weights: Sequence[Weights], piece: Piece, unit: float, gradients: bool
     ) -> tuple[float, float, float, list[dict[str, np.ndarray]]]:
+        function = self._differentiate if gradients else self._value
         with self._active():
-            found = self._differentiate(*self._arguments(weights, piece), unit)
-        gradient, (mean, count, weight) = found
+            found, (mean, count, weight) = function(*self._arguments(weights, piece), unit)
         self.eps_of_loss = float(jnp.finfo(mean.dtype).eps)
         # What counts nothing has no gradient, whatever its mean is.
-        gradients = [named(of_stage) if count else {} for of_stage in gradient]
-        return float(mean), float(count), float(weight), gradients
+        of_stages = map(named, found) if gradients and count else ({} for _ in weights)
+        return float(mean), float(count), float(weight), list(of_stages)
 
     def narrowed(self, weights: Sequence[Weights], piece: Piece) -> float:
-        compute = self._differentiate if self.recipe.training else self._value
+        function = self._differentiate if self.recipe.training else self._value
         with self._active():
-            made = jax.make_jaxpr(compute)(*self._arguments(weights, piece), 1.0)
+            made = jax.make_jaxpr(function)(*self._arguments(weights, piece), 1.0)
         return max(map(_narrowed, all_equations(made.jaxpr.eqns)), default=0.0)
 
     def step(self, weights: Sequence[Weights], gradients: Sequence[Weights]) -> list[Weights]:

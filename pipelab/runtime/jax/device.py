@@ -49,21 +49,17 @@ class JaxDevice(Device):
 def jax_devices(names: str | Sequence[Any] | None, rows: int) -> list[jax.Device]:
     """A device per row, by platform and number among all processes' devices, such as "cpu:1".
 
-    One name does for all rows. Devices themselves do as well, one per row; of another number, such
-    as jax.devices() may be, they are what rows share or choose from. Default: all devices; rows in
-    blocks over the processes, and over the devices of each in turn. ValueError for an unknown one,
-    for the wrong number of them, and where a process would have nothing to do.
+    One name, such as "cpu", stands for all devices that it fits; default: all there are. Names and
+    devices of another number than the rows are taken in turn: rows in blocks over the processes,
+    and over the devices of each in turn. ValueError for an unknown one, and where a process would
+    have nothing to do.
     """
-    if isinstance(names, str) and ":" in names:
-        names = [names] * rows
     if names is None or isinstance(names, str):
-        found = _in_turn(_pool(names, names), rows)
-    elif len(names) == rows:
-        found = [_named(name, row) for row, name in enumerate(names)]
-    elif names and all(isinstance(name, jax.Device) for name in names):
-        found = _in_turn(names, rows)
+        pool = _named(names)
     else:
-        raise ValueError(f"{len(names)} devices for {rows} rows: name one per row")
+        fitting = [[name] if isinstance(name, jax.Device) else _named(name) for name in names]
+        pool = [devices[i % len(devices)] for i, devices in enumerate(fitting)]
+    found = pool if len(pool) == rows else _in_turn(pool, rows)
     processes = jax.process_count()
     if idle := set(range(processes)) - {device.process_index for device in found}:
         raise ValueError(
@@ -74,28 +70,20 @@ def jax_devices(names: str | Sequence[Any] | None, rows: int) -> list[jax.Device
 
 
 def _in_turn(pool: Sequence[jax.Device], rows: int) -> list[jax.Device]:
+    # Neighbouring rows in one process: few messages between hosts.
     processes = sorted({device.process_index for device in pool})
     owners = [processes[row * len(processes) // rows] for row in range(rows)]
     own = {q: [device for device in pool if device.process_index == q] for q in owners}
     return [own[q][(row - owners.index(q)) % len(own[q])] for row, q in enumerate(owners)]
 
 
-def _named(name: str | jax.Device, row: int) -> jax.Device:
-    if isinstance(name, jax.Device):
-        return name
-    platform, _, number = name.partition(":")
-    pool = _pool(platform, name)
-    if not number:
-        return pool[row % len(pool)]
-    if not number.isdecimal() or int(number) >= len(pool):
-        raise ValueError(f"device {name!r}: use {platform}:0 to {platform}:{len(pool) - 1}")
-    return pool[int(number)]
-
-
-def _pool(platform: str | None, name: str | None) -> list[jax.Device]:
+def _named(name: str | None) -> list[jax.Device]:
+    """All devices that a name fits."""
+    platform, _, number = (name or "").partition(":")
     try:
-        return jax.devices(platform)
-    except RuntimeError as error:
-        raise ValueError(
-            f"device {name!r}: use such as {jax.devices()[0].platform}:0 ({error})"
-        ) from None
+        pool = jax.devices(platform or None)
+        return [pool[int(number)]] if number else pool
+    except (RuntimeError, ValueError, IndexError):
+        here = jax.devices()
+        kind = here[0].platform
+        raise ValueError(f"device {name!r}: use {kind}:0 to {kind}:{len(here) - 1}") from None

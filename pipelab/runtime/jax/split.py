@@ -12,11 +12,11 @@ So I is every equation of the backward that dx needs, W is every other one, and 
 results crosses. Nothing is computed twice. What I alone reads is free after it.
 
 A first stage has no dx. Its I computes what the gradients of several weights share: the chain of
-the dy all the same, whose last one, dy1, is that of the first layer's weight and of its bias.
+the dy all the same, whose last one, dy1, is that of the first layer's weight and of its bias. So W
+finds only what it reads, and the rest of what the forward kept is free, as in the other stages.
 
 The equations inside a loop over layers (scan) or a checkpoint are cut in the same way: there are
-two loops then, and what crosses from each round of one to that of the other is stacked. Rounds of W
-that read nothing of each other are one batched step: no slices are copied out of the stacks.
+two loops then, and what crosses from each round of one to that of the other is stacked.
 """
 
 from collections import defaultdict
@@ -25,13 +25,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import JaxprEqn, Var, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import JaxprEqn, Var, jaxprs_in_params
 
 from pipelab.runtime.jax.jaxpr import (
     Graph,
     Values,
     Variables,
-    contains,
     inline,
     needed,
     place_of,
@@ -41,8 +40,6 @@ from pipelab.runtime.jax.jaxpr import (
 
 LOOP, CHECKPOINT = "scan", "remat2"
 FOREIGN = "ffi_call", "custom_call", "pure_callback"  # what is inside is not for us to see
-# In a batch these would compute other numbers, both sides of a branch, or nothing at all.
-ONE_BY_ONE = *FOREIGN, "pallas_call", "cond", "while", "random_bits", "rng_bit_generator"
 MOVES = ["broadcast_in_dim", "iota", "reshape", "squeeze", "transpose", "convert_element_type"]
 
 
@@ -224,24 +221,7 @@ def _halve_loop(eqn: JaxprEqn, some: list[bool], consts: Values) -> Cut:
     first_loop = part(now, mine, slices, [*results, *sent.values()])
     outer |= sent
     second_loop = part(later, others, [*slices, *sent], results_later)
-    if not others and not contains(second_loop, ONE_BY_ONE):
-        second_loop = _at_once(second_loop)
     return Cut(first_loop, second_loop, halves.unsplit)
-
-
-def _at_once(loop: JaxprEqn) -> JaxprEqn:
-    """A loop whose rounds read nothing of each other, as one step over the stacks of all.
-
-    The loop itself where an operation is not made for batches.
-    """
-    body, consts = jaxpr_as_fun(loop.params["jaxpr"]), loop.params["num_consts"]
-    axes = [None if i < consts else 0 for i in range(len(loop.invars))]
-    mapped = jax.vmap(body, axes, axis_size=loop.params["length"])
-    try:
-        (step,) = jax.make_jaxpr(jax.jit(mapped))(*(atom.aval for atom in loop.invars)).eqns
-    except NotImplementedError:
-        return loop
-    return step.replace(invars=loop.invars, outvars=loop.outvars, source_info=loop.source_info)
 
 
 CUT: dict[str, Callable[[JaxprEqn, list[bool], Values], Cut]] = {

@@ -33,19 +33,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec
-from jax.tree_util import keystr
 
-from pipelab.runtime.jax.host import alike, words
-from pipelab.runtime.jax.jaxpr import rounding_unit
 from pipelab.table.action import B, F, check_counts, insert_updates
 from pipelab.table.placement import loop_placement
 from pipelab.table.schedule import Schedule
 
 Tree = Any  # a pytree of arrays
 Stage = Callable[[Tree, Tree], Tree]  # (parameters of one stage, x [samples, ...]) -> y
-AT_MOST = 2**20  # numbers of a batch on which a stage is tried, if that is two micro-batches
 
 
 class Parameters(NamedTuple):
@@ -136,18 +131,15 @@ def stack(stages: Sequence[Tree], virtual: int = 1) -> Tree:
 
 def _check_same(found: Tree, wanted: Tree, name: str, other: str) -> None:
     """ValueError for arrays of another structure, shape or type."""
-    remedy = (
-        "one SPMD program needs equal stages that keep the shape; put other layers before or after "
-        "the stack"
+    found, wanted = (
+        jax.tree.map(lambda a: f"{jnp.result_type(a)}{[*np.shape(a)]}", tree)
+        for tree in (found, wanted)
     )
-    spec: Any = jax.tree.structure
-    if spec(found) != spec(wanted):
-        raise ValueError(f"{name} is {spec(found)}, {other} is {spec(wanted)}: {remedy}")
-    found, wanted = jax.tree.map(lambda a: f"{jnp.result_type(a)}{[*np.shape(a)]}", (found, wanted))
-    pairs = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True)
-    for (path, has), needs in pairs:
-        if has != needs:
-            raise ValueError(f"{name}{keystr(path)} is {has}, {other}'s is {needs}: {remedy}")
+    if jax.tree.flatten(found) != jax.tree.flatten(wanted):
+        raise ValueError(
+            f"{name} is {found}, {other} is {wanted}: one SPMD program needs equal stages that "
+            "keep the shape; put other layers before or after the stack"
+        )
 
 
 # ---- the program
@@ -174,13 +166,12 @@ def spmd_pipeline(
     remat         whether forwards run again before their backwards: only inputs are kept
     parameters    of the function: leaves [p, ...], or [v, p, ...] where v > 1, as `stack` makes
                   them
-    x, y          of the function: leaves [batch, ...]. All devices hold x, and as much for what
-                  comes round
+    x, y          of the function: leaves [batch, ...]. All devices hold x, and as much of y
 
     It can be differentiated, forward and backward, and put under jit; y and gradients are those of
-    the plain stack of stages. ValueError for sizes that do not fit, for a stage whose output is not
-    like its input, and for one that makes of a micro-batch something else than of the batch: it
-    mixes samples, or closes over the key of a dropout (x may hold keys, one per sample).
+    the plain stack of stages, if a stage makes of a micro-batch what it makes of the batch: it may
+    not mix samples, nor close over the key of a dropout (x may hold keys, one per sample).
+    ValueError for sizes that do not fit, and for a stage whose output is not like its input.
 
     Sources: GPipe (arXiv 1811.06965, figure 2c); GSPMD (arXiv 2105.04663, section 3.3); circular as
     in praxis and MaxText.
@@ -207,8 +198,9 @@ def spmd_pipeline(
 
     @jax.jit
     def pipeline(parameters: Tree, x: Tree) -> Tree:
-        pieces = _cut(x, microbatches)  # [m, samples, ...]
-        _check_stage(stage, parameters, _first(pieces), leading, microbatches)
+        # [batch, ...] -> [m, samples, ...]
+        pieces = jax.tree.map(lambda a: a.reshape(microbatches, -1, *a.shape[1:]), x)
+        _check_stage(stage, parameters, _first(pieces), leading)
         out = program(parameters, pieces)  # [p m, samples, ...]; device 0's are the outputs
         return jax.tree.map(lambda y, x: y[:microbatches].reshape(x.shape), out, x)
 
@@ -228,17 +220,6 @@ def _mesh_of(devices: int | Sequence[jax.Device] | Mesh, axis: str) -> Mesh:
             )
         devices = found[:devices]
     return Mesh(np.array(devices), (axis,))
-
-
-def _cut(x: Tree, microbatches: int) -> Tree:
-    """Leaves [batch, ...] -> [m, samples, ...]."""
-    batch = {leaf.shape[:1] for leaf in jax.tree.leaves(x)}
-    if len(batch) != 1 or batch == {()} or min(batch)[0] % microbatches:
-        raise ValueError(
-            f"x begins with dimensions {sorted(batch)}: give all its arrays the same first one, "
-            f"the batch, a multiple of {microbatches} samples"
-        )
-    return jax.tree.map(lambda a: a.reshape(microbatches, -1, *a.shape[1:]), x)
 
 
 # ---- what one device does: (rows, x) -> y
@@ -355,93 +336,20 @@ def _guard_jvp(primals, tangents):
     return x, jnp.where(valid, tangent, 0)
 
 
-# ---- what one program for all devices cannot do
-
-
-def _check_stage(
-    stage: Stage, parameters: Tree, x: Tree, leading: tuple[int, ...], microbatches: int
-) -> None:
-    """ValueError for a stage that cannot be one of a stack, or whose output is not the batch's.
+def _check_stage(stage: Stage, parameters: Tree, x: Tree, leading: tuple[int, ...]) -> None:
+    """ValueError for parameters of another number of stages, or a stage that changes the shape.
 
     x  [samples, ...], one of the micro-batches
     """
-    for path, leaf in jax.tree.leaves_with_path(parameters):
-        if leaf.shape[: len(leading)] != leading:
-            names = "devices" if len(leading) == 1 else "virtual, devices"
+    # A multiple of p rows could be sharded as well: all but a device's first would be left out.
+    for w in jax.tree.leaves(parameters):
+        if w.shape[: len(leading)] != leading:
             raise ValueError(
-                f"parameters{keystr(path)} has shape {leaf.shape}, which does not begin with "
-                f"({names}) = {leading}: make the parameters by stack(stages, virtual), from "
-                f"{np.prod(leading)} stages"
+                f"parameters of shape {w.shape} do not begin with {leading}: make them by "
+                f"stack(stages, virtual), from {np.prod(leading)} stages"
             )
     w = jax.tree.map(lambda w: w[(0,) * len(leading)], parameters)
     _check_same(jax.eval_shape(stage, w, x), x, "the stage's output", "its input")
-    if microbatches > 1:  # else no sample can miss the others
-        _check_samples(stage, w, x, microbatches)
-
-
-def _check_samples(stage: Stage, w: Tree, x: Tree, microbatches: int) -> None:
-    """ValueError where what a stage makes of a batch is not what it makes of its micro-batches.
-
-    Tried once, when the pipeline is compiled, on random numbers, and where all are equal: then all
-    samples want the same expert of a mixture, say, which has no place for them. A stage that takes
-    no other number of samples is not tried, nor one with a callback. What samples do to each other
-    below the rounding of some matrix products is not seen.
-    """
-    samples = len(jax.tree.leaves(x)[0])
-    size = max(1, sum(a.size for a in jax.tree.leaves(x)))
-    count = min(microbatches, max(2, AT_MOST // size))  # the batch, or what is quickly tried
-    batch = jax.tree.map(lambda a: jnp.zeros((count * samples, *a.shape[1:]), a.dtype), x)
-    # Outside of the trace in which the pipeline is compiled; two programs that multiply alike.
-    with jax.ensure_compile_time_eval(), jax.default_matmul_precision("highest"):
-        try:
-            of_one, of_all = (jax.make_jaxpr(stage)(w, some) for some in (x, batch))
-        except Exception:  # it takes no other number of samples
-            return
-        if of_one.effects or of_all.effects:
-            return
-        limit = min(0.05, 1000 * float(rounding_unit(of_all.eqns, of_all.jaxpr.invars).eps))
-        run_one, run_all = _function(of_one), _function(of_all)
-        weights = _drawn(jax.tree.leaves(w), (0.0, 0.2))  # above 0: nothing saturates
-        for limits in ((-1.0, 1.0), (0.5, 0.5)):
-            drawn = _drawn(jax.tree.leaves(batch), limits)
-            whole = run_all(weights, drawn)
-            for start in range(0, count * samples, samples):
-                mine = slice(start, start + samples)
-                alone = run_one(weights, [a[mine] for a in drawn])
-                if not alike(alone, [y[mine] for y in whole], limit=limit):
-                    raise ValueError(
-                        "the stage's output for a sample depends on the other samples of its "
-                        "micro-batch, on its place in it, or on how many there are (a mean over "
-                        "the batch, batch statistics, experts with a capacity; or a random key "
-                        "that the stage closes over, with which every micro-batch draws the same: "
-                        "give x a key for each sample): micro-batches would not give what the "
-                        "batch gives"
-                    )
-
-
-def _function(traced: Any) -> Callable[[list, list], list]:
-    """(leaves of the weights, leaves of x) -> leaves of y, on the host: as a stage was traced."""
-    # What it closes over that is itself being traced has no value yet.
-    pairs = zip(traced.consts, _drawn(traced.consts, (-1.0, 1.0)), strict=True)
-    consts = [other if isinstance(c, jax.core.Tracer) else c for c, other in pairs]
-    run = jax.jit(jaxpr_as_fun(traced.replace(consts=consts)))
-    return lambda w, x: jax.device_get(list(map(words, run(*w, *x))))
-
-
-def _drawn(like: list, limits: tuple[float, float]) -> list[Any]:
-    """Random numbers in such arrays; integers are 0 and 1, which most tables have a place for."""
-    random = np.random.default_rng(0)
-
-    def draw(leaf: Any) -> Any:
-        dtype, shape = jnp.result_type(leaf), jnp.shape(leaf)
-        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-            key = jax.random.key(random.integers(2**31), impl=jax.random.key_impl(leaf))
-            return jax.random.split(key, shape)
-        if jnp.issubdtype(dtype, jnp.inexact):
-            return random.uniform(*limits, shape).astype(dtype)
-        return random.integers(2, size=shape).astype(dtype)
-
-    return list(map(draw, like))
 
 
 # ---- training, memory

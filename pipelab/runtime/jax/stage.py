@@ -3,7 +3,7 @@
 Arrays do not change, so that a weight version is just a value that is kept.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,11 @@ import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
 
-from pipelab.runtime.jax.arguments import Apply, Part
+from pipelab.runtime.jax.arguments import Apply
 from pipelab.runtime.jax.arithmetic import named, names
 from pipelab.runtime.jax.device import JaxDevice
-from pipelab.runtime.jax.host import of_program
 from pipelab.runtime.jax.jaxpr import Arrays, spec_of
-from pipelab.runtime.jax.passes import Backwards, Compiled, Groups, differentiate, passes
+from pipelab.runtime.jax.passes import Backwards, Compiled, Groups, passes
 from pipelab.runtime.stage import CountingStage, Feed, Recipe
 from pipelab.runtime.worker import Bytes
 from pipelab.table.action import Kind
@@ -48,11 +47,10 @@ class JaxStage(CountingStage):
         self.state: Any = ()  # of the optimizer
         if recipe.optimizer:
             self.state = jax.device_put(recipe.optimizer.init(parameters), device.device)
-        self._unit = 0.0  # in which the last stage counts samples for gradients; not known yet
         # Objects of their own: a jitted method would refer to the stage and the stage to it, so
         # that all arrays of a run would be kept until the next garbage collection.
         loss = None if feed.targets is None else recipe.loss
-        self._function = Function(apply, loss, frozenset(kinds))
+        self._function = Function(apply, loss, frozenset(kinds), device.device)
         self._step = step_of(recipe.optimizer)
         self._backwards = Backwards(device.ledger, id(self))
         self._inputs: dict[int, Any] = {}  # of micro-batches whose forward runs again
@@ -64,10 +62,10 @@ class JaxStage(CountingStage):
         """
         groups = self._groups(0, *shapes)
         if not self.recipe.training or any(self.recipe.recompute):
-            self._function.evaluated(groups, self.device.device)
+            self._function.compiled(groups, backwards=False)
         if not self.recipe.training:
             return
-        zeros = self._function.compiled(groups, self.device.device).zeros()
+        zeros = self._function.compiled(groups, backwards=True).zeros()
         mean = _divided(zeros, 1.0)
         if self.recipe.clip is not None:
             _square(mean)
@@ -136,12 +134,12 @@ class JaxStage(CountingStage):
     def _compute(self, microbatch: int, x: Any, keep: bool) -> tuple[Any, Any]:
         """Run the forward; returns y, or the loss, and what that counted."""
         target = None if self.feed.targets is None else self.feed.targets[microbatch]
-        groups, device = self._groups(microbatch, x, target), self.device.device
-        if not (keep and self.recipe.training):
-            found = self._function.evaluated(groups, device)(*groups)
-            floats, (others, count) = jax.block_until_ready(found)
+        groups, backwards = self._groups(microbatch, x, target), keep and self.recipe.training
+        program = self._function.compiled(groups, backwards)
+        if not backwards:
+            floats, (others, count) = jax.block_until_ready(program(*groups))
             return join_parameters(floats, others), count
-        program, arguments = self._function.compiled(groups, device), jax.tree.leaves(groups)
+        arguments = jax.tree.leaves(groups)
         made = jax.block_until_ready(program.forward(*arguments))
         # Weights and targets are there anyway.
         own = jax.tree.leaves((groups.parameters, target))
@@ -161,19 +159,8 @@ class JaxStage(CountingStage):
             return None, gradient, count
         mean, count = self.losses[microbatch]
         # As the loss's type has it: what gradients were multiplied by is what they are divided by.
-        of_mean = np.full(mean.shape, count and count / self._unit_for(count, mean), mean.dtype)
+        of_mean = np.full(mean.shape, count / self.feed.unit, mean.dtype)
         return None, [jax.device_put(of_mean, self.device.device)], float(of_mean)
-
-    def _unit_for(self, count: float, mean: Any) -> float:
-        """The unit that the last stage counts in, for gradients: a power of two changes no digit.
-
-        It is 1 unless a batch's sum could be too large for the type (65504 for float16).
-        """
-        if not self._unit:
-            batch = max(count, *self.feed.samples) * self.recipe.microbatches
-            _, powers = np.frexp(batch / (float(jnp.finfo(mean.dtype).max) / 2))
-            self._unit = 2.0 ** max(0, powers)
-        return self._unit
 
     def _pull(
         self, microbatch: int, kept: None, gradient: Arrays, count: float, kind: Kind
@@ -200,36 +187,34 @@ class JaxStage(CountingStage):
 
 
 class Function:
-    """A stage as a function of its arguments, compiled once for each shape of its data.
+    """A stage as a function of its arguments on a device, compiled once for each shape of its data.
 
     kinds  of the actions that it is compiled for
     """
 
-    def __init__(self, apply: Apply, loss: Callable | None, kinds: Collection[Kind]) -> None:
+    def __init__(
+        self, apply: Apply, loss: Callable | None, kinds: Collection[Kind], device: jax.Device
+    ) -> None:
         self.run, self.kinds = partial(_run, apply, loss), kinds
+        self.spec = partial(spec_of, sharding=SingleDeviceSharding(device))
         self._known: dict[Any, Any] = {}
 
-    def compiled(self, groups: Groups, device: jax.Device) -> Compiled:
-        """Its forward and backwards."""
-        return self._find(
-            groups, device, lambda shapes: Compiled(passes(self.run, shapes), shapes, self.kinds)
-        )
+    def compiled(self, groups: Groups, backwards: bool) -> Any:
+        """Its forward and backwards (`Compiled`); or the forward: (*groups) -> what `run` returns.
 
-    def evaluated(self, groups: Groups, device: jax.Device) -> Callable:
-        """Its forward, without what a backward needs: (*groups) -> what `run` returns."""
-        return self._find(
-            groups, device, lambda shapes: jax.jit(self.run).lower(*shapes).compile(), "forward"
-        )
-
-    def _find(self, groups: Groups, device: jax.Device, build: Callable, what: str = "") -> Any:
-        here = partial(spec_of, sharding=SingleDeviceSharding(device))
-        of_data = jax.tree.map(here, groups[2:])  # parameters have the same shapes each time
-        key = what, *jax.tree.leaves(of_data), jax.tree.structure(of_data)
+        The latter makes nothing that only a backward needs.
+        """
+        of_data = jax.tree.map(self.spec, groups[2:])  # parameters have the same shapes each time
+        key = backwards, *jax.tree.leaves(of_data), jax.tree.structure(of_data)
         if key not in self._known:
-            shapes = jax.tree.map(here, groups)
+            shapes = jax.tree.map(self.spec, groups)
             # A Python number's type, which gives way to others, is an array's after one update.
             strong = jax.tree.map(lambda x: x.update(weak_type=False), shapes.parameters)
-            self._known[key] = build(shapes._replace(parameters=strong))
+            shapes = shapes._replace(parameters=strong)
+            if backwards:
+                self._known[key] = Compiled(passes(self.run, shapes), shapes, self.kinds)
+            else:
+                self._known[key] = jax.jit(self.run).lower(*shapes).compile()
         return self._known[key]
 
 
@@ -252,34 +237,6 @@ def _run(
         _check_mean(y)
     floats, others = divide(y)
     return floats, (others, count)
-
-
-def digest_of(
-    part: Part, recipe: Recipe, shapes: tuple[Any, Any], ends: tuple[bool, bool], draws: bool
-) -> str:
-    """Digest of what a stage does with micro-batches of these shapes, as `compile` has them.
-
-    ends  whether it is the first stage, and the last
-    """
-    (apply, parameters), (first, last) = part, ends
-    run = partial(_run, apply, recipe.loss if last else None)
-    groups = groups_of(parameters, *shapes, np.uint32(0) if draws else None, first=first)
-
-    def both(*groups: Any) -> Any:
-        results, pullback = differentiate(run, Groups(*groups))
-        return results, pullback(jax.tree.map(jnp.ones_like, results[0]))
-
-    return of_program(both if recipe.training else run, *groups)
-
-
-def digest_of_optimizer(optimizer: optax.GradientTransformation, parameters: Sequence[Any]) -> str:
-    """Digest of an optimizer's first state and its step, of each stage's parameters."""
-
-    def step(weights: Any) -> Any:
-        state = optimizer.init(weights)
-        return state, step_of(optimizer)(weights, state, weights)
-
-    return of_program(lambda stages: list(map(step, stages)), parameters)
 
 
 def step_of(optimizer: optax.GradientTransformation) -> Callable:

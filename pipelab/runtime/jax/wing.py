@@ -13,7 +13,7 @@ from pipelab.runtime.jax.arithmetic import JaxArithmetic
 from pipelab.runtime.jax.device import JaxDevice, jax_devices
 from pipelab.runtime.jax.distributed import Distributed
 from pipelab.runtime.jax.host import digest, of_trees
-from pipelab.runtime.jax.stage import JaxStage, digest_of, digest_of_optimizer
+from pipelab.runtime.jax.stage import JaxStage
 from pipelab.runtime.prepare import Options
 from pipelab.runtime.stage import Feed, Recipe
 from pipelab.runtime.threads import Threads
@@ -68,6 +68,7 @@ class JaxWing(Wing):
         super().__init__(schedule, stages, options, training=training)
         options.refuse("replicas", "autocast", "dump", "save", "stop", "resume")
         self.seed = options.seed
+        # Stages are looked at before a launcher is started: nothing is to be cleaned up.
         self.parts = [as_function(stage, s) for s, stage in enumerate(stages)]
         if training:
             check_trained(self.parts)
@@ -87,21 +88,8 @@ class JaxWing(Wing):
         options = {**vars(self.options), "timeout": None, "devices": None}
         asked = digest(options, [device.id for device in self.devices])
         digests: dict[str, str | None] = {"what `run` was asked for": asked}
-        last = len(self.parts) - 1
-        # What cannot be traced has no shapes, or fails; the run says where.
-        for s, (part, shapes) in enumerate(zip(self.parts, self.shapes, strict=True)):
-            with suppress(Exception):
-                ends, draws = (s == 0, s == last), self.seed is not None
-                found = [digest_of(part, recipe, of, ends, draws) for of in shapes]
-                name = f"stage {s} with the loss" if s == last else f"stage {s}"
-                digests[name] = digest(found) if found else None
-        weights = [parameters for _, parameters in self.parts]
-        if recipe.optimizer:
-            with suppress(Exception):
-                digests["the optimizer"] = digest_of_optimizer(recipe.optimizer, weights)
-        return digests | of_trees(
-            (f"the weights of stage {s}: ", of) for s, of in enumerate(weights)
-        )
+        weights = ((f"the weights of stage {s}: ", of) for s, (_, of) in enumerate(self.parts))
+        return digests | of_trees(weights)
 
     def job(self, feeds: dict[int, Feed], **fields: Any) -> JaxJob:
         parts = {s: self.parts[s] for s in feeds}
@@ -119,6 +107,7 @@ def _shapes(
 
     Nothing behind a stage that cannot be traced: the run says why.
     """
+    # Shapes go through the stages as arrays will, and cost nothing.
     found: list[list[tuple[Any, Any]]] = [[] for _ in parts]
     key = (jax.random.key(0),) if draws else ()
     each_size = {samples_of(piece, TREES): piece for piece in pieces}

@@ -1,7 +1,6 @@
 """What `run` is given for torch: refused where it cannot be run, else looked through."""
 
 import copy
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,26 +28,11 @@ def _bits(leaf: Any) -> np.ndarray | None:
 TREES = Trees(pytree.tree_flatten, pytree.tree_unflatten, _bits)
 
 
-def check_stages(stages: Sequence[nn.Module], training: bool) -> None:
-    """ValueError for a stage that cannot be copied, versioned or trained in micro-batches."""
+def check_hooks(stages: Sequence[nn.Module]) -> None:
+    """ValueError for a weight with a hook: a copy has none, and micro-batches would run it."""
     for s, stage in enumerate(stages):
-        if not isinstance(stage, nn.Module):
-            raise ValueError(f"stage {s} is a {type(stage).__name__}: give a torch.nn.Module")
-        for name, module in stage.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                raise ValueError(
-                    f"stage {s} has a ScriptModule ({name or 'itself'}), whose weights cannot be "
-                    "replaced by version: give the module that it was scripted from"
-                )
-        for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
-            if tensor.is_meta:
-                raise ValueError(
-                    f"{name} of stage {s} is on the meta device and has no values: give it some, "
-                    "such as by to_empty(device='cpu') and load_state_dict"
-                )
         for name, p in stage.named_parameters():
-            hooks = (p._backward_hooks, getattr(p, "_post_accumulate_grad_hooks", None))
-            if training and any(hooks):
+            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
                 raise ValueError(
                     f"weight {name} of stage {s} has a hook, which would see micro-batches and is "
                     "not copied: remove it; gradients can be changed by the optimizer"
@@ -74,28 +58,11 @@ def check_replicas(schedule: Schedule, replicas: int) -> None:
         )
 
 
-def check_max_norm(schedule: Schedule, stages: Sequence[nn.Module], replicas: int) -> None:
-    """ValueError for an embedding whose forwards shorten rows of its weight, in some versions only.
-
-    With a flush and one pipeline there is one version, so that it is shortened for all.
-    """
-    if replicas == 1 and not schedule.asynchronous:
-        return
-    for s, stage in enumerate(stages):
-        for name, module in stage.named_modules():
-            if getattr(module, "max_norm", None) is not None:
-                what = f"{replicas} replicas" if replicas > 1 else f"{schedule.name}, without flush"
-                raise ValueError(
-                    f"stage {s}: {name or 'it'} has max_norm={module.max_norm}: forwards "
-                    f"change the weight, and with {what} there are several of it: leave max_norm "
-                    "out and scale in the forward, or use one pipeline with a flush"
-                )
-
-
 def copies_of(modules: Sequence[nn.Module]) -> nn.ModuleList:
     """Copies made together, so that tied weights stay one; attributes of weights come along."""
     originals = nn.ModuleList(modules)
     copies = copy.deepcopy(originals)
+    # deepcopy forgets them; optimizers may look at them.
     for p, q in zip(originals.parameters(), copies.parameters(), strict=True):
         vars(q).update(vars(p))
     return copies
@@ -104,16 +71,10 @@ def copies_of(modules: Sequence[nn.Module]) -> nn.ModuleList:
 def find_ties(schedule: Schedule, stages: Sequence[nn.Module]) -> list[dict[str, int]]:
     """Per stage, the weights that other stages have too: name -> number of the tie."""
     owners: dict[int, list[tuple[int, str]]] = {}
-    homes: dict[int, int] = {}
     for s, stage in enumerate(stages):
         for name, p in stage.named_parameters():
             owners.setdefault(id(p), []).append((s, name))
-        for name, buffer in stage.named_buffers():
-            home = homes.setdefault(id(buffer), s)
-            if home != s:
-                raise ValueError(
-                    f"stages {home} and {s} share the buffer {name}: give each stage its own"
-                )
+    # A tie is a weight that several places have; its number is the same in all of them.
     ties: list[dict[str, int]] = [{} for _ in stages]
     for number, shared in enumerate(found for found in owners.values() if len(found) > 1):
         for s, name in shared:
@@ -138,16 +99,11 @@ def normalizes_batches(stages: Sequence[nn.Module]) -> bool:
     return any(module.training or not module.track_running_stats for module in found)
 
 
-def find_seed(stages: Sequence[nn.Module], seed: int | None, names: Sequence[str]) -> int | None:
+def find_seed(stages: Sequence[nn.Module], seed: int | None) -> int | None:
     """The seed of what forwards draw, or None if no layer draws and no seed was given."""
-    if seed is None and not any(map(_draws, nn.ModuleList(stages).modules())):
-        return None
-    if len({torch.device(name).type for name in names}) > 1:
-        raise ValueError(
-            "stages on the CPU and on GPUs draw different random numbers (dropout): "
-            "use one type of device"
-        )
-    return torch.initial_seed() if seed is None else seed
+    if seed is None and any(map(_draws, nn.ModuleList(stages).modules())):
+        return torch.initial_seed()
+    return seed
 
 
 def _draws(module: nn.Module) -> bool:
@@ -160,6 +116,7 @@ def find_autocast(autocast: torch.dtype | None, names: Sequence[str]) -> torch.d
     """The type given, or that of the autocast context that the caller is in."""
     kinds = {torch.device(name).type for name in names}
     if autocast is None:
+        # A worker thread does not inherit the caller's context.
         enabled = (torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k))
         autocast = next(enabled, None)
     if autocast not in (None, torch.bfloat16):
@@ -187,15 +144,12 @@ def device_names(schedule: Schedule, options: Options) -> list[str]:
 
 
 def new_folder(name: str, folder: str | Path | None) -> Path | None:
-    """Where to write: a folder that is new or empty, and can be made. ValueError otherwise."""
+    """Where to write: a folder that is new or empty. ValueError otherwise."""
     if folder is None:
         return None
     path = Path(folder).resolve()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if path.exists() and any(path.iterdir()):
         raise ValueError(
             f"{name}={str(folder)!r} exists and is not an empty folder: name a new one"
         )
-    above = next(parent for parent in path.parents if parent.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise ValueError(f"{name}={str(folder)!r} cannot be written: {above} is no writable folder")
     return path

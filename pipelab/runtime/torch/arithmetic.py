@@ -18,7 +18,7 @@ from pipelab.runtime.batches import samples_of
 from pipelab.runtime.stage import Recipe
 from pipelab.runtime.torch.arguments import TREES, copies_of
 from pipelab.runtime.torch.device import DRAWING
-from pipelab.runtime.torch.state import StageState, make_optimizer
+from pipelab.runtime.torch.state import StageState, differ, make_optimizer
 from pipelab.runtime.verdict import reference
 from pipelab.runtime.verdict.reference import Piece, Weights
 
@@ -45,6 +45,7 @@ class TorchArithmetic(reference.Arithmetic):
         start: Sequence[StageState],
     ) -> None:
         self.recipe, self.device, self.wide, self.start = recipe, torch.device(device), wide, start
+        # [1] the modules, and what they compute in
         self.replicas = nn.ModuleList(copies_of(stages) for _ in range(replicas))
         self.replicas.to(self.device)
         if not recipe.training:
@@ -54,6 +55,7 @@ class TorchArithmetic(reference.Arithmetic):
         if wide:
             for tensor in (*self.replicas.parameters(), *self.replicas.buffers()):
                 tensor.data = _widen(tensor.data)  # in place, so that tied ones stay tied
+        # [2] names of what is trained; of tied weights all but the first
         named = [dict(stage.named_parameters()) for stage in self.stages]
         self.trained = [[n for n, p in of.items() if p.requires_grad] for of in named]
         labels: dict[int, list[str]] = {}
@@ -61,12 +63,14 @@ class TorchArithmetic(reference.Arithmetic):
             for name, p in of_stage.items():
                 labels.setdefault(id(p), []).append(f"{name} of stage {s}")
         self.repeated = [label for _, *others in labels.values() for label in others]
+        # [3] weights and buffers to begin with, a checkpoint's if there is one
         self.history = [{first: self.place(s, of)} for s, of in enumerate(named)]
         for s, state in enumerate(start):
             self.history[s].update({v: self.place(s, w) for v, w in state.weights.items()})
             for stages_of_replica in self.replicas:
                 for name, buffer in stages_of_replica[s].named_buffers():  # type: ignore[index]
                     buffer.data = self._moved(state.buffers[name])
+        # [4] one optimizer for all stages, as without a pipeline; the truth never steps
         self.optimizer: Any = None
         self.schedulers: list[Any] = []
         trained = [p for p in self.stages.parameters() if p.requires_grad]
@@ -93,24 +97,19 @@ class TorchArithmetic(reference.Arithmetic):
         self.computes_in = "float64" if self.wide else str(precision).removeprefix("torch.")
         self._draws: Any = _DrawsIn(of_weights) if self.wide else nullcontext()
 
-    def loss(self, weights: Sequence[Weights], piece: Piece) -> tuple[float, float]:
-        # With graphs where the run has them: a loss may differentiate.
-        with torch.set_grad_enabled(self.recipe.training):
-            mean, count = self._forward(weights, piece)
-        return float(mean.detach()), count
-
-    @torch.enable_grad()
-    def differentiate(
-        self, weights: Sequence[Weights], piece: Piece, unit: float
+    def compute(
+        self, weights: Sequence[Weights], piece: Piece, unit: float, gradients: bool
     ) -> tuple[float, float, float, list[dict[str, Tensor]]]:
-        # backward, and not grad: torch.utils.checkpoint refuses that.
         stages: Any = self.replicas[piece.replica]
         for p in stages.parameters():
             p.grad = None
-        mean, count = self._forward(weights, piece)
+        # With graphs where the run has them: a loss may differentiate.
+        with torch.set_grad_enabled(self.recipe.training):
+            mean, count = self._forward(weights, piece)
         weight = torch.full_like(mean.detach(), count / unit)
-        if mean.requires_grad and count:
+        if gradients and mean.requires_grad and count:
             with DRAWING:  # layers under torch.utils.checkpoint draw again
+                # Not torch.autograd.grad, which they refuse.
                 mean.backward(weight)
         found = [
             {name: p.grad for name, p in stage.named_parameters() if p.grad is not None}
@@ -120,13 +119,11 @@ class TorchArithmetic(reference.Arithmetic):
 
     def narrowed(self, weights: Sequence[Weights], piece: Piece) -> float:
         with _Narrowing() as narrowing:
-            if self.recipe.training:
-                self.differentiate(weights, piece, 1.0)
-            else:
-                self.loss(weights, piece)
+            self.compute(weights, piece, 1.0, gradients=self.recipe.training)
         return max((torch.finfo(dtype).eps for dtype in narrowing.found), default=0.0)
 
     def step(self, weights: Sequence[Weights], gradients: Sequence[Weights]) -> list[Weights]:
+        # The run's own gradients go in: what is judged is the step alone.
         for s, (stage, gradient) in enumerate(zip(self.stages, gradients, strict=True)):
             _bind(stage, self.place(s, weights[s]))
             for name, p in stage.named_parameters():  # optimizers leave one without alone
@@ -149,12 +146,7 @@ class TorchArithmetic(reference.Arithmetic):
     # ---- what modules remember
 
     def buffers(self) -> list[dict[str, Any]]:
-        found = []
-        for stage in self.stages:
-            parameters = dict(stage.named_parameters(remove_duplicate=False))
-            kept = stage.state_dict()
-            found.append({name: kept[name] for name in kept if name not in parameters})
-        return found
+        return [dict(stage.named_buffers()) for stage in self.stages]
 
     def remembered(self) -> "_State":
         return _State(self.replicas)
@@ -180,8 +172,10 @@ class TorchArithmetic(reference.Arithmetic):
         What a forward changes in the weights themselves (as the max_norm of an embedding does)
         stays in them.
         """
+        # [1] data, where and in what the reference computes
         x, y = TREES.map(self._moved, (piece.x, piece.y))
         autocast = None if self.wide else self.recipe.autocast
+        # [2] the stages in turn, as the caller's precision and each stage's seed have it
         with ExitStack() as stack:
             stack.enter_context(DRAWING)
             stack.enter_context(
@@ -219,24 +213,26 @@ class _State(reference.ReferenceMemory):
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = [(m, {k: _copied(v) for k, v in vars(m).items()}) for m in module.modules()]
-        self._values = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        self._module = module
+        self._parts = [(m, {k: _copied(v) for k, v in vars(m).items()}) for m in module.modules()]
+        self._buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
 
     def restore(self) -> None:
-        for module, attributes in self._modules:
-            vars(module).clear()
-            vars(module).update({k: _copied(v) for k, v in attributes.items()})
-        for buffer, value in self._values:
-            buffer.data = value.clone()
+        for part, attributes in self._parts:
+            vars(part).clear()
+            vars(part).update({k: _copied(v) for k, v in attributes.items()})
+        for name, buffer in self._module.named_buffers():
+            buffer.data = self._buffers[name].clone()
 
     def differs(self) -> bool:
-        """Whether a number, a text or a container beside the buffers is another one now."""
-        return any(
+        """Whether a buffer, a number, a text or a container is another one now."""
+        buffers = self._module.named_buffers()
+        return any(differ(self._buffers.get(name), buffer) for name, buffer in buffers) or any(
             not name.startswith("_")
             and isinstance(value, PLAIN)
             and (name not in before or before[name] != value)
-            for module, before in self._modules
-            for name, value in vars(module).items()
+            for part, before in self._parts
+            for name, value in vars(part).items()
         )
 
 
@@ -258,6 +254,7 @@ class _Narrowing(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # A cast is seen as a result that is coarser than the finest operand.
         result = func(*args, **kwargs or {})
         given, made = (
             {t.dtype for t in pytree.tree_leaves(tree) if isinstance(t, Tensor) and _is_float(t)}

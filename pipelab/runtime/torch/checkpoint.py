@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from pipelab.runtime.prepare import Segment
 from pipelab.runtime.stage import Step
-from pipelab.runtime.torch.state import StageState, buffer_names, on_cpu
+from pipelab.runtime.torch.state import StageState, on_cpu
 from pipelab.table.schedule import Schedule
 
 INDEX = "checkpoint.json"
@@ -32,14 +32,13 @@ INDEX = "checkpoint.json"
 class Index:
     """What a checkpoint is of.
 
-    batch    batches of the table that are done; `updates` the updates made
+    batch    batches of the table that are done
     seed     what forwards draw from
     schedule as CSV
     digests  of the stages' files
     """
 
     batch: int
-    updates: int
     seed: int | None
     asynchronous: bool
     schedule: str
@@ -76,9 +75,9 @@ class Index:
 
 def write_index(folder: Path, segment: Segment, seed: int | None) -> None:
     """Describe the stages' files in `folder`."""
+    # The digests tie the files together: one of another checkpoint is found out.
     index = Index(
         segment.end,
-        segment.updates,
         seed,
         segment.whole.asynchronous,
         segment.whole.to_csv(),
@@ -90,32 +89,29 @@ def write_index(folder: Path, segment: Segment, seed: int | None) -> None:
 
 
 def save_stage(folder: Path, stage: int, state: StageState) -> None:
-    """Write a stage's file. OSError where that is not possible, ValueError as `check_readable`."""
-    check_readable(stage, state)
-    content = io.BytesIO()
-    torch.save(vars(state), content)
+    """Write a stage's file. OSError where that is not possible, ValueError as `packed`."""
     path = _file(folder, stage)
     try:
-        path.write_bytes(content.getbuffer())
+        path.write_bytes(packed(stage, state))
     except OSError as error:  # in a draft, whose name says nothing to the caller
         target = folder.with_name(folder.name.removeprefix(".").removesuffix(".draft"))
         raise OSError(error.errno, f"{target} could not be written: {error.strerror}") from None
 
 
-def check_readable(stage: int, state: StageState) -> None:
-    """ValueError for what the optimizer or a scheduler keeps and `load_stage` could not read."""
-    for part in ("optimizer", "groups", "schedulers"):
-        content = io.BytesIO()
-        try:
-            torch.save(getattr(state, part), content)
-            content.seek(0)
-            torch.load(content, weights_only=True)
-        except Exception as error:  # whatever a class of the caller's raises while it is pickled
-            raise ValueError(
-                f"stage {stage}: its {part}, as kept, no checkpoint can hold "
-                f"({str(error).splitlines()[0]}): keep tensors, numbers and strings, or lists, "
-                "tuples and dicts of them"
-            ) from error
+def packed(stage: int, state: StageState) -> bytes:
+    """The bytes of a stage's file. ValueError for what `load_stage` could not read."""
+    content = io.BytesIO()
+    try:
+        torch.save(vars(state), content)
+        content.seek(0)
+        torch.load(content, weights_only=True)
+    except Exception as error:  # whatever a class of the caller's raises while it is pickled
+        raise ValueError(
+            f"stage {stage}: no checkpoint can hold what its optimizer or a scheduler keeps "
+            f"({str(error).splitlines()[0]}): keep tensors, numbers and strings, or lists, tuples "
+            "and dicts of them"
+        ) from error
+    return content.getvalue()
 
 
 def load_stage(folder: Path, stage: int, index: Index) -> StageState:
@@ -142,21 +138,15 @@ def states_for(
         )
     states = {s: load_stage(folder, s, index) for s in wanted}
     for s, state in states.items():
-        stage = stages[s]
-        for kind, mine, theirs in (
-            ("weight", dict(stage.named_parameters()), state.weights[max(state.weights)]),
-            ("buffer", dict(stage.named_buffers()), state.buffers),
-        ):
-            for name in {**mine, **theirs}:
-                # A buffer may be another one by now: what forwards have put there.
-                if kind == "buffer" and name in theirs and name in buffer_names(stage):
-                    continue
-                here, there = (_kind_of(x.get(name)) for x in (mine, theirs))
-                if here != there or here == "missing":
-                    raise ValueError(
-                        f"{kind} {name} of stage {s} is {here} in the model and {there} in "
-                        f"{folder}: give the same model"
-                    )
+        # Buffers are not compared: forwards may have put others there.
+        mine, theirs = dict(stages[s].named_parameters()), state.weights[max(state.weights)]
+        for name in {**mine, **theirs}:
+            here, there = (_kind_of(weights.get(name)) for weights in (mine, theirs))
+            if here != there:
+                raise ValueError(
+                    f"weight {name} of stage {s} is {here} in the model and {there} in {folder}: "
+                    "give the same model"
+                )
     return states
 
 
@@ -169,6 +159,7 @@ def _kind_of(tensor: Tensor | None) -> str:
 @contextmanager
 def draft_of(folder: Path, first: bool = True) -> Iterator[Path]:
     """A place for ranks to write to: the folder, once all have; nothing is left if one fails."""
+    # Renaming is one step: a folder is a whole checkpoint, or is not there.
     draft = folder.with_name(f".{folder.name}.draft")
     draft.mkdir(parents=True, exist_ok=True)
     try:
@@ -222,6 +213,7 @@ def write_dump(
             for t in range(schedule.updates):
                 after = [of_stage[t].weights for of_stage in steps]
                 _save_tensors(after, draft / f"update_{t}.safetensors")
+            # What is not a tensor goes beside them, as text.
             (draft / "schedule.csv").write_text(schedule.to_csv())
             (draft / "losses.json").write_text(json.dumps(losses))
     except OSError as error:

@@ -21,7 +21,6 @@ under torch.utils.checkpoint, which would compute its layers again.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -68,34 +67,24 @@ AT_ONCE = {
     "WeightNormInterface",
 }
 
-# How torch refuses hooks in grad and vjp, and the memory of a tensor inside jvp.
-OF_TORCH_FUNC = "yet support saved tensor hooks", "data pointer on an invalid python storage"
-
 
 class Saved:
-    """What autograd saved of a tensor for the backward.
+    """What autograd saved of a tensor for the backward."""
 
-    last  whether it is given back when it is used next
-    """
-
-    __slots__ = ("__weakref__", "last", "tensor", "version")
+    __slots__ = ("__weakref__", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         # The tensor itself would keep its graph alive.
         self.tensor: Tensor | None = tensor.detach()
         self.version = tensor._version
-        self.last = False
 
     def unpack(self) -> Tensor:
-        tensor = self.tensor
-        assert tensor is not None, "given back before its last use"
-        if tensor._version != self.version:
+        assert self.tensor is not None, "given back before its last use"
+        if self.tensor._version != self.version:
             raise RuntimeError(
                 "a tensor saved for the backward was changed in place after the forward"
             )
-        if self.last:
-            self.tensor = None
-        return tensor
+        return self.tensor
 
 
 @dataclass(eq=False)
@@ -203,13 +192,6 @@ class Halves:
         return found
 
     def _down_the_trunk(self) -> list[Tensor | None]:
-        once = []
-        for node in self._above.keys() - self._kept:
-            for saved in _saved(node):
-                if isinstance(saved, Saved):
-                    once.append(saved)
-                    # A custom Function may look at what it saved as often as it likes.
-                    saved.last = not isinstance(node, BackwardCFunction)
         together = list(self.together)
         gates = [gate for group in self._groups for gate in group.gates]
         wanted: list[Any] = [*self.inputs, *together, *gates]
@@ -226,8 +208,10 @@ class Halves:
         for group in self._groups:
             arrived = [(gate, next(found)) for gate in group.gates]
             group.starts += [(gate, grad) for gate, grad in arrived if grad is not None]
-        for saved in once:
-            saved.tensor = None  # no gradient may have come there
+        for node in self._above.keys() - self._kept:
+            for saved in _saved(node):
+                if isinstance(saved, Saved):  # numbers and others' hooks have nothing to give back
+                    saved.tensor = None
         return of_inputs
 
     def weight_grad(self) -> None:
@@ -270,20 +254,6 @@ def remaining(saved: Iterable[ref[Saved]]) -> Iterator[Tensor]:
         found = reference()
         if found is not None and found.tensor is not None:
             yield found.tensor
-
-
-@contextmanager
-def torch_func_refused() -> Iterator[None]:
-    """RuntimeError for derivatives of torch.func: they do not work beside hooks like `Saved`'s."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not any(words in str(error) for words in OF_TORCH_FUNC):
-            raise
-        raise RuntimeError(
-            "a forward takes derivatives with torch.func (grad, vjp, jvp and the like), which "
-            "is not supported: use torch.autograd.grad with create_graph=True"
-        ) from error
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -16,7 +16,6 @@ from pipelab.runtime.torch.split_backward import (
     Saved,
     remaining,
     storages,
-    torch_func_refused,
     whole_backward,
 )
 from pipelab.runtime.torch.state import Buffers, as_they_were, buffers_of, copies_of_buffers
@@ -123,7 +122,7 @@ class TorchStage(VersionedStage):
         key = self.key(microbatch)
         self.device.hold(key, wanted)
         saved: list[ref[Saved]] = []
-        with torch_func_refused(), self.device.watch(key, saved):
+        with self.device.watch(key, saved):
             output, ends, count = self._apply(microbatch, pytree.tree_unflatten(entered, spec))
         # Edges, not outputs: what was sent on need not be kept here until its gradient comes.
         edges = [
@@ -143,13 +142,17 @@ class TorchStage(VersionedStage):
             count, gradients = received
             return kept, gradients, count
         # The loss's type may not hold the count: what weighs the gradient is what is counted.
-        weight = torch.tensor(kept.counted / self.feed.units[microbatch], dtype=kept.mean.dtype)
+        weight = torch.tensor(kept.counted / self.feed.unit, dtype=kept.mean.dtype)
         return kept, [torch.full_like(kept.mean, weight.item())], weight.item()
 
     def _pull(
         self, microbatch: int, kept: Any, gradients: list, count: float, kind: Kind
     ) -> list[Tensor | None]:
         self._bind(microbatch)
+        # Whichever version this is, its backward adds to the one sum, in place.
+        weights = self.weights[self.feed.versions[microbatch]]
+        for name, p in weights.items():
+            p.grad = self.total.get(name)
         found: list[Tensor | None] = []
         held: list[Tensor] = []
         with self.device.backward_context(self._seed(microbatch)):
@@ -157,16 +160,12 @@ class TorchStage(VersionedStage):
                 kept.weight_grad()
             else:
                 found, held = self._pull_input(microbatch, kept, gradients, count, kind)
-        for name, p in self.weights[self.feed.versions[microbatch]].items():
-            if p.grad is not None and p.grad.is_sparse:
-                p.grad = None
-                raise ValueError(
-                    f"the gradient of {name} is sparse, which is not supported: use sparse=False"
-                )
+        self.total |= {name: p.grad for name, p in weights.items() if p.grad is not None}
+        for p in weights.values():
+            p.grad = None
         # Autograd may give one memory to an input's gradient, a weight's, which is added to later,
         # and what is kept for W.
-        of_weights = (p.grad for p in self._every_version() if p.grad is not None)
-        shared = storages([*held, *of_weights])
+        shared = storages([*held, *self.total.values()])
         return [
             g.clone() if g is not None and g.untyped_storage().data_ptr() in shared else g
             for g in found

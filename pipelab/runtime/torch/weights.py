@@ -34,6 +34,7 @@ class VersionedStage(CountingStage):
     feed    what the table and the data hold for it
     ties    name -> number of the weights that other stages have too: their gradients are added up
     start   what to go on from, its versions numbered as here
+    total   the gradient of the group so far, by weight, of whatever versions
 
     An update copies the latest version only if the table still has readers of it, else it steps in
     place. A micro-batch's gradient is weighted by what its loss counted, in the feed's units: the
@@ -52,8 +53,16 @@ class VersionedStage(CountingStage):
     ) -> None:
         super().__init__(device, recipe, feed)
         self.module, self.ties = module, ties
+        self.total: dict[str, Tensor] = {}
         self.weights = {0: dict(module.named_parameters())}
-        self._slots = _slots(module)
+        # Where each weight stands in the module; in several places if layers share it.
+        names = {id(p): name for name, p in self.weights[0].items()}
+        self._places = [
+            (part._parameters, attribute, names[id(p)])
+            for part in module.modules()
+            for attribute, p in part._parameters.items()
+            if p is not None
+        ]
         self._parts = [part for part in module.modules() if part._buffers]
         if start:
             self._load(start)
@@ -63,7 +72,8 @@ class VersionedStage(CountingStage):
         self._handles = {
             name: _parameter(p.data, p) for name, p in self.weights[self.latest].items()
         }
-        trained = [h for h in self._handles.values() if h.requires_grad]
+        self._trained = [name for name, h in self._handles.items() if h.requires_grad]
+        trained = [self._handles[name] for name in self._trained]
         self.optimizer: Any = None
         self.schedulers: list[Any] = []
         if trained and recipe.optimizer:
@@ -106,12 +116,10 @@ class VersionedStage(CountingStage):
         latest = self.weights[number]
         for name, handle in self._handles.items():
             handle.data = latest[name].data
-            total = self._gradient(name)
+            total = self.total.pop(name, None)
             if self.ties.get(name) in tied:
                 total = tied[self.ties[name]].clone()
             handle.grad = None if total is None else total.div_(divisor)
-            for weights in self.weights.values():
-                weights[name].grad = None
         if self.recipe.keep:  # before the step, as some optimizers work in the gradient's memory
             self.stepped = {
                 name: torch.zeros_like(h) if h.grad is None else h.grad.clone()
@@ -135,12 +143,7 @@ class VersionedStage(CountingStage):
     # ---- what is asked of it between actions and afterwards
 
     def finish(self, microbatch: int, count: float) -> None:
-        old = super().finish(microbatch, count)
-        if old is not None:
-            for name, p in old.items():  # its gradient belongs to the group that is accumulated
-                heir = self.weights[self.latest][name]
-                if p.grad is not None:
-                    heir.grad = p.grad if heir.grad is None else heir.grad + p.grad
+        if super().finish(microbatch, count) is not None:
             self._note_constants()
 
     def sums(self, group: int) -> list[Tensor]:
@@ -148,40 +151,35 @@ class VersionedStage(CountingStage):
 
         Replicas need a flush, so that all of them are of the latest version.
         """
-        trained = self._trained()
-        used = [p.grad is not None for p in trained]
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-        counted = [self.counts[group], *used]
+        # All replicas send as many tensors, also of weights that one of them has not used.
+        gradients = [
+            self.total[name] if name in self.total else torch.zeros_like(self._handles[name])
+            for name in self._trained
+        ]
+        counted = [self.counts[group], *(name in self.total for name in self._trained)]
         counts = torch.tensor(counted, dtype=torch.float64, device=self.device.device)
         return [counts, *gradients]
 
     def replace_sums(self, group: int, sums: list[Tensor]) -> None:
         self.counts[group], *used = sums[0].tolist()
-        for p, total, users in zip(self._trained(), sums[1:], used, strict=True):
-            p.grad = total if users else None  # without one, optimizers leave a weight alone
+        for name, total, users in zip(self._trained, sums[1:], used, strict=True):
+            if users:  # without a gradient, optimizers leave a weight alone
+                self.total[name] = total
 
     def news(self) -> News:
         square, tied = 0.0, {}
-        for name in self._handles:
-            gradient = self._gradient(name)
-            if gradient is not None and name in self.ties:
+        for name, gradient in self.total.items():
+            if name in self.ties:
                 tied[self.ties[name]] = gradient.clone()
-            elif gradient is not None and self.recipe.clip is not None:
+            elif self.recipe.clip is not None:
                 square += _square(gradient)
         return News(square, tied)
 
     def held(self) -> Bytes:
         """What is kept now, by unique storages."""
-        gradients = (p.grad for p in self._every_version() if p.grad is not None)
         states = pytree.tree_leaves([*self.optimizer.state.values()]) if self.optimizer else ()
         tensors = (value for value in states if isinstance(value, Tensor))
-        return Bytes(*self._of_weights, _bytes(gradients), _bytes(tensors))
-
-    @property
-    def versions_held(self) -> int:
-        """Weight versions kept, by unique storages of a weight."""
-        first = next(iter(self._handles), None)
-        return len(storages(w[first] for w in self.weights.values())) if first else 1
+        return Bytes(*self._of_weights, _bytes(self.total.values()), _bytes(tensors))
 
     def trained(self) -> dict[str, Tensor]:
         """The module's state with its latest weights, on the CPU."""
@@ -210,24 +208,13 @@ class VersionedStage(CountingStage):
     # ---- the versions
 
     def _bind_version(self, version: int) -> None:
-        for name, parameter in self.weights[version].items():
-            for owner, attribute in self._slots[name]:
-                owner._parameters[attribute] = parameter
-
-    def _every_version(self) -> list[nn.Parameter]:
-        return [p for of_version in self.weights.values() for p in of_version.values()]
-
-    def _trained(self) -> list[nn.Parameter]:
-        return [p for p in self.weights[self.latest].values() if p.requires_grad]
-
-    def _gradient(self, name: str) -> Tensor | None:
-        """A weight's accumulated gradient, over all versions."""
-        found = [w[name].grad for w in self.weights.values() if w[name].grad is not None]
-        return torch.stack(found).sum(0) if len(found) > 1 else found[0] if found else None
+        for parameters, attribute, name in self._places:
+            parameters[attribute] = self.weights[version][name]
 
     def _note_constants(self) -> None:
         """Weights and buffers are no activations, whoever saves them."""
-        every, self._buffers = self._every_version(), buffers_of(self._parts)
+        every = [p for of_version in self.weights.values() for p in of_version.values()]
+        self._buffers = buffers_of(self._parts)
         buffers = (buffer for buffer in self._buffers.values() if buffer is not None)
         self.device.ignore(id(self), (*every, *buffers))
         latest = _bytes(self.weights[self.latest].values())
@@ -248,16 +235,6 @@ def _parameter(data: Tensor, like: nn.Parameter) -> nn.Parameter:
     made = nn.Parameter(data, like.requires_grad)
     vars(made).update(vars(like))
     return made
-
-
-def _slots(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Where each parameter stands in the module: (owner, attribute); several places if shared."""
-    names = {id(p): name for name, p in module.named_parameters()}
-    slots: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in names.values()}
-    for alias, p in module.named_parameters(remove_duplicate=False):
-        owner, _, attribute = alias.rpartition(".")
-        slots[names[id(p)]].append((module.get_submodule(owner), attribute))
-    return slots
 
 
 def _add_up(news: Iterable[News]) -> dict[int, Tensor]:

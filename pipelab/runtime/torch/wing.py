@@ -21,9 +21,9 @@ from pipelab.runtime.torch.arithmetic import TorchArithmetic
 from pipelab.runtime.torch.checkpoint import Index
 from pipelab.runtime.torch.device import CpuDevice, torch_device
 from pipelab.runtime.torch.stage import TorchStage, warm_up
-from pipelab.runtime.torch.state import StageState, differ
+from pipelab.runtime.torch.state import StageState
 from pipelab.runtime.wing import Wing
-from pipelab.runtime.worker import Job, Outcome
+from pipelab.runtime.worker import Job
 from pipelab.table.schedule import Schedule
 
 # A process that has these was started by torchrun or another launcher.
@@ -54,6 +54,7 @@ class TorchJob(Job):
     def stages(self, home: CpuDevice) -> dict[int, TorchStage]:
         made = {}
         for s, module in self.modules.items():
+            # Every rank trains copies: the caller's modules stay as they are.
             (copied,) = arguments.copies_of([module])
             feed = self.feeds[s]
             # Copies: a slice would keep, and count as, the memory of the whole batch, with its
@@ -69,21 +70,12 @@ class TorchJob(Job):
                 copied, home, self.recipe, feed, ties=self.ties[s], start=self.start.get(s)
             )
             if self.save:  # tell now, and not after the training
-                checkpoint.check_readable(s, made[s].optimizer_state())
+                checkpoint.packed(s, made[s].optimizer_state())
         return made
 
     def prepare(self, stages: dict[int, TorchStage]) -> None:
         for stage in stages.values():  # on the worker's own stream, with its own handle of cuBLAS
             warm_up(stage.device)
-
-    def changed(self, stages: dict[int, TorchStage]) -> bool:
-        for s, stage in stages.items():
-            found = dict(self.modules[s].named_buffers())
-            before = self.start[s].buffers if s in self.start else found
-            after = dict(stage.module.named_buffers())
-            if any(differ(before.get(name), buffer) for name, buffer in after.items()):
-                return True
-        return False
 
     def after(self, stages: dict[int, TorchStage], transport: Any) -> Exception | None:
         if not self.save or self.replica:
@@ -110,22 +102,22 @@ class TorchWing(Wing):
         self, schedule: Schedule, stages: Sequence[nn.Module], options: Options, *, training: bool
     ) -> None:
         super().__init__(schedule, stages, options, training=training)
-        arguments.check_stages(stages, training)
         self.start: dict[int, StageState] = {}
         arguments.check_replicas(schedule, options.replicas)
-        arguments.check_max_norm(schedule, stages, options.replicas)
         if training:
+            arguments.check_hooks(stages)
             self.ties = arguments.find_ties(schedule, stages)
         self._dump_to = arguments.new_folder("dump", options.dump)
         self._save_to = arguments.new_folder("save", options.save)
         if options.save:
             arguments.check_saved(stages)
+        # The part of the training comes first: launchers and devices are of its table.
         self.segment, index = _segment(schedule, options)
         self.launcher, self.devices = _launcher(self.segment, options)
         self.autocast = arguments.find_autocast(options.autocast, self.devices)
         if training:
             seed = index.seed if index else options.seed
-            self.seed = arguments.find_seed(stages, seed, self.devices)
+            self.seed = arguments.find_seed(stages, seed)
         if index and options.resume:
             self.start = checkpoint.states_for(Path(options.resume), index, stages, self._here())
 
@@ -201,8 +193,8 @@ class TorchWing(Wing):
                 self._dump_to, self.segment.whole, self.stages, batches, losses, steps
             )
 
-    def depends_on_cut(self, outcomes: Sequence[Outcome]) -> bool:
-        return arguments.normalizes_batches(self.stages) or super().depends_on_cut(outcomes)
+    def depends_on_cut(self) -> bool:
+        return arguments.normalizes_batches(self.stages)
 
 
 def _launcher(segment: Segment, options: Options) -> tuple[Launcher, list[str]]:

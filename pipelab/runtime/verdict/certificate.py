@@ -29,7 +29,6 @@ the optimizer takes from the run's own gradient. Steps that start equal and are 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -255,7 +254,7 @@ class _Views:
         self.worst = self._named(self.views[view], [np.argmax(ratios[view])]) if view else ""
 
     def _named(self, view: tuple[int, ...], numbers: Any) -> str:
-        """Slices in words, such as " (rows 3, 5-9 of 12)"."""
+        """Slices in words, such as " (rows 3, 5, 6 of 12)"."""
         if len(view) > 1 and len(numbers) == 1:
             place = ", ".join(map(str, np.unravel_index(numbers[0], self.shape)))
             return f" (element [{place}])"
@@ -264,11 +263,7 @@ class _Views:
         (axis,) = view
         words = {1: ["element"], 2: ["row", "column"]}.get(len(self.shape))
         word = words[axis] if words else f"slice along axis {axis},"
-        numbers, runs = [int(number) for number in numbers], []
-        for _, of_run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-            first, *rest = [number for _, number in of_run]
-            runs.append(f"{first}-{rest[-1]}" if rest else str(first))
-        listed = ", ".join(runs[:4]) + (", ..." if len(runs) > 4 else "")
+        listed = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
         return f" ({word}{'s' * (len(numbers) > 1 and bool(words))} {listed} of {self.shape[axis]})"
 
 

@@ -57,27 +57,28 @@ def judge(
     quick          make do with the run's precision for the truth too
     """
     table, replicas = segment.table, len(replica_steps)
+    # [1] the rule, and the data with what they read by it
     rule, of_training = _reading(segment.whole, replicas)
     reading = of_training[segment.first_update :]
     own = reference(False)
     stream = _pieces(segment, batches, reading, replicas, own, seeds)
     first = next(stream)
     stream = chain([first], stream)
+    # [2] two references: as precise as can be, and as the run computes
     truth = _most_precise(own, reference, quick, first)
     trial = _Trial(result, own, truth, first, tolerance)
     # Where the rule allows it, the truth takes the batch undivided: what a paper's formula says.
     by_batch = rule != rules.TABLE and table.per_update == table.microbatches
-    whole = (by_batch or not table.training) and not divided and not own.remembers([first])
+    whole = len(reading[0]) > 1 and (by_batch or not table.training)
+    whole = whole and not divided and not own.remembers([first])
+    # A layer may insist on the size of a micro-batch.
+    if whole and not truth.takes([_undivided(batches[0], reading[0][0])]):
+        rule = rule.replace(":", ", the batch in micro-batches only:", 1)
+        whole = False
+    # [3] update by update, each from the run's own weights before it
     for i in range(table.updates if table.training else table.batches):
         pieces = list(islice(stream, len(reading[i])))
-        exact = pieces
-        if whole and len(pieces) > 1:
-            # A layer may insist on the size of a micro-batch, which shows in the first update.
-            x, y = batches[i]
-            exact = [Piece(x, y, reading[i][0])]
-            if i == 0 and not truth.takes(exact):
-                rule = rule.replace(":", ", the batch in micro-batches only:", 1)
-                whole, exact = False, pieces
+        exact = [_undivided(batches[i], reading[i][0])] if whole else pieces
         if not table.training:
             trial.compare_losses(pieces, own.losses(pieces), truth.losses(exact))
             continue
@@ -85,12 +86,8 @@ def judge(
         trial.compare_update(t, steps, pieces, exact)
         trial.compare_step(t, steps)
         trial.go_on(t + 1, steps, reading[i + 1 :])
-    trial.compare_batches()
-    if table.training:
-        trial.compare_replicas(replica_steps)
-        trial.compare_trained()
-    if saved:
-        trial.compare_saved("the checkpoint", saved, result.weights)
+    # [4] what the run gives back
+    trial.compare_results(replica_steps, saved)
     return trial.found.verdict(rule, truth.arithmetic.computes_in)
 
 
@@ -251,6 +248,17 @@ class _Trial:
             reference.accept(version, [step.weights for step in steps])
             reference.forget(needed)
 
+    def compare_results(
+        self, replica_steps: Sequence[Sequence[Sequence[Step]]], saved: Sequence[Any]
+    ) -> None:
+        """All that is there in the end."""
+        self.compare_batches()
+        if self.own.recipe.training:
+            self.compare_replicas(replica_steps)
+            self.compare_trained()
+        if saved:
+            self.compare_saved("the checkpoint", saved, self.result.weights)
+
     def compare_batches(self) -> None:
         """The losses of whole batches: the means of those reported of the micro-batches."""
         means = mean_losses(self.counted, len(self.result.losses))
@@ -278,6 +286,8 @@ class _Trial:
         for name, weight in expected.items():
             self.found.add(f"the trained weight {name}", run[name], weight, unset=True)
         for name, buffer in buffers.items():
+            if name not in run:  # not persistent: no state dict has it
+                continue
             floor = own.arithmetic.eps.get(name, 0.0) * np.abs(buffer)
             unset = self.unset.get(name)
             if unset is None or unset.shape != buffer.shape:  # a forward has put another there
@@ -291,6 +301,11 @@ class _Trial:
             there, wanted = (arrays.get(name, np.zeros(0)) for arrays in (saved, expected))
             floor = min(self.own.arithmetic.coarsest, EPS_32) * np.abs(wanted)
             self.found.add(f"in {where}, {name}", there, wanted, floor, unset=True)
+
+
+def _undivided(batch: tuple[Any, Any], reads: Sequence[int]) -> Piece:
+    x, y = batch
+    return Piece(x, y, reads)
 
 
 def _joined(arrays: Arrays) -> np.ndarray:

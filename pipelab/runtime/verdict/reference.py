@@ -57,7 +57,7 @@ class ReferenceMemory:
         """Let them remember it again."""
 
     def differs(self) -> bool:
-        """Whether something beside the buffers, such as a count, is another one now."""
+        """Whether something of it, such as a buffer or a count, is another one now."""
         return False
 
 
@@ -87,15 +87,13 @@ class Arithmetic(Protocol):
     repeated: Sequence[str] = ()
     trees: Trees
 
-    def loss(self, weights: Sequence[Weights], piece: Piece) -> tuple[float, float]:
-        """The stages with these weights, and the loss: (mean, how many it is the mean of)."""
-
-    def differentiate(
-        self, weights: Sequence[Weights], piece: Piece, unit: float
+    def compute(
+        self, weights: Sequence[Weights], piece: Piece, unit: float, gradients: bool
     ) -> tuple[float, float, float, Sequence[Weights]]:
-        """The same, count / unit as the loss's type has it, and the gradients of mean x that.
+        """The stages with these weights, the loss, and if wanted the gradients.
 
-        Without the weights that the loss does not depend on.
+        Returns the mean, how many it is the mean of (count), count / unit as the loss's type has
+        it, and the gradients of mean x that, without the weights that the loss does not depend on.
         """
 
     def narrowed(self, weights: Sequence[Weights], piece: Piece) -> float:
@@ -142,7 +140,8 @@ class Reference:
     def losses(self, pieces: Sequence[Piece], jitter: Jitter | None = None) -> Losses:
         """The forwards alone: (mean loss, count) of every piece."""
         with self._given(pieces, jitter) as given:
-            return [self.arithmetic.loss(weights, piece) for weights, piece in given]
+            compute = self.arithmetic.compute
+            return [compute(weights, piece, 1.0, gradients=False)[:2] for weights, piece in given]
 
     def gradients(
         self, pieces: Sequence[Piece], jitter: Jitter | None = None
@@ -152,6 +151,7 @@ class Reference:
         With a jitter it starts from the buffers that the last one without has found, and leaves no
         trace in them.
         """
+        # [1] sums over the pieces, of gradients and of what counts
         compute, first = self.arithmetic, pieces[0]
         # In units of about a piece's samples: float16 cannot hold larger numbers than 65,504.
         samples = samples_of((first.x, first.y), compute.trees)
@@ -160,7 +160,7 @@ class Reference:
         sums: list[dict[str, Any]] = [{} for _ in self.history]
         with self._given(pieces, jitter) as given:
             for weights, piece in given:
-                mean, count, weight, gradients = compute.differentiate(weights, piece, unit)
+                mean, count, weight, gradients = compute.compute(weights, piece, unit, True)
                 losses.append((mean, count))
                 counted += weight
                 for total, of_stage in zip(sums, gradients, strict=True):
@@ -169,6 +169,7 @@ class Reference:
         # A weight that no forward has used has no gradient: optimizers leave it alone, and so does
         # `step`. It is compared as zeros.
         self._used = [set(total) for total in sums]
+        # [2] means, on the host in float64, by the names that the verdict uses
         means: Arrays = {}
         for s, (names, total) in enumerate(zip(compute.trained, sums, strict=True)):
             like = next(iter(self.history[s].values()))
@@ -229,7 +230,7 @@ class Reference:
             return max([coarsest, *(compute.narrowed(weights, piece) for weights, piece in given)])
 
     def remembers(self, pieces: Sequence[Piece]) -> bool:
-        """Whether forwards change what modules remember beside their buffers, such as a count."""
+        """Whether forwards change what modules remember, such as running statistics or a count."""
         before = self.arithmetic.remembered()
         self.losses(pieces)
         changed = before.differs()
@@ -285,6 +286,7 @@ class Reference:
 
         Frozen weights are exact: they may be numbers of rows or of a range.
         """
+        # Versions are chosen here and nowhere else: by the rule, not by the run.
         given = [history[v] for history, v in zip(self.history, piece.reads, strict=True)]
         if not jitter:
             return given

@@ -16,7 +16,6 @@ from jax.extend.core import jaxprs_in_params
 
 import split_jax
 from pipelab import Recompute, Schedule, make, run
-from pipelab.runtime.jax.jaxpr import contains
 from pipelab.runtime.jax.split import split_backward
 
 LAYERS, WIDTH, SAMPLES = 3, 8, 4
@@ -203,21 +202,6 @@ def test_the_two_are_the_whole_and_nothing_is_computed_twice(name):
 def test_w_reads_an_input_and_a_gradient_of_each_layer(name):
     read = Halves(CASES[name]).read
     assert sum(leaf.nbytes for leaf in read) == 2 * LAYERS * BYTES
-
-
-@pytest.mark.parametrize(
-    ("name", "is_loop"),
-    [
-        ("a loop", False),
-        ("a loop of checkpoints", False),
-        ("one weight in all rounds", True),  # each adds to the sum of those before
-        ("a branch in a loop's W", True),  # a batch would compute both sides of each
-    ],
-)
-def test_w_is_a_loop_only_where_it_must_be(name, is_loop):
-    later = Halves(CASES[name]).split.later
-    (step,) = [eqn for eqn in later.equations if any(jaxprs_in_params(eqn.params))]
-    assert contains(step, ["scan"]) == is_loop
 
 
 def test_what_w_reads_of_the_operands_is_not_copied():

@@ -285,6 +285,11 @@ def test_a_stage_may_close_over_what_is_traced():
     assert gap(found, wanted) < 1e-5
 
 
+def test_whole_numbers_alone_are_taken():
+    pipeline = spmd_pipeline(lambda w, x: x * w, devices=cpu(2), microbatches=2)
+    assert pipeline(stack([np.int32(2), np.int32(3)]), np.arange(4)).tolist() == [0, 6, 12, 18]
+
+
 @pytest.mark.parametrize(("count", "virtual"), [(1, 1), (6, 1), (6, 2), (6, 3), (6, 6)])
 def test_unstack_inverts_stack(count, virtual):
     stages = layers(count)
@@ -421,14 +426,6 @@ def run(stages=None, x=None, stage=layer, virtual=1, **options):
     return pipeline(stages, samples(8) if x is None else x)
 
 
-def with_key(key):
-    """A run whose stage draws the same for every micro-batch."""
-    return run(stage=lambda w, x: layer(w, x) * jax.random.bernoulli(key, shape=x.shape))
-
-
-MIXES = "depends on the other samples of its micro-batch.* a key for each sample"
-
-
 def other(**changes):
     return [*layers(1), layers(1)[0] | changes]
 
@@ -438,54 +435,39 @@ def other(**changes):
     [
         (
             lambda: stack(other(b=np.zeros(5))),
-            r"stage 1\['b'\] is float32\[5\], stage 0's is float32\[6\]: one SPMD program",
+            r"stage 1 is .*'float32\[5\]'.*, stage 0 is .*'float32\[6\]'.*: one SPMD program",
         ),
         (
             lambda: stack(other(b=np.zeros(6, int))),
-            r"stage 1\['b'\] is int32\[6\], stage 0's is float32",
+            r"stage 1 is .*'int32\[6\]'.*, stage 0 is .*float32",
         ),
-        (lambda: stack(other(c=np.zeros(6))), r"stage 1 is PyTreeDef.*'c'.*, stage 0 is PyTreeDef"),
+        (lambda: stack(other(c=np.zeros(6))), r"stage 1 is .*'c'.*, stage 0 is "),
         (lambda: stack([]), "0 stages with virtual=1: give a multiple"),
         (lambda: stack(layers(3), 2), "3 stages with virtual=2: give a multiple of it"),
         (
             lambda: run(stage=lambda w, x: x[:, :5]),
-            r"the stage's output is .*\[2, 5\], its input's is .*\[2, 6\]: .*before or",
+            r"the stage's output is .*\[2, 5\], its input is .*\[2, 6\]: .*before or",
         ),
         (
             lambda: run(stage=lambda w, x: x.sum() > 0),
-            r"the stage's output is bool\[\], its input's is float32\[2, 6\]",
+            r"the stage's output is bool\[\], its input is float32\[2, 6\]",
         ),
         (
             lambda: run(stage=lambda w, x: (x, x)),
-            "the stage's output is PyTreeDef.*, its input is PyTreeDef",
+            r"the stage's output is \('float32.*\), its input is float32",
         ),
-        # Was: trained, and not as the plain stack.
-        (lambda: run(stage=normalized), MIXES),
-        (lambda: run(stage=normalized, microbatches=8), MIXES),
-        (lambda: run(stage=lambda w, x: layer(w, x) + 1e-2 * x.mean(0)), MIXES),
-        (lambda: run(stage=lambda w, x: layer(w, x) * len(x)), MIXES),
-        (lambda: with_key(jax.random.key(0)), MIXES),
-        (lambda: jax.jit(with_key)(jax.random.key(0)), MIXES),
-        (lambda: run(stages=layers(2)), r"parameters\[0\]\['a'\] has shape \(6, 6\), .* by stack"),
         (
             lambda: run(stages=stack(layers(3))),
-            r"parameters\['a'\] has shape \(3, 6, 6\), .*\(devices\) = \(2,\): .*2 stages",
+            r"parameters of shape \(3, 6, 6\) do not begin with \(2,\): .*2 stages",
         ),
         (
             lambda: run(stages=stack(layers(4)), virtual=2),
-            r"\(virtual, devices\) = \(2, 2\): .*stages, virtual\), from 4",
+            r"do not begin with \(2, 2\): .*stages, virtual\), from 4",
         ),
         (
             lambda: run(virtual=2, microbatches=1),
             "microbatches=1 on 2 devices with virtual=2: .* at least 2 micro-batches",
         ),
-        (lambda: run(x=samples(6)), r"x begins with dimensions \[\(6,\)\]: .* a multiple of 4"),
-        (
-            lambda: run(x={"h": samples(8), "n": np.zeros(4)}),
-            r"x begins with dimensions \[\(4,\), \(8,\)\]: give all its arrays the same first one",
-        ),
-        (lambda: run(x=np.float32(3)), r"x begins with dimensions \[\(\)\]"),
-        (lambda: run(x={}), r"x begins with dimensions \[\]"),
         (
             lambda: run(devices=999),
             r'devices=999, and jax has \d+ \(\w+\): .*"jax_num_cpu_devices", 999',

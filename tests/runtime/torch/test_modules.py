@@ -170,7 +170,7 @@ def test_derivatives_in_a_forward_are_autograds_or_refused(name):
         lambda f, x: torch.func.grad(f)(x),
         lambda f, x: x * torch.func.jvp(f, (x,), (x,))[1],
     ):
-        with pytest.raises(RunError, match=r"1F0: RuntimeError: .* torch.func .*autograd.grad"):
+        with pytest.raises(RunError, match=r"1F0: RuntimeError: "):
             call(take)
     assert call(by_autograd).check.passed
 

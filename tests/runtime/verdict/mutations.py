@@ -193,16 +193,11 @@ class TorchHands:
 
     def sums(self, stage: TorchStage) -> list[torch.Tensor]:
         """The gradients accumulated so far, over all versions."""
-        every = [stage._gradient(name) for name in stage._handles]
-        weights = stage.weights[stage.latest].values()
-        pairs = zip(every, weights, strict=True)
-        return [torch.zeros_like(w) if g is None else g.clone() for g, w in pairs]
+        weights = stage.weights[stage.latest].items()
+        return [stage.total.get(name, torch.zeros_like(w)).clone() for name, w in weights]
 
     def set_sums(self, stage: TorchStage, sums: Sequence[torch.Tensor]) -> None:
-        for name, total in zip(stage._handles, sums, strict=True):
-            for weights in stage.weights.values():
-                weights[name].grad = None
-            stage.weights[stage.latest][name].grad = total
+        stage.total = dict(zip(stage._handles, sums, strict=True))
 
     def weights(self, stage: TorchStage, version: int) -> list[torch.Tensor]:
         return [p.detach().clone() for p in stage.weights[version].values()]
