@@ -470,7 +470,7 @@ def test_stages_of_a_branched_graph_are_named(tmp_path, capsys):
 @settings(max_examples=40)
 @given(st.lists(layers, min_size=1, max_size=5), st.integers(1, 4))
 def test_the_steps_are_the_optimizers(found, devices):
-    from pipelab.widgets.steps import Steps
+    from pipelab.optimize.cut.steps import Steps
 
     profile = Profile(tuple(found))
     steps = Steps(profile, devices, bandwidth=3.0)
