@@ -235,6 +235,20 @@ def test_torchgpipe_says_which_outputs_it_does_not_pass():
         run_torchgpipe(modules, batches(1), F.mse_loss, SGD, chunks=2)
 
 
+def test_torchgpipes_stages_do_not_share_a_learning_rate():
+    # Was: every stage's scheduler halved the one tensor.
+    rate = torch.tensor(0.1, dtype=torch.float64)
+
+    def halved(parameters):
+        optimizer = torch.optim.Adam(parameters, lr=rate)
+        return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    arguments = stages(2), batches(3), F.mse_loss, halved
+    theirs = run_torchgpipe(*arguments, chunks=2)
+    assert rate == 0.1
+    agree(run(make("gpipe", 2, 2, batches=3), *arguments), theirs, theirs.timeline.schedule)
+
+
 def test_torchgpipe_ends_with_a_stage_that_leaves():
     """Its threads pass on Exceptions alone."""
 

@@ -85,17 +85,23 @@ def twisted(twist, number, count):
         parts[own[-1]] = partial(failing, module.apply, how, victim == str(number)), variables
 
     # [3] the run
+    rate, power = 0.01, 2
     if how == "other" and number == 1:  # one thing is another one here
-        if victim == "weights":
+        if victim == "stage":
+            module, variables = parts[1]
+            parts[1] = (lambda p, x: -module.apply(p, x)), variables
+        elif victim == "weights":
             parts[2] = parts[2][0], jax.tree.map(lambda w: w + 1e-9, parts[2][1])
         elif victim == "data":
             batches[1] = batches[1][::-1]
         elif victim == "clip":
             options["clip"] = 0.1
+        rate += 0.01 * (victim == "optimizer")
+        power += 2 * (victim == "loss")
 
     def loss(y, target):
         y = y[0] if isinstance(y, tuple) else y
-        return ((y - target) ** 2).mean()
+        return ((y - target) ** power).mean()
 
     if twist == "evaluate":
         done = pipelab.evaluate(schedule, parts, batches, loss, backend="jax")
@@ -104,7 +110,7 @@ def twisted(twist, number, count):
             "passed": done.check.passed,
             "makespan": done.timeline.makespan,
         }
-    run = pipelab.run(schedule, parts, batches, loss, optax.adam(0.01), backend="jax", **options)
+    run = pipelab.run(schedule, parts, batches, loss, optax.adam(rate), backend="jax", **options)
     t = run.timeline
     late = [t.start[i] - t.end[schedule.inputs[i]] for i in schedule.crossing]
     return {

@@ -3,7 +3,7 @@
 Arrays do not change, so that a weight version is just a value that is kept.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,12 @@ import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
 
-from pipelab.runtime.jax.arguments import Apply
+from pipelab.runtime.jax.arguments import Apply, Part
 from pipelab.runtime.jax.arithmetic import named, names
 from pipelab.runtime.jax.device import JaxDevice
+from pipelab.runtime.jax.host import of_program
 from pipelab.runtime.jax.jaxpr import Arrays, spec_of
-from pipelab.runtime.jax.passes import Backwards, Compiled, Groups, passes
+from pipelab.runtime.jax.passes import Backwards, Compiled, Groups, differentiate, passes
 from pipelab.runtime.stage import CountingStage, Feed, Recipe
 from pipelab.runtime.worker import Bytes
 from pipelab.table.action import Kind
@@ -237,6 +238,34 @@ def _run(
         _check_mean(y)
     floats, others = divide(y)
     return floats, (others, count)
+
+
+def digest_of(
+    part: Part, recipe: Recipe, shapes: tuple[Any, Any], ends: tuple[bool, bool], draws: bool
+) -> str:
+    """Digest of what a stage does with micro-batches of these shapes, as `compile` has them.
+
+    ends  whether it is the first stage, and the last
+    """
+    (apply, parameters), (first, last) = part, ends
+    run = partial(_run, apply, recipe.loss if last else None)
+    groups = groups_of(parameters, *shapes, np.uint32(0) if draws else None, first=first)
+
+    def both(*groups: Any) -> Any:
+        results, pullback = differentiate(run, Groups(*groups))
+        return results, pullback(jax.tree.map(jnp.ones_like, results[0]))
+
+    return of_program(both if recipe.training else run, *groups)
+
+
+def digest_of_optimizer(optimizer: optax.GradientTransformation, parameters: Sequence[Any]) -> str:
+    """Digest of an optimizer's first state and its step, of each stage's parameters."""
+
+    def step(weights: Any) -> Any:
+        state = optimizer.init(weights)
+        return state, step_of(optimizer)(weights, state, weights)
+
+    return of_program(lambda stages: list(map(step, stages)), parameters)
 
 
 def step_of(optimizer: optax.GradientTransformation) -> Callable:

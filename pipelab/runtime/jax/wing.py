@@ -13,7 +13,7 @@ from pipelab.runtime.jax.arithmetic import JaxArithmetic
 from pipelab.runtime.jax.device import JaxDevice, jax_devices
 from pipelab.runtime.jax.distributed import Distributed
 from pipelab.runtime.jax.host import digest, of_trees
-from pipelab.runtime.jax.stage import JaxStage
+from pipelab.runtime.jax.stage import JaxStage, digest_of, digest_of_optimizer
 from pipelab.runtime.prepare import Options
 from pipelab.runtime.stage import Feed, Recipe
 from pipelab.runtime.threads import Threads
@@ -88,8 +88,21 @@ class JaxWing(Wing):
         options = {**vars(self.options), "timeout": None, "devices": None}
         asked = digest(options, [device.id for device in self.devices])
         digests: dict[str, str | None] = {"what `run` was asked for": asked}
-        weights = ((f"the weights of stage {s}: ", of) for s, (_, of) in enumerate(self.parts))
-        return digests | of_trees(weights)
+        last = len(self.parts) - 1
+        # What cannot be traced has no shapes, or fails; the run says where.
+        for s, (part, shapes) in enumerate(zip(self.parts, self.shapes, strict=True)):
+            with suppress(Exception):
+                ends, draws = (s == 0, s == last), self.seed is not None
+                found = [digest_of(part, recipe, of, ends, draws) for of in shapes]
+                name = f"stage {s} with the loss" if s == last else f"stage {s}"
+                digests[name] = digest(found) if found else None
+        weights = [parameters for _, parameters in self.parts]
+        if recipe.optimizer:
+            with suppress(Exception):
+                digests["the optimizer"] = digest_of_optimizer(recipe.optimizer, weights)
+        return digests | of_trees(
+            (f"the weights of stage {s}: ", of) for s, of in enumerate(weights)
+        )
 
     def job(self, feeds: dict[int, Feed], **fields: Any) -> JaxJob:
         parts = {s: self.parts[s] for s in feeds}

@@ -5,12 +5,18 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from threading import RLock
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipelab.runtime.torch.split_backward import storages
+
+MAKING = RLock()  # a factory may write into tensors that other runs' factories read
 
 
 @dataclass
@@ -48,7 +54,14 @@ class StageState:
             if weight in optimizer.state:
                 self.optimizer[name] = _saved(optimizer.state[weight])
         self.groups = [_saved(_hyperparameters(group)) for group in optimizer.param_groups]
-        self.schedulers = [_saved(scheduler.state_dict()) for scheduler in schedulers]
+        for scheduler in schedulers:
+            try:
+                self.schedulers.append(_saved(scheduler.state_dict()))
+            except Exception as error:
+                raise ValueError(
+                    f"{type(scheduler).__name__}.state_dict() failed, and is needed for a "
+                    f"checkpoint ({type(error).__name__}: {error})"
+                ) from error
         self.kinds = _kinds_of(optimizer, schedulers)
 
     def load_optimizer(
@@ -66,21 +79,34 @@ class StageState:
                 f"are {_summary(kinds, optimizer.param_groups)}: give the same optimizer"
             )
         for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
-            # A scheduler changes the rate itself: what it starts from is compared.
-            rate = "initial_lr" if "initial_lr" in group else "lr"
-            now, then = (float(of.get(rate, 0)) for of in (group, saved))
-            if now != then:
-                warnings.warn(
-                    f"{self.origin} goes on with {rate}={then}: the {now} of the optimizer given "
-                    "now is not used",
-                    stacklevel=2,
-                )
-            group.update(copy.deepcopy(saved))
+            self._warn_of_another_rate(group, saved)
+            own = copy.deepcopy(saved)
+            for key, value in own.items():
+                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                    own[key] = value.to(group[key].device)
+            group.update(own)
             for weight in group["params"]:
                 if (name := names.get(id(weight))) in self.optimizer:
                     optimizer.state[weight] = _placed(self.optimizer[name], weight, group)
         for scheduler, saved in zip(schedulers, self.schedulers, strict=True):
             scheduler.load_state_dict(copy.deepcopy(saved))
+
+    def _warn_of_another_rate(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        """Tell a caller who gives another one, as to torch's load_state_dict: the saved one stays.
+
+        What a scheduler starts from is compared, since it changes the rate itself.
+        """
+        for key in ("initial_lr" if "initial_lr" in group else "lr", "weight_decay"):
+            if key not in group or key not in saved:
+                continue
+            both = group[key], saved[key]
+            now, then = (x.item() if isinstance(x, (Tensor, np.generic)) else x for x in both)
+            if now != then:
+                warnings.warn(
+                    f"{self.origin} goes on with {key}={then}: the {now} of the optimizer given "
+                    "now is not used",
+                    stacklevel=2,
+                )
 
     def values(self) -> dict[str, Tensor]:
         """All numbers in it by their path, for a comparison."""
@@ -132,29 +158,85 @@ def _placed(values: Any, weight: Tensor, group: Mapping[str, Any]) -> Any:
     return pytree.tree_map_with_path(place, values)
 
 
+# ---- optimizers as they are made
+
+
 def make_optimizer(
     factory: Callable[[Any], Any], weights: Sequence[nn.Parameter]
 ) -> tuple[Any, list[Any]]:
-    """An optimizer of these weights and its learning-rate schedulers, as the factory makes them.
+    """An optimizer of these weights and its learning-rate schedulers, which share nothing.
 
-    ValueError for an optimizer or a scheduler of other weights, such as the caller's own.
+    A factory may give what it makes for every stage the same learning-rate tensor, the same dict or
+    list, and a scheduler writes into it, already while it is made. So all get copies, and such
+    tensors are left as they were. ValueError for an optimizer or a scheduler of other weights.
     """
-    made = factory(weights)
-    optimizer, *schedulers = made if isinstance(made, tuple) else (made,)
-    own = {id(weight) for weight in weights}
-    for x in (optimizer, *schedulers):
-        stepped = getattr(x, "optimizer", optimizer)
-        groups = getattr(stepped, "param_groups", [{"params": [None]}])
-        if not {id(p) for group in groups for p in group["params"]} <= own:
-            raise ValueError(
-                f"the optimizer's factory made a {type(x).__name__} of other weights than it "
-                "was called with: give one that uses its argument, such as torch.optim.SGD"
-            )
+    with MAKING:
+        with _Writes() as writes:
+            made = factory(weights)
+        optimizer, *schedulers = made if isinstance(made, tuple) else (made,)
+        stepped = [getattr(scheduler, "optimizer", optimizer) for scheduler in schedulers]
+        for x, of_x in zip((optimizer, *schedulers), (optimizer, *stepped), strict=True):
+            _check_weights(x, of_x, weights)
+        inner = [x for x in vars(optimizer).values() if hasattr(x, "param_groups")]
+        optimizers = [optimizer, *inner, *stepped]
+        copies = {id(x): x for x in (*weights, *optimizers, *schedulers)}  # these stay
+        given = pytree.tree_leaves([_hyperparameters(g) for g in optimizer.param_groups])
+        for x in optimizers:  # an optimizer around another one has its list, or its groups
+            x.param_groups[:] = _copied(x, x.param_groups, copies)
+        for x in schedulers:
+            vars(x).update(_copied(x, vars(x), copies))
+        writes.undo(given)
     return optimizer, schedulers
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
+
+
+def _copied(owner: Any, content: Any, copies: dict[int, Any]) -> Any:
+    """A deep copy, but for what has one. ValueError where that is not possible."""
+    try:
+        return copy.deepcopy(content, copies)
+    except Exception as error:
+        raise ValueError(
+            f"the {type(owner).__name__} that the optimizer's factory made holds what cannot be "
+            f"copied for each stage ({type(error).__name__}: {error}): leave that out"
+        ) from error
+
+
+def _check_weights(made: Any, optimizer: Any, weights: Sequence[Tensor]) -> None:
+    """ValueError for what is no optimizer, or one of other weights, such as the caller's own."""
+    groups = getattr(optimizer, "param_groups", [{"params": [None]}])
+    found = {id(p) for group in groups for p in group["params"]}
+    if not found <= set(map(id, weights)):
+        raise ValueError(
+            f"the optimizer's factory made a {type(made).__name__} of other weights than it "
+            "was called with: give one that uses its argument, such as torch.optim.SGD"
+        )
+
+
+class _Writes(TorchDispatchMode):
+    """Notes what tensors were before they are written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for schema, value in zip(func._schema.arguments, args, strict=False):
+            if schema.alias_info and schema.alias_info.is_write and isinstance(value, Tensor):
+                self.before.append((value, value.clone()))
+        return func(*args, **kwargs or {})
+
+    @torch.no_grad()
+    def undo(self, values: Sequence[Any]) -> None:
+        """Give those that are tensors back what they were."""
+        wanted = storages(value for value in values if isinstance(value, Tensor))
+        for tensor, before in reversed(self.before):
+            if tensor.untyped_storage().data_ptr() in wanted:
+                tensor.copy_(before)
 
 
 # ---- buffers, which forwards may change: in place, or by putting another tensor there

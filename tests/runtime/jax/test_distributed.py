@@ -28,6 +28,9 @@ GUARD = 60
 
 # A thing that differs in process 1 -> what the error says does.
 OTHERS = {
+    "stage": "stage 1",
+    "loss": "stage 3 with the loss",
+    "optimizer": "the optimizer",
     "clip": "what `run` was asked for",
     "weights": "the weights of stage 2: ['Dense_0']['bias']",
     "data": "batch 1",

@@ -1,5 +1,6 @@
 """What a checkpoint can hold: all of it can be read back, or it is refused before the training."""
 
+import math
 import os
 import warnings
 from collections import deque
@@ -72,11 +73,17 @@ def with_a_function(parameters):
     return optimizer, scheduler
 
 
+def with_a_builtin(parameters):
+    optimizer = SGD(parameters, lr=0.1)
+    return optimizer, rates.LambdaLR(optimizer, math.cos)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "said"),
     [
         (Queued, r"stage 0: no checkpoint can hold what its optimizer .*: keep tensors, numb"),
         (with_a_function, r"stage 0: no checkpoint can hold .* a scheduler keeps"),
+        (with_a_builtin, r"LambdaLR.state_dict\(\) failed, and is needed for a checkpoint"),
     ],
 )
 def test_what_cannot_be_read_back_is_refused_before_the_training(optimizer, said, tmp_path):

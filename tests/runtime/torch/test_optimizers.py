@@ -1,5 +1,6 @@
 """Every stage's optimizer and schedulers are its own, whatever their factory gives them."""
 
+import threading
 from functools import partial
 
 import pytest
@@ -17,6 +18,8 @@ def same(a, b):
     return all(torch.equal(x[k], y[k]) for x, y in zip(a, b, strict=True) for k in x)
 
 
+# ---- a learning rate that is one tensor for all stages
+
 DECAYS = {
     "halved": lambda o: rates.ExponentialLR(o, 0.5),
     "warmed up": lambda o: rates.LinearLR(o, 0.1, 1.0, 3),  # writes already while it is made
@@ -26,19 +29,34 @@ DECAYS = {
 }
 
 
-def scheduled(decay, parameters, rate=0.1):
-    """With a learning rate that is a tensor."""
-    optimizer = Adam(parameters, lr=torch.tensor(rate, dtype=torch.float64))
-    return optimizer, DECAYS[decay](optimizer)
+def scheduled(decay, rate):
+    """A factory whose optimizers have this very learning rate."""
+
+    def make_both(parameters):
+        optimizer = Adam(parameters, lr=rate)
+        return optimizer, DECAYS[decay](optimizer)
+
+    return make_both
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-def test_a_learning_rate_tensor_decays_and_is_resumed(decay, tmp_path):
+@pytest.mark.parametrize("name", ["gpipe", "pipedream"])
+def test_a_learning_rate_tensor_decays_once_per_update(name, decay):
+    # Was: with four stages the rate fell four times per update, and in the reference once more.
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    arguments = make(name, 4, 2, batches=3), stages(4), batches(3), F.mse_loss
+    shared = run(*arguments, scheduled(decay, rate))
+    assert shared.check.passed, shared.check
+    assert rate == 0.1
+    alone = run(*arguments, lambda parameters: scheduled(decay, rate.clone())(parameters))
+    assert same(shared.weights, alone.weights)
+
+
+def test_a_learning_rate_tensor_is_every_stages_own_after_resume(tmp_path):
     first = split(torch.nn.Sequential(*stages(6)), [2, 2, 2])
-    arguments = batches(4), F.mse_loss, partial(scheduled, decay)
+    arguments = batches(4), F.mse_loss, scheduled("warmed up", torch.tensor(0.1).double())
     table = make("gpipe", 3, 2, batches=4)
-    whole = run(table, first, *arguments)
-    assert whole.check.passed, whole.check
+    whole = run(table, first, *arguments, check=False)
     run(table, first, *arguments, save=tmp_path / "saved", stop=2, check=False)
     rest = run(table, first, *arguments, resume=tmp_path / "saved")
     assert rest.check.passed, rest.check
@@ -46,16 +64,47 @@ def test_a_learning_rate_tensor_decays_and_is_resumed(decay, tmp_path):
     assert all(map(torch.equal, before, after))
 
 
-def test_a_learning_rate_tensor_that_stages_share_fails_the_check():
-    # It decays once for each stage: the factory has to make it.
-    rate = torch.tensor(0.1, dtype=torch.float64)
+# ---- other things that a factory may share
+
+
+def test_a_group_that_is_one_dict_for_all_stages():
+    # Was: the dict held the last stage's weights for all, which alone were trained.
+    group = {"lr": 0.1}
 
     def shared(parameters):
-        optimizer = Adam(parameters, lr=rate)
-        return optimizer, rates.ExponentialLR(optimizer, 0.5)
+        group["params"] = parameters
+        return SGD([group])
 
-    arguments = make("gpipe", 4, 2, batches=3), stages(4), batches(3), F.mse_loss
-    assert not run(*arguments, shared).check.passed
+    arguments = make("gpipe", 3, 2), stages(3), batches(1), F.mse_loss
+    result = run(*arguments, shared)
+    assert result.check.passed, result.check
+    assert same(result.weights, run(*arguments, partial(SGD, lr=0.1)).weights)
+
+
+class Halving:
+    """A schedule of its own: what it has given so far is its state."""
+
+    def __init__(self):
+        self.rate = 2.0
+
+    def __call__(self, update):
+        self.rate /= 2
+        return self.rate
+
+
+def test_a_schedulers_state_is_every_stages_own():
+    # Was: every stage's update halved all rates.
+    def shared(halving, parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        scheduler = rates.LambdaLR(optimizer, lambda update: 1.0)
+        scheduler.lr_lambdas = [halving]
+        return optimizer, scheduler
+
+    arguments = make("gpipe", 3, 2, batches=3), stages(3), batches(3), F.mse_loss
+    result = run(*arguments, partial(shared, Halving()))
+    assert result.check.passed, result.check
+    alone = run(*arguments, lambda parameters: shared(Halving(), parameters))
+    assert same(result.weights, alone.weights)
 
 
 def test_a_scheduler_of_another_optimizer_is_refused():
@@ -70,6 +119,17 @@ def test_a_scheduler_of_another_optimizer_is_refused():
             F.mse_loss,
             lambda parameters: (SGD(parameters, lr=0.1), scheduler),
         )
+
+
+def test_what_cannot_be_copied_is_refused():
+    def locked(parameters):
+        optimizer = SGD(parameters, lr=0.1)
+        scheduler = rates.ExponentialLR(optimizer, 0.5)
+        scheduler.lock = threading.Lock()
+        return optimizer, scheduler
+
+    with pytest.raises(ValueError, match=r"ExponentialLR .* cannot be copied for each stage"):
+        run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, locked)
 
 
 # ---- a state of nested tensors
