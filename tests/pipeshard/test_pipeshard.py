@@ -874,15 +874,11 @@ def mixed(result):
         (mixed(lambda out, batch: jnp.where(out > 0, out / len(out), 0.0).sum()), None),
         (
             mixed(lambda out, batch: jnp.mean(out) * jnp.log(1.0 * len(out))),
-            r": log \(",
+            "it grows as samples to the power 0.36",
         ),
         (
             mixed(lambda out, batch: jnp.sum(out) / (len(out) // jnp.int32(3))),
-            r": div \(",
-        ),
-        (
-            mixed(lambda out, batch: jnp.sum(out) / np.sqrt(len(out))),
-            "it grows as samples to the power 0.5",
+            "it grows as samples to the power",
         ),
         (mixed(lambda out, batch: jnp.mean(out ** len(out))), "integer_pow"),
         (mixed(lambda out, batch: jnp.mean(out[:, len(out) // 16])), "slice"),
@@ -987,7 +983,7 @@ def mixed(result):
             None,
         ),
         # loops
-        (mixed(lambda out, batch: jax.lax.map(lambda x: x @ x, out).mean()), "use jax.vmap"),
+        (mixed(lambda out, batch: jax.lax.map(lambda x: x @ x, out).mean()), None),
         (
             mixed(
                 lambda out, batch: (
@@ -1020,7 +1016,7 @@ def mixed(result):
         ),
         (
             mixed(lambda out, batch: jnp.sum(out) / (len(out) - 1)),
-            r": div \(.* reads an array or a number made of the batch's size",
+            "it grows as samples to the power",
         ),
         (
             mixed(lambda out, batch: jnp.sum(out**2) + 1.0),

@@ -94,7 +94,8 @@ def drawn_for_all(x, batch):
 
 
 def drawn_by_sample(x, batch):
-    return jax.vmap(noise_of_sample)(x, batch["i"])
+    x = jax.vmap(noise_of_sample)(x, batch["i"])
+    return jax.lax.map(lambda s: noise_of_sample(*s), (x, batch["i"]))
 
 
 @pytest.mark.parametrize("before", [drawn_for_all, drawn_by_sample])
@@ -113,6 +114,7 @@ def test_rbg_keys_of_samples_depend_on_each_other(impl):
 
     loss = loss_of(lambda x, batch: jax.vmap(noise)(x, batch["i"]))
     assert_refused("several rbg keys at once", loss, indexed())
+    assert_exact(loss_of(lambda x, b: jax.lax.map(lambda s: noise(*s), (x, b["i"]))), indexed())
 
 
 def test_a_key_that_is_returned_does_not_depend_on_the_microbatches():
@@ -142,19 +144,15 @@ def layers_of_dropout(x, key):
 def halves(x, key):
     """A loop and a branch that draw, and carry the key."""
 
-    def body(i, carry):
-        x, key = carry
+    def body(carry):
+        i, x, key = carry
         key, mine = jax.random.split(key)
         x = jax.lax.cond(i < 1, lambda x: x + jax.random.uniform(mine, x.shape), lambda x: x, x)
-        return x, key
+        return i + 1, x, key
 
-    return jax.lax.fori_loop(0, 2, body, (x, key))[0]
-
-
-def drawn_while(x, batch):
-    """How often it draws is known when it has run: jax has no derivative of that either."""
-    body = lambda carry: (carry[0] + 1, dropout(carry[1], jax.random.key(0)))  # noqa: E731
-    return jax.lax.stop_gradient(jax.lax.while_loop(lambda carry: carry[0] < 2, body, (0, x))[1])
+    return jax.lax.stop_gradient(
+        jax.lax.while_loop(lambda carry: carry[0] < 2, body, (0, x, key))[1]
+    )
 
 
 def made_in_a_loop(x, _):
@@ -229,10 +227,6 @@ def test_all_microbatches_may_draw_the_same():
                 x + jax.random.normal(jax.random.fold_in(jax.random.key(0), len(x)), (6,))
             ),
             r"random_fold_in \(.*right.py:\d+\) makes a key of positions .* or of its size",
-        ),
-        (
-            lambda x, batch: drawn_while(x, batch),
-            r"while \(.*right.py:\d+\) draws random numbers for every sample, inside a function",
         ),
         (
             lambda x, batch: noisy(x),
@@ -369,6 +363,7 @@ def test_derivatives_that_mix_samples_are_refused(loss):
         with_params(lambda p: jax.nn.softmax(jax.nn.relu(p))),
         loss_of(between=lambda x, batch: by_sample(by_value(half(x)))),
         loss_of(between=lambda x, batch: jax.vmap(by_norm)(x)),
+        loss_of(between=lambda x, batch: jax.lax.map(by_norm, x)),
         loss_of(between=lambda x, batch: jax.nn.softmax(jax.nn.relu(jax.nn.silu(x)))),
         lambda params, batch: half(loss_of()(params, batch)),
         lambda params, batch: optax.losses.sigmoid_binary_cross_entropy(
@@ -650,7 +645,7 @@ def test_rounding_of_complex_numbers_counts_by_their_own_type():
     assert check.max_rel < 1e-5
 
 
-def scanned(body):
+def scanned(body, start=0.0):
     """A loss that goes through the samples one by one; `body` makes (carry, value) of a sample."""
 
     def loss(params, batch):
@@ -659,28 +654,70 @@ def scanned(body):
         def iteration(carry, sample):
             return body(carry, jnp.mean((sample[0] - sample[1]) ** 2))
 
-        total, values = jax.lax.scan(iteration, 0.0, (out, batch["y"]))
+        total, values = jax.lax.scan(iteration, start, (out, batch["y"]))
         return (total if values is None else jnp.sum(values)) / len(out)
 
     return loss
 
 
 @pytest.mark.parametrize(
-    "body",
-    [lambda c, v: (c + v, None), lambda c, v: (0.9 * c + v, None), lambda c, v: (c, v)],
-    ids=["sum", "decays", "values"],
+    "body", [lambda c, v: (c + v, None), lambda c, v: (v**3 + c, None), lambda c, v: (c + 1, v)]
 )
-def test_a_loop_over_the_samples_is_refused(body):
-    assert_refused("scan .* goes from sample to sample: use jax.vmap", scanned(body))
+def test_a_sum_that_a_scan_carries_is_a_sum_over_the_samples(body):
+    assert_exact(scanned(body))
+    assert_exact(scanned(body), data(8), microbatches=8)
 
 
-# ---- what looks at all samples at once
+@pytest.mark.parametrize(
+    ("body", "start"),
+    [
+        (lambda c, v: (0.9 * c + v, None), 0.0),
+        (lambda c, v: (c + c + v, None), 0.0),
+        (lambda c, v: (c + v * jnp.cos(c), None), 0.0),
+        (lambda c, v: (c - v, None), 0.0),
+        (lambda c, v: (jnp.maximum(c, v), None), 0.0),
+        (lambda c, v: (c + v, c * v), 0.0),
+        (lambda c, v: (c + v, None), 1.0),
+    ],
+    ids=["decays", "doubles", "depends", "subtracts", "largest", "read", "begins"],
+)
+def test_what_else_a_scan_carries_is_refused(body, start):
+    assert_refused("scan .* goes from sample to sample", scanned(body, start))
+
+
+# ---- what treats each sample by itself, though it looks at all of them
+
+
+def solved(solve):
+    """Right-hand sides side by side, a column a sample."""
+    matrix = 3 * jnp.eye(6) + jnp.arange(36.0).reshape(6, 6) / 100
+    return lambda x, batch: solve(matrix @ matrix.T, x.T).T
 
 
 def until(x, step):
     """Steps of a sample until it is small, counted."""
     going = lambda carry: (jnp.abs(carry[0]).max() > 0.3) & (carry[1] < 20)  # noqa: E731
     return jax.lax.while_loop(going, lambda carry: (step(carry[0]), carry[1] + 1), (x, 0))
+
+
+def iterated(x, batch):
+    """A while in each sample, whose number of iterations counts, too."""
+    y, count = jax.vmap(lambda x: until(x, lambda y: 0.7 * y))(jax.lax.stop_gradient(x))
+    return x + y + count[:, None] / 10
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        solved(jnp.linalg.solve),
+        solved(lambda a, b: jax.scipy.linalg.solve(a, b, assume_a="pos")),
+        iterated,
+    ],
+    ids=["solve", "cholesky", "while"],
+)
+def test_each_sample_by_itself(before):
+    assert_exact(loss_of(before=before))
+    assert_exact(loss_of(before=before), data(8), microbatches=8)
 
 
 def shared_condition(x, batch):
@@ -695,16 +732,6 @@ def shared_step(x, batch):
     return jax.lax.fori_loop(0, 3, lambda _, y: jnp.where(going(y)[:, None], step(y), y), x)
 
 
-def own_condition(x, batch):
-    """A while in each sample: one loop until all have ended."""
-    return x + jax.vmap(lambda x: until(x, lambda y: 0.7 * y)[0])(jax.lax.stop_gradient(x))
-
-
-def solved(x, batch):
-    """Right-hand sides side by side, a column a sample."""
-    return jnp.linalg.solve(3 * jnp.eye(6), x.T).T
-
-
-@pytest.mark.parametrize("before", [shared_condition, shared_step, own_condition, solved])
-def test_what_looks_at_all_samples_at_once_is_refused(before):
+@pytest.mark.parametrize("before", [shared_condition, shared_step])
+def test_a_loop_that_mixes_samples_is_refused(before):
     assert_refused("neither a mean nor a sum", loss_of(before=before))

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Var, jaxprs_in_params
+from jax.extend.core import JaxprEqn, Var
 
 from pipelab.pipeshard.arrays import PipeshardError
 from pipelab.pipeshard.batch.primitives import DRAWS
@@ -36,6 +36,7 @@ from pipelab.runtime.jax.jaxpr import (
     substitute,
 )
 
+BODIES = ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr")  # parameters: what equations run
 # An equation that draws, the same for another size of batch, the micro-batch's number and the
 # equation's operands -> results
 Draw = Callable[[JaxprEqn, JaxprEqn, Any, Arrays], Arrays]
@@ -82,7 +83,8 @@ def _grows(eqn: JaxprEqn, twin: JaxprEqn) -> bool:
 
 def _bodies(eqn: JaxprEqn) -> list[Graph]:
     """The functions that an equation runs."""
-    return [inline(function, outer=eqn) for function in jaxprs_in_params(eqn.params)]
+    functions = [eqn.params[key] for key in BODIES if key in eqn.params]
+    return [inline(f, outer=eqn) for f in (*functions, *eqn.params.get("branches", ()))]
 
 
 def redraw(graph: Graph, twin: Graph, draw: Draw) -> tuple[Graph, dict[Var, Atom]]:
@@ -139,6 +141,15 @@ def _inside(draw: Draw, eqn: JaxprEqn, twin: JaxprEqn, number: Any, xs: Arrays) 
         options = {key: params[key] for key in ("length", "reverse", "unroll")}
         carry, stacked = jax.lax.scan(iteration, xs[first:end], xs[end:], **options)
         return [*carry, *stacked]
+    if name == "while":
+        begin = params["cond_nconsts"]
+        end = begin + params["body_nconsts"]
+        condition, iterate = functions
+        return jax.lax.while_loop(
+            lambda carry: condition(*xs[:begin], *carry)[0],
+            lambda carry: iterate(*xs[begin:end], *carry),
+            xs[end:],
+        )
     raise PipeshardError(
         f"{name} ({place_of(eqn)}) draws random numbers for every sample, inside a function that "
         "cannot be opened: draw them before, and pass them in"

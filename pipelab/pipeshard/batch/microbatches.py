@@ -22,7 +22,7 @@ from pipelab.pipeshard.batch.draws import draw_in_pieces, redraw
 from pipelab.pipeshard.batch.reduction import Reductions
 from pipelab.pipeshard.batch.tags import FIXED, Role, Tag
 from pipelab.pipeshard.method import Pipeshard
-from pipelab.pipeshard.tracing import Arguments, TracedStep, trace_again
+from pipelab.pipeshard.tracing import Arguments, TracedStep, trace, trace_again
 from pipelab.runtime.jax.host import alike, words
 from pipelab.runtime.jax.jaxpr import Arrays, Atom, Graph, rounding_unit
 
@@ -78,8 +78,15 @@ def combinations(
     neither a mean nor a sum over the batch, nor one value per sample.
     """
     m, samples = method.microbatches, arguments.samples // method.microbatches
+    # What grows with the batch shows in two traces of unequal sizes.
     if m == 1:
-        return [Combine(How.LAST)] * len(piece.loss.outputs), {}, True
+        try:
+            twice = trace(step, arguments, 2 * samples)
+            sizes = samples, 2 * samples
+            axes = Reductions(piece.loss, twice.loss, piece.batch, sizes).axes
+        except (TypeError, ValueError):
+            axes = {}
+        return [Combine(How.LAST)] * len(piece.loss.outputs), axes, True
     try:
         return _combined(piece, whole, (samples, arguments.samples), method.reduce)
     except PipeshardError as error:

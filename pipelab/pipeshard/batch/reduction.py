@@ -12,12 +12,11 @@ Anything else is *mixed*: a maximum over the batch, a square root of a mean, a p
 batch, and whatever an equation makes of samples that is not known here to keep them apart.
 """
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
 from operator import itemgetter
-from typing import Any
 
 import jax
-import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from pipelab.pipeshard.arrays import (
@@ -38,9 +37,11 @@ from pipelab.pipeshard.batch.tags import (
     Tags,
     axes_of,
     cotangent,
+    inner_of,
     join,
     mixed,
     paired,
+    samples,
 )
 from pipelab.runtime.jax.jaxpr import (
     CALLS,
@@ -50,10 +51,14 @@ from pipelab.runtime.jax.jaxpr import (
     contains,
     inline,
     place_of,
+    renamed,
     single,
     spec_of,
+    substitute,
+    variables,
 )
 
+ADDS = ("add", "add_any")
 CHECKPOINTS = ("checkpoint", "remat2", "remat")
 # What only runs the function in one of its parameters; first, what has a derivative of its own.
 CUSTOM = {
@@ -151,6 +156,8 @@ class Reductions:
             results = self._run(_graphs(a, b, itemgetter(INSIDE[name]), ins), [])
             if name in CUSTOM and self._derived:
                 results = self._derivative(a, b, ins, tags, results)
+        elif name == "custom_linear_solve":
+            results = self._solve(a, b, ins)
         elif name in loops:
             results = loops[name](a, b, ins, tags)
         elif name == "optimization_barrier":
@@ -178,23 +185,25 @@ class Reductions:
         if any(tag.role is Role.MIXED for tag in (*tags, *made)):
             return made
         # [1] What the gradients are by the results, and should be by the operands.
-        results = _inexact(zip(paired(a.outvars, b.outvars), made, strict=True), a.outvars)
-        operands = _inexact(zip(ins, tags, strict=True), a.invars)
-        given, by = ([cotangent(tag, pair) for pair, tag in of] for of in (results, operands))
-        wanted = [*(tag for _, tag in results), *by]
+        results = zip(paired(a.outvars, b.outvars), made, strict=True)
+        outs = [(pair, tag) for pair, tag in results if is_inexact(pair[0])]
+        given = [cotangent(tag, pair) for pair, tag in outs]
+        by = [
+            cotangent(tag, pair) for pair, tag in zip(ins, tags, strict=True) if is_inexact(pair[0])
+        ]
+        wanted = [*(tag for _, tag in outs), *by]
         # [2] What the rule makes of them, which is not derived again; and the results, which it
         #     may compute otherwise than the function does.
         small, large = _pullback(a), _pullback(b)
         if any(contains(eqn, DRAWS) for eqn in small.equations):
             return [mixed(a, "draws random numbers in its derivative")] * len(made)
-        derived, self._derived = self._derived, False
-        found = self._run((small, large), given)
-        self._derived = derived
+        found = self._run_underived((small, large), given)
         # [3] Where samples are added up, they have to be. Zeros do no harm.
-        outs = paired(small.outputs, large.outputs)
-        for pair, tag, want in zip(outs, found, wanted, strict=True):
-            both = join([tag, want])
-            fits = tag == want or (both is not None and both.role is want.role is Role.SAMPLES)
+        for pair, tag, want in zip(
+            paired(small.outputs, large.outputs), found, wanted, strict=True
+        ):
+            both = join([tag, want]) if want.role is Role.SAMPLES else None
+            fits = tag == want or (both is not None and both.role is Role.SAMPLES)
             if not fits and not self._known.is_zero(pair):
                 inside = tag.why and f": {tag.why.partition(';')[0]}"
                 why = (
@@ -204,6 +213,20 @@ class Reductions:
                 return [mixed(a, why)] * len(made)
         return made
 
+    def _run_underived(self, graphs: Graphs, tags: Tags) -> Tags:
+        """Go through what is a derivative itself, or is derived sample by sample."""
+        derived, self._derived = self._derived, False
+        results = self._run(graphs, tags)
+        self._derived = derived
+        return results
+
+    def _solve(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs) -> Tags:
+        """What jnp.linalg.solve does; that its derivative is its own is not looked at."""
+        counts = a.params["const_lengths"]
+        first = counts.matvec + counts.vecmat
+        given = [*ins[first : first + counts.solve], *ins[sum(counts) :]]
+        return self._run(_graphs(a, b, lambda params: params["jaxprs"].solve, given), [])
+
     # ---- loops and branches
 
     def _scan(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags) -> Tags:
@@ -211,17 +234,44 @@ class Reductions:
         graphs = _graphs(a, b, itemgetter("jaxpr"), ins[:first])
         if a.params["length"] == b.params["length"]:
             return self._repeat(a, graphs, tags[first:], count)
-        # As many iterations as samples.
-        why = "goes from sample to sample: use jax.vmap, and add up what it returns"
-        return [mixed(a, why)] * len(a.outvars)
+        # As many iterations as samples: one sample at a time (lax.map), if the carry is no more
+        # than a sum.
+        inner = inner_of(tags)
+        apart = len(inner) < 2 and all(_only_adds(graph, count) for graph in graphs)
+        for i, (pair, tag) in enumerate(zip(ins, tags, strict=True)):
+            apart &= tag.role in (Role.FIXED, Role.SAMPLES) and not tag.degree
+            apart &= axes_of(pair) == ([] if i < first + count else [0])
+        apart &= all(map(self._known.is_zero, ins[first : first + count]))
+        if not apart:
+            why = "goes from sample to sample: return a value of each, and add these up"
+            return [mixed(a, why)] * len(a.outvars)
+        results = self._run_underived(graphs, [FIXED] * len(ins[first:]))
+        sums = [Tag(Role.REDUCED, tag.degree + 1) for tag in results[:count]]
+        found = [*sums, *(samples(tag.degree, inner) for tag in results[count:])]
+        pairs = zip(results, found, strict=True)
+        return [tag if tag.role is Role.MIXED else whole for tag, whole in pairs]
 
     def _while(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags) -> Tags:
         begin, first = a.params["cond_nconsts"], a.params["body_nconsts"]
         body = _graphs(a, b, itemgetter("body_jaxpr"), ins[begin : begin + first])
+        carry, begun = tags[begin + first :], ins[begin + first :]
+
+        def loop(carry: Tags) -> tuple[Tags, Tags]:
+            results = self._repeat(a, body, carry, len(carry))
+            return results, self._run(_graphs(a, b, itemgetter("cond_jaxpr"), ins[:begin]), results)
+
         # One condition for all, which no sample decides.
-        results = self._repeat(a, body, tags[begin + first :], len(a.outvars))
-        condition = _graphs(a, b, itemgetter("cond_jaxpr"), ins[:begin])
-        return results if self._run(condition, results) == [FIXED] else [mixed(a)] * len(results)
+        results, condition = loop(carry)
+        if condition == [FIXED]:
+            return results
+        # A condition for each sample, which ends its own iterations (jax.vmap): whatever is
+        # carried is the sample's own, also what began alike in all.
+        of_sample = samples(0, inner_of(carry))
+        if all(axes_of(pair) == [0] for pair in begun) and len(inner_of(carry)) < 2:
+            results, condition = loop([of_sample] * len(carry))
+            if condition == [of_sample] and results == [of_sample] * len(carry):
+                return results
+        return [mixed(a)] * len(carry)
 
     def _cond(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags) -> Tags:
         found = []
@@ -260,26 +310,49 @@ def _graphs(a: JaxprEqn, b: JaxprEqn, function: Callable, outside: Pairs) -> Gra
     return inline(function(a.params), small, a), inline(function(b.params), large, b)
 
 
+def _only_adds(body: Graph, count: int) -> bool:
+    """Whether all that a scan's body does with its carry, of `count` values, is to add to it."""
+    # [1] What a conversion to the same type makes, as of a weak one, is what it is made of.
+    names: dict[Var, Atom] = {}
+    equations = []
+    for eqn in (renamed(eqn, names) for eqn in body.equations):
+        converts = eqn.primitive.name == "convert_element_type"
+        if converts and dtype_of(eqn.invars[0]) == dtype_of(eqn.outvars[0]):
+            names[eqn.outvars[0]] = eqn.invars[0]
+        else:
+            equations.append(eqn)
+    outputs = substitute(body.outputs, names)
+    # [2] Nothing else reads it, or its sums.
+    sums = {v: eqn for eqn in equations for v in eqn.outvars if eqn.primitive.name in ADDS}
+    read = Counter(variables([*outputs, *(atom for eqn in equations for atom in eqn.invars)]))
+    for v, out in zip(body.inputs, outputs[:count], strict=False):
+        if isinstance(out, Literal) or out not in sums or v not in sums[out].invars:
+            return False
+        if (read[v], read[out]) != (1, 1):
+            return False
+    return True
+
+
 def _pullback(eqn: JaxprEqn) -> Graph:
     """What it makes of gradients by its results: the results, and gradients by its operands."""
+    function = single(eqn)
+    operands = [spec_of(atom) for atom in eqn.invars]
 
-    # Keys and whole numbers have gradients of no type, which are left out.
+    # Keys and whole numbers have no gradient: jax.vjp is given the others alone.
     def pull(operands, cotangents):
-        results, back = jax.vjp(single(eqn).run, *operands)
-        given = iter(cotangents)
-        gradients = back([next(given) if is_inexact(v) else _no_gradient(v) for v in eqn.outvars])
-        return _inexact(results, eqn.outvars), _inexact(gradients, eqn.invars)
+        reals = [x for x, v in zip(operands, eqn.invars, strict=True) if is_inexact(v)]
 
-    shapes = list(map(spec_of, eqn.invars)), list(map(spec_of, _inexact(eqn.outvars, eqn.outvars)))
-    return inline(jax.make_jaxpr(pull)(*shapes), eqn.invars, eqn)
+        def real(*xs):
+            given = iter(xs)
+            pairs = zip(operands, eqn.invars, strict=True)
+            out = function.run(*(next(given) if is_inexact(v) else x for x, v in pairs))
+            return [y for y, v in zip(out, eqn.outvars, strict=True) if is_inexact(v)]
 
+        results, back = jax.vjp(real, *reals)
+        return results, back(cotangents)
 
-def _no_gradient(v: Atom) -> np.ndarray:
-    return np.zeros(shape_of(v), jax.dtypes.float0)
-
-
-def _inexact(values: Iterable[Any], of: Iterable[Atom]) -> list[Any]:
-    return [x for x, v in zip(values, of, strict=True) if is_inexact(v)]
+    cotangents = [spec_of(v) for v in eqn.outvars if is_inexact(v)]
+    return inline(jax.make_jaxpr(pull)(operands, cotangents), eqn.invars, eqn)
 
 
 def carry_of(eqn: JaxprEqn) -> tuple[int, int]:

@@ -4,6 +4,7 @@ Everything is looked at in two traces of the same function, for two sizes of bat
 pairs, and the batch's dimension of an array is the one that differs.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -121,14 +122,17 @@ class Known:
         if isinstance(a, Literal):
             return a.val, b.val
         if a not in self.arrays:
-            made = self._makers[a]
-            operands = list(map(self.values, paired(*(eqn.invars for eqn in made))))
-            sizes = [single(eqn).run(*(x[i] for x in operands)) for i, eqn in enumerate(made)]
-            self.arrays.update(zip(made[0].outvars, paired(*sizes), strict=True))
+            self.arrays.update(self._evaluate(*self._makers[a]))
         return self.arrays[a]
 
     def is_zero(self, pair: Pair) -> bool:
         return pair in self and not any(np.any(np.asarray(x)) for x in self.values(pair))
+
+    def _evaluate(self, a: JaxprEqn, b: JaxprEqn) -> dict[Var, Pair]:
+        operands = list(map(self.values, paired(a.invars, b.invars)))
+        small = single(a).run(*(x for x, _ in operands))
+        large = single(b).run(*(y for _, y in operands))
+        return dict(zip(a.outvars, paired(small, large), strict=True))
 
     def tag(self, pair: Pair, why: str = "") -> Tag:
         """By what it is at both sizes; `why` it is mixed, if it is."""
@@ -159,19 +163,20 @@ class Known:
 
 
 def _growth(x: np.ndarray, y: np.ndarray, ratio: float) -> float | None:
-    """d, if y is x times the ratio of the sizes to the power d, a multiple of 1/2.
-
-    A sum, a mean and a square root have degrees of 1, 0 and 1/2.
-    """
+    """d, if y is x times the ratio of the sizes to the power d."""
     inexact, floating = (jnp.issubdtype(x.dtype, kind) for kind in (jnp.inexact, jnp.floating))
     if np.array_equal(x, y, equal_nan=inexact):
         return 0
-    if inexact and not floating:
+    real = floating or jnp.issubdtype(x.dtype, jnp.integer)
+    if not real or ((x == 0) != (y == 0)).any():
         return None
-    rounding = 8 * float(jnp.finfo(x.dtype).eps) if floating else 1e-12
-    small, large = x.astype(float), y.astype(float)
-    with np.errstate(all="ignore"):  # of what is zero, infinite or no number there is no degree
-        growth = np.log(abs(large).max() / abs(small).max()) / np.log(ratio)
-        degree = np.round(2 * growth) / 2
-        same = np.allclose(small * ratio**degree, large, rtol=rounding, atol=0)
-    return float(degree) if same and np.isfinite(degree) else None
+    rounding = 8 * float(jnp.finfo(x.dtype).eps) if floating else 0
+    ratios = y[y != 0].astype(float) / x[x != 0].astype(float)
+    alike = np.isfinite(ratios).all() and np.ptp(ratios) <= rounding * ratios.max()
+    if not alike or ratios.min() <= 0:
+        return None
+    # A sum, a mean and a square root have degrees of 1, 0 and 1/2: rounding is taken off these.
+    degree = math.log(ratios[0], ratio)
+    half = round(2 * degree) / 2
+    close = abs(degree - half) * math.log(ratio) <= rounding + 1e-12
+    return half if close else degree
