@@ -33,7 +33,11 @@ class Options(SimpleNamespace):
         self.default = default
         for name, fits, remedy in (
             ("backend", self.backend in BACKENDS, "one of threads, processes, jax"),
+            ("replicas", self.replicas >= 1, "a whole number of at least 1"),
             ("check", self.check in (True, False, "quick"), "True, False or 'quick'"),
+            ("seed", (self.seed or 0) >= 0, "a whole number of at least 0"),
+            ("pace", _above(0, self.pace), "the seconds of one cost unit, such as 0.005"),
+            ("timeout", _above(0, self.timeout), "seconds, a number above 0"),
             ("clip", _above(0, self.clip), "the largest norm, a number above 0"),
             ("tolerance", _above(0.999, self.tolerance), "how many times its rounding, at least 1"),
         ):

@@ -56,8 +56,7 @@ def run(
     loss       (output, target) -> the mean over the samples, or a pair (mean, how many it is the
                mean of)
     optimizer  a factory: parameters -> torch.optim.Optimizer, or a tuple of one and learning-rate
-               schedulers, which step after each update; called once per stage, so that it has to
-               make what it gives them (a tensor as the learning rate, say). For jax: an optax
+               schedulers, which step after each update; called once per stage. For jax: an optax
                transformation. It sees one stage: for a norm over all of them there is `clip`, not
                optax.clip_by_global_norm
     backend    "threads" of this process, or "processes", one a device (messages over sockets, or

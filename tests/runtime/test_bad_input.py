@@ -324,3 +324,12 @@ def test_an_error_without_words_still_has_a_place(backend):
             backend=backend,
         )
     assert error.value.device == 1
+
+
+@pytest.mark.parametrize("kind", [lambda: nn.Linear(6, 6), lambda: nn.BatchNorm1d(6, affine=False)])
+def test_a_stage_without_values_is_refused(kind):
+    # Was: a NotImplementedError of torch's, from a copy.
+    with torch.device("meta"):
+        modules = [kind(), nn.Linear(6, 6)]
+    with pytest.raises(ValueError, match=r"stage 0 is on the meta device .* to_empty"):
+        run(make("gpipe", 2, 2), modules, batches(1), F.mse_loss, SGD)

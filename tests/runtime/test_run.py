@@ -832,6 +832,10 @@ SHARED = nn.Linear(6, 6, dtype=torch.float64)
             {"replicas": 2, "schedule": make("pipedream", 2, 2)},
             "replicas=2 with pipedream, which updates without a flush",
         ),
+        ({"replicas": 0}, "replicas=0: give a whole number"),
+        ({"pace": -1.0}, "pace=-1.0: give the seconds of one cost unit"),
+        ({"seed": -1}, "seed=-1: give a whole number of at least 0"),
+        ({"timeout": 0}, "timeout=0: give seconds"),
         ({"autocast": torch.float16}, "autocast=torch.float16: use torch.bfloat16"),
         ({"stop": 1}, "stop=1 without save loses the work"),
         (

@@ -28,9 +28,15 @@ def _bits(leaf: Any) -> np.ndarray | None:
 TREES = Trees(pytree.tree_flatten, pytree.tree_unflatten, _bits)
 
 
-def check_hooks(stages: Sequence[nn.Module]) -> None:
-    """ValueError for a weight with a hook: a copy has none, and micro-batches would run it."""
+def check_stages(stages: Sequence[nn.Module]) -> None:
+    """ValueError for a weight without values or with a hook, which micro-batches would run."""
     for s, stage in enumerate(stages):
+        for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{name} of stage {s} is on the meta device and has no values: give it some, "
+                    "such as by to_empty(device='cpu') and load_state_dict"
+                )
         for name, p in stage.named_parameters():
             if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
                 raise ValueError(

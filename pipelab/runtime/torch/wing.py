@@ -105,7 +105,7 @@ class TorchWing(Wing):
         self.start: dict[int, StageState] = {}
         arguments.check_replicas(schedule, options.replicas)
         if training:
-            arguments.check_hooks(stages)
+            arguments.check_stages(stages)
             self.ties = arguments.find_ties(schedule, stages)
         self._dump_to = arguments.new_folder("dump", options.dump)
         self._save_to = arguments.new_folder("save", options.save)
