@@ -131,7 +131,7 @@ def shortened(line: str) -> str:
 
 
 def _drop_unwritable(stream: TextIO) -> None:
-    """What a stream still holds and cannot write, as Python would fail over it at its end."""
+    """Discard what a stream still holds and cannot write: Python would fail over it at its end."""
     try:
         stream.flush()
     except OSError:

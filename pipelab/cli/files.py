@@ -12,7 +12,7 @@ from pipelab.optimize.cut import Profile
 
 
 def read_file(name: str, understood: Callable[[str], Any]) -> Any:
-    """What a file's text means; an error names the file."""
+    """The meaning of a file's text; an error names the file."""
     content = Path(name).read_bytes()
     try:
         return understood(content.decode("utf-8-sig"))  # a byte-order mark is no text

@@ -1,4 +1,4 @@
-"""What commands train: stages, batches, a loss and an optimizer."""
+"""Models that commands train: stages, batches, a loss and an optimizer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What commands print."""
+"""Text that commands print."""
 
 from itertools import pairwise
 from json import dumps

@@ -1,1 +1,1 @@
-"""What a run shows, ours or anybody's: traces read, costs fitted, idle time explained."""
+"""Measurements of a run, ours or anybody's: traces read, costs fitted, idle time explained."""

@@ -81,7 +81,7 @@ def fit_seconds(timeline: Timeline, each_link: bool = False) -> Costs:
 
 
 def late_starts(timeline: Timeline) -> list[float]:
-    """What the first action of each row waited, though it could start; 0 for the others."""
+    """The wait of the first action of each row, though it could start; 0 for the others."""
     pairs = zip(timeline.schedule.before, timeline.parts().wait, strict=True)
     return [wait if before is None else 0.0 for before, wait in pairs]
 
@@ -159,7 +159,7 @@ def _bytes(timeline: Timeline, memory: Memory) -> dict[str, Any]:
 
 
 def _split_activations(timeline: Timeline, memory: Memory) -> dict[str, list[float]]:
-    """What each stage keeps of a micro-batch until I, and from I to W.
+    """The bytes each stage keeps of a micro-batch until I, and from I to W.
 
     While an action runs, its device holds the first as often as it has forwards without I (or B),
     and the second as often as it has I without W, of each stage: linear equations, solved by least

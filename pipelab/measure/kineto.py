@@ -20,7 +20,7 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class Rank(NamedTuple):
-    """What one process's file says.
+    """The content of one process's file.
 
     number  its rank in the job, 0 if it does not say
     zero    nanoseconds to which its times are relative
@@ -130,7 +130,7 @@ class _Clock:
 def _updates(
     events: list[Event], spans: list[Recorded], batch: int, clock: _Clock
 ) -> Iterator[Recorded]:
-    """What Optimizer.step took, for each stage of the rank and each batch that has it."""
+    """The seconds of Optimizer.step, for each stage of the rank and each batch that has it."""
     stages = sorted({s.action.stage for s in spans})
     begins = sorted(
         s.start for s in spans if s.action.kind is Kind.F and s.action.microbatch % batch == 0

@@ -168,7 +168,7 @@ def _csv_spans(text: str) -> list[Recorded]:
 
 
 def _own(about: dict[str, Any], schedule: Schedule | str | None) -> Timeline:
-    """What `to_trace` wrote, as it was."""
+    """The timeline that `to_trace` wrote, as it was."""
     table, read = Schedule.from_csv(about["table"]), about["versions_read"]
     if read is not None:
         table = replace(table, versions_read={tuple(key): version for key, version in read})

@@ -1,4 +1,4 @@
-"""What the libraries of Hugging Face load: from a folder, from their hub, or from its cache."""
+"""Models as Hugging Face's libraries load them: from a folder, their hub, or its cache."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

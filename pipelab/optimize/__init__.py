@@ -1,1 +1,1 @@
-"""What to run: layers cut into stages, actions put in order, all of it for one machine."""
+"""Decisions: layers cut into stages, actions put in order, all of it for one machine."""

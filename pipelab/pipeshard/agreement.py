@@ -183,5 +183,5 @@ def _doubled(values: Arrays) -> Arrays:
 
 
 def _numbers(x: Any) -> np.ndarray:
-    """As float64 or complex128; random keys by their words."""
+    """The array as float64 or complex128; random keys by their words."""
     return wide(words(x))

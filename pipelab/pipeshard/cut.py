@@ -87,7 +87,7 @@ class StageGraph:
 
     @property
     def whole(self) -> Graph:
-        """As a function of its arguments: outputs, auxiliary ones, then results."""
+        """The stage as a function of its arguments: outputs, auxiliary ones, then results."""
         outputs = [*self.outputs, *self.aux_outputs, *self.results.values()]
         return Graph(self.arguments, outputs, self.equations)
 

@@ -131,7 +131,7 @@ class MeshStage(Stage):
         return {self.names[p]: g for p, g in pairs}
 
     def _here(self, v: Var, x: Any) -> Any:
-        """Nothing is moved, unless stages share a device."""
+        """Move nothing, unless stages share a device."""
         return jax.device_put(x, self.device.place(v))
 
     def _pull(

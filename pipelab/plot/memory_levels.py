@@ -35,7 +35,7 @@ def memory(m: Memory, device: int = 0, ax: Axes | None = None) -> Axes:
 
 
 def peaks(items: dict[str, Memory], ax: Axes | None = None) -> Axes:
-    """What fills every device at its peak, by cause; several memories side by side."""
+    """Bars of what fills every device at its peak, by cause; several memories side by side."""
     ax = style.axes(ax, width=7, height=2.8)
     devices = range(max(m.devices for m in items.values()))
     largest = max(max(m.peak()) for m in items.values())

@@ -1,4 +1,4 @@
-"""What all pictures share: colours, axes, and the few shapes that they are made of.
+"""Colours, axes, and the few shapes that all pictures are made of.
 
 The colours are the papers', from the Okabe-Ito palette, which is safe for the colour-blind. The
 input gradient's violet is none of it: it differs from every shade of the others.

@@ -1,1 +1,1 @@
-"""What a schedule will do: costs in, a timeline, its memory and the papers' formulas out."""
+"""Predictions of a schedule: costs in, a timeline, its memory and the papers' formulas out."""

@@ -96,7 +96,7 @@ def waited_for(
 
 
 def stretches(schedule: Schedule, spans: Sequence[Span]) -> list[list[Stretch]]:
-    """What each device does from the first start to the last end, without gaps."""
+    """The activity of each device from the first start to the last end, without gaps."""
     begin, finish = min(span.start for span in spans), max(span.end for span in spans)
     last = max(spans, key=lambda span: span.end).device
     arrival, device_of = arrivals(schedule, spans), schedule.device_of

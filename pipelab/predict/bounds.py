@@ -229,7 +229,7 @@ class _Device:
         return end
 
     def _first_wait(self, memory: float) -> float:
-        """Of a device of several stages: forwards that fit, then nothing until its first b."""
+        """The wait of a device of several stages: forwards that fit, then its first b."""
         shares = [s.share for s in self.stages]
         if max(shares) - min(shares) < ROUNDING:  # else parts of a micro-batch may fit as well
             memory = math.floor(memory / shares[0] + ROUNDING) * shares[0]

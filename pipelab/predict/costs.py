@@ -1,4 +1,4 @@
-"""What each stage costs: seconds and bytes."""
+"""The costs of each stage: seconds and bytes."""
 
 import math
 from collections import Counter

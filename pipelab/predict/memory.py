@@ -74,7 +74,7 @@ class Memory:
         ]
 
     def at_peak(self, device: int) -> dict[str, float]:
-        """What fills a device at the moment of its peak."""
+        """The parts that fill a device at the moment of its peak."""
         held = [*accumulate((step.change for step in self.of_device[device]), initial=0.0)]
         filled = dict.fromkeys(CAUSES, 0.0)
         for step in self.of_device[device][: held.index(max(held))]:
@@ -217,7 +217,7 @@ Changes = dict[Kind, list[float]]  # kind -> of each stage
 
 
 def shares(costs: Costs, placement: Sequence[int], name: str) -> list[float]:
-    """Of every stage: its `activations`, or its `weight_activations`, in those that its device
+    """The `activations` or `weight_activations` of every stage, in those that its device
     keeps for a micro-batch. A device's stages are alike where it keeps no bytes."""
     n = len(placement)
     whole = [0.0] * (max(placement) + 1)
@@ -230,7 +230,7 @@ def shares(costs: Costs, placement: Sequence[int], name: str) -> list[float]:
 
 
 def changes(costs: Costs, placement: Sequence[int]) -> Changes:
-    """What an action takes (F, as it starts) or gives back (below 0, at its end).
+    """The memory that an action takes (F, as it starts) or gives back (below 0, at its end).
 
     I gives back what W does not need; where W needs more than I did, I takes that.
     """

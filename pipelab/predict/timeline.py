@@ -1,4 +1,4 @@
-"""What ran when: spans, simulated or measured, and the measures taken from them."""
+"""A timeline: spans, simulated or measured, and the measures taken from them."""
 
 import math
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 class Parts(NamedTuple):
-    """What a timeline is made of, in seconds per action, flat over the table.
+    """The columns of a timeline, in seconds per action, flat over the table.
 
     duration  of its compute
     delay     from the end of the action whose output it takes until that is on its device; 0 for
@@ -177,7 +177,7 @@ class Timeline:
         return [batch >= cut for batch in self.batch]
 
     def batch_seconds(self) -> list[float]:
-        """Of each batch but the first: from the end of the one before it to its own."""
+        """The seconds of each batch but the first, from the end of the one before it to its own."""
         ends = [-math.inf] * self.schedule.batches
         for batch, end in zip(self.batch, self.end, strict=True):
             ends[batch] = max(ends[batch], end)

@@ -82,7 +82,7 @@ class Cluster(Launcher):
 
     @abstractmethod
     def exchange(self, value: Any) -> list[Any]:
-        """What every process gives, in their order; all call this. JSON."""
+        """The values of all processes, in their order; all call this. JSON."""
 
     @abstractmethod
     def make_wire(self, jobs: Sequence[Job]) -> Wire:
@@ -211,7 +211,7 @@ class Cluster(Launcher):
                 )
 
     def share(self, value: Any) -> list[Any]:
-        """What every process gives, in their order; all call this."""
+        """The values of all processes, in their order; all call this."""
         self._tell_all("value", value)
         watch, of_peers = self._deadline(), self.peers.items()
         values = {self.me: value} | {n: self._value(peer, watch) for n, peer in of_peers}

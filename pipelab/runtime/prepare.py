@@ -1,4 +1,4 @@
-"""What is asked of a run, and what it needs to know of its table, whichever library computes it."""
+"""A run's options, and what it needs to know of its table, whichever library computes it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ class Segment:
 
     @cached_property
     def table(self) -> Schedule:
-        """What is run, numbered from 0."""
+        """The table that is run, numbered from 0."""
         entire = (self.begun, self.end) == (0, self.whole.batches)
         return self.whole if entire else self.whole.part(self.begun, self.end)
 
@@ -173,7 +173,7 @@ def feeds_of(
     seeds: np.ndarray | None,
     later: Sequence[Sequence[int]],
 ) -> dict[int, Feed]:
-    """What the stages of a row need of the table and the data; only the ends of the model read."""
+    """The feeds of a row's stages, from the table and the data; only the ends of the model read."""
     m, last, every = table.microbatches, table.stages - 1, range(table.total)
     own = [s for s, d in enumerate(table.placement) if d == row]
     pieces: list[tuple[Any, Any]] = []

@@ -1,4 +1,4 @@
-"""What runs and evaluations give back, whichever library did the work."""
+"""The results of runs and evaluations, whichever library did the work."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from pipelab.table.schedule import Schedule
 
 @dataclass
 class Run:
-    """What a run gives back; displayed, it shows its verdict.
+    """The result of a run; displayed, it shows its verdict.
 
     timeline           measured spans, seconds since the run began (of the first replica)
     losses             one per batch: the mean over the whole batch
@@ -58,7 +58,7 @@ class Run:
 
 @dataclass
 class Evaluation:
-    """What `evaluate` gives back: losses (one per batch, and per micro-batch), measured spans, and
+    """The result of `evaluate`: losses (one per batch, and per micro-batch), measured spans, and
     the verdict."""
 
     losses: list[float]

@@ -17,7 +17,7 @@ LOSSES = "losses.json"
 
 
 class Part(NamedTuple):
-    """What has been done.
+    """The work done so far.
 
     steps   batches done in all
     losses  one per batch, of the whole training

@@ -1,4 +1,4 @@
-"""What a worker drives, whichever library computes: a device and its stages."""
+"""A device and its stages, which a worker drives, whichever library computes."""
 
 import time
 from collections import Counter
@@ -43,7 +43,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Feed:
-    """What the table and the data hold for one stage; lists have one entry per micro-batch.
+    """The part of the table and the data for one stage; lists have one entry per micro-batch.
 
     versions  the weight version that it reads
     groups    the update that it belongs to
@@ -68,7 +68,7 @@ class Feed:
 
 
 class Step(NamedTuple):
-    """What an update did to a stage: the gradients it stepped with and the weights it made."""
+    """The effect of an update on a stage: the gradients it stepped with and the weights it made."""
 
     gradients: dict[str, Any]
     weights: dict[str, Any]
@@ -118,7 +118,7 @@ class Device:
         self._began = began
 
     def active(self) -> AbstractContextManager:
-        """What a worker thread runs in."""
+        """The context of a worker thread."""
         return nullcontext()
 
     def now(self) -> Any:
@@ -159,7 +159,7 @@ class Device:
 
 
 class Bytes(NamedTuple):
-    """What is kept besides activations: the latest weights, more versions of them, and so on."""
+    """The memory besides activations: the latest weights, more versions of them, and so on."""
 
     weights: int
     versions: int
@@ -198,7 +198,7 @@ class Stage(Protocol):
     def update(self, number: int, received: Any = None) -> None: ...
 
     def held(self) -> Bytes:
-        """What is kept now."""
+        """The memory kept now."""
 
     def trained(self) -> Any:
         """The latest weights, on the host."""
@@ -214,11 +214,11 @@ class Stage(Protocol):
         return False
 
     def news(self) -> Any:
-        """What other stages' updates wait for: a gradient for a common norm, tied weights."""
+        """News that other stages' updates wait for: a gradient for a common norm, tied weights."""
         return None
 
     def sums(self, group: int) -> list[Any]:
-        """What a group has accumulated, to be added up over replicas."""
+        """The sums that a group has accumulated, to be added up over replicas."""
         return []
 
     def replace_sums(self, group: int, sums: list[Any]) -> None:
@@ -267,7 +267,7 @@ class CountingStage(Stage):
         self.finish(microbatch, count)
 
     def _prepare(self, microbatch: int, received: Any) -> tuple[Any, Any, float]:
-        """What the forward kept, the gradient of its output, and what the loss counted."""
+        """The values the forward kept, the gradient of its output, and what the loss counted."""
         raise NotImplementedError
 
     def _pull(self, microbatch: int, kept: Any, gradient: Any, count: float, kind: Kind) -> Any:
@@ -311,7 +311,7 @@ class CountingStage(Stage):
         return self.weights.pop(version)
 
     def divisor(self, group: int, square: Callable[[], float]) -> float:
-        """What the group's summed gradient is divided by: its count, and what clips its norm.
+        """The divisor of the group's summed gradient: its count, and what clips its norm.
 
         `square` gives the squared norm of the sum; the formula is torch's clip_grad_norm_.
         """

@@ -65,7 +65,7 @@ class Launcher(AbstractContextManager):
 
     @abstractmethod
     def from_first(self, make: Callable[[], Any]) -> Any:
-        """What the first process makes, in every process."""
+        """The value that the first process makes, in every process."""
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Everything is done, or has failed."""
@@ -138,7 +138,7 @@ def run_threads(
 
 
 class _Crew:
-    """What the workers of a run share.
+    """The state that the workers of a run share.
 
     ready     all wait here, and then until the clock has been set (`began`)
     over      set when all are done or one has failed
@@ -155,7 +155,7 @@ class _Crew:
     def work(
         self, job: Job, home: Device, stages: Any, progress: Callable[[int], None] | None
     ) -> None:
-        """What a thread does."""
+        """The work of a thread."""
         try:
             with home.active():
                 job.prepare(stages)
@@ -179,7 +179,7 @@ class _Crew:
         self.ready.abort()
 
     def results(self) -> list[Outcome]:
-        """What the workers have found, or the first error."""
+        """The workers' outcomes, or the first error."""
         failures = [e for e in self.errors if not isinstance(e, (Aborted, BrokenBarrierError))]
         try:
             if failures:

@@ -62,7 +62,7 @@ class Wing(ABC):
 
     @classmethod
     def context(cls) -> AbstractContextManager:
-        """What all is done in, whatever the caller is in."""
+        """The context of all work, whatever the caller is in."""
         return nullcontext()
 
     @abstractmethod
@@ -71,13 +71,13 @@ class Wing(ABC):
 
     @abstractmethod
     def arithmetic(self, recipe: Recipe, wide: bool) -> Arithmetic:
-        """What the reference computes with, in float64 (`wide`) or as the run computes."""
+        """The reference's arithmetic, in float64 (`wide`) or as the run computes."""
 
     def check_optimizer(self, optimizer: Any) -> None:  # noqa: B027
         """Refuse one that cannot step each stage alone, if the library can tell."""
 
     def look_at(self, batches: Sequence[Any]) -> None:  # noqa: B027
-        """What the jobs need to know of the data beforehand."""
+        """A look at the data, for what the jobs need to know beforehand."""
 
     @abstractmethod
     def digests(self, recipe: Recipe) -> dict[str, str | None]:
@@ -88,7 +88,7 @@ class Wing(ABC):
         return nullcontext()
 
     def saved(self) -> Sequence[Any]:
-        """What the checkpoint holds of every stage, if one was written."""
+        """The checkpoint's content of every stage, if one was written."""
         return ()
 
     def dump(  # noqa: B027

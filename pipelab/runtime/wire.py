@@ -261,7 +261,7 @@ class Wire(Transport, AbstractContextManager):
         return self._links.get((row * count + replica, other * count + replica))
 
     def _unless_ended(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """What the call returns; if the run has ended meanwhile, nothing else counts."""
+        """The call's value; if the run has ended meanwhile, nothing else counts."""
         try:
             return call(*arguments)
         finally:

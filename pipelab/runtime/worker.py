@@ -56,7 +56,7 @@ class Pace:
 
 @dataclass
 class Record:
-    """What one worker saw, per action of its row: seconds since the run began, bytes, versions.
+    """A worker's record, per action of its row: seconds since the run began, bytes, versions.
 
     start, end  of the action
     arrived     of its input, if that came from another device (else nan); `received` are its bytes
@@ -80,7 +80,7 @@ class Record:
 
 @dataclass
 class Outcome:
-    """What a rank gives back.
+    """The result of a rank.
 
     record   what its worker saw
     losses   (mean, count) by micro-batch, from the rank with the last stage
@@ -127,7 +127,7 @@ class Job(ABC):
         return f"device {self.row}" + (f" of replica {self.replica}" if self.replicas > 1 else "")
 
     def doing(self, mark: int) -> str:
-        """What a progress mark, an action's flat index, stands for."""
+        """The action that a progress mark, its flat index, stands for."""
         return str(self.schedule.actions[mark])
 
     @abstractmethod
@@ -139,10 +139,10 @@ class Job(ABC):
         """Runtimes of the row's stages on `home`, of copies of what they were made from."""
 
     def prepare(self, stages: Any) -> None:  # noqa: B027
-        """What can be done before the run's time zero, in the worker's thread: jax compiles."""
+        """Preparation before the run's time zero, in the worker's thread: jax compiles."""
 
     def after(self, stages: Any, transport: Transport) -> Exception | None:
-        """What is to be done when the row has been carried out; returns why it was not possible."""
+        """Work after the row has been carried out; returns why it was not possible."""
         return None
 
     def work(
@@ -317,7 +317,7 @@ class Worker:
 
 
 def _carried_out(action: Action, stage: Stage, received: Any) -> Any:
-    """What an action's computing makes."""
+    """The output of an action."""
     number = action.microbatch
     match action.kind:
         case Kind.F:

@@ -1,4 +1,4 @@
-"""What the schedules with two chunks a device in a V share.
+"""Common ground of the schedules with two chunks a device in a V.
 
 The model's first and last stage are on device 0 (`v_placement`), and nothing is sent between stages
 p - 1 and p. A building block (Qi et al. 2024, arXiv 2405.15362) is one micro-batch's passes; a
@@ -76,7 +76,7 @@ def _in_order(at: Slots, actions: Iterable[Action]) -> list[Action]:
 
 
 def _taken(at: Slots, home: Sequence[int]) -> list[set[int]]:
-    """Of each device the slots where an action stands."""
+    """The slots of each device where an action stands."""
     taken: list[set[int]] = [set() for _ in home]
     for action, slot in at.items():
         taken[home[action.stage]].add(slot)
@@ -121,7 +121,7 @@ def _tighten(at: Slots, home: Sequence[int], actions: Iterable[Action], chunks: 
 
 
 def _held(at: Slots, home: Sequence[int]) -> list[list[int]]:
-    """Of each device the activations in each slot, each from F's slot to W's."""
+    """The activations of each device in each slot, counted from F's slot to W's."""
     change = [[0] * (max(at.values()) + 2) for _ in home]
     for action, slot in at.items():
         if action.kind is Kind.F:

@@ -1,1 +1,1 @@
-"""What a schedule is: a table of actions, one row per device, and what can be said of it alone."""
+"""A schedule: a table of actions, one row per device, and what can be said of it alone."""

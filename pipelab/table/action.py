@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Kind(IntEnum):
-    """What an action does, in torch.distributed.pipelining's letters."""
+    """The kinds of actions, in torch.distributed.pipelining's letters."""
 
     F = 0  # forward
     B = 1  # full backward: input and weight gradient together

@@ -59,7 +59,7 @@ def write_csv(table: VersionedTable) -> str:
 
 
 def write_torch_csv(table: VersionedTable) -> str:
-    """What torch.distributed.pipelining loads with format="compute_only": one batch, no updates."""
+    """The CSV that torch.distributed.pipelining loads as "compute_only": one batch, no U."""
     if table.asynchronous:
         raise ScheduleError(
             f"{table.name} updates without a flush; torch would train it as a flush: export a "

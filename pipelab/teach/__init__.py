@@ -35,7 +35,7 @@ def guess(name: str, value: float | None) -> Feedback:
 
 
 def _entry(table: str, name: str) -> Any:
-    """What the lecture's module has under this name."""
+    """The object that the lecture's module has under this name."""
     module = f"{__name__}.lecture_{name[:2]}"
     unknown = ValueError(f'{name!r} is not in {table}: write it as the lecture does, "02-1"')
     try:

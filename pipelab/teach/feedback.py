@@ -1,4 +1,4 @@
-"""What the checks share: any right answer passes, a wrong one is shown with a hint that fits it."""
+"""Common ground of the checks: a right answer passes, a wrong one gets a hint that fits it."""
 
 import html
 import operator
@@ -17,7 +17,7 @@ from pipelab import Costs, Schedule, simulate
 
 
 class Task(Enum):
-    """What an exercise asks the reader to do."""
+    """The task that an exercise sets the reader."""
 
     PREDICT = "predict a number"
     BUILD = "build a table"
@@ -27,7 +27,7 @@ class Task(Enum):
 
 @dataclass(frozen=True)
 class Feedback:
-    """What a check says, displayed as its text; passed is None where nothing was tried.
+    """The verdict of a check, displayed as its text; passed is None where nothing was tried.
 
     folded  what a click shows
     """
@@ -90,7 +90,7 @@ def understood(otherwise: str) -> Iterator[None]:
 
 
 def called(answer: Any, *arguments: Any, where: str = "here") -> Any:
-    """What the learner's function gives; NotYet where it is no function, or raises."""
+    """The value of the learner's function; NotYet where it is no function, or raises."""
     if not callable(answer):
         raise NotYet(f"{answer!r} is not a function.")
     try:

@@ -20,7 +20,7 @@ from pipelab.teach.feedback import (
 
 
 def ends(outputs: Sequence[int], balance: Sequence[int]) -> list[int]:
-    """What the last layer of each stage gives."""
+    """The output of the last layer of each stage."""
     return [outputs[last - 1] for last in accumulate(balance)]
 
 

@@ -92,7 +92,7 @@ def least_memory(answer: Any) -> Feedback:
 
 
 def memory_ratio() -> float:
-    """Of stage 0's activations, GPipe's over those of 1F1B."""
+    """Ratio of stage 0's activations, GPipe's over those of 1F1B."""
     tables = (make(name, 2, MICROBATCHES) for name in ("gpipe", "pipedream_flush"))
     gpipe, flush = (table.peak_in_flight[0] for table in tables)
     return gpipe / flush

@@ -60,7 +60,7 @@ def gated_specs(answer: Any) -> Feedback:
 
 
 def mean_of_means(answer: Any) -> Feedback:
-    """What a device does with its gradient, so that all have that of the whole batch."""
+    """The collective on a device's gradient after which all have that of the whole batch."""
     samples = jnp.arange(8.0)
 
     def gradient(mine):

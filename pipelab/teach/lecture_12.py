@@ -49,7 +49,7 @@ def truth(w, buffer, gradient, lr, mu):
 
 
 class Layer:
-    """What the mended W works on: a linear layer with lists of what waits."""
+    """A linear layer with lists of what waits, on which the mended W works."""
 
     def __init__(self) -> None:
         import torch  # a lecture's first cell has loaded it

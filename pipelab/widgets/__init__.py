@@ -1,4 +1,4 @@
-"""What a notebook shows and lets its reader change.
+"""Widgets: what a notebook shows and lets its reader change.
 
 The puzzle is plain Python, for a browser without a server, too: nothing else is loaded with it.
 """

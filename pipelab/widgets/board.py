@@ -1,4 +1,4 @@
-"""What the editor's picture is drawn from, as plain data: rows of cells with their words, and the
+"""The data that the editor's picture is drawn from: rows of cells with their words, and the
 level, par, numbers and run that stand beside them."""
 
 from collections.abc import Iterable
@@ -64,7 +64,7 @@ def tells(rung: str) -> bool:
 
 
 def advice(draft: Draft) -> Advice:
-    """What the coach says in the time of a move. Refused where it has nothing to say."""
+    """The coach's words in the time of a move. Refused where it has nothing to say."""
     return coach(draft, ADVICE // draft.size)
 
 
@@ -168,7 +168,7 @@ def look(task: Task, action: Action) -> dict[str, Any]:
 
 @lru_cache  # every move draws every cell again
 def _colours(*kind_and_place: Any) -> list[str]:
-    """Of a cell, and of its text."""
+    """The colours of a cell, and of its text."""
     colour = style.colour_of(*kind_and_place)
     return [to_hex(colour), style.ink(colour)]
 

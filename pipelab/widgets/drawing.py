@@ -1,4 +1,4 @@
-"""What the explorer's picture is drawn from: numbers in columns, and text, for the browser."""
+"""The data that the explorer's picture is drawn from: numbers in columns, and text."""
 
 import base64
 from array import array

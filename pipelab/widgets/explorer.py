@@ -150,7 +150,7 @@ class Explorer(anywidget.AnyWidget):
 def _simulated(
     name: str, costs: Costs, limit: float | None, virtual: int, **sizes: int
 ) -> tuple[Timeline, Memory, float]:
-    """What is drawn of a schedule; the gap is the one to the bound that `gap` tells of."""
+    """The picture of a schedule; the gap is the one to the bound that `gap` tells of."""
     count = 2 * prod(sizes.values()) * (virtual if takes(name, "virtual") else 1)
     if count > LARGEST:
         raise ScheduleError(

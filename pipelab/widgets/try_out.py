@@ -79,7 +79,7 @@ def try_out(schedule: Schedule, costs: Costs, paced: bool = True) -> Trial:
 
 
 def medians(timeline: Timeline) -> list[float]:
-    """What an action of its stage and kind took, for every action."""
+    """The seconds that an action of its stage and kind took, for every action."""
     took = defaultdict(list)
     for span in timeline.spans:
         took[span.action[:2]].append(span.end - span.start)

@@ -1,4 +1,4 @@
-"""What layers cost, and a partition of them: what every stage has to do."""
+"""Plots of layers' costs and of a partition of them: what every stage has to do."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -71,7 +71,7 @@ def _loss_of(layer: nn.Module, loss: Callable, target: Any, x: Any) -> Any:
 def _measure(
     layer: nn.Module, call: Callable, x: Any, device: torch.device, repeats: int, warm_up: int
 ) -> tuple[Any, dict[str, float]]:
-    """What a call of the layer returns, and the numbers of a `Layer`."""
+    """The value of a call of the layer, and the numbers of a `Layer`."""
     weights = [p for p in layer.parameters() if p.requires_grad]
 
     def backward(outputs: list[Tensor], wanted: list[Tensor]) -> None:
@@ -102,7 +102,7 @@ def _measure(
 
 
 def _kept(layer: nn.Module, call: Callable, x: Any) -> tuple[Any, dict[str, float]]:
-    """What a call returns, and the bytes kept to a backward, and of a split one from I to W."""
+    """The value of a call, and the bytes kept to a backward, and of a split one from I to W."""
     own = storages(joined(layer.parameters(), layer.buffers()))
     packed: list[ref[Saved]] = []
 

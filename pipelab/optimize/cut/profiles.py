@@ -1,4 +1,4 @@
-"""What is known of a model's layers: times, bytes, and which layer reads which."""
+"""Profiles of a model's layers: times, bytes, and which layer reads which."""
 
 import json
 import math
@@ -42,7 +42,7 @@ class Layer:
 
     @property
     def time(self) -> float:
-        """Of a forward and a backward."""
+        """The seconds of a forward and a backward."""
         return self.forward + self.input_grad + self.weight_grad
 
 
@@ -97,7 +97,7 @@ class Profile:
 
     @property
     def time(self) -> float:
-        """Of all layers, seconds."""
+        """The seconds of all layers."""
         return float(self.of("time").sum())
 
     @property
@@ -140,7 +140,7 @@ class Profile:
         return np.array([[i in have for i in range(n)] for have in ordered])
 
     def costs(self, balance: Sequence[int], **others: Any) -> Costs:
-        """What stages of so many consecutive layers cost, for `simulate`; others as `Costs` has.
+        """The costs of stages of so many consecutive layers, for `simulate`; others as `Costs` has.
 
         >>> layers = [Layer("a", forward=1), Layer("b", forward=2, weights=8)]
         >>> Profile(tuple(layers)).costs([1, 1]).forward

@@ -90,7 +90,7 @@ def pipedream(
 
 
 class _Problem:
-    """What lies between any two cuts, [a, b].
+    """Sums over the layers between any two cuts, [a, b].
 
     before   [cut, layer], whether the layer is before the cut
     link     seconds of a micro-batch over each cut, both ways
@@ -129,7 +129,7 @@ class _Problem:
         return math.ceil((shared + later) / shared) * self.kept
 
     def shared_seconds(self, shared: int) -> np.ndarray:
-        """Of a micro-batch on a stage that several devices share."""
+        """The seconds of a micro-batch on a stage that several devices share."""
         sync = self.allreduce * (shared - 1) / shared
         join = np.add if self.model == "sum" else np.maximum
         return join(self.seconds, sync) / shared

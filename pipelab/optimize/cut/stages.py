@@ -1,4 +1,4 @@
-"""What a partition is: stages of consecutive layers, each on one device or on several."""
+"""A partition: stages of consecutive layers, each on one device or on several."""
 
 import math
 from dataclasses import dataclass, replace

@@ -150,7 +150,7 @@ class SolverModel:
         model.add_no_overlap(intervals)
 
     def _inputs(self) -> None:
-        """What an action takes has arrived when it starts."""
+        """Require that the input of an action has arrived when it starts."""
         problem, back = self.problem, self.problem.kinds[1]
         for s, k in itertools.product(range(problem.stages), range(problem.microbatches)):
             forward, backward, weight = (Action(s, kind, k) for kind in (Kind.F, back, Kind.W))
@@ -175,7 +175,7 @@ class SolverModel:
             rule.only_enforce_if(condition)
 
     def _memory(self) -> None:
-        """What a device holds: of each stage and micro-batch from F to I, and from I to W."""
+        """Limit a device's memory: of each stage and micro-batch from F to I, and from I to W."""
         problem, m = self.problem, self.problem.microbatches
         room = math.floor(problem.memory * GRAIN) + 1  # up, what is held down: no table is lost
         first, last = problem.kinds[1], problem.kinds[-1]

@@ -1,4 +1,4 @@
-"""What a search gives back: a schedule, and how good it is."""
+"""The result of a search: a schedule, and how good it is."""
 
 import math
 from dataclasses import dataclass, field, fields

@@ -1,4 +1,4 @@
-"""What is searched: the seconds and the memory of every action, and which tables are allowed.
+"""The search problem: the seconds and the memory of every action, and which tables are allowed.
 
 Micro-batches of a batch are alike. So every stage may take them in their order, in each kind of
 action: number a table's actions anew, the j-th one of a stage and kind with j. What was there for j
@@ -107,7 +107,7 @@ class OrderProblem:
 
     @cached_property
     def least_memory(self) -> float:
-        """What a micro-batch needs on a device where its backwards are split."""
+        """The memory that a micro-batch needs on a device where its backwards are split."""
         # between I and W it may hold more than its activations
         needs = [max(f, -w) for f, w in zip(self.change[Kind.F], self.change[Kind.W], strict=True)]
         return max(sum(needs[s] for s in stages) for stages in self.stages_of)

@@ -130,7 +130,7 @@ def plan(problem: Problem, *, frontier: bool = False) -> Answer:
 
 
 def _decisions(search: Enumeration, best: Choice) -> Iterator[tuple[str, Allowed]]:
-    """What could have been decided otherwise, and which choices do so."""
+    """The decisions that could have been others, and the choices that make them."""
     # [1] every other schedule, recomputation and tensor; the next shorter and longer pipeline
     for name in ("schedule", "recompute", "tensor", "pipeline"):
         own = getattr(best, name)

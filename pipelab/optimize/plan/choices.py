@@ -69,7 +69,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is asked.
+    """The question.
 
     model       a Transformer, or a Profile that was measured; its times grow with the micro-batch
     batch       samples of a batch, of all devices together

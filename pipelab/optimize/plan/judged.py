@@ -1,4 +1,4 @@
-"""What a choice takes: its step and memory by the simulator, and where the step goes."""
+"""The step and memory of a choice by the simulator, and where the step goes."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -103,7 +103,7 @@ def _table(name: str, devices: int, microbatches: int, virtual: int, batches: in
 
 
 def steady_seconds(choice: Choice, costs: Costs) -> float:
-    """Of a batch: all actions; without a flush those of the inner spells, on the slowest device.
+    """The work of a batch: all actions; without a flush the inner spells', on the slowest device.
 
     Where links are slow enough to set the pace, it is not the same in every batch: a long run takes
     up to 2 % more or less (150 random pipelines).

@@ -1,4 +1,4 @@
-"""What no order of a choice's actions can beat: seconds and bytes, without a table.
+"""Bounds that no order of a choice's actions can beat: seconds and bytes, without a table.
 
 The search leaves out what these exclude, and simulates the rest. Costs are those of stages,
 `Problem.sizes`: of a choice's own ones, or of all that layers can be cut into (`cuts`).
@@ -37,7 +37,7 @@ def passing(choice: Choice, sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def least_seconds(choice: Choice, sizes: Sizes) -> float:
-    """Of a batch: warm-up, the work of a device, drain; the longest over the devices.
+    """The bound of a batch: warm-up, the work of a device, drain; the longest over the devices.
 
         F0 F1 F2 ...                             device d starts after the forwards of the stages
            .  .  F0 F1 .. the work of d .. B7    before d, and after its last backward that
@@ -63,7 +63,7 @@ def least_seconds(choice: Choice, sizes: Sizes) -> float:
 
 
 def least_bytes(choice: Choice, sizes: Sizes) -> float:
-    """Of the fullest device, when its first backward starts and all its warm-up is in flight."""
+    """Bytes of the fullest device, when its first backward starts: all its warm-up is in flight."""
     in_last_chunk = np.arange(len(choice.balance)) >= choice.pipeline * (choice.virtual - 1)
     return float(of_devices(choice, held(choice, sizes, counts(choice), in_last_chunk)).max())
 

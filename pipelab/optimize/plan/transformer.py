@@ -1,4 +1,4 @@
-"""What a transformer costs, by the published formulas."""
+"""The costs of a transformer, by the published formulas."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -35,7 +35,7 @@ from pipelab.pipeshard.arrays import PipeshardError
 
 @dataclass(frozen=True)
 class StageTable:
-    """What each possible stage costs: arrays with an entry per (first layer, last layer, choice).
+    """The costs of each possible stage: arrays with an entry per (first layer, last layer, choice).
 
     A choice is a submesh and how it is used. All numbers are of one device.
 

@@ -111,7 +111,7 @@ class Placed:
 
 
 def remembered(cache: Cache, key: Any, find: Callable[[], Any]) -> Any:
-    """What the cache has under a key; else what `find` returns, which it has from now on."""
+    """The value of the cache under a key; else what `find` returns, which it keeps from now on."""
     name = digest(key)
     if name not in cache:
         cache[name] = find()

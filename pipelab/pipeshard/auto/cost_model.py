@@ -1,4 +1,4 @@
-"""What a compiled program costs, and the seconds that a machine takes for it: one formula."""
+"""The cost of a compiled program, and the seconds that a machine takes for it: one formula."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ HOST = Machine("host device", 20e9, memory=4e9, bandwidth=1e9, share=1.0, latenc
 
 @dataclass(frozen=True)
 class Cost:
-    """What each device does and holds when a compiled program runs once.
+    """The work and memory of each device when a compiled program runs once.
 
     devices          that run it together
     flops            of each

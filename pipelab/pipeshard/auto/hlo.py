@@ -42,7 +42,7 @@ class Collective(NamedTuple):
 
     @property
     def ring_bytes(self) -> float:
-        """What each device sends in all, where a ring of the group carries it.
+        """The bytes each device sends in all, where a ring of the group carries them.
 
         >>> Collective("all-reduce", 1000, 4).ring_bytes
         1500.0
@@ -87,7 +87,7 @@ def device_count(text: str) -> int:
 
 
 def _bytes(kind: str, bits: str, sizes: str) -> int:
-    """Of an array; the number in its type's name is its bits, pred takes a byte."""
+    """The bytes of an array; the number in its type's name is its bits, pred takes a byte."""
     items = math.prod(int(size.strip("<=")) for size in sizes.split(",") if size)
     return math.ceil(items * int(bits or 8) / 8)
 

@@ -1,4 +1,4 @@
-"""What a stage costs: some layers in a row, compiled for a mesh, and measured where that is fair.
+"""The costs of a stage, layers in a row: compiled for a mesh, and measured where that is fair.
 
 On accelerators the times are measured. Host devices of a CPU share its cores, so that measured
 times would say nothing about a machine with so many devices: there they come from the cost model.
@@ -56,7 +56,7 @@ class StageProfile:
 
     @property
     def seconds(self) -> float:
-        """Of a micro-batch, forward and backward."""
+        """The seconds of a micro-batch, forward and backward."""
         return self.forward + self.backward
 
 
@@ -106,7 +106,7 @@ def profile(
 
 
 def _examine(stage: Placed, measured: bool) -> tuple[list[Cost], int, list[float]]:
-    """What compiling a stage shows, on one device.
+    """The findings of compiling a stage, on one device.
 
     The costs of the forward and of the backward; the bytes that a forward leaves for its backward;
     and the seconds of the two, if they are measured.

@@ -56,7 +56,7 @@ def stage_plan(plan: AutoPlan, ax: Axes | None = None) -> Axes:
 
 
 def logical_meshes(shapes: Sequence[tuple[int, int]], ax: Axes | None = None) -> Axes:
-    """What each device holds of a micro-batch and of a weight matrix, on meshes (data, model).
+    """The part of a micro-batch and of a weight matrix on each device, on meshes (data, model).
 
     A colour is a part of the weights: devices of one colour hold the same.
     """
@@ -98,7 +98,7 @@ def _draw(grids: Sequence[Grid], ax: Axes | None) -> Axes:
 
 
 def shardings(search: Search, ax: Axes | None = None) -> Axes:
-    """What a device computes over what it sends, a dot for every candidate.
+    """A device's computing over what it sends, a dot for every candidate.
 
     All points of a grey line take the machine the same time, collectives' latency left out: further
     down and left is faster. A darker dot is several candidates. What does not fit is a cross.

@@ -52,7 +52,7 @@ class Sharded:
         return built(lowered.compile, self.mesh, scored)
 
     def cost(self, specs: Specs) -> Cost:
-        """What each device does and holds; a scan's FLOPs as often as it runs."""
+        """The work and memory of each device; a scan's FLOPs count as often as it runs."""
         return Cost.of(self.compile(specs, scored=True), self._repeats)
 
     def timed(self, many: Sequence[Specs], rounds: int) -> list[float]:
@@ -72,7 +72,7 @@ class Sharded:
 
 
 def built(build: Callable[[Any], Any], mesh: Mesh, scored: bool) -> Any:
-    """What `build` compiles with options for XLA: quickly, if it is only to be scored."""
+    """The compiled result of `build`, with options for XLA: quick ones, if it is only scored."""
     if scored and mesh.devices.flat[0].platform == "cpu":
         with suppress(jax.errors.JaxRuntimeError):  # XLA may drop an option
             return build(SCORED_ON_CPU)

@@ -100,7 +100,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Search:
-    """What a search tried; `str` makes a table of the best.
+    """The candidates that a search tried; `str` makes a table of the best.
 
     paths     names of the arrays
     mesh      that they lie on

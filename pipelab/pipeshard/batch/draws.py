@@ -159,7 +159,7 @@ def _inside(draw: Draw, eqn: JaxprEqn, twin: JaxprEqn, number: Any, xs: Arrays) 
 def draw_in_pieces(
     m: int, own: bool, whole: JaxprEqn, piece: JaxprEqn, _: Any, operands: Arrays
 ) -> Arrays:
-    """What an equation that draws for the batch would, if each of m micro-batches drew by itself.
+    """The draws of an equation for the batch, as if each of m micro-batches drew by itself.
 
     own  whether they draw numbers of their own, or all the same
     """

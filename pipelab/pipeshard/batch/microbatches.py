@@ -57,7 +57,7 @@ class Combine:
 
 
 def share_of(combine: list[Combine], m: int) -> float:
-    """What the loss of one of m micro-batches counts in that of the batch.
+    """The weight of the loss of one of m micro-batches in that of the batch.
 
     The gradient begins with it: a rule that bounds a sample's gradient, say, sees the batch's own.
     """

@@ -1,4 +1,4 @@
-"""What one equation makes of samples: what is known of jax's primitives, and the rules.
+"""The rules by which one equation treats samples: what is known of jax's primitives.
 
 Of a primitive that the tables here do not name nothing is assumed: it mixes samples, if it is given
 any. A rule looks at one result of an equation and says what its tag is, or leaves it to the next:

@@ -90,7 +90,7 @@ class Reductions:
         self._run((small, large), tags)
 
     def of(self, pair: Pair) -> Tag:
-        """Of a variable or a number at both sizes."""
+        """The tag of a variable or a number at both sizes."""
         # A number in one trace where the other has a variable: the code looks at the size.
         literals = [isinstance(atom, Literal) for atom in pair]
         if all(literals):
@@ -221,7 +221,7 @@ class Reductions:
         return results
 
     def _solve(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs) -> Tags:
-        """What jnp.linalg.solve does; that its derivative is its own is not looked at."""
+        """The primal of jnp.linalg.solve; that its derivative is its own is not looked at."""
         counts = a.params["const_lengths"]
         first = counts.matvec + counts.vecmat
         given = [*ins[first : first + counts.solve], *ins[sum(counts) :]]
@@ -302,7 +302,7 @@ class Reductions:
 
 
 def _graphs(a: JaxprEqn, b: JaxprEqn, function: Callable, outside: Pairs) -> Graphs:
-    """What two equations run inside, a `function` of their parameters.
+    """The programs that two equations run inside, by a `function` of their parameters.
 
     Its first inputs are these variables outside.
     """
@@ -334,7 +334,7 @@ def _only_adds(body: Graph, count: int) -> bool:
 
 
 def _pullback(eqn: JaxprEqn) -> Graph:
-    """What it makes of gradients by its results: the results, and gradients by its operands."""
+    """The backward of an equation: gradients by its results in, gradients by its operands out."""
     function = single(eqn)
     operands = [spec_of(atom) for atom in eqn.invars]
 

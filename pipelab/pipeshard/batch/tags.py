@@ -1,4 +1,4 @@
-"""What a value is to the batch: its tag.
+"""Tags: what a value is to the batch.
 
 Everything is looked at in two traces of the same function, for two sizes of batch. So it comes in
 pairs, and the batch's dimension of an array is the one that differs.
@@ -28,7 +28,7 @@ class Role(Enum):
 
 
 class Tag(NamedTuple):
-    """What a value is to the batch (see `reduction`).
+    """The relation of a value to the batch (see `reduction`).
 
     degree  of its growth with the number of samples
     why     the equation that mixed samples
@@ -64,7 +64,7 @@ def inner_of(tags: Iterable[Tag]) -> set[int]:
 
 
 def join(tags: Sequence[Tag]) -> Tag | None:
-    """Of a value that is one of these, who knows which; None where that has no answer."""
+    """The tag of a value that is one of these, whichever; None where that has no answer."""
     roles, inner = {tag.role for tag in tags}, inner_of(tags)
     degree = tags[0].degree
     if Role.MIXED in roles:
@@ -85,7 +85,7 @@ def axes_of(pair: Pair) -> list[int]:
 
 
 def cotangent(tag: Tag, pair: Pair) -> Tag:
-    """What the gradient of the loss is, by a value with this tag, which is not mixed.
+    """The tag of the loss's gradient by a value with this tag, which is not mixed.
 
     By one sample's value it is that sample's. By what all samples share, every sample adds to it.
     By a sum over the samples it knows nothing of them, since the loss is linear in it.

@@ -147,7 +147,7 @@ def names(tree: Any) -> list[str]:
 
 
 def wide(leaf: Any) -> np.ndarray:
-    """As float64 or complex128; whole numbers and truth values as they are."""
+    """The value as float64 or complex128; whole numbers and truth values as they are."""
     array = np.asarray(leaf)
     if not _inexact(array.dtype):
         return array

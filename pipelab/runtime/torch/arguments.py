@@ -1,4 +1,4 @@
-"""What `run` is given for torch: refused where it cannot be run, else looked through."""
+"""The arguments of `run` for torch: refused where they cannot be run, else looked through."""
 
 import copy
 from collections.abc import Sequence

@@ -30,7 +30,7 @@ INDEX = "checkpoint.json"
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint is of.
+    """The description of a checkpoint.
 
     batch    batches of the table that are done
     seed     what forwards draw from
@@ -130,7 +130,7 @@ def load_stage(folder: Path, stage: int, index: Index) -> StageState:
 def states_for(
     folder: Path, index: Index, stages: Sequence[nn.Module], wanted: Sequence[int]
 ) -> dict[int, StageState]:
-    """What the `wanted` ones of `stages` go on from. ValueError where it does not fit."""
+    """States that the `wanted` ones of `stages` go on from. ValueError where one does not fit."""
     if len(index.digests) != len(stages):
         raise ValueError(
             f"{folder} is of {len(index.digests)} stages, and the model has {len(stages)}: give "

@@ -80,7 +80,7 @@ class CpuDevice(Device):
 
     @contextmanager
     def forward_context(self, seed: Any, autocast: torch.dtype | None) -> Iterator[None]:
-        """What a forward runs in: a stream of random numbers of its own, and mixed precision.
+        """The context of a forward: a stream of random numbers of its own, and mixed precision.
 
         torch draws from one generator a device, so that the threads of a process take turns where
         forwards draw. A cache of casts would outlive the weights: the caller's own autocast, around
@@ -100,7 +100,7 @@ class CpuDevice(Device):
             yield
 
     def backward_context(self, seed: Any) -> AbstractContextManager:
-        """What a backward runs in: torch.utils.checkpoint draws in it what its forward drew."""
+        """The context of a backward: torch.utils.checkpoint draws in it what its forward drew."""
         return nullcontext() if seed is None else DRAWING
 
 

@@ -102,7 +102,7 @@ class _Rank:
         return place(self.job, self.marks[self.job.rank])
 
     def receive(self) -> Any:
-        """What it has sent: its outcome, or a _Failure. RunError if it has died instead."""
+        """The message it has sent: its outcome, or a _Failure. RunError if it has died instead."""
         try:
             return cloudpickle.loads(self.connection.recv_bytes())
         except (EOFError, ConnectionError):
@@ -116,7 +116,7 @@ class _Rank:
 
 
 class _Failure:
-    """What a rank sends when it fails: its error, with the cause as text.
+    """The message of a rank that fails: its error, with the cause as text.
 
     secondary  whether it only lost its connection to another rank
     """
@@ -251,7 +251,7 @@ def _rank(connection: Connection, rank: int, marks: Any, folder: str) -> None:
 
 
 def _receive(parent: Connection, folder: str) -> bytes:
-    """What the caller sends. One that is killed cannot clean up after itself: its ranks do."""
+    """The caller's message. One that is killed cannot clean up after itself: its ranks do."""
     try:
         return parent.recv_bytes()
     except (EOFError, OSError):
@@ -271,7 +271,7 @@ def _perform(job: RankJob, work: Callable, marks: Any, folder: str) -> Any:
 
 
 def _keep_freed_memory() -> None:
-    """What is freed stays with this process.
+    """Keep freed memory with this process.
 
     Else malloc gives gradients back to the kernel after every update, and each of their pages costs
     a fault when the next batch needs it: of 4 MB a thousand, which was 5 % of a batch of 80 ms.

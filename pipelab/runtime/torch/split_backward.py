@@ -69,7 +69,7 @@ AT_ONCE = {
 
 
 class Saved:
-    """What autograd saved of a tensor for the backward."""
+    """A tensor as autograd saved it for the backward."""
 
     __slots__ = ("__weakref__", "tensor", "version")
 
@@ -236,7 +236,7 @@ class Halves:
         self.outputs, self.gradients, self._kept = [], [], set()
 
     def kept(self) -> Iterator[Tensor]:
-        """What is kept until W beside `remaining`: gradients, and inputs that the graph holds."""
+        """Memory kept until W beside `remaining`: gradients, and inputs that the graph holds."""
         yield from self.gradients
         for group in self._groups:
             yield from (gradient for _, gradient in group.starts)
@@ -245,7 +245,7 @@ class Halves:
 
 
 def remaining(saved: Iterable[ref[Saved]]) -> Iterator[Tensor]:
-    """What is kept of what autograd saved: a graph is alive, and has not given it back.
+    """The part of what autograd saved that is still kept: a graph is alive, and has it.
 
     Not all of it could be found from the operations: not what an operation in place on a view
     saved, nor what torch.utils.checkpoint will compute again from.
@@ -323,7 +323,7 @@ def _branch(weight: Node, above: Above, trunk: set[Node]) -> _Group:
 
 
 def _saved(node: Node) -> Iterator[Any]:
-    """What an operation saved: a `Saved`, or what other hooks made of it; numbers have no hooks."""
+    """A value that an operation saved: a `Saved`, or what other hooks made of it."""
     for name in _names_of_saved(type(node)):
         value = getattr(node, name)
         for tensor in value if isinstance(value, tuple | list) else (value,):

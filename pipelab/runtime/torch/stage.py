@@ -28,7 +28,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], Any]
 
 
 class _Kept(NamedTuple):
-    """What a forward leaves for its backward.
+    """The values that a forward leaves for its backward.
 
     x       the input, where the forward runs again; else only its leaves that want a gradient
     buffers copies from before the forward, where it runs again
@@ -72,7 +72,7 @@ class TorchStage(VersionedStage):
     # ---- pieces of forwards and backwards
 
     def _keep_input(self, microbatch: int, x: Any) -> None:
-        """What a forward that runs again starts from."""
+        """The start of a forward that runs again."""
         latest = next(reversed(self._kept.values()), None)
         buffers = copies_of_buffers(buffers_of(self._parts), latest.buffers if latest else {})
         self.device.hold(self.key(microbatch), [*pytree.tree_leaves(x), *buffers.values()])

@@ -266,7 +266,7 @@ def copies_of_buffers(buffers: Buffers, known: Buffers) -> Buffers:
 
 @contextmanager
 def as_they_were(before: Buffers) -> Iterator[None]:
-    """What runs inside finds these values, and leaves the buffers as they are now."""
+    """Let what runs inside find these values, and leave the buffers as they are now."""
     now = buffers_of({part: None for part, _ in before})
     _put(copies_of_buffers(before, {}))
     try:

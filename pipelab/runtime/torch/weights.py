@@ -15,7 +15,7 @@ from pipelab.runtime.torch.state import StageState, buffers_of, load_buffers, ma
 
 
 class News(NamedTuple):
-    """What a stage tells its partners before an update.
+    """The news that a stage sends its partners before an update.
 
     square  the squared norm of its own gradients
     tied    the gradients of tied weights, by the tie's number
@@ -176,7 +176,7 @@ class VersionedStage(CountingStage):
         return News(square, tied)
 
     def held(self) -> Bytes:
-        """What is kept now, by unique storages."""
+        """The memory kept now, by unique storages."""
         states = pytree.tree_leaves([*self.optimizer.state.values()]) if self.optimizer else ()
         tensors = (value for value in states if isinstance(value, Tensor))
         return Bytes(*self._of_weights, _bytes(self.total.values()), _bytes(tensors))

@@ -147,7 +147,7 @@ class TorchWing(Wing):
         )
 
     def digests(self, recipe: Recipe) -> dict[str, str | None]:
-        """Of the weights used here: a stage's replicas, its reference and its ties begin equal."""
+        """Digests of the weights used here: a stage's replicas, reference and ties begin equal."""
         found: dict[str, str | None] = {}
         if self.start:  # with those of the checkpoint
             return found
@@ -216,7 +216,7 @@ def _launcher(segment: Segment, options: Options) -> tuple[Launcher, list[str]]:
 
 
 def _segment(schedule: Schedule, options: Options) -> tuple[Segment, Index | None]:
-    """What of the table is to be run, and the checkpoint that it goes on from."""
+    """The part of the table that is to be run, and the checkpoint that it goes on from."""
     begun, index, stop = 0, None, options.stop
     if options.resume:
         folder = Path(options.resume).resolve()

@@ -268,7 +268,7 @@ class _Views:
 
 
 def opinions(compute: Callable[..., Any]) -> Callable[..., Iterator[np.ndarray]]:
-    """Of a tensor, by its name: its values under a few random rounding errors.
+    """A tensor's values, by its name, under a few random rounding errors.
 
     compute  (number of an error, its size) -> values by name, computed when somebody first asks
     """
@@ -318,7 +318,7 @@ def rounding(eps: float, array: np.ndarray | float) -> np.ndarray:
 
 
 def _usual(noise: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """Of every slice, the usual noise of those about as large: their root mean square.
+    """The usual noise of the slices about as large as each: their root mean square.
 
     That of one slice alone may be small by chance. Slices of other sizes say nothing of it; but
     where the truth is zero, by the last digits of a sum, it is as usual in the whole.

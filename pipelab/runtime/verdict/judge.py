@@ -278,7 +278,7 @@ class _Trial:
                         self.found.add(label, run[name], expected[name], unset=True)
 
     def compare_trained(self) -> None:
-        """What the run gives back: the weights of its last update, and the buffers."""
+        """The result of the run: the weights of its last update, and the buffers."""
         own = self.own
         run = own.arrays(self.result.weights)
         expected, buffers = self.truth.state()

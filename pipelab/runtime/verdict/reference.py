@@ -29,7 +29,7 @@ Reading = list[list[list[int]]]  # [update][piece of its data][stage] -> version
 
 
 class Piece(NamedTuple):
-    """What one forward and backward of the reference computes: a batch or a part of it.
+    """The result of one forward and backward of the reference, of a batch or a part of it.
 
     reads  the weight version of every stage
     seeds  the random numbers that every stage's forward draws from; None if they draw none
@@ -51,7 +51,7 @@ class Jitter(NamedTuple):
 
 
 class ReferenceMemory:
-    """What modules remember beside their weights, as it was at one time."""
+    """The state that modules keep beside their weights, as it was at one time."""
 
     def restore(self) -> None:
         """Let them remember it again."""
@@ -62,7 +62,7 @@ class ReferenceMemory:
 
 
 class Arithmetic(Protocol):
-    """What a library computes for the reference: a model's losses, gradients and steps.
+    """A library's arithmetic for the reference: a model's losses, gradients and steps.
 
     eps          "NAME of stage S" -> from 1 to the next number in the type of a weight or buffer
     eps_of_loss  the same of the latest loss
@@ -106,7 +106,7 @@ class Arithmetic(Protocol):
         """Copies of a stage's weights, from anywhere, as this arithmetic computes with them."""
 
     def named(self, weights: Any) -> Weights:
-        """What a run gives back of a stage, by name."""
+        """The tensors that a run gives back of a stage, by name."""
         return weights
 
     def on_host(self, array: Any) -> np.ndarray:
@@ -180,7 +180,7 @@ class Reference:
         return losses, self._clipped(means)
 
     def _clipped(self, gradients: Arrays) -> Arrays:
-        """As torch's clip_grad_norm_, over all stages or in each; tied weights count once."""
+        """Clip as torch's clip_grad_norm_, over all stages or in each; tied weights count once."""
         if self.recipe.clip is None:
             return gradients
         group = {n: "" if self.recipe.shared_clip else n.rpartition(" ")[2] for n in gradients}
@@ -252,7 +252,7 @@ class Reference:
         return self.arrays(latest), self.arrays(self.arithmetic.buffers())
 
     def saved(self, states: Sequence[Any], weights: Sequence[Any] = ()) -> tuple[Arrays, Arrays]:
-        """What a checkpoint of all stages holds, and what it should hold.
+        """The content of a checkpoint of all stages, and what it should be.
 
         `weights`, if given, are what the run gives back: the buffers should be those.
         """

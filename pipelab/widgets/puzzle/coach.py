@@ -114,7 +114,7 @@ def best_finish(draft: Draft, below: float, steps: int) -> list[Draft]:
 
 
 def _choices(draft: Draft, starts: Times) -> list[Action]:
-    """What the device that would be done first could start until then: backwards first."""
+    """Actions that the device that would be done first could start until then: backwards first."""
     task, able = draft.task, draft.ready()
     ends = {a: starts[a] + task.seconds[a] for a in able}
     first = min(able, key=ends.__getitem__)

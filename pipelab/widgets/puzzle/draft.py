@@ -149,7 +149,7 @@ class Draft:
         return draft
 
     def put(self, action: Action, index: int | None = None) -> "Draft":
-        """As `place`, but no rule is asked: only that the action exists and is not placed yet."""
+        """Place an action without asking any rule: it only has to exist and not be placed yet."""
         task, device = self.task, self.task.device(action)
         if action not in task.needs:
             raise ScheduleError(
@@ -185,7 +185,7 @@ class Draft:
 
     @cached_property
     def running(self) -> "Draft":
-        """Of every row what runs before something in it cannot; of a legal draft, all of it."""
+        """The part of every row that runs, up to what cannot; of a legal draft, all of it."""
         now = Draft.of(self.task)
         while True:
             following = self._beyond(now)
@@ -209,13 +209,13 @@ class Draft:
         return self.without((never or stuck)[0]).settled()
 
     def _beyond(self, part: "Draft") -> list[Action]:
-        """Of each row the first action behind the same row of a part of the draft."""
+        """The first action of each row behind the same row of a part of the draft."""
         rows = zip(self.rows, part.rows, strict=True)
         return [row[len(kept)] for row, kept in rows if len(row) > len(kept)]
 
     @cached_property
     def over_cap(self) -> str:
-        """What would have to come first where a device holds more than its cap; "" if none does."""
+        """Words on what has to come first where a device holds more than its cap, or ""."""
         task = self.task
         for device, cap in enumerate(task.caps):
             row = self.rows[device]

@@ -50,7 +50,7 @@ def read(task: Task, text: str) -> Draft:
 
 
 def write_task(task: Task) -> str:
-    """What differs from a plain task, as in an address: devices=4&microbatches=8&cap=4_4_4_4."""
+    """The difference from a plain task, as in an address: devices=4&microbatches=8&cap=4_4_4_4."""
     given = {"devices": task.devices, "microbatches": task.microbatches}
     plain = Task(task.devices, task.microbatches)
     for mine, usual in ((task, plain), (task.costs, PLAIN)):

@@ -1,4 +1,4 @@
-"""What can be said of a draft: which schedule it is, and why a device does nothing in it."""
+"""Statements about a draft: which schedule it is, and why a device does nothing in it."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -92,7 +92,7 @@ def gap_reasons(draft: Draft, device: int, index: int) -> Span:
 
 
 def why_idle(draft: Draft, device: int, index: int) -> str:
-    """What the action after a gap waits for, one after the other, back to what runs in the gap.
+    """The actions that one after a gap waits for, in turn, back to what runs in the gap.
 
     >>> from pipelab.widgets.puzzle import Task
     >>> draft = Draft.of(Task(devices=2, microbatches=1)).place("0F0").place("1F0").place("1B0")
@@ -118,7 +118,7 @@ def why_idle(draft: Draft, device: int, index: int) -> str:
 
 
 def _waits_for(draft: Draft, action: Action) -> Action:
-    """Of what an action needs and what stands before it in its row, the one that was there last."""
+    """The last to end of what an action needs and what stands before it in its row."""
     row = draft.rows[draft.task.device(action)]
     before = [row[row.index(action) - 1]] if action != row[0] else []
     return max(
@@ -128,7 +128,7 @@ def _waits_for(draft: Draft, action: Action) -> Action:
 
 
 def could_run(draft: Draft, device: int, index: int) -> str:
-    """What could start in a gap instead, or that only the cap forbids it; "" if there is nothing.
+    """The action that could start in a gap instead, or that only the cap forbids it; "" if none.
 
     Of several the first is told that would not make the action after the gap start later.
     """

@@ -1,4 +1,4 @@
-"""What there is to make: a table's sizes, the rules that it is judged by, and what it takes."""
+"""Tasks: a table's sizes, the rules that it is judged by, and what it takes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -93,7 +93,7 @@ class Task:
 
     @cached_property
     def needs(self) -> dict[Action, list[Action]]:
-        """What has to come before each action in any table, in an order in which all can run."""
+        """The actions that come before each in any table, in an order in which all can run."""
         table, found = self.table, {}
         for action, source, needed in zip(
             table.actions, table.inputs, needed_in_row(table), strict=True
@@ -107,12 +107,12 @@ class Task:
         return {a: found[a] for a in order if self.by_hand or a.kind is not Kind.U}
 
     def rows_of(self, table: Schedule) -> Rows:
-        """What has to be placed of a table: updates that follow by themselves are left out."""
+        """The actions to be placed of a table: updates that follow by themselves are left out."""
         return tuple(tuple(a for a in row if a in self.needs) for row in table.rows)
 
     @cached_property
     def actions(self) -> Rows:
-        """What has to be placed on every device."""
+        """The actions to be placed on every device."""
         return self.rows_of(self.table)
 
     @property
@@ -146,13 +146,13 @@ class Task:
 
     @cached_property
     def times(self) -> dict[Action, tuple[float, float, float]]:
-        """What each action takes, how long its input is on its way, what it loses at its start."""
+        """Seconds of each action, how long its input is on its way, what it loses at its start."""
         parts = (make(self.table, self.stage_costs) for make in (durations, delays, waits))
         return dict(zip(self.table.actions, zip(*parts, strict=True), strict=True))
 
     @cached_property
     def seconds(self) -> dict[Action, float]:
-        """What each action takes, its loss included."""
+        """The seconds of each action, its loss included."""
         return {a: duration + wait for a, (duration, _, wait) in self.times.items()}
 
     def way(self, source: Action, taker: Action) -> float:
