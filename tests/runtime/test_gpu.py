@@ -104,7 +104,11 @@ def callers_stream(monkeypatch):
 
     class Torch:
         cuda = SimpleNamespace(
-            Stream=Stream, Event=Event, stream=lambda stream: stream, current_stream=lambda d: mine
+            Stream=Stream,
+            Event=Event,
+            stream=lambda stream: stream,
+            current_stream=lambda d: mine,
+            device_count=torch.cuda.device_count,
         )
 
         def __getattr__(self, name):
