@@ -207,7 +207,6 @@ def test_the_script_writes_its_page_and_prints_it(tmp_path):
     assert "| pipedream_flush | 16 | 256 | 8,208 |" in page
     for generator in (
         "pipelab",
-        "pipelab, as tuples",
         "torch.distributed.pipelining",
         "DeepSpeed TrainSchedule",
     ):
