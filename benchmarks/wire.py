@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +29,7 @@ from peers import DEFAULT as PEERS
 from peers import SGD, Case
 from pipelab import make, run
 from pipelab.peers.torch_pipelining import run_torch_pipelining
-from pipelab.runtime.torch.wire import reduced
-from pipelab.runtime.wire import Link
+from pipelab.runtime.torch.pipes import Pipe
 
 KIB = 1024
 
@@ -58,7 +57,7 @@ def report(repeats: int = 7, sizes: Sizes = DEFAULT) -> str:
             "# Messages between processes",
             machine("torch"),
             paragraph(
-                "Every rank computes with one thread, and messages go over sockets and loopback. "
+                "Every rank computes with one thread; messages go by pipes, torch's over loopback. "
                 f"There are {cores()} cores: more ranks than cores share them, which shows what "
                 "contention does, not what a pipeline gains. A run's time is the median of its "
                 f"batches but the first; figures are the median (least-most) of {repeats} runs in "
@@ -222,41 +221,44 @@ def _beside_torch(repeats: int, sizes: Sizes) -> list[str]:
 
 
 class Shared:
-    """An end of two buffers in shared memory, one each way; a byte over a socket says: it is full.
+    """An end of two buffers in shared memory, one each way; a byte by a pipe says: it is full.
 
     copied  whether a reader takes a copy, so that the next message may come while it is used
     """
 
-    def __init__(self, bell: socket.socket, mine: Tensor, others: Tensor, copied: bool) -> None:
-        self.bell, self.mine, self.others, self.copied = bell, mine, others, copied
+    def __init__(
+        self, rings: Connection, bell: Connection, mine: Tensor, others: Tensor, copied: bool
+    ) -> None:
+        self.rings, self.bell = rings, bell
+        self.mine, self.others, self.copied = mine, others, copied
 
     def write(self, message: Tensor) -> None:
         self.mine.copy_(message)
-        self.bell.send(b"!")
+        self.bell.send_bytes(b"!")
 
     def read(self) -> Tensor:
-        self.bell.recv(1)
+        self.rings.recv_bytes()
         return self.others.clone() if self.copied else self.others
 
 
 def seconds_one_way(how: str, size: int, rounds: int) -> float:
     """Half of a round trip between two processes, for a tensor of `size` bytes: the median."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        calling = socket.create_connection(server.getsockname())
-        answering, _ = server.accept()
     message, there, back = (torch.zeros(size // 4).share_memory_() for _ in range(3))
-    for end in (calling, answering):
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    (at_far, from_near), (at_near, from_far) = (multiprocessing.Pipe(duplex=False) for _ in "12")
     far: Callable[[], Any]
-    if how == "socket":
-        far = partial(Link, answering, reduced)
+    if how == "pipe":
+        far = partial(Pipe, at_far, from_far)
     else:
         copied = how == "shared memory, copied out"
-        far = partial(Shared, answering, back, there, copied)
+        far = partial(Shared, at_far, from_far, back, there, copied)
     other = multiprocessing.get_context("fork").Process(target=_echo, args=(far, rounds))
     other.start()
-    # A link has a thread, which a process that is forked later would not have.
-    near: Any = Link(calling, reduced) if how == "socket" else Shared(calling, there, back, copied)
+    # A pipe has a thread, which a process that is forked later would not have.
+    near: Any
+    if how == "pipe":
+        near = Pipe(at_near, from_near)
+    else:
+        near = Shared(at_near, from_near, there, back, copied)
     seconds = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -264,9 +266,7 @@ def seconds_one_way(how: str, size: int, rounds: int) -> float:
         near.read()
         seconds.append((time.perf_counter() - began) / 2)
     other.join()
-    if how == "socket":
-        near.close()
-    for end in (calling, answering):
+    for end in (at_far, from_near, at_near, from_far):
         end.close()
     return statistics.median(seconds)
 
@@ -277,7 +277,7 @@ def _echo(make_end: Callable[[], Any], rounds: int) -> None:
         end.write(end.read())
 
 
-WAYS = ("socket", "shared memory, copied out", "shared memory, used in place")
+WAYS = ("pipe", "shared memory, copied out", "shared memory, used in place")
 
 
 def _shared_memory(repeats: int, sizes: Sizes) -> list[str]:
@@ -290,14 +290,14 @@ def _shared_memory(repeats: int, sizes: Sizes) -> list[str]:
         if case:
             calls.append(partial(batch_of_ours, case, "pipedream_flush", 2, m, count))
         found = in_turn(calls, repeats, warm_up=0)
-        by_socket, copied = found[:2]
-        saved = [a - b for a, b in zip(by_socket, copied, strict=True)]
+        by_pipe, copied = found[:2]
+        saved = [a - b for a, b in zip(by_pipe, copied, strict=True)]
         share = f"{2 * m * statistics.median(saved) / statistics.median(found[-1]):.1%}"
         rows.append(
             (
                 f"{size / KIB:g} KiB",
                 *(spread(seconds, ".0f", 1e-6) for seconds in found[: len(WAYS)]),
-                f"{size / statistics.median(by_socket) / 1e9:.2f}",
+                f"{size / statistics.median(by_pipe) / 1e9:.2f}",
                 spread(saved, ".0f", 1e-6),
                 f"{share} ({case.name})" if case else "",
             )
@@ -307,14 +307,14 @@ def _shared_memory(repeats: int, sizes: Sizes) -> list[str]:
         "## Shared memory",
         paragraph(
             "What would it give between processes of one machine? Half of a round trip of a "
-            f"tensor, the median of {sizes.rounds}: over our socket, pickle and all; through a "
-            "buffer in shared memory, of which a byte over a socket says that it is full, and "
+            f"tensor, the median of {sizes.rounds}: by our pipe, pickle and all; through a "
+            "buffer in shared memory, of which a byte by another pipe says that it is full, and "
             "which the reader copies out; and without that copy, where the sender must not write "
-            "again before the reader is done with it. Saved: copied out against the socket. Its "
+            "again before the reader is done with it. Saved: copied out against the pipe. Its "
             f"share of a batch is the most that it can be: 2 m messages of 1F1B on two ranks, m = "
             f"{m}, as if every one was waited for."
         ),
-        table(("message", *ways, "socket (GB/s)", "saved (µs)", "share of a batch"), rows),
+        table(("message", *ways, "pipe (GB/s)", "saved (µs)", "share of a batch"), rows),
         paragraph(DECISION),
     ]
 
@@ -322,9 +322,9 @@ def _shared_memory(repeats: int, sizes: Sizes) -> list[str]:
 DECISION = (
     "Not adopted. The share is a bound: messages that come before they are waited for cost a rank "
     "no time but their reading. The byte that wakes the reader stays, and part of what is saved on "
-    "a small message is its pickle, which a fixed header would save on a socket too. Buffers in "
+    "a small message is its pickle, which a fixed header would save in a pipe too. Buffers in "
     "shared memory would need an owner, a count of their readers and somebody who removes them "
-    "when a rank is killed; they serve one machine and no GPU, where the socket serves all."
+    "when a rank is killed."
 )
 
 

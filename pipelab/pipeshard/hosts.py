@@ -30,7 +30,7 @@ class Hosts(Distributed):
         assert isinstance(job, MeshJob)
         if self.wire is None or job.finish is not self._finish:
             if self.wire:
-                self.wire.__exit__(None, None, None)
+                self.wire.close()
             self._finish, every = job.finish, range(job.schedule.stages)
             all_pairs = replace(job, partners=dict.fromkeys(every, every))
             self.wire = open_jax_wire(all_pairs, self.me, job.processes, self.share)

@@ -164,7 +164,9 @@ class Cluster(Launcher):
             word = RunError(text.rstrip(": "))
         self._last_words(word, False)
         if self.wire:
-            self.wire.__exit__(kind, error, trace)
+            if kind is not None:
+                self.wire.abort()
+            self.wire.close()
         for peer in self.others:
             peer.connection.close()
 

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Any
 
 import cloudpickle
@@ -188,7 +188,7 @@ def _packed(message: Any, reduce: Callable[[Any], Any]) -> list[memoryview]:
 # ---- a transport
 
 
-class Wire(Transport, AbstractContextManager):
+class Wire(Transport):
     """The transport of one process's rows, which have a mailbox each.
 
     A row that wants a message of another process reads the link to its sender until it has come, in
@@ -200,15 +200,13 @@ class Wire(Transport, AbstractContextManager):
 
     began: float | None = None
 
-    def __init__(self, job: Job, links: Mapping[Ends, Link]) -> None:
+    def __init__(self, job: Job, links: Mapping[Ends, Any]) -> None:
         """`job` is one of the process's; `links` are by ranks."""
         super().__init__(job.schedule.devices)
         self._job, self._links = job, links
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """Close it, when nobody needs a message of this process any more."""
-        if kind is not None:
-            self.abort()
+    def close(self) -> None:
+        """Close it, when the others can have all that was sent."""
         for link in self._links.values():
             link.close()
 
@@ -255,7 +253,7 @@ class Wire(Transport, AbstractContextManager):
             return self._job.schedule.device_of[key]
         return self._job.schedule.placement[key[0]]
 
-    def _link(self, row: int, other: int) -> Link | None:
+    def _link(self, row: int, other: int) -> Any:
         """From a row of this process to one of another."""
         count, replica = self._job.replicas, self._job.replica
         return self._links.get((row * count + replica, other * count + replica))

@@ -15,13 +15,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import cloudpickle
 import torch
@@ -29,10 +29,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from pipelab.runtime.threads import BEFORE, RankJob, Threads, no_progress, place
-from pipelab.runtime.torch.ranks import perform
+from pipelab.runtime.threads import BEFORE, RankJob, Threads, no_progress, place, run_threads
+from pipelab.runtime.torch.pipes import Pipe
 from pipelab.runtime.torch.wire import FOREVER
 from pipelab.runtime.transport import Lost
+from pipelab.runtime.wire import Ends, Wire, pairs_of_ranks
 from pipelab.runtime.worker import Job, Outcome, RunError, told
 
 PRELOAD = ["torch._dynamo", "pipelab.runtime.torch.processes"]
@@ -47,16 +48,48 @@ class Processes(Threads):
     timeout: float
 
     def run(self, jobs: Sequence[Job]) -> list[Outcome]:
-        return run_processes(jobs, perform, self.timeout)
+        return run_processes(jobs, perform, self.timeout, pairs_of_ranks(jobs[0]))
+
+
+class Connected(NamedTuple):
+    """What connects a rank to the others.
+
+    pipes  from each other rank and to it
+    ready  when each rank was, on the clock of all processes
+    all    waits until all ranks are ready
+    """
+
+    pipes: dict[int, tuple[Connection, Connection]]
+    ready: Any
+    all: Any
+
+
+def perform(job: Job, progress: Callable[[int], None], connected: Connected) -> Outcome:
+    """Do the job of this rank, at the same time as the others."""
+
+    def start() -> float:
+        connected.ready[job.rank] = time.perf_counter()
+        connected.all.wait()
+        began = max(connected.ready) + 0.01
+        wire.began = None if job.pace else began
+        time.sleep(max(0.0, began - time.perf_counter()))
+        return began
+
+    wire = Wire(job, {(job.rank, r): Pipe(*ends) for r, ends in connected.pipes.items()})
+    (outcome,) = run_threads([job], [wire] * job.replicas, start, progress=lambda _: progress)
+    wire.close()  # not where it has failed: then nobody reads any more, and the process ends
+    return outcome
 
 
 def run_processes(
     jobs: Sequence[RankJob],
-    work: Callable[[Any, Callable[[int], None]], Any],
+    work: Callable[..., Any],
     timeout: float,
+    pairs: Sequence[Ends] | None = None,
 ) -> list:
     """work(job, progress) for every job in a process of its own, connected by torch.distributed.
 
+    With pairs of ranks it is work(job, progress, connected), and these are connected by pipes.
     When a rank raises or dies, or no action ends anywhere within `timeout` seconds, all are killed,
     what they printed is written out in the order of ranks, and one RunError names the device, its
     action and the cause. Jobs are sent with cloudpickle, so models and functions defined in a
@@ -70,10 +103,10 @@ def run_processes(
         marks = context.RawArray("q", [BEFORE] * len(jobs))  # of progress, in shared memory
         ranks = []
         try:
-            with _main_hidden():
-                for job in jobs:
+            with _main_hidden(), _connected(context, len(jobs), pairs) as connected:
+                for job, of_job in zip(jobs, connected, strict=True):
                     packed = _dumps((job, work))  # may raise: before the process is there
-                    ranks.append(_start(context, job, marks, folder))
+                    ranks.append(_start(context, job, marks, folder, of_job))
                     ranks[-1].connection.send_bytes(packed)
             return _collect(ranks, timeout)
         finally:
@@ -141,9 +174,31 @@ class _Remote(Exception):
 # ---- in the parent
 
 
-def _start(context: Any, job: RankJob, marks: Any, folder: Path) -> _Rank:
+@contextmanager
+def _connected(
+    context: Any, count: int, pairs: Sequence[Ends] | None
+) -> Iterator[Sequence[Connected | None]]:
+    """What each rank is connected by; in this process it is open until all have been started."""
+    if pairs is None:
+        yield [None] * count
+        return
+    ready, everybody = context.RawArray("d", count), context.Barrier(count)
+    ranks = [Connected({}, ready, everybody) for _ in range(count)]
+    with ExitStack() as ends:
+        for a, b in pairs:
+            (at_b, from_a), (at_a, from_b) = (context.Pipe(duplex=False) for _ in range(2))
+            ranks[a].pipes[b] = at_a, from_a
+            ranks[b].pipes[a] = at_b, from_b
+            for end in (at_a, from_a, at_b, from_b):
+                ends.enter_context(end)
+        yield ranks
+
+
+def _start(
+    context: Any, job: RankJob, marks: Any, folder: Path, connected: Connected | None
+) -> _Rank:
     mine, theirs = context.Pipe()
-    arguments = (theirs, job.rank, marks, str(folder))
+    arguments = (theirs, job.rank, marks, str(folder), connected)
     process = context.Process(target=_rank, args=arguments, name=f"pipelab rank {job.rank}")
     process.start()
     theirs.close()
@@ -228,7 +283,9 @@ def _dumps(value: Any) -> memoryview:
 # ---- in the rank
 
 
-def _rank(connection: Connection, rank: int, marks: Any, folder: str) -> None:
+def _rank(
+    connection: Connection, rank: int, marks: Any, folder: str, connected: Connected | None
+) -> None:
     """A rank's process: receive the job, do it, send the outcome or the error."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if not os.path.isdir(folder):  # the caller was interrupted while it started this
@@ -241,7 +298,7 @@ def _rank(connection: Connection, rank: int, marks: Any, folder: str) -> None:
         job, work = cloudpickle.loads(_receive(connection, folder))
         Thread(target=_receive, args=(connection, folder), daemon=True).start()
         try:
-            outcome = _perform(job, work, marks, folder)
+            outcome = _perform(job, work, marks, folder, connected)
         except BaseException as error:
             outcome = _Failure(job, error)
         sys.stdout.flush()
@@ -259,15 +316,20 @@ def _receive(parent: Connection, folder: str) -> bytes:
         os._exit(1)
 
 
-def _perform(job: RankJob, work: Callable, marks: Any, folder: str) -> Any:
+def _perform(
+    job: RankJob, work: Callable, marks: Any, folder: str, connected: Connected | None
+) -> Any:
     torch.set_num_threads(1)  # the ranks share this machine's cores
     _keep_freed_memory()
+    progress = partial(marks.__setitem__, job.rank)
+    if connected:
+        return work(job, progress, connected)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     meeting = f"file://{folder}/rendezvous"
     dist.init_process_group(
         "gloo", init_method=meeting, world_size=len(marks), rank=job.rank, timeout=FOREVER
     )
-    return work(job, partial(marks.__setitem__, job.rank))
+    return work(job, progress)
 
 
 def _keep_freed_memory() -> None:

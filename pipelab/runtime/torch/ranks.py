@@ -3,41 +3,17 @@
 import atexit
 import json
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from pipelab.runtime.cluster import Cluster
-from pipelab.runtime.threads import run_threads
 from pipelab.runtime.torch.wire import FOREVER, open_wire
 from pipelab.runtime.transport import lost
 from pipelab.runtime.wire import Wire
-from pipelab.runtime.worker import Job, Outcome
-
-
-def perform(job: Job, progress: Callable[[int], None]) -> Outcome:
-    """Do the job of this rank of the default process group, at the same time as the others.
-
-    All are on this host, so that they have one clock.
-    """
-    with open_wire(job, exchange) as wire:
-
-        def start() -> float:
-            began = torch.tensor([time.perf_counter() + 0.01], dtype=torch.float64)
-            with lost(RuntimeError):
-                dist.all_reduce(began, dist.ReduceOp.MAX)
-            wire.began = None if job.pace else float(began)
-            time.sleep(max(0.0, float(began) - time.perf_counter()))
-            return float(began)
-
-        (outcome,) = run_threads([job], [wire] * job.replicas, start, progress=lambda _: progress)
-        with lost(RuntimeError):
-            dist.barrier()  # nobody closes the wire while others read
-    return outcome
+from pipelab.runtime.worker import Job
 
 
 def exchange(value: Any) -> list[Any]:

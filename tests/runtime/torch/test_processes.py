@@ -397,7 +397,7 @@ def test_a_rank_ends_quietly_if_its_caller_was_interrupted_meanwhile(tmp_path):
     script = f"""
 from multiprocessing import Pipe
 from pipelab.runtime.torch.processes import _rank
-_rank(Pipe()[0], 0, [], {str(tmp_path / "removed")!r})
+_rank(Pipe()[0], 0, [], {str(tmp_path / "removed")!r}, None)
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (1, "")
