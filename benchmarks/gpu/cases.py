@@ -111,5 +111,5 @@ CASES: dict[str, Callable[[torch.device], Run]] = {
     "tied weights on GPU and CPU, clipped": tied_with_the_cpu,
     "two replicas": replicas,
     "dropout, recomputed": dropout,
-    "two processes, over sockets": lambda device: processes([device] * 2),
+    "two processes, by pipes": lambda device: processes([device] * 2),
 }

@@ -86,7 +86,7 @@ def launched(place: Place) -> list[str]:
         if not verdict["passed"]:
             raise RuntimeError(f"{what}: the check failed: {verdict}")
         rows.append((what, "passed", f"{time.perf_counter() - began:.1f}"))
-    wire = "NCCL" if place.on_gpu else "sockets, as without GPUs"
+    wire = "NCCL" if place.on_gpu else "gloo, as without GPUs"
     return [
         f"1F1B on two ranks, over {wire}.",
         table(("ranks", "check", "s, launch included"), rows),

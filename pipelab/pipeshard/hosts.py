@@ -1,7 +1,8 @@
 """The processes of jax.distributed that call one step together: how they are connected."""
 
+import atexit
 from collections.abc import Sequence
-from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import jax
@@ -11,7 +12,6 @@ from pipelab.pipeshard.arrays import PipeshardError
 from pipelab.pipeshard.mesh import MeshJob
 from pipelab.runtime.jax.distributed import Distributed
 from pipelab.runtime.jax.jaxpr import Arrays
-from pipelab.runtime.jax.wire import open_jax_wire
 from pipelab.runtime.wire import Wire
 from pipelab.runtime.worker import Job
 
@@ -25,15 +25,19 @@ class Hosts(Distributed):
         super().__init__((), timeout, "pipeshard")
         self._finish: Any = None  # of the program that the wire is for
 
+    def __enter__(self) -> "Hosts":
+        super().__enter__()
+        atexit.register(self.__exit__, None, None, None)
+        return self
+
     def make_wire(self, jobs: Sequence[Job]) -> Wire:
         job = jobs[0]
         assert isinstance(job, MeshJob)
         if self.wire is None or job.finish is not self._finish:
             if self.wire:
                 self.wire.close()
-            self._finish, every = job.finish, range(job.schedule.stages)
-            all_pairs = replace(job, partners=dict.fromkeys(every, every))
-            self.wire = open_jax_wire(all_pairs, self.me, job.processes, self.share)
+            self._finish, self.owners = job.finish, [*job.processes]
+            self.wire = self.wire_between(combinations(range(len(self.owners)), 2), jobs)
         return self.wire
 
     def gather(self, arrays: Arrays) -> Arrays:
@@ -44,7 +48,6 @@ class Hosts(Distributed):
             whole = jax.device_get(x) if has[self.me][i] else None
             if not all(of[i] for of in has):
                 source = next(n for n, of in enumerate(has) if of[i])
-                # One at a time: two that send much to each other at once would wait for ever.
                 whole = self.share(whole if self.me == source else None)[source]
             found.append(whole)
         return found

@@ -248,8 +248,7 @@ class Parallelized:
 
     def _connect(self) -> Hosts:
         if self._processes is None:
-            self._processes = Hosts(self.timeout)
-            self._processes.__enter__()
+            self._processes = Hosts(self.timeout).__enter__()
         return self._processes
 
     @contextmanager

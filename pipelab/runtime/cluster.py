@@ -1,202 +1,176 @@
 """The launcher of processes that something else has started, and that all make the same call."""
 
-import pickle
+import math
 import time
 from abc import abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
-from multiprocessing.connection import Connection, wait
+from threading import Event, Thread
 from typing import Any
 
 from pipelab.runtime import clock
 from pipelab.runtime.threads import BEFORE, LOOK, Launcher, no_progress, place, run_threads
 from pipelab.runtime.transport import Lost
-from pipelab.runtime.wire import Wire, connect
+from pipelab.runtime.wire import Wire
 from pipelab.runtime.worker import Job, Outcome, RunError, told
 
 LEAVING = 2.0  # seconds that a process which failed waits for the others to hear of it
 STARTING = 300.0  # seconds that others may take for what comes before actions, such as compiling
 
 
-class Peer:
-    """Another process of the cluster.
-
-    values  what it has sent and nobody has taken yet
-    place   where it is in its rows
-    lost    whether its connection ended without one
-    word    its last one: (error or None, whether it only lost its connection to another process)
-    """
-
-    def __init__(self, number: int, connection: Connection, same_host: bool) -> None:
-        self.number, self.connection, self.same_host = number, connection, same_host
-        self.values: deque[Any] = deque()
-        self.place = f"process {number} (not in this run yet)"
-        self.word: tuple[RunError | None, bool] | None = None
-        self.lost = False
-
-    def tell(self, what: str, *rest: Any) -> None:
-        with suppress(OSError):  # it has ended, which is heard
-            self.connection.send_bytes(pickle.dumps((what, rest)))
-
-    def hear(self) -> None:
-        """Take the next thing it says; the end of the connection counts as a failure."""
-        try:
-            what, rest = pickle.loads(self.connection.recv_bytes())
-        except (EOFError, OSError):
-            text = f"process {self.number} disconnected; it was at: {self.place}"
-            what, rest, self.lost = "last", (RunError(text), False), True
-        if what == "value":
-            self.values.extend(rest)
-        elif what == "at":
-            (self.place,) = rest
-        else:
-            self.word = rest
-
-
 class Cluster(Launcher):
     """This process, number `me` of `count`. The same in all: ValueError if they call differently.
 
     Each does its rows in threads. When one fails, or no action ends anywhere within `timeout`
-    seconds, all raise one RunError.
+    seconds, all raise one RunError. What they tell each other is left under names, in the store
+    in which they have met.
 
-    refusal  the error where they are not given the same
+    refusal   the error where they are not given the same
+    meetings  of this process, so far
+    here      says where this process is
+    places    where all are, `since` when; if that stays for `patience` seconds, they hang
+    failure   of one of them, which all raise
+    over      set when this process leaves; then its `threads` end
     """
 
     refusal: type[ValueError] = ValueError
+    meetings = 0
 
     def __init__(self, me: int, count: int, timeout: float, call: str) -> None:
         self.me, self.count, self.timeout = me, count, timeout
         self.first = me == 0
         self.call = sha256(call.encode()).hexdigest()
-        self.peers: dict[int, Peer] = {}
         self.wire: Wire | None = None
-        self._left = False
+        self.here = lambda: f"process {me} (not in this run yet)"
+        self.places: list[str] = []
+        self.patience, self.since = timeout, time.monotonic()
+        self.failure: RunError | None = None
+        self._given = 0  # how many values each has told the others
+        self.over = Event()
+        self.threads: list[Thread] = []
 
-    @property
-    def others(self) -> Iterable[Peer]:
-        return self.peers.values()
+    # ---- the store; Lost where it is gone
 
     @abstractmethod
-    def exchange(self, value: Any) -> list[Any]:
-        """The values of all processes, in their order; all call this. JSON."""
+    def give(self, name: str, value: Any) -> None:
+        """Leave a value, in place of an older one."""
+
+    @abstractmethod
+    def give_first(self, name: str, value: Any) -> Any:
+        """Leave a value unless there is one; returns the one that is there."""
+
+    @abstractmethod
+    def take(self, name: str, seconds: float) -> Any:
+        """A value as soon as it is there. TimeoutError if it does not come within so long."""
+
+    @abstractmethod
+    def look(self, names: Sequence[str], perhaps: str) -> list[Any]:
+        """The latest values of these, which are there, and of one that may be."""
+
+    @abstractmethod
+    def drop(self, name: str) -> None:
+        """Take a value back, if it is there."""
+
+    # ---- a run
 
     @abstractmethod
     def make_wire(self, jobs: Sequence[Job]) -> Wire:
-        """The wire of this process's jobs; all processes call this, which may `share`."""
+        """The wire of this process's jobs; all processes call this."""
 
     def __enter__(self) -> "Cluster":
+        self.meeting = f"pipelab/{self.meetings}"
+        names = [f"{self.meeting}/met/{n}" for n in range(self.count)]
+        deadline, met = time.monotonic() + self.timeout, []
         try:
-            self._meet()
+            self.give(f"{self.meeting}/at/{self.me}", self.here())
+            self.give(names[self.me], (clock.host(), self.call))
+            for name in names:
+                met.append(self.take(name, max(0.001, deadline - time.monotonic())))
+            self._look()
+        except TimeoutError:
+            self.drop(names[self.me])
+            raise RunError(
+                f"process {len(met)} has not made the call within {self.timeout:g} s: make it in "
+                "all processes, or give it longer (timeout=)"
+            ) from None
         except Lost as error:
-            raise RunError(f"process {self.me} does not hear the others: {error}") from error
-        return self
-
-    def _meet(self) -> None:
-        hosts, calls = zip(*self.exchange([clock.host(), self.call]), strict=True)
+            raise self._unheard(error) from error
+        Cluster.meetings += 1
+        hosts, calls = zip(*met, strict=True)
         for number, call in enumerate(calls):
             if call != calls[0]:
                 raise ValueError(
                     f"process {number} runs another schedule than process 0: "
                     "call run with the same one in all"
                 )
-        every = range(self.count)
-        pairs = [(a, b) for b in every for a in range(b)]
-        for (_, number), socket in connect(self.me, pairs, every, self.exchange).items():
-            same_host = hosts[number] == hosts[self.me]
-            self.peers[number] = Peer(number, Connection(socket.detach()), same_host)
+        self.far = [n for n in range(self.count) if hosts[n] != hosts[0]]
+        self.patience = max(self.timeout, STARTING)
+        # In a thread of its own: whoever keeps the store may hang.
+        self.threads.append(begun(self._keep_looking))
+        return self
 
     def run(self, jobs: Sequence[Job]) -> list[Outcome]:
-        self.wire = self.make_wire(jobs)
         marks = {job.rank: BEFORE for job in jobs}
-        known: list[str] = []
-        since = time.monotonic()
-
-        def watch() -> None:
-            """Say how far this process is, and hear the others. RunError if nobody gets on."""
-            nonlocal known, since
-            mine = "; ".join(f"{job.where} at {place(job, marks[job.rank])}" for job in jobs)
-            if not known or mine != known[self.me]:
-                self._tell_all("at", mine)
-            self._hear_all()
-            places = [self.peers[n].place if n != self.me else mine for n in range(self.count)]
-            if places != known:
-                known, since = places, time.monotonic()
-            elif time.monotonic() - since > self.timeout:
-                raise RunError(no_progress(places, self.timeout))
-
+        self.here = lambda: "; ".join(f"{j.where} at {place(j, marks[j.rank])}" for j in jobs)
+        self.patience = max(self.timeout, STARTING)
         try:
-            watch()
+            self._look()
+            self.wire = self.make_wire(jobs)
             mine = run_threads(
                 jobs,
                 [self.wire] * jobs[0].replicas,
                 partial(self._start, paced=jobs[0].pace is not None),
                 progress=lambda job: partial(marks.__setitem__, job.rank),
-                watch=watch,
+                watch=self._check,
             )
-            if self.first:
-                every = mine + [o for peer in self.others for o in self._value(peer, watch)]
-                self._tell_all("value", [replace(o, steps={}, weights={}) for o in every])
-                return every
-            self.peers[0].tell("value", mine)
-            own = {(outcome.row, outcome.replica) for outcome in mine}
-            others = self._value(self.peers[0], watch)
-            return mine + [o for o in others if (o.row, o.replica) not in own]
-        except RunError as error:
-            agreed = self._agreed(error)
+            names = self._tell(mine)
+            every = [o for name in names if self.first for o in self._value(name)]
+            short = self.from_first(lambda: [replace(o, steps={}, weights={}) for o in every])
+        except (RunError, Lost) as error:
+            agreed = self._agreed(error if isinstance(error, RunError) else self._unheard(error))
             raise agreed from agreed.__cause__
-
-    def from_first(self, make: Callable[[], Any]) -> Any:
-        if not self.first:
-            return self._value(self.peers[0])
-        value = make()
-        self._tell_all("value", value)
-        return value
+        self.patience = math.inf
+        own = {(outcome.row, outcome.replica) for outcome in mine}
+        return every if self.first else mine + [o for o in short if (o.row, o.replica) not in own]
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Say the last word, and wait for the others to say theirs."""
-        word = None
         if error and not isinstance(error, RunError):
-            text = f"process {self.me}: {told(error)}"
-            word = RunError(text.rstrip(": "))
-        self._last_words(word, False)
+            self._agreed(RunError(f"process {self.me}: {told(error)}".rstrip(": ")))
+        self.over.set()
         if self.wire:
-            if kind is not None:
-                self.wire.abort()
-            self.wire.close()
-        for peer in self.others:
-            peer.connection.close()
+            self.wire.abort() if error else self.wire.close()
+        for thread in self.threads:  # else they would wake up at the end of Python
+            thread.join(LEAVING)
 
     def _start(self, paced: bool) -> float:
         """The run's time zero on this process's clock, at the same moment in all processes."""
         assert self.wire
-        watch = self._deadline()
-        if self.first:
-            # [1] answer who asks for the time, until all are ready
-            for peer in self.others:
-                for _ in range(0 if peer.same_host else clock.ROUNDS):
-                    self._value(peer, watch)
-                    peer.tell("value", time.perf_counter())
-                self._value(peer, watch)
-            # [2] say when
-            began = time.perf_counter() + 0.01
-            self._tell_all("value", began)
-        else:
-            zero = self.peers[0]
-
-            def ask() -> float:
-                zero.tell("value", "what time is it?")
-                return self._value(zero, watch)
-
-            ahead = 0.0 if zero.same_host else clock.behind(ask)
-            zero.tell("value", "ready")
-            began = self._value(zero, watch) - ahead
+        ahead = 0.0
+        # [1] process 0 tells the time to those of other hosts
+        for number in self.far:
+            questions = [f"{self.meeting}/time/{number}/{i}" for i in range(clock.ROUNDS)]
+            if self.first:
+                for question in questions:
+                    self._value(question)
+                    self.give(f"{question}/answer", time.perf_counter())
+            elif self.me == number:
+                ahead = clock.behind(partial(self._ask, iter(questions)))
+        # [2] it says when, as soon as all are ready
+        self.share(None)
+        self._look()
+        began = self.from_first(lambda: time.perf_counter() + 0.01) - ahead
         self.wire.began = None if paced else began
+        self.patience = self.timeout
         time.sleep(max(0.0, began - time.perf_counter()))
         return began
+
+    def _ask(self, questions: Any) -> float:
+        question = next(questions)
+        self.give(question, "what time is it?")
+        return self._value(f"{question}/answer")
 
     # ---- what processes tell each other
 
@@ -214,68 +188,80 @@ class Cluster(Launcher):
 
     def share(self, value: Any) -> list[Any]:
         """The values of all processes, in their order; all call this."""
-        self._tell_all("value", value)
-        watch, of_peers = self._deadline(), self.peers.items()
-        values = {self.me: value} | {n: self._value(peer, watch) for n, peer in of_peers}
-        return [values[n] for n in range(self.count)]
+        return [self._value(name) for name in self._tell(value)]
 
-    def _deadline(self) -> Callable[[], None]:
-        """A watch over what comes before actions."""
-        limit = max(self.timeout, STARTING)
-        deadline = time.monotonic() + limit
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        return self._value(self._tell(make() if self.first else None)[0])
 
-        def watch() -> None:
-            if time.monotonic() > deadline:
-                raise RunError(no_progress([p.place for p in self.others], limit))
+    def _tell(self, value: Any) -> list[str]:
+        """Give the next value; returns the names of all processes' ones."""
+        self._given += 1
+        self.since = time.monotonic()
+        self.give(f"{self.meeting}/{self._given}/{self.me}", value)
+        # All have read this one: since then, everybody has waited for everybody.
+        self.drop(f"{self.meeting}/{self._given - 8}/{self.me}")
+        return [f"{self.meeting}/{self._given}/{n}" for n in range(self.count)]
 
-        return watch
+    def _value(self, name: str) -> Any:
+        """What another process gives; waits for it. RunError if any process fails."""
+        while True:
+            with suppress(TimeoutError):
+                return self.take(name, LOOK)
+            self._check()
 
-    def _tell_all(self, what: str, *rest: Any) -> None:
-        for peer in self.others:
-            peer.tell(what, *rest)
+    # ---- how far the others are
 
-    def _value(self, peer: Peer, watch: Callable[[], None] = lambda: None) -> Any:
-        """The next value that a process sends; waits for it. RunError if any process fails."""
-        while not peer.values:
-            if peer.word:
-                raise RunError(f"process {peer.number} has left")
-            watch()
-            if not peer.values:  # heard meanwhile: what follows it is of the next call
-                self._hear_all(LOOK)
-        return peer.values.popleft()
+    def _check(self) -> None:
+        """RunError if one has failed, or none gets on."""
+        if self.failure:
+            raise self.failure
+        if time.monotonic() - self.since > self.patience:
+            raise RunError(no_progress(self.places, self.patience))
 
-    def _hear_all(self, seconds: float = 0.0) -> None:
-        """Take what others have said, or say within so many seconds. RunError if one failed."""
-        self._hear(seconds)
-        for peer in self.others:
-            if peer.word and peer.word[0]:
-                raise peer.word[0]
+    def _look(self) -> None:
+        """Say where this process is, and hear the others."""
+        self.give(f"{self.meeting}/at/{self.me}", self.here())
+        names = [f"{self.meeting}/at/{n}" for n in range(self.count)]
+        found = self.look(names, f"{self.meeting}/failure")
+        if found[: self.count] != self.places:
+            self.places, self.since = found[: self.count], time.monotonic()
+        if found[self.count :]:
+            self.failure = self.failure or found[-1]
 
-    def _hear(self, seconds: float) -> bool:
-        """Take what others have said; whether there is anybody who may still say something."""
-        talking = {p.connection: p for p in self.others if not p.word}
-        for connection in wait(list(talking), seconds):
-            talking[connection].hear()  # type: ignore[index]
-        return bool(talking)
+    def _keep_looking(self) -> None:
+        try:
+            while not self.over.wait(LOOK):
+                self._look()
+        except Lost:
+            self.failure = self.failure or self._gone(0)  # with which the store is
+
+    def _gone(self, number: int) -> RunError:
+        return RunError(f"process {number} disconnected; it was at: {self.places[number]}")
+
+    def _unheard(self, error: Lost) -> RunError:
+        return RunError(f"process {self.me} does not hear the others: {error}")
+
+    def in_time(self, call: Callable[[], None]) -> None:
+        """Make a call of the store, but do not wait for one that hangs."""
+        begun(call).join(LEAVING)
 
     def _agreed(self, error: RunError) -> RunError:
-        """The failure that all raise: of the first process that did not fail by another's."""
-        heard = any(peer.word and peer.word[0] is error for peer in self.others)
-        secondary = heard or isinstance(error.__cause__, Lost)
-        self._last_words(error, secondary)
-        words = {n: peer.word for n, peer in self.peers.items() if peer.word}
-        words[self.me] = error, secondary
-        failures = [words[n] for n in sorted(words) if words[n][0]]
-        return next((e for e, secondary in failures if e and not secondary), error)
+        """The failure that all raise: the first that one has told."""
 
-    def _last_words(self, error: RunError | None, secondary: bool) -> None:
-        """Say what this process leaves with, and wait for the others; not long if one failed."""
-        if self._left:
-            return
-        self._left = True
-        self._tell_all("last", error, secondary)
-        deadline = time.monotonic() + LEAVING
-        while self._hear(LOOK):
-            failed = error or any(peer.word and peer.word[0] for peer in self.others)
-            if failed and time.monotonic() > deadline:
-                return
+        def tell() -> None:
+            if isinstance(error.__cause__, Lost):
+                time.sleep(LEAVING / 2)  # who has failed itself says more
+            with suppress(Lost):
+                self.failure = self.give_first(f"{self.meeting}/failure", error)
+
+        if not self.failure:
+            self.in_time(tell)
+        # Its own error has its cause, which is not told.
+        return self.failure if self.failure and str(self.failure) != str(error) else error
+
+
+def begun(call: Callable[..., None], *given: Any) -> Thread:
+    """A thread for what may hang."""
+    thread = Thread(target=call, args=given, daemon=True)
+    thread.start()
+    return thread

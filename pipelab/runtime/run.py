@@ -59,12 +59,12 @@ def run(
                schedulers, which step after each update; called once per stage. For jax: an optax
                transformation. It sees one stage: for a norm over all of them there is `clip`, not
                optax.clip_by_global_norm
-    backend    "threads" of this process, or "processes", one a device (messages over sockets, or
-               NCCL where every rank has a GPU of its own). Default: threads; in a process that
-               torchrun or another launcher started, that process is one of the ranks. "jax":
-               threads, with jitted stages; after jax.distributed.initialize, over all processes,
-               which all make this call. Its heartbeat_timeout_seconds (100) has to be above
-               `timeout`: a process that hangs is ended by it, without a RunError
+    backend    "threads" of this process, or "processes", one a device, connected by pipes.
+               Default: threads; in a process that torchrun or another launcher started, that
+               process is one of the ranks (messages over gloo, or NCCL where every rank has a GPU
+               of its own). "jax": threads, with jitted stages; after jax.distributed.initialize,
+               over all processes, which all make this call. Its heartbeat_timeout_seconds (100) has
+               to be above `timeout`: a process that hangs is ended by it, without a RunError
     devices    one per row, such as ["cpu", "cuda:0"]; repeats share a device (each worker has its
                own CUDA stream); one name for all; default: the GPUs in turn if there are any, else
                the CPU. For jax: such as ["cpu:0", "cpu:1"], or jax.devices(), taken in turn

@@ -1,14 +1,9 @@
 """Train steps as pipelines over the processes of jax.distributed: equal to one device."""
 
 import json
-import pickle
-from multiprocessing import Pipe
 
 import pytest
 
-from pipelab import RunError
-from pipelab.runtime.cluster import Peer
-from pipelab.runtime.jax.distributed import Distributed
 from tests.runtime.jax.test_distributed import GUARD, ROOT, free_port, processes
 
 WORKER = ROOT / "tests" / "workers" / "pipeshard.py"
@@ -148,14 +143,3 @@ def test_a_process_that_makes_no_call_is_named():
     assert statuses[0] == 0
     [found] = json.loads(outs[0].splitlines()[-1])
     assert found["error"].startswith("process 1 has not made the call within 3 s: make it in all")
-
-
-def test_what_a_process_said_before_it_failed_counts():
-    ours, theirs = Pipe()
-    for said in (("value", (7,)), ("last", (RunError("in the next call"), False))):
-        theirs.send_bytes(pickle.dumps(said))
-    cluster = Distributed((), 1.0, "a call")
-    cluster.peers[1] = Peer(1, ours, True)
-    assert cluster._value(cluster.peers[1], cluster._hear_all) == 7
-    with pytest.raises(RunError, match="in the next call"):
-        cluster._value(cluster.peers[1], cluster._hear_all)

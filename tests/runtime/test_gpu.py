@@ -1,8 +1,6 @@
 """The GPU: what needs one (marker gpu), and what can be shown of that without one."""
 
-import queue
 import re
-import socket
 import subprocess
 import threading
 import time
@@ -16,7 +14,7 @@ from gpu import report as gpu
 from gpu.cases import CASES
 from gpu.measured import Model, Place, Sizes, peaks
 from pipelab import Costs, simulate
-from pipelab.runtime.torch import device, wire
+from pipelab.runtime.torch import device, groups
 from pipelab.runtime.torch import wing as torch_run
 
 GPU = torch.device("cuda:0")
@@ -149,36 +147,12 @@ def test_ranks_meet_in_an_order_that_ends(monkeypatch):
     def call(tensor, other, group):
         meetings[group].wait(timeout=10)  # BrokenBarrierError where they wait for each other
 
-    monkeypatch.setattr(wire.dist, "new_group", lambda ranks, **options: tuple(ranks))
-    monkeypatch.setattr(wire.dist, "send", call)
-    monkeypatch.setattr(wire.dist, "recv", call)
+    monkeypatch.setattr(groups.dist, "new_group", lambda ranks, **options: tuple(ranks))
+    monkeypatch.setattr(groups.dist, "send", call)
+    monkeypatch.setattr(groups.dist, "recv", call)
     with ThreadPoolExecutor(3) as pool:
-        ends = [pool.submit(wire._groups, pairs, me, CPU) for me in range(3)]
+        ends = [pool.submit(groups.groups_of, pairs, me, CPU) for me in range(3)]
         assert [[*end.result(timeout=20)] for end in ends] == [[*meetings]] * 3
-
-
-def test_tensors_of_a_gpu_go_by_nccl_and_all_else_by_the_socket(monkeypatch):
-    """The CPU is taken for the GPU, and queues for process groups."""
-    ways = {group: queue.SimpleQueue() for group in ("there", "back")}
-    monkeypatch.setattr(wire.dist, "isend", lambda memory, other, group: ways[group].put(memory))
-    receive = lambda memory, other, group: memory.copy_(ways[group].get(timeout=10))  # noqa: E731
-    monkeypatch.setattr(wire.dist, "recv", receive)
-    monkeypatch.setattr(wire.dist, "destroy_process_group", ways.pop)
-    here, there = socket.socketpair()
-    near = wire.GpuLink(here, CPU, 1, "there", "back")
-    far = wire.GpuLink(there, CPU, 0, "back", "there")
-    x = torch.arange(6.0).view(2, 3)
-    message = ((7, "u", 1), [x.T, {"all": x > 2}], torch.tensor(5, dtype=torch.bfloat16), 0.5)
-    near.write(message)
-    assert ways["there"].qsize() == 3
-    key, (transposed, truths), number, at = far.read()
-    assert ways["there"].empty()
-    assert (key, at, number.item(), number.dtype) == (message[0], 0.5, 5, torch.bfloat16)
-    assert torch.equal(transposed, x.T) and torch.equal(truths["all"], x > 2)
-    near.close()
-    assert ways == {}  # nobody leaves a group open
-    for each in (far.socket, far._file):
-        each.close()
 
 
 # ---- make gpu, rehearsed

@@ -1,11 +1,9 @@
 """Messages between processes: what may travel, who may call, and what a failure leaves."""
 
 import io
-import json
 import multiprocessing
 import os
-import socket
-import struct
+import queue
 import sys
 import threading
 import time
@@ -19,11 +17,12 @@ from torch.utils import _pytree as pytree
 
 import pipelab
 from pipelab.runtime import wire as wires
-from pipelab.runtime.torch.pipes import Pipe, dumps
+from pipelab.runtime.torch import groups
+from pipelab.runtime.torch.groups import GroupLink
+from pipelab.runtime.torch.pipes import Pipe
 from pipelab.runtime.torch.processes import _Failure
-from pipelab.runtime.torch.wire import reduced
 from pipelab.runtime.transport import Aborted, Lost, Message
-from pipelab.runtime.wire import Link, Wire, connect
+from pipelab.runtime.wire import Wire
 from pipelab.runtime.worker import RunError
 
 SOON = 10.0  # seconds within which anything here has to end
@@ -46,15 +45,6 @@ MESSAGES: dict = {
     "long pickle": ("q" * 100_000, T),
     "large": (LARGE, T),
 }
-
-
-@pytest.fixture
-def socket_ends():
-    ends = [Link(s, reduced) for s in socket.socketpair()]
-    yield ends
-    for end in ends:
-        end.end()
-        end.close()
 
 
 @pytest.fixture
@@ -105,11 +95,41 @@ def within(function):
     return outcome
 
 
+class Sent:
+    """A send whose tensor has left as soon as it is waited for."""
+
+    def wait(self):
+        pass
+
+
+@pytest.fixture
+def two_groups(monkeypatch):
+    """Two ranks, with queues for process groups; how many tensors each has sent."""
+    ways = {group: queue.SimpleQueue() for group in ("there", "back")}
+    sent = []
+
+    def isend(memory, other, group):
+        ways[group].put(memory.clone())
+        sent.append(group)
+        return Sent()
+
+    def recv(memory, other, group):
+        memory.copy_(ways[group].get(timeout=SOON))
+
+    monkeypatch.setattr(groups.dist, "isend", isend)
+    monkeypatch.setattr(groups.dist, "recv", recv)
+    monkeypatch.setattr(groups.dist, "destroy_process_group", ways.pop)
+    cpu = torch.device("cpu")
+    return GroupLink(1, "there", "back", cpu), GroupLink(0, "back", "there", cpu), sent
+
+
+@pytest.mark.parametrize("kind", ["pipes", "groups"])
 @pytest.mark.parametrize("name", MESSAGES)
-def test_a_message_comes_as_it_was_sent(name, two_ends):
-    near, far = two_ends
-    near.write(MESSAGES[name])
-    found = within(far.read)
+def test_a_message_comes_as_it_was_sent(name, kind, two_ends, two_groups):
+    near, far, *_ = two_ends if kind == "pipes" else two_groups
+    near.write((7, MESSAGES[name], 0.5))
+    key, found, at = within(far.read)
+    assert (key, at) == (7, 0.5)
     sent, received = (pytree.tree_flatten(m) for m in (MESSAGES[name], found))
     assert sent[1] == received[1]
     for a, b in zip(sent[0], received[0], strict=True):
@@ -117,6 +137,18 @@ def test_a_message_comes_as_it_was_sent(name, two_ends):
             assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
         else:
             assert a == b and type(a) is type(b)
+
+
+def test_what_messages_are_like_travels_once(two_groups):
+    near, far, sent = two_groups
+    forward, backward = {"x": T, "n": 3}, (2.0, [T > 2, T])
+    for i, payload in enumerate([forward, backward] * 3):
+        near.write((i, payload, float(i)))
+        key, found, _ = within(far.read)
+        assert key == i and str(found) == str(payload)
+    heads, skeletons, tensors = 6, 2, 3 * (1 + 2)
+    assert len(sent) == heads + skeletons + tensors
+    near.close()
 
 
 def test_messages_stay_in_order_around_the_buffer_and_behind_a_large_one(two_ends):
@@ -200,33 +232,21 @@ def test_events_stay_where_they_are(two_ends, monkeypatch):
 @pytest.mark.parametrize("much", [0, 1, 50, 400])
 def test_a_message_that_breaks_off_is_lost(much, two_ends):
     near, far = two_ends
-    packed = dumps((0, torch.ones(100)))
-    os.write(near._writer.fileno(), (struct.pack("!i", len(packed)) + packed)[:much])
+    near.write((0, torch.ones(100), 0.0))
+    sent = os.read(far._reader.fileno(), 10_000)
+    os.write(near._writer.fileno(), sent[:much])
     near.close()
     with pytest.raises(Lost, match="a message to or from another process was lost"):
         far.read()
 
 
-@pytest.mark.parametrize("before", [None, LARGE])
-def test_a_send_after_the_end_is_no_failure_of_its_own(before, socket_ends):
-    wire = Wire(job(pipelab.make("gpipe", 2, 2)), {(0, 1): socket_ends[0]})
-    if before is not None:
-        wire.send(0, 1, Message(before, 0.0))
+def test_a_send_after_the_end_is_no_failure_of_its_own(two_ends):
+    near, far = two_ends
+    wire = Wire(job(pipelab.make("gpipe", 2, 2)), {(0, 1): near})
     wire.abort()
+    far.close()
     with pytest.raises(Aborted):
-        wire.send(0, 1, Message(LARGE, 0.0))
-    within(wire.close)  # though nobody reads
-
-
-@pytest.mark.parametrize("ending", [0, 1])
-def test_who_waits_when_the_run_ends_is_aborted_and_who_waits_for_that_has_lost(
-    ending, socket_ends
-):
-    schedule = pipelab.make("gpipe", 2, 2)
-    near, far = socket_ends
-    pair = [Wire(job(schedule), {(0, 1): near}), Wire(job(schedule), {(1, 0): far})]
-    outcome, _ = together(partial(pair[1].receive, 0, 1), pair[ending].abort)
-    assert type(outcome) is (Aborted if ending == 1 else Lost)
+        wire.send(0, 1, Message(T, 0.0))
 
 
 class Slow:
@@ -287,137 +307,3 @@ def test_a_connection_error_of_the_callers_code_is_its_own_failure():
     error = RunError("device 1, action 1F0: no data")
     error.__cause__ = ConnectionRefusedError("no data")
     assert not _Failure(SimpleNamespace(where="device 1", rank=1), error).secondary
-
-
-def reset(call):
-    call.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    call.close()
-
-
-STRANGERS = {
-    "hangs up": lambda call: call.close(),
-    "wrong key": lambda call: call.sendall(b"\0\0\0\5hello"),
-    "http": lambda call: call.sendall(b"GET / HTTP/1.1\r\n\r\n"),
-    "breaks off": lambda call: (call.sendall(b"\0\0"), call.shutdown(socket.SHUT_WR)),
-    "resets": reset,
-    "silent": lambda call: None,
-}
-
-
-class Exchanges:
-    """The values of several threads, each of which is a process; `at(me, number)` comes between."""
-
-    def __init__(self, count, at=lambda me, number, values: None):
-        self.everybody, self.at = threading.Barrier(count), at
-        self.given: list[list] = [[] for _ in range(count)]
-
-    def __call__(self, me, value):
-        self.given[me].append(json.loads(json.dumps(value)))
-        number = len(self.given[me]) - 1
-        self.everybody.wait(SOON)
-        values = [of[number] for of in self.given]
-        self.at(me, number, values)
-        self.everybody.wait(SOON)
-        return values
-
-
-def meet(pairs, homes, exchanges):
-    """What `connect` gives every process."""
-    every = range(max(homes) + 1)
-    calls = [partial(connect, me, pairs, homes, partial(exchanges, me)) for me in every]
-    return together(*calls)
-
-
-def joined(found):
-    """Whether every socket leads to its other end; closes them."""
-    every = {ends: each for of in found for ends, each in of.items()}
-    for (own, other), each in every.items():
-        each.settimeout(SOON)
-        each.sendall(bytes([own, other]))
-    right = [[*each.recv(9)] == [other, own] for (own, other), each in every.items()]
-    for each in every.values():
-        each.close()
-    return all(right)
-
-
-@pytest.mark.parametrize("name", STRANGERS)
-def test_processes_meet_in_spite_of_a_stranger(name, monkeypatch):
-    monkeypatch.setattr(wires, "MEETING", 2.0)
-    calls: list[socket.socket] = []
-
-    def stranger(me, number, values):
-        if (me, number) == (0, 1):  # the ports: somebody else is quicker
-            calls.append(socket.create_connection(tuple(values[0])))
-            STRANGERS[name](calls[0])
-
-    found = meet([(0, 1)], (0, 1), Exchanges(2, stranger))
-    calls[0].close()
-    assert [len(of) for of in found] == [1, 1]
-    assert joined(found)
-
-
-def test_every_pair_of_ends_has_a_connection_for_small_messages():
-    pairs, homes = [(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)], (0, 1, 1, 2)
-    socket.setdefaulttimeout(0.2)
-    exchanges = Exchanges(3)
-    try:
-        found = meet(pairs, homes, exchanges)
-    finally:
-        socket.setdefaulttimeout(None)
-    assert [{*of} for of in found] == [
-        {(0, 1), (0, 2), (0, 3)},
-        {(1, 0), (2, 0), (2, 3)},
-        {(3, 0), (3, 2)},
-    ]
-    for each in (each for of in found for each in of.values()):
-        assert each.gettimeout() is None
-        assert each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-    assert {port[0] for _, port in exchanges.given} == {"127.0.0.1"}  # no other host can call
-    assert joined(found)
-
-
-def test_the_first_message_may_come_before_the_answer(monkeypatch):
-    monkeypatch.setattr(wires, "MEETING", 2.0)
-    monkeypatch.setattr(wires, "_address", lambda: "127.0.0.1")
-    said: list = []
-    callers = []
-
-    def exchange(value):
-        said.append(value)
-        if len(said) == 2:  # process 1 calls, and goes on, before process 0 answers
-            answers = iter([[said[0], said[0]], [said[1], None]])
-            callers.append(connect(1, [(0, 1)], (0, 1), lambda value: next(answers))[1, 0])
-            callers[0].sendall(b"more")
-        return [value, value]
-
-    found = connect(0, [(0, 1)], (0, 1), exchange)[0, 1]
-    assert found.recv(9) == b"more"
-    for each in (found, *callers):
-        each.close()
-
-
-def test_processes_of_several_networks_meet_at_their_own_addresses(monkeypatch):
-    addresses = iter(["127.0.0.2", "127.0.0.3"])
-    monkeypatch.setattr(wires, "_address", lambda: next(addresses))
-    found = meet([(0, 1)], (0, 1), Exchanges(2))
-    assert {each.getpeername()[0] for each in found[1].values()} < {"127.0.0.2", "127.0.0.3"}
-    assert joined(found)
-
-
-def test_a_host_is_called_where_it_calls_the_launcher(monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert wires._address() == "127.0.0.1"
-
-
-@pytest.mark.parametrize("absent", [0, 1])
-def test_who_does_not_come_is_named(absent, monkeypatch):
-    monkeypatch.setattr(wires, "MEETING", 0.2)
-    here = 1 - absent
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        port = nobody.getsockname()
-
-    def exchange(value):
-        return [value if me == here or not isinstance(value, tuple) else port for me in range(2)]
-
-    with pytest.raises(RunError, match=f"process {here} cannot reach process {absent}: "):
-        connect(here, [(0, 1)], (0, 1), exchange)

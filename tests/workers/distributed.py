@@ -78,7 +78,7 @@ def twisted(twist, number, count):
     if twist == "early" and number == 1:
         delay_the_first_action()
     if how == "leave" and victim == str(number):
-        cluster.connect = leave  # when the processes have met, and open their connections
+        cluster.clock.host = leave  # while the processes meet
     elif how in ("raise", "kill", "stop"):
         own = [s for s in range(len(parts)) if s * count // len(parts) == int(victim)]
         module, variables = parts[own[-1]]

@@ -2,27 +2,30 @@
 
 import atexit
 import ctypes
-import json
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from secrets import randbits
 from signal import SIGABRT
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src.distributed import global_state  # no public way to it
+from jax.errors import JaxRuntimeError
 
-from pipelab.runtime.cluster import Cluster
-from pipelab.runtime.jax.wire import open_jax_wire
-from pipelab.runtime.transport import lost
-from pipelab.runtime.wire import Wire
+from pipelab.runtime.cluster import LEAVING, Cluster, begun
+from pipelab.runtime.jax.transfer import TransferLink, end_pulls, own_address, pull, server_at
+from pipelab.runtime.transport import Lost, lost
+from pipelab.runtime.wire import Ends, Wire, pairs_of_ranks
 from pipelab.runtime.worker import Job, RunError
 
 
 class Distributed(Cluster):
     """The processes of jax.distributed; a process does the rows whose device is its own.
 
-    devices  of all rows
+    owners  processes of all rows
+    alone   whether another one is dead, or hangs
 
     When a process dies, jax's coordination service ends the others too: at once if it was process
     0, where the service is, else when its heartbeat has been missing for long enough (100 s, if
@@ -31,56 +34,111 @@ class Distributed(Cluster):
     shorter one.
     """
 
-    exchanges = 0  # of this process, so far
-
     def __init__(self, devices: Sequence[jax.Device], timeout: float, call: str) -> None:
         super().__init__(jax.process_index(), jax.process_count(), timeout, call)
         self.owners = [device.process_index for device in devices]
+        self.store: Any = global_state.client
+        self.alone = False
         self._aborts = ExitStack()
+        self.connections: dict[int, Any] = {}
 
     def __enter__(self) -> "Distributed":
         self._aborts.enter_context(late_aborts())
         try:
             super().__enter__()
+            self._connect()
         except RunError:
             end_alone()
             raise
         return self
 
+    def _connect(self) -> None:
+        hosts = self.share(own_address())
+        self.server = server_at(hosts[self.me] if len({*hosts}) > 1 else "127.0.0.1")
+        addresses = enumerate(self.share(self.server.address()))
+        self.connections = {n: self.server.connect(a) for n, a in addresses if n != self.me}
+        self.threads += [begun(self._outlive, *other) for other in self.connections.items()]
+
+    def _outlive(self, number: int, connection: Any) -> None:
+        """Hear when a process ends: it is asked for what it never offers."""
+        try:
+            pull(connection, randbits(62), [((), np.int32)], jax.local_devices()[0])
+        except Lost:
+            if not self.over.is_set():
+                self.alone, gone = True, self._gone(number)
+                # The store is with process 0.
+                self.failure = self.failure or (self._agreed(gone) if number else gone)
+
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.over.set()
+        for connection in self.connections.values():
+            end_pulls(connection)
         super().__exit__(kind, error, trace)
-        if any(peer.lost or not peer.word for peer in self.others):
+        if error and not self.alone:
+            self.alone = True
+            self.in_time(self._leave)
+        if self.alone:
             end_alone()
         self._aborts.__exit__(kind, error, trace)
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Exchange through the store of jax's coordination service, where each leaves its value."""
-        store: Any = global_state.client
-        deadline = time.monotonic() + self.timeout
-        names = [f"pipelab/{Distributed.exchanges}/{number}" for number in range(self.count)]
-        found = []
-        with lost(jax.errors.JaxRuntimeError):
-            store.key_value_set(names[self.me], json.dumps(value))
-            for number, name in enumerate(names):
-                left = max(1, int(1000 * (deadline - time.monotonic())))
-                try:
-                    found.append(json.loads(store.blocking_key_value_get(name, left)))
-                except jax.errors.JaxRuntimeError as error:
-                    if "DEADLINE_EXCEEDED" not in str(error):
-                        raise
-                    store.key_value_delete(names[self.me])
-                    raise RunError(
-                        f"process {number} has not made the call within {self.timeout:g} s: make "
-                        "it in all processes, or give it longer (timeout=)"
-                    ) from None
-        Distributed.exchanges += 1
-        return found
+    def _leave(self) -> None:
+        """After a failure: together, if no other process is dead or hangs."""
+        with suppress(Lost, TimeoutError):
+            self.give(f"{self.meeting}/left/{self.me}", True)
+            for number in range(self.count):
+                self.take(f"{self.meeting}/left/{number}", LEAVING)
+            self.alone = False
 
     def ranks(self, count: int) -> Sequence[int]:
         return [row for row in range(count) if self.owners[row] == self.me]
 
     def make_wire(self, jobs: Sequence[Job]) -> Wire:
-        return open_jax_wire(jobs[0], self.me, self.owners, self.share)
+        return self.wire_between(pairs_of_ranks(jobs[0]), jobs)
+
+    def wire_between(self, pairs: Iterable[Ends], jobs: Sequence[Job]) -> Wire:
+        """A wire of pairs of rows."""
+        names, links = f"{self.meeting}/wire/{self._given}", {}
+        homes = {job.row: job.home().device for job in jobs}
+        for a, b in [ends for pair in pairs for ends in (pair, pair[::-1])]:
+            other = self.owners[b]
+            if self.owners[a] == self.me != other:
+                to, back = f"{names}/{a}-{b}", f"{names}/{b}-{a}"
+                ends = self.server, self.connections[other]
+                links[a, b] = TransferLink(self, to, back, *ends, homes[a])
+        return Wire(jobs[0], links)
+
+    # ---- the store of jax's coordination service
+
+    def give(self, name: str, value: Any) -> None:
+        with lost(JaxRuntimeError):
+            self.store.key_value_set_bytes(name, pickle.dumps(value), allow_overwrite=True)
+
+    def give_first(self, name: str, value: Any) -> Any:
+        with suppress(JaxRuntimeError):  # there is one
+            self.store.key_value_set_bytes(name, pickle.dumps(value))
+        with lost(TimeoutError):
+            return self.take(name, LEAVING)
+
+    def take(self, name: str, seconds: float) -> Any:
+        with lost(JaxRuntimeError):
+            try:
+                found = self.store.blocking_key_value_get_bytes(name, max(1, int(1000 * seconds)))
+            except JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" in str(error):
+                    raise TimeoutError from None
+                raise
+        return pickle.loads(found)
+
+    def look(self, names: Sequence[str], perhaps: str) -> list[Any]:
+        with lost(JaxRuntimeError):
+            found = [self.store.key_value_try_get_bytes(name) for name in names]
+            with suppress(JaxRuntimeError):
+                found.append(self.store.key_value_try_get_bytes(perhaps))
+        return [pickle.loads(value) for value in found]
+
+    def drop(self, name: str) -> None:
+        with lost(JaxRuntimeError):
+            self.store.key_value_delete(name)
 
 
 @contextmanager

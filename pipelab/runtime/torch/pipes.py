@@ -1,6 +1,5 @@
 """How tensors travel between processes of one parent: by pipes, which it has made before them."""
 
-import io
 import pickle
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -8,11 +7,11 @@ from pickle import PickleBuffer
 from select import PIPE_BUF, select
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor
 
 from pipelab.runtime.transport import lost
+from pipelab.runtime.wire import apart, whole
 
 HEADER = 4  # bytes that a connection puts before a message
 
@@ -31,7 +30,9 @@ class Pipe:
 
     def write(self, message: Any) -> None:
         """Send a message. Lost if the other end is closed."""
-        packed = dumps(message)
+        skeleton, tensors = apart(message, tensors_of)
+        memory = [PickleBuffer(as_bytes(t.cpu()).numpy().data) for t in tensors]
+        packed = pickle.dumps((skeleton, [*map(like, tensors)], memory), pickle.HIGHEST_PROTOCOL)
         # What is ready has room for so many bytes.
         small = len(packed) <= PIPE_BUF - HEADER
         if small and self._sending.done() and select([], [self._writer], [], 0)[1]:
@@ -43,7 +44,8 @@ class Pipe:
     def read(self) -> Any:
         """The next message; waits for it. Lost if the other end is closed."""
         with lost(OSError, EOFError, pickle.UnpicklingError):
-            return pickle.loads(self._reader.recv_bytes())
+            skeleton, alike, memory = pickle.loads(self._reader.recv_bytes())
+            return whole(skeleton, [*map(_restored, memory, alike)])
 
     def end(self) -> None:
         """Nobody else in this process waits on it."""
@@ -55,38 +57,20 @@ class Pipe:
         self._writer.close()
 
 
-class _Pickler(cloudpickle.Pickler):
-    """Pickles tensors by their memory, and by way of the CPU.
-
-    by_value  whether types of a notebook, which the receiver cannot import, are pickled as a whole.
-              By reference it is the receiver's own type, which `isinstance` knows, and quicker
-    """
-
-    def __init__(self, file: io.BytesIO, by_value: bool) -> None:
-        super().__init__(file)
-        self.by_value = by_value
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.cuda.Event):  # the copy to the CPU has waited for it
-            return type(None), ()
-        if isinstance(value, Tensor):
-            memory = PickleBuffer(as_bytes(value.cpu()).numpy().data)
-            return _restored, (memory, value.dtype, tuple(value.shape))
-        return super().reducer_override(value) if self.by_value else NotImplemented
+def tensors_of(value: Any) -> Any:
+    """What of a message is put aside: tensors. Events stay: the copy to the CPU has waited."""
+    if isinstance(value, torch.cuda.Event):
+        return None
+    return value if isinstance(value, Tensor) else NotImplemented
 
 
-def dumps(message: Any) -> memoryview:
-    """A message as bytes; `pickle.loads` reads them."""
-    file = io.BytesIO()
-    try:
-        _Pickler(file, by_value=False).dump(message)
-    except (pickle.PicklingError, AttributeError):
-        file = io.BytesIO()
-        _Pickler(file, by_value=True).dump(message)
-    return file.getbuffer()
+def like(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+    """What has to be known of a tensor to receive it."""
+    return tensor.dtype, tuple(tensor.shape)
 
 
-def _restored(memory: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _restored(memory: bytearray, alike: tuple[torch.dtype, tuple[int, ...]]) -> Tensor:
+    dtype, shape = alike
     if not memory:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

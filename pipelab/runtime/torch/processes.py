@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from pipelab.runtime.threads import BEFORE, RankJob, Threads, no_progress, place, run_threads
+from pipelab.runtime.torch.groups import FOREVER
 from pipelab.runtime.torch.pipes import Pipe
-from pipelab.runtime.torch.wire import FOREVER
 from pipelab.runtime.transport import Lost
-from pipelab.runtime.wire import Ends, Wire, pairs_of_ranks
+from pipelab.runtime.wire import Ends, Wire, pairs_of_ranks, pairs_of_replicas
 from pipelab.runtime.worker import Job, Outcome, RunError, told
 
 PRELOAD = ["torch._dynamo", "pipelab.runtime.torch.processes"]
@@ -48,20 +48,19 @@ class Processes(Threads):
     timeout: float
 
     def run(self, jobs: Sequence[Job]) -> list[Outcome]:
-        return run_processes(jobs, perform, self.timeout, pairs_of_ranks(jobs[0]))
+        pairs = pairs_of_ranks(jobs[0]) + pairs_of_replicas(jobs[0])
+        return run_processes(jobs, perform, self.timeout, pairs)
 
 
 class Connected(NamedTuple):
     """What connects a rank to the others.
 
     pipes  from each other rank and to it
-    ready  when each rank was, on the clock of all processes
-    all    waits until all ranks are ready
+    ready  when each rank was, on the clock of all processes; 0 before
     """
 
     pipes: dict[int, tuple[Connection, Connection]]
     ready: Any
-    all: Any
 
 
 def perform(job: Job, progress: Callable[[int], None], connected: Connected) -> Outcome:
@@ -69,7 +68,8 @@ def perform(job: Job, progress: Callable[[int], None], connected: Connected) -> 
 
     def start() -> float:
         connected.ready[job.rank] = time.perf_counter()
-        connected.all.wait()
+        while not all(connected.ready):
+            time.sleep(1e-3)
         began = max(connected.ready) + 0.01
         wire.began = None if job.pace else began
         time.sleep(max(0.0, began - time.perf_counter()))
@@ -182,8 +182,8 @@ def _connected(
     if pairs is None:
         yield [None] * count
         return
-    ready, everybody = context.RawArray("d", count), context.Barrier(count)
-    ranks = [Connected({}, ready, everybody) for _ in range(count)]
+    ready = context.RawArray("d", count)
+    ranks = [Connected({}, ready) for _ in range(count)]
     with ExitStack() as ends:
         for a, b in pairs:
             (at_b, from_a), (at_a, from_b) = (context.Pipe(duplex=False) for _ in range(2))

@@ -1,37 +1,29 @@
-"""The ranks of torch.distributed: what one does, and those that torchrun or another has started."""
+"""The ranks of torch.distributed that torchrun, deepspeed or another has started."""
 
 import atexit
-import json
 import os
+import pickle
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from pipelab.runtime.cluster import Cluster
-from pipelab.runtime.torch.wire import FOREVER, open_wire
+from pipelab.runtime.torch.groups import FOREVER, GroupWire, backend
 from pipelab.runtime.transport import lost
 from pipelab.runtime.wire import Wire
 from pipelab.runtime.worker import Job
 
-
-def exchange(value: Any) -> list[Any]:
-    """The values of all ranks, by the store in which they have met.
-
-    Lost if one has not given its own within the store's timeout.
-    """
-    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    with lost(RuntimeError):
-        number = store.add(f"pipelab/{rank}", 1)  # all ranks make the same calls
-        store.set(f"pipelab/{number}/{rank}", json.dumps(value))
-        names = [f"pipelab/{number}/{r}" for r in range(dist.get_world_size())]
-        return [json.loads(store.get(name)) for name in names]
+MOST = 2**22  # bytes of a value; the store takes twice as many
 
 
 class Ranks(Cluster):
-    """The ranks that torchrun, deepspeed or another has started, this one number `local` on its
-    host."""
+    """The ranks that a launcher has started, this one number `local` on its host.
+
+    What is told goes by the store in which they have met.
+    """
 
     def __init__(self, timeout: float, call: str) -> None:
         """From the environment that the launcher has set."""
@@ -44,13 +36,12 @@ class Ranks(Cluster):
             limit = timedelta(seconds=self.timeout)
             store, rank, world = next(dist.rendezvous("env://", timeout=limit))
             dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=world, timeout=FOREVER
+                backend(), store=store, rank=rank, world_size=world, timeout=FOREVER
             )
             atexit.register(dist.destroy_process_group)
+        self.store: Any = dist.distributed_c10d._get_default_store()
         super().__enter__()
         return self
-
-    exchange = staticmethod(exchange)
 
     def ranks(self, count: int) -> Sequence[int]:
         if self.count != count:
@@ -61,4 +52,41 @@ class Ranks(Cluster):
         return [self.me]
 
     def make_wire(self, jobs: Sequence[Job]) -> Wire:
-        return open_wire(jobs[0], self.share)
+        device, gpu = torch.device(jobs[0].device), ""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            gpu = str(torch.cuda.get_device_properties(device).uuid)
+        return GroupWire(jobs[0], self.share(gpu))
+
+    # ---- the store
+
+    def give(self, name: str, value: Any) -> None:
+        packed = pickle.dumps(value)
+        with lost(RuntimeError):
+            for i in range(MOST, len(packed) + 1, MOST):
+                self.store.append(f"{name}/rest", packed[i : i + MOST])
+            self.store.set(name, packed[:MOST])
+
+    def give_first(self, name: str, value: Any) -> Any:
+        with lost(RuntimeError):
+            return pickle.loads(self.store.compare_set(name, b"", pickle.dumps(value)))
+
+    def take(self, name: str, seconds: float) -> Any:
+        with lost(RuntimeError):
+            try:
+                self.store.wait([name], timedelta(seconds=seconds))
+            except dist.DistStoreError:
+                raise TimeoutError from None
+            packed = self.store.get(name)
+            if len(packed) == MOST:
+                packed += self.store.get(f"{name}/rest")
+        return pickle.loads(packed)
+
+    def look(self, names: Sequence[str], perhaps: str) -> list[Any]:
+        with lost(RuntimeError):
+            there = [*names, perhaps] if self.store.check([perhaps]) else [*names]
+            return [pickle.loads(value) for value in self.store.multi_get(there)]
+
+    def drop(self, name: str) -> None:
+        with lost(RuntimeError):
+            self.store.delete_key(name)

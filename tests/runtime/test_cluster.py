@@ -1,0 +1,163 @@
+"""Processes that something else has started: what they tell each other, and when they give up."""
+
+import threading
+import time
+
+import pytest
+
+from pipelab import RunError
+from pipelab.runtime import cluster as clusters
+from pipelab.runtime.cluster import Cluster
+from pipelab.runtime.transport import Lost
+
+
+class Store(dict):
+    """A store that may hang or break, which all processes of a test share."""
+
+    def __init__(self):
+        self.there, self.error = threading.Event(), None
+        self.there.set()
+
+    def reached(self):
+        assert self.there.wait(10)
+        if self.error:
+            raise self.error
+
+
+class Process(Cluster):
+    def __init__(self, me, store, timeout=10.0, call="a call"):
+        super().__init__(me, 2, timeout, call)
+        self.store, self.meetings = store, 0
+
+    def give(self, name, value):
+        self.store.reached()
+        self.store[name] = value
+
+    def give_first(self, name, value):
+        self.store.reached()
+        return self.store.setdefault(name, value)
+
+    def take(self, name, seconds):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.store.reached()
+            if name in self.store:
+                return self.store[name]
+            time.sleep(0.01)
+        raise TimeoutError
+
+    def look(self, names, perhaps):
+        self.store.reached()
+        return [self.store[name] for name in names] + [
+            self.store[name] for name in [perhaps] if name in self.store
+        ]
+
+    def drop(self, name):
+        self.store.pop(name, None)
+
+    ranks = make_wire = None
+
+
+Process.__abstractmethods__ = frozenset()
+
+
+@pytest.fixture
+def store():
+    return Store()
+
+
+@pytest.fixture
+def two(store):
+    """Two processes that have met."""
+    found = [Process(me, store) for me in range(2)]
+    other = threading.Thread(target=found[1].__enter__)
+    other.start()
+    found[0].__enter__()
+    other.join()
+    yield found
+    for process in found:
+        process.__exit__(None, None, None)
+
+
+def test_what_a_process_said_before_it_failed_counts(two):
+    one, other = two
+    other._tell(7)
+    other._agreed(RunError("in the next call"))
+    one._look()
+    assert one.share(None) == [None, 7]
+    with pytest.raises(RunError, match="in the next call"):
+        one.share(None)
+
+
+def test_all_raise_the_first_failure_and_its_own_keeps_the_cause(two):
+    one, other = two
+    mine, theirs = RunError("the first"), RunError("the second")
+    assert one._agreed(mine) is mine
+    assert str(other._agreed(theirs)) == "the first"
+
+
+def test_who_only_lost_a_message_lets_others_tell_first(two):
+    one, other = two
+    secondary = RunError("lost")
+    secondary.__cause__ = Lost()
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(one._agreed(secondary)))
+    waiting.start()
+    other._agreed(RunError("what happened"))
+    waiting.join()
+    assert str(found[0]) == "what happened"
+
+
+def test_an_error_in_one_ends_the_others_wait(two):
+    one, other = two
+    other.__exit__(ZeroDivisionError, ZeroDivisionError("by design"), None)
+    with pytest.raises(RunError, match="process 1: ZeroDivisionError: by design"):
+        one.share(None)
+
+
+def test_a_store_that_hangs_ends_a_run_in_time(two, store, monkeypatch):
+    monkeypatch.setattr(clusters, "LEAVING", 0.1)
+    one, _ = two
+    store.there.clear()
+    one.patience = 0.5
+    time.sleep(0.6)
+    with pytest.raises(RunError, match=r"no action ended within 0.5 s: process 0 \(not in this"):
+        one._check()
+    error = RunError("no action ended")
+    assert one._agreed(error) is error  # nobody can be told
+    store.there.set()
+
+
+def test_a_store_that_is_gone_was_process_0s(two, store):
+    _, other = two
+    store.error = Lost("gone")
+    deadline = time.monotonic() + 10
+    while not other.failure and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (
+        str(other.failure) == "process 0 disconnected; it was at: process 0 (not in this run yet)"
+    )
+
+
+def test_who_does_not_come_is_named_and_the_next_call_meets(store):
+    one = Process(0, store, timeout=0.2)
+    with pytest.raises(RunError, match=r"process 1 has not made the call within 0\.2 s: make"):
+        one.__enter__()
+    assert not [name for name in store if "/met/" in name]
+
+
+def test_another_schedule_is_refused(store):
+    errors = []
+
+    def enter(process):
+        with pytest.raises(ValueError, match="process 1 runs another schedule than process 0"):
+            process.__enter__()
+        errors.append(process.me)
+
+    processes = [Process(me, store, call=f"call {me}") for me in range(2)]
+    threads = [threading.Thread(target=enter, args=[process]) for process in processes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(errors) == [0, 1]
