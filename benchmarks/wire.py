@@ -226,10 +226,8 @@ class Shared:
     copied  whether a reader takes a copy, so that the next message may come while it is used
     """
 
-    def __init__(
-        self, rings: Connection, bell: Connection, mine: Tensor, others: Tensor, copied: bool
-    ) -> None:
-        self.rings, self.bell = rings, bell
+    def __init__(self, bell: Connection, mine: Tensor, others: Tensor, copied: bool) -> None:
+        self.bell = bell
         self.mine, self.others, self.copied = mine, others, copied
 
     def write(self, message: Tensor) -> None:
@@ -237,28 +235,28 @@ class Shared:
         self.bell.send_bytes(b"!")
 
     def read(self) -> Tensor:
-        self.rings.recv_bytes()
+        self.bell.recv_bytes()
         return self.others.clone() if self.copied else self.others
 
 
 def seconds_one_way(how: str, size: int, rounds: int) -> float:
     """Half of a round trip between two processes, for a tensor of `size` bytes: the median."""
     message, there, back = (torch.zeros(size // 4).share_memory_() for _ in range(3))
-    (at_far, from_near), (at_near, from_far) = (multiprocessing.Pipe(duplex=False) for _ in "12")
+    at_near, at_far = multiprocessing.Pipe()
     far: Callable[[], Any]
     if how == "pipe":
-        far = partial(Pipe, at_far, from_far)
+        far = partial(Pipe, at_far)
     else:
         copied = how == "shared memory, copied out"
-        far = partial(Shared, at_far, from_far, back, there, copied)
+        far = partial(Shared, at_far, back, there, copied)
     other = multiprocessing.get_context("fork").Process(target=_echo, args=(far, rounds))
     other.start()
     # A pipe has a thread, which a process that is forked later would not have.
     near: Any
     if how == "pipe":
-        near = Pipe(at_near, from_near)
+        near = Pipe(at_near)
     else:
-        near = Shared(at_near, from_near, there, back, copied)
+        near = Shared(at_near, there, back, copied)
     seconds = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -266,8 +264,8 @@ def seconds_one_way(how: str, size: int, rounds: int) -> float:
         near.read()
         seconds.append((time.perf_counter() - began) / 2)
     other.join()
-    for end in (at_far, from_near, at_near, from_far):
-        end.close()
+    at_near.close()
+    at_far.close()
     return statistics.median(seconds)
 
 

@@ -52,14 +52,13 @@ def two_ends():
     ends = two_pipes()
     yield ends
     for end in ends:
-        end._reader.close()  # who writes to it does not wait any more
+        end._connection.close()  # who writes to it does not wait any more
     for end in ends:
         end.close()
 
 
 def two_pipes():
-    (at_b, from_a), (at_a, from_b) = (multiprocessing.Pipe(duplex=False) for _ in range(2))
-    return [Pipe(at_a, from_a), Pipe(at_b, from_b)]
+    return [Pipe(end) for end in multiprocessing.Pipe()]
 
 
 def job(schedule, row=0, replica=0, replicas=1):
@@ -165,7 +164,7 @@ def test_a_message_waits_for_those_before_it(two_ends):
     near._sending = near._thread.submit(before.wait)
     near.write("behind")
     try:
-        assert not far._reader.poll(0.1)
+        assert not far._connection.poll(0.1)
     finally:
         before.set()
     assert within(far.read) == "behind"
@@ -233,8 +232,8 @@ def test_events_stay_where_they_are(two_ends, monkeypatch):
 def test_a_message_that_breaks_off_is_lost(much, two_ends):
     near, far = two_ends
     near.write((0, torch.ones(100), 0.0))
-    sent = os.read(far._reader.fileno(), 10_000)
-    os.write(near._writer.fileno(), sent[:much])
+    sent = os.read(far._connection.fileno(), 10_000)
+    os.write(near._connection.fileno(), sent[:much])
     near.close()
     with pytest.raises(Lost, match="a message to or from another process was lost"):
         far.read()

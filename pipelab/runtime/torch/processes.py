@@ -55,11 +55,11 @@ class Processes(Threads):
 class Connected(NamedTuple):
     """What connects a rank to the others.
 
-    pipes  from each other rank and to it
+    pipes  this rank's end of the pipe to each other one
     ready  when each rank was, on the clock of all processes; 0 before
     """
 
-    pipes: dict[int, tuple[Connection, Connection]]
+    pipes: dict[int, Connection]
     ready: Any
 
 
@@ -75,7 +75,7 @@ def perform(job: Job, progress: Callable[[int], None], connected: Connected) -> 
         time.sleep(max(0.0, began - time.perf_counter()))
         return began
 
-    wire = Wire(job, {(job.rank, r): Pipe(*ends) for r, ends in connected.pipes.items()})
+    wire = Wire(job, {(job.rank, r): Pipe(end) for r, end in connected.pipes.items()})
     (outcome,) = run_threads([job], [wire] * job.replicas, start, progress=lambda _: progress)
     wire.close()  # not where it has failed: then nobody reads any more, and the process ends
     return outcome
@@ -186,11 +186,9 @@ def _connected(
     ranks = [Connected({}, ready) for _ in range(count)]
     with ExitStack() as ends:
         for a, b in pairs:
-            (at_b, from_a), (at_a, from_b) = (context.Pipe(duplex=False) for _ in range(2))
-            ranks[a].pipes[b] = at_a, from_a
-            ranks[b].pipes[a] = at_b, from_b
-            for end in (at_a, from_a, at_b, from_b):
-                ends.enter_context(end)
+            ranks[a].pipes[b], ranks[b].pipes[a] = context.Pipe()
+            ends.enter_context(ranks[a].pipes[b])
+            ends.enter_context(ranks[b].pipes[a])
         yield ranks
 
 
