@@ -45,6 +45,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Timeline",
+    "Trainer",
     "diagnose",
     "evaluate",
     "explain",
@@ -66,6 +67,7 @@ _LAZY = {
     "Run": "pipelab.runtime.result",
     "Evaluation": "pipelab.runtime.result",
     "RunError": "pipelab.runtime.worker",
+    "Trainer": "pipelab.runtime.trainer",
 }
 
 

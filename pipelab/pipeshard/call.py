@@ -16,8 +16,8 @@ from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
 from pipelab.pipeshard.program import Program
 from pipelab.pipeshard.tracing import Arguments
 from pipelab.runtime.jax.jaxpr import Arrays, Atom, Values
-from pipelab.runtime.threads import run_threads
-from pipelab.runtime.worker import Record
+from pipelab.runtime.threads import Threads
+from pipelab.runtime.worker import Order, Record
 
 split_array = jax.jit(jax.numpy.split, static_argnums=1)
 
@@ -51,7 +51,9 @@ def run_call(program: Program, arguments: Arguments) -> Call:
     jobs = _jobs(program, known, _pieces(program, values))
 
     # [2] A worker for each mesh carries out its row of the schedule, and ends the update.
-    outcomes = program.agreed(arguments).run(jobs) if program.connect else run_threads(jobs)
+    launcher = program.agreed(arguments) if program.connect else Threads()
+    rows = program.schedule.rows
+    outcomes = launcher.run(jobs, [Order(actions=rows[job.row], report=True) for job in jobs])
     outcomes.sort(key=attrgetter("row"))
 
     # [3] The results, each from the row that made it.

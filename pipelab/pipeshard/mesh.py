@@ -15,7 +15,7 @@ from pipelab.runtime.jax.jaxpr import Arrays, Values
 from pipelab.runtime.jax.passes import Backwards
 from pipelab.runtime.stage import Bytes, Stage
 from pipelab.runtime.transport import Aborted, Transport
-from pipelab.runtime.worker import Job, RunError
+from pipelab.runtime.worker import Job, Order, RunError
 
 
 class Parcel(NamedTuple):
@@ -184,7 +184,7 @@ class MeshJob(Job):
     def stages(self, home: MeshDevice) -> dict[int, MeshStage]:
         return self.mesh_stages
 
-    def after(self, stages: dict[int, MeshStage], transport: Transport) -> None:
+    def after(self, order: Order, stages: dict[int, MeshStage], transport: Transport) -> None:
         try:
             self.finish(self.row, list(stages.values()), transport)
         except Aborted:

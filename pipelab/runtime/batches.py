@@ -99,18 +99,18 @@ class Data(Sequence):
     digests  of the batches that were read: "batch NUMBER" -> digest
     """
 
-    def __init__(self, batches: Sequence[Any], numbers: range, trees: Trees) -> None:
-        self._batches, self._numbers, self.trees = batches, numbers, trees
+    def __init__(self, batches: Any, numbers: range, trees: Trees) -> None:
+        self._batches, self.numbers, self.trees = batches, numbers, trees
         self._kept: dict[int, Any] = {}
         self.digests: dict[str, str | None] = {}
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self.numbers)
 
     def __getitem__(self, b: Any) -> Any:
         if b not in self._kept:
-            self._kept[b] = self._batches[self._numbers[b]]
-            self.digests[f"batch {self._numbers[b]}"] = self._digest(b)
+            self._kept[b] = self._batches[self.numbers[b]]
+            self.digests[f"batch {self.numbers[b]}"] = self._digest(b)
         return self._kept[b]
 
     def pieces(self, count: int, kept: slice) -> list[tuple[Any, Any]]:
@@ -121,7 +121,7 @@ class Data(Sequence):
     def check_unchanged(self) -> None:
         """ValueError if a batch is not what it was when it was read."""
         for b in self._kept if len(self) > 1 else ():
-            if self._digest(b) != self.digests[name := f"batch {self._numbers[b]}"]:
+            if self._digest(b) != self.digests[name := f"batch {self.numbers[b]}"]:
                 raise ValueError(
                     f"{name} changed while later ones were read: the data set "
                     "writes them into the same memory; let it return a copy (clone())"

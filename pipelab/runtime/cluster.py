@@ -3,8 +3,8 @@
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -12,10 +12,10 @@ from threading import Event, Thread
 from typing import Any
 
 from pipelab.runtime import clock
-from pipelab.runtime.threads import BEFORE, LOOK, Launcher, no_progress, place, run_threads
+from pipelab.runtime.threads import BEFORE, LOOK, Crew, Launcher, no_progress, place
 from pipelab.runtime.transport import Lost
 from pipelab.runtime.wire import Wire
-from pipelab.runtime.worker import Job, Outcome, RunError, told
+from pipelab.runtime.worker import Job, Order, Outcome, RunError, told
 
 LEAVING = 2.0  # seconds that a process which failed waits for the others to hear of it
 STARTING = 300.0  # seconds that others may take for what comes before actions, such as compiling
@@ -44,6 +44,7 @@ class Cluster(Launcher):
         self.first = me == 0
         self.call = sha256(call.encode()).hexdigest()
         self.wire: Wire | None = None
+        self.crew: Crew | None = None
         self.here = lambda: f"process {me} (not in this run yet)"
         self.places: list[str] = []
         self.patience, self.since = timeout, time.monotonic()
@@ -112,36 +113,62 @@ class Cluster(Launcher):
         self.threads.append(begun(self._keep_looking))
         return self
 
-    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
+    def start(self, jobs: Sequence[Job]) -> None:
         marks = {job.rank: BEFORE for job in jobs}
         self.here = lambda: "; ".join(f"{j.where} at {place(j, marks[j.rank])}" for j in jobs)
         self.patience = max(self.timeout, STARTING)
-        try:
+        with self._agreeing():
             self._look()
             self.wire = self.make_wire(jobs)
-            mine = run_threads(
+            self.crew = Crew(
                 jobs,
                 [self.wire] * jobs[0].replicas,
-                partial(self._start, paced=jobs[0].pace is not None),
                 progress=lambda job: partial(marks.__setitem__, job.rank),
                 watch=self._check,
             )
+            self.crew.start(partial(self._start, jobs[0].paced))
+        self.patience = math.inf
+
+    def submit(self, orders: Sequence[Order]) -> None:
+        assert self.crew
+        self.crew.submit(orders)
+
+    def collect(self) -> list[Outcome]:
+        assert self.crew
+        self.since, self.patience = time.monotonic(), self.timeout
+        with self._agreeing():
+            mine = self.crew.collect()
             names = self._tell(mine)
             every = [o for name in names if self.first for o in self._value(name)]
-            short = self.from_first(lambda: [replace(o, steps={}, weights={}) for o in every])
-        except (RunError, Lost) as error:
-            agreed = self._agreed(error if isinstance(error, RunError) else self._unheard(error))
-            raise agreed from agreed.__cause__
+            known = {"steps": {}, "weights": {}, "states": {}}
+            short = self.from_first(lambda: [replace(o, **known) for o in every])
         self.patience = math.inf
         own = {(outcome.row, outcome.replica) for outcome in mine}
         return every if self.first else mine + [o for o in short if (o.row, o.replica) not in own]
+
+    def stop(self) -> None:
+        if self.crew:
+            self.crew.end()
+            self.crew = None
+
+    @contextmanager
+    def _agreeing(self) -> Iterator[None]:
+        """All raise the same failure."""
+        try:
+            yield
+        except (RunError, Lost) as error:
+            agreed = self._agreed(error if isinstance(error, RunError) else self._unheard(error))
+            raise agreed from agreed.__cause__
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error and not isinstance(error, RunError):
             self._agreed(RunError(f"process {self.me}: {told(error)}".rstrip(": ")))
         self.over.set()
-        if self.wire:
-            self.wire.abort() if error else self.wire.close()
+        if self.wire and error:
+            self.wire.abort()
+        self.stop()
+        if self.wire and not error:
+            self.wire.close()
         for thread in self.threads:  # else they would wake up at the end of Python
             thread.join(LEAVING)
 
@@ -163,7 +190,6 @@ class Cluster(Launcher):
         self._look()
         began = self.from_first(lambda: time.perf_counter() + 0.01) - ahead
         self.wire.began = None if paced else began
-        self.patience = self.timeout
         time.sleep(max(0.0, began - time.perf_counter()))
         return began
 

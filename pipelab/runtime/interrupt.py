@@ -17,11 +17,18 @@ class Noted:
 
     For imports, which may swallow a KeyboardInterrupt or stay half-made, and for work in another
     thread that has to be told to stop.
+
+    once  whether a second one is raised
     """
 
     seen = False
 
+    def __init__(self, once: bool = False) -> None:
+        self.once = once
+
     def _note(self, *signal_and_frame: object) -> None:
+        if self.seen and self.once:
+            raise KeyboardInterrupt
         self.seen = True
 
     @contextmanager

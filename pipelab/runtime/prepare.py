@@ -1,8 +1,9 @@
 """A run's options, and what it needs to know of its table, whichever library computes it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import inf
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from pipelab.predict.simulate import delays, durations
 from pipelab.runtime.batches import Data, samples_of
 from pipelab.runtime.stage import Feed
 from pipelab.runtime.worker import Pace
-from pipelab.table.action import Kind
+from pipelab.table.action import Action, Kind
 from pipelab.table.schedule import Schedule
 
 BACKENDS = (None, "threads", "processes", "jax")
@@ -26,11 +27,14 @@ class Options(SimpleNamespace):
     ValueError, with the remedy, for a value that no run can have.
 
     default  what they are if they are not given
+    endless  whether the training goes on after the table's last batch
     """
 
-    def __init__(self, default: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    def __init__(
+        self, default: Mapping[str, Any], given: Mapping[str, Any], endless: bool = False
+    ) -> None:
         super().__init__(**{name: given.get(name, value) for name, value in default.items()})
-        self.default = default
+        self.default, self.endless = default, endless
         for name, fits, remedy in (
             ("backend", self.backend in BACKENDS, "one of threads, processes, jax"),
             ("replicas", self.replicas >= 1, "a whole number of at least 1"),
@@ -60,15 +64,17 @@ def _above(least: float, value: float | None) -> bool:
 
 @dataclass(frozen=True)
 class Segment:
-    """Which part of a training a run is: from one checkpoint, or the beginning, to the next.
+    """A part of a training, between two times at which the pipeline is empty.
 
-    whole  the table of the training
-    begun  batches of the training that are done before; `end` afterwards
+    whole   the table of the training
+    begun   batches of the table that are done before; `end` afterwards
+    before  batches of the training before the table's: see `Endless`
     """
 
     whole: Schedule
     begun: int
     end: int
+    before: int = 0
 
     @cached_property
     def table(self) -> Schedule:
@@ -77,21 +83,44 @@ class Segment:
         return self.whole if entire else self.whole.part(self.begun, self.end)
 
     @property
+    def batches(self) -> range:
+        """By their numbers in the training."""
+        return range(self.before + self.begun, self.before + self.end)
+
+    @property
     def first_update(self) -> int:
+        """Of the whole table's updates, the first that is made here."""
         return self.begun * self.whole.microbatches // self.whole.per_update
 
     @property
-    def updates(self) -> int:
-        """Updates of the training that are made afterwards."""
-        return self.first_update + self.table.updates
+    def updates_before(self) -> int:
+        """Updates of the training before this segment."""
+        return self.batches.start * self.whole.microbatches // self.whole.per_update
 
-    def later_versions(self) -> list[list[int]]:
-        """Per stage, the versions made here that later batches read, in the part's numbers."""
-        whole = self.whole
-        later = range(self.end * whole.microbatches, whole.total)
-        # A micro-batch of a later batch may read a version that is made here.
-        read = [{whole.versions[s, k] for k in later} for s in range(whole.stages)]
-        return [sorted(v - self.first_update for v in of if v <= self.updates) for of in read]
+    @property
+    def rows(self) -> list[list[Action]]:
+        """The table's actions, numbered through the training."""
+        first, updates = self.batches.start * self.whole.microbatches, self.updates_before
+        return [moved(row, first, updates) for row in self.table.rows]
+
+    def version(self, stage: int, microbatch: int) -> int:
+        """The weight version that it reads; both are numbered through the training."""
+        k = microbatch - self.batches.start * self.whole.microbatches
+        return self.table.versions[stage, k] + self.updates_before
+
+    def later(self) -> list[set[int]]:
+        """Per stage, the versions made before the end that later batches of the table read."""
+        whole, made = self.whole, self.first_update + self.table.updates
+        numbers = range(self.end * whole.microbatches, whole.total)
+        before = self.updates_before - self.first_update
+        read = [{whole.versions[s, k] for k in numbers} for s in range(whole.stages)]
+        return [{v + before for v in of if v <= made} for of in read]
+
+
+def moved(actions: Iterable[Action], microbatches: int, updates: int) -> list[Action]:
+    """Actions with these numbers added."""
+    ahead = (microbatches, updates)
+    return [Action(s, kind, number + ahead[kind is Kind.U]) for s, kind, number in actions]
 
 
 def check_table(schedule: Schedule, stages: int, batches: int, training: bool) -> None:
@@ -148,19 +177,23 @@ def find_partners(
     return partners
 
 
-def seeds_for(seed: int, segment: Segment, replicas: int) -> np.ndarray:
-    """A seed for the forward of every stage and every piece of data: [stage, piece].
+def seeds_for(seed: int, batches: range, per_batch: int, stages: int) -> np.ndarray:
+    """A seed for the forward of every stage and every piece of these batches: [stage, piece].
 
     They do not depend on where a training was stopped and resumed.
     """
-    per_batch = segment.table.microbatches * replicas
-    pieces = range(segment.begun * per_batch, segment.end * per_batch)
+    pieces = range(batches.start * per_batch, batches.stop * per_batch)
     # By stage and piece: neither order nor device changes what is drawn.
     numbers = [
         [np.random.SeedSequence([seed, s, k]).generate_state(1)[0] for k in pieces]
-        for s in range(segment.table.stages)
+        for s in range(stages)
     ]
     return np.array(numbers, np.uint32)
+
+
+def unit_of(data: Data, pieces: int) -> int:
+    """The unit of counts for batches like the first of these, in so many pieces each."""
+    return 1 << (samples_of(data[0], data.trees) // pieces).bit_length()
 
 
 def feeds_of(
@@ -168,45 +201,45 @@ def feeds_of(
     row: int,
     data: Data,
     *,
+    version: Callable[[int, int], int],
+    later: Sequence[Collection[int]],
     replica: int,
     replicas: int,
     seeds: np.ndarray | None,
-    later: Sequence[Sequence[int]],
+    unit: int,
 ) -> dict[int, Feed]:
-    """The feeds of a row's stages, from the table and the data; only the ends of the model read."""
-    m, last, every = table.microbatches, table.stages - 1, range(table.total)
+    """The feeds of a row's stages for these data; only the ends of the model read them."""
+    m, last = table.microbatches, table.stages - 1
+    every = range(data.numbers.start * m, data.numbers.stop * m)
     own = [s for s, d in enumerate(table.placement) if d == row]
     pieces: list[tuple[Any, Any]] = []
-    samples, unit = [], 1
     if {0, last} & {*own}:
         pieces = data.pieces(m * replicas, slice(replica * m, (replica + 1) * m))
-        samples = [samples_of(piece, data.trees) for piece in pieces]
-        of_one = samples_of(data[0], data.trees) // (m * replicas)
-        unit = 1 << of_one.bit_length()
+    samples = [samples_of(piece, data.trees) for piece in pieces]
     # Data are numbered batch by batch, and in a batch replica by replica: a replica's own seeds are
     # a block of every batch.
     if seeds is not None:
-        by_replica = seeds.reshape(table.stages, table.batches, replicas, m)
+        by_replica = seeds.reshape(table.stages, -1, replicas, m)
         seeds = by_replica[:, :, replica].reshape(table.stages, -1)
     return {
         s: Feed(
-            [table.versions[s, k] for k in every],
-            [k // table.per_update for k in every],
+            {k: version(s, k) for k in every},
+            {k: k // table.per_update for k in every},
             later=later[s] if later else (),
-            inputs=[x for x, _ in pieces] if s == 0 else None,
-            targets=[y for _, y in pieces] if s == last else None,
-            samples=samples,
+            inputs=dict(zip(every, (x for x, _ in pieces), strict=True)) if s == 0 else None,
+            targets=dict(zip(every, (y for _, y in pieces), strict=True)) if s == last else None,
+            samples=dict(zip(every, samples, strict=False)),
             unit=unit,
-            seeds=None if seeds is None else seeds[s],
+            seeds=None if seeds is None else dict(zip(every, seeds[s], strict=True)),
         )
         for s in own
     }
 
 
-def pace_of(table: Schedule, options: Options) -> Pace | None:
-    """The predicted times that a paced run is slowed down to."""
+def paces_of(table: Schedule, options: Options) -> list[Pace | None]:
+    """The predicted times that a paced run is slowed down to, by row."""
     if options.pace is None:
-        return None
+        return [None] * table.devices
     costs = options.costs or Costs(recompute=options.recompute)
-    seconds = (flat(table, costs) for flat in (durations, delays))
-    return Pace(*([unit * options.pace for unit in of_all] for of_all in seconds))
+    of_all = [[unit * options.pace for unit in flat(table, costs)] for flat in (durations, delays)]
+    return [Pace(*(flat[a:b] for flat in of_all)) for a, b in pairwise(table.bounds)]

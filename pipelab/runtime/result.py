@@ -67,8 +67,10 @@ class Evaluation:
     check: Check | None
 
 
-def result_of(table: Schedule, outcomes: Sequence[Outcome], replicas: int, paced: bool) -> Run:
-    """Everything but the verdict."""
+def result_of(
+    table: Schedule, outcomes: Sequence[Outcome], replicas: int, first: int, paced: bool
+) -> Run:
+    """Everything but the verdict; `first` is the table's first micro-batch in the training."""
     # Data are numbered batch by batch, and in a batch replica by replica.
     by_place = {(o.row, o.replica): o for o in outcomes}
     records = [[by_place[d, r].record for d in range(table.devices)] for r in range(replicas)]
@@ -76,7 +78,7 @@ def result_of(table: Schedule, outcomes: Sequence[Outcome], replicas: int, paced
     last = table.placement[-1]
     m = table.microbatches
     values = [
-        by_place[last, r].losses[b * m + k]
+        by_place[last, r].losses[first + b * m + k]
         for b in range(table.batches)
         for r in range(replicas)
         for k in range(m)

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipelab.runtime.prepare import Options, Segment
 from pipelab.runtime.result import Run
-from pipelab.runtime.run import run
+from pipelab.runtime.run import DEFAULT, check_sequence, wing_of
+from pipelab.runtime.session import Session
 from pipelab.table.schedule import Schedule
 
 LOSSES = "losses.json"
@@ -55,6 +57,9 @@ def train(
     folder = Path(folder)
     if every < 1:
         raise ValueError(f"every={every}: give at least one batch a part")
+    if unknown := {*options} - {*DEFAULT} | {*options} & {"dump", "save", "stop", "resume"}:
+        raise TypeError(f"train() has no option {min(unknown)!r}")
+    check_sequence(batches)
     # [1] where it was stopped: the losses are written last, a checkpoint without them is made again
     losses = _losses(folder, name)
     done, first = len(losses), os.environ.get("RANK", "0") == "0"
@@ -65,22 +70,24 @@ def train(
         time.sleep(0.05)  # until the first of several ranks has removed them
     if done >= schedule.batches:
         raise ValueError(f"{folder} holds a training of {done} batches: nothing is left to do")
-    # [2] part by part
-    of_training = schedule, stages, batches, loss, optimizer
-    for begin in range(done, schedule.batches, every):
-        end = min(begin + every, schedule.batches)
-        # A part judges itself: that of the first is enough to see a wrong setting.
-        options["check"] = begin == done if check == "first" else check
-        saved = _checkpoint(folder, end)
-        result = run(*of_training, save=saved, stop=end, resume=last, **options)
-        losses += result.losses
-        last = saved
-        if first:
-            draft = folder / "losses.draft"
-            draft.write_text(json.dumps({"name": name, "losses": losses}))
-            draft.replace(folder / LOSSES)
-            _keep_only(folder, last)
-        yield Part(end, list(losses), result)
+    # [2] part by part, by ranks that stay
+    options |= {"check": check == "first" or check, "save": folder, "resume": last}
+    given = schedule, stages, loss, optimizer, Options(DEFAULT, options)
+    wing, count = wing_of(options.get("backend")), len(batches)
+    with Session(wing, *given, batches=count, training=True) as session:
+        for begin in range(done, schedule.batches, every):
+            end = min(begin + every, schedule.batches)
+            # A part judges itself: that of the first is enough to see a wrong setting.
+            now = begin == done if check == "first" else check
+            saved = _checkpoint(folder, end).resolve()
+            result = session.run(Segment(schedule, begin, end), batches, check=now, save=saved)
+            losses += result.losses
+            if first:
+                draft = folder / "losses.draft"
+                draft.write_text(json.dumps({"name": name, "losses": losses}))
+                draft.replace(folder / LOSSES)
+                _keep_only(folder, _checkpoint(folder, end))
+            yield Part(end, list(losses), result)
 
 
 def _checkpoint(folder: Path, done: int) -> Path:

@@ -10,9 +10,10 @@ from typing import Any
 
 from pipelab.predict.costs import Costs, Recompute
 from pipelab.runtime.interrupt import imports_whole
-from pipelab.runtime.prepare import Options
+from pipelab.runtime.prepare import Options, Segment
 from pipelab.runtime.result import Evaluation, Run
-from pipelab.runtime.wing import Wing, train_on
+from pipelab.runtime.session import Session
+from pipelab.runtime.wing import Wing
 from pipelab.table.schedule import Schedule
 
 Batches = Sequence[tuple[Any, Any]]
@@ -108,9 +109,13 @@ def run(
     and RunError when a stage fails, with its device, its action and its own traceback as the cause.
     """
     options = Options(DEFAULT, locals())
-    return train_on(
-        _wing(backend), schedule, stages, batches, loss, optimizer, options, training=True
-    )
+    check_sequence(batches)
+    given = schedule, stages, loss, optimizer, options
+    session = Session(wing_of(backend), *given, batches=len(batches), training=True)
+    segment, folders = _segment(session, options), {"save": save, "dump": dump}
+    where = {name: new_folder(name, folder) for name, folder in folders.items()}
+    with session:
+        return session.run(segment, batches, check=check, **where)
 
 
 def evaluate(
@@ -134,7 +139,10 @@ def evaluate(
     Raises as `run` does.
     """
     options = Options(DEFAULT, locals())
-    found = train_on(_wing(backend), schedule, stages, batches, loss, None, options, training=False)
+    check_sequence(batches)
+    given = schedule, stages, loss, None, options
+    with Session(wing_of(backend), *given, batches=len(batches), training=False) as session:
+        found = session.run(Segment(session.schedule, 0, len(batches)), batches, check=check)
     return Evaluation(found.losses, found.microbatch_losses, found.timeline, found.check)
 
 
@@ -142,7 +150,43 @@ KEYWORDS = (p for p in signature(run).parameters.values() if p.kind is p.KEYWORD
 DEFAULT = {p.name: p.default for p in KEYWORDS}
 
 
-def _wing(backend: str | None) -> type[Wing]:
+def check_sequence(batches: Any) -> None:
+    """ValueError for what has no length, or no batches by their numbers."""
+    if not (hasattr(batches, "__len__") and hasattr(batches, "__getitem__")):
+        raise ValueError(
+            f"batches is a {type(batches).__name__}: give a list, such as list(loader), or what "
+            "has a length and []; a Trainer reads any"
+        )
+
+
+def _segment(session: Session, options: Options) -> Segment:
+    """The part of the table that is to be run."""
+    schedule, begun, stop = session.schedule, session.done, options.stop
+    if stop is not None and not options.save:
+        raise ValueError(f"stop={stop} without save loses the work: add save")
+    end = schedule.batches if stop is None else stop
+    if not begun < end <= schedule.batches:
+        raise ValueError(f"stop={stop}: give a batch after {begun}, at most {schedule.batches}")
+    segment = Segment(schedule, begun, end)
+    if options.dump and segment.table is not schedule:
+        raise ValueError("dump describes a whole run: leave it out with stop or resume")
+    return segment
+
+
+def new_folder(name: str, folder: str | Path | None) -> Path | None:
+    """Where to write: a folder that is new or empty. ValueError otherwise."""
+    if folder is None:
+        return None
+    path = Path(folder).resolve()
+    if path.exists() and any(path.iterdir()):
+        raise ValueError(
+            f"{name}={str(folder)!r} exists and is not an empty folder: name a new one"
+        )
+    return path
+
+
+def wing_of(backend: str | None) -> type[Wing]:
+    """The library's part for a backend."""
     with imports_whole():
         if backend == "jax":
             from pipelab.runtime.jax.wing import JaxWing

@@ -2,9 +2,9 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,7 +20,7 @@ class Recipe:
                  samples are counted
     optimizer    torch: a factory, parameters -> optimizer, or a tuple of one and learning-rate
                  schedulers; jax: an optax transformation. None to evaluate
-    recompute    per micro-batch, whether a micro-batch's forward runs again before its backward
+    recompute    per micro-batch of a batch, whether its forward runs again before its backward
     microbatches in a batch
     clip         largest norm of a step's gradient: over all stages if `shared_clip`, else per stage
     autocast     torch: type of mixed precision, or None
@@ -43,11 +43,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Feed:
-    """The part of the table and the data for one stage; lists have one entry per micro-batch.
+    """The part of the table and the data for one stage, by micro-batch.
+
+    Micro-batches, groups and versions are counted through the whole training.
 
     versions  the weight version that it reads
     groups    the update that it belongs to
-    later     versions that are read after the last micro-batch here: kept for a checkpoint
+    later     versions that are read after the last micro-batch here: they are kept
     inputs    on the first stage, the data. None elsewhere
     targets   on the last stage. None elsewhere
     samples   how many it has, on the first and the last stage
@@ -57,14 +59,30 @@ class Feed:
     seeds     (uint32) what its forward draws random numbers from; None if forwards draw none
     """
 
-    versions: Sequence[int]
-    groups: Sequence[int]
-    later: Sequence[int]
-    inputs: Sequence[Any] | None
-    targets: Sequence[Any] | None
-    samples: Sequence[int]
+    versions: dict[int, int]
+    groups: dict[int, int]
+    later: Collection[int]
+    inputs: dict[int, Any] | None
+    targets: dict[int, Any] | None
+    samples: dict[int, int]
     unit: int
-    seeds: np.ndarray | None
+    seeds: dict[int, Any] | None
+
+    @classmethod
+    def empty(cls, *, first: bool, last: bool) -> "Feed":
+        """The feed of a stage that has had none yet; whether it is the first one, and the last."""
+        return cls({}, {}, (), {} if first else None, {} if last else None, {}, 1, None)
+
+    def with_more(self, more: "Feed") -> "Feed":
+        """What is left of this one, and another one's micro-batches."""
+        pairs = ((getattr(self, f.name), getattr(more, f.name)) for f in fields(self))
+        return Feed(*(old | new if isinstance(old, dict) else new for old, new in pairs))
+
+    def drop(self, microbatch: int) -> None:
+        """A micro-batch is not needed any more."""
+        for values in vars(self).values():
+            if isinstance(values, dict):
+                values.pop(microbatch, None)
 
 
 class Step(NamedTuple):
@@ -187,6 +205,12 @@ class Stage(Protocol):
         """Weight versions kept."""
         return 1
 
+    def begin(self, feed: Feed | None, *, training: bool, keep: bool) -> None:
+        """More micro-batches come; `training` and `keep` are as in a `Recipe`, from now on."""
+
+    def end(self) -> None:
+        """What it was begun for is done, and `losses` and `steps` have been taken."""
+
     def forward(self, microbatch: int, received: Any) -> Any: ...
 
     def backward(self, microbatch: int, received: Any) -> Any: ...
@@ -205,6 +229,10 @@ class Stage(Protocol):
 
     def snapshot(self) -> None:
         """Keep what the last update did; not part of the update, so that its time is its own."""
+        return None
+
+    def state(self) -> Any:
+        """What a training goes on from between two batches, if that is possible."""
         return None
 
     # ---- for replicas and partners
@@ -232,18 +260,38 @@ class CountingStage(Stage):
     weights  by version: values, so that a version lives as long as the table has readers of it
     """
 
-    def __init__(self, device: Any, recipe: Recipe, feed: Feed) -> None:
-        self.device, self.recipe, self.feed = device, recipe, feed
+    def __init__(self, device: Any, recipe: Recipe, *, first: bool, last: bool) -> None:
+        self.device, self.recipe = device, recipe
+        self.feed = Feed.empty(first=first, last=last)
         self.weights: dict[int, Any] = {}
         self.losses = {}
         self.steps: list[Step] = []
         self.unsplit: dict[str, str] = {}
         self.stepped: Any = None  # gradients of an update that `steps` does not have yet
-        self.readers = Counter([*feed.versions, *feed.later])  # version -> backwards to come
+        self.readers: Counter[int] = Counter()  # version -> backwards to come
         self.counts: dict[int, float] = {}  # group -> what its losses counted, in its unit
-        self._backwards_left = Counter(feed.groups)
+        self._backwards_left: Counter[int] = Counter()
         self._kept: dict[int, Any] = {}  # by micro-batch, what its forward left for its backward
         self._split: dict[int, tuple[Any, Any, float]] = {}  # the same between I and W
+
+    def begin(self, feed: Feed | None, *, training: bool, keep: bool) -> None:
+        self.recipe = replace(self.recipe, training=training, keep=keep)
+        if feed:
+            self.feed = self.feed.with_more(feed)
+            if training:
+                self.readers.update(feed.versions.values())
+                self._backwards_left.update(feed.groups.values())
+
+    def end(self) -> None:
+        if not self.recipe.training:  # no update drops them
+            for k in [*self.feed.versions]:
+                self.feed.drop(k)
+        # Its update may still have to look at a loss.
+        self.losses = {k: loss for k, loss in self.losses.items() if k in self.feed.groups}
+        self.steps = []
+
+    def recomputes(self, microbatch: int) -> bool:
+        return self.recipe.recompute[microbatch % self.recipe.microbatches]
 
     # ---- backwards: the same three in both wings, but for how gradients are computed
 
@@ -306,9 +354,23 @@ class CountingStage(Stage):
         self.counts[group] = self.counts.get(group, 0.0) + count
         self._backwards_left[group] -= 1
         self.readers[version] -= 1
-        if self.readers[version] or version == self.latest:
-            return None
-        return self.weights.pop(version)
+        return None if self.needed(version) else self.weights.pop(version)
+
+    def needed(self, version: int) -> bool:
+        """Whether a weight version is the latest, or still to be read."""
+        return version == self.latest or self.read_later(version)
+
+    def read_later(self, version: int) -> bool:
+        if self.readers[version]:
+            return True
+        self.readers.pop(version, None)
+        return version in self.feed.later
+
+    def end_group(self, group: int) -> None:
+        """Its update is made: its micro-batches are not needed any more."""
+        self._backwards_left.pop(group, None)
+        for k in [k for k, of in self.feed.groups.items() if of == group]:
+            self.feed.drop(k)
 
     def divisor(self, group: int, square: Callable[[], float]) -> float:
         """The divisor of the group's summed gradient: its count, and what clips its norm.
@@ -327,7 +389,12 @@ class CountingStage(Stage):
         mean, count = self.losses[microbatch]
         if not 0 <= count < np.inf:
             raise ValueError(f"the loss is the mean of {count}: give how many it is the mean of")
-        if self.recipe.finite and count and not np.isfinite(value := float(mean)):
+        if (
+            self.recipe.finite
+            and self.recipe.training
+            and count
+            and not np.isfinite(value := float(mean))
+        ):
             batch = microbatch // self.recipe.microbatches
             raise FloatingPointError(
                 f"the loss of micro-batch {microbatch} (batch {batch}) is {value}; "

@@ -5,16 +5,19 @@ Models and functions defined in a notebook just work.
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from threading import Barrier, BrokenBarrierError, Event, Thread
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from queue import Empty, SimpleQueue
+from threading import Barrier, BrokenBarrierError, Thread
+from typing import Any, NoReturn, Protocol
 
 from pipelab.runtime.stage import Device
 from pipelab.runtime.transport import Aborted, Transport
-from pipelab.runtime.worker import Job, Outcome
+from pipelab.runtime.worker import Job, Order, Outcome, Worker
 
 LOOK = 0.25  # seconds between two looks at how far others are
+Orders = SimpleQueue[Order | None]  # None is the end
 BEFORE, AFTER = -1, -2  # marks of a rank before its first and after its last action
 
 
@@ -41,6 +44,8 @@ def no_progress(places: Sequence[str], timeout: float) -> str:
 class Launcher(AbstractContextManager):
     """Who carries out the jobs: threads of this process, processes, or the ranks of a cluster.
 
+    Ranks are started once, and then take orders until the end.
+
     first  whether this process is the one that writes and judges
     """
 
@@ -51,8 +56,16 @@ class Launcher(AbstractContextManager):
         """Which of `count` ranks are this process's to do. ValueError if there are not as many."""
 
     @abstractmethod
-    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
-        """Do this process's jobs; returns the outcomes of all ranks.
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Start this process's ranks."""
+
+    @abstractmethod
+    def submit(self, orders: Sequence[Order]) -> None:
+        """Give each of this process's ranks an order, in theirs; does not wait for them."""
+
+    @abstractmethod
+    def collect(self) -> list[Outcome]:
+        """The outcomes of all ranks of the first orders that were not collected yet.
 
         The first process has all weights and steps, others their own. RunError when a rank fails.
         """
@@ -67,6 +80,17 @@ class Launcher(AbstractContextManager):
     def from_first(self, make: Callable[[], Any]) -> Any:
         """The value that the first process makes, in every process."""
 
+    def stop(self) -> None:
+        """End the ranks, which have done all orders."""
+
+    def run(self, jobs: Sequence[Job], orders: Sequence[Order]) -> list[Outcome]:
+        """Do one order of every job."""
+        self.start(jobs)
+        self.submit(orders)
+        outcomes = self.collect()
+        self.stop()
+        return outcomes
+
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Everything is done, or has failed."""
 
@@ -75,85 +99,121 @@ class Threads(Launcher):
     """This process does everything."""
 
     first = True
+    crew: "Crew | None" = None
 
     def ranks(self, count: int) -> Sequence[int]:
         return range(count)
 
-    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
-        return run_threads(jobs)
+    def start(self, jobs: Sequence[Job]) -> None:
+        self.crew = Crew(jobs)
+        self.crew.start()
+
+    def submit(self, orders: Sequence[Order]) -> None:
+        assert self.crew
+        self.crew.submit(orders)
+
+    def collect(self) -> list[Outcome]:
+        assert self.crew
+        return self.crew.collect()
 
     def from_first(self, make: Callable[[], Any]) -> Any:
         return make()
 
+    def stop(self) -> None:
+        if self.crew:
+            self.crew.end()
+            self.crew = None
 
-def run_threads(
-    jobs: Sequence[Job],
-    transports: Sequence[Transport] = (),
-    start: Callable[[], float] = time.perf_counter,
-    *,
-    progress: Callable[[Job], Callable[[int], None] | None] = lambda job: None,
-    watch: Callable[[], None] | None = None,
-) -> list[Outcome]:
-    """Do every job in a thread of its own.
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error and self.crew:
+            self.crew.abort()
+        self.stop()
+
+
+class Crew:
+    """A thread for every job, which takes orders until the end.
 
     transports  one per replica; default: mailboxes, which connect jobs of this process alone
-    start       is called when all are ready; returns the run's time zero on `time.perf_counter`
-    progress    of a job: is told the flat index of each action before it starts
-    watch       is called every LOOK seconds, and may raise
+    progress    of a job: is told its mark of each action before that starts
+    watch       is called every LOOK seconds while somebody waits for the crew, and may raise
+    queues      of orders, by the order of jobs; default: new ones
 
-    The first worker that raises ends the run, and its error is raised here; so does an interrupt,
-    or `watch`: the other workers stop before their next action. No thread is left behind, but one
-    that hangs if there is a `watch`.
-    """
-    crew = _Crew(len(jobs), transports or _mailboxes(jobs[0]))
-    # [1] stages are made here: threads start with all that may fail behind them
-    homes = [job.home() for job in jobs]
-    workers = []
-    for job, home in zip(jobs, homes, strict=True):
-        given = job, home, job.stages(home), progress(job)
-        name = f"pipelab device {job.row}"
-        workers.append(Thread(target=crew.work, args=given, name=name, daemon=True))
-    del given  # else the last stages would be kept as long as this frame
-    for worker in workers:
-        worker.start()
-    try:
-        # [2] when all have compiled and warmed up, the clock is set
-        crew.ready.wait()
-        crew.began = start()
-        for home in homes:
-            home.begin(crew.began)
-        crew.ready.wait()
-        # [3] until all are done, one has failed, or `watch` raises
-        while not crew.over.wait(LOOK if watch else None) and watch:
-            watch()
-    except BrokenBarrierError:
-        pass  # a worker could not start; its error is raised below
-    except BaseException:
-        crew.end()
-        raise
-    finally:
-        for worker in workers:
-            worker.join(LOOK if watch else None)
-    return crew.results()
-
-
-class _Crew:
-    """The state that the workers of a run share.
-
-    ready     all wait here, and then until the clock has been set (`began`)
-    over      set when all are done or one has failed
-    outcomes  by rank
+    The first worker that raises ends all, and its error is raised by whoever waits; an interrupt of
+    that one, or `watch`, ends them, too: the other workers stop before their next action. No
+    thread is left behind, but one that hangs if there is a `watch`.
     """
 
-    def __init__(self, count: int, transports: Sequence[Transport]) -> None:
-        self.count, self.transports = count, transports
-        self.ready, self.over = Barrier(count + 1), Event()
-        self.began = 0.0
-        self.outcomes: dict[int, Outcome] = {}
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        transports: Sequence[Transport] = (),
+        *,
+        progress: Callable[[Job], Callable[[int], None] | None] = lambda job: None,
+        watch: Callable[[], None] | None = None,
+        queues: Sequence[Orders] = (),
+    ) -> None:
+        self.transports, self.watch = transports or _mailboxes(jobs[0]), watch
+        self.queues = queues or [SimpleQueue() for _ in jobs]
+        self.ready, self.began = Barrier(len(jobs) + 1), 0.0  # all wait until the clock is set
+        self.done: SimpleQueue[tuple[int, Outcome | None]] = SimpleQueue()  # None: it has failed
+        self.outcomes: list[deque[Outcome]] = [deque() for _ in jobs]
         self.errors: list[BaseException] = []
+        # Stages are made here: threads start with all that may fail behind them.
+        self.homes = [job.home() for job in jobs]
+        self.workers = []
+        for i, (job, home) in enumerate(zip(jobs, self.homes, strict=True)):
+            given = i, job, home, job.stages(home), progress(job)
+            name = f"pipelab device {job.row}"
+            self.workers.append(Thread(target=self._work, args=given, name=name, daemon=True))
 
-    def work(
-        self, job: Job, home: Device, stages: Any, progress: Callable[[int], None] | None
+    def start(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Start; `clock` is called when all are ready: the time zero on `time.perf_counter`."""
+        for worker in self.workers:
+            worker.start()
+        with self._ended_by_errors():
+            try:
+                self.ready.wait()
+                self.began = clock()
+                for home in self.homes:
+                    home.begin(self.began)
+                self.ready.wait()
+            except BrokenBarrierError:  # a worker could not start
+                self._fail()
+
+    def submit(self, orders: Sequence[Order]) -> None:
+        for queue, order in zip(self.queues, orders, strict=True):
+            queue.put(order)
+
+    def collect(self) -> list[Outcome]:
+        """The outcome of every job's first order that was not collected yet."""
+        with self._ended_by_errors():
+            while not all(self.outcomes):
+                try:
+                    i, outcome = self.done.get(timeout=LOOK if self.watch else None)
+                except Empty:
+                    self.watch()  # type: ignore[misc]
+                    continue
+                if outcome is None:
+                    self._fail()
+                self.outcomes[i].append(outcome)  # type: ignore[arg-type]
+            return [of_job.popleft() for of_job in self.outcomes]
+
+    def abort(self) -> None:
+        """Stop the workers before their next actions."""
+        for transport in self.transports:
+            transport.abort()
+        self.ready.abort()
+
+    def end(self) -> None:
+        """End the threads, which have done all orders or been stopped."""
+        for queue in self.queues:
+            queue.put(None)
+        for worker in self.workers:
+            if worker.ident:
+                worker.join(LOOK if self.watch else None)
+
+    def _work(
+        self, i: int, job: Job, home: Device, stages: Any, progress: Callable[[int], None] | None
     ) -> None:
         """The work of a thread."""
         try:
@@ -162,31 +222,36 @@ class _Crew:
                 self.ready.wait()
                 self.ready.wait()
                 transport = self.transports[job.replica]
-                outcome = job.work(stages, home, transport, self.began, progress)
-                if progress:
-                    progress(AFTER)
-            self.outcomes[job.rank] = outcome
+                worker = Worker(job, stages, home, transport, self.began, progress)
+                while order := self.queues[i].get():
+                    outcome = worker.work(order)
+                    if progress:
+                        progress(AFTER)
+                    self.done.put((i, outcome))
+                    del order, outcome  # else its data would be kept until the next
         except BaseException as error:
             self.errors.append(error)
+            self.abort()
+            self.done.put((i, None))
+
+    @contextmanager
+    def _ended_by_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.abort()
             self.end()
-        if self.errors or len(self.outcomes) == self.count:
-            self.over.set()
+            raise
 
-    def end(self) -> None:
-        """Stop the workers before their next actions."""
-        for transport in self.transports:
-            transport.abort()
-        self.ready.abort()
-
-    def results(self) -> list[Outcome]:
-        """The workers' outcomes, or the first error."""
+    def _fail(self) -> NoReturn:
+        """Raise the first error of the workers."""
+        self.abort()
+        self.end()
         failures = [e for e in self.errors if not isinstance(e, (Aborted, BrokenBarrierError))]
         try:
             if failures:
                 raise failures[0]
-            if self.errors:  # all workers were ended: what failed is outside
-                raise Aborted
-            return [self.outcomes[rank] for rank in sorted(self.outcomes)]
+            raise Aborted  # all workers were ended: what failed is outside
         finally:
             # An error's traceback refers to this frame: if that referred to the error, both would
             # be kept, with all stages, until the next garbage collection.

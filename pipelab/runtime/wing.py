@@ -1,32 +1,18 @@
-"""Training and evaluating, the same for every library, which comes as a `Wing`."""
+"""What a `Session` asks of a library that computes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from traceback import format_exc
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from pipelab.runtime.batches import Data, Trees
-from pipelab.runtime.prepare import (
-    Options,
-    Segment,
-    check_table,
-    feeds_of,
-    find_partners,
-    pace_of,
-    seeds_for,
-)
-from pipelab.runtime.result import Run, result_of
-from pipelab.runtime.stage import Feed, Recipe, Step
+from pipelab.runtime.batches import Trees
+from pipelab.runtime.prepare import Options
+from pipelab.runtime.stage import Recipe, Step
 from pipelab.runtime.threads import Launcher
-from pipelab.runtime.verdict.certificate import Check
-from pipelab.runtime.verdict.judge import judge
-from pipelab.runtime.verdict.reference import Arithmetic, Reference
-from pipelab.runtime.worker import Job, Outcome
+from pipelab.runtime.verdict.reference import Arithmetic
+from pipelab.runtime.worker import Job
 from pipelab.table.schedule import Schedule
-from pipelab.table.validate import validate
 
 
 class Wing(ABC):
@@ -37,7 +23,9 @@ class Wing(ABC):
     optimizer    a method that what `run` takes for one has, and what that is
     trees        how it takes batches apart
     draws_alike  whether float64 draws the same random numbers as the run's precision
-    segment      which part of the training this is
+    schedule     of the training, or how it goes on
+    begun        batches that are done
+    start        by stage, what a checkpoint holds of it, where training goes on from one
     launcher     who carries out the jobs
     devices      of the rows
     seed         of the random numbers that forwards draw; None if they draw none
@@ -57,7 +45,8 @@ class Wing(ABC):
         self, schedule: Schedule, stages: Sequence[Any], options: Options, *, training: bool
     ) -> None:
         self.stages, self.options = stages, options
-        self.segment = Segment(schedule, 0, schedule.batches)
+        self.schedule, self.begun = schedule, 0
+        self.start: Mapping[int, Any] = {}
         self.ties: list[dict[str, int]] = [{} for _ in stages]
 
     @classmethod
@@ -66,12 +55,18 @@ class Wing(ABC):
         return nullcontext()
 
     @abstractmethod
-    def job(self, feeds: dict[int, Feed], **fields: Any) -> Job:
-        """The job with these fields of every `Job`, and a feed for each stage of its row."""
+    def job(self, **fields: Any) -> Job:
+        """The job with these fields of every `Job`."""
 
     @abstractmethod
-    def arithmetic(self, recipe: Recipe, wide: bool) -> Arithmetic:
-        """The reference's arithmetic, in float64 (`wide`) or as the run computes."""
+    def arithmetic(
+        self, recipe: Recipe, wide: bool, first: int, start: Sequence[Any]
+    ) -> Arithmetic:
+        """The reference's arithmetic, in float64 (`wide`) or as the run computes.
+
+        start  by stage, what training goes on from, if that is not the beginning; `first` is the
+               latest version there
+        """
 
     def check_optimizer(self, optimizer: Any) -> None:  # noqa: B027
         """Refuse one that cannot step each stage alone, if the library can tell."""
@@ -83,169 +78,30 @@ class Wing(ABC):
     def digests(self, recipe: Recipe) -> dict[str, str | None]:
         """Digests of what all processes must be given alike, by what they are of."""
 
-    def saving(self) -> AbstractContextManager:
-        """Entered before the jobs are made, left when all are done: then a checkpoint is kept."""
+    def saving(self, folder: Path | None, done: int) -> AbstractContextManager:
+        """A context in which ranks write to the folder's draft, which it gives.
+
+        When it is left, `done` batches are, and the checkpoint is kept.
+        """
+        if folder:
+            raise ValueError(
+                f"no checkpoints with backend={self.options.backend!r}: take `weights`"
+            )
         return nullcontext()
 
-    def saved(self) -> Sequence[Any]:
-        """The checkpoint's content of every stage, if one was written."""
+    def saved(self, folder: Path) -> Sequence[Any]:
+        """The checkpoint's content of every stage."""
         return ()
 
     def dump(  # noqa: B027
-        self, batches: Sequence[Any], losses: list[float], steps: Sequence[Sequence[Step]]
+        self,
+        folder: Path,
+        batches: Sequence[Any],
+        losses: list[float],
+        steps: Sequence[Sequence[Step]],
     ) -> None:
-        """Write what an outsider needs to compute the run again, if that was asked for."""
+        """Write what an outsider needs to compute the run again."""
 
     def depends_on_cut(self) -> bool:
         """Whether a layer normalizes over the samples that it sees."""
         return False
-
-
-def train_on(
-    make: type[Wing],
-    schedule: Schedule,
-    stages: Sequence[Any],
-    batches: Sequence[Any],
-    loss: Callable,
-    optimizer: Any,
-    options: Options,
-    *,
-    training: bool,
-) -> Run:
-    """`pipelab.run` in one library; without `training` the forwards alone, for `evaluate`."""
-    method, factory = make.optimizer
-    indexed = hasattr(batches, "__len__") and hasattr(batches, "__getitem__")
-    for name, value, fits, remedy in (
-        ("batches", batches, indexed, "a list, such as list(loader), or what has a length and []"),
-        ("optimizer", optimizer, not training or hasattr(optimizer, method), factory),
-    ):
-        if not fits:
-            raise ValueError(f"{name} is a {type(value).__name__}: give {remedy}")
-    table = validate(schedule if training else schedule.forward_only())
-    check_table(table, len(stages), len(batches), training)
-    with make.context():
-        wing = make(table, stages, options, training=training)
-        if training:
-            wing.check_optimizer(optimizer)
-        return _carry_out(wing, batches, loss, optimizer)
-
-
-def _carry_out(wing: Wing, batches: Sequence[Any], loss: Callable, optimizer: Any) -> Run:
-    """Run the wing's part of the table, and judge the run."""
-    # [1] what is to be done
-    segment, options, whole = wing.segment, wing.options, wing.segment.whole
-    partners = find_partners(whole, [set(of.values()) for of in wing.ties], options.clip)
-    recipe = Recipe(
-        loss,
-        optimizer,
-        options.recompute.mask(segment.table.total, whole.microbatches),
-        whole.microbatches,
-        options.clip,
-        not whole.asynchronous,
-        wing.autocast,
-        finite=options.finite and whole.training,
-        training=whole.training,
-        keep=bool(options.check) or options.dump is not None,
-    )
-    seeds = None if wing.seed is None else seeds_for(wing.seed, segment, options.replicas)
-    data = Data(batches, range(segment.begun, segment.end), wing.trees)
-    with wing.launcher as launcher:
-        # [2] run, and keep the checkpoint and the dump only if all of them could be written
-        result: Run | None = None
-        try:
-            with wing.saving():
-                jobs = _jobs(wing, recipe, data, partners, seeds)
-                data.check_unchanged()
-                launcher.agree(lambda: wing.digests(recipe) | data.digests)
-                outcomes = launcher.run(jobs)
-                paced = options.pace is not None
-                result = result_of(segment.table, outcomes, options.replicas, paced)
-                # A rank that could not write its part keeps its outcome: the run is not lost.
-                for unsaved in filter(None, (outcome.unsaved for outcome in outcomes)):
-                    raise unsaved
-            if launcher.first:
-                wing.dump(data, result.losses, _steps(segment.table, outcomes, 0))
-        except Exception as error:
-            if result:
-                error.run = result  # type: ignore[attr-defined]
-                error.add_note("What was trained is not lost: it is the `run` of this error.")
-            raise
-        # [3] judge what came of it
-        if options.check:
-            result.check = launcher.from_first(
-                lambda: _verdict(wing, recipe, data, seeds, result, outcomes)
-            )
-    return result
-
-
-def _jobs(
-    wing: Wing,
-    recipe: Recipe,
-    batches: Data,
-    partners: Mapping[int, Sequence[int]],
-    seeds: np.ndarray | None,
-) -> list[Job]:
-    """The jobs of this process's ranks."""
-    segment, replicas = wing.segment, wing.options.replicas
-    table = segment.table
-    wing.look_at(batches)
-    later = segment.later_versions() if wing.options.save else []
-    pace = pace_of(table, wing.options)
-    jobs = []
-    for rank in wing.launcher.ranks(table.devices * replicas):
-        row, replica = divmod(rank, replicas)
-        jobs.append(
-            wing.job(
-                feeds_of(
-                    table,
-                    row,
-                    batches,
-                    replica=replica,
-                    replicas=replicas,
-                    seeds=seeds,
-                    later=later,
-                ),
-                schedule=table,
-                row=row,
-                device=wing.devices[row],
-                partners=partners,
-                pace=pace,
-                replica=replica,
-                replicas=replicas,
-                recipe=recipe,
-            )
-        )
-    return jobs
-
-
-def _verdict(
-    wing: Wing,
-    recipe: Recipe,
-    batches: Data,
-    seeds: np.ndarray | None,
-    result: Run,
-    outcomes: Sequence[Outcome],
-) -> Check:
-    # Where float64 would draw other numbers, the truth is in the run's precision.
-    options, segment = wing.options, wing.segment
-    try:
-        return judge(
-            segment,
-            batches,
-            result,
-            [_steps(segment.table, outcomes, r) for r in range(options.replicas)],
-            wing.saved(),
-            lambda wide: Reference(wing.arithmetic(recipe, wide), recipe),
-            divided=seeds is not None or wing.depends_on_cut(),
-            seeds=seeds,
-            tolerance=options.tolerance,
-            quick=options.check == "quick" or (seeds is not None and not wing.draws_alike),
-        )
-    except Exception:  # the run is complete, and must not be lost
-        return Check.not_made(format_exc())
-
-
-def _steps(table: Schedule, outcomes: Sequence[Outcome], replica: int) -> list[Sequence[Step]]:
-    """Per stage, what every update of one replica did; empty where another rank has it."""
-    by_row = {o.row: o.steps for o in outcomes if o.replica == replica}
-    return [by_row[d].get(s, []) for s, d in enumerate(table.placement)]

@@ -167,9 +167,7 @@ class Wire(Transport):
             link.end()
 
     def _source(self, key: Any) -> int:
-        """The row that sends a message."""
-        if isinstance(key, int):
-            return self._job.schedule.device_of[key]
+        """The row that sends a message, whose key begins with a stage of it."""
         return self._job.schedule.placement[key[0]]
 
     def _link(self, row: int, other: int) -> Link | None:

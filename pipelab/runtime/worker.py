@@ -1,13 +1,18 @@
-"""The one interpreter of schedules: for each action of a row, receive, do it, send."""
+"""The one interpreter of schedules: for each action of a row, receive, do it, send.
+
+A `Job` is a row of a schedule with its stages; it lasts as long as the training. An `Order` is what
+its worker does next: a part of the row, whose actions are numbered through the whole training.
+"""
 
 import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from pipelab.runtime.stage import Bytes, Device, Stage, Step
+from pipelab.runtime.stage import Bytes, Device, Feed, Stage, Step
 from pipelab.runtime.transport import Aborted, Message, Transport
 from pipelab.table.action import Action, Kind
 from pipelab.table.schedule import Schedule
@@ -39,6 +44,9 @@ def told(error: BaseException) -> str:
 
 
 NO_BYTES = Bytes(0, 0, 0, 0)
+# From a stage to the one whose output its action takes; 0 for none.
+STEP = {Kind.F: -1, Kind.B: 1, Kind.I: 1, Kind.W: 0, Kind.U: 0}
+NEWS = "news"  # in keys of messages
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,7 @@ class Pace:
 
     So that a machine with fewer cores than devices can show them.
 
-    duration, delay  seconds of every action and of its input's way, flat over the table
+    duration, delay  seconds of every action of an order and of its input's way
     """
 
     duration: Sequence[float]
@@ -78,25 +86,51 @@ class Record:
     late: int = 0
 
 
+@dataclass(kw_only=True)
+class Order:
+    """What the worker of a rank is to do next.
+
+    actions   of its row, numbered through the whole training
+    feeds     by stage, what they need of the table and the data that it has not had yet
+    pace      of a paced run
+    training  else the forwards only evaluate
+    keep      whether to keep gradients and weights of every update
+    report    whether to say all that an `Outcome` has, and not the losses alone
+    state     whether to say what the stages go on from
+    save      where to write that to
+    """
+
+    actions: Sequence[Action] = ()
+    feeds: Mapping[int, Feed] = field(default_factory=dict)
+    pace: Pace | None = None
+    training: bool = True
+    keep: bool = False
+    report: bool = False
+    state: bool = False
+    save: Path | None = None
+
+
 @dataclass
 class Outcome:
-    """The result of a rank.
+    """The result of a rank's order.
 
-    record   what its worker saw
     losses   (mean, count) by micro-batch, from the rank with the last stage
+    record   what its worker saw
     steps    by stage, what each update did
     weights  by stage, trained
     unsplit  by stage, if there are any: see `Run`
+    states   by stage, what it goes on from
     unsaved  why no checkpoint of them could be written, if it could not
     """
 
     row: int
     replica: int
-    record: Record
     losses: dict[int, tuple[float, float]]
-    steps: dict[int, Sequence[Step]]
-    weights: dict[int, Any]
-    unsplit: dict[int, Mapping[str, str]]
+    record: Record = field(default_factory=Record)
+    steps: dict[int, Sequence[Step]] = field(default_factory=dict)
+    weights: dict[int, Any] = field(default_factory=dict)
+    unsplit: dict[int, Mapping[str, str]] = field(default_factory=dict)
+    states: dict[int, Any] = field(default_factory=dict)
     unsaved: Exception | None = None
 
 
@@ -104,6 +138,7 @@ class Outcome:
 class Job(ABC):
     """Row `row` of a schedule in one of the replicas, with all that it needs of the others' data.
 
+    schedule  its row says what it will be asked for; the orders, when
     device    the name of the device that does it (jax: the device)
     partners  by stage, the stages whose news its updates wait for, if there are any
     """
@@ -112,9 +147,9 @@ class Job(ABC):
     row: int
     device: Any
     partners: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    pace: Pace | None = None
     replica: int = 0
     replicas: int = 1
+    paced: bool = False
 
     @property
     def rank(self) -> int:
@@ -127,8 +162,14 @@ class Job(ABC):
         return f"device {self.row}" + (f" of replica {self.replica}" if self.replicas > 1 else "")
 
     def doing(self, mark: int) -> str:
-        """The action that a progress mark, its flat index, stands for."""
-        return str(self.schedule.actions[mark])
+        """The action that a progress mark stands for."""
+        rest, stage = divmod(mark, self.schedule.stages)
+        number, kind = divmod(rest, len(Kind))
+        return str(Action(stage, Kind(kind), number))
+
+    def mark(self, action: Action) -> int:
+        """An action as a number, for `doing`."""
+        return (action.microbatch * len(Kind) + action.kind) * self.schedule.stages + action.stage
 
     @abstractmethod
     def home(self) -> Device:
@@ -141,42 +182,17 @@ class Job(ABC):
     def prepare(self, stages: Any) -> None:  # noqa: B027
         """Preparation before the run's time zero, in the worker's thread: jax compiles."""
 
-    def after(self, stages: Any, transport: Transport) -> Exception | None:
-        """Work after the row has been carried out; returns why it was not possible."""
+    def after(self, order: Order, stages: Any, transport: Transport) -> Exception | None:
+        """Work after an order has been carried out; returns why it was not possible."""
         return None
-
-    def work(
-        self,
-        stages: Mapping[int, Stage],
-        home: Device,
-        transport: Transport,
-        began: float,
-        progress: Callable[[int], None] | None,
-    ) -> Outcome:
-        """Carry the row out; `progress` is told the flat index of each action before it starts."""
-        record = Worker(self, stages, home, transport, began, progress).work()
-        return Outcome(
-            self.row,
-            self.replica,
-            record,
-            losses={
-                k: (float(mean), float(count))
-                for stage in stages.values()
-                for k, (mean, count) in stage.losses.items()
-            },
-            steps={s: stage.steps for s, stage in stages.items()},
-            weights={s: stage.trained() for s, stage in stages.items()},
-            unsplit={s: stage.unsplit for s, stage in stages.items() if stage.unsplit},
-            unsaved=self.after(stages, transport),
-        )
 
 
 @dataclass
 class Worker:
-    """Carries out the row of a job; `began` is the run's time zero on `time.perf_counter`.
+    """Carries out orders of a job; `began` is the run's time zero on `time.perf_counter`.
 
     stages    the row's stages by number
-    progress  is told the flat index of every action before it
+    progress  is told the job's mark of every action before it
 
     A paced action starts when its device and its input are there by the paced clocks, computes for
     real, and ends no earlier than its predicted end; one whose computing takes longer is late.
@@ -189,19 +205,45 @@ class Worker:
     began: float
     progress: Callable[[int], None] | None = None
     clock: float = 0.0  # of a paced run: when this device is done with what it has started
+    pace: Pace | None = None
 
-    def __post_init__(self) -> None:
-        self.schedule, self.row, self.pace = self.job.schedule, self.job.row, self.job.pace
+    def work(self, order: Order) -> Outcome:
+        """Carry an order out."""
+        stages = self.stages
+        for s, stage in stages.items():
+            stage.begin(order.feeds.get(s), training=order.training, keep=order.keep)
+        record = self._carry_out(order)
+        outcome = Outcome(
+            self.job.row,
+            self.job.replica,
+            losses={
+                k: (float(mean), float(count))
+                for stage in stages.values()
+                for k, (mean, count) in stage.losses.items()
+            },
+        )
+        if order.report:
+            outcome.record = record
+            outcome.steps = {s: stage.steps for s, stage in stages.items()}
+            outcome.weights = {s: stage.trained() for s, stage in stages.items()}
+            outcome.unsplit = {s: stage.unsplit for s, stage in stages.items() if stage.unsplit}
+        if order.state:
+            outcome.states = {s: stage.state() for s, stage in stages.items()}
+        outcome.unsaved = self.job.after(order, stages, self.transport)
+        for stage in stages.values():
+            stage.end()
+        return outcome
 
-    def work(self) -> Record:
-        """Every action of the row in order. RunError where one fails, with its cause."""
+    def _carry_out(self, order: Order) -> Record:
+        """Every action in order. RunError where one fails, with its cause."""
         record, ledger = Record(), self.device.ledger
-        kept = {s: stage.held() for s, stage in self.stages.items()}
+        self.pace = order.pace
+        kept = {s: stage.held() for s, stage in self.stages.items()} if order.report else {}
         record.at_start = _sum(kept.values())
-        for i, action in enumerate(self.schedule.rows[self.row], self.schedule.bounds[self.row]):
+        for i, action in enumerate(order.actions):
             stage, received = self.stages[action.stage], None
             if self.progress:
-                self.progress(i)
+                self.progress(self.job.mark(action))
             try:
                 # [1] receive what the action needs
                 received, arrived = self._receive(i, action)
@@ -216,7 +258,7 @@ class Worker:
                 end = self.device.now()
                 stage.snapshot()
                 # [3] send what it makes
-                self._send(i, output)
+                self._send(action, output)
                 if action.kind in (Kind.B, Kind.W):
                     self._end_group(action, stage)
             except Aborted:
@@ -224,6 +266,8 @@ class Worker:
             except (Exception, SystemExit) as error:
                 raise self._failure(action, received, error) from error
             # [4] note what happened
+            if not order.report:
+                continue
             # A forward changes activations alone, which the ledger counts.
             if action.kind is not Kind.F:
                 kept[action.stage] = stage.held()
@@ -244,31 +288,39 @@ class Worker:
         described = received is not None and action.kind is not Kind.U
         if described and not isinstance(error, ConnectionError):
             message += f" (it was given {self.device.describe(received)})"
-        return RunError(message, self.row, action)
+        return RunError(message, self.job.row, action)
 
     def _receive(self, i: int, action: Action) -> tuple[Any, float]:
         """The input of action i and, where it comes from another device, when it was there."""
         # An update waits for news, all others for the output of one action at most.
-        source = self.schedule.inputs[i]
-        if action.kind is Kind.U and action.stage in self.job.partners:
+        stage, kind, microbatch = action
+        if kind is Kind.U and stage in self.job.partners:
             return self._collect_news(action), math.nan
-        if source is None:  # of the first stage's forward and the last one's backward: its own data
+        source = stage + STEP[kind]
+        if not STEP[kind] or self._home(source) is None:  # its own data, or what I has left
             return None, math.nan
-        payload, at = self.transport.receive(source, self.row)
-        if self.schedule.device_of[source] == self.row:
+        key = source, kind is Kind.F, microbatch
+        payload, at = self.transport.receive(key, self.job.row)
+        if self._home(source) == self.job.row:
             return payload, math.nan
         if self.pace:  # the message says when it was sent; this device has it a delay later
             at += self.pace.delay[i]
             self.clock = max(self.clock, at)
         return self.device.take(payload), at
 
-    def _send(self, i: int, output: Any) -> None:
-        taker = self.schedule.takers[i]
-        if taker is not None:
-            target = self.schedule.device_of[taker]
-            payload = output if target == self.row else self.device.give(output)
+    def _send(self, action: Action, output: Any) -> None:
+        stage, kind, microbatch = action
+        target = self._home(stage - STEP[kind])
+        if STEP[kind] and target is not None:
+            payload = output if target == self.job.row else self.device.give(output)
             at = self.clock if self.pace else time.perf_counter() - self.began
-            self.transport.send(i, target, Message(payload, at))
+            key = stage, kind is Kind.F, microbatch
+            self.transport.send(key, target, Message(payload, at))
+
+    def _home(self, stage: int) -> int | None:
+        """The row of a stage; None if there is no such one."""
+        placement = self.job.schedule.placement
+        return placement[stage] if 0 <= stage < len(placement) else None
 
     def _end_group(self, action: Action, stage: Stage) -> None:
         """After the last backward of an update group: add up over replicas, and tell partners.
@@ -277,27 +329,28 @@ class Worker:
         for each other would never end. Replicas may wait for each other, since they do the
         same things in the same order.
         """
-        group = action.microbatch // self.schedule.per_update
+        group = action.microbatch // self.job.schedule.per_update
         if not stage.complete(group):
             return
         # [1] the sums over all replicas, the same in each
         key = action.stage, group
         if self.job.replicas > 1:
             own = stage.sums(group)
-            sums = self.transport.sum_over_replicas(key, self.row, own, self.device)
+            sums = self.transport.sum_over_replicas(key, self.job.row, own, self.device)
             stage.replace_sums(group, sums)
         # [2] what partners' updates of this group wait for
         partners = self.job.partners.get(action.stage)
         if partners:
             news = self.device.give(stage.news())
             for other in partners:
-                home = self.schedule.placement[other]
-                self.transport.send((action.stage, other, group), home, Message(news, 0.0))
+                home = self.job.schedule.placement[other]
+                self.transport.send((action.stage, NEWS, other, group), home, Message(news, 0.0))
 
     def _collect_news(self, update: Action) -> dict[int, Any]:
         found = {}
         for s in self.job.partners[update.stage]:
-            message = self.transport.receive((s, update.stage, update.microbatch), self.row)
+            key = s, NEWS, update.stage, update.microbatch
+            message = self.transport.receive(key, self.job.row)
             found[s] = self.device.take(message.payload)
         return found
 

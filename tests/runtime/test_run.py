@@ -25,10 +25,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipelab
-from pipelab import Costs, Reads, Recompute, RunError, Schedule, make, run, simulate
+from pipelab import Action, Costs, Kind, Reads, Recompute, RunError, Schedule, make, run, simulate
 from pipelab.models import mlp, split
-from pipelab.runtime.threads import run_threads
+from pipelab.runtime.threads import Crew
 from pipelab.runtime.transport import Aborted, Transport
+from pipelab.runtime.worker import Order
 from tests.conftest import FLUSH, tables
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -898,31 +899,31 @@ def test_a_failure_from_outside_is_told_from_what_it_breaks():
     """The run may be ended from outside while its threads leave the barrier, one by one."""
 
     class Home:
-        active = contextlib.nullcontext
+        active, ledger = contextlib.nullcontext, None
 
         def begin(self, began): ...
 
     class Idle(SimpleNamespace):
-        row, replica = 0, 0
+        row, replica, schedule, partners = 0, 0, make("gpipe", 1, 1), {}
 
         def home(self):
             return Home()
 
         def stages(self, home):
-            return {}
+            return {0: SimpleNamespace(begin=lambda feed, **how: None)}
 
         def prepare(self, stages): ...
-
-        def work(self, stages, home, transport, began, progress):
-            transport.sleep(0)
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
         for _ in range(50):
             box = Transport(6)
+            crew = Crew([Idle() for _ in range(6)], [box])
+            crew.start(lambda box=box: box.abort() or 0.0)
+            crew.submit([Order(actions=[Action(0, Kind.F, 0)])] * 6)
             with pytest.raises(Aborted):
-                run_threads([Idle() for _ in range(6)], [box], lambda box=box: box.abort() or 0.0)
+                crew.collect()
     finally:
         sys.setswitchinterval(before)
 

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -165,8 +164,7 @@ def test_dropout_drawn_anew_by_recomputation_fails_the_check(monkeypatch):
     original = TorchStage._apply
 
     def draw_anew(self, microbatch, x):
-        seeds = [seed + (microbatch in self._seen) for seed in self.feed.seeds]
-        self.feed = replace(self.feed, seeds=seeds)
+        self.feed.seeds[microbatch] += microbatch in self._seen
         self._seen.add(microbatch)
         return original(self, microbatch, x)
 
@@ -317,12 +315,10 @@ def test_ranks_are_laid_out_as_in_deepspeeds_topology():
             replica=replica,
             replicas=2,
             modules={},
-            feeds={},
             recipe=None,
             ties=[],
             start={},
-            save=None,
-            updates=0,
+            saves=False,
         )
         return job.rank
 

@@ -245,18 +245,21 @@ def test_a_send_after_the_end_is_no_failure_of_its_own(two_ends):
     wire.abort()
     far.close()
     with pytest.raises(Aborted):
-        wire.send(0, 1, Message(T, 0.0))
+        wire.send((0, True, 0), 1, Message(T, 0.0))
+
+
+FORWARDS = (0, True, 0), (0, True, 1)  # keys of two messages of stage 0
 
 
 class Slow:
     """A link to device 0 of whose two messages the second has to be waited for."""
 
     def __init__(self):
-        self.keys = iter([0, 1])
+        self.keys = iter(FORWARDS)
 
     def read(self):
         key, began = next(self.keys), time.perf_counter()
-        while key and time.perf_counter() - began < 2 * wires.AT_ONCE:
+        while key[2] and time.perf_counter() - began < 2 * wires.AT_ONCE:
             pass
         return key, None, -1.0
 
@@ -265,11 +268,12 @@ def test_what_is_waited_for_has_come_then_and_all_else_when_it_was_sent(monkeypa
     monkeypatch.setattr(wires, "AT_ONCE", 0.01)  # also on a busy machine
     wire = Wire(job(pipelab.make("gpipe", 2, 2)), {(1, 0): Slow()})
     wire.began = time.perf_counter()
-    assert wire.receive(0, 1).at == -1.0
-    assert wire.receive(1, 1).at >= 2 * wires.AT_ONCE
+    first, second = FORWARDS
+    assert wire.receive(first, 1).at == -1.0
+    assert wire.receive(second, 1).at >= 2 * wires.AT_ONCE
     wire.began = None  # paced: the messages say it
-    wire._links[1, 0].keys = iter([1])
-    assert wire.receive(1, 1).at == -1.0
+    wire._links[1, 0].keys = iter([second])
+    assert wire.receive(second, 1).at == -1.0
 
 
 def test_replicas_add_up_in_one_order():
@@ -296,8 +300,7 @@ def test_replicas_add_up_in_one_order():
 def test_rows_of_a_process_send_and_end_however_far_one_is_ahead():
     schedule = pipelab.make("gpipe", 2, 2000)
     wire = Wire(job(schedule), {})
-    mine = range(*schedule.bounds[:2])
-    within(lambda: [wire.send(i, 1, Message(None, 0.0)) for i in mine])
+    within(lambda: [wire.send((0, True, k), 1, Message(None, 0.0)) for k in range(2000)])
     within(wire.abort)
     wire.close()
 

@@ -24,12 +24,20 @@ class JaxArithmetic(reference.Arithmetic):
     """See `reference.Arithmetic`; `wide` computes in float64, else as the run does.
 
     parts  the stages as (function, parameters)
+    begun  by stage, what training goes on from; `first` is the latest version there
     """
 
     trees = TREES
 
     def __init__(
-        self, parts: Sequence[Part], recipe: Recipe, device: jax.Device, *, wide: bool
+        self,
+        parts: Sequence[Part],
+        recipe: Recipe,
+        device: jax.Device,
+        *,
+        wide: bool,
+        first: int,
+        begun: Sequence[Any],
     ) -> None:
         self.recipe, self.device, self.wide = recipe, device, wide
         self._double = bool(jax.config.read("jax_enable_x64"))  # the caller's
@@ -49,9 +57,13 @@ class JaxArithmetic(reference.Arithmetic):
         self.coarsest = self.eps_of_loss = float(jnp.finfo(lowest).eps)
         self.computes_in = "float64" if wide else jnp.finfo(lowest).dtype.name
         # [3] what training starts from; the truth never steps
-        self.history = [{0: self.place(s, named(of))} for s, of in enumerate(parameters)]
-        self.state_of_optimizer: Any = None
-        if recipe.optimizer and not wide:
+        self.history = [{first: self.place(s, named(of))} for s, of in enumerate(parameters)]
+        for s, state in enumerate(begun):
+            self.history[s] = {v: self.place(s, named(of)) for v, of in state.weights.items()}
+        # One optimizer for all stages, as without a pipeline, but where those of stages go on.
+        self.state_of_optimizer: Any = [state.optimizer for state in begun]
+        self._by_stage = bool(begun)
+        if recipe.optimizer and not wide and not begun:
             self.state_of_optimizer = recipe.optimizer.init(list(parameters))
         self._step = jax.jit(self._stepped)
 
@@ -130,6 +142,12 @@ class JaxArithmetic(reference.Arithmetic):
         return self._trees(weights), x, y, keys
 
     def _stepped(self, weights: Any, state: Any, gradient: Any) -> tuple[Any, Any]:
+        if self._by_stage:
+            stages = zip(weights, state, gradient, strict=True)
+            return tuple(zip(*(self._step_of(*stage) for stage in stages), strict=True))
+        return self._step_of(weights, state, gradient)
+
+    def _step_of(self, weights: Any, state: Any, gradient: Any) -> tuple[Any, Any]:
         change, state = self.recipe.optimizer.update(gradient, state, weights)
         return optax.apply_updates(weights, change), state
 

@@ -4,8 +4,9 @@ Arrays do not change, so that a weight version is just a value that is kept.
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +25,25 @@ from pipelab.runtime.worker import Bytes
 from pipelab.table.action import Kind
 
 
+class JaxState(NamedTuple):
+    """What a stage goes on from: its weights by version, and the optimizer's state."""
+
+    weights: dict[int, Any]
+    optimizer: Any
+
+    def renumbered(self, shift: int) -> "JaxState":
+        """With versions counted from another start."""
+        return self._replace(weights={v + shift: of for v, of in self.weights.items()})
+
+
 class JaxStage(CountingStage):
     """One stage: a pure function, versions of its weights, and what its forwards left.
 
     apply       (parameters, x) -> y; with seeds (parameters, x, key) -> y
     parameters  a tree of arrays
     recipe      how to train
-    feed        what the table and the data hold for it
     kinds       of the actions that it will do
+    first, last whether it is that of the model
     """
 
     def __init__(
@@ -40,17 +52,19 @@ class JaxStage(CountingStage):
         parameters: Any,
         device: JaxDevice,
         recipe: Recipe,
-        feed: Feed,
         kinds: Collection[Kind],
+        *,
+        first: bool,
+        last: bool,
     ) -> None:
-        super().__init__(device, recipe, feed)
+        super().__init__(device, recipe, first=first, last=last)
         self.weights = {0: jax.device_put(parameters, device.device)}
         self.state: Any = ()  # of the optimizer
         if recipe.optimizer:
             self.state = jax.device_put(recipe.optimizer.init(parameters), device.device)
         # Objects of their own: a jitted method would refer to the stage and the stage to it, so
         # that all arrays of a run would be kept until the next garbage collection.
-        loss = None if feed.targets is None else recipe.loss
+        loss = recipe.loss if last else None
         self._function = Function(apply, loss, frozenset(kinds), device.device)
         self._step = step_of(recipe.optimizer)
         self._backwards = Backwards(device.ledger, id(self))
@@ -74,14 +88,20 @@ class JaxStage(CountingStage):
 
     # ---- forward and update; the backwards are every stage's
 
+    def begin(self, feed: Feed | None, *, training: bool, keep: bool) -> None:
+        if feed:
+            data = jax.device_put((feed.inputs, feed.targets), self.device.device)
+            feed = replace(feed, inputs=data[0], targets=data[1])
+        super().begin(feed, training=training, keep=keep)
+
     def forward(self, microbatch: int, received: Any) -> Any:
         """The stage's output, or None on the last stage, which computes the loss."""
         x = received if self.feed.inputs is None else self.feed.inputs[microbatch]
-        if self.recipe.training and self.recipe.recompute[microbatch]:
+        if self.recipe.training and self.recomputes(microbatch):
             self._inputs[microbatch] = x
             arrays = jax.tree.leaves(x) if self.feed.inputs is None else []
             self.device.ledger.hold(self.key(microbatch), {id(a): a.nbytes for a in arrays})
-        y, count = self._compute(microbatch, x, keep=not self.recipe.recompute[microbatch])
+        y, count = self._compute(microbatch, x, keep=not self.recomputes(microbatch))
         if self.feed.targets is None:
             return y
         count = self.feed.samples[microbatch] if count is None else count
@@ -103,8 +123,9 @@ class JaxStage(CountingStage):
         if self.recipe.keep:
             self.stepped = mean
         self.weights[number + 1] = new
-        if not self.readers[number]:
+        if not self.read_later(number):
             del self.weights[number]
+        self.end_group(number)
 
     # ---- what is asked of it between actions and afterwards
 
@@ -121,6 +142,9 @@ class JaxStage(CountingStage):
     def trained(self) -> Any:
         """The latest weights, on the host."""
         return jax.device_get(self.weights[self.latest])
+
+    def state(self) -> JaxState:
+        return JaxState(*jax.device_get((self.weights, self.state)))
 
     def on_host(self, weights: Any) -> dict[str, np.ndarray]:
         return named(weights)
@@ -152,7 +176,7 @@ class JaxStage(CountingStage):
         return join_parameters(floats, others), count
 
     def _prepare(self, microbatch: int, received: Any) -> tuple[None, Arrays, float]:
-        if self.recipe.recompute[microbatch]:
+        if self.recomputes(microbatch):
             self.device.ledger.drop(self.key(microbatch))
             self._compute(microbatch, self._inputs.pop(microbatch), keep=True)
         if self.feed.targets is None:

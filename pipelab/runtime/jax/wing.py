@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from pipelab.runtime.jax.distributed import Distributed
 from pipelab.runtime.jax.host import digest, of_trees
 from pipelab.runtime.jax.stage import JaxStage, digest_of, digest_of_optimizer
 from pipelab.runtime.prepare import Options
-from pipelab.runtime.stage import Feed, Recipe
+from pipelab.runtime.stage import Recipe
 from pipelab.runtime.threads import Threads
 from pipelab.runtime.wing import Wing
 from pipelab.runtime.worker import Job
@@ -26,12 +26,11 @@ from pipelab.table.schedule import Schedule
 class JaxJob(Job):
     """A job on JAX stages.
 
-    parts   the row's stages by number; `feeds` what the table and the data hold for them
+    parts   the row's stages by number
     shapes  per stage, each (x, target) that it is compiled for, as `jax.ShapeDtypeStruct`s
     """
 
     parts: dict[int, Part]
-    feeds: dict[int, Feed]
     recipe: Recipe
     shapes: Sequence[Sequence[tuple[Any, Any]]]
 
@@ -42,10 +41,8 @@ class JaxJob(Job):
         made = {}
         kinds = {action.kind for action in self.schedule.rows[self.row]}
         for s, (apply, parameters) in self.parts.items():
-            feed = self.feeds[s]
-            inputs, targets = jax.device_put((feed.inputs, feed.targets), home.device)
-            feed = replace(feed, inputs=inputs, targets=targets)
-            made[s] = JaxStage(apply, parameters, home, self.recipe, feed, kinds)
+            ends = {"first": s == 0, "last": s == self.schedule.stages - 1}
+            made[s] = JaxStage(apply, parameters, home, self.recipe, kinds, **ends)
         return made
 
     def prepare(self, stages: dict[int, JaxStage]) -> None:
@@ -81,7 +78,7 @@ class JaxWing(Wing):
         check_optimizer(optimizer, self.parts)
 
     def look_at(self, batches: Sequence[Any]) -> None:
-        pieces = cut_batch(batches[0], self.segment.table.microbatches, 0, TREES)
+        pieces = cut_batch(batches[0], self.schedule.microbatches, 0, TREES)
         self.shapes = _shapes(self.parts, pieces, self.seed is not None)
 
     def digests(self, recipe: Recipe) -> dict[str, str | None]:
@@ -104,13 +101,16 @@ class JaxWing(Wing):
             (f"the weights of stage {s}: ", of) for s, of in enumerate(weights)
         )
 
-    def job(self, feeds: dict[int, Feed], **fields: Any) -> JaxJob:
-        parts = {s: self.parts[s] for s in feeds}
-        return JaxJob(parts=parts, feeds=feeds, shapes=self.shapes, **fields)
+    def job(self, **fields: Any) -> JaxJob:
+        pairs = zip(self.parts, self.schedule.placement, strict=True)
+        parts = {s: part for s, (part, d) in enumerate(pairs) if d == fields["row"]}
+        return JaxJob(parts=parts, shapes=self.shapes, **fields)
 
-    def arithmetic(self, recipe: Recipe, wide: bool) -> JaxArithmetic:
+    def arithmetic(
+        self, recipe: Recipe, wide: bool, first: int, start: Sequence[Any]
+    ) -> JaxArithmetic:
         here = (d for d in self.devices if d.process_index == jax.process_index())
-        return JaxArithmetic(self.parts, recipe, next(here), wide=wide)
+        return JaxArithmetic(self.parts, recipe, next(here), wide=wide, first=first, begun=start)
 
 
 def _shapes(

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -147,15 +146,3 @@ def device_names(schedule: Schedule, options: Options) -> list[str]:
     for name in names:
         find_device(name)  # raises if this machine does not have it
     return [str(name) for name in names]
-
-
-def new_folder(name: str, folder: str | Path | None) -> Path | None:
-    """Where to write: a folder that is new or empty. ValueError otherwise."""
-    if folder is None:
-        return None
-    path = Path(folder).resolve()
-    if path.exists() and any(path.iterdir()):
-        raise ValueError(
-            f"{name}={str(folder)!r} exists and is not an empty folder: name a new one"
-        )
-    return path

@@ -20,7 +20,6 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipelab.runtime.prepare import Segment
 from pipelab.runtime.stage import Step
 from pipelab.runtime.torch.state import StageState, on_cpu
 from pipelab.table.schedule import Schedule
@@ -59,29 +58,36 @@ class Index:
             raise ValueError(f"{folder / INDEX} is not as it was written: use another checkpoint")
         return index
 
-    def check_fits(self, folder: Path, schedule: Schedule) -> None:
-        """ValueError if the schedule cannot go on from this checkpoint."""
-        if self.batch >= schedule.batches:
+    def check_fits(self, folder: Path, schedule: Schedule, endless: bool) -> None:
+        """ValueError if the schedule, or what `endless` goes on as it, cannot go on from this."""
+        if self.batch >= schedule.batches and not endless:
             raise ValueError(
                 f"{folder} is after batch {self.batch} of {schedule.batches}: "
                 "there is nothing left to do"
             )
-        if (self.asynchronous or schedule.asynchronous) and self.schedule != schedule.to_csv():
+        if not (self.asynchronous or schedule.asynchronous):
+            return
+        if not (self._begins_like(schedule) if endless else self.schedule == schedule.to_csv()):
             raise ValueError(
                 f"{folder} was made by another table than {schedule.name}: without a flush, "
                 "training goes on only by the same table (its weight versions depend on it)"
             )
 
+    def _begins_like(self, schedule: Schedule) -> bool:
+        own = Schedule.from_csv(self.schedule, schedule.name)
+        both = min(own.batches, schedule.batches)
+        return own.part(0, both) == schedule.part(0, both)
 
-def write_index(folder: Path, segment: Segment, seed: int | None) -> None:
-    """Describe the stages' files in `folder`."""
+
+def write_index(folder: Path, schedule: Schedule, done: int, seed: int | None) -> None:
+    """Describe the stages' files in `folder`, after `done` batches."""
     # The digests tie the files together: one of another checkpoint is found out.
     index = Index(
-        segment.end,
+        done,
         seed,
-        segment.whole.asynchronous,
-        segment.whole.to_csv(),
-        [_digest(_file(folder, s)) for s in range(segment.whole.stages)],
+        schedule.asynchronous,
+        schedule.to_csv(),
+        [_digest(_file(folder, s)) for s in range(schedule.stages)],
     )
     content = asdict(index)
     content["digest"] = _digest_of(content)

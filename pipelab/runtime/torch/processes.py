@@ -14,12 +14,14 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, NamedTuple, NoReturn
 
@@ -29,12 +31,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from pipelab.runtime.threads import BEFORE, RankJob, Threads, no_progress, place, run_threads
+from pipelab.runtime.threads import BEFORE, Crew, Orders, RankJob, Threads, no_progress, place
 from pipelab.runtime.torch.groups import FOREVER
 from pipelab.runtime.torch.pipes import Pipe
 from pipelab.runtime.transport import Lost
 from pipelab.runtime.wire import Ends, Wire, pairs_of_ranks, pairs_of_replicas
-from pipelab.runtime.worker import Job, Outcome, RunError, told
+from pipelab.runtime.worker import Job, Order, Outcome, RunError, told
 
 PRELOAD = ["torch._dynamo", "pipelab.runtime.torch.processes"]
 STARTING = Lock()  # this process has one __main__
@@ -47,9 +49,25 @@ class Processes(Threads):
 
     timeout: float
 
-    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
+    def __post_init__(self) -> None:
+        self.all = ExitStack()
+
+    def start(self, jobs: Sequence[Job]) -> None:
         pairs = pairs_of_ranks(jobs[0]) + pairs_of_replicas(jobs[0])
-        return run_processes(jobs, perform, self.timeout, pairs)
+        self.running = self.all.enter_context(_started(jobs, perform, pairs))
+
+    def submit(self, orders: Sequence[Order]) -> None:
+        for rank, order in zip(self.running, orders, strict=True):
+            rank.send(order)
+
+    def collect(self) -> list[Outcome]:
+        return _collect(self.running, self.timeout)
+
+    def stop(self) -> None:
+        self.all.close()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.stop()
 
 
 class Connected(NamedTuple):
@@ -63,38 +81,48 @@ class Connected(NamedTuple):
     ready: Any
 
 
-def perform(job: Job, progress: Callable[[int], None], connected: Connected) -> Outcome:
-    """Do the job of this rank, at the same time as the others."""
+def perform(
+    job: Job, progress: Callable[[int], None], connected: Connected, orders: Orders
+) -> Iterator[Outcome]:
+    """Do the orders of this rank's job, at the same time as the others."""
 
     def start() -> float:
         connected.ready[job.rank] = time.perf_counter()
         while not all(connected.ready):
             time.sleep(1e-3)
         began = max(connected.ready) + 0.01
-        wire.began = None if job.pace else began
+        wire.began = None if job.paced else began
         time.sleep(max(0.0, began - time.perf_counter()))
         return began
 
     wire = Wire(job, {(job.rank, r): Pipe(end) for r, end in connected.pipes.items()})
-    (outcome,) = run_threads([job], [wire] * job.replicas, start, progress=lambda _: progress)
-    wire.close()  # not where it has failed: then nobody reads any more, and the process ends
-    return outcome
+    crew = Crew([job], [wire] * job.replicas, progress=lambda _: progress, queues=[orders])
+    crew.start(start)
+    while True:  # until this process is killed
+        yield from crew.collect()
 
 
-def run_processes(
-    jobs: Sequence[RankJob],
-    work: Callable[..., Any],
-    timeout: float,
-    pairs: Sequence[Ends] | None = None,
-) -> list:
+def run_processes(jobs: Sequence[RankJob], work: Callable[..., Any], timeout: float) -> list:
     """work(job, progress) for every job in a process of its own, connected by torch.distributed.
 
-    With pairs of ranks it is work(job, progress, connected), and these are connected by pipes.
     When a rank raises or dies, or no action ends anywhere within `timeout` seconds, all are killed,
     what they printed is written out in the order of ranks, and one RunError names the device, its
     action and the cause. Jobs are sent with cloudpickle, so models and functions defined in a
     notebook's cells work. `progress` takes a number, whose meaning the job knows; each call shows
     that the rank gets on.
+    """
+    with _started(jobs, work) as ranks:
+        return _collect(ranks, timeout)
+
+
+@contextmanager
+def _started(
+    jobs: Sequence[RankJob], work: Callable[..., Any], pairs: Sequence[Ends] | None = None
+) -> Iterator[list["_Rank"]]:
+    """The ranks, until they are killed.
+
+    With pairs of ranks, which are connected by pipes, they yield work(job, progress, connected,
+    orders).
     """
     with tempfile.TemporaryDirectory(prefix="pipelab-") as name:
         folder = Path(name)
@@ -108,12 +136,13 @@ def run_processes(
                     packed = _dumps((job, work))  # may raise: before the process is there
                     ranks.append(_start(context, job, marks, folder, of_job))
                     ranks[-1].connection.send_bytes(packed)
-            return _collect(ranks, timeout)
+            yield ranks
         finally:
             for rank in ranks:
                 rank.process.kill()
-                rank.connection.close()
             for rank in ranks:
+                rank.sends.shutdown()  # whoever writes to it does not wait any more
+                rank.connection.close()
                 rank.process.join()
                 rank.process.close()
             for log in sorted(folder.glob("log*")):
@@ -128,6 +157,13 @@ class _Rank:
     process: Any
     connection: Connection
     marks: Any
+
+    def __post_init__(self) -> None:
+        self.sends = ThreadPoolExecutor(1, "pipelab orders")
+
+    def send(self, order: Order) -> None:
+        """Does not wait for a rank that hangs."""
+        self.sends.submit(self.connection.send_bytes, _dumps(order))
 
     @property
     def place(self) -> str:
@@ -284,8 +320,8 @@ def _dumps(value: Any) -> memoryview:
 def _rank(
     connection: Connection, rank: int, marks: Any, folder: str, connected: Connected | None
 ) -> None:
-    """A rank's process: receive the job, do it, send the outcome or the error."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """A rank's process: receive the job, do it, send the outcomes or the error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides
     if not os.path.isdir(folder):  # the caller was interrupted while it started this
         os._exit(1)
     with open(os.path.join(folder, f"log{rank:04}"), "w", buffering=1) as log:
@@ -294,15 +330,26 @@ def _rank(
         # They are None where the caller's are closed. Else libraries expect them at 1 and 2.
         sys.stdout, sys.stderr = sys.stdout or log, sys.stderr or log
         job, work = cloudpickle.loads(_receive(connection, folder))
-        Thread(target=_receive, args=(connection, folder), daemon=True).start()
+        orders: Orders = SimpleQueue()
+        Thread(target=_listen, args=(connection, folder, orders), daemon=True).start()
         try:
-            outcome = _perform(job, work, marks, folder, connected)
+            for outcome in _perform(job, work, marks, folder, connected, orders):
+                _send(connection, outcome)
+                del outcome
         except BaseException as error:
-            outcome = _Failure(job, error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        connection.send_bytes(cloudpickle.dumps(outcome))
+            _send(connection, _Failure(job, error))
         os._exit(0)
+
+
+def _send(parent: Connection, outcome: Any) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent.send_bytes(cloudpickle.dumps(outcome))
+
+
+def _listen(parent: Connection, folder: str, orders: Orders) -> None:
+    while True:
+        orders.put(pickle.loads(_receive(parent, folder)))
 
 
 def _receive(parent: Connection, folder: str) -> bytes:
@@ -315,19 +362,24 @@ def _receive(parent: Connection, folder: str) -> bytes:
 
 
 def _perform(
-    job: RankJob, work: Callable, marks: Any, folder: str, connected: Connected | None
-) -> Any:
+    job: RankJob,
+    work: Callable,
+    marks: Any,
+    folder: str,
+    connected: Connected | None,
+    orders: Orders,
+) -> Iterable[Any]:
     torch.set_num_threads(1)  # the ranks share this machine's cores
     _keep_freed_memory()
     progress = partial(marks.__setitem__, job.rank)
     if connected:
-        return work(job, progress, connected)
+        return work(job, progress, connected, orders)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     meeting = f"file://{folder}/rendezvous"
     dist.init_process_group(
         "gloo", init_method=meeting, world_size=len(marks), rank=job.rank, timeout=FOREVER
     )
-    return work(job, progress)
+    return [work(job, progress)]
 
 
 def _keep_freed_memory() -> None:

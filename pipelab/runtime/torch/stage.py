@@ -53,7 +53,7 @@ class TorchStage(VersionedStage):
     def forward(self, microbatch: int, received: Any) -> Any:
         """The stage's output, or None on the last stage, which computes the loss."""
         x = received if self.feed.inputs is None else self.feed.inputs[microbatch]
-        if self.recipe.training and not self.recipe.recompute[microbatch]:
+        if self.recipe.training and not self.recomputes(microbatch):
             output, self._kept[microbatch] = self._compute(microbatch, x)
         else:
             self._bind(microbatch)
@@ -134,7 +134,7 @@ class TorchStage(VersionedStage):
 
     def _prepare(self, microbatch: int, received: Any) -> tuple[_Kept, list, float]:
         kept = self._kept.pop(microbatch)
-        if self.recipe.recompute[microbatch]:
+        if self.recomputes(microbatch):
             self.device.ledger.drop(self.key(microbatch))
             with as_they_were(kept.buffers):
                 _, kept = self._compute(microbatch, kept.x)

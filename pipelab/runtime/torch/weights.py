@@ -31,9 +31,9 @@ class VersionedStage(CountingStage):
     module  the stage's layers; trained in place
     device  the device runtime, which counts the activations that are kept
     recipe  how to train
-    feed    what the table and the data hold for it
+    first, last  whether it is that of the model
     ties    name -> number of the weights that other stages have too: their gradients are added up
-    start   what to go on from, its versions numbered as here
+    start   what to go on from
     total   the gradient of the group so far, by weight, of whatever versions
 
     An update copies the latest version only if the table still has readers of it, else it steps in
@@ -46,12 +46,13 @@ class VersionedStage(CountingStage):
         module: nn.Module,
         device: CpuDevice,
         recipe: Recipe,
-        feed: Feed,
         *,
+        first: bool,
+        last: bool,
         ties: Mapping[str, int],
         start: StageState | None,
     ) -> None:
-        super().__init__(device, recipe, feed)
+        super().__init__(device, recipe, first=first, last=last)
         self.module, self.ties = module, ties
         self.total: dict[str, Tensor] = {}
         self.weights = {0: dict(module.named_parameters())}
@@ -81,8 +82,26 @@ class VersionedStage(CountingStage):
         if start and self.optimizer:
             start.load_optimizer(self.optimizer, self.schedulers, self._handles)
         self._note_constants()
-        if not recipe.training:
-            module.eval()
+        self._modes: list[tuple[nn.Module, bool]] = []  # to put them back after an evaluation
+
+    def begin(self, feed: Feed | None, *, training: bool, keep: bool) -> None:
+        if feed:
+            # Copies: a slice would keep, and count as, the memory of the whole batch, with its
+            # graph.
+            inputs, targets = pytree.tree_map_only(
+                Tensor,
+                lambda t: t.detach().to(self.device.device, copy=True),
+                (feed.inputs, feed.targets),
+            )
+            feed = replace(feed, inputs=inputs, targets=targets)
+        super().begin(feed, training=training, keep=keep)
+        if not training and not self._modes:
+            self._modes = [(part, part.training) for part in self.module.modules()]
+            self.module.eval()
+        elif training:
+            for part, trains in self._modes:
+                part.train(trains)
+            self._modes = []
 
     def _load(self, start: StageState) -> None:
         parameters = self.weights[0]
@@ -102,8 +121,8 @@ class VersionedStage(CountingStage):
         group by stage, where stages share a clipping norm or tied weights.
         """
         if self.feed.targets is not None and not self._on_cpu:
-            for k, group in enumerate(self.feed.groups):
-                if group == number:
+            for k, group in self.feed.groups.items():
+                if group == number and k in self.losses:
                     self.check_loss(k)
         # In the order of stages, so that all of them add up tied gradients to the same sum.
         news = [received[s] for s in sorted(received)] if received else []
@@ -126,7 +145,7 @@ class VersionedStage(CountingStage):
                 for name, h in self._handles.items()
             }
         # [2] where the latest version still has readers, the step works on a copy of it
-        if self.readers[number]:
+        if self.read_later(number):
             for handle in self._handles.values():
                 handle.data = handle.data.clone()
             self.weights[number + 1] = {n: _parameter(h.data, h) for n, h in self._handles.items()}
@@ -139,6 +158,7 @@ class VersionedStage(CountingStage):
             self.optimizer.zero_grad()
             for scheduler in self.schedulers:
                 scheduler.step()
+        self.end_group(number)
 
     # ---- what is asked of it between actions and afterwards
 
@@ -186,12 +206,11 @@ class VersionedStage(CountingStage):
         self._bind_version(self.latest)
         return on_cpu(self.module.state_dict())
 
-    def state(self, updates: int) -> StageState:
-        """For a checkpoint after `updates` updates in all: what is still to be read, on the CPU."""
-        ahead = updates - self.latest
+    def state(self) -> StageState:
+        """For a checkpoint between two batches: what is still to be read, on the CPU."""
         return replace(
             self.optimizer_state(),
-            weights={v + ahead: on_cpu(of_version) for v, of_version in self.weights.items()},
+            weights={v: on_cpu(of_version) for v, of_version in self.weights.items()},
             buffers=on_cpu(dict(self.module.named_buffers())),
         )
 

@@ -1,19 +1,18 @@
 """Torch's part in a run: stages looked at, jobs made of them, checkpoints and dumps written."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo  # the first optimizer would load it: a second that Ctrl-C must not break off
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
-from pipelab.runtime.prepare import Options, Segment
-from pipelab.runtime.stage import Feed, Recipe, Step
+from pipelab.runtime.prepare import Options
+from pipelab.runtime.stage import Recipe, Step
 from pipelab.runtime.threads import Launcher, Threads
 from pipelab.runtime.torch import arguments, checkpoint
 from pipelab.runtime.torch.arguments import TREES
@@ -23,7 +22,7 @@ from pipelab.runtime.torch.device import CpuDevice, torch_device
 from pipelab.runtime.torch.stage import TorchStage, warm_up
 from pipelab.runtime.torch.state import StageState
 from pipelab.runtime.wing import Wing
-from pipelab.runtime.worker import Job
+from pipelab.runtime.worker import Job, Order
 from pipelab.table.schedule import Schedule
 
 # A process that has these was started by torchrun or another launcher.
@@ -34,19 +33,17 @@ LAUNCHED = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 class TorchJob(Job):
     """A job on torch stages.
 
-    modules  the row's stages by number; `feeds` what the table and the data hold for them
+    modules  the row's stages by number
     ties     per stage, the numbers of its tied weights by name
     start    by stage, what to go on from
-    save     where to write the row's stages afterwards, after `updates` updates in all
+    saves    whether a checkpoint is wanted in the end
     """
 
     modules: dict[int, nn.Module]
-    feeds: dict[int, Feed]
     recipe: Recipe
     ties: Sequence[dict[str, int]]
-    start: dict[int, StageState]
-    save: Path | None
-    updates: int
+    start: Mapping[int, StageState]
+    saves: bool
 
     def home(self) -> CpuDevice:
         return torch_device(self.device, self.rank)
@@ -56,20 +53,17 @@ class TorchJob(Job):
         for s, module in self.modules.items():
             # Every rank trains copies: the caller's modules stay as they are.
             (copied,) = arguments.copies_of([module])
-            feed = self.feeds[s]
-            # Copies: a slice would keep, and count as, the memory of the whole batch, with its
-            # graph.
-            inputs, targets = pytree.tree_map_only(
-                Tensor,
-                lambda t: t.detach().to(home.device, copy=True),
-                (feed.inputs, feed.targets),
-            )
-            feed = replace(feed, inputs=inputs, targets=targets)
             copied.to(home.device)
             made[s] = TorchStage(
-                copied, home, self.recipe, feed, ties=self.ties[s], start=self.start.get(s)
+                copied,
+                home,
+                self.recipe,
+                first=s == 0,
+                last=s == self.schedule.stages - 1,
+                ties=self.ties[s],
+                start=self.start.get(s),
             )
-            if self.save:  # tell now, and not after the training
+            if self.saves:  # tell now, and not after the training
                 checkpoint.packed(s, made[s].optimizer_state())
         return made
 
@@ -77,43 +71,41 @@ class TorchJob(Job):
         for stage in stages.values():  # on the worker's own stream, with its own handle of cuBLAS
             warm_up(stage.device)
 
-    def after(self, stages: dict[int, TorchStage], transport: Any) -> Exception | None:
-        if not self.save or self.replica:
+    def after(
+        self, order: Order, stages: dict[int, TorchStage], transport: Any
+    ) -> Exception | None:
+        if not order.save or self.replica:
             return None
         try:
             for s, stage in stages.items():
-                checkpoint.save_stage(self.save, s, stage.state(self.updates))
+                checkpoint.save_stage(order.save, s, stage.state())
         except Exception as error:
             return error
         return None
 
 
 class TorchWing(Wing):
-    """Torch modules in threads, processes, or the ranks of a cluster; with checkpoints and dumps.
-
-    start  by stage, what a checkpoint holds of it, where training goes on from one
-    draft  where checkpoints are written to
-    """
+    """Torch modules in threads, processes or ranks of a cluster; with checkpoints and dumps."""
 
     trees = TREES
-    draft: Path | None = None
 
     def __init__(
         self, schedule: Schedule, stages: Sequence[nn.Module], options: Options, *, training: bool
     ) -> None:
         super().__init__(schedule, stages, options, training=training)
-        self.start: dict[int, StageState] = {}
         arguments.check_replicas(schedule, options.replicas)
         if training:
             arguments.check_stages(stages)
             self.ties = arguments.find_ties(schedule, stages)
-        self._dump_to = arguments.new_folder("dump", options.dump)
-        self._save_to = arguments.new_folder("save", options.save)
+        index = None
+        if options.resume:
+            folder = Path(options.resume).resolve()
+            index = Index.read(folder)
+            index.check_fits(folder, schedule, options.endless)
+            self.begun = index.batch
         if options.save:
             arguments.check_saved(stages)
-        # The part of the training comes first: launchers and devices are of its table.
-        self.segment, index = _segment(schedule, options)
-        self.launcher, self.devices = _launcher(self.segment, options)
+        self.launcher, self.devices = _launcher(schedule, options)
         self.autocast = arguments.find_autocast(options.autocast, self.devices)
         if training:
             seed = index.seed if index else options.seed
@@ -127,22 +119,19 @@ class TorchWing(Wing):
 
     def _here(self, judges: bool = True) -> list[int]:
         """The stages of this process's ranks, or all of them if it is the one that judges."""
-        table, replicas = self.segment.table, self.options.replicas
+        table, replicas = self.schedule, self.options.replicas
         ranks = self.launcher.ranks(table.devices * replicas)
         rows = {rank // replicas for rank in ranks}
         every = judges and self.launcher.first
         return [s for s, d in enumerate(table.placement) if d in rows or every]
 
-    def job(self, feeds: dict[int, Feed], **fields: Any) -> TorchJob:
-        # A checkpoint counts versions through the whole training, a part of it from its beginning.
-        shift = -self.segment.first_update
+    def job(self, **fields: Any) -> TorchJob:
+        own = [s for s, d in enumerate(self.schedule.placement) if d == fields["row"]]
         return TorchJob(
-            modules={s: self.stages[s] for s in feeds},
-            feeds=feeds,
+            modules={s: self.stages[s] for s in own},
             ties=self.ties,
-            start={s: self.start[s].renumbered(shift) for s in feeds if self.start},
-            save=self.draft,
-            updates=self.segment.updates,
+            start={s: self.start[s] for s in own if self.start},
+            saves=self.options.save is not None,
             **fields,
         )
 
@@ -158,8 +147,9 @@ class TorchWing(Wing):
                 found[of] = TREES.digest(tensor)
         return found
 
-    def arithmetic(self, recipe: Recipe, wide: bool) -> TorchArithmetic:
-        start, first = [self.start[s] for s in sorted(self.start)], self.segment.first_update
+    def arithmetic(
+        self, recipe: Recipe, wide: bool, first: int, start: Sequence[StageState]
+    ) -> TorchArithmetic:
         # Where there is a GPU, on that: it may round more (TF32), which the reference has to show.
         home = next((name for name in self.devices if name.startswith("cuda")), self.devices[0])
         replicas = self.options.replicas
@@ -168,42 +158,41 @@ class TorchWing(Wing):
         )
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
-        if not self._save_to:
-            yield
+    def saving(self, folder: Path | None, done: int) -> Iterator[Path | None]:
+        if not folder:
+            yield None
             return
+        arguments.check_saved(self.stages)
         first = self.launcher.first
-        with checkpoint.draft_of(self._save_to, first) as self.draft:
-            yield
+        with checkpoint.draft_of(folder, first) as draft:
+            yield draft
             if first:
-                checkpoint.write_index(self.draft, self.segment, self.seed)
+                checkpoint.write_index(draft, self.schedule, done, self.seed)
         self.launcher.from_first(lambda: None)  # all ranks may read it from now on
 
-    def saved(self) -> list[StageState]:
-        if not self._save_to:
-            return []
-        index = Index.read(self._save_to)
-        return [checkpoint.load_stage(self._save_to, s, index) for s in range(len(self.stages))]
+    def saved(self, folder: Path) -> list[StageState]:
+        index = Index.read(folder)
+        return [checkpoint.load_stage(folder, s, index) for s in range(len(self.stages))]
 
     def dump(
-        self, batches: Sequence[Any], losses: list[float], steps: Sequence[Sequence[Step]]
+        self,
+        folder: Path,
+        batches: Sequence[Any],
+        losses: list[float],
+        steps: Sequence[Sequence[Step]],
     ) -> None:
-        if self._dump_to:
-            checkpoint.write_dump(
-                self._dump_to, self.segment.whole, self.stages, batches, losses, steps
-            )
+        checkpoint.write_dump(folder, self.schedule, self.stages, batches, losses, steps)
 
     def depends_on_cut(self) -> bool:
         return arguments.normalizes_batches(self.stages)
 
 
-def _launcher(segment: Segment, options: Options) -> tuple[Launcher, list[str]]:
+def _launcher(table: Schedule, options: Options) -> tuple[Launcher, list[str]]:
     """Who carries out the rows, and the names of their devices."""
-    table = segment.table
     if options.backend != "threads" and LAUNCHED <= os.environ.keys():
         from pipelab.runtime.torch.ranks import Ranks
 
-        ranks, count = Ranks(options.timeout, segment.whole.to_csv()), torch.cuda.device_count()
+        ranks, count = Ranks(options.timeout, table.to_csv()), torch.cuda.device_count()
         if options.devices is None and count:
             options.devices = f"cuda:{ranks.local % count}"
         return ranks, arguments.device_names(table, options)
@@ -213,22 +202,3 @@ def _launcher(segment: Segment, options: Options) -> tuple[Launcher, list[str]]:
 
         return Processes(options.timeout), names
     return Threads(), names
-
-
-def _segment(schedule: Schedule, options: Options) -> tuple[Segment, Index | None]:
-    """The part of the table that is to be run, and the checkpoint that it goes on from."""
-    begun, index, stop = 0, None, options.stop
-    if options.resume:
-        folder = Path(options.resume).resolve()
-        index = Index.read(folder)
-        index.check_fits(folder, schedule)
-        begun = index.batch
-    if stop is not None and not options.save:
-        raise ValueError(f"stop={stop} without save loses the work: add save")
-    end = schedule.batches if stop is None else stop
-    if not begun < end <= schedule.batches:
-        raise ValueError(f"stop={stop}: give a batch after {begun}, at most {schedule.batches}")
-    segment = Segment(schedule, begun, end)
-    if options.dump and segment.table is not schedule:
-        raise ValueError("dump describes a whole run: leave it out with stop or resume")
-    return segment, index

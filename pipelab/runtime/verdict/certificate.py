@@ -58,6 +58,7 @@ class Check:
                of the optimizer's steps that can be judged
     precision  of the truth
     failure    why the reference could not judge the run (its traceback), if it failed itself
+    seconds    that the verdict took
     tensors    the worst one as the run has it ("run") and as it should be ("truth"), if it failed
     """
 
@@ -72,6 +73,7 @@ class Check:
     visible: tuple[float, float] = (0.0, 0.0)
     precision: str = "float64"
     failure: str = ""
+    seconds: float = field(default=0.0, compare=False)
     tensors: dict[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from pipelab import Costs, Kind, Reads, Recompute, RunError, Schedule, evaluate, make, run, simulate
 from pipelab.models.flax_mlp import mlp
 from pipelab.runtime.jax.stage import JaxStage
-from pipelab.runtime.jax.wing import JaxJob
+from pipelab.runtime.worker import Worker
 from tests.runtime.test_run import batches as torch_batches
 from tests.runtime.test_run import stages as torch_stages
 
@@ -212,13 +212,13 @@ def test_a_paced_run_shows_the_predicted_times():
     ids=["recomputing", "interleaved", "split"],
 )
 def test_everything_is_compiled_before_the_clock_starts(schedule, options, monkeypatch):
-    work = JaxJob.work
+    work = Worker.work
 
-    def work_without_tracing(job, *arguments):
+    def work_without_tracing(worker, order):
         with jax.no_tracing():  # an action that has to compile something raises
-            return work(job, *arguments)
+            return work(worker, order)
 
-    monkeypatch.setattr(JaxJob, "work", work_without_tracing)
+    monkeypatch.setattr(Worker, "work", work_without_tracing)
     uneven = [np.ones((2, 10, 16), np.float32)] * schedule.batches  # in 3, 3, 2 and 2
     data = [(x, y) for x, y in uneven]
     train(schedule, mlp(schedule.stages, 16), data, check=False, **options)

@@ -300,15 +300,12 @@ class Sabotage:
 
     def started(self, function: Callable[[Any], None]) -> None:
         """`function(stage)` before a stage's first action."""
-        numbered = self.hands.job.stages
 
-        def changed(job: Any, home: Any) -> dict[int, Any]:
-            made = numbered(job, home)
-            for stage in made.values():
-                function(stage)
-            return made
+        def begin(call: Callable, stage: Any, *_: Any) -> None:
+            call()
+            function(stage)
 
-        self.patch.setattr(self.hands.job, "stages", changed)
+        self.around("begin", begin)
 
     def gradient(self, change: Callable[[Any], Any]) -> None:
         """Change the whole gradient of the broken stages before each update."""
@@ -531,13 +528,14 @@ def inputs_swapped(s: Sabotage) -> None:
     send, held = Transport.send, {}
 
     def swapped(self: Any, source: Any, device: int, message: Any) -> None:
-        if source not in (0, 1) or device != 1:
+        first, second = (0, True, 0), (0, True, 1)
+        if source not in (first, second):
             send(self, source, device, message)
             return
         held[source] = message
         if len(held) == 2:
-            send(self, 0, device, held[1])
-            send(self, 1, device, held[0])
+            send(self, first, device, held[second])
+            send(self, second, device, held[first])
 
     s.patch.setattr(Transport, "send", swapped)
 
@@ -565,7 +563,7 @@ def sizes_ignored(s: Sabotage) -> None:
 
     def forget(stage: Any) -> None:
         if stage.is_last:
-            stage.feed.samples[:] = [1] * len(stage.feed.samples)
+            stage.feed.samples.update(dict.fromkeys(stage.feed.samples, 1))
 
     s.started(forget)
 

@@ -1,0 +1,144 @@
+"""A training without an end: what is done of a table that goes on as it does, batch by batch.
+
+order of batch 0 | 1               | 2               | ...         pipedream, p = 2, m = 2
+0F0 0F1 0B0 0U0  | 0F2 0B1 0U1 0F3 0B2 0U2 | 0F4 0B3 0U3 ...       an order ends before the
+1F0 1B0 1U0 1F1 1B1 1U1 | 1F2 1B2 1U2 ...                          next batch's first action
+"""
+
+from collections.abc import Iterable
+from functools import cached_property
+
+from pipelab.runtime.prepare import Segment, moved
+from pipelab.schedules import SCHEDULES, make
+from pipelab.table.action import Action, Kind
+from pipelab.table.schedule import Schedule
+from pipelab.table.transform import repeat
+
+
+class Endless:
+    """The rows and versions of a training of any number of batches.
+
+    table   enough batches of it: the last two of its orders before the last one are the same, one
+            batch apart, and so is all that follows
+    steady  the batch of the second of them
+    ahead   how many batches' orders further on an order, or a batch's loss, may wait for
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        """ValueError for a table that does not go on, or of which too little is given."""
+        m, size = schedule.microbatches, schedule.per_update
+        if m % size:
+            raise ValueError(
+                f"{schedule.name} updates every {size} micro-batches, which are not a part of a "
+                f"batch of {m}: make one with microbatches={size}"
+            )
+        self.table = _longer(schedule)
+        self.steady = self.table.batches - 2
+        self.updates = m // size  # of a batch
+        if self.steady < 1 or not self._goes_on():
+            raise ValueError(
+                f"the {self.table.batches} batches of {schedule.name} do not show how it goes on: "
+                "make it with more (batches=), the last ones alike"
+            )
+
+    def order(self, row: int, batch: int, begun: int) -> list[Action]:
+        """What a row does from its first action of a batch to the first of the next.
+
+        begun  the first batch since the pipeline was empty: older ones are done
+        """
+        at, cuts = min(batch, self.steady), self.cuts[row]
+        cells = self.table.rows[row][cuts[at] : cuts[at + 1]]
+        return self._moved(cells, begun, batch, at)
+
+    def rest(self, row: int, batch: int, begun: int) -> list[Action]:
+        """What is left for a row to do when its order of a batch is done, and there is no next."""
+        at, cuts = min(batch, self.steady), self.cuts[row]
+        return self._moved(self.table.rows[row][cuts[at + 1] :], begun, batch, at)
+
+    def version(self, stage: int, microbatch: int) -> int:
+        """The weight version that it reads."""
+        batch = microbatch // self.table.microbatches
+        more = max(0, batch - self.steady)
+        k = microbatch - more * self.table.microbatches
+        return self.table.versions[stage, k] + more * self.updates
+
+    def later(self, batch: int) -> list[set[int]]:
+        """Per stage, the versions that batches after this one read, as far as they may be there."""
+        m = self.table.microbatches
+        numbers = range((batch + 1) * m, (batch + 2 + self.staleness) * m)
+        return [{self.version(s, k) for k in numbers} for s in range(self.table.stages)]
+
+    def segment(self, batch: int) -> Segment:
+        """One batch, from an empty pipeline to an empty pipeline."""
+        at = min(batch, self.steady)
+        return Segment(self.table, at, at + 1, batch - at)
+
+    # ---- of the table
+
+    @cached_property
+    def cuts(self) -> list[list[int]]:
+        """Per row, where each batch's first action stands, and the row's end."""
+        found = []
+        for row in self.table.rows:
+            first: dict[int, int] = {}
+            for i, action in enumerate(row):
+                first.setdefault(self._batch(action), i)
+            found.append([*(first.get(b, len(row)) for b in range(self.table.batches)), len(row)])
+        return found
+
+    @cached_property
+    def staleness(self) -> int:
+        """Batches between a forward and the oldest version that it reads, at most, and one more."""
+        m, every = self.table.microbatches, self.table.versions.items()
+        return 1 + max(-(-((k // m) * self.updates - v) // self.updates) for (_, k), v in every)
+
+    @cached_property
+    def ahead(self) -> int:
+        table, order_of = self.table, {}
+        for row, cuts in zip(table.rows, self.cuts, strict=True):
+            for batch in range(table.batches):
+                order_of |= dict.fromkeys(row[cuts[batch] : cuts[batch + 1]], batch)
+        sources = zip(table.actions, table.inputs, strict=True)
+        waits = [order_of[table.actions[i]] - order_of[a] for a, i in sources if i is not None]
+        last = [order_of[a] - self._batch(a) for a in order_of if a.kind is Kind.F]
+        return max(0, *waits, *last)
+
+    def _goes_on(self) -> bool:
+        b, m, versions = self.steady, self.table.microbatches, self.table.versions
+        return (
+            all(cuts == sorted(cuts) for cuts in self.cuts)
+            and all(
+                self.order(d, b, 0) == moved(self.order(d, b - 1, 0), m, self.updates)
+                for d in range(self.table.devices)
+            )
+            and all(
+                versions[s, k] + self.updates == versions[s, k + m]
+                for s in range(self.table.stages)
+                for k in range((b - 1) * m, b * m)
+            )
+        )
+
+    def _batch(self, action: Action) -> int:
+        per_batch = self.updates if action.kind is Kind.U else self.table.microbatches
+        return action.microbatch // per_batch
+
+    def _moved(self, cells: Iterable[Action], begun: int, batch: int, at: int) -> list[Action]:
+        """Those of the batches that are begun, as many batches later as `batch` is after `at`."""
+        more = batch - at
+        kept = (action for action in cells if begun - more <= self._batch(action) <= at)
+        return moved(kept, more * self.table.microbatches, more * self.updates)
+
+
+def _longer(schedule: Schedule) -> Schedule:
+    """The same with more batches, where it is known how it goes on."""
+    name, p, m = schedule.name, schedule.devices, schedule.microbatches
+    if name in SCHEDULES and schedule.stages == p:
+        # One batch of a table without a flush looks as if it had one.
+        made = make(name, p, m, batches=schedule.batches, reads=schedule.reads)
+        if made.rows == schedule.rows:
+            return make(name, p, m, batches=4 + -(-p // m), reads=schedule.reads)
+    if not schedule.asynchronous:
+        one = schedule.part(0, 1)
+        if repeat(one, schedule.batches).rows == schedule.rows:
+            return repeat(one, 3)
+    return schedule

@@ -1,0 +1,323 @@
+"""One training or evaluation, whichever library computes: ranks that stay, and what they are told.
+
+A part of a table is carried out, and judged, by `Session.run`; `trainer.Trainer` gives orders one
+after another.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from traceback import format_exc
+from typing import Any
+
+import numpy as np
+
+from pipelab.runtime.batches import Data
+from pipelab.runtime.prepare import (
+    Options,
+    Segment,
+    check_table,
+    feeds_of,
+    find_partners,
+    paces_of,
+    seeds_for,
+    unit_of,
+)
+from pipelab.runtime.result import Run, result_of
+from pipelab.runtime.stage import Recipe, Step
+from pipelab.runtime.verdict.certificate import Check
+from pipelab.runtime.verdict.judge import judge
+from pipelab.runtime.verdict.reference import Reference
+from pipelab.runtime.wing import Wing
+from pipelab.runtime.worker import Order, Outcome, Pace, RunError, told
+from pipelab.table.action import Action
+from pipelab.table.schedule import Schedule
+from pipelab.table.validate import validate
+
+Rows = Sequence[Sequence[Action]]
+
+
+class Session(AbstractContextManager):
+    """Ranks that do what one training or evaluation needs, from their first order on.
+
+    wing    the library's part
+    recipe  how to train
+    done    batches that all ranks have done, or have been told to do
+    ranks   this process's
+    reads   whether one of them has the first or the last stage
+    """
+
+    def __init__(
+        self,
+        make: type[Wing],
+        schedule: Schedule,
+        stages: Sequence[Any],
+        loss: Callable,
+        optimizer: Any,
+        options: Options,
+        *,
+        batches: int,
+        training: bool,
+    ) -> None:
+        """`batches` are as many as are given for the schedule's."""
+        method, factory = make.optimizer
+        if training and not hasattr(optimizer, method):
+            raise ValueError(f"optimizer is a {type(optimizer).__name__}: give {factory}")
+        table = validate(schedule if training else schedule.forward_only())
+        check_table(table, len(stages), batches, training)
+        with make.context():
+            self.wing = make(table, stages, options, training=training)
+            if training:
+                self.wing.check_optimizer(optimizer)
+        self.schedule, self.options, self.launcher = table, options, self.wing.launcher
+        ties = [set(of.values()) for of in self.wing.ties]
+        self.partners = find_partners(table, ties, options.clip)
+        self.recipe = Recipe(
+            loss,
+            optimizer,
+            options.recompute.mask(table.microbatches, table.microbatches),
+            table.microbatches,
+            options.clip,
+            not table.asynchronous,
+            self.wing.autocast,
+            finite=options.finite,
+            training=training,
+            keep=False,
+        )
+        self.done = self.wing.begun
+        self.started, self.unit = False, 0
+        self.failure: RunError | None = None
+
+    def __enter__(self) -> "Session":
+        self.launcher.__enter__()
+        ranks = self.launcher.ranks(self.schedule.devices * self.options.replicas)
+        self.ranks = [divmod(rank, self.options.replicas) for rank in ranks]
+        home = self.schedule.placement
+        self.reads = not {home[0], home[-1]}.isdisjoint(row for row, _ in self.ranks)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.launcher.__exit__(kind, error, trace)
+
+    # ---- a part of the table
+
+    def run(
+        self,
+        segment: Segment,
+        batches: Any,
+        *,
+        check: bool | str,
+        save: Path | None = None,
+        dump: Path | None = None,
+    ) -> Run:
+        """Carry the segment out, and judge it.
+
+        batches  by their numbers in the training; only those that are needed here are read
+        save     where to keep a checkpoint afterwards
+        dump     where to write what an outsider needs to compute it again
+        """
+        with self.wing.context():
+            return self._run(segment, batches, check, save, dump)
+
+    def _run(
+        self,
+        segment: Segment,
+        batches: Any,
+        check: bool | str,
+        save: Path | None,
+        dump: Path | None,
+    ) -> Run:
+        # [1] what it starts from, for the reference
+        wing, replicas, table = self.wing, self.options.replicas, segment.table
+        start = self.states() if check and self.started else wing.start
+        data = Data(batches, segment.batches, wing.trees)
+        # [2] run, and keep the checkpoint and the dump only if all of them could be written
+        result: Run | None = None
+        try:
+            with wing.saving(save, segment.batches.stop) as draft:
+                keep = bool(check) or dump is not None
+                orders = self.orders(
+                    segment.rows,
+                    data,
+                    segment.version,
+                    segment.later(),
+                    paces=paces_of(table, self.options),
+                    training=self.recipe.training,
+                    keep=keep,
+                    report=True,
+                    save=draft,
+                )
+                outcomes = self.do(orders, data)
+                self.done = segment.batches.stop
+                paced = self.options.pace is not None
+                first = segment.batches.start * table.microbatches
+                result = result_of(table, outcomes, replicas, first, paced)
+                # A rank that could not write its part keeps its outcome: the run is not lost.
+                for unsaved in filter(None, (outcome.unsaved for outcome in outcomes)):
+                    raise unsaved
+            if dump and self.launcher.first:
+                batches = [data[b] for b in range(len(data))]
+                wing.dump(dump, batches, result.losses, steps_of(table, outcomes, 0))
+        except Exception as error:
+            if result:
+                error.run = result  # type: ignore[attr-defined]
+                error.add_note("What was trained is not lost: it is the `run` of this error.")
+            raise
+        # [3] judge what came of it
+        if check:
+            result.check = self.launcher.from_first(
+                lambda: self._verdict(segment, data, result, outcomes, start, save, check)
+            )
+        return result
+
+    def _verdict(
+        self,
+        segment: Segment,
+        data: Data,
+        result: Run,
+        outcomes: Sequence[Outcome],
+        start: Mapping[int, Any],
+        save: Path | None,
+        check: bool | str,
+    ) -> Check:
+        # Where float64 would draw other numbers, the truth is in the run's precision.
+        began, wing, seeds = time.perf_counter(), self.wing, self._seeds(segment.batches)
+        recipe = replace(self.recipe, keep=True)
+        ahead = segment.updates_before - segment.first_update
+        states = [start[s].renumbered(-ahead) for s in sorted(start)]
+        try:
+            found = judge(
+                segment,
+                data,
+                result,
+                [steps_of(segment.table, outcomes, r) for r in range(self.options.replicas)],
+                wing.saved(save) if save else (),
+                lambda wide: Reference(
+                    wing.arithmetic(recipe, wide, segment.first_update, states), recipe
+                ),
+                divided=seeds is not None or wing.depends_on_cut(),
+                seeds=seeds,
+                tolerance=self.options.tolerance,
+                quick=check == "quick" or (seeds is not None and not wing.draws_alike),
+            )
+        except Exception:  # the run is complete, and must not be lost
+            found = Check.not_made(format_exc())
+        return replace(found, seconds=time.perf_counter() - began)
+
+    # ---- orders
+
+    def orders(
+        self,
+        rows: Rows,
+        data: Data,
+        version: Callable[[int, int], int],
+        later: Sequence[Collection[int]],
+        *,
+        paces: Sequence[Pace | None] = (),
+        **fields: Any,
+    ) -> list[Order]:
+        """An order for each of this process's ranks: its row, and its part of the data.
+
+        rows     actions, numbered through the training
+        version  (stage, micro-batch) -> the weight version that it reads
+        later    per stage, the versions that data after these read
+        fields   of every `Order`
+        """
+        replicas, schedule = self.options.replicas, self.schedule
+        if self.reads and not self.unit:
+            self.unit = unit_of(data, schedule.microbatches * replicas)
+        seeds = self._seeds(data.numbers)
+        orders = []
+        for row, replica in self.ranks:
+            feeds = feeds_of(
+                schedule,
+                row,
+                data,
+                version=version,
+                later=later,
+                replica=replica,
+                replicas=replicas,
+                seeds=seeds,
+                unit=self.unit,
+            )
+            pace = paces[row] if paces else None
+            orders.append(Order(actions=rows[row], feeds=feeds, pace=pace, **fields))
+        return orders
+
+    def submit(self, orders: Sequence[Order], data: Data) -> None:
+        """Give the ranks orders, which are the first of these data; starts them if need be."""
+        data.check_unchanged()
+        if self.started:
+            self.launcher.agree(lambda: data.digests)
+        else:
+            self.wing.look_at(data)
+            self.launcher.agree(lambda: self.wing.digests(self.recipe) | data.digests)
+            with self._failing():
+                self.launcher.start(self._jobs())
+            self.started = True
+        self.give(orders)
+
+    def give(self, orders: Sequence[Order]) -> None:
+        """Give the ranks, which have started, orders without new data."""
+        with self._failing():
+            self.launcher.submit(orders)
+
+    def collect(self) -> list[Outcome]:
+        """The outcomes of the first orders that were not collected yet."""
+        with self._failing():
+            return self.launcher.collect()
+
+    def do(self, orders: Sequence[Order], data: Data) -> list[Outcome]:
+        """The outcomes of orders, before which all others have been collected."""
+        self.submit(orders, data)
+        return self.collect()
+
+    def ask(self, **fields: Any) -> list[Outcome]:
+        """The outcomes of orders without actions."""
+        self.give([Order(**fields) for _ in self.ranks])
+        return self.collect()
+
+    def states(self) -> dict[int, Any]:
+        """By stage, what training goes on from now; only on the first process it is of all."""
+        outcomes = self.ask(state=True)
+        return {s: state for o in outcomes if not o.replica for s, state in o.states.items()}
+
+    def _jobs(self) -> list[Any]:
+        return [
+            self.wing.job(
+                schedule=self.schedule,
+                row=row,
+                device=self.wing.devices[row],
+                partners=self.partners,
+                replica=replica,
+                replicas=self.options.replicas,
+                paced=self.options.pace is not None,
+                recipe=self.recipe,
+            )
+            for row, replica in self.ranks
+        ]
+
+    def _seeds(self, batches: range) -> np.ndarray | None:
+        if self.wing.seed is None:
+            return None
+        per_batch = self.schedule.microbatches * self.options.replicas
+        return seeds_for(self.wing.seed, batches, per_batch, self.schedule.stages)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """A context for the ranks' work: if it fails, they have ended."""
+        if self.failure:
+            raise RunError(f"this training has ended by an error: {self.failure}")
+        try:
+            yield
+        except BaseException as error:
+            self.failure = RunError(told(error))
+            raise
+
+
+def steps_of(table: Schedule, outcomes: Sequence[Outcome], replica: int) -> list[Sequence[Step]]:
+    """Per stage, what every update of one replica did; empty where another rank has it."""
+    by_row = {o.row: o.steps for o in outcomes if o.replica == replica}
+    return [by_row[d].get(s, []) for s, d in enumerate(table.placement)]

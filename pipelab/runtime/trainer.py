@@ -1,0 +1,296 @@
+"""Trainer: one training for as long as it takes, from whatever gives its batches."""
+
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipelab.predict.costs import Recompute
+from pipelab.runtime.batches import Data, mean_losses
+from pipelab.runtime.endless import Endless
+from pipelab.runtime.interrupt import Noted
+from pipelab.runtime.prepare import Options
+from pipelab.runtime.run import DEFAULT, new_folder, wing_of
+from pipelab.runtime.session import Session
+from pipelab.runtime.verdict.certificate import Check
+from pipelab.runtime.worker import Order
+from pipelab.table.schedule import Schedule
+
+END = object()
+
+
+class TrainedBatch(NamedTuple):
+    """What is known of a batch as soon as its last micro-batch's forward is through.
+
+    number   of batches with it, from the beginning of the training
+    loss     the mean over the whole batch
+    seconds  since the batch before, or since it was read if that was later
+    check    the verdict against the reference, with its seconds, or None if it was not checked
+    """
+
+    number: int
+    loss: float
+    seconds: float
+    check: Check | None
+
+
+class Trainer(AbstractContextManager):
+    """Train `stages` on batches that come one after another; ranks stay up until the end.
+
+    with Trainer(make("gpipe", 4, 8), stages, loss, torch.optim.SGD) as trainer:
+        for batch in trainer.fit(loader):
+            print(batch.number, batch.loss)
+
+    schedule   what is done with a batch, as `make` has it. Without a flush the pipeline is not
+               emptied between batches: weights are bit for bit those of `run` on a long table.
+               Another one than `make`'s needs enough batches to show how it goes on
+    check      compare every loss, gradient and weight of a batch with a reference in float64:
+               "first" of this call, or that and every so many batches; True: all; False: none. The
+               pipeline is emptied around a checked batch, whose weights are the same. A verdict
+               that fails is warned of
+    resume     a checkpoint of `save`, or of `run`, to go on from; bit for bit
+    timeout    processes: seconds without the end of any action, while there is work, after which
+               they are given up
+
+    All else as for `run`; in several processes all make the same calls, and process 0 says whether
+    there is another batch. An interrupt (Ctrl-C) is raised when the batches under way are done: the
+    training can be saved, or gone on with. A second one ends it.
+
+    Raises as `run` does; after an error of a stage the training has ended.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Sequence[Any],
+        loss: Callable[[Any, Any], Any],
+        optimizer: Any,
+        *,
+        backend: str | None = None,
+        devices: str | Sequence[Any] | None = None,
+        replicas: int = 1,
+        recompute: Recompute = Recompute.NEVER,
+        clip: float | None = None,
+        autocast: Any = None,
+        seed: int | None = None,
+        finite: bool = True,
+        check: bool | int | str = "first",
+        tolerance: float | None = None,
+        resume: str | Path | None = None,
+        timeout: float = 60.0,
+    ) -> None:
+        given = locals()
+        if check != "first" and (isinstance(check, str) or check < 0):
+            raise ValueError(f"check={check!r}: give 'first', every how many batches, or a bool")
+        options = Options(DEFAULT, given | {"check": bool(check)}, endless=True)
+        self._every, self._endless = check, Endless(schedule)
+        table = self._endless.table
+        self._session = Session(
+            wing_of(backend),
+            table,
+            stages,
+            loss,
+            optimizer,
+            options,
+            batches=table.batches,
+            training=True,
+        )
+        self._check_start(resume)
+        self._first = self._begun = self._known = self._session.done
+        self._under_way: deque[float] = deque()  # when the orders were given
+        self._losses: dict[tuple[int, int], tuple[float, float]] = {}  # by micro-batch, replica
+        self._ready: deque[TrainedBatch] = deque()
+        self._times: dict[int, float] = {}  # of batches, when they were read
+        self._last = 0.0  # when the latest batch was through
+
+    def __enter__(self) -> "Trainer":
+        self._session.__enter__()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            if not error and not self._session.failure:
+                self._empty()
+        except BaseException as failed:
+            self._session.__exit__(type(failed), failed, failed.__traceback__)
+            raise
+        self._session.__exit__(kind, error or self._session.failure, trace)
+
+    @property
+    def number(self) -> int:
+        """Batches that are done or under way, from the beginning of the training."""
+        return self._session.done
+
+    def fit(self, batches: Iterable[Any], steps: int | None = None) -> Iterator[TrainedBatch]:
+        """Train on these batches, or on the first so many of them; yields each when it is through.
+
+        They are read when the pipeline needs them: the next one is under way while one is yielded.
+        It is trained, too, if the loop is left; the next `fit` yields it.
+        """
+        iterator, left, more = iter(batches), steps, True
+        while True:
+            # [1] one batch more than the pipeline needs is under way
+            while more and not self._ready and len(self._under_way) < 2 + self._endless.ahead:
+                more = left is None or left > 0
+                batch = self._next(iterator) if more else END
+                more = batch is not END
+                if more:
+                    left = left and left - 1
+                    with self._whole():
+                        self._train_on(batch)
+                    del batch
+            # [2] until the next one is through
+            with self._whole():
+                if not more and self._endless.ahead:
+                    self._empty()
+                elif self._under_way and not self._ready:
+                    self._collect()
+            while self._ready:
+                yield self._ready.popleft()
+            if not more and not self._under_way:
+                return
+
+    def evaluate(self, batches: Iterable[Any]) -> list[float]:
+        """The losses of these batches with the weights as they are now; nothing is trained."""
+        with self._whole():
+            self._empty()
+            table = self._endless.table.part(0, 1).forward_only()
+            version = self.number * self._endless.updates
+            losses: list[float] = []
+            iterator = iter(batches)
+            while (batch := self._next(iterator)) is not END:
+                data = Data([batch], range(1), self._session.wing.trees)
+                orders = self._session.orders(
+                    table.rows, data, lambda s, k: version, [], training=False
+                )
+                values = {
+                    (o.replica, k): value
+                    for o in self._session.do(orders, data)
+                    for k, value in o.losses.items()
+                }
+                losses += mean_losses([values[place] for place in sorted(values)], 1)
+            return losses
+
+    def save(self, folder: str | Path) -> None:
+        """Write a checkpoint to a new or empty folder, which all ranks see."""
+        path, wing = new_folder("save", folder), self._session.wing
+        with self._whole():
+            self._empty()
+            with wing.saving(path, self.number) as draft:
+                for outcome in self._ask(save=draft):
+                    if outcome.unsaved:
+                        raise outcome.unsaved
+
+    @property
+    def weights(self) -> list[Any]:
+        """The weights as they are now, a state dict per stage; on several machines a rank's own."""
+        with self._whole():
+            self._empty()
+            outcomes = self._ask(report=True)
+            found = {s: of for o in outcomes if not o.replica for s, of in o.weights.items()}
+            return [found.get(s, {}) for s in range(self._endless.table.stages)]
+
+    # ---- batches
+
+    def _next(self, iterator: Iterator[Any]) -> Any:
+        """The next batch, or END; None where it is not needed here."""
+        first, reads = self._session.launcher.first, self._session.reads
+        batch = next(iterator, END) if first or reads else None
+        more = self._session.launcher.from_first(lambda: batch is not END)
+        if more and batch is END:
+            raise ValueError(
+                f"there is no batch {self.number} here, and one in process 0: give all the same"
+            )
+        return batch if more else END
+
+    def _train_on(self, batch: Any) -> None:
+        number, session = self.number, self._session
+        self._times[number] = time.perf_counter()
+        if self._is_checked(number):
+            self._empty()
+            began = time.perf_counter()
+            segment = self._endless.segment(number)
+            run = session.run(segment, {number: batch}, check=True)
+            self._begun = self._known = session.done
+            del self._times[number]
+            self._last = time.perf_counter()
+            seconds = self._last - began - run.check.seconds
+            self._ready.append(TrainedBatch(number + 1, run.losses[0], seconds, run.check))
+            if not run.check.passed:
+                warnings.warn(f"batch {number}: {run.check}", stacklevel=4)
+            return
+        data = Data({number: batch}, range(number, number + 1), session.wing.trees)
+        devices = range(self._endless.table.devices)
+        rows = [self._endless.order(d, number, self._begun) for d in devices]
+        later = self._endless.later(number)
+        session.submit(session.orders(rows, data, self._endless.version, later), data)
+        session.done += 1
+        self._under_way.append(time.perf_counter())
+
+    def _is_checked(self, number: int) -> bool:
+        if isinstance(self._every, str) or self._every is False:
+            return bool(self._every) and number == self._first
+        return not (number - self._first) % int(self._every)
+
+    def _collect(self) -> None:
+        """Wait for the first orders that are under way."""
+        outcomes = self._session.collect()
+        self._under_way.popleft()
+        m, replicas = self._endless.table.microbatches, self._session.options.replicas
+        for o in outcomes:
+            self._losses |= {
+                (k, o.replica): value for k, value in o.losses.items() if k >= self._known * m
+            }
+        while True:
+            numbers = range(self._known * m, (self._known + 1) * m)
+            places = [(k, r) for r in range(replicas) for k in numbers]
+            if not all(place in self._losses for place in places):
+                return
+            (loss,) = mean_losses([self._losses.pop(place) for place in places], 1)
+            now = time.perf_counter()
+            seconds = now - max(self._last, self._times.pop(self._known))
+            self._known, self._last = self._known + 1, now
+            self._ready.append(TrainedBatch(self._known, loss, seconds, None))
+
+    def _empty(self) -> None:
+        """Finish all that is under way."""
+        done, devices = self.number, range(self._endless.table.devices)
+        if self._begun < done:
+            rows = [self._endless.rest(d, done - 1, self._begun) for d in devices]
+            if any(rows):
+                self._session.give([Order(actions=rows[row]) for row, _ in self._session.ranks])
+                self._under_way.append(time.perf_counter())
+        while self._under_way:
+            self._collect()
+        self._begun = done
+
+    # ---- whole steps
+
+    def _ask(self, **fields: Any) -> list[Any]:
+        if not self._session.started:
+            raise ValueError("the training has not begun: fit a batch first")
+        return self._session.ask(**fields)
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """A context that an interrupt does not break off; a second one does."""
+        with Noted(once=True) as interrupts, self._session.wing.context():
+            yield
+            if interrupts.seen:
+                self._empty()
+        if interrupts.seen:
+            raise KeyboardInterrupt
+
+    def _check_start(self, resume: Any) -> None:
+        """ValueError for a checkpoint without versions that are still to be read."""
+        begun, start = self._session.done, self._session.wing.start
+        later = self._endless.later(begun - 1) if begun else []
+        for s, state in start.items():
+            if later and not {v for v in later[s] if v <= max(state.weights)} <= {*state.weights}:
+                raise ValueError(
+                    f"{resume} was made at the end of its table, without the older weights that "
+                    "are read next: stop before the end, or save a Trainer"
+                )
