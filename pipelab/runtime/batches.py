@@ -115,8 +115,10 @@ class Data(Sequence):
 
     def pieces(self, count: int, kept: slice) -> list[tuple[Any, Any]]:
         """Each batch cut into `count` pieces (input, target), of which these are kept."""
-        every = range(len(self))
-        return [piece for b in every for piece in cut_batch(self[b], count, b, self.trees)[kept]]
+        pairs = enumerate(self.numbers)
+        return [
+            p for b, number in pairs for p in cut_batch(self[b], count, number, self.trees)[kept]
+        ]
 
     def check_unchanged(self) -> None:
         """ValueError if a batch is not what it was when it was read."""

@@ -1,0 +1,72 @@
+"""Orders, batch by batch, are the rows of a long table, however long it is and wherever cut."""
+
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelab import Reads, Schedule, make
+from pipelab.runtime.endless import Endless
+from pipelab.runtime.prepare import moved
+
+NAMES = [
+    "pipedream",
+    "vertical",
+    "pipedream_2bw",
+    "pipedream_flush",
+    "gpipe",
+    "zb_h1",
+    "eager_1f1b",
+]
+
+
+def table(name, p, m, batches=1):
+    reads = Reads.FIRST if name == "vertical" else None
+    name = "pipedream" if name == "vertical" else name
+    m = max(p, m) if name == "pipedream_2bw" else m
+    return make(name, p, m, batches=batches, reads=reads)
+
+
+@given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 6), st.integers(1, 12), st.data())
+def test_orders_are_the_rows_of_a_long_table(name, p, m, batches, data):
+    begun = data.draw(st.integers(0, batches - 1))  # the pipeline was emptied before this batch
+    long, endless = table(name, p, m, batches), Endless(table(name, p, m))
+    part = long.part(begun, batches)
+    for d, row in enumerate(part.rows):
+        orders = [endless.order(d, b, begun) for b in range(begun, batches)]
+        rest = endless.rest(d, batches - 1, begun)
+        ahead = begun * long.microbatches, begun * endless.updates
+        assert [*chain(*orders, rest)] == moved(row, *ahead)
+    assert all(endless.version(s, k) == v for (s, k), v in long.versions.items())
+    # What later batches read is kept, as far as it is there.
+    made = batches * endless.updates
+    longer = table(name, p, m, batches + p + 2)
+    for s, later in enumerate(endless.later(batches - 1)):
+        numbers = range(batches * long.microbatches, longer.total)
+        read = {longer.versions[s, k] for k in numbers}
+        assert {v for v in read if v <= made} == {v for v in later if v <= made}
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_a_table_of_anybodys_goes_on_as_it_does(virtual):
+    known = make("interleaved", 2, 4, virtual=virtual, batches=2)
+    rows = [[*row] for row in known.rows]
+    own = Schedule("own", rows, known.placement, 4, 2)
+    assert Endless(own).order(1, 9, 0) == Endless(known).order(1, 9, 0)
+    free = make("pipedream", 3, 2, batches=5)
+    own = Schedule("own", free.rows, free.placement, 2, 5, 1)
+    assert [Endless(own).order(d, 9, 0) for d in range(3)] == [
+        Endless(free).order(d, 9, 0) for d in range(3)
+    ]
+
+
+def test_a_table_that_does_not_show_how_it_goes_on():
+    short = make("pipedream", 3, 2, batches=2)
+    with pytest.raises(ValueError, match="the 2 batches of own do not show how it goes on"):
+        Endless(Schedule("own", short.rows, short.placement, 2, 2, 1))
+    twice = make("gpipe", 2, 2, batches=2)
+    rows = [[a for a in row if str(a)[1:] != "U0"] for row in twice.rows]
+    rows = [[a._replace(microbatch=0) if a.kind.name == "U" else a for a in row] for row in rows]
+    with pytest.raises(ValueError, match=r"updates every 4 micro-batches.*microbatches=4"):
+        Endless(Schedule("own", rows, twice.placement, 2, 2, 4))

@@ -1,0 +1,385 @@
+"""A Trainer: what `run` does, batch after batch, from whatever gives them, and for any time."""
+
+import gc
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from pipelab import Reads, RunError, Trainer, make, run
+from tests.runtime.test_ranks import ENVIRONMENT, GUARD, WORKERS
+from tests.runtime.test_run import batches, stages
+
+ADAM = partial(torch.optim.Adam, lr=1e-2)
+BACKENDS = ["threads", "processes"]
+SCHEDULES = {
+    "1f1b": (("pipedream_flush", 3, 4), {}),
+    "interleaved": (("interleaved", 2, 4), {"virtual": 2}),
+    "pipedream": (("pipedream", 3, 2), {}),
+    "one micro-batch": (("pipedream", 3, 1), {}),
+    "vertical": (("pipedream", 3, 2), {"reads": Reads.FIRST}),
+    "2bw": (("pipedream_2bw", 3, 3), {}),
+}
+
+
+def table(name, count=1):
+    sizes, options = SCHEDULES[name]
+    return make(*sizes, batches=count, **options)
+
+
+def equal(mine, theirs):
+    return len(mine) == len(theirs) and all(
+        a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+        for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def dropping(count, rate=0.2):
+    return [nn.Sequential(stage, nn.Dropout(rate)) for stage in stages(count)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("check", [False, 3])
+def test_batch_by_batch_is_the_long_table_to_the_last_bit(name, check):
+    """Also where the pipeline is emptied meanwhile: for the check, to evaluate, to see weights."""
+    data, one = batches(7), table(name)
+    modules = dropping(one.stages)
+    given = F.mse_loss, ADAM
+    whole = run(table(name, 7), modules, data, *given, check=False, seed=3)
+    with Trainer(one, modules, *given, check=check, seed=3) as trainer:
+        found = list(trainer.fit(data[:2]))
+        found += list(trainer.fit(iter(data[2:6])))
+        held_out = trainer.evaluate(data[:1])
+        middle = trainer.weights
+        found += list(trainer.fit(data[6:]))
+        assert equal(trainer.weights, whole.weights)
+    assert [batch.loss for batch in found] == whole.losses
+    assert [batch.number for batch in found] == [*range(1, 8)]
+    assert [batch.number for batch in found if batch.check] == ([1, 4, 7] if check else [])
+    assert all(batch.check.passed and batch.check.seconds > 0 for batch in found if batch.check)
+    for stage, weights in zip(modules, middle, strict=True):
+        stage.load_state_dict(weights)
+        stage.eval()
+    with torch.no_grad():
+        x = data[0][0]
+        for stage in modules:
+            x = stage(x)
+    assert held_out == [pytest.approx(float(F.mse_loss(x, data[0][1])), rel=1e-12)]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "pipedream"])
+def test_processes_stay_up(name):
+    data, one = batches(5), table(name)
+    given = stages(one.stages), F.mse_loss, ADAM
+    whole = run(table(name, 5), given[0], data, *given[1:], check=False)
+    with Trainer(one, *given, backend="processes", check=3) as trainer:
+        losses = [batch.loss for batch in trainer.fit(data[:4])]
+        ranks = children()
+        trainer.evaluate(data[:2])
+        losses += [batch.loss for batch in trainer.fit(data[4:])]
+        assert equal(trainer.weights, whole.weights)
+        assert children() == ranks
+    assert losses == whole.losses
+    assert not children()
+
+
+def children():
+    """Processes of the ranks."""
+    return {process.pid for process in multiprocessing.active_children()}
+
+
+def test_replicas_and_clipping_over_stages():
+    data, one = batches(4, samples=16), table("1f1b")
+    given = stages(3), F.mse_loss, ADAM
+    options = {"replicas": 2, "clip": 0.1, "check": False}
+    whole = run(table("1f1b", 4), given[0], data, *given[1:], **options)
+    with Trainer(one, *given, **options) as trainer:
+        assert [batch.loss for batch in trainer.fit(data)] == whole.losses
+        assert equal(trainer.weights, whole.weights)
+
+
+# ---- data
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_loader_with_workers_shuffling_and_an_uneven_last_batch(backend):
+    torch.manual_seed(1)
+    data = TensorDataset(*torch.randn(2, 30, 6, dtype=torch.float64))
+    loader = partial(DataLoader, data, batch_size=8, shuffle=True)  # 8, 8, 8, 6
+    epochs = []
+    for epoch in range(2):
+        order = torch.Generator().manual_seed(epoch)
+        epochs += list(loader(generator=order))
+    given = stages(3), F.mse_loss, ADAM
+    whole = run(table("1f1b", 8), given[0], epochs, *given[1:], check=False)
+    with Trainer(table("1f1b"), *given, backend=backend) as trainer:
+        losses = []
+        for epoch in range(2):
+            order = torch.Generator().manual_seed(epoch)
+            losses += [b.loss for b in trainer.fit(loader(generator=order, num_workers=2))]
+        assert equal(trainer.weights, whole.weights)
+    assert losses == whole.losses
+
+
+@pytest.mark.parametrize("name", ["1f1b", "pipedream"])
+def test_batches_are_read_when_they_are_needed(name):
+    read = []
+
+    def endless():
+        for x in iter(lambda: batches(1)[0], None):
+            read.append(x)
+            yield x
+
+    one = table(name)
+    with Trainer(one, stages(one.stages), F.mse_loss, ADAM) as trainer:
+        source = endless()
+        counts = [len(read) for _ in trainer.fit(source, steps=4)]
+        assert counts == [1, 3, 4, 4]  # the first is checked alone; then one is under way
+        assert trainer.number == len(read) == 4
+        for batch in trainer.fit(source):
+            if batch.number == 6:
+                break
+        assert trainer.number == len(read) == 7  # the seventh was under way
+        assert [batch.number for batch in trainer.fit(source, steps=1)] == [7, 8]
+        assert list(trainer.fit([])) == []
+
+
+def test_a_loaders_error_or_a_bad_batch_loses_nothing():
+    def failing():
+        yield from batches(3)
+        raise OSError("no more disk")
+
+    with Trainer(table("1f1b"), stages(3), F.mse_loss, ADAM, check=False) as trainer:
+        with pytest.raises(OSError, match="no more disk"):
+            list(trainer.fit(failing()))
+        with pytest.raises(ValueError, match="batch 3 has 2 samples for 4 micro-batches"):
+            list(trainer.fit(batches(1, samples=2)))
+        rest = list(trainer.fit(batches(1)))
+        assert [batch.number for batch in rest] == [3, 4]
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["1f1b", "pipedream", "2bw"])
+def test_saved_and_gone_on_with(name, backend, tmp_path):
+    if backend == "processes" and name == "2bw":
+        pytest.skip("as pipedream")
+    data, one = batches(6), table(name)
+    given = dropping(one.stages), F.mse_loss, ADAM
+    whole = run(table(name, 6), given[0], data, *given[1:], check=False, seed=3)
+    with Trainer(one, *given, backend=backend, check=False, seed=3) as trainer:
+        list(trainer.fit(data[:4]))
+        trainer.save(tmp_path / "four")
+        list(trainer.fit(data[4:]))  # a checkpoint changes nothing
+        assert equal(trainer.weights, whole.weights)
+    with Trainer(one, *given, backend=backend, resume=tmp_path / "four") as trainer:
+        assert trainer.number == 4
+        found = list(trainer.fit(data[4:]))
+        assert found[0].check.passed and found[0].number == 5
+        assert equal(trainer.weights, whole.weights)
+        with pytest.raises(ValueError, match="is not an empty folder"):
+            trainer.save(tmp_path / "four")
+
+
+def test_checkpoints_of_run(tmp_path):
+    """A flush makes all alike; without one a run has to be stopped before its table's end."""
+    data, given = batches(6), (stages(3), F.mse_loss, ADAM)
+    for name in ("1f1b", "pipedream"):
+        long = table(name, 6)
+        run(long, given[0], data, *given[1:], check=False, save=tmp_path / name, stop=3)
+        whole = run(long, given[0], data, *given[1:], check=False, save=tmp_path / f"{name} end")
+        with Trainer(table(name), *given, resume=tmp_path / name) as trainer:
+            list(trainer.fit(data[3:]))
+            assert equal(trainer.weights, whole.weights)
+    Trainer(table("1f1b"), *given, resume=tmp_path / "1f1b end")
+    with pytest.raises(ValueError, match="without the older weights that are read next"):
+        Trainer(table("pipedream"), *given, resume=tmp_path / "pipedream end")
+    with pytest.raises(ValueError, match="was made by another table than pipedream"):
+        Trainer(table("vertical"), *given, resume=tmp_path / "pipedream")
+    with Trainer(table("1f1b"), *given) as trainer:
+        list(trainer.fit(data[:3]))
+        trainer.save(tmp_path / "trainer")
+    rest = run(table("1f1b", 6), given[0], data, *given[1:], resume=tmp_path / "trainer")
+    assert rest.check.passed
+
+
+# ---- the certificate
+
+
+class Rotting(nn.Linear):
+    """Its gradients are right for so many forwards with a graph, and then too large."""
+
+    def __init__(self, good):
+        super().__init__(6, 6, dtype=torch.float64)
+        self.good = good
+
+    def forward(self, x):
+        y = super().forward(x)
+        if threading.current_thread() is not threading.main_thread() and y.requires_grad:
+            self.good -= 1
+            if self.good < 0:
+                y.register_hook(lambda gradient: gradient * 1.001)
+        return y
+
+
+def test_a_stage_that_begins_to_fail_is_seen_by_the_next_check():
+    modules = [*stages(2), Rotting(good=4 * 3)]  # three batches
+    with (
+        Trainer(table("1f1b"), modules, F.mse_loss, ADAM, check=2) as trainer,
+        pytest.warns(UserWarning, match=r"batch 4: CHECK FAILED: .* of stage 2"),
+    ):
+        found = list(trainer.fit(batches(5)))
+    checks = [batch.check for batch in found]
+    assert [check and check.passed for check in checks] == [True, None, True, None, False]
+
+
+@pytest.mark.parametrize("check", ["last", -1, "quick"])
+def test_a_check_that_makes_no_sense(check):
+    with pytest.raises(ValueError, match=f"check={check!r}: give 'first'"):
+        Trainer(table("1f1b"), stages(3), F.mse_loss, ADAM, check=check)
+
+
+# ---- failures
+
+
+class Bad(nn.Linear):
+    """Does something in its third batch's first forward."""
+
+    def __init__(self, action):
+        super().__init__(6, 6, dtype=torch.float64)
+        self.action, self.seen = action, 0
+
+    def forward(self, x):
+        self.seen += 1
+        if self.seen == 9:
+            self.action()
+        return super().forward(x)
+
+
+def divide():
+    return 1 / 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_stage_that_raises_ends_the_training(backend):
+    modules = [*stages(2), Bad(divide)]
+    known = threading.active_count()
+    with Trainer(table("1f1b"), modules, F.mse_loss, ADAM, backend=backend, check=False) as trainer:
+        with pytest.raises(RunError, match=r"device 2, action 2F8: ZeroDivisionError"):
+            list(trainer.fit(batches(5)))
+        with pytest.raises(RunError, match=r"this training has ended by an error: .*2F8"):
+            trainer.evaluate(batches(1))
+    assert not children() and threading.active_count() == known
+
+
+@pytest.mark.parametrize("how", [os._exit, signal.raise_signal, time.sleep])
+def test_a_rank_that_dies_or_hangs_while_it_is_busy(how):
+    value = {os._exit: 3, signal.raise_signal: signal.SIGKILL, time.sleep: 1000}[how]
+    told = {
+        os._exit: "action 2F8: its process ended with status 3",
+        signal.raise_signal: "action 2F8: its process was killed by SIGKILL",
+        time.sleep: "no action ended within 15 s: .*device 2 at 2F8",
+    }[how]
+    modules = [*stages(2), Bad(partial(how, value))]
+    options = {"backend": "processes", "check": False, "timeout": 15.0}
+    with (
+        Trainer(table("1f1b"), modules, F.mse_loss, ADAM, **options) as trainer,
+        pytest.raises(RunError, match=told),
+    ):
+        list(trainer.fit(batches(5)))
+    assert not children()
+
+
+def test_a_rank_that_is_killed_while_it_is_idle():
+    options = {"backend": "processes", "check": False}
+    with Trainer(table("1f1b"), stages(3), F.mse_loss, ADAM, **options) as trainer:
+        list(trainer.fit(batches(2)))
+        time.sleep(0.1)
+        os.kill(max(children()), signal.SIGKILL)
+        with pytest.raises(RunError, match=r"device \d, .*its process was killed by SIGKILL"):
+            list(trainer.fit(batches(2)))
+    assert not children()
+
+
+def test_idle_ranks_have_no_timeout():
+    options = {"backend": "processes", "check": False, "timeout": 10.0}
+    with Trainer(table("1f1b"), stages(3), F.mse_loss, ADAM, **options) as trainer:
+        list(trainer.fit(batches(2)))
+        time.sleep(11)
+        assert len(list(trainer.fit(batches(2)))) == 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_interrupt_leaves_what_can_be_saved_and_gone_on_with(backend, tmp_path):
+    """It comes while batches are under way, to this process and to all of its ranks."""
+    done = subprocess.run(
+        [sys.executable, str(WORKERS / "interrupted.py"), backend, str(tmp_path)],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=GUARD,
+        start_new_session=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "interrupted, and the same\n"
+
+
+# ---- several processes
+
+
+def test_ranks_of_torchrun_make_the_same_calls(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    script = WORKERS / "fitted.py"
+    done = subprocess.run(
+        [*torchrun, script, tmp_path],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=GUARD,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == ["ok0", "ok1", "ok2"]
+    read = {p.name: p.read_text() for p in tmp_path.glob("read_by_*")}
+    assert set(read) == {"read_by_0", "read_by_2"}  # not by the middle of the model
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("name", ["1f1b", "pipedream"])
+def test_memory_stays_as_it_is(name):
+    """Nothing is kept of batches that are done, whatever their losses counted."""
+
+    def loss(y, target):
+        counted = 1 + int(target[0, 0].abs() * 1e6)
+        return F.mse_loss(y, target), counted
+
+    source = (batches(1, seed=i)[0] for i in range(10**6))
+    one = table(name)
+    options = {"check": False, "clip": 1.0}
+    with Trainer(one, stages(one.stages), loss, ADAM, **options) as trainer:
+
+        def objects(steps):
+            for _ in trainer.fit(source, steps=steps):
+                pass
+            gc.collect()
+            return len(gc.get_objects()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+        objects(20)
+        count, size = objects(20)
+        more, larger = objects(200)
+    assert more - count < 50
+    assert larger - size < 2**13  # KiB
