@@ -140,8 +140,9 @@ class Cluster(Launcher):
             mine = self.crew.collect()
             names = self._tell(mine)
             every = [o for name in names if self.first for o in self._value(name)]
-            known = {"steps": {}, "weights": {}, "states": {}}
-            short = self.from_first(lambda: [replace(o, **known) for o in every])
+            short = self.from_first(
+                lambda: [replace(o, steps={}, weights={}, states={}) for o in every]
+            )
         self.patience = math.inf
         own = {(outcome.row, outcome.replica) for outcome in mine}
         return every if self.first else mine + [o for o in short if (o.row, o.replica) not in own]

@@ -94,7 +94,8 @@ class Endless:
 
     @cached_property
     def ahead(self) -> int:
-        table, order_of = self.table, {}
+        table = self.table
+        order_of: dict[Action, int] = {}
         for row, cuts in zip(table.rows, self.cuts, strict=True):
             for batch in range(table.batches):
                 order_of |= dict.fromkeys(row[cuts[batch] : cuts[batch + 1]], batch)

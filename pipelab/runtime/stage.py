@@ -207,9 +207,11 @@ class Stage(Protocol):
 
     def begin(self, feed: Feed | None, *, training: bool, keep: bool) -> None:
         """More micro-batches come; `training` and `keep` are as in a `Recipe`, from now on."""
+        return None
 
     def end(self) -> None:
         """What it was begun for is done, and `losses` and `steps` have been taken."""
+        return None
 
     def forward(self, microbatch: int, received: Any) -> Any: ...
 
@@ -231,7 +233,7 @@ class Stage(Protocol):
         """Keep what the last update did; not part of the update, so that its time is its own."""
         return None
 
-    def state(self) -> Any:
+    def resume_state(self) -> Any:
         """What a training goes on from between two batches, if that is possible."""
         return None
 

@@ -191,11 +191,12 @@ class Crew:
                 try:
                     i, outcome = self.done.get(timeout=LOOK if self.watch else None)
                 except Empty:
-                    self.watch()  # type: ignore[misc]
+                    if self.watch:
+                        self.watch()
                     continue
                 if outcome is None:
                     self._fail()
-                self.outcomes[i].append(outcome)  # type: ignore[arg-type]
+                self.outcomes[i].append(outcome)
             return [of_job.popleft() for of_job in self.outcomes]
 
     def abort(self) -> None:

@@ -214,6 +214,7 @@ class Trainer(AbstractContextManager):
             began = time.perf_counter()
             segment = self._endless.segment(number)
             run = session.run(segment, {number: batch}, check=True)
+            assert run.check
             self._begun = self._known = session.done
             del self._times[number]
             self._last = time.perf_counter()

@@ -228,7 +228,7 @@ class Worker:
             outcome.weights = {s: stage.trained() for s, stage in stages.items()}
             outcome.unsplit = {s: stage.unsplit for s, stage in stages.items() if stage.unsplit}
         if order.state:
-            outcome.states = {s: stage.state() for s, stage in stages.items()}
+            outcome.states = {s: stage.resume_state() for s, stage in stages.items()}
         outcome.unsaved = self.job.after(order, stages, self.transport)
         for stage in stages.values():
             stage.end()

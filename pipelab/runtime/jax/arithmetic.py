@@ -144,7 +144,8 @@ class JaxArithmetic(reference.Arithmetic):
     def _stepped(self, weights: Any, state: Any, gradient: Any) -> tuple[Any, Any]:
         if self._by_stage:
             stages = zip(weights, state, gradient, strict=True)
-            return tuple(zip(*(self._step_of(*stage) for stage in stages), strict=True))
+            after, states = zip(*(self._step_of(*stage) for stage in stages), strict=True)
+            return after, states
         return self._step_of(weights, state, gradient)
 
     def _step_of(self, weights: Any, state: Any, gradient: Any) -> tuple[Any, Any]:

@@ -70,12 +70,14 @@ class JaxStage(CountingStage):
         self._backwards = Backwards(device.ledger, id(self))
         self._inputs: dict[int, Any] = {}  # of micro-batches whose forward runs again
 
-    def compile(self, shapes: tuple[Any, Any]) -> None:
+    def compile(self, shapes: tuple[Any, Any], draws: bool) -> None:
         """Compile what its actions run.
 
         shapes  (x, target) of a micro-batch, as shapes and types
+        draws   whether forwards draw random numbers
         """
-        groups = self._groups(0, *shapes)
+        seed, first = np.uint32(0) if draws else None, self.feed.inputs is not None
+        groups = groups_of(self.weights[self.latest], *shapes, seed, first=first)
         if not self.recipe.training or any(self.recipe.recompute):
             self._function.compiled(groups, backwards=False)
         if not self.recipe.training:
@@ -84,7 +86,7 @@ class JaxStage(CountingStage):
         mean = _divided(zeros, 1.0)
         if self.recipe.clip is not None:
             _square(mean)
-        jax.block_until_ready(self._step(self.weights[0], self.state, self._tree(mean)))
+        jax.block_until_ready(self._step(self.weights[self.latest], self.state, self._tree(mean)))
 
     # ---- forward and update; the backwards are every stage's
 
@@ -143,7 +145,7 @@ class JaxStage(CountingStage):
         """The latest weights, on the host."""
         return jax.device_get(self.weights[self.latest])
 
-    def state(self) -> JaxState:
+    def resume_state(self) -> JaxState:
         return JaxState(*jax.device_get((self.weights, self.state)))
 
     def on_host(self, weights: Any) -> dict[str, np.ndarray]:

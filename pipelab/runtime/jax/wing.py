@@ -28,11 +28,13 @@ class JaxJob(Job):
 
     parts   the row's stages by number
     shapes  per stage, each (x, target) that it is compiled for, as `jax.ShapeDtypeStruct`s
+    draws   whether forwards draw random numbers
     """
 
     parts: dict[int, Part]
     recipe: Recipe
     shapes: Sequence[Sequence[tuple[Any, Any]]]
+    draws: bool
 
     def home(self) -> JaxDevice:
         return JaxDevice(self.device)
@@ -49,7 +51,7 @@ class JaxJob(Job):
         for s, stage in stages.items():
             for shapes in self.shapes[s]:
                 with suppress(Exception):  # it fails again in the run, which knows the action
-                    stage.compile(shapes)
+                    stage.compile(shapes, self.draws)
 
 
 class JaxWing(Wing):
@@ -104,7 +106,7 @@ class JaxWing(Wing):
     def job(self, **fields: Any) -> JaxJob:
         pairs = zip(self.parts, self.schedule.placement, strict=True)
         parts = {s: part for s, (part, d) in enumerate(pairs) if d == fields["row"]}
-        return JaxJob(parts=parts, shapes=self.shapes, **fields)
+        return JaxJob(parts=parts, shapes=self.shapes, draws=self.seed is not None, **fields)
 
     def arithmetic(
         self, recipe: Recipe, wide: bool, first: int, start: Sequence[Any]

@@ -206,7 +206,7 @@ class VersionedStage(CountingStage):
         self._bind_version(self.latest)
         return on_cpu(self.module.state_dict())
 
-    def state(self) -> StageState:
+    def resume_state(self) -> StageState:
         """For a checkpoint between two batches: what is still to be read, on the CPU."""
         return replace(
             self.optimizer_state(),

@@ -78,7 +78,7 @@ class TorchJob(Job):
             return None
         try:
             for s, stage in stages.items():
-                checkpoint.save_stage(order.save, s, stage.state())
+                checkpoint.save_stage(order.save, s, stage.resume_state())
         except Exception as error:
             return error
         return None
