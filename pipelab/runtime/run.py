@@ -12,8 +12,7 @@ from pipelab.predict.costs import Costs, Recompute
 from pipelab.runtime.interrupt import imports_whole
 from pipelab.runtime.prepare import Options, Segment
 from pipelab.runtime.result import Evaluation, Run
-from pipelab.runtime.session import Session
-from pipelab.runtime.wing import Wing
+from pipelab.runtime.session import Session, Wing
 from pipelab.table.schedule import Schedule
 
 Batches = Sequence[tuple[Any, Any]]

@@ -15,9 +15,9 @@ from pipelab.runtime.jax.distributed import Distributed
 from pipelab.runtime.jax.host import digest, of_trees
 from pipelab.runtime.jax.stage import JaxStage, digest_of, digest_of_optimizer
 from pipelab.runtime.prepare import Options
+from pipelab.runtime.session import Wing
 from pipelab.runtime.stage import Recipe
 from pipelab.runtime.threads import Threads
-from pipelab.runtime.wing import Wing
 from pipelab.runtime.worker import Job
 from pipelab.table.schedule import Schedule
 

@@ -12,6 +12,7 @@ import torch._dynamo  # the first optimizer would load it: a second that Ctrl-C 
 from torch import nn
 
 from pipelab.runtime.prepare import Options
+from pipelab.runtime.session import Wing
 from pipelab.runtime.stage import Recipe, Step
 from pipelab.runtime.threads import Launcher, Threads
 from pipelab.runtime.torch import arguments, checkpoint
@@ -21,7 +22,6 @@ from pipelab.runtime.torch.checkpoint import Index
 from pipelab.runtime.torch.device import CpuDevice, torch_device
 from pipelab.runtime.torch.stage import TorchStage, warm_up
 from pipelab.runtime.torch.state import StageState
-from pipelab.runtime.wing import Wing
 from pipelab.runtime.worker import Job, Order
 from pipelab.table.schedule import Schedule
 
