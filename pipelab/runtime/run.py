@@ -98,6 +98,8 @@ def run(
                settings of then (a warning names another learning rate)
     timeout    processes: seconds without the end of any action after which the run is given up
 
+    `Trainer` does the same batch by batch, without an end.
+
     Layers that normalize over a batch (BatchNorm) see micro-batches: that trains another model than
     whole batches do, and the reference follows it.
 

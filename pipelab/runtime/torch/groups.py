@@ -19,6 +19,7 @@ from pipelab.runtime.worker import Job
 
 FOREVER = timedelta(days=1)  # for torch, which counts a rank's wait for others who work as a hang
 HEAD = 256  # bytes of what comes before a message
+KNOWN = 1000  # skeletons that are kept: some have a norm or a count in them, which comes once
 
 
 def backend() -> str:
@@ -94,7 +95,8 @@ class GroupLink:
 
         | key, time, number of its skeleton, size if that is new | skeleton | tensor | tensor | ...
 
-    whose skeleton is a pickle of all but the numbers in its tensors. It travels once.
+    whose skeleton is a pickle of all but the numbers in its tensors. It travels once, if it is
+    among the first KNOWN.
     """
 
     def __init__(self, other: int, to: Any, back: Any, device: torch.device) -> None:
@@ -112,7 +114,9 @@ class GroupLink:
         skeleton, tensors = apart(payload, tensors_of)
         skeleton = pickle.dumps((skeleton, [*map(like, tensors)]))
         new = skeleton not in self._sent
-        number = self._sent.setdefault(skeleton, len(self._sent))
+        number = self._sent.get(skeleton, len(self._sent))
+        if number < KNOWN:
+            self._sent[skeleton] = number
         head = pickle.dumps((key, at, number, len(skeleton) if new else 0))
         self._send(_row_of(head.ljust(HEAD)))
         if new:
@@ -123,9 +127,9 @@ class GroupLink:
     def read(self) -> Any:
         """The next message; waits for it. Lost if the other end is closed."""
         key, at, number, size = self._unpickled(HEAD)
-        if size:
-            self._known.append(self._unpickled(size))
-        skeleton, alike = self._known[number]
+        skeleton, alike = self._unpickled(size) if size else self._known[number]
+        if size and number < KNOWN:
+            self._known.append((skeleton, alike))
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in alike]
         for tensor in tensors:
             self._receive(as_bytes(tensor))

@@ -67,6 +67,7 @@ def judge(
     # [2] two references: as precise as can be, and as the run computes
     truth = _most_precise(own, reference, quick, first)
     trial = _Trial(result, own, truth, first, tolerance)
+    trial.earlier = segment.updates_before - segment.first_update
     # Where the rule allows it, the truth takes the batch undivided: what a paper's formula says.
     by_batch = rule != rules.TABLE and table.per_update == table.microbatches
     whole = len(reading[0]) > 1 and (by_batch or not table.training)
@@ -100,7 +101,10 @@ class _Trial:
     narrowed  the eps of the coarsest type that the truth, or else our own, rounds to inside: 0 if
               the truth computes in float64 throughout
     unset  where buffers were nan before the first forward
+    earlier  updates of the training before the table's first
     """
+
+    earlier = 0
 
     def __init__(
         self, result: Run, own: Reference, truth: Reference, first: Piece, tolerance: float | None
@@ -137,7 +141,7 @@ class _Trial:
         for name, expected in gradients.items():
             eps = compute.eps[name]
             visible = self.found.add(
-                f"the gradient of {name} in update {t}",
+                f"the gradient of {name} in update {t + self.earlier}",
                 run[name],
                 expected,
                 rounding(eps, expected),
@@ -235,7 +239,7 @@ class _Trial:
             # Without a gradient or a decay a weight must stay as it is. With one, its step may be
             # too small to show.
             still = (gradients.get(name, 0) == 0) & (step == 0)
-            label = f"weight {name} after update {t}"
+            label = f"weight {name} after update {t + self.earlier}"
             got = change(run[name], before[name])
             visible = self.found.add(label, got, step, np.where(still, 0.0, floor))
             self.found.visible[1].extend([visible] if visible else [])
