@@ -736,7 +736,7 @@ def buffers_zeroed(s: Sabotage) -> None:
 
 
 def saved_without_momentum(s: Sabotage) -> None:
-    s.around("state", lambda call, stage, updates: replace(call(), optimizer={}))
+    s.around("resume_state", lambda call, stage, updates: replace(call(), optimizer={}))
 
 
 def saved_weights_larger(s: Sabotage) -> None:
@@ -750,7 +750,7 @@ def saved_weights_larger(s: Sabotage) -> None:
             },
         )
 
-    s.around("state", state)
+    s.around("resume_state", state)
 
 
 # ---- runs
