@@ -13,13 +13,14 @@ import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
 
+from pipelab.runtime.counting_stage import CountingStage
 from pipelab.runtime.jax.arguments import Apply, Part
 from pipelab.runtime.jax.arithmetic import named, names
 from pipelab.runtime.jax.device import JaxDevice
 from pipelab.runtime.jax.host import of_program
 from pipelab.runtime.jax.jaxpr import Arrays, spec_of
 from pipelab.runtime.jax.passes import Backwards, Compiled, Groups, differentiate, passes
-from pipelab.runtime.stage import CountingStage, Feed, Recipe
+from pipelab.runtime.stage import Feed, Recipe
 from pipelab.runtime.worker import Bytes
 from pipelab.table.action import Kind
 

@@ -10,7 +10,7 @@ from pipelab.runtime.batches import cut_batch, mean_losses
 from pipelab.runtime.prepare import Segment
 from pipelab.runtime.result import Run
 from pipelab.runtime.stage import Step
-from pipelab.runtime.verdict import reference as rules
+from pipelab.runtime.verdict import rules
 from pipelab.runtime.verdict.certificate import (
     EPS_32,
     EPS_64,
@@ -22,10 +22,9 @@ from pipelab.runtime.verdict.certificate import (
     opinions,
     rounding,
 )
-from pipelab.runtime.verdict.reference import Arrays, Jitter, Losses, Piece, Reading, Reference
-from pipelab.table.schedule import Schedule
+from pipelab.runtime.verdict.reference import Arrays, Jitter, Losses, Piece, Reference
+from pipelab.runtime.verdict.rules import Reading
 
-EVALUATION = "evaluation: the stages one after another"
 IS_IT_A_MEAN = "(is the loss a mean over its samples?)"
 COARSE = 2.0**-7  # eps of bfloat16: noise beyond it may be rounding, or a loss that is no mean
 
@@ -58,7 +57,7 @@ def judge(
     """
     table, replicas = segment.table, len(replica_steps)
     # [1] the rule, and the data with what they read by it
-    rule, of_training = _reading(segment.whole, replicas)
+    rule, of_training = rules.reading_of(segment.whole, replicas)
     reading = of_training[segment.first_update :]
     own = reference(False)
     stream = _pieces(segment, batches, reading, replicas, own, seeds)
@@ -321,17 +320,6 @@ def _most_precise(
         if wide.takes([first]):
             return wide
     return reference(False)  # the verdict says in what precision it was reached
-
-
-def _reading(table: Schedule, replicas: int) -> tuple[str, Reading]:
-    """The rule that describes the table, and the versions that each piece of data reads by it."""
-    if not table.training:
-        first = [0] * table.stages
-        return EVALUATION, [[first] * table.microbatches] * table.batches
-    rule = rules.rule_of(table)
-    if rule == rules.TABLE:
-        return rule, rules.by_rows(table)
-    return rule, rules.by_formula(rule, table, table.per_update * replicas)
 
 
 def _pieces(
