@@ -57,6 +57,8 @@ def compare_step(
     found = Comparison(tolerance)
     # [1] The loss, what it returns beside, and the gradients.
     rule, own = _reference(train_step, program, arguments)
+    # Where the loss draws, float64 would draw other numbers: the truth is then in its own
+    # precision.
     truth = own
     if rule is WHOLE and not any(contains(e, DRAWS) for e in program.step.loss.equations):
         truth, precision = _most_precise(train_step, arguments, own, precision)
@@ -73,6 +75,7 @@ def compare_step(
     pieces = rounded if rule is PIECES else _accumulated(program, values)
     for i, name in enumerate(_names(program)):
         exact, got, near = (_numbers(of[i]) for of in (expected, call.gradient, pieces))
+        # Three causes: the result's own type, the computing in that precision, adding up.
         noise = eps * np.abs(exact) + distance(_numbers(rounded[i]), exact)
         if near.shape == exact.shape:
             noise += _summing(near, exact, eps * program.microbatches)
@@ -87,6 +90,7 @@ def compare_step(
     for i, (path, got) in enumerate(jax.tree.leaves_with_path(call.results)):
         exact = _numbers(wanted[i])
         name = f"result {jax.tree_util.keystr(path)}"
+        # Another type is wrong, however near its numbers are: nan is far from everything.
         numbers = _numbers(got) if got.dtype == types[i] else np.full(exact.shape, np.nan)
         found.add(name, numbers, exact, eps * np.abs(exact), again=again(i))
     return found.verdict(rule, precision)
@@ -123,6 +127,7 @@ def _reference(
     own = program.number is not None
     loss, _ = redraw(step.loss, piece.loss, partial(draw_in_pieces, program.microbatches, own))
     gradient = jax.jit(gradient_of(loss))
+    # Parameters come first among the inputs of the loss, as they do in `gradient_of`.
     positions = [step.arguments.index(v) for v in step.parameters.values()]
 
     def evaluate(values: Arrays) -> Arrays:

@@ -36,6 +36,7 @@ class CountingStage(Stage):
         kept, gradient, count = self._prepare(microbatch, received)
         gradient = self._pull(microbatch, kept, gradient, count, Kind.B)
         self.finish(microbatch, count)
+        # The count goes along, to stages that never see the loss.
         return count, gradient
 
     def input_grad(self, microbatch: int, received: Any) -> Any:
@@ -90,6 +91,7 @@ class CountingStage(Stage):
         self.counts[group] = self.counts.get(group, 0.0) + count
         self._backwards_left[group] -= 1
         self.readers[version] -= 1
+        # The latest version stays without readers, too: the next update starts from it.
         if self.readers[version] or version == self.latest:
             return None
         return self.weights.pop(version)
@@ -99,6 +101,7 @@ class CountingStage(Stage):
 
         `square` gives the squared norm of the sum; the formula is torch's clip_grad_norm_.
         """
+        # Where all is masked the sum is zero, and stays so.
         count = self.counts.pop(group, 0.0) or 1.0
         if self.recipe.clip is None:
             return count
@@ -111,6 +114,7 @@ class CountingStage(Stage):
         mean, count = self.losses[microbatch]
         if not 0 <= count < np.inf:
             raise ValueError(f"the loss is the mean of {count}: give how many it is the mean of")
+        # A micro-batch that counts nothing may have any mean: it weighs nothing.
         if self.recipe.finite and count and not np.isfinite(value := float(mean)):
             batch = microbatch // self.recipe.microbatches
             raise FloatingPointError(

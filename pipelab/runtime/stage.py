@@ -99,6 +99,7 @@ class Ledger:
     def drop(self, key: Hashable) -> None:
         """`key` holds nothing any more."""
         for block, size in self._blocks.pop(key, {}).items():
+            # A block is free when the last of those who hold it lets go.
             self._holders[block] -= 1
             if not self._holders[block]:
                 del self._holders[block]

@@ -51,9 +51,11 @@ def profile(
     device = tensors[0].device
     found, x = [], sample
     for number, layer in enumerate(layers):
+        # Running statistics are those of a copy: the caller's layer learns nothing of this.
         own = copy.deepcopy(layer)
         last = number == len(layers) - 1
         call = partial(_loss_of, own, loss, target) if loss and last else own
+        # Layers are measured alone: none sees the graph of the one before.
         x = pytree.tree_map_only(Tensor, Tensor.detach, x)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             y, costs = _measure(own, call, x, device, repeats, warm_up)
@@ -77,6 +79,7 @@ def _measure(
     def backward(outputs: list[Tensor], wanted: list[Tensor]) -> None:
         if outputs and wanted:
             ones = [torch.ones_like(t) for t in outputs]
+            # The graph is kept: two backwards are timed on it.
             torch.autograd.grad(outputs, wanted, ones, retain_graph=True, allow_unused=True)
 
     times = []
@@ -89,10 +92,13 @@ def _measure(
             seconds, out = _timed(device, call, fresh)
             outputs = [t for t in _tensors(out) if t.requires_grad]
             back = (_timed(device, backward, outputs, w)[0] for w in (inputs, [*inputs, *weights]))
+            # One after another, so that all three meet the same disturbances; medians forget most
+            # of them.
             times.append((seconds, *back))
     forward, input_grad, whole = map(median, zip(*times[warm_up:], strict=True))
     return y, {
         "forward": forward,
+        # By the clock a part may take longer than the whole.
         "input_grad": min(input_grad, whole),
         "weight_grad": max(whole - input_grad, 0.0) if weights else 0.0,
         "weights": float(sum(p.nbytes for p in layer.parameters())),
@@ -121,6 +127,7 @@ def _kept(layer: nn.Module, call: Callable, x: Any) -> tuple[Any, dict[str, floa
     edges = [get_gradient_edge(t) for t in _tensors(y) if t.requires_grad]
     ones = [torch.ones_like(t) for t in _tensors(y) if t.requires_grad]
     y = pytree.tree_map_only(Tensor, Tensor.detach, y)  # else it would keep the whole graph
+    # As a stage of a run does it, so that what is counted is what it would keep.
     halves = Halves(edges, ones, inputs)
     halves.input_grad()
     edges.clear()

@@ -59,6 +59,7 @@ def only_adds(body: Graph, count: int) -> bool:
     for v, out in zip(body.inputs, outputs[:count], strict=False):
         if isinstance(out, Literal) or out not in sums or v not in sums[out].invars:
             return False
+        # A second reader could make anything of a sum that is not complete.
         if (read[v], read[out]) != (1, 1):
             return False
     return True

@@ -74,5 +74,6 @@ class Rules:
         """Whether indices, the last dimension of which is 1, are 0, 1, 2, ... along this one."""
         if part not in self.known:
             return False
+        # Both sizes have to count: one sample has 0 anyway.
         moved = [np.moveaxis(np.asarray(x), axis, -1) for x in self.known.values(part)]
         return all((x == np.arange(x.shape[-1])).all() for x in moved)

@@ -74,6 +74,8 @@ class Result:
         self.read, self.made = [axes_of(pair) for pair in ins], axes_of(out)
         self.axes = [axes[0] if axes else None for axes in self.read]
         self.grows = bool(self.made or any(self.read))
+        # One dimension of the batch in each operand: of two, as in x[:, None] * x[None], none is
+        # followed.
         plain = all(len(axes) < 2 for axes in self.read)
         self.indexes = self.name == "gather" or self.name.startswith("scatter")
         self.apart = self.indexes and plain
@@ -92,6 +94,7 @@ class Result:
             return sum(degrees)
         if not any(degrees):
             return 0
+        # The matrix is fixed: the solution grows as the right side does.
         if name == "triangular_solve" and not degrees[0]:
             return degrees[1]
         if name == "div" and not rounds(self.eqn):
@@ -112,6 +115,7 @@ class Result:
         """Whether a sum over samples stays one; what is fixed is no such sum."""
         name, fixed = self.name, [tag.role is Role.FIXED for tag in self.tags]
         if name in ("mul", "dot_general"):
+            # A product of two sums is no sum.
             return any(fixed)
         if name == "triangular_solve":
             return fixed[0]
@@ -121,6 +125,7 @@ class Result:
 
 
 def _mixed(result: Result) -> Tag | None:
+    # First, since for keys there is a better remedy to name.
     for pair, tag in zip(result.ins, result.tags, strict=True):
         of_size = tag.role is Role.MIXED or tag.degree
         if result.name in RANDOM and of_size and pair in result.known:

@@ -92,6 +92,7 @@ def spmd_table(devices: int, microbatches: int, virtual: int = 1) -> Schedule:
     .   1F0 1F1 1B1 1B0 1U0 .
     """
     _check_sizes(devices, microbatches, virtual)
+    # By the first stage of a lap: d further on is the one of device d.
     jobs = [(lap * devices, k) for lap in range(virtual) for k in range(microbatches)]
     rows = [
         [*(F(s + d, k) for s, k in jobs), *(B(s + d, k) for s, k in reversed(jobs))]

@@ -219,6 +219,7 @@ class _State(reference.ReferenceMemory):
 
     def restore(self) -> None:
         for part, attributes in self._parts:
+            # Attributes that a forward has added go, too.
             vars(part).clear()
             vars(part).update({k: _copied(v) for k, v in attributes.items()})
         for name, buffer in self._module.named_buffers():
@@ -283,8 +284,10 @@ class _DrawsIn(TorchDispatchMode):
                 return value.to(self.dtype)
             return self.dtype if value is torch.float64 else value
 
+        # One seed gives other numbers in float64 than in float32.
         narrow_args, narrow_kwargs = pytree.tree_map(narrow, (args, kwargs or {}))
         drawn = pytree.tree_map_only(Tensor, _widen, func(*narrow_args, **narrow_kwargs))
+        # As torch names what writes into its first operand, such as bernoulli_.
         in_place = func._schema.name.endswith("_")
         return args[0].copy_(drawn) if in_place else drawn
 

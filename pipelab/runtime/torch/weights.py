@@ -102,6 +102,7 @@ class VersionedStage(CountingStage):
         That is summed over the versions that its micro-batches read. `received` is the news of the
         group by stage, where stages share a clipping norm or tied weights.
         """
+        # On a GPU a forward that looked at its loss would wait for it: all are looked at here.
         if self.feed.targets is not None and not self._on_cpu:
             for k, group in enumerate(self.feed.groups):
                 if group == number:

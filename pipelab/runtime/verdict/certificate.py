@@ -157,6 +157,8 @@ class Comparison:
             found.explain(np.where(numbers, distance(opinion, truth, unset), 0.0))
             if found.ratio <= check.tolerance:
                 break
+        # Of every tensor, whether its error is rounding or not: what failed is told by the ratio
+        # alone.
         check.max_abs = max(check.max_abs, float(found.errors[0][1]))
         if found.ratio > check.ratio:
             check.ratio, check.worst = found.ratio, name + found.worst
@@ -166,6 +168,7 @@ class Comparison:
             return None
         blind = found.blind(check.tolerance)
         check.unjudged += [f"{name}{part}" for part in blind]
+        # Nothing of it can be judged: then its size says nothing of the errors that show.
         if blind == [""]:
             return None
         check.max_rel = max(check.max_rel, found.relative)

@@ -55,6 +55,7 @@ def judge(
     own = reference(False)
     stream = _pieces(segment, batches, reading, replicas, own, seeds)
     first = next(stream)
+    # The first piece is looked at beforehand, and still the first to be compared.
     stream = chain([first], stream)
     # [2] two references: as precise as can be, and as the run computes
     truth = _most_precise(own, reference, quick, first)

@@ -173,6 +173,7 @@ class Reference:
         """Clip as torch's clip_grad_norm_, over all stages or in each; tied weights count once."""
         if self.recipe.clip is None:
             return gradients
+        # Names end in the stage's number: with a norm for each stage that is the group.
         group = {n: "" if self.recipe.shared_clip else n.rpartition(" ")[2] for n in gradients}
         squares = dict.fromkeys(group.values(), 0.0)
         for name, g in gradients.items():
@@ -186,6 +187,7 @@ class Reference:
 
     def step(self, t: int, gradients: Sequence[Weights]) -> Arrays:
         """The weights after the optimizer's step from version t and these gradients, by stage."""
+        # A zero is not "no gradient": with it Adam would still move the weight.
         used = [
             {name: of_stage[name] for name in of_stage if name in names}
             for of_stage, names in zip(gradients, self._used, strict=True)
@@ -207,6 +209,7 @@ class Reference:
     def takes(self, pieces: Sequence[Piece]) -> bool:
         """Whether the model takes such data: a layer may insist on a precision or a size."""
         try:
+            # A jitter of nothing computes the same, and puts back what modules remember.
             (self.gradients if self.recipe.training else self.losses)(pieces, Jitter(1, 0.0))
             return True
         except Exception:
@@ -266,6 +269,7 @@ class Reference:
             self._before.restore()
         random = np.random.default_rng(jitter.seed if jitter else 0)
         try:
+            # One after another: jittered weights are copies, and one piece's are there at a time.
             yield ((self._weights(piece, jitter, random), piece) for piece in pieces)
         finally:
             if jitter:

@@ -53,6 +53,7 @@ def by_rows(table: Schedule) -> Reading:
             updates_made[stage] += kind.name == "U"
             if kind.name == "F":
                 before[stage, number] = updates_made[stage]
+    # Micro-batches of an update: all have equally many.
     size = (1 + max(number for _, number in before)) // table.updates
     return [
         [[before[s, k] for s in range(table.stages)] for k in range(t * size, (t + 1) * size)]
@@ -67,6 +68,7 @@ def rule_of(schedule: Schedule) -> str:
     """
     n, size = schedule.stages, schedule.per_update
     if not schedule.asynchronous:
+        # Updates within a batch have no formula in the papers, even where each has a flush.
         return FLUSH if size == schedule.microbatches else TABLE
     if size in (1, schedule.microbatches):
         meant = {Reads.LATEST: STASHING, Reads.FIRST: VERTICAL, Reads.PREVIOUS: DOUBLE}

@@ -68,6 +68,7 @@ class Trial:
                 expected,
                 rounding(eps, expected),
                 own_gradients[name],
+                # A second opinion is off by the coarsest rounding that there is anywhere inside.
                 again(name, max(eps, self.narrowed, compute.mixed)),
             )
             self.found.visible[0].extend([] if visible is None else [visible])
@@ -170,6 +171,8 @@ class Trial:
         """From the run's own weights as this version; keep those that are read `ahead`."""
         reads = [of_piece for of_update in ahead for of_piece in of_update]
         needed = [{version, *(of[s] for of in reads)} for s in range(len(steps))]
+        # From the same weights, so that a difference of one update is not counted in all later
+        # ones.
         for reference in (self.truth, self.own):
             reference.accept(version, [step.weights for step in steps])
             reference.forget(needed)

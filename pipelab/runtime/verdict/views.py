@@ -49,7 +49,11 @@ class Views:
         found: list[str] = []
         parts = zip(self.views, self.sizes, self.errors, self.noises, self.limits, strict=True)
         for view, size, error, noise, limit in parts:
+            # Zeros in place of a slice would be wrong by its size: within the tolerance, they would
+            # pass.
             hidden = (limit > 0) & (size <= tolerance * limit)
+            # But what is equal to the last bit is right; or both are zeros, and nothing is known
+            # where our own computing has made something else of them.
             hidden &= (error > 0) | (size == 0) & (noise > 0)
             if not view and hidden.all():
                 return [""]
@@ -105,6 +109,7 @@ def distance(a: Any, b: Any, unset: np.ndarray | bool = False) -> np.ndarray:
     """
     a, b = np.asarray(a), np.asarray(b)
     with np.errstate(invalid="ignore", over="ignore"):
+        # Differences of unsigned integers would wrap around.
         gap = np.abs(a.astype(np.result_type(a, np.float64)) - b)
     gap = np.where(a == b, 0.0, gap)
     if "f" not in a.dtype.kind + b.dtype.kind and "c" not in a.dtype.kind + b.dtype.kind:
