@@ -98,8 +98,7 @@ def compare_step(
 
 def _accumulated(program: Program, values: Arrays) -> Arrays:
     """[loss, *aux, *gradients], added up over the same micro-batches on one device."""
-    known = program.step, program.loss, program.combine
-    return in_pieces(*known, values, program.microbatches)
+    return in_pieces(program.step, program.loss, program.combine, values, program.microbatches)
 
 
 def _summing(pieces: np.ndarray, exact: np.ndarray, most: float) -> np.ndarray:

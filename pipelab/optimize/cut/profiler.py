@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from pipelab.optimize.cut.profiles import Layer, Profile
+from pipelab.runtime.torch.device import CpuDevice
 from pipelab.runtime.torch.split_backward import Halves, Saved, remaining, storages
 
 
@@ -85,7 +86,7 @@ def _measure(
     times = []
     with torch.enable_grad():
         # [1] once, to see what is saved
-        y, kept = _kept(layer, call, x)
+        y, kept = _kept(layer, call, x, device)
         # [2] by the clock: forward, input gradient, full backward
         for _ in range(warm_up + repeats):
             fresh, inputs = _entering(x)
@@ -107,20 +108,17 @@ def _measure(
     }
 
 
-def _kept(layer: nn.Module, call: Callable, x: Any) -> tuple[Any, dict[str, float]]:
+def _kept(
+    layer: nn.Module, call: Callable, x: Any, device: torch.device
+) -> tuple[Any, dict[str, float]]:
     """The value of a call, and the bytes kept to a backward, and of a split one from I to W."""
     own = storages(joined(layer.parameters(), layer.buffers()))
     packed: list[ref[Saved]] = []
 
-    def pack(tensor: Tensor) -> Saved:
-        saved = Saved(tensor)
-        packed.append(ref(saved))
-        return saved
-
     def size(tensors: Iterable[Tensor]) -> float:
         return float(sum(n for block, n in storages(tensors).items() if block not in own))
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack):
+    with CpuDevice(device).watch("", packed):
         fresh, inputs = _entering(x)
         y = call(fresh)
     activations = size([*remaining(packed), *_tensors(fresh)])

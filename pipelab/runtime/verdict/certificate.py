@@ -176,8 +176,7 @@ class Comparison:
 
     def verdict(self, rule: str, precision: str = "float64") -> Check:
         gradients, steps = (float(np.median(shares or [0.0])) for shares in self.visible)
-        visible = gradients, steps
-        return replace(self.check, rule=rule, precision=precision, visible=visible)
+        return replace(self.check, rule=rule, precision=precision, visible=(gradients, steps))
 
 
 def opinions(compute: Callable[..., Any]) -> Callable[..., Iterator[np.ndarray]]:

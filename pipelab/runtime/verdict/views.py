@@ -112,7 +112,7 @@ def distance(a: Any, b: Any, unset: np.ndarray | bool = False) -> np.ndarray:
         # Differences of unsigned integers would wrap around.
         gap = np.abs(a.astype(np.result_type(a, np.float64)) - b)
     gap = np.where(a == b, 0.0, gap)
-    if "f" not in a.dtype.kind + b.dtype.kind and "c" not in a.dtype.kind + b.dtype.kind:
+    if {a.dtype.kind, b.dtype.kind}.isdisjoint("fc"):
         return np.where(a == b, 0.0, np.maximum(gap, 1.0))  # large ones are equal as floats
     gap[np.isnan(a) & np.isnan(b) & unset] = 0.0
     return np.where(np.isnan(gap), np.inf, gap)
