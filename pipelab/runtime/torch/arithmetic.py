@@ -71,11 +71,10 @@ class TorchArithmetic(reference.Arithmetic):
                 for name, buffer in stages_of_replica[s].named_buffers():  # type: ignore[index]
                     buffer.data = self._moved(state.buffers[name])
         # [4] one optimizer for all stages, as without a pipeline; the truth never steps
-        self.optimizer: Any = None
-        self.schedulers: list[Any] = []
+        factory = None if wide else recipe.optimizer
         trained = [p for p in self.stages.parameters() if p.requires_grad]
-        if recipe.optimizer and trained and not wide:
-            self.optimizer, self.schedulers = make_optimizer(recipe.optimizer, trained)
+        self.optimizer, self.schedulers = make_optimizer(factory, trained)
+        if self.optimizer:
             for of_stage, state in zip(named, start, strict=False):
                 state.load_optimizer(self.optimizer, self.schedulers, of_stage)
 

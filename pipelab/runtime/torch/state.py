@@ -164,14 +164,17 @@ def _placed(values: Any, weight: Tensor, group: Mapping[str, Any]) -> Any:
 
 
 def make_optimizer(
-    factory: Callable[[Any], Any], weights: Sequence[nn.Parameter]
+    factory: Callable[[Any], Any] | None, weights: Sequence[nn.Parameter]
 ) -> tuple[Any, list[Any]]:
     """An optimizer of these weights and its learning-rate schedulers, which share nothing.
 
     A factory may give what it makes for every stage the same learning-rate tensor, the same dict or
     list, and a scheduler writes into it, already while it is made. So all get copies, and such
     tensors are left as they were. ValueError for an optimizer or a scheduler of other weights.
+    Without a factory or weights: None, and no schedulers.
     """
+    if not (factory and weights):
+        return None, []
     with MAKING:
         with _Writes() as writes:
             made = factory(weights)

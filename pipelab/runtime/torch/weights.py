@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -75,10 +75,7 @@ class VersionedStage(CountingStage):
         }
         self._trained = [name for name, h in self._handles.items() if h.requires_grad]
         trained = [self._handles[name] for name in self._trained]
-        self.optimizer: Any = None
-        self.schedulers: list[Any] = []
-        if trained and recipe.optimizer:
-            self.optimizer, self.schedulers = make_optimizer(recipe.optimizer, trained)
+        self.optimizer, self.schedulers = make_optimizer(recipe.optimizer, trained)
         if start and self.optimizer:
             start.load_optimizer(self.optimizer, self.schedulers, self._handles)
         self._note_constants()

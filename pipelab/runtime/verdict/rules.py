@@ -26,7 +26,9 @@ def reading_of(table: Schedule, replicas: int) -> tuple[str, Reading]:
     rule = rule_of(table)
     if rule == TABLE:
         return rule, by_rows(table)
-    return rule, by_formula(rule, table, table.per_update * replicas)
+    n, pieces = table.stages, table.per_update * replicas
+    updates = range(table.updates)
+    return rule, [[[version_read(rule, t, s, n) for s in range(n)]] * pieces for t in updates]
 
 
 def version_read(rule: str, t: int, stage: int, stages: int) -> int:
@@ -35,16 +37,8 @@ def version_read(rule: str, t: int, stage: int, stages: int) -> int:
     return max(0, {FLUSH: t, STASHING: t - n + s, VERTICAL: t - n + 1, DOUBLE: t - 1}[rule])
 
 
-def by_formula(rule: str, table: Schedule, pieces: int) -> Reading:
-    """The versions that every update's `pieces` read under one of the papers' rules."""
-    n = table.stages
-    return [
-        [[version_read(rule, t, s, n) for s in range(n)]] * pieces for t in range(table.updates)
-    ]
-
-
 def by_rows(table: Schedule) -> Reading:
-    """The same of any table, by micro-batches: the updates before each forward in its row."""
+    """What any table's micro-batches read: the updates before each forward in its row."""
     # Walk each row; a stage is in one row, so that counting its updates there is enough.
     before = {}
     updates_made = [0] * table.stages
