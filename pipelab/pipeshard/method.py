@@ -169,7 +169,6 @@ class Pipeshard:
                     f"multiple of the {each} that a mesh has"
                 )
             table = make(table, stages // each, self.microbatches, virtual=self.virtual)
-        # The rest holds for tables of the caller's own as well.
         validate(table)
         if table.asynchronous or not table.training or table.reads is not Reads.LATEST:
             raise PipeshardError(

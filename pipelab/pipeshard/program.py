@@ -70,7 +70,6 @@ class Program:
         # The update's tasks, what rows send each other, and this process's stages.
         self.processes = processes_of(self.meshes)
         self.rows = [row for row, q in enumerate(self.processes) if q == jax.process_index()]
-        # None where every mesh is of this process.
         self.connect = connect if len(self.rows) < len(self.meshes) else None
         self.readers = {
             gradient: [s for s, graph in enumerate(self.graphs) if p in graph.parameters]
@@ -87,8 +86,7 @@ class Program:
             self.processes,
             self.next_values,
         )
-        # Variables are objects of one process: messages name them by their order, which is the same
-        # in all.
+        # Variables are objects of one process: messages name them by their order.
         handed_on = dict.fromkeys(v for g in self.graphs for v in (*g.outputs, *g.aux_outputs))
         self.numbers = {v: number for number, v in enumerate(handed_on)}
         self._begun = False
@@ -96,7 +94,6 @@ class Program:
         if self.connect:
             self.connect().agree(lambda: self._digests)
         self.stages = self._compiled(tasks)
-        # The plan tells of all stages, also of those that others have compiled.
         kept: Mapping[int, int] = {s: stage.bytes for s, stage in self.stages.items()}
         if self.connect:
             kept = ChainMap(*self.connect().share(kept))
@@ -123,8 +120,7 @@ class Program:
         found = combinations(step, arguments, self.step, whole, method)
         self.combine, self.axes, self.exact = found
         self.axes |= dict.fromkeys(self.step.batch, 0)
-        # [3] A loss that draws by the number of the micro-batch; variables that it has anew lie as
-        #     before.
+        # [3] A loss that draws by that number has new variables, which lie as the old ones.
         self.loss = self.step.loss
         self.number: Var | None = None
         if method.own_draws and draws_grow(self.loss, whole.loss):
@@ -157,7 +153,6 @@ class Program:
                 layers=count,
                 method=method,
             )
-            # What it answers could have been written by hand: from here on there is no difference.
             auto = method.stages.choose(problem)
             method = replace(method, stages=auto)
         layers = method.stages_of(count)

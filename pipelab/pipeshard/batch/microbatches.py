@@ -131,7 +131,7 @@ def _same_alone(one: TracedStep, two: TracedStep, combine: list[Combine], given:
     numbers, such as labels, are drawn from those that are given.
     """
     tried = False
-    # A thousand roundings: a loss that treats one sample otherwise is off by far more, or by 5 %.
+    # A thousand roundings, at most 5 %: what treats one sample otherwise is off by more.
     off = min(0.05, 1000 * float(rounding_unit(two.loss.equations, two.parameters).eps))
     drawn_alike, _ = redraw(two.loss, one.loss, partial(draw_in_pieces, 2, False))
     undivided = jax.jit(gradient_of(drawn_alike))

@@ -80,8 +80,7 @@ class StageState:
             )
         for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
             self._warn_of_another_rate(group, saved)
-            # A copy: the reference loads the same state, and schedulers write into what they are
-            # given.
+            # A copy: the reference loads the same, and schedulers write into what they are given.
             own = copy.deepcopy(saved)
             for key, value in own.items():
                 if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
