@@ -78,6 +78,7 @@ class Segment:
 
     @property
     def first_update(self) -> int:
+        # A part begins with a batch, when all updates of the batches before are made.
         return self.begun * self.whole.microbatches // self.whole.per_update
 
     @property
@@ -127,6 +128,7 @@ def find_partners(
     never end.
     """
     # [1] whose news each stage waits for
+    # With a common norm a stage waits for all, itself too: the sum is then the same in each.
     every = range(schedule.stages)
     common = clip is not None and not schedule.asynchronous
     waiting = {s: [o for o in every if common or ties[s] & ties[o]] for s in every}
@@ -155,7 +157,8 @@ def seeds_for(seed: int, segment: Segment, replicas: int) -> np.ndarray:
     """
     per_batch = segment.table.microbatches * replicas
     pieces = range(segment.begun * per_batch, segment.end * per_batch)
-    # By stage and piece: neither order nor device changes what is drawn.
+    # By stage and piece: neither order nor device changes what is drawn. Neighbours draw nothing
+    # alike, since the numbers are hashed.
     numbers = [
         [np.random.SeedSequence([seed, s, k]).generate_state(1)[0] for k in pieces]
         for s in range(segment.table.stages)
@@ -181,6 +184,7 @@ def feeds_of(
     if {0, last} & {*own}:
         pieces = data.pieces(m * replicas, slice(replica * m, (replica + 1) * m))
         samples = [samples_of(piece, data.trees) for piece in pieces]
+        # Of the first batch: the same in all replicas, whichever pieces they have.
         of_one = samples_of(data[0], data.trees) // (m * replicas)
         unit = 1 << of_one.bit_length()
     # Data are numbered batch by batch, and in a batch replica by replica: a replica's own seeds are

@@ -107,6 +107,7 @@ def run(
     Raises ScheduleError for a table that cannot run, ValueError for arguments that do not fit it,
     and RunError when a stage fails, with its device, its action and its own traceback as the cause.
     """
+    # These are the arguments alone, as long as nothing is assigned before this line.
     options = Options(DEFAULT, locals())
     return train_on(
         _wing(backend), schedule, stages, batches, loss, optimizer, options, training=True
@@ -143,6 +144,7 @@ DEFAULT = {p.name: p.default for p in KEYWORDS}
 
 
 def _wing(backend: str | None) -> type[Wing]:
+    # A library is imported by the runs that need it: the other one may not be installed.
     with imports_whole():
         if backend == "jax":
             from pipelab.runtime.jax.wing import JaxWing

@@ -112,6 +112,7 @@ def run_threads(
     for job, home in zip(jobs, homes, strict=True):
         given = job, home, job.stages(home), progress(job)
         name = f"pipelab device {job.row}"
+        # Daemons: one that hangs in a library's call must not keep the process from ending.
         workers.append(Thread(target=crew.work, args=given, name=name, daemon=True))
     del given  # else the last stages would be kept as long as this frame
     for worker in workers:
@@ -133,6 +134,8 @@ def run_threads(
         raise
     finally:
         for worker in workers:
+            # Where there is a watch a thread may hang in what nothing can break off: it is left
+            # behind.
             worker.join(LOOK if watch else None)
     return crew.results()
 
@@ -159,6 +162,8 @@ class _Crew:
         try:
             with home.active():
                 job.prepare(stages)
+                # First until all are ready, then until the clock has been set: `began` is read
+                # after that.
                 self.ready.wait()
                 self.ready.wait()
                 transport = self.transports[job.replica]
@@ -169,6 +174,7 @@ class _Crew:
         except BaseException as error:
             self.errors.append(error)
             self.end()
+        # The last one to end sees the outcomes of all.
         if self.errors or len(self.outcomes) == self.count:
             self.over.set()
 
@@ -180,6 +186,7 @@ class _Crew:
 
     def results(self) -> list[Outcome]:
         """The workers' outcomes, or the first error."""
+        # What an error or an abort elsewhere has ended says nothing of the cause.
         failures = [e for e in self.errors if not isinstance(e, (Aborted, BrokenBarrierError))]
         try:
             if failures:

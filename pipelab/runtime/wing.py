@@ -135,6 +135,8 @@ def _carry_out(wing: Wing, batches: Sequence[Any], loss: Callable, optimizer: An
     # [1] what is to be done
     segment, options, whole = wing.segment, wing.options, wing.segment.whole
     partners = find_partners(whole, [set(of.values()) for of in wing.ties], options.clip)
+    # Without a flush stages update at different times, so that a step has no norm over all of them:
+    # each is clipped by its own.
     recipe = Recipe(
         loss,
         optimizer,
@@ -155,7 +157,9 @@ def _carry_out(wing: Wing, batches: Sequence[Any], loss: Callable, optimizer: An
         try:
             with wing.saving():
                 jobs = _jobs(wing, recipe, data, partners, seeds)
+                # By now the jobs have read all that they need.
                 data.check_unchanged()
+                # Processes that were given other weights or data would train without an error.
                 launcher.agree(lambda: wing.digests(recipe) | data.digests)
                 outcomes = launcher.run(jobs)
                 paced = options.pace is not None
@@ -172,6 +176,7 @@ def _carry_out(wing: Wing, batches: Sequence[Any], loss: Callable, optimizer: An
             raise
         # [3] judge what came of it
         if options.check:
+            # One process has all weights and steps; the others wait here for its verdict.
             result.check = launcher.from_first(
                 lambda: _verdict(wing, recipe, data, seeds, result, outcomes)
             )
@@ -193,6 +198,7 @@ def _jobs(
     pace = pace_of(table, wing.options)
     jobs = []
     for rank in wing.launcher.ranks(table.devices * replicas):
+        # As `Job.rank` numbers them.
         row, replica = divmod(rank, replicas)
         jobs.append(
             wing.job(

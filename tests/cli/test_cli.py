@@ -367,7 +367,7 @@ def test_run_on_jax(capsys):
 
 
 def test_a_failed_check_is_status_1(capsys, monkeypatch):
-    from pipelab.runtime.stage import CountingStage
+    from pipelab.runtime.counting_stage import CountingStage
 
     original = CountingStage.divisor
     sums = lambda self, *rest: original(self, *rest) / 4  # noqa: E731

@@ -126,6 +126,8 @@ class _Best:
 
     def offer(self, schedule: Schedule, found_by: str) -> None:
         """Keep it if it fits and is faster."""
+        # Named schedules come whether they fit or not, and a fused draft may hold more than the one
+        # that it was made of.
         if self.problem.fits(schedule):
             makespan = self.problem.makespan(schedule)
             if makespan < self.makespan * (1 - 1e-12):
@@ -162,6 +164,7 @@ def _search(best: _Best, seconds: float, workers: int, progress: Progress | None
     if left > 0 and problem.actions <= SOLVABLE:
         assert best.schedule
         answer = SolverModel(problem, best.schedule, best.bound).solve(left, workers, progress)
+        # Both hold: the larger one says more.
         best.bound = max(best.bound, answer.bound)
         best.interrupted = answer.interrupted
         if answer.schedule:
@@ -198,6 +201,7 @@ def named_schedules(problem: OrderProblem) -> Iterator[tuple[str, Schedule]]:
             schedule = make(name, p, m, costs=problem.costs, memory=memory, **sizes)
         except (ScheduleError, CostError):
             continue
+        # What updates within a batch trains something else: its speed is no rival.
         of_one_batch = schedule.per_update == m and schedule.reads is Reads.LATEST
         if of_one_batch and (problem.split or Kind.W not in schedule.kinds):
             yield name, schedule

@@ -132,6 +132,7 @@ class OrderProblem:
 
     def table(self, name: str, rows: Iterable[Sequence[tuple[int, Kind]]]) -> Schedule:
         """The schedule whose rows have these stages and kinds; micro-batches in their order."""
+        # The j-th action of a stage and kind is that of micro-batch j: see the module.
         numbered: list[list[Action]] = []
         for row in rows:
             done: dict[tuple[int, Kind], int] = {}

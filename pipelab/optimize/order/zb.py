@@ -89,11 +89,16 @@ def _fastest(
 
     def span(table: Schedule) -> tuple[float, float, int]:
         timeline = simulate(table, problem.costs)
+        # A device's span is what the next batch waits for; then what is equally fast for fewer
+        # activations.
         return timeline.span, timeline.makespan, max(timeline.peak_in_flight)
 
+    # [1] The fixed orders, and ahead of them the list scheduler's: `min` keeps the first of equals.
     tables = [make(order, devices, microbatches) for order in fixed]
+    # With less it could not start a forward.
     if limit >= 1:
         tables.insert(0, min(drafts(problem), key=lambda draft: draft.span).table)
+    # [2] The fastest that fits.
     best = min(filter(problem.fits, tables), key=span, default=None)
     if not best:
         raise ScheduleError(
