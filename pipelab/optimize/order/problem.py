@@ -62,6 +62,7 @@ class OrderProblem:
     def __post_init__(self) -> None:
         check_type(Costs, costs=self.costs)
         check_type(Real, memory=self.memory)
+        object.__setattr__(self, "memory", float(self.memory))  # as Python's: a proof is JSON
 
     @cached_property
     def stages_of(self) -> list[list[int]]:
