@@ -4,6 +4,7 @@ Memory limits are given in micro-batches: one that all stages of a device keep c
 whatever its bytes, and a stage has its share of that.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -219,12 +220,12 @@ Changes = dict[Kind, list[float]]  # kind -> of each stage
 def shares(costs: Costs, placement: Sequence[int], name: str) -> list[float]:
     """The `activations` or `weight_activations` of every stage, in those that its device
     keeps for a micro-batch. A device's stages are alike where it keeps no bytes."""
-    n = len(placement)
+    n, stages_on = len(placement), Counter(placement)
     whole = [0.0] * (max(placement) + 1)
     for device, size in zip(placement, costs.of("activations", n), strict=True):
         whole[device] += size
     return [
-        size / whole[device] if whole[device] > 0 else 1 / placement.count(device)
+        size / whole[device] if whole[device] > 0 else 1 / stages_on[device]
         for device, size in zip(placement, costs.of(name, n), strict=True)
     ]
 

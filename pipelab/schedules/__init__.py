@@ -63,7 +63,7 @@ def takes(name: str, option: str) -> bool:
     ScheduleError for an unknown name.
     """
     if name not in SCHEDULES:
-        near = difflib.get_close_matches(name.lower(), [*SCHEDULES, *ALSO_KNOWN_AS], 1, 0.4)
+        near = difflib.get_close_matches(str(name).lower(), [*SCHEDULES, *ALSO_KNOWN_AS], 1, 0.4)
         hint = f"did you mean {ALSO_KNOWN_AS.get(near[0], near[0])}? " if near else ""
         raise ScheduleError(
             f"unknown schedule {name!r}: {hint}There are {', '.join(sorted(SCHEDULES))}"

@@ -417,6 +417,13 @@ def test_memory_is_in_micro_batches_of_a_device(case):
     assert used == pytest.approx([most / v for most in schedule.peak_in_flight])
 
 
+def test_the_last_weight_gradient_may_outlast_the_way_back():
+    seconds = [0.1, 1, 5, 5]
+    costs = Costs(seconds, seconds, [0, 3, 0, 0], activations=2, weight_activations=1)
+    trip = 2 * (1 + 5 + 5)  # of stage 1, once for each micro-batch, then W
+    assert bound(costs, 4, 2, memory=1).makespan >= 0.1 + 2 * trip + 3
+
+
 def test_what_it_refuses():
     with pytest.raises(ScheduleError, match=r"memory=0\.5: give at least 1, the"):
         bound(Costs(), 2, 4, 0.5)

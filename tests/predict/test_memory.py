@@ -235,3 +235,8 @@ def test_an_action_of_no_length_holds_what_it_needs():
     costs = Costs(0, 0, 0, activations=4)
     assert memory(simulate(make("gpipe", 2, 2).forward_only(), costs), costs).peak() == [4, 4]
     assert memory(simulate(make("gpipe", 2, 2), costs), costs).peak() == [8, 8]
+
+
+def test_an_input_that_is_kept_is_no_more_than_all_that_a_forward_keeps():
+    costs = Costs(activations=2, boundary=5, recompute=Recompute.ALWAYS)
+    assert memory(simulate(make("gpipe", 1, 4), costs), costs).peak("activations") == [8]

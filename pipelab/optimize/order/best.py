@@ -4,6 +4,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Real
 from typing import Any
 
 from pipelab.optimize.order.exact import SolverModel, solver_library
@@ -13,7 +14,7 @@ from pipelab.optimize.order.problem import OrderProblem, placement_named
 from pipelab.predict.bounds import bound
 from pipelab.predict.costs import CostError, Costs, Recompute
 from pipelab.schedules import SCHEDULES, make, takes
-from pipelab.table.action import Kind, Reads, ScheduleError, check_counts
+from pipelab.table.action import Kind, Reads, ScheduleError, check_counts, check_type
 from pipelab.table.placement import check_placement
 from pipelab.table.schedule import Schedule
 from pipelab.table.transform import repeat
@@ -67,6 +68,10 @@ def search(
     0F0 0F1 .   0I0 0W0 0F2 0I1 0W1 0I2 0W2 0U0
     .   1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2 1U0
     """
+    check_counts(batches=batches)
+    check_type(Real, seconds=seconds, workers=workers)
+    if not (seconds >= 0 and workers >= 0):
+        raise ScheduleError(f"seconds={seconds!r}, workers={workers!r}: give numbers of at least 0")
     problem = _problem(costs, devices, microbatches, memory, placement, virtual, split)
     if seconds > 0:
         solver_library()  # or its error at once; its import does not count
@@ -94,7 +99,7 @@ def _problem(
         home = placement_named(placement, devices, virtual)
     else:
         home = check_placement(placement, devices, each=True)
-    limit = float(devices if memory is None else memory)
+    limit = devices if memory is None else memory
     problem = OrderProblem(costs, home, microbatches, limit, split)
     if problem.actions > LARGEST:
         raise ScheduleError(

@@ -83,9 +83,12 @@ def _fastest(
     costs: Costs | None,
     memory: float | None,
 ) -> Schedule:
-    devices, microbatches = check_counts(devices=devices, microbatches=microbatches)
-    limit = float(devices if memory is None else memory)
-    problem = OrderProblem(costs or Costs(), place(devices), microbatches, limit)
+    devices, microbatches, batches = check_counts(
+        devices=devices, microbatches=microbatches, batches=batches
+    )
+    limit = devices if memory is None else memory
+    costs = Costs() if costs is None else costs
+    problem = OrderProblem(costs, place(devices), microbatches, limit)
 
     def span(table: Schedule) -> tuple[float, float, int]:
         timeline = simulate(table, problem.costs)
