@@ -49,6 +49,8 @@ LONG = [
     "test_hosts",
     "test_launchers",
     "test_peers",
+    "test_export",
+    "test_scripts",
     "test_wing",
     "test_bench",
     "test_auto",

@@ -154,11 +154,21 @@ def test_importing_it_loads_nothing_but_python(name):
 
 def test_the_library_prints_nothing():
     for name, path in modules(ROOT).items():
-        if name.count(".") and room(name) not in ("cli", "__main__"):
+        script = name.startswith("pipelab.peers.scripts.")  # to be copied, and run elsewhere
+        if name.count(".") and room(name) not in ("cli", "__main__") and not script:
             calls = (
                 n.func for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)
             )
             assert not any(isinstance(f, ast.Name) and f.id == "print" for f in calls), path
+
+
+def test_scripts_that_leave_the_house_need_nothing_of_it():
+    known = modules(ROOT)
+    scripts = [name for name in known if name.startswith("pipelab.peers.scripts.")]
+    assert scripts
+    for name in scripts:
+        for target, line, _ in imports(known[name], known):
+            assert target.split(".")[0] in {"torch", *sys.stdlib_module_names}, f"{name}:{line}"
 
 
 @pytest.mark.parametrize("wing", LIBRARIES)
