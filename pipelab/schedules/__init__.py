@@ -1,6 +1,7 @@
 """One file per schedule: a function of the file's name that returns a `Schedule`.
 
-A new one is named here, too. `rows` makes schedules of what such a function yields.
+A new one is imported here and listed in SCHEDULES. `rows` makes schedules of what such a
+function yields.
 
 >>> sorted(SCHEDULES)[:4]
 ['dualpipe_v', 'eager_1f1b', 'gpipe', 'inter_layer']

@@ -336,21 +336,25 @@ def test_an_idle_cell_says_what_could_run_there():
     assert could_run(placed(Task(2, 1), "0F0", "1F0", "1B0", "0B0"), 0, 1) == ""
 
 
-@pytest.mark.parametrize("name", sorted(TITLES))
-def test_every_schedule_is_recognised(name):
+IN_A_LOOP = [name for name in sorted(SCHEDULES) if make(name, 3, 8).placement == (0, 1, 2)]
+
+
+@pytest.mark.parametrize("name", IN_A_LOOP)
+def test_every_schedule_that_a_draft_can_be_is_recognised(name):
     table = make(name, 3, 4, virtual=2 if takes(name, "virtual") else 1)
     v, split = table.stages // 3, Kind.I in table.kinds
     task = Task(3, 4, v, per_update=table.per_update, reads=table.reads, split=split)
     draft = Draft.of(task, task.rows_of(table))
-    assert TITLES[name] in recognise(draft)
-    assert TITLES[name] in recognise(draft.with_row(0, draft.rows[0][:-1]))
+    title = TITLES.get(name, name)
+    assert title in recognise(draft)
+    assert title in recognise(draft.with_row(0, draft.rows[0][:-1]))
     assert draft.schedule.rows == table.rows
 
 
-def test_the_schedules_that_a_draft_cannot_be_place_their_stages_in_a_v():
-    for name in set(SCHEDULES) - set(TITLES):
-        placement = make(name, 3, 8).placement
-        assert placement == (0, 1, 2, 2, 1, 0)
+def test_titles_are_of_schedules_that_a_draft_can_be():
+    assert set(TITLES) <= set(IN_A_LOOP)
+    for name in set(SCHEDULES) - set(IN_A_LOOP):
+        assert make(name, 3, 8).placement == (0, 1, 2, 2, 1, 0)
 
 
 def test_recognition_does_not_mind_the_numbers_of_micro_batches_and_knows_what_is_new():
