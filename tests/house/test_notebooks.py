@@ -79,7 +79,7 @@ def test_tags_kernel_and_size(path):
         assert len(lines) <= 20
         assert max(map(len, lines)) <= 92
     prose = sum(len(PICTURE.sub("", c.source).split()) for c in cells(path, "markdown"))
-    assert prose <= 1800
+    assert prose <= 2200
     assert "sanitize" not in book.metadata
 
 
