@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 
-from jupyter_lab import browser, chromium, lab, open_notebook, run_cells, write_notebook
+from jupyter_lab import chromium, round_trips
 from measure import machine, main, page, paragraph, spread, table, timed
 from pipelab.widgets import Editor
 from pipelab.widgets.puzzle import finish
@@ -28,14 +26,11 @@ ROUND_TRIPS = """async (repeats) => {
   const lanes = svg.querySelector(".lanes"), times = [];
   const press = (key, ctrlKey = false) =>
     svg.dispatchEvent(new KeyboardEvent("keydown", { key, ctrlKey }));
-  const answered = (keys) => new Promise((done) => {
-    const watch = new MutationObserver(() => {
-      watch.disconnect();
-      requestAnimationFrame(() => setTimeout(done));
-    });
-    watch.observe(lanes, { childList: true });
+  const answered = (keys) => {
+    const answer = drawn(lanes);
     keys();
-  });
+    return answer;
+  };
   for (let turn = 0; turn < repeats; turn++) {
     const began = performance.now();
     await answered(() => (press("F"), press("Enter")));
@@ -105,18 +100,10 @@ def _game(made: str, help: str) -> list[float]:
 
 def _in_lab(repeats: int) -> list[list[float]]:
     """Seconds of the round trips of every case."""
-    found = []
-    with tempfile.TemporaryDirectory() as folder, lab(Path(folder)) as address, browser() as chrome:
-        for made, help in CASES:
-            source = f"from pipelab.widgets import Editor\nEditor({made}, help={help!r})"
-            write_notebook(Path(folder) / "bench.ipynb", [source])
-            page = chrome.new_page(viewport={"width": 1400, "height": 1000})
-            open_notebook(page, address, "bench.ipynb")
-            run_cells(page, 1, ".pipelab-editor .cursor rect")
-            milliseconds = page.evaluate(ROUND_TRIPS, repeats + 1)
-            found.append([ms / 1e3 for ms in milliseconds[1:]])
-            page.close()
-    return found
+    sources = (
+        f"from pipelab.widgets import Editor\nEditor({made}, help={help!r})" for made, help in CASES
+    )
+    return round_trips(sources, ".pipelab-editor .cursor rect", ROUND_TRIPS, repeats + 1)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
-from pathlib import Path
 
-from jupyter_lab import browser, chromium, lab, open_notebook, run_cells, write_notebook
+from jupyter_lab import EXPLORER, chromium, round_trips
 from measure import machine, main, page, paragraph, spread, table
 from pipelab.widgets import Explorer
 
@@ -25,17 +23,10 @@ ROUND_TRIPS = """async ([name, values]) => {
   const root = document.querySelector(".pipelab-explorer"), times = [];
   const field = root.querySelector(`[name=${name}]`), lanes = root.querySelector(".lanes");
   for (const value of values) {
-    const drawn = new Promise((done) => {
-      const watch = new MutationObserver(() => {
-        watch.disconnect();
-        requestAnimationFrame(() => setTimeout(done));
-      });
-      watch.observe(lanes, { childList: true });
-    });
-    const began = performance.now();
+    const answer = drawn(lanes), began = performance.now();
     field.value = value;
     field.dispatchEvent(new Event("change"));
-    await drawn;
+    await answer;
     times.push(performance.now() - began);
   }
   return times;
@@ -96,22 +87,13 @@ def _in_python(explorer: Explorer, repeats: int) -> list[float]:
 
 def _in_lab(repeats: int) -> list[list[float]]:
     """Seconds of the round trips of every case."""
-    found = []
     values = [str(FORWARDS[turn % len(FORWARDS)]) for turn in range(repeats + 1)]
-    with tempfile.TemporaryDirectory() as folder, lab(Path(folder)) as address, browser() as chrome:
-        for name, p, m in CASES:
-            source = (
-                "from pipelab.widgets import Explorer\n"
-                f"Explorer({name!r}, {p}, {m}, virtual={_chunks(name)})"
-            )
-            write_notebook(Path(folder) / "bench.ipynb", [source])
-            page = chrome.new_page(viewport={"width": 1400, "height": 1000})
-            open_notebook(page, address, "bench.ipynb")
-            run_cells(page, 1)
-            milliseconds = page.evaluate(ROUND_TRIPS, ["forward", values])
-            found.append([ms / 1e3 for ms in milliseconds[1:]])
-            page.close()
-    return found
+    sources = (
+        "from pipelab.widgets import Explorer\n"
+        f"Explorer({name!r}, {p}, {m}, virtual={_chunks(name)})"
+        for name, p, m in CASES
+    )
+    return round_trips(sources, EXPLORER, ROUND_TRIPS, ["forward", values])
 
 
 if __name__ == "__main__":

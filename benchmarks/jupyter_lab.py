@@ -1,4 +1,4 @@
-"""A JupyterLab and a browser that drives it: for the explorer's benchmark and the browser tests."""
+"""A JupyterLab and a browser that drives it: for the widgets' benchmarks and the browser tests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -140,9 +141,42 @@ def open_notebook(page: Any, address: Callable[[str], str], name: str) -> None:
     page.wait_for_selector(".jp-NotebookPanel-toolbar [data-status=idle]", timeout=60_000)
 
 
-def run_cells(page: Any, count: int, wait: str = ".pipelab-explorer path.boxes") -> None:
+EXPLORER = ".pipelab-explorer path.boxes"
+
+
+def run_cells(page: Any, count: int, wait: str = EXPLORER) -> None:
     """Run the first cells of the open notebook and wait for a widget (default: an explorer)."""
     page.locator(".jp-CodeCell .jp-InputArea").first.click()
     for _ in range(count):
         page.keyboard.press("Shift+Enter")
     page.wait_for_selector(wait, state="attached", timeout=60_000)
+
+
+# As `drawn(lanes)` in `round_trips`: a promise, kept when the lanes have other boxes on the screen.
+DRAWN = """window.drawn = (lanes) => new Promise((done) => {
+  const watch = new MutationObserver(() => {
+    watch.disconnect();
+    requestAnimationFrame(() => setTimeout(done));
+  });
+  watch.observe(lanes, { childList: true });
+})"""
+
+
+def round_trips(sources: Iterable[str], wait: str, script: str, argument: Any) -> list[list[float]]:
+    """Seconds, for each widget, of what the script measures in milliseconds; the first is left out.
+
+    sources  a code cell for each widget, which it shows
+    wait     what is on the page when the widget is there: a selector
+    script   JavaScript, a function of the argument
+    """
+    found = []
+    with tempfile.TemporaryDirectory() as folder, lab(Path(folder)) as address, browser() as chrome:
+        for source in sources:
+            write_notebook(Path(folder) / "bench.ipynb", [source])
+            page = chrome.new_page(viewport={"width": 1400, "height": 1000})
+            page.add_init_script(DRAWN)
+            open_notebook(page, address, "bench.ipynb")
+            run_cells(page, 1, wait)
+            found.append([ms / 1e3 for ms in page.evaluate(script, argument)[1:]])
+            page.close()
+    return found

@@ -253,10 +253,7 @@ def seconds_one_way(how: str, size: int, rounds: int) -> float:
     other.start()
     # A pipe has a thread, which a process that is forked later would not have.
     near: Any
-    if how == "pipe":
-        near = Pipe(at_near)
-    else:
-        near = Shared(at_near, there, back, copied)
+    near = Pipe(at_near) if how == "pipe" else Shared(at_near, there, back, copied)
     seconds = []
     for _ in range(rounds):
         began = time.perf_counter()

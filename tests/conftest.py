@@ -1,4 +1,4 @@
-"""What several tests use: small stages, batches, and all schedules over small sizes."""
+"""What several tests use: data, all schedules over small sizes; the order of the files."""
 
 from __future__ import annotations
 
@@ -40,6 +40,22 @@ def tables(draw, names=tuple(name for name in THEORY if name not in V), largest=
     return make(name, p, m, virtual=v, batches=batches), p, m, v, batches
 
 
+class Wrapping:
+    """A data set with a length, whose items begin again behind the last."""
+
+    def __init__(self, data):
+        self.data, self.asked = data, []
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, b):
+        self.asked.append(b)
+        if len(self.asked) > 100:
+            raise RuntimeError("asked for more than there is")
+        return self.data[b % len(self.data)]
+
+
 # Files that take a minute and more of a core, the longest first. Each runs on one worker: begun
 # early, none is left to run alone at the end.
 LONG = [
@@ -49,6 +65,8 @@ LONG = [
     "test_hosts",
     "test_launchers",
     "test_peers",
+    "test_export",
+    "test_scripts",
     "test_wing",
     "test_bench",
     "test_auto",

@@ -22,7 +22,12 @@ from pipelab.cli.compare import compare_command
 from pipelab.cli.plans import bound_command, partition_command, plan_command, search_command
 from pipelab.cli.report import Failure
 from pipelab.cli.runs import explain_command, run_command, train_command
-from pipelab.cli.schedules import schedule_command, simulate_command, validate_command
+from pipelab.cli.schedules import (
+    export_command,
+    schedule_command,
+    simulate_command,
+    validate_command,
+)
 from pipelab.runtime import interrupt
 
 COMMANDS = {
@@ -31,6 +36,7 @@ COMMANDS = {
         simulate_command,
         schedule_command,
         validate_command,
+        export_command,
         run_command,
         explain_command,
         train_command,

@@ -38,6 +38,15 @@ def one_or_more(text: str) -> float | list[float]:
 
 
 Count = Annotated[Any, number_option(int, lambda n: n >= 1, "a whole number of at least 1", "N")]
+Counts = Annotated[
+    Any,
+    number_option(
+        lambda text: tuple(int(part) for part in text.split(",")),
+        lambda counts: min(counts) >= 1,
+        "whole numbers of at least 1, comma-separated",
+        "N,...",
+    ),
+]
 Seed = Annotated[
     Any, number_option(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 2 ** 32 - 1", "N")
 ]

@@ -11,7 +11,17 @@ from tyro.conf import arg
 import pipelab
 from pipelab import simulate
 from pipelab.cli.files import check_targets, read_profile, write_figure, write_text
-from pipelab.cli.options import Count, Json, Name, Plot, Positive, Times, number_option, require
+from pipelab.cli.options import (
+    Count,
+    Counts,
+    Json,
+    Name,
+    Plot,
+    Positive,
+    Times,
+    number_option,
+    require,
+)
 from pipelab.cli.report import GAP, show
 from pipelab.optimize.cut import METHODS, pipedream, split_layers
 from pipelab.optimize.order import bound, gap, memory_used, search
@@ -27,15 +37,6 @@ from pipelab.optimize.plan import (
 from pipelab.optimize.plan import plan as find_plan
 from pipelab.schedules import make_all
 
-Counts = Annotated[
-    Any,
-    number_option(
-        lambda text: tuple(int(part) for part in text.split(",")),
-        lambda counts: min(counts) >= 1,
-        "whole numbers of at least 1, comma-separated",
-        "N,...",
-    ),
-]
 Number = Annotated[Any, number_option(float, lambda x: True, "a number")]
 Method = Annotated[str, arg(metavar="NAME", help=f"{', '.join(METHODS)}")]
 

@@ -1,4 +1,4 @@
-"""simulate, schedule, validate: tables alone."""
+"""simulate, schedule, validate, export: tables alone."""
 
 from dataclasses import replace
 from json import dumps
@@ -9,7 +9,7 @@ from tyro.conf import Positional, arg
 import pipelab
 from pipelab import Recompute, ScheduleError, simulate, validate
 from pipelab.cli.files import check_targets, read_csv, write_figure, write_text
-from pipelab.cli.options import Json, Mode, Name, Plot, TableOptions, Times
+from pipelab.cli.options import Count, Counts, Json, Mode, Name, Plot, TableOptions, Times
 from pipelab.cli.report import Failure, show
 from pipelab.measure.trace import to_trace
 
@@ -58,6 +58,40 @@ def schedule_command(table: TableOptions, csv: Form | None = None, transfers: bo
     else:
         text = str(schedule) if csv is None else schedule.to_csv()
     print(text.rstrip("\n"))
+
+
+def export_command(
+    table: TableOptions,
+    times: Times,
+    out: Annotated[str, arg(metavar="FOLDER")],
+    engine: Annotated[Literal["torch", "torchtitan"], arg(name="for")] = "torch",
+    layers: Counts = None,
+    samples: Count = 1,
+) -> None:
+    """Write a folder from which torch's own runtime, or torchtitan, trains by a schedule.
+
+    Args:
+        out: a new folder
+        engine: who trains
+        layers: of each stage, or one number to share out evenly
+        samples: of a micro-batch
+    """
+    from pipelab.peers.export import export
+
+    check_targets(out=out)
+    costs = times.costs()
+    sizes = {"layers": layers or (), "samples": samples}
+    plan = export(table.make(costs), engine, out, costs=costs, **sizes)
+    given, exported = plan["makespan"].values()
+    print(f"{out}: {plan['schedule']} for {engine}, layers a stage {plan['layers']}")
+    print(f"simulated: {given:.6g}")
+    if exported != given:
+        print(f"with the last stage's I and W as B, for torchtitan's chunked loss: {exported:.6g}")
+    start = f"torchrun --nproc-per-node {plan['devices']}"
+    train = f"{out}/train.py"
+    if engine == "torchtitan":
+        train = f"-m torchtitan.train --module llama3 --config llama3_8b $(cat {out}/options.txt)"
+    print(f"check: {start} {out}/check.py\ntrain: {start} {train}")
 
 
 def validate_command(file: Positional[Annotated[str, arg(metavar="FILE")]]) -> None:

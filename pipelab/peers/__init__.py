@@ -1,6 +1,7 @@
 """Other people's pipelines on the same stages and batches, to compare with: one file each.
 
-A loss is the mean over the samples. What forwards draw (dropout), each library draws its own way.
+`export` is the way out to them. A loss is the mean over the samples. What forwards draw (dropout),
+each library draws its own way.
 """
 
 from dataclasses import dataclass, field

@@ -29,7 +29,8 @@ from pipelab.pipeshard.tracing import Arguments, TracedStep, trace, traced
 from pipelab.runtime.jax.arithmetic import off_by_rounding, wide
 from pipelab.runtime.jax.host import words
 from pipelab.runtime.jax.jaxpr import Arrays, contains, needed, rounding_unit
-from pipelab.runtime.verdict.certificate import Check, Comparison, distance, opinions
+from pipelab.runtime.verdict.certificate import Check, Comparison, opinions
+from pipelab.runtime.verdict.views import distance
 
 WHOLE = "flush: the same step on one device, the batch undivided"
 DRAWN = WHOLE + ", with the random numbers that its micro-batches draw"
@@ -56,6 +57,8 @@ def compare_step(
     found = Comparison(tolerance)
     # [1] The loss, what it returns beside, and the gradients.
     rule, own = _reference(train_step, program, arguments)
+    # Where the loss draws, float64 would draw other numbers: the truth is then in its own
+    # precision.
     truth = own
     if rule is WHOLE and not any(contains(e, DRAWS) for e in program.step.loss.equations):
         truth, precision = _most_precise(train_step, arguments, own, precision)
@@ -72,6 +75,7 @@ def compare_step(
     pieces = rounded if rule is PIECES else _accumulated(program, values)
     for i, name in enumerate(_names(program)):
         exact, got, near = (_numbers(of[i]) for of in (expected, call.gradient, pieces))
+        # Three causes: the result's own type, the computing in that precision, adding up.
         noise = eps * np.abs(exact) + distance(_numbers(rounded[i]), exact)
         if near.shape == exact.shape:
             noise += _summing(near, exact, eps * program.microbatches)
@@ -86,6 +90,7 @@ def compare_step(
     for i, (path, got) in enumerate(jax.tree.leaves_with_path(call.results)):
         exact = _numbers(wanted[i])
         name = f"result {jax.tree_util.keystr(path)}"
+        # Another type is wrong, however near its numbers are: nan is far from everything.
         numbers = _numbers(got) if got.dtype == types[i] else np.full(exact.shape, np.nan)
         found.add(name, numbers, exact, eps * np.abs(exact), again=again(i))
     return found.verdict(rule, precision)
@@ -93,8 +98,7 @@ def compare_step(
 
 def _accumulated(program: Program, values: Arrays) -> Arrays:
     """[loss, *aux, *gradients], added up over the same micro-batches on one device."""
-    known = program.step, program.loss, program.combine
-    return in_pieces(*known, values, program.microbatches)
+    return in_pieces(program.step, program.loss, program.combine, values, program.microbatches)
 
 
 def _summing(pieces: np.ndarray, exact: np.ndarray, most: float) -> np.ndarray:
@@ -122,6 +126,7 @@ def _reference(
     own = program.number is not None
     loss, _ = redraw(step.loss, piece.loss, partial(draw_in_pieces, program.microbatches, own))
     gradient = jax.jit(gradient_of(loss))
+    # Parameters come first among the inputs of the loss, as they do in `gradient_of`.
     positions = [step.arguments.index(v) for v in step.parameters.values()]
 
     def evaluate(values: Arrays) -> Arrays:

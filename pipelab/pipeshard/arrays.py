@@ -63,6 +63,7 @@ def is_key_type(dtype: Any) -> bool:
 
 def is_key(atom: Atom) -> bool:
     """Whether it may be a random key, typed or raw."""
+    # Raw keys are uint32, as other numbers may be: who asks is on the safe side.
     return is_key_type(dtype_of(atom)) or dtype_of(atom) == np.uint32
 
 

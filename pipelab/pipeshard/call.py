@@ -37,6 +37,7 @@ def run_call(program: Program, arguments: Arguments) -> Call:
     pairs = zip(step.arguments, arguments.values, strict=True)
     values = {v: _array(x, v) for v, x in pairs}
     values.update({**step.update.consts, **step.loss.consts})
+    # Deleting an array under one name deletes it under every other.
     uses = Counter(map(id, values.values()))
     donated = {v: x for v in program.donated if isinstance(x := values[v], jax.Array)}
     for v, x in donated.items():
@@ -59,6 +60,7 @@ def run_call(program: Program, arguments: Arguments) -> Call:
     # [3] The results, each from the row that made it.
     def find(v: Var) -> Any:
         row = program.end.rows.get(v, 0)
+        # An argument, what its row has made, or what another row here was given of it.
         for here in (values, known.get(row, {}), *known.values()):
             if v in here:
                 return here[v]
@@ -69,6 +71,7 @@ def run_call(program: Program, arguments: Arguments) -> Call:
 
     results = [_array(a.val, a) if isinstance(a, Literal) else find(a) for a in step.update.outputs]
     for x in donated.values():
+        # As jax.jit leaves them, whether or not a task could use their memory.
         if not any(x is result for result in results):
             x.delete()
     records = [outcome.record for outcome in outcomes]
@@ -139,5 +142,6 @@ def _array(value: Any, of: Atom) -> Any:
     """An argument, or a number of the step's own, as an array of the type that it is traced by."""
     if isinstance(value, jax.Array):
         return value
+    # A weak number stays one: as an array of float32 it would make bfloat16 beside it float32.
     array = np.asarray(value, dtype_of(of))
     return jax.numpy.asarray(array.item()) if is_weak(of) else array

@@ -91,6 +91,7 @@ class CompiledTask(UpdateTask):
 
     def __call__(self, known: MutableMapping[Var, Any]) -> Arrays:
         """Add the task's outputs to what is known; returns them."""
+        # Small ones may have been made on another mesh.
         inputs = jax.device_put([known[v] for v in self.inputs], self._places)
         outputs = self._run(*inputs)
         known.update(zip(self.outputs, outputs, strict=True))

@@ -169,6 +169,7 @@ def cut(
                 f"stage {s} (layers {list(stages[s])}) has nothing that the loss needs: "
                 "move the boundaries"
             )
+        # Of earlier stages come those that an equation makes there; all else is at hand.
         read = read_by(kept, wanted)
         received = [v for v in read if v in maker]
         for v in received:
@@ -176,6 +177,7 @@ def cut(
         inputs, aux_inputs = _by_gradient(received, active)
         outputs, aux_outputs = _by_gradient(crossing[s], active)
         if s == last:
+            # The loss is sent to nobody, and still where the backward starts.
             outputs += variables(loss.outputs[:1])
         graphs.append(
             StageGraph(

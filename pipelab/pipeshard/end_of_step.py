@@ -131,6 +131,7 @@ class EndOfStep:
             ((self.placement.index(sender), "round", number), sender, reader, vs)
             for (sender, reader), vs in self.rounds[number].items()
         ]
+        # All is sent before anything is received: no two rows wait for each other.
         for key, sender, reader, vs in messages:
             if sender == row:
                 transport.send(key, reader, Message([known[v] for v in vs], 0.0))

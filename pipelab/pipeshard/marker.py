@@ -113,6 +113,7 @@ def _marked(
     hoisted = jaxpr.replace(constvars=(), invars=[*jaxpr.invars, *jaxpr.constvars])
     inner = ClosedJaxpr(hoisted, ())
     found = grad_p.bind(*values, *closed.consts, jaxpr=inner, wanted=len(wanted))
+    # The marked equation gives [loss, *aux, *gradients] in a row.
     value, gradients = jax.tree.unflatten(jax.tree.structure((shapes, chosen)), found)
     if not weighted:
         return value, gradients

@@ -50,6 +50,7 @@ class MeshDevice(JaxDevice):
     def take(self, parcel: Any) -> Parcel:
         variables = [*self._numbers]
         use, along = ({variables[n]: x for n, x in part.items()} for part in parcel)
+        # What only passes through stays where it is, and is moved once, by the stage that uses it.
         moved = {v: jax.device_put(x, self.place(v)) for v, x in use.items()}
         jax.block_until_ready(list(moved.values()))
         return Parcel(moved, along)
@@ -141,6 +142,7 @@ class MeshStage(Stage):
         received: Parcel | None,
     ) -> Parcel:
         """Per output its gradients, from all stages that read it -> those of the inputs."""
+        # Nobody sends to the last stage: it starts with its share of the loss.
         use, along = received or Parcel({self.graph.outputs[0]: [self._seed]}, {})
         cotangents = [[self._here(v, x) for x in use[v]] for v in self.graph.outputs]
         gradients = backward(microbatch, cotangents)
@@ -148,6 +150,7 @@ class MeshStage(Stage):
         found = {v: list(parts) for v, parts in along.items()}
         for v, gradient in zip(self.graph.inputs, gradients, strict=True):
             found.setdefault(v, []).append(gradient)
+        # What the stage before has made ends its way there; the rest goes on to earlier ones.
         previous = {v: found.pop(v) for v in list(found) if v in self.compiled.previous}
         return Parcel(previous, found)
 

@@ -150,6 +150,7 @@ class Pipeshard:
             raise PipeshardError(
                 f"stages={self.stages!r}: the loss has {layers} layers: ask for fewer, or mark more"
             )
+        # With as many stages as layers that is a layer each.
         ends = np.cumsum([0, *uniform(layers, count)]).tolist()
         return [list(range(a, b)) for a, b in pairwise(ends)]
 
@@ -160,6 +161,7 @@ class Pipeshard:
         """
         table = self.schedule
         if isinstance(table, str):
+            # A table of one mesh tells how many stages each of them has.
             each = make(table, 1, self.microbatches, virtual=self.virtual).stages
             if stages % each:
                 raise PipeshardError(
@@ -194,6 +196,7 @@ class Pipeshard:
 
         Raises PipeshardError where they overlap or there are too few devices.
         """
+        # [1] What is wanted of each mesh.
         pool = self.pool
         available = len(pool)
         if isinstance(self.stages, ManualStages):
@@ -210,6 +213,8 @@ class Pipeshard:
             raise PipeshardError(
                 f"meshes={wanted!r}: the schedule has {rows} devices, give a mesh for each"
             )
+        # [2] Numbers and shapes take the next devices; devices that are named are taken as they
+        #     are.
         meshes = []
         for mesh in wanted:
             if isinstance(mesh, int):
@@ -223,6 +228,7 @@ class Pipeshard:
                 mesh, pool = np.array(pool[:count]).reshape(mesh), pool[count:]
             array = np.array(mesh)
             meshes.append(Mesh(array.reshape(-1, 1) if array.ndim == 1 else array, AXES))
+        # [3] A device runs one stage at a time: in two meshes it would hold up both.
         devices = [device for mesh in meshes for device in mesh.devices.flat]
         if len(set(devices)) != len(devices):
             raise PipeshardError(
@@ -232,6 +238,7 @@ class Pipeshard:
 
     def shardings_of(self, rows: int) -> list[Sharding]:
         """Per mesh, what places arguments in it."""
+        # Without one everything is whole on each device, so that only the samples are divided.
         sharding = self.stages.sharding if isinstance(self.stages, ManualStages) else None
         if sharding is None or callable(sharding):
             return [sharding or (lambda path, shape: PartitionSpec())] * rows
@@ -251,6 +258,7 @@ def _manual_layers(manual: ManualStages, layers: int) -> list[list[int]]:
             f"ManualStages(layers={stages}): the loss has layers 0 to {layers - 1} "
             f"({layers - 1} boundaries are marked); put each into one stage, in order"
         )
+    # A plan of one stage is made by planners alone, where it is the fastest.
     if len(stages) < manual.fewest:
         raise PipeshardError(
             f"ManualStages(layers={stages}): one stage is not a pipeline: make two or more"
@@ -320,6 +328,7 @@ class Plan:
 
 def over_samples(v: Var, axis: int | None, mesh: Mesh) -> PartitionSpec:
     """Over "data" along the samples' dimension, if it has one that divides; else whole."""
+    # What does not divide is on every device as a whole: slower, and as right.
     if axis is None or shape_of(v)[axis] % mesh.shape["data"]:
         return PartitionSpec()
     return PartitionSpec(*[None] * axis, "data")

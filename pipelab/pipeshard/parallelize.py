@@ -100,6 +100,8 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except PipeshardError as error:
+        # The message has the line of the equation that mixes samples: in flax, that of its
+        # BatchNorm.
         if "/normalization.py" not in str(error):
             raise
         raise PipeshardError(
@@ -216,6 +218,7 @@ class Parallelized:
             if program.connect:
                 raise PipeshardError("compare on one host: no process has all the results")
             if program.donated:
+                # The run deletes what is donated, and the reference still has to read it.
                 copies = [x.copy() if isinstance(x, jax.Array) else x for x in arguments.values]
                 given = replace(arguments, values=copies)
             program, call = self._run(given)
@@ -257,6 +260,7 @@ class Parallelized:
         try:
             with _explained(), jax.set_mesh(NO_MESH):
                 yield
+        # The others wait for messages of this process that will not come: they are told.
         except BaseException as error:
             processes, self._processes = self._processes, None
             if processes:

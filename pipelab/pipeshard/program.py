@@ -57,6 +57,7 @@ class Program:
         layers, auto = self._divide(method)
         parameters, gradients = self.step.parameters, self.step.gradients
         self.next_values = self._next_values()
+        # What becomes the argument, or is added to it, lies as it does: no call moves the state.
         self.like: dict[Var, Var] = {
             **self.next_values,
             **{v: v for v in self._state},
@@ -85,9 +86,11 @@ class Program:
             self.processes,
             self.next_values,
         )
+        # Variables are objects of one process: messages name them by their order.
         handed_on = dict.fromkeys(v for g in self.graphs for v in (*g.outputs, *g.aux_outputs))
         self.numbers = {v: number for number, v in enumerate(handed_on)}
         self._begun = False
+        # Before compiling, which takes longest: other programs are found out in a second.
         if self.connect:
             self.connect().agree(lambda: self._digests)
         self.stages = self._compiled(tasks)
@@ -107,14 +110,17 @@ class Program:
                 "shorter"
             )
         self.samples, self.microbatches = arguments.samples // m, m
+        # [1] The step of the batch, and that of a micro-batch.
         whole = self.step = trace(step, arguments, arguments.samples)
         if m > 1:
             self.step = trace_piece(step, arguments, self.samples, whole)
         self.paths = dict(zip(self.step.arguments, arguments.paths, strict=True))
         self._state = [v for v in self.step.arguments if v not in self.step.batch]
+        # [2] How the results of micro-batches come together.
         found = combinations(step, arguments, self.step, whole, method)
         self.combine, self.axes, self.exact = found
         self.axes |= dict.fromkeys(self.step.batch, 0)
+        # [3] A loss that draws by that number has new variables, which lie as the old ones.
         self.loss = self.step.loss
         self.number: Var | None = None
         if method.own_draws and draws_grow(self.loss, whole.loss):
@@ -216,6 +222,7 @@ class Program:
             spec = self._shardings[row](self.paths[like], shape_of(like))
         try:
             sharding = NamedSharding(mesh, spec)
+            # The first looks at the dimensions, the second whether they divide.
             sharding.check_compatible_aval(shape_of(v))
             sharding.shard_shape(shape_of(v))
         except (TypeError, ValueError) as error:
@@ -231,6 +238,7 @@ class Program:
         That is known if the step returns its state in one piece, in the order in which it takes it.
         """
         results = self.step.update.outputs
+        # The loss may stand before the state, or behind it.
         for i in range(len(results)):
             pairs = list(zip(self._state, results[i:], strict=False))
             if all(shape_of(a) == shape_of(b) for a, b in pairs):
@@ -241,6 +249,7 @@ class Program:
         """The processes, when all run this program, the first time on the same arguments."""
         assert self.connect
         processes = self.connect()
+        # Looked at once: later calls mostly take what the one before has returned.
         known = {} if self._begun else of_trees(arguments.named)
         processes.agree(lambda: self._digests | known)
         self._begun = True

@@ -68,6 +68,7 @@ class Arguments:
         ]
 
 
+# A function of the module, since jax remembers by function: every call asks for shapes.
 def _unchanged(*values: Any) -> Any:
     return values
 
@@ -83,6 +84,7 @@ def flatten(args: Sequence[Any], batch_argnums: tuple[int, ...]) -> Arguments:
     batch = []
     sizes: dict[str, int] = {}  # a leaf of the batch, in words -> its samples
     for position, ((argument, *path), value) in enumerate(leaves):
+        # The first key is the argument's number; the others are the way through its tree.
         i = argument.idx
         name = jax.tree_util.keystr(tuple(path))
         paths.append(name)
@@ -206,6 +208,7 @@ def traced(fun: Callable, arguments: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
     try:
         return make(*arguments)
     except RuntimeError as error:
+        # jax has no error of its own for this.
         if "non-empty mesh" not in str(error):
             raise
     # It has sharding constraints by axes alone. Under jax.set_mesh, all arrays would be of that
@@ -252,6 +255,7 @@ def trace_piece(
     Raises PipeshardError where the step, which works on the batch, does not on a micro-batch.
     """
     piece = trace_again(step, arguments, samples)
+    # The same leaves have other variables in each trace: the update gets those of the micro-batch.
     inputs = [*piece.arguments, *whole.gradient]
     update = replace(inline(whole.update.jaxpr, inputs), inputs=inputs)
     return replace(piece, gradient=whole.gradient, update=update, results=whole.results)
@@ -318,6 +322,7 @@ def _check_update(step: TracedStep) -> None:
             "lost: return the new state. A step that changes its arguments in place "
             "(nnx.Optimizer.update) has to be pure: nnx.split before, nnx.merge inside"
         )
+    # The update is done once, when no micro-batch is there any more.
     varying = update.depending(step.batch)
     for eqn in update.equations:
         if not varying.isdisjoint(variables(eqn.invars)):

@@ -156,6 +156,7 @@ def _placed(update: Graph, owners: dict[Var, int]) -> tuple[Graph, dict[int, int
     try:
         return update, _stages(update, owners)
     except PipeshardError:
+        # Only where it does not go without: both sides of each branch are computed then.
         expanded = _without_branches(update)
         if expanded.equations == update.equations:  # there are none
             raise
@@ -216,6 +217,7 @@ def _stages(update: Graph, owners: dict[Var, int]) -> dict[int, int]:
             part = groups.get(v) or _Group([v], set())
             if part is whole:
                 continue
+            # Two groups become one (union-find); of two owners one array would have to move.
             whole.stages |= part.stages
             if len(whole.stages) > 1:
                 one, two = sorted(whole.stages)

@@ -5,7 +5,7 @@ from operator import add
 from matplotlib.axes import Axes
 
 from pipelab.plot import style
-from pipelab.predict.memory import CAUSES, Memory
+from pipelab.predict.memory import MEMORY_CAUSES, Memory
 from pipelab.predict.timeline import scale_of
 
 
@@ -22,7 +22,7 @@ def memory(m: Memory, device: int = 0, ax: Axes | None = None) -> Axes:
             [[held / factor for held in levels[cause]] for cause in shown],
             step="post",
             labels=shown,
-            colors=[style.CAUSES[cause] for cause in shown],
+            colors=[style.MEMORY_CAUSES[cause] for cause in shown],
             lw=0,
         )
         ax.axhline(top, color=style.GREY, ls="--", lw=0.8)
@@ -47,9 +47,9 @@ def peaks(items: dict[str, Memory], ax: Axes | None = None) -> Axes:
         x = [d + (j - (len(items) - 1) / 2) * width for d in range(m.devices)]
         held = [m.at_peak(d) for d in range(m.devices)]
         bottom = [0.0] * m.devices
-        for cause in CAUSES:
+        for cause in MEMORY_CAUSES:
             height = [of_device[cause] / factor for of_device in held]
-            bars = ax.bar(x, height, width * 0.9, bottom, color=style.CAUSES[cause])
+            bars = ax.bar(x, height, width * 0.9, bottom, color=style.MEMORY_CAUSES[cause])
             if any(height) and cause not in labelled:
                 bars.set_label(cause)
                 labelled.add(cause)

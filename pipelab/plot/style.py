@@ -36,7 +36,7 @@ KINDS = dict.fromkeys(Kind, PINK) | {  # the others are transfers
     Kind.U: GREY,
 }
 NAMES = WORDS | {Kind.SEND_F: "transfer"}
-CAUSES = {
+MEMORY_CAUSES = {
     "weights": GREY,
     "versions": PINK,
     "gradients": GREEN,

@@ -11,14 +11,14 @@ from pipelab.predict.timeline import Timeline, plural
 from pipelab.table.action import Kind
 
 
-def buffers(t: Timeline, stage: int = 0) -> list[tuple[int, int, float, float]]:
+def versions_in_buffers(t: Timeline, stage: int = 0) -> list[tuple[int, int, float, float]]:
     """Where a stage keeps its weight versions: (buffer, version, from, to).
 
     Times count from the timeline's own zero. A version takes the buffer that has been free longest
     when its update ends, and frees it when its last reader ends.
 
     >>> from pipelab import Costs, make, simulate
-    >>> buffers(simulate(make("pipedream_2bw", 2, 2, batches=3), Costs(update=1)))
+    >>> versions_in_buffers(simulate(make("pipedream_2bw", 2, 2, batches=3), Costs(update=1)))
     [(0, 0, 0.0, 16.0), (1, 1, 10.0, 23.0), (0, 2, 17.0, 24.0), (1, 3, 24.0, 24.0)]
     """
     end = [span.end for span in spans(t)]
@@ -41,7 +41,7 @@ def versions(t: Timeline, stage: int = 0, ax: Axes | None = None) -> Axes:
     An action has the colour and the number (v) of the version that it reads. The gradients gather
     for the next version: a step is one backward's, and an update takes them all.
     """
-    s, kept = t.schedule, buffers(t, stage)
+    s, kept = t.schedule, versions_in_buffers(t, stage)
     count = 1 + max(place for place, *_ in kept)
     ax = style.axes(ax, height=1.1 + 0.55 * (count + 2))
     ax.set_xlim(0, t.makespan * 1.002)

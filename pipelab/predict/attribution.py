@@ -49,8 +49,9 @@ def attribution(schedule: Schedule, spans: Sequence[Span]) -> dict[Cause, list[f
     Before an action whose input was sent at e: `transfer` from e until it arrived; before e
     `held back by the order` if the input of a later forward of the row has arrived already and
     the action is no forward, else `waiting for a forward` or `for a gradient`. After the last
-    action: `nothing left`. `overhead` is what a measured run shows between the arrival of an
-    action's input and its start; 0 in a simulation. The table must not have transfers written out.
+    action: `nothing left`. `overhead` is the time between the arrival of an action's input and its
+    start: measured, or in a simulation `Costs.overhead`. The table must not have transfers written
+    out.
     """
     idle = {cause: [0.0] * schedule.devices for cause in Cause}
     for d, row in enumerate(stretches(schedule, spans)):

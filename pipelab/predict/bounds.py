@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from numbers import Real
 
 from pipelab.predict.costs import Costs, Recompute
 from pipelab.predict.memory import memory_used, shares
@@ -90,6 +91,7 @@ def bound(
     home = loop_placement(devices)
     if placement is not None:
         home = check_placement(placement, devices, each=True)
+    check_type(Real, memory=math.inf if memory is None else memory)
     if memory is not None and not memory >= 1 - ROUNDING:
         raise ScheduleError(
             f"memory={memory!r}: give at least 1, the activations of one micro-batch"
@@ -273,8 +275,10 @@ def _devices(costs: Costs, home: Sequence[int], microbatches: int, split: bool) 
     again = costs.recompute.mask(m, m)
     some = 0 if all(again) else sum(again)  # are recomputed, and `b` is of one that is not
     devices = []
-    for d in range(max(home) + 1):
-        stages = [stage for stage, device in zip(every, home, strict=True) if device == d]
+    stages_of: list[list[_Stage]] = [[] for _ in range(max(home) + 1)]
+    for device, stage in zip(home, every, strict=True):
+        stages_of[device].append(stage)
+    for stages in stages_of:
         forwards = sum(m * s.f for s in stages)
         backwards = sum(m * s.b + some * (s.f - costs.overhead) for s in stages)
         rest = sum(m * s.w + s.u for s in stages)

@@ -171,7 +171,7 @@ def _checked(name: str, value: Any) -> float | tuple[float, ...]:
     several = isinstance(value, Iterable)
     try:
         numbers = tuple(float(0.0 + x) for x in (value if several else [value]))
-    except TypeError:
+    except (TypeError, OverflowError):
         raise CostError(f"{name}={value!r}: give one number, or one per stage") from None
     positive = name in ("bandwidth", "speed")
     for x in numbers:

@@ -4,6 +4,7 @@ Memory limits are given in micro-batches: one that all stages of a device keep c
 whatever its bytes, and a stage has its share of that.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,11 +17,11 @@ from pipelab.predict.timeline import Timeline
 from pipelab.table.action import Kind, U, check_type
 from pipelab.table.schedule import Schedule
 
-CAUSES = ("weights", "versions", "gradients", "optimizer", "activations", "buffers")
+MEMORY_CAUSES = ("weights", "versions", "gradients", "optimizer", "activations", "buffers")
 
 
 class MemoryStep(NamedTuple):
-    """At `time` a device takes `change` bytes more (or fewer) for `cause`, one of CAUSES.
+    """At `time` a device takes `change` bytes more (or fewer) for `cause`, one of MEMORY_CAUSES.
 
     order  among steps of one time; what leaves (a change below 0) goes before what comes
     """
@@ -57,7 +58,7 @@ class Memory:
         steps = self.of_device[device]
         last = {step.time: i for i, step in enumerate(steps)}
         levels = {}
-        for cause in CAUSES:
+        for cause in MEMORY_CAUSES:
             held = [*accumulate(step.change if step.cause == cause else 0.0 for step in steps)]
             levels[cause] = [held[i] for i in last.values()]
         return [*last], levels
@@ -76,7 +77,7 @@ class Memory:
     def at_peak(self, device: int) -> dict[str, float]:
         """The parts that fill a device at the moment of its peak."""
         held = [*accumulate((step.change for step in self.of_device[device]), initial=0.0)]
-        filled = dict.fromkeys(CAUSES, 0.0)
+        filled = dict.fromkeys(MEMORY_CAUSES, 0.0)
         for step in self.of_device[device][: held.index(max(held))]:
             filled[step.cause] += step.change
         return filled
@@ -219,12 +220,12 @@ Changes = dict[Kind, list[float]]  # kind -> of each stage
 def shares(costs: Costs, placement: Sequence[int], name: str) -> list[float]:
     """The `activations` or `weight_activations` of every stage, in those that its device
     keeps for a micro-batch. A device's stages are alike where it keeps no bytes."""
-    n = len(placement)
+    n, stages_on = len(placement), Counter(placement)
     whole = [0.0] * (max(placement) + 1)
     for device, size in zip(placement, costs.of("activations", n), strict=True):
         whole[device] += size
     return [
-        size / whole[device] if whole[device] > 0 else 1 / placement.count(device)
+        size / whole[device] if whole[device] > 0 else 1 / stages_on[device]
         for device, size in zip(placement, costs.of(name, n), strict=True)
     ]
 

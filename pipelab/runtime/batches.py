@@ -32,6 +32,8 @@ class Trees(NamedTuple):
         for leaf in leaves:
             numbers = self.host(leaf)
             if numbers is not None:
+                # Flat bytes: a buffer of bfloat16 has no format that others know, and a number
+                # without an axis no view as bytes.
                 sum_of = crc32(np.ascontiguousarray(numbers).reshape(-1).view(np.uint8).data)
                 found.append(f"{leaf.dtype} {tuple(leaf.shape)} {sum_of}")
             elif isinstance(leaf, (bool, int, float, complex, str, bytes)):
@@ -122,6 +124,7 @@ class Data(Sequence):
 
     def check_unchanged(self) -> None:
         """ValueError if a batch is not what it was when it was read."""
+        # After a single one nothing was read that could have overwritten it.
         for b in self._kept if len(self) > 1 else ():
             if self._digest(b) != self.digests[name := f"batch {self.numbers[b]}"]:
                 raise ValueError(
@@ -137,5 +140,6 @@ def mean_losses(pieces: Any, batches: int) -> list[float]:
     """The mean loss of every batch, from (mean, count) of its pieces; some count nothing."""
     # A piece that counts nothing may have the mean nan, which 0 x would not remove.
     means, counts = np.reshape(pieces, (batches, -1, 2)).transpose(2, 0, 1)
+    # Where nothing counts the divisor is small and not 0: the loss of such a batch is 0.
     total = np.where(counts > 0, means * counts, 0).sum(1)
     return (total / np.maximum(counts.sum(1), 1e-300)).tolist()

@@ -20,6 +20,7 @@ def behind(ask: Callable[[], float]) -> float:
         theirs = ask()
         answered = time.perf_counter()
         answers.append((answered - asked, theirs - (asked + answered) / 2))
+    # The smallest round trip, which comes first in each pair.
     return min(answers)[1]
 
 

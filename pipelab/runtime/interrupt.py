@@ -79,6 +79,7 @@ def allow() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# `python -m pipelab` calls itself "-m" while its package is being imported.
 _PROGRAM = os.path.basename(sys.argv[0]) if sys.argv else ""
 _IS_COMMAND = _PROGRAM == "pipelab" or (_PROGRAM == "-m" and "pipelab" in sys.orig_argv)
 if _IS_COMMAND and signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -90,6 +90,7 @@ class Segment:
     @property
     def first_update(self) -> int:
         """Of the whole table's updates, the first that is made here."""
+        # A part begins with a batch, when all updates of the batches before are made.
         return self.begun * self.whole.microbatches // self.whole.per_update
 
     @property
@@ -156,6 +157,7 @@ def find_partners(
     never end.
     """
     # [1] whose news each stage waits for
+    # With a common norm a stage waits for all, itself too: the sum is then the same in each.
     every = range(schedule.stages)
     common = clip is not None and not schedule.asynchronous
     waiting = {s: [o for o in every if common or ties[s] & ties[o]] for s in every}
@@ -183,7 +185,8 @@ def seeds_for(seed: int, batches: range, per_batch: int, stages: int) -> np.ndar
     They do not depend on where a training was stopped and resumed.
     """
     pieces = range(batches.start * per_batch, batches.stop * per_batch)
-    # By stage and piece: neither order nor device changes what is drawn.
+    # By stage and piece: neither order nor device changes what is drawn. Neighbours draw nothing
+    # alike, since the numbers are hashed.
     numbers = [
         [np.random.SeedSequence([seed, s, k]).generate_state(1)[0] for k in pieces]
         for s in range(stages)

@@ -85,6 +85,7 @@ def train(
             if first:
                 draft = folder / "losses.draft"
                 draft.write_text(json.dumps({"name": name, "losses": losses}))
+                # One step: a kill leaves either the old losses, with their checkpoint, or the new.
                 draft.replace(folder / LOSSES)
                 _keep_only(folder, _checkpoint(folder, end))
             yield Part(end, list(losses), result)

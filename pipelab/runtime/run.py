@@ -109,6 +109,7 @@ def run(
     Raises ScheduleError for a table that cannot run, ValueError for arguments that do not fit it,
     and RunError when a stage fails, with its device, its action and its own traceback as the cause.
     """
+    # These are the arguments alone, as long as nothing is assigned before this line.
     options = Options(DEFAULT, locals())
     check_sequence(batches)
     given = schedule, stages, loss, optimizer, options
@@ -188,6 +189,7 @@ def new_folder(name: str, folder: str | Path | None) -> Path | None:
 
 def wing_of(backend: str | None) -> type[Wing]:
     """The library's part for a backend."""
+    # A library is imported by the runs that need it: the other one may not be installed.
     with imports_whole():
         if backend == "jax":
             from pipelab.runtime.jax.wing import JaxWing

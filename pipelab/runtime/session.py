@@ -167,6 +167,8 @@ class Session(AbstractContextManager):
         self.schedule, self.options, self.launcher = table, options, self.wing.launcher
         ties = [set(of.values()) for of in self.wing.ties]
         self.partners = find_partners(table, ties, options.clip)
+        # Without a flush stages update at different times, so that a step has no norm over all of
+        # them: each is clipped by its own.
         self.recipe = Recipe(
             loss,
             optimizer,
@@ -260,6 +262,7 @@ class Session(AbstractContextManager):
             raise
         # [3] judge what came of it
         if check:
+            # One process has all weights and steps; the others wait here for its verdict.
             result.check = self.launcher.from_first(
                 lambda: self._verdict(segment, data, result, outcomes, start, save, check)
             )
@@ -341,6 +344,8 @@ class Session(AbstractContextManager):
 
     def submit(self, orders: Sequence[Order], data: Data) -> None:
         """Give the ranks orders, which are the first of these data; starts them if need be."""
+        # By now the orders have read all that they need. Processes that were given other weights
+        # or data would train without an error.
         data.check_unchanged()
         if self.started:
             self.launcher.agree(lambda: data.digests)

@@ -164,6 +164,7 @@ class Crew:
         for i, (job, home) in enumerate(zip(jobs, self.homes, strict=True)):
             given = i, job, home, job.stages(home), progress(job)
             name = f"pipelab device {job.row}"
+            # Daemons: one that hangs in a library's call must not keep the process from ending.
             self.workers.append(Thread(target=self._work, args=given, name=name, daemon=True))
 
     def start(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -211,6 +212,7 @@ class Crew:
             queue.put(None)
         for worker in self.workers:
             if worker.ident:
+                # Where there is a watch a thread may hang in what nothing can break off.
                 worker.join(LOOK if self.watch else None)
 
     def _work(
@@ -220,6 +222,8 @@ class Crew:
         try:
             with home.active():
                 job.prepare(stages)
+                # First until all are ready, then until the clock has been set: `began` is read
+                # after that.
                 self.ready.wait()
                 self.ready.wait()
                 transport = self.transports[job.replica]

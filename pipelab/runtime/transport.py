@@ -60,8 +60,10 @@ class Transport:
         box = self._boxes[device]
         with self._changed[device]:
             self._changed[device].wait_for(lambda: key in box or self.ended.is_set())
+            # Even if the message is there: a run that has ended starts nothing more.
             if self.ended.is_set():
                 raise Aborted
+            # A message has one reader: popped, its arrays live no longer than that one needs them.
             return box.pop(key)
 
     def sum_over_replicas(self, key: Key, device: int, parts: list[Any], home: Device) -> list[Any]:
@@ -69,6 +71,8 @@ class Transport:
 
         Waits for them.
         """
+        # Everybody sends to everybody, itself too, and adds up in the same order: sums of floats
+        # depend on it, and replicas have to stay equal to the last bit.
         me = self.replicas.index(self)
         for replica in self.replicas:
             replica.send((key, me), device, Message(home.give(parts), 0.0))
@@ -82,6 +86,7 @@ class Transport:
 
     def abort(self) -> None:
         """End the run: whoever waits, or will wait, gets Aborted."""
+        # Before anybody is woken: who comes to wait only now sees it as well.
         self.ended.set()
         for changed in self._changed:
             with changed:
@@ -90,6 +95,7 @@ class Transport:
 
 def add_up(of_replicas: Iterable[list[Any]]) -> list[Any]:
     """The sums of their parts one by one; in one order, so that they are equal in all replicas."""
+    # From the first on: sum's own 0 would be one more addition of arrays.
     return [sum(same[1:], same[0]) for same in zip(*of_replicas, strict=True)]
 
 

@@ -256,6 +256,7 @@ class Worker:
                 output = _carried_out(action, stage, received)
                 record.late += self._take_time(i)
                 end = self.device.now()
+                # After the mark of its end: what the check keeps is not the action's time.
                 stage.snapshot()
                 # [3] send what it makes
                 self._send(action, output)
@@ -263,6 +264,7 @@ class Worker:
                     self._end_group(action, stage)
             except Aborted:
                 raise
+            # A SystemExit would end this thread without a word, and the others would wait.
             except (Exception, SystemExit) as error:
                 raise self._failure(action, received, error) from error
             # [4] note what happened
@@ -280,11 +282,14 @@ class Worker:
             record.kept.append(_sum(kept.values()))
             record.versions.append(stage.versions_held)
         self.device.finish()
+        # Marks of a GPU have their seconds when all its work is done: these are asked for last.
         record.start, record.end = map(self.device.seconds, (record.start, record.end))
         return record
 
     def _failure(self, action: Action, received: Any, error: BaseException) -> RunError:
         message = f"{self.job.where}, action {action}: {told(error)}"
+        # What an update received are its partners' news, and a message that was lost is to blame
+        # itself: neither is described.
         described = received is not None and action.kind is not Kind.U
         if described and not isinstance(error, ConnectionError):
             message += f" (it was given {self.device.describe(received)})"
@@ -309,10 +314,13 @@ class Worker:
         return self.device.take(payload), at
 
     def _send(self, action: Action, output: Any) -> None:
+        # This never waits for the receiver: two rows that first send to each other would wait for
+        # ever.
         stage, kind, microbatch = action
         target = self._home(stage - STEP[kind])
         if STEP[kind] and target is not None:
             payload = output if target == self.job.row else self.device.give(output)
+            # The paced clock travels along: the receiver adds the delay to it.
             at = self.clock if self.pace else time.perf_counter() - self.began
             key = stage, kind is Kind.F, microbatch
             self.transport.send(key, target, Message(payload, at))
@@ -341,6 +349,7 @@ class Worker:
         # [2] what partners' updates of this group wait for
         partners = self.job.partners.get(action.stage)
         if partners:
+            # After [1]: a norm is that of the sums over all replicas.
             news = self.device.give(stage.news())
             for other in partners:
                 home = self.job.schedule.placement[other]
@@ -361,6 +370,7 @@ class Worker:
         if not self.pace:
             return False
         self.device.finish()
+        # A GPU's work is only queued when a call returns, so it was waited for.
         done, due = time.perf_counter() - self.began, self.clock + self.pace.duration[i]
         self.transport.sleep(self.began + due - time.perf_counter())
         # What takes longer than its cost moves the paced clock, and with it all that follows.

@@ -1,6 +1,7 @@
 """One file per schedule: a function of the file's name that returns a `Schedule`.
 
-A new one is named here, too. `rows` makes schedules of what such a function yields.
+A new one is imported here and listed in SCHEDULES. `rows` makes schedules of what such a
+function yields.
 
 >>> sorted(SCHEDULES)[:4]
 ['dualpipe_v', 'eager_1f1b', 'gpipe', 'inter_layer']
@@ -63,7 +64,7 @@ def takes(name: str, option: str) -> bool:
     ScheduleError for an unknown name.
     """
     if name not in SCHEDULES:
-        near = difflib.get_close_matches(name.lower(), [*SCHEDULES, *ALSO_KNOWN_AS], 1, 0.4)
+        near = difflib.get_close_matches(str(name).lower(), [*SCHEDULES, *ALSO_KNOWN_AS], 1, 0.4)
         hint = f"did you mean {ALSO_KNOWN_AS.get(near[0], near[0])}? " if near else ""
         raise ScheduleError(
             f"unknown schedule {name!r}: {hint}There are {', '.join(sorted(SCHEDULES))}"

@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Iterable
 from enum import IntEnum
 from operator import index
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 
 class Kind(IntEnum):
@@ -40,6 +40,11 @@ class Reads(IntEnum):
     LATEST = 0  # whatever its row has made before it: flush and weight stashing
     FIRST = 1  # what stage 0 read for this micro-batch: PipeDream's vertical sync
     PREVIOUS = 2  # max(batch - 1, 0): PipeDream-2BW
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        names = ", ".join(f"Reads.{name}" for name in cls.__members__)
+        raise ScheduleError(f"reads={value!r}: give one of {names}")
 
 
 class ScheduleError(ValueError):

@@ -13,7 +13,10 @@ def check_placement(
 
     each  a device without a stage is an error, too
     """
-    home = tuple(map(index, placement))
+    try:
+        home = tuple(map(index, placement))
+    except TypeError:  # no sequence, or not of whole numbers
+        home = ()
     if not home or not 0 <= min(home) <= max(home) < (devices or max(home) + 1):
         most = f"to {devices - 1}" if devices else "on"
         raise ScheduleError(f"placement={placement!r}: give each stage a device from 0 {most}")

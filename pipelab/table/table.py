@@ -94,7 +94,7 @@ class Table:
         here = {stage for stage, home in enumerate(self.placement) if home == d}
         total = self.total
         for i, action in enumerate(row):
-            if not isinstance(action, Action):
+            if not (isinstance(action, Action) and isinstance(action.kind, Kind)):
                 raise ScheduleError(
                     f"row {d}, cell {i}: {action!r} is not an Action(stage, Kind, microbatch)"
                 )

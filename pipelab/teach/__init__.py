@@ -3,9 +3,9 @@
 from importlib import import_module
 from typing import Any
 
-from pipelab.teach.feedback import NOT_ATTEMPTED, Exercise, Feedback, Guess, NotYet, Task, not_yet
+from pipelab.teach.feedback import NOT_ATTEMPTED, Exercise, Feedback, Guess, NotYet, Skill, not_yet
 
-__all__ = ["NOT_ATTEMPTED", "Exercise", "Feedback", "Guess", "Task", "check", "guess"]
+__all__ = ["NOT_ATTEMPTED", "Exercise", "Feedback", "Guess", "Skill", "check", "guess"]
 
 
 def check(name: str, answer: Any) -> Feedback:

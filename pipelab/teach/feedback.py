@@ -16,8 +16,8 @@ import numpy as np
 from pipelab import Costs, Schedule, simulate
 
 
-class Task(Enum):
-    """The task that an exercise sets the reader."""
+class Skill(Enum):
+    """The skill that an exercise trains."""
 
     PREDICT = "predict a number"
     BUILD = "build a table"
@@ -61,14 +61,14 @@ class Exercise:
 
     judge  (answer, what is asked ...) -> Feedback
 
-    >>> Exercise(Task.PREDICT, number, 4 / 5, "Idle!", {0.2: "The busy share."}).check(0.2)
+    >>> Exercise(Skill.PREDICT, number, 4 / 5, "Idle!", {0.2: "The busy share."}).check(0.2)
     Not yet: 0.2. The busy share.
     """
 
     def __init__(
-        self, task: Task, judge: Callable[..., Feedback], *asked: Any, **more: Any
+        self, skill: Skill, judge: Callable[..., Feedback], *asked: Any, **more: Any
     ) -> None:
-        self.task, self._judge, self._asked, self._more = task, judge, asked, more
+        self.skill, self._judge, self._asked, self._more = skill, judge, asked, more
 
     def check(self, answer: Any) -> Feedback:
         try:
@@ -284,7 +284,7 @@ def _short(value: Any) -> str:
 
 
 # The usual exercises of every kind; `debug` takes a judge first.
-predict = partial(Exercise, Task.PREDICT, number)
-build = partial(Exercise, Task.BUILD, table)
-write = partial(Exercise, Task.WRITE, same_function)
-debug = partial(Exercise, Task.DEBUG)
+predict = partial(Exercise, Skill.PREDICT, number)
+build = partial(Exercise, Skill.BUILD, table)
+write = partial(Exercise, Skill.WRITE, same_function)
+debug = partial(Exercise, Skill.DEBUG)

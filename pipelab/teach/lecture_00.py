@@ -1,7 +1,7 @@
 """Lecture 0: start here."""
 
 from pipelab import Costs, make, simulate
-from pipelab.teach.feedback import Exercise, Guess, Task, build, choice, debug, predict, table
+from pipelab.teach.feedback import Exercise, Guess, Skill, build, choice, debug, predict, table
 
 SIX = ("inter_layer", "gpipe", "pipedream", "pipedream_2bw", "pipedream_flush", "interleaved")
 
@@ -32,7 +32,7 @@ EXERCISES = {
     "00-3": debug(table, devices=2, microbatches=2),
     # Which schedule a row is from.
     "00-4": Exercise(
-        Task.PREDICT,
+        Skill.PREDICT,
         choice,
         "pipedream_2bw",
         {

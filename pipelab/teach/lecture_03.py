@@ -8,7 +8,7 @@ from pipelab.teach.feedback import (
     Exercise,
     Feedback,
     Guess,
-    Task,
+    Skill,
     debug,
     not_yet,
     predict,
@@ -90,7 +90,7 @@ EXERCISES = {
             5: "Does this device wait as long for its gradients as device 1?",
         },
     ),
-    "03-2": Exercise(Task.BUILD, row_of_device_1),
+    "03-2": Exercise(Skill.BUILD, row_of_device_1),
     # (t, s, n) -> the version that stage s reads for micro-batch t, and how stale it is there.
     "03-3": write(
         vertical_sync,
@@ -119,7 +119,7 @@ EXERCISES = {
             ): "That is the gradient of the newest weights: the forward was an older one.",
         },
     ),
-    "03-5": Exercise(Task.BUILD, two_versions),
+    "03-5": Exercise(Skill.BUILD, two_versions),
 }
 GUESSES = {
     "03-a": Guess(

@@ -11,7 +11,7 @@ from pipelab.teach.feedback import (
     Exercise,
     Feedback,
     Guess,
-    Task,
+    Skill,
     balance,
     choice,
     debug,
@@ -93,7 +93,7 @@ EXERCISES = {
             24: "There 42/96 work, so more than half is idle. Count the fourth device's work, too.",
         },
     ),
-    "04-2": Exercise(Task.BUILD, plan_that_fits),
+    "04-2": Exercise(Skill.BUILD, plan_that_fits),
     # Devices -> the pace, if all but one share the layer of 12 ms, and one has that of 2 ms.
     "04-3": write(
         lambda n: max(12 / (n - 1), 2),

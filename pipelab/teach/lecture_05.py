@@ -9,7 +9,7 @@ from pipelab.teach.feedback import (
     Exercise,
     Feedback,
     Guess,
-    Task,
+    Skill,
     debug,
     not_yet,
     predict,
@@ -93,7 +93,7 @@ EXERCISES = {
     "05-3": debug(double_buffered, devices=2, makespan=21),
     "05-4": debug(first_wrong),
     # Four devices, three mini-batches of two, by 2BW in 36.
-    "05-5": Exercise(Task.BUILD, double_buffered, devices=4, makespan=36),
+    "05-5": Exercise(Skill.BUILD, double_buffered, devices=4, makespan=36),
 }
 GUESSES = {
     "05-a": Guess(

@@ -12,7 +12,7 @@ from pipelab.teach.feedback import (
     Exercise,
     Feedback,
     Guess,
-    Task,
+    Skill,
     debug,
     not_yet,
     number,
@@ -101,7 +101,7 @@ def neighbours(t, d, p, m, v):
 
 EXERCISES = {
     "08-1": debug(start_of_scan),
-    "08-2": Exercise(Task.BUILD, one_program),
+    "08-2": Exercise(Skill.BUILD, one_program),
     "08-3": debug(ring),
     # (t, d, p, m, v) -> the stage and micro-batch of device d in iteration t.
     "08-4": write(

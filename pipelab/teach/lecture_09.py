@@ -9,7 +9,7 @@ from pipelab.teach.feedback import (
     Exercise,
     Feedback,
     Guess,
-    Task,
+    Skill,
     called,
     debug,
     not_yet,
@@ -121,6 +121,6 @@ EXERCISES = {
         },
     ),
     "09-3": debug(handed_on),
-    "09-4": Exercise(Task.BUILD, least_memory),
+    "09-4": Exercise(Skill.BUILD, least_memory),
 }
 GUESSES = {"09-a": Guess(memory_ratio, "How many micro-batches are in flight on it, with either?")}

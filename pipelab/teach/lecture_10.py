@@ -12,7 +12,7 @@ from pipelab.teach.feedback import (
     Exercise,
     Feedback,
     Guess,
-    Task,
+    Skill,
     debug,
     not_yet,
     understood,
@@ -48,7 +48,7 @@ def lines(n, d):
 HELD, OF_BATCH, ROOM, SAMPLES, STAGES = 300, 1600, 800, 64, 4  # MiB, MiB, MiB, samples, stages
 
 
-def plan_that_fits(answer: Any) -> Feedback:
+def schedule_that_fits(answer: Any) -> Feedback:
     """(schedule, micro-batches) within a device's memory, with at most 20 % idle."""
     try:
         name, microbatches = answer
@@ -89,7 +89,7 @@ def stages_of_equal_layers() -> float:
 
 SUMS = [(1, math.inf), (2, 9), (3, 7), (4, 6), (5, 5), (10, 5)]
 EXERCISES = {
-    "10-1": Exercise(Task.BUILD, faster_plan),
+    "10-1": Exercise(Skill.BUILD, faster_plan),
     # (layers, devices of a host) -> lines of Alpa's table of stages.
     "10-2": write(
         lines,
@@ -100,7 +100,7 @@ EXERCISES = {
             lambda n, d: n * (n + 1) // 2 * d * (d + 1) // 2: "A submesh has 1, 2, 4, ... devices.",
         },
     ),
-    "10-3": debug(plan_that_fits),
+    "10-3": debug(schedule_that_fits),
     # (pairs of t_max and the least sum, micro-batches) -> how many pairs the search looks at.
     "10-4": write(
         lambda pairs, m: count(sorted(pairs), m, m),

@@ -15,7 +15,7 @@ from pipelab.teach.feedback import (
     Exercise,
     Feedback,
     Guess,
-    Task,
+    Skill,
     called,
     debug,
     is_close,
@@ -102,7 +102,7 @@ EXERCISES = {
             4.0: "Which of these are sums of parts?",
         },
     ),
-    "11-2": Exercise(Task.BUILD, gated_specs),
+    "11-2": Exercise(Skill.BUILD, gated_specs),
     "11-3": debug(mean_of_means),
     # (FLOP/s, wide) -> bytes/s of four devices' ring at which splitting two matrices pays.
     "11-4": write(

@@ -12,7 +12,7 @@ from pipelab.teach.feedback import (
     Exercise,
     Feedback,
     Guess,
-    Task,
+    Skill,
     build,
     called,
     debug,
@@ -48,7 +48,7 @@ def truth(w, buffer, gradient, lr, mu):
     return w + lr * buffer, (buffer - gradient) / mu
 
 
-class Layer:
+class LinearLayer:
     """A linear layer with lists of what waits, on which the mended W works."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ def late_weight_gradient(answer: Any) -> Feedback:
     """W(layer), which has to work in any order in which it may come."""
     orders = ("F I W F I W", "F F F I W I W I W", "F F I F I W I W F I W W")
     for order in orders:
-        layer = Layer()
+        layer = LinearLayer()
         right = _played(order, layer, answer)
         if not is_close(layer.grad, right, 1e-6):
             if not layer.grad.any():
@@ -82,7 +82,9 @@ def late_weight_gradient(answer: Any) -> Feedback:
     return RIGHT
 
 
-def _played(order: str, layer: Layer, weight_gradient: Callable[[Layer], None]) -> torch.Tensor:
+def _played(
+    order: str, layer: LinearLayer, weight_gradient: Callable[[LinearLayer], None]
+) -> torch.Tensor:
     """Carry out F, I and W in this order; the sum of dy^T x over all micro-batches."""
     import torch
 
@@ -108,7 +110,7 @@ def missing(schedule: Schedule) -> str:
 EXERCISES = {
     # Three devices, five micro-batches, backwards in two halves.
     "12-1": build(devices=3, microbatches=5, makespan=17, in_flight=3),
-    "12-2": Exercise(Task.PREDICT, last_device),
+    "12-2": Exercise(Skill.PREDICT, last_device),
     # (w, buffer, gradient, lr, mu) after a step with momentum -> w and buffer before it.
     "12-3": write(
         truth,

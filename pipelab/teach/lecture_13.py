@@ -10,7 +10,7 @@ from pipelab.teach.feedback import (
     Exercise,
     Feedback,
     Guess,
-    Task,
+    Skill,
     build,
     called,
     choice,
@@ -135,7 +135,7 @@ EXERCISES = {
     ),
     # 198, of which the proof says: none is faster than 189.
     "13-6": Exercise(
-        Task.PREDICT,
+        Skill.PREDICT,
         choice,
         "between",
         {

@@ -21,7 +21,7 @@ from pipelab.teach.feedback import (
 )
 
 
-def suspect() -> Timeline:
+def disappointing_run() -> Timeline:
     """A run that disappoints, for the exercise that asks what would help."""
     work = [1, 1, 1.7, 1]
     return simulate(make("pipedream_flush", 4, 8), Costs(work, work, work, transfer=0.1))
@@ -77,7 +77,7 @@ EXERCISES = {
         },
     ),
     "14-2": debug(exchanged),
-    # What would help the suspect most.
+    # What would help the disappointing run most.
     "14-3": debug(
         choice,
         "balance",

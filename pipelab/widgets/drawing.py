@@ -10,7 +10,7 @@ from matplotlib.colors import to_hex
 
 from pipelab.plot import style
 from pipelab.plot.timeline import chunks_of, kinds_of
-from pipelab.predict.memory import CAUSES, Memory
+from pipelab.predict.memory import MEMORY_CAUSES, Memory
 from pipelab.predict.timeline import Timeline, scale_of
 from pipelab.table.action import COMPUTE, Kind
 
@@ -40,7 +40,7 @@ def drawing(items: Sequence[tuple[Timeline, Memory, float]]) -> dict[str, Any]:
     """
     timelines = [t for t, *_ in items]
     filled = {step.cause for _, m, _ in items for step in m.steps}
-    shown = [cause for cause in CAUSES if cause in filled]
+    shown = [cause for cause in MEMORY_CAUSES if cause in filled]
     numbers = [_numbers(*item, shown) for item in items]
     chunks = chunks_of(timelines)
     return {
@@ -51,7 +51,7 @@ def drawing(items: Sequence[tuple[Timeline, Memory, float]]) -> dict[str, Any]:
         "names": [style.NAMES.get(kind, "") for kind in Kind],
         "legend": [[style.NAMES[kind], style.KINDS[kind]] for kind in kinds_of(timelines)],
         "lighter": f"lighter: later of {chunks} chunks" if chunks > 1 else "",
-        "causes": [[cause, style.CAUSES[cause]] for cause in shown],
+        "causes": [[cause, style.MEMORY_CAUSES[cause]] for cause in shown],
         "numbers": [
             [label, HINTS.get(label, ""), *(n[label] for n in numbers)] for label in numbers[0]
         ],

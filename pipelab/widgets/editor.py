@@ -26,7 +26,6 @@ from pipelab.widgets.puzzle.link import read, read_task, task_of, write_task
 from pipelab.widgets.puzzle.recognise import known_rows
 from pipelab.widgets.try_out import Trial, try_out
 
-LARGEST = 400  # actions: beyond, a move is not answered at once
 MARK = "#pipelab="  # before a table in an address
 
 
@@ -300,7 +299,5 @@ def _rung(help: str) -> str:
 
 def _sandbox(task: Task) -> Level:
     """A level without a name, whose par is the best that the coach finds."""
-    if (size := len(task.needs)) > LARGEST:
-        raise ScheduleError(f"{size} actions: the editor takes {LARGEST}; make a size smaller")
     par = finish(Draft.of(task)).timeline.makespan
     return Level("", "Design your own", "", "Par is the best that the coach finds.", task, par)

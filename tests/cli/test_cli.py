@@ -366,8 +366,48 @@ def test_run_on_jax(capsys):
     assert "--backend jax has the mlp alone" in err
 
 
+def test_export_writes_a_folder_and_says_how_to_start(capsys, tmp_path):
+    out = tmp_path / "out"
+    status, text, err = call(
+        capsys,
+        f"export zb_v --devices 2 --microbatches 4 --for torchtitan --layers 2,1,1,2 --out {out}",
+    )
+    assert (status, err) == (0, "")
+    assert {path.name for path in out.iterdir()} == {
+        "schedule.csv",
+        "plan.json",
+        "options.txt",
+        "check.py",
+    }
+    assert "simulated: 25\nwith the last stage's I and W as B" in text
+    assert "train: torchrun --nproc-per-node 2 -m torchtitan.train --module llama3" in text
+    assert f"check: torchrun --nproc-per-node 2 {out}/check.py" in text
+    status, text, _ = call(capsys, f"export {SMALL} --out {tmp_path}/torch --layers 5")
+    assert (status, text.count("\n")) == (0, 4)
+    assert "layers a stage [3, 2]" in text and "torch/train.py" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (f"export {SMALL} --out new --batches 2", "torch's tables hold one batch"),
+        ("export pipedream --devices 2 --microbatches 2 --out new", "updates without a flush"),
+        (f"export {SMALL} --out new --for torchtitan", "give `layers`"),
+        (f"export {SMALL} --out .", ". is there already: name a new folder"),
+        (f"export {SMALL} --out file/new", "there is no folder file"),
+    ],
+)
+def test_export_leaves_nothing_behind_an_error(capsys, line, problem, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    status, out, err = call(capsys, line)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert problem in err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_failed_check_is_status_1(capsys, monkeypatch):
-    from pipelab.runtime.stage import CountingStage
+    from pipelab.runtime.counting_stage import CountingStage
 
     original = CountingStage.divisor
     sums = lambda self, *rest: original(self, *rest) / 4  # noqa: E731

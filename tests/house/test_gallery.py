@@ -23,7 +23,7 @@ from pipelab import Costs, Kind, make, plot, simulate
 from pipelab.optimize.cut import Layer, Profile, pipedream, plots, split_layers
 from pipelab.optimize.cut.vgg16 import vgg16
 from pipelab.plot import style
-from pipelab.plot.weight_versions import buffers
+from pipelab.plot.weight_versions import versions_in_buffers
 
 IMAGES = Path(__file__).parents[2] / "images"
 SIX = ("inter_layer", "gpipe", "pipedream", "pipedream_2bw", "pipedream_flush", "interleaved")
@@ -374,7 +374,7 @@ def test_balanced_times_beat_equal_counts_in_the_picture():
 def test_buffers_hold_each_version_while_it_is_read(name, p, m):
     t = simulate(make(name, p, m, batches=3), Costs(update=0.5))
     for stage in range(p):
-        kept = buffers(t, stage)
+        kept = versions_in_buffers(t, stage)
         assert len({place for place, *_ in kept}) == t.weight_versions[stage]
         for place in range(t.weight_versions[stage]):
             spans = [(a, b) for q, _, a, b in kept if q == place]

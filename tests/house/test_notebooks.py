@@ -79,7 +79,7 @@ def test_tags_kernel_and_size(path):
         assert len(lines) <= 20
         assert max(map(len, lines)) <= 92
     prose = sum(len(PICTURE.sub("", c.source).split()) for c in cells(path, "markdown"))
-    assert prose <= 1800
+    assert prose <= 2200
     assert "sanitize" not in book.metadata
 
 
@@ -129,5 +129,10 @@ def test_every_picture_is_used_with_its_words():
     assert "](images/overview.png)" in (FOLDER.parent / "README.md").read_text()
 
 
-def test_nothing_but_notebooks_and_the_glossary_in_the_course():
+def test_nothing_but_notebooks_the_glossary_and_scripts_in_the_course():
     assert {p for p in FOLDER.iterdir() if p.is_file()} == {*BOOKS, FOLDER / "glossary.md"}
+    scripts = FOLDER / "scripts"
+    assert {p for p in scripts.iterdir() if p.is_file()} == {*scripts.glob("*.py")}
+    lectures = "".join(c.source for path in BOOKS for c in cells(path, "markdown"))
+    for script in scripts.glob("*.py"):
+        assert f"](scripts/{script.name})" in lectures, script

@@ -24,7 +24,7 @@ from pipelab import (
     simulate,
     validate,
 )
-from pipelab.optimize.order import memory_used, search
+from pipelab.optimize.order import bound, memory_used, search
 from pipelab.optimize.order.best import named_schedules
 from pipelab.optimize.order.exact import SolverModel, unit_of
 from pipelab.optimize.order.list_scheduler import (
@@ -272,6 +272,22 @@ def test_refused():
         search(Costs(), 2, 4, memory=math.nan)
     with pytest.raises(ScheduleError, match=r"placement=\(0, 1, 2\): give each stage a device"):
         search(Costs(), 2, 4, placement=(0, 1, 2))
+    with pytest.raises(ScheduleError, match="batches=0"):  # at once, not after the search
+        search(Costs(), 2, 4, batches=0)
+    with pytest.raises(ScheduleError, match="seconds=nan, workers=0: give numbers of at least 0"):
+        search(Costs(), 2, 4, seconds=math.nan)
+    with pytest.raises(ScheduleError, match="workers=-1: give numbers of at least 0"):
+        search(Costs(), 2, 4, workers=-1)
+    for make_one in (search, bound):
+        with pytest.raises(ValueError, match="memory is a str: give a Real"):
+            make_one(Costs(), 2, 4, memory="2")
+        with pytest.raises(ValueError, match="costs is a list: give a Costs"):
+            make_one([1, 2], 2, 4)
+    for name in ("zb", "zb_v"):
+        with pytest.raises(ValueError, match="memory is a str: give a Real"):
+            make(name, 2, 4, memory="2")
+        with pytest.raises(ValueError, match="costs is a list: give a Costs"):
+            make(name, 2, 4, costs=[])
     with pytest.raises(CostError, match="3 values for 2 stages"):
         search(Costs([1, 2, 3]), 2, 4)
     with pytest.raises(CostError, match="recomputation"):

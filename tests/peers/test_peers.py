@@ -94,16 +94,17 @@ def agree(ours, theirs, table):
 # ---- torchgpipe
 
 
+def agree_with_torchgpipe(modules, corpus, optimizer, recompute):
+    p, count, what = len(modules), len(corpus), (modules, corpus, F.mse_loss, optimizer)
+    ours = run(make("gpipe", p, 4, batches=count), *what, recompute=recompute)
+    theirs = run_torchgpipe(*what, chunks=4, checkpoint=recompute.value)
+    agree(ours, theirs, torchgpipe.schedule_of(p, 4, count))
+
+
 @pytest.mark.parametrize("recompute", Recompute)
 @pytest.mark.parametrize(("samples", "optimizer"), [(8, SGD), (10, decayed)])
 def test_torchgpipe_trains_the_same_weights(samples, optimizer, recompute):
-    modules, corpus = stages(3), batches(3, samples=samples)
-    table = make("gpipe", 3, 4, batches=3)
-    ours = run(table, modules, corpus, F.mse_loss, optimizer, recompute=recompute)
-    theirs = run_torchgpipe(
-        modules, corpus, F.mse_loss, optimizer, chunks=4, checkpoint=recompute.value
-    )
-    agree(ours, theirs, torchgpipe.schedule_of(3, 4, batches=3))
+    agree_with_torchgpipe(stages(3), batches(3, samples=samples), optimizer, recompute)
 
 
 @pytest.mark.parametrize("recompute", Recompute)
@@ -208,12 +209,8 @@ def test_torchgpipe_has_no_backward_before_the_first_weight_to_train(recompute):
 
 @pytest.mark.parametrize("recompute", Recompute)
 def test_torchgpipes_micro_batches_may_share_their_memory(recompute):
-    modules = stages(2)
     corpus = [(x[:1].expand(8, 6), y) for x, y in batches(2)]
-    table = make("gpipe", 2, 4, batches=2)
-    ours = run(table, modules, corpus, F.mse_loss, SGD, recompute=recompute)
-    theirs = run_torchgpipe(modules, corpus, F.mse_loss, SGD, chunks=4, checkpoint=recompute.value)
-    agree(ours, theirs, torchgpipe.schedule_of(2, 4, batches=2))
+    agree_with_torchgpipe(stages(2), corpus, SGD, recompute)
 
 
 def test_torchgpipe_would_count_twice_in_batchnorm_with_a_checkpoint():

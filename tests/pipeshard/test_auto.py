@@ -26,8 +26,15 @@ import pipelab.pipeshard
 from pipelab import make
 from pipelab.optimize.plan import Machine
 from pipelab.pipeshard import Pipeshard, PipeshardError, parallelize, value_and_grad
-from pipelab.pipeshard.auto import AutoLayers, AutoPlan, AutoStages, planner, plots, sharded
-from pipelab.pipeshard.auto import measured as profile
+from pipelab.pipeshard.auto import (
+    AutoLayers,
+    AutoPlan,
+    AutoStages,
+    measured,
+    planner,
+    plots,
+    sharded,
+)
 from pipelab.pipeshard.auto.assignment import StageTable, best_stages, submeshes
 from pipelab.pipeshard.auto.flops import flops, total
 from pipelab.pipeshard.auto.layers import receipts
@@ -512,7 +519,7 @@ def test_planning_again_compiles_no_stage(tmp_path, monkeypatch):
             return pipeline.compile(state, batch).auto
 
     first = plan(tmp_path / "profiles")
-    monkeypatch.setattr(profile, "_examine", None)
+    monkeypatch.setattr(measured, "_examine", None)
     assert plan(tmp_path / "profiles").profiles == first.profiles
     with pytest.raises(TypeError, match="not callable"):
         plan(tmp_path / "others")

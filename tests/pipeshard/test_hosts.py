@@ -118,6 +118,7 @@ def test_four_processes():
         assert len({each["loss"] for each in of}) == 1
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("case", "message"),
     [

@@ -216,96 +216,117 @@ def test_where_a_named_schedule_is_the_best_there_is(name, seconds):
 
 def by_formula(costs, home, m, memory, split):
     """Every reason from sums over stages: `_Stage`'s and `_Device`'s docstrings, and no code."""
-    n, o = len(home), costs.overhead
-    stages = range(n)
-    f, b, w, u = ([*costs.of(name, n)] for name in (*PASSES, "update"))
-    link = [0.0 if a == z else c for a, z, c in zip(home, home[1:], costs.links(n), strict=False)]
-    rerun = {"never": 0, "except_last": m - 1, "always": m}[costs.recompute.value]
-    activations = costs.of("activations", n)
+    formulas = Formulas(costs, home, m, memory, split)
+    devices = [[s for s, d in enumerate(home) if d == device] for device in range(max(home) + 1)]
+    each = zip(*(formulas.reasons(mine) for mine in devices), strict=True)
+    return [max(values) - costs.overhead for values in each]
 
-    def of_its_device(sizes, s):
-        total = sum(activations[t] for t in stages if home[t] == home[s])
-        return sizes[s] / total if total else 1 / home.count(home[s])
 
-    share = [of_its_device(activations, s) for s in stages]
-    late = [of_its_device(costs.of("weight_activations", n), s) for s in stages]
-    forward = f
-    if rerun == m:
-        b = [x + y for x, y in zip(b, f, strict=True)]
-        rerun = 0
-    f, b, u = [x + o for x in f], [x + o for x in b], [x + o for x in u]
-    if not split:
-        b, w = [x + y for x, y in zip(b, w, strict=True)], [0.0] * n
-    kept = [w[s] if late[s] >= share[s] else 0.0 for s in stages]
-    out = [sum(f[:s]) + sum(link[:s]) for s in stages]
-    trip = [sum(f[s:]) + sum(b[s:]) + 2 * sum(link[s:]) for s in stages]
-    drain = [max(sum(b[t:s]) + sum(link[t:s]) + w[t] + u[t] for t in range(s + 1)) for s in stages]
+class Formulas:
+    """The letters of `_Stage`'s docstring as lists over stages; `mine` are a device's stages."""
 
-    def fits(room, each):
-        return min(m, math.floor(room / each + 1e-9)) if each else m
+    def __init__(self, costs, home, m, memory, split):
+        n, o = len(home), costs.overhead
+        stages = range(n)
+        f, b, w, u = ([*costs.of(name, n)] for name in (*PASSES, "update"))
+        links = zip(home, home[1:], costs.links(n), strict=False)
+        link = [0.0 if a == z else c for a, z, c in links]
+        self.rerun = {"never": 0, "except_last": m - 1, "always": m}[costs.recompute.value]
+        self.forward = f
+        if self.rerun == m:
+            b = [x + y for x, y in zip(b, f, strict=True)]
+            self.rerun = 0
+        f, b, u = [x + o for x in f], [x + o for x in b], [x + o for x in u]
+        if not split:
+            b, w = [x + y for x, y in zip(b, w, strict=True)], [0.0] * n
+        self.share, late = shares_of_devices(costs, home)
+        self.kept = [w[s] if late[s] >= self.share[s] else 0.0 for s in stages]
+        self.out = [sum(f[:s]) + sum(link[:s]) for s in stages]
+        self.trip = [sum(f[s:]) + sum(b[s:]) + 2 * sum(link[s:]) for s in stages]
+        self.drain = [
+            max(sum(b[t:s]) + sum(link[t:s]) + w[t] + u[t] for t in range(s + 1)) for s in stages
+        ]
+        self.f, self.b, self.w, self.u, self.m = f, b, w, u, m
+        self.memory = None if costs.recompute is not Recompute.NEVER else memory
 
-    def one_device(mine):
-        first, last = mine[0], mine[-1]
+    def reasons(self, mine):
+        """A device's bounds, in the order of `bound`."""
+        f, b, m, first, last = self.f, self.b, self.m, mine[0], mine[-1]
         forwards = m * sum(f[s] for s in mine)
-        backwards = sum(m * b[s] + rerun * forward[s] for s in mine)
-        ends = max(drain[first], sum(m * w[s] + u[s] for s in mine))
-        back = out[last] + trip[last] - b[last]  # when the first backward can start
-        yield out[first] + forwards + backwards + ends
-        yield max(
-            [back + backwards + ends, *(out[s] + (m - 1) * f[s] + trip[s] + drain[s] for s in mine)]
-        )
-        if memory is None or costs.recompute is not Recompute.NEVER:
+        backwards = sum(m * b[s] + self.rerun * self.forward[s] for s in mine)
+        ends = max(self.drain[first], sum(m * self.w[s] + self.u[s] for s in mine))
+        back = self.out[last] + self.trip[last] - b[last]  # when the first backward can start
+        yield self.out[first] + forwards + backwards + ends
+        trips = (self.out[s] + (m - 1) * f[s] + self.trip[s] + self.drain[s] for s in mine)
+        yield max(back + backwards + ends, *trips)
+        if self.memory is None:
             return
-        # turnover
-        after = min(u[s] if kept[s] > 0 else drain[s] for s in mine)
-        keeps = sum(share[s] * (trip[s] + kept[s]) for s in mine)
-        longest = [out[first] + m * keeps / memory + after]
+        yield max(self.turnovers(mine))
+        if len(mine) == 1:
+            yield max(self.limits_of_one(first))
+            return
+        before = min(self.most_forwards(mine), back - self.out[first])
+        yield back + forwards - before + backwards + ends
+
+    def fits(self, room, each):
+        return min(self.m, math.floor(room / each + 1e-9)) if each else self.m
+
+    def turnovers(self, mine):
+        """A micro-batch keeps its room until it is back."""
+        kept, share, first = self.kept, self.share, mine[0]
+        after = min(self.u[s] if kept[s] > 0 else self.drain[s] for s in mine)
+        keeps = sum(share[s] * (self.trip[s] + kept[s]) for s in mine)
+        yield self.out[first] + self.m * keeps / self.memory + after
         for j, t in enumerate(mine):
             for i, s in enumerate(mine[: j + 1]):
                 depth = [sum(share[x] for x in mine[: k + 1]) for k in (i, j)]
-                turns, others = divmod(m - 1, 1 + fits(memory - depth[1], depth[0]))
-                way = out[t] - out[s] + trip[t]
+                room = self.fits(self.memory - depth[1], depth[0])
+                turns, others = divmod(self.m - 1, 1 + room)
+                way = self.out[t] - self.out[s] + self.trip[t]
                 each = way + min(kept[x] for x in mine[: j + 1])
-                longest.append(out[s] + turns * each + others * f[s] + way + drain[t])
-        yield max(longest)
-        # limit
-        if len(mine) == 1:
-            yield max(one_stage(first, fits(memory, 1.0)))
-            return
-        room = memory
-        if max(share[s] for s in mine) - min(share[s] for s in mine) < 1e-9:
-            room = math.floor(memory / share[first] + 1e-9) * share[first]
-        before = min(most_forwards(mine, room), back - out[first])
-        yield back + forwards - before + backwards + ends
+                yield self.out[s] + turns * each + others * self.f[s] + way + self.drain[t]
 
-    def most_forwards(mine, room):
+    def most_forwards(self, mine):
         """The most seconds of forwards that fit: all of some, a part of another."""
-        found = [0.0]
+        share, room, found = self.share, self.memory, [0.0]
+        if max(share[s] for s in mine) - min(share[s] for s in mine) < 1e-9:
+            room = math.floor(self.memory / share[mine[0]] + 1e-9) * share[mine[0]]
         for order in permutations(mine):
             left, seconds = room, 0.0
             for s in order:
-                count = min(m, left / share[s]) if share[s] else m
+                count = min(self.m, left / share[s]) if share[s] else self.m
                 left -= count * share[s]
-                seconds += count * f[s]
+                seconds += count * self.f[s]
             found.append(seconds)
         return max(found)
 
-    def one_stage(s, room):
+    def limits_of_one(self, s):
+        """On a device with one stage: the waits of any micro-batches that lie far enough apart."""
+        m, f, b, w, room = self.m, self.f[s], self.b[s], self.w[s], self.fits(self.memory, 1.0)
         earlier = [min(room - 1, j) for j in range(m)]
         later = earlier[::-1]
-        waits = [trip[s] - (1 + later[j]) * f[s] - (1 + earlier[j]) * b[s] for j in range(m)]
-        less = [wait - k * w[s] for wait, k in zip(waits, earlier, strict=True)]
-        work = out[s] + m * (f[s] + b[s])
+        waits = [self.trip[s] - (1 + later[j]) * f - (1 + earlier[j]) * b for j in range(m)]
+        less = [wait - k * w for wait, k in zip(waits, earlier, strict=True)]
+        work = self.out[s] + m * (f + b)
         for chosen in chain.from_iterable(combinations(range(m), r) for r in range(m + 1)):
             if all(z - a >= room for a, z in pairwise(chosen)):
-                between = kept[s] * max(len(chosen) - 1, 0)
-                yield work + sum(max(waits[j], 0) for j in chosen) + between + drain[s]
-                if kept[s]:
-                    yield work + m * w[s] + sum(max(less[j], 0) for j in chosen) + u[s]
+                between = self.kept[s] * max(len(chosen) - 1, 0)
+                yield work + sum(max(waits[j], 0) for j in chosen) + between + self.drain[s]
+                if self.kept[s]:
+                    yield work + m * w + sum(max(less[j], 0) for j in chosen) + self.u[s]
 
-    devices = [[s for s in stages if home[s] == d] for d in range(max(home) + 1)]
-    each = zip(*(one_device(mine) for mine in devices), strict=True)
-    return [max(values) - o for values in each]
+
+def shares_of_devices(costs, home):
+    """Each stage's part of what its device keeps for a micro-batch: until I, and from I to W."""
+    n = len(home)
+    activations = costs.of("activations", n)
+
+    def share(size, s):
+        total = sum(activations[t] for t in range(n) if home[t] == home[s])
+        return size / total if total else 1 / home.count(home[s])
+
+    sizes = activations, costs.of("weight_activations", n)
+    return [[share(size, s) for s, size in enumerate(each)] for each in sizes]
 
 
 @st.composite
@@ -415,6 +436,13 @@ def test_memory_is_in_micro_batches_of_a_device(case):
     schedule, v = case[0], case[0].stages // case[0].devices
     used = memory_used(schedule, Costs(activations=3))
     assert used == pytest.approx([most / v for most in schedule.peak_in_flight])
+
+
+def test_the_last_weight_gradient_may_outlast_the_way_back():
+    seconds = [0.1, 1, 5, 5]
+    costs = Costs(seconds, seconds, [0, 3, 0, 0], activations=2, weight_activations=1)
+    trip = 2 * (1 + 5 + 5)  # of stage 1, once for each micro-batch, then W
+    assert bound(costs, 4, 2, memory=1).makespan >= 0.1 + 2 * trip + 3
 
 
 def test_what_it_refuses():

@@ -83,6 +83,7 @@ def test_links_take_latency_and_bytes():
         ("overhead", 1, [1, 2]),
         ("bandwidth", 5, [5]),
         ("boundary", 1, "ab"),
+        pytest.param("weights", 1, 10**400, id="huge"),
     ],
 )
 def test_a_cost_is_a_number_of_the_right_size(name, good, bad):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelab import Costs, Kind, Recompute, Schedule, make, memory, simulate
-from pipelab.predict.memory import CAUSES, changes, memory_used, reserved, shares
+from pipelab.predict.memory import MEMORY_CAUSES, changes, memory_used, reserved, shares
 from tests.conftest import SPLIT, tables
 
 
@@ -194,7 +194,7 @@ def test_levels_over_time_and_at_the_peak():
     ]
     assert found.peak() == [44, 44] and found.peak("gradients") == [10, 10]
     filled = {"weights": 10, "optimizer": 20, "activations": 4, "gradients": 10}
-    assert found.at_peak(0) == dict.fromkeys(CAUSES, 0) | filled
+    assert found.at_peak(0) == dict.fromkeys(MEMORY_CAUSES, 0) | filled
     assert memory(simulate(make("gpipe", 1, 1)), Costs(weights=1)).at_peak(0)["activations"] == 0
     forwards = make("gpipe", 2, 2).forward_only()
     alone = memory(simulate(forwards), Costs(activations=4))
@@ -235,3 +235,8 @@ def test_an_action_of_no_length_holds_what_it_needs():
     costs = Costs(0, 0, 0, activations=4)
     assert memory(simulate(make("gpipe", 2, 2).forward_only(), costs), costs).peak() == [4, 4]
     assert memory(simulate(make("gpipe", 2, 2), costs), costs).peak() == [8, 8]
+
+
+def test_an_input_that_is_kept_is_no_more_than_all_that_a_forward_keeps():
+    costs = Costs(activations=2, boundary=5, recompute=Recompute.ALWAYS)
+    assert memory(simulate(make("gpipe", 1, 4), costs), costs).peak("activations") == [8]

@@ -14,25 +14,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from pipelab import Recompute, RunError, evaluate, make, run
+from tests.conftest import Wrapping
 from tests.runtime.test_run import SGD, Failing, batches, explode, stages
 
 # ---- data
-
-
-class Wrapping:
-    """A data set with a length, whose items begin again behind the last."""
-
-    def __init__(self, data):
-        self.data, self.asked = data, []
-
-    def __len__(self):
-        return len(self.data)
-
-    def __getitem__(self, b):
-        self.asked.append(b)
-        if len(self.asked) > 100:
-            raise RuntimeError("asked for more than there is")
-        return self.data[b % len(self.data)]
 
 
 @pytest.mark.parametrize("way", ["run", "evaluate", "dump"])

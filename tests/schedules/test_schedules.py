@@ -266,6 +266,7 @@ def test_more_batches_are_the_same_batch_again(case):
     [
         (("gpip", 4, 8), "unknown schedule 'gpip': did you mean gpipe?"),
         (("1F1B", 4, 8), "did you mean pipedream_flush?"),
+        ((None, 4, 8), "unknown schedule None"),
         (("gpipe", -1, 8), "devices=-1: give a whole number of at least 1"),
         (("gpipe", 4, 0), "microbatches=0"),
         (("gpipe", 4, 8.0), "microbatches=8.0"),

@@ -27,6 +27,8 @@ def test_a_placement_is_a_tuple_of_devices():
         ((0, -1), None, False, r"placement=\(0, -1\): give each stage a device from 0 on$"),
         ((0, 2), 2, False, r"placement=\(0, 2\): give each stage a device from 0 to 1$"),
         ((), 3, True, r"placement=\(\): give each stage a device from 0 to 2$"),
+        (None, 2, False, "placement=None: give each stage a device from 0 to 1$"),
+        ((0, 1.0), 2, False, r"placement=\(0, 1\.0\): give each stage a device from 0 to 1$"),
         ((0, 0), 2, True, r"placement=\(0, 0\): give each of 2 devices a stage$"),
     ],
 )

@@ -84,6 +84,12 @@ def test_broken_text_is_named_by_row_and_cell(text, message):
         Schedule.from_csv(text)
 
 
+def test_a_header_may_name_devices_that_have_no_line():
+    """An editor may have cut empty lines at the end."""
+    text = "# devices=3 placement=0\n0F0,0B0,0U0"
+    assert Schedule.from_csv(text).rows == (*Schedule.from_csv("0F0,0B0").rows, (), ())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -94,6 +100,9 @@ def test_broken_text_is_named_by_row_and_cell(text, message):
         ({"per_update": 3}, "per_update=3 does not divide the 2"),
         ({"placement": (0, 2)}, r"placement=\(0, 2\)"),
         ({"rows": (("0F0",), ())}, r"row 0, cell 0: '0F0' is not an Action"),
+        ({"rows": ((Action(0, "F", 0),), ())}, r"row 0, cell 0: .* is not an Action"),
+        ({"rows": ((Action(0, 0, 0),), ())}, r"row 0, cell 0: .* is not an Action"),
+        ({"reads": "FIRST"}, r"reads='FIRST': give one of Reads\.LATEST, Reads\.FIRST, "),
         ({"rows": ((Action(0, Kind.F, 0),), ())}, "2 micro-batches for a table of 1 actions"),
         (
             {

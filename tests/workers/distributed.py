@@ -36,82 +36,123 @@ def main(twists, port, number, count):
 
 
 def twisted(twist, number, count):
-    import jax
-    import numpy as np
     import optax
 
     import pipelab
-    from pipelab.models.flax_mlp import mlp
-    from pipelab.runtime import clock, cluster
 
-    # [1] the model, the data and the schedule
-    random = np.random.default_rng(0)
-    batches = [tuple(random.normal(size=(12, 8)) for _ in range(2)) for _ in range(2)]
-    parts = mlp(4, width=8, layers=1)
+    job = Job(twist, number)
     if twist == "spmd":
-        return spmd(parts[0], batches[0])
-    name = twist if twist in pipelab.SCHEDULES else "pipedream_flush"
-    virtual = 2 if name == "interleaved" else 1
-    microbatches = 5 if twist == "uneven" or (twist == "differ" and number == 1) else 4
-    rows = 2 if name in ("interleaved", "zb_v", "dualpipe_v") else 4
-    schedule = pipelab.make(name, rows, microbatches, batches=2, virtual=virtual)
-    # [2] the twist
-    how, _, victim = twist.partition(" ")
-    options = {
-        "gpipe": {"clip": 0.05},
-        "idle": {"devices": "cpu:0"},
-        "paced": {"pace": 0.02},
-        "uneven": {"devices": "cpu"},
-        "keys": {"devices": ["cpu:2", "cpu:0", "cpu:3", "cpu:1"]},
-        "stop": {"timeout": 2.0},
-        "leave": {"timeout": 2.0},
-    }.get(how, {})
-    if twist == "skewed":
-        clock.host = lambda: str(number)
-    if twist == "keys":  # stages hand random keys on
-        parts = [(partial(with_key, module.apply), variables) for module, variables in parts]
-        for b, (x, y) in enumerate(batches):
-            batches[b] = (x, jax.random.split(jax.random.key(b), len(x))), y
-    if twist == "early" and number == 0:
-        # Fails while the other process's threads leave the barrier.
-        parts[0] = (lambda p, x: 1 / 0), parts[0][1]["params"]
-    if twist == "early" and number == 1:
-        delay_the_first_action()
-    if how == "leave" and victim == str(number):
-        cluster.clock.host = leave  # while the processes meet
-    elif how in ("raise", "kill", "stop"):
-        own = [s for s in range(len(parts)) if s * count // len(parts) == int(victim)]
-        module, variables = parts[own[-1]]
-        parts[own[-1]] = partial(failing, module.apply, how, victim == str(number)), variables
-
-    # [3] the run
-    rate, power = 0.01, 2
-    if how == "other" and number == 1:  # one thing is another one here
-        if victim == "stage":
-            module, variables = parts[1]
-            parts[1] = (lambda p, x: -module.apply(p, x)), variables
-        elif victim == "weights":
-            parts[2] = parts[2][0], jax.tree.map(lambda w: w + 1e-9, parts[2][1])
-        elif victim == "data":
-            batches[1] = batches[1][::-1]
-        elif victim == "clip":
-            options["clip"] = 0.1
-        rate += 0.01 * (victim == "optimizer")
-        power += 2 * (victim == "loss")
-
-    def loss(y, target):
-        y = y[0] if isinstance(y, tuple) else y
-        return ((y - target) ** power).mean()
-
+        return spmd(job.parts[0], job.batches[0])
+    job.other_data()
+    job.fail(count)
+    job.differ()
+    what = job.schedule, job.parts, job.batches, job.loss
     if twist == "evaluate":
-        done = pipelab.evaluate(schedule, parts, batches, loss, backend="jax")
+        done = pipelab.evaluate(*what, backend="jax")
         return {
             "losses": done.losses,
             "passed": done.check.passed,
             "makespan": done.timeline.makespan,
         }
-    run = pipelab.run(schedule, parts, batches, loss, optax.adam(rate), backend="jax", **options)
+    return shown(pipelab.run(*what, optax.adam(job.rate), backend="jax", **job.options))
+
+
+class Job:
+    """The model, the data and the schedule of a run, and what a twist makes of them.
+
+    how, victim  the twist's words: what happens, and to which process or thing
+    """
+
+    def __init__(self, twist, number):
+        import numpy as np
+
+        import pipelab
+        from pipelab.models.flax_mlp import mlp
+
+        self.twist, self.number = twist, number
+        self.how, _, self.victim = twist.partition(" ")
+        random = np.random.default_rng(0)
+        self.batches = [tuple(random.normal(size=(12, 8)) for _ in range(2)) for _ in range(2)]
+        self.parts = mlp(4, width=8, layers=1)
+        name = twist if twist in pipelab.SCHEDULES else "pipedream_flush"
+        virtual = 2 if name == "interleaved" else 1
+        microbatches = 5 if twist == "uneven" or (twist == "differ" and number == 1) else 4
+        rows = 2 if name in ("interleaved", "zb_v", "dualpipe_v") else 4
+        self.schedule = pipelab.make(name, rows, microbatches, batches=2, virtual=virtual)
+        self.options = {
+            "gpipe": {"clip": 0.05},
+            "idle": {"devices": "cpu:0"},
+            "paced": {"pace": 0.02},
+            "uneven": {"devices": "cpu"},
+            "keys": {"devices": ["cpu:2", "cpu:0", "cpu:3", "cpu:1"]},
+            "stop": {"timeout": 2.0},
+            "leave": {"timeout": 2.0},
+        }.get(self.how, {})
+        self.rate, self.power = 0.01, 2
+
+    def loss(self, y, target):
+        y = y[0] if isinstance(y, tuple) else y
+        return ((y - target) ** self.power).mean()
+
+    def other_data(self):
+        """Clocks of several hosts; random keys that stages hand on."""
+        import jax
+
+        from pipelab.runtime import clock
+
+        if self.twist == "skewed":
+            clock.host = lambda: str(self.number)
+        if self.twist == "keys":
+            self.parts = [(partial(with_key, module.apply), start) for module, start in self.parts]
+            for b, (x, y) in enumerate(self.batches):
+                self.batches[b] = (x, jax.random.split(jax.random.key(b), len(x))), y
+
+    def fail(self, count):
+        """A stage that fails, or a process that ends, by the twist."""
+        from pipelab.runtime import cluster
+
+        parts = self.parts
+        if self.twist == "early" and self.number == 0:
+            # Fails while the other process's threads leave the barrier.
+            parts[0] = (lambda p, x: 1 / 0), parts[0][1]["params"]
+        if self.twist == "early" and self.number == 1:
+            delay_the_first_action()
+        here = self.victim == str(self.number)
+        if self.how == "leave" and here:
+            cluster.clock.host = leave  # while the processes meet
+        elif self.how in ("raise", "kill", "stop"):
+            own = [s for s in range(len(parts)) if s * count // len(parts) == int(self.victim)]
+            module, variables = parts[own[-1]]
+            parts[own[-1]] = partial(failing, module.apply, self.how, here), variables
+
+    def differ(self):
+        """One thing that is another one in process 1."""
+        import jax
+
+        if self.how != "other" or self.number != 1:
+            return
+        if self.victim == "stage":
+            module, variables = self.parts[1]
+            self.parts[1] = (lambda p, x: -module.apply(p, x)), variables
+        elif self.victim == "weights":
+            module, variables = self.parts[2]
+            self.parts[2] = module, jax.tree.map(lambda w: w + 1e-9, variables)
+        elif self.victim == "data":
+            self.batches[1] = self.batches[1][::-1]
+        elif self.victim == "clip":
+            self.options["clip"] = 0.1
+        elif self.victim == "optimizer":
+            self.rate += 0.01
+        elif self.victim == "loss":
+            self.power += 2
+
+
+def shown(run):
+    """What the test reads of a run, as JSON holds it."""
+    import jax
+
     t = run.timeline
+    schedule = t.schedule
     late = [t.start[i] - t.end[schedule.inputs[i]] for i in schedule.crossing]
     return {
         "losses": run.losses,
@@ -119,7 +160,7 @@ def twisted(twist, number, count):
         "rule": run.check.rule,
         "max_rel": run.check.max_rel,
         "weights": [len(jax.tree.leaves(w)) for w in run.weights],
-        "makespan": run.timeline.makespan,
+        "makespan": t.makespan,
         "late": min(late),
     }
 

@@ -9,6 +9,27 @@ import sys
 import time
 
 
+class Batches:
+    """Says which rank has read them."""
+
+    def __init__(self, twist, folder, rank):
+        self.log = os.path.join(folder, f"{twist}_read_by_{rank}")
+        self.seed = rank if twist == "shuffled" else 0
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, b):
+        import torch
+
+        if not 0 <= b < 4:
+            raise IndexError
+        with open(self.log, "a") as log:
+            log.write(f"{b}\n")
+        generator = torch.Generator().manual_seed(b + self.seed)
+        return tuple(torch.randn(8, 6, dtype=torch.float64, generator=generator) for _ in range(2))
+
+
 def main(twist, folder, rank):
     if twist == "skewed":
         # Every rank is a host of its own, whose clock is an hour ahead of the one before.
@@ -16,7 +37,6 @@ def main(twist, folder, rank):
         time.perf_counter = lambda: real() + 3600.0 * rank
 
     import torch
-    from torch import nn
     from torch.nn import functional as F
 
     import pipelab
@@ -24,43 +44,13 @@ def main(twist, folder, rank):
 
     if twist == "skewed":
         clock.host = lambda: str(rank)
-
-    class Batches:
-        """Says which rank has read them."""
-
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, b):
-            if not 0 <= b < 4:
-                raise IndexError
-            with open(os.path.join(folder, f"{twist}_read_by_{rank}"), "a") as log:
-                log.write(f"{b}\n")
-            generator = torch.Generator().manual_seed(b + (rank if twist == "shuffled" else 0))
-            return tuple(
-                torch.randn(8, 6, dtype=torch.float64, generator=generator) for _ in range(2)
-            )
-
-    class Bad(nn.Linear):
-        def forward(self, x):
-            if twist == "raise":
-                raise ZeroDivisionError("by design")
-            if twist == "kill":
-                os.kill(os.getpid(), 9)
-            return super().forward(x)
-
     torch.manual_seed(rank if twist.startswith("unseeded") else 0)
-    world = int(os.environ["WORLD_SIZE"])
     replicas = 2 if twist in ("replicas", "unseeded replicas") else 1
-    devices = world // replicas
-    stages = [
-        nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2)).double() for _ in range(devices)
-    ]
-    if twist in ("raise", "kill"):
-        stages[1] = Bad(6, 6).double()
+    devices = int(os.environ["WORLD_SIZE"]) // replicas
     name = "pipedream_flush" if replicas == 2 else "pipedream"
     schedule = pipelab.make(name, devices, 2, batches=4)
-    arguments = (schedule, stages, Batches(), F.mse_loss, torch.optim.AdamW)
+    data = Batches(twist, folder, rank)
+    arguments = (schedule, stages(twist, devices), data, F.mse_loss, torch.optim.AdamW)
     options = {
         "check": twist not in ("unchecked", "shuffled", "unseeded replicas"),
         "replicas": replicas,
@@ -69,21 +59,40 @@ def main(twist, folder, rank):
         pipelab.run(*arguments, save=f"{folder}/checkpoint", stop=2)
         options["resume"] = f"{folder}/checkpoint"
     result = pipelab.run(*arguments, **options)
-    t, s = result.timeline, result.timeline.schedule
     if rank == 0:
-        late = min(t.start[i] - t.end[j] for i, j in enumerate(s.inputs) if j is not None)
-        out = {
-            "losses": result.losses,
-            "passed": result.check and result.check.passed,
-            "makespan": t.makespan,
-            "late": late,
-        }
-        print(
-            json.dumps(
-                out
-                | {"weights": [sorted(w) for w in result.weights], "replicas": len(result.replicas)}
-            )
-        )
+        print(json.dumps(shown(result)))
+
+
+def stages(twist, devices):
+    """A stage for each device; the second one fails, if the twist says so."""
+    from torch import nn
+
+    class Bad(nn.Linear):
+        def forward(self, x):
+            if twist == "raise":
+                raise ZeroDivisionError("by design")
+            os.kill(os.getpid(), 9)
+
+    made = [
+        nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.2)).double() for _ in range(devices)
+    ]
+    if twist in ("raise", "kill"):
+        made[1] = Bad(6, 6).double()
+    return made
+
+
+def shown(result):
+    """What the test reads of a run, as JSON holds it."""
+    t = result.timeline
+    inputs = enumerate(t.schedule.inputs)
+    return {
+        "losses": result.losses,
+        "passed": result.check and result.check.passed,
+        "makespan": t.makespan,
+        "late": min(t.start[i] - t.end[j] for i, j in inputs if j is not None),
+        "weights": [sorted(w) for w in result.weights],
+        "replicas": len(result.replicas),
+    }
 
 
 if __name__ == "__main__":

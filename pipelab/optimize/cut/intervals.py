@@ -66,6 +66,7 @@ class Intervals:
         """
         self._moves[left] = moves = list(moves)
         found = [self.join(cost(taken, rest), self.values[rest]) for taken, rest in moves]
+        # Every move and every end side by side: one minimum finds both.
         options = np.concatenate(found, axis=1)  # [a, (move, b)]
         self._best[left] = options.argmin(axis=1)
         self.values[left] = options.min(axis=1)

@@ -37,6 +37,7 @@ def partition(
         raise ValueError("the profile has no times: measure them, or leave out the picture")
     lanes = sum(len(found.stages) + 1 for found in items.values())
     ax = style.axes(ax, height=1.0 + 0.38 * lanes)
+    # To the right of the bars are words.
     ax.set_xlim(0, longest * 1.3)
     row, ticks, names = 0, [], []
     entries: dict[str, Artist] = {}  # of the legend: of what is there
@@ -80,6 +81,7 @@ def _stage(
         width = scale * found.profile.layers[i].time / stage.replicas
         box = bar(ax, row, left, left + width, colour, lw=0.8)
         entries["layers of the slowest stage" if slowest else "of the others"] = box
+        # Numbers that do not fit would cover each other.
         if width > ax.get_xlim()[1] * 0.025:
             style.label(ax, left + width / 2, row, str(number), 9, colour)
         left += width

@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from pipelab.optimize.cut.profiles import Layer, Profile
+from pipelab.runtime.torch.device import CpuDevice
 from pipelab.runtime.torch.split_backward import Halves, Saved, remaining, storages
 
 
@@ -51,9 +52,11 @@ def profile(
     device = tensors[0].device
     found, x = [], sample
     for number, layer in enumerate(layers):
+        # Running statistics are those of a copy: the caller's layer learns nothing of this.
         own = copy.deepcopy(layer)
         last = number == len(layers) - 1
         call = partial(_loss_of, own, loss, target) if loss and last else own
+        # Layers are measured alone: none sees the graph of the one before.
         x = pytree.tree_map_only(Tensor, Tensor.detach, x)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             y, costs = _measure(own, call, x, device, repeats, warm_up)
@@ -77,22 +80,26 @@ def _measure(
     def backward(outputs: list[Tensor], wanted: list[Tensor]) -> None:
         if outputs and wanted:
             ones = [torch.ones_like(t) for t in outputs]
+            # The graph is kept: two backwards are timed on it.
             torch.autograd.grad(outputs, wanted, ones, retain_graph=True, allow_unused=True)
 
     times = []
     with torch.enable_grad():
         # [1] once, to see what is saved
-        y, kept = _kept(layer, call, x)
+        y, kept = _kept(layer, call, x, device)
         # [2] by the clock: forward, input gradient, full backward
         for _ in range(warm_up + repeats):
             fresh, inputs = _entering(x)
             seconds, out = _timed(device, call, fresh)
             outputs = [t for t in _tensors(out) if t.requires_grad]
             back = (_timed(device, backward, outputs, w)[0] for w in (inputs, [*inputs, *weights]))
+            # One after another, so that all three meet the same disturbances; medians forget most
+            # of them.
             times.append((seconds, *back))
     forward, input_grad, whole = map(median, zip(*times[warm_up:], strict=True))
     return y, {
         "forward": forward,
+        # By the clock a part may take longer than the whole.
         "input_grad": min(input_grad, whole),
         "weight_grad": max(whole - input_grad, 0.0) if weights else 0.0,
         "weights": float(sum(p.nbytes for p in layer.parameters())),
@@ -101,26 +108,24 @@ def _measure(
     }
 
 
-def _kept(layer: nn.Module, call: Callable, x: Any) -> tuple[Any, dict[str, float]]:
+def _kept(
+    layer: nn.Module, call: Callable, x: Any, device: torch.device
+) -> tuple[Any, dict[str, float]]:
     """The value of a call, and the bytes kept to a backward, and of a split one from I to W."""
     own = storages(joined(layer.parameters(), layer.buffers()))
     packed: list[ref[Saved]] = []
 
-    def pack(tensor: Tensor) -> Saved:
-        saved = Saved(tensor)
-        packed.append(ref(saved))
-        return saved
-
     def size(tensors: Iterable[Tensor]) -> float:
         return float(sum(n for block, n in storages(tensors).items() if block not in own))
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, Saved.unpack):
+    with CpuDevice(device).watch("", packed):
         fresh, inputs = _entering(x)
         y = call(fresh)
     activations = size([*remaining(packed), *_tensors(fresh)])
     edges = [get_gradient_edge(t) for t in _tensors(y) if t.requires_grad]
     ones = [torch.ones_like(t) for t in _tensors(y) if t.requires_grad]
     y = pytree.tree_map_only(Tensor, Tensor.detach, y)  # else it would keep the whole graph
+    # As a stage of a run does it, so that what is counted is what it would keep.
     halves = Halves(edges, ones, inputs)
     halves.input_grad()
     edges.clear()

@@ -64,6 +64,7 @@ class Profile:
         if not self.layers:
             raise ValueError("a profile needs at least one layer")
         if not self.edges:
+            # The class is frozen; a default that depends on the layers can only be set here.
             object.__setattr__(self, "edges", tuple(pairwise(range(len(self.layers)))))
         for layer in self.layers:
             for name in NUMBERS:
@@ -108,6 +109,7 @@ class Profile:
         """Bytes that cross each of the `cuts`: of layers before it that one behind it reads."""
         read = np.zeros_like(before)
         for a, b in self.edges:
+            # What several layers behind the cut read is sent once.
             read[:, a] |= before[:, a] & ~before[:, b]
         return read @ self.of("output")
 
@@ -119,6 +121,7 @@ class Profile:
         """
         n = len(self.layers)
         if self.is_chain:
+            # Of a chain: before cut i are the layers up to i - 1.
             return np.tri(n + 1, n, -1, dtype=bool)
         reads = [{a for a, b in self.edges if b == i} for i in range(n)]
         # Layer by layer: a set grows by each layer all of whose inputs it has.
@@ -157,6 +160,7 @@ class Profile:
             name: np.add.reduceat(self.of(name), first).tolist()
             for name in (*PASSES, "weights", "activations", "weight_activations")
         }
+        # A stage receives what crosses the cut in front of it.
         before = np.arange(count) < first[:, None]
         return Costs(**sums, boundary=self.crossing(before).tolist(), **others)
 
@@ -209,6 +213,7 @@ def _read_graph(text: str) -> Profile:
             # several outputs: [6291456.0; 131072.0]
             numbers = (sum(map(float, value.strip("[]").split(";"))) for value in values)
             forward, backward, size, weights = numbers
+            # From ms, and in two.
             half = backward / 2000
             nodes[name] = Layer(
                 f"{name}: {kind}",
@@ -231,6 +236,7 @@ def _read_graph(text: str) -> Profile:
         and (name in read or layer.kind != "__getitem__")
     ]
     sources = {name: [a for a in reads[name] if a in kept] for name in kept}
+    # The file lists nodes in any order.
     order = list(TopologicalSorter(sources).static_order())
     place = {name: i for i, name in enumerate(order)}
     edges = sorted((place[a], place[name]) for name in order for a in sources[name])

@@ -103,6 +103,7 @@ class _Problem:
         self.link = 2 * profile.crossing(before) / bandwidth
         # b is behind a if it has all layers that a has, and more
         count = before.sum(axis=1)
+        # Layers that two cuts both have before them.
         inside = before.astype(int) @ before.T
         behind = (inside == count[:, None]) & (count[:, None] < count)
 

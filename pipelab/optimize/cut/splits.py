@@ -60,6 +60,7 @@ def split_layers(
             "micro-batches"
         )
     # [2] among those, the stages that are most alike
+    # A sum of floats in another order may be a last digit larger.
     squares = np.where(cost <= largest * (1 + 1e-12), cost**2, np.inf)
     _, balance = split_intervals(limited(squares), stages, np.add)
     layers = np.split(np.arange(n), np.cumsum(balance)[:-1])
@@ -91,5 +92,6 @@ def _weights_of(profile: Profile, method: str) -> np.ndarray:
 
 def sums(values: np.ndarray) -> np.ndarray:
     """[a, b]: the sum of layers a to b - 1; inf where there are none."""
+    # Differences of rounded sums may be a little below 0.
     ends = np.append(0.0, np.cumsum(values))
     return np.where(np.tri(len(ends), dtype=bool), np.inf, np.maximum(ends - ends[:, None], 0.0))

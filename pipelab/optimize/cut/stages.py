@@ -57,6 +57,7 @@ class Partition:
                 f"{number:>5} {layers:>9} {stage.replicas:>7} {1e3 * stage.time:>9.3f} "
                 f"{weights:>9.1f}"
             )
+        # Where no stage takes that long, a link does.
         slower = self.bottleneck > max(stage.time for stage in self.stages)
         what = "link" if slower else "stage"
         line = f"bottleneck {1e3 * self.bottleneck:.3f} ms (a {what}); all layers on one device "
@@ -93,13 +94,17 @@ class Partition:
         only as far as too few micro-batches are in flight to hide them, and nothing waits for a
         link that is busy.
         """
+        # A stage of a branching model may have layers that are not neighbours in the profile.
         order = [i for stage in self.stages for i in stage.layers]
         costs = self.profile.reordered(order).costs(self.balance, **others)
         replicas = np.array([stage.replicas for stage in self.stages])
         allreduce = np.array([stage.allreduce for stage in self.stages])
+        # Replicas take turns: each r-th micro-batch is one's own.
         shared = {name: getattr(costs, name) / replicas for name in PASSES}
         if bandwidth < math.inf and (replicas > 1).any():
             width = bandwidth * np.minimum(replicas[1:], replicas[:-1])
+            # As seconds of each link, since their widths differ; no bandwidth is left to count
+            # twice.
             transfer = np.add(transfer, np.array(costs.boundary)[1:] / width)
             bandwidth = math.inf
         return replace(

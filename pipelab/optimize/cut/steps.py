@@ -42,10 +42,12 @@ def entries(profile: Any, devices: int, bandwidth: float = 1e9) -> list[Entry]:
                 for mine in range(1, n) if i else [n]:
                     work = sum(time[i:j])
                     sync = 4 * (mine - 1) / mine * sum(weights[i:j]) / bandwidth
+                    # Each of them takes every m'-th micro-batch, and the gradients cross meanwhile.
                     pace = max(work, sync) / mine
                     words = f"layers {i} to {j - 1}" if j > i + 1 else f"layer {i}"
                     words += f" on {mine}: max({work:.3g}, {sync:.3g}) / {mine} = {pace:.3g}"
                     if i:
+                        # The output there, its gradient back.
                         before, link = known[i, n - mine].pace, 2 * output[i - 1] / bandwidth
                         words += f"; A({i}, {n - mine}) = {before:.3g}; link {link:.3g}"
                         pace = max(pace, before, link)
@@ -75,6 +77,7 @@ class Steps(ipywidgets.VBox):
 
     def _show(self) -> None:
         done, now = self.entries[: self.slider.value + 1], self.entries[self.slider.value]
+        # What is not filled yet stays blank.
         paces = {(e.j, e.n): f"{e.pace:.3g}" for e in done}
         last = self.entries[-1]
         lines = ["<th></th>" + "".join(f"<th>n = {n + 1}</th>" for n in range(last.n))]

@@ -29,6 +29,7 @@ def vgg16(samples: int = 1, speed: float = 1e9) -> Profile:
     widths = [*(w for _, w in CONVOLUTIONS), 7]
     layers = []
     for i, (a, b) in enumerate(pairwise(channels)):
+        # A kernel of 3 x 3 between each two channels, at every place of the picture.
         work, output = 9 * a * b * widths[i] ** 2, b * widths[i + 1] ** 2
         layers.append((f"convolution {i + 1}", work, 9 * a * b + b, output))
     for i, (a, b) in enumerate(pairwise(CONNECTED)):

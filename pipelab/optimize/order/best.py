@@ -4,6 +4,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Real
 from typing import Any
 
 from pipelab.optimize.order.exact import SolverModel, solver_library
@@ -13,7 +14,7 @@ from pipelab.optimize.order.problem import OrderProblem, placement_named
 from pipelab.predict.bounds import bound
 from pipelab.predict.costs import CostError, Costs, Recompute
 from pipelab.schedules import SCHEDULES, make, takes
-from pipelab.table.action import Kind, Reads, ScheduleError, check_counts
+from pipelab.table.action import Kind, Reads, ScheduleError, check_counts, check_type
 from pipelab.table.placement import check_placement
 from pipelab.table.schedule import Schedule
 from pipelab.table.transform import repeat
@@ -67,6 +68,10 @@ def search(
     0F0 0F1 .   0I0 0W0 0F2 0I1 0W1 0I2 0W2 0U0
     .   1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2 1U0
     """
+    check_counts(batches=batches)
+    check_type(Real, seconds=seconds, workers=workers)
+    if not (seconds >= 0 and workers >= 0):
+        raise ScheduleError(f"seconds={seconds!r}, workers={workers!r}: give numbers of at least 0")
     problem = _problem(costs, devices, microbatches, memory, placement, virtual, split)
     if seconds > 0:
         solver_library()  # or its error at once; its import does not count
@@ -94,7 +99,7 @@ def _problem(
         home = placement_named(placement, devices, virtual)
     else:
         home = check_placement(placement, devices, each=True)
-    limit = float(devices if memory is None else memory)
+    limit = devices if memory is None else memory
     problem = OrderProblem(costs, home, microbatches, limit, split)
     if problem.actions > LARGEST:
         raise ScheduleError(
@@ -126,6 +131,8 @@ class _Best:
 
     def offer(self, schedule: Schedule, found_by: str) -> None:
         """Keep it if it fits and is faster."""
+        # Named schedules come whether they fit or not, and a fused draft may hold more than the one
+        # that it was made of.
         if self.problem.fits(schedule):
             makespan = self.problem.makespan(schedule)
             if makespan < self.makespan * (1 - 1e-12):
@@ -162,6 +169,7 @@ def _search(best: _Best, seconds: float, workers: int, progress: Progress | None
     if left > 0 and problem.actions <= SOLVABLE:
         assert best.schedule
         answer = SolverModel(problem, best.schedule, best.bound).solve(left, workers, progress)
+        # Both hold: the larger one says more.
         best.bound = max(best.bound, answer.bound)
         best.interrupted = answer.interrupted
         if answer.schedule:
@@ -198,6 +206,7 @@ def named_schedules(problem: OrderProblem) -> Iterator[tuple[str, Schedule]]:
             schedule = make(name, p, m, costs=problem.costs, memory=memory, **sizes)
         except (ScheduleError, CostError):
             continue
+        # What updates within a batch trains something else: its speed is no rival.
         of_one_batch = schedule.per_update == m and schedule.reads is Reads.LATEST
         if of_one_batch and (problem.split or Kind.W not in schedule.kinds):
             yield name, schedule

@@ -42,6 +42,7 @@ def unit_of(seconds: Iterable[float], longest: float) -> float:
     >>> unit_of([18.522, 9.3, 0.6], 1000.0)
     0.006
     """
+    # By their shortest decimals: as binary fractions 0.1 and 0.3 have no divisor of use.
     parts = [Fraction(repr(x)) for x in set(map(float, seconds)) if x]
     if not parts:
         return 1.0
@@ -98,6 +99,7 @@ class SolverModel:
         if problem.memory < math.inf:
             self._memory()
         # [3] What is to be small: the last end, after the device's updates.
+        # A hair less: a bound of rounded sums must not exclude the table that reaches it.
         least_units = math.floor((least + overhead) / self.unit * (1 - 1e-12))
         self.makespan = self.model.new_int_var(least_units, self.horizon, "makespan")
         for stages in problem.stages_of:
@@ -217,6 +219,7 @@ class SolverModel:
         solver.parameters.max_time_in_seconds = seconds
         solver.parameters.num_workers = workers
         solver.parameters.random_seed = 0
+        # Else it would take Ctrl-C for itself, and Python would not see it.
         solver.parameters.catch_sigint_signal = False
 
         watcher = _watcher(cp, self._seconds, progress) if progress else None

@@ -40,6 +40,7 @@ class Proof:
         """optimal: the gap is no larger than a millionth, which is what rounding leaves."""
         if self.gap <= ROUNDING:
             return "optimal"
+        # What was optimal by then is so all the same.
         return "interrupted" if self.interrupted else "gap"
 
     def to_json(self) -> dict[str, Any]:

@@ -94,6 +94,8 @@ class ListScheduler:
         for stage, forward in reversed([*enumerate(problem.seconds[Kind.F])]):
             share = self.rule.ahead
             if share < math.inf and forward:
+                # `later` is the way from here to the last stage and back: so many more forwards fit
+                # into it.
                 share = max(1, math.floor(share * (1 + later / forward)))
             found.append(share)
             later += forward + back[stage] + 2 * problem.delay[stage - 1] if stage else 0.0
@@ -134,6 +136,7 @@ class ListScheduler:
         seconds, patience = self.problem.seconds[kind][stage], self.rule.patience
         if patience is not None:
             return now + patience * seconds > arrival
+        # It may wait as long as another one has: the span is that of the slowest anyway.
         most = max(*self.idle, self.allowance[device])
         return now + seconds > arrival and self.idle[device] + arrival - now <= most
 
@@ -170,6 +173,8 @@ class ListScheduler:
         self.done[kind][stage] += 1
         self.level[device] += self.change[kind][stage]
         self.free[device] = end
+        # When it is free again, and at every arrival: nothing else can let a device start
+        # something.
         heappush(self.events, (end, device))
         if self.given and kind is not Kind.W:  # W has no place in a given order
             self.given[device].remove((stage, kind))
@@ -261,6 +266,7 @@ def refilled(problem: OrderProblem, rows: Rows, window: int) -> ListScheduler:
         if best and draft.span >= best.span * (1 - SLACK):
             return best
         best, longest = draft, max(draft.idle)
+        # What each could have waited longer without being the slowest.
         allowance = [longest - idle for idle in draft.idle]
 
 

@@ -9,11 +9,19 @@ A row is therefore told by the kinds and stages alone, and the search loses noth
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Real
 
 from pipelab.predict.costs import Costs, Recompute
 from pipelab.predict.memory import Changes, changes, memory_used
 from pipelab.predict.simulate import compute_seconds, simulate, transfer_seconds
-from pipelab.table.action import Action, Kind, ScheduleError, check_counts, insert_updates
+from pipelab.table.action import (
+    Action,
+    Kind,
+    ScheduleError,
+    check_counts,
+    check_type,
+    insert_updates,
+)
 from pipelab.table.placement import loop_placement, v_placement
 from pipelab.table.schedule import Schedule
 
@@ -50,6 +58,11 @@ class OrderProblem:
     microbatches: int
     memory: float
     split: bool = True
+
+    def __post_init__(self) -> None:
+        check_type(Costs, costs=self.costs)
+        check_type(Real, memory=self.memory)
+        object.__setattr__(self, "memory", float(self.memory))  # as Python's: a proof is JSON
 
     @cached_property
     def stages_of(self) -> list[list[int]]:
@@ -132,6 +145,7 @@ class OrderProblem:
 
     def table(self, name: str, rows: Iterable[Sequence[tuple[int, Kind]]]) -> Schedule:
         """The schedule whose rows have these stages and kinds; micro-batches in their order."""
+        # The j-th action of a stage and kind is that of micro-batch j: see the module.
         numbered: list[list[Action]] = []
         for row in rows:
             done: dict[tuple[int, Kind], int] = {}

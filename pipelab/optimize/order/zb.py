@@ -83,17 +83,25 @@ def _fastest(
     costs: Costs | None,
     memory: float | None,
 ) -> Schedule:
-    devices, microbatches = check_counts(devices=devices, microbatches=microbatches)
-    limit = float(devices if memory is None else memory)
-    problem = OrderProblem(costs or Costs(), place(devices), microbatches, limit)
+    devices, microbatches, batches = check_counts(
+        devices=devices, microbatches=microbatches, batches=batches
+    )
+    limit = devices if memory is None else memory
+    costs = Costs() if costs is None else costs
+    problem = OrderProblem(costs, place(devices), microbatches, limit)
 
     def span(table: Schedule) -> tuple[float, float, int]:
         timeline = simulate(table, problem.costs)
+        # A device's span is what the next batch waits for; then what is equally fast for fewer
+        # activations.
         return timeline.span, timeline.makespan, max(timeline.peak_in_flight)
 
+    # [1] The fixed orders, and ahead of them the list scheduler's: `min` keeps the first of equals.
     tables = [make(order, devices, microbatches) for order in fixed]
+    # With less it could not start a forward.
     if limit >= 1:
         tables.insert(0, min(drafts(problem), key=lambda draft: draft.span).table)
+    # [2] The fastest that fits.
     best = min(filter(problem.fits, tables), key=span, default=None)
     if not best:
         raise ScheduleError(

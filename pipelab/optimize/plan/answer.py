@@ -47,6 +47,7 @@ class Answer:
     def __str__(self) -> str:
         best, limit = self.best, self.problem.machine.memory
         parts = [f"{name} {seconds:.4g}" for name, seconds in best.parts.items() if seconds]
+        # Neighbouring stages of equally many layers: 3 x 8 + 7.
         runs = [(len([*alike]), count) for count, alike in groupby(best.choice.balance)]
         layers = " + ".join(f"{n} x {count}" if n > 1 else str(count) for n, count in runs)
         rate = ""
@@ -121,6 +122,7 @@ def plan(problem: Problem, *, frontier: bool = False) -> Answer:
         if other:
             others.setdefault(other.choice, _runner_up(decision, other, best, limit))
     fastest = search.best(math.inf)
+    # What more memory would be worth.
     if fastest and fastest.step * SLACK < best.step:
         others.setdefault(fastest.choice, _runner_up("memory", fastest, best, limit))
     bounds = tuple((search.bytes[choice], search.seconds[choice]) for choice in search.seconds)
@@ -151,6 +153,7 @@ def _has(name: str, value: Any, choice: Choice) -> bool:
 
 
 def _recut(best: Choice, name: str, choice: Choice) -> bool:
+    # The first two are the schedule and the pipeline.
     return choice[:2] == best[:2] and getattr(choice, name) != getattr(best, name)
 
 
@@ -164,5 +167,6 @@ def _runner_up(decision: str, plan: Plan, best: Plan, limit: float) -> RunnerUp:
         return RunnerUp(decision, plan, "memory", f"as fast, {more:.4g} GB more memory")
     change = {cause: plan.parts[cause] - best.parts[cause] for cause in plan.parts}
     causes = sorted(change, key=change.__getitem__, reverse=True)
+    # Causes below a twentieth of the loss explain nothing.
     named = [f"{c} {change[c]:+.3g} s" for c in causes if abs(change[c]) > 0.05 * loss]
     return RunnerUp(decision, plan, causes[0], f"+{loss:.3g} s ({', '.join(named)})")

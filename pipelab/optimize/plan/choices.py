@@ -160,6 +160,7 @@ class Problem:
                     for b in _divisors(samples):
                         m = samples // b
                         early = schedule == "pipedream_2bw" and m < p  # no version to read yet
+                        # A forward and a backward at least, of every stage and micro-batch.
                         if early or 2 * p * v * m > LARGEST:
                             continue
                         for mode in Recompute:

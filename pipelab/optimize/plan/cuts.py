@@ -85,6 +85,7 @@ def _bytes(
 
     Of several chunks, over the share of the device that each may fill.
     """
+    # Chunks of a device share its memory in this proportion.
     each = np.maximum(held(choice, _all(problem, choice), counts(choice), True), 1.0)
     share = each / np.tile(of_devices(choice, each), choice.virtual)
 

@@ -113,6 +113,7 @@ class Enumeration:
         limit = math.inf
         while plan := self.best(limit, cut_anew=False):
             yield plan
+            # Below what the last one needs: the next one has to be another.
             limit = plan.memory * 0.9
             if not limit:  # nothing needs less
                 return

@@ -72,6 +72,7 @@ class Plan:
             "transfer": steady_seconds(choice, replace(costs, update=0.0)),
             "all-reduce": self.step,
         }
+        # Each total counts one more cause than the one before it.
         gains = np.diff(list(total.values()), prepend=0.0)
         gains[np.abs(gains) < 1e-9 * self.step] = 0.0  # rounding
         return dict(zip(total, gains.tolist(), strict=True))
@@ -120,6 +121,7 @@ def steady_seconds(choice: Choice, costs: Costs) -> float:
         if action.kind is Kind.B:
             which = last[action.microbatch // spell]
             which[device] = max(which[device], end)
+    # From the end of the first spell to that of the third: two spells of steady state.
     return max(b - a for a, b in zip(last[0], last[2], strict=True)) / (2 * _spell(choice))
 
 

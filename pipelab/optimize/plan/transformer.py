@@ -47,10 +47,13 @@ class Transformer:
     @property
     def _layer_flops(self) -> float:
         s, h = self.sequence, self.hidden
+        # 12 h^2 weights of a layer, a product and a sum each; and per pair of tokens h for their
+        # score and h for their value.
         return 24 * s * h**2 + 4 * s**2 * h
 
     @property
     def _head_flops(self) -> float:
+        # The logits alone: an embedding is looked up.
         return 2 * self.sequence * self.hidden * self.vocabulary
 
     def profile(self, machine: Machine, tensor: int = 1) -> Profile:
@@ -63,10 +66,13 @@ class Transformer:
         a layer (arXiv 2104.04473, section 3.2).
         """
         s, h, words = self.sequence, self.hidden, self.vocabulary
+        # In half precision: 2 bytes an element.
         boundary = 2 * s * h
         reduce = 2 * machine.allreduce(boundary, tensor, machine.link(tensor))
 
         def layer(name: str, flops: float, reduce: float, **sizes: Any) -> Layer:
+            # A weight gradient needs no all-reduce: each device has the input, and its part of the
+            # output.
             seconds = flops / tensor / (machine.flops * machine.share)
             return Layer(
                 name, seconds + reduce, seconds + reduce, seconds, output=boundary, **sizes

@@ -116,11 +116,13 @@ def best_stages(
                 f"{layers} layers have no stages that use all {devices} devices: use another "
                 "number of devices or of layers"
             )
+        # Solved again with just that memory, to tell which stage needs it.
         closest = best_stages(table, devices, 1, needed, in_flight).stages
         raise PipeshardError(_explain(table, closest, needs, memory, in_flight))
     # [2] every t_max from there on
     found = Stages([], np.inf)
     for slowest in np.unique(seconds[(seconds >= least) & (seconds < np.inf)]):
+        # T is at least that: its sum has t_max in it once, too.
         if microbatches * slowest >= found.seconds:
             break
         limited = np.where(seconds <= slowest, seconds, np.inf)
@@ -139,8 +141,10 @@ def _solve(
     cost  [stages from here on, first layer, last layer, choice]
     """
     most, layers = len(cost) - 1, len(table.seconds)
+    # [1] Layers as cuts: layer i is between cuts i and i + 1.
     between = np.full((most + 1, len(table.devices), layers + 1, layers + 1), np.inf)  # [.., a, b]
     between[:, :, :-1, 1:] = np.moveaxis(cost, -1, 1)
+    # [2] A row for each number of stages and of devices that may be left.
     program = Intervals(layers + 1, nothing=(0, 0), join=join)
     for count in range(1, most + 1):
         for left in range(1, devices + 1):
@@ -150,6 +154,7 @@ def _solve(
                 program.fill(
                     (count, left), moves, lambda choice, rest: between[rest[0] + 1, choice]
                 )
+    # [3] Of any number of stages the one that joins to the least, on all devices.
     whole = [used for used in program.values if used[1] == devices]
     best = min(whole, key=program.value, default=(0, 0))
     return program.value(best), [Choice(a, b - 1, choice) for a, b, choice in program.stages(best)]

@@ -89,6 +89,7 @@ def machine_of(device: Any = None) -> Machine:
     if device.platform == "cpu":
         return HOST
     for name, machine in MACHINES.items():
+        # "A100-80GB" is found in "NVIDIA A100-SXM4-80GB" by its first word.
         if name.split("-")[0] in device.device_kind:
             return machine
     raise PipeshardError(

@@ -60,7 +60,7 @@ class StageProfile:
         return self.forward + self.backward
 
 
-def profile(
+def profile_stage(
     stage: Placed,
     submesh: Shape,
     state: Counter[Var],

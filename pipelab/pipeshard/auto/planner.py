@@ -20,7 +20,7 @@ from pipelab.pipeshard.auto.assignment import Choice, StageTable, best_stages, s
 from pipelab.pipeshard.auto.auto_plan import AutoPlan
 from pipelab.pipeshard.auto.candidate import Cache, Placed, candidates, operator_specs
 from pipelab.pipeshard.auto.cost_model import machine_of
-from pipelab.pipeshard.auto.measured import StageProfile, mesh_of, profile
+from pipelab.pipeshard.auto.measured import StageProfile, mesh_of, profile_stage
 from pipelab.pipeshard.auto.sharding import over_model
 from pipelab.pipeshard.method import Shape, StageProblem
 from pipelab.schedules import make
@@ -145,7 +145,7 @@ class AutoStages:
                 if p in divided and divided[p] in over_model(shape_of(p), mesh)
             }
             stage = Placed(each, mesh, specs)
-            profiles.append(profile(stage, submesh, state, machine, measured, self.cache))
+            profiles.append(profile_stage(stage, submesh, state, machine, measured, self.cache))
         return profiles
 
     def _places(

@@ -115,6 +115,7 @@ def shardings(search: Search, ax: Axes | None = None) -> Axes:
     most_sent, most_computed = np.max(list(map(point, table)), axis=0)
     slowest = most_computed * per_gflop + most_sent * per_mib
     for seconds in np.linspace(0, slowest, 9)[1:]:
+        # All of it sent, or all of it computed.
         ends = [0, seconds / per_mib], [seconds / per_gflop, 0]
         (line,) = ax.plot(*ends, color=style.lighter(style.GREY, 0.7), lw=0.8, zorder=1)
     line.set_label("equal time")

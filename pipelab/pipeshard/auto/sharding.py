@@ -49,6 +49,7 @@ def over_model(shape: Shape, mesh: Mesh) -> list[PartitionSpec]:
 
 def over_data(shape: Shape, mesh: Mesh) -> list[PartitionSpec]:
     """The axis "data" along the samples, dimension 0, wherever it divides them: for a batch."""
+    # Whole is the first of them, so that the last is divided, if anything is.
     return list(_splits(shape[:1], mesh, ["data"]))[-1:]
 
 
@@ -220,6 +221,7 @@ def search_sharding(
 
     def rank(each: Candidate) -> tuple[float, ...]:
         """Bytes too many, then seconds, then bytes."""
+        # What fits counts by its seconds; of what does not, the one that lacks least comes first.
         excess = max(0.0, each.cost.peak_bytes - machine.memory)
         return excess, each.predicted, each.cost.peak_bytes
 
@@ -229,6 +231,7 @@ def search_sharding(
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # compiling needs no lock of Python's
             for specs, cost in zip(new, pool.map(program.cost, new), strict=True):
                 found[specs] = Candidate(specs, cost, cost.seconds(machine))
+        # Also of what was tried before: a sweep asks again for where it stands.
         return min(wanted, key=lambda specs: rank(found[specs]))
 
     possible = math.prod(map(len, options))
@@ -268,6 +271,7 @@ def _descend(
     """
     # The largest arrays decide most; what they leave open, the smaller ones follow.
     order = sorted(range(len(options)), key=lambda i: -sizes[i])
+    # Whole may be a dead end of its own: to divide one array alone can cost more than it saves.
     for start in (0, -1):
         here: Specs = tuple(choices[start] for choices in options)
         before = None

@@ -20,8 +20,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from pipelab.pipeshard.arrays import PipeshardError
+from pipelab.pipeshard.batch.bodies import CHECKPOINTS, carry_of
 from pipelab.pipeshard.batch.primitives import DRAWS
-from pipelab.pipeshard.batch.reduction import CHECKPOINTS, carry_of
 from pipelab.pipeshard.batch.tags import axes_of
 from pipelab.runtime.jax.jaxpr import (
     Arrays,
@@ -48,6 +48,7 @@ def draw_own(eqn: JaxprEqn, _: JaxprEqn, number: Any, operands: Arrays) -> Array
     With the step's key, all micro-batches would draw the same dropout mask.
     """
     key, *others = operands
+    # There may be several keys: each is folded by itself.
     return single(eqn).run(jnp.vectorize(jax.random.fold_in)(key, number), *others)
 
 
@@ -69,6 +70,7 @@ def _growing(graph: Graph, twin: Graph) -> list[JaxprEqn | None]:
         )
     found: list[JaxprEqn | None] = []
     for eqn in graph.equations:
+        # Both draw in the same order, so that the first one left is this one's twin.
         other = theirs.pop(0) if contains(eqn, DRAWS) else None
         found.append(other if other is not None and _grows(eqn, other) else None)
     return found

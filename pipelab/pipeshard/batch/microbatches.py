@@ -131,6 +131,7 @@ def _same_alone(one: TracedStep, two: TracedStep, combine: list[Combine], given:
     numbers, such as labels, are drawn from those that are given.
     """
     tried = False
+    # A thousand roundings, at most 5 %: what treats one sample otherwise is off by more.
     off = min(0.05, 1000 * float(rounding_unit(two.loss.equations, two.parameters).eps))
     drawn_alike, _ = redraw(two.loss, one.loss, partial(draw_in_pieces, 2, False))
     undivided = jax.jit(gradient_of(drawn_alike))
@@ -141,6 +142,7 @@ def _same_alone(one: TracedStep, two: TracedStep, combine: list[Combine], given:
         known = dict(zip(two.arguments, values, strict=True))
         parameters = [known[v] for v in two.parameters.values()]
         expected = undivided(parameters, [*values, np.uint32(0)])
+        # Numbers at which the loss is not finite have shown nothing.
         tried |= bool(np.isfinite(expected[0]))
         got = in_pieces(one, one.loss, combine, values, 2)
         if not alike(map(words, got), map(words, expected), limit=off):
@@ -168,6 +170,7 @@ def gradient_of(loss: Graph, share: float = 1) -> Callable[[Arrays, Arrays], Arr
 
     def value(parameters, others):
         out = loss.run(*parameters, *others)
+        # Differentiated is the share; what is returned is the loss as it is.
         return share * out[0], out
 
     def gradient(parameters, others):
@@ -193,6 +196,7 @@ def in_pieces(
     for k in range(m):
         inputs = []
         for v in loss.inputs[count:]:
+            # What is no argument of the step is the micro-batch's number.
             x = known.get(v, np.uint32(k))
             inputs.append(jnp.split(x, m)[k] if v in step.batch else x)
         pieces.append(gradient(parameters, inputs))

@@ -12,11 +12,8 @@ Anything else is *mixed*: a maximum over the batch, a square root of a mean, a p
 batch, and whatever an equation makes of samples that is not known here to keep them apart.
 """
 
-from collections import Counter
-from collections.abc import Callable
 from operator import itemgetter
 
-import jax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from pipelab.pipeshard.arrays import (
@@ -26,7 +23,17 @@ from pipelab.pipeshard.arrays import (
     is_key_type,
     shape_of,
 )
-from pipelab.pipeshard.batch.primitives import DRAWS, RANDOM, Rules
+from pipelab.pipeshard.batch.bodies import (
+    CUSTOM,
+    INSIDE,
+    Graphs,
+    body_of,
+    carry_of,
+    only_adds,
+    pullback,
+)
+from pipelab.pipeshard.batch.equation import Rules
+from pipelab.pipeshard.batch.primitives import DRAWS, RANDOM
 from pipelab.pipeshard.batch.tags import (
     FIXED,
     Known,
@@ -43,31 +50,7 @@ from pipelab.pipeshard.batch.tags import (
     paired,
     samples,
 )
-from pipelab.runtime.jax.jaxpr import (
-    CALLS,
-    Atom,
-    Graph,
-    Variables,
-    contains,
-    inline,
-    place_of,
-    renamed,
-    single,
-    spec_of,
-    substitute,
-    variables,
-)
-
-ADDS = ("add", "add_any")
-CHECKPOINTS = ("checkpoint", "remat2", "remat")
-# What only runs the function in one of its parameters; first, what has a derivative of its own.
-CUSTOM = {
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "linear_call": "callee",
-}
-INSIDE = {**CUSTOM, **CALLS, **dict.fromkeys(CHECKPOINTS, "jaxpr")}
-Graphs = tuple[Graph, Graph]  # one function at both sizes
+from pipelab.runtime.jax.jaxpr import Graph, Variables, contains, place_of
 
 
 class Reductions:
@@ -153,7 +136,7 @@ class Reductions:
         loops = {"scan": self._scan, "while": self._while, "cond": self._cond}
         # [1] The tags of the results.
         if INSIDE.get(name) in a.params:
-            results = self._run(_graphs(a, b, itemgetter(INSIDE[name]), ins), [])
+            results = self._run(body_of(a, b, itemgetter(INSIDE[name]), ins), [])
             if name in CUSTOM and self._derived:
                 results = self._derivative(a, b, ins, tags, results)
         elif name == "custom_linear_solve":
@@ -194,7 +177,7 @@ class Reductions:
         wanted = [*(tag for _, tag in outs), *by]
         # [2] What the rule makes of them, which is not derived again; and the results, which it
         #     may compute otherwise than the function does.
-        small, large = _pullback(a), _pullback(b)
+        small, large = pullback(a), pullback(b)
         if any(contains(eqn, DRAWS) for eqn in small.equations):
             return [mixed(a, "draws random numbers in its derivative")] * len(made)
         found = self._run_underived((small, large), given)
@@ -225,19 +208,19 @@ class Reductions:
         counts = a.params["const_lengths"]
         first = counts.matvec + counts.vecmat
         given = [*ins[first : first + counts.solve], *ins[sum(counts) :]]
-        return self._run(_graphs(a, b, lambda params: params["jaxprs"].solve, given), [])
+        return self._run(body_of(a, b, lambda params: params["jaxprs"].solve, given), [])
 
     # ---- loops and branches
 
     def _scan(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags) -> Tags:
         first, count = carry_of(a)
-        graphs = _graphs(a, b, itemgetter("jaxpr"), ins[:first])
+        graphs = body_of(a, b, itemgetter("jaxpr"), ins[:first])
         if a.params["length"] == b.params["length"]:
             return self._repeat(a, graphs, tags[first:], count)
         # As many iterations as samples: one sample at a time (lax.map), if the carry is no more
         # than a sum.
         inner = inner_of(tags)
-        apart = len(inner) < 2 and all(_only_adds(graph, count) for graph in graphs)
+        apart = len(inner) < 2 and all(only_adds(graph, count) for graph in graphs)
         for i, (pair, tag) in enumerate(zip(ins, tags, strict=True)):
             apart &= tag.role in (Role.FIXED, Role.SAMPLES) and not tag.degree
             apart &= axes_of(pair) == ([] if i < first + count else [0])
@@ -253,12 +236,12 @@ class Reductions:
 
     def _while(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags) -> Tags:
         begin, first = a.params["cond_nconsts"], a.params["body_nconsts"]
-        body = _graphs(a, b, itemgetter("body_jaxpr"), ins[begin : begin + first])
+        body = body_of(a, b, itemgetter("body_jaxpr"), ins[begin : begin + first])
         carry, begun = tags[begin + first :], ins[begin + first :]
 
         def loop(carry: Tags) -> tuple[Tags, Tags]:
             results = self._repeat(a, body, carry, len(carry))
-            return results, self._run(_graphs(a, b, itemgetter("cond_jaxpr"), ins[:begin]), results)
+            return results, self._run(body_of(a, b, itemgetter("cond_jaxpr"), ins[:begin]), results)
 
         # One condition for all, which no sample decides.
         results, condition = loop(carry)
@@ -276,7 +259,7 @@ class Reductions:
     def _cond(self, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags) -> Tags:
         found = []
         for i in range(len(a.params["branches"])):
-            graphs = _graphs(a, b, lambda params, i=i: params["branches"][i], ins[1:])
+            graphs = body_of(a, b, lambda params, i=i: params["branches"][i], ins[1:])
             found.append(self._run(graphs, []))
         # Who knows which branch it is: the results have one tag in all of them, or none. The index
         # may not depend on a sample.
@@ -299,66 +282,3 @@ class Reductions:
                 return [*carry, *results[count:]]
             carry = carried
         return [mixed(a)] * len(a.outvars)
-
-
-def _graphs(a: JaxprEqn, b: JaxprEqn, function: Callable, outside: Pairs) -> Graphs:
-    """The programs that two equations run inside, by a `function` of their parameters.
-
-    Its first inputs are these variables outside.
-    """
-    small, large = ([pair[i] for pair in outside] for i in (0, 1))
-    return inline(function(a.params), small, a), inline(function(b.params), large, b)
-
-
-def _only_adds(body: Graph, count: int) -> bool:
-    """Whether all that a scan's body does with its carry, of `count` values, is to add to it."""
-    # [1] What a conversion to the same type makes, as of a weak one, is what it is made of.
-    names: dict[Var, Atom] = {}
-    equations = []
-    for eqn in (renamed(eqn, names) for eqn in body.equations):
-        converts = eqn.primitive.name == "convert_element_type"
-        if converts and dtype_of(eqn.invars[0]) == dtype_of(eqn.outvars[0]):
-            names[eqn.outvars[0]] = eqn.invars[0]
-        else:
-            equations.append(eqn)
-    outputs = substitute(body.outputs, names)
-    # [2] Nothing else reads it, or its sums.
-    sums = {v: eqn for eqn in equations for v in eqn.outvars if eqn.primitive.name in ADDS}
-    read = Counter(variables([*outputs, *(atom for eqn in equations for atom in eqn.invars)]))
-    for v, out in zip(body.inputs, outputs[:count], strict=False):
-        if isinstance(out, Literal) or out not in sums or v not in sums[out].invars:
-            return False
-        if (read[v], read[out]) != (1, 1):
-            return False
-    return True
-
-
-def _pullback(eqn: JaxprEqn) -> Graph:
-    """The backward of an equation: gradients by its results in, gradients by its operands out."""
-    function = single(eqn)
-    operands = [spec_of(atom) for atom in eqn.invars]
-
-    # Keys and whole numbers have no gradient: jax.vjp is given the others alone.
-    def pull(operands, cotangents):
-        reals = [x for x, v in zip(operands, eqn.invars, strict=True) if is_inexact(v)]
-
-        def real(*xs):
-            given = iter(xs)
-            pairs = zip(operands, eqn.invars, strict=True)
-            out = function.run(*(next(given) if is_inexact(v) else x for x, v in pairs))
-            return [y for y, v in zip(out, eqn.outvars, strict=True) if is_inexact(v)]
-
-        results, back = jax.vjp(real, *reals)
-        return results, back(cotangents)
-
-    cotangents = [spec_of(v) for v in eqn.outvars if is_inexact(v)]
-    return inline(jax.make_jaxpr(pull)(operands, cotangents), eqn.invars, eqn)
-
-
-def carry_of(eqn: JaxprEqn) -> tuple[int, int]:
-    """Where a scan's carry begins among the inputs of its body, and how many values it has."""
-    params = eqn.params
-    if "ft_in" in params:  # since jax 0.11
-        constants, carry, _ = params["ft_in"].unpack()
-        return len(constants), len(carry)
-    return params["num_consts"], params["num_carry"]

@@ -21,10 +21,10 @@ Pairs = list[Pair]
 
 
 class Role(Enum):
-    FIXED = "fixed"
-    SAMPLES = "samples"
-    REDUCED = "reduced"
-    MIXED = "mixed"
+    FIXED = "fixed"  # it knows nothing of the samples
+    SAMPLES = "samples"  # each entry is of one sample
+    REDUCED = "reduced"  # a sum over samples, plus something fixed
+    MIXED = "mixed"  # anything else
 
 
 class Tag(NamedTuple):
@@ -138,6 +138,7 @@ class Known:
         """By what it is at both sizes; `why` it is mixed, if it is."""
         unknown = Tag(Role.MIXED, 0, why)
         values = self.values(pair)
+        # One array in both traces: the loss closes over it.
         if values[0] is values[1]:
             return FIXED
         x, y = map(np.asarray, values)
@@ -165,17 +166,19 @@ class Known:
 def _growth(x: np.ndarray, y: np.ndarray, ratio: float) -> float | None:
     """d, if y is x times the ratio of the sizes to the power d."""
     inexact, floating = (jnp.issubdtype(x.dtype, kind) for kind in (jnp.inexact, jnp.floating))
+    # [1] The same at both sizes.
     if np.array_equal(x, y, equal_nan=inexact):
         return 0
     real = floating or jnp.issubdtype(x.dtype, jnp.integer)
     if not real or ((x == 0) != (y == 0)).any():
         return None
     rounding = 8 * float(jnp.finfo(x.dtype).eps) if floating else 0
+    # [2] Every entry has grown by the same factor, as far as rounding tells.
     ratios = y[y != 0].astype(float) / x[x != 0].astype(float)
     alike = np.isfinite(ratios).all() and np.ptp(ratios) <= rounding * ratios.max()
     if not alike or ratios.min() <= 0:
         return None
-    # A sum, a mean and a square root have degrees of 1, 0 and 1/2: rounding is taken off these.
+    # [3] A sum, a mean and a square root have degrees of 1, 0 and 1/2: rounding is taken off these.
     degree = math.log(ratios[0], ratio)
     half = round(2 * degree) / 2
     close = abs(degree - half) * math.log(ratio) <= rounding + 1e-12

@@ -110,7 +110,9 @@ def check_optimizer(optimizer: optax.GradientTransformation, parts: Sequence[Par
         return
     owners = [s for s, tree in enumerate(trees) for _ in jax.tree.leaves(tree)]
     for stage in range(len(parts)):
+        # What is still read when the results of all other stages are left out.
         _, read = dce_jaxpr(traced.jaxpr, [owner == stage for owner in owners])
+        # Owners three times: of the weights, of the first gradient and of the second.
         if any(reads and owner != stage for reads, owner in zip(read, owners * 3, strict=True)):
             raise ValueError(
                 "the optimizer makes one stage's step depend on other stages, but steps each stage "

@@ -74,6 +74,8 @@ class JaxArithmetic(reference.Arithmetic):
                 x = apply(weights[s], x, *([] if keys is None else [keys[s]]))
             result = recipe.loss(x, y)
             mean, count = result if isinstance(result, tuple) else (result, samples)
+            # The loss times what it counts: its gradient can be added up over pieces. In the loss's
+            # type, as a run has it.
             weight = jnp.asarray(count / unit, mean.dtype)
             return mean * weight, (mean, count, weight)
 
@@ -136,6 +138,8 @@ class JaxArithmetic(reference.Arithmetic):
     def _arguments(self, weights: Sequence[Weights], piece: Piece) -> tuple:
         """Trees of the weights, the data as the run takes them, and the keys."""
         with jax.enable_x64(self._double):
+            # First as the run takes them, where float64 data may become float32; widened after
+            # that.
             data = jax.tree.map(jnp.asarray, (piece.x, piece.y))
         x, y = jax.tree.map(self._placed, data)
         keys = None if piece.seeds is None else [jax.random.key(seed) for seed in piece.seeds]

@@ -40,6 +40,7 @@ class JaxDevice(Device):
         def move(leaf: Any) -> Any:
             return jax.device_put(leaf, self.device) if isinstance(leaf, jax.Array) else leaf
 
+        # Else the transfer would be part of the next action's time.
         return jax.block_until_ready(jax.tree.map(move, parcel))
 
     def arrays(self, payload: Any) -> Iterable[jax.Array]:

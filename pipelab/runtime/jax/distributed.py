@@ -43,7 +43,7 @@ class Distributed(Cluster):
         self.connections: dict[int, Any] = {}
 
     def __enter__(self) -> "Distributed":
-        self._aborts.enter_context(late_aborts())
+        self._aborts.enter_context(no_aborts())
         try:
             super().__enter__()
             self._connect()
@@ -142,17 +142,17 @@ class Distributed(Cluster):
 
 
 @contextmanager
-def late_aborts() -> Iterator[None]:
-    """Whatever aborts this process within, or after an error, does so six seconds later.
+def no_aborts() -> Iterator[None]:
+    """Whatever aborts this process within, or after an error, waits for ever instead.
 
     A thread of jax's does, as soon as it hears that another process is dead. Nothing in Python can
     keep it from that, and nobody would learn what has happened to the run. But abort() waits for
-    the handler of its signal, which is C's own sleep here: the signal's number, six, is what it
-    is given, and takes for seconds. The other threads go on meanwhile.
+    the handler of its signal, which is C's own pause here. The other threads go on meanwhile, and
+    the end of the process does not wait for it.
     """
     c = ctypes.CDLL(None)
     c.signal.argtypes, c.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-    before = c.signal(SIGABRT, ctypes.cast(c.sleep, ctypes.c_void_p))
+    before = c.signal(SIGABRT, ctypes.cast(c.pause, ctypes.c_void_p))
     yield
     c.signal(SIGABRT, before)
 

@@ -48,6 +48,7 @@ class Graph:
         """All variables that depend on one of the sources, which are among them."""
         found = set(sources)
         for eqn in self.equations:
+            # Equations are in an order in which they can run: one pass is enough.
             if not found.isdisjoint(variables(eqn.invars)):
                 found.update(eqn.outvars)
         return found
@@ -79,10 +80,12 @@ def inline(
     equations: Equations = []
 
     def enter(inner: ClosedJaxpr, inputs: Sequence[Atom], outer: JaxprEqn | None) -> list[Atom]:
+        # [1] What the inner function closed over becomes a constant of the graph.
         fresh = [Var(v.aval) for v in inner.jaxpr.constvars]
         consts.update(zip(fresh, inner.consts, strict=True))
         inside = [*inner.jaxpr.constvars, *inner.jaxpr.invars]
         names: dict[Var, Atom] = dict(zip(inside, [*fresh, *inputs], strict=True))
+        # [2] Calls are entered, and all else is copied with variables of its own.
         for eqn in inner.jaxpr.eqns:
             if outer is not None and _user_frame(eqn) is None:
                 eqn = eqn.replace(source_info=outer.source_info)
@@ -134,6 +137,7 @@ def needed(
 
     always  equations that are kept although nothing reads them
     """
+    # From the last one to the first: who reads a result is known before its maker is reached.
     wanted = set(variables(outputs))
     kept = []
     for eqn in reversed(equations):
@@ -147,6 +151,7 @@ def read_by(equations: Equations, outputs: Iterable[Atom] = ()) -> Variables:
     """The variables that equations or outputs read, and that no equation makes."""
     made = {v for eqn in equations for v in eqn.outvars}
     read = [v for eqn in equations for v in variables(eqn.invars)]
+    # Not a set: its order is another in each process, and so would be the compiled program.
     return [v for v in dict.fromkeys([*read, *variables(outputs)]) if v not in made]
 
 

@@ -100,6 +100,7 @@ def passes(run: Callable, shapes: Groups) -> Passes:
     # [3] The forward, and the backward: it makes the pullback's leaves of what is kept.
     forward = replace(traced, outputs=[*made, *saved])
     number: dict[Any, int] = {}
+    # By its first number: an output that is an argument is at hand as that.
     for i, v in enumerate([*traced.inputs, *forward.outputs]):
         if isinstance(v, Var):
             number.setdefault(v, i)

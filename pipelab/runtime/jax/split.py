@@ -22,6 +22,8 @@ two loops then, and what crosses from each round of one to that of the other is 
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from itertools import compress
+from operator import not_
 from typing import Any, NamedTuple
 
 import jax
@@ -141,7 +143,7 @@ def shared_values(graph: Graph) -> set[Var]:
 
 
 class Cut(NamedTuple):
-    """An equation in two; `unsplit` as in `Halves`, for each result of the later one."""
+    """An equation in two; `unsplit` as in `SplitGraph`, for each result of the later one."""
 
     now: JaxprEqn
     later: JaxprEqn
@@ -162,6 +164,7 @@ def _halve_checkpoint(eqn: JaxprEqn, some: list[bool], consts: Values) -> Cut:
     mine, others = _by(eqn.outvars, some)
 
     def part(graph: Graph, results: Variables) -> JaxprEqn:
+        # Inside an equation there are no constants: they become operands.
         inputs = [*graph.consts, *graph.inputs]
         jaxpr = Graph(inputs, graph.outputs, graph.equations).jaxpr.jaxpr
         operands = [outer.get(v, v) for v in inputs]
@@ -232,10 +235,7 @@ CUT: dict[str, Callable[[JaxprEqn, list[bool], Values], Cut]] = {
 
 def _by(items: list[Any], first: list[bool]) -> tuple[list[Any], list[Any]]:
     """Those that are `first`, and the others."""
-    pairs = list(zip(items, first, strict=True))
-    return [item for item, is_first in pairs if is_first], [
-        item for item, is_first in pairs if not is_first
-    ]
+    return [*compress(items, first)], [*compress(items, map(not_, first))]
 
 
 # ---- a pullback in two
@@ -247,7 +247,7 @@ class Split(NamedTuple):
     now      operands -> the inputs' gradients, then `crossing` arrays
     later    what it reads -> the weights' gradients
     read     of [*operands, *crossing], the numbers of what `later` reads
-    unsplit  for each gradient of a weight None, or why I computes it: as `Halves` has it
+    unsplit  for each gradient of a weight None, or why I computes it: as `SplitGraph` has it
     """
 
     now: Graph

@@ -14,13 +14,14 @@ import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
 
+from pipelab.runtime.counting_stage import CountingStage
 from pipelab.runtime.jax.arguments import Apply, Part
 from pipelab.runtime.jax.arithmetic import named, names
 from pipelab.runtime.jax.device import JaxDevice
 from pipelab.runtime.jax.host import of_program
 from pipelab.runtime.jax.jaxpr import Arrays, spec_of
 from pipelab.runtime.jax.passes import Backwards, Compiled, Groups, differentiate, passes
-from pipelab.runtime.stage import CountingStage, Feed, Recipe
+from pipelab.runtime.stage import Feed, Recipe
 from pipelab.runtime.worker import Bytes
 from pipelab.table.action import Kind
 
@@ -82,6 +83,7 @@ class JaxStage(CountingStage):
             self._function.compiled(groups, backwards=False)
         if not self.recipe.training:
             return
+        # What is jitted without shapes compiles at its first call: here, before the clock starts.
         zeros = self._function.compiled(groups, backwards=True).zeros()
         mean = _divided(zeros, 1.0)
         if self.recipe.clip is not None:
@@ -101,6 +103,7 @@ class JaxStage(CountingStage):
         x = received if self.feed.inputs is None else self.feed.inputs[microbatch]
         if self.recipe.training and self.recomputes(microbatch):
             self._inputs[microbatch] = x
+            # Data of the first stage are there anyway.
             arrays = jax.tree.leaves(x) if self.feed.inputs is None else []
             self.device.ledger.hold(self.key(microbatch), {id(a): a.nbytes for a in arrays})
         y, count = self._compute(microbatch, x, keep=not self.recomputes(microbatch))
@@ -121,6 +124,7 @@ class JaxStage(CountingStage):
         mean = self._tree(_divided(self._total(), divisor))
         self._backwards.sums = None
         latest = self.weights[number]
+        # Waited for: jax returns before it has computed, and the action would seem to take no time.
         new, self.state = jax.block_until_ready(self._step(latest, self.state, mean))
         if self.recipe.keep:
             self.stepped = mean
@@ -277,6 +281,7 @@ def digest_of(
     run = partial(_run, apply, recipe.loss if last else None)
     groups = groups_of(parameters, *shapes, np.uint32(0) if draws else None, first=first)
 
+    # A derivative of the user's own shows in the backward alone.
     def both(*groups: Any) -> Any:
         results, pullback = differentiate(run, Groups(*groups))
         return results, pullback(jax.tree.map(jnp.ones_like, results[0]))
@@ -301,6 +306,7 @@ def step_of(optimizer: optax.GradientTransformation) -> Callable:
         change, state = optimizer.update(gradient, state, weights)
         return optax.apply_updates(weights, change), state
 
+    # Nothing is donated: the version that it starts from may still have readers.
     return jax.jit(step)
 
 

@@ -84,6 +84,7 @@ class JaxWing(Wing):
         self.shapes = _shapes(self.parts, pieces, self.seed is not None)
 
     def digests(self, recipe: Recipe) -> dict[str, str | None]:
+        # Processes may differ in their patience, and in how they name the same devices.
         options = {**vars(self.options), "timeout": None, "devices": None}
         asked = digest(options, [device.id for device in self.devices])
         digests: dict[str, str | None] = {"what `run` was asked for": asked}

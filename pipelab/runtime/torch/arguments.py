@@ -20,6 +20,7 @@ def _bits(leaf: Any) -> np.ndarray | None:
         return None if leaf.dtype.hasobject else leaf
     if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
         return None
+    # A conjugate or a negative may be a mark on the same bytes, which these would not show.
     plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy()
 
@@ -96,6 +97,7 @@ def find_ties(schedule: Schedule, stages: Sequence[nn.Module]) -> list[dict[str,
 
 def normalizes_batches(stages: Sequence[nn.Module]) -> bool:
     """Whether a layer normalizes over a micro-batch, so that its size changes what is computed."""
+    # BatchNorm without running averages takes the batch's own in evaluation as well.
     found = (
         module
         for module in nn.ModuleList(stages).modules()
@@ -107,11 +109,13 @@ def normalizes_batches(stages: Sequence[nn.Module]) -> bool:
 def find_seed(stages: Sequence[nn.Module], seed: int | None) -> int | None:
     """The seed of what forwards draw, or None if no layer draws and no seed was given."""
     if seed is None and any(map(_draws, nn.ModuleList(stages).modules())):
+        # Asking for it draws nothing from the caller's generator.
         return torch.initial_seed()
     return seed
 
 
 def _draws(module: nn.Module) -> bool:
+    # Attention and recurrent layers name their rate `dropout`.
     attribute = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout"
     rate = getattr(module, attribute, 0)
     return module.training and isinstance(rate, (int, float)) and rate > 0

@@ -71,11 +71,10 @@ class TorchArithmetic(reference.Arithmetic):
                 for name, buffer in stages_of_replica[s].named_buffers():  # type: ignore[index]
                     buffer.data = self._moved(state.buffers[name])
         # [4] one optimizer for all stages, as without a pipeline; the truth never steps
-        self.optimizer: Any = None
-        self.schedulers: list[Any] = []
+        factory = None if wide else recipe.optimizer
         trained = [p for p in self.stages.parameters() if p.requires_grad]
-        if recipe.optimizer and trained and not wide:
-            self.optimizer, self.schedulers = make_optimizer(recipe.optimizer, trained)
+        self.optimizer, self.schedulers = make_optimizer(factory, trained)
+        if self.optimizer:
             for of_stage, state in zip(named, start, strict=False):
                 state.load_optimizer(self.optimizer, self.schedulers, of_stage)
 
@@ -219,6 +218,7 @@ class _State(reference.ReferenceMemory):
 
     def restore(self) -> None:
         for part, attributes in self._parts:
+            # Attributes that a forward has added go, too.
             vars(part).clear()
             vars(part).update({k: _copied(v) for k, v in attributes.items()})
         for name, buffer in self._module.named_buffers():
@@ -283,8 +283,10 @@ class _DrawsIn(TorchDispatchMode):
                 return value.to(self.dtype)
             return self.dtype if value is torch.float64 else value
 
+        # One seed gives other numbers in float64 than in float32.
         narrow_args, narrow_kwargs = pytree.tree_map(narrow, (args, kwargs or {}))
         drawn = pytree.tree_map_only(Tensor, _widen, func(*narrow_args, **narrow_kwargs))
+        # As torch names what writes into its first operand, such as bernoulli_.
         in_place = func._schema.name.endswith("_")
         return args[0].copy_(drawn) if in_place else drawn
 

@@ -65,6 +65,7 @@ class Index:
                 f"{folder} is after batch {self.batch} of {schedule.batches}: "
                 "there is nothing left to do"
             )
+        # With a flush every table makes the same updates, so that another may go on.
         if not (self.asynchronous or schedule.asynchronous):
             return
         if not (self._begins_like(schedule) if endless else self.schedule == schedule.to_csv()):
@@ -110,6 +111,8 @@ def packed(stage: int, state: StageState) -> bytes:
     try:
         torch.save(vars(state), content)
         content.seek(0)
+        # torch.save pickles any class, which this then refuses: told now, and not when it is
+        # needed.
         torch.load(content, weights_only=True)
     except Exception as error:  # whatever a class of the caller's raises while it is pickled
         raise ValueError(
@@ -124,6 +127,7 @@ def load_stage(folder: Path, stage: int, index: Index) -> StageState:
     """Read a stage's file. ValueError if it is not as it was written."""
     path = _file(folder, stage)
     try:
+        # Before anything in it is unpickled.
         if _digest(path) != index.digests[stage]:
             raise ValueError("its content was changed")
         state = StageState(**torch.load(path, weights_only=True))
@@ -171,6 +175,7 @@ def draft_of(folder: Path, first: bool = True) -> Iterator[Path]:
     try:
         yield draft
         if first:
+            # An empty folder of that name is replaced, too.
             draft.replace(folder)
     finally:
         if first:
@@ -228,6 +233,7 @@ def write_dump(
 
 def _save_tensors(parts: Sequence[dict[str, Tensor]], path: Path) -> None:
     """Tensors of stages or batches, named "NUMBER.NAME"."""
+    # Copies, since safetensors refuses tensors that share memory, as tied weights do.
     copies = {
         f"{number}.{name}": tensor.contiguous()
         for number, part in enumerate(parts)

@@ -173,6 +173,8 @@ class Halves:
                 return f"{name} computes all its gradients at once"
             if not all(isinstance(saved, Saved) for saved in _saved(fork)):
                 return "it is recomputed, or saved by hooks of its own"
+        # A walk of W that starts at the upper fork would come to the lower one along the trunk, and
+        # count its part twice.
         if len(group.forks) > 1 and group.forks & _leading_to(group.forks, self._above):
             return "it is used more than once, in turn"
         return None
@@ -196,6 +198,7 @@ class Halves:
         gates = [gate for group in self._groups for gate in group.gates]
         wanted: list[Any] = [*self.inputs, *together, *gates]
         found = iter(
+            # W will walk the branches of the same graph, so it is kept.
             torch.autograd.grad(
                 self.outputs, wanted, self.gradients, retain_graph=True, allow_unused=True
             )
@@ -208,6 +211,7 @@ class Halves:
         for group in self._groups:
             arrived = [(gate, next(found)) for gate in group.gates]
             group.starts += [(gate, grad) for gate, grad in arrived if grad is not None]
+        # What the trunk saved is given back now: this is the memory that a split backward frees.
         for node in self._above.keys() - self._kept:
             for saved in _saved(node):
                 if isinstance(saved, Saved):  # numbers and others' hooks have nothing to give back
@@ -299,6 +303,7 @@ def _groups(weights: Iterable[Node], above: Above, trunk: set[Node]) -> list[_Gr
     owner: dict[Node, _Group] = {}
     for weight in weights:
         group = _branch(weight, above, trunk)
+        # Groups that this weight's forks belong to grow together through it.
         for other in {owner[fork] for fork in group.forks if fork in owner}:
             group.forks |= other.forks
             group.weights += other.weights

@@ -73,6 +73,7 @@ class TorchStage(VersionedStage):
 
     def _keep_input(self, microbatch: int, x: Any) -> None:
         """The start of a forward that runs again."""
+        # Few buffers change from one micro-batch to the next: the others share a copy.
         latest = next(reversed(self._kept.values()), None)
         buffers = copies_of_buffers(buffers_of(self._parts), latest.buffers if latest else {})
         self.device.hold(self.key(microbatch), [*pytree.tree_leaves(x), *buffers.values()])

@@ -80,6 +80,7 @@ class StageState:
             )
         for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
             self._warn_of_another_rate(group, saved)
+            # A copy: the reference loads the same, and schedulers write into what they are given.
             own = copy.deepcopy(saved)
             for key, value in own.items():
                 if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
@@ -162,14 +163,17 @@ def _placed(values: Any, weight: Tensor, group: Mapping[str, Any]) -> Any:
 
 
 def make_optimizer(
-    factory: Callable[[Any], Any], weights: Sequence[nn.Parameter]
+    factory: Callable[[Any], Any] | None, weights: Sequence[nn.Parameter]
 ) -> tuple[Any, list[Any]]:
     """An optimizer of these weights and its learning-rate schedulers, which share nothing.
 
     A factory may give what it makes for every stage the same learning-rate tensor, the same dict or
     list, and a scheduler writes into it, already while it is made. So all get copies, and such
     tensors are left as they were. ValueError for an optimizer or a scheduler of other weights.
+    Without a factory or weights: None, and no schedulers.
     """
+    if not (factory and weights):
+        return None, []
     with MAKING:
         with _Writes() as writes:
             made = factory(weights)
@@ -179,6 +183,8 @@ def make_optimizer(
             _check_weights(x, of_x, weights)
         inner = [x for x in vars(optimizer).values() if hasattr(x, "param_groups")]
         optimizers = [optimizer, *inner, *stepped]
+        # What deepcopy finds in its memo it takes as copied: weights and optimizers stay what they
+        # are, wherever they are named.
         copies = {id(x): x for x in (*weights, *optimizers, *schedulers)}  # these stay
         given = pytree.tree_leaves([_hyperparameters(g) for g in optimizer.param_groups])
         for x in optimizers:  # an optimizer around another one has its list, or its groups
@@ -234,6 +240,7 @@ class _Writes(TorchDispatchMode):
     def undo(self, values: Sequence[Any]) -> None:
         """Give those that are tensors back what they were."""
         wanted = storages(value for value in values if isinstance(value, Tensor))
+        # The last write first, so that the oldest value is what stays.
         for tensor, before in reversed(self.before):
             if tensor.untyped_storage().data_ptr() in wanted:
                 tensor.copy_(before)
@@ -258,6 +265,7 @@ def copies_of_buffers(buffers: Buffers, known: Buffers) -> Buffers:
     """Copies; those that are equal to the known copies are these. What is one stays one."""
     made: dict[int, Tensor | None] = {}
     for place, buffer in buffers.items():
+        # By identity, as one buffer may stand in several places.
         if buffer is not None and id(buffer) not in made:
             old = known.get(place)
             made[id(buffer)] = buffer.detach().clone() if differ(old, buffer) else old

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipelab.runtime.stage import Bytes, CountingStage, Feed, Recipe
+from pipelab.runtime.counting_stage import CountingStage
+from pipelab.runtime.stage import Bytes, Feed, Recipe
 from pipelab.runtime.torch.device import CpuDevice
 from pipelab.runtime.torch.split_backward import storages
 from pipelab.runtime.torch.state import StageState, buffers_of, load_buffers, make_optimizer, on_cpu
@@ -75,10 +76,7 @@ class VersionedStage(CountingStage):
         }
         self._trained = [name for name, h in self._handles.items() if h.requires_grad]
         trained = [self._handles[name] for name in self._trained]
-        self.optimizer: Any = None
-        self.schedulers: list[Any] = []
-        if trained and recipe.optimizer:
-            self.optimizer, self.schedulers = make_optimizer(recipe.optimizer, trained)
+        self.optimizer, self.schedulers = make_optimizer(recipe.optimizer, trained)
         if start and self.optimizer:
             start.load_optimizer(self.optimizer, self.schedulers, self._handles)
         self._note_constants()
@@ -120,6 +118,7 @@ class VersionedStage(CountingStage):
         That is summed over the versions that its micro-batches read. `received` is the news of the
         group by stage, where stages share a clipping norm or tied weights.
         """
+        # On a GPU a forward that looked at its loss would wait for it: all are looked at here.
         if self.feed.targets is not None and not self._on_cpu:
             for k, group in self.feed.groups.items():
                 if group == number and k in self.losses:

@@ -121,6 +121,8 @@ class TorchWing(Wing):
         """The stages of this process's ranks, or all of them if it is the one that judges."""
         table, replicas = self.schedule, self.options.replicas
         ranks = self.launcher.ranks(table.devices * replicas)
+        # The stages of these ranks, and where the judge is, those of all: its reference computes
+        # them.
         rows = {rank // replicas for rank in ranks}
         every = judges and self.launcher.first
         return [s for s, d in enumerate(table.placement) if d in rows or every]
@@ -138,7 +140,7 @@ class TorchWing(Wing):
     def digests(self, recipe: Recipe) -> dict[str, str | None]:
         """Digests of the weights used here: a stage's replicas, reference and ties begin equal."""
         found: dict[str, str | None] = {}
-        if self.start:  # with those of the checkpoint
+        if self.start:  # all begin with the files of one checkpoint
             return found
         for s in self._here(judges=bool(self.options.check)):
             stage, ties = self.stages[s], self.ties[s]
@@ -171,6 +173,7 @@ class TorchWing(Wing):
         self.launcher.from_first(lambda: None)  # all ranks may read it from now on
 
     def saved(self, folder: Path) -> list[StageState]:
+        # From the files, so that what is judged is what was written.
         index = Index.read(folder)
         return [checkpoint.load_stage(folder, s, index) for s in range(len(self.stages))]
 
@@ -193,6 +196,7 @@ def _launcher(table: Schedule, options: Options) -> tuple[Launcher, list[str]]:
         from pipelab.runtime.torch.ranks import Ranks
 
         ranks, count = Ranks(options.timeout, table.to_csv()), torch.cuda.device_count()
+        # Each rank of a machine takes a GPU of its own, as far as there are enough.
         if options.devices is None and count:
             options.devices = f"cuda:{ranks.local % count}"
         return ranks, arguments.device_names(table, options)

@@ -1,31 +1,21 @@
 """The reference: a model trained by the papers' update rules, on one device, stage after stage.
 
 One algorithm for every library, whose `Arithmetic` is passed in. It shares no code with the worker,
-the stages or the schedule's versions; `rule_of` alone looks at those, to choose a rule.
+the stages or the schedule's versions.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import product
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from pipelab.runtime.batches import Trees, samples_of
 from pipelab.runtime.stage import Recipe
-from pipelab.table.action import Reads
-from pipelab.table.schedule import Schedule
-
-FLUSH = "flush: w(t+1) = w(t) - step(grad f(w(t)))"
-STASHING = "weight stashing: w(t+1) = w(t) - step(grad f(w_1(t-n+1), ..., w_n(t)))"
-VERTICAL = "vertical sync: w(t+1) = w(t) - step(grad f(w_1(t-n+1), ..., w_n(t-n+1)))"
-TABLE = "as its rows say: a forward reads the updates before it in its row"
-DOUBLE = "2BW: W(t+1) = W(t) - step(grad f(W(t-1)))"
 
 Arrays = dict[str, np.ndarray]  # "NAME of stage S" -> float64, complex128, or whole numbers
 Losses = list[tuple[float, float]]  # (mean, count)
 Weights = Mapping[str, Any]  # a stage's, by name
-Reading = list[list[list[int]]]  # [update][piece of its data][stage] -> version
 
 
 class Piece(NamedTuple):
@@ -183,6 +173,7 @@ class Reference:
         """Clip as torch's clip_grad_norm_, over all stages or in each; tied weights count once."""
         if self.recipe.clip is None:
             return gradients
+        # Names end in the stage's number: with a norm for each stage that is the group.
         group = {n: "" if self.recipe.shared_clip else n.rpartition(" ")[2] for n in gradients}
         squares = dict.fromkeys(group.values(), 0.0)
         for name, g in gradients.items():
@@ -196,6 +187,7 @@ class Reference:
 
     def step(self, t: int, gradients: Sequence[Weights]) -> Arrays:
         """The weights after the optimizer's step from version t and these gradients, by stage."""
+        # A zero is not "no gradient": with it Adam would still move the weight.
         used = [
             {name: of_stage[name] for name in of_stage if name in names}
             for of_stage, names in zip(gradients, self._used, strict=True)
@@ -217,6 +209,7 @@ class Reference:
     def takes(self, pieces: Sequence[Piece]) -> bool:
         """Whether the model takes such data: a layer may insist on a precision or a size."""
         try:
+            # A jitter of nothing computes the same, and puts back what modules remember.
             (self.gradients if self.recipe.training else self.losses)(pieces, Jitter(1, 0.0))
             return True
         except Exception:
@@ -276,6 +269,7 @@ class Reference:
             self._before.restore()
         random = np.random.default_rng(jitter.seed if jitter else 0)
         try:
+            # One after another: jittered weights are copies, and one piece's are there at a time.
             yield ((self._weights(piece, jitter, random), piece) for piece in pieces)
         finally:
             if jitter:
@@ -303,60 +297,3 @@ def off_by(array: Any, eps: float, random: np.random.Generator) -> Any:
     """An array whose finite numbers are each off by up to an eps of itself."""
     off = random.uniform(-1, 1, array.shape)
     return array + np.where(np.isfinite(array), array, 0) * (eps * off)
-
-
-# ---- the papers' rules: which weights each update's gradient is taken at
-
-
-def version_read(rule: str, t: int, stage: int, stages: int) -> int:
-    """The weight version that `stage` (from 0) reads for update t, by the rule's formula."""
-    n, s = stages, stage + 1  # the papers number stages from 1
-    return max(0, {FLUSH: t, STASHING: t - n + s, VERTICAL: t - n + 1, DOUBLE: t - 1}[rule])
-
-
-def by_formula(rule: str, table: Schedule, pieces: int) -> Reading:
-    """The versions that every update's `pieces` read under one of the papers' rules."""
-    n = table.stages
-    return [
-        [[version_read(rule, t, s, n) for s in range(n)]] * pieces for t in range(table.updates)
-    ]
-
-
-def by_rows(table: Schedule) -> Reading:
-    """The same of any table, by micro-batches: the updates before each forward in its row."""
-    # Walk each row; a stage is in one row, so that counting its updates there is enough.
-    before = {}
-    updates_made = [0] * table.stages
-    for row in table.rows:
-        for stage, kind, number in row:
-            updates_made[stage] += kind.name == "U"
-            if kind.name == "F":
-                before[stage, number] = updates_made[stage]
-    size = (1 + max(number for _, number in before)) // table.updates
-    return [
-        [[before[s, k] for s in range(table.stages)] for k in range(t * size, (t + 1) * size)]
-        for t in range(table.updates)
-    ]
-
-
-def rule_of(schedule: Schedule) -> str:
-    """The paper's rule whose versions are the table's; else the rule that reads them off the rows.
-
-    ValueError for a table that reads by a rule which neither describes.
-    """
-    n, size = schedule.stages, schedule.per_update
-    if not schedule.asynchronous:
-        return FLUSH if size == schedule.microbatches else TABLE
-    if size in (1, schedule.microbatches):
-        meant = {Reads.LATEST: STASHING, Reads.FIRST: VERTICAL, Reads.PREVIOUS: DOUBLE}
-        for rule in (meant[schedule.reads], STASHING, VERTICAL, DOUBLE):  # short tables fit several
-            if all(
-                schedule.versions[s, k] == version_read(rule, k // size, s, n)
-                for s, k in product(range(n), range(schedule.total))
-            ):
-                return rule
-    if schedule.reads is not Reads.LATEST:
-        raise ValueError(
-            f"no reference for reads={schedule.reads.name} on this table: run it with check=False"
-        )
-    return TABLE

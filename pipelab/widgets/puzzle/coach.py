@@ -143,7 +143,8 @@ def _least(draft: Draft, ends: Times) -> tuple[float, Times]:
     """The least makespan where these actions end then, and the earliest start of all others.
 
     Every micro-batch has its way to go; every device has its work, before it what has to be there
-    first, and after it what follows on other devices.
+    first, and after it what follows on other devices. A makespan counts from the first start, after
+    what that action loses before it.
     """
     task, seconds, follows = draft.task, draft.task.seconds, seconds_after(draft.task)
     free = [max((ends[a] for a in row), default=0.0) for row in draft.rows]
@@ -164,7 +165,7 @@ def _least(draft: Draft, ends: Times) -> tuple[float, Times]:
     for mine in filter(None, work):
         begin = min(starts[a] for a in mine)
         least = max(least, begin + sum(seconds[a] for a in mine) + min(follows[a] for a in mine))
-    return least, starts
+    return least - task.costs.overhead, starts
 
 
 @lru_cache(maxsize=8)

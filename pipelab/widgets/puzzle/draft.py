@@ -60,7 +60,7 @@ class Draft:
     @property
     def size(self) -> int:
         """How many actions a whole table has."""
-        return len(self.task.needs)
+        return self.task.size
 
     @property
     def whole(self) -> bool:

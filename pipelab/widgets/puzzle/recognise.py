@@ -11,7 +11,7 @@ from pipelab.widgets.puzzle.task import Rows, Task
 
 LONGEST = 5  # actions of a chain that are told
 
-# Of those that a draft can be: its stages are placed in a loop.
+# Of those that a draft can be: its stages are placed in a loop. One without a title has its name.
 TITLES = {  # the plainest first: it comes first where a table is several
     "inter_layer": "inter-layer parallelism",
     "gpipe": "GPipe",

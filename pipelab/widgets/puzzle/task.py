@@ -10,12 +10,22 @@ from typing import Any
 from pipelab.predict.costs import CostError, Costs
 from pipelab.predict.simulate import delays, durations, waits
 from pipelab.schedules import looped_bfs
-from pipelab.table.action import Action, Kind, Reads, ScheduleError, U, check_counts, insert_updates
+from pipelab.table.action import (
+    Action,
+    Kind,
+    Reads,
+    ScheduleError,
+    U,
+    check_counts,
+    check_type,
+    insert_updates,
+)
 from pipelab.table.schedule import Schedule
 from pipelab.table.validate import needed_in_row
 
 Rows = tuple[tuple[Action, ...], ...]
 PLAIN = Costs()  # unit times
+LARGEST = 400  # actions: beyond, a move is not answered at once
 
 
 @dataclass(frozen=True)
@@ -43,8 +53,21 @@ class Task:
     split: bool = False
 
     def __post_init__(self) -> None:
-        check_counts(microbatches=self.microbatches)
-        object.__setattr__(self, "per_update", self.per_update or self.microbatches)
+        per_update = self.per_update or self.microbatches
+        check_counts(
+            **{
+                size: getattr(self, size)
+                for size in ("devices", "microbatches", "virtual", "batches")
+            },
+            per_update=per_update,
+        )
+        check_type(Reads, reads=self.reads)
+        check_type(Costs, costs=self.costs)
+        object.__setattr__(self, "per_update", per_update)
+        if self.size > LARGEST:  # before a table of that size is made
+            raise ScheduleError(
+                f"{self.size} actions: the editor takes {LARGEST}; make a size smaller"
+            )
         once_a_batch = self.reads is Reads.PREVIOUS and self.per_update == self.microbatches
         if self.reads is not Reads.LATEST and not once_a_batch:
             raise ScheduleError(
@@ -53,6 +76,7 @@ class Task:
             )
         if self.cap is not None:
             caps = self.cap if isinstance(self.cap, Iterable) else [self.cap] * self.devices
+            caps = [most for cap in caps for most in check_counts(cap=cap)]
             object.__setattr__(self, "cap", tuple(caps))
             if len(self.caps) != self.devices or min(self.caps) < self.virtual:
                 raise ScheduleError(
@@ -72,12 +96,21 @@ class Task:
 
     # ---- what has to be placed
 
+    @property
+    def size(self) -> int:
+        """How many actions have to be placed."""
+        total = self.microbatches * self.batches
+        updates = total // self.per_update
+        each = total * (3 if self.split else 2) + (updates if updates > 1 else 0)
+        return self.devices * self.virtual * each
+
     @cached_property
     def table(self) -> Schedule:
         """A table of this task, whatever its cap: of each update's micro-batches all forwards, all
         backwards, the updates."""
-        groups = self.microbatches * self.batches // self.per_update
-        whole = looped_bfs(self.devices, self.per_update, self.virtual, groups)
+        total = self.microbatches * self.batches
+        group = min(self.per_update, total)
+        whole = looped_bfs(self.devices, group, self.virtual, total // group)
         parts = {Kind.B: (Kind.I, Kind.W)} if self.split else {}
         rows = [
             [a._replace(kind=kind) for a in row for kind in parts.get(a.kind, (a.kind,))]

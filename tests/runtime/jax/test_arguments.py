@@ -15,6 +15,7 @@ from flax import linen, nnx
 from pipelab import RunError, evaluate, make, run
 from pipelab.runtime.jax.device import jax_devices
 from pipelab.runtime.jax.stage import JaxStage
+from tests.conftest import Wrapping
 
 
 def layer(p, x):
@@ -69,22 +70,6 @@ def test_a_batch_may_begin_with_a_number(name):
     data = [({"scale": np.float32(2), "x": x}, y) for x, y in batches(2)]
     schedule = make(name, 2, 2, batches=2)
     assert call("run", data, schedule, stages(scaled, layer)).check.passed
-
-
-class Wrapping:
-    """A length, and items that begin again behind the last."""
-
-    def __init__(self, data):
-        self.data, self.asked = data, []
-
-    def __len__(self):
-        return len(self.data)
-
-    def __getitem__(self, b):
-        self.asked.append(b)
-        if len(self.asked) > 100:
-            raise RuntimeError("asked for more than there is")
-        return self.data[b % len(self.data)]
 
 
 @pytest.mark.parametrize("way", ["run", "evaluate"])

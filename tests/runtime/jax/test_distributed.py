@@ -198,6 +198,7 @@ def test_a_process_that_raises_ends_both_with_its_error():
         assert "RunError: device 3, action 3F0: ZeroDivisionError: by design" in error
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("twist", "message", "patience"),
     [

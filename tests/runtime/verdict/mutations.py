@@ -736,11 +736,11 @@ def buffers_zeroed(s: Sabotage) -> None:
 
 
 def saved_without_momentum(s: Sabotage) -> None:
-    s.around("resume_state", lambda call, stage, updates: replace(call(), optimizer={}))
+    s.around("resume_state", lambda call, stage: replace(call(), optimizer={}))
 
 
 def saved_weights_larger(s: Sabotage) -> None:
-    def state(call: Callable, stage: Any, updates: int) -> Any:
+    def state(call: Callable, stage: Any) -> Any:
         right = call()
         return replace(
             right,

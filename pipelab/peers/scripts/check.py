@@ -1,0 +1,86 @@
+"""One step of schedule.csv in torch's pipeline runtime, on CPU toys, against one device:
+
+    torchrun --nproc-per-node P check.py
+
+P is `devices` in plan.json. The toys compute with whole numbers: their sums are exact in any order,
+so that the gradients must be equal, bit for bit. The exit status is 1 where they are not.
+"""
+
+import copy
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.nn.functional import mse_loss
+
+FOLDER = Path(__file__).parent
+WIDTH = 8
+SAMPLES = 2  # of a micro-batch
+
+
+class Toy(nn.Linear):
+    """|W x + b|: W changes places and signs, b is -2 to 2, so that numbers stay small and whole."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, dtype=torch.float64)
+        signs = 2.0 * torch.randint(2, (WIDTH, 1)) - 1
+        places = torch.eye(WIDTH, dtype=torch.float64)[torch.randperm(WIDTH)]
+        self.weight = nn.Parameter(places * signs)
+        self.bias = nn.Parameter(torch.randint(-2, 3, (WIDTH,)).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).abs()
+
+
+def gradient(stage: nn.Module) -> Tensor:
+    """All of a stage's gradients in a row, 0 where there is none."""
+    found = (torch.zeros_like(p) if p.grad is None else p.grad for p in stage.parameters())
+    return torch.cat([part.flatten() for part in found])
+
+
+def main() -> None:
+    plan = json.loads((FOLDER / "plan.json").read_text())
+    table = FOLDER / "schedule.csv"
+    if hashlib.sha256(table.read_bytes()).hexdigest() != plan["sha256"]:
+        sys.exit("schedule.csv is not the table that plan.json describes: export it again")
+    dist.init_process_group("gloo")
+    if dist.get_world_size() != plan["devices"]:
+        sys.exit(f"start {plan['devices']} ranks: the table has a row for each")
+    # [1] The same model and data on every rank.
+    torch.manual_seed(0)
+    home, m = plan["placement"], plan["microbatches"]
+    model = nn.Sequential(*(nn.Sequential(*(Toy() for _ in range(n))) for n in plan["layers"]))
+    x, y = torch.randint(-9, 10, (2, SAMPLES * m, WIDTH)).double()
+    # [2] By the table: copies of my stages, in ascending order (in another one torch hangs).
+    mine = [s for s in range(len(home)) if home[s] == dist.get_rank()]
+    copies = [copy.deepcopy(model[s]) for s in mine]
+    cpu, count = torch.device("cpu"), len(home)
+    parts = [PipelineStage(part, s, count, cpu) for s, part in zip(mine, copies, strict=True)]
+    runtime = _PipelineScheduleRuntime(parts, m, loss_fn=mse_loss)
+    runtime._load_csv(str(table), format="compute_only")
+    inputs = (x,) if mine[0] == 0 else ()
+    target = y if mine[-1] == count - 1 else None
+    runtime.step(*inputs, target=target, losses=[], return_outputs=False)
+    # [3] On one device: the mean of the micro-batches' losses.
+    for some, targets in zip(x.chunk(m), y.chunk(m), strict=True):
+        mse_loss(model(some), targets).backward()
+    for parameter in model.parameters():
+        parameter.grad /= m
+    # [4] The largest difference on any rank.
+    pairs = zip(copies, mine, strict=True)
+    apart = max((gradient(part) - gradient(model[s])).abs().max() for part, s in pairs)
+    dist.all_reduce(apart, dist.ReduceOp.MAX)
+    if dist.get_rank() == 0:
+        print(f"largest difference of a gradient from one device's: {float(apart)}")
+    dist.destroy_process_group()
+    sys.exit(int(apart > 0))
+
+
+if __name__ == "__main__":
+    main()

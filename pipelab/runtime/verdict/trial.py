@@ -1,0 +1,239 @@
+"""A run beside its references, update by update: what is compared with what."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pipelab.runtime.batches import mean_losses
+from pipelab.runtime.result import Run
+from pipelab.runtime.stage import Step
+from pipelab.runtime.verdict.certificate import Comparison, opinions
+from pipelab.runtime.verdict.reference import Arrays, Jitter, Losses, Piece, Reference
+from pipelab.runtime.verdict.rules import Reading
+from pipelab.runtime.verdict.views import EPS_32, EPS_64, change, distance, norms, rounding
+
+IS_IT_A_MEAN = "(is the loss a mean over its samples?)"
+COARSE = 2.0**-7  # eps of bfloat16: noise beyond it may be rounding, or a loss that is no mean
+
+
+class Trial:
+    """A run beside its two references, which go from update to update with its own weights.
+
+    own    the reference in the run's precision
+    truth  the reference, as precise as can be
+    found  what has been compared so far; `counted`: the losses that have
+    narrowed  the eps of the coarsest type that the truth, or else our own, rounds to inside: 0 if
+              the truth computes in float64 throughout
+    unset  where buffers were nan before the first forward
+    earlier  updates of the training before the table's first
+    """
+
+    earlier = 0
+
+    def __init__(
+        self, result: Run, own: Reference, truth: Reference, first: Piece, tolerance: float | None
+    ) -> None:
+        self.result, self.own, self.truth = result, own, truth
+        self.found, self.narrowed = Comparison(tolerance), truth.narrowed([first])
+        self.counted: Losses = []
+        self.unset = {name: np.isnan(buffer) for name, buffer in own.state()[1].items()}
+        if own.arithmetic.start:  # did the reference load all that the checkpoint holds?
+            self.compare_saved("the checkpoint to go on from", own.arithmetic.start)
+        # The same computed twice must be equal, or all that follows would look like rounding.
+        no_trace = Jitter(1, 0.0)
+        a, b = ((own.losses([first], no_trace)[0]) for _ in range(2))
+        label = "a loss computed twice (does a forward draw random numbers? give a seed)"
+        if a[1]:
+            floor = own.arithmetic.eps_of_loss * abs(a[0])
+            self.found.add(label, b[0], a[0], floor, unset=True)
+
+    def compare_update(
+        self, t: int, steps: Sequence[Step], pieces: Sequence[Piece], exact: Sequence[Piece]
+    ) -> None:
+        """The gradient of update t, and the losses of its micro-batches.
+
+        pieces  the data as the run computed it
+        exact   the same as the truth computes it: undivided where the rule allows it
+        """
+        own, compute = self.own, self.own.arithmetic
+        losses, gradients = self.truth.gradients(exact)
+        own_losses, own_gradients = own.gradients(pieces)
+        again = opinions(lambda draw, size: own.gradients(pieces, Jitter(draw, size))[1])
+        run = own.arrays([step.gradients for step in steps])
+        if exact is not pieces:
+            self._compare_cut(t, gradients, own_gradients, pieces)
+        for name, expected in gradients.items():
+            eps = compute.eps[name]
+            visible = self.found.add(
+                f"the gradient of {name} in update {t + self.earlier}",
+                run[name],
+                expected,
+                rounding(eps, expected),
+                own_gradients[name],
+                # A second opinion is off by the coarsest rounding that there is anywhere inside.
+                again(name, max(eps, self.narrowed, compute.mixed)),
+            )
+            self.found.visible[0].extend([] if visible is None else [visible])
+        self.compare_losses(pieces, own_losses, losses)
+
+    def _compare_cut(self, t: int, whole: Arrays, cut_up: Arrays, pieces: Sequence[Piece]) -> None:
+        """The batch's gradient, whole and in micro-batches (`cut_up` is our own).
+
+        If they differ in the precision of the truth, too, the loss depends on how the batch is cut.
+        Our own computing, which cuts it, is then off by that, and so may any run be.
+        """
+        own, truth, found = self.own, self.truth, self.found
+        label = "the undivided batch's gradient"
+        # [1] A truth in float64 throughout shows it in every tensor, in the first update; its
+        #     losses do in all. A jitter, of whatever size, leaves no trace in the buffers.
+        if not self.narrowed:
+            if t == 0:
+                exact, near = (truth.gradients(pieces, Jitter(1, e))[1] for e in (0.0, EPS_64))
+                again = opinions(lambda draw: truth.gradients(pieces, Jitter(draw, EPS_32))[1])
+                for name, gradient in whole.items():
+                    floor, of_name = EPS_32 * np.abs(exact[name]), f"{label} of {name}"
+                    found.add(
+                        f"{of_name} {IS_IT_A_MEAN}",
+                        gradient,
+                        exact[name],
+                        floor,
+                        near[name],
+                        again(name),
+                        whole=True,
+                    )
+            return
+        # [2] Else a layer computes in bfloat16, say, whatever it is given: only what is far off
+        #     counts, all tensors as one, since those that vanish are noise; and a truth that is no
+        #     more precise than our own is rounded each time that a micro-batch is added.
+        eps, joined, coarsest = COARSE, _joined(whole), own.arithmetic.coarsest
+        if truth.arithmetic.computes_in != "float64":
+            eps = max(COARSE, len(pieces) * truth.arithmetic.coarsest)
+        if all((norms(distance(cut_up[n], whole[n])) <= eps * norms(joined)).all() for n in whole):
+            return
+        expected = _joined(truth.gradients(pieces, Jitter(1, coarsest))[1])
+        again = opinions(lambda d: [_joined(own.gradients(pieces, Jitter(d, coarsest))[1])])
+        floor = eps * np.abs(joined)
+        label = f"{label} {IS_IT_A_MEAN}"
+        found.add(label, joined, expected, floor, _joined(cut_up), again(0), whole=True)
+
+    def compare_losses(self, pieces: Sequence[Piece], near: Losses, exact: Losses) -> None:
+        """The losses of the next micro-batches; one that counts nothing has none.
+
+        near   by our own
+        exact  by the truth, maybe of the undivided batch
+        """
+        first, own = len(self.counted), self.own
+        if len(exact) < len(pieces):
+            exact = self._compare_cut_loss(pieces, exact[0])
+        size = max(own.arithmetic.coarsest, self.narrowed)
+        again = opinions(lambda draw: [mean for mean, _ in own.losses(pieces, Jitter(draw, size))])
+        reported = self.result.microbatch_losses[first : first + len(pieces)]
+        for k, (mean, count) in enumerate(exact):
+            if count:
+                label = f"the loss of micro-batch {first + k}"
+                floor = rounding(own.arithmetic.eps_of_loss, mean)
+                self.found.add(label, reported[k], mean, floor, near[k][0], again(k))
+        self.counted += [(mean, count) for mean, (_, count) in zip(reported, near, strict=True)]
+
+    def _compare_cut_loss(self, pieces: Sequence[Piece], batch: tuple[float, float]) -> Losses:
+        """The batch's loss, whole and in micro-batches; returns these as the truth has them."""
+        truth = self.truth
+        exact = truth.losses(pieces)
+        if not self.narrowed and batch[1]:
+            (mean,) = mean_losses(exact, 1)
+            again = opinions(lambda d: mean_losses(truth.losses(pieces, Jitter(d, EPS_32)), 1))
+            label = f"the undivided batch's loss {IS_IT_A_MEAN}"
+            self.found.add(label, batch[0], mean, EPS_32 * abs(mean), None, again(0), whole=True)
+        return exact
+
+    def compare_step(self, t: int, steps: Sequence[Step]) -> None:
+        """The optimizer's step from the run's own gradient, in the run's own precision.
+
+        The same numbers go in, so that only the order of a few operations may differ: that is an
+        eps of the change. The new weight is rounded as well, but a coarse weight hides no step that
+        is left out: in bfloat16 it comes out equal to the last bit, or it is wrong.
+        """
+        own = self.own
+        before = own.arrays([history[t] for history in own.history])
+        after = own.step(t, [step.gradients for step in steps])
+        gradients = own.arrays([step.gradients for step in steps])
+        run = own.arrays([step.weights for step in steps])
+        for name, expected in after.items():
+            step, eps = change(expected, before[name]), own.arithmetic.eps.get(name, 0.0)
+            floor = eps * np.abs(step) + min(eps, EPS_32) / 2 * np.abs(expected)
+            # Without a gradient or a decay a weight must stay as it is. With one, its step may be
+            # too small to show.
+            still = (gradients.get(name, 0) == 0) & (step == 0)
+            label = f"weight {name} after update {t + self.earlier}"
+            got = change(run[name], before[name])
+            visible = self.found.add(label, got, step, np.where(still, 0.0, floor))
+            self.found.visible[1].extend([visible] if visible else [])
+
+    def go_on(self, version: int, steps: Sequence[Step], ahead: Reading) -> None:
+        """From the run's own weights as this version; keep those that are read `ahead`."""
+        reads = [of_piece for of_update in ahead for of_piece in of_update]
+        needed = [{version, *(of[s] for of in reads)} for s in range(len(steps))]
+        # From the same weights, so that a difference of one update is not counted in all later
+        # ones.
+        for reference in (self.truth, self.own):
+            reference.accept(version, [step.weights for step in steps])
+            reference.forget(needed)
+
+    def compare_results(
+        self, replica_steps: Sequence[Sequence[Sequence[Step]]], saved: Sequence[Any]
+    ) -> None:
+        """All that is there in the end."""
+        self.compare_batches()
+        if self.own.recipe.training:
+            self.compare_replicas(replica_steps)
+            self.compare_trained()
+        if saved:
+            self.compare_saved("the checkpoint", saved, self.result.weights)
+
+    def compare_batches(self) -> None:
+        """The losses of whole batches: the means of those reported of the micro-batches."""
+        means = mean_losses(self.counted, len(self.result.losses))
+        for b, (got, mean) in enumerate(zip(self.result.losses, means, strict=True)):
+            self.found.add(f"the loss of batch {b}", got, mean, EPS_32 * abs(mean))
+
+    def compare_replicas(self, steps: Sequence[Sequence[Sequence[Step]]]) -> None:
+        """Replicas must have made the same steps as the first, to the last bit."""
+        first, *others = steps
+        for r, of_replica in enumerate(others, 1):
+            for t in range(len(first[0])):
+                for part, what in enumerate(("the gradient of", "weight")):
+                    expected = self.own.arrays([of_stage[t][part] for of_stage in first])
+                    run = self.own.arrays([of_stage[t][part] for of_stage in of_replica])
+                    for name in expected:
+                        label = f"{what} {name} of replica {r} in update {t}"
+                        self.found.add(label, run[name], expected[name], unset=True)
+
+    def compare_trained(self) -> None:
+        """The result of the run: the weights of its last update, and the buffers."""
+        own = self.own
+        run = own.arrays(self.result.weights)
+        expected, buffers = self.truth.state()
+        near = own.state()[1]
+        for name, weight in expected.items():
+            self.found.add(f"the trained weight {name}", run[name], weight, unset=True)
+        for name, buffer in buffers.items():
+            if name not in run:  # not persistent: no state dict has it
+                continue
+            floor = own.arithmetic.eps.get(name, 0.0) * np.abs(buffer)
+            unset = self.unset.get(name)
+            if unset is None or unset.shape != buffer.shape:  # a forward has put another there
+                unset = np.zeros(buffer.shape, bool)
+            self.found.add(f"buffer {name}", run[name], buffer, floor, near[name], unset=unset)
+
+    def compare_saved(self, where: str, states: Sequence[Any], weights: Sequence[Any] = ()) -> None:
+        """All that a checkpoint holds, and nothing is missing: it was saved or loaded, no more."""
+        saved, expected = self.own.saved(states, weights)
+        for name in {**saved, **expected}:
+            there, wanted = (arrays.get(name, np.zeros(0)) for arrays in (saved, expected))
+            floor = min(self.own.arithmetic.coarsest, EPS_32) * np.abs(wanted)
+            self.found.add(f"in {where}, {name}", there, wanted, floor, unset=True)
+
+
+def _joined(arrays: Arrays) -> np.ndarray:
+    return np.concatenate([array.ravel() for array in arrays.values()])

@@ -1,0 +1,68 @@
+"""The scripts to take home, each under its own launcher on two ranks."""
+
+import ast
+import os
+import re
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "notebooks" / "scripts"
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+BESIDES = {"with_deepspeed": {"deepspeed", "transformers"}}  # torch and Python
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def started(*command, **environment):
+    """What the ranks print."""
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=ENVIRONMENT | environment,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def losses_of(said):
+    return [float(loss) for loss in re.findall(r"step +\d+: loss ([\d.]+)", said)]
+
+
+def test_two_orders_by_hand_train_the_same():
+    losses = {}
+    for name in ("gpipe", "one_f_one_b"):
+        said = started(*TORCHRUN, FOLDER / f"{name}.py", "--check")
+        losses[name] = losses_of(said)
+        apart = dict(re.findall(r"rank (\d): gradients differ from one device's by (\S+) of", said))
+        assert set(apart) == {"0", "1"}
+        assert all(float(share) < 1e-5 for share in apart.values())
+    assert losses["gpipe"] == pytest.approx(losses["one_f_one_b"], abs=2e-3)
+    assert len(losses["gpipe"]) == 20 and losses["gpipe"][-1] < 0.8 * losses["gpipe"][0]
+
+
+@pytest.mark.skipif(not find_spec("deepspeed"), reason="needs DeepSpeed")
+def test_with_deepspeed_under_its_launcher():
+    with socket.socket() as found:
+        found.bind(("", 0))
+        port = found.getsockname()[1]
+    launcher = ["-c", "from deepspeed.launcher.runner import main; main()"]
+    launcher += ["--num_gpus=2", f"--master_port={port}"]
+    said = started(*launcher, FOLDER / "with_deepspeed.py", DS_ACCELERATOR="cpu")
+    losses = losses_of(said)
+    assert len(losses) == 5 and losses[-1] < losses[0]
+    assert "stage=0 layers=5" in said and "stage=1 layers=6" in said
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_they_are_short_and_stand_alone(path):
+    source = path.read_text()
+    assert len(source.splitlines()) < 80
+    imported = set(re.findall(r"^(?:import|from) (\w+)", source, re.M))
+    assert imported - BESIDES.get(path.stem, set()) <= {"sys", "torch", "pydoc_data"}
+    assert path.name in ast.get_docstring(ast.parse(source)), "its launch command"
