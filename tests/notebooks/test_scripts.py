@@ -13,7 +13,10 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "notebooks" / "scripts"
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-BESIDES = {"with_deepspeed": {"deepspeed", "transformers"}}  # torch and Python
+BESIDES = {  # torch and Python
+    "with_deepspeed": {"deepspeed", "transformers"},
+    "with_pipelab": {"pipelab", "argparse", "os", "pathlib"},
+}
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
@@ -44,6 +47,16 @@ def test_two_orders_by_hand_train_the_same():
         assert all(float(share) < 1e-5 for share in apart.values())
     assert losses["gpipe"] == pytest.approx(losses["one_f_one_b"], abs=2e-3)
     assert len(losses["gpipe"]) == 20 and losses["gpipe"][-1] < 0.8 * losses["gpipe"][0]
+
+
+def test_with_pipelab_goes_on_from_its_checkpoints(tmp_path):
+    script, folder = FOLDER / "with_pipelab.py", tmp_path / "checkpoints"
+    said = started(*TORCHRUN, script, "--steps=10", "--folder", folder)
+    assert "step 1: Check passed" in said and len(losses_of(said)) == 1
+    said = started(script, "--steps=30", "--folder", folder)
+    assert "step 11: Check passed" in said
+    assert losses_of(said)[-1] < 6.2  # of 1,024 tokens it knows nothing at 6.9
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000010", "step_000030"]
 
 
 @pytest.mark.skipif(not find_spec("deepspeed"), reason="needs DeepSpeed")
