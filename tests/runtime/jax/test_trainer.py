@@ -1,5 +1,8 @@
 """A Trainer of JAX stages: the same batch by batch, checked anywhere; weights are all it keeps."""
 
+import subprocess
+import sys
+
 import tests.jax_setup  # isort: skip  # noqa: F401
 import jax
 import numpy as np
@@ -8,6 +11,7 @@ import pytest
 
 from pipelab import Trainer, make, run
 from pipelab.models.flax_mlp import mlp
+from tests.runtime.test_ranks import ENVIRONMENT, GUARD, WORKERS, free_port
 
 
 def mse(y, target):
@@ -37,3 +41,23 @@ def test_batch_by_batch_is_the_long_table_to_the_last_bit(name, check, tmp_path)
     jax.tree.map(np.testing.assert_array_equal, weights, whole.weights)
     checks = [batch.check for batch in found]
     assert [c and c.passed for c in checks] == ([True, None] * 3)[:5] if check else [None] * 5
+
+
+def test_two_processes_make_the_same_calls():
+    port, script = str(free_port()), WORKERS / "fitted_jax.py"
+    started = [
+        subprocess.Popen(
+            [sys.executable, script, port, str(number)],
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=GUARD) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [out for out, _ in said] == ["the same\n"] * 2, said
