@@ -150,6 +150,17 @@ def test_what_messages_are_like_travels_once(two_groups):
     near.close()
 
 
+def test_what_comes_once_is_not_kept_for_ever(two_groups, monkeypatch):
+    monkeypatch.setattr(groups, "KNOWN", 3)
+    near, far, _ = two_groups
+    for i in range(5):
+        for norm in (0.5, float(i)):  # such as a gradient's
+            near.write((i, (norm, T), 0.0))
+            key, (found, tensor), _ = within(far.read)
+            assert (key, found) == (i, norm) and torch.equal(tensor, T)
+    assert len(near._sent) == len(far._known) == 3
+
+
 def test_messages_stay_in_order_around_the_buffer_and_behind_a_large_one(two_ends):
     near, far = two_ends
     messages = [LARGE, *("q" * n for n in range(BUFFER - 90, BUFFER + 10)), T]

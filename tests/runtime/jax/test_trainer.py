@@ -1,0 +1,63 @@
+"""A Trainer of JAX stages: the same batch by batch, checked anywhere; weights are all it keeps."""
+
+import subprocess
+import sys
+
+import tests.jax_setup  # isort: skip  # noqa: F401
+import jax
+import numpy as np
+import optax
+import pytest
+
+from pipelab import Trainer, make, run
+from pipelab.models.flax_mlp import mlp
+from tests.runtime.test_ranks import ENVIRONMENT, GUARD, WORKERS, free_port
+
+
+def mse(y, target):
+    return ((y - target) ** 2).mean()
+
+
+def batches(count):
+    shapes = [(2, 12 if b + 1 < count else 9, 16) for b in range(count)]  # an uneven last one
+    random = np.random.default_rng(0)
+    return [tuple(random.normal(size=shape).astype(np.float32)) for shape in shapes]
+
+
+@pytest.mark.parametrize("name", ["pipedream_flush", "pipedream"])
+@pytest.mark.parametrize("check", [False, 2])
+def test_batch_by_batch_is_the_long_table_to_the_last_bit(name, check, tmp_path):
+    data, given = batches(5), (mlp(3, 16), mse, optax.adam(1e-2))
+    options = {"backend": "jax", "check": False}
+    whole = run(make(name, 3, 3, batches=5), given[0], data, *given[1:], **options)
+    with Trainer(make(name, 3, 3), *given, backend="jax", check=check) as trainer:
+        found = list(trainer.fit(iter(data)))
+        first, again = trainer.evaluate(data[:1]), trainer.evaluate(iter(data[:1]))
+        weights = trainer.weights
+        with pytest.raises(ValueError, match="no checkpoints with backend='jax': take `weights`"):
+            trainer.save(tmp_path / "saved")
+    assert [batch.loss for batch in found] == whole.losses
+    assert first == again and first[0] < whole.losses[0]
+    jax.tree.map(np.testing.assert_array_equal, weights, whole.weights)
+    checks = [batch.check for batch in found]
+    assert [c and c.passed for c in checks] == ([True, None] * 3)[:5] if check else [None] * 5
+
+
+def test_two_processes_make_the_same_calls():
+    port, script = str(free_port()), WORKERS / "fitted_jax.py"
+    started = [
+        subprocess.Popen(
+            [sys.executable, script, port, str(number)],
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=GUARD) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [out for out, _ in said] == ["the same\n"] * 2, said

@@ -1,0 +1,43 @@
+"""What jax/test_trainer starts as two processes: a Trainer of both, beside a run of theirs."""
+
+import sys
+
+
+def main(port, number):
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.distributed.initialize(f"localhost:{port}", 2, number, shutdown_timeout_seconds=10)
+    import numpy as np
+    import optax
+
+    import pipelab
+    from pipelab.models.flax_mlp import mlp
+
+    random = np.random.default_rng(0)
+    data = [tuple(random.normal(size=(2, 12, 16)).astype(np.float32)) for _ in range(5)]
+
+    def mse(y, target):
+        return ((y - target) ** 2).mean()
+
+    for name in ("pipedream_flush", "pipedream"):
+        given = mlp(4, 16), mse, optax.adam(1e-2)
+        long = pipelab.make(name, 4, 3, batches=5)
+        whole = pipelab.run(long, given[0], data, *given[1:], backend="jax", check=False)
+        one = pipelab.make(name, 4, 3)
+        with pipelab.Trainer(one, *given, backend="jax", check=2) as trainer:
+            found = list(trainer.fit(iter(data)))
+            assert len(trainer.evaluate(data[:2])) == 2
+            weights = trainer.weights
+        assert [batch.loss for batch in found] == whole.losses
+        checks = [batch.check and batch.check.passed for batch in found]
+        assert checks == [True, None, True, None, True]
+        own = [s for s, of_stage in enumerate(weights) if of_stage]
+        assert own == ([2, 3] if number else [0, 1, 2, 3])
+        for s in own:
+            jax.tree.map(np.testing.assert_array_equal, weights[s], whole.weights[s])
+    print("the same", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
