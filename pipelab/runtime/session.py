@@ -138,7 +138,7 @@ class Session(AbstractContextManager):
     wing    the library's part
     recipe  how to train
     done    batches that all ranks have done, or have been told to do
-    ranks   this process's
+    ranks   this process's, as (row, replica), between the beginning and the end
     reads   whether one of them has the first or the last stage
     """
 
@@ -182,7 +182,8 @@ class Session(AbstractContextManager):
             keep=False,
         )
         self.done = self.wing.begun
-        self.started, self.unit = False, 0
+        self.started, self.reads, self.unit = False, False, 0
+        self.ranks: list[tuple[int, int]] = []
         self.failure: RunError | None = None
 
     def __enter__(self) -> "Session":
@@ -194,6 +195,9 @@ class Session(AbstractContextManager):
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.ranks = []
+        if self.started and not self.failure:
+            self.failure = RunError("its ranks were told to leave")
         self.launcher.__exit__(kind, error, trace)
 
     # ---- a part of the table
@@ -407,7 +411,7 @@ class Session(AbstractContextManager):
     def _failing(self) -> Iterator[None]:
         """A context for the ranks' work: if it fails, they have ended."""
         if self.failure:
-            raise RunError(f"this training has ended by an error: {self.failure}")
+            raise RunError(f"this training has ended: {self.failure}")
         try:
             yield
         except BaseException as error:

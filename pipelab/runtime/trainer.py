@@ -278,6 +278,8 @@ class Trainer(AbstractContextManager):
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """A context that an interrupt does not break off; a second one does."""
+        if not self._session.ranks:
+            raise ValueError("a Trainer works inside `with Trainer(...) as trainer:` only")
         with Noted(once=True) as interrupts, self._session.wing.context():
             yield
             if interrupts.seen:

@@ -255,6 +255,19 @@ def test_a_check_that_makes_no_sense(check):
 # ---- failures
 
 
+def test_outside_of_its_block_it_has_no_ranks():
+    trainer = Trainer(table("1f1b"), stages(3), F.mse_loss, ADAM)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="works inside `with Trainer"):
+            list(trainer.fit(batches(1)))
+        with trainer, pytest.raises(ValueError, match="has not begun: fit a batch first"):
+            trainer.save("nowhere")
+    with trainer:
+        list(trainer.fit(batches(1)))
+    with trainer, pytest.raises(RunError, match="has ended: its ranks were told to leave"):
+        list(trainer.fit(batches(1)))
+
+
 class Bad(nn.Linear):
     """Does something in its third batch's first forward."""
 
@@ -280,7 +293,7 @@ def test_a_stage_that_raises_ends_the_training(backend):
     with Trainer(table("1f1b"), modules, F.mse_loss, ADAM, backend=backend, check=False) as trainer:
         with pytest.raises(RunError, match=r"device 2, action 2F8: ZeroDivisionError"):
             list(trainer.fit(batches(5)))
-        with pytest.raises(RunError, match=r"this training has ended by an error: .*2F8"):
+        with pytest.raises(RunError, match=r"this training has ended: .*2F8"):
             trainer.evaluate(batches(1))
     assert not children() and threading.active_count() == known
 

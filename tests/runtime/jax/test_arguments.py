@@ -109,8 +109,8 @@ def test_stages_end_with_their_run(way, monkeypatch):
     # Was: every stage, with its weights and data, was kept until the next garbage collection.
     made, init = [], JaxStage.__init__
 
-    def watched(self, *arguments):
-        init(self, *arguments)
+    def watched(self, *arguments, **ends):
+        init(self, *arguments, **ends)
         made.append(weakref.ref(self))
 
     monkeypatch.setattr(JaxStage, "__init__", watched)
