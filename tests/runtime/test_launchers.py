@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from shutil import which
 
 import pytest
 import torch
@@ -28,38 +29,32 @@ def free_port():
         return s.getsockname()[1]
 
 
-def torchrun(ranks, *command, nodes=1):
-    """(statuses, standard outputs, standard errors) of one agent per node, over loopback."""
-    port = free_port()
-    nodes_at = [
-        "--nnodes",
-        str(nodes),
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        f"127.0.0.1:{port}",
-        "--rdzv-id",
-        "test",
-    ]
-    agents = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--nproc-per-node",
-                str(ranks),
-                *nodes_at,
-                *command,
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=ENVIRONMENT,
-            cwd=ROOT,
+def torchrun(ranks, *command, nodes=1, hosts=None):
+    """(statuses, standard outputs, standard errors) of one agent per node.
+
+    All are on loopback, or each on its host: (what starts a command there, its address).
+    """
+    meeting = f"{hosts[0][1] if hosts else '127.0.0.1'}:{free_port()}"
+    agents = []
+    for number, (started, address) in enumerate(hosts or [([], None)] * nodes):
+        at = ("--local-addr", address, "--rdzv-conf", f"is_host={int(not number)}")
+        agents.append(
+            subprocess.Popen(
+                [
+                    *started,
+                    *(sys.executable, "-m", "torch.distributed.run"),
+                    *("--nproc-per-node", str(ranks), "--nnodes", str(len(hosts or nodes * [0]))),
+                    *("--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--rdzv-id", "test"),
+                    *(at if address else ()),
+                    *command,
+                ],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=ENVIRONMENT,
+                cwd=ROOT,
+            )
         )
-        for _ in range(nodes)
-    ]
     try:
         results = [agent.communicate(timeout=GUARD) for agent in agents]
     finally:
@@ -68,8 +63,8 @@ def torchrun(ranks, *command, nodes=1):
     return [a.returncode for a in agents], [out for out, _ in results], [err for _, err in results]
 
 
-def worker(twist, folder, ranks=2, nodes=1):
-    return torchrun(ranks, str(WORKER), twist, str(folder), nodes=nodes)
+def worker(twist, folder, ranks=2, **where):
+    return torchrun(ranks, str(WORKER), twist, str(folder), **where)
 
 
 def only(outputs):
@@ -100,6 +95,39 @@ def test_two_agents_run_what_threads_run(expected, tmp_path):
     assert result["losses"] == expected.losses
     assert result["late"] >= 0  # one clock
     assert [len(names) for names in result["weights"]] == [2, 2]  # rank 0 has all for the check
+
+
+@pytest.fixture
+def two_hosts():
+    """Two network namespaces, joined by a cable: as (what starts a command there, its address)."""
+    names = [f"pipelab{os.getpid()}{end}" for end in "ab"]
+    steps = [f"netns add {name}" for name in names]
+    steps.append(f"link add pl0 netns {names[0]} type veth peer name pl0 netns {names[1]}")
+    addresses = ["10.213.0.1", "10.213.0.2"]
+    for name, address in zip(names, addresses, strict=True):
+        steps += [f"-n {name} address add {address}/24 dev pl0"]
+        steps += [f"-n {name} link set {device} up" for device in ("pl0", "lo")]
+    try:
+        for step in steps:
+            done = subprocess.run(["ip", *step.split()], capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
+        yield [
+            (["ip", "netns", "exec", name, "env", "GLOO_SOCKET_IFNAME=pl0"], address)
+            for name, address in zip(names, addresses, strict=True)
+        ]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+@pytest.mark.skipif(not which("ip"), reason="needs ip")
+def test_two_hosts_with_a_cable_run_what_threads_run(expected, two_hosts, tmp_path):
+    statuses, outs, errors = worker("plain", tmp_path, ranks=1, hosts=two_hosts)
+    assert statuses == [0, 0], errors
+    result = only(outs)
+    assert result["passed"] is True
+    assert result["losses"] == expected.losses
 
 
 @pytest.mark.parametrize(
