@@ -146,10 +146,8 @@ def cut(
     active = loss.depending(parameters)
     placed = [(each.eqn, each.home) for each in _place(loss, parameters, batch, active, stages)]
     maker = {v: home for eqn, home in placed if home is not None for v in eqn.outvars}
-
     last = len(stages) - 1
     results = _results(loss, maker, last)
-
     # [2] From the last stage to the first, since what a stage has to send is known only when all
     #     later ones have said what they need:
     #

@@ -55,8 +55,7 @@ def judge(
     own = reference(False)
     stream = _pieces(segment, batches, reading, replicas, own, seeds)
     first = next(stream)
-    # The first piece is looked at beforehand, and still the first to be compared.
-    stream = chain([first], stream)
+    stream = chain([first], stream)  # it is looked at beforehand, and still the first one compared
     # [2] two references: as precise as can be, and as the run computes
     truth = _most_precise(own, reference, quick, first)
     trial = Trial(result, own, truth, first, tolerance)
@@ -65,10 +64,8 @@ def judge(
     by_batch = rule != rules.TABLE and table.per_update == table.microbatches
     whole = len(reading[0]) > 1 and (by_batch or not table.training)
     whole = whole and not divided and not own.remembers([first])
-    # A layer may insist on the size of a micro-batch.
-    if whole and not truth.takes([undivided(0)]):
-        rule = rule.replace(":", ", the batch in micro-batches only:", 1)
-        whole = False
+    if whole and not truth.takes([undivided(0)]):  # a layer insists on a micro-batch's size
+        rule, whole = rule.replace(":", ", the batch in micro-batches only:", 1), False
     # [3] update by update, each from the run's own weights before it
     for i in range(table.updates if table.training else table.batches):
         pieces = list(islice(stream, len(reading[i])))
