@@ -38,16 +38,14 @@ def judge(
     replica_steps  [replica][stage][update]
     saved          by stage, what a checkpoint holds of it, if one was written
     reference      makes one: in float64 (True), or as the run computes (False)
-    divided        whether a forward depends on how the batch is cut (batch statistics, random
-                   numbers): then the truth is computed in micro-batches as well
+    divided        whether a forward depends on how the batch is cut: so is the truth's then
     seeds          [stage, piece of data]
     quick          make do with the run's precision for the truth too
     """
     table, replicas = segment.table, len(replica_steps)
 
     def undivided(i: int) -> Piece:
-        x, y = batches[i]
-        return Piece(x, y, reading[i][0])
+        return Piece(*batches[i], reading[i][0])
 
     # [1] the rule, and the data with what they read by it
     rule, of_training = rules.reading_of(segment.whole, replicas)
