@@ -45,7 +45,7 @@ def judge(
     table, replicas = segment.table, len(replica_steps)
 
     def undivided(i: int) -> Piece:
-        return Piece(*batches[i], reading[i][0])
+        return Piece(batches[i][0], batches[i][1], reading[i][0])
 
     # [1] the rule, and the data with what they read by it
     rule, of_training = rules.reading_of(segment.whole, replicas)
