@@ -196,7 +196,8 @@ def seeds_for(seed: int, batches: range, per_batch: int, stages: int) -> np.ndar
 
 def unit_of(data: Data, pieces: int) -> int:
     """The unit of counts for batches like the first of these, in so many pieces each."""
-    return 1 << (samples_of(data[0], data.trees) // pieces).bit_length()
+    smallest = data.pieces(pieces, slice(-1, None))[0]
+    return 1 << samples_of(smallest, data.trees).bit_length()
 
 
 def feeds_of(
