@@ -15,11 +15,13 @@ class Trees(NamedTuple):
     flatten    tree -> (leaves, spec)
     unflatten  (leaves, spec) -> tree
     host       leaf -> its numbers on the host, of whatever type; None if it has none here
+    copy       leaf -> the same in other memory, if it could be written to
     """
 
     flatten: Callable[[Any], tuple[Sequence[Any], Any]]
     unflatten: Callable[[Sequence[Any], Any], Any]
     host: Callable[[Any], np.ndarray | None]
+    copy: Callable[[Any], Any]
 
     def map(self, function: Callable[[Any], Any], tree: Any) -> Any:
         leaves, spec = self.flatten(tree)

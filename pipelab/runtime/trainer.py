@@ -16,7 +16,7 @@ from pipelab.runtime.prepare import Options
 from pipelab.runtime.run import DEFAULT, new_folder, wing_of
 from pipelab.runtime.session import Session
 from pipelab.runtime.verdict.certificate import Check
-from pipelab.runtime.worker import Order
+from pipelab.runtime.worker import Order, RunError, told
 from pipelab.table.schedule import Schedule
 
 END = object()
@@ -83,7 +83,8 @@ class Trainer(AbstractContextManager):
         timeout: float = 60.0,
     ) -> None:
         given = locals()
-        if check != "first" and (isinstance(check, str) or check < 0):
+        every = type(check) is int and check > 0
+        if not (check == "first" or isinstance(check, bool) or every):
             raise ValueError(f"check={check!r}: give 'first', every how many batches, or a bool")
         options = Options(DEFAULT, given | {"check": bool(check)}, endless=True)
         self._every, self._endless = check, Endless(schedule)
@@ -100,7 +101,8 @@ class Trainer(AbstractContextManager):
         )
         self._check_start(resume)
         self._first = self._begun = self._known = self._session.done
-        self._under_way: deque[float] = deque()  # when the orders were given
+        # Data of orders: a GPU may still have to read what it was given.
+        self._under_way: deque[Data | None] = deque()
         self._losses: dict[tuple[int, int], tuple[float, float]] = {}  # by micro-batch, replica
         self._ready: deque[TrainedBatch] = deque()
         self._times: dict[int, float] = {}  # of batches, when they were read
@@ -157,11 +159,12 @@ class Trainer(AbstractContextManager):
         """The losses of these batches with the weights as they are now; nothing is trained."""
         with self._whole():
             self._empty()
-            table = self._endless.table.part(0, 1).forward_only()
-            version = self.number * self._endless.updates
-            losses: list[float] = []
-            iterator = iter(batches)
-            while (batch := self._next(iterator)) is not END:
+        table = self._endless.table.part(0, 1).forward_only()
+        version = self.number * self._endless.updates
+        losses: list[float] = []
+        iterator = iter(batches)
+        while (batch := self._next(iterator)) is not END:
+            with self._whole():
                 data = Data([batch], range(1), self._session.wing.trees)
                 orders = self._session.orders(
                     table.rows, data, lambda s, k: version, [], training=False
@@ -172,7 +175,7 @@ class Trainer(AbstractContextManager):
                     for k, value in o.losses.items()
                 }
                 losses += mean_losses([values[place] for place in sorted(values)], 1)
-            return losses
+        return losses
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint to a new or empty folder, which all ranks see."""
@@ -223,13 +226,15 @@ class Trainer(AbstractContextManager):
             if not run.check.passed:
                 warnings.warn(f"batch {number}: {run.check}", stacklevel=4)
             return
+        # A copy: its memory may be what the next one is read into, while this one is under way.
+        batch = session.wing.trees.map(session.wing.trees.copy, batch)
         data = Data({number: batch}, range(number, number + 1), session.wing.trees)
         devices = range(self._endless.table.devices)
         rows = [self._endless.order(d, number, self._begun) for d in devices]
         later = self._endless.later(number)
         session.submit(session.orders(rows, data, self._endless.version, later), data)
         session.done += 1
-        self._under_way.append(time.perf_counter())
+        self._under_way.append(data)
 
     def _is_checked(self, number: int) -> bool:
         if isinstance(self._every, str) or self._every is False:
@@ -263,7 +268,7 @@ class Trainer(AbstractContextManager):
             rows = [self._endless.rest(d, done - 1, self._begun) for d in devices]
             if any(rows):
                 self._session.give([Order(actions=rows[row]) for row, _ in self._session.ranks])
-                self._under_way.append(time.perf_counter())
+                self._under_way.append(None)
         while self._under_way:
             self._collect()
         self._begun = done
@@ -281,9 +286,17 @@ class Trainer(AbstractContextManager):
         if not self._session.ranks:
             raise ValueError("a Trainer works inside `with Trainer(...) as trainer:` only")
         with Noted(once=True) as interrupts, self._session.wing.context():
-            yield
-            if interrupts.seen:
-                self._empty()
+            try:
+                yield
+                if interrupts.seen:
+                    self._empty()
+            except KeyboardInterrupt as second:
+                self._session.failure = self._session.failure or RunError(told(second))
+                raise
+            except Exception as error:
+                if interrupts.seen:  # it came to others, too, who are needed
+                    raise KeyboardInterrupt from error
+                raise
         if interrupts.seen:
             raise KeyboardInterrupt
 

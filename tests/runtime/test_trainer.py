@@ -169,6 +169,32 @@ def test_a_loaders_error_or_a_bad_batch_loses_nothing():
         assert [batch.number for batch in rest] == [3, 4]
 
 
+@pytest.mark.parametrize("name", ["1f1b", "pipedream"])
+def test_a_loader_that_reuses_its_memory(name):
+    """The next batch is read while one is under way."""
+    data, one = batches(12), table(name)
+    given = stages(3), F.mse_loss, ADAM
+    whole = run(table(name, 12), given[0], data, *given[1:], check=False)
+    memory = tuple(map(torch.empty_like, data[0]))
+
+    def reusing():
+        for batch in data:
+            for mine, new in zip(memory, batch, strict=True):
+                mine.copy_(new)
+            yield memory
+
+    with Trainer(one, *given, check=False) as trainer:
+        assert [batch.loss for batch in trainer.fit(reusing())] == whole.losses
+        assert equal(trainer.weights, whole.weights)
+
+
+def test_a_first_batch_that_is_none():
+    with Trainer(table("1f1b"), stages(3), F.mse_loss, ADAM) as trainer:
+        with pytest.raises(ValueError, match=r"batch 0 is no pair: give \(input, target\)"):
+            list(trainer.fit([None]))
+        assert len(list(trainer.fit(batches(1)))) == 1
+
+
 # ---- checkpoints
 
 
@@ -246,7 +272,7 @@ def test_a_stage_that_begins_to_fail_is_seen_by_the_next_check():
     assert [check and check.passed for check in checks] == [True, None, True, None, False]
 
 
-@pytest.mark.parametrize("check", ["last", -1, "quick"])
+@pytest.mark.parametrize("check", ["last", -1, "quick", 0, 1.5, None])
 def test_a_check_that_makes_no_sense(check):
     with pytest.raises(ValueError, match=f"check={check!r}: give 'first'"):
         Trainer(table("1f1b"), stages(3), F.mse_loss, ADAM, check=check)
@@ -348,6 +374,60 @@ def test_an_interrupt_leaves_what_can_be_saved_and_gone_on_with(backend, tmp_pat
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "interrupted, and the same\n"
+
+
+class Interrupting(nn.Linear):
+    """Ctrl-C in a forward of this thread, `again` a second one."""
+
+    def __init__(self, thread, again):
+        super().__init__(6, 6, dtype=torch.float64)
+        self.thread, self.again = thread, again
+
+    def forward(self, x):
+        if (threading.current_thread() is threading.main_thread()) == (self.thread == "main"):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)  # the main thread hears of it
+            if self.again == "error":
+                raise OSError("it came here, too")
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().forward(x)
+
+
+def test_a_second_interrupt_ends_the_training():
+    """Here in the check of a batch that is done."""
+    modules = [*stages(2), Interrupting("main", again="interrupt")]
+    with Trainer(table("1f1b"), modules, F.mse_loss, ADAM) as trainer:
+        with pytest.raises(KeyboardInterrupt):
+            list(trainer.fit(batches(2)))
+        with pytest.raises(RunError, match="this training has ended: Keyboard"):
+            list(trainer.fit(batches(2)))
+
+
+def test_an_interrupt_that_makes_others_fail_is_an_interrupt():
+    modules = [*stages(2), Interrupting("worker", again="error")]
+    with Trainer(table("1f1b"), modules, F.mse_loss, ADAM, check=False) as trainer:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            list(trainer.fit(batches(2)))
+        assert isinstance(caught.value.__cause__, RunError)
+
+
+def test_an_evaluation_is_interrupted_while_it_reads():
+    read = []
+
+    def endless():
+        for batch in iter(lambda: batches(1)[0], None):
+            read.append(batch)
+            if len(read) == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            assert len(read) < 4
+            yield batch
+
+    with Trainer(table("1f1b"), stages(3), F.mse_loss, ADAM, check=False) as trainer:
+        list(trainer.fit(batches(1)))
+        with pytest.raises(KeyboardInterrupt):
+            trainer.evaluate(endless())
+        assert len(read) == 2
+        assert [batch.number for batch in trainer.fit(batches(1))] == [2]
 
 
 # ---- several processes

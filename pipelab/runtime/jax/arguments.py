@@ -14,7 +14,12 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from pipelab.runtime.batches import Trees
 from pipelab.runtime.jax.host import as_numbers
 
-TREES = Trees(jax.tree.flatten, lambda leaves, spec: jax.tree.unflatten(spec, leaves), as_numbers)
+TREES = Trees(
+    jax.tree.flatten,
+    lambda leaves, spec: jax.tree.unflatten(spec, leaves),
+    as_numbers,
+    lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf,
+)
 # (parameters, x) -> y, or (parameters, x, key) -> y where forwards draw random numbers
 Apply = Callable[..., Any]
 Part = tuple[Apply, Any]  # a stage as (function, parameters)

@@ -25,7 +25,11 @@ def _bits(leaf: Any) -> np.ndarray | None:
     return plain.reshape(-1).view(torch.uint8).numpy()
 
 
-TREES = Trees(pytree.tree_flatten, pytree.tree_unflatten, _bits)
+def _copy(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.copy(leaf)
+
+
+TREES = Trees(pytree.tree_flatten, pytree.tree_unflatten, _bits, _copy)
 
 
 def check_stages(stages: Sequence[nn.Module]) -> None:

@@ -43,6 +43,23 @@ def test_batch_by_batch_is_the_long_table_to_the_last_bit(name, check, tmp_path)
     assert [c and c.passed for c in checks] == ([True, None] * 3)[:5] if check else [None] * 5
 
 
+def test_a_loader_that_reuses_its_memory():
+    """The next batch is read while one is under way."""
+    data, given = batches(10)[:9], (mlp(3, 16), mse, optax.adam(1e-2))
+    options = {"backend": "jax", "check": False}
+    whole = run(make("pipedream", 3, 3, batches=9), given[0], data, *given[1:], **options)
+    memory = tuple(map(np.empty_like, data[0]))
+
+    def reusing():
+        for batch in data:
+            for mine, new in zip(memory, batch, strict=True):
+                mine[:] = new
+            yield memory
+
+    with Trainer(make("pipedream", 3, 3), *given, **options) as trainer:
+        assert [batch.loss for batch in trainer.fit(reusing())] == whole.losses
+
+
 def test_two_processes_make_the_same_calls():
     port, script = str(free_port()), WORKERS / "fitted_jax.py"
     started = [
