@@ -376,6 +376,21 @@ def test_an_interrupt_leaves_what_can_be_saved_and_gone_on_with(backend, tmp_pat
     assert done.stdout == "interrupted, and the same\n"
 
 
+def test_an_interrupt_while_ranks_start():
+    """It comes while the server that they are forked from imports torch."""
+    done = subprocess.run(
+        [sys.executable, str(WORKERS / "interrupted_start.py")],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=GUARD,
+        start_new_session=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "interrupted, and gone on\n"
+    assert done.stderr == ""
+
+
 class Interrupting(nn.Linear):
     """Ctrl-C in a forward of this thread, `again` a second one."""
 

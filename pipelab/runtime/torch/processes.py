@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from queue import SimpleQueue
@@ -132,6 +133,7 @@ def _started(
         ranks = []
         try:
             with _main_hidden(), _connected(context, len(jobs), pairs) as connected:
+                _start_server()
                 for job, of_job in zip(jobs, connected, strict=True):
                     packed = _dumps((job, work))  # may raise: before the process is there
                     ranks.append(_start(context, job, marks, folder, of_job))
@@ -226,6 +228,16 @@ def _connected(
             ends.enter_context(ranks[a].pipes[b])
             ends.enter_context(ranks[b].pipes[a])
         yield ranks
+
+
+def _start_server() -> None:
+    """Start what ranks are forked from. Ctrl-C, which comes to it too, would end its imports."""
+    resource_tracker.ensure_running()  # the server would start it, and that ends the blocking
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _start(
