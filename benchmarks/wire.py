@@ -53,7 +53,7 @@ DEFAULT = Sizes()
 
 def report(repeats: int = 5, sizes: Sizes = DEFAULT) -> str:
     """Empty actions, batches beside torch's runtime, and shared memory, as a Markdown page."""
-    runs = _runs(sizes)
+    runs, here = _runs(sizes), machine("torch")
     with one_thread():
         turns = {
             "pipelab": [beside(*one, sizes.batches, repeats) for one in runs],
@@ -61,7 +61,7 @@ def report(repeats: int = 5, sizes: Sizes = DEFAULT) -> str:
         }
         return page(
             "# Messages between processes",
-            machine("torch"),
+            here,
             paragraph(
                 "Every rank computes with one thread. Ranks are processes that pipelab starts, "
                 "whose messages go by pipes and torch's over gloo, on loopback; or torchrun's, "
