@@ -41,7 +41,7 @@ class Case(NamedTuple):
         return [self.batch(self.samples * microbatches) for _ in range(count)]
 
 
-def _vectors(width: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+def vectors(width: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(samples, width), torch.randn(samples, width)
 
 
@@ -58,8 +58,8 @@ class Sizes(NamedTuple):
     """How much is measured; the default takes some minutes."""
 
     cases: tuple[Case, ...] = (
-        Case("MLP, 8 x 512", partial(mlp, 8, 512), partial(_vectors, 512), F.mse_loss, 64),
-        Case("MLP, 8 x 32", partial(mlp, 8, 32), partial(_vectors, 32), F.mse_loss, 8),
+        Case("MLP, 8 x 512", partial(mlp, 8, 512), partial(vectors, 512), F.mse_loss, 64),
+        Case("MLP, 8 x 32", partial(mlp, 8, 32), partial(vectors, 32), F.mse_loss, 8),
         Case("GPT-2, 6 x 128", partial(_gpt2, 6), _text, next_token_loss, 4),
     )
     devices: tuple[int, ...] = (2, 4)

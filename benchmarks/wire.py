@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -26,20 +26,21 @@ from measure import (
     table,
 )
 from peers import DEFAULT as PEERS
-from peers import SGD, Case
+from peers import SGD, Case, vectors
 from pipelab import make, run
 from pipelab.peers.torch_pipelining import run_torch_pipelining
 from pipelab.runtime.torch.pipes import Pipe
+from ranks import Run, on_ranks
 
 KIB = 1024
 
 
 class Sizes(NamedTuple):
-    """How much is measured; the default takes some ten minutes."""
+    """How much is measured; the default takes some five minutes."""
 
     cases: Sequence[Case] = PEERS.cases[:2]
     devices: Sequence[int] = (2, 4)
-    schedules: Sequence[str] = ("gpipe", "pipedream_flush", "interleaved")
+    schedules: Sequence[str] = ("pipedream_flush", "interleaved")
     microbatches: int = 8
     batches: int = 8
     empty: int = 64  # micro-batches of empty actions
@@ -50,21 +51,28 @@ class Sizes(NamedTuple):
 DEFAULT = Sizes()
 
 
-def report(repeats: int = 7, sizes: Sizes = DEFAULT) -> str:
+def report(repeats: int = 5, sizes: Sizes = DEFAULT) -> str:
     """Empty actions, batches beside torch's runtime, and shared memory, as a Markdown page."""
+    runs, here = _runs(sizes), machine("torch")
     with one_thread():
+        turns = {
+            "pipelab": [beside(*one, sizes.batches, repeats) for one in runs],
+            "torchrun": on_ranks(runs, sizes.batches, repeats),
+        }
         return page(
             "# Messages between processes",
-            machine("torch"),
+            here,
             paragraph(
-                "Every rank computes with one thread; messages go by pipes, torch's over loopback. "
+                "Every rank computes with one thread. Ranks are processes that pipelab starts, "
+                "whose messages go by pipes and torch's over gloo, on loopback; or torchrun's, "
+                "where both go over gloo. "
                 f"There are {cores()} cores: more ranks than cores share them, which shows what "
                 "contention does, not what a pipeline gains. A run's time is the median of its "
                 f"batches but the first; figures are the median (least-most) of {repeats} runs in "
                 "turn."
             ),
-            *_empty_actions(repeats, sizes),
-            *_beside_torch(repeats, sizes),
+            *_empty_actions(repeats, sizes, turns["torchrun"][0]),
+            *_beside_torch(runs, turns),
             *_shared_memory(repeats, sizes),
         )
 
@@ -85,13 +93,12 @@ class Scale(nn.Module):
 
 def empty(devices: int) -> Case:
     """A model of one such layer a device."""
-    return Case(
-        f"empty, {devices} stages",
-        lambda: [Scale() for _ in range(devices)],
-        lambda samples: (torch.randn(samples, 1), torch.randn(samples, 1)),
-        F.mse_loss,
-        samples=1,
-    )
+    layers = partial(_scales, devices)
+    return Case(f"empty, {devices} stages", layers, partial(vectors, 1), F.mse_loss, samples=1)
+
+
+def _scales(count: int) -> list[nn.Module]:
+    return [Scale() for _ in range(count)]
 
 
 def batch_in_a_loop(case: Case, microbatches: int, count: int) -> float:
@@ -108,7 +115,7 @@ def batch_in_a_loop(case: Case, microbatches: int, count: int) -> float:
     return statistics.median(seconds[1:])
 
 
-def _empty_actions(repeats: int, sizes: Sizes) -> list[str]:
+def _empty_actions(repeats: int, sizes: Sizes, on_two: Sequence[list[float]]) -> list[str]:
     m, count, name = sizes.empty, sizes.batches, "pipedream_flush"
 
     def ours(devices: int, backend: str, check: bool = False) -> Callable[[], float]:
@@ -123,7 +130,10 @@ def _empty_actions(repeats: int, sizes: Sizes) -> list[str]:
         ("processes, kept for the check", 2): ours(2, "processes", check=True),
         ("torch.distributed.pipelining", 2): lambda: batch_of_torch(empty(2), name, 2, m, count),
     }
-    found = in_turn(list(calls.values()), repeats, warm_up=0)
+    found = dict(zip(calls, in_turn(list(calls.values()), repeats, warm_up=0), strict=True))
+    ours_on_two, theirs_on_two, again = on_two
+    found["torchrun", 2] = ours_on_two + again
+    found["torch.distributed.pipelining, torchrun", 2] = theirs_on_two
     actions = 2 * m + 1  # of a row
     return [
         "## Overhead of an empty action",
@@ -134,7 +144,7 @@ def _empty_actions(repeats: int, sizes: Sizes) -> list[str]:
         ),
         table(
             ("runtime", "ranks", "µs per action"),
-            [(*c, spread(s, ".0f", 1e-6 * actions)) for c, s in zip(calls, found, strict=True)],
+            [(*call, spread(s, ".0f", 1e-6 * actions)) for call, s in found.items()],
         ),
     ]
 
@@ -180,28 +190,25 @@ def beside(
     return in_turn([ours, lambda: batch_of_torch(*sizes), ours], repeats, warm_up=0)
 
 
-def _beside_torch(repeats: int, sizes: Sizes) -> list[str]:
-    rows = []
-    runs = [(empty(p), "pipedream_flush", p, sizes.empty) for p in sizes.devices]
+def _runs(sizes: Sizes) -> list[Run]:
+    runs: list[Run] = [(empty(p), "pipedream_flush", p, sizes.empty) for p in sizes.devices]
     for case in sizes.cases:
         runs += [(case, n, p, sizes.microbatches) for p in sizes.devices for n in sizes.schedules]
-    for case, name, devices, m in runs:
-        ours, theirs, again = beside(case, name, devices, m, sizes.batches, repeats)
-        turns = list(zip(ours, theirs, again, strict=True))
-        ratios = [(a + c) / 2 / b for a, b, c in turns]
-        same = [c / a for a, _, c in turns]
-        rows.append(
-            (
-                case.name,
-                devices,
-                name,
-                m,
-                spread(ours + again),
-                spread(theirs),
-                spread(ratios, unit=1),
-                spread(same, unit=1),
-            )
-        )
+    return runs
+
+
+def _beside_torch(runs: Sequence[Run], started: Mapping[str, Sequence[Any]]) -> list[str]:
+    rows = []
+    for number, (case, name, devices, m) in enumerate(runs):
+        for by, found in started.items():
+            ours, theirs, again = found[number]
+            turns = list(zip(ours, theirs, again, strict=True))
+            ratios = [(a + c) / 2 / b for a, b, c in turns]
+            same = [c / a for a, _, c in turns]
+            times = spread(ours + again), spread(theirs)
+            judged = spread(ratios, unit=1), spread(same, unit=1)
+            rows.append((case.name, by, devices, name, m, *times, *judged))
+    header = ("model", "started by", "ranks", "schedule", "m", "pipelab (ms)", "torch (ms)")
     return [
         "## Beside torch.distributed.pipelining",
         paragraph(
@@ -209,11 +216,11 @@ def _beside_torch(repeats: int, sizes: Sizes) -> list[str]:
             "a rank. Milliseconds per batch, in turns of A B A: ours, torch's, ours again. A ratio "
             "is that of one turn, the mean of ours over torch's: below 1, pipelab is faster. A/A "
             "is our second run of a turn over the first: what is noise. Nothing is checked while "
-            "it is timed, and torch's runs without hooks."
+            "it is timed, and torch's runs without hooks. Started by pipelab, each run has new "
+            "processes; by torchrun, all runs are in the same ones, and pipelab's messages go over "
+            "gloo too."
         ),
-        table(
-            ("model", "ranks", "schedule", "m", "pipelab (ms)", "torch (ms)", "ratio", "A/A"), rows
-        ),
+        table((*header, "ratio", "A/A"), rows),
     ]
 
 
@@ -324,4 +331,4 @@ DECISION = (
 
 
 if __name__ == "__main__":
-    main(report, "wire.md", repeats=7)
+    main(report, "wire.md", repeats=5)

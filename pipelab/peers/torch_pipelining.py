@@ -89,7 +89,7 @@ def run_torch_pipelining(
         placement = loop_placement(devices, len(stages) // devices)
     library, options = "torch.distributed.pipelining", (name, rows, placement)
     job = PeerJob(library, stages, batches, loss, optimizer, microbatches, trace, options)
-    return run_ranks(_train, devices, timeout, job)
+    return run_ranks(train_rank, devices, timeout, job)
 
 
 def _check_batches(batches: Sequence[tuple[Any, Any]]) -> None:
@@ -132,7 +132,8 @@ def _as_one(tensors: tuple[Tensor, ...]) -> Any:
     return tensors if len(tensors) > 1 else tensors[0]
 
 
-def _train(job: PeerJob, progress: Callable[[int], None]) -> PeerRecord:
+def train_rank(job: PeerJob, progress: Callable[[int], None]) -> PeerRecord:
+    """Train the stages of one rank, in a process that has joined the others."""
     name, rows, placement = job.options
     count, m = len(job.stages), job.microbatches
     mine = {s: job.stages[s] for s in range(count) if placement[s] == job.rank}

@@ -88,10 +88,14 @@ def test_messages_beside_torchs():
         )
     )
     overhead = tables["Overhead of an empty action"]
-    assert len(overhead) == 7
+    assert len(overhead) == 9
     assert all(numbers(row["µs per action"]) > 0 for row in overhead)
     beside = tables["Beside torch.distributed.pipelining"]
-    assert [row["schedule"] for row in beside] == ["pipedream_flush", "gpipe", "interleaved"]
+    assert [(row["schedule"], row["started by"]) for row in beside] == [
+        (name, by)
+        for name in ("pipedream_flush", "gpipe", "interleaved")
+        for by in ("pipelab", "torchrun")
+    ]
     for row in beside:
         ours, theirs = numbers(row["pipelab (ms)"]), numbers(row["torch (ms)"])
         assert numbers(row["ratio"]) == pytest.approx(ours / theirs, abs=0.02, rel=0.02)

@@ -3,6 +3,8 @@
 import pickle
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
+from io import BytesIO
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -18,7 +20,9 @@ from pipelab.runtime.wire import Ends, Wire, apart, pairs_of_ranks, whole
 from pipelab.runtime.worker import Job
 
 FOREVER = timedelta(days=1)  # for torch, which counts a rank's wait for others who work as a hang
-HEAD = 256  # bytes of what comes before a message
+HEAD = 4096  # bytes of what comes before a message
+BODY = HEAD - 256  # bytes of skeleton and tensors that travel in it
+WAITING = 64  # tensors that may wait until their thread looks whether they have left
 KNOWN = 1000  # skeletons that are kept: some have a norm or a count in them, which comes once
 
 
@@ -96,17 +100,23 @@ class GroupLink:
         | key, time, number of its skeleton, size if that is new | skeleton | tensor | tensor | ...
 
     whose skeleton is a pickle of all but the numbers in its tensors. It travels once, if it is
-    among the first KNOWN.
+    among the first KNOWN. What fits travels in the first part: each part wakes threads of gloo's
+    at both ends.
     """
 
     def __init__(self, other: int, to: Any, back: Any, device: torch.device) -> None:
         self.other, self.to, self.back, self.device = other, to, back, device
         self._sent: dict[bytes, int] = {}
         self._known: list[Any] = []
-        # A tensor has to be kept until it has left, which torch does only for NCCL's.
+        # A tensor has to be kept until it has left, which torch does only for NCCL's. To wake a
+        # thread for every small one would take longer than to send it.
+        self._waiting: list[Any] = []
         self._leaving: SimpleQueue[Any] = SimpleQueue()
         self._thread = Thread(target=self._keep, name="pipelab sends", daemon=True)
         self._thread.start()
+        # Gloo sends nothing before the receiver has asked: it asks for the next message beforehand.
+        self._head = torch.empty(HEAD, dtype=torch.uint8)
+        self._coming = self._ask(self._head)
 
     def write(self, message: Any) -> None:
         """Send a message; does not wait for the reader. Lost if the other end is closed."""
@@ -117,22 +127,32 @@ class GroupLink:
         number = self._sent.get(skeleton, len(self._sent))
         if number < KNOWN:
             self._sent[skeleton] = number
-        head = pickle.dumps((key, at, number, len(skeleton) if new else 0))
-        self._send(_row_of(head.ljust(HEAD)))
-        if new:
-            self._send(_row_of(skeleton))
-        for tensor in tensors:
-            self._send(as_bytes(tensor.to(self.device)))
+        rows = [_row_of(skeleton)] if new else []
+        rows += [as_bytes(tensor.to(self.device)) for tensor in tensors]
+        inside = None
+        if self.device.type == "cpu" and sum(row.nbytes for row in rows) <= BODY:
+            inside, rows = b"".join(row.numpy().data for row in rows), []
+        head = pickle.dumps((key, at, number, len(skeleton) if new else 0, inside))
+        for row in (_row_of(head.ljust(HEAD)), *rows):
+            self._send(row)
 
     def read(self) -> Any:
         """The next message; waits for it. Lost if the other end is closed."""
-        key, at, number, size = self._unpickled(HEAD)
-        skeleton, alike = self._unpickled(size) if size else self._known[number]
-        if size and number < KNOWN:
-            self._known.append((skeleton, alike))
+        _wait(self._coming)
+        key, at, number, size, inside = pickle.loads(self._head.numpy().data)
+        fill = self._receive if inside is None else partial(_copy, BytesIO(inside))
+        if size:
+            row = torch.empty(size, dtype=torch.uint8)
+            fill(row)
+            skeleton, alike = pickle.loads(row.numpy().data)
+            if number < KNOWN:
+                self._known.append((skeleton, alike))
+        else:
+            skeleton, alike = self._known[number]
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in alike]
         for tensor in tensors:
-            self._receive(as_bytes(tensor))
+            fill(as_bytes(tensor))
+        self._coming = self._ask(self._head)
         return key, whole(skeleton, tensors), at
 
     def end(self) -> None:
@@ -140,30 +160,42 @@ class GroupLink:
 
     def close(self) -> None:
         """When all that was sent has been read."""
+        self._leaving.put(self._waiting)
         self._leaving.put(None)
         self._thread.join()
         for group in (self.to, self.back):
             dist.destroy_process_group(group)
 
-    def _send(self, tensor: Tensor) -> None:
+    def _send(self, row: Tensor) -> None:
         with lost(RuntimeError):
-            work = dist.isend(tensor, self.other, self.to)
-        if not tensor.is_cuda:
-            self._leaving.put((work, tensor))
+            work = dist.isend(row, self.other, self.to)
+        if not row.is_cuda:
+            self._waiting.append((work, row))
+            if row.nbytes > HEAD or len(self._waiting) > WAITING:
+                self._leaving.put(self._waiting)
+                self._waiting = []
 
-    def _receive(self, row: Tensor) -> Tensor:
+    def _ask(self, row: Tensor) -> Any:
         with lost(RuntimeError):
-            dist.recv(row, self.other, self.back)
-        return row
+            return dist.irecv(row, self.other, self.back)
 
-    def _unpickled(self, size: int) -> Any:
-        return pickle.loads(self._receive(torch.empty(size, dtype=torch.uint8)).numpy().data)
+    def _receive(self, row: Tensor) -> None:
+        _wait(self._ask(row))
 
     def _keep(self) -> None:
         """Keep tensors until they have left."""
-        with lost(RuntimeError):
-            while leaving := self._leaving.get():
-                leaving[0].wait()
+        while (leaving := self._leaving.get()) is not None:
+            for work, _ in leaving:
+                _wait(work)
+
+
+def _wait(work: Any) -> None:
+    with lost(RuntimeError):
+        work.wait()
+
+
+def _copy(source: BytesIO, row: Tensor) -> None:
+    source.readinto(row.numpy().data)
 
 
 def _row_of(memory: bytes) -> Tensor:

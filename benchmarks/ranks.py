@@ -1,0 +1,68 @@
+"""Batches on ranks that torchrun has started: pipelab's beside torch's own runtime."""
+
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from measure import in_turn
+from peers import SGD, Case
+from pipelab import make, run
+from pipelab.peers.group import PeerJob
+from pipelab.peers.torch_pipelining import train_rank
+from pipelab.table.placement import loop_placement
+
+Run = tuple[Case, str, int, int]  # model, schedule, devices, micro-batches
+
+
+def on_ranks(runs: Sequence[Run], count: int, repeats: int) -> list[list[list[float]]]:
+    """Seconds per batch of each run, in turns of A B A: ours, torch's, and ours again.
+
+    One start of torchrun for each number of devices; all turns are inside the same ranks.
+    """
+    found: dict[int, Any] = {}
+    for devices in dict.fromkeys(one[2] for one in runs):
+        config = LaunchConfig(
+            1,
+            1,
+            devices,
+            run_id="wire",
+            rdzv_backend="c10d",
+            rdzv_endpoint="127.0.0.1:0",
+            max_restarts=0,
+        )
+        mine = [one for one in runs if one[2] == devices]
+        found[devices] = iter(elastic_launch(config, _on_this_rank)(mine, count, repeats)[0])
+    return [next(found[one[2]]) for one in runs]
+
+
+def _on_this_rank(runs: Sequence[Run], count: int, repeats: int) -> list[list[list[float]]]:
+    torch.set_num_threads(1)
+    found = []
+    for one in runs:
+        calls = [lambda: _ours(*one, count), lambda: _theirs(*one, count)]  # noqa: B023
+        found.append(in_turn([*calls, calls[0]], repeats, warm_up=0))
+    return found
+
+
+def _ours(case: Case, name: str, devices: int, microbatches: int, count: int) -> float:
+    virtual = 2 if name == "interleaved" else 1
+    schedule = make(name, devices, microbatches, virtual=virtual, batches=count)
+    given = (case.stages(schedule.stages), case.batches(count, microbatches), case.loss, SGD)
+    done = run(schedule, *given, check=False)
+    return statistics.median(done.timeline.batch_seconds()) if dist.get_rank() == 0 else 0.0
+
+
+def _theirs(case: Case, name: str, devices: int, microbatches: int, count: int) -> float:
+    placement = loop_placement(devices, 2 if name == "interleaved" else 1)
+    stages, batches = case.stages(len(placement)), case.batches(count, microbatches)
+    options, rank = (name, None, placement), dist.get_rank()
+    job = PeerJob("torch", stages, batches, case.loss, SGD, microbatches, False, options, rank)
+    every: list[Any] = [None] * devices
+    dist.all_gather_object(every, train_rank(job, lambda batch: None).ends)
+    ends = map(max, zip(*every, strict=True))
+    return statistics.median([b - a for a, b in pairwise(ends)][1:])
