@@ -1,4 +1,7 @@
-"""The JAX worker beside SPMD programs, in time and memory: python benchmarks/jax_pipelines.py."""
+"""The JAX worker beside SPMD programs, in time and memory, and what an action of pipeshard costs.
+
+python benchmarks/jax_pipelines.py
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from measure import cores, machine, main, page, paragraph, spread, table
+from measure import cores, in_turn, machine, main, page, paragraph, spread, table, timed
 from pipelab import make, run
+from pipelab.pipeshard import Pipeshard, mark_pipeline_boundary, parallelize, value_and_grad
 from pipelab.runtime.jax import spmd
 
 OPTIMIZER = optax.sgd(0.01)
@@ -32,6 +36,8 @@ class Sizes:
     devices: int = 4
     microbatches: Sequence[int] = (4, 8, 16)
     batches: int = 4
+    empty: Sequence[int] = (4, 16, 64)  # micro-batches of nothing
+    calls: int = 1000  # at least so many actions, or jitted calls, are timed together
 
 
 class Found(NamedTuple):
@@ -84,7 +90,65 @@ def report(repeats: int = 3, sizes: Sizes = Sizes()) -> str:
         table(
             ("micro-batches", "program", "time (ms)", "ratio to worker, gpipe", "kept (MiB)"), rows
         ),
+        *_empty_actions(repeats, sizes),
     )
+
+
+def _empty_actions(repeats: int, sizes: Sizes) -> list[str]:
+    """The section on stages that multiply one number by one weight."""
+    one, other = jax.devices()[:2]
+    x, jitted = jax.device_put(jnp.ones((1, 1)), one), jax.jit(jnp.multiply)
+    singles = {
+        "jitted call": lambda: jitted(x, x),
+        "device_put": lambda: jax.device_put(x, other),
+        "both": lambda: jax.device_put(jitted(x, x), other),
+    }
+    rows = []
+    for m in sizes.empty:
+        calls = [partial(_per_call, call, sizes.calls) for call in singles.values()]
+        found = in_turn([*calls, _empty_step(m, sizes)], repeats)
+        ratio = statistics.median(found[-1]) / statistics.median(found[-2])
+        rows.append((m, *(spread(of, ".0f", 1e-6) for of in found), f"{ratio:.2f}"))
+    return [
+        "## Overhead of an empty action",
+        paragraph(
+            f"Pipeshard with {sizes.devices} stages that multiply one number by one weight, 1F1B: "
+            "a train step's time / the actions of all rows, so with the split of the batch and the "
+            "end of the step. Beside it jax alone, waited for: a jitted call, a jax.device_put to "
+            "another device, and both; an action is a jitted call, and mostly its result goes to "
+            "another device. Microseconds, in turn, the median (fastest to slowest) of "
+            f"{repeats} times at least {sizes.calls} of them."
+        ),
+        table(("micro-batches", *singles, "action of pipeshard", "ratio to both"), rows),
+    ]
+
+
+def _empty_step(m: int, sizes: Sizes) -> Callable[[], float]:
+    """A function that returns the seconds per action of some train steps."""
+
+    def train_step(weights: list, batch: Any) -> Any:
+        def loss(weights: list) -> Any:
+            x = batch
+            for i, w in enumerate(weights):
+                if i:
+                    mark_pipeline_boundary()
+                x = x * w
+            return x.mean()
+
+        value, gradients = value_and_grad(loss)(weights)
+        return [w - 0.01 * g for w, g in zip(weights, gradients, strict=True)], value
+
+    devices = jax.devices()[: sizes.devices]
+    pipeline = parallelize(train_step, Pipeshard(m, devices=devices))
+    batch = np.ones((m, 1), np.float32)
+    state, _ = pipeline([jnp.ones(()) for _ in devices], batch)
+    actions = sum(map(len, pipeline.schedule.rows))
+    return lambda: _per_call(lambda: pipeline(state, batch), sizes.calls // actions + 1) / actions
+
+
+def _per_call(call: Callable[[], Any], count: int) -> float:
+    """Seconds of a call that is waited for, of `count` in a row."""
+    return timed(lambda: [jax.block_until_ready(call()) for _ in range(count)]) / count
 
 
 def _side_by_side(m: int, repeats: int, sizes: Sizes) -> dict[str, Found]:

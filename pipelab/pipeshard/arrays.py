@@ -75,6 +75,11 @@ def is_array(value: Any) -> bool:
     return hasattr(value, "dtype") or isinstance(value, (int, float, complex))
 
 
+def moved(x: Any, home: NamedSharding) -> Any:
+    """The array at home; if it is there already, without what jax.device_put takes to see that."""
+    return x if getattr(x, "sharding", None) == home else jax.device_put(x, home)
+
+
 def on_mesh(eqn: JaxprEqn, mesh: Mesh | AbstractMesh) -> JaxprEqn:
     """The equation with the user's sharding constraints, in it or inside it, on this mesh.
 

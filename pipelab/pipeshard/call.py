@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from pipelab.pipeshard.arrays import PipeshardError, dtype_of, is_weak, shape_of
+from pipelab.pipeshard.arrays import PipeshardError, dtype_of, is_weak, moved, shape_of
 from pipelab.pipeshard.batch.microbatches import share_of
 from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
 from pipelab.pipeshard.program import Program
@@ -119,7 +119,7 @@ def _on_meshes(program: Program, values: Values) -> dict[int, Values]:
                         "host array (`fetch` makes one), or return the state in the order in "
                         "which the step takes it, so that it stays where it is read"
                     )
-                mine[source] = jax.device_put(array, program.place(row, source))
+                mine[source] = moved(array, program.place(row, source))
             mine[v] = mine[source]
     return known
 

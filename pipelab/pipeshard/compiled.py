@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from typing import Any
 
-import jax
 from jax.extend.core import Var
 from jax.sharding import NamedSharding
 
+from pipelab.pipeshard.arrays import moved
 from pipelab.pipeshard.cut import StageGraph
 from pipelab.pipeshard.update import UpdateTask
 from pipelab.runtime.jax.jaxpr import Arrays, Graph, spec_of
@@ -92,7 +92,7 @@ class CompiledTask(UpdateTask):
     def __call__(self, known: MutableMapping[Var, Any]) -> Arrays:
         """Add the task's outputs to what is known; returns them."""
         # Small ones may have been made on another mesh.
-        inputs = jax.device_put([known[v] for v in self.inputs], self._places)
+        inputs = [moved(known[v], home) for v, home in zip(self.inputs, self._places, strict=True)]
         outputs = self._run(*inputs)
         known.update(zip(self.outputs, outputs, strict=True))
         return outputs

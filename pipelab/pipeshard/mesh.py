@@ -1,6 +1,5 @@
 """A mesh as a device of the schedule, and its stages during one call, as a worker sees them."""
 
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,6 +8,7 @@ import jax
 from jax.extend.core import Var
 from jax.sharding import Mesh
 
+from pipelab.pipeshard.arrays import moved
 from pipelab.pipeshard.compiled import CompiledStage, Place
 from pipelab.runtime.jax.device import JaxDevice
 from pipelab.runtime.jax.jaxpr import Arrays, Values
@@ -51,9 +51,9 @@ class MeshDevice(JaxDevice):
         variables = [*self._numbers]
         use, along = ({variables[n]: x for n, x in part.items()} for part in parcel)
         # What only passes through stays where it is, and is moved once, by the stage that uses it.
-        moved = {v: jax.device_put(x, self.place(v)) for v, x in use.items()}
-        jax.block_until_ready(list(moved.values()))
-        return Parcel(moved, along)
+        places = [self.place(v) for v in use]
+        arrays = jax.block_until_ready(jax.device_put(list(use.values()), places))
+        return Parcel(dict(zip(use, arrays, strict=True)), along)
 
     def arrays(self, payload: Parcel) -> Iterable[jax.Array]:
         return super().arrays(list(payload.use.values()))
@@ -80,7 +80,8 @@ class MeshStage(Stage):
     ) -> None:
         self.compiled, self.graph, self.names = compiled, compiled.graph, names
         self.device, self.known = device, known
-        self._data = {v: [self._here(v, x) for x in pieces[v]] for v in self.graph.data}
+        # All at once: half the time of one by one.
+        self._data = {v: jax.device_put(pieces[v], device.place(v)) for v in self.graph.data}
         self._seed = None if compiled.later else self._here(self.graph.outputs[0], seed)
         self.backwards = Backwards(device.ledger, id(self))
         self.results: dict[int, dict[int, Any]] = {}  # micro-batch -> number of a result -> array
@@ -94,7 +95,7 @@ class MeshStage(Stage):
         arrived = {**received.along, **received.use} if received else {}
         here = {v: self._here(v, arrived[v]) for v in (*graph.inputs, *graph.aux_inputs)}
         here.update((v, parts[microbatch]) for v, parts in self._data.items())
-        found: ChainMap[Any, Any] = ChainMap(here, self.known, arrived)
+        found: dict[Any, Any] = {**arrived, **self.known, **here}
         # [2] Compute.
         arguments = [found[v] for v in graph.arguments]
         made = jax.block_until_ready(compiled.forward(*arguments))
@@ -133,7 +134,7 @@ class MeshStage(Stage):
 
     def _here(self, v: Var, x: Any) -> Any:
         """Move nothing, unless stages share a device."""
-        return jax.device_put(x, self.device.place(v))
+        return moved(x, self.device.place(v))
 
     def _pull(
         self,

@@ -3,7 +3,7 @@
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
@@ -53,6 +53,7 @@ class Program:
         connect: Callable[[], Hosts],
     ) -> None:
         """`connect` to the other processes, if the meshes are those of several."""
+        self.place = cache(self._place)  # every action asks
         self._trace(step, method, arguments)
         layers, auto = self._divide(method)
         parameters, gradients = self.step.parameters, self.step.gradients
@@ -207,7 +208,7 @@ class Program:
 
     # ---- where things are
 
-    def place(self, row: int, v: Var) -> NamedSharding:
+    def _place(self, row: int, v: Var) -> NamedSharding:
         """The sharding of a variable on a row's mesh.
 
         An argument, its gradient and its next value lie as the plan says; what has a dimension of

@@ -61,16 +61,11 @@ class Arguments:
 
         A Python number keeps its weak type: beside bfloat16 it is one, too.
         """
-        shapes = map(spec_of, jax.eval_shape(_unchanged, *self.values))
+        shapes = map(spec_of, map(jax.typeof, self.values))
         return [
             x.update(shape=(samples, *x.shape[1:])) if i in self.batch else x
             for i, x in enumerate(shapes)
         ]
-
-
-# A function of the module, since jax remembers by function: every call asks for shapes.
-def _unchanged(*values: Any) -> Any:
-    return values
 
 
 def flatten(args: Sequence[Any], batch_argnums: tuple[int, ...]) -> Arguments:

@@ -171,12 +171,17 @@ def test_searched_schedules_are_proved_paced_and_measured():
 def test_jax_pipelines_side_by_side():
     import jax_pipelines
 
-    page = jax_pipelines.report(
-        1, jax_pipelines.Sizes(width=8, samples=2, devices=2, microbatches=(2, 8), batches=3)
+    sizes = jax_pipelines.Sizes(
+        width=8, samples=2, devices=2, microbatches=(2, 8), batches=3, empty=(2, 4), calls=1
     )
+    page = jax_pipelines.report(1, sizes)
+    overhead = tables_of(page)["Overhead of an empty action"]
+    assert [row["micro-batches"] for row in overhead] == ["2", "4"]
+    for row in overhead:
+        assert all(numbers(row[what]) > 0 for what in ("both", "action of pipeshard"))
     rows = [
         [c.strip() for c in line.split("|")[1:-1]]
-        for line in page.splitlines()
+        for line in page.split("\n## ")[0].splitlines()
         if line.startswith("| ")
     ][1:]
     rows = [row for row in rows if row[0] != "---"]
