@@ -1,7 +1,9 @@
 """Batches on ranks that torchrun has started: pipelab's beside torch's own runtime."""
 
+import signal
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -36,8 +38,22 @@ def on_ranks(runs: Sequence[Run], count: int, repeats: int) -> list[list[list[fl
             max_restarts=0,
         )
         mine = [one for one in runs if one[2] == devices]
-        found[devices] = iter(elastic_launch(config, _on_this_rank)(mine, count, repeats)[0])
+        with _signals_put_back():
+            outcomes = elastic_launch(config, _on_this_rank)(mine, count, repeats)
+        found[devices] = iter(outcomes[0])
     return [next(found[one[2]]) for one in runs]
+
+
+@contextmanager
+def _signals_put_back() -> Iterator[None]:
+    """The launcher handles signals itself, and leaves it so."""
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
 
 
 def _on_this_rank(runs: Sequence[Run], count: int, repeats: int) -> list[list[list[float]]]:

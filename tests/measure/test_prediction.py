@@ -355,9 +355,9 @@ def test_a_slow_link_in_a_run(plain, monkeypatch):
 def test_a_late_start_in_a_run(plain, monkeypatch):
     work = Worker.work
 
-    def late(self):
+    def late(self, order):
         time.sleep(0.5 * self.job.row)
-        return work(self)
+        return work(self, order)
 
     monkeypatch.setattr(Worker, "work", late)
     measured = timed(Busy(), Busy())
