@@ -85,8 +85,9 @@ class Job:
             "paced": {"pace": 0.02},
             "uneven": {"devices": "cpu"},
             "keys": {"devices": ["cpu:2", "cpu:0", "cpu:3", "cpu:1"]},
-            "stop": {"timeout": 2.0},
-            "leave": {"timeout": 2.0},
+            # Longer than one process may be ahead of another when they begin to meet.
+            "stop": {"timeout": 8.0},
+            "leave": {"timeout": 8.0},
         }.get(self.how, {})
         self.rate, self.power = 0.01, 2
 
