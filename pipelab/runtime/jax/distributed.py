@@ -3,6 +3,7 @@
 import atexit
 import ctypes
 import pickle
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from secrets import randbits
@@ -43,11 +44,13 @@ class Distributed(Cluster):
         self.connections: dict[int, Any] = {}
 
     def __enter__(self) -> "Distributed":
-        self._aborts.enter_context(no_aborts())
+        self._aborts.enter_context(late_aborts())
         try:
             super().__enter__()
             self._connect()
         except RunError:
+            if self.first:  # the store ends with it, and others wait a little longer than it did
+                time.sleep(LEAVING)
             end_alone()
             raise
         return self
@@ -142,17 +145,18 @@ class Distributed(Cluster):
 
 
 @contextmanager
-def no_aborts() -> Iterator[None]:
-    """Whatever aborts this process within, or after an error, waits for ever instead.
+def late_aborts() -> Iterator[None]:
+    """Whatever aborts this process within, or after an error, does so six seconds later.
 
     A thread of jax's does, as soon as it hears that another process is dead. Nothing in Python can
     keep it from that, and nobody would learn what has happened to the run. But abort() waits for
-    the handler of its signal, which is C's own pause here. The other threads go on meanwhile, and
-    the end of the process does not wait for it.
+    the handler of its signal, which is C's own sleep here: the signal's number, six, is what it
+    is given, and takes for seconds. The other threads go on meanwhile, unless they wait for what
+    that thread holds: then the abort is the only end.
     """
     c = ctypes.CDLL(None)
     c.signal.argtypes, c.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-    before = c.signal(SIGABRT, ctypes.cast(c.pause, ctypes.c_void_p))
+    before = c.signal(SIGABRT, ctypes.cast(c.sleep, ctypes.c_void_p))
     yield
     c.signal(SIGABRT, before)
 
