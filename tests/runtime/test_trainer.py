@@ -361,11 +361,10 @@ def test_idle_ranks_have_no_timeout():
         assert len(list(trainer.fit(batches(2)))) == 2
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_an_interrupt_leaves_what_can_be_saved_and_gone_on_with(backend, tmp_path):
-    """It comes while batches are under way, to this process and to all of its ranks."""
+def in_a_session(script, *arguments):
+    """A script that has ended well, in a process group that it may interrupt as a whole."""
     done = subprocess.run(
-        [sys.executable, str(WORKERS / "interrupted.py"), backend, str(tmp_path)],
+        [sys.executable, *map(str, (WORKERS / script, *arguments))],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
@@ -373,20 +372,19 @@ def test_an_interrupt_leaves_what_can_be_saved_and_gone_on_with(backend, tmp_pat
         start_new_session=True,
     )
     assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_interrupt_leaves_what_can_be_saved_and_gone_on_with(backend, tmp_path):
+    """It comes while batches are under way, to this process and to all of its ranks."""
+    done = in_a_session("interrupted.py", backend, tmp_path)
     assert done.stdout == "interrupted, and the same\n"
 
 
 def test_an_interrupt_while_ranks_start():
     """It comes while the server that they are forked from imports torch."""
-    done = subprocess.run(
-        [sys.executable, str(WORKERS / "interrupted_start.py")],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=GUARD,
-        start_new_session=True,
-    )
-    assert done.returncode == 0, done.stderr
+    done = in_a_session("interrupted_start.py")
     assert done.stdout == "interrupted, and gone on\n"
     assert done.stderr == ""
 
