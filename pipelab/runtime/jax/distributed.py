@@ -17,6 +17,7 @@ from jax.errors import JaxRuntimeError
 
 from pipelab.runtime.cluster import LEAVING, Cluster, begun
 from pipelab.runtime.jax.transfer import TransferLink, end_pulls, own_address, pull, server_at
+from pipelab.runtime.threads import LOOK
 from pipelab.runtime.transport import Lost, lost
 from pipelab.runtime.wire import Ends, Wire, pairs_of_ranks
 from pipelab.runtime.worker import Job, RunError
@@ -27,6 +28,7 @@ class Distributed(Cluster):
 
     owners  processes of all rows
     alone   whether another one is dead, or hangs
+    kept    whether process 0, with which the store is, lives
 
     When a process dies, jax's coordination service ends the others too: at once if it was process
     0, where the service is, else when its heartbeat has been missing for long enough (100 s, if
@@ -39,7 +41,7 @@ class Distributed(Cluster):
         super().__init__(jax.process_index(), jax.process_count(), timeout, call)
         self.owners = [device.process_index for device in devices]
         self.store: Any = global_state.client
-        self.alone = False
+        self.alone, self.kept = False, True
         self._aborts = ExitStack()
         self.connections: dict[int, Any] = {}
 
@@ -69,8 +71,9 @@ class Distributed(Cluster):
         except Lost:
             if not self.over.is_set():
                 self.alone, gone = True, self._gone(number)
-                # The store is with process 0.
-                self.failure = self.failure or (self._agreed(gone) if number else gone)
+                if number == 0:
+                    self.failure, self.kept = self.failure or gone, False
+                self.failure = self.failure or self._agreed(gone)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.over.set()
@@ -114,18 +117,18 @@ class Distributed(Cluster):
 
     def give(self, name: str, value: Any) -> None:
         with lost(JaxRuntimeError):
-            self.store.key_value_set_bytes(name, pickle.dumps(value), allow_overwrite=True)
+            self._ask("key_value_set_bytes", name, pickle.dumps(value), allow_overwrite=True)
 
     def give_first(self, name: str, value: Any) -> Any:
         with suppress(JaxRuntimeError):  # there is one
-            self.store.key_value_set_bytes(name, pickle.dumps(value))
+            self._ask("key_value_set_bytes", name, pickle.dumps(value))
         with lost(TimeoutError):
             return self.take(name, LEAVING)
 
     def take(self, name: str, seconds: float) -> Any:
         with lost(JaxRuntimeError):
             try:
-                found = self.store.blocking_key_value_get_bytes(name, max(1, int(1000 * seconds)))
+                found = self._ask("blocking_key_value_get_bytes", name, max(1, int(1000 * seconds)))
             except JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" in str(error):
                     raise TimeoutError from None
@@ -134,14 +137,34 @@ class Distributed(Cluster):
 
     def look(self, names: Sequence[str], perhaps: str) -> list[Any]:
         with lost(JaxRuntimeError):
-            found = [self.store.key_value_try_get_bytes(name) for name in names]
+            found = [self._ask("key_value_try_get_bytes", name) for name in names]
             with suppress(JaxRuntimeError):
-                found.append(self.store.key_value_try_get_bytes(perhaps))
+                found.append(self._ask("key_value_try_get_bytes", perhaps))
         return [pickle.loads(value) for value in found]
 
     def drop(self, name: str) -> None:
         with lost(JaxRuntimeError):
-            self.store.key_value_delete(name)
+            self._ask("key_value_delete", name)
+
+    def _ask(self, call: str, *given: Any, **options: Any) -> Any:
+        """Call the store. In a thread: the one that would bring its answer may be the one that
+        aborts (see late_aborts), so nobody else waits longer than process 0 lives."""
+        answer: list[Any] = []
+
+        def ask() -> None:
+            try:
+                answer.append(getattr(self.store, call)(*given, **options))
+            except JaxRuntimeError as error:
+                answer.append(error)
+
+        thread = begun(ask)
+        while thread.is_alive() and self.kept:
+            thread.join(LOOK)
+        if not answer:
+            raise Lost("process 0 is gone")
+        if isinstance(answer[0], JaxRuntimeError):
+            raise answer[0]
+        return answer[0]
 
 
 @contextmanager

@@ -221,7 +221,8 @@ def test_a_process_that_ends_or_hangs_ends_the_others_with_one_error(twist, mess
     for word in told:
         assert re.match(f"RunError: {message}", word["error"])
         assert word["at"] - failed < patience
-    assert told[0]["error"] == told[1]["error"]
+    # Without process 0 there is no store in which they could agree how far it was.
+    assert twist == "kill 0" or told[0]["error"] == told[1]["error"]
 
 
 def last_word(process, key):
