@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelab import Costs, Schedule, simulate
+from pipelab import Costs, Kind, Schedule, simulate
 
 
 class Skill(Enum):
@@ -165,26 +165,30 @@ def same_function(
     It may give numbers, or arrays and nested lists of them. A function that only returns None was
     not attempted.
 
-    slips  functions with a likely mistake, each with the hint for it
+    slips  functions with a likely mistake, each with the hint for whoever gives all that it gives
 
     >>> same_function(lambda p: p - 1, lambda p: p, [(2,)])
     Not yet: for (2) it gives 1, right is 2.
     """
-    attempted = False
-    for case in cases:
+    asked, given = [*cases], []
+    wrong = ""
+    for case in asked:
         where, right = f"for ({', '.join(map(repr, case))})", truth(*case)
-        value = called(answer, *deepcopy(case), where=where)  # it may use up a list
-        attempted |= value is not None
-        if attempted and not is_close(value, right, 1e-6):
-            hints = [
-                f" {hint}"
-                for slip, hint in (slips or {}).items()
-                if is_close(value, slip(*case), 1e-6)
-            ]
-            return not_yet(
-                f"{where} it gives {value}, right is {_short(right)}.{''.join(hints[:1])}"
-            )
-    return RIGHT if attempted else NOT_ATTEMPTED
+        try:
+            given.append(called(answer, *deepcopy(case), where=where))  # it may use up a list
+        except NotYet as raised:
+            return not_yet(wrong or str(raised))
+        if not wrong and not is_close(given[-1], right, 1e-6):
+            wrong = f"{where} it gives {given[-1]}, right is {_short(right)}."
+    if all(value is None for value in given):
+        return NOT_ATTEMPTED
+    if not wrong:
+        return RIGHT
+    for slip, hint in (slips or {}).items():
+        same = zip(given, asked, strict=True)
+        if all(is_close(value, slip(*case), 1e-6) for value, case in same):
+            return not_yet(f"{wrong} {hint}")
+    return not_yet(wrong)
 
 
 def choice(answer: Any, right: str, wrong: Mapping[str, str]) -> Feedback:
@@ -236,6 +240,8 @@ def table(
         text = "{} devices, {} stages, {} micro-batches and {} update(s)"
         asked = text.format(devices, stages or devices, microbatches, updates)
         return not_yet(f"a table with {text.format(*have)}, asked: {asked}.\n{schedule.grid()}")
+    if not any(action.kind in (Kind.B, Kind.I) for row in schedule.rows for action in row):
+        return not_yet(f"nothing goes back: a backward belongs to each forward.\n{schedule.grid()}")
     span, most, short = timeline.makespan, max(timeline.peak_in_flight), []
     if makespan is not None and span > makespan * (1 + 1e-9):
         short.append(f"makespan {span:g}, to reach: {makespan:g}")

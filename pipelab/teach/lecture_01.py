@@ -101,6 +101,7 @@ EXERCISES = {
         "A share between 0 and 1: how many devices compute at any moment?",
         {
             0.2: "That is the share that is busy.",
+            20: "That is the share that is busy, in per cent.",
             80: "That is per cent; asked is a share between 0 and 1.",
             50 / 80: "That holds where devices work side by side and the slowest sets the pace.",
         },
@@ -119,6 +120,13 @@ EXERCISES = {
             lambda o, b: sum(ends(o, b)[:-1]): "The gradient comes back and is as large.",
             lambda o, b: 2 * sum(ends(o, b)): "What the last stage gives crosses no cut.",
             lambda o, b: 2 * sum(o): "Layers inside a stage send nothing.",
+            lambda o, b: 2 * sum(o[:-1]): "Layers inside a stage send nothing.",
+            lambda o, b: (
+                2 * sum(o[: len(b) - 1])
+            ): "Those are the first layers. Which layer is the last one of each stage?",
+            lambda o, b: (
+                2 * sum(o[n] for n in [*accumulate(b)][:-1])
+            ): "That is what the layer behind the cut gives; across it goes what is before it.",
         },
     ),
     # Two micro-batches through three devices in 12.

@@ -21,7 +21,10 @@ from pipelab.teach.feedback import (
 
 
 def uneven_gradient(answer: Any) -> Feedback:
-    """(model, x, y, micro-batches) -> the gradient of the undivided mean, whatever the sizes."""
+    """(model, x, y, micro-batches) -> the gradient of the undivided mean, whatever the sizes.
+
+    The model has a gradient from before, which does not count.
+    """
     import torch  # a lecture's first cell has loaded it
     from torch.nn.functional import mse_loss
 
@@ -36,10 +39,17 @@ def uneven_gradient(answer: Any) -> Feedback:
         ]
         by_piece = np.array([torch.cat([g.flatten() for g in mean]).numpy() for mean in means])
         truth = shares @ by_piece
+        seen: list[int] = []
+        model.weight.grad, model.bias.grad = (torch.ones_like(p) for p in model.parameters())
+        model.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(len(given[0])))
         found = called(answer, model, x, y, m, where=f"with {samples} samples")
         if found is None:
             return NOT_ATTEMPTED
         found = np.asarray(torch.as_tensor(found).detach())
+        if is_close(found, truth + 1, 1e-3):
+            return not_yet("it adds to the gradient that the model has from before.")
+        if is_close(found, truth, 1e-3) and max(seen, default=0) > len(x.chunk(m)[0]):
+            return not_yet(f"right, but {max(seen)} samples pass at once: no micro-batches.")
         if not is_close(found, truth, 1e-3):
             return not_yet(f"{samples} samples, m = {m}: {_uneven_hint(found, by_piece)}")
     return RIGHT
@@ -67,6 +77,7 @@ EXERCISES = {
         [(p,) for p in range(1, 9)],
         {
             lambda p: 9 * (p - 1): "A schedule has at least one micro-batch.",
+            lambda p: 9 * (p - 1) + 1: "One fewer does: at most 10 % may be exactly 10 %.",
             lambda p: max(1, 10 * (p - 1)): "That is for 10 % over the ideal time.",
         },
     ),

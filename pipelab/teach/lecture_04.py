@@ -97,7 +97,7 @@ EXERCISES = {
     # Devices -> the pace, if all but one share the layer of 12 ms, and one has that of 2 ms.
     "04-3": write(
         lambda n: max(12 / (n - 1), 2),
-        [(n,) for n in (2, 3, 5, 7, 8, 20)],
+        [(n,) for n in (2, 3, 5, 6, 7, 8, 20)],
         {
             lambda n: 12 / (n - 1): "The device of the second layer needs 2 ms.",
             lambda n: max(12 / n, 2): "One device has the other layer: how many share the first?",

@@ -38,7 +38,7 @@ EXERCISES = {
     # (stage, p, m, bytes of a micro-batch in all stages) -> bytes held under 1F1B with a flush.
     "06-2": write(
         lambda s, p, m, a: min(m, p - s) * a / p,
-        [(0, 4, 8, 100), (3, 4, 8, 100), (1, 4, 2, 60), (0, 1, 5, 7), (2, 8, 3, 16)],
+        [(0, 4, 8, 100), (3, 4, 8, 90), (1, 4, 2, 60), (0, 1, 5, 7), (2, 8, 3, 16), (0, 3, 2, 10)],
         {
             lambda s, p, m, a: (p - s) * a / p: "There are not more micro-batches than m.",
             lambda s, p, m, a: min(m, p - s) * a: "a counts all stages; this is one of p.",

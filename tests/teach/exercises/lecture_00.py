@@ -19,6 +19,7 @@ ANSWERS = {
             'answer = "0F0 0B0\\n1B0 1F0\\n2F0 2B0"': "it needs 1F0 first",
             'answer = "0F0 0B0\\n1F0 1B0\\n2F0"': "2B0 is missing on device 2",
             'answer = "0F0 0B0\\n1F0 1B0"': "asked: 3 devices, 3 stages, 1 micro-batches",
+            'answer = "0F0\\n1F0\\n2F0"': "nothing goes back",
             'answer = "F0 B0"': "is not an action",
             'answer = ["0F0 0B0", "1F0 1B0", "2F0 2B0"]': "a line a device",
         },

@@ -21,6 +21,7 @@ ANSWERS = {
             "answer = 0.2": "the share that is busy",
             "answer = 0.625": "side by side",
             "answer = 80": "per cent",
+            "answer = 20": "busy, in per cent",
             "answer = 0.75": "how many devices compute at any moment",
             "answer = 'most'": "is not a number",
         },
@@ -39,6 +40,9 @@ ANSWERS = {
                 "crosses no cut"
             ),
             "answer = lambda o, b: 2 * sum(o[n] for n in b)": "it gives 120, right is 20.",
+            "answer = lambda o, b: 2 * sum(o[:-1])": "Layers inside a stage",
+            "answer = lambda o, b: 2 * sum(o[: len(b) - 1])": "the first layers",
+            "answer = lambda o, b: 2 * sum(o[sum(b[:i])] for i in range(1, len(b)))": "behind the cut",
             "answer = 60": "is not a function",
         },
     },

@@ -24,6 +24,7 @@ def answer(p, m=1):
         "wrong": {
             "answer = lambda p: max(1, 10 * (p - 1))": "over the ideal time",
             "answer = lambda p: 9 * (p - 1)": "at least one micro-batch",
+            "answer = lambda p: 9 * (p - 1) + 1": "One fewer does",
             "answer = lambda p: 4 * p": "for (1) it gives 4, right is 1",
             "def answer(p):\n    return 1 / 0": "ZeroDivisionError",
         },
@@ -40,13 +41,18 @@ def answer(p, m=1):
     "02-3": {
         "right": [
             UNEVEN.format(loss=SQUARES),
-            "answer = lambda model, x, y, m: gradient(model, x, y, 1, 1)",
+            "def answer(model, x, y, m):\n    parts = zip(x.chunk(m), y.chunk(m))\n"
+            "    losses = (len(a) / len(x) * mse_loss(model(a), b) for a, b in parts)\n"
+            "    found = torch.autograd.grad(sum(losses), [*model.parameters()])\n"
+            "    return torch.cat([g.flatten() for g in found])",
         ],
         "wrong": {
             "answer = lambda model, x, y, m: gradient(model, x, y, m, 1 / m)": "count alike",
             "answer = lambda model, x, y, m: gradient(model, x, y, m, 1)": "no piece has a weight",
             UNEVEN.format(loss="mse_loss(model(part), target) / len(part)"): "add up to 1",
             "answer = lambda model, x, y, m: model(x)": "asked: one vector",
+            "answer = lambda model, x, y, m: gradient(model, x, y, 1, 1)": "no micro-batches",
+            UNEVEN.format(loss=SQUARES).replace("model.zero_grad()", "pass"): "from before",
             "answer = 3": "is not a function",
         },
     },
