@@ -61,19 +61,28 @@ def _forwards(row: list) -> list:
 
 
 def ring(answer: Any) -> Feedback:
-    """Pairs that take a result from each of four devices to the next one."""
+    """Pairs by which 10 and 20 come out of the last of four devices as 14 and 24."""
     with understood(f"{answer!r} is not a list of pairs (from, to)."):
-        in_order = [(int(source), int(target)) for source, target in answer]
-    pairs, wanted = {*in_order}, {(0, 1), (1, 2), (2, 3)}
-    if missing := sorted(wanted - pairs):
-        shown = ", ".join(map(str, missing))
-        turned = any((target, source) in pairs for source, target in missing)
-        hint = " You send backwards." if turned else ""
-        return not_yet(f"what the next stage needs is not sent: {shown} is missing.{hint}")
-    twice = [pair for pair in pairs if in_order.count(pair) > 1]
-    if more := sorted({*twice} | (pairs - wanted - {(3, 0)})):
-        return not_yet(f"{more[0]} is too much: a device sends and receives once.")
-    return Feedback(True, "Right: 14 and 24 come out of device 3.")
+        pairs = [(int(source), int(target)) for source, target in answer]
+    ends = [[pair[i] for pair in pairs] for i in (0, 1)]
+    if twice := [d for of in ends for d in {*of} if of.count(d) > 1 or d not in range(4)]:
+        return not_yet(f"device {twice[0]}: there are 0 to 3, and each sends and receives once.")
+    out = _out_of_device_3(pairs)
+    if out[3:] == [14, 24]:
+        return Feedback(True, "Right: 14 and 24 come out of device 3.")
+    hint = " You send backwards." if {(1, 0), (2, 1), (3, 2)} <= {*pairs} else ""
+    return not_yet(f"what comes out of device 3 in five iterations: {out}.{hint}")
+
+
+def _out_of_device_3(pairs: list[tuple[int, int]]) -> list[int]:
+    arrived, out = [0] * 4, []
+    for entering in (10, 20, 0, 0, 0):
+        y = [x + 1 for x in (entering, *arrived[1:])]
+        out.append(y[3])
+        arrived = [0] * 4
+        for source, target in pairs:
+            arrived[target] = y[source]
+    return out
 
 
 def job(t: int, d: int, p: int, m: int, v: int) -> tuple[int, int]:

@@ -30,8 +30,8 @@ def faster_plan(answer: Any) -> Feedback:
     layers = [layer for first, last, _ in plan for layer in range(first, last + 1) if inside]
     if layers != [*range(len(WORK))]:
         return not_yet(f"{plan}: each of the layers 0 to 2 in one stage, in order.")
-    if not {n for *_, n in plan} <= SPEED.keys() or sum(n for *_, n in plan) > DEVICES:
-        return not_yet(f"{plan}: a stage has 1, 2 or 4 devices, and there are {DEVICES} in all.")
+    if not {n for *_, n in plan} <= SPEED.keys() or sum(n for *_, n in plan) != DEVICES:
+        return not_yet(f"{plan}: a stage has 1, 2 or 4 devices; share out all {DEVICES}.")
     times = [sum(WORK[first : last + 1]) / SPEED[n] for first, last, n in plan]
     step = sum(times) + 7 * max(times)
     shown = f"the stages take {', '.join(f'{t:.2f}' for t in times)} ms, a step {step:.2f} ms"

@@ -61,13 +61,12 @@ def gated_specs(answer: Any) -> Feedback:
 
 def mean_of_means(answer: Any) -> Feedback:
     """The collective on a device's gradient after which all have that of the whole batch."""
-    samples = jnp.arange(8.0)
 
     def gradient(mine):
         return jax.grad(lambda w: jnp.mean((w * mine - 1) ** 2))(1.0)
 
-    right = float(gradient(samples))
-    for devices in (4, 2, 8):
+    for devices, samples in ((4, jnp.arange(8.0)), (2, jnp.arange(8.0)), (8, jnp.arange(1.0, 9))):
+        right = float(gradient(samples))
         parts = jax.vmap(gradient)(samples.reshape(devices, -1))
         found = np.asarray(jax.vmap(partial(called, answer), axis_name="four")(parts))
         if found.shape != (devices,):

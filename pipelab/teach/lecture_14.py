@@ -98,7 +98,14 @@ EXERCISES = {
     # (samples, devices, seconds an action, seconds a sample) -> micro-batches.
     "14-5": write(
         fastest,
-        [(64, 4, 1, 1), (64, 4, 0.01, 1), (64, 8, 4, 0.5), (60, 3, 3, 1), (7, 4, 1, 1)],
+        [
+            (64, 4, 1, 1),
+            (64, 4, 0.01, 1),
+            (64, 8, 4, 0.5),
+            (60, 3, 3, 1),
+            (7, 4, 1, 1),
+            (60, 2, 3, 2),
+        ],
         {
             lambda samples, *_: samples: "Every micro-batch has its fixed cost.",
             lambda samples, p, fixed, each: fastest(samples, 1, fixed, each): "And the bubble?",

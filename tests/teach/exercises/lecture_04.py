@@ -27,6 +27,7 @@ ANSWERS = {
         ],
         "wrong": {
             "answer = lambda n: 12 / (n - 1)": "needs 2 ms",
+            "answer = lambda n: max(12 // (n - 1), 2)": "for (6) it gives 2, right is 2.4",
             "answer = lambda n: 14 / n": "shares both layers",
             "answer = lambda n: 12 / (n - 1) + 2": "the slower sets the pace",
             "answer = 2": "is not a function",

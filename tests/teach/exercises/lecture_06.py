@@ -37,6 +37,7 @@ ANSWERS = {
             "answer = lambda s, p, m, a: (p - s) * a / p": "not more micro-batches than m",
             "answer = lambda s, p, m, a: min(m, p - s) * a": "this is one of p",
             "answer = lambda s, p, m, a: m * a / p": "That is GPipe",
+            "answer = lambda s, p, m, a: min(m, p - s) * a // p": "it gives 22, right is 22.5",
             "answer = lambda s, p, m, a: min(m, p - s - 1) * a / p": "that it works on",
         },
     },

@@ -28,11 +28,13 @@ ANSWERS = {
         "right": [
             "answer = [(i, (i + 1) % 4) for i in range(4)]",
             "answer = {(2, 3), (1, 2), (0, 1)}",
+            "answer = [(0, 2), (2, 1), (1, 3)]",  # another way through all four
         ],
         "wrong": {
             "answer = [(0, 3), (1, 0), (2, 1), (3, 2)]": "You send backwards",
-            "answer = [(0, 1), (2, 3)]": "(1, 2) is missing",
-            "answer = [(0, 1), (1, 2), (2, 3), (3, 1)]": "(3, 1) is too much",
+            "answer = [(0, 1), (2, 3)]": "[1, 2, 2, 2, 2]",
+            "answer = [(0, 1), (1, 2), (2, 3), (3, 1)]": "device 1: there are 0 to 3, and each",
+            "answer = [(0, 1), (1, 2), (2, 4)]": "device 4: there are 0 to 3",
             "answer = 1": "not a list of pairs",
         },
     },

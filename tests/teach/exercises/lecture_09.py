@@ -47,12 +47,13 @@ ANSWERS = {
     "09-4": {
         "right": [
             "answer = ManualStages(([0], [1, 2], [3]), (1, 1, 2))",
+            "answer = ManualStages([[0], range(1, 3), [3]], [1, (1, 1), (2, 1)])",
         ],
         "wrong": {
             "answer = ManualStages([[0, 1], [2, 3]], [2, 2])": "hold 54",
             "answer = ManualStages([[0], [1, 2, 3]], [1, 3])": "come down to 46",
             "answer = ManualStages([[0], [1], [2], [3]], [1, 1, 1, 1])": "hold 48",
-            "answer = ManualStages([[0], [1, 2], [3]], [1, 1, (2, 1)])": "a number of devices",
+            "answer = ManualStages([[0], [1, 2], [3]], [1, 1, (2, 2)])": "4 devices in all",
             "answer = ManualStages([[0], [2, 3]], [2, 2])": "each of the layers 0 to 3",
             "answer = ManualStages([[0], [1, 2], [3]], [1, 1, 1])": "4 devices in all",
             "answer = [[0], [1, 2], [3]]": "is not ManualStages",

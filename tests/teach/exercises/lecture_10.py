@@ -20,7 +20,8 @@ ANSWERS = {
         "wrong": {
             "answer = [(0, 2, 4)]": "a step 40.00 ms; come down to 36",
             "answer = [(0, 0, 2), (1, 2, 2)]": "come down to 36",
-            "answer = [(0, 1, 2), (2, 2, 4)]": "there are 4 in all",
+            "answer = [(0, 1, 2), (2, 2, 4)]": "share out all 4",
+            "answer = [(0, 1, 1), (2, 2, 2)]": "share out all 4",
             "answer = [(0, 0, 1), (2, 2, 2)]": "each of the layers",
             "answer = 35": "is not a list of",
         },
@@ -45,6 +46,7 @@ ANSWERS = {
             "answer = ('pipedream_flush', 8)": "need 1100 of 800",
             "answer = ('inter_layer', 16)": "75% is idle",
             "answer = ('pipedream', 16)": "has no flush",
+            "answer = ('pipedream_2bw', 16)": "has no flush",
             "answer = ('pipedream_flush', 24)": "not 24 equal micro-batches",
             "answer = 16": "give a schedule's name",
         },

@@ -34,6 +34,7 @@ ANSWERS = {
             'answer = lambda g: lax.psum(g, "four")': "4 times the right one",
             "answer = lambda g: g": "each trains alone",
             'answer = lambda g: lax.psum(g, "four") / 4': "2 devices: the gradient is 0.5 times",
+            "answer = lambda g: 28.0": "8 devices: the gradient is",
             "answer = lambda g: None": "give one number",
             'answer = lambda g: [lax.pmean(g, "four")] * 2': "give one number",
             "answer = 4": "is not a function",

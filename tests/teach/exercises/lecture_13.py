@@ -96,7 +96,7 @@ ANSWERS = {
     "13-6": {
         "right": ['answer = "between"'],
         "wrong": {
-            'answer = "better"': "Perhaps 198",
+            'answer = "better"': "perhaps 198",
             'answer = "best"': "that is not proved",
             'answer = "broken"': "need not be reached",
         },

@@ -79,6 +79,10 @@ def answer(samples, p, fixed, each):
         ],
         "wrong": {
             "answer = lambda samples, p, fixed, each: 10 ** 5000": "cannot be judged",
+            "answer = lambda samples, p, fixed, each: min((m for m in range(1, samples + 1)"
+            " if samples % m == 0), key=lambda m: (m + p) * (fixed + samples / m * each))": (
+                "for (60, 2, 3, 2) it gives 10, right is 6"
+            ),
             "answer = lambda samples, p, fixed, each: samples": "its fixed cost",
             "answer = lambda samples, p, fixed, each: 1": "And the bubble",
             "answer = lambda samples, p, fixed, each: 4 * p": "it gives 16, right is",
