@@ -139,7 +139,7 @@ EXERCISES = {
         choice,
         "between",
         {
-            "better": "This line alone does not say so: perhaps 198 is the best. Who has found one knows more.",
+            "better": "This line alone does not say so: perhaps 198 is the best.",
             "best": "It may be, but that is not proved: only less than 189 is excluded.",
             "broken": "A bound need not be reached.",
         },
