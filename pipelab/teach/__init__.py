@@ -1,11 +1,21 @@
 """Guesses and exercises of the lectures: what is right is known here, not in the notebooks."""
 
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
 from pipelab.teach.feedback import NOT_ATTEMPTED, Exercise, Feedback, Guess, NotYet, Skill, not_yet
 
-__all__ = ["NOT_ATTEMPTED", "Exercise", "Feedback", "Guess", "Skill", "check", "guess"]
+__all__ = [
+    "NOT_ATTEMPTED",
+    "Exercise",
+    "Feedback",
+    "Guess",
+    "Skill",
+    "check",
+    "guess",
+    "told_apart",
+]
 
 
 def check(name: str, answer: Any) -> Feedback:
@@ -32,6 +42,20 @@ def guess(name: str, value: float | None) -> Feedback:
         return _entry("GUESSES", name).compare(value)
     except NotYet as why:
         return not_yet(str(why))
+
+
+def told_apart(ratios: Iterable[float], itself: Iterable[float]) -> str:
+    """Whether times over those of another run lie apart from that run's over its own.
+
+    >>> told_apart([1.09, 1.2], [0.9, 1.05])
+    'slower'
+    >>> told_apart([0.95, 1.2], [0.9, 1.05])
+    'not distinguishable from the same run twice'
+    """
+    found, noise = sorted(ratios), sorted(itself)
+    if found[0] > noise[-1]:
+        return "slower"
+    return "faster" if found[-1] < noise[0] else "not distinguishable from the same run twice"
 
 
 def _entry(table: str, name: str) -> Any:
