@@ -15,6 +15,7 @@ __all__ = [
     "check",
     "guess",
     "told_apart",
+    "yours",
 ]
 
 
@@ -24,12 +25,17 @@ def check(name: str, answer: Any) -> Feedback:
     name    lecture and exercise, such as "02-1"
     answer  a number, a function, a table, ... as the exercise asks; None: not attempted
 
-    >>> check("01-1", 0.8)
+    >>> check("04-1", 9)
     Right.
     """
     if answer is None:
         return NOT_ATTEMPTED
     return _entry("EXERCISES", name).check(answer)
+
+
+def yours(name: str, answer: Any) -> Any:
+    """The answer if it passes its check, else the library's: what a lecture goes on with."""
+    return answer if check(name, answer).passed else _entry("EXERCISES", name).reference
 
 
 def guess(name: str, value: float | None) -> Feedback:

@@ -59,16 +59,23 @@ class NotYet(Exception):
 class Exercise:
     """An exercise of a lecture: what kind it is, and what says whether an answer is right.
 
-    judge  (answer, what is asked ...) -> Feedback
+    judge      (answer, what is asked ...) -> Feedback
+    reference  what the lecture goes on with until an answer passes
 
     >>> Exercise(Skill.PREDICT, number, 4 / 5, "Idle!", {0.2: "The busy share."}).check(0.2)
     Not yet: 0.2. The busy share.
     """
 
     def __init__(
-        self, skill: Skill, judge: Callable[..., Feedback], *asked: Any, **more: Any
+        self,
+        skill: Skill,
+        judge: Callable[..., Feedback],
+        *asked: Any,
+        reference: Any = None,
+        **more: Any,
     ) -> None:
-        self.skill, self._judge, self._asked, self._more = skill, judge, asked, more
+        self.skill, self.reference = skill, reference
+        self._judge, self._asked, self._more = judge, asked, more
 
     def check(self, answer: Any) -> Feedback:
         try:

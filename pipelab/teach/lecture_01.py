@@ -1,22 +1,105 @@
 """Lecture 1: inter-layer parallelism."""
 
 from collections.abc import Sequence
-from itertools import accumulate
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, permutations
+from queue import Empty, Queue
 from typing import Any
 
-from pipelab import make, simulate
+from pipelab import Kind, Schedule, make, simulate
 from pipelab.teach.feedback import (
+    NOT_ATTEMPTED,
     RIGHT,
+    Exercise,
     Feedback,
     Guess,
+    NotYet,
+    Skill,
     build,
     choice,
     debug,
     not_yet,
-    predict,
     understood,
     write,
 )
+
+
+def work(row: Sequence, stage: Any, inputs: Sequence, queues: Any, last: int) -> None:
+    """Carry out a row of the table; `last` is the number of the last stage."""
+    for s, kind, k in row:
+        if kind is Kind.F:
+            x = inputs[k] if s == 0 else queues[s - 1, s].get(timeout=9)
+            y = stage.forward(k, x)
+            if s < last:
+                queues[s, s + 1].put(y)
+        elif kind is Kind.B:
+            grad = None if s == last else queues[s + 1, s].get(timeout=9)
+            grad = stage.backward(k, grad)
+            if s > 0:
+                queues[s, s - 1].put(grad)
+        elif kind is Kind.U:
+            stage.optimizer.step()
+
+
+class Recorder:
+    """A stage, and its own optimizer, that notes what a worker does with it."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.optimizer = number, self
+        self.done: list[str] = []
+
+    def forward(self, k: int, x: Any) -> str:
+        self.done.append(f"forward({k}, {x})")
+        return f"output {k} of stage {self.number}"
+
+    def backward(self, k: int, grad: Any) -> str:
+        self.done.append(f"backward({k}, {grad})")
+        return f"gradient {k} of stage {self.number}"
+
+    def step(self) -> None:
+        self.done.append("step()")
+
+
+class Shelf(Queue):
+    """A queue that gives up soon, whatever it is told."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        return super().get(timeout=0.5)
+
+
+def played(worker: Any, schedule: Schedule) -> tuple[list[list[str]], list[str]]:
+    """The calls of each stage by a worker for its row, and what lies in the queues at the end."""
+    stages = [Recorder(s) for s in range(schedule.devices)]
+    queues = {pair: Shelf() for pair in permutations(range(schedule.devices), 2)}
+    inputs = [f"input {k}" for k in range(schedule.microbatches)]
+    with ThreadPoolExecutor(len(stages)) as pool:
+        rows = zip(schedule.rows, stages, strict=True)
+        jobs = [
+            pool.submit(worker, row, stage, inputs, queues, len(stages) - 1) for row, stage in rows
+        ]
+    errors = [error for job in jobs if (error := job.exception())]
+    if raised := [error for error in errors if not isinstance(error, Empty)]:
+        raise NotYet(f"it raises {type(raised[0]).__name__}: {raised[0]}")
+    left = [f"{item}, from {a} to {b}" for (a, b), q in queues.items() for item in q.queue]
+    return [stage.done for stage in stages], left
+
+
+def interpreter(answer: Any) -> Feedback:
+    """(row, stage, inputs, queues, last): each row of three tables, in the row's order."""
+    if not callable(answer):
+        return not_yet(f"{answer!r} is not a function.")
+    for schedule in (make("inter_layer", 2, 1), make("gpipe", 3, 2), make("inter_layer", 1, 2)):
+        (done, left), (right, _) = played(answer, schedule), played(work, schedule)
+        if not any(done):
+            return NOT_ATTEMPTED
+        for s, (found, asked) in enumerate(zip(done, right, strict=True)):
+            if found != asked:
+                shown = f"stage {s} was asked for {', '.join(found) or 'nothing'}"
+                row = " ".join(map(str, schedule.rows[s]))
+                return not_yet(f"row {row}: {shown}; right is {', '.join(asked)}.")
+        if left:
+            return not_yet(f"{schedule.name}: nobody takes {left[0]}.")
+    return Feedback(True, "Right: it carries out any table with a stage on each device.")
 
 
 def ends(outputs: Sequence[int], balance: Sequence[int]) -> list[int]:
@@ -95,17 +178,7 @@ def never_ends(answer: Any) -> Feedback:
 
 
 EXERCISES = {
-    # Five stages that take 2, 3, 4, 5 and 16.
-    "01-1": predict(
-        4 / 5,
-        "A share between 0 and 1: how many devices compute at any moment?",
-        {
-            0.2: "That is the share that is busy.",
-            20: "That is the share that is busy, in per cent.",
-            80: "That is per cent; asked is a share between 0 and 1.",
-            50 / 80: "That holds where devices work side by side and the slowest sets the pace.",
-        },
-    ),
+    "01-1": Exercise(Skill.WRITE, interpreter, reference=work),
     # (bytes that each layer gives, layers of each stage) -> bytes over all cuts.
     "01-2": write(
         lambda o, b: 2 * sum(ends(o, b)[:-1]),

@@ -106,7 +106,7 @@ def test_equally_good_answers_both_pass():
     assert teach.check("14-5", last).passed
 
 
-@pytest.mark.parametrize("name", ["00-4", "01-1", "01-2", "01-5", "02-1", "04-2", "04-5", "05-4"])
+@pytest.mark.parametrize("name", ["00-4", "04-1", "01-2", "01-5", "02-1", "04-2", "04-5", "05-4"])
 @pytest.mark.parametrize(
     "answer",
     [10**5000, np.ones(3), ["C"], (np.inf, np.inf), [np.nan] * 3, lambda *a: 10**400, object()],
@@ -119,9 +119,9 @@ def test_whatever_is_answered_the_check_says_so_in_words(name, answer):
 
 def test_numbers_of_every_library_count():
     assert teach.guess("01-a", np.float32(83.3333)).passed
-    weight = torch.tensor(0.8, requires_grad=True)
-    assert teach.check("01-1", weight).passed
-    assert feedback.same_function(lambda p: weight * p, lambda p: 0.8 * p, [(1,)]).passed
+    weight = torch.tensor(9.0, requires_grad=True)
+    assert teach.check("04-1", weight).passed
+    assert feedback.same_function(lambda p: weight * p, lambda p: 9 * p, [(1,)]).passed
 
 
 def test_an_answer_may_use_up_its_lists():

@@ -14,16 +14,39 @@ def answer(a, b, batches):
     return found
 """
 
+WORKER = """
+def answer(row, stage, inputs, queues, last):
+    for s, kind, k in row:
+        if kind == Kind.F:
+            y = stage.forward(k, inputs[k] if s == 0 else queues[s - 1, s].get())
+            if s < last:
+                queues[s, s + 1].put(y)
+        elif kind == Kind.B:
+            grad = None if s == last else queues[s + 1, s].get()
+            grad = stage.backward(k, grad)
+            if s > 0:
+                queues[s, s - 1].put(grad)
+        else:
+            stage.optimizer.step()
+"""
+
 ANSWERS = {
     "01-1": {
-        "right": ["answer = 4 / 5", "from fractions import Fraction\nanswer = Fraction(4, 5)"],
+        "right": [
+            WORKER,
+            WORKER.replace("if s < last:", "if (s, s + 1) in queues:"),
+        ],
         "wrong": {
-            "answer = 0.2": "the share that is busy",
-            "answer = 0.625": "side by side",
-            "answer = 80": "per cent",
-            "answer = 20": "busy, in per cent",
-            "answer = 0.75": "how many devices compute at any moment",
-            "answer = 'most'": "is not a number",
+            WORKER.replace("if s > 0", "if s > 1"): "stage 0 was asked for forward(0, input 0);",
+            WORKER.replace("inputs[k]", "inputs[0]"): "forward(1, input 0)",
+            WORKER.replace("stage.optimizer.step()", "pass"): "right is forward(0, input 0), back",
+            WORKER.replace("if s > 0:", "if True:"): "it raises KeyError",
+            WORKER.replace(
+                "queues[s, s + 1].put(y)", "queues[s, s + 1].put(y); queues[s + 1, s].put(y)"
+            ): "backward(0, output 0 of stage 0)",
+            WORKER.replace("queues[s, s + 1].put(y)", "[q.put(y) for q in queues.values()]"): "row",
+            WORKER.replace("grad = stage", "stage"): "backward(0, None)",
+            "answer = 1": "is not a function",
         },
     },
     "01-2": {
