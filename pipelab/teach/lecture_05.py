@@ -12,7 +12,6 @@ from pipelab.teach.feedback import (
     Skill,
     debug,
     not_yet,
-    predict,
     table,
     understood,
     write,
@@ -61,18 +60,23 @@ def first_wrong(answer: Any) -> Feedback:
     return not_yet(f"({stage}, {microbatch}). {hint}")
 
 
+def reads(k: int, m: int) -> int:
+    return max(k // m - 1, 0)
+
+
 EXERCISES = {
-    # Weights 10, gradients 10, activations 1, eight devices, m = 8: the peak of device 0.
-    "05-1": predict(
-        2 * 10 + 10 + 8,
-        "How many versions, how many in flight?",
+    # (micro-batch, micro-batches of a mini-batch) -> the version that it reads under 2BW.
+    "05-1": write(
+        reads,
+        [(k, m) for m in (1, 2, 3, 5) for k in range(4 * m)],
         {
-            28: "That is one version: a flush.",
-            98: "That is stashing, with a version for each micro-batch in flight.",
-            48: "Gradients add up in one place.",
-            30: "What do the micro-batches in flight hold?",
-            31: "How many micro-batches are in flight on device 0?",
+            lambda k, m: k // m: "So it is with a flush. Is that version made when k starts?",
+            lambda k, m: k // m - 1: "There is no version before 0.",
+            lambda k, m: max(k - 1, 0): "An update comes once a mini-batch.",
+            lambda k, m: max((k - 1) // m - 1, 0): "Micro-batches are counted from 0 here.",
+            lambda k, m: max(k // m - 2, 0): "That is one update later than need be.",
         },
+        reference=reads,
     ),
     # (devices, weights, activations of a micro-batch) -> the m from which GPipe holds more.
     "05-2": write(

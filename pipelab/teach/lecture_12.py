@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipelab import Schedule, make, simulate
@@ -26,6 +26,62 @@ if TYPE_CHECKING:
     import torch
 
 IN_A_V = (0, 1, 1, 0)  # stage -> device
+
+
+class Stage:
+    """Linear layers with ReLU, and what waits for I and for W, by micro-batch."""
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        self.weights = weights
+        self.for_I: dict[int, list] = {}
+        self.for_W: dict[int, list] = {}
+
+    def F(self, k: int, x: torch.Tensor) -> torch.Tensor:
+        self.for_I[k] = []
+        for w in self.weights:
+            y = (x @ w.T).relu()
+            self.for_I[k].append((x, y > 0))
+            x = y
+        return x
+
+
+def input_gradient(self: Stage, k: int, dy: torch.Tensor) -> torch.Tensor:
+    self.for_W[k] = []
+    for w, (x, positive) in zip(self.weights[::-1], self.for_I.pop(k)[::-1], strict=True):
+        dy = dy * positive
+        self.for_W[k].append((dy, x))
+        dy = dy @ w
+    return dy
+
+
+def first_half(answer: Any) -> Feedback:
+    """I(stage, k, dy): the input's gradient, and in stage.for_W[k] what W takes."""
+    import torch  # a lecture's first cell has loaded it
+
+    random = torch.Generator().manual_seed(0)
+    weights = torch.randn(3, 4, 4, generator=random)
+    inputs, grads = torch.randn(2, 2, 5, 4, generator=random)
+    mine, right = Stage([*weights]), Stage([*weights])
+    for k, x in enumerate(inputs):
+        mine.F(k, x), right.F(k, x)
+    for k in (1, 0):  # not in the order of the forwards
+        dx, asked = called(answer, mine, k, grads[k]), input_gradient(right, k, grads[k])
+        if dx is None and not mine.for_W and len(mine.for_I) == 2:
+            return NOT_ATTEMPTED
+        if not is_close(dx, asked, 1e-4):
+            slip = grads[k] @ weights[2] @ weights[1] @ weights[0]
+            hint = "Where a ReLU gave 0, nothing goes back." if is_close(dx, slip, 1e-4) else ""
+            return not_yet(f"the input's gradient of micro-batch {k} is wrong. {hint}")
+        if k in mine.for_I:
+            return not_yet(f"self.for_I[{k}] is still there: take it out, or it is kept for ever.")
+        left = [dy.T @ x for dy, x in mine.for_W.get(k, [])]
+        asked_of_W = [dy.T @ x for dy, x in right.for_W[k]]
+        if not is_close(torch.stack(left) if left else 0, torch.stack(asked_of_W), 1e-4):
+            return not_yet(
+                f"self.for_W[{k}]: a pair (dy, x) for each layer, the last one first; dy with the "
+                "ReLU's zeros."
+            )
+    return Feedback(True, "Right: dx is handed on, and W can be done at any time.")
 
 
 def last_device(answer: Any) -> Feedback:
@@ -108,8 +164,7 @@ def missing(schedule: Schedule) -> str:
 
 
 EXERCISES = {
-    # Three devices, five micro-batches, backwards in two halves.
-    "12-1": build(devices=3, microbatches=5, makespan=17, in_flight=3),
+    "12-1": Exercise(Skill.WRITE, first_half, reference=input_gradient),
     "12-2": Exercise(Skill.PREDICT, last_device),
     # (w, buffer, gradient, lr, mu) after a step with momentum -> w and buffer before it.
     "12-3": write(

@@ -14,18 +14,17 @@ def rows(*texts, header=""):
 ANSWERS = {
     "05-1": {
         "right": [
-            "answer = 38.0",
-            "costs = Costs(weights=10, activations=1)\n"
-            "t = pl.simulate(pl.make('pipedream_2bw', 8, 8, batches=4), costs)\n"
-            "answer = pl.memory(t, costs).peak()[0]",
+            "answer = lambda k, m: 0 if k < 2 * m else k // m - 1",
+            "answer = lambda k, m: pl.make('pipedream_2bw', 1, m, batches=9).versions[0, k]",
         ],
         "wrong": {
-            "answer = 28": "a flush",
-            "answer = 8 * 10 + 10 + 8": "a version for each micro-batch",
-            "answer = 2 * 20 + 8": "Gradients add up in one place",
-            "answer = 30": "What do the micro-batches in flight hold",
-            "answer = 64": "How many versions",
-            "answer = '38 bytes'": "is not a number",
+            "answer = lambda k, m: k // m": "with a flush",
+            "answer = lambda k, m: k // m - 1": "no version before 0",
+            "answer = lambda k, m: max(k - 1, 0)": "once a mini-batch",
+            "answer = lambda k, m: max((k - 1) // m - 1, 0)": "counted from 0",
+            "answer = lambda k, m: max(k // m - 2, 0)": "later than need be",
+            "answer = lambda k, m: k / m": "it gives",
+            "answer = 1": "is not a function",
         },
     },
     "05-2": {

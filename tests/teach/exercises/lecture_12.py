@@ -1,9 +1,13 @@
 """Answers to the exercises of lecture 12: right ones, and wrong ones with a part of their hint."""
 
-AT_ONCE = """
-0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0F4 0I2 0W2 0I3 0W3 0I4 0W4
-1F0 1F1 1I0 1W0 1F2 1I1 1W1 1F3 1I2 1W2 1F4 1I3 1W3 1I4 1W4
-2F0 2I0 2W0 2F1 2I1 2W1 2F2 2I2 2W2 2F3 2I3 2W3 2F4 2I4 2W4
+INPUT_GRADIENT = """
+def answer(self, k, dy):
+    self.for_W[k] = []
+    for w, (x, positive) in zip(reversed(self.weights), reversed(self.for_I.pop(k))):
+        dy = dy * positive
+        self.for_W[k].append((dy, x))
+        dy = dy @ w
+    return dy
 """
 V_SLOWLY = """
 0F0 0F1 3F0 3I0 0I0 0W0 3F1 3I1 3W0 3W1 0I1 0W1
@@ -17,15 +21,27 @@ LOOP = """
 ANSWERS = {
     "12-1": {
         "right": [
-            'answer = pl.make("zb_h1", 3, 5)',
-            "answer = split_backwards(3, 5, lambda s: 2 - s, lambda s: s)",
+            INPUT_GRADIENT,
+            """
+def answer(self, k, dy):
+    kept, self.for_W[k] = self.for_I.pop(k), []
+    for i in range(len(kept))[::-1]:
+        dy = torch.where(kept[i][1], dy, 0.0)
+        self.for_W[k] += [(dy, kept[i][0])]
+        dy = dy @ self.weights[i]
+    return dy
+""",
         ],
         "wrong": {
-            f"answer = '''{AT_ONCE}'''": "makespan 19, to reach: 17",
-            'answer = pl.make("pipedream_flush", 3, 5)': "makespan 21, to reach: 17",
-            'answer = pl.make("zb_h2", 3, 5)': "5 micro-batches in flight, to reach: 3",
-            'answer = pl.make("zb_h1", 3, 4)': "4 micro-batches",
-            "answer = 17": "is not a table",
+            INPUT_GRADIENT.replace("dy = dy * positive", "pass"): "nothing goes back",
+            INPUT_GRADIENT.replace("dy @ w", "dy @ w.T"): "gradient of micro-batch 1 is wrong",
+            INPUT_GRADIENT.replace(".pop(k)", "[k]"): "kept for ever",
+            INPUT_GRADIENT.replace("self.for_W[k].append((dy, x))", "pass"): "a pair (dy, x)",
+            INPUT_GRADIENT.replace("(dy, x)", "(dy, positive)"): "cannot be judged",
+            INPUT_GRADIENT.replace("self.for_W[k].append", "self.for_W[k].insert").replace(
+                "((dy, x))", "(0, (dy, x))"
+            ): "the last layer first",
+            "answer = 3": "is not a function",
         },
     },
     "12-2": {
