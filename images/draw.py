@@ -314,6 +314,35 @@ def partition() -> Axes:
     return plots.partition(items, unit=unit, scale=1)
 
 
+@picture("workflow.png")
+def workflow() -> Axes:
+    """PipeDream's workflow: profile each layer's time, optimize the cut into stages of one device
+    each, run them by a schedule.
+    """
+    layers = vgg16().of("time")
+    found = split_layers(vgg16(), 4, "time")
+    _, (profiled, cut, ran) = plt.subplots(
+        1, 3, figsize=(10.4, 3.2), width_ratios=(3, 3, 5), layout="constrained"
+    )
+    profiled.bar(range(1, 17), layers, color=style.GREY)
+    cut.bar(range(1, 17), layers, color=style.GREY)
+    for s, stage in enumerate(found.stages):
+        first, last = stage.layers[0] + 1, stage.layers[-1] + 1
+        words = f"device {s}\n{stage.time:.1f}"
+        style.label(cut, (first + last) / 2, max(layers) * 1.13, words, 7, "white")
+        cut.axvline(last + 0.5, color=style.BLUE, linestyle="--", lw=1)
+    for ax, text in (
+        (profiled, "1 profile: times of layers"),
+        (cut, "2 optimize: cut, and add up"),
+    ):
+        style.title(ax, text)
+        ax.set_xlabel("layers of VGG-16")
+        ax.set_xticks([1, 4, 8, 12, 16])
+        ax.set(xlim=(0.4, 16.6), ylim=(0, max(layers) * 1.28))
+    plot.timeline(simulate(make("pipedream", 4, 6), found.costs()), ran, title="3 run")
+    return ran
+
+
 # ---- PipeDream-2BW
 
 

@@ -1,5 +1,7 @@
 """Models that commands train: stages, batches, a loss and an optimizer."""
 
+import copy
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -8,7 +10,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import arg
 
 from pipelab import Schedule
-from pipelab.cli.options import NAMES, Count, Finite, Name, Positive, Rate, Seed
+from pipelab.cli.options import NAMES, Balance, Count, Finite, Name, Positive, Rate, Seed
 
 
 def small_model(
@@ -20,18 +22,20 @@ def small_model(
     dropout: float = 0.0,
     count: int | None = None,
     width: int = 64,
+    balance: Balance = "uniform",
 ) -> tuple[list, list, Callable, Any]:
     """A small model in as many stages as the schedule has, and batches of real or random data.
 
-    count  of layers; by default two a stage (GPT-2: at least four blocks)
+    count  of layers; by default as many as `balance` has, else two a stage (GPT-2: at least four
+           blocks)
     """
     import torch
     from torch.nn import functional as F
 
-    from pipelab.models import mlp, split
-    from pipelab.optimize.cut import uniform
+    from pipelab.models import mlp
 
     torch.manual_seed(seed)
+    count = count or (sum(balance) if isinstance(balance, tuple) else None)
     size = 4 * schedule.microbatches * replicas
     loss: Callable
     if model == "mlp":
@@ -46,8 +50,51 @@ def small_model(
         loss, blocks = next_token_loss, (count or max(6, schedule.stages + 2)) - 2
         layers = gpt2(vocabulary=1024, length=32, width=64, blocks=blocks, dropout=dropout)
         batches = data.batches(data.corpus(1024).tokens, schedule.batches, size, 32, seed)
-    stages = split(layers, uniform(len(layers), schedule.stages))
+    stages = cut(layers, schedule, balance, batches[0], loss, replicas=replicas)
     return stages, batches, loss, partial(torch.optim.SGD, lr=0.05)
+
+
+def cut(
+    layers: list[Any],
+    schedule: Schedule,
+    balance: Balance,
+    batch: tuple[Any, Any],
+    loss: Callable,
+    *,
+    replicas: int = 1,
+    device: str | None = None,
+) -> list[Any]:
+    """The layers in stages, as many a stage as `balance` says, or by one of the cut's methods.
+
+    Times are those of a micro-batch of `batch` on one device.
+    """
+    import torch
+
+    from pipelab.models import split
+    from pipelab.optimize.cut import profile, split_layers, uniform
+
+    counts = balance
+    if balance == "uniform":
+        counts = uniform(len(layers), schedule.stages)
+    elif isinstance(balance, str):
+        if balance == "time" and "RANK" in os.environ:
+            raise ValueError(
+                "--balance time: every rank would measure other times; give the layers a stage, "
+                "as the same command prints them without a launcher"
+            )
+        place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        own = [copy.deepcopy(layer).to(place) for layer in layers]
+        size = len(batch[0]) // schedule.microbatches // replicas
+        x, y = (t[:size].to(place) for t in batch)
+        effort = {} if balance == "time" else {"repeats": 1, "warm_up": 0}
+        measured = profile(own, x, loss=loss, target=y, **effort)
+        counts = split_layers(measured, schedule.stages, balance).balance
+    elif len(counts) != schedule.stages:
+        raise ValueError(
+            f"--balance {','.join(map(str, counts))} has {len(counts)} stages for the "
+            f"{schedule.stages} of {schedule.name}: give every stage its number of layers"
+        )
+    return split(layers, counts)
 
 
 def jax_model(schedule: Schedule, seed: int) -> tuple[list, list, Callable, Any]:

@@ -13,6 +13,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from pipelab import SCHEDULES, Costs, Reads, Schedule, make
 from pipelab.cli.files import read_csv
+from pipelab.optimize.cut import METHODS
 
 
 def number_option(
@@ -65,7 +66,23 @@ Json = Annotated[bool, arg(help="print one JSON object")]
 Plot = Annotated[str | None, arg(metavar="FILE", help="write the picture (png, svg, pdf)")]
 Timeout = Annotated[Finite, arg(help="give up when no action ends in this time")]
 Model = Literal["mlp", "gpt2"]
+CHAIN = [method for method in METHODS if method != "pipedream"]  # a device a stage
 Mode = Literal["never", "except_last", "always"]
+
+
+def counts_or_method(text: str) -> tuple[int, ...] | str:
+    return tuple(int(part) for part in text.split(",")) if text[:1].isdigit() else text
+
+
+Balance = Annotated[
+    Any,
+    number_option(
+        counts_or_method,
+        lambda b: min(b) >= 1 if isinstance(b, tuple) else b in CHAIN or b.startswith("type:"),
+        f"counts such as 3,5,5,1, or one of {', '.join(CHAIN)}",
+        "N,...|METHOD",
+    ),
+]
 
 NAMES = f"{', '.join(sorted(SCHEDULES))}, or a CSV file"
 

@@ -3,7 +3,7 @@
 import os
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +13,12 @@ from typing import Annotated, Any, Literal, TextIO
 from tyro.conf import Positional, arg
 
 import pipelab
-from pipelab import Costs, Recompute, diagnose, explain, fit, simulate, validate
+from pipelab import Costs, diagnose, explain, fit, simulate, validate
 from pipelab.cli.files import check_targets, read_csv, write_figure
-from pipelab.cli.models import Training, jax_model, small_model
+from pipelab.cli.models import Training, cut, jax_model, small_model
 from pipelab.cli.options import (
     NAMES,
+    Balance,
     Count,
     Finite,
     Json,
@@ -63,6 +64,7 @@ def run_command(
     dropout: Rate = 0.0,
     device: Name = None,
     recompute: Mode = "never",
+    balance: Balance = "uniform",
     seed: Seed = 0,
     json: Json = False,
     distributed: bool = False,
@@ -72,6 +74,7 @@ def run_command(
 
     Args:
         recompute: when a backward first runs its forward again
+        balance: layers of each stage, such as 3,5,5,1 (the model has as many), or how to find them
         distributed: jax: as one of several processes (calls jax.distributed.initialize)
         paced: seconds per cost unit: slow down to the predicted times
         device: such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)
@@ -83,26 +86,36 @@ def run_command(
     first = _join_processes() if distributed else os.environ.get("RANK", "0") == "0"
     if first:
         check_targets(dump=options.dump, save=options.save)
-    if jax and (model != "mlp" or dropout):
+    if jax and (model != "mlp" or dropout or balance != "uniform"):
         raise ValueError(
-            "--backend jax has the mlp alone, without dropout: leave out --model and --dropout"
+            "--backend jax has the mlp alone, two layers a stage and without dropout: leave out "
+            "--model, --dropout and --balance"
         )
     sizes: dict[str, Any] = {"seed": seed, "replicas": options.replicas, "dropout": dropout}
+    sizes["balance"] = balance
     parts = jax_model(schedule, seed) if jax else small_model(model, schedule, **sizes)
-    mode = Recompute(recompute)
     result = pipelab.run(
         schedule,
         *parts,
         devices=device,
-        recompute=mode,
+        recompute=recompute,
         seed=seed if dropout else None,
         pace=paced,
         **vars(options),
     )
     # Predicted with the very costs it is paced by, or with those that it measured itself.
-    costs = Costs(paced, paced, paced, recompute=mode) if paced else fit(result.timeline)
+    costs = Costs(paced, paced, paced, recompute=recompute) if paced else fit(result.timeline)
     if first:  # of several ranks, the one that reports
+        if balance != "uniform":
+            _tell_balance(parts[0], json)
         _tell(result, costs, json)
+
+
+def _tell_balance(stages: Sequence[Any], json: bool) -> None:
+    """The layers of each stage, to be given as --balance."""
+    print(
+        "balance", ",".join(str(len(stage)) for stage in stages), file=sys.stderr if json else None
+    )
 
 
 def _tell(result: Any, costs: Costs, json: bool) -> None:
@@ -163,6 +176,7 @@ def train_command(
     json: Json = False,
     backend: Literal["threads", "processes"] | None = None,
     every: Count = 10,
+    balance: Balance = "uniform",
     save: Name = None,
 ) -> None:
     """Train GPT-2 on real text, resumable at any step.
@@ -171,12 +185,11 @@ def train_command(
         steps: in all; may be more than before
         device: such as cpu or cuda:0, for all stages (default: the GPUs in turn, else cpu)
         every: a checkpoint every K steps
+        balance: layers of each stage, such as 3,5,5,1, or how to find them
         save: keep the last checkpoint there, and go on from it
     """
     import torch
 
-    from pipelab.models import split
-    from pipelab.optimize.cut import uniform
     from pipelab.runtime.resume import train
 
     first = os.environ.get("RANK", "0") == "0"
@@ -189,16 +202,23 @@ def train_command(
     schedule = validate(table.make())
     torch.manual_seed(o.seed)
     layers, batches, loss, length = o.model(steps)
+    where: dict[str, Any] = {"replicas": o.replicas, "device": device}
+    stages = cut(layers, schedule, balance, batches[0], loss, **where)
+    name = o.name
+    if balance != "uniform":
+        name += f" balance={[len(stage) for stage in stages]}"
+        if first:
+            _tell_balance(stages, json)
     with nullcontext(save) if save else tempfile.TemporaryDirectory() as folder:
         parts = train(
             schedule,
-            split(layers, uniform(len(layers), schedule.stages)),
+            stages,
             batches,
             loss,
             partial(torch.optim.Adam, lr=o.lr),
             folder,
             every=every,
-            name=o.name,
+            name=name,
             backend=backend,
             devices=device,
             replicas=o.replicas,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 import pipelab
-from pipelab import Recompute, ScheduleError, simulate, validate
+from pipelab import ScheduleError, simulate, validate
 from pipelab.cli.files import check_targets, read_csv, write_figure, write_text
 from pipelab.cli.options import Count, Counts, Json, Mode, Name, Plot, TableOptions, Times
 from pipelab.cli.report import Failure, show
@@ -33,7 +33,7 @@ def simulate_command(
         trace: write a Chrome trace
     """
     check_targets(csv=csv, trace=trace, plot=plot)
-    costs = replace(times.costs(), recompute=Recompute(recompute))
+    costs = replace(times.costs(), recompute=recompute)
     timeline = simulate(table.make(costs), costs)
     write_figure(plot, lambda: pipelab.plot.timeline(timeline))
     write_text(csv, timeline.schedule.to_csv)

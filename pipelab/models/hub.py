@@ -1,5 +1,6 @@
 """Models as Hugging Face's libraries load them: from a folder, their hub, or its cache."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,13 +8,14 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 from huggingface_hub import constants
+from transformers.utils import logging
 
 PATIENCE = 5.0  # seconds for the hub to answer
 
 
 @contextmanager
 def loading(name: str) -> Iterator[None]:
-    """Load `name` inside; ValueError where it cannot be had.
+    """Load `name` inside, without progress bars in a file; ValueError where it cannot be had.
 
     Where no hub answers, the libraries are set offline meanwhile and take what they have in their
     cache: else they would ask again and again, for minutes.
@@ -21,6 +23,9 @@ def loading(name: str) -> Iterator[None]:
     offline = constants.HF_HUB_OFFLINE
     absent = offline or not (Path(name).is_dir() or _answers())
     constants.HF_HUB_OFFLINE = absent
+    bars = logging.is_progress_bar_enabled()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     try:
         yield
     except OSError as error:
@@ -32,6 +37,8 @@ def loading(name: str) -> Iterator[None]:
         ) from None
     finally:
         constants.HF_HUB_OFFLINE = offline
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _answers() -> bool:

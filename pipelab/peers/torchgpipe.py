@@ -71,7 +71,7 @@ def run_torchgpipe(
     *,
     chunks: int,
     devices: Sequence[str] | None = None,
-    checkpoint: str = "never",
+    checkpoint: Recompute | str = "never",
     trace: bool = True,
 ) -> PeerRun:
     """Train copies of `stages` with torchgpipe; `checkpoint`: never, except_last or always.
@@ -87,7 +87,8 @@ def run_torchgpipe(
 
     check_counts(stages=len(stages), batches=len(batches), chunks=chunks)
     m = _microbatches(batches, chunks)
-    if Recompute(checkpoint) is not Recompute.NEVER:
+    mode = Recompute(checkpoint)
+    if mode is not Recompute.NEVER:
         _check_norms(stages)
     parts: list[Any] = list(copies_of(stages))
     model: Any = GPipe(
@@ -95,7 +96,7 @@ def run_torchgpipe(
         balance=[len(part) for part in parts],
         devices=list(devices or ["cpu"] * len(parts)),
         chunks=chunks,
-        checkpoint=checkpoint,
+        checkpoint=mode.value,
     )
     steps = [StepRecorder(part, optimizer) for part in parts]
     marks = _Marks()

@@ -145,7 +145,7 @@ class _Stage:
 
 def _stages(costs: Costs, home: Sequence[int], microbatches: int, split: bool) -> list[_Stage]:
     # [1] Their own seconds. A whole backward loses its overhead once.
-    again = all(costs.recompute.mask(microbatches, microbatches))
+    again = all(Recompute(costs.recompute).mask(microbatches, microbatches))
     seconds, overhead = compute_seconds(costs, home, again), costs.overhead
     share = shares(costs, home, "activations")
     for_weights = shares(costs, home, "weight_activations")
@@ -272,7 +272,7 @@ class _Device:
 
 def _devices(costs: Costs, home: Sequence[int], microbatches: int, split: bool) -> list[_Device]:
     m, every = microbatches, _stages(costs, home, microbatches, split)
-    again = costs.recompute.mask(m, m)
+    again = Recompute(costs.recompute).mask(m, m)
     some = 0 if all(again) else sum(again)  # are recomputed, and `b` is of one that is not
     devices = []
     stages_of: list[list[_Stage]] = [[] for _ in range(max(home) + 1)]

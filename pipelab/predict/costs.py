@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 from pipelab.table.action import check_counts
 from pipelab.table.placement import check_placement, loop_placement
@@ -21,6 +21,11 @@ class Recompute(Enum):
     NEVER = "never"
     EXCEPT_LAST = "except_last"  # not for the last micro-batch of a batch
     ALWAYS = "always"
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        modes = ", ".join(mode.value for mode in cls)
+        raise CostError(f"recompute={value!r}: use one of {modes}")
 
     def mask(self, total: int, microbatches: int) -> list[bool]:
         """Which of `total` micro-batches are recomputed, `microbatches` to a batch."""
@@ -59,7 +64,7 @@ class Costs:
                   output gradients of the layers. None: as many as `activations`
     boundary      bytes of a stage's input per micro-batch (stage 0: the data): what is received,
                   and what is kept when the forward is recomputed
-    recompute     when the forward runs again before its backward
+    recompute     when the forward runs again before its backward: a Recompute, or its word
 
     Model: fixed times, no contention between links, a transfer's cost paid by nobody's compute.
 
@@ -82,13 +87,10 @@ class Costs:
     activations: Values = 0.0
     weight_activations: Values | None = None
     boundary: Values = 0.0
-    recompute: Recompute = Recompute.NEVER
+    recompute: Recompute | str = Recompute.NEVER
 
     def __post_init__(self) -> None:
-        if not isinstance(self.recompute, Recompute):
-            raise CostError(
-                f"recompute={self.recompute!r}: use Recompute.NEVER, EXCEPT_LAST or ALWAYS"
-            )
+        object.__setattr__(self, "recompute", Recompute(self.recompute))
         for field in fields(self):
             value = getattr(self, field.name)
             as_activations = field.name == "weight_activations" and value is None

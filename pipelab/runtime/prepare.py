@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelab.predict.costs import Costs
+from pipelab.predict.costs import Costs, Recompute
 from pipelab.predict.simulate import delays, durations
 from pipelab.runtime.batches import Data, samples_of
 from pipelab.runtime.stage import Feed
@@ -35,6 +35,7 @@ class Options(SimpleNamespace):
     ) -> None:
         super().__init__(**{name: given.get(name, value) for name, value in default.items()})
         self.default, self.endless = default, endless
+        self.recompute = Recompute(given.get("recompute", "never"))
         for name, fits, remedy in (
             ("backend", self.backend in BACKENDS, "one of threads, processes, jax"),
             ("replicas", self.replicas >= 1, "a whole number of at least 1"),

@@ -28,7 +28,7 @@ def run(
     backend: str | None = None,
     devices: str | Sequence[Any] | None = None,
     replicas: int = 1,
-    recompute: Recompute = Recompute.NEVER,
+    recompute: Recompute | str = "never",
     clip: float | None = None,
     autocast: Any = None,
     seed: int | None = None,
@@ -70,7 +70,7 @@ def run(
                the CPU. For jax: such as ["cpu:0", "cpu:1"], or jax.devices(), taken in turn
     replicas   this many pipelines train together, each on its share of every batch; needs a
                schedule with a flush
-    recompute  when a backward first runs its forward again
+    recompute  when a backward first runs its forward again: never, except_last or always
     clip       the largest norm of a step's gradient: over all stages for a flush schedule, per
                stage without a flush (2BW, one batch of it too; tables whose updates come before the
                batch's end)

@@ -72,7 +72,7 @@ class Trainer(AbstractContextManager):
         backend: str | None = None,
         devices: str | Sequence[Any] | None = None,
         replicas: int = 1,
-        recompute: Recompute = Recompute.NEVER,
+        recompute: Recompute | str = "never",
         clip: float | None = None,
         autocast: Any = None,
         seed: int | None = None,

@@ -24,7 +24,6 @@ SECONDS = (*PASSES, "update", "transfer")
 BYTES = ("weights", "optimizer", "activations", "boundary")
 # Sizes that let every cause of memory be seen.
 COSTS = Costs(weights=2, optimizer=4, activations=1, boundary=0.25)
-MODES = {mode.value: mode for mode in Recompute}
 LARGEST = 100_000  # actions; what a browser still draws in about a second
 MOST = 1e15  # seconds or bytes; beyond, sums come near what single precision holds
 made = lru_cache(maxsize=8)(make_for)  # the compared table is kept, and searches
@@ -89,7 +88,7 @@ class Explorer(anywidget.AnyWidget):
             "schedules": names,
             "chunks": [n for n in names if takes(n, "virtual")],
             "limited": [n for n in names if takes(n, "memory")],
-            "recompute": list(MODES),
+            "recompute": [mode.value for mode in Recompute],
         }
         super().__init__(choices=choices, settings=settings, drawing=picture)
         self.observe(self._answer, "settings")
@@ -122,11 +121,8 @@ class Explorer(anywidget.AnyWidget):
 
     def _picture(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Simulate what the settings say and keep it; the picture of it."""
-        mode = settings["recompute"]
-        if mode not in MODES:
-            raise CostError(f"recompute={mode!r}: use one of {', '.join(MODES)}")
         numbers = {key: _numbers(key, settings[key]) for key in SECONDS + BYTES}
-        costs = replace(self._costs, **numbers, recompute=MODES[mode])
+        costs = replace(self._costs, **numbers, recompute=settings["recompute"])
         sizes = {key: settings[key] for key in SIZES}
         check_counts(**sizes)
         limit = _limit(settings["memory"])

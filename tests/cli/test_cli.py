@@ -127,6 +127,10 @@ def test_a_csv_file_is_a_schedule_too(capsys, tmp_path):
             "there is no folder nowhere",
         ),
         ("run gpipe --devices 2 --microbatches 2 --device cuda:64", "device 'cuda:64'"),
+        (f"run {SMALL} --balance 1,2,3", "--balance 1,2,3 has 3 stages for the 2 of gpipe: give"),
+        (f"run {SMALL} --balance type:Foo", "method='type:Foo': no layer matches; there are Lin"),
+        (f"run {SMALL} --balance 1,2 --backend jax", "leave out --model, --dropout and --balance"),
+        ("train gpt2 --balance 3,5", "balance [3, 5] for 14 layers: give every stage at least one"),
         (f"simulate {SMALL} --plot x", "--plot x: Format '' is not supported: name a file that"),
         (f"simulate {SMALL} --plot .", "--plot . is a folder: name a file"),
         (f"simulate {SMALL} --csv .", "--csv . is a folder: name a file"),
@@ -183,6 +187,9 @@ def test_bad_input_is_one_line_and_status_2(capsys, line, message, tmp_path, mon
         "run gpipe --paced 0",
         "run gpipe --paced 1e308",
         "run gpipe --seed -1",
+        "run gpipe --balance 3,0",
+        "run gpipe --balance 3,x",
+        "train gpt2 --balance pipedream",
         "run gpipe --seed 99999999999999999999",
     ],
 )
@@ -334,6 +341,49 @@ def test_run_json(capsys, line, tmp_path):
     assert set(KEYS) <= set(result["simulated"])
     assert result["measured"]["rows"] == result["simulated"]["rows"]
     assert (tmp_path / "dump" / "initial.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("balance", "counts"),
+    [("3,5,5,1", "3,5,5,1"), ("type:GPT2Block", "2,1,1,2"), ("parameters", "1,2,2,1")],
+)
+def test_run_balance(capsys, balance, counts):
+    """By counts the model has as many layers; embedding and head weigh as much as a block each."""
+    line = f"run gpipe --devices 4 --microbatches 2 --model gpt2 --balance {balance}"
+    status, out, err = call(capsys, line)
+    assert (status, err) == (0, "")
+    assert out.startswith(f"balance {counts}\n")
+
+
+def test_times_balance_in_one_process_alone(capsys, monkeypatch):
+    line = "run gpipe --devices 2 --microbatches 2 --balance time"
+    status, out, err = call(capsys, f"{line} --json")
+    assert status == 0 and json.loads(out)["check"]["passed"]
+    assert sum(map(int, err.removeprefix("balance ").split(","))) == 4
+    monkeypatch.setenv("RANK", "0")
+    status, _, err = call(capsys, line)
+    assert status == 2 and "--balance time: every rank would measure other times; give" in err
+
+
+def test_train_into_a_file_writes_lines(capsys, tmp_path):
+    """Of published weights, too, which transformers loads under a bar; and goes on with its cut."""
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    from pipelab.models import data
+
+    sizes = {"vocab_size": 512, "n_positions": 32, "n_embd": 64, "n_layer": 4, "n_head": 4}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+    model.save_pretrained(tmp_path / "gpt2")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=data.corpus(512).tokenizer)
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    capsys.readouterr()
+    line = f"train gpt2 --pretrained {tmp_path / 'gpt2'} --batch 4 --save {tmp_path / 'kept'}"
+    status, out, err = call(capsys, f"{line} --steps 2 --every 1 --balance 2,4")
+    assert (status, err) == (0, "")
+    shown = [line.split()[0] for line in out.splitlines()]
+    assert shown == ["balance", "step", "step", "The"] and "\r" not in out
+    status, _, err = call(capsys, f"{line} --steps 3 --balance 3,3")
+    assert status == 2 and "balance=[2, 4]), not" in err
 
 
 @pytest.mark.parametrize("name", ["gpipe", "pipedream"])

@@ -358,6 +358,16 @@ def test_shared_layers_take_their_share():
     assert "stage 0 x 3" in [label.get_text() for label in ax.get_yticklabels()]
 
 
+def test_the_workflow_cuts_what_it_profiled():
+    profiled, cut, _ = PICTURES["workflow.png"]().figure.axes
+    heights = [[bar.get_height() for bar in ax.containers[0]] for ax in (profiled, cut)]
+    assert heights[0] == heights[1] == pytest.approx(vgg16().of("time"))
+    ends = [round(line.get_xdata()[0] - 0.5) for line in cut.lines]
+    sums = [sum(heights[1][a:b]) for a, b in pairwise([0, *ends])]
+    assert words(cut) == [f"device {s}\n{seconds:.1f}" for s, seconds in enumerate(sums)]
+    assert max(sums) == pytest.approx(split_layers(vgg16(), 4, "time").bottleneck)
+
+
 def test_balanced_times_beat_equal_counts_in_the_picture():
     names = [word for word in words(PICTURES["partition.png"]()) if "take" in word]
     equal, balanced = (float(name.split()[-1]) for name in names)

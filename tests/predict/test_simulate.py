@@ -267,8 +267,9 @@ def test_costs_that_are_no_costs(value):
 def test_costs_in_other_words():
     with pytest.raises(CostError, match=r"speed=0.*positive"):
         Costs(speed=0)
-    with pytest.raises(CostError, match="recompute='always'"):
-        Costs(recompute="always")
+    with pytest.raises(CostError, match="recompute='some': use one of never, except_last, always"):
+        Costs(recompute="some")
+    assert Costs(recompute="always") == Costs(recompute=Recompute.ALWAYS)
 
 
 def test_split_keeps_the_model():

@@ -218,6 +218,7 @@ def test_activation_bytes_are_measured_not_read_from_the_table():
     assert peaks("gpipe")[:3] == [4 * each] * 3
     assert peaks("pipedream_flush")[:3] == [4 * each, 3 * each, 2 * each]
     assert peaks("inter_layer")[:3] == [each] * 3
+    assert peaks("gpipe", recompute="always") == peaks("gpipe", recompute=Recompute.ALWAYS)
     # Recomputed: four inputs, and what one backward builds again beside the three that are left.
     assert peaks("gpipe", recompute=Recompute.ALWAYS)[:3] == [3 * each / 2 + each] * 3
     result = run(make("gpipe", 4, 4), stages(4), batches(1), F.mse_loss, SGD)
@@ -834,6 +835,7 @@ SHARED = nn.Linear(6, 6, dtype=torch.float64)
             "replicas=2 with pipedream, which updates without a flush",
         ),
         ({"replicas": 0}, "replicas=0: give a whole number"),
+        ({"recompute": "some"}, "recompute='some': use one of never, except_last, always"),
         ({"pace": -1.0}, "pace=-1.0: give the seconds of one cost unit"),
         ({"seed": -1}, "seed=-1: give a whole number of at least 0"),
         ({"timeout": 0}, "timeout=0: give seconds"),
