@@ -40,7 +40,7 @@ def answer(self, k, dy):
             INPUT_GRADIENT.replace("(dy, x)", "(dy, positive)"): "cannot be judged",
             INPUT_GRADIENT.replace("self.for_W[k].append", "self.for_W[k].insert").replace(
                 "((dy, x))", "(0, (dy, x))"
-            ): "the last layer first",
+            ): "the last one first",
             "answer = 3": "is not a function",
         },
     },
