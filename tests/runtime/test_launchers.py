@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import pipelab
 from pipelab.runtime import clock
+from tests.workers.launched import shown, uneven
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "workers" / "launched.py"
@@ -95,6 +96,14 @@ def test_two_agents_run_what_threads_run(expected, tmp_path):
     assert result["losses"] == expected.losses
     assert result["late"] >= 0  # one clock
     assert [len(names) for names in result["weights"]] == [2, 2]  # rank 0 has all for the check
+
+
+def test_messages_of_changing_sizes_on_ranks(tmp_path):
+    statuses, outs, errors = worker("uneven", tmp_path)
+    assert statuses == [0], errors
+    result = shown(uneven(check=False))
+    assert only(outs)["passed"] is True
+    assert (only(outs)["losses"], only(outs)["sums"]) == (result["losses"], result["sums"])
 
 
 @pytest.fixture

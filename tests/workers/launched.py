@@ -44,6 +44,11 @@ def main(twist, folder, rank):
 
     if twist == "skewed":
         clock.host = lambda: str(rank)
+    if twist == "uneven":
+        result = uneven()
+        if rank == 0:
+            print(json.dumps(shown(result)))
+        return
     torch.manual_seed(rank if twist.startswith("unseeded") else 0)
     replicas = 2 if twist in ("replicas", "unseeded replicas") else 1
     devices = int(os.environ["WORLD_SIZE"]) // replicas
@@ -61,6 +66,25 @@ def main(twist, folder, rank):
     result = pipelab.run(*arguments, **options)
     if rank == 0:
         print(json.dumps(shown(result)))
+
+
+def uneven(**options):
+    """A run on two ranks whose micro-batches and edges all differ in size, large and small.
+
+    Outputs and gradients share a link, and a receiver wants them in another order than they come.
+    """
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    import pipelab
+
+    torch.manual_seed(0)
+    widths = [(6, 300), (300, 40), (40, 900), (900, 6)]
+    layers = [nn.Sequential(nn.Linear(*width), nn.Tanh()) for width in widths]
+    data = [(torch.randn(count, 6), torch.randn(count, 6)) for count in (27, 5, 30, 13)]
+    schedule = pipelab.make("interleaved", 2, 4, virtual=2, batches=len(data))
+    return pipelab.run(schedule, layers, data, F.mse_loss, torch.optim.AdamW, **options)
 
 
 def stages(twist, devices):
@@ -91,6 +115,7 @@ def shown(result):
         "makespan": t.makespan,
         "late": min(t.start[i] - t.end[j] for i, j in inputs if j is not None),
         "weights": [sorted(w) for w in result.weights],
+        "sums": [float(v.double().sum()) for w in result.weights for v in w.values()],
         "replicas": len(result.replicas),
     }
 

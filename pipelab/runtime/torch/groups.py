@@ -1,10 +1,11 @@
 """How tensors travel between ranks: by torch.distributed, over gloo or, between GPUs, NCCL."""
 
+import math
 import pickle
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from functools import partial
-from io import BytesIO
+from itertools import accumulate
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -14,15 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipelab.runtime.stage import Device
-from pipelab.runtime.torch.pipes import as_bytes, like, tensors_of
+from pipelab.runtime.torch.pipes import as_bytes, like, restored, tensors_of
 from pipelab.runtime.transport import Key, lost
 from pipelab.runtime.wire import Ends, Wire, apart, pairs_of_ranks, whole
 from pipelab.runtime.worker import Job
 
 FOREVER = timedelta(days=1)  # for torch, which counts a rank's wait for others who work as a hang
-HEAD = 4096  # bytes of what comes before a message
-BODY = HEAD - 256  # bytes of skeleton and tensors that travel in it
-WAITING = 64  # tensors that may wait until their thread looks whether they have left
+HEAD = 256  # bytes of what comes before a message
+ALIGN = 64  # bytes, as torch aligns tensors: sums may depend on it
+LEAST, MOST = 2**12, 2**22  # bytes asked for beforehand: beyond, to copy takes longer than to ask
+AHEAD = 4  # messages for which it does
+HEADS, PARTS = 0, 1  # tags: of heads with what fits behind them, and of all else
+WAITING = 2**20  # bytes that may wait until their thread looks whether they have left
 KNOWN = 1000  # skeletons that are kept: some have a norm or a count in them, which comes once
 
 
@@ -97,11 +101,13 @@ class GroupLink:
 
     A message is
 
-        | key, time, number of its skeleton, size if that is new | skeleton | tensor | tensor | ...
+        | key, time, number of its skeleton, size if that is new, total | skeleton | tensor | ...
 
     whose skeleton is a pickle of all but the numbers in its tensors. It travels once, if it is
-    among the first KNOWN. What fits travels in the first part: each part wakes threads of gloo's
-    at both ends.
+    among the first KNOWN. Gloo sends nothing before the receiver has asked for it, and each part
+    wakes threads at both ends: so that the receiver asks beforehand, for as much as the largest
+    message had, and what fits comes in one part. What does not, such as a GPU's tensors, comes part
+    by part behind the head.
     """
 
     def __init__(self, other: int, to: Any, back: Any, device: torch.device) -> None:
@@ -109,14 +115,14 @@ class GroupLink:
         self._sent: dict[bytes, int] = {}
         self._known: list[Any] = []
         # A tensor has to be kept until it has left, which torch does only for NCCL's. To wake a
-        # thread for every small one would take longer than to send it.
+        # thread for every one would take longer than to send it.
         self._waiting: list[Any] = []
+        self._bytes = 0
         self._leaving: SimpleQueue[Any] = SimpleQueue()
         self._thread = Thread(target=self._keep, name="pipelab sends", daemon=True)
         self._thread.start()
-        # Gloo sends nothing before the receiver has asked: it asks for the next message beforehand.
-        self._head = torch.empty(HEAD, dtype=torch.uint8)
-        self._coming = self._ask(self._head)
+        self._there, self._here = _Rooms(), _Rooms()
+        self._asked = deque(self._ask_for_head(room) for room in self._here.ahead)
 
     def write(self, message: Any) -> None:
         """Send a message; does not wait for the reader. Lost if the other end is closed."""
@@ -127,32 +133,46 @@ class GroupLink:
         number = self._sent.get(skeleton, len(self._sent))
         if number < KNOWN:
             self._sent[skeleton] = number
-        rows = [_row_of(skeleton)] if new else []
-        rows += [as_bytes(tensor.to(self.device)) for tensor in tensors]
-        inside = None
-        if self.device.type == "cpu" and sum(row.nbytes for row in rows) <= BODY:
-            inside, rows = b"".join(row.numpy().data for row in rows), []
-        head = pickle.dumps((key, at, number, len(skeleton) if new else 0, inside))
-        for row in (_row_of(head.ljust(HEAD)), *rows):
-            self._send(row)
+        parts = [as_bytes(tensor.to(self.device)) for tensor in tensors]
+        parts.insert(0, _row_of(skeleton)[: None if new else 0])
+        near = [part for part in parts if not part.is_cuda]
+        places = _places(part.nbytes for part in near)
+        head = _row_of(pickle.dumps((key, at, number, parts[0].nbytes, places[-1])))
+        if self._there.fit(places[-1]):
+            row = torch.empty(places[-1], dtype=torch.uint8)
+            memory = row.numpy()
+            for place, part in zip((0, *places), (head, *near), strict=False):
+                memory[place : place + part.nbytes] = part.numpy()
+            head, parts = row, parts[len(near) :]
+        self._send(head, HEADS)
+        for part in parts:
+            if part.nbytes:
+                self._send(part, PARTS)
 
     def read(self) -> Any:
         """The next message; waits for it. Lost if the other end is closed."""
-        _wait(self._coming)
-        key, at, number, size, inside = pickle.loads(self._head.numpy().data)
-        fill = self._receive if inside is None else partial(_copy, BytesIO(inside))
-        if size:
-            row = torch.empty(size, dtype=torch.uint8)
-            fill(row)
-            skeleton, alike = pickle.loads(row.numpy().data)
+        row, work = self._asked.popleft()
+        _wait(work)
+        memory = row.numpy().data
+        key, at, number, size, total = pickle.loads(memory)
+        fits = self._here.fit(total)
+        self._asked.append(self._ask_for_head(self._here.ahead[-1]))
+        if not size:
+            skeleton, alike = self._known[number]
+        else:
+            packed = memory[HEAD:] if fits else self._receive_row(size)
+            skeleton, alike = pickle.loads(packed)
             if number < KNOWN:
                 self._known.append((skeleton, alike))
+        if not fits or self.device.type != "cpu":
+            tensors = self._receive(alike)
         else:
-            skeleton, alike = self._known[number]
-        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in alike]
-        for tensor in tensors:
-            fill(as_bytes(tensor))
-        self._coming = self._ask(self._head)
+            sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in alike]
+            places = _places([size, *sizes])[1:]
+            found = (memory[a : a + n] for a, n in zip(places, sizes, strict=False))
+            tensors = [*map(restored, found, alike)]
+            if 2 * total < row.nbytes:  # it would be kept with them
+                tensors = [tensor.clone() for tensor in tensors]
         return key, whole(skeleton, tensors), at
 
     def end(self) -> None:
@@ -166,21 +186,35 @@ class GroupLink:
         for group in (self.to, self.back):
             dist.destroy_process_group(group)
 
-    def _send(self, row: Tensor) -> None:
+    def _send(self, row: Tensor, tag: int) -> None:
         with lost(RuntimeError):
-            work = dist.isend(row, self.other, self.to)
+            work = dist.isend(row, self.other, self.to, tag=tag)
         if not row.is_cuda:
             self._waiting.append((work, row))
-            if row.nbytes > HEAD or len(self._waiting) > WAITING:
+            self._bytes += HEAD + row.nbytes
+            if self._bytes > WAITING:
                 self._leaving.put(self._waiting)
-                self._waiting = []
+                self._waiting, self._bytes = [], 0
 
-    def _ask(self, row: Tensor) -> Any:
+    def _ask(self, row: Tensor, tag: int) -> Any:
         with lost(RuntimeError):
-            return dist.irecv(row, self.other, self.back)
+            return dist.irecv(row, self.other, self.back, tag=tag)
 
-    def _receive(self, row: Tensor) -> None:
-        _wait(self._ask(row))
+    def _ask_for_head(self, room: int) -> tuple[Tensor, Any]:
+        row = torch.empty(room, dtype=torch.uint8)
+        return row, self._ask(row, HEADS)
+
+    def _receive(self, alike: Sequence[Any]) -> list[Tensor]:
+        """Tensors that come part by part."""
+        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in alike]
+        for work in [self._ask(as_bytes(tensor), PARTS) for tensor in tensors if tensor.nbytes]:
+            _wait(work)
+        return tensors
+
+    def _receive_row(self, size: int) -> Any:
+        row = torch.empty(size, dtype=torch.uint8)
+        _wait(self._ask(row, PARTS))
+        return row.numpy().data
 
     def _keep(self) -> None:
         """Keep tensors until they have left."""
@@ -189,13 +223,27 @@ class GroupLink:
                 _wait(work)
 
 
+class _Rooms:
+    """Bytes that a receiver asks for beforehand, of the next messages, as both ends count them."""
+
+    def __init__(self) -> None:
+        self.ahead = deque([LEAST] * AHEAD)
+
+    def fit(self, total: int) -> bool:
+        """Whether the next message has room; one more is asked for, with as much."""
+        fits = total <= self.ahead.popleft()
+        self.ahead.append(max(self.ahead[-1], total if total <= MOST else 0))
+        return fits
+
+
+def _places(sizes: Iterable[int]) -> list[int]:
+    """Where parts begin behind a head, and the end."""
+    return [*accumulate((-(-size // ALIGN) * ALIGN for size in sizes), initial=HEAD)]
+
+
 def _wait(work: Any) -> None:
     with lost(RuntimeError):
         work.wait()
-
-
-def _copy(source: BytesIO, row: Tensor) -> None:
-    source.readinto(row.numpy().data)
 
 
 def _row_of(memory: bytes) -> Tensor:

@@ -47,7 +47,7 @@ class Pipe:
         """The next message; waits for it. Lost if the other end is closed."""
         with lost(OSError, EOFError, pickle.UnpicklingError):
             skeleton, alike, memory = pickle.loads(self._connection.recv_bytes())
-            return whole(skeleton, [*map(_restored, memory, alike)])
+            return whole(skeleton, [*map(restored, memory, alike)])
 
     def end(self) -> None:
         """Nobody else in this process waits on it."""
@@ -70,7 +70,8 @@ def like(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
     return tensor.dtype, tuple(tensor.shape)
 
 
-def _restored(memory: bytearray, alike: tuple[torch.dtype, tuple[int, ...]]) -> Tensor:
+def restored(memory: Any, alike: tuple[torch.dtype, tuple[int, ...]]) -> Tensor:
+    """A tensor of these bytes."""
     dtype, shape = alike
     if not memory:
         return torch.empty(shape, dtype=dtype)

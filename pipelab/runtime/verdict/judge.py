@@ -74,6 +74,8 @@ def judge(
         t, steps = segment.first_update + i, [of_stage[i] for of_stage in replica_steps[0]]
         trial.compare_update(t, steps, pieces, exact)
         trial.compare_step(t, steps)
+        if i == table.updates - 1:
+            trial.compare_buffers(pieces)
         trial.go_on(t + 1, steps, reading[i + 1 :])
     # [4] what the run gives back
     trial.compare_results(replica_steps, saved)

@@ -133,6 +133,13 @@ class Reference:
             compute = self.arithmetic.compute
             return [compute(weights, piece, 1.0, gradients=False)[:2] for weights, piece in given]
 
+    def left(self, pieces: Sequence[Piece], jitter: Jitter) -> Arrays:
+        """The buffers that the forwards would leave."""
+        with self._given(pieces, jitter) as given:
+            for weights, piece in given:
+                self.arithmetic.compute(weights, piece, 1.0, gradients=False)
+            return self.arrays(self.arithmetic.buffers())
+
     def gradients(
         self, pieces: Sequence[Piece], jitter: Jitter | None = None
     ) -> tuple[Losses, Arrays]:

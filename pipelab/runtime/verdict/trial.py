@@ -210,21 +210,32 @@ class Trial:
                         self.found.add(label, run[name], expected[name], unset=True)
 
     def compare_trained(self) -> None:
-        """The result of the run: the weights of its last update, and the buffers."""
-        own = self.own
-        run = own.arrays(self.result.weights)
-        expected, buffers = self.truth.state()
-        near = own.state()[1]
-        for name, weight in expected.items():
+        """The weights of the run's last update."""
+        run = self.own.arrays(self.result.weights)
+        for name, weight in self.truth.state()[0].items():
             self.found.add(f"the trained weight {name}", run[name], weight, unset=True)
-        for name, buffer in buffers.items():
+
+    def compare_buffers(self, pieces: Sequence[Piece]) -> None:
+        """The buffers that the run gives back, after the last update's pieces."""
+        own, compute = self.own, self.own.arithmetic
+        run, near = own.arrays(self.result.weights), own.state()[1]
+        again = opinions(lambda draw, size: own.left(pieces, Jitter(draw, size)))
+        for name, buffer in self.truth.state()[1].items():
             if name not in run:  # not persistent: no state dict has it
                 continue
-            floor = own.arithmetic.eps.get(name, 0.0) * np.abs(buffer)
-            unset = self.unset.get(name)
+            eps, unset = compute.eps.get(name, 0.0), self.unset.get(name)
             if unset is None or unset.shape != buffer.shape:  # a forward has put another there
                 unset = np.zeros(buffer.shape, bool)
-            self.found.add(f"buffer {name}", run[name], buffer, floor, near[name], unset=unset)
+            self.found.add(
+                f"buffer {name}",
+                run[name],
+                buffer,
+                eps * np.abs(buffer),
+                near[name],
+                # A mean may be far smaller than what was added up for it, and so than its rounding.
+                again(name, max(eps, self.narrowed, compute.mixed)),
+                unset=unset,
+            )
 
     def compare_saved(self, where: str, states: Sequence[Any], weights: Sequence[Any] = ()) -> None:
         """All that a checkpoint holds, and nothing is missing: it was saved or loaded, no more."""

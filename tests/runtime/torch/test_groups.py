@@ -1,0 +1,44 @@
+"""Messages over real process groups, which take what a row of bytes has, and not what was asked."""
+
+import random
+from types import SimpleNamespace
+
+import torch
+
+from pipelab.runtime.torch.processes import run_processes
+
+
+def rank_job(rank):
+    return SimpleNamespace(rank=rank, where=f"rank {rank}", doing=str)
+
+
+def test_messages_of_all_sizes_cross_both_ways_at_once():
+    def work(job, progress):
+        from pipelab.runtime.torch import groups
+
+        me, other, cpu = job.rank, 1 - job.rank, torch.device("cpu")
+        of = groups.groups_of([(0, 1)], me, cpu)
+        link = groups.GroupLink(other, of[me, other], of[other, me], cpu)
+        sizes = {rank: random.Random(rank) for rank in (me, other)}
+
+        def message(rank, i):
+            count = sizes[rank].choice([0, 1, 7, 1000, 2**16, 2**17 + rank, groups.MOST // 4])
+            first = torch.full((count,), float(i), dtype=torch.float32)
+            return {"a": first, "b": (torch.arange(i % 5), i), "c": torch.tensor(1j * i).conj()}
+
+        found = []
+        for turn in range(12):
+            for i in range(turn % 4 + 1):  # some are sent before the first is read
+                link.write(((me, True, i), message(me, i), float(i)))
+            for i in range(turn % 4 + 1):
+                key, payload, at = link.read()
+                expected = message(other, i)
+                same = all(torch.equal(payload[k], expected[k]) for k in "ac")
+                same &= torch.equal(payload["b"][0], expected["b"][0]) and payload["b"][1] == i
+                found.append((key, at) == ((other, True, i), i) and same)
+            progress(turn)
+        link.close()
+        return found
+
+    for found in run_processes([rank_job(0), rank_job(1)], work, 60.0):
+        assert found == [True] * 30
