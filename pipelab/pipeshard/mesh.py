@@ -50,10 +50,14 @@ class MeshDevice(JaxDevice):
 
     def take(self, parcel: Any) -> Parcel:
         use, along = ({self._variables[n]: x for n, x in part.items()} for part in parcel)
+        return self.arrived(Parcel(use, along))
+
+    def arrived(self, payload: Parcel) -> Parcel:
+        """A payload, with what is used next on this mesh."""
         # What only passes through stays where it is, and is moved once, by the stage that uses it.
-        here = {v: self.moved(v, x) for v, x in use.items()}
+        here = {v: self.moved(v, x) for v, x in payload.use.items()}
         self.wait([*here.values()])
-        return Parcel(here, along)
+        return Parcel(here, payload.along)
 
     def moved(self, v: Var, x: Any) -> Any:
         """The array of a variable, or its gradients, on this mesh: itself, if it is there."""
