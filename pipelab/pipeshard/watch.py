@@ -44,7 +44,7 @@ class WatchedMesh(MeshDevice):
 
     A mark is when all that was to be waited for before it was there: of an action's start, its
     input, the action that made it, and the one before here; of its end, its results. A thread
-    waits, as soon as there is something to wait for.
+    waits, as soon as there is something to wait for: it may be late, by what it takes to wake.
     """
 
     def __init__(self, *of: Any) -> None:

@@ -45,9 +45,10 @@ def test_spans_are_when_meshes_compute_and_no_thread_is_left():
     timeline = pipeline.timeline
     spans = {span.action: span for span in timeline.spans}
     for span in timeline.spans:
-        stage, kind, _ = span.action
+        stage, kind, microbatch = span.action
+        # A thread may see it late, on a machine with other work, but never too early.
         if (stage, kind) == (1, Kind.F):
-            assert span.end - span.start >= PAUSE
+            assert span.end >= (microbatch + 1) * PAUSE
         if kind is Kind.F and stage:
             assert span.start >= spans[span.action._replace(stage=stage - 1)].end
         if kind is Kind.B and stage < 2:
