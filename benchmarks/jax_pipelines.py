@@ -98,28 +98,45 @@ def _empty_actions(repeats: int, sizes: Sizes) -> list[str]:
     """The section on stages that multiply one number by one weight."""
     one, other = jax.devices()[:2]
     x, jitted = jax.device_put(jnp.ones((1, 1)), one), jax.jit(jnp.multiply)
+    forward = jax.jit(lambda w, x: x * w)
+    backward = jax.jit(lambda w, x, total, dy: (total + (x * dy).sum(), w * dy))
+    w = jax.device_put(jnp.ones(()), one)
     singles = {
         "jitted call": lambda: jitted(x, x),
+        "a stage's own": lambda: [forward(w, x), backward(w, x, w, x)],
         "device_put": lambda: jax.device_put(x, other),
         "both": lambda: jax.device_put(jitted(x, x), other),
     }
     rows = []
     for m in sizes.empty:
         calls = [partial(_per_call, call, sizes.calls) for call in singles.values()]
+        calls[1] = partial(_per_call, singles["a stage's own"], sizes.calls, each=2)
         found = in_turn([*calls, _empty_step(m, sizes)], repeats)
-        ratio = statistics.median(found[-1]) / statistics.median(found[-2])
-        rows.append((m, *(spread(of, ".0f", 1e-6) for of in found), f"{ratio:.2f}"))
+        medians = [*map(statistics.median, found)]
+        ratios = (f"{medians[-1] / medians[i]:.1f}" for i in (0, 1, 3))
+        rows.append((m, *(spread(of, ".0f", 1e-6) for of in found), *ratios))
     return [
         "## Overhead of an empty action",
         paragraph(
             f"Pipeshard with {sizes.devices} stages that multiply one number by one weight, 1F1B: "
             "a train step's time / the actions of all rows, so with the split of the batch and the "
-            "end of the step. Beside it jax alone, waited for: a jitted call, a jax.device_put to "
-            "another device, and both; an action is a jitted call, and mostly its result goes to "
-            "another device. Microseconds, in turn, the median (fastest to slowest) of "
-            f"{repeats} times at least {sizes.calls} of them."
+            "end of the step. Beside it jax alone, waited for: a jitted call; the mean of a "
+            "stage's forward and of its backward, jitted; a jax.device_put to another device; and "
+            "this with the first. An action is a jitted call, and mostly its result goes to "
+            f"another device. On {cores()} cores. Microseconds, in turn, the median (fastest to "
+            f"slowest) of {repeats} times at least {sizes.calls} of them."
         ),
-        table(("micro-batches", *singles, "action of pipeshard", "ratio to both"), rows),
+        table(
+            (
+                "micro-batches",
+                *singles,
+                "action of pipeshard",
+                "ratio to jitted call",
+                "to a stage's own",
+                "to both",
+            ),
+            rows,
+        ),
     ]
 
 
@@ -146,9 +163,9 @@ def _empty_step(m: int, sizes: Sizes) -> Callable[[], float]:
     return lambda: _per_call(lambda: pipeline(state, batch), sizes.calls // actions + 1) / actions
 
 
-def _per_call(call: Callable[[], Any], count: int) -> float:
-    """Seconds of a call that is waited for, of `count` in a row."""
-    return timed(lambda: [jax.block_until_ready(call()) for _ in range(count)]) / count
+def _per_call(call: Callable[[], Any], count: int, each: int = 1) -> float:
+    """Seconds of a call that is waited for, of `count` in a row; `call` makes `each` of them."""
+    return timed(lambda: [jax.block_until_ready(call()) for _ in range(count)]) / count / each
 
 
 def _side_by_side(m: int, repeats: int, sizes: Sizes) -> dict[str, Found]:

@@ -101,19 +101,19 @@ def _row(stage: Stage, repeats: int) -> Sequence[str]:
     of_x, *crossing = compiled.input_grad(*given)
     read = [[*given, *crossing][i] for i in compiled.read]
     sums = [compiled.zeros(), compiled.zeros()]
-    sums[0], whole = compiled.backward(sums[0], *operands)
-    sums[1] = compiled.weight_grad(sums[1], read)
+    sums[0], whole, _ = compiled.backward(sums[0], *operands)
+    sums[1], _ = compiled.weight_grad(sums[1], read)
     for a, b in zip([*sums[0], *whole], [*sums[1], of_x], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * float(jnp.abs(a).max()))
 
     def both() -> None:
-        sums[0], _ = jax.block_until_ready(compiled.backward(sums[0], *operands))
+        sums[0], *_ = jax.block_until_ready(compiled.backward(sums[0], *operands))
 
     def first() -> None:
         jax.block_until_ready(compiled.input_grad(*given))
 
     def second() -> None:
-        sums[1] = jax.block_until_ready(compiled.weight_grad(sums[1], read))
+        sums[1], _ = jax.block_until_ready(compiled.weight_grad(sums[1], read))
 
     calls = [lambda each=each: timed(each) for each in (both, first, second, both)]
     b, i, w, again = in_turn(calls, repeats, warm_up=3)

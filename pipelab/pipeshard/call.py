@@ -1,6 +1,8 @@
 """One call of a program: arguments onto their meshes, the rows of the schedule, the results."""
 
+import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -15,9 +17,11 @@ from pipelab.pipeshard.batch.microbatches import share_of
 from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
 from pipelab.pipeshard.program import Program
 from pipelab.pipeshard.tracing import Arguments
+from pipelab.pipeshard.watch import WatchedMesh
 from pipelab.runtime.jax.jaxpr import Arrays, Atom, Values
-from pipelab.runtime.threads import Threads
-from pipelab.runtime.worker import Order, Record
+from pipelab.runtime.transport import Transport
+from pipelab.runtime.worker import Order, Outcome, Record, RunError, Worker
+from pipelab.table.action import Action
 
 split_array = jax.jit(jax.numpy.split, static_argnums=1)
 
@@ -52,10 +56,12 @@ def run_call(program: Program, arguments: Arguments) -> Call:
     jobs = _jobs(program, known, _pieces(program, values))
 
     # [2] A worker for each mesh carries out its row of the schedule, and ends the update.
-    launcher = program.agreed(arguments) if program.connect else Threads()
-    rows = program.schedule.rows
-    outcomes = launcher.run(jobs, [Order(actions=rows[job.row], report=True) for job in jobs])
-    outcomes.sort(key=attrgetter("row"))
+    orders = [Order(actions=program.schedule.rows[job.row], report=True) for job in jobs]
+    if program.connect:
+        outcomes = program.agreed(arguments).run(jobs, orders)
+        outcomes.sort(key=attrgetter("row"))
+    else:
+        outcomes = _in_one_thread(program.sequence, jobs, orders)
 
     # [3] The results, each from the row that made it.
     def find(v: Var) -> Any:
@@ -79,13 +85,51 @@ def run_call(program: Program, arguments: Arguments) -> Call:
     return Call(tree, records, [find(v) for v in step.gradient])
 
 
+def _in_one_thread(
+    sequence: Sequence[tuple[int, Action]], jobs: Sequence[MeshJob], orders: Sequence[Order]
+) -> list[Outcome]:
+    """The outcomes of orders to all rows, whose workers this thread lets take turns.
+
+    It only tells jax what to compute, which goes on meanwhile: threads for the rows, which wait for
+    each other, take several times as long to do that.
+
+    sequence  rows and their actions, each behind those that it needs the results of
+    """
+    transport, began = Transport(len(jobs)), time.perf_counter()
+    workers, errors = [], []
+    for job, order in zip(jobs, orders, strict=True):
+        job.device.begin(began)
+        workers.append(Worker(job, job.mesh_stages, job.device, transport, began))
+        workers[-1].begin(order)
+    try:
+        for row, _ in sequence:
+            workers[row].step()
+    except RunError as error:
+        errors.append(error)
+    finally:
+        for job in jobs:
+            job.device.finish()
+    # What reads the results of an action that failed fails, too.
+    outcomes = []
+    for worker in workers:
+        try:
+            outcomes.append(worker.outcome())
+        except RunError as error:
+            errors.append(error)
+    if errors:
+        raise min(errors, key=lambda error: sequence.index((error.device, error.action)))
+    for _ in zip(*(job.finish(transport) for job in jobs), strict=True):
+        pass
+    return outcomes
+
+
 def _jobs(program: Program, known: dict[int, Values], pieces: dict[Var, Arrays]) -> list[MeshJob]:
     """A job for each row of this process."""
     share = share_of(program.combine, program.microbatches)
     seed = np.asarray(share, dtype_of(program.loss.outputs[0]))
-    jobs = []
+    jobs, kind = [], MeshDevice if program.connect else WatchedMesh
     for row in program.rows:
-        device = MeshDevice(program.meshes[row], partial(program.place, row), program.numbers)
+        device = kind(program.meshes[row], partial(program.place, row), program.numbers)
         stages = {
             s: MeshStage(compiled, program.step.gradients, device, known[row], pieces, seed)
             for s, compiled in program.stages.items()
@@ -98,7 +142,7 @@ def _jobs(program: Program, known: dict[int, Values], pieces: dict[Var, Arrays])
                 device=device,
                 mesh_stages=stages,
                 processes=program.processes,
-                finish=program.end,
+                end_of_step=program.end,
             )
         )
     return jobs

@@ -1,6 +1,6 @@
 """The end of a step: what rows send each other when their rows have ended, and the update's rest.
 
-The update's tasks of level 0 are done within the schedule. Then, in every row's own thread:
+The update's tasks of level 0 are done within the schedule. Then, in every row:
 
     round 0      parts of the gradients of shared parameters   ->  their owners, who add them up
     round 1      what level 0 made, the loss, auxiliary results  ->  who reads them
@@ -9,7 +9,7 @@ The update's tasks of level 0 are done within the schedule. Then, in every row's
 Rows of one process hand over by reference, those of several by messages.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -95,13 +95,19 @@ class EndOfStep:
             if row != other:
                 self.rounds[number].setdefault((row, other), []).append(v)
 
-    def __call__(self, row: int, stages: Sequence[MeshStage], transport: Transport) -> None:
-        """All that row `row`, which has these stages, has to do; adds it to what they know."""
+    def __call__(
+        self, row: int, stages: Sequence[MeshStage], transport: Transport
+    ) -> Iterator[None]:
+        """Do all that row `row`, which has these stages, has to do; add it to what they know.
+
+        It pauses in each round between what it sends and what it receives, so that one thread can
+        do it for several rows.
+        """
         known = stages[0].known
         # [1] Gradients that several stages have parts of, or none.
         made = [stage.gradients for stage in stages]
         parts = {v: [gradients[v] for gradients in made if v in gradients] for v in self.shared}
-        for v, others in self._exchange(0, row, parts, transport):
+        for v, others in (yield from self._exchange(0, row, parts, transport)):
             parts[v] += others
         for v in self.shared:
             if self.rows[v] == row:
@@ -119,11 +125,11 @@ class EndOfStep:
             for task in tasks:
                 if task.level == number - 1:
                     task(known)
-            known.update(self._exchange(number, row, known, transport))
+            known.update((yield from self._exchange(number, row, known, transport)))
 
     def _exchange(
         self, number: int, row: int, known: Values, transport: Transport
-    ) -> list[tuple[Var, Any]]:
+    ) -> Generator[None, None, list[tuple[Var, Any]]]:
         """Send the others what they read; returns what this row reads of theirs."""
         received: list[tuple[Var, Any]] = []
         # The key of a message begins with a stage of the row that sends it.
@@ -135,6 +141,7 @@ class EndOfStep:
         for key, sender, reader, vs in messages:
             if sender == row:
                 transport.send(key, reader, Message([known[v] for v in vs], 0.0))
+        yield
         for key, _, reader, vs in messages:
             if reader == row:
                 received += zip(vs, transport.receive(key, row).payload, strict=True)

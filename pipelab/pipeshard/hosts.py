@@ -23,7 +23,7 @@ class Hosts(Distributed):
 
     def __init__(self, timeout: float) -> None:
         super().__init__((), timeout, "pipeshard")
-        self._finish: Any = None  # of the program that the wire is for
+        self._end_of_step: Any = None  # of the program that the wire is for
 
     def __enter__(self) -> "Hosts":
         super().__enter__()
@@ -33,10 +33,10 @@ class Hosts(Distributed):
     def make_wire(self, jobs: Sequence[Job]) -> Wire:
         job = jobs[0]
         assert isinstance(job, MeshJob)
-        if self.wire is None or job.finish is not self._finish:
+        if self.wire is None or job.end_of_step is not self._end_of_step:
             if self.wire:
                 self.wire.close()
-            self._finish, self.owners = job.finish, [*job.processes]
+            self._end_of_step, self.owners = job.end_of_step, [*job.processes]
             self.wire = self.wire_between(combinations(range(len(self.owners)), 2), jobs)
         return self.wire
 

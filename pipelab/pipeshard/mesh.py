@@ -1,6 +1,6 @@
 """A mesh as a device of the schedule, and its stages during one call, as a worker sees them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ class Parcel(NamedTuple):
 
 
 class MeshDevice(JaxDevice):
-    """A device of the schedule: a mesh of jax devices, with one thread.
+    """A device of the schedule: a mesh of jax devices.
 
     numbers  that variables have between devices: other processes have variables of their own
     """
@@ -43,17 +43,26 @@ class MeshDevice(JaxDevice):
     def __init__(self, mesh: Mesh, place: Place, numbers: dict[Var, int]) -> None:
         super().__init__(mesh.devices.flat[0])
         self.mesh, self.place, self._numbers = mesh, place, numbers
+        self._variables = [*numbers]
 
     def give(self, payload: Parcel) -> Any:
         return [{self._numbers[v]: x for v, x in part.items()} for part in payload]
 
     def take(self, parcel: Any) -> Parcel:
-        variables = [*self._numbers]
-        use, along = ({variables[n]: x for n, x in part.items()} for part in parcel)
+        use, along = ({self._variables[n]: x for n, x in part.items()} for part in parcel)
+        return self.arrived(Parcel(use, along))
+
+    def arrived(self, payload: Parcel) -> Parcel:
+        """A payload, with what is used next on this mesh."""
         # What only passes through stays where it is, and is moved once, by the stage that uses it.
-        places = [self.place(v) for v in use]
-        arrays = jax.block_until_ready(jax.device_put(list(use.values()), places))
-        return Parcel(dict(zip(use, arrays, strict=True)), along)
+        here = {v: self.moved(v, x) for v, x in payload.use.items()}
+        self.wait([*here.values()])
+        return Parcel(here, payload.along)
+
+    def moved(self, v: Var, x: Any) -> Any:
+        """The array of a variable, or its gradients, on this mesh: itself, if it is there."""
+        home = self.place(v)
+        return [moved(each, home) for each in x] if isinstance(x, list) else moved(x, home)
 
     def arrays(self, payload: Parcel) -> Iterable[jax.Array]:
         return super().arrays(list(payload.use.values()))
@@ -82,8 +91,8 @@ class MeshStage(Stage):
         self.device, self.known = device, known
         # All at once: half the time of one by one.
         self._data = {v: jax.device_put(pieces[v], device.place(v)) for v in self.graph.data}
-        self._seed = None if compiled.later else self._here(self.graph.outputs[0], seed)
-        self.backwards = Backwards(device.ledger, id(self))
+        self._seed = None if compiled.later else device.moved(self.graph.outputs[0], seed)
+        self.backwards = Backwards(device, id(self))
         self.results: dict[int, dict[int, Any]] = {}  # micro-batch -> number of a result -> array
         self.losses: dict[int, Any] = {}  # they are among the results
 
@@ -93,12 +102,12 @@ class MeshStage(Stage):
         # [1] What this stage reads: some of what arrives, the batch, and arguments.
         compiled, graph = self.compiled, self.graph
         arrived = {**received.along, **received.use} if received else {}
-        here = {v: self._here(v, arrived[v]) for v in (*graph.inputs, *graph.aux_inputs)}
+        here = {v: self.device.moved(v, arrived[v]) for v in (*graph.inputs, *graph.aux_inputs)}
         here.update((v, parts[microbatch]) for v, parts in self._data.items())
         found: dict[Any, Any] = {**arrived, **self.known, **here}
         # [2] Compute.
         arguments = [found[v] for v in graph.arguments]
-        made = jax.block_until_ready(compiled.forward(*arguments))
+        made = self.device.wait(compiled.forward(*arguments))
         own = [found[v] for v in compiled.own]
         self.backwards.keep(microbatch, compiled, arguments, made, own)
         found.update(zip(graph.made, made, strict=False))
@@ -124,17 +133,13 @@ class MeshStage(Stage):
         self.known.update(self.gradients)
         for task in self.compiled.tasks:
             if not task.level:  # it waits for no other stage
-                jax.block_until_ready(task(self.known))
+                self.device.wait(task(self.known))
 
     @property
     def gradients(self) -> Values:
         """The sums of its parameters' gradients, by their names in the update."""
         pairs = zip(self.graph.parameters, self.backwards.sums or (), strict=True)
         return {self.names[p]: g for p, g in pairs}
-
-    def _here(self, v: Var, x: Any) -> Any:
-        """Move nothing, unless stages share a device."""
-        return moved(x, self.device.place(v))
 
     def _pull(
         self,
@@ -145,7 +150,7 @@ class MeshStage(Stage):
         """Per output its gradients, from all stages that read it -> those of the inputs."""
         # Nobody sends to the last stage: it starts with its share of the loss.
         use, along = received or Parcel({self.graph.outputs[0]: [self._seed]}, {})
-        cotangents = [[self._here(v, x) for x in use[v]] for v in self.graph.outputs]
+        cotangents = [self.device.moved(v, use[v]) for v in self.graph.outputs]
         gradients = backward(microbatch, cotangents)
         # They join those that later stages found of the same variables.
         found = {v: list(parts) for v, parts in along.items()}
@@ -168,15 +173,15 @@ class MeshStage(Stage):
 
 @dataclass(kw_only=True)
 class MeshJob(Job):
-    """A worker thread's job: the stages of one mesh.
+    """A worker's job: the stages of one mesh.
 
     processes  of all rows
-    finish  what is left when the row has ended: (row, its stages, transport)
+    end_of_step  what is left when the row has ended: (row, its stages, transport), step by step
     """
 
     mesh_stages: dict[int, MeshStage]
     processes: Sequence[int]
-    finish: Callable[[int, Sequence[MeshStage], Transport], None]
+    end_of_step: Callable[[int, Sequence[MeshStage], Transport], Iterator[None]]
 
     @property
     def where(self) -> str:
@@ -189,8 +194,13 @@ class MeshJob(Job):
         return self.mesh_stages
 
     def after(self, order: Order, stages: dict[int, MeshStage], transport: Transport) -> None:
+        for _ in self.finish(transport):
+            pass
+
+    def finish(self, transport: Transport) -> Iterator[None]:
+        """Do the end of the step; it pauses when it has sent what others receive."""
         try:
-            self.finish(self.row, list(stages.values()), transport)
+            yield from self.end_of_step(self.row, list(self.mesh_stages.values()), transport)
         except Aborted:
             raise
         except Exception as error:

@@ -20,8 +20,10 @@ from pipelab.pipeshard.hosts import Hosts, processes_of
 from pipelab.pipeshard.method import Pipeshard, Plan, Planner, StagePlan, StageProblem, over_samples
 from pipelab.pipeshard.tracing import Arguments, trace, trace_piece
 from pipelab.pipeshard.update import UpdateTask, donate, split_update
+from pipelab.predict.simulate import simulate
 from pipelab.runtime.jax.host import digest, of_program, of_trees
 from pipelab.runtime.jax.jaxpr import spec_of, variables
+from pipelab.table.action import Action
 
 
 class Program:
@@ -255,6 +257,13 @@ class Program:
         processes.agree(lambda: self._digests | known)
         self._begun = True
         return processes
+
+    @cached_property
+    def sequence(self) -> list[tuple[int, Action]]:
+        """Rows and actions in an order in which one thread can do all: as a simulation does."""
+        start = simulate(self.schedule).start
+        pairs = [(row, action) for row, of in enumerate(self.schedule.rows) for action in of]
+        return [pairs[i] for i in sorted(range(len(pairs)), key=start.__getitem__)]
 
     @cached_property
     def _digests(self) -> dict[str, str]:

@@ -143,6 +143,10 @@ class Device:
     def finish(self) -> None:
         """Wait for all work so far."""
 
+    def failed(self, marks: list[Any]) -> tuple[int, Exception] | None:
+        """The first mark, by number, whose work has failed later than it was asked, and why."""
+        return None
+
     def seconds(self, marks: list[Any]) -> list[float]:
         """Marks as seconds since the run began."""
         return [mark - self._began for mark in marks]

@@ -205,14 +205,39 @@ class Worker:
     began: float
     progress: Callable[[int], None] | None = None
     clock: float = 0.0  # of a paced run: when this device is done with what it has started
-    pace: Pace | None = None
 
     def work(self, order: Order) -> Outcome:
         """Carry an order out."""
-        stages = self.stages
-        for s, stage in stages.items():
+        self.begin(order)
+        for _ in order.actions:
+            self.step()
+        outcome = self.outcome()
+        outcome.unsaved = self.job.after(order, self.stages, self.transport)
+        for stage in self.stages.values():
+            stage.end()
+        return outcome
+
+    def begin(self, order: Order) -> None:
+        """Take an order, whose actions `step` then does one by one."""
+        self.order, self.pace, self.record = order, order.pace, Record()
+        for s, stage in self.stages.items():
             stage.begin(order.feeds.get(s), training=order.training, keep=order.keep)
-        record = self._carry_out(order)
+        self._next = enumerate(order.actions)
+        self._kept = {s: stage.held() for s, stage in self.stages.items()} if order.report else {}
+        self.record.at_start = self._bytes = _sum(self._kept.values())
+
+    def outcome(self) -> Outcome:
+        """What the order came to, all of whose actions have been done.
+
+        RunError where one has failed only now, on a device that computes later than it is asked to.
+        """
+        order, stages, record = self.order, self.stages, self.record
+        self.device.finish()
+        if failed := self.device.failed(record.end):
+            i, error = failed
+            raise self._failure(order.actions[i], None, error) from error
+        # Marks of a GPU have their seconds when all its work is done: these are asked for last.
+        record.start, record.end = map(self.device.seconds, (record.start, record.end))
         outcome = Outcome(
             self.job.row,
             self.job.replica,
@@ -229,62 +254,52 @@ class Worker:
             outcome.unsplit = {s: stage.unsplit for s, stage in stages.items() if stage.unsplit}
         if order.state:
             outcome.states = {s: stage.resume_state() for s, stage in stages.items()}
-        outcome.unsaved = self.job.after(order, stages, self.transport)
-        for stage in stages.values():
-            stage.end()
         return outcome
 
-    def _carry_out(self, order: Order) -> Record:
-        """Every action in order. RunError where one fails, with its cause."""
-        record, ledger = Record(), self.device.ledger
-        self.pace = order.pace
-        kept = {s: stage.held() for s, stage in self.stages.items()} if order.report else {}
-        record.at_start = _sum(kept.values())
-        for i, action in enumerate(order.actions):
-            stage, received = self.stages[action.stage], None
-            if self.progress:
-                self.progress(self.job.mark(action))
-            try:
-                # [1] receive what the action needs
-                received, arrived = self._receive(i, action)
-                # [2] do it
-                # In a paced run not before it is due; nothing starts after the run has ended.
-                due = self.began + self.clock - time.perf_counter() if self.pace else 0
-                self.transport.sleep(due)
-                ledger.most = ledger.held
-                start = self.device.now()
-                output = _carried_out(action, stage, received)
-                record.late += self._take_time(i)
-                end = self.device.now()
-                # After the mark of its end: what the check keeps is not the action's time.
-                stage.snapshot()
-                # [3] send what it makes
-                self._send(action, output)
-                if action.kind in (Kind.B, Kind.W):
-                    self._end_group(action, stage)
-            except Aborted:
-                raise
-            # A SystemExit would end this thread without a word, and the others would wait.
-            except (Exception, SystemExit) as error:
-                raise self._failure(action, received, error) from error
-            # [4] note what happened
-            if not order.report:
-                continue
-            # A forward changes activations alone, which the ledger counts.
-            if action.kind is not Kind.F:
-                kept[action.stage] = stage.held()
-            record.start.append(start)
-            record.end.append(end)
-            record.arrived.append(arrived)
-            record.received.append(0 if math.isnan(arrived) else self.device.size(received))
-            record.held.append(ledger.held)
-            record.most.append(max(ledger.held, ledger.most))
-            record.kept.append(_sum(kept.values()))
-            record.versions.append(stage.versions_held)
-        self.device.finish()
-        # Marks of a GPU have their seconds when all its work is done: these are asked for last.
-        record.start, record.end = map(self.device.seconds, (record.start, record.end))
-        return record
+    def step(self) -> None:
+        """Do the next action of the order. RunError where it fails, with its cause."""
+        (i, action), record, ledger = next(self._next), self.record, self.device.ledger
+        stage, received = self.stages[action.stage], None
+        if self.progress:
+            self.progress(self.job.mark(action))
+        try:
+            # [1] receive what the action needs
+            received, arrived = self._receive(i, action)
+            # [2] do it
+            # In a paced run not before it is due; nothing starts after the run has ended.
+            due = self.began + self.clock - time.perf_counter() if self.pace else 0
+            self.transport.sleep(due)
+            ledger.most = ledger.held
+            start = self.device.now()
+            output = _carried_out(action, stage, received)
+            record.late += self._take_time(i)
+            end = self.device.now()
+            # After the mark of its end: what the check keeps is not the action's time.
+            stage.snapshot()
+            # [3] send what it makes
+            self._send(action, output)
+            if action.kind in (Kind.B, Kind.W):
+                self._end_group(action, stage)
+        except Aborted:
+            raise
+        # A SystemExit would end this thread without a word, and the others would wait.
+        except (Exception, SystemExit) as error:
+            raise self._failure(action, received, error) from error
+        # [4] note what happened
+        if not self.order.report:
+            return
+        # A forward changes activations alone, which the ledger counts.
+        if action.kind is not Kind.F:
+            self._kept[action.stage] = stage.held()
+            self._bytes = _sum(self._kept.values())
+        record.start.append(start)
+        record.end.append(end)
+        record.arrived.append(arrived)
+        record.received.append(0 if math.isnan(arrived) else self.device.size(received))
+        record.held.append(ledger.held)
+        record.most.append(max(ledger.held, ledger.most))
+        record.kept.append(self._bytes)
+        record.versions.append(stage.versions_held)
 
     def _failure(self, action: Action, received: Any, error: BaseException) -> RunError:
         message = f"{self.job.where}, action {action}: {told(error)}"

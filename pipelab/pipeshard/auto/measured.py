@@ -131,8 +131,8 @@ def _measure(stage: Placed, compiled: CompiledStage) -> list[float]:
 
     def backward() -> Any:
         nonlocal sums  # in whose place the new ones are made
-        sums, back = compiled.backward(sums, cotangents, kept)
-        return sums, back
+        sums, *others = compiled.backward(sums, cotangents, kept)
+        return sums, others
 
     return median_seconds([lambda: compiled.forward(*arguments), backward], ROUNDS)
 

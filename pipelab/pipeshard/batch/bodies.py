@@ -85,12 +85,3 @@ def pullback(eqn: JaxprEqn) -> Graph:
 
     cotangents = [spec_of(v) for v in eqn.outvars if is_inexact(v)]
     return inline(jax.make_jaxpr(pull)(operands, cotangents), eqn.invars, eqn)
-
-
-def carry_of(eqn: JaxprEqn) -> tuple[int, int]:
-    """Where a scan's carry begins among the inputs of its body, and how many values it has."""
-    params = eqn.params
-    if "ft_in" in params:  # since jax 0.11
-        constants, carry, _ = params["ft_in"].unpack()
-        return len(constants), len(carry)
-    return params["num_consts"], params["num_carry"]

@@ -20,13 +20,14 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from pipelab.pipeshard.arrays import PipeshardError
-from pipelab.pipeshard.batch.bodies import CHECKPOINTS, carry_of
+from pipelab.pipeshard.batch.bodies import CHECKPOINTS
 from pipelab.pipeshard.batch.primitives import DRAWS
 from pipelab.pipeshard.batch.tags import axes_of
 from pipelab.runtime.jax.jaxpr import (
     Arrays,
     Atom,
     Graph,
+    carry_of,
     contains,
     inline,
     place_of,

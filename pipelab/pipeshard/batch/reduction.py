@@ -28,7 +28,6 @@ from pipelab.pipeshard.batch.bodies import (
     INSIDE,
     Graphs,
     body_of,
-    carry_of,
     only_adds,
     pullback,
 )
@@ -50,7 +49,7 @@ from pipelab.pipeshard.batch.tags import (
     paired,
     samples,
 )
-from pipelab.runtime.jax.jaxpr import Graph, Variables, contains, place_of
+from pipelab.runtime.jax.jaxpr import Graph, Variables, carry_of, contains, place_of
 
 
 class Reductions:

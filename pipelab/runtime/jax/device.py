@@ -41,7 +41,11 @@ class JaxDevice(Device):
             return jax.device_put(leaf, self.device) if isinstance(leaf, jax.Array) else leaf
 
         # Else the transfer would be part of the next action's time.
-        return jax.block_until_ready(jax.tree.map(move, parcel))
+        return self.wait(jax.tree.map(move, parcel))
+
+    def wait(self, arrays: Any) -> Any:
+        """The arrays, when they have been computed: jax returns before."""
+        return jax.block_until_ready(arrays)
 
     def arrays(self, payload: Any) -> Iterable[jax.Array]:
         return (leaf for leaf in jax.tree.leaves(payload) if isinstance(leaf, jax.Array))

@@ -12,14 +12,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Var
 
+from pipelab.runtime.jax.device import JaxDevice
 from pipelab.runtime.jax.jaxpr import Arrays, Graph, inline, needed, read_by, spec_of, variables
 from pipelab.runtime.jax.split import split_backward
-from pipelab.runtime.stage import Ledger
 from pipelab.table.action import Kind
 
 Specs = list[jax.ShapeDtypeStruct]
+# A number that a backward returns beside its sums: these are gone when the next one adds to them.
+DONE = np.int8(0)
 
 
 class Groups(NamedTuple):
@@ -120,9 +123,10 @@ class Compiled:
 
     forward      arguments -> outputs, other results, saved
     backward     (sums, cotangents, kept) -> the sums with the parameters' gradients added, in
-                 place, and the gradients of the inputs; cotangents are of each output a list
+                 place, the gradients of the inputs, and `DONE`; cotangents are of each output a
+                 list
     input_grad   (cotangents, kept) -> the gradients of the inputs, then what crosses to
-    weight_grad  (sums, what it reads: `read` of [*cotangents, *kept, *crossing]) -> sums
+    weight_grad  (sums, what it reads: `read` of [*cotangents, *kept, *crossing]) -> sums, `DONE`
     zeros        () -> the sums to begin with
     kept         as `Passes` has it; `kept_shapes` of these
     unsplit      for each parameter None, or why I computes its gradient, which W should
@@ -160,11 +164,11 @@ class Compiled:
         def pull(cotangents: list[Arrays], kept: Arrays) -> tuple[Arrays, Arrays]:
             return passes.backward([reduce(add, parts) for parts in cotangents], kept)
 
-        def backward(sums: Arrays, cotangents: list[Arrays], kept: Arrays) -> tuple[Arrays, Arrays]:
+        def backward(sums: Arrays, cotangents: list[Arrays], kept: Arrays) -> Any:
             parameters, inputs = pull(cotangents, kept)
-            return list(map(jnp.add, sums, parameters)), inputs
+            return list(map(jnp.add, sums, parameters)), inputs, DONE
 
-        where = [x.sharding for x in sums], [x.sharding for x in self.inputs]
+        where = [x.sharding for x in sums], [x.sharding for x in self.inputs], None
         operands = cotangents, self.kept_shapes
         self.zeros = build(lambda: [jnp.zeros(x.shape, x.dtype) for x in sums], where[0])
         if Kind.B in kinds:
@@ -178,11 +182,11 @@ class Compiled:
         self.input_grad = build(now.run, [*where[1], *crossing], *given)
         every = [*given, *_lying(self.input_grad, now)[len(self.inputs) :]]
 
-        def weight_grad(sums: Arrays, read: Arrays) -> Arrays:
-            return list(map(jnp.add, sums, later.run(*read)))
+        def weight_grad(sums: Arrays, read: Arrays) -> Any:
+            return list(map(jnp.add, sums, later.run(*read))), DONE
 
         read = [every[i] for i in self.read]
-        self.weight_grad = build(weight_grad, where[0], sums, read, donate=0)
+        self.weight_grad = build(weight_grad, (where[0], None), sums, read, donate=0)
 
     def results(self, made: Arrays) -> tuple[Any, Any]:
         """The outputs and the other results, as trees, of what the forward returned."""
@@ -228,8 +232,8 @@ class Backwards:
     sums  of the parameters' gradients; None before the first
     """
 
-    def __init__(self, ledger: Ledger, owner: int) -> None:
-        self.ledger, self.owner = ledger, owner
+    def __init__(self, device: JaxDevice, owner: int) -> None:
+        self.ledger, self.wait, self.owner = device.ledger, device.wait, owner
         self.sums: Arrays | None = None
         self._kept: dict[int, Kept] = {}  # by micro-batch
 
@@ -243,8 +247,8 @@ class Backwards:
     def backward(self, microbatch: int, cotangents: list[Arrays]) -> Arrays:
         """Add to the sums; returns the gradients of the inputs."""
         stage, kept, _ = self._kept[microbatch]
-        found = stage.backward(self._total(stage), cotangents, kept)
-        self.sums, gradients = jax.block_until_ready(found)
+        self.sums, gradients, done = stage.backward(self._total(stage), cotangents, kept)
+        self.wait(done)
         self._drop(microbatch)
         return gradients
 
@@ -252,7 +256,7 @@ class Backwards:
         """Gradients of the inputs; keeps what `weight_grad` reads, and no more."""
         stage, kept, own = self._kept[microbatch]
         operands = [*jax.tree.leaves(cotangents), *kept]
-        found = jax.block_until_ready(stage.input_grad(*operands))
+        found = self.wait(stage.input_grad(*operands))
         gradients, crossing = found[: len(stage.inputs)], found[len(stage.inputs) :]
         every = [*operands, *crossing]
         self._drop(microbatch)
@@ -262,7 +266,8 @@ class Backwards:
     def weight_grad(self, microbatch: int) -> None:
         """Add to the sums what `input_grad` left out."""
         stage, read, _ = self._kept[microbatch]
-        self.sums = jax.block_until_ready(stage.weight_grad(self._total(stage), read))
+        self.sums, done = stage.weight_grad(self._total(stage), read)
+        self.wait(done)
         self._drop(microbatch)
 
     def skip(self, microbatch: int) -> Arrays:

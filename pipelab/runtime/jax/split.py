@@ -33,11 +33,13 @@ from pipelab.runtime.jax.jaxpr import (
     Graph,
     Values,
     Variables,
+    carry_of,
     inline,
     needed,
     place_of,
     read_by,
     variables,
+    with_carry,
 )
 
 LOOP, CHECKPOINT = "scan", "remat2"
@@ -184,7 +186,7 @@ def _halve_loop(eqn: JaxprEqn, some: list[bool], consts: Values) -> Cut:
     What crosses in a round is a slice that the first loop makes and the second one reads.
     """
     body = inline(eqn.params["jaxpr"])
-    start, count = eqn.params["num_consts"], eqn.params["num_carry"]
+    start, count = carry_of(eqn)
     carries = body.inputs[start : start + count]
     # [1] A carry that is wanted now needs others: all that its next value reads, and so on.
     first = {i for i, wanted in enumerate(some) if wanted}
@@ -211,13 +213,10 @@ def _halve_loop(eqn: JaxprEqn, some: list[bool], consts: Values) -> Cut:
         of_all = [v for v in [*now.consts, *fixed] if v in read]
         slices = [v for v in slices if v in read]
         inputs = [*of_all, *carries, *slices]
-        numbers = {"num_consts": len(of_all), "num_carry": len(carries)}
-        jaxpr = Graph(inputs, graph.outputs, graph.equations).jaxpr
-        return eqn.replace(
-            invars=[outer.get(v, v) for v in inputs],
-            outvars=results,
-            params={**eqn.params, **numbers, "jaxpr": jaxpr},
-        )
+        ends = len(inputs), len(results)
+        params = with_carry(eqn, len(of_all), len(carries), ends)
+        params["jaxpr"] = Graph(inputs, graph.outputs, graph.equations).jaxpr
+        return eqn.replace(invars=[outer.get(v, v) for v in inputs], outvars=results, params=params)
 
     results, results_later = _by(eqn.outvars, is_now)
     now = replace(now, outputs=[*now.outputs, *crossing[len(halves.crossing) :]])

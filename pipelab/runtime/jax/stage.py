@@ -68,7 +68,7 @@ class JaxStage(CountingStage):
         loss = recipe.loss if last else None
         self._function = Function(apply, loss, frozenset(kinds), device.device)
         self._step = step_of(recipe.optimizer)
-        self._backwards = Backwards(device.ledger, id(self))
+        self._backwards = Backwards(device, id(self))
         self._inputs: dict[int, Any] = {}  # of micro-batches whose forward runs again
 
     def compile(self, shapes: tuple[Any, Any], draws: bool) -> None:

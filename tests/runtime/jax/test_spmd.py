@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pipelab
+from pipelab.runtime.jax.jaxpr import carry_of
 from pipelab.runtime.jax.spmd import (
     Parameters,
     compiled_bytes,
@@ -306,7 +307,7 @@ def scans(jaxpr):
     """All scans in a jaxpr and in what it calls, as (iterations, shapes of the carry)."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan":
-            first, count = equation.params["num_consts"], equation.params["num_carry"]
+            first, count = carry_of(equation)
             carry = equation.invars[first : first + count]
             yield equation.params["length"], [v.aval.shape for v in carry]
         for inner in jaxprs_in_params(equation.params):
