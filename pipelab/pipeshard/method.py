@@ -291,6 +291,7 @@ class StagePlan:
     activation_bytes: int
     sent_bytes: int
     unsplit: dict[str, str]
+    all_reduced: str
 
 
 @dataclass(frozen=True)
@@ -323,7 +324,12 @@ class Plan:
             for s, stage in enumerate(self.stages)
             for path, why in stage.unsplit.items()
         ]
-        return "\n".join([as_table(rows), *whole])
+        each = [
+            f"stage {s}: gradients are reduced in every micro-batch, not once ({stage.all_reduced})"
+            for s, stage in enumerate(self.stages)
+            if stage.all_reduced
+        ]
+        return "\n".join([as_table(rows), *whole, *each])
 
 
 def over_samples(v: Var, axis: int | None, mesh: Mesh) -> PartitionSpec:
