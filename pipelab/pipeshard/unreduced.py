@@ -126,13 +126,13 @@ def _scaled(x: Any, scale: float) -> Any:
     return x if scale == 1 else x * np.asarray(scale, x.dtype)
 
 
-def _way(tag: Tag, pair: Pair, count: int, back: bool = False) -> Way:
-    """The way of an array with this tag: `pair` is it on a device and for all samples."""
-    axes = axes_of(pair)
-    if tag.role is Role.MIXED or len(axes) > 1:
-        raise PipeshardError(tag.why or "the samples are in two dimensions of an array")
-    summed = back and tag.role is Role.REDUCED
-    return Way(axes[0] if axes else None, count**-tag.degree, summed)
+def _way(shard: Shard, tag: Tag, pair: Pair, back: bool = False) -> Way:
+    """The way of an array with this tag, on a device and for all samples; `back` from there."""
+    axes, axis = axes_of(pair), shard.tags.axis_of(pair)
+    # As micro-batches are joined along it, so it is divided.
+    if tag.role is Role.MIXED or axes not in ([], [axis]):
+        raise PipeshardError(tag.why or "an array has its samples in another order")
+    return Way(axis, shard.count**-tag.degree, summed=back and tag.role is Role.REDUCED)
 
 
 class Unreduced(Pullback):
@@ -155,7 +155,7 @@ class Unreduced(Pullback):
         shapes = [[list(map(len, of.groups)), len(of.outputs)] for of in (mine, whole)]
         if shapes[0] != shapes[1]:
             raise PipeshardError("it is cut otherwise for fewer samples")
-        self.mesh, tags, count = parameters[0].sharding.mesh, shard.tags, shard.count
+        self.mesh, tags = parameters[0].sharding.mesh, shard.tags
         equations = [on_mesh(eqn, self.mesh, without=DATA) for eqn in mine.equations]
         # Without shardings, for which jax has equations of its own.
         own, every = (
@@ -188,11 +188,11 @@ class Unreduced(Pullback):
         if bad := tags.misfit((backwards[0], backwards[1]), given_tags, wanted):
             raise PipeshardError(bad.why or "its gradients are no sums over the samples")
         # [3] How all of it gets to the devices, and back.
-        ways = [_way(*each, count) for each in zip(given_tags, given, strict=True)]
+        ways = [_way(shard, *each) for each in zip(given_tags, given, strict=True)]
         super().__init__(own.backward)
         self._seeds, self._kept = ways[:end], ways[end:]
         self._shapes = [spec_of(v) for v, _ in given]
-        backs = [_way(*each, count, back=True) for each in zip(wanted, active, strict=True)]
+        backs = [_way(shard, *each, back=True) for each in zip(wanted, active, strict=True)]
         self._inputs = backs[len(mine.parameters) :]
 
     def sums(self, parameters: Specs) -> Specs:
