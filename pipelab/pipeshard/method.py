@@ -60,6 +60,8 @@ class StageProblem:
     samples     of a micro-batch
     layers      how many there are
     method      schedule, micro-batches, devices
+    shard       number of devices that share a micro-batch -> the loss of one's samples, an
+                `unreduced.Shard`, or why there is none
     """
 
     loss: Graph
@@ -72,6 +74,7 @@ class StageProblem:
     samples: int
     layers: int
     method: "Pipeshard"
+    shard: Callable[[int], Any]
 
 
 @runtime_checkable

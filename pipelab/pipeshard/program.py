@@ -155,6 +155,7 @@ class Program:
                 samples=self.samples,
                 layers=count,
                 method=method,
+                shard=self.shard,
             )
             auto = method.stages.choose(problem)
             method = replace(method, stages=auto)

@@ -156,11 +156,10 @@ class Unreduced(Pullback):
         if shapes[0] != shapes[1]:
             raise PipeshardError("it is cut otherwise for fewer samples")
         self.mesh, tags = parameters[0].sharding.mesh, shard.tags
-        equations = [on_mesh(eqn, self.mesh, without=DATA) for eqn in mine.equations]
         # Without shardings, for which jax has equations of its own.
         own, every = (
             passes(graph.run, Groups(*(list(map(spec_of, vs)) for vs in graph.groups)))
-            for graph in (replace(mine, equations=equations), whole)
+            for graph in map(self._unshared, (mine, whole))
         )
         # [1] What the backward is given: gradients of the outputs, and what the forward kept.
         outputs = paired(mine.outputs, whole.outputs)
@@ -194,6 +193,11 @@ class Unreduced(Pullback):
         self._shapes = [spec_of(v) for v, _ in given]
         backs = [_way(shard, *each, back=True) for each in zip(wanted, active, strict=True)]
         self._inputs = backs[len(mine.parameters) :]
+
+    def _unshared(self, graph: StageGraph) -> StageGraph:
+        """With the user's sharding constraints over the other axes."""
+        equations = [on_mesh(eqn, self.mesh, without=DATA) for eqn in graph.equations]
+        return replace(graph, equations=equations)
 
     def sums(self, parameters: Specs) -> Specs:
         count = self.mesh.shape[DATA]

@@ -72,6 +72,7 @@ def _row(each: StageProfile) -> Row:
         "logical": "x".join(map(str, each.logical)),
         "forward ms": 1e3 * each.forward,
         "backward ms": 1e3 * each.backward,
+        "reduction ms": 1e3 * each.reduction,
         **{f"{kind} MiB": getattr(each, f"{kind}_bytes") / 2**20 for kind in kinds},
         "source": each.source,
     }

@@ -193,14 +193,15 @@ class Reductions:
     def misfit(self, graphs: Graphs, given: Tags, wanted: Tags) -> Tag | None:
         """The tag of the first result of a derivative that is not as it should be, if there is one.
 
-        Where samples are added up, they have to be. Zeros do no harm.
+        Where samples are added up, they have to be, or each has an equal part. Zeros do no harm.
         """
         small, large = graphs
         found = self.run_underived(graphs, given)
         pairs = paired(small.outputs, large.outputs)
         for pair, tag, want in zip(pairs, found, wanted, strict=True):
             both = join([tag, want]) if want.role is Role.SAMPLES else None
-            fits = tag == want or (both is not None and both.role is Role.SAMPLES)
+            equal = want == Tag(Role.REDUCED, 1) and tag == Tag(Role.FIXED, 1)
+            fits = tag == want or equal or (both is not None and both.role is Role.SAMPLES)
             if not fits and not self._known.is_zero(pair):
                 return tag
         return None
