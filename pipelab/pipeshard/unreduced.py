@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import Var
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pipelab.pipeshard.arrays import PipeshardError, axes_in, on_mesh
 from pipelab.pipeshard.batch.draws import draw_own, draws_grow, redraw
@@ -196,7 +196,8 @@ class Unreduced(Pullback):
 
     def _unshared(self, graph: StageGraph) -> StageGraph:
         """With the user's sharding constraints over the other axes."""
-        equations = [on_mesh(eqn, self.mesh, without=DATA) for eqn in graph.equations]
+        mesh = self.mesh.abstract_mesh.update(axis_types=(AxisType.Manual, AxisType.Auto))
+        equations = [on_mesh(eqn, mesh, without=DATA) for eqn in graph.equations]
         return replace(graph, equations=equations)
 
     def sums(self, parameters: Specs) -> Specs:
