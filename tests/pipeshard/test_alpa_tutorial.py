@@ -75,7 +75,7 @@ def test_a_machine_may_be_named_and_here_is_the_host():
         plan = parallelize(step, method).compile(*arguments).auto
         assert str(plan).startswith(f"Plan on 2 x {name}: ")
     method = Pipeshard(4, alpa_tutorial.AUTOMATIC.layers, AutoStages("B900"), devices=2)
-    with pytest.raises(PipeshardError, match="machine='B900': use 'here', .*A100-80GB"):
+    with pytest.raises(PipeshardError, match=r"machine=.B900.: use .here., .*A100-80GB"):
         parallelize(step, method).compile(*arguments)
 
 
