@@ -152,8 +152,8 @@ class Unreduced(Pullback):
         """
         if any(DATA in axes_in(x.sharding.spec) for x in parameters):
             raise PipeshardError("a parameter is divided over the devices that share the samples")
-        shapes = [[list(map(len, of.groups)), len(of.outputs)] for of in (mine, whole)]
-        if shapes[0] != shapes[1]:
+        counts = [[list(map(len, of.groups)), len(of.outputs)] for of in (mine, whole)]
+        if counts[0] != counts[1]:
             raise PipeshardError("it is cut otherwise for fewer samples")
         self.mesh, tags = parameters[0].sharding.mesh, shard.tags
         # Without shardings, for which jax has equations of its own.
@@ -190,7 +190,7 @@ class Unreduced(Pullback):
         ways = [_way(shard, *each) for each in zip(given_tags, given, strict=True)]
         super().__init__(own.backward)
         self._seeds, self._kept = ways[:end], ways[end:]
-        self._shapes = [spec_of(v) for v, _ in given]
+        self._shapes: Specs = [spec_of(v) for v, _ in given]
         backs = [_way(shard, *each, back=True) for each in zip(wanted, active, strict=True)]
         self._inputs = backs[len(mine.parameters) :]
 
@@ -212,7 +212,9 @@ class Unreduced(Pullback):
 
     def operands(self, cotangents: list[Specs], kept: Specs) -> tuple[Any, list[Way]]:
         end = len(cotangents)
-        seeds = [[x] * len(xs) for x, xs in zip(self._shapes, cotangents, strict=False)]
+        seeds: list[Specs] = [
+            [x] * len(xs) for x, xs in zip(self._shapes, cotangents, strict=False)
+        ]
         pairs = zip(self._seeds, cotangents, strict=True)
         ways = [way for way, xs in pairs for _ in xs]
         return (seeds, self._shapes[end:]), [*ways, *self._kept]

@@ -97,7 +97,8 @@ def least_memory(answer: Any) -> Feedback:
 
 LAYER = np.array([[3.0, -1.0], [0.5, 2.0]], np.float32)
 ZERO = np.array([1.0, 0.0], np.float32)
-PAIRS = [  # gradients found and wanted, whether they are equal, and why
+# gradients found and wanted, whether they are equal, and why
+PAIRS: list[tuple[list[Any], list[Any], bool, str]] = [
     ([LAYER], [LAYER * np.float32(1 + 2e-7)], True, "they differ by rounding alone"),
     ([-LAYER], [LAYER], False, "they are negated"),
     ([LAYER, LAYER / 2], [LAYER, LAYER], False, "the second is half of what it should be"),

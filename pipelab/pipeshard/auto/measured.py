@@ -141,11 +141,10 @@ def _measure(stage: Placed, compiled: CompiledStage) -> list[float]:
         sums, back = compiled.backward(sums, cotangents, kept)
         return sums, back
 
-    def total() -> Any:
-        return compiled.total(compiled.zeros())  # which gives them up
-
     programs = [lambda: compiled.forward(*arguments), backward]
-    return median_seconds(programs + [total] * bool(compiled.total), ROUNDS)
+    if total := compiled.total:
+        programs.append(lambda: total(compiled.zeros()))  # which it gives up
+    return median_seconds(programs, ROUNDS)
 
 
 def mesh_of(devices: list[Any], logical: Shape) -> Mesh:

@@ -199,10 +199,10 @@ class Compiled:
         def pull(cotangents: list[Arrays], kept: Arrays) -> tuple[Arrays, Arrays]:
             return shared.backward([reduce(add, parts) for parts in cotangents], kept)
 
-        def flat(*given: Any) -> Arrays:
-            return list(chain(*pull(*tree.unflatten(given))))
+        def gradients(*given: Any) -> Arrays:
+            return list(chain(*pull(*jax.tree.unflatten(tree, given))))
 
-        run = shared.each(flat, ways, [*[shared.own] * len(sums), *back])
+        run = shared.each(gradients, ways, [*[shared.own] * len(sums), *back])
 
         def backward(sums: Arrays, cotangents: list[Arrays], kept: Arrays) -> tuple[Arrays, Arrays]:
             made = run(*jax.tree.leaves((cotangents, kept)))
@@ -216,13 +216,26 @@ class Compiled:
             self.total = build(lambda sums: [jnp.sum(x, 0) for x in sums], places, sums, donate=0)
         if Kind.B in kinds:
             self.backward = build(backward, where, sums, cotangents, self.kept_shapes, donate=0)
-        if Kind.I not in kinds:
-            return
-        # [3] In two: what I leaves for W lies as the compiler chooses.
+        if Kind.I in kinds:
+            self._build_in_two(build, shared, pull, given, (mine, ways), sums)
+
+    def _build_in_two(
+        self,
+        build: Callable,
+        shared: Pullback,
+        pull: Callable,
+        given: Specs,
+        operands: tuple[Any, list[Any]],
+        sums: Specs,
+    ) -> None:
+        """I and W; what I leaves for W lies as the compiler chooses."""
+        mine, ways = operands
         now, later, self.read, self.unsplit = split_backward(pull, *mine)
+        back = shared.inputs(len(self.inputs))
         crossing = len(now.outputs) - len(back)
         first = shared.each(now.run, ways, [*back, *[shared.own] * crossing])
-        self.input_grad = build(first, [*where[1], *[None] * crossing], *given)
+        places = [*(x.sharding for x in self.inputs), *[None] * crossing]
+        self.input_grad = build(first, places, *given)
         every = [*given, *_lying(self.input_grad, jax.eval_shape(first, *given))[len(back) :]]
         ways = [*ways, *[shared.own] * crossing]
         second = shared.each(later.run, [ways[i] for i in self.read], [shared.own] * len(sums))
@@ -231,7 +244,7 @@ class Compiled:
             return list(map(jnp.add, sums, second(*read)))
 
         read = [every[i] for i in self.read]
-        self.weight_grad = build(weight_grad, where[0], sums, read, donate=0)
+        self.weight_grad = build(weight_grad, [x.sharding for x in sums], sums, read, donate=0)
 
     def results(self, made: Arrays) -> tuple[Any, Any]:
         """The outputs and the other results, as trees, of what the forward returned."""
