@@ -9,6 +9,7 @@ After Alpa (Zheng et al., OSDI 2022). `mark_pipeline_boundary` and `grad` mark t
     method        layers to stages, stages to meshes
     cut           the loss, cut into stages
     update        the update, split over the stages
+    unreduced     the backward of a data-parallel mesh, whose gradients are added up once a batch
     compiled      a stage, compiled: its passes (runtime/jax/passes), and tasks of the update
     mesh          a mesh and its stages, as the worker of `pipelab.runtime` sees them
     end_of_step   what meshes send each other when their rows have ended

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.lib import xla_client  # no public way to it
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from pipelab.runtime.jax.jaxpr import Atom, contains, place_of
 
@@ -88,18 +88,28 @@ def moved(x: Any, home: NamedSharding) -> Any:
     return jax.device_put(x, home)
 
 
-def on_mesh(eqn: JaxprEqn, mesh: Mesh | AbstractMesh) -> JaxprEqn:
+def axes_in(spec: PartitionSpec) -> list[str]:
+    """The axes that divide something."""
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    return [axis for entry in entries for axis in entry if axis]
+
+
+def on_mesh(eqn: JaxprEqn, mesh: Mesh | AbstractMesh, without: str = "") -> JaxprEqn:
     """The equation with the user's sharding constraints, in it or inside it, on this mesh.
+
+    without  the axis along which a function is run by each device for itself: it divides nothing
 
     Raises PipeshardError where one names other axes than the mesh has.
     """
     if not contains(eqn, [CONSTRAINT]):
         return eqn
     if eqn.primitive.name != CONSTRAINT:
-        return eqn.replace(params={key: _on_mesh(x, mesh) for key, x in eqn.params.items()})
+        inside = {key: _on_mesh(x, mesh, without) for key, x in eqn.params.items()}
+        return eqn.replace(params=inside)
     sharding = eqn.params["sharding"]
     try:
-        here = NamedSharding(mesh, sharding.spec)
+        kept = [tuple(a for a in axes_in(PartitionSpec(e)) if a != without) for e in sharding.spec]
+        here = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in kept)))
     except (AttributeError, ValueError):
         raise PipeshardError(
             f"with_sharding_constraint ({place_of(eqn)}) asks for {sharding}: give a PartitionSpec "
@@ -108,12 +118,12 @@ def on_mesh(eqn: JaxprEqn, mesh: Mesh | AbstractMesh) -> JaxprEqn:
     return eqn.replace(params=eqn.params | {"sharding": here, "context_mesh": NO_MESH})
 
 
-def _on_mesh(param: Any, mesh: Mesh | AbstractMesh) -> Any:
+def _on_mesh(param: Any, mesh: Mesh | AbstractMesh, without: str) -> Any:
     """Constraints inside an equation's parameter, which may be a function or several."""
     if isinstance(param, ClosedJaxpr):
-        return param.replace(jaxpr=_on_mesh(param.jaxpr, mesh))
+        return param.replace(jaxpr=_on_mesh(param.jaxpr, mesh, without))
     if isinstance(param, Jaxpr):
-        return param.replace(eqns=[on_mesh(eqn, mesh) for eqn in param.eqns])
+        return param.replace(eqns=[on_mesh(eqn, mesh, without) for eqn in param.eqns])
     if type(param) is tuple:  # the branches of a cond
-        return tuple(_on_mesh(x, mesh) for x in param)
+        return tuple(_on_mesh(x, mesh, without) for x in param)
     return param

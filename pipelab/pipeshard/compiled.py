@@ -7,8 +7,9 @@ from typing import Any
 from jax.extend.core import Var
 from jax.sharding import NamedSharding
 
-from pipelab.pipeshard.arrays import moved
+from pipelab.pipeshard.arrays import PipeshardError, moved
 from pipelab.pipeshard.cut import StageGraph
+from pipelab.pipeshard.unreduced import Shard, Unreduced
 from pipelab.pipeshard.update import UpdateTask
 from pipelab.runtime.jax.jaxpr import Arrays, Graph, spec_of
 from pipelab.runtime.jax.passes import (
@@ -31,6 +32,7 @@ class CompiledStage(Compiled):
     own       what is there with or without a backward: parameters, constants, data
     later     for each later stage, what it reads of earlier ones
     previous  what the stage before makes
+    all_reduced  why its gradients are reduced in every micro-batch, if they are, not once a batch
     tasks     its tasks of the update
     bytes     what a forward leaves for its backward, on all devices of the mesh together;
               `parameter_bytes` of its parameters, `optimizer_bytes` of the state that tasks read
@@ -45,6 +47,7 @@ class CompiledStage(Compiled):
         tasks: Iterable[UpdateTask] = (),
         state: Collection[Var] = (),
         options: Mapping[str, Any] | None = None,
+        shard: tuple[Shard, StageGraph] | str = "",
     ) -> None:
         """Stage `s` of these.
 
@@ -52,6 +55,7 @@ class CompiledStage(Compiled):
         tasks    of all stages
         state    the step's arguments beside parameters
         options  for the compiler
+        shard    the loss of one device's samples, and this stage of it; or why there is none
         """
         # [1] What its neighbours need to know.
         self.graph = graph = graphs[s]
@@ -63,7 +67,15 @@ class CompiledStage(Compiled):
         traced = passes(graph.run, shapes)
         sent = [place(v) for v in (*graph.outputs, *graph.aux_outputs)]
         counts = [readers[v] or 1 for v in graph.outputs]  # the loss has one gradient
-        super().__init__(traced, shapes, kinds, sent, counts, options)
+        self.all_reduced, pullback = "", None
+        if shard and graph.parameters:
+            try:
+                if isinstance(shard, str):
+                    raise PipeshardError(shard)
+                pullback = Unreduced(*shard, graph, traced, shapes.parameters)
+            except PipeshardError as error:
+                self.all_reduced = str(error)
+        super().__init__(traced, shapes, kinds, sent, counts, options, pullback)
         # [3] What it holds.
         self.own = {*graph.parameters, *graph.fixed, *graph.data}
         own = {i for i, v in enumerate(graph.arguments) if v in self.own}

@@ -130,6 +130,10 @@ class MeshStage(Stage):
         self.backwards.weight_grad(microbatch)
 
     def update(self, number: int, received: Any = None) -> None:
+        total = self.compiled.total
+        if total and self.backwards.sums:
+            self.backwards.sums, done = total(self.backwards.sums)
+            self.device.wait(done)
         self.known.update(self.gradients)
         for task in self.compiled.tasks:
             if not task.level:  # it waits for no other stage

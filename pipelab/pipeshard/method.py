@@ -27,8 +27,32 @@ Sharding = Callable[[str, Shape], PartitionSpec]
 Layers = Callable[[Graph, Variables, Variables], Sequence[int]]
 
 
+# Alpa's keywords, and which of ours does that.
+ALPAS = {
+    "num_micro_batches": "Pipeshard(microbatches=...)",
+    "layer_option": "Pipeshard(layers='manual' or auto.AutoLayers(n))",
+    "stage_option": "Pipeshard(stages='auto', 'uniform' or ManualStages(...))",
+    "pipeline_schedule": "Pipeshard(schedule=...), one of pipelab.SCHEDULES",
+    "default_auto_sharding_option": "ManualStages(sharding=...)",
+    "forward_stage_layer_ids": "ManualStages(layers=...)",
+    "submesh_physical_shapes": "ManualStages(meshes=...), shapes (data, model)",
+    "submesh_logical_shapes": "ManualStages(meshes=...), shapes (data, model)",
+    "submesh_autosharding_option_dicts": "ManualStages(sharding=...)",
+}
+
+
+class Keywords:
+    """A base that tells who comes from Alpa how a keyword is called here."""
+
+    def __new__(cls, *_: Any, **given: Any) -> Any:
+        for name in given:
+            if name in ALPAS:
+                raise PipeshardError(f"{cls.__name__} has no {name}: here it is {ALPAS[name]}")
+        return super().__new__(cls)
+
+
 @dataclass(frozen=True)
-class ManualStages:
+class ManualStages(Keywords):
     """Which layers make up each stage, and which devices run it (alpa's ManualStageOption).
 
     layers    per stage its layers, from 0, in order: [[0, 1], [2, 3]]
@@ -60,6 +84,8 @@ class StageProblem:
     samples     of a micro-batch
     layers      how many there are
     method      schedule, micro-batches, devices
+    shard       number of devices that share a micro-batch -> the loss of one's samples, an
+                `unreduced.Shard`, or why there is none
     """
 
     loss: Graph
@@ -72,6 +98,7 @@ class StageProblem:
     samples: int
     layers: int
     method: "Pipeshard"
+    shard: Callable[[int], Any]
 
 
 @runtime_checkable
@@ -82,10 +109,22 @@ class Planner(Protocol):
 
 
 @dataclass(frozen=True)
-class Pipeshard:
+class Pipeshard(Keywords):
     """How to run a train step as a pipeline over meshes of devices (Alpa, section 3).
 
     There is pipeline parallelism between the meshes, data or operator parallelism inside each.
+
+        Alpa                                   here
+        PipeshardParallel                      Pipeshard
+        num_micro_batches                      microbatches
+        layer_option="manual"                  layers="manual"
+        AutoLayerOption(layer_num=2)           layers=auto.AutoLayers(2)
+        stage_option="uniform", "auto"         stages="uniform", "auto"
+        ManualStageOption                      stages=ManualStages
+        forward_stage_layer_ids                ManualStages.layers
+        submesh_logical_shapes                 ManualStages.meshes
+        result[(i, j, s, c), m]                plan.auto.profiles: layers i to j, submesh s, logical
+                                               c; `forward` (m = 0) and `backward` (m = 1)
 
     microbatches  of a batch
     layers        "manual": where `mark_pipeline_boundary` says; or a function that finds them,
@@ -291,6 +330,7 @@ class StagePlan:
     activation_bytes: int
     sent_bytes: int
     unsplit: dict[str, str]
+    all_reduced: str
 
 
 @dataclass(frozen=True)
@@ -323,7 +363,12 @@ class Plan:
             for s, stage in enumerate(self.stages)
             for path, why in stage.unsplit.items()
         ]
-        return "\n".join([as_table(rows), *whole])
+        each = [
+            f"stage {s}: gradients are reduced in every micro-batch, not once ({stage.all_reduced})"
+            for s, stage in enumerate(self.stages)
+            if stage.all_reduced
+        ]
+        return "\n".join([as_table(rows), *whole, *each])
 
 
 def over_samples(v: Var, axis: int | None, mesh: Mesh) -> PartitionSpec:

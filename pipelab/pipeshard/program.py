@@ -18,7 +18,8 @@ from pipelab.pipeshard.cut import count_layers, cut, mark
 from pipelab.pipeshard.end_of_step import EndOfStep
 from pipelab.pipeshard.hosts import Hosts, processes_of
 from pipelab.pipeshard.method import Pipeshard, Plan, Planner, StagePlan, StageProblem, over_samples
-from pipelab.pipeshard.tracing import Arguments, trace, trace_piece
+from pipelab.pipeshard.tracing import Arguments, TracedStep, trace, trace_piece
+from pipelab.pipeshard.unreduced import Shard, shard_of, stage_of
 from pipelab.pipeshard.update import UpdateTask, donate, split_update
 from pipelab.predict.simulate import simulate
 from pipelab.runtime.jax.host import digest, of_program, of_trees
@@ -96,7 +97,7 @@ class Program:
         # Before compiling, which takes longest: other programs are found out in a second.
         if self.connect:
             self.connect().agree(lambda: self._digests)
-        self.stages = self._compiled(tasks)
+        self.stages = self._compiled(tasks, layers)
         kept: Mapping[int, int] = {s: stage.bytes for s, stage in self.stages.items()}
         if self.connect:
             kept = ChainMap(*self.connect().share(kept))
@@ -115,6 +116,7 @@ class Program:
         self.samples, self.microbatches = arguments.samples // m, m
         # [1] The step of the batch, and that of a micro-batch.
         whole = self.step = trace(step, arguments, arguments.samples)
+        self.shard = cache(partial(self._shard, step, arguments, whole))  # of so many devices
         if m > 1:
             self.step = trace_piece(step, arguments, self.samples, whole)
         self.paths = dict(zip(self.step.arguments, arguments.paths, strict=True))
@@ -155,6 +157,7 @@ class Program:
                 samples=self.samples,
                 layers=count,
                 method=method,
+                shard=self.shard,
             )
             auto = method.stages.choose(problem)
             method = replace(method, stages=auto)
@@ -199,11 +202,35 @@ class Program:
                 part.equations = [on_mesh(eqn, mesh) for eqn in part.equations]
         return tasks
 
-    def _compiled(self, tasks: list[UpdateTask]) -> dict[int, CompiledStage]:
+    def _shard(
+        self, step: Callable, arguments: Arguments, whole: TracedStep, devices: int
+    ) -> Shard | str:
+        """The loss of the samples of one of so many devices that share a micro-batch.
+
+        Or why there is none; nothing where it would save nothing.
+        """
+        if min(devices, self.microbatches) == 1:
+            return ""
+        try:
+            return shard_of(step, arguments, self.loss, whole.loss, self.samples, devices)
+        except PipeshardError as error:
+            return str(error)
+
+    def _compiled(
+        self, tasks: list[UpdateTask], layers: list[list[int]]
+    ) -> dict[int, CompiledStage]:
         kinds = {action.kind for row in self.schedule.rows for action in row}
         others = {*self._state} - {*self.step.parameters.values()}
         return {
-            s: CompiledStage(self.graphs, s, partial(self.place, row), kinds, tasks, others)
+            s: CompiledStage(
+                self.graphs,
+                s,
+                partial(self.place, row),
+                kinds,
+                tasks,
+                others,
+                shard=stage_of(self.shard(self.meshes[row].shape["data"]), layers, s),
+            )
             for s, row in enumerate(self.schedule.placement)
             if row in self.rows
         }
@@ -295,7 +322,8 @@ class Program:
         graph, row = self.graphs[s], self.schedule.placement[s]
         devices = self.meshes[row].devices
         paths = [self.paths[self.step.parameters[p]] for p in graph.parameters]
-        unsplit = self.stages[s].unsplit if s in self.stages else ()
+        stage = self.stages.get(s)
+        unsplit = stage.unsplit if stage else ()
         sent = [*graph.outputs, *graph.aux_outputs] if s < len(self.graphs) - 1 else []
         return StagePlan(
             layers=tuple(layers),
@@ -307,4 +335,5 @@ class Program:
             activation_bytes=kept,
             sent_bytes=sum(map(bytes_of, sent)),
             unsplit={path: why for path, why in zip(paths, unsplit, strict=False) if why},
+            all_reduced=stage.all_reduced if stage else "",
         )

@@ -8,6 +8,7 @@ import numpy as np
 from pipelab import make
 from pipelab.pipeshard import ManualStages
 from pipelab.teach.feedback import (
+    NOT_ATTEMPTED,
     RIGHT,
     Exercise,
     Feedback,
@@ -17,6 +18,7 @@ from pipelab.teach.feedback import (
     debug,
     not_yet,
     same_function,
+    understood,
     write,
 )
 
@@ -93,6 +95,33 @@ def least_memory(answer: Any) -> Feedback:
     return Feedback(True, f"Right: devices of the stages hold {shown} MiB.")
 
 
+LAYER = np.array([[3.0, -1.0], [0.5, 2.0]], np.float32)
+ZERO = np.array([1.0, 0.0], np.float32)
+# gradients found and wanted, whether they are equal, and why
+PAIRS: list[tuple[list[Any], list[Any], bool, str]] = [
+    ([LAYER], [LAYER * np.float32(1 + 2e-7)], True, "they differ by rounding alone"),
+    ([-LAYER], [LAYER], False, "they are negated"),
+    ([LAYER, LAYER / 2], [LAYER, LAYER], False, "the second is half of what it should be"),
+    ([-1e-4 * LAYER], [1e-4 * LAYER], False, "they are small, and negated"),
+    ([LAYER, -1e-4 * LAYER], [LAYER, 1e-4 * LAYER], False, "the second, a small one, is negated"),
+    ([1e4 * LAYER], [1e4 * LAYER * np.float32(1 + 2e-7)], True, "large ones, off by rounding"),
+    ([ZERO + np.float32(1e-8)], [ZERO], True, "an entry is 1e-8 for 0, beside a 1: rounding"),
+    ([LAYER * 1.01], [LAYER], False, "they are off by 1 %"),
+]
+
+
+def equal_gradients(answer: Any) -> Feedback:
+    """(found, wanted), lists of arrays -> whether they are equal up to rounding."""
+    values = [called(answer, list(found), list(wanted)) for found, wanted, *_ in PAIRS]
+    if all(value is None for value in values):
+        return NOT_ATTEMPTED
+    for value, (*_, equal, why) in zip(values, PAIRS, strict=True):
+        with understood(f"it gives {value!r}, which is neither True nor False."):
+            if bool(value) != equal:
+                return not_yet(f"it says {bool(value)} where {why}.")
+    return RIGHT
+
+
 def memory_ratio() -> float:
     """Ratio of stage 0's activations, GPipe's over those of 1F1B."""
     tables = (make(name, 2, MICROBATCHES) for name in ("gpipe", "pipedream_flush"))
@@ -124,5 +153,6 @@ EXERCISES = {
     ),
     "09-3": debug(handed_on),
     "09-4": Exercise(Skill.BUILD, least_memory),
+    "09-5": Exercise(Skill.WRITE, equal_gradients),
 }
 GUESSES = {"09-a": Guess(memory_ratio, "How many micro-batches are in flight on it, with either?")}

@@ -621,7 +621,8 @@ def test_the_plan_shows_itself(capsys):
     pipeline, state, batch = planned(small(), layers=2)
     plan = pipeline.compile(state, batch).auto
     title, head, *lines = str(plan).splitlines()
-    assert "ms a step of 4 micro-batches (model of toy)" in title and head.startswith("layers")
+    assert title.startswith("Plan on 2 x toy: ") and head.startswith("layers")
+    assert title.endswith("ms a step of 4 micro-batches (model)")
     assert len(lines) == len(plan.chosen)
     rows = plan.rows()
     assert len(rows) == len(plan.profiles) == 6 and rows[0]["source"] == "model"

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+
 from pipelab.optimize.plan.machine import Machine
 from pipelab.pipeshard.auto.measured import StageProfile
 from pipelab.pipeshard.method import ManualStages, Shape, as_table
@@ -54,10 +56,11 @@ class AutoPlan(ManualStages):
 
     def __str__(self) -> str:
         sources = Counter(each.source for each in self.profiles)
+        where = f" on {len(np.ravel(self.cluster))} x {self.machine.name}" if self.machine else ""
         title = (
-            f"{len(self.chosen)} stages of {len(self.profiles)} possible ones: "
+            f"Plan{where}: {len(self.chosen)} stages of {len(self.profiles)} possible ones: "
             f"{1e3 * self.seconds:.4g} ms a step of {self.microbatches} micro-batches "
-            f"({', '.join(sources)}{f' of {self.machine.name}' if self.machine else ''})"
+            f"({', '.join(sources)})"
         )
         rows = [_row(stage) | {"divided": len(stage.sharding)} for stage in self.chosen]
         return f"{title}\n{as_table(rows)}"
@@ -72,6 +75,7 @@ def _row(each: StageProfile) -> Row:
         "logical": "x".join(map(str, each.logical)),
         "forward ms": 1e3 * each.forward,
         "backward ms": 1e3 * each.backward,
+        "reduction ms": 1e3 * each.reduction,
         **{f"{kind} MiB": getattr(each, f"{kind}_bytes") / 2**20 for kind in kinds},
         "source": each.source,
     }

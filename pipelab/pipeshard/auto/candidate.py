@@ -22,6 +22,7 @@ from pipelab.pipeshard.auto.sharding import over_model, search_sharding, unshard
 from pipelab.pipeshard.compiled import CompiledStage
 from pipelab.pipeshard.cut import StageGraph, cut
 from pipelab.pipeshard.method import StageProblem, over_samples
+from pipelab.pipeshard.unreduced import stage_of
 from pipelab.runtime.jax.host import digest
 from pipelab.runtime.jax.jaxpr import Arrays, spec_of
 from pipelab.runtime.jax.passes import Groups, differentiate
@@ -41,9 +42,9 @@ class StageCandidate:
         self.problem, self.layers = problem, (first, last)
         # The loss in up to three stages: what is before, these layers, what is after.
         parts = [range(first), range(first, last + 1), range(last + 1, problem.layers)]
-        stages = [list(part) for part in parts if part]
+        self.stages = [list(part) for part in parts if part]
         parameters = list(problem.parameters)
-        self.graphs = cut(problem.loss, parameters, problem.batch, stages, problem.number)
+        self.graphs = cut(problem.loss, parameters, problem.batch, self.stages, problem.number)
         self.number = 1 if first else 0
 
     @property
@@ -92,7 +93,9 @@ class Placed:
         # The others say what the stage has to send and to receive; they are not compiled.
         graphs, number = list(self.candidate.graphs), self.candidate.number
         graphs[number] = self.graph
-        build = partial(CompiledStage, graphs, number, self.place)
+        each = self.candidate
+        shard = stage_of(each.problem.shard(self.mesh.shape["data"]), each.stages, number)
+        build = partial(CompiledStage, graphs, number, self.place, shard=shard)
         return built(lambda options: build(options=options), self.mesh, scored=not runs)
 
     def key(self, measured: bool) -> tuple[Any, ...]:
@@ -105,6 +108,7 @@ class Placed:
             [len(kind) for kind in kinds],
             [str(self.place(v).spec) for v in graph.arguments],
             self.mesh.devices.shape,
+            bool(self.candidate.problem.shard(self.mesh.shape["data"])),
             (device.platform, device.device_kind, jax.__version__),
             measured,
         )

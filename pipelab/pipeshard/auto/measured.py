@@ -35,6 +35,8 @@ class StageProfile:
     sharding          path -> PartitionSpec, of the parameters that are divided
     source            where the seconds come from
     forward           seconds of a micro-batch; `backward` likewise
+    reduction         seconds, once a batch: the gradients' sum over the devices along "data"
+    microbatches      of a batch
     parameter_bytes
     held_bytes        whatever the schedule does: parameters, their gradients, the optimizer's
                       state, the batch, and what a pass takes beside
@@ -49,6 +51,8 @@ class StageProfile:
     source: Literal["model", "measured"]
     forward: float
     backward: float
+    reduction: float
+    microbatches: int
     parameter_bytes: int
     held_bytes: int
     activation_bytes: int
@@ -56,8 +60,8 @@ class StageProfile:
 
     @property
     def seconds(self) -> float:
-        """The seconds of a micro-batch, forward and backward."""
-        return self.forward + self.backward
+        """The seconds of a micro-batch: forward, backward, and its share of the reduction."""
+        return self.forward + self.backward + self.reduction / self.microbatches
 
 
 def profile_stage(
@@ -76,7 +80,7 @@ def profile_stage(
     # [1] What compiling it shows, unless that is known.
     key = stage.key(measured)
     costs, activations, seconds = remembered(cache, key, lambda: _examine(stage, measured))
-    forward, backward = seconds or [cost.seconds(machine) for cost in costs]
+    forward, backward, *reduction = seconds or [cost.seconds(machine) for cost in costs]
 
     # [2] What is held all the time: weights with their gradients, the optimizer's state, the batch.
     def share(v: Var) -> int:
@@ -88,7 +92,7 @@ def profile_stage(
     held += sum(map(share, graph.fixed)) + problem.method.microbatches * sum(map(share, graph.data))
     # A pass takes its outputs and temporary arrays beside. Of the forward's outputs, activations
     # are counted for each micro-batch in flight.
-    beside = [cost.peak_bytes - cost.argument_bytes for cost in costs]
+    beside = [cost.peak_bytes - cost.argument_bytes for cost in costs[:2]]
     held += max(0, beside[0] - activations, beside[1])
     return StageProfile(
         layers=stage.candidate.layers,
@@ -98,6 +102,8 @@ def profile_stage(
         source="measured" if measured else "model",
         forward=forward,
         backward=backward,
+        reduction=sum(reduction),
+        microbatches=problem.method.microbatches,
         parameter_bytes=parameters,
         held_bytes=held,
         activation_bytes=activations,
@@ -108,13 +114,14 @@ def profile_stage(
 def _examine(stage: Placed, measured: bool) -> tuple[list[Cost], int, list[float]]:
     """The findings of compiling a stage, on one device.
 
-    The costs of the forward and of the backward; the bytes that a forward leaves for its backward;
-    and the seconds of the two, if they are measured.
+    The costs of the forward, of the backward and of the reduction, if there is one; the bytes that
+    a forward leaves for its backward; and the seconds of these, if they are measured.
     """
     compiled = stage.compile(measured)
     times = repeats(stage.candidate.graph.equations)
     # The backward adds to the gradients' sums.
     costs = [Cost.of(each, times) for each in (compiled.forward, compiled.backward)]
+    costs += [Cost.of(compiled.total)] if compiled.total else []
     seconds = _measure(stage, compiled) if measured else []
     return costs, compiled.bytes // stage.mesh.size, seconds
 
@@ -134,7 +141,10 @@ def _measure(stage: Placed, compiled: CompiledStage) -> list[float]:
         sums, *others = compiled.backward(sums, cotangents, kept)
         return sums, others
 
-    return median_seconds([lambda: compiled.forward(*arguments), backward], ROUNDS)
+    programs = [lambda: compiled.forward(*arguments), backward]
+    if total := compiled.total:
+        programs.append(lambda: total(compiled.zeros()))  # which it gives up
+    return median_seconds(programs, ROUNDS)
 
 
 def mesh_of(devices: list[Any], logical: Shape) -> Mesh:

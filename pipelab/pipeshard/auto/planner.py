@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import Var
 from jax.sharding import PartitionSpec
 
-from pipelab.optimize.plan.machine import Machine
+from pipelab.optimize.plan.machine import MACHINES, Machine
 from pipelab.pipeshard.arrays import PipeshardError, shape_of
 from pipelab.pipeshard.auto.assignment import Choice, StageTable, best_stages, submeshes
 from pipelab.pipeshard.auto.auto_plan import AutoPlan
@@ -33,8 +33,10 @@ class AutoStages:
     Every run of layers is compiled for every submesh that it may get, as data parallel, operator
     parallel and both, unless an equal one has been compiled before; then a dynamic program chooses.
 
-    machine   whose memory is the limit, and whose seconds are modelled; default: the named one with
-              such devices (`auto.cost_model.machine_of`)
+    machine   whose memory is the limit, and whose seconds are modelled: a `Machine`, or the name of
+              one of MACHINES; "here" is the one with such devices (`auto.cost_model.machine_of`).
+              Default: that; on a CPU, whose host devices nobody plans for, "A100-80GB". The plan's
+              first line names it
     measured  whether each possible stage is timed on the devices; default: unless they are host
               devices, which share the cores of a CPU, or of several processes, each of which would
               measure, and plan, something else
@@ -50,7 +52,7 @@ class AutoStages:
     two stages costs nothing, as in Alpa.
     """
 
-    machine: Machine | None = None
+    machine: Machine | str | None = None
     measured: bool | None = None
     operator: bool = True
     hosts: int | None = None
@@ -68,7 +70,7 @@ class AutoStages:
                 f"or {schedule!r}, or give ManualStages"
             )
         devices, hosts = self._devices(method.pool)
-        machine = self.machine or machine_of(devices[0])
+        machine = self._machine(devices[0])
         method.table_for(1)  # what is wrong with the schedule is said before all that follows
         # [1] What every possible stage costs.
         profiles = self._profiles(problem, devices, hosts, machine)
@@ -96,6 +98,19 @@ class AutoStages:
             machine=machine,
             cluster=np.array(devices).reshape(hosts, -1),
         )
+
+    def _machine(self, device: Any) -> Machine:
+        """The machine to plan for."""
+        machine = self.machine
+        if machine is None:
+            machine = "A100-80GB" if device.platform == "cpu" else "here"
+        if isinstance(machine, Machine):
+            return machine
+        if machine != "here" and machine not in MACHINES:
+            raise PipeshardError(
+                f"machine={machine!r}: use 'here', a Machine, or one of {', '.join(MACHINES)}"
+            )
+        return machine_of(device) if machine == "here" else MACHINES[machine]
 
     def _devices(self, wanted: Sequence[Any]) -> tuple[list[Any], int]:
         """The devices, host by host, and how many hosts there are."""

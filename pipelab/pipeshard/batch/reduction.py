@@ -179,23 +179,33 @@ class Reductions:
         small, large = pullback(a), pullback(b)
         if any(contains(eqn, DRAWS) for eqn in small.equations):
             return [mixed(a, "draws random numbers in its derivative")] * len(made)
-        found = self._run_underived((small, large), given)
-        # [3] Where samples are added up, they have to be. Zeros do no harm.
-        for pair, tag, want in zip(
-            paired(small.outputs, large.outputs), found, wanted, strict=True
-        ):
-            both = join([tag, want]) if want.role is Role.SAMPLES else None
-            fits = tag == want or (both is not None and both.role is Role.SAMPLES)
-            if not fits and not self._known.is_zero(pair):
-                inside = tag.why and f": {tag.why.partition(';')[0]}"
-                why = (
-                    "has a derivative that mixes samples, or is not linear in what is added up "
-                    f"over them{inside} (clip gradients in the update)"
-                )
-                return [mixed(a, why)] * len(made)
-        return made
+        bad = self.misfit((small, large), given, wanted)
+        if not bad:
+            return made
+        inside = bad.why and f": {bad.why.partition(';')[0]}"
+        why = (
+            "has a derivative that mixes samples, or is not linear in what is added up over them"
+            f"{inside} (clip gradients in the update)"
+        )
+        return [mixed(a, why)] * len(made)
 
-    def _run_underived(self, graphs: Graphs, tags: Tags) -> Tags:
+    def misfit(self, graphs: Graphs, given: Tags, wanted: Tags) -> Tag | None:
+        """The tag of the first result of a derivative that is not as it should be, if there is one.
+
+        Where samples are added up, they have to be, or each has an equal part. Zeros do no harm.
+        """
+        small, large = graphs
+        found = self.run_underived(graphs, given)
+        pairs = paired(small.outputs, large.outputs)
+        for pair, tag, want in zip(pairs, found, wanted, strict=True):
+            both = join([tag, want]) if want.role is Role.SAMPLES else None
+            equal = want == Tag(Role.REDUCED, 1) and tag == Tag(Role.FIXED, 1)
+            fits = tag == want or equal or (both is not None and both.role is Role.SAMPLES)
+            if not fits and not self._known.is_zero(pair):
+                return tag
+        return None
+
+    def run_underived(self, graphs: Graphs, tags: Tags) -> Tags:
         """Go through what is a derivative itself, or is derived sample by sample."""
         derived, self._derived = self._derived, False
         results = self._run(graphs, tags)
@@ -227,7 +237,7 @@ class Reductions:
         if not apart:
             why = "goes from sample to sample: return a value of each, and add these up"
             return [mixed(a, why)] * len(a.outvars)
-        results = self._run_underived(graphs, [FIXED] * len(ins[first:]))
+        results = self.run_underived(graphs, [FIXED] * len(ins[first:]))
         sums = [Tag(Role.REDUCED, tag.degree + 1) for tag in results[:count]]
         found = [*sums, *(samples(tag.degree, inner) for tag in results[count:])]
         pairs = zip(results, found, strict=True)

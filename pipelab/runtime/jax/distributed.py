@@ -117,18 +117,19 @@ class Distributed(Cluster):
 
     def give(self, name: str, value: Any) -> None:
         with lost(JaxRuntimeError):
-            self._ask("key_value_set_bytes", name, pickle.dumps(value), allow_overwrite=True)
+            self._request("key_value_set_bytes", name, pickle.dumps(value), allow_overwrite=True)
 
     def give_first(self, name: str, value: Any) -> Any:
         with suppress(JaxRuntimeError):  # there is one
-            self._ask("key_value_set_bytes", name, pickle.dumps(value))
+            self._request("key_value_set_bytes", name, pickle.dumps(value))
         with lost(TimeoutError):
             return self.take(name, LEAVING)
 
     def take(self, name: str, seconds: float) -> Any:
         with lost(JaxRuntimeError):
             try:
-                found = self._ask("blocking_key_value_get_bytes", name, max(1, int(1000 * seconds)))
+                patience = max(1, int(1000 * seconds))
+                found = self._request("blocking_key_value_get_bytes", name, patience)
             except JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" in str(error):
                     raise TimeoutError from None
@@ -137,16 +138,16 @@ class Distributed(Cluster):
 
     def look(self, names: Sequence[str], perhaps: str) -> list[Any]:
         with lost(JaxRuntimeError):
-            found = [self._ask("key_value_try_get_bytes", name) for name in names]
+            found = [self._request("key_value_try_get_bytes", name) for name in names]
             with suppress(JaxRuntimeError):
-                found.append(self._ask("key_value_try_get_bytes", perhaps))
+                found.append(self._request("key_value_try_get_bytes", perhaps))
         return [pickle.loads(value) for value in found]
 
     def drop(self, name: str) -> None:
         with lost(JaxRuntimeError):
-            self._ask("key_value_delete", name)
+            self._request("key_value_delete", name)
 
-    def _ask(self, call: str, *given: Any, **options: Any) -> Any:
+    def _request(self, call: str, *given: Any, **options: Any) -> Any:
         """Call the store. In a thread: the one that would bring its answer may be the one that
         aborts (see late_aborts), so nobody else waits longer than process 0 lives."""
         answer: list[Any] = []

@@ -4,9 +4,10 @@ A stage of the jax wing is one on a single device; pipeshard's is one on a mesh 
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
+from itertools import chain
 from operator import add
 from typing import Any, NamedTuple
 
@@ -118,6 +119,36 @@ def passes(run: Callable, shapes: Groups) -> Passes:
     return Passes(forward, backward, [number[v] for v in kept], (trees[0], trees[1]))
 
 
+class Pullback:
+    """How devices share a backward: here they run it together, and the compiler divides it.
+
+    backward  of a device: (cotangents, kept) -> gradients of the parameters and of the inputs
+    own       the way of an array that is each device's own. There are ways for those that devices
+              run apart (`pipeshard.unreduced`); here all are None
+    """
+
+    own: Any = None
+
+    def __init__(self, backward: Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]) -> None:
+        self.backward = backward
+
+    def sums(self, parameters: Specs) -> Specs:
+        """The sums of the parameters' gradients."""
+        return parameters
+
+    def operands(self, cotangents: list[Specs], kept: Specs) -> tuple[Any, list[Any]]:
+        """A device's part of these, and the way of each array."""
+        return (cotangents, kept), [None] * len(jax.tree.leaves((cotangents, kept)))
+
+    def inputs(self, count: int) -> list[Any]:
+        """The ways of the gradients of the inputs."""
+        return [None] * count
+
+    def each(self, run: Callable, given: Sequence[Any], made: Sequence[Any]) -> Callable:
+        """`run`, on each device: arrays that go there by their ways -> arrays."""
+        return run
+
+
 class Compiled:
     """A stage's passes, compiled for arguments that lie as their shapes say.
 
@@ -128,6 +159,7 @@ class Compiled:
     input_grad   (cotangents, kept) -> the gradients of the inputs, then what crosses to
     weight_grad  (sums, what it reads: `read` of [*cotangents, *kept, *crossing]) -> sums, `DONE`
     zeros        () -> the sums to begin with
+    total        the sums -> the gradients, `DONE`; None where they are the same
     kept         as `Passes` has it; `kept_shapes` of these
     unsplit      for each parameter None, or why I computes its gradient, which W should
     """
@@ -140,12 +172,14 @@ class Compiled:
         sent: Sequence[Any] = (),
         readers: Sequence[int] = (),
         options: Mapping[str, Any] | None = None,
+        pullback: Pullback | None = None,
     ) -> None:
         """The compiler chooses where results lie that have no sharding in `sent`.
 
-        kinds    of actions: B is compiled, or I and W
-        readers  of each output, how many stages send a gradient of it; default one
-        options  for the compiler
+        kinds     of actions: B is compiled, or I and W
+        readers   of each output, how many stages send a gradient of it; default one
+        options   for the compiler
+        pullback  how devices share the backward; default: the compiler divides it
         """
         # [1] The forward.
         self.passes, self.kept = passes, passes.kept
@@ -153,40 +187,72 @@ class Compiled:
         flat, build = jax.tree.leaves(arguments), partial(compile_passes, options=options)
         results = [*sent, *[None] * (len(passes.forward.outputs) - len(sent))]
         self.forward = build(passes.forward.run, results, *flat)
-        made = _lying(self.forward, passes.forward)
+        made = _lying(self.forward, passes.forward.outputs)
         self.kept_shapes = [[*flat, *made][i] for i in self.kept]
         # [2] The backward adds to sums, whose memory it takes (donated).
-        sums, self.inputs = jax.tree.leaves(arguments.parameters), jax.tree.leaves(arguments.inputs)
+        shared = pullback or Pullback(passes.backward)
+        parameters, self.inputs = map(jax.tree.leaves, (arguments.parameters, arguments.inputs))
+        sums = shared.sums(parameters)
         outputs = made[: passes.results[0].num_leaves]
         counts = readers or [1] * len(outputs)
         cotangents = [[x] * count for x, count in zip(outputs, counts, strict=True)]
+        given, tree = jax.tree.flatten((cotangents, self.kept_shapes))
+        mine, ways = shared.operands(cotangents, self.kept_shapes)
+        back = shared.inputs(len(self.inputs))
 
         def pull(cotangents: list[Arrays], kept: Arrays) -> tuple[Arrays, Arrays]:
-            return passes.backward([reduce(add, parts) for parts in cotangents], kept)
+            return shared.backward([reduce(add, parts) for parts in cotangents], kept)
+
+        def gradients(*given: Any) -> Arrays:
+            return list(chain(*pull(*jax.tree.unflatten(tree, given))))
+
+        run = shared.each(gradients, ways, [*[shared.own] * len(sums), *back])
 
         def backward(sums: Arrays, cotangents: list[Arrays], kept: Arrays) -> Any:
-            parameters, inputs = pull(cotangents, kept)
-            return list(map(jnp.add, sums, parameters)), inputs, DONE
+            made = run(*jax.tree.leaves((cotangents, kept)))
+            return list(map(jnp.add, sums, made)), made[len(sums) :], DONE
 
         where = [x.sharding for x in sums], [x.sharding for x in self.inputs], None
-        operands = cotangents, self.kept_shapes
         self.zeros = build(lambda: [jnp.zeros(x.shape, x.dtype) for x in sums], where[0])
+        self.total = None
+        if sums is not parameters:
+            places = [x.sharding for x in parameters]
+
+            def total(sums: Arrays) -> Any:
+                return [jnp.sum(x, 0) for x in sums], DONE
+
+            self.total = build(total, (places, None), sums, donate=0)
         if Kind.B in kinds:
-            self.backward = build(backward, where, sums, *operands, donate=0)
-        if Kind.I not in kinds:
-            return
-        # [3] In two: what I leaves for W lies as the compiler chooses.
-        now, later, self.read, self.unsplit = split_backward(pull, *operands)
-        given = jax.tree.leaves(operands)
-        crossing = [None] * (len(now.outputs) - len(self.inputs))
-        self.input_grad = build(now.run, [*where[1], *crossing], *given)
-        every = [*given, *_lying(self.input_grad, now)[len(self.inputs) :]]
+            self.backward = build(backward, where, sums, cotangents, self.kept_shapes, donate=0)
+        if Kind.I in kinds:
+            self._build_in_two(build, shared, pull, given, (mine, ways), sums)
+
+    def _build_in_two(
+        self,
+        build: Callable,
+        shared: Pullback,
+        pull: Callable,
+        given: Specs,
+        operands: tuple[Any, list[Any]],
+        sums: Specs,
+    ) -> None:
+        """I and W; what I leaves for W lies as the compiler chooses."""
+        mine, ways = operands
+        now, later, self.read, self.unsplit = split_backward(pull, *mine)
+        back = shared.inputs(len(self.inputs))
+        crossing = len(now.outputs) - len(back)
+        first = shared.each(now.run, ways, [*back, *[shared.own] * crossing])
+        places = [*(x.sharding for x in self.inputs), *[None] * crossing]
+        self.input_grad = build(first, places, *given)
+        every = [*given, *_lying(self.input_grad, jax.eval_shape(first, *given))[len(back) :]]
+        ways = [*ways, *[shared.own] * crossing]
+        second = shared.each(later.run, [ways[i] for i in self.read], [shared.own] * len(sums))
 
         def weight_grad(sums: Arrays, read: Arrays) -> Any:
-            return list(map(jnp.add, sums, later.run(*read))), DONE
+            return list(map(jnp.add, sums, second(*read))), DONE
 
-        read = [every[i] for i in self.read]
-        self.weight_grad = build(weight_grad, (where[0], None), sums, read, donate=0)
+        read, where = [every[i] for i in self.read], ([x.sharding for x in sums], None)
+        self.weight_grad = build(weight_grad, where, sums, read, donate=0)
 
     def results(self, made: Arrays) -> tuple[Any, Any]:
         """The outputs and the other results, as trees, of what the forward returned."""
@@ -204,9 +270,9 @@ def compile_passes(
     return jitted.lower(*arguments).compile(options)
 
 
-def _lying(program: Any, graph: Graph) -> Specs:
-    """The shapes of what a graph's program returns, and where it lies."""
-    return list(map(spec_of, graph.outputs, program.output_shardings))
+def _lying(program: Any, results: Iterable[Any]) -> Specs:
+    """The shapes of what a program returns, and where it lies."""
+    return list(map(spec_of, results, program.output_shardings))
 
 
 def bytes_on_mesh(x: jax.ShapeDtypeStruct | jax.Array) -> int:
