@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipelab.runtime.stage import Device
 from pipelab.runtime.torch.pipes import as_bytes, like, restored, tensors_of
-from pipelab.runtime.transport import Key, lost
+from pipelab.runtime.transport import Key, Lost, lost
 from pipelab.runtime.wire import Ends, Wire, apart, pairs_of_ranks, whole
 from pipelab.runtime.worker import Job
 
@@ -152,6 +152,8 @@ class GroupLink:
     def read(self) -> Any:
         """The next message; waits for it. Lost if the other end is closed."""
         row, work = self._asked.popleft()
+        if isinstance(work, Lost):
+            raise work
         _wait(work)
         memory = row.numpy().data
         key, at, number, size, total = pickle.loads(memory)
@@ -202,7 +204,10 @@ class GroupLink:
 
     def _ask_for_head(self, room: int) -> tuple[Tensor, Any]:
         row = torch.empty(room, dtype=torch.uint8)
-        return row, self._ask(row, HEADS)
+        try:
+            return row, self._ask(row, HEADS)
+        except Lost as gone:  # the other end may be closed after its last message
+            return row, gone
 
     def _receive(self, alike: Sequence[Any]) -> list[Tensor]:
         """Tensors that come part by part."""
