@@ -7,6 +7,7 @@ times would say nothing about a machine with so many devices: there they come fr
 import math
 from collections import Counter
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ from pipelab.optimize.plan.machine import Machine
 from pipelab.pipeshard.auto.candidate import Cache, Placed, remembered
 from pipelab.pipeshard.auto.cost_model import Cost
 from pipelab.pipeshard.auto.flops import repeats
-from pipelab.pipeshard.auto.sharded import median_seconds, ones
+from pipelab.pipeshard.auto.sharded import in_turn, ones
 from pipelab.pipeshard.compiled import CompiledStage
 from pipelab.pipeshard.method import AXES, Shape
 from pipelab.runtime.jax.passes import bytes_on_mesh
@@ -144,7 +145,7 @@ def _measure(stage: Placed, compiled: CompiledStage) -> list[float]:
     programs = [lambda: compiled.forward(*arguments), backward]
     if total := compiled.total:
         programs.append(lambda: total(compiled.zeros()))  # which it gives up
-    return median_seconds(programs, ROUNDS)
+    return [median(seconds) for seconds in in_turn(programs, ROUNDS)]
 
 
 def mesh_of(devices: list[Any], logical: Shape) -> Mesh:

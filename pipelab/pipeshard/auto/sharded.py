@@ -1,6 +1,5 @@
 """A program traced once, compiled and timed for arrays that lie on a mesh in different ways."""
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -55,10 +54,10 @@ class Sharded:
         """The work and memory of each device; a scan's FLOPs count as often as it runs."""
         return Cost.of(self.compile(specs, scored=True), self._repeats)
 
-    def timed(self, many: Sequence[Specs], rounds: int) -> list[float]:
-        """Median seconds of each, on arrays of ones."""
+    def timed(self, many: Sequence[Specs], rounds: int) -> list[tuple[float, ...]]:
+        """Seconds of each, on arrays of ones."""
         programs = [partial(self.compile(specs), *ones(self._placed(specs))) for specs in many]
-        return median_seconds(programs, rounds)
+        return in_turn(programs, rounds)
 
     def _placed(self, specs: Specs) -> list[jax.ShapeDtypeStruct]:
         pairs = zip(self.leaves, specs, strict=True)
@@ -85,8 +84,8 @@ def ones(like: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
     return jax.jit(lambda: [jnp.ones(x.shape, x.dtype) for x in like], out_shardings=places)()
 
 
-def median_seconds(programs: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
-    """Median seconds of each: they take turns, so that all meet the same disturbances."""
+def in_turn(programs: Sequence[Callable[[], Any]], rounds: int) -> list[tuple[float, ...]]:
+    """Seconds of each: they take turns, so that all meet the same disturbances."""
     seconds: list[list[float]] = [[] for _ in programs]
     for turn in range(rounds + 1):
         for run, found in zip(programs, seconds, strict=True):
@@ -94,4 +93,4 @@ def median_seconds(programs: Sequence[Callable[[], Any]], rounds: int) -> list[f
             jax.block_until_ready(run())
             if turn:  # the first warms up
                 found.append(time.perf_counter() - start)
-    return [statistics.median(found) for found in seconds]
+    return [tuple(found) for found in seconds]

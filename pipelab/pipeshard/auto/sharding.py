@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import product
+from statistics import fmean
 from typing import Any
 
 import jax
@@ -91,12 +92,21 @@ def _splits(shape: Shape, mesh: Mesh, axes: Sequence[str]) -> Iterator[Partition
 
 @dataclass(frozen=True)
 class Candidate:
-    """One assignment: how each array lies, what that costs, the model's seconds, measured ones."""
+    """One assignment: how each array lies, what that costs, the model's seconds, measured ones.
 
+    number  among all possible ones, the last array's choice changing first
+    """
+
+    number: int
     specs: Specs
     cost: Cost
     predicted: float
-    measured: float | None = None
+    seconds: tuple[float, ...] = ()
+
+    @property
+    def measured(self) -> float | None:
+        """The mean of the seconds measured."""
+        return fmean(self.seconds) if self.seconds else None
 
 
 @dataclass(frozen=True)
@@ -143,29 +153,30 @@ class Search:
         return self.program.compile((candidate or self.best).specs)
 
     def measure(self, candidates: Iterable[Candidate], rounds: int = 7) -> "Search":
-        """The same search with the median seconds of these, run on arrays of ones."""
+        """The same search with the seconds of these, in turn, on arrays of ones."""
         chosen = [each.specs for each in candidates]
         found = dict(zip(chosen, self.program.timed(chosen, rounds), strict=True))
-        table = [
-            replace(each, measured=found.get(each.specs, each.measured)) for each in self.table
-        ]
+        table = [replace(each, seconds=found.get(each.specs, each.seconds)) for each in self.table]
         return replace(self, table=tuple(table))
 
     def rows(self) -> list[dict[str, Any]]:
         """The table with a column per array: a list for pandas.DataFrame."""
-        timed = any(each.measured is not None for each in self.table)
+        timed = any(each.seconds for each in self.table)
         rows = []
         for each in self.table:
             row: dict[str, Any] = dict(
                 zip(self.paths, map(describe_choices, each.specs), strict=True)
             )
+            row["number"] = each.number
             row["GFLOP"] = each.cost.flops / 1e9
             row["MiB sent"] = each.cost.ring_bytes / 2**20
             row["collectives"] = each.cost.collectives
             row["MiB at most"] = each.cost.peak_bytes / 2**20
             row["predicted ms"] = 1e3 * each.predicted
             if timed:
-                row["measured ms"] = None if each.measured is None else 1e3 * each.measured
+                of, mean = each.seconds, each.measured
+                row["measured ms"] = None if mean is None else 1e3 * mean
+                row["spread ms"] = 1e3 * (max(of) - min(of)) if of else None
             rows.append(row)
         return rows
 
@@ -189,6 +200,7 @@ def search_sharding(
     choices: Choices | Sequence[Choices] = anywhere,
     outputs: Callable | None = None,
     limit: int = 100,
+    progress: bool | None = None,
 ) -> Search:
     """The best assignment of a mesh's axes to the dimensions of a program's arrays.
 
@@ -203,6 +215,7 @@ def search_sharding(
                loss and gradients that lie as their weights do. Default: the compiler chooses
     limit      so many candidates are all tried. Beyond, one array after another gets its best
                choice while the others stay, until nothing improves
+    progress   whether to show a bar of candidates; default: in a terminal
 
     `measure` of what is returned runs and times some of the candidates.
 
@@ -214,9 +227,12 @@ def search_sharding(
     >>> search.paths, len(search.table), search.best.cost.flops
     (('w', 'x'), 1, 128.0)
     """
+    from tqdm import tqdm  # only who searches needs it
+
     program = Sharded(fun, arguments, mesh, outputs)
     machine = machine or machine_of(mesh.devices.flat[0])
     options = _options(program, choices)
+    hidden = None if progress is None else not progress  # None: unless a terminal
     found: dict[Specs, Candidate] = {}
 
     def rank(each: Candidate) -> tuple[float, ...]:
@@ -229,8 +245,13 @@ def search_sharding(
         wanted = list(many)
         new = [specs for specs in dict.fromkeys(wanted) if specs not in found]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # compiling needs no lock of Python's
-            for specs, cost in zip(new, pool.map(program.cost, new), strict=True):
-                found[specs] = Candidate(specs, cost, cost.seconds(machine))
+            costs = pool.map(program.cost, new)
+            bar = tqdm(zip(new, costs, strict=True), "shardings", len(new), disable=hidden)
+            for specs, cost in bar:
+                number = 0
+                for spec, of in zip(specs, options, strict=True):
+                    number = number * len(of) + of.index(spec)
+                found[specs] = Candidate(number, specs, cost, cost.seconds(machine))
         # Also of what was tried before: a sweep asks again for where it stands.
         return min(wanted, key=lambda specs: rank(found[specs]))
 
