@@ -30,7 +30,7 @@ def act(me: Any, kind: str, k: int) -> None:
     from torch.nn.functional import mse_loss
 
     receives = (kind == "F") == (me.rank == 1)
-    received = me.receive() if receives else None
+    received: Any = me.receive() if receives else None
     if kind == "F":
         me.inputs[k] = me.xs[k] if me.rank == 0 else received.requires_grad_()
         me.outputs[k] = me.stage(me.inputs[k])
@@ -69,8 +69,8 @@ def two_ranks(answer: Any) -> Feedback:
         [(kind, k) for kind in "FB" for k in every],
         [(kind, k) for k in every for kind in "FB"],
     ):
-        (found, left, computed), (right, _, _) = both_ranks(answer, order), both_ranks(act, order)
-        if not computed:
+        (found, left, tried), (right, _, _) = both_ranks(answer, order), both_ranks(act, order)
+        if not tried:
             return NOT_ATTEMPTED
         if left:
             return not_yet(f"{left} messages are left that nobody receives.")
@@ -85,12 +85,12 @@ def two_ranks(answer: Any) -> Feedback:
 
 
 def both_ranks(worker: Any, order: list) -> tuple[list, int, bool]:
-    """Gradients by rank (None: no gradient), messages left, and whether any forward ran."""
+    """Gradients by rank (None: no gradient), messages left, and whether it does anything at all."""
     import torch
 
     random = torch.Generator().manual_seed(0)
     xs, ys = torch.randn(2, 4, 2, 3, generator=random)
-    queues = Queue(), Queue()
+    queues: tuple[Queue, Queue] = Queue(), Queue()
     ranks = []
     for rank in (0, 1):
         stage = torch.nn.Linear(3, 3)
@@ -98,9 +98,8 @@ def both_ranks(worker: Any, order: list) -> tuple[list, int, bool]:
             weight.data = torch.randn(weight.shape, generator=random)
         ranks.append(RankInThread(rank, stage, xs, ys, *queues))
 
-    def play(me: RankInThread) -> None:
-        for kind, k in order:
-            worker(me, kind, k)
+    def play(me: RankInThread) -> list:
+        return [worker(me, kind, k) for kind, k in order]
 
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(play, me) for me in ranks]
@@ -112,7 +111,8 @@ def both_ranks(worker: Any, order: list) -> tuple[list, int, bool]:
             raise NotYet("a rank waits for ever: it receives what nobody sends.")
         raise NotYet(f"it raises {type(error).__name__}: {str(error).split('.')[0]}.")
     found = [None if me.stage.weight.grad is None else me.stage.weight.grad.numpy() for me in ranks]
-    return found, sum(q.qsize() for q in queues), any(me.outputs for me in ranks)
+    tried = any(me.outputs for me in ranks) or any(job.result() != [None] * 8 for job in jobs)
+    return found, sum(q.qsize() for q in queues), tried
 
 
 def uneven_gradient(answer: Any) -> Feedback:
