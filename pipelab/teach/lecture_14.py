@@ -76,8 +76,7 @@ EXERCISES = {
         "How long does it take as it is, and with either cure?",
         {
             2 * 57 / 105: "That is twice the micro-batches. And balance?",
-            6 / 3.75: "That is the pace alone: it fills and drains, too.",
-            66 / 41.25: "As it is it does not fill at the slowest stage's pace.",
+            6 / 3.75: "That is the pace alone: it fills and drains, by each stage's own time.",
             41.25 / 57: "The other way round: samples a second.",
         },
     ),

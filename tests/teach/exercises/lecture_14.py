@@ -53,7 +53,7 @@ def answer(first, last):
             "answer = 57 / 41.25",
             "def takes(*both, m=8):\n    costs = Costs([b / 3 for b in both], [b / 3 for b in both], "
             "[b / 3 for b in both])\n"
-            "    return pl.simulate(pl.make('pipedream_flush', 4, m), costs).makespan\n"
+            "    return pl.simulate(pl.make('gpipe', 4, m), costs).makespan\n"
             "answer = takes(3, 3, 6, 3) / takes(3.75, 3.75, 3.75, 3.75)",
         ],
         "wrong": {
