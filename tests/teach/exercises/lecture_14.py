@@ -65,8 +65,8 @@ def answer(first, last):
     },
     "14-4": {
         "right": [
-            f'answer = "{FIRST_MORE}\n{REST}"',
-            f'answer = pl.Schedule.from_grid("{FIRST_MORE}\n{REST}", "mine")',
+            f'answer = "{FIRST_MORE}\\n{REST}"',
+            f'answer = pl.Schedule.from_grid("{FIRST_MORE}\\n{REST}", "mine")',
         ],
         "wrong": {
             'answer = pl.make("pipedream_flush", 3, 6)': "makespan 34, to reach: 29",
