@@ -223,10 +223,10 @@ def pipedream_versions() -> Axes:
 
 @picture("pipeline_flush.png")
 def pipeline_flush() -> Axes:
-    """Two batches of 1F1B with a flush: every device waits nine units, while the pipeline
-    drains and while it fills.
+    """Two batches of GPipe: every device waits nine units, while the pipeline fills, turns round
+    and drains.
     """
-    t = simulate(make("pipedream_flush", 4, 6, batches=2), Costs(update=0.5))
+    t = simulate(make("gpipe", 4, 6, batches=2), Costs(update=0.5))
     gaps = flush_gaps(t)
     idle = sum(b - a for device, a, b in gaps if device == 0)
     ax = plot.timeline(t, title=f"A flush between two batches: every device waits {idle:g} units")
@@ -306,9 +306,9 @@ def partition() -> Axes:
     items = {}
     for words, method in (("equal counts", "uniform"), ("balanced times", "time")):
         found = split_layers(vgg16(), 4, method)
-        t = simulate(make("pipedream_flush", 4, 8), found.costs())
+        t = simulate(make("gpipe", 4, 8), found.costs())
         words += f": the busiest device {found.bottleneck:.3g}; "
-        words += f"8 images by 1F1B with a flush take {t.makespan:.0f}"
+        words += f"8 images by GPipe take {t.makespan:.0f}"
         items[words] = found
     unit = "forward and backward of one image, billions of multiply-adds"
     return plots.partition(items, unit=unit, scale=1)

@@ -17,13 +17,14 @@ def best_of_six() -> float:
 
 
 EXERCISES = {
-    # 0F0 0F1 0F2 0B0 0F3 0B1 0F4 0B2 0B3 0B4 0U0.
+    # 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3.
     "00-1": predict(
-        3,
+        5,
         "How many F minus how many B, from the start to each place?",
         {
-            5: "That is how many there are in all; some are back before others start.",
-            2: "That is after a backward; what is it just before?",
+            8: "That is how many there are in all; some are back before others start.",
+            4: "That is after a backward, or of stage 0 alone; what is it just before?",
+            3: "That is stage 2 alone, or micro-batches. The device holds both stages.",
         },
     ),
     # One micro-batch through three devices.

@@ -1,5 +1,7 @@
 """Lecture 2: GPipe."""
 
+from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, Queue
 from typing import Any
 
 import numpy as np
@@ -8,8 +10,11 @@ from pipelab import Costs, make, simulate
 from pipelab.teach.feedback import (
     NOT_ATTEMPTED,
     RIGHT,
+    Exercise,
     Feedback,
     Guess,
+    NotYet,
+    Skill,
     called,
     debug,
     is_close,
@@ -18,6 +23,96 @@ from pipelab.teach.feedback import (
     table,
     write,
 )
+
+
+def act(me: Any, kind: str, k: int) -> None:
+    """Receive if there is something to receive, compute, send if somebody waits for it."""
+    from torch.nn.functional import mse_loss
+
+    receives = (kind == "F") == (me.rank == 1)
+    received: Any = me.receive() if receives else None
+    if kind == "F":
+        me.inputs[k] = me.xs[k] if me.rank == 0 else received.requires_grad_()
+        me.outputs[k] = me.stage(me.inputs[k])
+        if me.rank == 1:
+            me.outputs[k] = mse_loss(me.outputs[k], me.ys[k]) / len(me.xs)
+    else:
+        me.outputs[k].backward(received)
+    if not receives:
+        me.send(me.outputs[k].detach() if kind == "F" else me.inputs[k].grad)
+
+
+class RankInThread:
+    """A rank of the lecture's program, whose messages lie in queues and are copies."""
+
+    def __init__(self, rank: int, stage: Any, xs: Any, ys: Any, there: Queue, back: Queue) -> None:
+        self.rank, self.stage, self.xs, self.ys = rank, stage, xs, ys
+        self.inputs: dict[int, Any] = {}
+        self.outputs: dict[int, Any] = {}
+        self.sent, self.received = (back, there) if rank else (there, back)
+
+    def receive(self) -> Any:
+        return self.received.get(timeout=1)
+
+    def send(self, tensor: Any) -> None:
+        if not hasattr(tensor, "detach"):
+            raise NotYet(f"rank {self.rank} sends {tensor!r}, which is not a tensor.")
+        self.sent.put(tensor.detach().clone())
+
+
+def two_ranks(answer: Any) -> Feedback:
+    """(rank, kind, micro-batch): the undivided gradients, in either order of the lecture."""
+    if not callable(answer):
+        return not_yet(f"{answer!r} is not a function.")
+    every = range(4)
+    for order in (
+        [(kind, k) for kind in "FB" for k in every],
+        [(kind, k) for k in every for kind in "FB"],
+    ):
+        (found, left, tried), (right, _, _) = both_ranks(answer, order), both_ranks(act, order)
+        if not tried:
+            return NOT_ATTEMPTED
+        if left:
+            return not_yet(f"{left} messages are left that nobody receives.")
+        for rank, (mine, truth) in enumerate(zip(found, right, strict=True)):
+            if mine is None:
+                return not_yet(f"rank {rank} has no gradient at the end.")
+            if is_close(mine, len(every) * truth, 1e-3):
+                return not_yet(f"rank {rank}: {len(every)} times the gradient. See the top.")
+            if not is_close(mine, truth, 1e-3):
+                return not_yet(f"rank {rank}: not the undivided gradient. Is k used everywhere?")
+    return Feedback(True, "Right: a rank of any order, forwards and backwards.")
+
+
+def both_ranks(worker: Any, order: list) -> tuple[list, int, bool]:
+    """Gradients by rank (None: no gradient), messages left, and whether it does anything at all."""
+    import torch
+
+    random = torch.Generator().manual_seed(0)
+    xs, ys = torch.randn(2, 4, 2, 3, generator=random)
+    queues: tuple[Queue, Queue] = Queue(), Queue()
+    ranks = []
+    for rank in (0, 1):
+        stage = torch.nn.Linear(3, 3)
+        for weight in stage.parameters():
+            weight.data = torch.randn(weight.shape, generator=random)
+        ranks.append(RankInThread(rank, stage, xs, ys, *queues))
+
+    def play(me: RankInThread) -> list:
+        return [worker(me, kind, k) for kind, k in order]
+
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(play, me) for me in ranks]
+    errors = [error for job in jobs if (error := job.exception())]
+    for error in sorted(errors, key=lambda error: isinstance(error, Empty)):
+        if isinstance(error, NotYet):
+            raise error
+        if isinstance(error, Empty):
+            raise NotYet("a rank waits for ever: it receives what nobody sends.")
+        raise NotYet(f"it raises {type(error).__name__}: {str(error).split('.')[0]}.")
+    found = [None if me.stage.weight.grad is None else me.stage.weight.grad.numpy() for me in ranks]
+    tried = any(me.outputs for me in ranks) or any(job.result() != [None] * 8 for job in jobs)
+    return found, sum(q.qsize() for q in queues), tried
 
 
 def uneven_gradient(answer: Any) -> Feedback:
@@ -71,16 +166,7 @@ def gpipe_seconds(forward: list, backward: list, m: int) -> float:
 
 
 EXERCISES = {
-    # Devices -> micro-batches for at most 10 % of idle time.
-    "02-1": write(
-        lambda p: max(1, 9 * (p - 1)),
-        [(p,) for p in range(1, 9)],
-        {
-            lambda p: 9 * (p - 1): "A schedule has at least one micro-batch.",
-            lambda p: 9 * (p - 1) + 1: "One fewer does: at most 10 % may be exactly 10 %.",
-            lambda p: max(1, 10 * (p - 1)): "That is for 10 % over the ideal time.",
-        },
-    ),
+    "02-1": Exercise(Skill.WRITE, two_ranks, reference=act),
     # Ten micro-batches that keep 30 MiB each, 4 of them the input.
     "02-2": predict(
         10 * 4 + 26,

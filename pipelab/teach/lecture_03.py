@@ -80,14 +80,15 @@ ROWS = (
     "F0 F1 B0 F2 B1 B2",
 )
 EXERCISES = {
-    # Weight stashing on device 2 of six.
+    # Weight stashing on device 1 of six, an update after every second backward.
     "03-1": predict(
-        6 - 2,
-        "How many micro-batches are in flight there?",
+        3,
+        "How many micro-batches are in flight there, and which of them read the same version?",
         {
-            6: "That is the first device, or vertical sync.",
-            3: "Those are the older ones; one more is the newest.",
-            5: "Does this device wait as long for its gradients as device 1?",
+            5: "So it is with an update after every backward.",
+            2: "Two older ones have readers at a time; is the newest one of them?",
+            2.5: "At most: where does a pair begin?",
+            6: "That many micro-batches are not in flight there, nor versions.",
         },
     ),
     "03-2": Exercise(Skill.BUILD, row_of_device_1),

@@ -18,7 +18,7 @@ from pipelab.teach.feedback import (
 
 
 def without_a_cycle(answer: Any) -> Feedback:
-    """(p, m) -> a valid table in GPipe's time with min(m, p - s) micro-batches in flight."""
+    """(p, m) -> a valid table in GPipe's time, each device but the last a forward further ahead."""
     for p, m in ((3, 4), (4, 8), (4, 2), (1, 3), (2, 1)):
         made = called(answer, p, m, where=f"for ({p}, {m})")
         if not isinstance(made, Schedule):
@@ -26,9 +26,10 @@ def without_a_cycle(answer: Any) -> Feedback:
         feedback = table(made, devices=p, microbatches=m, makespan=(m + p - 1) * 3)
         if not feedback.passed:
             return Feedback(False, f"{feedback.text}\nThis is for p = {p}, m = {m}.")
-        held, least = made.peak_in_flight, [min(m, p - s) for s in range(p)]
-        if any(a > b for a, b in zip(held, least, strict=True)):
-            return not_yet(f"for ({p}, {m}) the devices hold {held}, enough are {least}.")
+        asked = [*(min(m, p - s + 1) for s in range(p - 1)), 1]
+        if made.peak_in_flight != asked:
+            held = f"the devices hold {made.peak_in_flight}, asked: {asked}."
+            return not_yet(f"for ({p}, {m}) {held}")
     return RIGHT
 
 
@@ -56,13 +57,16 @@ EXERCISES = {
             19 / 22: "The other way round: GPipe's time over 1F1B's.",
         },
     ),
-    # Tensors that x sigmoid(x) has to keep.
+    # Numbers a sample that x + B relu(A norm(x)) has to keep: x, and the ReLU's output.
     "06-4": predict(
-        1,
-        slips={
-            2: "The sigmoid can be computed again.",
-            3: "What can be computed again from x?",
-            0: "Then the backward would not know where it is.",
+        8 + 32,
+        "What do the gradients of A and B need, and the backwards of relu and norm?",
+        {
+            48: "norm(x) follows from x.",
+            72: "The ReLU's input is kept for nothing: its output says where it passed.",
+            80: "norm(x) follows from x, and the ReLU's output says where it passed.",
+            32: "The gradient of A needs its input.",
+            8: "A matrix product lies between x and what B's gradient needs.",
         },
     ),
     "06-5": debug(without_a_cycle),

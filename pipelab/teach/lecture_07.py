@@ -50,8 +50,8 @@ EXERCISES = {
             lambda p, v, m, d: p * v + p - 1: "That is device 0. Later ones run less far ahead.",
         },
     ),
-    # Three micro-batches through four chunks in 21.
-    "07-3": build(devices=2, stages=4, microbatches=3, makespan=21),
+    # Five micro-batches through four chunks in 33, where rounds of three and two hold six.
+    "07-3": build(devices=2, stages=4, microbatches=5, makespan=33, in_flight=5),
     # A valid table that is DEADLOCK but for one action's place in its row.
     "07-4": debug(table, devices=2, stages=4, microbatches=3, missing=too_many_moved),
     # Nine micro-batches through eight chunks in 63, twelve in flight.

@@ -5,26 +5,19 @@ from typing import Any
 
 import numpy as np
 
-from pipelab import Costs, Timeline, make, simulate
+from pipelab import Costs, make, simulate
 from pipelab.teach.feedback import (
     NOT_ATTEMPTED,
     Feedback,
     Guess,
     build,
     called,
-    choice,
     debug,
     is_close,
     not_yet,
     predict,
     write,
 )
-
-
-def disappointing_run() -> Timeline:
-    """A run that disappoints, for the exercise that asks what would help."""
-    work = [1, 1, 1.7, 1]
-    return simulate(make("pipedream_flush", 4, 8), Costs(work, work, work, transfer=0.1))
 
 
 def exchanged(answer: Any) -> Feedback:
@@ -77,22 +70,22 @@ EXERCISES = {
         },
     ),
     "14-2": debug(exchanged),
-    # What would help the disappointing run most.
-    "14-3": debug(
-        choice,
-        "balance",
+    # Stages of 3, 3, 6 and 3 s, eight micro-batches: balanced, over as they are.
+    "14-3": predict(
+        (15 + 7 * 6) / (11 * 15 / 4),
+        "How long does it take as it is, and with either cure?",
         {
-            "links": "Very little of the time goes there.",
-            "micro-batches": "Warm-up and drain are the largest share. But how fast is it then?",
-            "gpipe": "It has the same bubble, and holds more.",
+            2 * 57 / 105: "That is twice the micro-batches. And balance?",
+            6 / 3.75: "That is the pace alone: it fills and drains, by each stage's own time.",
+            41.25 / 57: "The other way round: samples a second.",
         },
     ),
-    # Six micro-batches in 23, with messages that take 1.
+    # Six micro-batches on three devices in 29, with messages that take 1.
     "14-4": build(
-        devices=2,
+        devices=3,
         microbatches=6,
-        makespan=23,
-        in_flight=3,
+        makespan=29,
+        in_flight=4,
         costs=Costs(transfer=1),
     ),
     # (samples, devices, seconds an action, seconds a sample) -> micro-batches.

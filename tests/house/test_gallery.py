@@ -275,7 +275,7 @@ def test_a_flush_costs_every_device_the_same_wait(name, p, m):
 
 def test_the_flush_picture_marks_the_gaps():
     ax = PICTURES["pipeline_flush.png"]()
-    t = simulate(make("pipedream_flush", 4, 6, batches=2), Costs(update=0.5))
+    t = simulate(make("gpipe", 4, 6, batches=2), Costs(update=0.5))
     assert [(round(lane), a, b) for a, b, lane in boxes(ax, style.YELLOW)] == flush_gaps(t)
     assert ax.get_title(loc="left") == "A flush between two batches: every device waits 9 units"
 

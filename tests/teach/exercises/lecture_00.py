@@ -2,11 +2,12 @@
 
 ANSWERS = {
     "00-1": {
-        "right": ["answer = 3.0", "answer = 5 - 2"],
+        "right": ["answer = 5.0", "answer = 8 - 3"],
         "wrong": {
-            "answer = 5": "how many there are in all",
-            "answer = 2": "after a backward",
-            "answer = 4": "how many B, from the start",
+            "answer = 8": "how many there are in all",
+            "answer = 4": "after a backward",
+            "answer = 3": "holds both stages",
+            "answer = 6": "how many B, from the start",
         },
     },
     "00-2": {

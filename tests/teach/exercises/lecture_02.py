@@ -10,23 +10,45 @@ def answer(model, x, y, m):
 """
 SQUARES = "((model(part) - target) ** 2).sum() / y.numel()"
 
+ACT = """
+def answer(me, kind, k):
+    if kind == "F":
+        x = me.inputs[k] = me.xs[k] if me.rank == 0 else me.receive().requires_grad_()
+        y = me.outputs[k] = me.stage(x)
+        if me.rank == 1:
+            me.outputs[k] = mse_loss(y, me.ys[k]) / len(me.xs)
+        if me.rank == 0:
+            me.send(y.detach())
+    else:
+        y = me.outputs[k]
+        if me.rank == 0:
+            y.backward(me.receive())
+        else:
+            y.backward()
+            me.send(me.inputs[k].grad)
+"""
+
 ANSWERS = {
     "02-1": {
         "right": [
-            """
-def answer(p, m=1):
-    while pl.simulate(gpipe(p, m)).bubble.of_total > 0.1001:
-        m += 1
-    return m
-""",
-            "answer = lambda p: 9 * p - 9 or 1",
+            ACT,
+            ACT.replace("y.detach()", "y"),
+            ACT.replace("me.receive().requires_grad_()", "me.receive().detach().requires_grad_()"),
         ],
         "wrong": {
-            "answer = lambda p: max(1, 10 * (p - 1))": "over the ideal time",
-            "answer = lambda p: 9 * (p - 1)": "at least one micro-batch",
-            "answer = lambda p: 9 * (p - 1) + 1": "One fewer does",
-            "answer = lambda p: 4 * p": "for (1) it gives 4, right is 1",
-            "def answer(p):\n    return 1 / 0": "ZeroDivisionError",
+            ACT.replace(" / len(me.xs)", ""): "rank 0: 4 times the gradient",
+            ACT.replace(".requires_grad_()", ""): "sends None, which is not a tensor",
+            ACT.replace("me.ys[k]", "me.ys[0]"): "Is k used everywhere",
+            ACT.replace("me.xs[k]", "me.xs[0]"): "rank 0: not the undivided gradient",
+            ACT.replace("me.send(me.inputs[k].grad)", "pass"): "waits for ever",
+            ACT.replace("if me.rank == 0:\n            me.send", "if True:\n            me.send"): (
+                "messages are left"
+            ),
+            ACT.replace("y.backward(me.receive())", "me.receive()"): "rank 0 has no gradient",
+            ACT.replace(
+                "y.backward(me.receive())", "y.backward()"
+            ): "it raises RuntimeError: grad can",
+            "answer = 1": "is not a function",
         },
     },
     "02-2": {

@@ -17,11 +17,12 @@ OLD = "stash.pop(k)"
 
 ANSWERS = {
     "03-1": {
-        "right": ["answer = 4.0", "answer = pipedream(6, 40).weight_versions[2]"],
+        "right": ["answer = 3.0", "answer = (5 + 1) / 2"],
         "wrong": {
-            "answer = 6": "first device, or vertical sync",
-            "answer = 3": "one more is the newest",
-            "answer = 5": "as long for its gradients as device 1",
+            "answer = pipedream(6, 40).weight_versions[1]": "after every backward",
+            "answer = 2": "the newest one of them",
+            "answer = 2.5": "where does a pair begin",
+            "answer = 6": "not in flight there",
             "answer = 40": "in flight",
             "answer = 'four'": "is not a number",
         },

@@ -1,8 +1,16 @@
 """Answers to the exercises of lecture 7: right ones, and wrong ones with a part of their hint."""
 
-GRID = """
+THREE = """
 0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 0B0 2B2 0B1 0B2
 1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 1B0 3B2 1B1 1B2
+"""
+FIVE = """
+0F0 0F1 2F0 2F1 0F2 2B0 2F2 0B0 0F3 2B1 2F3 2B2 0F4 0B1 2F4 0B2 2B3 2B4 0B3 0B4
+1F0 1F1 3F0 3B0 3F1 1F2 1B0 3B1 3F2 1F3 3B2 3F3 1B1 1F4 1B2 3B3 3F4 3B4 1B3 1B4
+"""
+FOUR_HELD = """
+0F0 0F1 2F0 2F1 2B0 0F2 2B1 0B0 0F3 2F2 0B1 2F3 2B2 0F4 2B3 2F4 0B2 2B4 0B3 0B4
+1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 1F2 1F3 3F2 3B2 3F3 3B3 1F4 1B2 3F4 3B4 1B3 1B4
 """
 
 ANSWERS = {
@@ -30,12 +38,13 @@ ANSWERS = {
         },
     },
     "07-3": {
-        "right": ["answer = interleaved(2, [3])", f"answer = Schedule.from_grid('''{GRID}''')"],
+        "right": [f"answer = Schedule.from_grid('''{FIVE}''')", f"answer = '''{FOUR_HELD}'''"],
         "wrong": {
-            'answer = pl.make("interleaved", 2, 3, virtual=2)': "makespan 23, to reach: 21",
-            "answer = interleaved(2, [2, 1])": "to reach: 21",
+            'answer = pl.make("interleaved", 2, 5, virtual=2)': "makespan 35, to reach: 33",
+            "answer = interleaved(2, [3, 2])": "6 micro-batches in flight, to reach: 5",
+            "answer = interleaved(2, [5])": "in flight, to reach: 5",
             "answer = DEADLOCK": "deadlock",
-            'answer = pl.make("gpipe", 2, 3)': "asked: 2 devices, 4 stages",
+            'answer = pl.make("gpipe", 2, 5)': "asked: 2 devices, 4 stages",
         },
     },
     "07-4": {
@@ -45,7 +54,7 @@ ANSWERS = {
         ],
         "wrong": {
             "answer = DEADLOCK": "deadlock",
-            f"answer = '''{GRID}'''": "more than one action has moved",
+            f"answer = '''{THREE}'''": "more than one action has moved",
             "answer = interleaved(2, [3])": "more than one action has moved",
         },
     },

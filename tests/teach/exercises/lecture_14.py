@@ -1,6 +1,10 @@
 """Answers to the exercises of lecture 14: right ones, and wrong ones with a part of their hint."""
 
-FIRST_MORE = "0F0 0F1 0F2 0B0 0F3 0B1 0F4 0B2 0F5 0B3 0B4 0B5"
+FIRST_MORE = "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2 0B3 0B4 0B5"
+REST = (
+    "1F0 1F1 1F2 1F3 1B0 1B1 1F4 1B2 1F5 1B3 1B4 1B5\\n"
+    "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4 2F5 2B5"
+)
 
 ANSWERS = {
     "14-1": {
@@ -45,24 +49,30 @@ def answer(first, last):
         },
     },
     "14-3": {
-        "right": ["answer = 'balance'"],
+        "right": [
+            "answer = 57 / 41.25",
+            "def takes(*both, m=8):\n    costs = Costs([b / 3 for b in both], [b / 3 for b in both], "
+            "[b / 3 for b in both])\n"
+            "    return pl.simulate(pl.make('gpipe', 4, m), costs).makespan\n"
+            "answer = takes(3, 3, 6, 3) / takes(3.75, 3.75, 3.75, 3.75)",
+        ],
         "wrong": {
-            "answer = 'micro-batches'": "how fast",
-            "answer = 'links'": "Very little",
-            "answer = 'gpipe'": "the same bubble",
-            "answer = 'recompute'": "is none of",
+            "answer = 2 * 57 / 105": "And balance",
+            "answer = 1.6": "the pace alone",
+            "answer = 41.25 / 57": "other way round",
+            "answer = 2": "with either cure",
         },
     },
     "14-4": {
         "right": [
-            f'answer = "{FIRST_MORE}\\n1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 1F4 1B4 1F5 1B5"',
-            'answer = "0F1 0F0 0F2 0B1 0F3 0B0 0F4 0B2 0F5 0B3 0B4 0B5\\n'
-            '1F1 1B1 1F0 1B0 1F2 1B2 1F3 1B3 1F4 1B4 1F5 1B5"',
+            f'answer = "{FIRST_MORE}\\n{REST}"',
+            f'answer = pl.Schedule.from_grid("{FIRST_MORE}\\n{REST}", "mine")',
         ],
         "wrong": {
-            'answer = pl.make("pipedream_flush", 2, 6)': "makespan 27, to reach: 23",
-            'answer = pl.make("gpipe", 2, 6)': "6 micro-batches in flight, to reach: 3",
-            f'answer = "{FIRST_MORE}\\n1F0 1F1 1B0 1F2 1B1 1F3 1B2 1F4 1B3 1F5 1B4 1B5"': "makespan",
+            'answer = pl.make("pipedream_flush", 3, 6)': "makespan 34, to reach: 29",
+            'answer = pl.make("eager_1f1b", 3, 6)': "5 micro-batches in flight, to reach: 4",
+            'answer = pl.make("gpipe", 3, 6)': "6 micro-batches in flight, to reach: 4",
+            'answer = pl.make("eager_1f1b", 2, 6)': "asked: 3 devices",
         },
     },
     "14-5": {
