@@ -95,8 +95,8 @@ class Way:
     """How devices share an array of all samples.
 
     axis    the samples' dimension, which is divided; None: each has all of it
-    scale   what a device's is, as a multiple of it
-    summed  whether it is the sum of the devices' (on the way back)
+    scale   what a device's is, as a multiple of it; the sum of the devices', if `summed`
+    summed  whether it is made of their sum (on the way back)
     own     whether it is another array on each device: the first dimension is theirs
     """
 
@@ -114,8 +114,7 @@ class Way:
         return x[0] if self.own else _scaled(x, self.scale)
 
     def leave(self, x: Any) -> Any:
-        if self.summed:
-            return jax.lax.psum(x, DATA)
+        x = jax.lax.psum(x, DATA) if self.summed else x
         return x[None] if self.own else _scaled(x, 1 / self.scale)
 
 
@@ -132,7 +131,9 @@ def _way(shard: Shard, tag: Tag, pair: Pair, back: bool = False) -> Way:
     # As micro-batches are joined along it, so it is divided.
     if tag.role is Role.MIXED or axes not in ([], [axis]):
         raise PipeshardError(tag.why or "an array has its samples in another order")
-    return Way(axis, shard.count**-tag.degree, summed=back and tag.role is Role.REDUCED)
+    summed = back and tag.role is Role.REDUCED
+    # Adding up the devices' makes as many times as much of it.
+    return Way(axis, shard.count ** (summed - tag.degree), summed)
 
 
 class Unreduced(Pullback):

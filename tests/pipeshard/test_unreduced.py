@@ -125,6 +125,23 @@ def test_what_a_device_adds_up_is_its_share(name):
     assert not any(stage.all_reduced for stage in pipeline.plan.stages)
 
 
+def test_what_is_divided_by_the_samples_may_cross_a_cut():
+    """A device's own is another number; the gradients by it are added up, and scaled back."""
+
+    def loss(params, batch):
+        x = jnp.tanh(batch["x"] @ params[0]["w"])
+        each = jnp.sum(params[0]["b"] ** 2) / len(x)
+        mark_pipeline_boundary()
+        for layer in params[1:]:
+            x = jnp.tanh(x @ layer["w"])
+        return jnp.sum(jnp.sum((x - batch["y"]) ** 2, axis=-1) * each)
+
+    step, start = step_of(loss)
+    method = Pipeshard(MICRO, stages=ManualStages([[0], [1]], [2, 4]))
+    pipeline = assert_equal(step, start(network()), data(32), method)
+    assert not any(stage.all_reduced for stage in pipeline.plan.stages)
+
+
 def rows(path, shape):
     return PartitionSpec("data") if shape == (6, 4) else PartitionSpec()
 
