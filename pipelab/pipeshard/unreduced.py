@@ -114,7 +114,10 @@ class Way:
         return x[0] if self.own else _scaled(x, self.scale)
 
     def leave(self, x: Any) -> Any:
-        x = jax.lax.psum(x, DATA) if self.summed else x
+        if self.summed:
+            # XLA's CPU compiler aborts at a sum over part of a mesh's axes in bfloat16.
+            wide = x.astype(jax.numpy.promote_types(x.dtype, np.float32))
+            x = jax.lax.psum(wide, DATA).astype(x.dtype)
         return x[None] if self.own else _scaled(x, 1 / self.scale)
 
 
