@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -101,14 +102,15 @@ def _in_one_thread(
         job.device.begin(began)
         workers.append(Worker(job, job.mesh_stages, job.device, transport, began))
         workers[-1].begin(order)
-    try:
-        for row, _ in sequence:
-            workers[row].step()
-    except RunError as error:
-        errors.append(error)
-    finally:
+    # All of them finish, also if Ctrl-C interrupts one that waits.
+    with ExitStack() as ends:
         for job in jobs:
-            job.device.finish()
+            ends.callback(job.device.finish)
+        try:
+            for row, _ in sequence:
+                workers[row].step()
+        except RunError as error:
+            errors.append(error)
     # What reads the results of an action that failed fails, too.
     outcomes = []
     for worker in workers:

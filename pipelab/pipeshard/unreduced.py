@@ -95,8 +95,8 @@ class Way:
     """How devices share an array of all samples.
 
     axis    the samples' dimension, which is divided; None: each has all of it
-    scale   what a device's is, as a multiple of it
-    summed  whether it is the sum of the devices' (on the way back)
+    scale   what a device's is, as a multiple of it; the sum of the devices', if `summed`
+    summed  whether it is made of their sum (on the way back)
     own     whether it is another array on each device: the first dimension is theirs
     """
 
@@ -115,7 +115,9 @@ class Way:
 
     def leave(self, x: Any) -> Any:
         if self.summed:
-            return jax.lax.psum(x, DATA)
+            # XLA's CPU compiler aborts at a sum over part of a mesh's axes in bfloat16.
+            wide = x.astype(jax.numpy.promote_types(x.dtype, np.float32))
+            x = jax.lax.psum(wide, DATA).astype(x.dtype)
         return x[None] if self.own else _scaled(x, 1 / self.scale)
 
 
@@ -132,7 +134,9 @@ def _way(shard: Shard, tag: Tag, pair: Pair, back: bool = False) -> Way:
     # As micro-batches are joined along it, so it is divided.
     if tag.role is Role.MIXED or axes not in ([], [axis]):
         raise PipeshardError(tag.why or "an array has its samples in another order")
-    return Way(axis, shard.count**-tag.degree, summed=back and tag.role is Role.REDUCED)
+    summed = back and tag.role is Role.REDUCED
+    # Adding up the devices' makes as many times as much of it.
+    return Way(axis, shard.count ** (summed - tag.degree), summed)
 
 
 class Unreduced(Pullback):

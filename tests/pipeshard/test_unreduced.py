@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 import tests.jax_setup  # noqa: F401
 from pipelab.pipeshard import ManualStages, Pipeshard, mark_pipeline_boundary, parallelize
 from pipelab.pipeshard.auto.hlo import collectives
-from tests.pipeshard.test_pipeshard import assert_equal, data, mse, network, step_of
+from tests.pipeshard.test_pipeshard import assert_equal, data, mse, network, step_of, worst
 
 MICRO = 4
 
@@ -122,6 +122,26 @@ def test_what_a_device_adds_up_is_its_share(name):
     step, start = step_of(of_output(LOSSES[name]))
     method = Pipeshard(MICRO, stages=ManualStages([[0], [1]], [4, 2]))
     pipeline = assert_equal(step, start(network()), data(32), method)
+    assert not any(stage.all_reduced for stage in pipeline.plan.stages)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 0.05)])
+def test_what_is_divided_by_the_samples_may_cross_a_cut(dtype, tolerance):
+    """A device's own is another number; the gradients by it are added up, and scaled back."""
+
+    def loss(params, batch):
+        x = jnp.tanh(batch["x"] @ params[0]["w"])
+        each = jnp.sum(params[0]["b"] ** 2) / len(x)
+        mark_pipeline_boundary()
+        for layer in params[1:]:
+            x = jnp.tanh(x @ layer["w"])
+        return jnp.sum(jnp.sum((x - batch["y"]) ** 2, axis=-1) * each)
+
+    step, _ = step_of(loss)
+    weights, batch = jax.tree.map(lambda x: jnp.asarray(x, dtype), (network(), data(32)))
+    state = weights, optax.sgd(0.1).init(weights)
+    pipeline = parallelize(step, Pipeshard(MICRO, stages=ManualStages([[0], [1]], [2, 4])))
+    assert worst(pipeline(state, batch), jax.jit(step)(state, batch)) <= tolerance
     assert not any(stage.all_reduced for stage in pipeline.plan.stages)
 
 
