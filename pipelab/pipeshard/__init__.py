@@ -12,6 +12,7 @@ After Alpa (Zheng et al., OSDI 2022). `mark_pipeline_boundary` and `grad` mark t
     unreduced     the backward of a data-parallel mesh, whose gradients are added up once a batch
     compiled      a stage, compiled: its passes (runtime/jax/passes), and tasks of the update
     mesh          a mesh and its stages, as the worker of `pipelab.runtime` sees them
+    watch         when a mesh was done, while one thread issues all actions
     end_of_step   what meshes send each other when their rows have ended
     hosts         several processes that call one step together
     program       all of it for one shape of arguments

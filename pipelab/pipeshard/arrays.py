@@ -89,7 +89,7 @@ def moved(x: Any, home: NamedSharding) -> Any:
 
 
 def axes_in(spec: PartitionSpec) -> list[str]:
-    """The axes that divide something."""
+    """The axes of a mesh that divide some dimension."""
     entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
     return [axis for entry in entries for axis in entry if axis]
 

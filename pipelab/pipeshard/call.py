@@ -120,7 +120,7 @@ def _in_one_thread(
             errors.append(error)
     if errors:
         raise min(errors, key=lambda error: sequence.index((error.device, error.action)))
-    for _ in zip(*(job.finish(transport) for job in jobs), strict=True):
+    for _ in zip(*(job.rounds(transport) for job in jobs), strict=True):  # all send, then receive
         pass
     return outcomes
 

@@ -141,7 +141,7 @@ class MeshStage(Stage):
 
     @property
     def gradients(self) -> Values:
-        """The sums of its parameters' gradients, by their names in the update."""
+        """After the update: its parameters' gradients, by their names in it."""
         pairs = zip(self.graph.parameters, self.backwards.sums or (), strict=True)
         return {self.names[p]: g for p, g in pairs}
 
@@ -198,11 +198,11 @@ class MeshJob(Job):
         return self.mesh_stages
 
     def after(self, order: Order, stages: dict[int, MeshStage], transport: Transport) -> None:
-        for _ in self.finish(transport):
+        for _ in self.rounds(transport):
             pass
 
-    def finish(self, transport: Transport) -> Iterator[None]:
-        """Do the end of the step; it pauses when it has sent what others receive."""
+    def rounds(self, transport: Transport) -> Iterator[None]:
+        """Do the end of the step; it pauses in each round, when it has sent what others receive."""
         try:
             yield from self.end_of_step(self.row, list(self.mesh_stages.values()), transport)
         except Aborted:

@@ -85,7 +85,7 @@ class StageProblem:
     layers      how many there are
     method      schedule, micro-batches, devices
     shard       number of devices that share a micro-batch -> the loss of one's samples, an
-                `unreduced.Shard`, or why there is none
+                `unreduced.Shard`; or why there is none, "" where it would save nothing
     """
 
     loss: Graph

@@ -37,6 +37,7 @@ DATA = "data"
 class Shard:
     """The loss of one device's samples, of `count` devices that share a micro-batch.
 
+    loss  with its `parameters` and `batch`; `number` is its input that is the micro-batch's
     tags  of its variables, by pairs with those of the micro-batch's
     """
 

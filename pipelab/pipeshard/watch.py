@@ -40,11 +40,11 @@ class Mark:
 
 
 class WatchedMesh(MeshDevice):
-    """A mesh that is given work before it is done with what it has.
+    """A mesh that is given work before it is done with what it has; only a thread waits.
 
-    A mark is when all that was to be waited for before it was there: of an action's start, its
-    input, the action that made it, and the one before here; of its end, its results. A thread
-    waits, as soon as there is something to wait for: it may be late, by what it takes to wake.
+    A mark is the moment at which all is there that was handed to `wait` or `take` since the last
+    mark: at an action's start its input, at its end its results. It may be late by the time that
+    the thread takes to wake.
     """
 
     def __init__(self, *of: Any) -> None:
@@ -64,6 +64,7 @@ class WatchedMesh(MeshDevice):
         return self.arrived(payload)
 
     def wait(self, arrays: Any) -> Any:
+        """The arrays at once: the next mark waits for them."""
         self._new += jax.tree.leaves(arrays)
         return arrays
 
@@ -84,6 +85,7 @@ class WatchedMesh(MeshDevice):
         return mark
 
     def finish(self) -> None:
+        """Wait for all marks; the thread ends."""
         if self._thread:
             self._queue.put(None)
             self._thread.join()

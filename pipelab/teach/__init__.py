@@ -1,4 +1,7 @@
-"""Guesses and exercises of the lectures: what is right is known here, not in the notebooks."""
+"""Guesses and exercises of the lectures: what is right is known here, not in the notebooks.
+
+Also what a lecture goes on with (`yours`), and whether two runs differ (`told_apart`).
+"""
 
 from collections.abc import Iterable
 from importlib import import_module
@@ -34,8 +37,15 @@ def check(name: str, answer: Any) -> Feedback:
 
 
 def yours(name: str, answer: Any) -> Any:
-    """The answer if it passes its check, else the library's: what a lecture goes on with."""
-    return answer if check(name, answer).passed else _entry("EXERCISES", name).reference
+    """What a lecture goes on with: the answer if it passes its check, else the library's.
+
+    name    an exercise that has one (`Exercise.reference`), such as "01-1"
+    answer  as for `check`
+    """
+    reference = _entry("EXERCISES", name).reference
+    if reference is None:
+        raise ValueError(f"{name!r} has nothing to go on with: use check")
+    return answer if check(name, answer).passed else reference
 
 
 def guess(name: str, value: float | None) -> Feedback:
@@ -51,8 +61,13 @@ def guess(name: str, value: float | None) -> Feedback:
 
 
 def told_apart(ratios: Iterable[float], itself: Iterable[float]) -> str:
-    """Whether times over those of another run lie apart from that run's over its own.
+    """Whether a run is slower or faster than another by more than that one is than itself.
 
+    ratios  turn by turn, the run's time over the other one's
+    itself  likewise the other one's, run again, over its own
+
+    >>> told_apart([0.7, 0.8], [0.9, 1.05])
+    'faster'
     >>> told_apart([1.09, 1.2], [0.9, 1.05])
     'slower'
     >>> told_apart([0.95, 1.2], [0.9, 1.05])

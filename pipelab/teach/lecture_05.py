@@ -61,6 +61,7 @@ def first_wrong(answer: Any) -> Feedback:
 
 
 def reads(k: int, m: int) -> int:
+    """The version that micro-batch k reads, of mini-batches of m."""
     return max(k // m - 1, 0)
 
 

@@ -46,6 +46,7 @@ class Stage:
 
 
 def input_gradient(self: Stage, k: int, dy: torch.Tensor) -> torch.Tensor:
+    """The gradient of the stage's input; leaves in self.for_W[k] a (dy, x) for each layer."""
     self.for_W[k] = []
     for w, (x, positive) in zip(self.weights[::-1], self.for_I.pop(k)[::-1], strict=True):
         dy = dy * positive

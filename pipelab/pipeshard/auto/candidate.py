@@ -171,6 +171,7 @@ def operator_specs(layer: StageCandidate, mesh: Mesh, machine: Machine, cache: C
                 [whole_spec] * len(graph.inputs),
             ),
             limit=EXHAUSTIVE,
+            progress=False,  # the planner has a bar of its own
         )
         # The first of the table may be too large: which stages fit is for the planner to say.
         return found.table[0].specs[: len(parameters)]

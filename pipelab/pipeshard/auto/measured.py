@@ -128,7 +128,7 @@ def _examine(stage: Placed, measured: bool) -> tuple[list[Cost], int, list[float
 
 
 def _measure(stage: Placed, compiled: CompiledStage) -> list[float]:
-    """Median seconds of a forward and of a backward, on arrays of ones."""
+    """Median seconds of a forward, a backward and the reduction, if there is one, of ones."""
     graph = stage.candidate.graph
     arguments = ones(list(map(stage.spec, graph.arguments)))
     cotangents = [[x] for x in ones(list(map(stage.spec, graph.outputs)))]
@@ -144,7 +144,8 @@ def _measure(stage: Placed, compiled: CompiledStage) -> list[float]:
 
     programs = [lambda: compiled.forward(*arguments), backward]
     if total := compiled.total:
-        programs.append(lambda: total(compiled.zeros()))  # which it gives up
+        # It gives up the sums, so each turn needs new ones: that is in its time.
+        programs.append(lambda: total(compiled.zeros()))
     return [median(seconds) for seconds in in_turn(programs, ROUNDS)]
 
 

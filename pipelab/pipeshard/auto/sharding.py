@@ -24,7 +24,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from pipelab.optimize.plan.machine import Machine
-from pipelab.pipeshard.arrays import PipeshardError
+from pipelab.pipeshard.arrays import PipeshardError, axes_in
 from pipelab.pipeshard.auto.cost_model import Cost, machine_of
 from pipelab.pipeshard.auto.sharded import Sharded, Specs
 from pipelab.pipeshard.method import Shape, as_table
@@ -69,8 +69,7 @@ def describe_choices(spec: PartitionSpec) -> str:
     >>> describe_choices(PartitionSpec())
     'whole'
     """
-    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-    return ",".join("+".join(axis or "-" for axis in entry) for entry in entries) or "whole"
+    return ",".join("+".join(axes_in(PartitionSpec(entry))) or "-" for entry in spec) or "whole"
 
 
 def _splits(shape: Shape, mesh: Mesh, axes: Sequence[str]) -> Iterator[PartitionSpec]:
@@ -246,7 +245,9 @@ def search_sharding(
         new = [specs for specs in dict.fromkeys(wanted) if specs not in found]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # compiling needs no lock of Python's
             costs = pool.map(program.cost, new)
-            bar = tqdm(zip(new, costs, strict=True), "shardings", len(new), disable=hidden)
+            bar = tqdm(
+                zip(new, costs, strict=True), "shardings", len(new), disable=hidden or not new
+            )
             for specs, cost in bar:
                 number = 0
                 for spec, of in zip(specs, options, strict=True):

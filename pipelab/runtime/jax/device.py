@@ -44,7 +44,7 @@ class JaxDevice(Device):
         return self.wait(jax.tree.map(move, parcel))
 
     def wait(self, arrays: Any) -> Any:
-        """The arrays, when they have been computed: jax returns before."""
+        """The arrays, before the next mark of time: here, when they have been computed."""
         return jax.block_until_ready(arrays)
 
     def arrays(self, payload: Any) -> Iterable[jax.Array]:

@@ -28,7 +28,7 @@ class Distributed(Cluster):
 
     owners  processes of all rows
     alone   whether another one is dead, or hangs
-    kept    whether process 0, with which the store is, lives
+    stored  whether process 0, which has the store, lives
 
     When a process dies, jax's coordination service ends the others too: at once if it was process
     0, where the service is, else when its heartbeat has been missing for long enough (100 s, if
@@ -41,7 +41,7 @@ class Distributed(Cluster):
         super().__init__(jax.process_index(), jax.process_count(), timeout, call)
         self.owners = [device.process_index for device in devices]
         self.store: Any = global_state.client
-        self.alone, self.kept = False, True
+        self.alone, self.stored = False, True
         self._aborts = ExitStack()
         self.connections: dict[int, Any] = {}
 
@@ -72,7 +72,7 @@ class Distributed(Cluster):
             if not self.over.is_set():
                 self.alone, gone = True, self._gone(number)
                 if number == 0:
-                    self.failure, self.kept = self.failure or gone, False
+                    self.failure, self.stored = self.failure or gone, False
                 self.failure = self.failure or self._agreed(gone)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -148,22 +148,24 @@ class Distributed(Cluster):
             self._request("key_value_delete", name)
 
     def _request(self, call: str, *given: Any, **options: Any) -> Any:
-        """Call the store. In a thread: the one that would bring its answer may be the one that
-        aborts (see late_aborts), so nobody else waits longer than process 0 lives."""
+        """What a call of the store returns; Lost when process 0, which has it, has ended.
+
+        In a thread: the one that would bring the answer may be the one that aborts (`late_aborts`).
+        """
         answer: list[Any] = []
 
         def ask() -> None:
             try:
                 answer.append(getattr(self.store, call)(*given, **options))
-            except JaxRuntimeError as error:
+            except Exception as error:
                 answer.append(error)
 
         thread = begun(ask)
-        while thread.is_alive() and self.kept:
+        while thread.is_alive() and self.stored:
             thread.join(LOOK)
         if not answer:
             raise Lost("process 0 is gone")
-        if isinstance(answer[0], JaxRuntimeError):
+        if isinstance(answer[0], Exception):
             raise answer[0]
         return answer[0]
 

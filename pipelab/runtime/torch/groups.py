@@ -24,7 +24,7 @@ FOREVER = timedelta(days=1)  # for torch, which counts a rank's wait for others 
 HEAD = 256  # bytes of what comes before a message
 ALIGN = 64  # bytes, as torch aligns tensors: sums may depend on it
 LEAST, MOST = 2**12, 2**22  # bytes asked for beforehand: beyond, to copy takes longer than to ask
-AHEAD = 4  # messages for which it does
+AHEAD = 4  # rows asked for beforehand
 HEADS, PARTS = 0, 1  # tags: of heads with what fits behind them, and of all else
 WAITING = 2**20  # bytes that may wait until their thread looks whether they have left
 KNOWN = 1000  # skeletons that are kept: some have a norm or a count in them, which comes once
@@ -105,9 +105,9 @@ class GroupLink:
 
     whose skeleton is a pickle of all but the numbers in its tensors. It travels once, if it is
     among the first KNOWN. Gloo sends nothing before the receiver has asked for it, and each part
-    wakes threads at both ends: so that the receiver asks beforehand, for as much as the largest
-    message had, and what fits comes in one part. What does not, such as a GPU's tensors, comes part
-    by part behind the head.
+    wakes threads at both ends. So the receiver asks beforehand, for rows as large as the largest
+    message so far (MOST at most), and what fits comes in one row: `total` bytes, each part at a
+    multiple of ALIGN. What does not, such as a GPU's tensors, comes part by part behind the head.
     """
 
     def __init__(self, other: int, to: Any, back: Any, device: torch.device) -> None:
@@ -121,7 +121,7 @@ class GroupLink:
         self._leaving: SimpleQueue[Any] = SimpleQueue()
         self._thread = Thread(target=self._keep, name="pipelab sends", daemon=True)
         self._thread.start()
-        self._there, self._here = _Rooms(), _Rooms()
+        self._there, self._here = _Rooms(), _Rooms()  # that the other end, and this one, asks for
         self._asked = deque(self._ask_for_head(room) for room in self._here.ahead)
 
     def write(self, message: Any) -> None:
@@ -138,7 +138,7 @@ class GroupLink:
         near = [part for part in parts if not part.is_cuda]
         places = _places(part.nbytes for part in near)
         head = _row_of(pickle.dumps((key, at, number, parts[0].nbytes, places[-1])))
-        if self._there.fit(places[-1]):
+        if self._there.take(places[-1]):
             row = torch.empty(places[-1], dtype=torch.uint8)
             memory = row.numpy()
             for place, part in zip((0, *places), (head, *near), strict=False):
@@ -157,7 +157,7 @@ class GroupLink:
         _wait(work)
         memory = row.numpy().data
         key, at, number, size, total = pickle.loads(memory)
-        fits = self._here.fit(total)
+        fits = self._here.take(total)
         self._asked.append(self._ask_for_head(self._here.ahead[-1]))
         if not size:
             skeleton, alike = self._known[number]
@@ -229,13 +229,13 @@ class GroupLink:
 
 
 class _Rooms:
-    """Bytes that a receiver asks for beforehand, of the next messages, as both ends count them."""
+    """Bytes of the rows that a receiver has asked for; both ends count them alike."""
 
     def __init__(self) -> None:
         self.ahead = deque([LEAST] * AHEAD)
 
-    def fit(self, total: int) -> bool:
-        """Whether the next message has room; one more is asked for, with as much."""
+    def take(self, total: int) -> bool:
+        """Use up the next row: whether so many bytes fit into it. One more is asked for."""
         fits = total <= self.ahead.popleft()
         self.ahead.append(max(self.ahead[-1], total if total <= MOST else 0))
         return fits
