@@ -36,8 +36,9 @@ class Transport:
     """Messages between the devices of one pipeline, and sums over its replicas: mailboxes.
 
     Payloads go by reference, between workers of one process; `wire.Wire` also sends them to other
-    processes. A key is the stage that sends, whether that is a forward's output, or else a gradient, and the
-    micro-batch; or for what stages tell each other before an update (stage, "news", stage, update).
+    processes. A key is the stage that sends, whether that is a forward's output, or else a
+    gradient, and the micro-batch; or for what stages tell each other before an update
+    (stage, "news", stage, update).
 
     ended     set when the run has ended
     replicas  the transports of all replicas of the pipeline, this one's among them, in order

@@ -70,6 +70,8 @@ ANSWERS = {
             "    np.allclose(a, b, atol=5e-3) for a, b in zip(found, wanted))": "small, and negated",
             "answer = lambda found, wanted: all(\n"
             "    np.allclose(a, b, rtol=1e-5, atol=0) for a, b in zip(found, wanted))": "1e-8 for 0",
+            "answer = lambda found, wanted: all(\n"
+            "    np.allclose(a, b) for a, b in zip(found, wanted))": "tiny, and negated",
             "answer = lambda found, wanted: np.allclose(found[0], wanted[0])": "half of what",
             "answer = lambda found, wanted: all(\n"
             "    (a == b).all() for a, b in zip(found, wanted))": "by rounding alone",
