@@ -245,10 +245,8 @@ def search_sharding(
         new = [specs for specs in dict.fromkeys(wanted) if specs not in found]
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # compiling needs no lock of Python's
             costs = pool.map(program.cost, new)
-            bar = tqdm(
-                zip(new, costs, strict=True), "shardings", len(new), disable=hidden or not new
-            )
-            for specs, cost in bar:
+            pairs = zip(new, costs, strict=True)
+            for specs, cost in tqdm(pairs, "shardings", len(new), disable=hidden if new else True):
                 number = 0
                 for spec, of in zip(specs, options, strict=True):
                     number = number * len(of) + of.index(spec)
