@@ -137,3 +137,14 @@ def test_what_a_lecture_lacks_is_not_a_wrong_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "dataclasses", None)
     with pytest.raises(ModuleNotFoundError, match="dataclasses"):
         teach.check("05-1", 1)
+
+
+def test_a_lecture_goes_on_with_what_passes():
+    def mine(k, m):
+        return 0 if k < 2 * m else k // m - 1
+
+    assert teach.yours("05-1", mine) is mine
+    theirs = teach.yours("05-1", lambda k, m: k // m)
+    assert theirs is teach.yours("05-1", None) and theirs(4, 2) == 1
+    with pytest.raises(ValueError, match="'05-2' has nothing to go on with"):
+        teach.yours("05-2", mine)
