@@ -204,11 +204,10 @@ def train_command(
     layers, batches, loss, length = o.model(steps)
     where: dict[str, Any] = {"replicas": o.replicas, "device": device}
     stages = cut(layers, schedule, balance, batches[0], loss, **where)
-    name = o.name
-    if balance != "uniform":
-        name += f" balance={[len(stage) for stage in stages]}"
-        if first:
-            _tell_balance(stages, json)
+    other = balance != "uniform"
+    name = o.name + other * f" balance={[len(stage) for stage in stages]}"
+    if first and other:
+        _tell_balance(stages, json)
     with nullcontext(save) if save else tempfile.TemporaryDirectory() as folder:
         parts = train(
             schedule,

@@ -107,6 +107,12 @@ class Candidate:
         """The mean of the seconds measured."""
         return fmean(self.seconds) if self.seconds else None
 
+    def rank(self, machine: Machine) -> tuple[float, ...]:
+        """Bytes too many for the machine, then seconds, then bytes: the least is the best."""
+        # What fits counts by its seconds; of what does not, the one that lacks least comes first.
+        excess = max(0.0, self.cost.peak_bytes - machine.memory)
+        return excess, self.predicted, self.cost.peak_bytes
+
 
 @dataclass(frozen=True)
 class Search:
@@ -234,12 +240,6 @@ def search_sharding(
     hidden = None if progress is None else not progress  # None: unless a terminal
     found: dict[Specs, Candidate] = {}
 
-    def rank(each: Candidate) -> tuple[float, ...]:
-        """Bytes too many, then seconds, then bytes."""
-        # What fits counts by its seconds; of what does not, the one that lacks least comes first.
-        excess = max(0.0, each.cost.peak_bytes - machine.memory)
-        return excess, each.predicted, each.cost.peak_bytes
-
     def best_of(many: Iterable[Specs]) -> Specs:
         wanted = list(many)
         new = [specs for specs in dict.fromkeys(wanted) if specs not in found]
@@ -247,20 +247,26 @@ def search_sharding(
             costs = pool.map(program.cost, new)
             pairs = zip(new, costs, strict=True)
             for specs, cost in tqdm(pairs, "shardings", len(new), disable=hidden if new else True):
-                number = 0
-                for spec, of in zip(specs, options, strict=True):
-                    number = number * len(of) + of.index(spec)
+                number = _number(specs, options)
                 found[specs] = Candidate(number, specs, cost, cost.seconds(machine))
         # Also of what was tried before: a sweep asks again for where it stands.
-        return min(wanted, key=lambda specs: rank(found[specs]))
+        return min(wanted, key=lambda specs: found[specs].rank(machine))
 
     possible = math.prod(map(len, options))
     if possible <= limit:
         best_of(product(*options))
     else:
         _descend(options, [x.size for x in program.leaves], best_of)
-    table = tuple(sorted(found.values(), key=rank))
+    table = tuple(sorted(found.values(), key=lambda each: each.rank(machine)))
     return Search(program.paths, program.mesh, machine, table, possible, program)
+
+
+def _number(specs: Specs, options: list[list[PartitionSpec]]) -> int:
+    """The place of an assignment among all, the last array's choice changing first."""
+    number = 0
+    for spec, choices in zip(specs, options, strict=True):
+        number = number * len(choices) + choices.index(spec)
+    return number
 
 
 def _options(program: Sharded, choices: Choices | Sequence[Choices]) -> list[list[PartitionSpec]]:

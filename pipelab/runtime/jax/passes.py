@@ -216,12 +216,11 @@ class Compiled:
         self.zeros = build(lambda: [jnp.zeros(x.shape, x.dtype) for x in sums], where[0])
         self.total = None
         if sums is not parameters:
-            places = [x.sharding for x in parameters]
 
             def total(sums: Arrays) -> Any:
                 return [jnp.sum(x, 0) for x in sums], DONE
 
-            self.total = build(total, (places, None), sums, donate=0)
+            self.total = build(total, ([x.sharding for x in parameters], None), sums, donate=0)
         if Kind.B in kinds:
             self.backward = build(backward, where, sums, cotangents, self.kept_shapes, donate=0)
         if Kind.I in kinds:

@@ -30,9 +30,7 @@ def judge(
     tolerance: float | None,
     quick: bool,
 ) -> Check:
-    """Train by the rule that describes the table, update by update, and compare.
-
-    Of a table of forwards alone, compare the losses: the stages one after another.
+    """Train update by update (or go forward alone) by the rule of the table, and compare.
 
     result         what the run gives back: its losses and weights are judged
     replica_steps  [replica][stage][update]
