@@ -202,8 +202,7 @@ def train_command(
     schedule = validate(table.make())
     torch.manual_seed(o.seed)
     layers, batches, loss, length = o.model(steps)
-    where: dict[str, Any] = {"replicas": o.replicas, "device": device}
-    stages = cut(layers, schedule, balance, batches[0], loss, **where)
+    stages = cut(layers, schedule, balance, batches[0], loss, replicas=o.replicas, device=device)
     other = balance != "uniform"
     name = o.name + other * f" balance={[len(stage) for stage in stages]}"
     if first and other:

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
+from tqdm import tqdm
 
 from pipelab.optimize.plan.machine import Machine
 from pipelab.pipeshard.arrays import PipeshardError, axes_in
@@ -232,8 +233,6 @@ def search_sharding(
     >>> search.paths, len(search.table), search.best.cost.flops
     (('w', 'x'), 1, 128.0)
     """
-    from tqdm import tqdm  # only who searches needs it
-
     program = Sharded(fun, arguments, mesh, outputs)
     machine = machine or machine_of(mesh.devices.flat[0])
     options = _options(program, choices)
