@@ -28,7 +28,7 @@ from pipelab.runtime.prepare import (
 )
 from pipelab.runtime.result import Run, result_of
 from pipelab.runtime.stage import Recipe, Step
-from pipelab.runtime.threads import Launcher
+from pipelab.runtime.threads import Threads
 from pipelab.runtime.verdict.certificate import Check
 from pipelab.runtime.verdict.judge import judge
 from pipelab.runtime.verdict.reference import Arithmetic, Reference
@@ -61,7 +61,7 @@ class Wing(ABC):
     optimizer = "__call__", "a factory, such as torch.optim.SGD"
     trees: Trees
     draws_alike = True
-    launcher: Launcher
+    launcher: Threads
     devices: Sequence[Any]
     seed: int | None = None
     autocast: Any = None

@@ -32,12 +32,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from pipelab.runtime.threads import BEFORE, Crew, Orders, RankJob, Threads, no_progress, place
+from pipelab.runtime.threads import (
+    AFTER,
+    BEFORE,
+    Orders,
+    RankJob,
+    Threads,
+    no_progress,
+    place,
+)
 from pipelab.runtime.torch.groups import FOREVER
 from pipelab.runtime.torch.pipes import Pipe
 from pipelab.runtime.transport import Lost
 from pipelab.runtime.wire import Ends, Wire, pairs_of_ranks, pairs_of_replicas
-from pipelab.runtime.worker import Job, Order, Outcome, RunError, told
+from pipelab.runtime.worker import Job, Order, Outcome, RunError, Worker, told
 
 PRELOAD = ["torch._dynamo", "pipelab.runtime.torch.processes"]
 STARTING = Lock()  # this process has one __main__
@@ -53,7 +61,7 @@ class Processes(Threads):
     def __post_init__(self) -> None:
         self.all = ExitStack()
 
-    def start(self, jobs: Sequence[Job]) -> None:
+    def start(self, jobs: Sequence[Job], *_: Any) -> None:
         pairs = pairs_of_ranks(jobs[0]) + pairs_of_replicas(jobs[0])
         self.running = self.all.enter_context(_started(jobs, perform, pairs))
 
@@ -64,11 +72,8 @@ class Processes(Threads):
     def collect(self) -> list[Outcome]:
         return _collect(self.running, self.timeout)
 
-    def stop(self) -> None:
+    def stop(self, error: BaseException | None = None) -> None:
         self.all.close()
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.stop()
 
 
 class Connected(NamedTuple):
@@ -86,21 +91,26 @@ def perform(
     job: Job, progress: Callable[[int], None], connected: Connected, orders: Orders
 ) -> Iterator[Outcome]:
     """Do the orders of this rank's job, at the same time as the others."""
-
-    def start() -> float:
+    wire = Wire(job, {(job.rank, r): Pipe(end) for r, end in connected.pipes.items()})
+    home = job.home()
+    stages = job.stages(home)
+    with home.active():
+        # [1] all begin at one time
+        job.prepare(stages)
         connected.ready[job.rank] = time.perf_counter()
         while not all(connected.ready):
             time.sleep(1e-3)
         began = max(connected.ready) + 0.01
         wire.began = None if job.paced else began
+        home.begin(began)
         time.sleep(max(0.0, began - time.perf_counter()))
-        return began
-
-    wire = Wire(job, {(job.rank, r): Pipe(end) for r, end in connected.pipes.items()})
-    crew = Crew([job], [wire] * job.replicas, progress=lambda _: progress, queues=[orders])
-    crew.start(start)
-    while True:  # until this process is killed
-        yield from crew.collect()
+        # [2] order by order, until this process is killed
+        worker = Worker(job, stages, home, wire, began, progress)
+        while order := orders.get():
+            outcome = worker.work(order)
+            progress(AFTER)
+            yield outcome
+            del order, outcome  # else its data would be kept until the next
 
 
 def run_processes(jobs: Sequence[RankJob], work: Callable[..., Any], timeout: float) -> list:
