@@ -1,11 +1,8 @@
 """How tensors travel between ranks: by torch.distributed, over gloo or, between GPUs, NCCL."""
 
-import math
-import pickle
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from itertools import accumulate
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -15,19 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipelab.runtime.stage import Device
-from pipelab.runtime.torch.pipes import as_bytes, like, restored, tensors_of
+from pipelab.runtime.torch.pipes import as_bytes, pack, unpack
 from pipelab.runtime.transport import Key, Lost, lost
-from pipelab.runtime.wire import Ends, Wire, apart, pairs_of_ranks, whole
+from pipelab.runtime.wire import Ends, Wire, pairs_of_ranks, whole
 from pipelab.runtime.worker import Job
 
 FOREVER = timedelta(days=1)  # for torch, which counts a rank's wait for others who work as a hang
-HEAD = 256  # bytes of what comes before a message
-ALIGN = 64  # bytes, as torch aligns tensors: sums may depend on it
-LEAST, MOST = 2**12, 2**22  # bytes asked for beforehand: beyond, to copy takes longer than to ask
+ROW = 2**18  # bytes of a row that is asked for beforehand
+SIZE = 8  # of them say how long the message is
 AHEAD = 4  # rows asked for beforehand
-HEADS, PARTS = 0, 1  # tags: of heads with what fits behind them, and of all else
+HEADS, PARTS = 0, 1  # tags: of rows asked for beforehand, and of all else
 WAITING = 2**20  # bytes that may wait until their thread looks whether they have left
-KNOWN = 1000  # skeletons that are kept: some have a norm or a count in them, which comes once
 
 
 def backend() -> str:
@@ -99,21 +94,15 @@ def groups_of(pairs: Sequence[Ends], me: int, device: torch.device) -> dict[Ends
 class GroupLink:
     """A link to the rank `other`, by process groups to it and back.
 
-    A message is
-
-        | key, time, number of its skeleton, size if that is new, total | skeleton | tensor | ...
-
-    whose skeleton is a pickle of all but the numbers in its tensors. It travels once, if it is
-    among the first KNOWN. Gloo sends nothing before the receiver has asked for it, and each part
-    wakes threads at both ends. So the receiver asks beforehand, for rows as large as the largest
-    message so far (MOST at most), and what fits comes in one row: `total` bytes, each part at a
-    multiple of ALIGN. What does not, such as a GPU's tensors, comes part by part behind the head.
+    A message is a row of bytes: its size, then itself. Gloo sends nothing before the receiver has
+    asked for it, and each part wakes threads at both ends: so the receiver asks beforehand for rows
+    of ROW bytes. A longer message comes behind a row with its size alone, and so do the tensors of
+    a GPU, one by one.
     """
 
     def __init__(self, other: int, to: Any, back: Any, device: torch.device) -> None:
         self.other, self.to, self.back, self.device = other, to, back, device
-        self._sent: dict[bytes, int] = {}
-        self._known: list[Any] = []
+        self.beside = device.type != "cpu"  # whether tensors travel one by one
         # A tensor has to be kept until it has left, which torch does only for NCCL's. To wake a
         # thread for every one would take longer than to send it.
         self._waiting: list[Any] = []
@@ -121,31 +110,17 @@ class GroupLink:
         self._leaving: SimpleQueue[Any] = SimpleQueue()
         self._thread = Thread(target=self._keep, name="pipelab sends", daemon=True)
         self._thread.start()
-        self._there, self._here = _Rooms(), _Rooms()  # that the other end, and this one, asks for
-        self._asked = deque(self._ask_for_head(room) for room in self._here.ahead)
+        rows = [torch.empty(ROW, dtype=torch.uint8) for _ in range(AHEAD)]
+        self._asked = deque(map(self._ask_for_row, rows))
 
     def write(self, message: Any) -> None:
         """Send a message; does not wait for the reader. Lost if the other end is closed."""
-        key, payload, at = message
-        skeleton, tensors = apart(payload, tensors_of)
-        skeleton = pickle.dumps((skeleton, [*map(like, tensors)]))
-        new = skeleton not in self._sent
-        number = self._sent.get(skeleton, len(self._sent))
-        if number < KNOWN:
-            self._sent[skeleton] = number
-        parts = [as_bytes(tensor.to(self.device)) for tensor in tensors]
-        parts.insert(0, _row_of(skeleton)[: None if new else 0])
-        near = [part for part in parts if not part.is_cuda]
-        places = _places(part.nbytes for part in near)
-        head = _row_of(pickle.dumps((key, at, number, parts[0].nbytes, places[-1])))
-        if self._there.take(places[-1]):
-            row = torch.empty(places[-1], dtype=torch.uint8)
-            memory = row.numpy()
-            for place, part in zip((0, *places), (head, *near), strict=False):
-                memory[place : place + part.nbytes] = part.numpy()
-            head, parts = row, parts[len(near) :]
-        self._send(head, HEADS)
-        for part in parts:
+        packed, tensors = pack(message, self.beside)
+        head = len(packed).to_bytes(SIZE, "little")
+        short = SIZE + len(packed) <= ROW
+        self._send(_row_of(head + packed if short else head), HEADS)
+        parts = [as_bytes(tensor.to(self.device)) for tensor in tensors if self.beside]
+        for part in [*([] if short else [torch.frombuffer(packed, dtype=torch.uint8)]), *parts]:
             if part.nbytes:
                 self._send(part, PARTS)
 
@@ -155,27 +130,19 @@ class GroupLink:
         if isinstance(work, Lost):
             raise work
         _wait(work)
-        memory = row.numpy().data
-        key, at, number, size, total = pickle.loads(memory)
-        fits = self._here.take(total)
-        self._asked.append(self._ask_for_head(self._here.ahead[-1]))
-        if not size:
-            skeleton, alike = self._known[number]
-        else:
-            packed = memory[HEAD:] if fits else self._receive_row(size)
-            skeleton, alike = pickle.loads(packed)
-            if number < KNOWN:
-                self._known.append((skeleton, alike))
-        if not fits or self.device.type != "cpu":
-            tensors = self._receive(alike)
-        else:
-            sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in alike]
-            places = _places([size, *sizes])[1:]
-            found = (memory[a : a + n] for a, n in zip(places, sizes, strict=False))
-            tensors = [*map(restored, found, alike)]
-            if 2 * total < row.nbytes:  # it would be kept with them
-                tensors = [tensor.clone() for tensor in tensors]
-        return key, whole(skeleton, tensors), at
+        packed = row.numpy().data
+        size = int.from_bytes(packed[:SIZE], "little")
+        packed = packed[SIZE : SIZE + size]
+        if len(packed) < size:
+            long = torch.empty(size, dtype=torch.uint8)
+            self._receive([long])
+            packed = long.numpy().data
+        skeleton, tensors, alike = unpack(packed)
+        self._asked.append(self._ask_for_row(row))  # what was in it has been copied
+        if self.beside:
+            tensors = [torch.empty(of, dtype=dtype, device=self.device) for dtype, of in alike]
+            self._receive([as_bytes(tensor) for tensor in tensors if tensor.nbytes])
+        return whole(skeleton, tensors)
 
     def end(self) -> None:
         """Nothing ends a wait of torch's, but its process."""
@@ -193,7 +160,7 @@ class GroupLink:
             work = dist.isend(row, self.other, self.to, tag=tag)
         if not row.is_cuda:
             self._waiting.append((work, row))
-            self._bytes += HEAD + row.nbytes
+            self._bytes += row.nbytes
             if self._bytes > WAITING:
                 self._leaving.put(self._waiting)
                 self._waiting, self._bytes = [], 0
@@ -202,24 +169,15 @@ class GroupLink:
         with lost(RuntimeError):
             return dist.irecv(row, self.other, self.back, tag=tag)
 
-    def _ask_for_head(self, room: int) -> tuple[Tensor, Any]:
-        row = torch.empty(room, dtype=torch.uint8)
+    def _ask_for_row(self, row: Tensor) -> tuple[Tensor, Any]:
         try:
             return row, self._ask(row, HEADS)
         except Lost as gone:  # the other end may be closed after its last message
             return row, gone
 
-    def _receive(self, alike: Sequence[Any]) -> list[Tensor]:
-        """Tensors that come part by part."""
-        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in alike]
-        for work in [self._ask(as_bytes(tensor), PARTS) for tensor in tensors if tensor.nbytes]:
+    def _receive(self, parts: Sequence[Tensor]) -> None:
+        for work in [self._ask(part, PARTS) for part in parts]:
             _wait(work)
-        return tensors
-
-    def _receive_row(self, size: int) -> Any:
-        row = torch.empty(size, dtype=torch.uint8)
-        _wait(self._ask(row, PARTS))
-        return row.numpy().data
 
     def _keep(self) -> None:
         """Keep tensors until they have left."""
@@ -228,28 +186,10 @@ class GroupLink:
                 _wait(work)
 
 
-class _Rooms:
-    """Bytes of the rows that a receiver has asked for; both ends count them alike."""
-
-    def __init__(self) -> None:
-        self.ahead = deque([LEAST] * AHEAD)
-
-    def take(self, total: int) -> bool:
-        """Use up the next row: whether so many bytes fit into it. One more is asked for."""
-        fits = total <= self.ahead.popleft()
-        self.ahead.append(max(self.ahead[-1], total if total <= MOST else 0))
-        return fits
-
-
-def _places(sizes: Iterable[int]) -> list[int]:
-    """Where parts begin behind a head, and the end."""
-    return [*accumulate((-(-size // ALIGN) * ALIGN for size in sizes), initial=HEAD)]
-
-
 def _wait(work: Any) -> None:
     with lost(RuntimeError):
         work.wait()
 
 
-def _row_of(memory: bytes) -> Tensor:
+def _row_of(memory: Any) -> Tensor:
     return torch.frombuffer(bytearray(memory), dtype=torch.uint8)

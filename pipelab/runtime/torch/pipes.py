@@ -1,5 +1,6 @@
 """How tensors travel between processes of one parent: by pipes, which it has made before them."""
 
+import io
 import pickle
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,9 +34,7 @@ class Pipe:
 
     def write(self, message: Any) -> None:
         """Send a message. Lost if the other end is closed."""
-        skeleton, tensors = apart(message, tensors_of)
-        memory = [PickleBuffer(as_bytes(t.cpu()).numpy().data) for t in tensors]
-        packed = pickle.dumps((skeleton, [*map(like, tensors)], memory), pickle.HIGHEST_PROTOCOL)
+        packed, _ = pack(message)
         small = len(packed) < ROOM
         if small and self._sending.done() and select([], [self._connection], [], 0)[1]:
             with lost(OSError):
@@ -46,8 +45,8 @@ class Pipe:
     def read(self) -> Any:
         """The next message; waits for it. Lost if the other end is closed."""
         with lost(OSError, EOFError, pickle.UnpicklingError):
-            skeleton, alike, memory = pickle.loads(self._connection.recv_bytes())
-            return whole(skeleton, [*map(restored, memory, alike)])
+            skeleton, tensors, _ = unpack(self._connection.recv_bytes())
+        return whole(skeleton, tensors)
 
     def end(self) -> None:
         """Nobody else in this process waits on it."""
@@ -58,6 +57,22 @@ class Pipe:
         self._connection.close()
 
 
+def pack(message: Any, beside: bool = False) -> tuple[memoryview, list[Tensor]]:
+    """A message as bytes; its tensors are among them, or travel `beside` it."""
+    skeleton, tensors = apart(message, tensors_of)
+    alike = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+    memory = [PickleBuffer(as_bytes(t.cpu()).numpy().data) for t in tensors if not beside]
+    file = io.BytesIO()
+    pickle.dump((skeleton, alike, memory), file, pickle.HIGHEST_PROTOCOL)
+    return file.getbuffer(), tensors
+
+
+def unpack(packed: Any) -> tuple[bytes, list[Tensor], list[Any]]:
+    """A message's skeleton, the tensors that came with it, and types and shapes of all."""
+    skeleton, alike, memory = pickle.loads(packed)
+    return skeleton, [*map(_restored, memory, alike)], alike
+
+
 def tensors_of(value: Any) -> Any:
     """What of a message is put aside: tensors. Events stay: the copy to the CPU has waited."""
     if isinstance(value, torch.cuda.Event):
@@ -65,12 +80,7 @@ def tensors_of(value: Any) -> Any:
     return value if isinstance(value, Tensor) else NotImplemented
 
 
-def like(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
-    """What has to be known of a tensor to receive it."""
-    return tensor.dtype, tuple(tensor.shape)
-
-
-def restored(memory: Any, alike: tuple[torch.dtype, tuple[int, ...]]) -> Tensor:
+def _restored(memory: Any, alike: tuple[torch.dtype, tuple[int, ...]]) -> Tensor:
     """A tensor of these bytes."""
     dtype, shape = alike
     if not memory:

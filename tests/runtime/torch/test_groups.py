@@ -22,7 +22,7 @@ def test_messages_of_all_sizes_cross_both_ways_at_once():
         sizes = {rank: random.Random(rank) for rank in (me, other)}
 
         def message(rank, i):
-            count = sizes[rank].choice([0, 1, 7, 1000, 2**16, 2**17 + rank, groups.MOST // 4])
+            count = sizes[rank].choice([0, 1, 7, 1000, 2**16, 2**17 + rank, groups.ROW // 4])
             first = torch.full((count,), float(i), dtype=torch.float32)
             return {"a": first, "b": (torch.arange(i % 5), i), "c": torch.tensor(1j * i).conj()}
 
