@@ -14,7 +14,7 @@ from functools import partial
 
 def main(twists, port, number, count):
     if twists == ["skewed"]:
-        # Every process a host of its own, whose clock is an hour ahead of the one before.
+        # As if every process were on a host that was started an hour before the last one's.
         real = time.perf_counter
         time.perf_counter = lambda: real() + 3600.0 * number
 
@@ -96,13 +96,9 @@ class Job:
         return ((y - target) ** self.power).mean()
 
     def other_data(self):
-        """Clocks of several hosts; random keys that stages hand on."""
+        """Random keys that stages hand on."""
         import jax
 
-        from pipelab.runtime import clock
-
-        if self.twist == "skewed":
-            clock.host = lambda: str(self.number)
         if self.twist == "keys":
             self.parts = [(partial(with_key, module.apply), start) for module, start in self.parts]
             for b, (x, y) in enumerate(self.batches):
@@ -110,9 +106,9 @@ class Job:
 
     def fail(self, count):
         """A stage that fails, or a process that ends, by the twist."""
-        from pipelab.runtime import cluster
+        from pipelab.runtime.jax.distributed import Distributed
 
-        parts = self.parts
+        parts, give = self.parts, Distributed.give
         if self.twist == "early" and self.number == 0:
             # Fails while the other process's threads leave the barrier.
             parts[0] = (lambda p, x: 1 / 0), parts[0][1]["params"]
@@ -120,7 +116,9 @@ class Job:
             delay_the_first_action()
         here = self.victim == str(self.number)
         if self.how == "leave" and here:
-            cluster.clock.host = leave  # while the processes meet
+            Distributed.give = lambda cluster, name, value: (  # while the processes meet
+                leave() if "/met/" in name else give(cluster, name, value)
+            )
         elif self.how in ("raise", "kill", "stop"):
             own = [s for s in range(len(parts)) if s * count // len(parts) == int(self.victim)]
             module, variables = parts[own[-1]]
@@ -222,7 +220,7 @@ def spmd(stage, batch):
     from jax.experimental import multihost_utils
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from pipelab.runtime.jax.spmd import Parameters, spmd_pipeline, spmd_value_and_grad, stack
+    from pipelab.teach.spmd import spmd_pipeline, stack
 
     module, variables = stage
     stages = [
@@ -239,9 +237,10 @@ def spmd(stage, batch):
     def loss(y, target):
         return ((y - target) ** 2).mean()
 
-    parameters = Parameters(jax.tree.map(lambda w: spread(w, "stage"), stack(stages)))
-    step = spmd_value_and_grad(spmd_pipeline(module.apply, devices=mesh, microbatches=3), loss)
-    value, gradients = step(parameters, *map(spread, batch))
+    rows = jax.tree.map(lambda w: spread(w, "stage"), stack(stages))
+    pipeline = spmd_pipeline(module.apply, devices=mesh, microbatches=3)
+    step = jax.jit(jax.value_and_grad(lambda rows, x, y: loss(pipeline(rows, x), y)))
+    value, gradients = step(rows, *map(spread, batch))
 
     def plain(stages, x, target):
         for variables in stages:
@@ -249,7 +248,7 @@ def spmd(stage, batch):
         return loss(x, target)
 
     expected, by_stage = jax.jit(jax.value_and_grad(plain))(stages, *batch)
-    found = multihost_utils.process_allgather(gradients.stages, tiled=True)
+    found = multihost_utils.process_allgather(gradients, tiled=True)
     apart = jax.tree.map(
         lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), found, stack(by_stage)
     )
