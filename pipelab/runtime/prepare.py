@@ -95,9 +95,14 @@ class Segment:
         return self.begun * self.whole.microbatches // self.whole.per_update
 
     @property
+    def before_table(self) -> int:
+        """Updates of the training before the whole table's."""
+        return self.before * self.whole.microbatches // self.whole.per_update
+
+    @property
     def updates_before(self) -> int:
         """Updates of the training before this segment."""
-        return self.batches.start * self.whole.microbatches // self.whole.per_update
+        return self.before_table + self.first_update
 
     @property
     def rows(self) -> list[list[Action]]:
@@ -113,8 +118,7 @@ class Segment:
     def later(self) -> list[set[int]]:
         """Per stage, the versions made before the end that later batches of the table read."""
         whole, made = self.whole, self.first_update + self.table.updates
-        numbers = range(self.end * whole.microbatches, whole.total)
-        before = self.updates_before - self.first_update
+        numbers, before = range(self.end * whole.microbatches, whole.total), self.before_table
         read = [{whole.versions[s, k] for k in numbers} for s in range(whole.stages)]
         return [{v + before for v in of if v <= made} for of in read]
 

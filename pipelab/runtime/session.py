@@ -218,59 +218,49 @@ class Session(AbstractContextManager):
         dump     where to write what an outsider needs to compute it again
         """
         with self.wing.context():
-            return self._run(segment, batches, check, save, dump)
-
-    def _run(
-        self,
-        segment: Segment,
-        batches: Any,
-        check: bool | str,
-        save: Path | None,
-        dump: Path | None,
-    ) -> Run:
-        # [1] what it starts from, for the reference
-        wing, replicas, table = self.wing, self.options.replicas, segment.table
-        start = self.states() if check and self.started else wing.start
-        data = Data(batches, segment.batches, wing.trees)
-        # [2] run, and keep the checkpoint and the dump only if all of them could be written
-        result: Run | None = None
-        try:
-            with wing.saving(save, segment.batches.stop) as draft:
-                keep = bool(check) or dump is not None
-                orders = self.orders(
-                    segment.rows,
-                    data,
-                    segment.version,
-                    segment.later(),
-                    paces=paces_of(table, self.options),
-                    training=self.recipe.training,
-                    keep=keep,
-                    report=True,
-                    save=draft,
+            # [1] what it starts from, for the reference
+            wing, replicas, table = self.wing, self.options.replicas, segment.table
+            start = self.states() if check and self.started else wing.start
+            data = Data(batches, segment.batches, wing.trees)
+            # [2] run, and keep the checkpoint and the dump only if all of them could be written
+            result: Run | None = None
+            try:
+                with wing.saving(save, segment.batches.stop) as draft:
+                    keep = bool(check) or dump is not None
+                    orders = self.orders(
+                        segment.rows,
+                        data,
+                        segment.version,
+                        segment.later(),
+                        paces=paces_of(table, self.options),
+                        training=self.recipe.training,
+                        keep=keep,
+                        report=True,
+                        save=draft,
+                    )
+                    outcomes = self.do(orders, data)
+                    self.done = segment.batches.stop
+                    paced = self.options.pace is not None
+                    first = segment.batches.start * table.microbatches
+                    result = result_of(table, outcomes, replicas, first, paced)
+                    # A rank that could not write its part keeps its outcome: the run is not lost.
+                    for unsaved in filter(None, (outcome.unsaved for outcome in outcomes)):
+                        raise unsaved
+                if dump and self.launcher.first:
+                    batches = [data[b] for b in range(len(data))]
+                    wing.dump(dump, batches, result.losses, steps_of(table, outcomes, 0))
+            except Exception as error:
+                if result:
+                    error.run = result  # type: ignore[attr-defined]
+                    error.add_note("What was trained is not lost: it is the `run` of this error.")
+                raise
+            # [3] judge what came of it
+            if check:
+                # One process has all weights and steps; the others wait here for its verdict.
+                result.check = self.launcher.from_first(
+                    lambda: self._verdict(segment, data, result, outcomes, start, save, check)
                 )
-                outcomes = self.do(orders, data)
-                self.done = segment.batches.stop
-                paced = self.options.pace is not None
-                first = segment.batches.start * table.microbatches
-                result = result_of(table, outcomes, replicas, first, paced)
-                # A rank that could not write its part keeps its outcome: the run is not lost.
-                for unsaved in filter(None, (outcome.unsaved for outcome in outcomes)):
-                    raise unsaved
-            if dump and self.launcher.first:
-                batches = [data[b] for b in range(len(data))]
-                wing.dump(dump, batches, result.losses, steps_of(table, outcomes, 0))
-        except Exception as error:
-            if result:
-                error.run = result  # type: ignore[attr-defined]
-                error.add_note("What was trained is not lost: it is the `run` of this error.")
-            raise
-        # [3] judge what came of it
-        if check:
-            # One process has all weights and steps; the others wait here for its verdict.
-            result.check = self.launcher.from_first(
-                lambda: self._verdict(segment, data, result, outcomes, start, save, check)
-            )
-        return result
+            return result
 
     def _verdict(
         self,
@@ -285,8 +275,7 @@ class Session(AbstractContextManager):
         # Where float64 would draw other numbers, the truth is in the run's precision.
         began, wing, seeds = time.perf_counter(), self.wing, self._seeds(segment.batches)
         recipe = replace(self.recipe, keep=True)
-        ahead = segment.updates_before - segment.first_update
-        states = [start[s].renumbered(-ahead) for s in sorted(start)]
+        states = [start[s] for s in sorted(start)]
         try:
             found = judge(
                 segment,
@@ -295,7 +284,7 @@ class Session(AbstractContextManager):
                 [steps_of(segment.table, outcomes, r) for r in range(self.options.replicas)],
                 wing.saved(save) if save else (),
                 lambda wide: Reference(
-                    wing.arithmetic(recipe, wide, segment.first_update, states), recipe
+                    wing.arithmetic(recipe, wide, segment.updates_before, states), recipe
                 ),
                 divided=seeds is not None or wing.depends_on_cut(),
                 seeds=seeds,

@@ -32,10 +32,6 @@ class JaxState(NamedTuple):
     weights: dict[int, Any]
     optimizer: Any
 
-    def renumbered(self, shift: int) -> "JaxState":
-        """With versions counted from another start."""
-        return self._replace(weights={v + shift: of for v, of in self.weights.items()})
-
 
 class JaxStage(CountingStage):
     """One stage: a pure function, versions of its weights, and what its forwards left.
