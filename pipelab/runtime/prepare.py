@@ -13,7 +13,7 @@ import numpy as np
 from pipelab.predict.costs import Costs, Recompute
 from pipelab.predict.simulate import delays, durations
 from pipelab.runtime.batches import Data, samples_of
-from pipelab.runtime.stage import Feed
+from pipelab.runtime.stage import Feed, MicroBatch
 from pipelab.runtime.worker import Pace
 from pipelab.table.action import Action, Kind
 from pipelab.table.schedule import Schedule
@@ -224,23 +224,25 @@ def feeds_of(
     pieces: list[tuple[Any, Any]] = []
     if {0, last} & {*own}:
         pieces = data.pieces(m * replicas, slice(replica * m, (replica + 1) * m))
-    samples = [samples_of(piece, data.trees) for piece in pieces]
     # Data are numbered batch by batch, and in a batch replica by replica: a replica's own seeds are
     # a block of every batch.
     if seeds is not None:
         by_replica = seeds.reshape(table.stages, -1, replicas, m)
         seeds = by_replica[:, :, replica].reshape(table.stages, -1)
-    return {
-        s: Feed(
-            {k: version(s, k) for k in every},
-            {k: k // table.per_update for k in every},
-            later=later[s] if later else (),
-            inputs=dict(zip(every, (x for x, _ in pieces), strict=True)) if s == 0 else None,
-            targets=dict(zip(every, (y for _, y in pieces), strict=True)) if s == last else None,
-            samples=dict(zip(every, samples, strict=False)),
-            unit=unit,
-            seeds=None if seeds is None else dict(zip(every, seeds[s], strict=True)),
+
+    def given(s: int, i: int, k: int) -> MicroBatch:
+        x, y = pieces[i] if pieces else (None, None)
+        return MicroBatch(
+            version(s, k),
+            k // table.per_update,
+            x if s == 0 else None,
+            y if s == last else None,
+            samples_of(pieces[i], data.trees) if pieces else 0,
+            None if seeds is None else seeds[s, i],
         )
+
+    return {
+        s: Feed({k: given(s, i, k) for i, k in enumerate(every)}, later[s] if later else (), unit)
         for s in own
     }
 
