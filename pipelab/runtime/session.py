@@ -233,13 +233,14 @@ class Session(AbstractContextManager):
                         segment.version,
                         segment.later(),
                         paces=paces_of(table, self.options),
-                        training=self.recipe.training,
+                        training=table.training,
                         keep=keep,
                         report=True,
                         save=draft,
                     )
                     outcomes = self.do(orders, data)
-                    self.done = segment.batches.stop
+                    if table.training:
+                        self.done = segment.batches.stop
                     paced = self.options.pace is not None
                     first = segment.batches.start * table.microbatches
                     result = result_of(table, outcomes, replicas, first, paced)

@@ -17,9 +17,8 @@ from torch.utils import _pytree as pytree
 
 import pipelab
 from pipelab.runtime import wire as wires
-from pipelab.runtime.torch import groups
-from pipelab.runtime.torch.groups import GroupLink
-from pipelab.runtime.torch.pipes import Pipe
+from pipelab.runtime.torch import links
+from pipelab.runtime.torch.links import GroupLink, Pipe
 from pipelab.runtime.torch.processes import _Failure
 from pipelab.runtime.transport import Aborted, Lost, Message
 from pipelab.runtime.wire import Wire
@@ -119,9 +118,9 @@ def two_groups(monkeypatch, request):
 
         return Work(wait)
 
-    monkeypatch.setattr(groups.dist, "isend", isend)
-    monkeypatch.setattr(groups.dist, "irecv", irecv)
-    monkeypatch.setattr(groups.dist, "destroy_process_group", ways.pop)
+    monkeypatch.setattr(links.dist, "isend", isend)
+    monkeypatch.setattr(links.dist, "irecv", irecv)
+    monkeypatch.setattr(links.dist, "destroy_process_group", ways.pop)
     cpu = torch.device("cpu")
     ends = GroupLink(1, "there", "back", cpu), GroupLink(0, "back", "there", cpu)
     for end in ends:
@@ -152,7 +151,7 @@ def test_a_message_comes_as_it_was_sent(name, kind, two_ends, two_groups):
 @pytest.mark.parametrize("two_groups", [False, True], indirect=True)
 def test_what_fits_comes_in_one_row(two_groups):
     near, far, sent = two_groups
-    payloads = [{"x": T, "n": 3}, (2.0, [T > 2, T]), "q" * groups.ROW, torch.ones(groups.ROW)]
+    payloads = [{"x": T, "n": 3}, (2.0, [T > 2, T]), "q" * links.ROW, torch.ones(links.ROW)]
     rows = [1 + 1, 1 + 2, 2, 1 + 1] if near.beside else [1, 1, 2, 2]  # a GPU's tensors are apart
     for i, (payload, count) in enumerate(zip(payloads, rows, strict=True)):
         sent.clear()
@@ -165,10 +164,10 @@ def test_what_fits_comes_in_one_row(two_groups):
 
 def test_many_messages_may_wait_for_a_reader(two_groups):
     near, far, _ = two_groups
-    for i in range(3 * groups.AHEAD):  # a row that was read is asked for again
+    for i in range(3 * links.AHEAD):  # a row that was read is asked for again
         near.write((i, torch.full((100,), float(i)), 0.0))
-    found = [within(far.read)[1] for _ in range(3 * groups.AHEAD)]
-    assert [x.unique().tolist() for x in found] == [[i] for i in range(3 * groups.AHEAD)]
+    found = [within(far.read)[1] for _ in range(3 * links.AHEAD)]
+    assert [x.unique().tolist() for x in found] == [[i] for i in range(3 * links.AHEAD)]
 
 
 def test_messages_stay_in_order_around_the_buffer_and_behind_a_large_one(two_ends):

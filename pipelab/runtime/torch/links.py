@@ -1,9 +1,19 @@
-"""How tensors travel between ranks: by torch.distributed, over gloo or, between GPUs, NCCL."""
+"""How tensors travel between processes.
 
+Pipes connect those of one parent, which has made them before; process groups of torch.distributed
+ranks, over gloo or, between GPUs, NCCL.
+"""
+
+import io
+import pickle
+import sys
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
+from select import select
 from threading import Thread
 from typing import Any
 
@@ -12,17 +22,62 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipelab.runtime.stage import Device
-from pipelab.runtime.torch.pipes import as_bytes, pack, unpack
 from pipelab.runtime.transport import Key, Lost, lost
-from pipelab.runtime.wire import Ends, Wire, pairs_of_ranks, whole
+from pipelab.runtime.wire import Ends, Wire, apart, pairs_of_ranks, whole
 from pipelab.runtime.worker import Job
 
+# Bytes for which a connection that select calls ready has room: Linux calls it so when three
+# quarters of its 208 KiB are free, others when a few kilobytes are.
+ROOM = 2**15 if sys.platform == "linux" else 2**9
 FOREVER = timedelta(days=1)  # for torch, which counts a rank's wait for others who work as a hang
 ROW = 2**18  # bytes of a row that is asked for beforehand
 SIZE = 8  # of them say how long the message is
 AHEAD = 4  # rows asked for beforehand
 HEADS, PARTS = 0, 1  # tags: of rows asked for beforehand, and of all else
 WAITING = 2**20  # bytes that may wait until their thread looks whether they have left
+
+
+# ---- pipes
+
+
+class Pipe:
+    """A pipe between this rank and another, both ways.
+
+    A write does not wait for the reader: what the pipe may not have room for is left to a thread,
+    or two ranks that send each other more than that would wait for ever.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._thread = ThreadPoolExecutor(1, "pipelab sends")
+        self._sending: Future[Any] = self._thread.submit(bool)
+
+    def write(self, message: Any) -> None:
+        """Send a message. Lost if the other end is closed."""
+        packed, _ = pack(message)
+        small = len(packed) < ROOM
+        if small and self._sending.done() and select([], [self._connection], [], 0)[1]:
+            with lost(OSError):
+                self._connection.send_bytes(packed)
+        else:
+            self._sending = self._thread.submit(self._connection.send_bytes, packed)
+
+    def read(self) -> Any:
+        """The next message; waits for it. Lost if the other end is closed."""
+        with lost(OSError, EOFError, pickle.UnpicklingError):
+            skeleton, tensors, _ = unpack(self._connection.recv_bytes())
+        return whole(skeleton, tensors)
+
+    def end(self) -> None:
+        """Nobody else in this process waits on it."""
+
+    def close(self) -> None:
+        """When the pipe has all that was sent; then the other end can still read it."""
+        self._thread.shutdown()
+        self._connection.close()
+
+
+# ---- process groups
 
 
 def backend() -> str:
@@ -193,3 +248,44 @@ def _wait(work: Any) -> None:
 
 def _row_of(memory: Any) -> Tensor:
     return torch.frombuffer(bytearray(memory), dtype=torch.uint8)
+
+
+# ---- messages as bytes
+
+
+def pack(message: Any, beside: bool = False) -> tuple[memoryview, list[Tensor]]:
+    """A message as bytes; its tensors are among them, or travel `beside` it."""
+    skeleton, tensors = apart(message, tensors_of)
+    alike = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+    memory = [pickle.PickleBuffer(as_bytes(t.cpu()).numpy().data) for t in tensors if not beside]
+    file = io.BytesIO()
+    pickle.dump((skeleton, alike, memory), file, pickle.HIGHEST_PROTOCOL)
+    return file.getbuffer(), tensors
+
+
+def unpack(packed: Any) -> tuple[bytes, list[Tensor], list[Any]]:
+    """A message's skeleton, the tensors that came with it, and types and shapes of all."""
+    skeleton, alike, memory = pickle.loads(packed)
+    return skeleton, [*map(_restored, memory, alike)], alike
+
+
+def tensors_of(value: Any) -> Any:
+    """What of a message is put aside: tensors. Events stay: the copy to the CPU has waited."""
+    if isinstance(value, torch.cuda.Event):
+        return None
+    return value if isinstance(value, Tensor) else NotImplemented
+
+
+def _restored(memory: Any, alike: tuple[torch.dtype, tuple[int, ...]]) -> Tensor:
+    """A tensor of these bytes."""
+    dtype, shape = alike
+    if not memory:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Its numbers one after another: the same memory, if they are so already."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # One number may be contiguous with any stride, with which it would be no row of bytes.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
