@@ -184,19 +184,14 @@ def find_partners(
     return partners
 
 
-def seeds_for(seed: int, batches: range, per_batch: int, stages: int) -> np.ndarray:
-    """A seed for the forward of every stage and every piece of these batches: [stage, piece].
+def seed_for(seed: int, stage: int, piece: int) -> np.uint32:
+    """The seed of a stage's forward of a piece of the data, by its number in the training.
 
-    They do not depend on where a training was stopped and resumed.
+    It does not depend on where a training was stopped and resumed.
     """
-    pieces = range(batches.start * per_batch, batches.stop * per_batch)
     # By stage and piece: neither order nor device changes what is drawn. Neighbours draw nothing
     # alike, since the numbers are hashed.
-    numbers = [
-        [np.random.SeedSequence([seed, s, k]).generate_state(1)[0] for k in pieces]
-        for s in range(stages)
-    ]
-    return np.array(numbers, np.uint32)
+    return np.random.SeedSequence([seed, stage, piece]).generate_state(1)[0]
 
 
 def unit_of(data: Data, pieces: int) -> int:
@@ -214,7 +209,7 @@ def feeds_of(
     later: Sequence[Collection[int]],
     replica: int,
     replicas: int,
-    seeds: np.ndarray | None,
+    seed: int | None,
     unit: int,
 ) -> dict[int, Feed]:
     """The feeds of a row's stages for these data; only the ends of the model read them."""
@@ -224,21 +219,18 @@ def feeds_of(
     pieces: list[tuple[Any, Any]] = []
     if {0, last} & {*own}:
         pieces = data.pieces(m * replicas, slice(replica * m, (replica + 1) * m))
-    # Data are numbered batch by batch, and in a batch replica by replica: a replica's own seeds are
-    # a block of every batch.
-    if seeds is not None:
-        by_replica = seeds.reshape(table.stages, -1, replicas, m)
-        seeds = by_replica[:, :, replica].reshape(table.stages, -1)
 
     def given(s: int, i: int, k: int) -> MicroBatch:
         x, y = pieces[i] if pieces else (None, None)
+        # Data are numbered batch by batch, and in a batch replica by replica.
+        piece = (k // m * replicas + replica) * m + k % m
         return MicroBatch(
             version(s, k),
             k // table.per_update,
             x if s == 0 else None,
             y if s == last else None,
             samples_of(pieces[i], data.trees) if pieces else 0,
-            None if seeds is None else seeds[s, i],
+            None if seed is None else seed_for(seed, s, piece),
         )
 
     return {

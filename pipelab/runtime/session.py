@@ -13,8 +13,6 @@ from pathlib import Path
 from traceback import format_exc
 from typing import Any
 
-import numpy as np
-
 from pipelab.runtime.batches import Data, Trees
 from pipelab.runtime.prepare import (
     Options,
@@ -23,7 +21,6 @@ from pipelab.runtime.prepare import (
     feeds_of,
     find_partners,
     paces_of,
-    seeds_for,
     unit_of,
 )
 from pipelab.runtime.result import Run, result_of
@@ -274,7 +271,7 @@ class Session(AbstractContextManager):
         check: bool | str,
     ) -> Check:
         # Where float64 would draw other numbers, the truth is in the run's precision.
-        began, wing, seeds = time.perf_counter(), self.wing, self._seeds(segment.batches)
+        began, wing, seed = time.perf_counter(), self.wing, self.wing.seed
         recipe = replace(self.recipe, keep=True)
         states = [start[s] for s in sorted(start)]
         try:
@@ -287,10 +284,10 @@ class Session(AbstractContextManager):
                 lambda wide: Reference(
                     wing.arithmetic(recipe, wide, segment.updates_before, states), recipe
                 ),
-                divided=seeds is not None or wing.depends_on_cut(),
-                seeds=seeds,
+                divided=seed is not None or wing.depends_on_cut(),
+                seed=seed,
                 tolerance=self.options.tolerance,
-                quick=check == "quick" or (seeds is not None and not wing.draws_alike),
+                quick=check == "quick" or (seed is not None and not wing.draws_alike),
             )
         except Exception:  # the run is complete, and must not be lost
             found = Check.not_made(format_exc())
@@ -318,7 +315,6 @@ class Session(AbstractContextManager):
         replicas, schedule = self.options.replicas, self.schedule
         if self.reads and not self.unit:
             self.unit = unit_of(data, schedule.microbatches * replicas)
-        seeds = self._seeds(data.numbers)
         orders = []
         for row, replica in self.ranks:
             feeds = feeds_of(
@@ -329,7 +325,7 @@ class Session(AbstractContextManager):
                 later=later,
                 replica=replica,
                 replicas=replicas,
-                seeds=seeds,
+                seed=self.wing.seed,
                 unit=self.unit,
             )
             pace = paces[row] if paces else None
@@ -390,12 +386,6 @@ class Session(AbstractContextManager):
             )
             for row, replica in self.ranks
         ]
-
-    def _seeds(self, batches: range) -> np.ndarray | None:
-        if self.wing.seed is None:
-            return None
-        per_batch = self.schedule.microbatches * self.options.replicas
-        return seeds_for(self.wing.seed, batches, per_batch, self.schedule.stages)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

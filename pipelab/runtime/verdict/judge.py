@@ -1,13 +1,11 @@
 """Trains by the rule that describes a run's table, update by update, and compares: see `check`."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice, product, repeat
+from itertools import chain, islice, product
 from typing import Any
 
-import numpy as np
-
 from pipelab.runtime.batches import cut_batch
-from pipelab.runtime.prepare import Segment
+from pipelab.runtime.prepare import Segment, seed_for
 from pipelab.runtime.result import Run
 from pipelab.runtime.stage import Step
 from pipelab.runtime.verdict.certificate import Check
@@ -33,7 +31,7 @@ def judge(
     reference: Callable[[bool], Reference],
     *,
     divided: bool,
-    seeds: np.ndarray | None,
+    seed: int | None,
     tolerance: float | None,
     quick: bool,
 ) -> Check:
@@ -44,7 +42,7 @@ def judge(
     saved          by stage, what a checkpoint holds of it, if one was written
     reference      makes one: in float64 (True), or as the run computes (False)
     divided        whether a forward depends on how the batch is cut: so is the truth's then
-    seeds          [stage, piece of data]
+    seed           of the random numbers that forwards draw
     quick          make do with the run's precision for the truth too
     """
     table, replicas = segment.table, len(replica_steps)
@@ -59,7 +57,7 @@ def judge(
         for of_update in of_table[segment.first_update :]
     ]
     own = reference(False)
-    stream = _pieces(segment, batches, reading, replicas, own, seeds)
+    stream = _pieces(segment, batches, reading, replicas, own, seed)
     first = next(stream)
     stream = chain([first], stream)  # it is looked at beforehand, and still the first one compared
     # [2] two references: as precise as can be, and as the run computes
@@ -106,14 +104,15 @@ def _pieces(
     reading: Reading,
     replicas: int,
     own: Reference,
-    seeds: np.ndarray | None,
+    seed: int | None,
 ) -> Iterator[Piece]:
     """The data in its order, in micro-batches, with what they read."""
     reads, m = chain.from_iterable(reading), segment.table.microbatches
-    drawn = repeat(None) if seeds is None else iter(seeds.T.tolist())
     for b in range(segment.table.batches):
         for k, part in enumerate(cut_batch(batches[b], m * replicas, b, own.arithmetic.trees)):
-            yield Piece(*part, next(reads), next(drawn), k // m)
+            number, stages = segment.batches[b] * m * replicas + k, range(segment.table.stages)
+            drawn = None if seed is None else [int(seed_for(seed, s, number)) for s in stages]
+            yield Piece(*part, next(reads), drawn, k // m)
 
 
 # ---- the papers' rules: which weights each update's gradient is taken at
