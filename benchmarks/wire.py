@@ -29,7 +29,7 @@ from peers import DEFAULT as PEERS
 from peers import SGD, Case, vectors
 from pipelab import make, run
 from pipelab.peers.torch_pipelining import run_torch_pipelining
-from pipelab.runtime.torch.links import Pipe
+from pipelab.runtime.torch.pipes import Pipe
 from ranks import Run, on_ranks
 
 KIB = 1024

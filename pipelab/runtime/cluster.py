@@ -11,6 +11,7 @@ from hashlib import sha256
 from threading import Event, Thread
 from typing import Any
 
+from pipelab.runtime import clock
 from pipelab.runtime.threads import BEFORE, LOOK, Threads, no_progress, place
 from pipelab.runtime.transport import Lost
 from pipelab.runtime.wire import Wire
@@ -86,7 +87,7 @@ class Cluster(Threads):
         deadline, met = time.monotonic() + self.timeout, []
         try:
             self.give(f"{self.meeting}/at/{self.me}", self.here())
-            self.give(names[self.me], self.call)
+            self.give(names[self.me], (clock.host(), self.call))
             for name in names:
                 met.append(self.take(name, max(0.001, deadline - time.monotonic())))
             self._look()
@@ -99,12 +100,14 @@ class Cluster(Threads):
         except Lost as error:
             raise self._unheard(error) from error
         Cluster.meetings += 1
-        for number, call in enumerate(met):
-            if call != met[0]:
+        hosts, calls = zip(*met, strict=True)
+        for number, call in enumerate(calls):
+            if call != calls[0]:
                 raise ValueError(
                     f"process {number} runs another schedule than process 0: "
                     "call run with the same one in all"
                 )
+        self.far = [n for n in range(self.count) if hosts[n] != hosts[0]]
         self.patience = max(self.timeout, STARTING)
         # In a thread of its own: whoever keeps the store may hang.
         self.threads.append(begun(self._keep_looking))
@@ -160,18 +163,30 @@ class Cluster(Threads):
             thread.join(LEAVING)
 
     def _start(self, paced: bool) -> float:
-        """The run's time zero on this process's clock, at the same moment in all processes.
-
-        Hosts agree on it as well as their clocks are kept (by NTP).
-        """
+        """The run's time zero on this process's clock, at the same moment in all processes."""
         assert self.wire
-        self.share(None)  # until all are ready
+        ahead = 0.0
+        # [1] process 0 tells the time to those of other hosts
+        for number in self.far:
+            questions = [f"{self.meeting}/time/{number}/{i}" for i in range(clock.ROUNDS)]
+            if self.first:
+                for question in questions:
+                    self._value(question)
+                    self.give(f"{question}/answer", time.perf_counter())
+            elif self.me == number:
+                ahead = clock.behind(partial(self._ask, iter(questions)))
+        # [2] it says when, as soon as all are ready
+        self.share(None)
         self._look()
-        ahead = time.time() - time.perf_counter()
-        began = self.from_first(lambda: time.time() + 0.01) - ahead
+        began = self.from_first(lambda: time.perf_counter() + 0.01) - ahead
         self.wire.began = None if paced else began
         time.sleep(max(0.0, began - time.perf_counter()))
         return began
+
+    def _ask(self, questions: Any) -> float:
+        question = next(questions)
+        self.give(question, "what time is it?")
+        return self._value(f"{question}/answer")
 
     # ---- what processes tell each other
 

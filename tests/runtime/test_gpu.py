@@ -14,7 +14,7 @@ from gpu import report as gpu
 from gpu.cases import CASES
 from gpu.measured import Model, Place, Sizes, peaks
 from pipelab import Costs, simulate
-from pipelab.runtime.torch import device, links
+from pipelab.runtime.torch import device, groups
 from pipelab.runtime.torch import wing as torch_run
 
 GPU = torch.device("cuda:0")
@@ -147,11 +147,11 @@ def test_ranks_meet_in_an_order_that_ends(monkeypatch):
     def call(tensor, other, group):
         meetings[group].wait(timeout=10)  # BrokenBarrierError where they wait for each other
 
-    monkeypatch.setattr(links.dist, "new_group", lambda ranks, **options: tuple(ranks))
-    monkeypatch.setattr(links.dist, "send", call)
-    monkeypatch.setattr(links.dist, "recv", call)
+    monkeypatch.setattr(groups.dist, "new_group", lambda ranks, **options: tuple(ranks))
+    monkeypatch.setattr(groups.dist, "send", call)
+    monkeypatch.setattr(groups.dist, "recv", call)
     with ThreadPoolExecutor(3) as pool:
-        ends = [pool.submit(links.groups_of, pairs, me, CPU) for me in range(3)]
+        ends = [pool.submit(groups.groups_of, pairs, me, CPU) for me in range(3)]
         assert [[*end.result(timeout=20)] for end in ends] == [[*meetings]] * 3
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import pipelab
+from pipelab.runtime import clock
 from tests.workers.launched import shown, uneven
 
 ROOT = Path(__file__).parents[2]
@@ -173,7 +174,9 @@ def three(tmp_path_factory):
 def test_clocks_of_several_hosts_are_aligned(three):
     _, (_, result) = three
     assert result["passed"] is True
-    assert result["late"] > -0.05  # where what is measured by is an hour apart
+    assert (
+        result["late"] > -0.05
+    )  # right but for half a round trip, where the clocks are an hour apart
     assert result["makespan"] < GUARD
 
 
@@ -235,3 +238,9 @@ def test_deepspeeds_launcher():
     done = subprocess.run(line, capture_output=True, text=True, env=shell, timeout=GUARD, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "Check passed" in done.stdout
+
+
+@pytest.mark.parametrize("skew", [0.0, 100.0, -7.5])
+def test_offsets_are_found_by_asking(skew):
+    found = clock.behind(lambda: time.perf_counter() + skew)
+    assert abs(found - skew) < 0.05

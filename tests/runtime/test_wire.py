@@ -17,8 +17,9 @@ from torch.utils import _pytree as pytree
 
 import pipelab
 from pipelab.runtime import wire as wires
-from pipelab.runtime.torch import links
-from pipelab.runtime.torch.links import GroupLink, Pipe
+from pipelab.runtime.torch import groups
+from pipelab.runtime.torch.groups import GroupLink
+from pipelab.runtime.torch.pipes import Pipe
 from pipelab.runtime.torch.processes import _Failure
 from pipelab.runtime.transport import Aborted, Lost, Message
 from pipelab.runtime.wire import Wire
@@ -118,21 +119,17 @@ def two_groups(monkeypatch, request):
 
         return Work(wait)
 
-    monkeypatch.setattr(links.dist, "isend", isend)
-    monkeypatch.setattr(links.dist, "irecv", irecv)
-    monkeypatch.setattr(links.dist, "destroy_process_group", ways.pop)
+    if hasattr(request, "param"):  # bytes that a reader asks for beforehand
+        monkeypatch.setattr(groups, "LEAST", request.param)
+        monkeypatch.setattr(groups, "MOST", request.param)
+    monkeypatch.setattr(groups.dist, "isend", isend)
+    monkeypatch.setattr(groups.dist, "irecv", irecv)
+    monkeypatch.setattr(groups.dist, "destroy_process_group", ways.pop)
     cpu = torch.device("cpu")
-    ends = GroupLink(1, "there", "back", cpu), GroupLink(0, "back", "there", cpu)
-    for end in ends:
-        end.beside = getattr(request, "param", False)
-    return *ends, sent
+    return GroupLink(1, "there", "back", cpu), GroupLink(0, "back", "there", cpu), sent
 
 
-@pytest.mark.parametrize(
-    ("kind", "two_groups"),
-    [("pipes", False), ("groups", False), ("groups", True)],
-    indirect=["two_groups"],
-)
+@pytest.mark.parametrize("kind", ["pipes", "groups"])
 @pytest.mark.parametrize("name", MESSAGES)
 def test_a_message_comes_as_it_was_sent(name, kind, two_ends, two_groups):
     near, far, *_ = two_ends if kind == "pipes" else two_groups
@@ -148,26 +145,39 @@ def test_a_message_comes_as_it_was_sent(name, kind, two_ends, two_groups):
             assert a == b and type(a) is type(b)
 
 
-@pytest.mark.parametrize("two_groups", [False, True], indirect=True)
-def test_what_fits_comes_in_one_row(two_groups):
+@pytest.mark.parametrize("two_groups", [groups.HEAD, groups.LEAST], indirect=True)
+def test_what_messages_are_like_travels_once_and_small_ones_in_one(two_groups):
     near, far, sent = two_groups
-    payloads = [{"x": T, "n": 3}, (2.0, [T > 2, T]), "q" * links.ROW, torch.ones(links.ROW)]
-    rows = [1 + 1, 1 + 2, 2, 1 + 1] if near.beside else [1, 1, 2, 2]  # a GPU's tensors are apart
-    for i, (payload, count) in enumerate(zip(payloads, rows, strict=True)):
-        sent.clear()
+    small = near._there.ahead[0] > groups.HEAD
+    forward, backward = {"x": T, "n": 3}, (2.0, [T > 2, T])
+    for i, payload in enumerate([forward, backward] * 3):
         near.write((i, payload, float(i)))
-        assert len(sent) == count
         key, found, _ = within(far.read)
         assert key == i and str(found) == str(payload)
+    heads, skeletons, tensors = 6, 2, 3 * (1 + 2)
+    assert len(sent) == heads + (0 if small else skeletons + tensors)
     near.close()
 
 
-def test_many_messages_may_wait_for_a_reader(two_groups):
+def test_large_messages_come_in_one_when_the_reader_knows_of_them(two_groups):
+    near, far, sent = two_groups
+    for i in range(groups.AHEAD + 3):
+        near.write((i, torch.full((3000 - i, 2), float(i)), 0.0))
+        assert torch.equal(within(far.read)[1], torch.full((3000 - i, 2), float(i)))
+    assert len(sent) == 3 * groups.AHEAD + 3  # before: head, skeleton, tensor
+    near.write((9, T, 0.0))  # does not keep the room of a large one
+    assert within(far.read)[1].untyped_storage().nbytes() == T.nbytes
+
+
+def test_what_comes_once_is_not_kept_for_ever(two_groups, monkeypatch):
+    monkeypatch.setattr(groups, "KNOWN", 3)
     near, far, _ = two_groups
-    for i in range(3 * links.AHEAD):  # a row that was read is asked for again
-        near.write((i, torch.full((100,), float(i)), 0.0))
-    found = [within(far.read)[1] for _ in range(3 * links.AHEAD)]
-    assert [x.unique().tolist() for x in found] == [[i] for i in range(3 * links.AHEAD)]
+    for i in range(5):
+        for norm in (0.5, float(i)):  # such as a gradient's
+            near.write((i, (norm, T), 0.0))
+            key, (found, tensor), _ = within(far.read)
+            assert (key, found) == (i, norm) and torch.equal(tensor, T)
+    assert len(near._sent) == len(far._known) == 3
 
 
 def test_messages_stay_in_order_around_the_buffer_and_behind_a_large_one(two_ends):

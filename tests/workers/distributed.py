@@ -14,7 +14,7 @@ from functools import partial
 
 def main(twists, port, number, count):
     if twists == ["skewed"]:
-        # As if every process were on a host that was started an hour before the last one's.
+        # Every process a host of its own, whose clock is an hour ahead of the one before.
         real = time.perf_counter
         time.perf_counter = lambda: real() + 3600.0 * number
 
@@ -96,9 +96,13 @@ class Job:
         return ((y - target) ** self.power).mean()
 
     def other_data(self):
-        """Random keys that stages hand on."""
+        """Clocks of several hosts; random keys that stages hand on."""
         import jax
 
+        from pipelab.runtime import clock
+
+        if self.twist == "skewed":
+            clock.host = lambda: str(self.number)
         if self.twist == "keys":
             self.parts = [(partial(with_key, module.apply), start) for module, start in self.parts]
             for b, (x, y) in enumerate(self.batches):
@@ -106,9 +110,9 @@ class Job:
 
     def fail(self, count):
         """A stage that fails, or a process that ends, by the twist."""
-        from pipelab.runtime.jax.distributed import Distributed
+        from pipelab.runtime import cluster
 
-        parts, give = self.parts, Distributed.give
+        parts = self.parts
         if self.twist == "early" and self.number == 0:
             # Fails while the other process's threads leave the barrier.
             parts[0] = (lambda p, x: 1 / 0), parts[0][1]["params"]
@@ -116,9 +120,7 @@ class Job:
             delay_the_first_action()
         here = self.victim == str(self.number)
         if self.how == "leave" and here:
-            Distributed.give = lambda cluster, name, value: (  # while the processes meet
-                leave() if "/met/" in name else give(cluster, name, value)
-            )
+            cluster.clock.host = leave  # while the processes meet
         elif self.how in ("raise", "kill", "stop"):
             own = [s for s in range(len(parts)) if s * count // len(parts) == int(self.victim)]
             module, variables = parts[own[-1]]

@@ -41,7 +41,8 @@ from pipelab.runtime.threads import (
     no_progress,
     place,
 )
-from pipelab.runtime.torch.links import FOREVER, Pipe
+from pipelab.runtime.torch.groups import FOREVER
+from pipelab.runtime.torch.pipes import Pipe
 from pipelab.runtime.transport import Lost
 from pipelab.runtime.wire import Ends, Wire, pairs_of_ranks, pairs_of_replicas
 from pipelab.runtime.worker import Job, Order, Outcome, RunError, Worker, told

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipelab.runtime.cluster import Cluster
-from pipelab.runtime.torch.links import FOREVER, GroupWire, backend
+from pipelab.runtime.torch.groups import FOREVER, GroupWire, backend
 from pipelab.runtime.transport import lost
 from pipelab.runtime.wire import Wire
 from pipelab.runtime.worker import Job

@@ -14,15 +14,15 @@ def rank_job(rank):
 
 def test_messages_of_all_sizes_cross_both_ways_at_once():
     def work(job, progress):
-        from pipelab.runtime.torch import links
+        from pipelab.runtime.torch import groups
 
         me, other, cpu = job.rank, 1 - job.rank, torch.device("cpu")
-        of = links.groups_of([(0, 1)], me, cpu)
-        link = links.GroupLink(other, of[me, other], of[other, me], cpu)
+        of = groups.groups_of([(0, 1)], me, cpu)
+        link = groups.GroupLink(other, of[me, other], of[other, me], cpu)
         sizes = {rank: random.Random(rank) for rank in (me, other)}
 
         def message(rank, i):
-            count = sizes[rank].choice([0, 1, 7, 1000, 2**16, 2**17 + rank, links.ROW // 4])
+            count = sizes[rank].choice([0, 1, 7, 1000, 2**16, 2**17 + rank, groups.MOST // 4])
             first = torch.full((count,), float(i), dtype=torch.float32)
             return {"a": first, "b": (torch.arange(i % 5), i), "c": torch.tensor(1j * i).conj()}
 

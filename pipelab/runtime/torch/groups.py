@@ -1,0 +1,255 @@
+"""How tensors travel between ranks: by torch.distributed, over gloo or, between GPUs, NCCL."""
+
+import math
+import pickle
+from collections import deque
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from itertools import accumulate
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipelab.runtime.stage import Device
+from pipelab.runtime.torch.pipes import as_bytes, like, restored, tensors_of
+from pipelab.runtime.transport import Key, Lost, lost
+from pipelab.runtime.wire import Ends, Wire, apart, pairs_of_ranks, whole
+from pipelab.runtime.worker import Job
+
+FOREVER = timedelta(days=1)  # for torch, which counts a rank's wait for others who work as a hang
+HEAD = 256  # bytes of what comes before a message
+ALIGN = 64  # bytes, as torch aligns tensors: sums may depend on it
+LEAST, MOST = 2**12, 2**22  # bytes asked for beforehand: beyond, to copy takes longer than to ask
+AHEAD = 4  # rows asked for beforehand
+HEADS, PARTS = 0, 1  # tags: of heads with what fits behind them, and of all else
+WAITING = 2**20  # bytes that may wait until their thread looks whether they have left
+KNOWN = 1000  # skeletons that are kept: some have a norm or a count in them, which comes once
+
+
+def backend() -> str:
+    """Of a process group whose tensors go by their device."""
+    nccl = torch.cuda.is_available() and dist.is_nccl_available()
+    return "cpu:gloo,cuda:nccl" if nccl else "gloo"
+
+
+class GroupWire(Wire):
+    """The wire of a rank; all ranks make theirs at the same time.
+
+    device  from which tensors leave, and at which they arrive: a rank's own GPU, if all have one
+    """
+
+    def __init__(self, job: Job, gpus: Sequence[str]) -> None:
+        """`gpus` are those of all ranks, by names that no two share; empty for a CPU."""
+        own_gpus = all(gpus) and len({*gpus}) == len(gpus)
+        self.device = torch.device(job.device if own_gpus else "cpu")
+        pairs = pairs_of_ranks(job)
+        groups = groups_of(pairs, job.rank, self.device)
+        super().__init__(
+            job,
+            {
+                (a, b): GroupLink(b, groups[a, b], groups[b, a], self.device)
+                for a, b in groups
+                if a == job.rank
+            },
+        )
+        count = job.replicas
+        rows = [[row * count + r for r in range(count)] for row in range(job.schedule.devices)]
+        self._replicas = [new_group(row) for row in rows][job.row] if count > 1 else None
+
+    def close(self) -> None:
+        super().close()
+        if self._replicas:
+            dist.destroy_process_group(self._replicas)
+
+    def sum_over_replicas(self, key: Key, device: int, parts: list[Any], home: Device) -> list[Any]:
+        found = []
+        for part in parts:
+            total = part.to(self.device, copy=True).contiguous()
+            with lost(RuntimeError):
+                dist.all_reduce(total, group=self._replicas)
+            found.append(total.to(part.device))
+        return found
+
+
+def new_group(ranks: Sequence[int]) -> Any:
+    return dist.new_group(ranks, timeout=FOREVER, backend=backend())
+
+
+def groups_of(pairs: Sequence[Ends], me: int, device: torch.device) -> dict[Ends, Any]:
+    """Process groups by (from, to): in one for both, an early receive would block NCCL's sends.
+
+    NCCL connects two ranks at their first message, and both have to call it for that: here, where
+    all do the same. Later a receiver calls it when it has read that a message has been sent.
+    """
+    groups = {}
+    byte = torch.zeros(1, dtype=torch.uint8, device=device)
+    for a, b in [ends for pair in pairs for ends in (pair, pair[::-1])]:
+        groups[a, b] = group = new_group([a, b])
+        if me == a:
+            dist.send(byte, b, group)
+        elif me == b:
+            dist.recv(byte, a, group)
+    return groups
+
+
+class GroupLink:
+    """A link to the rank `other`, by process groups to it and back.
+
+    A message is
+
+        | key, time, number of its skeleton, size if that is new, total | skeleton | tensor | ...
+
+    whose skeleton is a pickle of all but the numbers in its tensors. It travels once, if it is
+    among the first KNOWN. Gloo sends nothing before the receiver has asked for it, and each part
+    wakes threads at both ends. So the receiver asks beforehand, for rows as large as the largest
+    message so far (MOST at most), and what fits comes in one row: `total` bytes, each part at a
+    multiple of ALIGN. What does not, such as a GPU's tensors, comes part by part behind the head.
+    """
+
+    def __init__(self, other: int, to: Any, back: Any, device: torch.device) -> None:
+        self.other, self.to, self.back, self.device = other, to, back, device
+        self._sent: dict[bytes, int] = {}
+        self._known: list[Any] = []
+        # A tensor has to be kept until it has left, which torch does only for NCCL's. To wake a
+        # thread for every one would take longer than to send it.
+        self._waiting: list[Any] = []
+        self._bytes = 0
+        self._leaving: SimpleQueue[Any] = SimpleQueue()
+        self._thread = Thread(target=self._keep, name="pipelab sends", daemon=True)
+        self._thread.start()
+        self._there, self._here = _Rooms(), _Rooms()  # that the other end, and this one, asks for
+        self._asked = deque(self._ask_for_head(room) for room in self._here.ahead)
+
+    def write(self, message: Any) -> None:
+        """Send a message; does not wait for the reader. Lost if the other end is closed."""
+        key, payload, at = message
+        skeleton, tensors = apart(payload, tensors_of)
+        skeleton = pickle.dumps((skeleton, [*map(like, tensors)]))
+        new = skeleton not in self._sent
+        number = self._sent.get(skeleton, len(self._sent))
+        if number < KNOWN:
+            self._sent[skeleton] = number
+        parts = [as_bytes(tensor.to(self.device)) for tensor in tensors]
+        parts.insert(0, _row_of(skeleton)[: None if new else 0])
+        near = [part for part in parts if not part.is_cuda]
+        places = _places(part.nbytes for part in near)
+        head = _row_of(pickle.dumps((key, at, number, parts[0].nbytes, places[-1])))
+        if self._there.take(places[-1]):
+            row = torch.empty(places[-1], dtype=torch.uint8)
+            memory = row.numpy()
+            for place, part in zip((0, *places), (head, *near), strict=False):
+                memory[place : place + part.nbytes] = part.numpy()
+            head, parts = row, parts[len(near) :]
+        self._send(head, HEADS)
+        for part in parts:
+            if part.nbytes:
+                self._send(part, PARTS)
+
+    def read(self) -> Any:
+        """The next message; waits for it. Lost if the other end is closed."""
+        row, work = self._asked.popleft()
+        if isinstance(work, Lost):
+            raise work
+        _wait(work)
+        memory = row.numpy().data
+        key, at, number, size, total = pickle.loads(memory)
+        fits = self._here.take(total)
+        self._asked.append(self._ask_for_head(self._here.ahead[-1]))
+        if not size:
+            skeleton, alike = self._known[number]
+        else:
+            packed = memory[HEAD:] if fits else self._receive_row(size)
+            skeleton, alike = pickle.loads(packed)
+            if number < KNOWN:
+                self._known.append((skeleton, alike))
+        if not fits or self.device.type != "cpu":
+            tensors = self._receive(alike)
+        else:
+            sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in alike]
+            places = _places([size, *sizes])[1:]
+            found = (memory[a : a + n] for a, n in zip(places, sizes, strict=False))
+            tensors = [*map(restored, found, alike)]
+            if 2 * total < row.nbytes:  # it would be kept with them
+                tensors = [tensor.clone() for tensor in tensors]
+        return key, whole(skeleton, tensors), at
+
+    def end(self) -> None:
+        """Nothing ends a wait of torch's, but its process."""
+
+    def close(self) -> None:
+        """When all that was sent has been read."""
+        self._leaving.put(self._waiting)
+        self._leaving.put(None)
+        self._thread.join()
+        for group in (self.to, self.back):
+            dist.destroy_process_group(group)
+
+    def _send(self, row: Tensor, tag: int) -> None:
+        with lost(RuntimeError):
+            work = dist.isend(row, self.other, self.to, tag=tag)
+        if not row.is_cuda:
+            self._waiting.append((work, row))
+            self._bytes += HEAD + row.nbytes
+            if self._bytes > WAITING:
+                self._leaving.put(self._waiting)
+                self._waiting, self._bytes = [], 0
+
+    def _ask(self, row: Tensor, tag: int) -> Any:
+        with lost(RuntimeError):
+            return dist.irecv(row, self.other, self.back, tag=tag)
+
+    def _ask_for_head(self, room: int) -> tuple[Tensor, Any]:
+        row = torch.empty(room, dtype=torch.uint8)
+        try:
+            return row, self._ask(row, HEADS)
+        except Lost as gone:  # the other end may be closed after its last message
+            return row, gone
+
+    def _receive(self, alike: Sequence[Any]) -> list[Tensor]:
+        """Tensors that come part by part."""
+        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in alike]
+        for work in [self._ask(as_bytes(tensor), PARTS) for tensor in tensors if tensor.nbytes]:
+            _wait(work)
+        return tensors
+
+    def _receive_row(self, size: int) -> Any:
+        row = torch.empty(size, dtype=torch.uint8)
+        _wait(self._ask(row, PARTS))
+        return row.numpy().data
+
+    def _keep(self) -> None:
+        """Keep tensors until they have left."""
+        while (leaving := self._leaving.get()) is not None:
+            for work, _ in leaving:
+                _wait(work)
+
+
+class _Rooms:
+    """Bytes of the rows that a receiver has asked for; both ends count them alike."""
+
+    def __init__(self) -> None:
+        self.ahead = deque([LEAST] * AHEAD)
+
+    def take(self, total: int) -> bool:
+        """Use up the next row: whether so many bytes fit into it. One more is asked for."""
+        fits = total <= self.ahead.popleft()
+        self.ahead.append(max(self.ahead[-1], total if total <= MOST else 0))
+        return fits
+
+
+def _places(sizes: Iterable[int]) -> list[int]:
+    """Where parts begin behind a head, and the end."""
+    return [*accumulate((-(-size // ALIGN) * ALIGN for size in sizes), initial=HEAD)]
+
+
+def _wait(work: Any) -> None:
+    with lost(RuntimeError):
+        work.wait()
+
+
+def _row_of(memory: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(memory), dtype=torch.uint8)

@@ -1,0 +1,85 @@
+"""How tensors travel between processes of one parent: by pipes, which it has made before them."""
+
+import pickle
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pickle import PickleBuffer
+from select import select
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipelab.runtime.transport import lost
+from pipelab.runtime.wire import apart, whole
+
+# Bytes for which a connection that select calls ready has room: Linux calls it so when three
+# quarters of its 208 KiB are free, others when a few kilobytes are.
+ROOM = 2**15 if sys.platform == "linux" else 2**9
+
+
+class Pipe:
+    """A pipe between this rank and another, both ways.
+
+    A write does not wait for the reader: what the pipe may not have room for is left to a thread,
+    or two ranks that send each other more than that would wait for ever.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._thread = ThreadPoolExecutor(1, "pipelab sends")
+        self._sending: Future[Any] = self._thread.submit(bool)
+
+    def write(self, message: Any) -> None:
+        """Send a message. Lost if the other end is closed."""
+        skeleton, tensors = apart(message, tensors_of)
+        memory = [PickleBuffer(as_bytes(t.cpu()).numpy().data) for t in tensors]
+        packed = pickle.dumps((skeleton, [*map(like, tensors)], memory), pickle.HIGHEST_PROTOCOL)
+        small = len(packed) < ROOM
+        if small and self._sending.done() and select([], [self._connection], [], 0)[1]:
+            with lost(OSError):
+                self._connection.send_bytes(packed)
+        else:
+            self._sending = self._thread.submit(self._connection.send_bytes, packed)
+
+    def read(self) -> Any:
+        """The next message; waits for it. Lost if the other end is closed."""
+        with lost(OSError, EOFError, pickle.UnpicklingError):
+            skeleton, alike, memory = pickle.loads(self._connection.recv_bytes())
+            return whole(skeleton, [*map(restored, memory, alike)])
+
+    def end(self) -> None:
+        """Nobody else in this process waits on it."""
+
+    def close(self) -> None:
+        """When the pipe has all that was sent; then the other end can still read it."""
+        self._thread.shutdown()
+        self._connection.close()
+
+
+def tensors_of(value: Any) -> Any:
+    """What of a message is put aside: tensors. Events stay: the copy to the CPU has waited."""
+    if isinstance(value, torch.cuda.Event):
+        return None
+    return value if isinstance(value, Tensor) else NotImplemented
+
+
+def like(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+    """What has to be known of a tensor to receive it."""
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def restored(memory: Any, alike: tuple[torch.dtype, tuple[int, ...]]) -> Tensor:
+    """A tensor of these bytes."""
+    dtype, shape = alike
+    if not memory:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Its numbers one after another: the same memory, if they are so already."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # One number may be contiguous with any stride, with which it would be no row of bytes.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
