@@ -21,7 +21,7 @@ import optax
 from measure import cores, in_turn, machine, main, page, paragraph, spread, table, timed
 from pipelab import make, run
 from pipelab.pipeshard import Pipeshard, mark_pipeline_boundary, parallelize, value_and_grad
-from pipelab.runtime.jax import spmd
+from pipelab.teach import spmd
 
 OPTIMIZER = optax.sgd(0.01)
 MIB = 2.0**20
@@ -244,12 +244,11 @@ def _program(
     stages = spmd.stack([blocks[s : s + each] for s in range(0, len(blocks), each)], virtual)
     mesh = jax.make_mesh((p,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec(*[None] * (virtual > 1), "stage")
-    start = spmd.Parameters(jax.device_put(stages, jax.sharding.NamedSharding(mesh, spec)))
-    gradients = spmd.spmd_value_and_grad(
-        spmd.spmd_pipeline(_blocks, devices=mesh, microbatches=m, virtual=virtual, remat=remat),
-        _loss,
+    start = jax.device_put(stages, jax.sharding.NamedSharding(mesh, spec))
+    piped = spmd.spmd_pipeline(_blocks, devices=mesh, microbatches=m, virtual=virtual, remat=remat)
+    return _trainer(
+        jax.value_and_grad(lambda w, x, target: _loss(piped(w, x), target)), start, batches
     )
-    return _trainer(gradients, start, batches)
 
 
 def _one_device(blocks: list, batches: list) -> Callable[[], Found]:
@@ -266,7 +265,8 @@ def _trainer(gradients: Callable, start: Any, batches: list) -> Callable[[], Fou
         return optax.apply_updates(parameters, change), state, value
 
     state = OPTIMIZER.init(start)
-    kept = spmd.compiled_bytes(gradients, start, *batches[0]).temporary
+    memory: Any = jax.jit(gradients).lower(start, *batches[0]).compile().memory_analysis()
+    kept = memory.temp_size_in_bytes
     compiled = jax.jit(step)
 
     def once() -> Found:

@@ -34,7 +34,6 @@ __all__ = [
     "CostError",
     "Costs",
     "Diagnosis",
-    "Evaluation",
     "Explanation",
     "Kind",
     "Memory",
@@ -65,7 +64,6 @@ _LAZY = {
     "run": "pipelab.runtime.run",
     "evaluate": "pipelab.runtime.run",
     "Run": "pipelab.runtime.result",
-    "Evaluation": "pipelab.runtime.result",
     "RunError": "pipelab.runtime.worker",
     "Trainer": "pipelab.runtime.trainer",
 }

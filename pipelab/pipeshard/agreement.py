@@ -29,8 +29,7 @@ from pipelab.pipeshard.tracing import Arguments, TracedStep, trace, traced
 from pipelab.runtime.jax.arithmetic import off_by_rounding, wide
 from pipelab.runtime.jax.host import words
 from pipelab.runtime.jax.jaxpr import Arrays, contains, needed, rounding_unit
-from pipelab.runtime.verdict.certificate import Check, Comparison, opinions
-from pipelab.runtime.verdict.views import distance
+from pipelab.runtime.verdict.certificate import Check, Comparison, distance, opinions
 
 WHOLE = "flush: the same step on one device, the batch undivided"
 DRAWN = WHOLE + ", with the random numbers that its micro-batches draw"

@@ -5,6 +5,5 @@
 `worker.Job` for each device; a launcher (`threads`, `torch.processes`, `torch.ranks`,
 `jax.distributed`) starts them, and takes their orders. What the workers recorded is a `result`, and
 `verdict.judge` compares it with a `verdict.reference` that follows the papers' rules, in the wing's
-arithmetic. The two wings mirror each other. `jax.spmd` is JAX's other way, one program for all
-devices.
+arithmetic. The two wings mirror each other.
 """

@@ -12,16 +12,16 @@ from threading import Event, Thread
 from typing import Any
 
 from pipelab.runtime import clock
-from pipelab.runtime.threads import BEFORE, LOOK, Crew, Launcher, no_progress, place
+from pipelab.runtime.threads import BEFORE, LOOK, Threads, no_progress, place
 from pipelab.runtime.transport import Lost
 from pipelab.runtime.wire import Wire
-from pipelab.runtime.worker import Job, Order, Outcome, RunError, told
+from pipelab.runtime.worker import Job, Outcome, RunError, told
 
 LEAVING = 2.0  # seconds that a process which failed waits for the others to hear of it
 STARTING = 300.0  # seconds that others may take for what comes before actions, such as compiling
 
 
-class Cluster(Launcher):
+class Cluster(Threads):
     """This process, number `me` of `count`. The same in all: ValueError if they call differently.
 
     Each does its rows in threads. When one fails, or no action ends anywhere within `timeout`
@@ -38,13 +38,13 @@ class Cluster(Launcher):
 
     refusal: type[ValueError] = ValueError
     meetings = 0
+    pause = LOOK
 
     def __init__(self, me: int, count: int, timeout: float, call: str) -> None:
         self.me, self.count, self.timeout = me, count, timeout
         self.first = me == 0
         self.call = sha256(call.encode()).hexdigest()
         self.wire: Wire | None = None
-        self.crew: Crew | None = None
         self.here = lambda: f"process {me} (not in this run yet)"
         self.places: list[str] = []
         self.patience, self.since = timeout, time.monotonic()
@@ -113,31 +113,25 @@ class Cluster(Launcher):
         self.threads.append(begun(self._keep_looking))
         return self
 
-    def start(self, jobs: Sequence[Job]) -> None:
+    def start(self, jobs: Sequence[Job], *_: Any) -> None:
         marks = {job.rank: BEFORE for job in jobs}
         self.here = lambda: "; ".join(f"{j.where} at {place(j, marks[j.rank])}" for j in jobs)
         self.patience = max(self.timeout, STARTING)
         with self._agreeing():
             self._look()
             self.wire = self.make_wire(jobs)
-            self.crew = Crew(
+            super().start(
                 jobs,
                 [self.wire] * jobs[0].replicas,
-                progress=lambda job: partial(marks.__setitem__, job.rank),
-                watch=self._check,
+                lambda job: partial(marks.__setitem__, job.rank),
+                partial(self._start, jobs[0].paced),
             )
-            self.crew.start(partial(self._start, jobs[0].paced))
         self.patience = math.inf
 
-    def submit(self, orders: Sequence[Order]) -> None:
-        assert self.crew
-        self.crew.submit(orders)
-
     def collect(self) -> list[Outcome]:
-        assert self.crew
         self.since, self.patience = time.monotonic(), self.timeout
         with self._agreeing():
-            mine = self.crew.collect()
+            mine = super().collect()
             names = self._tell(mine)
             every = [o for name in names if self.first for o in self._value(name)]
             short = self.from_first(
@@ -146,11 +140,6 @@ class Cluster(Launcher):
         self.patience = math.inf
         own = {(outcome.row, outcome.replica) for outcome in mine}
         return every if self.first else mine + [o for o in short if (o.row, o.replica) not in own]
-
-    def stop(self) -> None:
-        if self.crew:
-            self.crew.end()
-            self.crew = None
 
     @contextmanager
     def _agreeing(self) -> Iterator[None]:
@@ -167,7 +156,7 @@ class Cluster(Launcher):
         self.over.set()
         if self.wire and error:
             self.wire.abort()
-        self.stop()
+        self.stop(error)
         if self.wire and not error:
             self.wire.close()
         for thread in self.threads:  # else they would wake up at the end of Python
@@ -234,11 +223,11 @@ class Cluster(Launcher):
         while True:
             with suppress(TimeoutError):
                 return self.take(name, LOOK)
-            self._check()
+            self.watch()
 
     # ---- how far the others are
 
-    def _check(self) -> None:
+    def watch(self) -> None:
         """RunError if one has failed, or none gets on."""
         if self.failure:
             raise self.failure

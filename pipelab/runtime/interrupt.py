@@ -31,14 +31,6 @@ class Noted:
             raise KeyboardInterrupt
         self.seen = True
 
-    @contextmanager
-    def caught(self) -> Iterator[None]:
-        """A context in which one that others' handlers raise is noted, too."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            self.seen = True
-
     def __enter__(self) -> "Noted":
         # Elsewhere than in the main thread it does not arrive, and others' handlers stay.
         in_main_thread = threading.current_thread() is threading.main_thread()

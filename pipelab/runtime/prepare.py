@@ -13,7 +13,7 @@ import numpy as np
 from pipelab.predict.costs import Costs, Recompute
 from pipelab.predict.simulate import delays, durations
 from pipelab.runtime.batches import Data, samples_of
-from pipelab.runtime.stage import Feed
+from pipelab.runtime.stage import Feed, MicroBatch
 from pipelab.runtime.worker import Pace
 from pipelab.table.action import Action, Kind
 from pipelab.table.schedule import Schedule
@@ -95,9 +95,14 @@ class Segment:
         return self.begun * self.whole.microbatches // self.whole.per_update
 
     @property
+    def before_table(self) -> int:
+        """Updates of the training before the whole table's."""
+        return self.before * self.whole.microbatches // self.whole.per_update
+
+    @property
     def updates_before(self) -> int:
         """Updates of the training before this segment."""
-        return self.batches.start * self.whole.microbatches // self.whole.per_update
+        return self.before_table + self.first_update
 
     @property
     def rows(self) -> list[list[Action]]:
@@ -113,8 +118,7 @@ class Segment:
     def later(self) -> list[set[int]]:
         """Per stage, the versions made before the end that later batches of the table read."""
         whole, made = self.whole, self.first_update + self.table.updates
-        numbers = range(self.end * whole.microbatches, whole.total)
-        before = self.updates_before - self.first_update
+        numbers, before = range(self.end * whole.microbatches, whole.total), self.before_table
         read = [{whole.versions[s, k] for k in numbers} for s in range(whole.stages)]
         return [{v + before for v in of if v <= made} for of in read]
 
@@ -180,19 +184,14 @@ def find_partners(
     return partners
 
 
-def seeds_for(seed: int, batches: range, per_batch: int, stages: int) -> np.ndarray:
-    """A seed for the forward of every stage and every piece of these batches: [stage, piece].
+def seed_for(seed: int, stage: int, piece: int) -> np.uint32:
+    """The seed of a stage's forward of a piece of the data, by its number in the training.
 
-    They do not depend on where a training was stopped and resumed.
+    It does not depend on where a training was stopped and resumed.
     """
-    pieces = range(batches.start * per_batch, batches.stop * per_batch)
     # By stage and piece: neither order nor device changes what is drawn. Neighbours draw nothing
     # alike, since the numbers are hashed.
-    numbers = [
-        [np.random.SeedSequence([seed, s, k]).generate_state(1)[0] for k in pieces]
-        for s in range(stages)
-    ]
-    return np.array(numbers, np.uint32)
+    return np.random.SeedSequence([seed, stage, piece]).generate_state(1)[0]
 
 
 def unit_of(data: Data, pieces: int) -> int:
@@ -210,7 +209,7 @@ def feeds_of(
     later: Sequence[Collection[int]],
     replica: int,
     replicas: int,
-    seeds: np.ndarray | None,
+    seed: int | None,
     unit: int,
 ) -> dict[int, Feed]:
     """The feeds of a row's stages for these data; only the ends of the model read them."""
@@ -220,23 +219,22 @@ def feeds_of(
     pieces: list[tuple[Any, Any]] = []
     if {0, last} & {*own}:
         pieces = data.pieces(m * replicas, slice(replica * m, (replica + 1) * m))
-    samples = [samples_of(piece, data.trees) for piece in pieces]
-    # Data are numbered batch by batch, and in a batch replica by replica: a replica's own seeds are
-    # a block of every batch.
-    if seeds is not None:
-        by_replica = seeds.reshape(table.stages, -1, replicas, m)
-        seeds = by_replica[:, :, replica].reshape(table.stages, -1)
-    return {
-        s: Feed(
-            {k: version(s, k) for k in every},
-            {k: k // table.per_update for k in every},
-            later=later[s] if later else (),
-            inputs=dict(zip(every, (x for x, _ in pieces), strict=True)) if s == 0 else None,
-            targets=dict(zip(every, (y for _, y in pieces), strict=True)) if s == last else None,
-            samples=dict(zip(every, samples, strict=False)),
-            unit=unit,
-            seeds=None if seeds is None else dict(zip(every, seeds[s], strict=True)),
+
+    def given(s: int, i: int, k: int) -> MicroBatch:
+        x, y = pieces[i] if pieces else (None, None)
+        # Data are numbered batch by batch, and in a batch replica by replica.
+        piece = (k // m * replicas + replica) * m + k % m
+        return MicroBatch(
+            version(s, k),
+            k // table.per_update,
+            x if s == 0 else None,
+            y if s == last else None,
+            samples_of(pieces[i], data.trees) if pieces else 0,
+            None if seed is None else seed_for(seed, s, piece),
         )
+
+    return {
+        s: Feed({k: given(s, i, k) for i, k in enumerate(every)}, later[s] if later else (), unit)
         for s in own
     }
 

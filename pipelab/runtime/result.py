@@ -22,8 +22,8 @@ class Run:
     microbatch_losses  one per micro-batch, in the order of the data; of one that counts nothing
                        whatever the loss gave, such as nan: `losses` leave it out
     memory             measured bytes over time, by cause (of the first replica)
-    weights            the trained weights, a state dict per stage (on ranks of several machines: of
-                       the rank's own stages)
+    weights            the trained weights, a state dict per stage; nothing of an evaluation, and on
+                       ranks of several machines of the rank's own stages
     weight_versions    per device, the most versions of a stage's weights that were kept at one
                        time, by their storages
     check              the verdict against the reference, or None if it was switched off
@@ -54,17 +54,6 @@ class Run:
             for name, why in [*weights.items()][:1]
         )
         return f"<Run of {s.name} on {sizes}. {verdict}{pace}{whole}>"
-
-
-@dataclass
-class Evaluation:
-    """The result of `evaluate`: losses (one per batch, and per micro-batch), measured spans, and
-    the verdict."""
-
-    losses: list[float]
-    microbatch_losses: list[float]
-    timeline: Timeline
-    check: Check | None
 
 
 def result_of(

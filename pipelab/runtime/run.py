@@ -11,7 +11,7 @@ from typing import Any
 from pipelab.predict.costs import Costs, Recompute
 from pipelab.runtime.interrupt import imports_whole
 from pipelab.runtime.prepare import Options, Segment
-from pipelab.runtime.result import Evaluation, Run
+from pipelab.runtime.result import Run
 from pipelab.runtime.session import Session, Wing
 from pipelab.table.schedule import Schedule
 
@@ -132,8 +132,8 @@ def evaluate(
     check: bool | str = True,
     tolerance: float | None = None,
     timeout: float = 60.0,
-) -> Evaluation:
-    """The losses of `batches` without training: the schedule's forwards alone, no graphs.
+) -> Run:
+    """Go forward without training: losses, times and memory of the forwards alone, no graphs.
 
     Modules are in evaluation mode. Arguments as for `run`. To evaluate trained weights, load
     `Run.weights` into the stages first (load_state_dict).
@@ -144,8 +144,7 @@ def evaluate(
     check_sequence(batches)
     given = schedule, stages, loss, None, options
     with Session(wing_of(backend), *given, batches=len(batches), training=False) as session:
-        found = session.run(Segment(session.schedule, 0, len(batches)), batches, check=check)
-    return Evaluation(found.losses, found.microbatch_losses, found.timeline, found.check)
+        return session.run(Segment(session.schedule, 0, len(batches)), batches, check=check)
 
 
 KEYWORDS = (p for p in signature(run).parameters.values() if p.kind is p.KEYWORD_ONLY)

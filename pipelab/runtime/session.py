@@ -13,8 +13,6 @@ from pathlib import Path
 from traceback import format_exc
 from typing import Any
 
-import numpy as np
-
 from pipelab.runtime.batches import Data, Trees
 from pipelab.runtime.prepare import (
     Options,
@@ -23,12 +21,11 @@ from pipelab.runtime.prepare import (
     feeds_of,
     find_partners,
     paces_of,
-    seeds_for,
     unit_of,
 )
 from pipelab.runtime.result import Run, result_of
 from pipelab.runtime.stage import Recipe, Step
-from pipelab.runtime.threads import Launcher
+from pipelab.runtime.threads import Threads
 from pipelab.runtime.verdict.certificate import Check
 from pipelab.runtime.verdict.judge import judge
 from pipelab.runtime.verdict.reference import Arithmetic, Reference
@@ -61,7 +58,7 @@ class Wing(ABC):
     optimizer = "__call__", "a factory, such as torch.optim.SGD"
     trees: Trees
     draws_alike = True
-    launcher: Launcher
+    launcher: Threads
     devices: Sequence[Any]
     seed: int | None = None
     autocast: Any = None
@@ -218,59 +215,50 @@ class Session(AbstractContextManager):
         dump     where to write what an outsider needs to compute it again
         """
         with self.wing.context():
-            return self._run(segment, batches, check, save, dump)
-
-    def _run(
-        self,
-        segment: Segment,
-        batches: Any,
-        check: bool | str,
-        save: Path | None,
-        dump: Path | None,
-    ) -> Run:
-        # [1] what it starts from, for the reference
-        wing, replicas, table = self.wing, self.options.replicas, segment.table
-        start = self.states() if check and self.started else wing.start
-        data = Data(batches, segment.batches, wing.trees)
-        # [2] run, and keep the checkpoint and the dump only if all of them could be written
-        result: Run | None = None
-        try:
-            with wing.saving(save, segment.batches.stop) as draft:
-                keep = bool(check) or dump is not None
-                orders = self.orders(
-                    segment.rows,
-                    data,
-                    segment.version,
-                    segment.later(),
-                    paces=paces_of(table, self.options),
-                    training=self.recipe.training,
-                    keep=keep,
-                    report=True,
-                    save=draft,
+            # [1] what it starts from, for the reference
+            wing, replicas, table = self.wing, self.options.replicas, segment.table
+            start = self.states() if check and self.started else wing.start
+            data = Data(batches, segment.batches, wing.trees)
+            # [2] run, and keep the checkpoint and the dump only if all of them could be written
+            result: Run | None = None
+            try:
+                with wing.saving(save, segment.batches.stop) as draft:
+                    keep = bool(check) or dump is not None
+                    orders = self.orders(
+                        segment.rows,
+                        data,
+                        segment.version,
+                        segment.later(),
+                        paces=paces_of(table, self.options),
+                        training=table.training,
+                        keep=keep,
+                        report=True,
+                        save=draft,
+                    )
+                    outcomes = self.do(orders, data)
+                    if table.training:
+                        self.done = segment.batches.stop
+                    paced = self.options.pace is not None
+                    first = segment.batches.start * table.microbatches
+                    result = result_of(table, outcomes, replicas, first, paced)
+                    # A rank that could not write its part keeps its outcome: the run is not lost.
+                    for unsaved in filter(None, (outcome.unsaved for outcome in outcomes)):
+                        raise unsaved
+                if dump and self.launcher.first:
+                    batches = [data[b] for b in range(len(data))]
+                    wing.dump(dump, batches, result.losses, steps_of(table, outcomes, 0))
+            except Exception as error:
+                if result:
+                    error.run = result  # type: ignore[attr-defined]
+                    error.add_note("What was trained is not lost: it is the `run` of this error.")
+                raise
+            # [3] judge what came of it
+            if check:
+                # One process has all weights and steps; the others wait here for its verdict.
+                result.check = self.launcher.from_first(
+                    lambda: self._verdict(segment, data, result, outcomes, start, save, check)
                 )
-                outcomes = self.do(orders, data)
-                self.done = segment.batches.stop
-                paced = self.options.pace is not None
-                first = segment.batches.start * table.microbatches
-                result = result_of(table, outcomes, replicas, first, paced)
-                # A rank that could not write its part keeps its outcome: the run is not lost.
-                for unsaved in filter(None, (outcome.unsaved for outcome in outcomes)):
-                    raise unsaved
-            if dump and self.launcher.first:
-                batches = [data[b] for b in range(len(data))]
-                wing.dump(dump, batches, result.losses, steps_of(table, outcomes, 0))
-        except Exception as error:
-            if result:
-                error.run = result  # type: ignore[attr-defined]
-                error.add_note("What was trained is not lost: it is the `run` of this error.")
-            raise
-        # [3] judge what came of it
-        if check:
-            # One process has all weights and steps; the others wait here for its verdict.
-            result.check = self.launcher.from_first(
-                lambda: self._verdict(segment, data, result, outcomes, start, save, check)
-            )
-        return result
+            return result
 
     def _verdict(
         self,
@@ -283,10 +271,9 @@ class Session(AbstractContextManager):
         check: bool | str,
     ) -> Check:
         # Where float64 would draw other numbers, the truth is in the run's precision.
-        began, wing, seeds = time.perf_counter(), self.wing, self._seeds(segment.batches)
+        began, wing, seed = time.perf_counter(), self.wing, self.wing.seed
         recipe = replace(self.recipe, keep=True)
-        ahead = segment.updates_before - segment.first_update
-        states = [start[s].renumbered(-ahead) for s in sorted(start)]
+        states = [start[s] for s in sorted(start)]
         try:
             found = judge(
                 segment,
@@ -295,12 +282,12 @@ class Session(AbstractContextManager):
                 [steps_of(segment.table, outcomes, r) for r in range(self.options.replicas)],
                 wing.saved(save) if save else (),
                 lambda wide: Reference(
-                    wing.arithmetic(recipe, wide, segment.first_update, states), recipe
+                    wing.arithmetic(recipe, wide, segment.updates_before, states), recipe
                 ),
-                divided=seeds is not None or wing.depends_on_cut(),
-                seeds=seeds,
+                divided=seed is not None or wing.depends_on_cut(),
+                seed=seed,
                 tolerance=self.options.tolerance,
-                quick=check == "quick" or (seeds is not None and not wing.draws_alike),
+                quick=check == "quick" or (seed is not None and not wing.draws_alike),
             )
         except Exception:  # the run is complete, and must not be lost
             found = Check.not_made(format_exc())
@@ -328,7 +315,6 @@ class Session(AbstractContextManager):
         replicas, schedule = self.options.replicas, self.schedule
         if self.reads and not self.unit:
             self.unit = unit_of(data, schedule.microbatches * replicas)
-        seeds = self._seeds(data.numbers)
         orders = []
         for row, replica in self.ranks:
             feeds = feeds_of(
@@ -339,7 +325,7 @@ class Session(AbstractContextManager):
                 later=later,
                 replica=replica,
                 replicas=replicas,
-                seeds=seeds,
+                seed=self.wing.seed,
                 unit=self.unit,
             )
             pace = paces[row] if paces else None
@@ -400,12 +386,6 @@ class Session(AbstractContextManager):
             )
             for row, replica in self.ranks
         ]
-
-    def _seeds(self, batches: range) -> np.ndarray | None:
-        if self.wing.seed is None:
-            return None
-        per_batch = self.schedule.microbatches * self.options.replicas
-        return seeds_for(self.wing.seed, batches, per_batch, self.schedule.stages)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

@@ -4,8 +4,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from pipelab.table.action import Kind
 
 
 @dataclass(frozen=True)
@@ -37,48 +41,39 @@ class Recipe:
     keep: bool
 
 
-@dataclass(frozen=True)
-class Feed:
-    """The part of the table and the data for one stage, by micro-batch.
+@dataclass
+class MicroBatch:
+    """What a stage is told of a micro-batch.
 
-    Micro-batches, groups and versions are counted through the whole training.
-
-    versions  the weight version that it reads
-    groups    the update that it belongs to
-    later     versions that are read after the last micro-batch here: they are kept
-    inputs    on the first stage, the data. None elsewhere
-    targets   on the last stage. None elsewhere
-    samples   how many it has, on the first and the last stage
-    unit      what counts are divided by where they weigh gradients, on the last stage: about the
-              samples of one, so that float16 can hold it; a power of two, which rounds nothing; the
-              same in all replicas
-    seeds     (uint32) what its forward draws random numbers from; None if forwards draw none
+    version  the weights that it reads
+    group    the update that it belongs to
+    x        on the first stage, the data
+    target   on the last stage
+    samples  how many it has, on the first and the last stage
+    seed     (uint32) what its forward draws random numbers from; None if forwards draw none
     """
 
-    versions: dict[int, int]
-    groups: dict[int, int]
+    version: int
+    group: int
+    x: Any = None
+    target: Any = None
+    samples: int = 0
+    seed: Any = None
+
+
+class Feed(NamedTuple):
+    """The part of the table and the data for one stage.
+
+    microbatches  by number; these, groups and versions are counted through the whole training
+    later  versions that are read after the last micro-batch here: they are kept
+    unit   what counts are divided by where they weigh gradients, on the last stage: about the
+           samples of one, so that float16 can hold it; a power of two, which rounds nothing; the
+           same in all replicas
+    """
+
+    microbatches: dict[int, MicroBatch]
     later: Collection[int]
-    inputs: dict[int, Any] | None
-    targets: dict[int, Any] | None
-    samples: dict[int, int]
     unit: int
-    seeds: dict[int, Any] | None
-
-    @classmethod
-    def empty(cls, *, first: bool, last: bool) -> "Feed":
-        """The feed of a stage that has had none yet; whether it is the first one, and the last."""
-        return cls({}, {}, (), {} if first else None, {} if last else None, {}, 1, None)
-
-    def with_more(self, more: "Feed") -> "Feed":
-        """What is left of this one, and another one's micro-batches."""
-        pairs = ((getattr(self, f.name), getattr(more, f.name)) for f in fields(self))
-        return Feed(*(old | new if isinstance(old, dict) else new for old, new in pairs))
-
-    def drop(self, microbatch: int) -> None:
-        """A micro-batch is not needed any more."""
-        for values in vars(self).values():
-            if isinstance(values, dict):
-                values.pop(microbatch, None)
 
 
 class Step(NamedTuple):
@@ -198,7 +193,7 @@ class Stage(Protocol):
     """
 
     losses: dict[int, Any]
-    steps: Sequence["Step"] = ()
+    steps: Sequence[Step] = ()
     unsplit: Mapping[Any, str] = {}
 
     @property
@@ -255,3 +250,169 @@ class Stage(Protocol):
     def replace_sums(self, group: int, sums: list[Any]) -> None:
         """Go on with the sums over replicas."""
         return None
+
+
+class CountingStage(Stage):
+    """A stage and what is counted of it; the wings' stages do the computing.
+
+    weights  by version: values, so that a version lives as long as the table has readers of it
+    """
+
+    def __init__(self, device: Any, recipe: Recipe, *, first: bool, last: bool) -> None:
+        self.device, self.recipe = device, recipe
+        self.first, self.last = first, last  # whether it is that of the model
+        self.fed: dict[int, MicroBatch] = {}
+        self.later: Collection[int] = ()
+        self.unit = 1
+        self.weights: dict[int, Any] = {}
+        self.losses = {}
+        self.steps: list[Step] = []
+        self.unsplit: dict[str, str] = {}
+        self.stepped: Any = None  # gradients of an update that `steps` does not have yet
+        self.readers: Counter[int] = Counter()  # version -> backwards to come
+        self.counts: dict[int, float] = {}  # group -> what its losses counted, in its unit
+        self._backwards_left: Counter[int] = Counter()
+        self._kept: dict[int, Any] = {}  # by micro-batch, what its forward left for its backward
+        self._split: dict[int, tuple[Any, Any, float]] = {}  # the same between I and W
+
+    def begin(self, feed: Feed | None, *, training: bool, keep: bool) -> None:
+        self.recipe = replace(self.recipe, training=training, keep=keep)
+        if feed:
+            _, self.later, self.unit = feed
+            for k, given in feed.microbatches.items():
+                given.x, given.target = self.placed((given.x, given.target))
+                self.fed[k] = given
+                if training:
+                    self.readers[given.version] += 1
+                    self._backwards_left[given.group] += 1
+
+    def end(self) -> None:
+        if not self.recipe.training:  # no update drops them
+            self.fed.clear()
+        # Its update may still have to look at a loss.
+        self.losses = {k: loss for k, loss in self.losses.items() if k in self.fed}
+        self.steps = []
+
+    def recomputes(self, microbatch: int) -> bool:
+        return self.recipe.recompute[microbatch % self.recipe.microbatches]
+
+    # ---- backwards: the same three in both wings, but for how gradients are computed
+
+    def backward(self, microbatch: int, received: Any) -> Any:
+        """Accumulate the weights' gradients; returns the input's."""
+        kept, gradient, count = self._prepare(microbatch, received)
+        gradient = self._pull(microbatch, kept, gradient, count, Kind.B)
+        self.finish(microbatch, count)
+        # The count goes along, to stages that never see the loss.
+        return count, gradient
+
+    def input_grad(self, microbatch: int, received: Any) -> Any:
+        """The input's gradient alone; what is kept stays for `weight_grad`."""
+        kept, gradient, count = self._prepare(microbatch, received)
+        self._split[microbatch] = kept, gradient, count
+        return count, self._pull(microbatch, kept, gradient, count, Kind.I)
+
+    def weight_grad(self, microbatch: int, received: Any) -> None:
+        """Accumulate the weights' gradients, which `input_grad` left out."""
+        kept, gradient, count = self._split.pop(microbatch)
+        self._pull(microbatch, kept, gradient, count, Kind.W)
+        self.finish(microbatch, count)
+
+    def _prepare(self, microbatch: int, received: Any) -> tuple[Any, Any, float]:
+        """The values the forward kept, the gradient of its output, and what the loss counted."""
+        raise NotImplementedError
+
+    def _pull(self, microbatch: int, kept: Any, gradient: Any, count: float, kind: Kind) -> Any:
+        """Accumulate the weights' gradients, unless the action is I; returns the input's.
+
+        A micro-batch that counts nothing (all its tokens masked) has no gradient, whatever its mean
+        is.
+        """
+        raise NotImplementedError
+
+    # ---- what is counted
+
+    @property
+    def latest(self) -> int:
+        return max(self.weights)
+
+    @property
+    def versions_held(self) -> int:
+        return len(self.weights)
+
+    def key(self, microbatch: int) -> Hashable:
+        """The ledger's key of what a forward keeps."""
+        return id(self), microbatch
+
+    def complete(self, group: int) -> bool:
+        return not self._backwards_left[group]
+
+    def finish(self, microbatch: int, count: float) -> Any:
+        """A micro-batch is through. Returns the weight version that nobody reads again, or None."""
+        self.device.ledger.drop(self.key(microbatch))
+        # Two counts end here: of the group, and of who still reads the version.
+        group, version = self.fed[microbatch].group, self.fed[microbatch].version
+        self.counts[group] = self.counts.get(group, 0.0) + count
+        self._backwards_left[group] -= 1
+        self.readers[version] -= 1
+        return None if self.needed(version) else self.weights.pop(version)
+
+    def needed(self, version: int) -> bool:
+        """Whether a weight version is the latest, from which updates start, or still to be read."""
+        return version == self.latest or self.read_later(version)
+
+    def read_later(self, version: int) -> bool:
+        if self.readers[version]:
+            return True
+        self.readers.pop(version, None)
+        return version in self.later
+
+    def end_group(self, group: int) -> None:
+        """Its update is made: its micro-batches are not needed any more."""
+        self._backwards_left.pop(group, None)
+        self.fed = {k: given for k, given in self.fed.items() if given.group != group}
+
+    def divisor(self, group: int, square: Callable[[], float]) -> float:
+        """The divisor of the group's summed gradient: its count, and what clips its norm.
+
+        `square` gives the squared norm of the sum; the formula is torch's clip_grad_norm_.
+        """
+        # Where all is masked the sum is zero, and stays so.
+        count = self.counts.pop(group, 0.0) or 1.0
+        if self.recipe.clip is None:
+            return count
+        # Gradients are sums; the norm is of their mean.
+        norm = square() ** 0.5 / count
+        return count / float(np.minimum(1.0, self.recipe.clip / (norm + 1e-6)))  # nan stays nan
+
+    def check_loss(self, microbatch: int) -> None:
+        """FloatingPointError for a loss that is nan or inf, unless the recipe allows it."""
+        mean, count = self.losses[microbatch]
+        if not 0 <= count < np.inf:
+            raise ValueError(f"the loss is the mean of {count}: give how many it is the mean of")
+        # A micro-batch that counts nothing may have any mean: it weighs nothing.
+        if (
+            self.recipe.finite
+            and self.recipe.training
+            and count
+            and not np.isfinite(value := float(mean))
+        ):
+            batch = microbatch // self.recipe.microbatches
+            raise FloatingPointError(
+                f"the loss of micro-batch {microbatch} (batch {batch}) is {value}; "
+                "to continue anyway: finite=False"
+            )
+
+    def snapshot(self) -> None:
+        if self.stepped is not None:
+            on_host = self.on_host
+            self.steps.append(Step(on_host(self.stepped), on_host(self.weights[self.latest])))
+            self.stepped = None
+
+    def on_host(self, weights: Any) -> dict[str, Any]:
+        """Weights or gradients by name, copied to the host."""
+        raise NotImplementedError
+
+    def placed(self, data: Any) -> Any:
+        """Data on the stage's device."""
+        raise NotImplementedError

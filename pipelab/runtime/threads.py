@@ -4,7 +4,6 @@ Models and functions defined in a notebook just work.
 """
 
 import time
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -41,34 +40,25 @@ def no_progress(places: Sequence[str], timeout: float) -> str:
     return f"no action ended within {timeout:g} s: {'; '.join(places)}"
 
 
-class Launcher(AbstractContextManager):
-    """Who carries out the jobs: threads of this process, processes, or the ranks of a cluster.
+class Threads(AbstractContextManager):
+    """Who carries out the jobs: threads of this process, or what is made of them.
 
-    Ranks are started once, and then take orders until the end.
+    Ranks are started once, and then take orders until the end. The first worker that raises ends
+    all, and its error is raised by whoever waits; an interrupt of that one, or `watch`, ends them,
+    too: the other workers stop before their next action.
 
     first  whether this process is the one that writes and judges
+    pause  seconds after which whoever waits for the workers calls `watch`; None: it just waits. No
+           thread is left behind, but one that hangs where there is a watch
     """
 
-    first: bool
+    first = True
+    pause: float | None = None
+    workers: Sequence[Thread] = ()
 
-    @abstractmethod
     def ranks(self, count: int) -> Sequence[int]:
         """Which of `count` ranks are this process's to do. ValueError if there are not as many."""
-
-    @abstractmethod
-    def start(self, jobs: Sequence[Job]) -> None:
-        """Start this process's ranks."""
-
-    @abstractmethod
-    def submit(self, orders: Sequence[Order]) -> None:
-        """Give each of this process's ranks an order, in theirs; does not wait for them."""
-
-    @abstractmethod
-    def collect(self) -> list[Outcome]:
-        """The outcomes of all ranks of the first orders that were not collected yet.
-
-        The first process has all weights and steps, others their own. RunError when a rank fails.
-        """
+        return range(count)
 
     def agree(self, digests: Callable[[], Mapping[str, str | None]]) -> None:
         """Refuse what was not given alike to all processes, where there are several; all call this.
@@ -76,12 +66,91 @@ class Launcher(AbstractContextManager):
         digests  gives them by what they are of; None, or no entry, where that is not known here
         """
 
-    @abstractmethod
     def from_first(self, make: Callable[[], Any]) -> Any:
         """The value that the first process makes, in every process."""
+        return make()
 
-    def stop(self) -> None:
-        """End the ranks, which have done all orders."""
+    def watch(self) -> None:
+        """A look at others; raises if it is no use to wait."""
+
+    def start(
+        self,
+        jobs: Sequence[Job],
+        transports: Sequence[Transport] = (),
+        progress: Callable[[Job], Callable[[int], None] | None] = lambda job: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Start this process's ranks.
+
+        transports  one per replica; default: mailboxes, which connect jobs of this process alone
+        progress    of a job: is told its mark of each action before that starts
+        clock       is called when all are ready: the time zero on `time.perf_counter`
+        """
+        self.transports = transports or _mailboxes(jobs[0])
+        self.queues: list[Orders] = [SimpleQueue() for _ in jobs]
+        self.ready, self.began = Barrier(len(jobs) + 1), 0.0  # all wait until the clock is set
+        self.done: SimpleQueue[tuple[int, Outcome | None]] = SimpleQueue()  # None: it has failed
+        self.outcomes: list[deque[Outcome]] = [deque() for _ in jobs]
+        self.errors: list[BaseException] = []
+        # Stages are made here: threads start with all that may fail behind them.
+        homes = [job.home() for job in jobs]
+        workers = []
+        for i, (job, home) in enumerate(zip(jobs, homes, strict=True)):
+            given = i, job, home, job.stages(home), progress(job)
+            name = f"pipelab device {job.row}"
+            # Daemons: one that hangs in a library's call must not keep the process from ending.
+            workers.append(Thread(target=self._work, args=given, name=name, daemon=True))
+        self.workers = workers
+        for worker in workers:
+            worker.start()
+        with self._ended_by_errors():
+            try:
+                self.ready.wait()
+                self.began = clock()
+                for home in homes:
+                    home.begin(self.began)
+                self.ready.wait()
+            except BrokenBarrierError:  # a worker could not start
+                self._fail()
+
+    def submit(self, orders: Sequence[Order]) -> None:
+        """Give each of this process's ranks an order, in theirs; does not wait for them."""
+        for queue, order in zip(self.queues, orders, strict=True):
+            queue.put(order)
+
+    def collect(self) -> list[Outcome]:
+        """The outcomes of all ranks of the first orders that were not collected yet.
+
+        The first process has all weights and steps, others their own. RunError when a rank fails.
+        """
+        with self._ended_by_errors():
+            while not all(self.outcomes):
+                try:
+                    i, outcome = self.done.get(timeout=self.pause)
+                except Empty:
+                    self.watch()
+                    continue
+                if outcome is None:
+                    self._fail()
+                self.outcomes[i].append(outcome)
+            return [of_job.popleft() for of_job in self.outcomes]
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """End the ranks, which have done all orders; after an error, before their next actions."""
+        if not self.workers:
+            return
+        if error:
+            self._abort()
+        for queue in self.queues:
+            queue.put(None)
+        for worker in self.workers:
+            if worker.ident:
+                # Where there is a watch a thread may hang in what nothing can break off.
+                worker.join(self.pause)
+        self.workers = ()
+        # Their tracebacks refer to frames that refer to this: all stages would be kept until the
+        # next garbage collection.
+        self.errors.clear()
 
     def run(self, jobs: Sequence[Job], orders: Sequence[Order]) -> list[Outcome]:
         """Do one order of every job."""
@@ -93,127 +162,12 @@ class Launcher(AbstractContextManager):
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Everything is done, or has failed."""
+        self.stop(error)
 
-
-class Threads(Launcher):
-    """This process does everything."""
-
-    first = True
-    crew: "Crew | None" = None
-
-    def ranks(self, count: int) -> Sequence[int]:
-        return range(count)
-
-    def start(self, jobs: Sequence[Job]) -> None:
-        self.crew = Crew(jobs)
-        self.crew.start()
-
-    def submit(self, orders: Sequence[Order]) -> None:
-        assert self.crew
-        self.crew.submit(orders)
-
-    def collect(self) -> list[Outcome]:
-        assert self.crew
-        return self.crew.collect()
-
-    def from_first(self, make: Callable[[], Any]) -> Any:
-        return make()
-
-    def stop(self) -> None:
-        if self.crew:
-            self.crew.end()
-            self.crew = None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error and self.crew:
-            self.crew.abort()
-        self.stop()
-
-
-class Crew:
-    """A thread for every job, which takes orders until the end.
-
-    transports  one per replica; default: mailboxes, which connect jobs of this process alone
-    progress    of a job: is told its mark of each action before that starts
-    watch       is called every LOOK seconds while somebody waits for the crew, and may raise
-    queues      of orders, by the order of jobs; default: new ones
-
-    The first worker that raises ends all, and its error is raised by whoever waits; an interrupt of
-    that one, or `watch`, ends them, too: the other workers stop before their next action. No
-    thread is left behind, but one that hangs if there is a `watch`.
-    """
-
-    def __init__(
-        self,
-        jobs: Sequence[Job],
-        transports: Sequence[Transport] = (),
-        *,
-        progress: Callable[[Job], Callable[[int], None] | None] = lambda job: None,
-        watch: Callable[[], None] | None = None,
-        queues: Sequence[Orders] = (),
-    ) -> None:
-        self.transports, self.watch = transports or _mailboxes(jobs[0]), watch
-        self.queues = queues or [SimpleQueue() for _ in jobs]
-        self.ready, self.began = Barrier(len(jobs) + 1), 0.0  # all wait until the clock is set
-        self.done: SimpleQueue[tuple[int, Outcome | None]] = SimpleQueue()  # None: it has failed
-        self.outcomes: list[deque[Outcome]] = [deque() for _ in jobs]
-        self.errors: list[BaseException] = []
-        # Stages are made here: threads start with all that may fail behind them.
-        self.homes = [job.home() for job in jobs]
-        self.workers = []
-        for i, (job, home) in enumerate(zip(jobs, self.homes, strict=True)):
-            given = i, job, home, job.stages(home), progress(job)
-            name = f"pipelab device {job.row}"
-            # Daemons: one that hangs in a library's call must not keep the process from ending.
-            self.workers.append(Thread(target=self._work, args=given, name=name, daemon=True))
-
-    def start(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Start; `clock` is called when all are ready: the time zero on `time.perf_counter`."""
-        for worker in self.workers:
-            worker.start()
-        with self._ended_by_errors():
-            try:
-                self.ready.wait()
-                self.began = clock()
-                for home in self.homes:
-                    home.begin(self.began)
-                self.ready.wait()
-            except BrokenBarrierError:  # a worker could not start
-                self._fail()
-
-    def submit(self, orders: Sequence[Order]) -> None:
-        for queue, order in zip(self.queues, orders, strict=True):
-            queue.put(order)
-
-    def collect(self) -> list[Outcome]:
-        """The outcome of every job's first order that was not collected yet."""
-        with self._ended_by_errors():
-            while not all(self.outcomes):
-                try:
-                    i, outcome = self.done.get(timeout=LOOK if self.watch else None)
-                except Empty:
-                    if self.watch:
-                        self.watch()
-                    continue
-                if outcome is None:
-                    self._fail()
-                self.outcomes[i].append(outcome)
-            return [of_job.popleft() for of_job in self.outcomes]
-
-    def abort(self) -> None:
-        """Stop the workers before their next actions."""
+    def _abort(self) -> None:
         for transport in self.transports:
             transport.abort()
         self.ready.abort()
-
-    def end(self) -> None:
-        """End the threads, which have done all orders or been stopped."""
-        for queue in self.queues:
-            queue.put(None)
-        for worker in self.workers:
-            if worker.ident:
-                # Where there is a watch a thread may hang in what nothing can break off.
-                worker.join(LOOK if self.watch else None)
 
     def _work(
         self, i: int, job: Job, home: Device, stages: Any, progress: Callable[[int], None] | None
@@ -236,32 +190,26 @@ class Crew:
                     del order, outcome  # else its data would be kept until the next
         except BaseException as error:
             self.errors.append(error)
-            self.abort()
+            self._abort()
             self.done.put((i, None))
 
     @contextmanager
     def _ended_by_errors(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:
-            self.abort()
-            self.end()
+        except BaseException as error:
+            self.stop(error)
             raise
 
     def _fail(self) -> NoReturn:
         """Raise the first error of the workers."""
-        self.abort()
-        self.end()
         failures = [e for e in self.errors if not isinstance(e, (Aborted, BrokenBarrierError))]
         try:
             if failures:
                 raise failures[0]
             raise Aborted  # all workers were ended: what failed is outside
         finally:
-            # An error's traceback refers to this frame: if that referred to the error, both would
-            # be kept, with all stages, until the next garbage collection.
-            self.errors.clear()
-            del failures
+            del failures  # as above: the error's traceback refers to this frame
 
 
 def _mailboxes(job: Job) -> list[Transport]:

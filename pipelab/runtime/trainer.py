@@ -12,7 +12,7 @@ from pipelab.predict.costs import Recompute
 from pipelab.runtime.batches import Data, mean_losses
 from pipelab.runtime.endless import Endless
 from pipelab.runtime.interrupt import Noted
-from pipelab.runtime.prepare import Options
+from pipelab.runtime.prepare import Options, Segment
 from pipelab.runtime.run import DEFAULT, new_folder, wing_of
 from pipelab.runtime.session import Session
 from pipelab.runtime.verdict.certificate import Check
@@ -160,21 +160,13 @@ class Trainer(AbstractContextManager):
         with self._whole():
             self._empty()
         table = self._endless.table.part(0, 1).forward_only()
-        version = self.number * self._endless.updates
+        segment = Segment(table, 0, 1, self.number)
         losses: list[float] = []
         iterator = iter(batches)
         while (batch := self._next(iterator)) is not END:
             with self._whole():
-                data = Data([batch], range(1), self._session.wing.trees)
-                orders = self._session.orders(
-                    table.rows, data, lambda s, k: version, [], training=False
-                )
-                values = {
-                    (o.replica, k): value
-                    for o in self._session.do(orders, data)
-                    for k, value in o.losses.items()
-                }
-                losses += mean_losses([values[place] for place in sorted(values)], 1)
+                run = self._session.run(segment, {self.number: batch}, check=False)
+                losses += run.losses
         return losses
 
     def save(self, folder: str | Path) -> None:

@@ -250,7 +250,8 @@ class Worker:
         if order.report:
             outcome.record = record
             outcome.steps = {s: stage.steps for s, stage in stages.items()}
-            outcome.weights = {s: stage.trained() for s, stage in stages.items()}
+            if order.training:
+                outcome.weights = {s: stage.trained() for s, stage in stages.items()}
             outcome.unsplit = {s: stage.unsplit for s, stage in stages.items() if stage.unsplit}
         if order.state:
             outcome.states = {s: stage.resume_state() for s, stage in stages.items()}

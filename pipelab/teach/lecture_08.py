@@ -7,7 +7,7 @@ import numpy as np
 from jax import lax
 
 from pipelab import Kind, Schedule
-from pipelab.runtime.jax import spmd
+from pipelab.teach import spmd
 from pipelab.teach.feedback import (
     Exercise,
     Feedback,

@@ -457,7 +457,7 @@ def test_export_leaves_nothing_behind_an_error(capsys, line, problem, tmp_path, 
 
 
 def test_a_failed_check_is_status_1(capsys, monkeypatch):
-    from pipelab.runtime.counting_stage import CountingStage
+    from pipelab.runtime.stage import CountingStage
 
     original = CountingStage.divisor
     sums = lambda self, *rest: original(self, *rest) / 4  # noqa: E731

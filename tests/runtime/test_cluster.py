@@ -122,7 +122,7 @@ def test_a_store_that_hangs_ends_a_run_in_time(two, store, monkeypatch):
     one.patience = 0.5
     time.sleep(0.6)
     with pytest.raises(RunError, match=r"no action ended within 0.5 s: process 0 \(not in this"):
-        one._check()
+        one.watch()
     error = RunError("no action ended")
     assert one._agreed(error) is error  # nobody can be told
     store.there.set()

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 import pipelab
 from pipelab import Action, Costs, Kind, Reads, Recompute, RunError, Schedule, make, run, simulate
 from pipelab.models import mlp, split
-from pipelab.runtime.threads import Crew
+from pipelab.runtime.threads import Threads
 from pipelab.runtime.transport import Aborted, Transport
 from pipelab.runtime.worker import Order
 from tests.conftest import FLUSH, tables
@@ -921,8 +921,8 @@ def test_a_failure_from_outside_is_told_from_what_it_breaks():
     try:
         for _ in range(50):
             box = Transport(6)
-            crew = Crew([Idle() for _ in range(6)], [box])
-            crew.start(lambda box=box: box.abort() or 0.0)
+            crew = Threads()
+            crew.start([Idle() for _ in range(6)], [box], clock=lambda box=box: box.abort() or 0.0)
             crew.submit([Order(actions=[Action(0, Kind.F, 0)])] * 6)
             with pytest.raises(Aborted):
                 crew.collect()
@@ -977,4 +977,4 @@ def test_a_run_enters_few_modules():
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    assert len(found) <= 34, sorted(found)
+    assert len(found) <= 31, sorted(found)

@@ -164,7 +164,7 @@ def test_dropout_drawn_anew_by_recomputation_fails_the_check(monkeypatch):
     original = TorchStage._apply
 
     def draw_anew(self, microbatch, x):
-        self.feed.seeds[microbatch] += microbatch in self._seen
+        self.fed[microbatch].seed += microbatch in self._seen
         self._seen.add(microbatch)
         return original(self, microbatch, x)
 

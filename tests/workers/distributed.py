@@ -222,7 +222,7 @@ def spmd(stage, batch):
     from jax.experimental import multihost_utils
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from pipelab.runtime.jax.spmd import Parameters, spmd_pipeline, spmd_value_and_grad, stack
+    from pipelab.teach.spmd import spmd_pipeline, stack
 
     module, variables = stage
     stages = [
@@ -239,9 +239,10 @@ def spmd(stage, batch):
     def loss(y, target):
         return ((y - target) ** 2).mean()
 
-    parameters = Parameters(jax.tree.map(lambda w: spread(w, "stage"), stack(stages)))
-    step = spmd_value_and_grad(spmd_pipeline(module.apply, devices=mesh, microbatches=3), loss)
-    value, gradients = step(parameters, *map(spread, batch))
+    rows = jax.tree.map(lambda w: spread(w, "stage"), stack(stages))
+    pipeline = spmd_pipeline(module.apply, devices=mesh, microbatches=3)
+    step = jax.jit(jax.value_and_grad(lambda rows, x, y: loss(pipeline(rows, x), y)))
+    value, gradients = step(rows, *map(spread, batch))
 
     def plain(stages, x, target):
         for variables in stages:
@@ -249,7 +250,7 @@ def spmd(stage, batch):
         return loss(x, target)
 
     expected, by_stage = jax.jit(jax.value_and_grad(plain))(stages, *batch)
-    found = multihost_utils.process_allgather(gradients.stages, tiled=True)
+    found = multihost_utils.process_allgather(gradients, tiled=True)
     apart = jax.tree.map(
         lambda a, b: float(jnp.abs(a - b).max() / jnp.abs(b).max()), found, stack(by_stage)
     )

@@ -4,7 +4,6 @@ Arrays do not change, so that a weight version is just a value that is kept.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,14 +13,13 @@ import numpy as np
 import optax
 from jax.sharding import SingleDeviceSharding
 
-from pipelab.runtime.counting_stage import CountingStage
 from pipelab.runtime.jax.arguments import Apply, Part
 from pipelab.runtime.jax.arithmetic import named, names
 from pipelab.runtime.jax.device import JaxDevice
 from pipelab.runtime.jax.host import of_program
 from pipelab.runtime.jax.jaxpr import Arrays, spec_of
 from pipelab.runtime.jax.passes import Backwards, Compiled, Groups, differentiate, passes
-from pipelab.runtime.stage import Feed, Recipe
+from pipelab.runtime.stage import CountingStage, Recipe
 from pipelab.runtime.worker import Bytes
 from pipelab.table.action import Kind
 
@@ -31,10 +29,6 @@ class JaxState(NamedTuple):
 
     weights: dict[int, Any]
     optimizer: Any
-
-    def renumbered(self, shift: int) -> "JaxState":
-        """With versions counted from another start."""
-        return self._replace(weights={v + shift: of for v, of in self.weights.items()})
 
 
 class JaxStage(CountingStage):
@@ -77,8 +71,8 @@ class JaxStage(CountingStage):
         shapes  (x, target) of a micro-batch, as shapes and types
         draws   whether forwards draw random numbers
         """
-        seed, first = np.uint32(0) if draws else None, self.feed.inputs is not None
-        groups = groups_of(self.weights[self.latest], *shapes, seed, first=first)
+        seed = np.uint32(0) if draws else None
+        groups = groups_of(self.weights[self.latest], *shapes, seed, first=self.first)
         if not self.recipe.training or any(self.recipe.recompute):
             self._function.compiled(groups, backwards=False)
         if not self.recipe.training:
@@ -92,24 +86,21 @@ class JaxStage(CountingStage):
 
     # ---- forward and update; the backwards are every stage's
 
-    def begin(self, feed: Feed | None, *, training: bool, keep: bool) -> None:
-        if feed:
-            data = jax.device_put((feed.inputs, feed.targets), self.device.device)
-            feed = replace(feed, inputs=data[0], targets=data[1])
-        super().begin(feed, training=training, keep=keep)
+    def placed(self, data: Any) -> Any:
+        return jax.device_put(data, self.device.device)
 
     def forward(self, microbatch: int, received: Any) -> Any:
         """The stage's output, or None on the last stage, which computes the loss."""
-        x = received if self.feed.inputs is None else self.feed.inputs[microbatch]
+        x = self.fed[microbatch].x if self.first else received
         if self.recipe.training and self.recomputes(microbatch):
             self._inputs[microbatch] = x
             # Data of the first stage are there anyway.
-            arrays = jax.tree.leaves(x) if self.feed.inputs is None else []
+            arrays = [] if self.first else jax.tree.leaves(x)
             self.device.ledger.hold(self.key(microbatch), {id(a): a.nbytes for a in arrays})
         y, count = self._compute(microbatch, x, keep=not self.recomputes(microbatch))
-        if self.feed.targets is None:
+        if not self.last:
             return y
-        count = self.feed.samples[microbatch] if count is None else count
+        count = self.fed[microbatch].samples if count is None else count
         self.losses[microbatch] = y, float(count)
         self.check_loss(microbatch)
         return None
@@ -158,13 +149,13 @@ class JaxStage(CountingStage):
     # ---- pieces of the actions
 
     def _groups(self, microbatch: int, x: Any, target: Any) -> Groups:
-        weights = self.weights[self.feed.versions[microbatch]]
-        first = self.feed.inputs is not None
-        return groups_of(weights, x, target, self._seed(microbatch), first=first)
+        given = self.fed[microbatch]
+        weights = self.weights[given.version]
+        return groups_of(weights, x, target, given.seed, first=self.first)
 
     def _compute(self, microbatch: int, x: Any, keep: bool) -> tuple[Any, Any]:
         """Run the forward; returns y, or the loss, and what that counted."""
-        target = None if self.feed.targets is None else self.feed.targets[microbatch]
+        target = self.fed[microbatch].target
         groups, backwards = self._groups(microbatch, x, target), keep and self.recipe.training
         program = self._function.compiled(groups, backwards)
         if not backwards:
@@ -185,12 +176,12 @@ class JaxStage(CountingStage):
         if self.recomputes(microbatch):
             self.device.ledger.drop(self.key(microbatch))
             self._compute(microbatch, self._inputs.pop(microbatch), keep=True)
-        if self.feed.targets is None:
+        if not self.last:
             count, gradient = received
             return None, gradient, count
         mean, count = self.losses[microbatch]
         # As the loss's type has it: what gradients were multiplied by is what they are divided by.
-        of_mean = np.full(mean.shape, count / self.feed.unit, mean.dtype)
+        of_mean = np.full(mean.shape, count / self.unit, mean.dtype)
         return None, [jax.device_put(of_mean, self.device.device)], float(of_mean)
 
     def _pull(

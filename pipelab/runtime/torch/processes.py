@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -32,12 +32,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from pipelab.runtime.threads import BEFORE, Crew, Orders, RankJob, Threads, no_progress, place
+from pipelab.runtime.threads import (
+    AFTER,
+    BEFORE,
+    Orders,
+    RankJob,
+    Threads,
+    no_progress,
+    place,
+)
 from pipelab.runtime.torch.groups import FOREVER
 from pipelab.runtime.torch.pipes import Pipe
 from pipelab.runtime.transport import Lost
 from pipelab.runtime.wire import Ends, Wire, pairs_of_ranks, pairs_of_replicas
-from pipelab.runtime.worker import Job, Order, Outcome, RunError, told
+from pipelab.runtime.worker import Job, Order, Outcome, RunError, Worker, told
 
 PRELOAD = ["torch._dynamo", "pipelab.runtime.torch.processes"]
 STARTING = Lock()  # this process has one __main__
@@ -53,7 +61,7 @@ class Processes(Threads):
     def __post_init__(self) -> None:
         self.all = ExitStack()
 
-    def start(self, jobs: Sequence[Job]) -> None:
+    def start(self, jobs: Sequence[Job], *_: Any) -> None:
         pairs = pairs_of_ranks(jobs[0]) + pairs_of_replicas(jobs[0])
         self.running = self.all.enter_context(_started(jobs, perform, pairs))
 
@@ -64,43 +72,47 @@ class Processes(Threads):
     def collect(self) -> list[Outcome]:
         return _collect(self.running, self.timeout)
 
-    def stop(self) -> None:
+    def stop(self, error: BaseException | None = None) -> None:
         self.all.close()
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.stop()
 
 
 class Connected(NamedTuple):
     """What connects a rank to the others.
 
-    pipes  this rank's end of the pipe to each other one
-    ready  when each rank was, on the clock of all processes; 0 before
+    pipes   this rank's end of the pipe to each other one
+    ready   when each rank was, on the clock of all processes; 0 before
+    folder  of all, for files; there until the ranks are killed
     """
 
     pipes: dict[int, Connection]
     ready: Any
+    folder: str
 
 
 def perform(
     job: Job, progress: Callable[[int], None], connected: Connected, orders: Orders
 ) -> Iterator[Outcome]:
     """Do the orders of this rank's job, at the same time as the others."""
-
-    def start() -> float:
+    wire = Wire(job, {(job.rank, r): Pipe(end) for r, end in connected.pipes.items()})
+    home = job.home()
+    stages = job.stages(home)
+    with home.active():
+        # [1] all begin at one time
+        job.prepare(stages)
         connected.ready[job.rank] = time.perf_counter()
         while not all(connected.ready):
             time.sleep(1e-3)
         began = max(connected.ready) + 0.01
         wire.began = None if job.paced else began
+        home.begin(began)
         time.sleep(max(0.0, began - time.perf_counter()))
-        return began
-
-    wire = Wire(job, {(job.rank, r): Pipe(end) for r, end in connected.pipes.items()})
-    crew = Crew([job], [wire] * job.replicas, progress=lambda _: progress, queues=[orders])
-    crew.start(start)
-    while True:  # until this process is killed
-        yield from crew.collect()
+        # [2] order by order, until this process is killed
+        worker = Worker(job, stages, home, wire, began, progress)
+        while order := orders.get():
+            outcome = worker.work(order)
+            progress(AFTER)
+            yield outcome
+            del order, outcome  # else its data would be kept until the next
 
 
 def run_processes(jobs: Sequence[RankJob], work: Callable[..., Any], timeout: float) -> list:
@@ -112,18 +124,33 @@ def run_processes(jobs: Sequence[RankJob], work: Callable[..., Any], timeout: fl
     notebook's cells work. `progress` takes a number, whose meaning the job knows; each call shows
     that the rank gets on.
     """
-    with _started(jobs, work) as ranks:
+    with _started(jobs, partial(_in_a_group, work, len(jobs))) as ranks:
         return _collect(ranks, timeout)
+
+
+def _in_a_group(
+    work: Callable[..., Any],
+    count: int,
+    job: RankJob,
+    progress: Callable[[int], None],
+    connected: Connected,
+    orders: Orders,
+) -> Iterator[Any]:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    meeting = f"file://{connected.folder}/rendezvous"
+    dist.init_process_group(
+        "gloo", init_method=meeting, world_size=count, rank=job.rank, timeout=FOREVER
+    )
+    yield work(job, progress)
 
 
 @contextmanager
 def _started(
-    jobs: Sequence[RankJob], work: Callable[..., Any], pairs: Sequence[Ends] | None = None
+    jobs: Sequence[RankJob], work: Callable[..., Iterator[Any]], pairs: Sequence[Ends] = ()
 ) -> Iterator[list["_Rank"]]:
-    """The ranks, until they are killed.
+    """The ranks, until they are killed; each does work(job, progress, connected, orders).
 
-    With pairs of ranks, which are connected by pipes, they yield work(job, progress, connected,
-    orders).
+    pairs  of ranks, which are connected by pipes
     """
     with tempfile.TemporaryDirectory(prefix="pipelab-") as name:
         folder = Path(name)
@@ -132,11 +159,11 @@ def _started(
         marks = context.RawArray("q", [BEFORE] * len(jobs))  # of progress, in shared memory
         ranks = []
         try:
-            with _main_hidden(), _connected(context, len(jobs), pairs) as connected:
+            with _main_hidden(), _connected(context, len(jobs), pairs, name) as connected:
                 _start_server()
                 for job, of_job in zip(jobs, connected, strict=True):
                     packed = _dumps((job, work))  # may raise: before the process is there
-                    ranks.append(_start(context, job, marks, folder, of_job))
+                    ranks.append(_start(context, job, marks, of_job))
                     ranks[-1].connection.send_bytes(packed)
             yield ranks
         finally:
@@ -214,14 +241,11 @@ class _Remote(Exception):
 
 @contextmanager
 def _connected(
-    context: Any, count: int, pairs: Sequence[Ends] | None
-) -> Iterator[Sequence[Connected | None]]:
+    context: Any, count: int, pairs: Sequence[Ends], folder: str
+) -> Iterator[Sequence[Connected]]:
     """What each rank is connected by; in this process it is open until all have been started."""
-    if pairs is None:
-        yield [None] * count
-        return
     ready = context.RawArray("d", count)
-    ranks = [Connected({}, ready) for _ in range(count)]
+    ranks = [Connected({}, ready, folder) for _ in range(count)]
     with ExitStack() as ends:
         for a, b in pairs:
             ranks[a].pipes[b], ranks[b].pipes[a] = context.Pipe()
@@ -240,11 +264,9 @@ def _start_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start(
-    context: Any, job: RankJob, marks: Any, folder: Path, connected: Connected | None
-) -> _Rank:
+def _start(context: Any, job: RankJob, marks: Any, connected: Connected) -> _Rank:
     mine, theirs = context.Pipe()
-    arguments = (theirs, job.rank, marks, str(folder), connected)
+    arguments = (theirs, job.rank, marks, connected)
     process = context.Process(target=_rank, args=arguments, name=f"pipelab rank {job.rank}")
     process.start()
     theirs.close()
@@ -329,11 +351,10 @@ def _dumps(value: Any) -> memoryview:
 # ---- in the rank
 
 
-def _rank(
-    connection: Connection, rank: int, marks: Any, folder: str, connected: Connected | None
-) -> None:
+def _rank(connection: Connection, rank: int, marks: Any, connected: Connected) -> None:
     """A rank's process: receive the job, do it, send the outcomes or the error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides
+    folder = connected.folder
     if not os.path.isdir(folder):  # the caller was interrupted while it started this
         os._exit(1)
     with open(os.path.join(folder, f"log{rank:04}"), "w", buffering=1) as log:
@@ -344,8 +365,10 @@ def _rank(
         job, work = cloudpickle.loads(_receive(connection, folder))
         orders: Orders = SimpleQueue()
         Thread(target=_listen, args=(connection, folder, orders), daemon=True).start()
+        torch.set_num_threads(1)  # the ranks share this machine's cores
+        _keep_freed_memory()
         try:
-            for outcome in _perform(job, work, marks, folder, connected, orders):
+            for outcome in work(job, partial(marks.__setitem__, rank), connected, orders):
                 _send(connection, outcome)
                 del outcome
         except BaseException as error:
@@ -371,27 +394,6 @@ def _receive(parent: Connection, folder: str) -> bytes:
     except (EOFError, OSError):
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
-
-
-def _perform(
-    job: RankJob,
-    work: Callable,
-    marks: Any,
-    folder: str,
-    connected: Connected | None,
-    orders: Orders,
-) -> Iterable[Any]:
-    torch.set_num_threads(1)  # the ranks share this machine's cores
-    _keep_freed_memory()
-    progress = partial(marks.__setitem__, job.rank)
-    if connected:
-        return work(job, progress, connected, orders)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    meeting = f"file://{folder}/rendezvous"
-    dist.init_process_group(
-        "gloo", init_method=meeting, world_size=len(marks), rank=job.rank, timeout=FOREVER
-    )
-    return [work(job, progress)]
 
 
 def _keep_freed_memory() -> None:

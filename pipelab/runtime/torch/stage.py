@@ -52,7 +52,7 @@ class TorchStage(VersionedStage):
 
     def forward(self, microbatch: int, received: Any) -> Any:
         """The stage's output, or None on the last stage, which computes the loss."""
-        x = received if self.feed.inputs is None else self.feed.inputs[microbatch]
+        x = self.fed[microbatch].x if self.first else received
         if self.recipe.training and not self.recomputes(microbatch):
             output, self._kept[microbatch] = self._compute(microbatch, x)
         else:
@@ -64,7 +64,7 @@ class TorchStage(VersionedStage):
             with torch.no_grad():
                 output = self._apply(microbatch, copied)[0]
         # A number on a GPU would have to be waited for: see `update`.
-        if self.feed.targets is not None and (self._on_cpu or not self.recipe.finite):
+        if self.last and (self._on_cpu or not self.recipe.finite):
             self.check_loss(microbatch)
         self._note_buffers()
         return pytree.tree_map_only(Tensor, self._sent, output)
@@ -84,21 +84,21 @@ class TorchStage(VersionedStage):
 
         For a backward too, since recomputation, ours or torch.utils.checkpoint's, reads it.
         """
-        self._bind_version(self.feed.versions[microbatch])
+        self._bind_version(self.fed[microbatch].version)
 
     def _apply(self, microbatch: int, x: Any) -> tuple[Any, Any, float]:
         """Run the module, and the loss behind the last stage.
 
         Returns the output, what a backward starts from, and what the loss counted.
         """
-        with self.device.forward_context(self._seed(microbatch), self.recipe.autocast):
+        with self.device.forward_context(self.fed[microbatch].seed, self.recipe.autocast):
             y = self.module(x)
-            if self.feed.targets is None:
+            if not self.last:
                 check_leaves(pytree.tree_leaves(y), "a stage's output")
                 return y, y, 0
-            value = self.recipe.loss(y, self.feed.targets[microbatch])
+            value = self.recipe.loss(y, self.fed[microbatch].target)
         pair = isinstance(value, tuple)
-        mean, count = value if pair else (value, self.feed.samples[microbatch])
+        mean, count = value if pair else (value, self.fed[microbatch].samples)
         _check_mean(mean, y)
         self.losses[microbatch] = (mean.detach(), float(count))
         return None, mean, float(count)
@@ -113,7 +113,7 @@ class TorchStage(VersionedStage):
         # What comes from another stage becomes leaves, whose gradients are sent back. Data of the
         # first stage want none, nor do whole numbers.
         inputs, spec = pytree.tree_flatten(x)
-        inner = self.feed.inputs is None
+        inner = not self.first
         wanted = [
             t.detach().requires_grad_() if inner and _differentiable(t) else None for t in inputs
         ]
@@ -130,7 +130,7 @@ class TorchStage(VersionedStage):
             get_gradient_edge(t) if isinstance(t, Tensor) and t.requires_grad else None
             for t in pytree.tree_leaves(ends)
         ]
-        mean = None if self.feed.targets is None else ends.detach()
+        mean = ends.detach() if self.last else None
         return output, _Kept(wanted, edges, saved, mean, count, {})
 
     def _prepare(self, microbatch: int, received: Any) -> tuple[_Kept, list, float]:
@@ -143,7 +143,7 @@ class TorchStage(VersionedStage):
             count, gradients = received
             return kept, gradients, count
         # The loss's type may not hold the count: what weighs the gradient is what is counted.
-        weight = torch.tensor(kept.counted / self.feed.unit, dtype=kept.mean.dtype)
+        weight = torch.tensor(kept.counted / self.unit, dtype=kept.mean.dtype)
         return kept, [torch.full_like(kept.mean, weight.item())], weight.item()
 
     def _pull(
@@ -151,12 +151,12 @@ class TorchStage(VersionedStage):
     ) -> list[Tensor | None]:
         self._bind(microbatch)
         # Whichever version this is, its backward adds to the one sum, in place.
-        weights = self.weights[self.feed.versions[microbatch]]
+        weights = self.weights[self.fed[microbatch].version]
         for name, p in weights.items():
             p.grad = self.total.get(name)
         found: list[Tensor | None] = []
         held: list[Tensor] = []
-        with self.device.backward_context(self._seed(microbatch)):
+        with self.device.backward_context(self.fed[microbatch].seed):
             if kind is Kind.W:
                 kept.weight_grad()
             else:

@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import RLock
 from typing import Any
 
@@ -117,11 +117,6 @@ class StageState:
             if isinstance(value, (Tensor, bool, int, float, complex)):
                 found[pytree.keystr(path)] = torch.as_tensor(value)
         return found
-
-    def renumbered(self, shift: int) -> "StageState":
-        """With versions counted from another start."""
-        weights = {v + shift: weights for v, weights in self.weights.items()}
-        return replace(self, weights=weights)
 
 
 def _kinds_of(optimizer: Any, schedulers: Sequence[Any]) -> list[str]:

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipelab.runtime.counting_stage import CountingStage
-from pipelab.runtime.stage import Bytes, Feed, Recipe
+from pipelab.runtime.stage import Bytes, CountingStage, Feed, Recipe
 from pipelab.runtime.torch.device import CpuDevice
 from pipelab.runtime.torch.split_backward import storages
 from pipelab.runtime.torch.state import StageState, buffers_of, load_buffers, make_optimizer, on_cpu
@@ -38,7 +37,7 @@ class VersionedStage(CountingStage):
     total   the gradient of the group so far, by weight, of whatever versions
 
     An update copies the latest version only if the table still has readers of it, else it steps in
-    place. A micro-batch's gradient is weighted by what its loss counted, in the feed's units: the
+    place. A micro-batch's gradient is weighted by what its loss counted, in the feed's `unit`: the
     count travels with the gradient.
     """
 
@@ -83,15 +82,6 @@ class VersionedStage(CountingStage):
         self._modes: list[tuple[nn.Module, bool]] = []  # to put them back after an evaluation
 
     def begin(self, feed: Feed | None, *, training: bool, keep: bool) -> None:
-        if feed:
-            # Copies: a slice would keep, and count as, the memory of the whole batch, with its
-            # graph.
-            inputs, targets = pytree.tree_map_only(
-                Tensor,
-                lambda t: t.detach().to(self.device.device, copy=True),
-                (feed.inputs, feed.targets),
-            )
-            feed = replace(feed, inputs=inputs, targets=targets)
         super().begin(feed, training=training, keep=keep)
         if not training and not self._modes:
             self._modes = [(part, part.training) for part in self.module.modules()]
@@ -100,6 +90,11 @@ class VersionedStage(CountingStage):
             for part, trains in self._modes:
                 part.train(trains)
             self._modes = []
+
+    def placed(self, data: Any) -> Any:
+        # Copies: a slice would keep, and count as, the memory of the whole batch, with its graph.
+        device = self.device.device
+        return pytree.tree_map_only(Tensor, lambda t: t.detach().to(device, copy=True), data)
 
     def _load(self, start: StageState) -> None:
         parameters = self.weights[0]
@@ -119,9 +114,9 @@ class VersionedStage(CountingStage):
         group by stage, where stages share a clipping norm or tied weights.
         """
         # On a GPU a forward that looked at its loss would wait for it: all are looked at here.
-        if self.feed.targets is not None and not self._on_cpu:
-            for k, group in self.feed.groups.items():
-                if group == number and k in self.losses:
+        if self.last and not self._on_cpu:
+            for k, given in self.fed.items():
+                if given.group == number and k in self.losses:
                     self.check_loss(k)
         # In the order of stages, so that all of them add up tied gradients to the same sum.
         news = [received[s] for s in sorted(received)] if received else []

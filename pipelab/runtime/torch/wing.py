@@ -14,7 +14,7 @@ from torch import nn
 from pipelab.runtime.prepare import Options
 from pipelab.runtime.session import Wing
 from pipelab.runtime.stage import Recipe, Step
-from pipelab.runtime.threads import Launcher, Threads
+from pipelab.runtime.threads import Threads
 from pipelab.runtime.torch import arguments, checkpoint
 from pipelab.runtime.torch.arguments import TREES
 from pipelab.runtime.torch.arithmetic import TorchArithmetic
@@ -190,7 +190,7 @@ class TorchWing(Wing):
         return arguments.normalizes_batches(self.stages)
 
 
-def _launcher(table: Schedule, options: Options) -> tuple[Launcher, list[str]]:
+def _launcher(table: Schedule, options: Options) -> tuple[Threads, list[str]]:
     """Who carries out the rows, and the names of their devices."""
     if options.backend != "threads" and LAUNCHED <= os.environ.keys():
         from pipelab.runtime.torch.ranks import Ranks

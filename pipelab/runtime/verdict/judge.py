@@ -1,20 +1,25 @@
 """Trains by the rule that describes a run's table, update by update, and compares: see `check`."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice, repeat
+from itertools import chain, islice, product
 from typing import Any
 
-import numpy as np
-
 from pipelab.runtime.batches import cut_batch
-from pipelab.runtime.prepare import Segment
+from pipelab.runtime.prepare import Segment, seed_for
 from pipelab.runtime.result import Run
 from pipelab.runtime.stage import Step
-from pipelab.runtime.verdict import rules
 from pipelab.runtime.verdict.certificate import Check
 from pipelab.runtime.verdict.reference import Piece, Reference
-from pipelab.runtime.verdict.rules import Reading
-from pipelab.runtime.verdict.trial import Trial
+from pipelab.runtime.verdict.trial import Reading, Trial
+from pipelab.table.action import Reads
+from pipelab.table.schedule import Schedule
+
+EVALUATION = "evaluation: the stages one after another"
+FLUSH = "flush: w(t+1) = w(t) - step(grad f(w(t)))"
+STASHING = "weight stashing: w(t+1) = w(t) - step(grad f(w_1(t-n+1), ..., w_n(t)))"
+VERTICAL = "vertical sync: w(t+1) = w(t) - step(grad f(w_1(t-n+1), ..., w_n(t-n+1)))"
+TABLE = "as its rows say: a forward reads the updates before it in its row"
+DOUBLE = "2BW: W(t+1) = W(t) - step(grad f(W(t-1)))"
 
 
 def judge(
@@ -26,7 +31,7 @@ def judge(
     reference: Callable[[bool], Reference],
     *,
     divided: bool,
-    seeds: np.ndarray | None,
+    seed: int | None,
     tolerance: float | None,
     quick: bool,
 ) -> Check:
@@ -37,7 +42,7 @@ def judge(
     saved          by stage, what a checkpoint holds of it, if one was written
     reference      makes one: in float64 (True), or as the run computes (False)
     divided        whether a forward depends on how the batch is cut: so is the truth's then
-    seeds          [stage, piece of data]
+    seed           of the random numbers that forwards draw
     quick          make do with the run's precision for the truth too
     """
     table, replicas = segment.table, len(replica_steps)
@@ -46,18 +51,20 @@ def judge(
         return Piece(batches[i][0], batches[i][1], reading[i][0])
 
     # [1] the rule, and the data with what they read by it
-    rule, of_training = rules.reading_of(segment.whole, replicas)
-    reading = of_training[segment.first_update :]
+    rule, of_table = reading_of(segment.whole, replicas)
+    reading = [
+        [[v + segment.before_table for v in of_piece] for of_piece in of_update]
+        for of_update in of_table[segment.first_update :]
+    ]
     own = reference(False)
-    stream = _pieces(segment, batches, reading, replicas, own, seeds)
+    stream = _pieces(segment, batches, reading, replicas, own, seed)
     first = next(stream)
     stream = chain([first], stream)  # it is looked at beforehand, and still the first one compared
     # [2] two references: as precise as can be, and as the run computes
     truth = _most_precise(own, reference, quick, first)
     trial = Trial(result, own, truth, first, tolerance)
-    trial.earlier = segment.updates_before - segment.first_update
     # Where the rule allows it, the truth takes the batch undivided: what a paper's formula says.
-    by_batch = rule != rules.TABLE and table.per_update == table.microbatches
+    by_batch = rule != TABLE and table.per_update == table.microbatches
     whole = len(reading[0]) > 1 and (by_batch or not table.training)
     whole = whole and not divided and not own.remembers([first])
     if whole and not truth.takes([undivided(0)]):  # a layer insists on a micro-batch's size
@@ -69,7 +76,7 @@ def judge(
         if not table.training:
             trial.compare_losses(pieces, own.losses(pieces), truth.losses(exact))
             continue
-        t, steps = segment.first_update + i, [of_stage[i] for of_stage in replica_steps[0]]
+        t, steps = segment.updates_before + i, [of_stage[i] for of_stage in replica_steps[0]]
         trial.compare_update(t, steps, pieces, exact)
         trial.compare_step(t, steps)
         if i == table.updates - 1:
@@ -97,11 +104,78 @@ def _pieces(
     reading: Reading,
     replicas: int,
     own: Reference,
-    seeds: np.ndarray | None,
+    seed: int | None,
 ) -> Iterator[Piece]:
     """The data in its order, in micro-batches, with what they read."""
     reads, m = chain.from_iterable(reading), segment.table.microbatches
-    drawn = repeat(None) if seeds is None else iter(seeds.T.tolist())
     for b in range(segment.table.batches):
         for k, part in enumerate(cut_batch(batches[b], m * replicas, b, own.arithmetic.trees)):
-            yield Piece(*part, next(reads), next(drawn), k // m)
+            number, stages = segment.batches[b] * m * replicas + k, range(segment.table.stages)
+            drawn = None if seed is None else [int(seed_for(seed, s, number)) for s in stages]
+            yield Piece(*part, next(reads), drawn, k // m)
+
+
+# ---- the papers' rules: which weights each update's gradient is taken at
+#
+# `rule_of` alone looks at the versions that the schedule has, to choose a rule.
+
+
+def reading_of(table: Schedule, replicas: int) -> tuple[str, Reading]:
+    """The rule that describes the table, and the versions that each piece of data reads by it."""
+    if not table.training:
+        first = [0] * table.stages
+        return EVALUATION, [[first] * table.microbatches] * table.batches
+    rule = rule_of(table)
+    if rule == TABLE:
+        return rule, by_rows(table)
+    n, pieces = table.stages, table.per_update * replicas
+    updates = range(table.updates)
+    return rule, [[[version_read(rule, t, s, n) for s in range(n)]] * pieces for t in updates]
+
+
+def version_read(rule: str, t: int, stage: int, stages: int) -> int:
+    """The weight version that `stage` (from 0) reads for update t, by the rule's formula."""
+    n, s = stages, stage + 1  # the papers number stages from 1
+    return max(0, {FLUSH: t, STASHING: t - n + s, VERTICAL: t - n + 1, DOUBLE: t - 1}[rule])
+
+
+def by_rows(table: Schedule) -> Reading:
+    """What any table's micro-batches read: the updates before each forward in its row."""
+    # Walk each row; a stage is in one row, so that counting its updates there is enough.
+    before = {}
+    updates_made = [0] * table.stages
+    for row in table.rows:
+        for stage, kind, number in row:
+            updates_made[stage] += kind.name == "U"
+            if kind.name == "F":
+                before[stage, number] = updates_made[stage]
+    # Micro-batches of an update: all have equally many.
+    size = (1 + max(number for _, number in before)) // table.updates
+    return [
+        [[before[s, k] for s in range(table.stages)] for k in range(t * size, (t + 1) * size)]
+        for t in range(table.updates)
+    ]
+
+
+def rule_of(schedule: Schedule) -> str:
+    """The paper's rule whose versions are the table's; else the rule that reads them off the rows.
+
+    ValueError for a table that reads by a rule which neither describes.
+    """
+    n, size = schedule.stages, schedule.per_update
+    if not schedule.asynchronous:
+        # Updates within a batch have no formula in the papers, even where each has a flush.
+        return FLUSH if size == schedule.microbatches else TABLE
+    if size in (1, schedule.microbatches):
+        meant = {Reads.LATEST: STASHING, Reads.FIRST: VERTICAL, Reads.PREVIOUS: DOUBLE}
+        for rule in (meant[schedule.reads], STASHING, VERTICAL, DOUBLE):  # short tables fit several
+            if all(
+                schedule.versions[s, k] == version_read(rule, k // size, s, n)
+                for s, k in product(range(n), range(schedule.total))
+            ):
+                return rule
+    if schedule.reads is not Reads.LATEST:
+        raise ValueError(
+            f"no reference for reads={schedule.reads.name} on this table: run it with check=False"
+        )
+    return TABLE

@@ -8,12 +8,20 @@ import numpy as np
 from pipelab.runtime.batches import mean_losses
 from pipelab.runtime.result import Run
 from pipelab.runtime.stage import Step
-from pipelab.runtime.verdict.certificate import Comparison, opinions
+from pipelab.runtime.verdict.certificate import (
+    EPS_32,
+    EPS_64,
+    Comparison,
+    change,
+    distance,
+    norms,
+    opinions,
+    rounding,
+)
 from pipelab.runtime.verdict.reference import Arrays, Jitter, Losses, Piece, Reference
-from pipelab.runtime.verdict.rules import Reading
-from pipelab.runtime.verdict.views import EPS_32, EPS_64, change, distance, norms, rounding
 
 IS_IT_A_MEAN = "(is the loss a mean over its samples?)"
+Reading = list[list[list[int]]]  # [update][piece of its data][stage] -> version
 COARSE = 2.0**-7  # eps of bfloat16: noise beyond it may be rounding, or a loss that is no mean
 
 
@@ -26,10 +34,7 @@ class Trial:
     narrowed  the eps of the coarsest type that the truth, or else our own, rounds to inside: 0 if
               the truth computes in float64 throughout
     unset  where buffers were nan before the first forward
-    earlier  updates of the training before the table's first
     """
-
-    earlier = 0
 
     def __init__(
         self, result: Run, own: Reference, truth: Reference, first: Piece, tolerance: float | None
@@ -66,7 +71,7 @@ class Trial:
         for name, expected in gradients.items():
             eps = compute.eps[name]
             visible = self.found.add(
-                f"the gradient of {name} in update {t + self.earlier}",
+                f"the gradient of {name} in update {t}",
                 run[name],
                 expected,
                 rounding(eps, expected),
@@ -165,7 +170,7 @@ class Trial:
             # Without a gradient or a decay a weight must stay as it is. With one, its step may be
             # too small to show.
             still = (gradients.get(name, 0) == 0) & (step == 0)
-            label = f"weight {name} after update {t + self.earlier}"
+            label = f"weight {name} after update {t}"
             got = change(run[name], before[name])
             visible = self.found.add(label, got, step, np.where(still, 0.0, floor))
             self.found.visible[1].extend([visible] if visible else [])

@@ -19,7 +19,7 @@ import pytest
 
 import pipelab
 from pipelab.models.flax_mlp import mlp
-from pipelab.runtime.jax.transfer import arrays_of
+from pipelab.runtime.jax.distributed import arrays_of
 from pipelab.runtime.wire import apart, whole
 
 ROOT = Path(__file__).parents[3]

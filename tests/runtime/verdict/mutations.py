@@ -283,7 +283,7 @@ class Sabotage:
             made = make_stages(job, home)
             for s, stage in made.items():
                 stage.number = s
-                stage.is_last = stage.feed.targets is not None
+                stage.is_last = stage.last
             return made
 
         patch.setattr(self.hands.job, "stages", numbered)
@@ -514,7 +514,7 @@ def clip_omits_a_stage(s: Sabotage) -> None:
 
 def other_dropout_in_recomputation(s: Sabotage) -> None:
     def prepare(call: Callable, stage: Any, k: int, *_: Any) -> Any:
-        stage.feed.seeds[k] += 1
+        stage.fed[k].seed += 1
         return call()
 
     s.around("_prepare", prepare)
@@ -543,8 +543,8 @@ def inputs_swapped(s: Sabotage) -> None:
 def targets_of_microbatches_swapped(s: Sabotage) -> None:
     def swap(stage: Any) -> None:
         if stage.is_last:
-            targets = stage.feed.targets
-            targets[0], targets[1] = targets[1], targets[0]
+            first, second = stage.fed[0], stage.fed[1]
+            first.target, second.target = second.target, first.target
 
     s.started(swap)
 
@@ -552,8 +552,8 @@ def targets_of_microbatches_swapped(s: Sabotage) -> None:
 def targets_of_samples_swapped(s: Sabotage) -> None:
     def swap(stage: Any) -> None:
         if stage.is_last:
-            target = stage.feed.targets[0]
-            stage.feed.targets[0] = target[np.array([1, 0, *range(2, len(target))])]
+            target = stage.fed[0].target
+            stage.fed[0].target = target[np.array([1, 0, *range(2, len(target))])]
 
     s.started(swap)
 
@@ -563,7 +563,8 @@ def sizes_ignored(s: Sabotage) -> None:
 
     def forget(stage: Any) -> None:
         if stage.is_last:
-            stage.feed.samples.update(dict.fromkeys(stage.feed.samples, 1))
+            for given in stage.fed.values():
+                given.samples = 1
 
     s.started(forget)
 
@@ -657,7 +658,7 @@ def forward_reads_old_weights(s: Sabotage) -> None:
     def forward(call: Callable, stage: Any, k: int, received: Any) -> Any:
         if k < m or stage.number not in s.case.broken:
             return call()
-        version = stage.feed.versions[k]
+        version = stage.fed[k].version
         fresh = s.hands.weights(stage, version)
         s.hands.set_weights(stage, version, stage.stale)
         out = call()
@@ -672,12 +673,12 @@ def forward_reads_one_version_late(s: Sabotage) -> None:
     """Without a flush: where the version before is still kept."""
 
     def forward(call: Callable, stage: Any, k: int, received: Any) -> Any:
-        right = stage.feed.versions[k]
-        stage.feed.versions[k] = right - 1 if right - 1 in stage.weights else right
+        right = stage.fed[k].version
+        stage.fed[k].version = right - 1 if right - 1 in stage.weights else right
         try:
             return call()
         finally:
-            stage.feed.versions[k] = right
+            stage.fed[k].version = right
 
     s.around("forward", forward)
 
@@ -686,12 +687,12 @@ def backward_reads_the_latest(s: Sabotage) -> None:
     """PipeDream without stashing; it shows where the forward runs again."""
 
     def prepare(call: Callable, stage: Any, k: int, *_: Any) -> Any:
-        right = stage.feed.versions[k]
-        stage.feed.versions[k] = stage.latest
+        right = stage.fed[k].version
+        stage.fed[k].version = stage.latest
         try:
             return call()
         finally:
-            stage.feed.versions[k] = right
+            stage.fed[k].version = right
 
     s.around("_prepare", prepare)
 

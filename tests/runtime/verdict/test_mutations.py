@@ -19,7 +19,7 @@ from pipelab import Reads, make, run
 from pipelab.models import mlp, split
 from pipelab.runtime import worker
 from pipelab.runtime.verdict import certificate as check
-from pipelab.runtime.verdict import reference, rules, trial, views
+from pipelab.runtime.verdict import judge, reference, trial
 from pipelab.runtime.verdict.certificate import Comparison
 from tests.runtime.test_run import SGD, batches, stages
 from tests.runtime.verdict.mutations import Case, always, compiled_once, verdict
@@ -402,7 +402,7 @@ def test_what_is_not_equal(got, expected):
 def test_the_reference_shares_nothing_with_the_worker():
     imported = {
         node.module or ""
-        for module in (check, reference, rules, trial, views)
+        for module in (check, reference, judge, trial)
         for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.ImportFrom)
     }

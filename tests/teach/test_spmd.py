@@ -14,15 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import pipelab
 from pipelab.runtime.jax.jaxpr import carry_of
-from pipelab.runtime.jax.spmd import (
-    Parameters,
-    compiled_bytes,
-    iterations,
-    spmd_pipeline,
-    spmd_table,
-    spmd_value_and_grad,
-    stack,
-)
+from pipelab.teach.spmd import iterations, spmd_pipeline, spmd_table, stack
 from tests import jax_setup  # noqa: F401
 
 WIDTH = 6
@@ -73,6 +65,11 @@ def unstack(parameters, virtual=1):
 def wasted(p, m, v=1):
     """The share of the stage's applications that compute garbage."""
     return (p - 1) / iterations(p, m, v)
+
+
+def memory(jitted, *arguments):
+    """What a compiled program needs on each device; nothing is run."""
+    return jitted.lower(*arguments).compile().memory_analysis()
 
 
 def value(y):
@@ -210,16 +207,16 @@ def test_layers_before_and_after_with_tied_weights():
     with jax.enable_x64(True):
         stages = layers(4)
         pipeline = spmd_pipeline(layer, devices=cpu(2), microbatches=4, virtual=2)
-        step = spmd_value_and_grad(pipeline, loss, before=embed, after=head)
-        parameters = Parameters(stack(stages, 2), {"words": words})
-        found, gradients = jax.device_get(step(parameters, tokens, target))
 
-        def unpiped(stages, rest):
-            y = plain(layer, stages, embed(rest, tokens))
-            return loss(head(rest, y), target)
+        def value_and_grad(apply, stages):
+            def loss_of(stages, rest):
+                return loss(head(rest, apply(stages, embed(rest, tokens))), target)
 
-        wanted = jax.jit(jax.value_and_grad(unpiped, (0, 1)))(stages, {"words": words})
-    assert gap((found, (unstack(gradients.stages, 2), gradients.rest)), wanted) < 1e-10
+            return jax.jit(jax.value_and_grad(loss_of, (0, 1)))(stages, {"words": words})
+
+        found, (rows, rest) = jax.device_get(value_and_grad(pipeline, stack(stages, 2)))
+        wanted = value_and_grad(partial(plain, layer), stages)
+    assert gap((found, (unstack(rows, 2), rest)), wanted) < 1e-10
 
 
 def test_parameters_stay_on_their_devices():
@@ -231,7 +228,7 @@ def test_parameters_stay_on_their_devices():
     pipeline = spmd_pipeline(layer, devices=mesh, microbatches=4, virtual=2)
     grad = jax.jit(jax.grad(lambda w: value(pipeline(w, x))))
     assert all(g.sharding.is_equivalent_to(placed, g.ndim) for g in jax.tree.leaves(grad(rows)))
-    assert compiled_bytes(grad, rows).arguments == 2 * (32 * 32 + 32) * 4
+    assert memory(grad, rows).argument_size_in_bytes == 2 * (32 * 32 + 32) * 4
 
 
 def test_other_axes_of_a_mesh_stay_automatic():
@@ -397,7 +394,7 @@ def temporary(m, v=1, remat=False, width=64, p=2):
     )
     shape = (p, width, width) if v == 1 else (v, p, width, width)
     w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (shape, (m, width)))
-    return compiled_bytes(jax.grad(lambda w, x: value(pipeline(w, x))), w, x).temporary
+    return memory(jax.jit(jax.grad(lambda w, x: value(pipeline(w, x)))), w, x).temp_size_in_bytes
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(2, 48, 1), (4, 4, 1), (2, 24, 2)])
@@ -434,29 +431,10 @@ def other(**changes):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: stack(other(b=np.zeros(5))),
-            r"stage 1 is .*'float32\[5\]'.*, stage 0 is .*'float32\[6\]'.*: one SPMD program",
-        ),
-        (
-            lambda: stack(other(b=np.zeros(6, int))),
-            r"stage 1 is .*'int32\[6\]'.*, stage 0 is .*float32",
-        ),
-        (lambda: stack(other(c=np.zeros(6))), r"stage 1 is .*'c'.*, stage 0 is "),
+        (lambda: stack(other(b=np.zeros(5))), "must have the same shape"),
+        (lambda: stack(other(c=np.zeros(6))), "different numbers of pytree children"),
         (lambda: stack([]), "0 stages with virtual=1: give a multiple"),
         (lambda: stack(layers(3), 2), "3 stages with virtual=2: give a multiple of it"),
-        (
-            lambda: run(stage=lambda w, x: x[:, :5]),
-            r"the stage's output is .*\[2, 5\], its input is .*\[2, 6\]: .*before or",
-        ),
-        (
-            lambda: run(stage=lambda w, x: x.sum() > 0),
-            r"the stage's output is bool\[\], its input is float32\[2, 6\]",
-        ),
-        (
-            lambda: run(stage=lambda w, x: (x, x)),
-            r"the stage's output is \('float32.*\), its input is float32",
-        ),
         (
             lambda: run(stages=stack(layers(3))),
             r"parameters of shape \(3, 6, 6\) do not begin with \(2,\): .*2 stages",
@@ -469,10 +447,6 @@ def other(**changes):
             lambda: run(virtual=2, microbatches=1),
             "microbatches=1 on 2 devices with virtual=2: .* at least 2 micro-batches",
         ),
-        (
-            lambda: run(devices=999),
-            r'devices=999, and jax has \d+ \(\w+\): .*"jax_num_cpu_devices", 999',
-        ),
         (lambda: run(microbatches=0), "microbatches=0: give a whole number"),
         (lambda: iterations(4, 2, 2), "microbatches=2 on 4 devices with virtual=2"),
     ],
@@ -480,3 +454,9 @@ def other(**changes):
 def test_errors_say_where_and_what_to_do(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("stage", [lambda w, x: x[:, :5], lambda w, x: (x, x)])
+def test_a_stage_that_does_not_make_what_it_takes_is_refused(stage):
+    with pytest.raises(TypeError, match="carry"):
+        run(stage=stage)

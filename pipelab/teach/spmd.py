@@ -27,48 +27,20 @@ do not.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
-from pipelab.runtime.jax.spmd_scan import (
-    Stage,
-    Tree,
-    circular,
-    first_piece,
-    make_turn,
-    straight,
-)
 from pipelab.table.action import B, F, check_counts, insert_updates
 from pipelab.table.placement import loop_placement
 from pipelab.table.schedule import Schedule
 
-
-class Parameters(NamedTuple):
-    """The arrays that `spmd_value_and_grad` trains.
-
-    stages  stacked
-    rest    of the layers before and after them
-    """
-
-    stages: Tree
-    rest: Tree = None
-
-
-class CompiledBytes(NamedTuple):
-    """Bytes on each device of a compiled program.
-
-    arguments, outputs  what it is given and what it returns
-    temporary           the most that it needs in between
-    """
-
-    arguments: int
-    outputs: int
-    temporary: int
+Tree = Any  # a pytree of arrays
+Stage = Callable[[Tree, Tree], Tree]  # (parameters of one stage, x [samples, ...]) -> y
 
 
 # ---- the schedule
@@ -121,7 +93,7 @@ def stack(stages: Sequence[Tree], virtual: int = 1) -> Tree:
     Its leaves are [n, ...], or [v, n / v, ...] where virtual = v > 1. Row [r, d] of the second form
     is stage r p + d, on device d, so that the devices' dimension can be sharded:
     `jax.device_put(stack(stages, v), NamedSharding(mesh, P(None, "stage")))`, or `P("stage")` where
-    v = 1. ValueError for a stage whose structure, shapes or types differ from the first one's.
+    v = 1. ValueError for a stage whose structure or shapes differ from the first one's.
 
     >>> stages = [{"w": np.zeros((3, 5))}] * 4
     >>> stack(stages)["w"].shape, stack(stages, virtual=2)["w"].shape
@@ -129,23 +101,8 @@ def stack(stages: Sequence[Tree], virtual: int = 1) -> Tree:
     """
     if not stages or len(stages) % virtual:
         raise ValueError(f"{len(stages)} stages with virtual={virtual}: give a multiple of it")
-    for s, stage in enumerate(stages):
-        _check_same(stage, stages[0], f"stage {s}", "stage 0")
     leading = (-1,) if virtual == 1 else (virtual, -1)
     return jax.tree.map(lambda *w: jnp.stack(w).reshape(*leading, *np.shape(w[0])), *stages)
-
-
-def _check_same(found: Tree, wanted: Tree, name: str, other: str) -> None:
-    """ValueError for arrays of another structure, shape or type."""
-    found, wanted = (
-        jax.tree.map(lambda a: f"{jnp.result_type(a)}{[*np.shape(a)]}", tree)
-        for tree in (found, wanted)
-    )
-    if jax.tree.flatten(found) != jax.tree.flatten(wanted):
-        raise ValueError(
-            f"{name} is {found}, {other} is {wanted}: one SPMD program needs equal stages that "
-            "keep the shape; put other layers before or after the stack"
-        )
 
 
 # ---- the program
@@ -177,7 +134,8 @@ def spmd_pipeline(
     It can be differentiated, forward and backward, and put under jit; y and gradients are those of
     the plain stack of stages, if a stage makes of a micro-batch what it makes of the batch: it may
     not mix samples, nor close over the key of a dropout (x may hold keys, one per sample).
-    ValueError for sizes that do not fit, and for a stage whose output is not like its input.
+    ValueError for sizes that do not fit; TypeError, from jax's scan, for a stage whose output is
+    not like its input.
 
     Sources: GPipe (arXiv 1811.06965, figure 2c); GSPMD (arXiv 2105.04663, section 3.3); circular as
     in praxis and MaxText.
@@ -187,14 +145,16 @@ def spmd_pipeline(
     >>> double(stack(stages, virtual=2), np.ones((6, 1), np.float32)).sum().item()
     120.0
     """
-    mesh = _mesh_of(devices, axis)
+    if isinstance(devices, int):
+        devices = jax.devices()[:devices]
+    mesh = devices if isinstance(devices, Mesh) else Mesh(np.array(devices), (axis,))
     p = mesh.shape[axis]
     _check_sizes(p, microbatches, virtual)
     leading = (p,) if virtual == 1 else (virtual, p)
-    turn = make_turn(stage, p, microbatches, virtual, axis, remat)
+    turn = _make_turn(stage, p, microbatches, virtual, axis, remat)
     # check_vma would ask a stage that has a scan inside for `pcast`s of its own.
     program = jax.shard_map(
-        partial(straight if virtual == 1 else circular, turn, p, microbatches, virtual),
+        partial(_straight if virtual == 1 else _circular, turn, p, microbatches, virtual),
         mesh=mesh,
         in_specs=(PartitionSpec(*[None] * (len(leading) - 1), axis), PartitionSpec()),
         out_specs=PartitionSpec(axis),
@@ -204,90 +164,130 @@ def spmd_pipeline(
 
     @jax.jit
     def pipeline(parameters: Tree, x: Tree) -> Tree:
+        # A multiple of p rows could be sharded as well: all but a device's first would be left out.
+        for w in jax.tree.leaves(parameters):
+            if w.shape[: len(leading)] != leading:
+                raise ValueError(
+                    f"parameters of shape {w.shape} do not begin with {leading}: make them by "
+                    f"stack(stages, virtual), from {np.prod(leading)} stages"
+                )
         # [batch, ...] -> [m, samples, ...]
         pieces = jax.tree.map(lambda a: a.reshape(microbatches, -1, *a.shape[1:]), x)
-        _check_stage(stage, parameters, first_piece(pieces), leading)
         out = program(parameters, pieces)  # [p m, samples, ...]; device 0's are the outputs
         return jax.tree.map(lambda y, x: y[:microbatches].reshape(x.shape), out, x)
 
     return pipeline
 
 
-def _mesh_of(devices: int | Sequence[jax.Device] | Mesh, axis: str) -> Mesh:
-    if isinstance(devices, Mesh):
-        return devices
-    if isinstance(devices, int):
-        found = jax.devices()
-        if len(found) < devices:
-            raise ValueError(
-                f"devices={devices}, and jax has {len(found)} ({found[0].platform}): use fewer; on "
-                f'a CPU, jax.config.update("jax_num_cpu_devices", {devices}) before jax is first '
-                "used"
-            )
-        devices = found[:devices]
-    return Mesh(np.array(devices), (axis,))
+# ---- the scan that every device runs: (rows, x) -> y
+#
+# A device's rows of the parameters are [1, ...] or [v, 1, ...], x is [m, samples, ...], and y is as
+# x; device 0's is the pipeline's.
 
 
-def _check_stage(stage: Stage, parameters: Tree, x: Tree, leading: tuple[int, ...]) -> None:
-    """ValueError for parameters of another number of stages, or a stage that changes the shape.
+def _straight(turn: Callable, p: int, m: int, virtual: int, rows: Tree, x: Tree) -> Tree:
+    """Device 0 takes one micro-batch after the other; what comes round is stacked by the scan.
 
-    x  [samples, ...], one of the micro-batches
-    """
-    # A multiple of p rows could be sharded as well: all but a device's first would be left out.
-    for w in jax.tree.leaves(parameters):
-        if w.shape[: len(leading)] != leading:
-            raise ValueError(
-                f"parameters of shape {w.shape} do not begin with {leading}: make them by "
-                f"stack(stages, virtual), from {np.prod(leading)} stages"
-            )
-    w = jax.tree.map(lambda w: w[(0,) * len(leading)], parameters)
-    _check_same(jax.eval_shape(stage, w, x), x, "the stage's output", "its input")
-
-
-# ---- training, memory
-
-
-def spmd_value_and_grad(
-    pipeline: Callable[[Tree, Tree], Tree],
-    loss: Callable[[Tree, Any], Array],
-    *,
-    before: Callable[[Tree, Any], Tree] | None = None,
-    after: Callable[[Tree, Tree], Tree] | None = None,
-) -> Callable[[Parameters, Any, Any], tuple[Array, Parameters]]:
-    """A jitted (parameters, x, target) -> (loss, gradients) around a pipeline of `spmd_pipeline`.
-
-    loss    (output, target) -> scalar, over the whole batch
-    before  (parameters.rest, x) -> the pipeline's x, such as an embedding
-    after   (parameters.rest, the pipeline's y) -> output, such as a head; both get all of `rest`,
-            so weights may be tied
-
-    The layers before and after the stack are outside of the pipeline: every device computes them,
-    on the whole batch.
-
-    >>> pipeline = spmd_pipeline(lambda w, x: w * x, devices=1, microbatches=2)
-    >>> step = spmd_value_and_grad(pipeline, lambda y, target: ((y - target) ** 2).mean())
-    >>> x = target = np.ones((4, 1), np.float32)
-    >>> loss, gradients = step(Parameters(np.float32([3])), x, target)
-    >>> loss.item(), gradients.stages.tolist()
-    (4.0, [4.0])
+    What is scanned over is sliced and stacked in place: only one micro-batch is carried along.
     """
 
-    def value(parameters, x, target):
-        x = before(parameters.rest, x) if before else x
-        y = pipeline(parameters.stages, x)
-        return loss(after(parameters.rest, y) if after else y, target)
+    def iteration(arrived: Tree, inputs: tuple[Array, Tree]) -> tuple[Tree, Tree]:
+        t, mine = inputs
+        arrived = turn(rows, mine, arrived, t)
+        return arrived, arrived
 
-    return jax.jit(jax.value_and_grad(value))
+    t = jnp.arange(m + p - 1)
+    padded = jax.tree.map(lambda x: x[jnp.minimum(t, m - 1)], x)  # garbage at the end
+    _, y = lax.scan(iteration, _first_piece(x), (t, padded))
+    return jax.tree.map(lambda y: y[p - 1 :], y)  # before, nothing had come round
 
 
-def compiled_bytes(function: Callable, *arguments: Any) -> CompiledBytes:
-    """Compile a function for arrays, or for `jax.ShapeDtypeStruct`s, and measure its memory.
+def _circular(turn: Callable, p: int, m: int, virtual: int, rows: Tree, x: Tree) -> Tree:
+    """Device 0 works from a buffer, which the scan carries along.
 
-    `temporary` holds the activations kept for the backward, and gradients before they are returned.
-    Nothing is run.
+    Slot k holds micro-batch k before it starts, then what came round of it: the next lap's
+    input, and in the end its output. With p = 2, v = 2, m = 3 on device 0:
+
+        t           0   1   2   3   4   5   6
+        takes slot  0   1   2   0   1   2   ~
+        fills slot  ~   0   1   2   0   1   2     what it did in iteration t - p + 1
     """
-    found = jax.jit(function).lower(*arguments).compile().memory_analysis()
-    assert found
-    return CompiledBytes(
-        found.argument_size_in_bytes, found.output_size_in_bytes, found.temp_size_in_bytes
-    )
+
+    def iteration(carry: tuple[Tree, Tree], t: Array) -> tuple[tuple[Tree, Tree], None]:
+        # [1] take, work, pass on
+        arrived, buffer = carry
+        mine = jax.tree.map(lambda b: _read(b, t % m), buffer)
+        arrived = turn(rows, mine, arrived, t)
+        # [2] fill; before iteration p - 1 nothing has come round, and the slot stays as it is
+        slot, full = (t - p + 1) % m, t >= p - 1
+
+        def fill(b: Array, a: Array) -> Array:
+            new = lax.select(full, a, _read(b, slot))
+            return lax.dynamic_update_index_in_dim(b, new, slot, 0)
+
+        return (arrived, jax.tree.map(fill, buffer, arrived)), None
+
+    (_, buffer), _ = lax.scan(iteration, (_first_piece(x), x), jnp.arange(m * virtual + p - 1))
+    return buffer
+
+
+def _make_turn(stage: Stage, p: int, m: int, virtual: int, axis: str, remat: bool) -> Callable:
+    """One iteration: (rows, mine, arrived, t) -> what arrives next.
+
+    Device 0 works on `mine`, the others on what has arrived. What arrives next on device 0 has come
+    round.
+    """
+
+    def apply(rows: Tree, x: Tree, job: Array) -> Tree:
+        """Job k of lap r has number r m + k; before and after those is garbage, of any weights."""
+        w = jax.tree.map(lambda w: w[0] if virtual == 1 else _read(w, job // m)[0], rows)
+        valid = (0 <= job) & (job < m * virtual)
+        return stage(*jax.tree.map(partial(_guard, valid), (w, x)))
+
+    if remat or virtual > 1:
+        policy = None if remat else _all_but_weights
+        apply = jax.checkpoint(apply, prevent_cse=False, policy=policy)
+    to_next = [(i, (i + 1) % p) for i in range(p)]
+
+    def turn(rows: Tree, mine: Tree, arrived: Tree, t: Array) -> Tree:
+        # [1] take
+        d = lax.axis_index(axis)
+        x = jax.tree.map(lambda own, a: lax.select(d == 0, own, a), mine, arrived)
+        # [2] work
+        y = apply(rows, x, t - d)
+        # [3] pass on
+        return jax.tree.map(lambda y: lax.ppermute(y, axis, to_next), y)
+
+    return turn
+
+
+def _first_piece(x: Tree) -> Tree:
+    """Micro-batch 0, for what is carried into the first iteration: garbage, but of its shape."""
+    return jax.tree.map(lambda x: x[0], x)
+
+
+def _all_but_weights(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Whether to keep a result. A lap's weights are picked again: no copy in each iteration."""
+    return primitive.name not in ("dynamic_slice", "squeeze")
+
+
+def _read(buffer: Array, slot: Array) -> Array:
+    """A slot that does not exist is replaced by the nearest, or counted from the end."""
+    return lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
+
+
+@jax.custom_jvp
+def _guard(valid: Array, x: Array) -> Array:
+    """x itself; its gradient is 0 where not `valid`.
+
+    Garbage may overflow, and 0 x inf is not a number.
+    """
+    return x
+
+
+@_guard.defjvp
+def _guard_jvp(primals, tangents):
+    (valid, x), (_, tangent) = primals, tangents
+    if tangent.dtype == jax.dtypes.float0:  # of an integer
+        return x, tangent
+    return x, jnp.where(valid, tangent, 0)
