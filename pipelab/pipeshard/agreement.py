@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipelab.pipeshard.arrays import PipeshardError
-from pipelab.pipeshard.batch.draws import draw_in_pieces, draws_grow, redraw
+from pipelab.pipeshard.batch.draws import draw_in_pieces, redraw
 from pipelab.pipeshard.batch.microbatches import gradient_of, in_pieces
 from pipelab.pipeshard.batch.primitives import DRAWS
 from pipelab.pipeshard.call import Call
@@ -120,10 +120,10 @@ def _reference(
         return PIECES, partial(_accumulated, program)
     step = trace(train_step, arguments, arguments.samples)
     piece = trace(train_step, arguments, program.samples)
-    if not draws_grow(step.loss, piece.loss):
+    pieces = partial(draw_in_pieces, program.microbatches, program.own_draws)
+    loss, names = redraw(step.loss, piece.loss, pieces)
+    if not names:
         return WHOLE, _as_written(step)
-    own = program.number is not None
-    loss, _ = redraw(step.loss, piece.loss, partial(draw_in_pieces, program.microbatches, own))
     gradient = jax.jit(gradient_of(loss))
     # Parameters come first among the inputs of the loss, as they do in `gradient_of`.
     positions = [step.arguments.index(v) for v in step.parameters.values()]

@@ -1,7 +1,7 @@
 """One stage, compiled for its mesh: its forward, its backward, and its tasks of the update."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from jax.extend.core import Var
@@ -47,7 +47,8 @@ class CompiledStage(Compiled):
         tasks: Iterable[UpdateTask] = (),
         state: Collection[Var] = (),
         options: Mapping[str, Any] | None = None,
-        shard: tuple[Shard, StageGraph] | str = "",
+        layers: Sequence[Sequence[int]] = (),
+        shard: Shard | str = "",
     ) -> None:
         """Stage `s` of these.
 
@@ -55,7 +56,8 @@ class CompiledStage(Compiled):
         tasks    of all stages
         state    the step's arguments beside parameters
         options  for the compiler
-        shard    the loss of one device's samples, and this stage of it; or why there is none
+        layers   of all stages
+        shard    the loss of one device's samples, or why there is none
         """
         # [1] What its neighbours need to know.
         self.graph = graph = graphs[s]
@@ -72,7 +74,8 @@ class CompiledStage(Compiled):
             try:
                 if isinstance(shard, str):
                     raise PipeshardError(shard)
-                pullback = Unreduced(*shard, graph, traced, shapes.parameters)
+                mine = shard.cut(layers)[s]
+                pullback = Unreduced(shard, mine, graph, traced, shapes.parameters)
             except PipeshardError as error:
                 self.all_reduced = str(error)
         super().__init__(traced, shapes, kinds, sent, counts, options, pullback)

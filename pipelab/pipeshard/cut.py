@@ -136,15 +136,14 @@ def cut(
     parameters: Variables,
     batch: Variables,
     stages: Sequence[Sequence[int]],
-    number: Var | None = None,
 ) -> list[StageGraph]:
-    """Cut the loss into stages of these layers; `number` is the micro-batch's.
+    """Cut the loss into stages of these layers; of the batch is the number of the micro-batch, too.
 
     Raises PipeshardError for a stage that has nothing to do.
     """
     # [1] Every equation with the stage that computes it.
     active = loss.depending(parameters)
-    placed = [(each.eqn, each.home) for each in _place(loss, parameters, batch, active, stages)]
+    placed = _place(loss, parameters, batch, active, stages)
     maker = {v: home for eqn, home in placed if home is not None for v in eqn.outvars}
     last = len(stages) - 1
     results = _results(loss, maker, last)
@@ -153,8 +152,7 @@ def cut(
     #
     #         stage 2 needs y and z         crossing[1] = y    crossing[0] = z
     #         stage 1 needs x to make y                        crossing[0] = z, x
-    data = [*batch, number]
-    fixed = [v for v in loss.sources if v not in parameters and v not in data]
+    fixed = [v for v in loss.sources if v not in parameters and v not in batch]
     crossing: list[dict[Var, None]] = [{} for _ in stages]  # sets that keep their order
     graphs = []
     for s in reversed(range(len(stages))):
@@ -182,7 +180,7 @@ def cut(
                 equations=kept,
                 parameters=[v for v in parameters if v in read],
                 fixed=[v for v in fixed if v in read],
-                data=[v for v in data if v in read],
+                data=[v for v in batch if v in read],
                 inputs=inputs,
                 aux_inputs=aux_inputs,
                 outputs=outputs,
@@ -216,39 +214,22 @@ def _by_gradient(vs: Iterable[Var], active: set[Var]) -> tuple[Variables, Variab
 # ---- which stage computes an equation
 
 
-@dataclass
-class _Placed:
-    """An equation of the loss and the stage that computes it.
-
-    reads       the variables that it reads
-    stage       of its layer
-    active      whether it depends on parameters; `varying` on the batch
-    parameters  that it reads, through arrays that are made of them alone
-    home        the stage that computes it; None: wherever it is needed
-    """
-
-    eqn: JaxprEqn
-    reads: Variables
-    stage: int
-    active: bool
-    varying: bool
-    parameters: set[Var]
-    home: int | None = None
-
-
 def _place(
     loss: Graph,
     parameters: Variables,
     batch: Variables,
     active: set[Var],
     stages: Sequence[Sequence[int]],
-) -> list[_Placed]:
-    """The equations of the loss but its boundaries; `active` is what depends on parameters."""
+) -> list[tuple[JaxprEqn, int | None]]:
+    """The equations of the loss but its boundaries, each with the stage that computes it.
+
+    None: wherever it is needed. `active` is what depends on parameters.
+    """
     stage_of_layer = {layer: s for s, layers in enumerate(stages) for layer in layers}
     varying = loss.depending(batch)
     # [1] Who owns each parameter: the first stage that uses it on the batch.
-    placed = []
-    made_of = {p: {p} for p in parameters}  # parameters in an array
+    kinds = []  # an equation, its stage, whether it depends on parameters, on the batch, on which
+    made_of = {p: {p} for p in parameters}  # parameters in an array that is made of them alone
     owner: dict[Var, int] = {}
     layer = 0
     for eqn in loss.equations:
@@ -256,30 +237,30 @@ def _place(
             layer += 1
             continue
         reads, s = variables(eqn.invars), stage_of_layer[layer]
-        kind = not active.isdisjoint(reads), not varying.isdisjoint(reads)
+        trained, varies = not active.isdisjoint(reads), not varying.isdisjoint(reads)
         mine = {p for v in reads for p in made_of.get(v, ())}
-        placed.append(_Placed(eqn, reads, s, *kind, mine))
-        if kind == (True, True):
+        kinds.append((eqn, s, trained, varies, mine))
+        if trained and varies:
             for p in mine:
                 owner.setdefault(p, s)
-        elif kind == (True, False):  # who reads a number made of parameters does not use these
+        elif trained:  # who reads a number made of parameters does not use these
             made_of.update((v, mine if size(v) > 1 else set()) for v in eqn.outvars)
     # [2] A home for every equation, by what it reads.
     frozen = [v for v in loss.inputs if size(v) > 1 and not is_key(v)]
     stay = loss.depending({*frozen} - {*parameters} - {*batch})
-    idle = {*range(len(stages))} - {each.stage for each in placed if each.active and each.varying}
+    idle = {*range(len(stages))} - {s for _, s, trained, varies, _ in kinds if trained and varies}
     earliest: dict[Var, int] = {}  # the first stage that can know a variable
-    for each in placed:
-        first = max((earliest.get(v, 0) for v in each.reads), default=0)
-        numbers = all(size(v) == 1 for v in each.eqn.outvars)
-        if each.active and each.varying:
-            each.home = max(each.stage, first)
-        elif each.active and numbers:  # a number made of parameters alone crosses
-            owners = {owner.get(p, each.stage) for p in each.parameters}
-            home = owners.pop() if len(owners) == 1 else each.stage
-            each.home = max(home, first)
-        elif each.varying and not each.active:
-            stays = each.stage in idle or each.eqn.effects or not stay.isdisjoint(each.reads)
-            each.home = each.stage if stays else None
-        earliest.update(dict.fromkeys(each.eqn.outvars, first if each.home is None else each.home))
+    placed: list[tuple[JaxprEqn, int | None]] = []
+    for eqn, s, trained, varies, mine in kinds:
+        reads, home = variables(eqn.invars), None
+        first = max((earliest.get(v, 0) for v in reads), default=0)
+        if trained and varies:
+            home = max(s, first)
+        elif trained and all(size(v) == 1 for v in eqn.outvars):
+            owners = {owner.get(p, s) for p in mine}  # a number crosses
+            home = max(owners.pop() if len(owners) == 1 else s, first)
+        elif varies and not trained and (s in idle or eqn.effects or not stay.isdisjoint(reads)):
+            home = s
+        placed.append((eqn, home))
+        earliest.update(dict.fromkeys(eqn.outvars, first if home is None else home))
     return placed

@@ -58,15 +58,13 @@ class EndOfStep:
         """
         self.gradient, self.combine, self.placement = step.gradient, combine, placement
         self.reads: list[dict[Var, Var]] = [{} for _ in processes]
-        inputs = [(s, v) for s, graph in enumerate(graphs) for v in graph.steady]
-        for s, v in [*inputs, *((task.stage, v) for task in tasks for v in task.inputs)]:
-            self.reads[placement[s]][v] = step.parameters.get(v, v)
+        readers = [(s, graph.steady) for s, graph in enumerate(graphs)]
+        for s, vs in [*readers, *((task.stage, task.inputs) for task in tasks)]:
+            self.reads[placement[s]].update((v, step.parameters.get(v, v)) for v in vs)
 
         # [1] The round after which each variable is there, and its row; a shared gradient is of
         #     the first stage that has a part of it.
-        source: dict[Var, tuple[int, int]] = {}
-        for gradient, stages in makers.items():
-            source[gradient] = 1, placement[min(stages, default=0)]
+        source = {v: (1, placement[min(stages, default=0)]) for v, stages in makers.items()}
         self.shared = {v: stages for v, stages in makers.items() if len(stages) != 1}
         for s, graph in enumerate(graphs):
             source.update((step.gradient[i], (1, placement[s])) for i in graph.results)
@@ -75,20 +73,21 @@ class EndOfStep:
             source.update(dict.fromkeys(task.outputs, place))
         self.rows = {v: row for v, (_, row) in source.items()}
 
-        # [2] Which rows read it. Other processes get single numbers and results of the loss, and
-        #     new values of what they read in the next call.
-        readers = [(placement[task.stage], v) for task in tasks if task.level for v in task.inputs]
-        of_loss = step.gradient[: len(step.loss.outputs)]
-        for v in filter(source.__contains__, variables(step.update.outputs)):
-            for_all = size(v) <= SMALL or v in of_loss
-            for row, reads in enumerate(self.reads):
-                elsewhere = processes[row] != processes[self.rows[v]]
-                if elsewhere and (for_all or next_values.get(v) in reads.values()):
-                    readers.append((row, v))
-
-        # [3] What each sends to each, in an order that is the same in all processes.
+        # [2] What each sends to each, in an order that is the same in all processes. Other
+        #     processes get single numbers and results of the loss, and new values of what they
+        #     read in the next call.
         messages = [(0, placement[s], self.rows[g], g) for g, of in self.shared.items() for s in of]
-        messages += [(*source[v], row, v) for row, v in readers if v in source]
+        of_loss = step.gradient[: len(step.loss.outputs)]
+        results = [v for v in variables(step.update.outputs) if v in source]
+        for row, reads in enumerate(self.reads):
+            wanted = [*reads]
+            for v in results:
+                for_all = size(v) <= SMALL or v in of_loss
+                if processes[row] != processes[self.rows[v]] and (
+                    for_all or next_values.get(v) in reads.values()
+                ):
+                    wanted.append(v)
+            messages += [(*source[v], row, v) for v in wanted if v in source]
         last = max((task.level for task in tasks), default=0)
         self.rounds: list[dict[tuple[int, int], Variables]] = [{} for _ in range(last + 2)]
         for number, row, other, v in dict.fromkeys(messages):

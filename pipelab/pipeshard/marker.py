@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 
@@ -54,6 +53,7 @@ def value_and_grad(
     Raises TypeError where the loss is not a scalar, or the weight depends on what the gradient is
     taken by.
 
+    >>> import numpy as np
     >>> value_and_grad(lambda w, x: (w * x).mean())(2.0, np.ones(4, np.float32))[1]
     Array(1., dtype=float32, weak_type=True)
     >>> masked = lambda w, x, mask: (jnp.sum(w * x * mask), jnp.sum(mask))
@@ -74,47 +74,41 @@ def _marked(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    # [1] Which leaves of the arguments the gradient is taken by: a tree of their numbers.
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    numbered, _ = jax.tree.unflatten(tree, range(len(leaves)))
-    positions = argnums if isinstance(argnums, int) else tuple(argnums)
+    # [1] What the gradient is taken by.
+    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     try:
-        chosen = jax.tree.map(lambda i: numbered[i], positions)
+        chosen = [args[i] for i in positions]
     except IndexError:
         raise TypeError(
             f"argnums={argnums}: the loss was given {len(args)} arguments by position"
         ) from None
-    wanted = jax.tree.leaves(chosen)
-    for i in wanted:
-        kind = jax.dtypes.result_type(leaves[i])
+    values, tree = jax.tree.flatten(chosen)
+    for value in values:
+        kind = jax.dtypes.result_type(value)
         if not jnp.issubdtype(kind, jnp.inexact):
             raise TypeError(
                 f"the gradient is taken by an array of {kind}: keep arrays of that type in "
                 "another argument of the loss"
             )
 
-    # [2] Trace the loss as a function of these and of all arrays; numbers stay what they are.
-    arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray))]
-    traced = [*wanted, *(i for i in arrays if i not in wanted)]
-
+    # [2] Trace the loss as a function of it.
     def flat(*values: Any) -> Any:
-        filled = list(leaves)
-        for i, value in zip(traced, values, strict=True):
+        filled = list(args)
+        for i, value in zip(positions, jax.tree.unflatten(tree, values), strict=True):
             filled[i] = value
-        args, kwargs = jax.tree.unflatten(tree, filled)
-        return _checked(fun(*args, **kwargs), has_aux, weighted)
+        return _checked(fun(*filled, **kwargs), has_aux, weighted)
 
-    values = [leaves[i] for i in traced]
     closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*values)
-    _check_loss(closed, len(wanted), weighted)
+    _check_loss(closed, len(values), weighted)
 
-    # [3] What the loss closes over, outer tracers too, becomes its last arguments.
+    # [3] What the loss closes over, arguments and outer tracers, becomes its last arguments.
     jaxpr = closed.jaxpr
     hoisted = jaxpr.replace(constvars=(), invars=[*jaxpr.invars, *jaxpr.constvars])
     inner = ClosedJaxpr(hoisted, ())
-    found = grad_p.bind(*values, *closed.consts, jaxpr=inner, wanted=len(wanted))
+    found = grad_p.bind(*values, *closed.consts, jaxpr=inner, wanted=len(values))
     # The marked equation gives [loss, *aux, *gradients] in a row.
     value, gradients = jax.tree.unflatten(jax.tree.structure((shapes, chosen)), found)
+    gradients = gradients[0] if isinstance(argnums, int) else tuple(gradients)
     if not weighted:
         return value, gradients
 

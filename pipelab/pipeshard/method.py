@@ -78,7 +78,7 @@ class StageProblem:
     loss        of one micro-batch, with boundaries between its layers
     parameters  of the loss -> the argument that each is
     state       the step's arguments but the batch
-    batch       leaves of it that the loss reads; `number` is the variable of the micro-batch's
+    batch       leaves of it that the loss reads, and the number of the micro-batch
     axes        the samples' dimension of variables that have one
     paths       of the arguments
     samples     of a micro-batch
@@ -92,7 +92,6 @@ class StageProblem:
     parameters: dict[Var, Var]
     state: Variables
     batch: Variables
-    number: Var | None
     axes: dict[Var, int]
     paths: dict[Var, str]
     samples: int

@@ -11,7 +11,7 @@ from jax.extend.core import Var
 from jax.sharding import NamedSharding
 
 from pipelab.pipeshard.arrays import PipeshardError, bytes_of, on_mesh, shape_of
-from pipelab.pipeshard.batch.draws import draw_own, draws_grow, redraw
+from pipelab.pipeshard.batch.draws import draw_own, redraw
 from pipelab.pipeshard.batch.microbatches import combinations, gradient_of
 from pipelab.pipeshard.compiled import CompiledStage
 from pipelab.pipeshard.cut import count_layers, cut, mark
@@ -19,7 +19,7 @@ from pipelab.pipeshard.end_of_step import EndOfStep
 from pipelab.pipeshard.hosts import Hosts, processes_of
 from pipelab.pipeshard.method import Pipeshard, Plan, Planner, StagePlan, StageProblem, over_samples
 from pipelab.pipeshard.tracing import Arguments, TracedStep, trace, trace_piece
-from pipelab.pipeshard.unreduced import Shard, shard_of, stage_of
+from pipelab.pipeshard.unreduced import Shard, shard_of
 from pipelab.pipeshard.update import UpdateTask, donate, split_update
 from pipelab.predict.simulate import simulate
 from pipelab.runtime.jax.host import digest, of_program, of_trees
@@ -32,7 +32,7 @@ class Program:
 
     step     of one micro-batch, with the update of the whole batch
     loss     of one micro-batch, which draws its own random numbers where these grow with the batch
-    number   its input that is the number of the micro-batch, if it draws such numbers
+    batch    its inputs that are the batch, and the number of the micro-batch if it draws by that
     combine  how the micro-batches' results are combined
     exact    whether they add up to those of the batch; else (`reduce` was given for a loss that is
              neither mean nor sum) the pipeline computes what accumulation over them does
@@ -127,10 +127,10 @@ class Program:
         self.axes |= dict.fromkeys(self.step.batch, 0)
         # [3] A loss that draws by that number has new variables, which lie as the old ones.
         self.loss = self.step.loss
-        self.number: Var | None = None
-        if method.own_draws and draws_grow(self.loss, whole.loss):
+        self.batch, self.own_draws = [*self.step.batch], method.own_draws
+        if self.own_draws:
             self.loss, names = redraw(self.loss, whole.loss, draw_own)
-            self.number = self.loss.inputs[-1]
+            self.batch.append(self.loss.inputs[-1])
             for old, v in names.items():
                 if old in self.axes and isinstance(v, Var):
                     self.axes[v] = self.axes[old]
@@ -140,7 +140,7 @@ class Program:
 
         Returns the layers of each stage, and what a planner found, if one was asked.
         """
-        parameters, batch = self.step.parameters, self.step.batch
+        parameters, batch = self.step.parameters, self.batch
         if callable(method.layers):
             self.loss = mark(self.loss, method.layers, list(parameters), batch)
         count = count_layers(self.loss)
@@ -151,7 +151,6 @@ class Program:
                 parameters=parameters,
                 state=self._state,
                 batch=batch,
-                number=self.number,
                 axes=self.axes,
                 paths=self.paths,
                 samples=self.samples,
@@ -172,7 +171,7 @@ class Program:
                     "mesh another shape (data, model)"
                 )
         self._shardings = method.shardings_of(self.schedule.devices)
-        self.graphs = cut(self.loss, list(parameters), batch, layers, self.number)
+        self.graphs = cut(self.loss, list(parameters), batch, layers)
         return layers, auto
 
     def _tasks(self) -> list[UpdateTask]:
@@ -229,7 +228,8 @@ class Program:
                 kinds,
                 tasks,
                 others,
-                shard=stage_of(self.shard(self.meshes[row].shape["data"]), layers, s),
+                layers=layers,
+                shard=self.shard(self.meshes[row].shape["data"]),
             )
             for s, row in enumerate(self.schedule.placement)
             if row in self.rows

@@ -17,11 +17,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Var
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pipelab.pipeshard.arrays import PipeshardError, axes_in, on_mesh
-from pipelab.pipeshard.batch.draws import draw_own, draws_grow, redraw
+from pipelab.pipeshard.batch.draws import draw_own, redraw
 from pipelab.pipeshard.batch.reduction import Reductions
 from pipelab.pipeshard.batch.tags import Pair, Role, Tag, axes_of, cotangent, paired
 from pipelab.pipeshard.cut import StageGraph, cut, mark
@@ -37,7 +36,7 @@ DATA = "data"
 class Shard:
     """The loss of one device's samples, of `count` devices that share a micro-batch.
 
-    loss  with its `parameters` and `batch`; `number` is its input that is the micro-batch's
+    loss  with its `parameters` and `batch`, the micro-batch's number included
     tags  of its variables, by pairs with those of the micro-batch's
     """
 
@@ -45,12 +44,11 @@ class Shard:
     loss: Graph
     parameters: Variables
     batch: Variables
-    number: Var | None
     tags: Reductions
 
     def cut(self, stages: Sequence[Sequence[int]]) -> list[StageGraph]:
         """Its stages of these layers."""
-        return cut(self.loss, self.parameters, self.batch, stages, self.number)
+        return cut(self.loss, self.parameters, self.batch, stages)
 
 
 def shard_of(
@@ -65,10 +63,10 @@ def shard_of(
     Raises PipeshardError where it has other equations for fewer samples.
     """
     traced = trace_again(step, arguments, samples // count)
-    mine, number = traced.loss, None
+    mine, batch = traced.loss, list(traced.batch)
     if len(loss.inputs) > len(mine.inputs):
         mine, _ = redraw(mine, whole, draw_own)
-        number = mine.inputs[-1]
+        batch.append(mine.inputs[-1])
     # The same boundaries, which a planner may have set by the size of the micro-batch.
     marks = [i for i, eqn in enumerate(loss.equations) if eqn.primitive is boundary_p]
     starts = [at - before for before, at in enumerate(marks)]
@@ -78,14 +76,7 @@ def shard_of(
     tags = Reductions(mine, loss, traced.batch, sizes)
     if tags.of((mine.outputs[0], loss.outputs[0])).role is not Role.REDUCED:
         raise PipeshardError("the loss is no sum over the samples")
-    return Shard(count, mine, parameters, traced.batch, number, tags)
-
-
-def stage_of(
-    shard: Shard | str, stages: Sequence[Sequence[int]], s: int
-) -> tuple[Shard, StageGraph] | str:
-    """With stage `s` of these layers; or why there is no shard."""
-    return shard if isinstance(shard, str) else (shard, shard.cut(stages)[s])
+    return Shard(count, mine, parameters, batch, tags)
 
 
 # ---- how an array gets to a device, and back
@@ -187,17 +178,16 @@ class Unreduced(Pullback):
         for side, backward in enumerate((own.backward, every.backward)):
             shapes = [spec_of(pair[side]) for pair in given]
             backwards.append(inline(jax.make_jaxpr(backward)(shapes[:end], shapes[end:])))
-        if draws_grow(*backwards):
+        if redraw(backwards[0], backwards[1], draw_own)[1]:
             raise PipeshardError("its backward draws random numbers (in a checkpoint)")
         if bad := tags.misfit((backwards[0], backwards[1]), given_tags, wanted):
             raise PipeshardError(bad.why or "its gradients are no sums over the samples")
         # [3] How all of it gets to the devices, and back.
+        super().__init__(own, len(mine.inputs))
         ways = [_way(shard, *each) for each in zip(given_tags, given, strict=True)]
-        super().__init__(own.backward)
-        self._seeds, self._kept = ways[:end], ways[end:]
-        self._shapes: Specs = [spec_of(v) for v, _ in given]
+        self.seeds, self.kept = ways[:end], ways[end:]
         backs = [_way(shard, *each, back=True) for each in zip(wanted, active, strict=True)]
-        self._inputs = backs[len(mine.parameters) :]
+        self.back = backs[len(mine.parameters) :]
 
     def _unshared(self, graph: StageGraph) -> StageGraph:
         """With the user's sharding constraints over the other axes."""
@@ -214,18 +204,6 @@ class Unreduced(Pullback):
             )
             for x in parameters
         ]
-
-    def operands(self, cotangents: list[Specs], kept: Specs) -> tuple[Any, list[Way]]:
-        end = len(cotangents)
-        seeds: list[Specs] = [
-            [x] * len(xs) for x, xs in zip(self._shapes, cotangents, strict=False)
-        ]
-        pairs = zip(self._seeds, cotangents, strict=True)
-        ways = [way for way, xs in pairs for _ in xs]
-        return (seeds, self._shapes[end:]), [*ways, *self._kept]
-
-    def inputs(self, count: int) -> list[Way]:
-        return self._inputs
 
     def each(self, run: Callable, given: Sequence[Way], made: Sequence[Way]) -> Callable:
         def part(*xs: Any) -> Arrays:

@@ -15,6 +15,7 @@ computed by every task that needs it.
 """
 
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import jax
 from jax.extend.core import Var
@@ -62,8 +63,23 @@ def split_update(update: Graph, owners: dict[Var, int], late: set[Var]) -> list[
     sides are computed. Raises PipeshardError where another equation joins arrays of several stages.
     """
     update, stage_of = _placed(update, owners)
-    # [1] Where and when each equation runs.
-    places, maker, known = _levels(update, stage_of, owners, late)
+    # [1] Where and when each equation runs. What is made of single numbers alone has no place:
+    #     every task may compute it.
+    stages = range(1 + max(owners.values(), default=0))
+    # The first level at which each variable can be read on each stage.
+    pairs = product(update.sources, stages)
+    known = {(v, s): int(v in late or owners.get(v, s) != s) for v, s in pairs}
+    places: list[Place | None] = []
+    maker: dict[Var, Place | None] = {}
+    for i, eqn in enumerate(update.equations):
+        reads, home = variables(eqn.invars), stage_of.get(i)
+        for stage in stages:
+            level = max((known[v, stage if home is None else home] for v in reads), default=0)
+            # From its stage to another it crosses between two levels.
+            later = level + (home not in (None, stage))
+            known.update(((v, stage), later) for v in eqn.outvars)
+        places.append(None if home is None else (level, home))
+        maker.update(dict.fromkeys(eqn.outvars, places[i]))
 
     # [2] What only later tasks of its stage read, the first of them computes. With clipping and
     #     Adam, 0.9 m would otherwise be kept from level 0 to level 1, beside m.
@@ -82,56 +98,21 @@ def split_update(update: Graph, owners: dict[Var, int], late: set[Var]) -> list[
     # [3] What is wanted of each: the step's results where they are made; one that every task may
     #     compute, of the first stage.
     wanted: dict[Place, dict[Var, None]] = {place: {} for place in places if place}
-    for v in variables(update.outputs):
-        if v in maker:
-            place = maker[v] or (known[v], 0)
-            wanted.setdefault(place, {})[v] = None
+    for v in filter(maker.__contains__, variables(update.outputs)):
+        wanted.setdefault(maker[v] or (known[v, 0], 0), {})[v] = None
 
     # [4] From the last level to the first: what a task needs of the earlier ones.
     tasks = []
     for place in sorted(wanted, reverse=True):
-        level, stage = place
         outputs = list(wanted[place])
-        pairs = zip(update.equations, places, strict=True)
-        mine = [eqn for eqn, where in pairs if where in (place, None)]
-        equations = needed(mine, outputs)
+        where = zip(update.equations, places, strict=True)
+        equations = needed([eqn for eqn, at in where if at in (place, None)], outputs)
         inputs = read_by(equations, outputs)
         for v in inputs:
             if made_at := maker.get(v):
                 wanted[made_at][v] = None
-        tasks.append(UpdateTask(stage, level, equations, inputs, outputs))
+        tasks.append(UpdateTask(place[1], place[0], equations, inputs, outputs))
     return [task for task in reversed(tasks) if task.outputs]
-
-
-def _levels(
-    update: Graph, stage_of: dict[int, int], owners: dict[Var, int], late: set[Var]
-) -> tuple[list[Place | None], dict[Var, Place | None], dict[Var, int]]:
-    """The place of each equation, and of what makes each variable.
-
-    What is made of single numbers alone has no place: every task may compute it. The third result
-    is the first level at which each variable can be read on the first stage.
-
-    stage_of  number of an equation that reads an array -> its stage
-    """
-    stages = range(1 + max(owners.values(), default=0))
-    known = [
-        {v: int(v in late or owners.get(v, stage) != stage) for v in update.sources}
-        for stage in stages
-    ]
-    places: list[Place | None] = []
-    maker: dict[Var, Place | None] = {}
-    for i, eqn in enumerate(update.equations):
-        place = None
-        levels = [max((of[v] for v in variables(eqn.invars)), default=0) for of in known]
-        if i in stage_of:  # from this stage to another it crosses between two levels
-            mine = stage_of[i]
-            place = levels[mine], mine
-            levels = [levels[mine] + (stage != mine) for stage in stages]
-        places.append(place)
-        maker.update(dict.fromkeys(eqn.outvars, place))
-        for of, level in zip(known, levels, strict=True):
-            of.update(dict.fromkeys(eqn.outvars, level))
-    return places, maker, known[0]
 
 
 def donate(tasks: list[UpdateTask], given: set[Var], next_values: dict[Var, Var]) -> None:

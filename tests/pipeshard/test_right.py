@@ -405,6 +405,7 @@ def test_derivatives_that_add_up():
     "loss",
     [
         lambda p, b: ((two_layers(p, b["x"]) - b["y"]).squeeze() ** 2).sum(0).mean() / len(b["x"]),
+        lambda p, b: jnp.mean(two_layers(p, b["x"]).squeeze() ** 2),
         lambda p, b: jnp.sum(two_layers(p, b["x"]) ** 2) / max(len(b["x"]), 2),
         lambda p, b: jnp.mean(two_layers(p, b["x"] if len(b["x"]) > 1 else 2 * b["x"]) ** 2),
         lambda p, b: jnp.mean(two_layers(p, b["x"]) ** 2) * (1.001 if len(b["x"]) == 1 else 1),
@@ -412,11 +413,16 @@ def test_derivatives_that_add_up():
             two_layers(p, b["x"] * jnp.where(b["k"] > 2, len(b["x"]) == 1, 1)[:, None]) ** 2
         ),
     ],
-    ids=["squeeze", "max", "branch", "a little", "labels"],
+    ids=["squeeze", "squeeze alone", "max", "branch", "a little", "labels"],
 )
 def test_single_samples_that_are_treated_otherwise(loss):
     batch = data(4) | {"k": np.arange(4) + 3}
     assert_refused("a micro-batch of one sample is not treated as one of two", loss, batch)
+
+
+def for_each(x, batch):
+    """An array (1, ...), as many times as there are samples."""
+    return jnp.broadcast_to(x, (len(batch["x"]), *x.shape[1:]))
 
 
 @pytest.mark.parametrize(
@@ -424,13 +430,25 @@ def test_single_samples_that_are_treated_otherwise(loss):
     [
         loss_of(),
         lambda p, b: jnp.mean((two_layers(p[:2], b["x"] + p[2]) - b["y"]) ** 2),
-        lambda p, b: jnp.mean(two_layers(p, b["x"]).squeeze() ** 2),
         lambda p, b: jnp.mean(two_layers(p, b["x"]).reshape(-1) ** 2),
+        lambda p, b: jnp.mean(two_layers(p[:2], b["x"] + for_each(p[2], b)) ** 2),
+        lambda p, b: (two_layers(p[:2], for_each(p[2], b) * p[2] + b["x"]) * b["y"]).sum(),
     ],
 )
 def test_single_samples(loss):
-    """Among them such as are written otherwise: jax broadcasts what is not (1, ...) already."""
+    """Among them with arrays that are (1, ...) already: jax has no broadcast of these then."""
     assert_exact(loss, data(4), params=arrays((6, 5), (5, 3), (1, 6)))
+
+
+def test_what_single_samples_share_is_returned_once_or_for_each():
+    def loss(params, batch):
+        each = for_each(params[2], batch)
+        out = two_layers(params[:2], batch["x"] + each)
+        return jnp.mean((out - batch["y"]) ** 2), (params[2], each)
+
+    params = arrays((6, 5), (5, 3), (1, 6))
+    got, check = compared(loss, data(4), params, has_aux=True)
+    assert check.passed and [x.shape for x in got[0][1]] == [(1, 6), (4, 6)]
 
 
 def test_single_samples_with_dropout():

@@ -22,7 +22,6 @@ from pipelab.pipeshard.auto.sharding import over_model, search_sharding, unshard
 from pipelab.pipeshard.compiled import CompiledStage
 from pipelab.pipeshard.cut import StageGraph, cut
 from pipelab.pipeshard.method import StageProblem, over_samples
-from pipelab.pipeshard.unreduced import stage_of
 from pipelab.runtime.jax.host import digest
 from pipelab.runtime.jax.jaxpr import Arrays, spec_of
 from pipelab.runtime.jax.passes import Groups, differentiate
@@ -35,7 +34,7 @@ EXHAUSTIVE = 30  # assignments of a layer; beyond, one parameter after another
 class StageCandidate:
     """Some layers in a row, as a stage of the problem.
 
-    graphs, number  the stage among what is before and what is after it
+    graphs, s  the stages, of which it is the s-th: what is before it and what is after it
     """
 
     def __init__(self, problem: StageProblem, first: int, last: int) -> None:
@@ -44,12 +43,12 @@ class StageCandidate:
         parts = [range(first), range(first, last + 1), range(last + 1, problem.layers)]
         self.stages = [list(part) for part in parts if part]
         parameters = list(problem.parameters)
-        self.graphs = cut(problem.loss, parameters, problem.batch, self.stages, problem.number)
-        self.number = 1 if first else 0
+        self.graphs = cut(problem.loss, parameters, problem.batch, self.stages)
+        self.s = 1 if first else 0
 
     @property
     def graph(self) -> StageGraph:
-        return self.graphs[self.number]
+        return self.graphs[self.s]
 
     @cached_property
     def text(self) -> str:
@@ -91,11 +90,11 @@ class Placed:
     def compile(self, runs: bool) -> CompiledStage:
         """To run, or only to look at what it costs."""
         # The others say what the stage has to send and to receive; they are not compiled.
-        graphs, number = list(self.candidate.graphs), self.candidate.number
-        graphs[number] = self.graph
         each = self.candidate
-        shard = stage_of(each.problem.shard(self.mesh.shape["data"]), each.stages, number)
-        build = partial(CompiledStage, graphs, number, self.place, shard=shard)
+        graphs = list(each.graphs)
+        graphs[each.s] = self.graph
+        shard = each.problem.shard(self.mesh.shape["data"])
+        build = partial(CompiledStage, graphs, each.s, self.place, layers=each.stages, shard=shard)
         return built(lambda options: build(options=options), self.mesh, scored=not runs)
 
     def key(self, measured: bool) -> tuple[Any, ...]:

@@ -92,12 +92,8 @@ def _splits(shape: Shape, mesh: Mesh, axes: Sequence[str]) -> Iterator[Partition
 
 @dataclass(frozen=True)
 class Candidate:
-    """One assignment: how each array lies, what that costs, the model's seconds, measured ones.
+    """One assignment: how each array lies, what that costs, the model's seconds, measured ones."""
 
-    number  among all possible ones, the last array's choice changing first
-    """
-
-    number: int
     specs: Specs
     cost: Cost
     predicted: float
@@ -173,7 +169,6 @@ class Search:
             row: dict[str, Any] = dict(
                 zip(self.paths, map(describe_choices, each.specs), strict=True)
             )
-            row["number"] = each.number
             row["GFLOP"] = each.cost.flops / 1e9
             row["MiB sent"] = each.cost.ring_bytes / 2**20
             row["collectives"] = each.cost.collectives
@@ -246,8 +241,7 @@ def search_sharding(
             costs = pool.map(program.cost, new)
             pairs = zip(new, costs, strict=True)
             for specs, cost in tqdm(pairs, "shardings", len(new), disable=hidden if new else True):
-                number = _number(specs, options)
-                found[specs] = Candidate(number, specs, cost, cost.seconds(machine))
+                found[specs] = Candidate(specs, cost, cost.seconds(machine))
         # Also of what was tried before: a sweep asks again for where it stands.
         return min(wanted, key=lambda specs: found[specs].rank(machine))
 
@@ -258,14 +252,6 @@ def search_sharding(
         _descend(options, [x.size for x in program.leaves], best_of)
     table = tuple(sorted(found.values(), key=lambda each: each.rank(machine)))
     return Search(program.paths, program.mesh, machine, table, possible, program)
-
-
-def _number(specs: Specs, options: list[list[PartitionSpec]]) -> int:
-    """The place of an assignment among all, the last array's choice changing first."""
-    number = 0
-    for spec, choices in zip(specs, options, strict=True):
-        number = number * len(choices) + choices.index(spec)
-    return number
 
 
 def _options(program: Sharded, choices: Choices | Sequence[Choices]) -> list[list[PartitionSpec]]:

@@ -3,7 +3,6 @@
 tags          what a value is to the batch
 primitives    what is known of jax's own operations
 rules         by which one equation treats samples
-equation      the results of one equation
 bodies        what equations run inside
 reduction     the same of a whole loss and of its derivatives
 draws         random numbers of each micro-batch's own

@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Callable
 
 import jax
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from pipelab.pipeshard.arrays import dtype_of, is_inexact
+from pipelab.pipeshard.arrays import dtype_of, is_inexact, shape_of
 from pipelab.pipeshard.batch.tags import Pairs
 from pipelab.runtime.jax.jaxpr import (
     CALLS,
@@ -70,18 +71,19 @@ def pullback(eqn: JaxprEqn) -> Graph:
     function = single(eqn)
     operands = [spec_of(atom) for atom in eqn.invars]
 
-    # Keys and whole numbers have no gradient: jax.vjp is given the others alone.
+    # Keys and whole numbers have no gradient: jax's are of a type without numbers.
     def pull(operands, cotangents):
-        reals = [x for x, v in zip(operands, eqn.invars, strict=True) if is_inexact(v)]
-
-        def real(*xs):
-            given = iter(xs)
-            pairs = zip(operands, eqn.invars, strict=True)
-            out = function.run(*(next(given) if is_inexact(v) else x for x, v in pairs))
-            return [y for y, v in zip(out, eqn.outvars, strict=True) if is_inexact(v)]
-
-        results, back = jax.vjp(real, *reals)
-        return results, back(cotangents)
+        results, back = jax.vjp(function.run, *operands)
+        given = iter(cotangents)
+        every = [
+            next(given) if is_inexact(v) else np.zeros(shape_of(v), jax.dtypes.float0)
+            for v in eqn.outvars
+        ]
+        pairs = [
+            *zip(results, eqn.outvars, strict=True),
+            *zip(back(every), eqn.invars, strict=True),
+        ]
+        return [x for x, v in pairs if is_inexact(v)]
 
     cotangents = [spec_of(v) for v in eqn.outvars if is_inexact(v)]
     return inline(jax.make_jaxpr(pull)(operands, cotangents), eqn.invars, eqn)

@@ -53,37 +53,6 @@ def draw_own(eqn: JaxprEqn, _: JaxprEqn, number: Any, operands: Arrays) -> Array
     return single(eqn).run(jnp.vectorize(jax.random.fold_in)(key, number), *others)
 
 
-def draws_grow(graph: Graph, twin: Graph) -> bool:
-    """Whether something that is drawn has another shape in a trace for another size of batch.
-
-    Raises PipeshardError where the two do not draw in the same places.
-    """
-    return any(other is not None for other in _growing(graph, twin))
-
-
-def _growing(graph: Graph, twin: Graph) -> list[JaxprEqn | None]:
-    """Per equation the twin's, where it draws what grows, or has such inside."""
-    mine, theirs = ([e for e in g.equations if contains(e, DRAWS)] for g in (graph, twin))
-    if [e.primitive for e in mine] != [e.primitive for e in theirs]:
-        raise PipeshardError(
-            "the loss draws other random numbers for another size of batch: write it the same for "
-            "every size"
-        )
-    found: list[JaxprEqn | None] = []
-    for eqn in graph.equations:
-        # Both draw in the same order, so that the first one left is this one's twin.
-        other = theirs.pop(0) if contains(eqn, DRAWS) else None
-        found.append(other if other is not None and _grows(eqn, other) else None)
-    return found
-
-
-def _grows(eqn: JaxprEqn, twin: JaxprEqn) -> bool:
-    if eqn.primitive.name in DRAWS:
-        made, key = (eqn.outvars[0], twin.outvars[0]), (eqn.invars[0], twin.invars[0])
-        return bool(axes_of(made)) and not axes_of(key)
-    return any(draws_grow(a, b) for a, b in zip(_bodies(eqn), _bodies(twin), strict=True))
-
-
 def _bodies(eqn: JaxprEqn) -> list[Graph]:
     """The functions that an equation runs."""
     functions = [eqn.params[key] for key in BODIES if key in eqn.params]
@@ -95,20 +64,28 @@ def redraw(graph: Graph, twin: Graph, draw: Draw) -> tuple[Graph, dict[Var, Atom
 
     twin  the same function for another size of batch
 
-    Returns the new graph, and what stands in it for variables of the old one. Raises PipeshardError
-    where that cannot be done.
+    Returns the new graph, and what stands in it for variables of the old one: nothing where no draw
+    grows. Raises PipeshardError where that cannot be done, or the two draw in other places.
     """
     number = Var(jax.typeof(np.uint32(0)))
     equations: list[JaxprEqn] = []
     consts = dict(graph.consts)
     names: dict[Var, Atom] = {}
-    for eqn, other in zip(graph.equations, _growing(graph, twin), strict=True):
+    mine, theirs = ([e for e in g.equations if contains(e, DRAWS)] for g in (graph, twin))
+    if [e.primitive for e in mine] != [e.primitive for e in theirs]:
+        raise PipeshardError(
+            "the loss draws other random numbers for another size of batch: write it the same for "
+            "every size"
+        )
+    twins = iter(theirs)
+    for eqn in graph.equations:
         eqn = renamed(eqn, names)
-        if other is None:
+        # Both draw in the same order.
+        new = _again(draw, eqn, next(twins)) if contains(eqn, DRAWS) else None
+        if new is None:
             equations.append(eqn)
             continue
         # Traced anew, with the number as one more operand; what it made has other variables then.
-        new = partial(draw if eqn.primitive.name in DRAWS else partial(_inside, draw), eqn, other)
         operands = [number, *eqn.invars]
         traced = jax.make_jaxpr(lambda n, *xs, new=new: new(n, list(xs)))(*map(spec_of, operands))
         part = inline(traced, operands, eqn)
@@ -119,14 +96,22 @@ def redraw(graph: Graph, twin: Graph, draw: Draw) -> tuple[Graph, dict[Var, Atom
     return Graph([*graph.inputs, number], outputs, equations, consts), names
 
 
-def _inside(draw: Draw, eqn: JaxprEqn, twin: JaxprEqn, number: Any, xs: Arrays) -> Arrays:
-    """An equation that runs others, with the draws in these made by `draw`."""
+def _again(draw: Draw, eqn: JaxprEqn, twin: JaxprEqn) -> Callable[[Any, Arrays], Arrays] | None:
+    """An equation with the draws in it made by `draw`; None where none of them grows."""
+    if eqn.primitive.name in DRAWS:
+        made, key = (eqn.outvars[0], twin.outvars[0]), (eqn.invars[0], twin.invars[0])
+        return partial(draw, eqn, twin) if axes_of(made) and not axes_of(key) else None
+    pairs = zip(_bodies(eqn), _bodies(twin), strict=True)
+    parts = [redraw(mine, theirs, draw) for mine, theirs in pairs]
+    graphs = [graph for graph, _ in parts]
+    return partial(_inside, eqn, graphs) if any(names for _, names in parts) else None
+
+
+def _inside(eqn: JaxprEqn, graphs: list[Graph], number: Any, xs: Arrays) -> Arrays:
+    """An equation that runs others, which are these now, on its operands."""
     name, params = eqn.primitive.name, eqn.params
-    # [1] Its functions, drawing anew: they close over the number.
-    functions = []
-    for body, other in zip(_bodies(eqn), _bodies(twin), strict=True):
-        again, _ = redraw(body, other, draw)
-        functions.append(lambda *xs, again=again: again.run(*xs, number))
+    # [1] Its functions close over the number.
+    functions = [lambda *xs, graph=graph: graph.run(*xs, number) for graph in graphs]
     # [2] The same around these. Operands are constants first, then what is carried, then slices.
     if name in CHECKPOINTS:
         options = {key: params[key] for key in ("policy", "prevent_cse")}

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from operator import add
 from typing import Any
 
@@ -14,18 +13,14 @@ from jax.extend.core import Var
 
 from pipelab.pipeshard.arrays import (
     PipeshardError,
-    dtype_of,
     is_inexact,
-    is_key_type,
     shape_of,
 )
-from pipelab.pipeshard.batch.draws import draw_in_pieces, redraw
 from pipelab.pipeshard.batch.reduction import Reductions
 from pipelab.pipeshard.batch.tags import FIXED, Role, Tag
 from pipelab.pipeshard.method import Pipeshard
 from pipelab.pipeshard.tracing import Arguments, TracedStep, trace, trace_again
-from pipelab.runtime.jax.host import alike, words
-from pipelab.runtime.jax.jaxpr import Arrays, Atom, Graph, rounding_unit
+from pipelab.runtime.jax.jaxpr import Arrays, Atom, Graph
 
 
 class How(Enum):
@@ -96,20 +91,14 @@ def combinations(
     except PipeshardError as error:
         if samples > 1:
             raise
-        # A single sample may be written otherwise and be the same: what is (1, 6) already needs no
-        # equation to make it so.
-        single_sample = error
-    # So what is read off is a batch of two, and whether one counts as it does is tried out.
-    pair = trace_again(step, arguments, 2)
-    more = max(arguments.samples, 3)
-    large = whole if more == arguments.samples else trace_again(step, arguments, more)
-    combine, _, exact = _combined(pair, large, (2, more), method.reduce)
-    if exact and not _same_alone(piece, pair, combine, arguments.values):
+        # Is it the batch, or that one sample is treated otherwise than two are?
+        pair = trace_again(step, arguments, 2)
+        _combined(pair, trace_again(step, arguments, 4), (2, 4), method.reduce)
         raise PipeshardError(
             "a micro-batch of one sample is not treated as one of two or more: write the loss the "
-            f"same for every size of batch, or ask for fewer micro-batches ({single_sample})"
-        )
-    return combine, {}, exact
+            "same for every size of batch (squeeze(-1), not squeeze()), or ask for fewer "
+            f"micro-batches ({error})"
+        ) from None
 
 
 def _combined(
@@ -126,44 +115,6 @@ def _combined(
         else:
             combine.append(_of_aux(i - 1, tag, pair[0], found.axis_of(pair), reduce))
     return combine, found.axes, exact
-
-
-def _same_alone(one: TracedStep, two: TracedStep, combine: list[Combine], given: Arrays) -> bool:
-    """Whether a loss is that of its samples one by one; tried out with random numbers.
-
-    First of any sign; then, since the loss may take logarithms or roots, of positive ones. Whole
-    numbers, such as labels, are drawn from those that are given.
-    """
-    tried = False
-    # A thousand roundings, at most 5 %: what treats one sample otherwise is off by more.
-    off = min(0.05, 1000 * float(rounding_unit(two.loss.equations, two.parameters).eps))
-    drawn_alike, _ = redraw(two.loss, one.loss, partial(draw_in_pieces, 2, False))
-    undivided = jax.jit(gradient_of(drawn_alike))
-    for seed in range(2):
-        random = np.random.default_rng(seed)
-        pairs = zip(two.arguments, given, strict=True)
-        values = [_random(random, v, x, positive=bool(seed)) for v, x in pairs]
-        known = dict(zip(two.arguments, values, strict=True))
-        parameters = [known[v] for v in two.parameters.values()]
-        expected = undivided(parameters, [*values, np.uint32(0)])
-        # Numbers at which the loss is not finite have shown nothing.
-        tried |= bool(np.isfinite(expected[0]))
-        got = in_pieces(one, one.loss, combine, values, 2)
-        if not alike(map(words, got), map(words, expected), limit=off):
-            return False
-    return tried
-
-
-def _random(random: np.random.Generator, v: Var, like: Any, positive: bool) -> Any:
-    """An array of this type; entries that are not real numbers are some of `like`."""
-    kind, shape = dtype_of(v), shape_of(v)
-    if is_key_type(kind):
-        return jnp.zeros(shape, kind)
-    if is_inexact(v):
-        numbers = random.normal(size=shape)
-        return jnp.asarray(abs(numbers) if positive else numbers, kind)
-    known = [0, 1] if isinstance(like, jax.ShapeDtypeStruct) else np.ravel(like)
-    return jnp.asarray(random.choice(known, shape), kind)
 
 
 def gradient_of(loss: Graph, share: float = 1) -> Callable[[Arrays, Arrays], Arrays]:

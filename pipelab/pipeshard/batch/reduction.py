@@ -12,6 +12,8 @@ Anything else is *mixed*: a maximum over the batch, a square root of a mean, a p
 batch, and whatever an equation makes of samples that is not known here to keep them apart.
 """
 
+from collections import deque
+from collections.abc import Sequence
 from operator import itemgetter
 
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -31,8 +33,8 @@ from pipelab.pipeshard.batch.bodies import (
     only_adds,
     pullback,
 )
-from pipelab.pipeshard.batch.equation import Rules
 from pipelab.pipeshard.batch.primitives import DRAWS, RANDOM
+from pipelab.pipeshard.batch.rules import tag_of
 from pipelab.pipeshard.batch.tags import (
     FIXED,
     Known,
@@ -49,7 +51,7 @@ from pipelab.pipeshard.batch.tags import (
     paired,
     samples,
 )
-from pipelab.runtime.jax.jaxpr import Graph, Variables, carry_of, contains, place_of
+from pipelab.runtime.jax.jaxpr import Graph, Variables, carry_of, contains, place_of, variables
 
 
 class Reductions:
@@ -65,8 +67,8 @@ class Reductions:
     ) -> None:
         self.axes: dict[Var, int] = {}
         self._tags: dict[Pair, Tag] = {}
+        self._small: dict[Var, Var] = {}  # the larger one's variable -> the smaller one's
         self._known = Known(sizes)
-        self._rules = Rules(self._known, self.of)
         self._derived = True  # whether gradients are taken of what we are at
         tags = [Tag(Role.SAMPLES) if v in batch else FIXED for v in small.inputs]
         self._run((small, large), tags)
@@ -83,11 +85,11 @@ class Reductions:
 
     def axis_of(self, pair: Pair) -> int | None:
         """The dimension in which micro-batches can be joined: samples follow each other in it."""
-        v, tag = pair[0], self.of(pair)
-        axis = self.axes.get(v) if isinstance(v, Var) else None
+        tag, axes = self.of(pair), axes_of(pair)
+        axis = axes[0] if axes else None
         if axis is None or tag.role is Role.FIXED or not tag.inner:
             return axis
-        return axis if shape_of(v)[axis] == tag.inner * self._known.sizes[0] else None
+        return axis if shape_of(pair[0])[axis] == tag.inner * self._known.sizes[0] else None
 
     def _unequal(self, place: str = "") -> PipeshardError:
         return PipeshardError(
@@ -109,22 +111,47 @@ class Reductions:
         for pair in paired(small.consts, large.consts):
             tag = FIXED
             if not is_key_type(dtype_of(pair[0])):
-                self._known.arrays[pair[0]] = small.consts[pair[0]], large.consts[pair[1]]
+                self._known.arrays[pair] = small.consts[pair[0]], large.consts[pair[1]]
                 tag = self._known.tag(pair)
             self._note(pair, tag)
         # [2] Equations, which have to be the same.
-        for a, b in zip(small.equations, large.equations, strict=False):
+        equations = deque(small.equations)
+        for b in large.equations:
+            if self._is_left_out(b, equations):
+                continue
+            if not equations:
+                raise self._unequal()
+            a = equations.popleft()
             counts = [(len(eqn.invars), len(eqn.outvars)) for eqn in (a, b)]
             if a.primitive is not b.primitive or counts[0] != counts[1]:
                 raise self._unequal(f" ({a.primitive.name}, {place_of(a)})")
             self._step(a, b)
-        if len(small.equations) != len(large.equations):
+        if equations:
             raise self._unequal()
         # [3] Outputs.
         return list(map(self.of, paired(small.outputs, large.outputs)))
 
+    def _is_left_out(self, eqn: JaxprEqn, rest: Sequence[JaxprEqn]) -> bool:
+        """Whether it makes one sample many, so that jax has no such equation for a single one.
+
+        rest  the equations to come for a single one, which reads what is made many in its place
+        """
+        theirs = variables(eqn.invars)
+        if eqn.primitive.name != "broadcast_in_dim" or not theirs or self._known.sizes[0] > 1:
+            return False
+        mine = [self._small[v] for v in theirs]
+        ins, pair = paired(mine, theirs), (mine[0], eqn.outvars[0])
+        same = eqn.params["broadcast_dimensions"] == tuple(range(len(shape_of(mine[0]))))
+        there = rest and rest[0].primitive is eqn.primitive and rest[0].invars == mine
+        if there or not same or len(axes_of(pair)) != 1:
+            return False
+        self._tags[pair] = tag_of(self._known, eqn, eqn, ins, list(map(self.of, ins)), pair)
+        self._small[pair[1]] = pair[0]
+        return True
+
     def _note(self, pair: Pair, tag: Tag) -> None:
         self._tags[pair] = tag
+        self._small[pair[1]] = pair[0]
         if axes := axes_of(pair):
             self.axes[pair[0]] = axes[0]
 
@@ -145,12 +172,12 @@ class Reductions:
         elif name == "optimization_barrier":
             results = tags
         else:
-            results = [self._rules.tag(a, b, ins, tags, out) for out in outs]
+            results = [tag_of(self._known, a, b, ins, tags, out) for out in outs]
         # [2] What follows from the batch's size can be computed: that tells more than any rule.
         if all(pair in self._known for pair in ins) and name not in RANDOM:
             self._known.add_results(a, b)
         if name == "concatenate" and a.params["dimension"] == len(shape_of(a.outvars[0])) - 1:
-            self._rules.parts[a.outvars[0]] = ins
+            self._known.parts[a.outvars[0]] = list(zip(ins, tags, strict=True))
         for pair, tag in zip(outs, results, strict=True):
             if tag.role is Role.MIXED and pair in self._known:
                 tag = self._known.tag(pair, tag.why)

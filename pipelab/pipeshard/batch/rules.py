@@ -12,8 +12,8 @@ A rule looks at one result of an equation and says what its tag is, or leaves it
 """
 
 import math
-from collections.abc import Callable
 
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from pipelab.pipeshard.arrays import dtype_of, shape_of
@@ -38,6 +38,7 @@ from pipelab.pipeshard.batch.tags import (
     Tags,
     axes_of,
     inner_of,
+    join,
     mixed,
     samples,
 )
@@ -52,23 +53,16 @@ class Result:
     made     its dimensions that grow with the batch; `read` those of each operand
     axes     per operand the first of these
     grows    whether there are any
-    indexes  whether it is a gather or a scatter; `apart` if that keeps samples apart
+    apart    whether it keeps samples apart
     inner    how samples lie in the operands
     degree   of the result, or None where that has no answer
+    linear   whether a sum over samples stays one
     unclear  whether something is not known that could change with the size
     """
 
     def __init__(
-        self,
-        known: Known,
-        indexed: Callable[..., tuple[bool, Tag]],
-        a: JaxprEqn,
-        b: JaxprEqn,
-        ins: Pairs,
-        tags: Tags,
-        out: Pair,
+        self, known: Known, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags, out: Pair
     ) -> None:
-        """`indexed` tells whether a gather keeps samples apart: see `equation`."""
         self.known, self.eqn, self.ins, self.tags, self.out = known, a, ins, tags, out
         self.name = a.primitive.name
         self.read, self.made = [axes_of(pair) for pair in ins], axes_of(out)
@@ -77,51 +71,94 @@ class Result:
         # One dimension of the batch in each operand: of two, as in x[:, None] * x[None], none is
         # followed.
         plain = all(len(axes) < 2 for axes in self.read)
-        self.indexes = self.name == "gather" or self.name.startswith("scatter")
-        self.apart = self.indexes and plain
-        if self.apart:
-            self.apart, positions = indexed(a, ins, self.axes, tags[1])
+        if self.name != "gather" and not self.name.startswith("scatter"):
+            self.apart = keeps_apart(a, self.axes)
+        elif plain:
+            self.apart, positions = self._indexed()
             self.tags = [tags[0], positions, *tags[2:]]
+        else:
+            self.apart = False
         self.roles, self.inner = {tag.role for tag in self.tags}, inner_of(self.tags)
-        self.degree = self._degree()
+        self.degree, self.linear = self._growth()
         self.changed = not same_parameters(a, b)
         one = plain and len(self.made) < 2 and len(self.inner) < 2
         self.unclear = self.changed or not one or self.degree is None
 
-    def _degree(self) -> float | None:
+    def _growth(self) -> tuple[float | None, bool]:
+        """Its degree, if any, and whether a sum over samples stays one."""
         name, degrees = self.name, [tag.degree for tag in self.tags]
+        # What is fixed is no such sum.
+        fixed = [tag.role is Role.FIXED for tag in self.tags]
+        degree, linear = None if any(degrees) else 0.0, False
         if name in ("mul", "dot_general", "conv_general_dilated"):
-            return sum(degrees)
-        if not any(degrees):
-            return 0
-        # The matrix is fixed: the solution grows as the right side does.
-        if name == "triangular_solve" and not degrees[0]:
-            return degrees[1]
-        if name == "div" and not rounds(self.eqn):
-            return degrees[0] - degrees[1]
-        if name in KEEP and not any(degrees[1:]) and not rounds(self.eqn):
-            return degrees[0]
-        choice = INDEX.get(name)  # what only chooses may not grow
-        if name not in ADD or (choice is not None and degrees[choice]):
-            return None
-        # Operands that grow alike; zeros grow as anything does.
-        pairs = zip(self.ins, degrees, strict=True)
-        summed = [each for i, each in enumerate(pairs) if i != choice]
-        found = {degree for pair, degree in summed if not self.known.is_zero(pair)}
-        return found.pop() if len(found) == 1 else None
-
-    @property
-    def linear(self) -> bool:
-        """Whether a sum over samples stays one; what is fixed is no such sum."""
-        name, fixed = self.name, [tag.role is Role.FIXED for tag in self.tags]
-        if name in ("mul", "dot_general"):
             # A product of two sums is no sum.
-            return any(fixed)
-        if name == "triangular_solve":
-            return fixed[0]
-        if name in KEEP or name == "div":
-            return all(fixed[1:]) and not rounds(self.eqn)
-        return name in ADD and (name not in INDEX or fixed[INDEX[name]])
+            return sum(degrees), any(fixed)
+        if (name in KEEP or name in ("div", "triangular_solve")) and not rounds(self.eqn):
+            # What is kept is the first; of a fixed matrix and a right side the solution grows as
+            # the latter does.
+            main = int(name == "triangular_solve")
+            kept = degrees.pop(main)
+            linear = all(of for i, of in enumerate(fixed) if i != main)
+            if name == "div":
+                degree = kept - degrees[0]
+            elif not any(degrees):
+                degree = kept
+        elif name in ADD:
+            choice = INDEX.get(name)  # what only chooses may not grow
+            linear = choice is None or fixed[choice]
+            # Operands that grow alike; zeros grow as anything does.
+            pairs = zip(self.ins, degrees, strict=True)
+            summed = [each for i, each in enumerate(pairs) if i != choice]
+            found = {degree for pair, degree in summed if not self.known.is_zero(pair)}
+            if any(degrees) and len(found) == 1 and not (choice is not None and degrees[choice]):
+                degree = found.pop()
+        return degree, linear
+
+    def _indexed(self) -> tuple[bool, Tag]:
+        """Whether a gather or scatter keeps samples apart, and the tag of its indices.
+
+        x[jnp.arange(n), labels] does: row i of the indices is (i, labels[i]). Their first column
+        counts the samples, so that it is no mixture; the others say what they say of sample i.
+        """
+        numbers, positions = self.eqn.params["dimension_numbers"], self.tags[1]
+        batched = numbers.operand_batching_dims
+        if self.name == "gather":
+            theirs, asked = numbers.start_indices_batching_dims, numbers.start_index_map
+            single = numbers.collapsed_slice_dims
+        else:
+            theirs = numbers.scatter_indices_batching_dims
+            asked, single = numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims
+        # [1] The samples' dimension of the operand, and of the indices, but for their columns. A
+        #     scatter of, or into, what is no samples mixes them.
+        axis, at, *others = self.axes
+        columns = at == len(shape_of(self.eqn.invars[1])) - 1
+        if columns or (others and None in (axis, others[0])):
+            return False, positions
+        # [2] It is not indexed: then both have it, or the operand alone.
+        if axis is None:
+            return True, positions
+        if axis in batched:
+            return at == theirs[batched.index(axis)], positions
+        if axis not in asked:
+            return at is None, positions
+        # [3] It is indexed: the column that does has to count the samples.
+        column, rest = 0, [FIXED]
+        for part, tag in self.known.parts.get(self.ins[1][0], [(self.ins[1], positions)]):
+            width = shape_of(part[0])[-1]
+            if column != asked.index(axis):
+                rest.append(tag)
+            elif width != 1 or at is None or not self._counts(part, at):
+                return False, positions
+            column += width
+        return at is not None and axis in single, join(rest) or positions
+
+    def _counts(self, part: Pair, axis: int) -> bool:
+        """Whether indices, the last dimension of which is 1, are 0, 1, 2, ... along this one."""
+        if part not in self.known:
+            return False
+        # Both sizes have to count: one sample has 0 anyway.
+        moved = [np.moveaxis(np.asarray(x), axis, -1) for x in self.known.values(part)]
+        return all((x == np.arange(x.shape[-1])).all() for x in moved)
 
 
 def _mixed(result: Result) -> Tag | None:
@@ -219,15 +256,14 @@ def _reshaped(result: Result, tag: Tag) -> Tag:
     axis, made = result.read[0][0], result.made[0]
     if tag.inner == 0:  # in any order
         return tag
-    found = set()  # rows of a sample, at each size
-    for v, w, n in zip(result.ins[0], result.out, result.known.sizes, strict=True):
-        inner = tag.inner if tag.role is Role.SAMPLES else shape_of(v)[axis] // n
-        entries = inner * math.prod(shape_of(v)[axis + 1 :])  # of a sample, in a row
-        rows, rest = divmod(entries, math.prod(shape_of(w)[made + 1 :]))
-        if rest or not rows or shape_of(w)[made] % (n * rows):
-            return mixed(result.eqn)
-        found.add(rows)
-    return samples(tag.degree, found) if len(found) == 1 else mixed(result.eqn)
+    before, after = shape_of(result.ins[0][1]), shape_of(result.out[1])
+    n = result.known.sizes[1]
+    inner = tag.inner if tag.role is Role.SAMPLES else before[axis] // n
+    # Rows that the entries of a sample make, which lie in a row.
+    rows, rest = divmod(inner * math.prod(before[axis + 1 :]), math.prod(after[made + 1 :]))
+    if rest or not rows or after[made] % (n * rows):
+        return mixed(result.eqn)
+    return samples(tag.degree, [rows])
 
 
 def _kept(result: Result) -> Tag | None:
@@ -235,8 +271,7 @@ def _kept(result: Result) -> Tag | None:
     sizes = [shape_of(w)[result.made[0]] for w in result.out]
     pairs = zip(result.ins, result.axes, strict=True)
     whole = all(axis is None or [shape_of(v)[axis] for v in pair] == sizes for pair, axis in pairs)
-    apart = result.apart if result.indexes else keeps_apart(result.eqn, result.axes)
-    if not whole or not apart:
+    if not whole or not result.apart:
         return None
     degree = result.degree or 0
     if Role.SAMPLES in result.roles:
@@ -245,3 +280,9 @@ def _kept(result: Result) -> Tag | None:
 
 
 RULES = (_mixed, _fixed, _random, _reduced, _summed, _copied, _kept)
+
+
+def tag_of(known: Known, a: JaxprEqn, b: JaxprEqn, ins: Pairs, tags: Tags, out: Pair) -> Tag:
+    """The tag of one result of an equation with these operands."""
+    result = Result(known, a, b, ins, tags, out)
+    return next(filter(None, (rule(result) for rule in RULES)), None) or mixed(a)

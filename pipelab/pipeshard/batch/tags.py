@@ -103,36 +103,38 @@ class Known:
     They are computed at both sizes, but only when somebody asks for them.
 
     arrays  what is computed by now
+    parts   an array of indices -> what it was joined of, with tags
     """
 
     def __init__(self, sizes: tuple[int, int]) -> None:
         self.sizes = sizes
-        self.arrays: dict[Var, Pair] = {}
-        self._makers: dict[Var, Pair] = {}  # the equations that make it
+        self.arrays: dict[Pair, Pair] = {}
+        self.parts: dict[Var, list[tuple[Pair, Tag]]] = {}
+        self._makers: dict[Pair, Pair] = {}  # the equations that make it
 
     def add_results(self, a: JaxprEqn, b: JaxprEqn) -> None:
         """Results of an equation with known operands."""
-        self._makers.update(dict.fromkeys(a.outvars, (a, b)))
+        self._makers.update(dict.fromkeys(paired(a.outvars, b.outvars), (a, b)))
 
     def __contains__(self, pair: Pair) -> bool:
-        return isinstance(pair[0], Literal) or pair[0] in self.arrays or pair[0] in self._makers
+        return isinstance(pair[0], Literal) or pair in self.arrays or pair in self._makers
 
     def values(self, pair: Pair) -> Pair:
         a, b = pair
         if isinstance(a, Literal):
             return a.val, b.val
-        if a not in self.arrays:
-            self.arrays.update(self._evaluate(*self._makers[a]))
-        return self.arrays[a]
+        if pair not in self.arrays:
+            self.arrays.update(self._evaluate(*self._makers[pair]))
+        return self.arrays[pair]
 
     def is_zero(self, pair: Pair) -> bool:
         return pair in self and not any(np.any(np.asarray(x)) for x in self.values(pair))
 
-    def _evaluate(self, a: JaxprEqn, b: JaxprEqn) -> dict[Var, Pair]:
+    def _evaluate(self, a: JaxprEqn, b: JaxprEqn) -> dict[Pair, Pair]:
         operands = list(map(self.values, paired(a.invars, b.invars)))
         small = single(a).run(*(x for x, _ in operands))
         large = single(b).run(*(y for _, y in operands))
-        return dict(zip(a.outvars, paired(small, large), strict=True))
+        return dict(zip(paired(a.outvars, b.outvars), paired(small, large), strict=True))
 
     def tag(self, pair: Pair, why: str = "") -> Tag:
         """By what it is at both sizes; `why` it is mixed, if it is."""

@@ -1,4 +1,4 @@
-"""Arrays on the host: their numbers, whether two are alike, and digests.
+"""Arrays on the host: their numbers, and digests.
 
 By digests, processes find that they were not given the same. They are the same in all processes: no
 object's address or hash is in them.
@@ -23,16 +23,6 @@ def as_numbers(value: Any) -> np.ndarray | None:
     if isinstance(value, jax.Array):
         return np.asarray(words(value)) if value.is_fully_addressable else None
     return value if isinstance(value, np.ndarray) and not value.dtype.hasobject else None
-
-
-def alike(found: Iterable[Any], wanted: Iterable[Any], *, limit: float) -> bool:
-    """Whether all arrays are equal, up to this part of one's largest number; nan equals nan."""
-    for a, b in zip(found, wanted, strict=True):
-        a, b = (np.asarray(array, complex) for array in (a, b))
-        largest = np.abs(b[np.isfinite(b)]).max(initial=0)
-        if not np.allclose(a, b, rtol=0, atol=limit * largest, equal_nan=True):
-            return False
-    return True
 
 
 def digest(*texts: Any) -> str:

@@ -122,27 +122,23 @@ def passes(run: Callable, shapes: Groups) -> Passes:
 class Pullback:
     """How devices share a backward: here they run it together, and the compiler divides it.
 
-    backward  of a device: (cotangents, kept) -> gradients of the parameters and of the inputs
-    own       the way of an array that is each device's own. There are ways for those that devices
-              run apart (`pipeshard.unreduced`); here all are None
+    passes  of a device
+    seeds   the ways of the gradients of the outputs, `kept` of what its backward reads, `back` of
+            the gradients of the inputs
+    own     the way of an array that is each device's own. There are ways for those that devices
+            run apart (`pipeshard.unreduced`); here all are None
     """
 
     own: Any = None
 
-    def __init__(self, backward: Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]) -> None:
-        self.backward = backward
+    def __init__(self, passes: Passes, inputs: int) -> None:
+        self.passes, self.back = passes, [self.own] * inputs
+        self.seeds = [self.own] * passes.results[0].num_leaves
+        self.kept = [self.own] * len(passes.kept)
 
     def sums(self, parameters: Specs) -> Specs:
         """The sums of the parameters' gradients."""
         return parameters
-
-    def operands(self, cotangents: list[Specs], kept: Specs) -> tuple[Any, list[Any]]:
-        """A device's part of these, and the way of each array."""
-        return (cotangents, kept), [None] * len(jax.tree.leaves((cotangents, kept)))
-
-    def inputs(self, count: int) -> list[Any]:
-        """The ways of the gradients of the inputs."""
-        return [None] * count
 
     def each(self, run: Callable, given: Sequence[Any], made: Sequence[Any]) -> Callable:
         """`run`, on each device: arrays that go there by their ways -> arrays."""
@@ -190,23 +186,22 @@ class Compiled:
         made = _lying(self.forward, passes.forward.outputs)
         self.kept_shapes = [[*flat, *made][i] for i in self.kept]
         # [2] The backward adds to sums, whose memory it takes (donated).
-        shared = pullback or Pullback(passes.backward)
         parameters, self.inputs = map(jax.tree.leaves, (arguments.parameters, arguments.inputs))
+        shared = pullback or Pullback(passes, len(self.inputs))
         sums = shared.sums(parameters)
-        outputs = made[: passes.results[0].num_leaves]
-        counts = readers or [1] * len(outputs)
-        cotangents = [[x] * count for x, count in zip(outputs, counts, strict=True)]
+        counts = readers or [1] * passes.results[0].num_leaves
+        cotangents = [[x] * count for x, count in zip(made, counts, strict=False)]
         given, tree = jax.tree.flatten((cotangents, self.kept_shapes))
-        mine, ways = shared.operands(cotangents, self.kept_shapes)
-        back = shared.inputs(len(self.inputs))
+        ways = [way for way, n in zip(shared.seeds, counts, strict=True) for _ in range(n)]
+        ways += shared.kept
 
         def pull(cotangents: list[Arrays], kept: Arrays) -> tuple[Arrays, Arrays]:
-            return shared.backward([reduce(add, parts) for parts in cotangents], kept)
+            return shared.passes.backward([reduce(add, parts) for parts in cotangents], kept)
 
         def gradients(*given: Any) -> Arrays:
             return list(chain(*pull(*jax.tree.unflatten(tree, given))))
 
-        run = shared.each(gradients, ways, [*[shared.own] * len(sums), *back])
+        run = shared.each(gradients, ways, [*[shared.own] * len(sums), *shared.back])
 
         def backward(sums: Arrays, cotangents: list[Arrays], kept: Arrays) -> Any:
             made = run(*jax.tree.leaves((cotangents, kept)))
@@ -224,33 +219,36 @@ class Compiled:
         if Kind.B in kinds:
             self.backward = build(backward, where, sums, cotangents, self.kept_shapes, donate=0)
         if Kind.I in kinds:
-            self._build_in_two(build, shared, pull, given, (mine, ways), sums)
+            self._build_in_two(build, shared, pull, counts, given, ways, sums)
 
     def _build_in_two(
         self,
         build: Callable,
         shared: Pullback,
         pull: Callable,
+        counts: Sequence[int],
         given: Specs,
-        operands: tuple[Any, list[Any]],
+        ways: list[Any],
         sums: Specs,
     ) -> None:
         """I and W; what I leaves for W lies as the compiler chooses."""
-        mine, ways = operands
+        forward, back = shared.passes.forward, shared.back
+        every = list(map(spec_of, [*forward.inputs, *forward.outputs]))
+        outputs = zip(every[len(forward.inputs) :], counts, strict=False)
+        mine = [[x] * n for x, n in outputs], [every[i] for i in shared.passes.kept]
         now, later, self.read, self.unsplit = split_backward(pull, *mine)
-        back = shared.inputs(len(self.inputs))
         crossing = len(now.outputs) - len(back)
         first = shared.each(now.run, ways, [*back, *[shared.own] * crossing])
         places = [*(x.sharding for x in self.inputs), *[None] * crossing]
         self.input_grad = build(first, places, *given)
-        every = [*given, *_lying(self.input_grad, jax.eval_shape(first, *given))[len(back) :]]
+        whole = [*given, *_lying(self.input_grad, jax.eval_shape(first, *given))[len(back) :]]
         ways = [*ways, *[shared.own] * crossing]
         second = shared.each(later.run, [ways[i] for i in self.read], [shared.own] * len(sums))
 
         def weight_grad(sums: Arrays, read: Arrays) -> Any:
             return list(map(jnp.add, sums, second(*read))), DONE
 
-        read, where = [every[i] for i in self.read], ([x.sharding for x in sums], None)
+        read, where = [whole[i] for i in self.read], ([x.sharding for x in sums], None)
         self.weight_grad = build(weight_grad, where, sums, read, donate=0)
 
     def results(self, made: Arrays) -> tuple[Any, Any]:
