@@ -240,18 +240,6 @@ class Timeline:
         """When each action's input is on its device (-inf: it takes none)."""
         return arrivals(self.schedule, self.spans)
 
-    def to_frame(self):
-        """The spans as a pandas DataFrame, one row per action (needs pandas)."""
-        import pandas as pd
-
-        names = ("device", "stage", "kind", "microbatch", "version", "start", "end")
-        rows = []
-        for span in self.spans:
-            stage, kind, microbatch = span.action
-            cells = span.device, stage, kind.name, microbatch, span.version, span.start, span.end
-            rows.append(cells)
-        return pd.DataFrame(rows, columns=names)
-
 
 def scale_of(largest: float, units: tuple[tuple[float, str], ...]) -> tuple[float, str]:
     """The largest unit that `largest` reaches, as (factor, name)."""

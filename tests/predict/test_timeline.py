@@ -185,21 +185,6 @@ def test_a_part_has_the_spans_of_its_batches(case, draw):
     assert part.source == whole.source
 
 
-def test_the_frame_has_a_row_per_action():
-    frame = simulate(make("gpipe", 2, 2)).to_frame()
-    assert list(frame.columns) == [
-        "device",
-        "stage",
-        "kind",
-        "microbatch",
-        "version",
-        "start",
-        "end",
-    ]
-    assert frame[frame.kind == "B"].end.max() == 9
-    assert len(frame) == 10
-
-
 def test_the_trace_has_transfers_and_arrows():
     t = simulate(make("gpipe", 2, 2), Costs(transfer=0.5))
     trace = json.loads(json.dumps(to_trace(t)))
