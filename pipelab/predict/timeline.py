@@ -67,15 +67,6 @@ class Timeline:
         return [span.end for span in self.spans]
 
     @cached_property
-    def sent(self) -> list[float]:
-        """When each action's input left another device; nan: it came from its own."""
-        return [math.nan if span.sent is None else span.sent for span in self.spans]
-
-    @cached_property
-    def arrived(self) -> list[float]:
-        return [math.nan if span.arrived is None else span.arrived for span in self.spans]
-
-    @cached_property
     def batch(self) -> list[int]:
         """The batch of each action's micro-batch; of an update, that of its first one."""
         s = self.schedule
