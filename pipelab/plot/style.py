@@ -98,9 +98,10 @@ def title(ax: Axes, text: str) -> None:
 def legend(
     ax: Axes, handles: Sequence[Artist] | None = None, size: float = 8.0, **look: Any
 ) -> None:
-    """A legend in one row above the right end: of the handles, or of all that has a label."""
+    """A legend in one row above the right end: of the handles, or of all that has a label, once."""
     if handles is None:
-        handles = ax.get_legend_handles_labels()[0]
+        found, labels = ax.get_legend_handles_labels()
+        handles = [*dict(zip(labels, found, strict=True)).values()]
     ax.legend(
         handles=handles,
         loc="lower right",

@@ -154,9 +154,8 @@ def number(
     truth: float,
     hint: str = "",
     slips: Mapping[Any, str] | None = None,
-    tolerance: float = 0.005,
 ) -> Judged:
-    """Any number within `tolerance` (relative) of the truth, of whatever type.
+    """Any number as close as `is_close` has it, of whatever type.
 
     slips  numbers that a likely mistake gives: the hint for it, in the place of `hint`
 
@@ -165,9 +164,9 @@ def number(
     """
     value = read_number(answer)
     for slip, its_hint in (slips or {}).items():
-        if is_close(value, slip, tolerance):
+        if is_close(value, slip):
             hint = its_hint
-    if not is_close(value, truth, tolerance):
+    if not is_close(value, truth):
         yield f"{value:g}. {hint}"
 
 
