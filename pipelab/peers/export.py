@@ -21,7 +21,6 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from pipelab import __version__
 from pipelab.optimize.cut.uniform import uniform
 from pipelab.predict.costs import Costs
 from pipelab.predict.simulate import simulate
@@ -74,7 +73,6 @@ def export(
             "exported": float(simulate(table, costs).makespan),
         },
         "sha256": hashlib.sha256(csv.encode()).hexdigest(),
-        "pipelab": __version__,
     }
     files = {"schedule.csv": csv, "plan.json": json.dumps(plan, indent=1) + "\n"}
     if engine == "torchtitan":

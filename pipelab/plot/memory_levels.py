@@ -1,7 +1,6 @@
 """Memory: bytes over time on one device, and the peaks of all devices, stacked by cause."""
 
 from operator import add
-from typing import Any
 
 from matplotlib.axes import Axes
 
@@ -43,17 +42,17 @@ def peaks(items: dict[str, Memory], ax: Axes | None = None) -> Axes:
     factor, unit = scale_of(largest, style.BYTES)
     upright = len(items) > 2  # names of many bars have no room side by side
     width = 0.8 / len(items)
+    labelled = set()
     for j, (name, m) in enumerate(items.items()):
         x = [d + (j - (len(items) - 1) / 2) * width for d in range(m.devices)]
         held = [m.at_peak(d) for d in range(m.devices)]
         bottom = [0.0] * m.devices
         for cause in MEMORY_CAUSES:
             height = [of_device[cause] / factor for of_device in held]
-            look: dict[str, Any] = {
-                "color": style.MEMORY_CAUSES[cause],
-                "label": cause if any(height) else "",
-            }
-            bars = ax.bar(x, height, width * 0.9, bottom, **look)
+            bars = ax.bar(x, height, width * 0.9, bottom, color=style.MEMORY_CAUSES[cause])
+            if any(height) and cause not in labelled:
+                bars.set_label(cause)
+                labelled.add(cause)
             bottom = [*map(add, bottom, height)]
         if len(items) > 1:
             turn = 90 if upright else 0

@@ -98,10 +98,9 @@ def title(ax: Axes, text: str) -> None:
 def legend(
     ax: Axes, handles: Sequence[Artist] | None = None, size: float = 8.0, **look: Any
 ) -> None:
-    """A legend in one row above the right end: of the handles, or of all that has a label, once."""
+    """A legend in one row above the right end: of the handles, or of all that has a label."""
     if handles is None:
-        found, labels = ax.get_legend_handles_labels()
-        handles = [*dict(zip(labels, found, strict=True)).values()]
+        handles = ax.get_legend_handles_labels()[0]
     ax.legend(
         handles=handles,
         loc="lower right",

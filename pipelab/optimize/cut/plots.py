@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 
 from pipelab.optimize.cut import Partition, Profile, Stage
@@ -12,7 +13,7 @@ from pipelab.plot.timeline import bar, idle
 from pipelab.table.action import Kind
 
 SLOWEST, OTHERS = style.lighter(style.ORANGE, 0.2), style.lighter(style.BLUE, 0.3)
-PACE: dict[str, Any] = {"color": "black", "lw": 1.4, "label": "pace: the slowest stage or link"}
+PACE: dict[str, Any] = {"color": "black", "lw": 1.4}
 
 
 def partition(
@@ -39,6 +40,7 @@ def partition(
     # To the right of the bars are words.
     ax.set_xlim(0, longest * 1.3)
     row, ticks, names = 0, [], []
+    entries: dict[str, Artist] = {}  # of the legend: of what is there
     for name, found in items.items():
         pace = scale * found.bottleneck
         ax.plot([pace] * 2, [row - 0.5, row + len(found.stages) - 0.5], "--", **PACE)
@@ -46,9 +48,9 @@ def partition(
         first = 0
         for s, stage in enumerate(found.stages):
             background = idle(ax, row, pace)
-            _stage(ax, row, found, stage, first, scale)
+            entries |= _stage(ax, row, found, stage, first, scale)
             if stage.time < found.bottleneck:
-                background.set_label("idle")
+                entries["idle"] = background
             last = first + len(stage.layers) - 1
             layers = f"layers {first} to {last}" if last > first else f"layer {first}"
             share = 1 - stage.time / found.bottleneck
@@ -61,24 +63,31 @@ def partition(
     style.lanes(ax, ticks, names)
     ax.set_ylim(row - 1.45, -1.1 if next(iter(items)) else -0.6)  # room for the first name
     ax.set_xlabel(unit)
-    style.legend(ax)
+    entries["pace: the slowest stage or link"] = ax.lines[0]
+    for label, artist in entries.items():
+        artist.set_label(label)
+    style.legend(ax, [*entries.values()])
     return ax
 
 
-def _stage(ax: Axes, row: int, found: Partition, stage: Stage, first: int, scale: float) -> None:
+def _stage(
+    ax: Axes, row: int, found: Partition, stage: Stage, first: int, scale: float
+) -> dict[str, Artist]:
     """A box per layer of a stage, the first layer's number being `first`; then its all-reduce."""
     slowest = stage.time == max(other.time for other in found.stages)
     colour, left = SLOWEST if slowest else OTHERS, 0.0
-    label = "layers of the slowest stage" if slowest else "of the others"
+    entries: dict[str, Artist] = {}
     for number, i in enumerate(stage.layers, first):
         width = scale * found.profile.layers[i].time / stage.replicas
-        bar(ax, row, left, left + width, colour, lw=0.8, label=label)
+        box = bar(ax, row, left, left + width, colour, lw=0.8)
+        entries["layers of the slowest stage" if slowest else "of the others"] = box
         # Numbers that do not fit would cover each other.
         if width > ax.get_xlim()[1] * 0.025:
             style.label(ax, left + width / 2, row, str(number), 9, colour)
         left += width
     if stage.allreduce:
-        bar(ax, row, left, scale * stage.time, style.GREY, lw=0.8, label="all-reduce")
+        entries["all-reduce"] = bar(ax, row, left, scale * stage.time, style.GREY, lw=0.8)
+    return entries
 
 
 def profile(found: Profile, ax: Axes | None = None) -> Axes:
