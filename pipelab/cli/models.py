@@ -50,11 +50,11 @@ def small_model(
         loss, blocks = next_token_loss, (count or max(6, schedule.stages + 2)) - 2
         layers = gpt2(vocabulary=1024, length=32, width=64, blocks=blocks, dropout=dropout)
         batches = data.batches(data.corpus(1024).tokens, schedule.batches, size, 32, seed)
-    stages = cut(layers, schedule, balance, batches[0], loss, replicas=replicas)
+    stages = into_stages(layers, schedule, balance, batches[0], loss, replicas=replicas)
     return stages, batches, loss, partial(torch.optim.SGD, lr=0.05)
 
 
-def cut(
+def into_stages(
     layers: list[Any],
     schedule: Schedule,
     balance: Balance,

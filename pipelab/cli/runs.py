@@ -15,7 +15,7 @@ from tyro.conf import Positional, arg
 import pipelab
 from pipelab import Costs, diagnose, explain, fit, simulate, validate
 from pipelab.cli.files import check_targets, read_csv, write_figure
-from pipelab.cli.models import Training, cut, jax_model, small_model
+from pipelab.cli.models import Training, into_stages, jax_model, small_model
 from pipelab.cli.options import (
     NAMES,
     Balance,
@@ -202,7 +202,9 @@ def train_command(
     schedule = validate(table.make())
     torch.manual_seed(o.seed)
     layers, batches, loss, length = o.model(steps)
-    stages = cut(layers, schedule, balance, batches[0], loss, replicas=o.replicas, device=device)
+    stages = into_stages(
+        layers, schedule, balance, batches[0], loss, replicas=o.replicas, device=device
+    )
     other = balance != "uniform"
     name = o.name + other * f" balance={[len(stage) for stage in stages]}"
     if first and other:

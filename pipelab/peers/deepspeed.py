@@ -16,7 +16,7 @@ import io
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -33,20 +33,12 @@ from pipelab.runtime.torch.stage import Loss, OptimizerFactory
 from pipelab.table.action import Action, Kind
 from pipelab.table.schedule import Schedule
 
-# Its instructions, and what we call them; the others move or add up what is there.
-KINDS = {
-    "ForwardPass": Kind.F,
-    "BackwardPass": Kind.B,
-    "OptimizerStep": Kind.U,
-    "SendActivation": Kind.SEND_F,
-    "RecvActivation": Kind.RECV_F,
-    "SendGrad": Kind.SEND_B,
-    "RecvGrad": Kind.RECV_B,
-}
+# What it computes, and what we call that; its other instructions move or add up what is there.
+KINDS = {"ForwardPass": Kind.F, "BackwardPass": Kind.B, "OptimizerStep": Kind.U}
 
 
-def schedule_of(stages: int, micro_batches: int, *, transfers: bool = False) -> Schedule:
-    """DeepSpeed's TrainSchedule as a table; with its sends and receives if `transfers`.
+def schedule_of(stages: int, micro_batches: int, kinds: Mapping[str, Kind] = KINDS) -> Schedule:
+    """DeepSpeed's TrainSchedule as a table, of these of its instructions.
 
     Its instructions name buffers, not micro-batches: the k-th of a kind is of micro-batch k.
     """
@@ -55,8 +47,8 @@ def schedule_of(stages: int, micro_batches: int, *, transfers: bool = False) -> 
         seen: Counter[Kind] = Counter()
         row = []
         for instruction in (i for step in _train_schedule(stages, micro_batches, s) for i in step):
-            kind = KINDS.get(instruction.name)
-            if kind is not None and (transfers or kind <= Kind.U):
+            kind = kinds.get(instruction.name)
+            if kind is not None:
                 row.append(Action(s, kind, seen[kind]))
                 seen[kind] += 1
         rows.append(row)
@@ -130,9 +122,8 @@ def annotate(engine: Any) -> None:
     """
     methods = dict(engine._INSTRUCTION_MAP)  # of all engines
     for instruction, method in methods.items():
-        kind = KINDS.get(instruction.__name__, Kind.SEND_F)
-        if kind <= Kind.U:
-            methods[instruction] = _named(engine, kind, method)
+        if instruction.__name__ in KINDS:
+            methods[instruction] = _named(engine, KINDS[instruction.__name__], method)
     engine._INSTRUCTION_MAP = methods
 
 

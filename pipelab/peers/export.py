@@ -1,7 +1,7 @@
 """The way out: a schedule as a folder that another engine trains from.
 
 schedule.csv  the table, as torch loads it ("compute_only")
-plan.json     sizes, placement, layers a stage, simulated makespans, versions, the table's hash
+plan.json     sizes, placement, layers a stage, simulated makespans, the table's hash
 check.py      one step by the table in torch's runtime, on CPU toys, against one device
 train.py      for torch: trains by the table under torchrun
 options.txt   for torchtitan 0.3 (on torch 2.14 or newer): its command-line options
@@ -17,7 +17,6 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -74,7 +73,6 @@ def export(
             "exported": float(simulate(table, costs).makespan),
         },
         "sha256": hashlib.sha256(csv.encode()).hexdigest(),
-        "versions": {name: _version(name) for name in ("pipelab", "torch")},
     }
     files = {"schedule.csv": csv, "plan.json": json.dumps(plan, indent=1) + "\n"}
     if engine == "torchtitan":
@@ -117,14 +115,6 @@ def _shared_out(layers: Sequence[int], table: Schedule) -> list[int]:
             "for all"
         )
     return check_counts(**{f"layers of stage {s}": count for s, count in enumerate(layers)})
-
-
-def _version(package: str) -> str | None:
-    """None for a package that is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 # ---- torchtitan

@@ -19,7 +19,7 @@ from pipelab.predict.costs import Costs, Recompute
 from pipelab.predict.memory import memory_used, shares
 from pipelab.predict.simulate import compute_seconds, simulate, transfer_seconds
 from pipelab.table.action import Kind, ScheduleError, check_counts, check_type
-from pipelab.table.placement import check_placement, loop_placement
+from pipelab.table.placement import check_placement, loop_placement, stages_of
 from pipelab.table.schedule import Schedule
 
 ROUNDING = 1e-9
@@ -143,9 +143,8 @@ class _Stage:
     drain: float = 0.0  # after the last b: until the stages before have made theirs, and w and u
 
 
-def _stages(costs: Costs, home: Sequence[int], microbatches: int, split: bool) -> list[_Stage]:
+def _stages(costs: Costs, home: Sequence[int], again: bool, split: bool) -> list[_Stage]:
     # [1] Their own seconds. A whole backward loses its overhead once.
-    again = all(Recompute(costs.recompute).mask(microbatches, microbatches))
     seconds, overhead = compute_seconds(costs, home, again), costs.overhead
     share = shares(costs, home, "activations")
     for_weights = shares(costs, home, "weight_activations")
@@ -271,14 +270,12 @@ class _Device:
 
 
 def _devices(costs: Costs, home: Sequence[int], microbatches: int, split: bool) -> list[_Device]:
-    m, every = microbatches, _stages(costs, home, microbatches, split)
-    again = Recompute(costs.recompute).mask(m, m)
+    m, again = microbatches, costs.recomputed(microbatches, microbatches)
+    every = _stages(costs, home, all(again), split)
     some = 0 if all(again) else sum(again)  # are recomputed, and `b` is of one that is not
     devices = []
-    stages_of: list[list[_Stage]] = [[] for _ in range(max(home) + 1)]
-    for device, stage in zip(home, every, strict=True):
-        stages_of[device].append(stage)
-    for stages in stages_of:
+    for numbers in stages_of(home):
+        stages = [every[s] for s in numbers]
         forwards = sum(m * s.f for s in stages)
         backwards = sum(m * s.b + some * (s.f - costs.overhead) for s in stages)
         rest = sum(m * s.w + s.u for s in stages)

@@ -114,6 +114,10 @@ class Costs:
             )
         return [*value]
 
+    def recomputed(self, total: int, microbatches: int) -> list[bool]:
+        """Which of `total` micro-batches are recomputed, `microbatches` to a batch."""
+        return Recompute(self.recompute).mask(total, microbatches)
+
     def links(self, stages: int) -> list[float]:
         """Seconds of each link s -> s + 1 (and back): latency plus boundary / bandwidth."""
         latency, size = self.of("transfer", max(stages - 1, 0)), self.of("boundary", stages)

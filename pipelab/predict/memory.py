@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from operator import add, sub
 from typing import Literal, NamedTuple
 
-from pipelab.predict.costs import Costs, Recompute
+from pipelab.predict.costs import Costs
 from pipelab.predict.timeline import Timeline
 from pipelab.table.action import Kind, U, check_type
 from pipelab.table.schedule import Schedule
@@ -184,7 +184,7 @@ def _activations(s: Schedule, costs: Costs, moments: _Moments) -> Held:
     """From a forward to its backward; where there are only forwards, nothing is kept after them."""
     names = ("activations", "weight_activations", "boundary")
     activations, for_weights, boundary = (costs.of(name, s.stages) for name in names)
-    recomputed, at = Recompute(costs.recompute).mask(s.total, s.microbatches), s.position
+    recomputed, at = costs.recomputed(s.total, s.microbatches), s.position
     starts, ends = moments.starts, moments.ends
     for i, (stage, kind, k) in enumerate(s.actions):
         if kind is not Kind.F:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from operator import add
 
-from pipelab.predict.costs import PASSES, Costs, Recompute
+from pipelab.predict.costs import PASSES, Costs
 from pipelab.predict.spans import spans_of
 from pipelab.predict.timeline import Timeline
 from pipelab.table.action import Kind, check_type
@@ -85,7 +85,7 @@ def durations(schedule: Schedule, costs: Costs) -> list[float]:
         compute_seconds(costs, schedule.placement, recomputed) | transfers
         for recomputed in (False, True)
     )
-    recomputed = Recompute(costs.recompute).mask(schedule.total, schedule.microbatches)
+    recomputed = costs.recomputed(schedule.total, schedule.microbatches)
     return [
         (again if recomputed[number] else once)[kind][stage]
         for stage, kind, number in schedule.actions

@@ -1,8 +1,8 @@
 """Closed forms of the schedules that have them, each with where it comes from and what it assumes.
 
 `p` devices, `m` micro-batches a batch, `v` chunks a device, `batches`; `device` counts from 0. All
-of them assume equal stages and updates that take no time, and all but `idle` no transfer time; the
-tests compare every one with the simulator. GPipe: arXiv 1811.06965, PipeDream: 1806.03377, 2BW:
+of them assume equal stages, and updates and transfers that take no time; the tests compare every
+one with the simulator. GPipe: arXiv 1811.06965, PipeDream: 1806.03377, 2BW:
 2006.09503, Megatron-LM: 2104.04473, zero bubble: 2401.10241, controllable memory: 2405.15362.
 """
 
@@ -21,9 +21,6 @@ class Theory:
     share       the same as a share of the total time
     for_weights (device, p, m) -> how many of those at the peak are past their I and wait for W:
                 they take M_W bytes each, the others M_B (M_W <= M_B)
-    idle        (p, m, F, I, W, transfer) -> seconds of the longest device span without compute,
-                where F >= W, I >= W and m >= 2 p - 1; with transfers, which are short against
-                these, p divides m. None for a schedule without such a formula
     """
 
     over_ideal: Callable[[int, int, int, int], float]
@@ -32,7 +29,6 @@ class Theory:
     bubble: str
     share: str
     for_weights: Callable[[int, int, int], int] = lambda device, p, m: 0
-    idle: Callable[[int, int, float, float, float, float], float] | None = None
 
     def of_total(self, p: int, m: int, v: int = 1, batches: int = 1) -> float:
         """Idle share of all device time; the same bubble over another denominator: x / (1 + x)."""
@@ -64,9 +60,6 @@ _pipedream = Theory(
 _flush = replace(
     _gpipe,
     in_flight=lambda device, p, m, v, batches: min(m, p - device),
-    idle=lambda p, m, f, i, w, transfer: (
-        (p - 1) * (f + i + w) + transfer * (2 * m * (p - 1) / p + 2 * max(p - 2, 0))
-    ),
 )
 
 THEORY: dict[str, Theory] = {
@@ -105,7 +98,6 @@ THEORY: dict[str, Theory] = {
     "eager_1f1b": replace(
         _flush,
         in_flight=lambda device, p, m, v, batches: min(m, 2 * (p - device) - 1),
-        idle=None,
     ),
     # Zero bubble, section 2.3: F = I = W, m >= p. Stage s keeps (p - s) M_B + s M_W.
     "zb_h1": replace(
@@ -115,7 +107,6 @@ THEORY: dict[str, Theory] = {
         bubble="(p - 1) (F + I - W) / (m (F + I + W))",
         share="(p - 1) / (3 m + p - 1)",
         for_weights=lambda device, p, m: max(min(m, p) - (p - device), 0),
-        idle=lambda p, m, f, i, w, transfer: (p - 1) * (f + i - w + 4 * transfer),
     ),
     # The same, m >= 2 p - 1: a device waits only before its first forward and after its last
     # update, from where the next batch goes on. Stage s keeps (2 (p - s) - 1) M_B + 2 s M_W.
@@ -129,22 +120,11 @@ THEORY: dict[str, Theory] = {
         bubble="(p - 1) / (3 m x batches)",
         share="(p - 1) / (3 m x batches + p - 1)",
         for_weights=lambda device, p, m: max(min(m, 2 * p - 1) - (2 * (p - device) - 1), 0),
-        idle=lambda p, m, f, i, w, transfer: (p - 1) * (f + i - 2 * w + 2 * transfer),
     ),
 }
 
 
 # Two chunks a device in a V: peaks are chunk activations, two of a micro-batch on a device.
-
-
-def _v_half_idle(p: int) -> int:
-    """Makespan less ideal in slots of one action, F = I = W: of V-Half."""
-    return max(3 * p - (4 if p % 2 else 7), p - 1)
-
-
-def _v_min_idle(p: int) -> int:
-    """The same of V-Min."""
-    return max(4 * p - (7, 5, 6)[p % 3], p - 1)
 
 
 THEORY |= {
@@ -162,14 +142,14 @@ THEORY |= {
     # Controllable memory, section 3: F = I = W, m >= p > 2.
     "v_half": replace(
         _gpipe,
-        over_ideal=lambda p, m, v, batches: _v_half_idle(p) / (6 * m),
+        over_ideal=lambda p, m, v, batches: max(3 * p - (4 if p % 2 else 7), p - 1) / (6 * m),
         in_flight=lambda device, p, m, v, batches: min(2 * m, m + device + 1, 2 * ((p + 2) // 2)),
         bubble="(3 p - 7) / (6 m); p odd: (3 p - 4) / (6 m)",
         share="(3 p - 7) / (6 m + 3 p - 7)",
     ),
     "v_min": replace(
         _gpipe,
-        over_ideal=lambda p, m, v, batches: _v_min_idle(p) / (6 * m),
+        over_ideal=lambda p, m, v, batches: max(4 * p - (7, 5, 6)[p % 3], p - 1) / (6 * m),
         in_flight=lambda device, p, m, v, batches: min(2 * m, m + device + 1, 2 * ((p + 4) // 3)),
         bubble="(4 p - c) / (6 m), c = 7, 5, 6 where p mod 3 = 0, 1, 2",
         share="(4 p - c) / (6 m + 4 p - c)",

@@ -67,15 +67,6 @@ class Timeline:
         return [span.end for span in self.spans]
 
     @cached_property
-    def sent(self) -> list[float]:
-        """When each action's input left another device; nan: it came from its own."""
-        return [math.nan if span.sent is None else span.sent for span in self.spans]
-
-    @cached_property
-    def arrived(self) -> list[float]:
-        return [math.nan if span.arrived is None else span.arrived for span in self.spans]
-
-    @cached_property
     def batch(self) -> list[int]:
         """The batch of each action's micro-batch; of an update, that of its first one."""
         s = self.schedule
@@ -239,18 +230,6 @@ class Timeline:
     def input_arrival(self) -> list[float]:
         """When each action's input is on its device (-inf: it takes none)."""
         return arrivals(self.schedule, self.spans)
-
-    def to_frame(self):
-        """The spans as a pandas DataFrame, one row per action (needs pandas)."""
-        import pandas as pd
-
-        names = ("device", "stage", "kind", "microbatch", "version", "start", "end")
-        rows = []
-        for span in self.spans:
-            stage, kind, microbatch = span.action
-            cells = span.device, stage, kind.name, microbatch, span.version, span.start, span.end
-            rows.append(cells)
-        return pd.DataFrame(rows, columns=names)
 
 
 def scale_of(largest: float, units: tuple[tuple[float, str], ...]) -> tuple[float, str]:

@@ -37,6 +37,18 @@ def placement_of(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     return tuple(home[s] for s in range(len(home)))
 
 
+def stages_of(placement: Sequence[int]) -> list[list[int]]:
+    """The stages of each device.
+
+    >>> stages_of([0, 1, 1, 0])
+    [[0, 3], [1, 2]]
+    """
+    return [
+        [stage for stage, home in enumerate(placement) if home == device]
+        for device in range(max(placement) + 1)
+    ]
+
+
 def loop_placement(devices: int, virtual: int = 1) -> tuple[int, ...]:
     """Around the devices, `virtual` stages each: stage s is on device s mod p.
 

@@ -7,14 +7,13 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
-from pipelab.teach.feedback import NOT_ATTEMPTED, Exercise, Feedback, Guess, NotYet, Skill, not_yet
+from pipelab.teach.feedback import NOT_ATTEMPTED, Exercise, Feedback, Guess, NotYet, not_yet
 
 __all__ = [
     "NOT_ATTEMPTED",
     "Exercise",
     "Feedback",
     "Guess",
-    "Skill",
     "check",
     "guess",
     "told_apart",

@@ -1,28 +1,25 @@
-"""Common ground of the checks: a right answer passes, a wrong one gets a hint that fits it."""
+"""Common ground of the checks: a right answer passes, a wrong one gets a hint that fits it.
+
+A judge is a generator of what is wrong with an answer. The first thing that it yields is the
+verdict, so that what follows may take for granted that this is right. Where it yields nothing the
+answer passes, with the words that the judge returns, if any.
+"""
 
 import html
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from itertools import accumulate, pairwise
+from queue import Empty
 from typing import Any
 
 import numpy as np
 
 from pipelab import Costs, Kind, Schedule, simulate
-
-
-class Skill(Enum):
-    """The skill that an exercise trains."""
-
-    PREDICT = "predict a number"
-    BUILD = "build a table"
-    WRITE = "write a function"
-    DEBUG = "find what is wrong"
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,8 @@ class Feedback:
         return shown
 
 
+Judged = Generator[str | Feedback, None, Any]  # what is wrong -> words for what is right
 NO_NUMBER = TypeError, ValueError, RuntimeError, OverflowError  # of what float() may raise
-RIGHT = Feedback(True, "Right.")
 NOT_ATTEMPTED = Feedback(None, "Not attempted yet: replace None above, then run this cell again.")
 
 
@@ -57,34 +54,32 @@ class NotYet(Exception):
 
 
 class Exercise:
-    """An exercise of a lecture: what kind it is, and what says whether an answer is right.
+    """An exercise of a lecture: what says whether an answer is right.
 
-    judge      (answer, what is asked ...) -> Feedback
+    judge      (answer, what is asked ...) -> what is wrong, see the module
     reference  what the lecture goes on with until an answer passes
 
-    >>> Exercise(Skill.PREDICT, number, 4 / 5, "Idle!", {0.2: "The busy share."}).check(0.2)
+    >>> Exercise(number, 4 / 5, "Idle!", {0.2: "The busy share."}).check(0.2)
     Not yet: 0.2. The busy share.
     """
 
     def __init__(
-        self,
-        skill: Skill,
-        judge: Callable[..., Feedback],
-        *asked: Any,
-        reference: Any = None,
-        **more: Any,
+        self, judge: Callable[..., Judged], *asked: Any, reference: Any = None, **more: Any
     ) -> None:
-        self.skill, self.reference = skill, reference
-        self._judge, self._asked, self._more = judge, asked, more
+        self.reference = reference
+        self._judge = lambda answer: judge(answer, *asked, **more)
 
     def check(self, answer: Any) -> Feedback:
         try:
-            return self._judge(answer, *self._asked, **self._more)
+            wrong = next(self._judge(answer))
+        except StopIteration as end:
+            return Feedback(True, f"Right{end.value or '.'}")
         except NotYet as why:
-            return not_yet(str(why))
+            wrong = str(why)
         except Exception as error:  # nobody foresees every answer
             reason = str(error).partition("\n")[0]
-            return not_yet(f"this answer cannot be judged ({type(error).__name__}: {reason}).")
+            wrong = f"this answer cannot be judged ({type(error).__name__}: {reason})."
+        return wrong if isinstance(wrong, Feedback) else not_yet(wrong)
 
 
 @contextmanager
@@ -104,6 +99,22 @@ def called(answer: Any, *arguments: Any, where: str = "here") -> Any:
         return answer(*arguments)
     except Exception as error:
         raise NotYet(f"{where} it raises {type(error).__name__}: {error}") from error
+
+
+def in_threads(jobs: Iterable[Callable[[], Any]]) -> tuple[list[Any], bool]:
+    """The values of functions that run side by side; whether one gave up waiting for a queue.
+
+    NotYet where one raises.
+    """
+    with ThreadPoolExecutor() as pool:
+        futures = [pool.submit(job) for job in jobs]
+    errors = [error for future in futures if (error := future.exception())]
+    for error in errors:
+        if isinstance(error, NotYet):
+            raise error
+        if not isinstance(error, Empty):
+            raise NotYet(f"it raises {type(error).__name__}: {str(error).split('.')[0]}.")
+    return [future.exception() or future.result() for future in futures], bool(errors)
 
 
 @dataclass(frozen=True)
@@ -143,39 +154,38 @@ def number(
     truth: float,
     hint: str = "",
     slips: Mapping[Any, str] | None = None,
-    tolerance: float = 0.005,
-) -> Feedback:
-    """Any number within `tolerance` (relative) of the truth, of whatever type.
+) -> Judged:
+    """Any number as close as `is_close` has it, of whatever type.
 
     slips  numbers that a likely mistake gives: the hint for it, in the place of `hint`
 
-    >>> number(0.8, 4 / 5)
+    >>> predict(4 / 5).check(0.8)
     Right.
     """
     value = read_number(answer)
-    if is_close(value, truth, tolerance):
-        return RIGHT
     for slip, its_hint in (slips or {}).items():
-        if is_close(value, slip, tolerance):
+        if is_close(value, slip):
             hint = its_hint
-    return not_yet(f"{value:g}. {hint}")
+    if not is_close(value, truth):
+        yield f"{value:g}. {hint}"
 
 
 def same_function(
     answer: Any,
     truth: Callable,
     cases: Iterable[tuple],
-    slips: Mapping[Callable, str] | None = None,
-) -> Feedback:
+    slips: Callable[..., Mapping[str, Any]] = lambda *case: {},
+) -> Judged:
     """A function that gives what `truth` gives for every case; the first difference is shown.
 
     It may give numbers, or arrays and nested lists of them. A function that only returns None was
     not attempted.
 
-    slips  functions with a likely mistake, each with the hint for whoever gives all that it gives
+    slips  hints, each with what a likely mistake gives for a case: the hint for whoever gives that
+           for all of them
 
-    >>> same_function(lambda p: p - 1, lambda p: p, [(2,)])
-    Not yet: for (2) it gives 1, right is 2.
+    >>> write(lambda p: p, [(2,)], lambda p: {"That is one less.": p - 1}).check(lambda p: p - 1)
+    Not yet: for (2) it gives 1, right is 2. That is one less.
     """
     asked, given = [*cases], []
     wrong = ""
@@ -184,33 +194,33 @@ def same_function(
         try:
             given.append(called(answer, *deepcopy(case), where=where))  # it may use up a list
         except NotYet as raised:
-            return not_yet(wrong or str(raised))
+            yield wrong or str(raised)
         if not wrong and not is_close(given[-1], right, 1e-6):
             wrong = f"{where} it gives {given[-1]}, right is {_short(right)}."
     if all(value is None for value in given):
-        return NOT_ATTEMPTED
+        yield NOT_ATTEMPTED
     if not wrong:
-        return RIGHT
-    for slip, hint in (slips or {}).items():
-        same = zip(given, asked, strict=True)
-        if all(is_close(value, slip(*case), 1e-6) for value, case in same):
-            return not_yet(f"{wrong} {hint}")
-    return not_yet(wrong)
+        return
+    mistakes = [slips(*case) for case in asked]
+    for hint in mistakes[0]:
+        pairs = zip(given, mistakes, strict=True)
+        if all(is_close(value, mistake[hint], 1e-6) for value, mistake in pairs):
+            yield f"{wrong} {hint}"
+    yield wrong
 
 
-def choice(answer: Any, right: str, wrong: Mapping[str, str]) -> Feedback:
+def choice(answer: Any, right: str, wrong: Mapping[str, str]) -> Judged:
     """One of several words; each wrong one has its hint.
 
-    >>> choice("a", "b", {"a": "Look at stage 1."})
+    >>> Exercise(choice, "b", {"a": "Look at stage 1."}).check("a")
     Not yet: a. Look at stage 1.
     """
     if not isinstance(answer, str):
-        return not_yet(f"{answer!r} is not a word in quotes.")
-    if answer == right:
-        return RIGHT
+        yield f"{answer!r} is not a word in quotes."
     if answer in wrong:
-        return not_yet(f"{answer}. {wrong[answer]}")
-    return not_yet(f"{answer!r} is none of {', '.join(sorted([right, *wrong]))}.")
+        yield f"{answer}. {wrong[answer]}"
+    if answer != right:
+        yield f"{answer!r} is none of {', '.join(sorted([right, *wrong]))}."
 
 
 def table(
@@ -224,7 +234,7 @@ def table(
     in_flight: int | None = None,
     costs: Costs | None = None,
     missing: Callable[[Schedule], str] = lambda schedule: "",
-) -> Feedback:
+) -> Judged:
     """Any valid table that reaches the numbers.
 
     The answer is a Schedule, or a grid in text, whose updates may be left out.
@@ -235,20 +245,18 @@ def table(
     in_flight     at most so many micro-batches on any device
     missing       what else a table has to reach and does not, in words; "" where it does
     """
-    if not isinstance(answer, (str, Schedule)):
-        return not_yet(f"{answer!r} is not a table: give a Schedule, or a text, a line a device.")
+    schedule = read_table(answer)
     try:
-        schedule = Schedule.from_grid(answer, "your table") if isinstance(answer, str) else answer
         timeline = simulate(schedule, costs)
     except ValueError as error:
-        return Feedback(False, f"Not yet. {error}")
+        yield str(error)
     have = (schedule.devices, schedule.stages, schedule.total, schedule.updates)
     if have != (devices, stages or devices, microbatches, updates):
         text = "{} devices, {} stages, {} micro-batches and {} update(s)"
         asked = text.format(devices, stages or devices, microbatches, updates)
-        return not_yet(f"a table with {text.format(*have)}, asked: {asked}.\n{schedule.grid()}")
+        yield f"a table with {text.format(*have)}, asked: {asked}.\n{schedule.grid()}"
     if not any(action.kind in (Kind.B, Kind.I) for row in schedule.rows for action in row):
-        return not_yet(f"nothing goes back: a backward belongs to each forward.\n{schedule.grid()}")
+        yield f"nothing goes back: a backward belongs to each forward.\n{schedule.grid()}"
     span, most, short = timeline.makespan, max(timeline.peak_in_flight), []
     if makespan is not None and span > makespan * (1 + 1e-9):
         short.append(f"makespan {span:g}, to reach: {makespan:g}")
@@ -257,25 +265,37 @@ def table(
     if why := missing(schedule):
         short.append(why)
     if short:
-        return not_yet(f"{'; '.join(short)}.\n{schedule.grid()}")
-    return Feedback(True, f"Right: makespan {span:g}, at most {most} in flight.\n{schedule.grid()}")
+        yield f"{'; '.join(short)}.\n{schedule.grid()}"
+    return f": makespan {span:g}, at most {most} in flight.\n{schedule.grid()}"
 
 
-def balance(answer: Any, seconds: Sequence[float], stages: int, bottleneck: float) -> Feedback:
+def read_table(answer: Any, header: str = "") -> Schedule:
+    """A Schedule as it is, or a grid in text with this line in front if it has none of its own."""
+    if isinstance(answer, Schedule):
+        return answer
+    if not isinstance(answer, str):
+        raise NotYet(f"{answer!r} is not a table: give a Schedule, or a text, a line a device.")
+    try:
+        return Schedule.from_grid(answer if "#" in answer else header + answer, "your table")
+    except ValueError as error:
+        raise NotYet(str(error)) from None
+
+
+def balance(answer: Any, seconds: Sequence[float], stages: int, bottleneck: float) -> Judged:
     """Any split of layers with these `seconds` whose slowest stage takes at most `bottleneck`.
 
-    >>> balance([2, 2], [1, 1, 1, 3], 2, 3)
+    >>> Exercise(balance, [1, 1, 1, 3], 2, 3).check([2, 2])
     Not yet: the stages take 2, 4; the slowest has to come down to 3.
     """
     with understood(f"{answer!r} is not a list of whole numbers."):
         counts = [operator.index(count) for count in answer]
     if len(counts) != stages or sum(counts) != len(seconds) or min(counts) < 1:
-        return not_yet(f"{counts} does not share {len(seconds)} layers among {stages} stages.")
+        yield f"{counts} does not share {len(seconds)} layers among {stages} stages."
     times = [sum(seconds[a:b]) for a, b in pairwise(accumulate(counts, initial=0))]
     if max(times) > bottleneck * (1 + 1e-9):
         shown = ", ".join(f"{x:g}" for x in times)
-        return not_yet(f"the stages take {shown}; the slowest has to come down to {bottleneck:g}.")
-    return Feedback(True, f"Right: the slowest stage takes {max(times):g}.")
+        yield f"the stages take {shown}; the slowest has to come down to {bottleneck:g}."
+    return f": the slowest stage takes {max(times):g}."
 
 
 def is_close(value: Any, truth: Any, tolerance: float = 0.005) -> bool:
@@ -296,8 +316,5 @@ def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, (int, float)) else str(value)
 
 
-# The usual exercises of every kind; `debug` takes a judge first.
-predict = partial(Exercise, Skill.PREDICT, number)
-build = partial(Exercise, Skill.BUILD, table)
-write = partial(Exercise, Skill.WRITE, same_function)
-debug = partial(Exercise, Skill.DEBUG)
+# The usual exercises.
+predict, build, write = (partial(Exercise, judge) for judge in (number, table, same_function))

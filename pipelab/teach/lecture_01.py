@@ -1,24 +1,20 @@
 """Lecture 1: inter-layer parallelism."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate, permutations
-from queue import Empty, Queue
+from queue import Queue
 from typing import Any
 
 from pipelab import Kind, Schedule, make, simulate
 from pipelab.teach.feedback import (
     NOT_ATTEMPTED,
-    RIGHT,
     Exercise,
-    Feedback,
     Guess,
-    NotYet,
-    Skill,
+    Judged,
     build,
     choice,
-    debug,
-    not_yet,
+    in_threads,
     understood,
     write,
 )
@@ -72,34 +68,29 @@ def played(worker: Any, schedule: Schedule) -> tuple[list[list[str]], list[str]]
     stages = [Recorder(s) for s in range(schedule.devices)]
     queues = {pair: Shelf() for pair in permutations(range(schedule.devices), 2)}
     inputs = [f"input {k}" for k in range(schedule.microbatches)]
-    with ThreadPoolExecutor(len(stages)) as pool:
-        rows = zip(schedule.rows, stages, strict=True)
-        jobs = [
-            pool.submit(worker, row, stage, inputs, queues, len(stages) - 1) for row, stage in rows
-        ]
-    errors = [error for job in jobs if (error := job.exception())]
-    if raised := [error for error in errors if not isinstance(error, Empty)]:
-        raise NotYet(f"it raises {type(raised[0]).__name__}: {raised[0]}")
+    last = len(stages) - 1
+    rows = zip(schedule.rows, stages, strict=True)
+    in_threads(partial(worker, row, stage, inputs, queues, last) for row, stage in rows)
     left = [f"{item}, from {a} to {b}" for (a, b), q in queues.items() for item in q.queue]
     return [stage.done for stage in stages], left
 
 
-def interpreter(answer: Any) -> Feedback:
+def interpreter(answer: Any) -> Judged:
     """(row, stage, inputs, queues, last): each row of three tables, in the row's order."""
     if not callable(answer):
-        return not_yet(f"{answer!r} is not a function.")
+        yield f"{answer!r} is not a function."
     for schedule in (make("inter_layer", 2, 1), make("gpipe", 3, 2), make("inter_layer", 1, 2)):
         (done, left), (right, _) = played(answer, schedule), played(work, schedule)
         if not any(done):
-            return NOT_ATTEMPTED
+            yield NOT_ATTEMPTED
         for s, (found, asked) in enumerate(zip(done, right, strict=True)):
             if found != asked:
                 shown = f"stage {s} was asked for {', '.join(found) or 'nothing'}"
                 row = " ".join(map(str, schedule.rows[s]))
-                return not_yet(f"row {row}: {shown}; right is {', '.join(asked)}.")
+                yield f"row {row}: {shown}; right is {', '.join(asked)}."
         if left:
-            return not_yet(f"{schedule.name}: nobody takes {left[0]}.")
-    return Feedback(True, "Right: it carries out any table with a stage on each device.")
+            yield f"{schedule.name}: nobody takes {left[0]}."
+    return ": it carries out any table with a stage on each device."
 
 
 def ends(outputs: Sequence[int], balance: Sequence[int]) -> list[int]:
@@ -107,7 +98,7 @@ def ends(outputs: Sequence[int], balance: Sequence[int]) -> list[int]:
     return [outputs[last - 1] for last in accumulate(balance)]
 
 
-def gradients_over_a_cut(answer: Any) -> Feedback:
+def gradients_over_a_cut(answer: Any) -> Judged:
     """(stage a, stage b, batches) -> the gradients of both weights for every batch."""
     import torch
 
@@ -122,9 +113,9 @@ def gradients_over_a_cut(answer: Any) -> Feedback:
             hint = "The loss's backward went through stage a as well: its graph ends at a detach."
         elif "implicitly created" in str(error):
             hint = "What came back is None: only a leaf that requires a gradient gets one."
-        return not_yet(f"it raises {type(error).__name__}: {str(error).split('.')[0]}. {hint}")
+        yield f"it raises {type(error).__name__}: {str(error).split('.')[0]}. {hint}"
     if [len(pair) for pair in found] != [2, 2, 2]:
-        return not_yet("give a pair of gradients, of a's and of b's weight, for every batch.")
+        yield "give a pair of gradients, of a's and of b's weight, for every batch."
 
     def same(one: Any, other: Any) -> bool:
         alike = torch.is_tensor(one) and one.shape == other.shape
@@ -139,8 +130,7 @@ def gradients_over_a_cut(answer: Any) -> Feedback:
                 hint = "It is the sum over all batches until now: clear it after each."
             elif s == 0 and same(pair[s], mixed[k]):
                 hint = "What came back over the cut is the sum over all batches until now."
-            return not_yet(f"batch {k}: the gradient of {name} is wrong. {hint}")
-    return RIGHT
+            yield f"batch {k}: the gradient of {name} is wrong. {hint}"
 
 
 def _over_a_cut(a: Any, b: Any, batches: Any) -> tuple[list, list]:
@@ -161,7 +151,7 @@ def _over_a_cut(a: Any, b: Any, batches: Any) -> tuple[list, list]:
     return right, mixed
 
 
-def never_ends(answer: Any) -> Feedback:
+def never_ends(answer: Any) -> Judged:
     """Which of three sets of orders deadlocks, and the devices of its cycle."""
     with understood(f'{answer!r} is not like ("A", [1, 2]).'):
         name, devices = answer
@@ -170,15 +160,15 @@ def never_ends(answer: Any) -> Feedback:
         "A": "There 0 meets 1, then 1 meets 2, then 2 meets 0: all are done.",
         "B": "Device 2 receives first, so device 1 can go on, and then device 0.",
     }
-    if name != "C" or devices == [0, 1]:
-        return choice(name, "C", wrong)
+    yield from choice(name, "C", wrong)
     if 2 in devices:
-        return not_yet("C, but who takes what device 2 sends? Is it still waiting then?")
-    return not_yet("C, but a cycle has at least two devices.")
+        yield "C, but who takes what device 2 sends? Is it still waiting then?"
+    if devices != [0, 1]:
+        yield "C, but a cycle has at least two devices."
 
 
 EXERCISES = {
-    "01-1": Exercise(Skill.WRITE, interpreter, reference=work),
+    "01-1": Exercise(interpreter, reference=work),
     # (bytes that each layer gives, layers of each stage) -> bytes over all cuts.
     "01-2": write(
         lambda o, b: 2 * sum(ends(o, b)[:-1]),
@@ -189,23 +179,23 @@ EXERCISES = {
             ([7, 5, 3, 9, 11], [2, 1, 2]),
             ([10, 20], [2]),
         ],
-        {
-            lambda o, b: sum(ends(o, b)[:-1]): "The gradient comes back and is as large.",
-            lambda o, b: 2 * sum(ends(o, b)): "What the last stage gives crosses no cut.",
-            lambda o, b: 2 * sum(o): "Layers inside a stage send nothing.",
-            lambda o, b: 2 * sum(o[:-1]): "Layers inside a stage send nothing.",
-            lambda o, b: (
+        lambda o, b: {
+            "The gradient comes back and is as large.": sum(ends(o, b)[:-1]),
+            "What the last stage gives crosses no cut.": 2 * sum(ends(o, b)),
+            "Layers inside a stage send nothing.": 2 * sum(o),
+            "Layers inside a stage send nothing, nor does the last one.": 2 * sum(o[:-1]),
+            "Those are the first layers. Which layer is the last one of each stage?": (
                 2 * sum(o[: len(b) - 1])
-            ): "Those are the first layers. Which layer is the last one of each stage?",
-            lambda o, b: (
+            ),
+            "That is what the layer behind the cut gives; across it goes what is before it.": (
                 2 * sum(o[n] for n in [*accumulate(b)][:-1])
-            ): "That is what the layer behind the cut gives; across it goes what is before it.",
+            ),
         },
     ),
     # Two micro-batches through three devices in 12.
     "01-3": build(devices=3, microbatches=2, makespan=12),
-    "01-4": debug(gradients_over_a_cut),
-    "01-5": debug(never_ends),
+    "01-4": Exercise(gradients_over_a_cut),
+    "01-5": Exercise(never_ends),
 }
 GUESSES = {
     "01-a": Guess(

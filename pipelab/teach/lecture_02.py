@@ -1,7 +1,7 @@
 """Lecture 2: GPipe."""
 
-from concurrent.futures import ThreadPoolExecutor
-from queue import Empty, Queue
+from functools import partial
+from queue import Queue
 from typing import Any
 
 import numpy as np
@@ -9,18 +9,15 @@ import numpy as np
 from pipelab import Costs, make, simulate
 from pipelab.teach.feedback import (
     NOT_ATTEMPTED,
-    RIGHT,
     Exercise,
-    Feedback,
     Guess,
+    Judged,
     NotYet,
-    Skill,
+    build,
     called,
-    debug,
+    in_threads,
     is_close,
-    not_yet,
     predict,
-    table,
     write,
 )
 
@@ -60,10 +57,10 @@ class RankInThread:
         self.sent.put(tensor.detach().clone())
 
 
-def two_ranks(answer: Any) -> Feedback:
+def two_ranks(answer: Any) -> Judged:
     """(rank, kind, micro-batch): the undivided gradients, in either order of the lecture."""
     if not callable(answer):
-        return not_yet(f"{answer!r} is not a function.")
+        yield f"{answer!r} is not a function."
     every = range(4)
     for order in (
         [(kind, k) for kind in "FB" for k in every],
@@ -71,17 +68,17 @@ def two_ranks(answer: Any) -> Feedback:
     ):
         (found, left, tried), (right, _, _) = both_ranks(answer, order), both_ranks(act, order)
         if not tried:
-            return NOT_ATTEMPTED
+            yield NOT_ATTEMPTED
         if left:
-            return not_yet(f"{left} messages are left that nobody receives.")
+            yield f"{left} messages are left that nobody receives."
         for rank, (mine, truth) in enumerate(zip(found, right, strict=True)):
             if mine is None:
-                return not_yet(f"rank {rank} has no gradient at the end.")
+                yield f"rank {rank} has no gradient at the end."
             if is_close(mine, len(every) * truth, 1e-3):
-                return not_yet(f"rank {rank}: {len(every)} times the gradient. See the top.")
+                yield f"rank {rank}: {len(every)} times the gradient. See the top."
             if not is_close(mine, truth, 1e-3):
-                return not_yet(f"rank {rank}: not the undivided gradient. Is k used everywhere?")
-    return Feedback(True, "Right: a rank of any order, forwards and backwards.")
+                yield f"rank {rank}: not the undivided gradient. Is k used everywhere?"
+    return ": a rank of any order, forwards and backwards."
 
 
 def both_ranks(worker: Any, order: list) -> tuple[list, int, bool]:
@@ -98,24 +95,18 @@ def both_ranks(worker: Any, order: list) -> tuple[list, int, bool]:
             weight.data = torch.randn(weight.shape, generator=random)
         ranks.append(RankInThread(rank, stage, xs, ys, *queues))
 
-    def play(me: RankInThread) -> list:
-        return [worker(me, kind, k) for kind, k in order]
+    def play(me: RankInThread) -> bool:
+        return any([worker(me, kind, k) is not None for kind, k in order])
 
-    with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(play, me) for me in ranks]
-    errors = [error for job in jobs if (error := job.exception())]
-    for error in sorted(errors, key=lambda error: isinstance(error, Empty)):
-        if isinstance(error, NotYet):
-            raise error
-        if isinstance(error, Empty):
-            raise NotYet("a rank waits for ever: it receives what nobody sends.")
-        raise NotYet(f"it raises {type(error).__name__}: {str(error).split('.')[0]}.")
+    answered, waits = in_threads(partial(play, me) for me in ranks)
+    if waits:
+        raise NotYet("a rank waits for ever: it receives what nobody sends.")
     found = [None if me.stage.weight.grad is None else me.stage.weight.grad.numpy() for me in ranks]
-    tried = any(me.outputs for me in ranks) or any(job.result() != [None] * 8 for job in jobs)
+    tried = any(answered) or any(me.outputs for me in ranks)
     return found, sum(q.qsize() for q in queues), tried
 
 
-def uneven_gradient(answer: Any) -> Feedback:
+def uneven_gradient(answer: Any) -> Judged:
     """(model, x, y, micro-batches) -> the gradient of the undivided mean, whatever the sizes.
 
     The model has a gradient from before, which does not count.
@@ -139,25 +130,24 @@ def uneven_gradient(answer: Any) -> Feedback:
         model.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(len(given[0])))
         found = called(answer, model, x, y, m, where=f"with {samples} samples")
         if found is None:
-            return NOT_ATTEMPTED
+            yield NOT_ATTEMPTED
         found = np.asarray(torch.as_tensor(found).detach())
-        if is_close(found, truth + 1, 1e-3):
-            return not_yet("it adds to the gradient that the model has from before.")
-        if is_close(found, truth, 1e-3) and max(seen, default=0) > len(x.chunk(m)[0]):
-            return not_yet(f"right, but {max(seen)} samples pass at once: no micro-batches.")
-        if not is_close(found, truth, 1e-3):
-            return not_yet(f"{samples} samples, m = {m}: {_uneven_hint(found, by_piece)}")
-    return RIGHT
-
-
-def _uneven_hint(found: np.ndarray, by_piece: np.ndarray) -> str:
-    if found.shape != by_piece[0].shape:
-        return f"a gradient of shape {found.shape}, asked: one vector, {by_piece[0].shape}."
-    if is_close(found, by_piece.sum(axis=0), 1e-3):
-        return "the gradient is too large: no piece has a weight."
-    if is_close(found, by_piece.mean(axis=0), 1e-3):
-        return "all pieces count alike, but they have not as many samples."
-    return "it is another gradient. Do the weights of the pieces add up to 1?"
+        if is_close(found, truth, 1e-3):
+            if max(seen, default=0) > len(x.chunk(m)[0]):
+                yield f"right, but {max(seen)} samples pass at once: no micro-batches."
+            continue
+        where = f"{samples} samples, m = {m}:"
+        if found.shape != truth.shape:
+            yield f"{where} a gradient of shape {found.shape}, asked: one vector, {truth.shape}."
+        likely = {
+            "it adds to the gradient that the model has from before.": truth + 1,
+            "the gradient is too large: no piece has a weight.": by_piece.sum(axis=0),
+            "all pieces count alike, but they have not as many samples.": by_piece.mean(axis=0),
+        }
+        for hint, slip in likely.items():
+            if is_close(found, slip, 1e-3):
+                yield f"{where} {hint}"
+        yield f"{where} it is another gradient. Do the weights of the pieces add up to 1?"
 
 
 def gpipe_seconds(forward: list, backward: list, m: int) -> float:
@@ -166,7 +156,7 @@ def gpipe_seconds(forward: list, backward: list, m: int) -> float:
 
 
 EXERCISES = {
-    "02-1": Exercise(Skill.WRITE, two_ranks, reference=act),
+    "02-1": Exercise(two_ranks, reference=act),
     # Ten micro-batches that keep 30 MiB each, 4 of them the input.
     "02-2": predict(
         10 * 4 + 26,
@@ -178,9 +168,9 @@ EXERCISES = {
             30: "The inputs of the others stay too.",
         },
     ),
-    "02-3": debug(uneven_gradient),
+    "02-3": Exercise(uneven_gradient),
     # A table whose first forward is late, mended.
-    "02-4": debug(table, devices=3, microbatches=4, makespan=18),
+    "02-4": build(devices=3, microbatches=4, makespan=18),
     # (forward, backward, micro-batches), times by stage -> how long GPipe takes.
     "02-5": write(
         gpipe_seconds,
@@ -190,19 +180,19 @@ EXERCISES = {
             ([1, 3, 1], [6, 2, 2], 5),
             ([3, 1], [4, 2], 1),
         ],
-        {
-            lambda f, b, m: (
+        lambda f, b, m: {
+            "Filling and draining take each stage's own time, not the slowest one's.": (
                 (m + len(f) - 1) * (max(f) + max(b))
-            ): "Filling and draining take each stage's own time, not the slowest one's.",
-            lambda f, b, m: (
+            ),
+            "All forwards come first. Is the stage slowest there the slowest on the way back?": (
                 sum(f) + sum(b) + (m - 1) * max(map(sum, zip(f, b, strict=True)))
-            ): "All forwards come first. Is the stage slowest there the slowest on the way back?",
-            lambda f, b, m: (
+            ),
+            "The sum has the first micro-batch's time on the slowest stage already.": (
                 sum(f) + sum(b) + m * (max(f) + max(b))
-            ): "The sum has the first micro-batch's time on the slowest stage already.",
-            lambda f, b, m: sum(f) + sum(b): "That is one micro-batch alone.",
-            lambda f, b, m: m * (sum(f) + sum(b)): "That is one micro-batch at a time.",
-            lambda f, b, m: m * (max(f) + max(b)): "And until the pipeline is full, and empty?",
+            ),
+            "That is one micro-batch alone.": sum(f) + sum(b),
+            "That is one micro-batch at a time.": m * (sum(f) + sum(b)),
+            "And until the pipeline is full, and empty?": m * (max(f) + max(b)),
         },
     ),
 }

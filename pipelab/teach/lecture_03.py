@@ -4,37 +4,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipelab import Schedule, make, simulate
-from pipelab.teach.feedback import (
-    Exercise,
-    Feedback,
-    Guess,
-    Skill,
-    debug,
-    not_yet,
-    predict,
-    same_function,
-    table,
-    write,
-)
+from pipelab.teach.feedback import Exercise, Guess, Judged, predict, read_table, table, write
 
 RATE = 0.001
 UPDATES = "# per_update=1\n"  # the line above a grid that says: an update after every micro-batch
 
 
-def row_of_device_1(answer: Any) -> Feedback:
+def row_of_device_1(answer: Any) -> Judged:
     """Its 1F1B row among four, put between the rows of the others."""
     if not isinstance(answer, str):
-        return not_yet(f'{answer!r} is not a row in text, such as "1F0 1F1".')
+        yield f'{answer!r} is not a row in text, such as "1F0 1F1".'
     cells = " ".join(cell for cell in answer.split() if "U" not in cell)
     rows = [" ".join(map(str, row)) for row in make("pipedream_flush", 4, 6).rows]
     rows = [row.replace(f"{s}U0", "") for s, row in enumerate(rows)]
     grid = UPDATES + "\n".join([rows[0], cells, *rows[2:]])
-    feedback = table(grid, devices=4, microbatches=6, updates=6, makespan=27)
-    if feedback.passed:
-        held = Schedule.from_grid(grid).peak_in_flight[1]
-        if held > 3:
-            return not_yet(f"device 1 holds {held} micro-batches, to reach: 3. Alternate sooner.")
-    return feedback
+    said = yield from table(grid, devices=4, microbatches=6, updates=6, makespan=27)
+    held = Schedule.from_grid(grid).peak_in_flight[1]
+    if held > 3:
+        yield f"device 1 holds {held} micro-batches, to reach: 3. Alternate sooner."
+    return said
 
 
 def vertical_sync(t: int, s: int, n: int) -> tuple[int, int]:
@@ -61,15 +49,15 @@ def trained(row: str, samples: Sequence[tuple[float, float]], uses: Callable) ->
     return weights
 
 
-def two_versions(answer: Any) -> Feedback:
+def two_versions(answer: Any) -> Judged:
     """Three devices, six micro-batches: as fast as 1F1B, with two versions at most."""
 
     def missing(schedule: Schedule) -> str:
         kept = schedule.weight_versions
         return f"versions kept {kept}, to reach: 2" if max(kept) > 2 else ""
 
-    grid = UPDATES + answer if isinstance(answer, str) else answer
-    return table(grid, devices=3, microbatches=6, updates=6, makespan=24, missing=missing)
+    schedule = read_table(answer, UPDATES)
+    return table(schedule, devices=3, microbatches=6, updates=6, makespan=24, missing=missing)
 
 
 SAMPLES = [(2, 10), (1, 4), (3, 8), (2, 6), (1, 9), (2, 5)]
@@ -91,36 +79,35 @@ EXERCISES = {
             6: "That many micro-batches are not in flight there, nor versions.",
         },
     ),
-    "03-2": Exercise(Skill.BUILD, row_of_device_1),
+    "03-2": Exercise(row_of_device_1),
     # (t, s, n) -> the version that stage s reads for micro-batch t, and how stale it is there.
     "03-3": write(
         vertical_sync,
         [(t, s, n) for n in range(1, 6) for s in range(n) for t in range(8)],
-        {
-            lambda t, s, n: (max(0, t - (n - 1 - s)), 0): "That is what stashing reads.",
-            lambda t, s, n: (t - (n - 1), s): "There is no version before 0.",
-            lambda t, s, n: (max(0, t - (n - 1)), s): "How many has it made at the very start?",
-            lambda t, s, n: (
+        lambda t, s, n: {
+            "That is what stashing reads.": (max(0, t - (n - 1 - s)), 0),
+            "There is no version before 0.": (t - (n - 1), s),
+            "How many has it made at the very start?": (max(0, t - (n - 1)), s),
+            "Updates of its own row count, not those of the last stage.": (
                 max(0, t - (n - 1)),
                 min(t, n - 1),
-            ): "Updates of its own row count, not those of the last stage.",
+            ),
         },
     ),
     # (row, samples) -> the weights a and b after training with stashed weights.
-    "03-4": debug(
-        same_function,
+    "03-4": write(
         lambda row, samples: trained(row, samples, lambda then, now: (then, then)),
         [(row, SAMPLES) for row in ROWS],
-        {
-            lambda row, samples: trained(
+        lambda row, samples: {
+            "As before: the forward's h, but weights that have moved since.": trained(
                 row, samples, lambda then, now: (then, now)
-            ): "As before: the forward's h, but weights that have moved since.",
-            lambda row, samples: trained(
+            ),
+            "That is the gradient of the newest weights: the forward was an older one.": trained(
                 row, samples, lambda then, now: (now, now)
-            ): "That is the gradient of the newest weights: the forward was an older one.",
+            ),
         },
     ),
-    "03-5": Exercise(Skill.BUILD, two_versions),
+    "03-5": Exercise(two_versions),
 }
 GUESSES = {
     "03-a": Guess(

@@ -9,13 +9,10 @@ from pipelab.optimize.cut import Layer, Partition, Profile, split_layers
 from pipelab.optimize.cut.vgg16 import vgg16
 from pipelab.teach.feedback import (
     Exercise,
-    Feedback,
     Guess,
-    Skill,
+    Judged,
     balance,
     choice,
-    debug,
-    not_yet,
     predict,
     understood,
     write,
@@ -45,34 +42,33 @@ def best_pace(times: Sequence[float], stages: int) -> float:
     return split_layers(profile, stages).bottleneck
 
 
-def plan_that_fits(answer: Any) -> Feedback:
+def plan_that_fits(answer: Any) -> Judged:
     """The slowest stage takes 11, and no stage keeps more than its device has room for."""
     if isinstance(answer, Iterator):
         answer = [*answer]  # it is used up by looking at it
-    feedback = balance(answer, TIMES, 3, 11)
-    if not feedback.passed:
-        return feedback
+    said = yield from balance(answer, TIMES, 3, 11)
     first = 0
     for s, count in enumerate(answer):
         held = (3 - s) * sum(KEPT[first : first + count])
         if held > ROOM:
-            return not_yet(f"stage {s} keeps {3 - s} micro-batches, {held} bytes of {ROOM}.")
+            yield f"stage {s} keeps {3 - s} micro-batches, {held} bytes of {ROOM}."
         first += count
-    return feedback
+    return said
 
 
-def counterexample(answer: Any) -> Feedback:
+def counterexample(answer: Any) -> Judged:
     """At most six times; filled up to the mean, they take 1.5 times as long as split at best."""
     with understood(f"{answer!r} is not a list of times."):
         times = [float(t) for t in answer]
     if not 3 <= len(times) <= 6 or not all(0 < t < inf for t in times):
-        return not_yet(f"{answer!r}: three to six layers, all above 0, none without end.")
+        yield f"{answer!r}: three to six layers, all above 0, none without end."
     ends = fill(times, 3)
     slowest = max(sum(times[sum(ends[:s]) :][:n]) for s, n in enumerate(ends))
     ratio = slowest / best_pace(times, 3)
+    shown = f"it gives {ends}, {ratio:.2f} times as long as the best split."
     if ratio < 1.5 - 1e-9:
-        return not_yet(f"it gives {ends}, {ratio:.2f} times as long as the best split.")
-    return Feedback(True, f"Right: it gives {ends}, {ratio:.2f} times as long as the best split.")
+        yield shown
+    return f": {shown}"
 
 
 def equal_counts() -> float:
@@ -93,22 +89,20 @@ EXERCISES = {
             24: "There 42/96 work, so more than half is idle. Count the fourth device's work, too.",
         },
     ),
-    "04-2": Exercise(Skill.BUILD, plan_that_fits),
+    "04-2": Exercise(plan_that_fits),
     # Devices -> the pace, if all but one share the layer of 12 ms, and one has that of 2 ms.
     "04-3": write(
         lambda n: max(12 / (n - 1), 2),
         [(n,) for n in (2, 3, 5, 6, 7, 8, 20)],
-        {
-            lambda n: 12 / (n - 1): "The device of the second layer needs 2 ms.",
-            lambda n: max(12 / n, 2): "One device has the other layer: how many share the first?",
-            lambda n: (
-                12 / (n - 1) + 2
-            ): "The stages work at the same time: the slower sets the pace.",
-            lambda n: 14 / n: "That shares both layers among all.",
+        lambda n: {
+            "The device of the second layer needs 2 ms.": 12 / (n - 1),
+            "One device has the other layer: how many share the first?": max(12 / n, 2),
+            "The stages work at the same time: the slower sets the pace.": 12 / (n - 1) + 2,
+            "That shares both layers among all.": 14 / n,
         },
     ),
     # By what the suspect is balanced.
-    "04-4": debug(
+    "04-4": Exercise(
         choice,
         "parameters",
         {
@@ -117,6 +111,6 @@ EXERCISES = {
             "time": "By time no device would be idle so long.",
         },
     ),
-    "04-5": debug(counterexample),
+    "04-5": Exercise(counterexample),
 }
 GUESSES = {"04-a": Guess(equal_counts, "3 until device 1 starts, 8 x 18, and the last backward?")}

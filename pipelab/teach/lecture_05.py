@@ -3,48 +3,30 @@
 from dataclasses import replace
 from typing import Any
 
-from pipelab import Reads, Schedule, ScheduleError, make, simulate
-from pipelab.teach.feedback import (
-    RIGHT,
-    Exercise,
-    Feedback,
-    Guess,
-    Skill,
-    debug,
-    not_yet,
-    table,
-    understood,
-    write,
-)
+from pipelab import Reads, make, simulate
+from pipelab.teach.feedback import Exercise, Guess, Judged, read_table, table, understood, write
 
 RULE = "# microbatches=2 batches=3 reads=PREVIOUS\n"  # the line above a grid of exercises 3 and 5
 
 
-def double_buffered(answer: Any, devices: int, makespan: float) -> Feedback:
+def double_buffered(answer: Any, devices: int, makespan: float) -> Judged:
     """Three mini-batches of two in a valid table under Reads.PREVIOUS.
 
     Rows in text are given the line that says so; updates may be left out.
     """
-    schedule = answer
-    if isinstance(answer, str):
-        try:
-            schedule = Schedule.from_grid(answer if "#" in answer else RULE + answer, "your table")
-        except ScheduleError as error:
-            return Feedback(False, f"Not yet. {error}")
-    feedback = table(schedule, devices=devices, microbatches=6, updates=3, makespan=makespan)
-    if feedback.passed and schedule.reads is not Reads.PREVIOUS:
+    schedule = read_table(answer, RULE)
+    said = yield from table(schedule, devices=devices, microbatches=6, updates=3, makespan=makespan)
+    if schedule.reads is not Reads.PREVIOUS:
         asked = replace(schedule, reads=Reads.PREVIOUS)
         kind = f"it reads {schedule.reads.name}, another rule than 2BW's."
-        return not_yet(f"{kind} It keeps versions {asked.weight_versions} under PREVIOUS.")
-    return feedback
+        yield f"{kind} It keeps versions {asked.weight_versions} under PREVIOUS."
+    return said
 
 
-def first_wrong(answer: Any) -> Feedback:
+def first_wrong(answer: Any) -> Judged:
     """(stage, micro-batch) of the first forward that reads the latest version in place of 2BW's."""
     with understood(f"{answer!r} is not a pair (stage, micro-batch)."):
         stage, microbatch = map(int, answer)
-    if (stage, microbatch) == (2, 4):
-        return RIGHT
     right = make("pipedream_2bw", 3, 4, batches=3)
     latest = replace(right, reads=Reads.LATEST)
     if (stage, microbatch) == (4, 2):
@@ -57,7 +39,8 @@ def first_wrong(answer: Any) -> Feedback:
         hint = "That one is wrong, but an earlier micro-batch is wrong already, on some stage."
     else:
         hint = "That one reads what 2BW reads. Compare the versions, column by column."
-    return not_yet(f"({stage}, {microbatch}). {hint}")
+    if (stage, microbatch) != (2, 4):
+        yield f"({stage}, {microbatch}). {hint}"
 
 
 def reads(k: int, m: int) -> int:
@@ -70,12 +53,12 @@ EXERCISES = {
     "05-1": write(
         reads,
         [(k, m) for m in (1, 2, 3, 5) for k in range(4 * m)],
-        {
-            lambda k, m: k // m: "So it is with a flush. Is that version made when k starts?",
-            lambda k, m: k // m - 1: "There is no version before 0.",
-            lambda k, m: max(k - 1, 0): "An update comes once a mini-batch.",
-            lambda k, m: max((k - 1) // m - 1, 0): "Micro-batches are counted from 0 here.",
-            lambda k, m: max(k // m - 2, 0): "That is one update later than need be.",
+        lambda k, m: {
+            "So it is with a flush. Is that version made when k starts?": k // m,
+            "There is no version before 0.": k // m - 1,
+            "An update comes once a mini-batch.": max(k - 1, 0),
+            "Micro-batches are counted from 0 here.": max((k - 1) // m - 1, 0),
+            "That is one update later than need be.": max(k // m - 2, 0),
         },
         reference=reads,
     ),
@@ -83,22 +66,18 @@ EXERCISES = {
     "05-2": write(
         lambda p, w, kept: p + w // kept + 1,
         [(4, 4, 1), (4, 10, 4), (2, 0.5, 1), (8, 24, 8), (3, 100, 3)],
-        {
-            lambda p, w, kept: p + -(-w // kept): "With this m both hold the same.",
-            lambda p, w, kept: (
-                w // kept + 1
-            ): "2BW has activations, too: p micro-batches in flight.",
-            lambda p, w, kept: p + 2 * w // kept + 1: "GPipe has weights, too: one version.",
-            lambda p, w, kept: (
-                p + w / kept
-            ): "Micro-batches are whole, and there both hold the same.",
+        lambda p, w, kept: {
+            "With this m both hold the same.": p + -(-w // kept),
+            "2BW has activations, too: p micro-batches in flight.": w // kept + 1,
+            "GPipe has weights, too: one version.": p + 2 * w // kept + 1,
+            "Micro-batches are whole, and there both hold the same.": p + w / kept,
         },
     ),
     # Two devices, three mini-batches of two, by 2BW in 21.
-    "05-3": debug(double_buffered, devices=2, makespan=21),
-    "05-4": debug(first_wrong),
+    "05-3": Exercise(double_buffered, devices=2, makespan=21),
+    "05-4": Exercise(first_wrong),
     # Four devices, three mini-batches of two, by 2BW in 36.
-    "05-5": Exercise(Skill.BUILD, double_buffered, devices=4, makespan=36),
+    "05-5": Exercise(double_buffered, devices=4, makespan=36),
 }
 GUESSES = {
     "05-a": Guess(

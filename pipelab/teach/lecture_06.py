@@ -3,34 +3,20 @@
 from typing import Any
 
 from pipelab import Schedule, make, simulate
-from pipelab.teach.feedback import (
-    RIGHT,
-    Feedback,
-    Guess,
-    build,
-    called,
-    debug,
-    not_yet,
-    predict,
-    table,
-    write,
-)
+from pipelab.teach.feedback import Exercise, Guess, Judged, build, called, predict, table, write
 
 
-def without_a_cycle(answer: Any) -> Feedback:
+def without_a_cycle(answer: Any) -> Judged:
     """(p, m) -> a valid table in GPipe's time, each device but the last a forward further ahead."""
     for p, m in ((3, 4), (4, 8), (4, 2), (1, 3), (2, 1)):
         made = called(answer, p, m, where=f"for ({p}, {m})")
         if not isinstance(made, Schedule):
-            return not_yet(f"for ({p}, {m}) it gives {made!r}, not a table.")
-        feedback = table(made, devices=p, microbatches=m, makespan=(m + p - 1) * 3)
-        if not feedback.passed:
-            return Feedback(False, f"{feedback.text}\nThis is for p = {p}, m = {m}.")
+            yield f"for ({p}, {m}) it gives {made!r}, not a table."
+        for fault in table(made, devices=p, microbatches=m, makespan=(m + p - 1) * 3):
+            yield f"{fault}\nThis is for p = {p}, m = {m}."
         asked = [*(min(m, p - s + 1) for s in range(p - 1)), 1]
         if made.peak_in_flight != asked:
-            held = f"the devices hold {made.peak_in_flight}, asked: {asked}."
-            return not_yet(f"for ({p}, {m}) {held}")
-    return RIGHT
+            yield f"for ({p}, {m}) the devices hold {made.peak_in_flight}, asked: {asked}."
 
 
 EXERCISES = {
@@ -40,11 +26,11 @@ EXERCISES = {
     "06-2": write(
         lambda s, p, m, a: min(m, p - s) * a / p,
         [(0, 4, 8, 100), (3, 4, 8, 90), (1, 4, 2, 60), (0, 1, 5, 7), (2, 8, 3, 16), (0, 3, 2, 10)],
-        {
-            lambda s, p, m, a: (p - s) * a / p: "There are not more micro-batches than m.",
-            lambda s, p, m, a: min(m, p - s) * a: "a counts all stages; this is one of p.",
-            lambda s, p, m, a: m * a / p: "That is GPipe.",
-            lambda s, p, m, a: min(m, p - s - 1) * a / p: "And the one that it works on?",
+        lambda s, p, m, a: {
+            "There are not more micro-batches than m.": (p - s) * a / p,
+            "a counts all stages; this is one of p.": min(m, p - s) * a,
+            "That is GPipe.": m * a / p,
+            "And the one that it works on?": min(m, p - s - 1) * a / p,
         },
     ),
     # Sixteen samples on four devices with room for eight: GPipe's time over that of 1F1B.
@@ -69,7 +55,7 @@ EXERCISES = {
             8: "A matrix product lies between x and what B's gradient needs.",
         },
     ),
-    "06-5": debug(without_a_cycle),
+    "06-5": Exercise(without_a_cycle),
 }
 GUESSES = {
     "06-a": Guess(

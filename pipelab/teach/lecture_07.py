@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pipelab import Costs, Schedule, make, simulate
-from pipelab.teach.feedback import Guess, build, debug, predict, table, write
+from pipelab.teach.feedback import Guess, build, predict, write
 
 DEADLOCK = """
 0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2
@@ -43,17 +43,17 @@ EXERCISES = {
     "07-2": write(
         most_in_flight,
         [(4, 2, 8, 0), (4, 2, 8, 3), (2, 3, 4, 1), (3, 4, 9, 1), (4, 2, 4, 0), (1, 2, 1, 0)],
-        {
-            lambda p, v, m, d: (v + 1) * p - 2 * d - 1: "There are only m v forwards in all.",
-            lambda p, v, m, d: 2 * (p - d - 1) + (v - 1) * p: "The warm-up, and then one more.",
-            lambda p, v, m, d: (p - d - 1) + (v - 1) * p + 1: "That has no slack: the factor 2.",
-            lambda p, v, m, d: p * v + p - 1: "That is device 0. Later ones run less far ahead.",
+        lambda p, v, m, d: {
+            "There are only m v forwards in all.": (v + 1) * p - 2 * d - 1,
+            "The warm-up, and then one more.": 2 * (p - d - 1) + (v - 1) * p,
+            "That has no slack: the factor 2.": (p - d - 1) + (v - 1) * p + 1,
+            "That is device 0. Later ones run less far ahead.": p * v + p - 1,
         },
     ),
     # Five micro-batches through four chunks in 33, where rounds of three and two hold six.
     "07-3": build(devices=2, stages=4, microbatches=5, makespan=33, in_flight=5),
     # A valid table that is DEADLOCK but for one action's place in its row.
-    "07-4": debug(table, devices=2, stages=4, microbatches=3, missing=too_many_moved),
+    "07-4": build(devices=2, stages=4, microbatches=3, missing=too_many_moved),
     # Nine micro-batches through eight chunks in 63, twelve in flight.
     "07-5": build(devices=4, stages=8, microbatches=9, makespan=63, in_flight=12),
 }

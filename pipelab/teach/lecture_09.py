@@ -7,34 +7,13 @@ import numpy as np
 
 from pipelab import make
 from pipelab.pipeshard import ManualStages
-from pipelab.teach.feedback import (
-    NOT_ATTEMPTED,
-    RIGHT,
-    Exercise,
-    Feedback,
-    Guess,
-    Skill,
-    called,
-    debug,
-    not_yet,
-    same_function,
-    understood,
-    write,
-)
+from pipelab.teach.feedback import NOT_ATTEMPTED, Exercise, Guess, Judged, called, understood, write
 
 MICROBATCHES = 16  # of the lecture's step
 
 
 def whole(w, x):
     return 2 * (w + w * x - 1) * (1 + x)
-
-
-def first(w, x):
-    return whole(w, x) * x / (1 + x)
-
-
-def last(w, x):
-    return whole(w, x) / (1 + x)
 
 
 def slower(n, d):
@@ -49,41 +28,40 @@ SKIPS = [
 ]
 
 
-def handed_on(answer: Any) -> Feedback:
+def handed_on(answer: Any) -> Judged:
     """(made, read) of each part -> what each but the last has to return to the later ones."""
     for parts in SKIPS:
         returned = called(answer, parts, where=f"for {parts}")
         found = called(lambda given: [*map(list, given)], returned, where=f"for {parts}")
         if len(found) != len(parts) - 1:
-            return not_yet(f"for {parts} it gives {found}; asked: names for each but the last.")
+            yield f"for {parts} it gives {found}; asked: names for each but the last."
         for i, names in enumerate(found):
             made, given = parts[i][0], {*names}
             read = any(made in later for _, later in parts[i + 1 :])
             about = f"for {parts} the part that makes {made}"
             if strange := sorted(given - {made}):
-                return not_yet(f"{about} cannot return {strange[0]}: it does not make it.")
+                yield f"{about} cannot return {strange[0]}: it does not make it."
             if read and not given:
-                return not_yet(f"{about} returns nothing, and a later part reads {made}.")
+                yield f"{about} returns nothing, and a later part reads {made}."
             if given and not read:
-                return not_yet(f"{about} returns it, and nobody reads it.")
-    return RIGHT
+                yield f"{about} returns it, and nobody reads it."
 
 
 WEIGHTS, ACTIVATIONS = (10, 2, 2, 6), (2, 4, 8, 24)  # MiB of four layers
 DEVICES, IN_A_BATCH, LIMIT = 4, 8, 46
 
 
-def least_memory(answer: Any) -> Feedback:
+def least_memory(answer: Any) -> Judged:
     """Stages and meshes whose fullest device stays within the limit."""
     if not isinstance(answer, ManualStages):
-        return not_yet(f"{answer!r} is not ManualStages(...).")
+        yield f"{answer!r} is not ManualStages(...)."
     layers = [[int(layer) for layer in stage] for stage in answer.layers]
     meshes = [math.prod(np.ravel(shape).tolist()) for shape in answer.meshes]
     in_order = [layer for stage in layers for layer in stage]
     if in_order != [*range(len(WEIGHTS))] or not all(layers):
-        return not_yet(f"layers={layers}: each of the layers 0 to 3 in one stage, in order.")
+        yield f"layers={layers}: each of the layers 0 to 3 in one stage, in order."
     if len(meshes) != len(layers) or sum(meshes) != DEVICES or min(meshes) < 1:
-        return not_yet(f"meshes={meshes}: a number for each stage, {DEVICES} devices in all.")
+        yield f"meshes={meshes}: a number for each stage, {DEVICES} devices in all."
     needs = []
     for s, (stage, devices) in enumerate(zip(layers, meshes, strict=True)):
         in_flight = min(IN_A_BATCH, len(layers) - s)
@@ -91,8 +69,8 @@ def least_memory(answer: Any) -> Feedback:
         needs.append(4 * sum(WEIGHTS[i] for i in stage) + activations)
     shown = ", ".join(f"{need:g}" for need in needs)
     if max(needs) > LIMIT:
-        return not_yet(f"devices of the stages hold {shown} MiB; come down to {LIMIT}.")
-    return Feedback(True, f"Right: devices of the stages hold {shown} MiB.")
+        yield f"devices of the stages hold {shown} MiB; come down to {LIMIT}."
+    return f": devices of the stages hold {shown} MiB."
 
 
 LAYER = np.array([[3.0, -1.0], [0.5, 2.0]], np.float32)
@@ -112,16 +90,15 @@ PAIRS: list[tuple[list[Any], list[Any], bool, str]] = [
 ]
 
 
-def equal_gradients(answer: Any) -> Feedback:
+def equal_gradients(answer: Any) -> Judged:
     """(found, wanted), lists of arrays -> whether they are equal up to rounding."""
     values = [called(answer, list(found), list(wanted)) for found, wanted, *_ in PAIRS]
     if all(value is None for value in values):
-        return NOT_ATTEMPTED
+        yield NOT_ATTEMPTED
     for value, (*_, equal, why) in zip(values, PAIRS, strict=True):
         with understood(f"it gives {value!r}, which is neither True nor False."):
             if bool(value) != equal:
-                return not_yet(f"it says {bool(value)} where {why}.")
-    return RIGHT
+                yield f"it says {bool(value)} where {why}."
 
 
 def memory_ratio() -> float:
@@ -133,28 +110,27 @@ def memory_ratio() -> float:
 
 EXERCISES = {
     # The gradient of (w + w x - 1)^2, of which both stages have a part.
-    "09-1": debug(
-        same_function,
+    "09-1": write(
         whole,
         [(2.0, 3.0), (0.5, 4.0), (-1.0, 2.0)],
-        {
-            first: "That is stage 0's part alone.",
-            last: "That is the last stage's part alone.",
-            lambda w, x: whole(w, x) / 2: "The parts are added up; no mean is taken.",
+        lambda w, x: {
+            "That is stage 0's part alone.": whole(w, x) * x / (1 + x),
+            "That is the last stage's part alone.": whole(w, x) / (1 + x),
+            "The parts are added up; no mean is taken.": whole(w, x) / 2,
         },
     ),
     # (layers, devices of the second stage) -> the pace of the best cut.
     "09-2": write(
         slower,
         [(n, d) for n in range(2, 13) for d in range(1, 8)],
-        {
-            lambda n, d: n / (d + 1): "Layers are whole: can you cut there?",
-            lambda n, d: max(1, (n - 1) / d): "Stage 0 may have more than one layer.",
-            lambda n, d: -(-n // (d + 1)): "On several devices a stage's time need not be whole.",
+        lambda n, d: {
+            "Layers are whole: can you cut there?": n / (d + 1),
+            "Stage 0 may have more than one layer.": max(1, (n - 1) / d),
+            "On several devices a stage's time need not be whole.": -(-n // (d + 1)),
         },
     ),
-    "09-3": debug(handed_on),
-    "09-4": Exercise(Skill.BUILD, least_memory),
-    "09-5": Exercise(Skill.WRITE, equal_gradients),
+    "09-3": Exercise(handed_on),
+    "09-4": Exercise(least_memory),
+    "09-5": Exercise(equal_gradients),
 }
 GUESSES = {"09-a": Guess(memory_ratio, "How many micro-batches are in flight on it, with either?")}

@@ -8,36 +8,27 @@ import numpy as np
 
 from pipelab import make, simulate
 from pipelab.pipeshard.auto.assignment import StageTable, best_stages, submeshes
-from pipelab.teach.feedback import (
-    Exercise,
-    Feedback,
-    Guess,
-    Skill,
-    debug,
-    not_yet,
-    understood,
-    write,
-)
+from pipelab.teach.feedback import Exercise, Guess, Judged, understood, write
 
 WORK, SPEED, DEVICES = (2, 2, 6), {1: 1, 2: 1.5, 4: 2}, 4
 
 
-def faster_plan(answer: Any) -> Feedback:
+def faster_plan(answer: Any) -> Judged:
     """(first layer, last layer, devices) of each stage, with a step of at most 36 ms."""
     with understood(f"{answer!r} is not a list of (first layer, last layer, devices)."):
         plan = [(int(first), int(last), int(n)) for first, last, n in answer]
     inside = all(0 <= first <= last < len(WORK) for first, last, _ in plan)
     layers = [layer for first, last, _ in plan for layer in range(first, last + 1) if inside]
     if layers != [*range(len(WORK))]:
-        return not_yet(f"{plan}: each of the layers 0 to 2 in one stage, in order.")
+        yield f"{plan}: each of the layers 0 to 2 in one stage, in order."
     if not {n for *_, n in plan} <= SPEED.keys() or sum(n for *_, n in plan) != DEVICES:
-        return not_yet(f"{plan}: a stage has 1, 2 or 4 devices; share out all {DEVICES}.")
+        yield f"{plan}: a stage has 1, 2 or 4 devices; share out all {DEVICES}."
     times = [sum(WORK[first : last + 1]) / SPEED[n] for first, last, n in plan]
     step = sum(times) + 7 * max(times)
     shown = f"the stages take {', '.join(f'{t:.2f}' for t in times)} ms, a step {step:.2f} ms"
     if step > 36 * (1 + 1e-9):
-        return not_yet(f"{shown}; come down to 36.")
-    return Feedback(True, f"Right: {shown}.")
+        yield f"{shown}; come down to 36."
+    return f": {shown}."
 
 
 def lines(n, d):
@@ -48,7 +39,7 @@ def lines(n, d):
 HELD, OF_BATCH, ROOM, SAMPLES, STAGES = 300, 1600, 800, 64, 4  # MiB, MiB, MiB, samples, stages
 
 
-def schedule_that_fits(answer: Any) -> Feedback:
+def schedule_that_fits(answer: Any) -> Judged:
     """(schedule, micro-batches) within a device's memory, with at most 20 % idle."""
     try:
         name, microbatches = answer
@@ -56,17 +47,17 @@ def schedule_that_fits(answer: Any) -> Feedback:
             raise ValueError(f"{SAMPLES} samples are not {microbatches} micro-batches")
         table = make(name, STAGES, microbatches)
     except (TypeError, ValueError) as error:
-        return not_yet(f"give a schedule's name and a number of micro-batches: {error}")
+        yield f"give a schedule's name and a number of micro-batches: {error}"
     if table.asynchronous:
-        return not_yet(f"{name} has no flush: a train step as it is written needs one.")
+        yield f"{name} has no flush: a train step as it is written needs one."
     if SAMPLES % microbatches:
-        return not_yet(f"{SAMPLES} samples are not {microbatches} equal micro-batches.")
+        yield f"{SAMPLES} samples are not {microbatches} equal micro-batches."
     most, idle = max(table.peak_in_flight), simulate(table).bubble.of_total
     need = HELD + most * OF_BATCH / microbatches
     shown = f"{most} micro-batches in flight need {need:.0f} of {ROOM} MiB, and {idle:.0%} is idle"
     if need > ROOM or idle > 0.2:
-        return not_yet(f"{shown}.")
-    return Feedback(True, f"Right: {shown}.")
+        yield f"{shown}."
+    return f": {shown}."
 
 
 def count(pairs: Sequence[tuple[float, float]], m: int, factor: float) -> int:
@@ -89,18 +80,18 @@ def stages_of_equal_layers() -> float:
 
 SUMS = [(1, math.inf), (2, 9), (3, 7), (4, 6), (5, 5), (10, 5)]
 EXERCISES = {
-    "10-1": Exercise(Skill.BUILD, faster_plan),
+    "10-1": Exercise(faster_plan),
     # (layers, devices of a host) -> lines of Alpa's table of stages.
     "10-2": write(
         lines,
         [(4, 4), (1, 1), (8, 8), (3, 2), (10, 1), (5, 16)],
-        {
-            lambda n, d: n * (n + 1) // 2 * d.bit_length(): "A submesh has several logical meshes.",
-            lambda n, d: lines(n, d) * 2 * n // (n + 1): "Layers in a row: 0-1 is there, 1-0 not.",
-            lambda n, d: n * (n + 1) // 2 * d * (d + 1) // 2: "A submesh has 1, 2, 4, ... devices.",
+        lambda n, d: {
+            "A submesh has several logical meshes.": n * (n + 1) // 2 * d.bit_length(),
+            "Layers in a row: 0-1 is there, 1-0 not.": lines(n, d) * 2 * n // (n + 1),
+            "A submesh has 1, 2, 4, ... devices.": n * (n + 1) // 2 * d * (d + 1) // 2,
         },
     ),
-    "10-3": debug(schedule_that_fits),
+    "10-3": Exercise(schedule_that_fits),
     # (pairs of t_max and the least sum, micro-batches) -> how many pairs the search looks at.
     "10-4": write(
         lambda pairs, m: count(sorted(pairs), m, m),
@@ -108,10 +99,10 @@ EXERCISES = {
             *[([(1, 4), (3, 9), (50, 3)], 4), (SUMS[::-1], 4), ([(3, 3)], 2), (SUMS[:1], 5)],
             *[(SUMS, m) for m in (1, 2, 4, 64)],
         ],
-        {
-            lambda pairs, m: count(pairs, m, m): "The pairs come in any order.",
-            lambda pairs, m: len(pairs): "It stops when no later pair can win.",
-            lambda pairs, m: count(sorted(pairs), m, 1): "All m micro-batches pass the slowest.",
+        lambda pairs, m: {
+            "The pairs come in any order.": count(pairs, m, m),
+            "It stops when no later pair can win.": len(pairs),
+            "All m micro-batches pass the slowest.": count(sorted(pairs), m, 1),
         },
     ),
 }

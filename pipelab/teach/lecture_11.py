@@ -11,18 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pipelab.pipeshard.auto.hlo import Collective, collectives
-from pipelab.teach.feedback import (
-    Exercise,
-    Feedback,
-    Guess,
-    Skill,
-    called,
-    debug,
-    is_close,
-    not_yet,
-    predict,
-    write,
-)
+from pipelab.teach.feedback import Exercise, Guess, Judged, called, is_close, predict, write
 
 SAMPLES, NARROW, WIDE = 32, 64, 128
 
@@ -44,22 +33,22 @@ def compiled(specs: Sequence[P]) -> list[Collective]:
     return collectives(program.as_text() or "")
 
 
-def gated_specs(answer: Any) -> Feedback:
+def gated_specs(answer: Any) -> Judged:
     """Specs of a, b and c: a quarter of each on a device, and one collective."""
     specs = list(answer) if isinstance(answer, (list, tuple)) else []
     if len(specs) != 3 or not all(isinstance(spec, P) for spec in specs):
-        return not_yet(f"{answer!r} is not a list of three P, for a, b and c.")
+        yield f"{answer!r} is not a list of three P, for a, b and c."
     for name, spec in zip("abc", specs, strict=True):
         if [axis for axis in spec if axis is not None] != ["four"] or len(spec) > 2:
-            return not_yet(f"{name} as {spec} is not a quarter on each device.")
+            yield f"{name} as {spec} is not a quarter on each device."
     found = compiled(specs)
     shown = ", ".join(f"{each.kind} of {each.bytes:,} bytes" for each in found)
     if len(found) > 1:
-        return not_yet(f"{len(found)} collectives: {shown}. Which array has to be put together?")
-    return Feedback(True, f"Right: {shown}.")
+        yield f"{len(found)} collectives: {shown}. Which array has to be put together?"
+    return f": {shown}."
 
 
-def mean_of_means(answer: Any) -> Feedback:
+def mean_of_means(answer: Any) -> Judged:
     """The collective on a device's gradient after which all have that of the whole batch."""
 
     def gradient(mine):
@@ -70,20 +59,16 @@ def mean_of_means(answer: Any) -> Feedback:
         parts = jax.vmap(gradient)(samples.reshape(devices, -1))
         found = np.asarray(jax.vmap(partial(called, answer), axis_name="four")(parts))
         if found.shape != (devices,):
-            return not_yet("give one number: the gradient that the device goes on with.")
+            yield "give one number: the gradient that the device goes on with."
         if not is_close(found, np.full(devices, right)):
-            return not_yet(f"{devices} devices: {_fault(found, right)}")
-    return Feedback(True, "Right: the whole batch's gradient, on every device.")
+            yield f"{devices} devices: {_fault(found, right)}"
+    return ": the whole batch's gradient, on every device."
 
 
 def _fault(found: np.ndarray, right: float) -> str:
     if not np.allclose(found, found[0]):
         return "each has another gradient, so that each trains alone."
     return f"the gradient is {found[0] / right:g} times the right one."
-
-
-def rate(R, W):
-    return 0.8 * R / W
 
 
 def data_parallel_bytes() -> float:
@@ -101,16 +86,16 @@ EXERCISES = {
             4.0: "Which of these are sums of parts?",
         },
     ),
-    "11-2": Exercise(Skill.BUILD, gated_specs),
-    "11-3": debug(mean_of_means),
+    "11-2": Exercise(gated_specs),
+    "11-3": Exercise(mean_of_means),
     # (FLOP/s, wide) -> bytes/s of four devices' ring at which splitting two matrices pays.
     "11-4": write(
-        rate,
+        lambda R, W: 0.8 * R / W,
         [(20e9, 512), (1e12, 8192), (1.0, 1)],
-        {
-            lambda R, W: 0.6 * R / W: "Of the work a quarter is left: how much is saved?",
-            lambda R, W: 8 / 15 * R / W: "A ring sends the bytes twice, less one piece of four.",
-            lambda R, W: 0.2 * R / W: "A number has four bytes.",
+        lambda R, W: {
+            "Of the work a quarter is left: how much is saved?": 0.6 * R / W,
+            "A ring sends the bytes twice, less one piece of four.": 8 / 15 * R / W,
+            "A number has four bytes.": 0.2 * R / W,
         },
     ),
 }

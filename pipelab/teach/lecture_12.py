@@ -8,17 +8,13 @@ from typing import TYPE_CHECKING, Any
 from pipelab import Schedule, make, simulate
 from pipelab.teach.feedback import (
     NOT_ATTEMPTED,
-    RIGHT,
     Exercise,
-    Feedback,
     Guess,
-    Skill,
+    Judged,
     build,
     called,
-    debug,
     is_close,
-    not_yet,
-    number,
+    predict,
     write,
 )
 
@@ -55,7 +51,7 @@ def input_gradient(self: Stage, k: int, dy: torch.Tensor) -> torch.Tensor:
     return dy
 
 
-def first_half(answer: Any) -> Feedback:
+def first_half(answer: Any) -> Judged:
     """I(stage, k, dy): the input's gradient, and in stage.for_W[k] what W takes."""
     import torch  # a lecture's first cell has loaded it
 
@@ -68,41 +64,25 @@ def first_half(answer: Any) -> Feedback:
     for k in (1, 0):  # not in the order of the forwards
         dx, asked = called(answer, mine, k, grads[k]), input_gradient(right, k, grads[k])
         if dx is None and not mine.for_W and len(mine.for_I) == 2:
-            return NOT_ATTEMPTED
+            yield NOT_ATTEMPTED
         if not is_close(dx, asked, 1e-4):
             slip = grads[k] @ weights[2] @ weights[1] @ weights[0]
             hint = "Where a ReLU gave 0, nothing goes back." if is_close(dx, slip, 1e-4) else ""
-            return not_yet(f"the input's gradient of micro-batch {k} is wrong. {hint}")
+            yield f"the input's gradient of micro-batch {k} is wrong. {hint}"
         if k in mine.for_I:
-            return not_yet(f"self.for_I[{k}] is still there: take it out, or it is kept for ever.")
+            yield f"self.for_I[{k}] is still there: take it out, or it is kept for ever."
         left = [dy.T @ x for dy, x in mine.for_W.get(k, [])]
         asked_of_W = [dy.T @ x for dy, x in right.for_W[k]]
         if not is_close(torch.stack(left) if left else 0, torch.stack(asked_of_W), 1e-4):
-            return not_yet(
+            yield (
                 f"self.for_W[{k}]: a pair (dy, x) for each layer, the last one first; dy with the "
                 "ReLU's zeros."
             )
-    return Feedback(True, "Right: dx is handed on, and W can be done at any time.")
+    return ": dx is handed on, and W can be done at any time."
 
 
-def last_device(answer: Any) -> Feedback:
-    """In M_B: what the last of eight devices holds under H1, for a block of GPT-3."""
-    s, h, a = 2048, 12288, 96
-    before, after = 34 * h + 5 * a * s, 32 * h  # M_B and M_W over s b
-    slips = {
-        8: "A micro-batch that waits for W keeps less than one that waits for I.",
-        8 * after / before: "One of them is before its I: that one is whole.",
-        1: "That is 1F1B. Which W wait here, besides?",
-        7 * after / before: "Those wait for W. And the one that is before its I?",
-        1 + 7 * before / after: "Which is larger: what is kept until I, or from I to W?",
-        1 + 8 * after / before: "Eight in flight in all, as on device 0.",
-    }
-    hint = "One before its I, and how many that wait for W? Each of those keeps M_W / M_B."
-    return number(answer, 1 + 7 * after / before, hint, slips)
-
-
-def truth(w, buffer, gradient, lr, mu):
-    return w + lr * buffer, (buffer - gradient) / mu
+# For a block of GPT-3 of length 2048, 96 heads: M_B and M_W over samples x length.
+BEFORE, AFTER = 34 * 12288 + 5 * 96 * 2048, 32 * 12288
 
 
 class LinearLayer:
@@ -116,7 +96,7 @@ class LinearLayer:
         self.output_grads: list[torch.Tensor] = []
 
 
-def late_weight_gradient(answer: Any) -> Feedback:
+def late_weight_gradient(answer: Any) -> Judged:
     """W(layer), which has to work in any order in which it may come."""
     orders = ("F I W F I W", "F F F I W I W I W", "F F I F I W I W F I W W")
     for order in orders:
@@ -126,17 +106,16 @@ def late_weight_gradient(answer: Any) -> Feedback:
             if not layer.grad.any():
                 waits = len(layer.inputs) + len(layer.output_grads)
                 unused = waits == 2 * order.count("F")
-                return NOT_ATTEMPTED if unused else not_yet("layer.grad is as before: add to it.")
-            return not_yet(
+                yield NOT_ATTEMPTED if unused else "layer.grad is as before: add to it."
+            yield (
                 f"after {order} the gradient is wrong. Which input does each W take, and which "
                 "output gradient?"
             )
         if layer.inputs or layer.output_grads:
-            return not_yet(
+            yield (
                 f"after {order} the gradient is right, but something is kept for ever: "
                 f"{len(layer.inputs)} inputs, {len(layer.output_grads)} output gradients."
             )
-    return RIGHT
 
 
 def _played(
@@ -165,32 +144,44 @@ def missing(schedule: Schedule) -> str:
 
 
 EXERCISES = {
-    "12-1": Exercise(Skill.WRITE, first_half, reference=input_gradient),
-    "12-2": Exercise(Skill.PREDICT, last_device),
-    # (w, buffer, gradient, lr, mu) after a step with momentum -> w and buffer before it.
-    "12-3": write(
-        truth,
-        [(1.0, 2.0, 0.5, 0.1, 0.9), (-3.0, 0.5, 4.0, 0.01, 0.5), (0.0, -1.0, 1.0, 1.0, 0.99)],
+    "12-1": Exercise(first_half, reference=input_gradient),
+    # In M_B: what the last of eight devices holds under H1.
+    "12-2": predict(
+        1 + 7 * AFTER / BEFORE,
+        "One before its I, and how many that wait for W? Each of those keeps M_W / M_B.",
         {
-            lambda w, buffer, gradient, lr, mu: (
-                w + lr * gradient,
-                (buffer - gradient) / mu,
-            ): "The step subtracted lr times the buffer, not the gradient alone.",
-            lambda w, buffer, gradient, lr, mu: (
-                w + lr * (buffer - gradient) / mu,
-                (buffer - gradient) / mu,
-            ): "w was changed by the buffer as it is now: undo that first.",
-            lambda w, buffer, gradient, lr, mu: (
-                w + lr * buffer,
-                buffer - gradient,
-            ): "The old buffer was multiplied by mu before the gradient came.",
-            lambda w, buffer, gradient, lr, mu: (
-                w - lr * (mu * buffer + gradient),
-                mu * buffer + gradient,
-            ): "That is one more step forwards.",
+            8: "A micro-batch that waits for W keeps less than one that waits for I.",
+            8 * AFTER / BEFORE: "One of them is before its I: that one is whole.",
+            1: "That is 1F1B. Which W wait here, besides?",
+            7 * AFTER / BEFORE: "Those wait for W. And the one that is before its I?",
+            1 + 7 * BEFORE / AFTER: "Which is larger: what is kept until I, or from I to W?",
+            1 + 8 * AFTER / BEFORE: "Eight in flight in all, as on device 0.",
         },
     ),
-    "12-4": debug(late_weight_gradient),
+    # (w, buffer, gradient, lr, mu) after a step with momentum -> w and buffer before it.
+    "12-3": write(
+        lambda w, buffer, gradient, lr, mu: (w + lr * buffer, (buffer - gradient) / mu),
+        [(1.0, 2.0, 0.5, 0.1, 0.9), (-3.0, 0.5, 4.0, 0.01, 0.5), (0.0, -1.0, 1.0, 1.0, 0.99)],
+        lambda w, buffer, gradient, lr, mu: {
+            "The step subtracted lr times the buffer, not the gradient alone.": (
+                w + lr * gradient,
+                (buffer - gradient) / mu,
+            ),
+            "w was changed by the buffer as it is now: undo that first.": (
+                w + lr * (buffer - gradient) / mu,
+                (buffer - gradient) / mu,
+            ),
+            "The old buffer was multiplied by mu before the gradient came.": (
+                w + lr * buffer,
+                buffer - gradient,
+            ),
+            "That is one more step forwards.": (
+                w - lr * (mu * buffer + gradient),
+                mu * buffer + gradient,
+            ),
+        },
+    ),
+    "12-4": Exercise(late_weight_gradient),
     # Two micro-batches through four chunks in a V.
     "12-5": build(devices=2, stages=4, microbatches=2, makespan=13, missing=missing),
 }

@@ -8,16 +8,12 @@ from pipelab.optimize.order import bound, memory_used
 from pipelab.teach.feedback import (
     NOT_ATTEMPTED,
     Exercise,
-    Feedback,
     Guess,
-    Skill,
+    Judged,
     build,
     called,
     choice,
-    debug,
     is_close,
-    not_yet,
-    number,
     predict,
     write,
 )
@@ -39,16 +35,7 @@ def trip(p, f, i, w, c):
     return p * (f + i) + 2 * (p - 1) * c + w
 
 
-def shared(seconds):
-    """All trips, of so many seconds each, in turn on the places that there are."""
-    return lambda p, m, room, *times: m * seconds(p, *times) / room
-
-
-def turnover(p, m, room, f, i, w, c):
-    return bound(Costs(f, i, w, transfer=c), p, m, room).by["memory turnover"]
-
-
-def sound_bound(answer: Any) -> Feedback:
+def sound_bound(answer: Any) -> Judged:
     """(f, i, w, m) -> a number that no order beats, and as large as reason 1.
 
     Any that is at least as large as with `sum(I before) + W of stage 0` for the way back passes.
@@ -64,15 +51,15 @@ def sound_bound(answer: Any) -> Feedback:
         where = f"for {f}, {i}, {w}, {m}"
         value = called(answer, f, i, w, m, where=where)
         if value is None:
-            return NOT_ATTEMPTED
+            yield NOT_ATTEMPTED
         p, found = len(f), f"{where} it gives {value}"
         if not is_close(value, value) or value > bound(Costs(f, i, w), p, m).makespan + 1e-9:
             hint = "Which W comes after the way back, and what can be done meanwhile?"
-            return not_yet(f"{found}: not sound. {hint}")
+            yield f"{found}: not sound. {hint}"
         each = (sum(f[:s]) + m * (f[s] + i[s]) + max(sum(i[:s]) + w[0], m * w[s]) for s in range(p))
         if value < (least := max(each)) - 1e-9:
-            return not_yet(f"{found}: sound, but reason 1 says {least}.")
-    return Feedback(True, "Right: no order beats it, and it is as large as reason 1.")
+            yield f"{found}: sound, but reason 1 says {least}."
+    return ": no order beats it, and it is as large as reason 1."
 
 
 EXERCISES = {
@@ -93,38 +80,29 @@ EXERCISES = {
     ),
     # (p, m, room, f, i, w, c) -> what room on device 0 allows, of equal stages.
     "13-3": write(
-        shared(trip),
+        lambda p, m, room, *times: m * trip(p, *times) / room,
         [(4, 8, 1, 1, 1, 1, 0), (4, 8, 2, 1, 1, 1, 0), (3, 5, 2, 2, 1, 3, 0.5)],
-        {
-            shared(
-                lambda p, f, i, w, c: trip(p, f, i, 0, c)
-            ): "A place is free after W, not after I.",
-            shared(lambda p, f, i, w, c: trip(p, f, i, w, c / 2)): "Messages go there and back.",
-            shared(
-                lambda p, f, i, w, c: trip(p, f, i + w, 0, c)
-            ): "Device 0 does not wait for the other devices' W.",
-            shared(
-                lambda p, f, i, w, c: trip(p, f, i, w, 0)
-            ): "Messages take time, there and back.",
-            lambda p, m, room, f, i, w, c: (
-                m * (f + i + w)
-            ): "That is device 0's own work. A place is taken for the whole trip.",
-            lambda p, m, room, *times: (
-                math.ceil(m / room) * trip(p, *times)
-            ): "Do not round: in the last turn some places may be empty.",
-            turnover: "That is `bound`'s, which counts whole turns. Here: places times seconds.",
-            lambda p, m, room, *times: (
-                m * trip(p, *times)
-            ): "That is with one place. How many are there?",
-            lambda p, m, room, *times: (
-                trip(p, *times) / room
-            ): "That is one micro-batch's share. How many come?",
+        lambda p, m, room, f, i, w, c: {
+            "A place is free after W, not after I.": m * trip(p, f, i, 0, c) / room,
+            "Messages go there and back.": m * trip(p, f, i, w, c / 2) / room,
+            "Device 0 does not wait for the other devices' W.": (
+                m * trip(p, f, i + w, 0, c) / room
+            ),
+            "Messages take time, there and back.": m * trip(p, f, i, w, 0) / room,
+            "That is device 0's own work. A place is taken for the whole trip.": m * (f + i + w),
+            "Do not round: in the last turn some places may be empty.": (
+                math.ceil(m / room) * trip(p, f, i, w, c)
+            ),
+            "That is `bound`'s, which counts whole turns. Here: places times seconds.": (
+                bound(Costs(f, i, w, transfer=c), p, m, room).by["memory turnover"]
+            ),
+            "That is with one place. How many are there?": m * trip(p, f, i, w, c),
+            "That is one micro-batch's share. How many come?": trip(p, f, i, w, c) / room,
         },
     ),
-    "13-4": debug(sound_bound),
+    "13-4": Exercise(sound_bound),
     # What the claimed table holds.
-    "13-5": debug(
-        number,
+    "13-5": predict(
         max(memory_used(claimed(), Costs())),
         "A micro-batch is in flight from its F until its W.",
         {
@@ -135,7 +113,6 @@ EXERCISES = {
     ),
     # 198, of which the proof says: none is faster than 189.
     "13-6": Exercise(
-        Skill.PREDICT,
         choice,
         "between",
         {

@@ -1,26 +1,22 @@
 """Lecture 14: in practice."""
 
-from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from pipelab import Costs, make, simulate
 from pipelab.teach.feedback import (
     NOT_ATTEMPTED,
-    Feedback,
+    Exercise,
     Guess,
+    Judged,
     build,
     called,
-    debug,
     is_close,
-    not_yet,
     predict,
     write,
 )
 
 
-def exchanged(answer: Any) -> Feedback:
+def exchanged(answer: Any) -> Judged:
     """(first, last) -> both copies' .grad are the sum of the two."""
     import torch  # a lecture's first cell has loaded it
 
@@ -28,25 +24,18 @@ def exchanged(answer: Any) -> Feedback:
     parts = torch.tensor([[1.0, 2, 3], [4, 5, 6]]), torch.full((2, 3), 10.0)
     first.grad, last.grad = (part.clone() for part in parts)
     if called(answer, first, last) is not None:
-        return not_yet("it returns something, which nobody reads: the optimizer reads both .grad.")
-    found = [np.asarray(p.grad) for p in (first, last)]
-    return _tied_hint(found, [part.numpy() for part in parts])
-
-
-def _tied_hint(found: Sequence[Any], parts: Sequence[np.ndarray]) -> Feedback:
-    whole = parts[0] + parts[1]
-    right = [is_close(grad, whole) for grad in found]
-    if all(right):
-        return Feedback(True, "Right: both have the whole gradient.")
-    if all(is_close(grad, part) for grad, part in zip(found, parts, strict=True)):
-        return NOT_ATTEMPTED
+        yield "it returns something, which nobody reads: the optimizer reads both .grad."
+    found, whole = (first.grad, last.grad), parts[0] + parts[1]
+    if all(map(is_close, found, parts)):
+        yield NOT_ATTEMPTED
     if all(is_close(grad, whole / 2) for grad in found):
-        return not_yet("both have half of it: a weight that is used twice has the sum, not a mean.")
-    wrong = right.index(False)
-    name = ("first.grad", "last.grad")[wrong]
-    if is_close(found[wrong], whole + parts[wrong]):
-        return not_yet(f"{name} has its own part twice.")
-    return not_yet(f"{name} is not the sum of the two parts.")
+        yield "both have half of it: a weight that is used twice has the sum, not a mean."
+    for name, grad, part in zip(("first", "last"), found, parts, strict=True):
+        if is_close(grad, whole + part):
+            yield f"{name}.grad has its own part twice."
+        if not is_close(grad, whole):
+            yield f"{name}.grad is not the sum of the two parts."
+    return ": both have the whole gradient."
 
 
 def fastest(samples: int, p: int, fixed: float, each: float) -> int:
@@ -69,7 +58,7 @@ EXERCISES = {
             4.8: "Its own share need not be sent.",
         },
     ),
-    "14-2": debug(exchanged),
+    "14-2": Exercise(exchanged),
     # Stages of 3, 3, 6 and 3 s, eight micro-batches: balanced, over as they are.
     "14-3": predict(
         (15 + 7 * 6) / (11 * 15 / 4),
@@ -99,12 +88,12 @@ EXERCISES = {
             (7, 4, 1, 1),
             (60, 2, 3, 2),
         ],
-        {
-            lambda samples, *_: samples: "Every micro-batch has its fixed cost.",
-            lambda samples, p, fixed, each: fastest(samples, 1, fixed, each): "And the bubble?",
-            lambda samples, p, fixed, each: (
+        lambda samples, p, fixed, each: {
+            "Every micro-batch has its fixed cost.": samples,
+            "And the bubble?": fastest(samples, 1, fixed, each),
+            "That would be best if m could be any number; it has to divide the samples.": (
                 ((p - 1) * samples * each / fixed) ** 0.5
-            ): "That would be best if m could be any number; it has to divide the samples.",
+            ),
         },
     ),
 }

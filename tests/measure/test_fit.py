@@ -64,7 +64,9 @@ def test_fit_tells_lost_time_from_latency():
     wait[at[1, Kind.F, 0]] = wait[at[0, Kind.B, 0]] = 3
     wait[at[1, Kind.U, 0]] = 50  # an update may wait for other stages: no time lost
     t = lay(schedule, flat(schedule, 10), 0.5, wait)
-    fed = [i for i in schedule.crossing if t.arrived[i] > t.end[i - 1] or i in schedule.bounds]
+    fed = [
+        i for i in schedule.crossing if t.spans[i].arrived > t.end[i - 1] or i in schedule.bounds
+    ]
     prompt = [
         i
         for i, action in enumerate(schedule.actions)

@@ -464,25 +464,6 @@ def test_stages_of_a_branched_graph_are_named(tmp_path, capsys):
     ]
 
 
-# ---- shown step by step
-
-
-@settings(max_examples=40)
-@given(st.lists(layers, min_size=1, max_size=5), st.integers(1, 4))
-def test_the_steps_are_the_optimizers(found, devices):
-    from pipelab.optimize.cut.steps import Steps
-
-    profile = Profile(tuple(found))
-    steps = Steps(profile, devices, bandwidth=3.0)
-    best = pipedream(profile, devices, bandwidth=3.0, model="max")
-    assert steps.entries[-1].pace == pytest.approx(best.bottleneck)
-    for value in range(len(steps.entries)):
-        steps.slider.value = value
-        entry = steps.entries[value]
-        assert f"A({entry.j}, {entry.n})" in steps.view.value
-        assert entry.pace == min(pace for _, pace in entry.candidates)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -68,7 +68,7 @@ def test_the_critical_path_is_unbroken(case, costs):
         if t.spans[i].device == t.spans[j].device:
             assert t.start[j] == pytest.approx(t.end[i])
         else:
-            assert t.start[j] == pytest.approx(t.arrived[j])
+            assert t.start[j] == pytest.approx(t.spans[j].arrived)
 
 
 @given(tables(largest=5), costs)
@@ -132,8 +132,8 @@ def test_times_are_those_of_the_spans():
     t = simulate(make("gpipe", 2, 1), Costs(transfer=0.5))
     assert (t.weight_versions, t.peak_in_flight) == ([1, 1], [1, 1])
     assert (t.start, t.end) == ([0, 5, 7, 1.5, 2.5, 4.5], [1, 7, 7, 2.5, 4.5, 4.5])
-    assert t.sent == pytest.approx([math.nan, 4.5, *[math.nan, 1, math.nan, math.nan]], nan_ok=True)
-    assert t.arrived == pytest.approx([math.nan, 5, math.nan, 1.5, *[math.nan] * 2], nan_ok=True)
+    assert [span.sent for span in t.spans] == [None, 4.5, None, 1, None, None]
+    assert [span.arrived for span in t.spans] == [None, 5, None, 1.5, None, None]
     assert t.input_arrival() == [-math.inf, 5, -math.inf, 1.5, -math.inf, -math.inf]
     assert [span.device for span in t.spans] == [0, 0, 0, 1, 1, 1]
 
@@ -183,21 +183,6 @@ def test_a_part_has_the_spans_of_its_batches(case, draw):
         assert part.spans[i][3:] == whole.spans[j][3:]
     assert part.makespan == max(part.end) - min(part.start)
     assert part.source == whole.source
-
-
-def test_the_frame_has_a_row_per_action():
-    frame = simulate(make("gpipe", 2, 2)).to_frame()
-    assert list(frame.columns) == [
-        "device",
-        "stage",
-        "kind",
-        "microbatch",
-        "version",
-        "start",
-        "end",
-    ]
-    assert frame[frame.kind == "B"].end.max() == 9
-    assert len(frame) == 10
 
 
 def test_the_trace_has_transfers_and_arrows():

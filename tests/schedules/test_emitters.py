@@ -263,6 +263,13 @@ def test_we_refuse_what_torchs_validator_accepts(change, message):
 
 # ---- DeepSpeed
 
+MOVES = {
+    "SendActivation": Kind.SEND_F,
+    "RecvActivation": Kind.RECV_F,
+    "SendGrad": Kind.SEND_B,
+    "RecvGrad": Kind.RECV_B,
+}
+
 
 def test_1f1b_is_deepspeeds():
     for p, m in SIZES:
@@ -274,7 +281,7 @@ def test_1f1b_is_deepspeeds():
 
 def test_deepspeeds_blocking_messages_never_deadlock():
     for p, m in SIZES:
-        theirs = validate(deepspeed.schedule_of(p, m, transfers=True))
+        theirs = validate(deepspeed.schedule_of(p, m, deepspeed.KINDS | MOVES))
         assert sum(a.kind is Kind.SEND_F for row in theirs.rows for a in row) == (p - 1) * m
 
 

@@ -3,7 +3,13 @@
 import pytest
 
 from pipelab import Action, Kind, ScheduleError
-from pipelab.table.placement import check_placement, loop_placement, placement_of, v_placement
+from pipelab.table.placement import (
+    check_placement,
+    loop_placement,
+    placement_of,
+    stages_of,
+    v_placement,
+)
 
 
 def test_placements_go_around_and_back():
@@ -11,6 +17,11 @@ def test_placements_go_around_and_back():
     assert loop_placement(2, virtual=3) == (0, 1, 0, 1, 0, 1)
     assert v_placement(3) == (0, 1, 2, 2, 1, 0)
     assert v_placement(1) == (0, 0)
+
+
+def test_a_device_has_its_stages_in_their_order():
+    assert stages_of(v_placement(3)) == [[0, 5], [1, 4], [2, 3]]
+    assert stages_of((2, 0)) == [[1], [], [0]]
 
 
 def test_a_placement_is_a_tuple_of_devices():

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from pipelab import make, teach
-from pipelab.teach import feedback
-from pipelab.teach.feedback import write
+from pipelab.teach.feedback import Exercise, balance, build, write
 
 
 def test_a_guess():
@@ -32,18 +31,17 @@ def test_an_unknown_exercise_says_how_names_look(name):
 
 def test_a_stub_is_not_attempted():
     assert teach.check("01-1", None) is teach.NOT_ATTEMPTED
-    stub = feedback.same_function(lambda p: None, abs, [(1,)])
+    stub = write(abs, [(1,)]).check(lambda p: None)
     assert stub is teach.NOT_ATTEMPTED
 
 
 def test_a_wrong_schedule_is_shown():
-    slow = feedback.table(
-        make("inter_layer", 2, 2), devices=2, microbatches=2, makespan=9, in_flight=0
-    )
+    exercise = build(devices=2, microbatches=2, makespan=9, in_flight=0)
+    slow = exercise.check(make("inter_layer", 2, 2))
     assert repr(slow).startswith(
         "Not yet: makespan 12, to reach: 9; 1 micro-batches in flight, to reach: 0.\n0F0 ."
     )
-    stuck = feedback.table("0F0 0B0 0F1 0B1\n1F1 1F0 1B0 1B1", devices=2, microbatches=2)
+    stuck = exercise.check("0F0 0B0 0F1 0B1\n1F1 1F0 1B0 1B1")
     assert ">0B0<" in repr(stuck)
 
 
@@ -58,16 +56,14 @@ def test_a_wrong_schedule_is_shown():
     ],
 )
 def test_less_work_or_another_training_is_not_what_was_asked(other):
-    said = feedback.table(other, devices=2, microbatches=2, makespan=99)
+    said = build(devices=2, microbatches=2, makespan=99).check(other)
     assert said.passed is False
     assert "asked: 2 devices, 2 stages, 2 micro-batches and 1 update(s)" in repr(said)
 
 
 @pytest.mark.parametrize("answer", [10, [5.0, 9.0], "five", [1, "x"]])
 def test_a_balance_of_the_wrong_kind(answer):
-    assert "is not a list of whole numbers" in repr(
-        feedback.debug(feedback.balance, [1] * 14, 2, 9).check(answer)
-    )
+    assert "is not a list of whole numbers" in repr(Exercise(balance, [1] * 14, 2, 9).check(answer))
 
 
 @pytest.mark.parametrize(
@@ -80,15 +76,18 @@ def test_a_function_of_the_wrong_kind(function):
 
 def test_a_function_may_give_arrays():
     cases = [(1,), (2,)]
-    assert feedback.same_function(lambda p: (p, 2 * p), lambda p: [p, 2.0 * p], cases).passed
-    assert not feedback.same_function(lambda p: (p, p), lambda p: [p, 2.0 * p], cases).passed
+    exercise = write(lambda p: [p, 2.0 * p], cases)
+    assert exercise.check(lambda p: (p, 2 * p)).passed
+    assert not exercise.check(lambda p: (p, p)).passed
 
 
 def test_a_likely_mistake_has_a_hint_of_its_own():
-    slips = {lambda p: p * p: "Not squared."}
-    said = feedback.same_function(lambda p: p**2, lambda p: p, [(1,), (2,)], slips)
+    def slips(p):
+        return {"Not squared.": p * p}
+
+    said = write(lambda p: p, [(1,), (2,)], slips).check(lambda p: p**2)
     assert repr(said) == "Not yet: for (2) it gives 4, right is 2. Not squared."
-    assert "Not squared" not in repr(feedback.same_function(abs, lambda p: 3, [(2,)], slips))
+    assert "Not squared" not in repr(write(lambda p: 3, [(2,)], slips).check(abs))
 
 
 def repr_of_type(value):
@@ -121,14 +120,14 @@ def test_numbers_of_every_library_count():
     assert teach.guess("01-a", np.float32(83.3333)).passed
     weight = torch.tensor(9.0, requires_grad=True)
     assert teach.check("04-1", weight).passed
-    assert feedback.same_function(lambda p: weight * p, lambda p: 9 * p, [(1,)]).passed
+    assert write(lambda p: 9 * p, [(1,)]).check(lambda p: weight * p).passed
 
 
 def test_an_answer_may_use_up_its_lists():
     """A generator has to fit as well; a function's hint is for the case as it was."""
     assert teach.check("04-2", iter([1, 1, 5])).passed is False
-    slips = {lambda given: given[0]: "The first alone."}
-    said = feedback.same_function(lambda given: given.pop(0), sum, [([1, 2],)], slips)
+    exercise = write(sum, [([1, 2],)], lambda given: {"The first alone.": given[0]})
+    said = exercise.check(lambda given: given.pop(0))
     assert repr(said) == "Not yet: for ([1, 2]) it gives 1, right is 3. The first alone."
 
 

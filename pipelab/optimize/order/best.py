@@ -81,7 +81,6 @@ def search(
     except KeyboardInterrupt:
         if not best.schedule:
             raise
-        best.interrupted = True
     return best.found(batches)
 
 
@@ -121,7 +120,7 @@ class _Best:
     def __init__(self, problem: OrderProblem) -> None:
         self.problem, self.began = problem, time.perf_counter()
         self.schedule: Schedule | None = None
-        self.makespan, self.found_by, self.interrupted = math.inf, "", False
+        self.makespan, self.found_by = math.inf, ""
         limits = problem.devices, problem.microbatches, problem.memory
         least = bound(problem.costs, *limits, placement=problem.placement, split=problem.split)
         self.bound = least.makespan
@@ -148,7 +147,6 @@ class _Best:
             split=self.problem.split,
             seconds=time.perf_counter() - self.began,
             found_by=self.found_by,
-            interrupted=self.interrupted,
         )
         rows = repeat(self.schedule, batches).rows
         sizes = self.problem.microbatches, batches
@@ -168,12 +166,11 @@ def _search(best: _Best, seconds: float, workers: int, progress: Progress | None
     left = ends - time.perf_counter()
     if left > 0 and problem.actions <= SOLVABLE:
         assert best.schedule
-        answer = SolverModel(problem, best.schedule, best.bound).solve(left, workers, progress)
-        # Both hold: the larger one says more.
-        best.bound = max(best.bound, answer.bound)
-        best.interrupted = answer.interrupted
-        if answer.schedule:
-            best.offer(answer.schedule, "exact")
+        model = SolverModel(problem, best.schedule, best.bound)
+        found, least = model.solve(left, workers, progress)
+        best.bound = max(best.bound, least)  # both hold: the larger one says more
+        if found:
+            best.offer(found, "exact")
 
 
 def _heuristics(problem: OrderProblem) -> Iterator[tuple[str, Schedule]]:

@@ -14,8 +14,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipelab.optimize.order.problem import OrderProblem
 from pipelab.predict.simulate import simulate
@@ -24,15 +25,6 @@ from pipelab.table.schedule import Schedule
 
 FINEST = 2**30  # units of a makespan where the seconds have no common divisor
 GRAIN = 10**9  # units of a micro-batch's activations
-
-
-class Solved(NamedTuple):
-    """schedule: the best found, None if there is none; bound: seconds that no table can beat;
-    interrupted: by Ctrl-C."""
-
-    schedule: Schedule | None
-    bound: float
-    interrupted: bool
 
 
 def unit_of(seconds: Iterable[float], longest: float) -> float:
@@ -212,9 +204,9 @@ class SolverModel:
         seconds: float,
         workers: int,
         progress: Callable[[float, float], None] | None = None,
-    ) -> Solved:
-        """The best in so many seconds; Ctrl-C ends the search early."""
-        cp, interrupted = self.cp, False
+    ) -> tuple[Schedule | None, float]:
+        """The best in so many seconds, or until Ctrl-C, and seconds that no table can beat."""
+        cp = self.cp
         solver = cp.CpSolver()
         solver.parameters.max_time_in_seconds = seconds
         solver.parameters.num_workers = workers
@@ -226,15 +218,13 @@ class SolverModel:
         # In a thread of its own, so that Python sees a Ctrl-C meanwhile.
         with ThreadPoolExecutor(1) as pool:
             solving = pool.submit(solver.solve, self.model, watcher)
-            try:
+            with suppress(KeyboardInterrupt):
                 while not solving.done():
                     wait([solving], 0.1)
-            except KeyboardInterrupt:
-                interrupted = True
-                solver.stop_search()
+            solver.stop_search()
         known = solving.result() in (cp.OPTIMAL, cp.FEASIBLE)
         table = self._table(solver) if known else None
-        return Solved(table, self._seconds(solver.best_objective_bound), interrupted)
+        return table, self._seconds(solver.best_objective_bound)
 
     def _seconds(self, units: float) -> float:
         """A makespan counts from the first compute, after its overhead."""

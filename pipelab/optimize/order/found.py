@@ -19,7 +19,6 @@ class Proof:
     split     whether backwards may be split
     seconds   that the search took
     found_by  what made the schedule: greedy, exact, repeat, or a schedule's name
-    interrupted  whether the search was ended early, by Ctrl-C
     """
 
     makespan: float
@@ -28,7 +27,6 @@ class Proof:
     split: bool
     seconds: float
     found_by: str
-    interrupted: bool = False
 
     @property
     def gap(self) -> float:
@@ -36,12 +34,9 @@ class Proof:
         return self.makespan / self.bound - 1 if self.bound > 0 else 0.0
 
     @property
-    def status(self) -> Literal["optimal", "interrupted", "gap"]:
+    def status(self) -> Literal["optimal", "gap"]:
         """optimal: the gap is no larger than a millionth, which is what rounding leaves."""
-        if self.gap <= ROUNDING:
-            return "optimal"
-        # What was optimal by then is so all the same.
-        return "interrupted" if self.interrupted else "gap"
+        return "optimal" if self.gap <= ROUNDING else "gap"
 
     def to_json(self) -> dict[str, Any]:
         names = ("status", "makespan", "bound", "gap", "memory", "split", "seconds", "found_by")
@@ -59,8 +54,7 @@ class Proof:
                 f"{self.makespan:.6g}, at most {self.gap:.2%} above the best {limit}: none is "
                 f"faster than {self.bound:.6g}"
             )
-        ended = "interrupted after" if self.interrupted else "found in"
-        return f"{verdict} ({ended} {self.seconds:.1f} s, by {self.found_by})"
+        return f"{verdict} (found in {self.seconds:.1f} s, by {self.found_by})"
 
 
 @dataclass(frozen=True)

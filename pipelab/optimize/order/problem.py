@@ -22,7 +22,7 @@ from pipelab.table.action import (
     check_type,
     insert_updates,
 )
-from pipelab.table.placement import loop_placement, v_placement
+from pipelab.table.placement import loop_placement, stages_of, v_placement
 from pipelab.table.schedule import Schedule
 
 SLACK = 1e-6  # of a limit of memory: less is rounding
@@ -66,11 +66,7 @@ class OrderProblem:
 
     @cached_property
     def stages_of(self) -> list[list[int]]:
-        """The stages of each device."""
-        found: list[list[int]] = [[] for _ in range(max(self.placement) + 1)]
-        for stage, device in enumerate(self.placement):
-            found[device].append(stage)
-        return found
+        return stages_of(self.placement)
 
     @property
     def devices(self) -> int:

@@ -10,7 +10,9 @@ import copy
 import hashlib
 import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.nn.functional import mse_loss
 
 FOLDER = Path(__file__).parent
+TABLE = FOLDER / "schedule.csv"
 WIDTH = 8
 SAMPLES = 2  # of a micro-batch
 
@@ -44,29 +47,49 @@ def gradient(stage: nn.Module) -> Tensor:
     return torch.cat([part.flatten() for part in found])
 
 
-def main() -> None:
+def joined(backend: str | None = None) -> tuple[dict[str, Any], list[int]]:
+    """The plan, and the stages of this rank, in ascending order: in another one torch hangs."""
     plan = json.loads((FOLDER / "plan.json").read_text())
-    table = FOLDER / "schedule.csv"
-    if hashlib.sha256(table.read_bytes()).hexdigest() != plan["sha256"]:
+    if hashlib.sha256(TABLE.read_bytes()).hexdigest() != plan["sha256"]:
         sys.exit("schedule.csv is not the table that plan.json describes: export it again")
-    dist.init_process_group("gloo")
+    dist.init_process_group(backend)
     if dist.get_world_size() != plan["devices"]:
         sys.exit(f"start {plan['devices']} ranks: the table has a row for each")
+    return plan, [s for s, home in enumerate(plan["placement"]) if home == dist.get_rank()]
+
+
+def stepper(
+    plan: dict[str, Any], mine: list[int], modules: Sequence[nn.Module], device: torch.device
+) -> Callable[[Tensor, Tensor], list[Tensor]]:
+    """A step by the table: (inputs, targets) -> the micro-batches' losses, of the last stage.
+
+    The loss is a mean: torch's runtime divides the sum of the gradients by the micro-batches.
+    """
+    count = plan["stages"]
+    parts = [PipelineStage(part, s, count, device) for s, part in zip(mine, modules, strict=True)]
+    runtime = _PipelineScheduleRuntime(parts, plan["microbatches"], loss_fn=mse_loss)
+    runtime._load_csv(str(TABLE), format="compute_only")
+
+    def step(x: Tensor, y: Tensor) -> list[Tensor]:
+        losses: list[Tensor] = []
+        inputs = (x,) if mine[0] == 0 else ()
+        target = y if mine[-1] == count - 1 else None
+        runtime.step(*inputs, target=target, losses=losses, return_outputs=False)
+        return losses
+
+    return step
+
+
+def main() -> None:
+    plan, mine = joined("gloo")
     # [1] The same model and data on every rank.
     torch.manual_seed(0)
-    home, m = plan["placement"], plan["microbatches"]
+    m = plan["microbatches"]
     model = nn.Sequential(*(nn.Sequential(*(Toy() for _ in range(n))) for n in plan["layers"]))
     x, y = torch.randint(-9, 10, (2, SAMPLES * m, WIDTH)).double()
-    # [2] By the table: copies of my stages, in ascending order (in another one torch hangs).
-    mine = [s for s in range(len(home)) if home[s] == dist.get_rank()]
+    # [2] By the table: copies of my stages.
     copies = [copy.deepcopy(model[s]) for s in mine]
-    cpu, count = torch.device("cpu"), len(home)
-    parts = [PipelineStage(part, s, count, cpu) for s, part in zip(mine, copies, strict=True)]
-    runtime = _PipelineScheduleRuntime(parts, m, loss_fn=mse_loss)
-    runtime._load_csv(str(table), format="compute_only")
-    inputs = (x,) if mine[0] == 0 else ()
-    target = y if mine[-1] == count - 1 else None
-    runtime.step(*inputs, target=target, losses=[], return_outputs=False)
+    stepper(plan, mine, copies, torch.device("cpu"))(x, y)
     # [3] On one device: the mean of the micro-batches' losses.
     for some, targets in zip(x.chunk(m), y.chunk(m), strict=True):
         mse_loss(model(some), targets).backward()
