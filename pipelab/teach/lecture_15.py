@@ -7,15 +7,12 @@ from typing import Any
 from pipelab import Kind, make
 from pipelab.teach.feedback import (
     NOT_ATTEMPTED,
-    RIGHT,
     Exercise,
-    Feedback,
     Guess,
-    Skill,
+    Judged,
     called,
-    not_yet,
     predict,
-    same_function,
+    write,
 )
 
 LETTERS = {"ForwardPass": "F", "BackwardPass": "B", "OptimizerStep": "U"}
@@ -44,7 +41,7 @@ def stream(schedule: str, stages: int, microbatches: int, stage: int) -> Iterato
             yield ["RecvGrad" + at, "BackwardPass" + at]
 
 
-def reads_streams(answer: Any) -> Feedback:
+def reads_streams(answer: Any) -> Judged:
     """(stage, steps) -> the row's actions as texts, for streams of several orders and sizes."""
     cases = [("pipedream_flush", 2, 4, 0), ("pipedream_flush", 4, 8, 1), ("gpipe", 3, 5, 2)]
     for case in cases:
@@ -52,17 +49,16 @@ def reads_streams(answer: Any) -> Feedback:
         right, where = row_of(stage, steps), f"for stage {stage} of {case[1]}"
         given = called(answer, stage, steps, where=where)
         if given is None:
-            return NOT_ATTEMPTED
+            yield NOT_ATTEMPTED
         given = [*map(str, given.split() if isinstance(given, str) else given)]
         if given == right:
             continue
         wrong = f"{where} it gives {' '.join(given)}, right is {' '.join(right)}."
-        if [x for x in given if "U" not in x] == [x for x in right if "U" not in x]:
-            return not_yet(f"{wrong} OptimizerStep is the update, U0.")
+        if given == [action for action in right if "U" not in action]:
+            yield f"{wrong} OptimizerStep is the update, U0."
         if len(given) == len(right):
-            wrong += " A buffer is used again and again: it is no micro-batch. Count."
-        return not_yet(wrong)
-    return RIGHT
+            yield f"{wrong} A buffer is used again and again: it is no micro-batch. Count."
+        yield wrong
 
 
 def of_batch(means: Sequence[float], counts: Sequence[int]) -> float:
@@ -71,7 +67,7 @@ def of_batch(means: Sequence[float], counts: Sequence[int]) -> float:
 
 EXERCISES = {
     # (stage, DeepSpeed's steps as texts) -> the row of our table.
-    "15-1": Exercise(Skill.WRITE, reads_streams, reference=row_of),
+    "15-1": Exercise(reads_streams, reference=row_of),
     # 64 samples a step, 2 a micro-batch, 8 GPUs in pipelines of 4: bubble over ideal.
     "15-2": predict(
         3 / 16,
@@ -96,15 +92,13 @@ EXERCISES = {
         },
     ),
     # (means over each micro-batch's words, their counts) -> the batch's loss.
-    "15-4": Exercise(
-        Skill.DEBUG,
-        same_function,
+    "15-4": write(
         of_batch,
         [([2.0, 4.0], [10, 30]), ([1.0, 5.0, 3.0], [4, 4, 8]), ([7.0], [3]), ([3.0, 9.0], [6, 0])],
-        {
-            lambda means, counts: sum(means) / len(means): "Each word shall weigh the same.",
-            lambda means, counts: sum(m * n for m, n in zip(means, counts, strict=True)): (
-                "That is the sum over all words; the loss is their mean."
+        lambda means, counts: {
+            "Each word shall weigh the same.": sum(means) / len(means),
+            "That is the sum over all words; the loss is their mean.": (
+                of_batch(means, counts) * sum(counts)
             ),
         },
     ),
