@@ -3,11 +3,9 @@ level, par, numbers and run that stand beside them."""
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.colors import to_hex
-
-from pipelab.plot import style
+from pipelab.predict import palette
 from pipelab.predict.timeline import Timeline
 from pipelab.table.action import Action, Kind
 from pipelab.widgets.puzzle import (
@@ -23,7 +21,9 @@ from pipelab.widgets.puzzle import (
 )
 from pipelab.widgets.puzzle.link import task_of
 from pipelab.widgets.puzzle.recognise import gap_reasons
-from pipelab.widgets.try_out import Trial
+
+if TYPE_CHECKING:
+    from pipelab.widgets.try_out import Trial
 
 RUNGS = {
     "free": "anything goes",
@@ -80,7 +80,7 @@ def _marks(draft: Draft) -> dict[Action, str]:
 def board_legend(task: Task) -> list[list[str]]:
     """Names and colours of the kinds that a task's table has."""
     kinds = sorted({a.kind for a in task.needs})
-    return [[style.NAMES[kind], style.KINDS[kind]] for kind in kinds]
+    return [[palette.NAMES[kind], palette.KINDS[kind]] for kind in kinds]
 
 
 # ---- cells
@@ -156,7 +156,7 @@ def _name(action: Action) -> str:
     s, kind, k = action
     if kind is Kind.U:
         return f"{action}, update {k} of stage {s},"
-    return f"{action}, the {style.NAMES[kind]} of micro-batch {k} through stage {s},"
+    return f"{action}, the {palette.NAMES[kind]} of micro-batch {k} through stage {s},"
 
 
 def look(task: Task, action: Action) -> dict[str, Any]:
@@ -169,8 +169,8 @@ def look(task: Task, action: Action) -> dict[str, Any]:
 @lru_cache  # every move draws every cell again
 def _colours(*kind_and_place: Any) -> list[str]:
     """The colours of a cell, and of its text."""
-    colour = style.colour_of(*kind_and_place)
-    return [to_hex(colour), style.ink(colour)]
+    colour = palette.colour_of(*kind_and_place)
+    return [palette.to_hex(colour), palette.readable_on(colour)]
 
 
 # ---- beside the table
@@ -197,7 +197,7 @@ def par_rows(level: Level) -> dict[str, Any]:
     return {"title": f"par: {level.par:g}", "rows": rows_of(level.table().timeline)}
 
 
-def trial_rows(trial: Trial) -> dict[str, Any]:
+def trial_rows(trial: "Trial") -> dict[str, Any]:
     """Planned and measured rows in milliseconds."""
     planned = rows_of(trial.planned, trial.scale)
     return {"text": str(trial), "planned": planned, "measured": rows_of(trial.run.timeline, 1e3)}

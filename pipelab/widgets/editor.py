@@ -1,6 +1,6 @@
 """The schedule editor: make a table by hand, with as much help as you like, and run it."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anywidget
 import traitlets
@@ -24,7 +24,9 @@ from pipelab.widgets.puzzle import Draft, Level, Task, finish, level_of, recogni
 from pipelab.widgets.puzzle.levels import LEVELS
 from pipelab.widgets.puzzle.link import read, read_task, task_of, write_task
 from pipelab.widgets.puzzle.recognise import known_rows
-from pipelab.widgets.try_out import Trial, try_out
+
+if TYPE_CHECKING:
+    from pipelab.widgets.try_out import Trial
 
 MARK = "#pipelab="  # before a table in an address
 
@@ -67,7 +69,7 @@ class Editor(anywidget.AnyWidget):
     draft: Draft  # what is placed so far
     _past: list[Draft]  # for undo
     _future: list[Draft]  # for redo
-    trial: Trial | None  # the last run of this table, if there was one
+    trial: "Trial | None"  # the last run of this table, if there was one
 
     def __init__(
         self, table: str | Schedule | Task | None = None, *, help: str = "legal", **sizes: Any
@@ -199,11 +201,13 @@ class Editor(anywidget.AnyWidget):
         self._marks = self._marks | marks
         self._refresh()
 
-    def run(self, paced: bool = True) -> Trial:
+    def run(self, paced: bool = True) -> "Trial":
         """Carry the table out on worker threads, and lay what was measured over what was planned.
 
         Paced, its actions take as long as their costs say. Displayed, the result says its verdict.
         """
+        from pipelab.widgets.try_out import try_out  # what only a run needs
+
         self.trial = try_out(self.schedule, self.draft.task.stage_costs, paced)
         self._refresh()
         return self.trial
