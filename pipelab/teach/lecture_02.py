@@ -4,8 +4,6 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, Queue
 from typing import Any
 
-import numpy as np
-
 from pipelab import Costs, make, simulate
 from pipelab.teach.feedback import (
     NOT_ATTEMPTED,
@@ -132,15 +130,15 @@ def uneven_gradient(answer: Any) -> Feedback:
             torch.autograd.grad(mse_loss(model(part), target), [*model.parameters()])
             for part, target in zip(x.chunk(m), y.chunk(m), strict=True)
         ]
-        by_piece = np.array([torch.cat([g.flatten() for g in mean]).numpy() for mean in means])
-        truth = shares @ by_piece
+        by_piece = torch.stack([torch.cat([g.flatten() for g in mean]) for mean in means])
+        truth = torch.tensor(shares) @ by_piece
         seen: list[int] = []
         model.weight.grad, model.bias.grad = (torch.ones_like(p) for p in model.parameters())
         model.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(len(given[0])))
         found = called(answer, model, x, y, m, where=f"with {samples} samples")
         if found is None:
             return NOT_ATTEMPTED
-        found = np.asarray(torch.as_tensor(found).detach())
+        found = torch.as_tensor(found).detach()
         if is_close(found, truth + 1, 1e-3):
             return not_yet("it adds to the gradient that the model has from before.")
         if is_close(found, truth, 1e-3) and max(seen, default=0) > len(x.chunk(m)[0]):
@@ -150,9 +148,9 @@ def uneven_gradient(answer: Any) -> Feedback:
     return RIGHT
 
 
-def _uneven_hint(found: np.ndarray, by_piece: np.ndarray) -> str:
+def _uneven_hint(found: Any, by_piece: Any) -> str:
     if found.shape != by_piece[0].shape:
-        return f"a gradient of shape {found.shape}, asked: one vector, {by_piece[0].shape}."
+        return f"a gradient of shape {(*found.shape,)}, asked: one vector, {(*by_piece[0].shape,)}."
     if is_close(found, by_piece.sum(axis=0), 1e-3):
         return "the gradient is too large: no piece has a weight."
     if is_close(found, by_piece.mean(axis=0), 1e-3):
