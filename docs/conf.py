@@ -31,6 +31,7 @@ extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.viewcode",
+    "browser",
     "lectures",
     "mathml",
     "reference",

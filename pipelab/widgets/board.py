@@ -131,8 +131,21 @@ def _gap(draft: Draft, device: int, index: int, tell: bool) -> dict[str, Any]:
 def _why_stuck(draft: Draft, action: Action) -> str:
     missing = [a for a in draft.task.needs[action] if a not in draft.placed]
     if missing:
-        return f"{action} waits for {missing[0]}, which is not placed."
+        device = draft.task.device(missing[0])
+        if not draft.rows[device]:
+            return f"{action} waits for device {device}, whose row is not written yet."
+        return f"{action} waits for {missing[0]} on device {device}, which is not placed yet."
     return f"{action} cannot run: {draft.problem or 'it stands behind one that cannot'}."
+
+
+def waiting(draft: Draft) -> str:
+    """What the first action that cannot run waits for; "" where all can."""
+    stuck = (
+        row[len(runs)]
+        for row, runs in zip(draft.rows, draft.running.rows, strict=True)
+        if len(row) > len(runs)
+    )
+    return next((_why_stuck(draft, action) for action in stuck), "")
 
 
 def _critical_path(draft: Draft) -> set[Action]:

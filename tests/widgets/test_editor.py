@@ -182,7 +182,7 @@ def test_every_level_is_won_and_shows_its_par(name):
     assert editor.feedback.passed and said(editor)[0] == "won"
     assert editor.feedback.text.startswith(f"Par: {LEVELS[name].par:g}.")
     assert simulate(editor.schedule, editor.draft.task.stage_costs).makespan == LEVELS[name].par
-    assert [name, LEVELS[name].title, True] in editor.view["levels"]
+    assert [name, LEVELS[name].title, "helped"] in editor.view["levels"]
     editor.show(par=True, critical=True)
     longest = max(c["until"] for row in editor.view["par"]["rows"] for c in row["cells"])
     assert longest == pytest.approx(LEVELS[name].par)

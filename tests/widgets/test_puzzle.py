@@ -362,7 +362,7 @@ def test_recognition_does_not_mind_the_numbers_of_micro_batches_and_knows_what_i
     swapped = read(task, "0F2 0F0 0B2 0F1 0B0 0B1 ~ 1F2 1B2 1F0 1B0 1F1 1B1")
     assert recognise(swapped) == "This is 1F1B (PipeDream-Flush)."
     own = read(task, "0F0 0F1 0B1 0B0 0F2 0B2 ~ 1F0 1F1 1B1 1B0 1F2 1B2")
-    assert recognise(own) == "This one is yours: the library has no such."
+    assert recognise(own) == "The library has no such table."
     assert recognise(Draft.of(task)) == ""
 
 
