@@ -104,11 +104,12 @@ def finish(app: Sphinx, failed: Exception | None) -> None:
 # ---- a widget in a page
 
 
-def placed(kind: str, state: dict[str, Any], page: str, own: bool = False) -> str:
+def placed(kind: str, state: dict[str, Any], page: str, how: str = "") -> str:
     """A widget's HTML: its state, which its front end draws, and a picture for who runs no scripts.
 
     page  the page's name, from which links are counted
-    own   whether the page is the widget's own: its address holds what is set
+    how   "page": the page is the widget's own, and its address holds what is set; "brief": its
+          costs are folded
     """
     home = posixpath.relpath(f"docs/play/{kind}.html", posixpath.dirname(page))
     data = json.dumps(state).replace("<", "\\u003c")
@@ -117,7 +118,7 @@ def placed(kind: str, state: dict[str, Any], page: str, own: bool = False) -> st
     image = base64.b64encode(picture(rows).encode()).decode()
     return (
         f'<div class="pipelab-play" data-kind="{kind}" data-home="{home}" '
-        f'data-python="{"yes" if pyodide() else "no"}"{" data-page=yes" if own else ""}>'
+        f'data-python="{"yes" if pyodide() else "no"}"{f" data-{how}=yes" if how else ""}>'
         f'<script type="application/json">{data}</script>'
         f'<noscript><img alt="{html.escape(shown)}" src="data:image/svg+xml;base64,{image}">'
         f"<p>{words}</p></noscript></div>\n"
@@ -210,7 +211,7 @@ class Play(SphinxDirective):
     with a level."""
 
     required_arguments = 2
-    option_spec = {"own": directives.flag}  # noqa: RUF012 (as Sphinx has it)
+    option_spec = {"page": directives.flag, "brief": directives.flag}  # noqa: RUF012 (as Sphinx has it)
 
     def run(self) -> list[nodes.Node]:
         kind, text = self.arguments
@@ -220,8 +221,8 @@ class Play(SphinxDirective):
             state = explorer_state(settings)
         else:
             state = editor_state(text)
-        page = self.env.docname
-        return [nodes.raw("", placed(kind, state, page, "own" in self.options), format="html")]
+        made = placed(kind, state, self.env.docname, *self.options)
+        return [nodes.raw("", made, format="html")]
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -183,6 +183,7 @@ async function show(node, number) {
     told();
   };
   for (const event of ["pointerdown", "focusin"]) el.addEventListener(event, touch, { once: true });
+  if (node.dataset.brief) el.querySelector("details").open = false;
   python.watchers.add(told);
   model.on("change:idle", told);
   told();
@@ -406,6 +407,15 @@ for (const image of document.querySelectorAll("article img")) {
   if (image.closest("a, noscript")) continue;
   Object.assign(image, { tabIndex: 0, title: "Enlarge", onclick: () => enlarge(image) });
   image.onkeydown = ({ key }) => key === "Enter" && enlarge(image);
+}
+// What a search shows of a page is from its article, not from the buttons above.
+if (typeof Search !== "undefined") {
+  const textOf = Search.htmlToText;
+  Search.htmlToText = (text, anchor) => {
+    const page = new DOMParser().parseFromString(text, "text/html"), article = page.querySelector("article");
+    if (article) page.querySelector("main").replaceChildren(article);
+    return textOf.call(Search, page.documentElement.outerHTML, anchor);
+  };
 }
 for (const node of document.querySelectorAll(".pipelab-exercise[data-name]")) exercise(node);
 document.querySelectorAll(".pipelab-play").forEach(show);
