@@ -93,6 +93,7 @@ from pipelab.table.action import ScheduleError  # noqa: E402
 from pipelab.widgets import editor, explorer  # noqa: E402
 
 IN_LAB = 'a page has no torch: "Copy link", and run Editor("that link").run() in JupyterLab'
+YOURS = "your answer"
 WIDGETS: dict[str, Any] = {}
 
 
@@ -116,14 +117,14 @@ def opened(kind: str, state: dict[str, Any]) -> Any:
 
 def checked(before: str, cell: str) -> dict[str, Any]:
     """What a notebook says of a cell that ends with a check, run after the code before it."""
-    *given, last = ast.parse(cell).body or [ast.parse("None").body[0]]
+    *given, last = ast.parse(cell, YOURS).body or [ast.parse("None").body[0]]
     if not isinstance(last, ast.Expr):
         return {"passed": None, "text": "The last line has to stay as it was: it checks."}
     scope: dict[str, Any] = {"__name__": "__main__"}
     with redirect_stdout(StringIO()) as printed:
         exec(before, scope)
-        exec(compile(ast.Module(given, []), "your answer", "exec"), scope)
-        found = eval(compile(ast.Expression(last.value), "your answer", "eval"), scope)
+        exec(compile(ast.Module(given, []), YOURS, "exec"), scope)
+        found = eval(compile(ast.Expression(last.value), YOURS, "eval"), scope)
     passed, folded = getattr(found, "passed", None), getattr(found, "folded", "")
     return {"passed": passed, "text": f"{printed.getvalue()}{found!r}", "folded": folded}
 

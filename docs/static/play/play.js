@@ -254,11 +254,13 @@ const explorer = {
 
 // A level in the address (#cap), else the table that was made here last.
 const editor = {
+  has: (model, level) => model.get("view").levels.some(([name]) => name === level),
+
   read(model) {
-    const level = decodeURIComponent(location.hash.slice(1)), { levels } = model.get("view");
+    const level = decodeURIComponent(location.hash.slice(1));
     if (level.startsWith("pipelab=")) return; // the front end's own
     const last = remembered("pipelab-table");
-    if (levels.some(([name]) => name === level)) model.messages.push({ do: "open_level", name: level });
+    if (this.has(model, level)) model.messages.push({ do: "open_level", name: level });
     else if (last) model.messages.push({ do: "load", text: last });
   },
 
@@ -291,7 +293,7 @@ const editor = {
     addEventListener("hashchange", () => {
       const text = decodeURIComponent(location.hash);
       if (text.startsWith("#pipelab=")) model.send({ do: "load", text });
-      else if (text.length > 1) model.send({ do: "open_level", name: text.slice(1) });
+      else if (this.has(model, text.slice(1))) model.send({ do: "open_level", name: text.slice(1) });
     });
   },
 };
@@ -398,6 +400,7 @@ function exercise(node) {
 
 function enlarge(image) {
   const box = make("dialog", { className: "enlarged", ariaLabel: image.alt, onclick: () => box.close(), onclose: () => box.remove() });
+  box.onkeydown = ({ key }) => key === "Escape" && box.close();
   box.append(make("img", { src: image.src, alt: image.alt }));
   document.body.append(box);
   box.showModal();
