@@ -399,7 +399,8 @@ function render({ model, el }) {
     text.textContent = level.name ? `${level.text} Par is ${number(level.par)}.` : level.text;
     const names = view.levels.map(([name]) => name);
     next.value = names[names.indexOf(level.name) + 1] ?? "";
-    next.hidden = view.said.mood !== "won" || !level.name;
+    const won = view.levels.some(([name, , mark]) => name === level.name && mark);
+    next.hidden = !won || !next.value;
     form.hidden = Boolean(level.name);
     for (const [name, value] of Object.entries({ ...level.sizes, cap: level.cap })) if (sizes[name]) sizes[name].value = value;
     sizes.split.checked = level.split;

@@ -154,8 +154,10 @@ def answer(request: str) -> str:
     try:
         return json.dumps(done(**json.loads(request)))
     except Exception as error:
-        place = [
-            f.lineno for f in traceback.extract_tb(error.__traceback__) if "your" in f.filename
-        ]
-        where = f"line {place[-1]}: " if place else ""
-        return json.dumps({"failed": f"{where}{type(error).__name__}: {error}"})
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == YOURS]
+        told = str(error)
+        if isinstance(error, SyntaxError) and error.filename == YOURS:
+            lines, told = [error.lineno], error.msg
+        where = f"line {lines[-1]}: " if lines else ""
+        return json.dumps({"failed": f"{where}{type(error).__name__}: {told}"})
