@@ -10,8 +10,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-# Such as "https://github.com/OWNER/pipelab": each lecture then gets buttons that open it in Binder
-# and in Colab. While it is empty no page shows any.
+# Such as "https://github.com/OWNER/pipelab": each page then gets a button to edit it, and each
+# lecture others that open it in Binder (which reads environment.yml) and in Colab, and download it.
+# While it is empty no page shows any.
 REPOSITORY = ""
 
 project = "pipelab"
@@ -31,9 +32,11 @@ extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.viewcode",
+    "browser",
     "lectures",
     "mathml",
     "reference",
+    "shared",
 ]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
@@ -48,12 +51,14 @@ toc_object_entries_show_parents = "hide"
 html_math_renderer = "mathml"
 
 html_title = "pipelab"
+OWNER = REPOSITORY.removeprefix("https://github.com/").partition("/")[0]
+html_baseurl = f"https://{OWNER}.github.io/pipelab/" if OWNER else ""  # of what others link to
 html_theme = "sphinx_book_theme"
 html_static_path = ["static"]
 html_favicon = "static/icon.svg"
 html_css_files = ["site.css"]
 html_extra_path = ["root"]
-html_copy_source = False
+html_copy_source = bool(REPOSITORY)  # what the download button gives
 html_domain_indices = False
 html_show_sourcelink = False
 html_context = {"default_mode": "auto"}
@@ -65,7 +70,9 @@ html_theme_options = {
     "repository_url": REPOSITORY,
     "repository_branch": "main",
     "use_repository_button": bool(REPOSITORY),
-    "use_download_button": False,
+    "use_edit_page_button": bool(REPOSITORY),
+    "use_download_button": bool(REPOSITORY),
+    "path_to_docs": "",
     "launch_buttons": {
         "binderhub_url": "https://mybinder.org",
         "colab_url": "https://colab.research.google.com",

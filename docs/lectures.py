@@ -1,6 +1,7 @@
-"""What the lectures need on a page: their pictures in words, their widgets without a kernel."""
+"""What the lectures need on a page: their pictures in words, their widgets and exercises alive."""
 
 import ast
+import html
 import json
 import re
 from collections.abc import Iterator
@@ -8,6 +9,8 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
+from browser import editor_state, explorer_state, placed, pyodide
+from exercises import ASKED, answerable
 from pipelab import plot
 from pipelab.optimize.cut import plots as plots_of_cuts
 from pipelab.optimize.plan import plots as plots_of_plans
@@ -17,7 +20,10 @@ from pipelab.pipeshard.auto import plots as plots_of_meshes
 PLOTS = {"plot": [plot], "plots": [plots_of_cuts, plots_of_plans, plots_of_meshes]}
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
+STATES = "application/vnd.jupyter.widget-state+json"
 NO_KERNEL = "\n(This page has no kernel: open the lecture in JupyterLab.)"
+GUESSED = "Guess first: replace None, then press Check."
+TRIED = "Not attempted yet: replace None, then press Check."
 CODE_LINK = re.compile(r"\[([^\]]*)\]\(pipelab/[^)]*\)")  # the site has the reference instead
 
 
@@ -77,17 +83,52 @@ def described(cell: dict[str, Any], before: str, section: str) -> str:
     return " ".join(["Figure:", *shown])
 
 
-def prepare(notebook: dict[str, Any]) -> None:
-    """Words for every picture that a cell made; a widget's words in place of the widget.
+def widget(model: dict[str, Any], page: str) -> str:
+    """The HTML of a stored widget; "" for one that a page cannot show."""
+    state = model.get("state", {})
+    if "drawing" in state:
+        return placed("explorer", explorer_state(state["settings"]), page)
+    if "view" in state:
+        return placed("editor", editor_state(state["view"]["link"], state["view"]["help"]), page)
+    return ""
+
+
+def asked(cell: dict[str, Any]) -> str:
+    """The HTML below a cell that checks an answer or a guess; "" for any other cell."""
+    found = ASKED.search("".join(cell["source"]))
+    if not found:
+        return ""
+    exercise = answerable()[found[1]]
+    if lacks := exercise["lacks"] or not pyodide():
+        why = f"needs {lacks}" if lacks is not True else "needs Python"
+        said = f'<p class="said">This check {why}: answer it in JupyterLab.</p>'
+        return f'<div class="pipelab-exercise">{said}</div>'
+    words = GUESSED if "teach.guess" in found[0] else TRIED
+    data = json.dumps({"before": exercise["before"], "cell": exercise["cell"]})
+    data = data.replace("<", "\\u003c")
+    return (
+        f'<div class="pipelab-exercise" data-name="{found[1]}" data-python="yes">'
+        f'<script type="application/json">{data}</script>'
+        f'<p class="said">{html.escape(words)}</p></div>'
+    )
+
+
+def prepare(notebook: dict[str, Any], page: str = "") -> None:
+    """Words for every picture that a cell made; widgets and exercises that a page can show.
 
     A cell's own words win: `{"mystnb": {"image": {"alt": ...}}}` in its metadata.
     """
-    notebook["metadata"].pop("widgets", None)
+    models = notebook["metadata"].pop("widgets", {}).get(STATES, {}).get("state", {})
     before = section = ""
     for cell in notebook["cells"]:
         for output in cell.get("outputs", []):
-            if output.get("data", {}).pop(WIDGET, None):
-                output["data"]["text/plain"] = [*output["data"]["text/plain"], NO_KERNEL]
+            if shown := output.get("data", {}).pop(WIDGET, None):
+                if live := widget(models.get(shown["model_id"], {}), page):
+                    output["data"] = {"text/html": [live]}
+                else:
+                    output["data"]["text/plain"] = [*output["data"]["text/plain"], NO_KERNEL]
+        if cell["cell_type"] == "code" and (below := asked(cell)):
+            cell["outputs"][-1]["data"] = {"text/html": [below]}
         if any("image/png" in output.get("data", {}) for output in cell.get("outputs", [])):
             image = cell["metadata"].setdefault("mystnb", {}).setdefault("image", {})
             image.setdefault("alt", described(cell, before, section))
@@ -99,7 +140,7 @@ def read(_app: Sphinx, name: str, source: list[str]) -> None:
     """Before Sphinx reads a page."""
     if name.startswith("notebooks/") and source[0].startswith("{"):
         notebook = json.loads(source[0])
-        prepare(notebook)
+        prepare(notebook, name)
         source[0] = json.dumps(notebook)
     elif name == "README":
         source[0] = CODE_LINK.sub(r"\1", source[0])

@@ -1,8 +1,4 @@
-"""Colours, axes, and the few shapes that all pictures are made of.
-
-The colours are the papers', from the Okabe-Ito palette, which is safe for the colour-blind. The
-input gradient's violet is none of it: it differs from every shade of the others.
-"""
+"""Colours, axes, and the few shapes that all pictures are made of."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,52 +10,33 @@ from matplotlib.colors import to_rgb
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
-from pipelab.table.action import WORDS, Kind
+from pipelab.predict import palette
+from pipelab.predict.palette import (  # noqa: F401 (for the other plots)
+    BLUE,
+    BYTES,
+    GREEN,
+    GREY,
+    KINDS,
+    MEMORY_CAUSES,
+    NAMES,
+    ORANGE,
+    PINK,
+    RED,
+    RGB,
+    SKY,
+    VIOLET,
+    YELLOW,
+    colour_of,
+)
 
-RGB = tuple[float, float, float]
 Colour = str | RGB
-
-BLUE = "#0072B2"
-GREEN = "#009E73"
-ORANGE = "#E69F00"
-SKY = "#56B4E9"
-RED = "#D55E00"
-PINK = "#CC79A7"
-YELLOW = "#F0E442"
-GREY = "#4D4D4D"
-VIOLET = "#8000E5"
-KINDS = dict.fromkeys(Kind, PINK) | {  # the others are transfers
-    Kind.F: BLUE,
-    Kind.B: GREEN,
-    Kind.I: VIOLET,
-    Kind.W: ORANGE,
-    Kind.U: GREY,
-}
-NAMES = WORDS | {Kind.SEND_F: "transfer"}
-MEMORY_CAUSES = {
-    "weights": GREY,
-    "versions": PINK,
-    "gradients": GREEN,
-    "optimizer": ORANGE,
-    "activations": BLUE,
-    "buffers": SKY,
-}
 LINES = (BLUE, ORANGE, GREEN, PINK, RED, SKY, GREY)
 VERSIONS = (*LINES[:-1], YELLOW)  # grey are updates
-
-BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes"))
 
 
 def lighter(colour: Colour, share: float) -> RGB:
     """The colour mixed with `share` of white."""
-    r, g, b = (c + (1 - c) * share for c in to_rgb(colour))
-    return r, g, b
-
-
-def colour_of(kind: Kind, stage: int, devices: int, stages: int) -> RGB:
-    """The kind's colour, lighter for a later chunk of the model."""
-    chunks = -(-stages // devices)
-    return lighter(KINDS[kind], 0.55 * (stage // devices) / max(chunks - 1, 1))
+    return palette.mixed(to_rgb(colour), share)
 
 
 def version_colour(version: int) -> RGB:
@@ -69,10 +46,7 @@ def version_colour(version: int) -> RGB:
 
 def ink(colour: Colour) -> str:
     """Black or white, whichever is easier to read on the colour."""
-    # The relative luminance of the Web Content Accessibility Guidelines.
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return "black" if luminance > 0.22 else "white"
+    return palette.readable_on(to_rgb(colour))
 
 
 def axes(ax: Axes | None, width: float = 10.0, height: float = 3.0) -> Axes:

@@ -13,6 +13,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from pipelab.plot import style
 from pipelab.plot.style import RGB, Colour
+from pipelab.predict.palette import chunks_of, kinds_of
 from pipelab.predict.spans import Span
 from pipelab.predict.timeline import SECONDS, Timeline, scale_of
 from pipelab.table.action import Kind
@@ -60,16 +61,6 @@ def timelines(items: dict[str, Timeline], ax: Axes | None = None, *, title: str 
 
 
 # ---- what other pictures use
-
-
-def chunks_of(items: Collection[Timeline]) -> int:
-    """The most chunks of the model on a device."""
-    return max(-(-t.schedule.stages // t.schedule.devices) for t in items)
-
-
-def kinds_of(items: Collection[Timeline]) -> list[Kind]:
-    """The kinds of actions that a legend names; one name stands for all transfers."""
-    return [kind for kind in style.NAMES if any(kind in t.schedule.kinds for t in items)]
 
 
 def spans(t: Timeline) -> list[Span]:

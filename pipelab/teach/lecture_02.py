@@ -4,8 +4,6 @@ from functools import partial
 from queue import Queue
 from typing import Any
 
-import numpy as np
-
 from pipelab import Costs, make, simulate
 from pipelab.teach.feedback import (
     NOT_ATTEMPTED,
@@ -123,22 +121,23 @@ def uneven_gradient(answer: Any) -> Judged:
             torch.autograd.grad(mse_loss(model(part), target), [*model.parameters()])
             for part, target in zip(x.chunk(m), y.chunk(m), strict=True)
         ]
-        by_piece = np.array([torch.cat([g.flatten() for g in mean]).numpy() for mean in means])
-        truth = shares @ by_piece
+        by_piece = torch.stack([torch.cat([g.flatten() for g in mean]) for mean in means])
+        truth = torch.tensor(shares) @ by_piece
         seen: list[int] = []
         model.weight.grad, model.bias.grad = (torch.ones_like(p) for p in model.parameters())
         model.register_forward_pre_hook(lambda _, given, seen=seen: seen.append(len(given[0])))
         found = called(answer, model, x, y, m, where=f"with {samples} samples")
         if found is None:
             yield NOT_ATTEMPTED
-        found = np.asarray(torch.as_tensor(found).detach())
+        found = torch.as_tensor(found).detach()
         if is_close(found, truth, 1e-3):
             if max(seen, default=0) > len(x.chunk(m)[0]):
                 yield f"right, but {max(seen)} samples pass at once: no micro-batches."
             continue
         where = f"{samples} samples, m = {m}:"
         if found.shape != truth.shape:
-            yield f"{where} a gradient of shape {found.shape}, asked: one vector, {truth.shape}."
+            shapes = (*found.shape,), (*truth.shape,)
+            yield "{} a gradient of shape {}, asked: one vector, {}.".format(where, *shapes)
         likely = {
             "it adds to the gradient that the model has from before.": truth + 1,
             "the gradient is too large: no piece has a weight.": by_piece.sum(axis=0),

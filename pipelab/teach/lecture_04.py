@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipelab import make, simulate
-from pipelab.optimize.cut import Layer, Partition, Profile, split_layers
-from pipelab.optimize.cut.vgg16 import vgg16
 from pipelab.teach.feedback import (
     Exercise,
     Guess,
@@ -18,11 +16,17 @@ from pipelab.teach.feedback import (
     write,
 )
 
+if TYPE_CHECKING:
+    from pipelab.optimize.cut import Partition
+
 TIMES, KEPT, ROOM = (2, 5, 4, 2, 4, 3, 2), (4, 4, 1, 1, 3, 1, 3), 12
 
 
-def suspect() -> Partition:
+def suspect() -> "Partition":
     """VGG-16 on four devices, by a method that the reader finds out."""
+    from pipelab.optimize.cut import split_layers
+    from pipelab.optimize.cut.vgg16 import vgg16
+
     return split_layers(vgg16(), 4, "parameters")
 
 
@@ -38,6 +42,8 @@ def fill(times, devices):
 
 def best_pace(times: Sequence[float], stages: int) -> float:
     """The slowest stage of the best split."""
+    from pipelab.optimize.cut import Layer, Profile, split_layers
+
     profile = Profile(tuple(Layer("", forward=t) for t in times))
     return split_layers(profile, stages).bottleneck
 
@@ -73,6 +79,8 @@ def counterexample(answer: Any) -> Judged:
 
 def equal_counts() -> float:
     """GPT-2 in round numbers, four layers a device: the makespan of eight micro-batches."""
+    from pipelab.optimize.cut import Layer, Profile
+
     layers = tuple(Layer("", t, t, t) for t in (0, 1, 1, 1, 1, 1, 1, 3))
     costs = Profile(layers).costs([4, 4])
     return simulate(make("pipedream", 2, 8), costs).makespan

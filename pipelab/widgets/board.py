@@ -3,11 +3,9 @@ level, par, numbers and run that stand beside them."""
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.colors import to_hex
-
-from pipelab.plot import style
+from pipelab.predict import palette
 from pipelab.predict.timeline import Timeline
 from pipelab.table.action import Action, Kind
 from pipelab.widgets.puzzle import (
@@ -23,7 +21,9 @@ from pipelab.widgets.puzzle import (
 )
 from pipelab.widgets.puzzle.link import task_of
 from pipelab.widgets.puzzle.recognise import gap_reasons
-from pipelab.widgets.try_out import Trial
+
+if TYPE_CHECKING:
+    from pipelab.widgets.try_out import Trial
 
 RUNGS = {
     "free": "anything goes",
@@ -80,7 +80,7 @@ def _marks(draft: Draft) -> dict[Action, str]:
 def board_legend(task: Task) -> list[list[str]]:
     """Names and colours of the kinds that a task's table has."""
     kinds = sorted({a.kind for a in task.needs})
-    return [[style.NAMES[kind], style.KINDS[kind]] for kind in kinds]
+    return [[palette.NAMES[kind], palette.KINDS[kind]] for kind in kinds]
 
 
 # ---- cells
@@ -131,8 +131,21 @@ def _gap(draft: Draft, device: int, index: int, tell: bool) -> dict[str, Any]:
 def _why_stuck(draft: Draft, action: Action) -> str:
     missing = [a for a in draft.task.needs[action] if a not in draft.placed]
     if missing:
-        return f"{action} waits for {missing[0]}, which is not placed."
+        device = draft.task.device(missing[0])
+        if not draft.rows[device]:
+            return f"{action} waits for device {device}, whose row is not written yet."
+        return f"{action} waits for {missing[0]} on device {device}, which is not placed yet."
     return f"{action} cannot run: {draft.problem or 'it stands behind one that cannot'}."
+
+
+def waiting(draft: Draft) -> str:
+    """What the first action that cannot run waits for; "" where all can."""
+    stuck = (
+        row[len(runs)]
+        for row, runs in zip(draft.rows, draft.running.rows, strict=True)
+        if len(row) > len(runs)
+    )
+    return next((_why_stuck(draft, action) for action in stuck), "")
 
 
 def _critical_path(draft: Draft) -> set[Action]:
@@ -156,7 +169,7 @@ def _name(action: Action) -> str:
     s, kind, k = action
     if kind is Kind.U:
         return f"{action}, update {k} of stage {s},"
-    return f"{action}, the {style.NAMES[kind]} of micro-batch {k} through stage {s},"
+    return f"{action}, the {palette.NAMES[kind]} of micro-batch {k} through stage {s},"
 
 
 def look(task: Task, action: Action) -> dict[str, Any]:
@@ -169,8 +182,8 @@ def look(task: Task, action: Action) -> dict[str, Any]:
 @lru_cache  # every move draws every cell again
 def _colours(*kind_and_place: Any) -> list[str]:
     """The colours of a cell, and of its text."""
-    colour = style.colour_of(*kind_and_place)
-    return [to_hex(colour), style.ink(colour)]
+    colour = palette.colour_of(*kind_and_place)
+    return [palette.to_hex(colour), palette.readable_on(colour)]
 
 
 # ---- beside the table
@@ -197,7 +210,7 @@ def par_rows(level: Level) -> dict[str, Any]:
     return {"title": f"par: {level.par:g}", "rows": rows_of(level.table().timeline)}
 
 
-def trial_rows(trial: Trial) -> dict[str, Any]:
+def trial_rows(trial: "Trial") -> dict[str, Any]:
     """Planned and measured rows in milliseconds."""
     planned = rows_of(trial.planned, trial.scale)
     return {"text": str(trial), "planned": planned, "measured": rows_of(trial.run.timeline, 1e3)}

@@ -6,10 +6,7 @@ from collections.abc import Iterable, Sequence
 from operator import add
 from typing import Any
 
-from matplotlib.colors import to_hex
-
-from pipelab.plot import style
-from pipelab.plot.timeline import chunks_of, kinds_of
+from pipelab.predict import palette
 from pipelab.predict.memory import MEMORY_CAUSES, Memory
 from pipelab.predict.timeline import Timeline, scale_of
 from pipelab.table.action import COMPUTE, Kind
@@ -42,16 +39,16 @@ def drawing(items: Sequence[tuple[Timeline, Memory, float]]) -> dict[str, Any]:
     filled = {step.cause for _, m, _ in items for step in m.steps}
     shown = [cause for cause in MEMORY_CAUSES if cause in filled]
     numbers = [_numbers(*item, shown) for item in items]
-    chunks = chunks_of(timelines)
+    chunks, kinds = palette.chunks_of(timelines), palette.kinds_of(timelines)
     return {
         "end": max(t.makespan for t in timelines),
         "memory": max(max(m.peak()) for _, m, _ in items),
         "timelines": [_timeline(t) | _memory(m, shown) for t, m, _ in items],
         "letters": [kind.name for kind in Kind],
-        "names": [style.NAMES.get(kind, "") for kind in Kind],
-        "legend": [[style.NAMES[kind], style.KINDS[kind]] for kind in kinds_of(timelines)],
+        "names": [palette.NAMES.get(kind, "") for kind in Kind],
+        "legend": [[palette.NAMES[kind], palette.KINDS[kind]] for kind in kinds],
         "lighter": f"lighter: later of {chunks} chunks" if chunks > 1 else "",
-        "causes": [[cause, style.MEMORY_CAUSES[cause]] for cause in shown],
+        "causes": [[cause, palette.MEMORY_CAUSES[cause]] for cause in shown],
         "numbers": [
             [label, HINTS.get(label, ""), *(n[label] for n in numbers)] for label in numbers[0]
         ],
@@ -67,7 +64,7 @@ def _timeline(t: Timeline) -> dict[str, Any]:
     cause   for which of its input and the action before it in the row it waited: the index of the
             one that came last, BOTH, or -1
     """
-    s, chunks = t.schedule, chunks_of([t])
+    s, chunks = t.schedule, palette.chunks_of([t])
     rounding = 1e-9 * t.makespan
     cells = []
     for span, *around, there in zip(
@@ -83,7 +80,7 @@ def _timeline(t: Timeline) -> dict[str, Any]:
         times = span.start, span.end, there if source >= 0 else -1
         cells.append((*times, stage, kind, microbatch, span.version, colour, source, taker, cause))
     colours = [
-        to_hex(style.colour_of(kind, chunk * s.devices, s.devices, s.stages))
+        palette.colour_of(kind, chunk * s.devices, s.devices, s.stages)
         for kind in KINDS
         for chunk in range(chunks)
     ]
@@ -93,7 +90,7 @@ def _timeline(t: Timeline) -> dict[str, Any]:
         "makespan": t.makespan,
         "bounds": s.bounds,
         "digits": len(str(s.total - 1)),
-        "colours": [[colour, style.ink(colour)] for colour in colours],
+        "colours": [[palette.to_hex(colour), palette.readable_on(colour)] for colour in colours],
         "columns": COLUMNS,
         "data": _packed(zip(*cells, strict=True)),
     }
@@ -150,5 +147,5 @@ def per_device(values: Sequence[int]) -> str:
 
 
 def _bytes(value: float) -> str:
-    factor, unit = scale_of(value, style.BYTES)
+    factor, unit = scale_of(value, palette.BYTES)
     return f"{value / factor:.4g} {unit}" if factor > 1 else f"{value:.4g}"

@@ -6,6 +6,7 @@ const LEAST = 22, MOST = 64; // pixels of the shortest action
 const PATIENCE = 3000; // milliseconds that keys wait for the answer to the last move
 const OTHERS = 3; // ready actions that are offered of each other device
 const KEYS = "arrow keys move; F, B, I, W or U and a number place; Backspace removes";
+const WON = { own: "✓ ", helped: "○ " }; // a level at par: by the player alone, or with the coach
 const STATES = { ready: "ready", best: "the coach's move", tie: "as good" };
 
 // ---- the picture
@@ -59,7 +60,7 @@ function drawCell({ what, from, until, text, colours, critical }, { y, lane, thi
 }
 
 // What a device holds over time, below its lane, and the cap over it.
-function drawHeld({ held, cap, y, lane, cells }, { x, right }, most) {
+function drawHeld({ held, cap, y, lane, cells, left }, { x, right }, most) {
   if (!held) return "";
   const base = y + lane + STRIP, high = (STRIP - 5) / Math.max(most, 1);
   const until = x(Math.max(0, ...cells.map((cell) => cell.until)));
@@ -70,7 +71,8 @@ function drawHeld({ held, cap, y, lane, cells }, { x, right }, most) {
   });
   const peak = Math.max(...held.map(([, count]) => count)), line = round(base - cap * high) + 0.5;
   const limit = cap === null ? "" : `<path class="cap" d="M${LEFT} ${line}H${round(right)}"/>`;
-  const words = `holds ${held[held.length - 1][1]}${cap === null ? "" : ` of ${cap}`}`;
+  const of = cap === null ? "" : ` of ${cap}`;
+  const words = left.length ? `holds ${held[held.length - 1][1]}${of}` : `held ${peak}${of}`; // done: its peak
   return `<path class="held ${peak === cap ? "full" : ""}" d="${path}V${base}z"/>
     <path class="base" d="M${LEFT} ${base}H${round(right)}"/>${limit}
     <g class="peaks">${label(right + 8, base - STRIP / 2, words)}</g>`;
@@ -176,7 +178,8 @@ function render({ model, el }) {
       field("devices", "devices p", number), field("microbatches", "micro-batches m", number),
       field("virtual", "chunks a device v", number), field("cap", "cap (none, one, or one a device)", { type: "text" }),
       field("split", "backwards in two", { type: "checkbox" }), html("button", { type: "submit", textContent: "Start" }));
-    form.onsubmit = (event) => (event.preventDefault(), openSandbox());
+    form.onsubmit = (event) => (event.preventDefault(), openSandbox()); // in JupyterLab, Enter submits nothing
+    form.onkeydown = (event) => event.key === "Enter" && event.target.type !== "submit" && form.onsubmit(event);
     return [form, fields];
   }
 
@@ -388,7 +391,7 @@ function render({ model, el }) {
     asked = -PATIENCE;
     cursor.device = Math.min(cursor.device, view.rows.length - 1);
     const { level } = view, option = ([value, text]) => html("option", { value, textContent: text });
-    const titled = view.levels.map(([name, title, won]) => option([name, `${won ? "✓ " : ""}${title}`]));
+    const titled = view.levels.map(([name, title, won]) => option([name, `${WON[won] ?? ""}${title}`]));
     levels.replaceChildren(...titled, option(["", "Design your own"]));
     levels.value = level.name;
     help.replaceChildren(...view.rungs.map(option));
@@ -396,7 +399,8 @@ function render({ model, el }) {
     text.textContent = level.name ? `${level.text} Par is ${number(level.par)}.` : level.text;
     const names = view.levels.map(([name]) => name);
     next.value = names[names.indexOf(level.name) + 1] ?? "";
-    next.hidden = view.said.mood !== "won" || !level.name;
+    const won = view.levels.some(([name, , mark]) => name === level.name && mark);
+    next.hidden = !won || !next.value;
     form.hidden = Boolean(level.name);
     for (const [name, value] of Object.entries({ ...level.sizes, cap: level.cap })) if (sizes[name]) sizes[name].value = value;
     sizes.split.checked = level.split;

@@ -1,6 +1,6 @@
 """The schedule editor: make a table by hand, with as much help as you like, and run it."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anywidget
 import traitlets
@@ -19,12 +19,15 @@ from pipelab.widgets.board import (
     par_rows,
     tells,
     trial_rows,
+    waiting,
 )
 from pipelab.widgets.puzzle import Draft, Level, Task, finish, level_of, recognise, stamp
 from pipelab.widgets.puzzle.levels import LEVELS
 from pipelab.widgets.puzzle.link import read, read_task, task_of, write_task
-from pipelab.widgets.puzzle.recognise import known_rows
-from pipelab.widgets.try_out import Trial, try_out
+from pipelab.widgets.puzzle.recognise import NEW, known_rows
+
+if TYPE_CHECKING:
+    from pipelab.widgets.try_out import Trial
 
 MARK = "#pipelab="  # before a table in an address
 
@@ -39,11 +42,22 @@ class Score(NamedTuple):
         return self.text
 
 
+class Moment(NamedTuple):
+    """What undo goes back to.
+
+    helped  whether the coach, or the table of par, had a part in it
+    """
+
+    level: Level
+    draft: Draft
+    helped: bool
+
+
 class Editor(anywidget.AnyWidget):
     """A table to make by hand: a level, or one of your own sizes.
 
-    table  a level's name ("first", "gpipe", "cap", ...), a `Schedule` to change, a `Task`, or
-           nothing: then `sizes` are those of `Task` (devices, microbatches, virtual, cap, ...)
+    table  a level's name ("first", "gpipe", "cap", ...), a `link`, a `Schedule` to change, a
+           `Task`, or nothing: then `sizes` are those of `Task` (devices, microbatches, cap, ...)
     help   "free": anything goes, and the table says what is wrong with it; "legal": what cannot be
            is refused, with the reason; "ready": what can come next is shown; "coach": what should
 
@@ -63,23 +77,26 @@ class Editor(anywidget.AnyWidget):
     _esm = joined("tools.js", "editor.js")
     _css = joined("explorer.css", "editor.css")
     view = traitlets.Dict().tag(sync=True)  # what the browser shows
-    _level: Level
     draft: Draft  # what is placed so far
-    _past: list[Draft]  # for undo
-    _future: list[Draft]  # for redo
-    trial: Trial | None  # the last run of this table, if there was one
+    helped: bool  # whether the coach, or the table of par, had a part in it
+    won: dict[str, str]  # levels at par: "own", or "helped"
+    _level: Level
+    _past: list[Moment]  # for undo
+    _future: list[Moment]  # for redo
+    trial: "Trial | None"  # the last run of this table, if there was one
 
     def __init__(
         self, table: str | Schedule | Task | None = None, *, help: str = "legal", **sizes: Any
     ) -> None:
         super().__init__()
-        self._won: set[str] = set()
+        self.won = {}
+        self._past, self._future = [], []
         self._marks = {"critical": False, "par": False}
         self._help = _rung(help)
         if table is not None and sizes:
             raise ScheduleError(f"{', '.join(sizes)}: the table that is given has its sizes")
         if isinstance(table, str):
-            self._open(level_of(table))
+            self._open(*_linked(table) if MARK in table else (level_of(table), None))
         elif isinstance(table, Schedule):
             task = task_of(table)
             self._open(_sandbox(task), read(task, table.to_csv()))
@@ -103,7 +120,9 @@ class Editor(anywidget.AnyWidget):
     @property
     def link(self) -> str:
         """The level or the sizes, and the table: what `load` takes, and an address after #."""
-        return f"{MARK}{self._address}&table={self.draft}"
+        level = self._level
+        address = f"level={level.name}" if level.name else write_task(level.task)
+        return f"{MARK}{address}&table={self.draft}"
 
     @property
     def feedback(self) -> Score:
@@ -114,9 +133,12 @@ class Editor(anywidget.AnyWidget):
         if not draft.whole:
             return Score(None, f"{draft.count} of {draft.size} actions are placed.")
         took = draft.timeline.makespan
+        known = recognise(draft)
+        if known == NEW and not self.helped:
+            known = f"This one is yours. {NEW}"
         if took <= par * (1 + 1e-9):
-            return Score(True, f"Par: {took:g}. {recognise(draft)}")
-        return Score(False, f"It takes {took:g}, par is {par:g}. {recognise(draft)}")
+            return Score(True, f"Par: {took:g}. {known}")
+        return Score(False, f"It takes {took:g}, par is {par:g}. {known}")
 
     # ---- moves
 
@@ -144,12 +166,12 @@ class Editor(anywidget.AnyWidget):
         """Place what the coach would place."""
         found = advice(self.draft)
         ties = f" As good: {', '.join(map(str, found.ties))}." if found.ties else ""
-        text = f"{found.move}: {found.makespan:g} can still be reached.{ties}"
-        self._change(self.draft.place(found.move), text)
+        text = f"{found.move}, {found.reason}: {found.makespan:g} can still be reached.{ties}"
+        self._change(self.draft.place(found.move), text, helped=True)
 
     def finish(self) -> None:
         """Place all that is left, as well as can be found."""
-        self._change(finish(self.draft))
+        self._change(finish(self.draft), helped=True)
 
     def stamp(self, microbatch: int = 0, interval: float | None = None) -> None:
         """Let every micro-batch do what this one does, `interval` after the one before."""
@@ -169,13 +191,10 @@ class Editor(anywidget.AnyWidget):
 
     def load(self, text: str) -> None:
         """A table from `link` or from a file of `to_csv`; what cannot run is left out of it."""
-        task, is_link, table = text.rpartition(MARK)[2].rpartition("table=")
-        if is_link:
-            name = task.rstrip("&").removeprefix("level=")
-            level = level_of(name) if task.startswith("level=") else _sandbox(read_task(name))
-            self._open(level, read(level.task, table))
+        if "table=" in text:
+            self._open(*_linked(text))
         else:
-            self._change(self._allowed(read(self.draft.task, table)))
+            self._change(self._allowed(read(self.draft.task, text)))
 
     # ---- what is shown
 
@@ -199,11 +218,13 @@ class Editor(anywidget.AnyWidget):
         self._marks = self._marks | marks
         self._refresh()
 
-    def run(self, paced: bool = True) -> Trial:
+    def run(self, paced: bool = True) -> "Trial":
         """Carry the table out on worker threads, and lay what was measured over what was planned.
 
         Paced, its actions take as long as their costs say. Displayed, the result says its verdict.
         """
+        from pipelab.widgets.try_out import try_out  # what only a run needs
+
         self.trial = try_out(self.schedule, self.draft.task.stage_costs, paced)
         self._refresh()
         return self.trial
@@ -211,28 +232,40 @@ class Editor(anywidget.AnyWidget):
     # ---- inside
 
     def _open(self, level: Level, draft: Draft | None = None) -> None:
-        self._level = level
-        self._address = f"level={level.name}" if level.name else write_task(level.task)
         known_rows(level.task)  # made once, for every move to be compared with
-        self.draft = self._allowed(draft or Draft.of(level.task))
-        self._past, self._future, self.trial = [], [], None
+        opened = self._allowed(draft or Draft.of(level.task))
+        if hasattr(self, "draft"):
+            self._past.append(self._now)
+            self._future.clear()
+        self._show(Moment(level, opened, False))
         self._marks = self._marks | {"par": False}
         self._refresh()
+
+    @property
+    def _now(self) -> Moment:
+        return Moment(self._level, self.draft, self.helped)
+
+    def _show(self, moment: Moment) -> None:
+        self._level, self.draft, self.helped = moment
+        self.trial = None
 
     def _allowed(self, draft: Draft) -> Draft:
         return draft if self._help == "free" else draft.settled()
 
-    def _change(self, draft: Draft, text: str = "") -> None:
+    def _change(self, draft: Draft, text: str = "", helped: bool = False) -> None:
         if draft.rows != self.draft.rows:
-            self._past.append(self.draft)
+            self._past.append(self._now)
             self._future.clear()
-            self.draft, self.trial = draft, None
+            shown = helped or self.helped or self._help == "coach" or self._marks["par"]
+            self._show(Moment(self._level, draft, shown and draft.count > 0))
         self._refresh(text)
 
-    def _back_to(self, kept: list[Draft], others: list[Draft]) -> None:
+    def _back_to(self, kept: list[Moment], others: list[Moment]) -> None:
         if kept:
-            others.append(self.draft)
-            self.draft, self.trial = kept.pop(), None
+            others.append(self._now)
+            if kept[-1].level != self._level:
+                self._marks = self._marks | {"par": False}
+            self._show(kept.pop())
         self._refresh()
 
     def _hear(self, _widget: Any, message: dict[str, Any], _buffers: Any) -> None:
@@ -250,15 +283,18 @@ class Editor(anywidget.AnyWidget):
     def _refresh(self, text: str = "", refused: bool = False) -> None:
         feedback = self.feedback
         if feedback.passed:
-            self._won.add(self._level.name)
+            if not self.helped:
+                self.won[self._level.name] = "own"
+            self.won.setdefault(self._level.name, "helped")
         whole = self.draft.whole or self.draft.problem
-        said = text or (feedback.text if whole else recognise(self.draft))
+        said = text or (feedback.text if whole else waiting(self.draft) or recognise(self.draft))
         mood = "refused" if refused else "won" if feedback.passed else ""
         count = self.view.get("said", {}).get("count", 0) + 1
         self.view = {
             "said": {"text": said, "mood": mood, "count": count},
             "level": about_level(self._level),
-            "levels": [[n, level.title, n in self._won] for n, level in LEVELS.items()],
+            "levels": [[n, level.title, self.won.get(n, "")] for n, level in LEVELS.items()],
+            "helped": self.helped,
             "help": self._help,
             "rungs": list(RUNGS.items()),
             "marks": self._marks,
@@ -295,6 +331,14 @@ def _rung(help: str) -> str:
     if help not in RUNGS:
         raise ScheduleError(f"help={help!r}: use one of {', '.join(RUNGS)}")
     return help
+
+
+def _linked(text: str) -> tuple[Level, Draft]:
+    """The level and the table of a link."""
+    task, _, table = text.rpartition(MARK)[2].rpartition("table=")
+    name = task.rstrip("&").removeprefix("level=")
+    level = level_of(name) if task.startswith("level=") else _sandbox(read_task(name))
+    return level, read(level.task, table)
 
 
 def _sandbox(task: Task) -> Level:

@@ -41,12 +41,14 @@ function makeForm(choices, changed) {
     const exact = html("input", { type: "number", name, min: 1, ariaLabel: `${text}, number` });
     slider.oninput = () => ((exact.value = slider.value), changed());
     exact.onchange = changed;
+    exact.onkeydown = (event) => event.key === "Enter" && (event.preventDefault(), changed());
     Object.assign(controls, { [name]: exact, [`${name} slider`]: slider });
     return html("label", {}, html("span", {}, text), slider, exact);
   };
   const amount = (name, text = name.replace("grad", "gradient").replace("_", " "), more = {}) => {
     const field = html("input", { type: "text", name, inputMode: "decimal", autocomplete: "off", onchange: changed, ...more });
     field.onkeydown = (event) => {
+      if (event.key === "Enter") event.preventDefault(), changed(); // in JupyterLab it changes nothing by itself
       const step = { ArrowUp: 0.25, ArrowDown: -0.25 }[event.key];
       if (!step || field.value.trim() === "" || isNaN(field.value)) return;
       event.preventDefault();

@@ -35,16 +35,13 @@ class Trial:
         return 1e3 * self.run.timeline.makespan
 
     def __str__(self) -> str:
-        check, planned = self.run.check, self.scale * self.planned.makespan
+        check, took = self.run.check, f"it took {self.measured:.0f} ms"
         verdict = "Check passed" if check and check.passed else str(check)
-        late = self.measured / planned - 1 if planned else 0.0
-        took = f"it took {self.measured:.0f} ms, {abs(late):.0%} "
-        took += "longer than planned" if late >= 0 else "less than planned"
         if self.run.timeline.late is not None:
             return f"{verdict}; paced, so that order and waiting show, not speed: {took}."
         return (
-            f"{verdict}; at full speed, planned with what each stage took: {took}. Such times vary "
-            "from run to run."
+            f"{verdict}; at full speed {took}. The plan has what each stage took in this run: it "
+            "shows order and waiting; times vary from run to run."
         )
 
 

@@ -1,5 +1,6 @@
 """The files around the package keep in step with it."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -25,6 +26,17 @@ def test_environment_yml_installs_the_project_and_pins_nothing_itself():
     extras = PROJECT["optional-dependencies"]
     everything = set(re.findall(r"\w+", extras["all"][0])) - {"pipelab"}
     assert everything == set(extras) - {"all"}
+
+
+def test_what_environment_yml_asks_for_can_be_installed():
+    """Dry: what Binder's build reads, resolved against what is installed here."""
+    (line,) = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"][-1]["pip"]
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--quiet"]
+    command += ["--no-build-isolation", "--report", "-", *line.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    would = [entry["metadata"]["name"] for entry in json.loads(done.stdout)["install"]]
+    assert would == ["pipelab"]
 
 
 def test_versions_live_in_one_place():

@@ -182,7 +182,7 @@ def test_every_level_is_won_and_shows_its_par(name):
     assert editor.feedback.passed and said(editor)[0] == "won"
     assert editor.feedback.text.startswith(f"Par: {LEVELS[name].par:g}.")
     assert simulate(editor.schedule, editor.draft.task.stage_costs).makespan == LEVELS[name].par
-    assert [name, LEVELS[name].title, True] in editor.view["levels"]
+    assert [name, LEVELS[name].title, "helped"] in editor.view["levels"]
     editor.show(par=True, critical=True)
     longest = max(c["until"] for row in editor.view["par"]["rows"] for c in row["cells"])
     assert longest == pytest.approx(LEVELS[name].par)
@@ -338,3 +338,101 @@ def test_the_benchmark_measures_every_size(monkeypatch):
 def test_levels_are_named_in_their_own_order():
     assert [*LEVELS][:4] == ["first", "gpipe", "cap", "1f1b"]
     assert all(level_of(name).name == name for name in LEVELS)
+
+
+def test_what_waits_for_a_row_that_is_not_written_is_told_so():
+    editor = Editor("split", help="free")
+    for action in ("0F0", "0F1", "0F2", "0I0"):
+        editor.place(action)
+    waits = "0I0 waits for device 1, whose row is not written yet."
+    assert said(editor) == ("", waits) and "deadlock" not in str(editor.view)
+    assert cells(editor, 0, "stuck")[0]["about"] == waits
+    editor.place("1F0")
+    assert said(editor)[1] == "0I0 waits for 1I0 on device 1, which is not placed yet."
+
+
+def marks(editor):
+    return {name: mark for name, _, mark in editor.view["levels"] if mark}
+
+
+def solve(editor, rows="0F0 1F0 1B0 0F1 1F1 1B1 0B0 0B1"):
+    for action in rows.split():
+        editor.place(action)
+
+
+def test_a_level_is_the_players_own_only_without_the_coach():
+    editor = Editor("first")
+    editor.finish()
+    assert marks(editor) == {"first": "helped"} and editor.view["helped"]
+    editor.clear()
+    solve(editor)
+    assert marks(editor) == {"first": "own"}
+    editor.open_level("ragged")
+    editor.finish()
+    assert editor.feedback.text == "Par: 10.5. The library has no such table."
+    own = str(editor.draft)
+    editor.clear()
+    editor.load(own)
+    assert editor.feedback.text == "Par: 10.5. This one is yours. The library has no such table."
+    editor.open_level("first")
+    editor.finish()
+    assert marks(editor) == {"first": "own", "ragged": "own"}  # what was own stays so
+    for help_of in ({"help": "coach"}, {}):
+        helped = Editor("first", **help_of)
+        helped.show(par=not help_of)
+        solve(helped)
+        assert marks(helped) == {"first": "helped"}
+    helped.undo()
+    helped.undo()
+    assert helped.helped  # the part that is left was made with it
+    stepped = Editor("first")
+    stepped.step()
+    stepped.undo()
+    solve(stepped)
+    assert marks(stepped) == {"first": "own"}
+
+
+def test_undo_goes_back_over_a_change_of_level():
+    editor = Editor("first")
+    editor.place("0F0")
+    editor.open_level("gpipe")
+    editor.place("0F0")
+    for _ in range(2):
+        editor.undo()
+    assert editor.view["level"]["name"] == "first" and placed(editor) == [["0F0"], []]
+    editor.redo()
+    editor.redo()
+    assert editor.view["level"]["name"] == "gpipe" and placed(editor) == [["0F0"], [], []]
+    for _ in range(9):
+        editor.undo()
+    assert not editor.view["undo"] and placed(editor) == [[], []]
+    assert not Editor("cap").view["undo"]
+
+
+def test_a_link_opens_an_editor():
+    editor = Editor("cap")
+    editor.place("0F0")
+    again = Editor(f"https://somewhere/page.html{editor.link}", help="ready")
+    assert again.draft == editor.draft and again.link == editor.link and not again.view["undo"]
+
+
+def test_the_coachs_step_gives_its_reason():
+    editor = Editor("first")
+    editor.step()
+    assert said(editor)[1].startswith("0F0, since 1F0 on device 1 waits for it: 9 can still be")
+
+
+def test_no_length_is_compared_with_a_plan_that_was_fitted_or_paced():
+    editor = Editor("first")
+    editor.finish()
+    for paced in (True, False):
+        text = str(editor.run(paced))
+        assert "%" not in text and " ms" in text
+
+
+def test_the_levels_tell_what_their_numbers_mean():
+    editor = Editor("stashing")
+    editor.finish()
+    bubble = dict((row[0], row[2]) for row in editor.view["numbers"])["bubble"]
+    assert bubble == "25.0%" and "At par 25 % is idle" in LEVELS["stashing"].text
+    assert "a tie is a win" in LEVELS["solver"].text

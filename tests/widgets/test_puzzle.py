@@ -362,7 +362,7 @@ def test_recognition_does_not_mind_the_numbers_of_micro_batches_and_knows_what_i
     swapped = read(task, "0F2 0F0 0B2 0F1 0B0 0B1 ~ 1F2 1B2 1F0 1B0 1F1 1B1")
     assert recognise(swapped) == "This is 1F1B (PipeDream-Flush)."
     own = read(task, "0F0 0F1 0B1 0B0 0F2 0B2 ~ 1F0 1F1 1B1 1B0 1F2 1B2")
-    assert recognise(own) == "This one is yours: the library has no such."
+    assert recognise(own) == "The library has no such table."
     assert recognise(Draft.of(task)) == ""
 
 
@@ -503,3 +503,68 @@ def test_what_the_levels_say_is_true():
     assert simulate(make("pipedream_flush", 3, 4)).makespan == 18  # split: in one piece
     less = Task(3, 6, cap=(2, 2, 1))
     assert finish(Draft.of(less)).timeline.makespan > level_of("1f1b").par
+
+
+# ---- what the editor says is true
+
+
+def test_a_row_that_is_not_written_yet_does_not_deadlock():
+    task = level_of("split").task
+    draft = read(task, "0F0 0F1 0F2 0I0")
+    assert draft.problem == "" and str(draft.running) == "0F0_0F1_0F2~~"
+    half = read(Task(2, 3, split=True), "0F0 0F1 0F2 0I0 ~ 1F0")
+    assert half.problem == ""
+    rows = "0F0 0I0 0F1 0I1 0F2 0I2 ~ 1F1 1F0 1I0 1I1 1F2 1I2"  # nothing left can mend this
+    assert read(Task(2, 3, split=True), rows).problem.startswith("deadlock: device 0 holds at 0I0")
+
+
+@settings(max_examples=25)
+@given(tasks(), st.data())
+def test_any_part_of_a_table_that_runs_can_be_part_of_one(task, data):
+    whole = finish(Draft.of(task))
+    cut = [data.draw(st.integers(0, len(row))) for row in whole.rows]
+    part = Draft.of(task, [row[:n] for row, n in zip(whole.rows, cut, strict=True)])
+    assert part.problem == ""
+    validate(part.completed)
+    for row, placed in zip(part.completed.rows, part.rows, strict=True):
+        assert tuple(a for a in row if a in task.needs)[: len(placed)] == placed
+
+
+def test_a_schedule_that_the_cap_forbids_is_not_what_a_table_could_become():
+    free, capped = (read(Task(4, 6, cap=cap), "0F0 0F1") for cap in (None, 4))
+    assert "GPipe" in recognise(free)
+    assert recognise(capped) == "This could become 1F1B (PipeDream-Flush)."
+    assert recognise(read(Task(4, 6, cap=2), "0F0 0F1")) == (
+        "The library has no table that begins like this."
+    )
+
+
+def test_the_coach_says_why():
+    def reason(task, text):
+        return coach(read(task, text)).reason
+
+    task = Task(2, 2)
+    assert reason(task, "") == "since 1F0 on device 1 waits for it"
+    assert reason(task, "0F0 0F1 0B0 ~ 1F0 1B0 1F1 1B1") == "since device 0 can do no other"
+    full = Task(2, 3, cap=(1, 1))
+    assert reason(full, "0F0 ~ 1F0 1B0") == "since device 0 holds all that it may"
+    full = Task(2, 3, cap=(2, 1))
+    better = "with 0B1 in its place I find nothing below 15"
+    assert reason(full, "0F0 0F1 ~ 1F0 1B0 1F1 1B1") == better
+
+
+def test_every_reason_of_the_coach_holds_on_the_way_through_the_levels():
+    kinds = set()
+    for level in LEVELS.values():
+        draft = Draft.of(level.task)
+        while not draft.whole:
+            found = coach(draft)
+            words = found.reason.split()
+            kinds.add(words[0])
+            if words[0] == "with":
+                other = finish(draft.place(words[1])).timeline.makespan
+                assert other == pytest.approx(float(words[-1])) and other > found.makespan
+            elif words[1] != "device" and "waits" in words:
+                assert found.move in draft.task.needs[Action.parse(words[1])]
+            draft = draft.place(found.move)
+    assert kinds == {"with", "since"}

@@ -17,11 +17,15 @@ Times = dict[Action, float]
 
 
 class Advice(NamedTuple):
-    """The move that the coach would make, others that lead to as good a table, and its makespan."""
+    """The move that the coach would make, others that lead to as good a table, and its makespan.
+
+    reason  a clause: why this move
+    """
 
     move: Action
     ties: list[Action]
     makespan: float
+    reason: str
 
 
 @lru_cache(maxsize=64)
@@ -40,15 +44,29 @@ def coach(draft: Draft, steps: int = STEPS) -> Advice:
     able = [a for a in following if draft.placed.issuperset(draft.task.needs[a])]
     move = min(able, key=lambda a: (best.spans[a], a.stage))
     makespan = best.timeline.makespan
-    ties = [
-        a
+    instead = {
+        a: finish(draft.put(a), steps).timeline.makespan
         for a in draft.ready()
         if a != move
         and draft.task.device(a) == draft.task.device(move)
         and a not in _begins(draft.left(0))[1:]
-        and finish(draft.put(a), steps).timeline.makespan <= makespan * (1 + SLACK)
-    ]
-    return Advice(move, ties, makespan)
+    }
+    ties = [a for a, span in instead.items() if span <= makespan * (1 + SLACK)]
+    return Advice(move, ties, makespan, _reason(draft, move, makespan, instead))
+
+
+def _reason(draft: Draft, move: Action, makespan: float, instead: Times) -> str:
+    """A clause on why a move is the coach's: what others would cost, or who waits for it."""
+    task, device = draft.task, draft.task.device(move)
+    for action, span in instead.items():
+        if span > makespan * (1 + SLACK):
+            return f"with {action} in its place I find nothing below {span:g}"
+    waiting = [a for a in task.needs if move in task.needs[a] and task.device(a) != device]
+    if waiting:
+        return f"since {waiting[0]} on device {task.device(waiting[0])} waits for it"
+    if task.caps and sum(task.in_flight(draft.rows[device])[-1:]) == task.caps[device]:
+        return f"since device {device} holds all that it may"
+    return "since any other is no better" if instead else f"since device {device} can do no other"
 
 
 def _begins(actions: list[Action]) -> list[Action]:

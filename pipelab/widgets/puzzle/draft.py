@@ -82,8 +82,25 @@ class Draft:
 
     @cached_property
     def completed(self) -> Schedule:
-        """The whole table: what is placed, then the rest in an order that can run."""
-        rows = [[*row, *self.left(d)] for d, row in enumerate(self.rows)]
+        """The whole table: what is placed, then the rest as it can run; what cannot comes last."""
+        needs, done = self.task.needs, set[Action]()
+        rows: list[list[Action]] = [[] for _ in self.rows]
+        rest = [self.left(d) for d in range(self.task.devices)]
+        moved = True
+        while moved:
+            moved = False
+            for row, placed, left in zip(rows, self.rows, rest, strict=True):
+                for action in placed[len(row) :] or [*left]:
+                    if done.issuperset(needs[action]):
+                        row.append(action)
+                        done.add(action)
+                        moved = True
+                        if action in left:
+                            left.remove(action)
+                    elif action in placed:
+                        break
+        for row, placed, left in zip(rows, self.rows, rest, strict=True):
+            row += [*placed[len(row) :], *left]
         return self.task.schedule_of("your table", rows)
 
     @cached_property

@@ -113,7 +113,8 @@ _ALL = (
         "An update after every backward",
         "without a flush there is no bubble, but a stage keeps several weight versions",
         "Every micro-batch has its own update U, which you place: its gradients must not mix with "
-        "the next one's. A backward reads the weights that its forward read.",
+        "the next one's. A backward reads the weights that its forward read. At par 25 % is idle: "
+        "the table has an end, so it fills and drains once; without an end nothing would be.",
         Task(3, 6, per_update=1, cap=(3, 2, 1)),
         24,
         "PipeDream",
@@ -143,7 +144,8 @@ _ALL = (
         "what only a search reaches, proved to be the best",
         "The last stage is slow, and a device holds two micro-batches, each until its W. Of the "
         "orders that are fixed one fits, and takes 44. The bounds say that 22 cannot be beaten, "
-        "and a solver has proved that 22 cannot be reached, either. You can be as good as it.",
+        "and a solver has proved that 22 cannot be reached, either. So a tie is a win: nobody can "
+        "do better than 23.",
         Task(3, 4, costs=SLOW_LAST, cap=2, split=True),
         23,
     ),

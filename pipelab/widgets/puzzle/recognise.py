@@ -10,6 +10,7 @@ from pipelab.widgets.puzzle.draft import Draft, Refused, Span
 from pipelab.widgets.puzzle.task import Rows, Task
 
 LONGEST = 5  # actions of a chain that are told
+NEW = "The library has no such table."
 
 # Of those that a draft can be: its stages are placed in a loop. One without a title has its name.
 TITLES = {  # the plainest first: it comes first where a table is several
@@ -45,6 +46,12 @@ def known_rows(task: Task) -> tuple[tuple[str, Rows], ...]:
     return tuple(found)
 
 
+@lru_cache(maxsize=32)
+def allowed_rows(task: Task) -> tuple[tuple[str, Rows], ...]:
+    """Those of `known_rows` that stay within the task's cap."""
+    return tuple(pair for pair in known_rows(task) if not Draft.of(task, pair[1]).over_cap)
+
+
 def recognise(draft: Draft) -> str:
     """In a sentence which schedules a draft is, or could become.
 
@@ -60,14 +67,18 @@ def recognise(draft: Draft) -> str:
     mine = _renumbered(draft)
     names = [
         title
-        for title, rows in known_rows(draft.task)
+        for title, rows in allowed_rows(draft.task)
         if all(row[: len(part)] == part for row, part in zip(rows, mine, strict=True))
     ]
     *others, last = names or [""]
     either = f"{', '.join(others)} or {last}" if others else last
     if draft.whole:
-        return f"This is {either}." if names else "This one is yours: the library has no such."
-    return f"This could become {either}." if names else "This is already one of your own."
+        return f"This is {either}." if names else NEW
+    return (
+        f"This could become {either}."
+        if names
+        else "The library has no table that begins like this."
+    )
 
 
 def _renumbered(draft: Draft) -> Rows:

@@ -1,0 +1,424 @@
+// What lives on a page of the site: widgets and exercises, with Python in the page where it is touched.
+//
+// A widget stands there as its notebook stored it, drawn by the same front end as in JupyterLab. The first
+// touch starts Python (worker.js), which is then the model's other side, as a kernel is in a notebook.
+
+const near = (name) => new URL(name, import.meta.url).href;
+const make = (tag, properties = {}, ...children) => {
+  const node = Object.assign(document.createElement(tag), properties);
+  node.append(...children);
+  return node;
+};
+const PLAYED = "pipelab-played"; // levels that were won on this site
+
+// ---- Python
+
+const python = {
+  worker: null, waiting: new Map(), count: 0, ready: false, broken: "", generation: 0, watchers: new Set(),
+
+  start() {
+    if (this.worker || this.broken) return;
+    this.generation += 1;
+    this.began = performance.now();
+    this.worker = new Worker(near("worker.js"), { type: "module" });
+    this.worker.onerror = () => this.fail("Python could not be loaded.");
+    this.worker.onmessage = ({ data }) => {
+      if (data.broken) return this.fail(data.broken);
+      if (data.ready) {
+        this.ready = true;
+        document.documentElement.dataset.python = Math.round(performance.now() - this.began);
+        return this.tell();
+      }
+      this.waiting.get(data.id)(JSON.parse(data.reply));
+      this.waiting.delete(data.id);
+    };
+    this.tell();
+  },
+
+  ask(request) {
+    this.start();
+    if (this.broken) return Promise.resolve({ failed: this.broken });
+    const id = ++this.count;
+    this.worker.postMessage({ id, request: JSON.stringify(request) });
+    return new Promise((done) => this.waiting.set(id, done));
+  },
+
+  // Whatever it does, it ends; widgets open again in the next one.
+  stop(failed = "Stopped.") {
+    this.worker?.terminate();
+    this.worker = null;
+    this.ready = false;
+    for (const done of this.waiting.values()) done({ failed });
+    this.waiting.clear();
+    this.tell();
+  },
+
+  fail(why) {
+    this.broken = why;
+    this.stop(why);
+  },
+
+  tell() {
+    for (const watch of this.watchers) watch();
+  },
+};
+
+const able = () => typeof WebAssembly === "object" && typeof Worker === "function";
+const served = () => location.protocol !== "file:";
+
+// Why the page stays as it is, or "".
+function obstacle(node) {
+  if (node.dataset.python !== "yes") return "These pages were made without Python in them: the picture is a stored one.";
+  if (!able()) return "This browser has no WebAssembly, so the picture stays as it is. In JupyterLab it can be changed.";
+  if (!served()) return "Opened from a folder, a page cannot start Python: serve the folder (python -m http.server) to change the picture.";
+  return python.broken && `${python.broken} The picture is a stored one.`;
+}
+
+// ---- a widget's model, with the methods that a front end knows from JupyterLab
+
+class Model {
+  constructor(name, kind, state) {
+    Object.assign(this, { name, kind, state, reactions: {}, dirty: new Set(), messages: [], generation: 0, busy: false });
+  }
+
+  get(key) { return this.state[key]; }
+  on(event, react) { (this.reactions[event] ??= []).push(react); }
+  off(event, react) { this.reactions[event] = (this.reactions[event] ?? []).filter((other) => other !== react); }
+
+  set(key, value) {
+    this.state[key] = value;
+    this.dirty.add(key);
+    this.emit(key);
+  }
+
+  emit(key) {
+    for (const react of this.reactions[`change:${key}`] ?? []) react();
+  }
+
+  take(state) {
+    for (const key of Object.keys(state)) if (!this.dirty.has(key)) this.state[key] = state[key];
+    for (const key of Object.keys(state)) this.emit(key);
+  }
+
+  save_changes() { this.go(); }
+  send(content) { this.messages.push(content); this.go(); }
+
+  // One request after the other; of changes made meanwhile only the last counts.
+  async go() {
+    if (this.busy) return;
+    this.busy = true;
+    while (this.dirty.size || this.messages.length) {
+      const reply = await this.next();
+      if (reply.failed) {
+        this.messages.length = 0;
+        break;
+      }
+      this.take(reply.state);
+    }
+    this.busy = false;
+    this.emit("idle");
+  }
+
+  async next() {
+    python.start();
+    if (this.generation !== python.generation) {
+      const opened = await this.open();
+      if (opened.failed) return opened;
+    }
+    if (this.messages.length) return python.ask({ do: "send", widget: this.name, content: this.messages.shift() });
+    const values = Object.fromEntries([...this.dirty].map((key) => [key, this.state[key]]));
+    this.dirty.clear();
+    return python.ask({ do: "set", widget: this.name, values });
+  }
+
+  // The widget on Python's side, as it stands here.
+  async open() {
+    const { generation } = python, { settings, view } = this.state;
+    const state = this.kind === "explorer" ? settings : { table: view.link, help: view.help, helped: view.helped, won: played() };
+    const reply = await python.ask({ do: "open", widget: this.name, kind: this.kind, state });
+    if (!reply.failed) this.generation = generation;
+    if (reply.state && this.kind === "explorer") this.take(reply.state);
+    return reply;
+  }
+}
+
+const played = () => {
+  try {
+    return JSON.parse(localStorage.getItem(PLAYED)) ?? {};
+  } catch {
+    return {}; // a browser that stores nothing
+  }
+};
+
+function keep(key, value) {
+  try {
+    localStorage.setItem(key, JSON.stringify(value));
+  } catch {
+    // then it is forgotten with the page
+  }
+}
+
+// ---- widgets
+
+async function show(node, number) {
+  const { kind } = node.dataset, state = JSON.parse(node.querySelector("script").textContent);
+  const model = new Model(`${kind}-${number}`, kind, state), page = pages[kind];
+  const front = await import(near(`${kind}.js`)), el = make("div");
+  const note = make("p", { className: "play-note", role: "status" });
+  if (node.dataset.page) page.read(model);
+  node.replaceChildren(note, el);
+  front.default.render({ model, el });
+  const told = () => {
+    const why = obstacle(node), loading = python.worker && !python.ready && touched;
+    node.classList.toggle("jupyter-widgets-disconnected", Boolean(why));
+    node.classList.toggle("starting", !why && model.generation === 0 && Boolean(model.dirty.size || model.messages.length));
+    note.hidden = !why && !loading;
+    note.replaceChildren(why || "Python is starting …", ...(why ? [] : [make("progress")]));
+  };
+  let touched = false;
+  const touch = () => {
+    if (obstacle(node)) return;
+    touched = true;
+    python.start();
+    told();
+  };
+  for (const event of ["pointerdown", "focusin"]) el.addEventListener(event, touch, { once: true });
+  if (node.dataset.brief) el.querySelector("details").open = false;
+  python.watchers.add(told);
+  model.on("change:idle", told);
+  told();
+  page.shown?.(node, el, model);
+  if (node.dataset.page) {
+    page.live(node, el, model);
+    if (model.dirty.size || model.messages.length) touch(), obstacle(node) || model.go();
+  }
+}
+
+// What the explorer's page begins with: its address names what differs.
+const PLAIN = { compare: "", virtual: 1, batches: 1, memory: "", recompute: "never", forward: "1", input_grad: "1", weight_grad: "1",
+  update: "0", transfer: "0", weights: "2", optimizer: "4", activations: "1", boundary: "0.25" };
+
+// Its settings in the address, such as #schedule=interleaved&devices=8; those that are not there stay.
+const explorer = {
+  read(model) {
+    const stored = model.get("settings"), told = [...new URLSearchParams(location.hash.slice(1))].filter(([key]) => key in stored);
+    if (!told.length) return;
+    const settings = { ...stored, ...PLAIN };
+    for (const [key, text] of told) settings[key] = typeof stored[key] === "number" ? +text || null : text;
+    if (JSON.stringify(settings) === JSON.stringify(stored)) return;
+    model.state.settings = settings;
+    model.dirty.add("settings");
+  },
+
+  shown(node, el, model) {
+    const get = (kind, end, type) => async () => {
+      if (model.generation !== python.generation || !python.ready) {
+        const opened = await model.open();
+        if (opened.failed) return;
+      }
+      const { text } = await python.ask({ do: "export", widget: model.name, kind });
+      if (text) save(new Blob([text], { type }), `${nameOf(model)}.${end}`);
+    };
+    const button = (textContent, onclick) => make("button", { type: "button", textContent, onclick });
+    const away = make("div", { className: "bar take-away" }, make("span", {}, "Download"),
+      button("PNG", async () => save(await png(el.querySelector("svg")), `${nameOf(model)}.png`)),
+      button("CSV", get("csv", "csv", "text/csv")), button("Chrome trace", get("trace", "json", "application/json")));
+    if (node.dataset.page) away.append(button("Copy link", (event) => copy(location.href, event.target)));
+    else away.append(make("a", { href: this.address(node, model), textContent: "On a page of its own" }));
+    el.querySelector(".pipelab-explorer .picture").append(away);
+    const link = away.querySelector("a");
+    if (link) model.on("change:settings", () => (link.href = this.address(node, model)));
+  },
+
+  address(node, model) {
+    return `${new URL(node.dataset.home, location.href).href}#${this.written(model.get("settings"), PLAIN)}`;
+  },
+
+  written(settings, plain) {
+    const always = ["schedule", "devices", "microbatches"];
+    const chosen = Object.entries(settings).filter(([key, value]) => always.includes(key) || value !== plain[key]);
+    return new URLSearchParams(chosen.map(([key, value]) => [key, value ?? ""]));
+  },
+
+  live(node, el, model) {
+    const write = () => history.replaceState(null, "", `#${this.written(model.get("settings"), PLAIN)}`);
+    model.on("change:settings", write);
+    addEventListener("hashchange", () => {
+      this.read(model);
+      model.emit("settings");
+      model.go();
+    });
+  },
+
+};
+
+// A level in the address (#cap), else the table that was made here last.
+const editor = {
+  has: (model, level) => model.get("view").levels.some(([name]) => name === level),
+
+  read(model) {
+    const level = decodeURIComponent(location.hash.slice(1));
+    if (level.startsWith("pipelab=")) return; // the front end's own
+    const last = remembered("pipelab-table");
+    if (this.has(model, level)) model.messages.push({ do: "open_level", name: level });
+    else if (last) model.messages.push({ do: "load", text: last });
+  },
+
+  shown(node, el, model) {
+    this.mark(model);
+    model.on("change:view", () => {
+      const won = model.get("view").levels.filter(([, , mark]) => mark).map(([name, , mark]) => [name, mark]);
+      keep(PLAYED, { ...played(), ...Object.fromEntries(won) });
+    });
+    const link = el.querySelector("[name=link]"), home = new URL(node.dataset.home, location.href).href;
+    const there = () => (link.value = home + model.get("view").link);
+    model.on("change:view", there);
+    there();
+  },
+
+  // What was won before, in the list of levels, without Python.
+  mark(model) {
+    const won = played(), view = model.get("view");
+    const levels = view.levels.map(([name, title, mark]) => [name, title, mark || (won[name] ?? "")]);
+    model.state.view = { ...view, levels };
+    model.emit("view");
+  },
+
+  live(node, el, model) {
+    model.on("change:view", () => {
+      const { link, level } = model.get("view");
+      keep("pipelab-table", link);
+      history.replaceState(null, "", `${location.pathname}${location.search}${level.name ? `#${level.name}` : ""}`);
+    });
+    addEventListener("hashchange", () => {
+      const text = decodeURIComponent(location.hash);
+      if (text.startsWith("#pipelab=")) model.send({ do: "load", text });
+      else if (this.has(model, text.slice(1))) model.send({ do: "open_level", name: text.slice(1) });
+    });
+  },
+};
+const pages = { explorer, editor };
+
+function remembered(key) {
+  try {
+    return JSON.parse(localStorage.getItem(key));
+  } catch {
+    return null;
+  }
+}
+
+// ---- what is taken away
+
+const nameOf = (model) => {
+  const { schedule, compare, devices, microbatches } = model.get("settings");
+  return [schedule, compare, `p${devices}`, `m${microbatches}`].filter(Boolean).join("-");
+};
+
+function save(blob, download) {
+  const href = URL.createObjectURL(blob);
+  make("a", { href, download }).click();
+  setTimeout(() => URL.revokeObjectURL(href), 1000);
+}
+
+async function copy(text, button) {
+  const label = button.textContent;
+  try {
+    await navigator.clipboard.writeText(text);
+    button.textContent = "Copied";
+  } catch {
+    prompt("The link:", text);
+  }
+  setTimeout(() => (button.textContent = label), 1500);
+}
+
+// The picture as it is seen, at twice its size: styles go with it, and the page's colour lies below.
+async function png(svg) {
+  const twin = svg.cloneNode(true), [from, to] = [svg, twin].map((root) => [root, ...root.querySelectorAll("*")]);
+  const kept = ["fill", "stroke", "stroke-width", "opacity", "display", "font-size", "font-weight", "font-family", "text-anchor"];
+  from.forEach((node, k) => {
+    const style = getComputedStyle(node);
+    for (const name of kept) to[k].style.setProperty(name, style.getPropertyValue(name));
+  });
+  twin.setAttribute("xmlns", "http://www.w3.org/2000/svg");
+  const [width, height] = ["width", "height"].map((name) => 2 * svg.getAttribute(name));
+  const image = new Image();
+  image.src = `data:image/svg+xml,${encodeURIComponent(new XMLSerializer().serializeToString(twin))}`;
+  await image.decode();
+  const canvas = make("canvas", { width, height }), brush = canvas.getContext("2d");
+  brush.fillStyle = getComputedStyle(svg).backgroundColor;
+  brush.fillRect(0, 0, width, height);
+  brush.drawImage(image, 0, 0, width, height);
+  return new Promise((done) => canvas.toBlob(done));
+}
+
+// ---- exercises: a cell to write in, and what its check says
+
+function exercise(node) {
+  const { before, cell } = JSON.parse(node.querySelector("script").textContent), { name } = node.dataset;
+  if (obstacle(node)) return;
+  const shown = node.closest(".cell").querySelector(".cell_input"), stored = remembered(`pipelab-${name}`);
+  const text = make("textarea", { value: stored ?? cell, spellcheck: false, ariaLabel: `your answer to ${name}`, autocapitalize: "off" });
+  const said = make("div", { className: "said", role: "status", ariaLive: "polite" }, node.querySelector(".said").textContent);
+  const check = make("button", { type: "button", className: "check", textContent: "Check", title: "Ctrl+Enter", onclick: run });
+  const again = make("button", { type: "button", textContent: "Start again", onclick: () => ((text.value = cell), grow(), keep(`pipelab-${name}`, null)) });
+  const bar = make("div", { className: "bar" }, check, again);
+  let running = false;
+
+  const grow = () => (text.rows = Math.max(2, text.value.split("\n").length));
+  text.oninput = () => (grow(), keep(`pipelab-${name}`, text.value));
+  text.onfocus = () => python.start();
+  text.onkeydown = (event) => {
+    if (event.key !== "Enter") return;
+    event.preventDefault();
+    if (event.ctrlKey || event.metaKey || event.shiftKey) return run();
+    const line = text.value.slice(0, text.selectionStart).split("\n").at(-1);
+    const indent = line.match(/^ */)[0] + (/:\s*(#.*)?$/.test(line) ? "    " : "");
+    text.setRangeText(`\n${indent}`, text.selectionStart, text.selectionEnd, "end");
+    text.oninput();
+  };
+
+  async function run() {
+    if (running) return python.stop(); // the button says "Stop" then
+    running = true;
+    check.textContent = "Stop";
+    said.className = "said";
+    said.replaceChildren(python.ready ? "Checking …" : "Python is starting …");
+    const { passed, text: words, folded, failed } = await python.ask({ do: "check", before, cell: text.value });
+    running = false;
+    check.textContent = "Check";
+    said.className = `said ${passed ? "right" : passed === false || failed ? "wrong" : ""}`;
+    said.replaceChildren(failed ?? words);
+    if (folded) said.append(make("details", {}, make("summary", {}, "Show it"), folded));
+  }
+
+  grow();
+  shown.replaceWith(text);
+  node.replaceChildren(bar, said);
+}
+
+// ---- pictures that are too small on a phone: a tap shows one as wide as it was drawn
+
+function enlarge(image) {
+  const box = make("dialog", { className: "enlarged", ariaLabel: image.alt, onclick: () => box.close(), onclose: () => box.remove() });
+  box.onkeydown = ({ key }) => key === "Escape" && box.close();
+  box.append(make("img", { src: image.src, alt: image.alt }));
+  document.body.append(box);
+  box.showModal();
+}
+
+for (const image of document.querySelectorAll("article img")) {
+  if (image.closest("a, noscript")) continue;
+  Object.assign(image, { tabIndex: 0, title: "Enlarge", onclick: () => enlarge(image) });
+  image.onkeydown = ({ key }) => key === "Enter" && enlarge(image);
+}
+// What a search shows of a page is from its article, not from the buttons above.
+if (typeof Search !== "undefined") {
+  const textOf = Search.htmlToText;
+  Search.htmlToText = (text, anchor) => {
+    const page = new DOMParser().parseFromString(text, "text/html"), article = page.querySelector("article");
+    if (article) page.querySelector("main").replaceChildren(article);
+    return textOf.call(Search, page.documentElement.outerHTML, anchor);
+  };
+}
+for (const node of document.querySelectorAll(".pipelab-exercise[data-name]")) exercise(node);
+document.querySelectorAll(".pipelab-play").forEach(show);

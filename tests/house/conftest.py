@@ -1,0 +1,91 @@
+"""The site, built once however many files test it, served as plain files to a browser."""
+
+import fcntl
+import functools
+import os
+import subprocess
+import sys
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from jupyter_lab import browser
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """The folder of the built site; a warning fails the build."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # that of all workers
+    built = folder / "site"
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", ROOT / "docs"]
+    command += ["-d", folder / "doctrees", ROOT, built]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with open(folder / "site.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "site.built").exists():
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True
+            )
+            assert done.returncode == 0, done.stderr
+            (folder / "site.built").touch()
+    return built
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(site):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=site))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def chrome():
+    with browser() as chrome:
+        yield chrome
+
+
+@pytest.fixture
+def open_page(chrome, address):
+    """Open pages that must neither complain nor ask for anything elsewhere."""
+    complaints, opened = [], []
+
+    def asked(request):
+        if not request.url.startswith((address, "data:", "blob:")):
+            complaints.append(f"asked for {request.url}")
+
+    def failed(request):
+        if request.failure != "net::ERR_ABORTED":  # the test has left the page meanwhile
+            complaints.append(f"{request.failure}: {request.url}")
+
+    def said(message):
+        if message.type == "error":
+            complaints.append(f"{message.text} {message.location}")
+
+    def open_one(size, colours="light", **more):
+        page = chrome.new_page(viewport=size, color_scheme=colours, **more)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", asked)
+        page.on("requestfailed", failed)
+        page.on("console", said)
+        opened.append(page)
+        return page
+
+    yield open_one
+    for page in opened:
+        page.close()
+    assert complaints == []

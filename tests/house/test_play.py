@@ -1,0 +1,334 @@
+"""The site's pages that play: widgets and exercises with Python in the page, in a browser."""
+
+import io
+import tarfile
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+
+import nbformat
+import pytest
+
+from jupyter_lab import chromium
+from pipelab import Costs, make, simulate
+from pipelab.measure.trace import from_trace
+from pipelab.widgets.puzzle import LEVELS
+
+expect = pytest.importorskip("playwright.sync_api").expect
+PATIENCE = 30_000  # milliseconds
+expect.set_options(timeout=PATIENCE)
+ROOT = Path(__file__).parents[2]
+PHONE, DESK = {"width": 390, "height": 844}, {"width": 1400, "height": 1000}
+PACKAGES = ("sphinx", "myst_nb", "sphinx_book_theme", "latex2mathml")
+pytestmark = [
+    pytest.mark.skipif(not all(map(find_spec, PACKAGES)), reason="needs 'pipelab[site]'"),
+    pytest.mark.skipif(chromium() is None, reason="needs Chromium and Playwright"),
+]
+
+
+@pytest.fixture
+def playing(open_page, address, site):
+    """Open pages of a site that has Python in it."""
+    if not (site / "_static" / "play" / "pyodide").is_dir():
+        pytest.skip("npm gave no Pyodide")
+
+    def open_one(path, size=DESK, **more):
+        page = open_page(size, **more)
+        page.goto(f"{address}/{path}")
+        return page
+
+    return open_one
+
+
+def shows(page, label, value):
+    row = page.locator(".measures tr", has=page.get_by_role("rowheader", name=label, exact=True))
+    expect(row.locator("td").first).to_have_text(value)
+
+
+def placed(page):
+    return page.locator(".pipelab-editor .picture svg .lanes g.action")
+
+
+def press(page, *keys):
+    for key in keys:
+        page.keyboard.press(key)
+
+
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+def test_an_explorer_is_changed_and_its_address_brings_it_back(playing, size, address):
+    page = playing("play/explorer.html", size)  # goes on to the page, what is set goes with it
+    shows(page, "makespan", "28.5")  # as it is stored
+    assert "python" not in page.evaluate("({ ...document.documentElement.dataset })")
+    page.locator("[name=microbatches]").fill("12")
+    page.locator("[name=microbatches]").press("Enter")
+    page.locator("[name=transfer]").fill("0.25")
+    page.locator("[name=transfer]").press("Enter")
+    costs = Costs(transfer=0.25).split(2)
+    table = make("interleaved", 4, 12, virtual=2)
+    shows(page, "makespan", f"{simulate(table, costs).makespan:.5g}")
+    page.wait_for_url("**/docs/play/explorer.html#**transfer=0.25**")
+    expect(page.locator(".play-note")).to_be_hidden()
+    assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+    again = playing(page.url.removeprefix(f"{address}/"), size)
+    shows(again, "makespan", f"{simulate(table, costs).makespan:.5g}")
+    assert again.locator("[name=microbatches]").input_value() == "12"
+    again.locator("[name=forward]").fill("slow")
+    again.locator("[name=forward]").press("Enter")
+    expect(again.locator(".pipelab-explorer .error")).to_contain_text("forward='slow'")
+
+
+def test_a_link_to_settings_and_what_is_taken_away(playing, tmp_path):
+    page = playing("play/explorer.html#schedule=zb_h1&devices=3&microbatches=5")
+    table = make("zb_h1", 3, 5)
+    shows(page, "makespan", f"{simulate(table).makespan:.5g}")
+    files = {}
+    for name in ("PNG", "CSV", "Chrome trace"):
+        with page.expect_download() as download:
+            page.get_by_role("button", name=name, exact=True).click()
+        files[name] = tmp_path / download.value.suggested_filename
+        download.value.save_as(files[name])
+    assert [path.name for path in files.values()] == [
+        f"zb_h1-p3-m5.{end}" for end in ("png", "csv", "json")
+    ]
+    assert files["CSV"].read_text() == table.to_csv()
+    assert from_trace(files["Chrome trace"]).makespan == simulate(table).makespan
+    picture = files["PNG"].read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 5_000
+    page.evaluate("location.hash = 'schedule=gpipe&devices=2&microbatches=2'")
+    shows(page, "makespan", "9")
+
+
+def test_every_lectures_explorer_is_the_stored_one_and_lives(playing, site):
+    from browser import explorer_state
+
+    state = "application/vnd.jupyter.widget-state+json"
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        models = nbformat.read(path, as_version=4).metadata.get("widgets", {}).get(state, {})
+        for model in models.get("state", {}).values():
+            if "drawing" in model["state"]:
+                settings = model["state"]["settings"]
+                assert explorer_state(settings)["drawing"] == model["state"]["drawing"], path.stem
+    page = playing("notebooks/02_gpipe.html")
+    page.locator(".pipelab-explorer [name=schedule]").select_option("pipedream_flush")
+    shows(page, "peak in flight", "4 3 2 1")
+    link = page.get_by_role("link", name="On a page of its own")
+    assert "explorer.html#schedule=pipedream_flush&" in link.get_attribute("href")
+
+
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+def test_a_level_is_solved_by_keyboard_and_stays_solved(playing, size):
+    page = playing("play/editor.html#first", size)
+    said = page.locator(".pipelab-editor .said")
+    page.locator("[name=help]").focus()
+    press(page, "Tab", "F", "0", "F", "1", "ArrowDown", "B", "0")
+    expect(said).to_have_text("1B0 needs 1F0 first, which is not placed yet")
+    press(page, "F", "0", "B", "0", "ArrowUp", "B", "Enter", "ArrowDown", "f", "1", "b", "1")
+    press(page, "ArrowUp", "b", "1")
+    expect(said).to_have_text("Par: 9. This is 1F1B (PipeDream-Flush) or eager 1F1B.")
+    expect(page.locator(".devices text").first).to_have_text("device 0")
+    expect(page.locator(".pipelab-editor .peaks text").first).to_have_text("held 2")
+    page.get_by_role("button", name="Run it").click()
+    expect(said).to_contain_text("a page has no torch")
+    expect(page.locator("[name=level] option").first).to_have_text("✓ First steps")
+    page.get_by_role("button", name="Next level").click()
+    expect(page.locator(".pipelab-editor .text")).to_contain_text("Three devices, four micro")
+    page.wait_for_url("**/editor.html#gpipe")
+    page.get_by_role("button", name="Finish it for me").click()
+    expect(page.locator("[name=level] option").nth(1)).to_have_text("○ GPipe")
+    press(page, "Tab")
+    page.get_by_role("button", name="Undo").click()
+    page.get_by_role("button", name="Undo").click()  # back to the level before
+    expect(placed(page)).to_have_count(8)
+    page.locator("summary", has_text="Link or file").click()
+    link = page.locator("[name=link]").input_value()
+    table = "level=first&table=0F0_0F1_0B0_0B1~1F0_1B0_1F1_1B1"
+    assert link.endswith(f"/docs/play/editor.html#pipelab={table}")
+    page.reload()
+    expect(page.locator("[name=level] option").nth(1)).to_have_text("○ GPipe")
+    page.goto(link)
+    page.reload()
+    expect(placed(page)).to_have_count(8)
+
+
+def test_a_table_goes_on_where_it_was_left(playing):
+    page = playing("docs/play/editor.html")
+    page.locator(".tray .chip", has_text="F0").first.click()
+    expect(placed(page)).to_have_count(1)
+    page.goto(page.url.partition("#")[0])
+    expect(placed(page)).to_have_count(1)
+
+
+def test_answers_are_checked_on_the_page(playing):
+    page = playing("notebooks/06_pipedream_flush.html")
+
+    def answered(name, text):
+        cell = page.locator(f".cell:has([data-name='{name}'])")
+        cell.locator("textarea").fill(text)
+        cell.locator("textarea").press("Control+Enter")
+        return cell.locator(".said")
+
+    guess = 'my_guess = {}\nteach.guess("06-a", my_guess)'
+    expect(answered("06-a", guess.format(20))).to_contain_text("You said 20, it is 21")
+    expect(answered("06-a", guess.format(21))).to_have_text("Right: 21.")
+    expect(answered("06-a", "1 /")).to_contain_text("line 1: SyntaxError")
+    expect(answered("06-a", "\n1 / 0")).to_contain_text("line 2: ZeroDivisionError")
+    said = answered("06-2", "while True:\n    pass\nNone")
+    expect(said).to_contain_text("Checking")
+    cell = page.locator(".cell:has([data-name='06-2'])")
+    cell.get_by_role("button", name="Stop").click()
+    expect(said).to_have_text("Stopped.")
+    expect(answered("06-a", guess.format(21))).to_have_text("Right: 21.")  # in a new Python
+    page.reload()
+    assert "21" in page.locator(".cell:has([data-name='06-a']) textarea").input_value()
+    needs = playing("notebooks/02_gpipe.html").locator(".pipelab-exercise", has_text="needs torch")
+    expect(needs).to_have_count(2)
+
+
+ALL = """async (asked) => {
+  const worker = new Worker("/_static/play/worker.js", { type: "module" }), said = [];
+  let count = 0;
+  for (const { before, solved } of asked) {
+    const request = JSON.stringify({ do: "check", before, cell: solved });
+    said.push(await new Promise((done) => {
+      worker.onmessage = ({ data }) => "reply" in data && done(JSON.parse(data.reply));
+      worker.postMessage({ id: ++count, request });
+    }));
+  }
+  worker.terminate();
+  return said;
+}"""
+
+
+def test_every_check_that_a_page_offers_passes_its_solution_there(playing):
+    from exercises import answerable
+
+    asked = {name: one for name, one in answerable().items() if not one["lacks"]}
+    assert len(asked) > 50
+    page = playing("notebooks/glossary.html")
+    for name, reply in zip(asked, page.evaluate(ALL, [*asked.values()]), strict=True):
+        if "-" in name and name[-1].isdigit():
+            assert reply.get("passed") is True, (name, reply)
+        else:
+            assert reply.get("passed") is False and "it is" in reply["text"], (name, reply)
+
+
+# ---- where there is no Python
+
+
+def no_wasm(page):
+    page.add_init_script("delete globalThis.WebAssembly")
+
+
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+def test_without_webassembly_the_stored_picture_and_a_sentence(open_page, address, size):
+    page = open_page(size)
+    no_wasm(page)
+    page.goto(f"{address}/notebooks/06_pipedream_flush.html")
+    shows(page, "makespan", "33")
+    expect(page.locator(".play-note").first).to_contain_text("This browser has no WebAssembly")
+    expect(page.locator(".pipelab-explorer form").first).to_be_hidden()
+    page.locator(".pipelab-explorer .picture svg").first.press("ArrowRight")
+    expect(page.locator(".about dt").first).to_have_text("0F0")
+    expect(page.locator("textarea")).to_have_count(0)
+
+
+def test_without_scripts_a_picture_and_a_sentence(open_page, address):
+    page = open_page(DESK, java_script_enabled=False)
+    page.goto(f"{address}/notebooks/06_pipedream_flush.html")
+    image = page.locator(".pipelab-play img").first
+    expect(image).to_be_visible()
+    assert "pipedream_flush, simulated: 4 devices" in image.get_attribute("alt")
+    expect(page.locator(".pipelab-play p").first).to_contain_text("With JavaScript")
+
+
+def test_a_site_made_without_npm_says_so(open_page, address):
+    page = open_page(DESK)
+
+    def without(route):
+        reply = route.fetch()
+        route.fulfill(response=reply, body=reply.text().replace('python="yes"', 'python="no"'))
+
+    page.route("**/06_pipedream_flush.html", without)
+    page.goto(f"{address}/notebooks/06_pipedream_flush.html")
+    expect(page.locator(".play-note").first).to_contain_text("made without Python in them")
+    shows(page, "makespan", "33")
+
+
+def test_pyodide_is_the_pinned_one(tmp_path, monkeypatch):
+    import browser
+
+    def packed(command, **_):
+        place = Path(command[-1]) / f"pyodide-{browser.VERSION}.tgz"
+        with tarfile.open(place, "w:gz") as archive:
+            for name in browser.FILES:
+                archive.addfile(tarfile.TarInfo(f"package/{name}"), io.BytesIO())
+        return browser.subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(browser, "ROOT", tmp_path)
+    monkeypatch.setattr(browser.shutil, "which", lambda name: name)
+    monkeypatch.setattr(browser.subprocess, "run", packed)
+    with pytest.raises(ValueError, match="has the integrity"):
+        browser.pyodide.__wrapped__()
+    monkeypatch.setattr(browser.shutil, "which", lambda name: None)
+    assert browser.pyodide.__wrapped__() is None
+
+
+# ---- sizes and times
+
+
+def test_what_a_page_loads_is_small_until_it_is_touched(playing, site):
+    asked = []
+    page = playing("notebooks/glossary.html")
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(page.url.replace("glossary", "07_interleaved"))
+    shows(page, "makespan", "25.5")
+    assert not [url for url in asked if "pyodide" in url or url.endswith(".zip")]
+    play = site / "_static" / "play"
+    assert sum(file.stat().st_size for file in play.glob("*.*")) < 500_000
+    assert sum(file.stat().st_size for file in (play / "pyodide").iterdir()) < 15_000_000
+
+
+REDRAWS = """async (values) => {
+  const field = document.querySelector("[name=transfer]"), lanes = document.querySelector("svg .lanes"), spent = [];
+  for (const value of values) {
+    const start = performance.now();
+    await new Promise((done) => {
+      const watch = new MutationObserver(() => (watch.disconnect(), requestAnimationFrame(() => setTimeout(done))));
+      watch.observe(lanes, { childList: true });
+      field.value = value;
+      field.dispatchEvent(new Event("change"));
+    });
+    spent.push(performance.now() - start);
+  }
+  return spent;
+}"""  # noqa: E501
+
+
+@pytest.mark.timed
+def test_python_is_there_in_four_seconds_and_a_redraw_takes_a_tenth(playing):
+    page = playing("play/explorer.html#schedule=pipedream_flush&devices=16&microbatches=64")
+    shows(page, "makespan", "237")
+    loaded = int(page.evaluate("document.documentElement.dataset.python"))
+    spent = page.evaluate(REDRAWS, [str(k / 8) for k in range(1, 10)])
+    print(f"loaded in {loaded} ms, a redraw at p=16, m=64: {median(spent):.0f} ms")
+    assert loaded < 4000
+    assert median(spent) < 100
+
+
+@pytest.mark.timed
+def test_a_move_of_the_editor_takes_a_tenth_of_a_second(playing):
+    page = playing("play/editor.html#split")
+    expect(page.locator(".pipelab-editor .text")).to_contain_text(LEVELS["split"].text[:30])
+    page.locator("[name=help]").select_option("coach")
+    step = """async () => {
+      const lanes = document.querySelector("svg .lanes"), start = performance.now();
+      await new Promise((done) => {
+        new MutationObserver(() => done()).observe(lanes, { childList: true });
+        [...document.querySelectorAll("button")].find(({ textContent }) => /^Step/.test(textContent)).click();
+      });
+      return performance.now() - start;
+    }"""  # noqa: E501
+    expect(page.locator(".chip.best").first).to_be_visible()
+    spent = [page.evaluate(step) for _ in range(12)]
+    print(f"a step with the coach: {median(spent):.0f} ms")
+    assert median(spent) < 100
