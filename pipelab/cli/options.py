@@ -104,6 +104,7 @@ class TableOptions:
         virtual: chunks a device (interleaved, looped_bfs)
         batches: one after another
         memory: micro-batches whose activations fit on a device (zb, zb_v)
+        longest: micro-batches of a round at most, if more than p (interleaved)
         reads: which weight version a forward reads
     """
 
@@ -113,6 +114,7 @@ class TableOptions:
     virtual: Count = 1
     batches: Count = 1
     memory: Positive = None
+    longest: Count = 1
     reads: Literal["latest", "first", "previous"] | None = None
 
     def make(self, costs: Costs | None = None) -> Schedule:

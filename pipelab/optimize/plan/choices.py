@@ -185,8 +185,12 @@ class Problem:
         model = self.model
         if isinstance(model, Profile):
             return model
-        ways = {"expert": self.expert, "flash": self.flash, "sequence": self.sequence}
-        sizes = {"samples": samples, "context": context, "keep": keep}
+        ways: dict[str, Any] = {
+            "expert": self.expert,
+            "flash": self.flash,
+            "sequence": self.sequence,
+        }
+        sizes: dict[str, Any] = {"samples": samples, "context": context, "keep": keep}
         return model.profile(self.machine, tensor, **sizes, **ways)
 
     def totals(self, *way: Any) -> dict[str, np.ndarray]:
@@ -294,7 +298,7 @@ class Problem:
         # [1] state: 12 bytes a parameter (6 a byte of weights) at most are shared out by ZeRO-1
         state = self.optimizer * weights
         if self.zero:
-            state = state - min(self.optimizer, 6.0) * weights * (1 - 1 / choice.replicas)
+            state = state - min(self.optimizer or 0.0, 6.0) * weights * (1 - 1 / choice.replicas)
         if self.zero == 3:
             gather = machine.collective(weights, among, t, 1)
             for name in PASSES[:2]:

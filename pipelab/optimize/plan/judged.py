@@ -10,6 +10,7 @@ from pipelab.optimize.order import gap
 from pipelab.optimize.plan.choices import ASYNCHRONOUS, Choice, Problem
 from pipelab.optimize.plan.limits import least_seconds, of_devices, work
 from pipelab.optimize.plan.repeat import ends_of, makespan, shorter, table_of
+from pipelab.optimize.plan.transformer import KEEP
 from pipelab.predict.costs import Costs, Recompute
 from pipelab.predict.memory import memory
 from pipelab.predict.simulate import simulate
@@ -59,15 +60,18 @@ class Plan:
         """
         problem, choice, costs = self.problem, self.choice, self.problem.costs(self.choice)
         flat = replace(costs, update=0.0, transfer=0.0, bandwidth=np.inf)
-        machine = replace(problem.machine, bandwidth=np.inf, inside=np.inf, latency=0.0)
-        alone = replace(problem, machine=machine).of_stages(choice) | {"overhead": 0.0}
+        machine = replace(
+            problem.machine, bandwidth=np.inf, inside=np.inf, spine=np.inf, latency=0.0
+        )
+        once = choice._replace(recompute=Recompute.NEVER, keep=KEEP[0])
+        alone = replace(problem, machine=machine).of_stages(once) | {"overhead": 0.0}
+        plain = problem.of_stages(once) | {"overhead": 0.0}
         sizes = problem.of_stages(choice)
         quick = sizes | {"overhead": 0.0}
-        once = choice._replace(recompute=Recompute.NEVER)
         total = {
             "compute": work(once, alone).sum() / choice.pipeline,
-            "tensor": work(once, quick).sum() / choice.pipeline,
-            "imbalance": of_devices(choice, work(once, quick)).max(),
+            "tensor": work(once, plain).sum() / choice.pipeline,
+            "imbalance": of_devices(choice, work(once, plain)).max(),
             "recompute": of_devices(choice, work(choice, quick)).max(),
             "overhead": of_devices(choice, work(choice, sizes)).max(),
             "bubble": steady_seconds(choice, flat),

@@ -88,10 +88,10 @@ MACHINES = {
     for machine in (
         # Megatron-LM's cluster (arXiv 2104.04473, section 5): nodes of 8 A100 of 80 GB, 312
         # TFLOP/s, 2,039 GB/s, NVSwitch of 600 GB/s both ways, one 200 Gb/s InfiniBand card a GPU.
-        Machine("A100-80GB", 312e12, 80e9, 25e9, 300e9, 8, share=0.74, narrow=130, hbm=1.8e12),
+        Machine("A100-80GB", 312e12, 80e9, 25e9, 300e9, 8, share=0.74, narrow=128, hbm=1.8e12),
         # DGX H100 (NVIDIA's data sheet): 989 TFLOP/s, 3,350 GB/s, 900 GB/s both ways, one 400 Gb/s
         # card a GPU.
-        Machine("H100-80GB", 989e12, 80e9, 50e9, 450e9, 8, share=0.573, narrow=130, hbm=3e12),
+        Machine("H100-80GB", 989e12, 80e9, 50e9, 450e9, 8, share=0.574, narrow=128, hbm=3e12),
         # DGX-2H as in arXiv 1909.08053, section 5: 16 V100 of 32 GB, NVSwitch of 300 GB/s both
         # ways, 8 cards of 100 Gb/s for 16 GPUs; 39 TFLOP/s on one GPU, 30 % of its peak.
         Machine("V100-DGX2", 130e12, 32e9, 6.25e9, 150e9, 16, share=0.3),

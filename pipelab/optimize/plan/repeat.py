@@ -88,10 +88,9 @@ def _of_stages(p: int, costs: Costs) -> tuple[np.ndarray, ...]:
     home = loop_placement(p)
     modes = [compute_seconds(costs, home, again) for again in (False, True)]
     again = costs.recompute.mask(2, 2)  # type: ignore[union-attr]
-    found = [modes[0][Kind.F], modes[again[0]][Kind.B], modes[again[1]][Kind.B]]
-    found = [np.array(x) + costs.overhead for x in found]
-    update = np.array(modes[0][Kind.U]) + costs.overhead
-    return *found, np.array([*transfer_seconds(costs, home), 0.0]), update
+    seconds = modes[0][Kind.F], modes[again[0]][Kind.B], modes[again[1]][Kind.B], modes[0][Kind.U]
+    *passes, update = (np.array(x) + costs.overhead for x in seconds)
+    return *passes, np.array([*transfer_seconds(costs, home), 0.0]), update
 
 
 def _one_forward_one_backward(

@@ -18,11 +18,10 @@ feed-forward layer with g matrices (2; 3 with a gate), e of E experts used by a 
 | kept, selective | the same without 5 a s T / t, which I makes again | 2205.05198, section 5 |
 | kept, full | the layer's input, 2 T h; I makes the forward again | 2205.05198, section 5 |
 | with a gate | 8 for 10: no dropout; gate and width are multiplied again, not kept | assumed |
-| with sequence parallelism | the 10, the input and the 22 are divided by t, too | 2205.05198, section 4.2 |
+| with sequence parallelism | the 10, the input, the 22 are over t, too | 2205.05198, section 4.2 |
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from pipelab.optimize.cut.profiles import Layer, Profile
 from pipelab.optimize.plan.machine import Machine
@@ -169,21 +168,14 @@ class Transformer:
         }[keep]
         rest, feeds_size = self._shares()
         weights = 2 * (rest + feeds_size / expert) / t
+        words = 2 * h * self.vocabulary / t
+        output = 2 * tokens * h
+        place = 2 * h * (self._words - self.vocabulary)  # learned positions
+        embedding = Layer("embedding", weights=words + place, output=output)
+        block = Layer("layer", forward, inputs + again, products, weights, kept, output)
         logits = product(h, self.vocabulary / t)
-
-        def layer(name: str, *seconds: float, **sizes: Any) -> Layer:
-            return Layer(name, *seconds, output=2 * tokens * h, **sizes)
-
-        block = layer("layer", forward, inputs + again, products, weights=weights, activations=kept)
-        embedding = layer(
-            "embedding", weights=2 * h * (self.vocabulary / t + self._words - self.vocabulary)
-        )
-        head = layer(
-            "head",
-            *[logits] * 3,
-            weights=2 * h * self.vocabulary / t,
-            activations=4 * tokens * h / split + 4 * tokens * self.vocabulary / t,
-        )
+        size = 4 * tokens * (h / split + self.vocabulary / t)
+        head = Layer("head", logits, logits, logits, words, size, output)
         return Profile(
             (embedding, *[block] * self.layers, head), samples=samples, machine=machine.name
         )
