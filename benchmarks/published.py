@@ -330,7 +330,8 @@ def report() -> str:
         ),
         paragraph(
             "MT-NLG, BLOOM and GPT-NeoX ran by DeepSpeed's pipeline engine, whose share is "
-            "another. Nothing in a layout says why: MT-NLG's 530B on 2,240 GPUs has the model, the GPUs, t, "
+            "another. Nothing in a layout says why: MT-NLG's 530B on 2,240 GPUs has the model, the "
+            "GPUs, t, "
             "p and the schedule of table 2's last row, and 126 TFLOP/s where that has 159. Its "
             "bubble is 14.2 % where that one's is 12.1 %, which explains 2 of the 21 %."
         ),

@@ -1,15 +1,17 @@
 """A plan as the lines that start it, as a paragraph on a runner-up, and beside its faults."""
 
 import math
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from statistics import median
 
-from pipelab.optimize.plan import ASYNCHRONOUS, KEEP, Answer, Faults, Plan, Transformer, cost_of
+from pipelab.optimize.plan import ASYNCHRONOUS, KEEP, Answer, Plan, Transformer, table_for
+from pipelab.predict.faults import Faults, cost_of_faults
 
 TITAN_KEEP = dict(zip(KEEP, ("none", "selective", "full"), strict=True))
 OF_A_CHOICE = (
     *("schedule", "tensor", "context", "pipeline", "replicas", "virtual"),
-    *("microbatch", "microbatches", "keep", "longest"),
+    *("microbatch", "microbatches", "recompute", "keep", "longest"),
 )
 
 
@@ -29,7 +31,7 @@ def start_lines(answer: Answer) -> list[str]:
     node = min(answer.problem.machine.node, p * r)
     nodes = f" --nnodes {math.ceil(p * r / node)}" if p * r > node else ""
     lines = [
-        f"stages = pipelab.models.split(layers, [{', '.join(map(str, choice.balance))}])",
+        f"stages = pipelab.models.split(layers, {_list(choice.balance)})",
         f"pipelab {job}",
         f"torchrun{nodes} --nproc-per-node {node} -m pipelab {job}",
     ]
@@ -40,6 +42,12 @@ def start_lines(answer: Answer) -> list[str]:
     ):
         lines += _titan(plan, table)
     return lines
+
+
+def _list(counts: Sequence[int]) -> str:
+    """The list as Python has it; of equal counts [1] * 128."""
+    alike = len({*counts}) == 1 < len(counts)
+    return f"[{counts[0]}] * {len(counts)}" if alike else str([*counts])
 
 
 def _titan(plan: Plan, table: str) -> list[str]:
@@ -72,7 +80,9 @@ def explained(answer: Answer, row: int) -> str:
     other = runner.plan
     pairs = {n: (getattr(best.choice, n), getattr(other.choice, n)) for n in OF_A_CHOICE}
     changed = [
-        f"{n} {b} instead of {a}" for n, (a, b) in pairs.items() if a != b and n != "balance"
+        f"{name} {getattr(b, 'value', b)} instead of {getattr(a, 'value', a)}"
+        for name, (a, b) in pairs.items()
+        if a != b
     ]
     text = f"Runner-up {row} has {', '.join(changed) or 'another cut of the layers'}. "
     sizes = f"{other.memory / 1e9:.4g} GB where the best needs {best.memory / 1e9:.4g}"
@@ -90,6 +100,13 @@ def explained(answer: Answer, row: int) -> str:
     return f"{text}It needs {sizes}."
 
 
+def faults_of(plan: Plan, faults: Faults) -> dict[str, list[float]]:
+    """By cause: the share that it adds to the step."""
+    costs = plan.problem.costs(plan.choice)
+    table = table_for(plan.choice, costs)
+    return cost_of_faults(table, costs, faults, replicas=plan.choice.replicas)
+
+
 def faults_text(answer: Answer, faults: Faults) -> str:
     """What faults add to the step: of the best plan, and of the best with every other schedule."""
     plans = {answer.best.choice.schedule: answer.best}
@@ -98,7 +115,7 @@ def faults_text(answer: Answer, faults: Faults) -> str:
     for name, plan in plans.items():
         if name in ASYNCHRONOUS:
             continue
-        added = cost_of(plan, faults)
+        added = faults_of(plan, faults)
         parts = [
             f"{cause} {median(of):.1%} ({min(of):.1%} to {max(of):.1%})"
             for cause, of in added.items()

@@ -48,6 +48,15 @@ Counts = Annotated[
         "N,...",
     ),
 ]
+Layers = Annotated[
+    Any,
+    number_option(
+        lambda text: tuple(int(part) for part in text.split(",")),
+        lambda counts: min(counts[1:-1], default=1) >= 1 and min(counts) >= 0 < max(counts),
+        "whole numbers of at least 1, comma-separated; the first and the last may be 0",
+        "N,...",
+    ),
+]
 Seed = Annotated[
     Any, number_option(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 2 ** 32 - 1", "N")
 ]

@@ -11,7 +11,7 @@ from tyro.conf import arg
 import pipelab
 from pipelab import simulate
 from pipelab.cli.files import check_targets, read_profile, write_figure, write_text
-from pipelab.cli.jobs import explained, faults_text, start_lines
+from pipelab.cli.jobs import explained, faults_of, faults_text, start_lines
 from pipelab.cli.options import (
     Count,
     Counts,
@@ -31,13 +31,12 @@ from pipelab.optimize.plan import (
     FLUSH,
     MACHINES,
     SPLIT,
-    Faults,
     Machine,
     Problem,
     Transformer,
-    cost_of,
 )
 from pipelab.optimize.plan import plan as find_plan
+from pipelab.predict.faults import Faults
 from pipelab.schedules import make_all
 
 Number = Annotated[Any, number_option(float, lambda x: True, "a number")]
@@ -265,7 +264,7 @@ def plan_command(
 
         write_figure(plot, lambda: plots.plan(answer))
     if json:
-        added = {"faults": cost_of(answer.best, faults)} if faults else {}
+        added = {"faults": faults_of(answer.best, faults)} if faults else {}
         print(dumps({**answer.to_json(), "start": start, "explain": why, **added}))
         return
     more = [why] if why else []

@@ -31,8 +31,7 @@ forward and a backward; recomputation of some of a stage's layers.
 
 from pipelab.optimize.plan.answer import Answer, RunnerUp, plan
 from pipelab.optimize.plan.choices import ASYNCHRONOUS, FLUSH, SPLIT, Choice, Problem
-from pipelab.optimize.plan.faults import Faults, cost_of
-from pipelab.optimize.plan.judged import Plan, estimate
+from pipelab.optimize.plan.judged import Plan, estimate, table_for
 from pipelab.optimize.plan.machine import MACHINES, Machine
 from pipelab.optimize.plan.repeat import makespan
 from pipelab.optimize.plan.transformer import KEEP, Transformer
@@ -45,14 +44,13 @@ __all__ = [
     "SPLIT",
     "Answer",
     "Choice",
-    "Faults",
     "Machine",
     "Plan",
     "Problem",
     "RunnerUp",
     "Transformer",
-    "cost_of",
     "estimate",
     "makespan",
     "plan",
+    "table_for",
 ]

@@ -73,19 +73,13 @@ class Choice(NamedTuple):
         return self.schedule in SPLIT
 
     def __str__(self) -> str:
-        parts = [f"{self.schedule} p={self.pipeline}"]
-        if self.virtual > 1:
-            parts.append(f"v={self.virtual}")
-        if self.tensor > 1:
-            parts.append(f"t={self.tensor}")
-        if self.context > 1:
-            parts.append(f"c={self.context}")
-        parts.append(f"replicas={self.replicas} micro-batch={self.microbatch}")
-        if self.longest > 1:
-            parts.append(f"rounds={self.longest}")
+        more = {"v": self.virtual, "t": self.tensor, "c": self.context, "rounds": self.longest}
+        some = "".join(f" {name}={number}" for name, number in more.items() if number > 1)
         again = self.recompute.value if self.keep == KEEP[0] else self.keep
-        parts.append(f"m={self.microbatches} recompute={again}")
-        return " ".join(parts)
+        return (
+            f"{self.schedule} p={self.pipeline}{some} replicas={self.replicas} "
+            f"micro-batch={self.microbatch} m={self.microbatches} recompute={again}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         numbers = self._asdict()
@@ -132,7 +126,7 @@ class Problem:
     blocking: bool = False
 
     def __post_init__(self) -> None:
-        check_counts(devices=self.devices, batch=self.batch, expert=self.expert)
+        check_counts(devices=self.devices, batch=self.batch)
         if isinstance(self.model, Profile) and not self.model.time:
             raise ValueError(
                 "the profile has no times: measure them, or give a transformer's sizes"
@@ -161,22 +155,18 @@ class Problem:
         heads, sequence, experts = 1, 1, 1
         if isinstance(model, Transformer):
             heads, sequence, experts = model.heads, model.sequence, model.experts
-        for tensor in self.tensor:
-            check_counts(tensor=tensor)
-            if self.devices % tensor or heads % tensor:
-                raise ValueError(
-                    f"tensor={tensor}: give a number that divides the {self.devices} devices and "
-                    f"the {heads} heads (a measured profile has one)"
-                )
-        for context in self.context:
-            check_counts(context=context)
-            if self.devices % context or sequence % context:
-                raise ValueError(
-                    f"context={context}: give a number that divides the {self.devices} devices and "
-                    f"the {sequence} tokens (a measured profile has one)"
-                )
-        if experts % self.expert:
-            raise ValueError(f"expert={self.expert}: give a number that divides {experts} experts")
+        for name, numbers, most in (
+            ("tensor", self.tensor, (heads, "heads")),
+            ("context", self.context, (sequence, "tokens")),
+            ("expert", (self.expert,), (experts, "experts")),
+        ):
+            for number in numbers:
+                check_counts(**{name: number})
+                if self.devices % number or most[0] % number:
+                    raise ValueError(
+                        f"{name}={number}: give a number that divides the {self.devices} devices "
+                        f"and the {most[0]} {most[1]} (a measured profile has one)"
+                    )
 
     def profile(
         self, tensor: int = 1, context: int = 1, samples: int = 1, keep: str = KEEP[0]
@@ -185,13 +175,11 @@ class Problem:
         model = self.model
         if isinstance(model, Profile):
             return model
-        ways: dict[str, Any] = {
-            "expert": self.expert,
-            "flash": self.flash,
-            "sequence": self.sequence,
-        }
-        sizes: dict[str, Any] = {"samples": samples, "context": context, "keep": keep}
-        return model.profile(self.machine, tensor, **sizes, **ways)
+        return model.profile(
+            *(self.machine, tensor, samples, context, self.expert, keep),
+            flash=self.flash,
+            sequence=self.sequence,
+        )
 
     def totals(self, *way: Any) -> dict[str, np.ndarray]:
         """Costs of all layers before each cut; and `crossing`, bytes that go over it."""
@@ -262,9 +250,7 @@ class Problem:
     @staticmethod
     def _is_table(schedule: str, p: int, v: int, m: int) -> bool:
         """Whether there is such a table, and one that is made in seconds."""
-        if schedule in ("pipedream_2bw", "dualpipe_v") and m < p * (
-            1 + (schedule != "pipedream_2bw")
-        ):
+        if m < {"pipedream_2bw": p, "dualpipe_v": 2 * p}.get(schedule, 0):
             return False  # no version to read yet; or not enough for both ends
         if schedule == "pipedream_flush":
             m = shorter(schedule, p, m)
@@ -295,10 +281,10 @@ class Problem:
         for name in SUMS[1:]:
             found[name] *= more
         weights, among = found["weights"], choice.replicas * choice.context
-        # [1] state: 12 bytes a parameter (6 a byte of weights) at most are shared out by ZeRO-1
-        state = self.optimizer * weights
-        if self.zero:
-            state = state - min(self.optimizer or 0.0, 6.0) * weights * (1 - 1 / choice.replicas)
+        # [1] state: of ZeRO-1 12 bytes a parameter (6 a byte of weights) at most are shared out
+        own = self.optimizer or 0.0
+        shared = {0: 0.0, 1: min(own, 6.0), 3: own}[self.zero or 0]
+        state = weights * (own - shared * (1 - 1 / choice.replicas))
         if self.zero == 3:
             gather = machine.collective(weights, among, t, 1)
             for name in PASSES[:2]:
@@ -318,7 +304,7 @@ class Problem:
             state = state + more * max(whole - profile.of("activations"))
         # [4] messages
         sent = more * totals["crossing"]
-        bandwidth = t * min(_speeds(self.machine, choice.home, choice.shared * choice.replicas))
+        bandwidth = t * min(self._speeds(choice))
         link = machine.latency + sent / bandwidth
         link[-1] = 0.0  # nothing is behind
         latency = machine.latency
@@ -336,11 +322,14 @@ class Problem:
             "link": link[b],
         }
 
+    def _speeds(self, choice: Choice) -> list[float]:
+        return _speeds(self.machine, choice.home, choice.shared * choice.replicas)
+
     def of_stages(self, choice: Choice) -> dict[str, Any]:
         """`sizes` of a choice's own stages, with their own links."""
         bounds = np.cumsum((0, *choice.balance))
         sizes = self.sizes(choice, bounds[:-1], bounds[1:])
-        speeds = np.array(_speeds(self.machine, choice.home, choice.shared * choice.replicas))
+        speeds = np.array(self._speeds(choice))
         if len(choice.balance) > 1 and not self.blocking and (speeds != speeds[0]).any():
             transfer = self.machine.latency + sizes["boundary"][1:] / (choice.tensor * speeds)
             link = np.append(transfer, 0.0)
@@ -371,6 +360,7 @@ def _speeds(machine: Machine, home: tuple[int, ...], step: int) -> list[float]:
     speeds = []
     for here, there in pairwise(home):
         first, last = here * step, there * step
+        last += step - 1  # the last of the devices that stand for the later one
         near = first // machine.node == last // machine.node
         far = first // machine.rack != last // machine.rack
         speeds.append(machine.link(1 if near else math.inf if far else machine.node + 1))

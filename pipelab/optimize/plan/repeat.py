@@ -14,7 +14,6 @@ so many periods are added at once. Where nothing repeats the whole table is simu
 p = 1024 and m = 4096, 8 million actions, take a third of a second.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -31,12 +30,10 @@ ALIKE = 1e-12  # relative: seconds that differ by rounding
 ROUNDS = 8  # of p micro-batches: the table in which a period is looked for
 IN_ROUNDS = ("interleaved", "zb_h1", "zb_h2")
 
-Drawn = Callable[[np.ndarray], np.ndarray]  # seconds of actions -> what they take this time
-
 
 def makespan(name: str, p: int, m: int, costs: Costs, virtual: int = 1, longest: int = 1) -> float:
-    """Seconds of one batch of a schedule that flushes, its updates included; to rounding those of
-    the whole simulation.
+    """Seconds of one batch of a schedule that flushes, its updates and what the first action loses
+    before it starts included; to rounding those of the whole simulation.
 
     >>> makespan("pipedream_flush", 4, 8, Costs()), makespan("gpipe", 1024, 4096, Costs())
     (33.0, 15357.0)
@@ -77,7 +74,7 @@ def table_of(
     return _table(name, p, m, virtual if takes(name, "virtual") else 1, batches, longest)
 
 
-@lru_cache(maxsize=4)  # many choices differ in their costs alone
+@lru_cache(maxsize=32)  # many choices differ in their costs alone
 def _table(name: str, p: int, m: int, virtual: int, batches: int, longest: int) -> Schedule:
     return make(name, p, m, virtual=virtual, batches=batches, longest=longest)
 
@@ -99,10 +96,9 @@ def _one_forward_one_backward(
     last: np.ndarray,
     link: np.ndarray,
     m: int,
-    drawn: Drawn | None = None,
 ) -> np.ndarray:
-    """When each device has ended its last backward; with `drawn` no period is looked for."""
-    p = len(forward)
+    """When each device has ended its last backward."""
+    p, stages = len(forward), np.arange(len(forward))
     # [0] the device's clock; its last forward's and backward's end: all that the rest depends on
     state = np.zeros((3, p))
     clock, sent, back = state
@@ -110,8 +106,7 @@ def _one_forward_one_backward(
 
     def run(out: np.ndarray, first: int, stop: int, arrived: np.ndarray, own: np.ndarray) -> None:
         at = slice(first, stop, 1 if warm else 2)
-        taken = own[at] if drawn is None else drawn(own[at])
-        clock[at] = out[at] = np.maximum(clock[at], arrived[at]) + taken
+        clock[at] = out[at] = np.maximum(clock[at], arrived[at]) + own[at]
 
     t, end = 0, 2 * (m + p) - 1
     while t < end:
@@ -129,10 +124,11 @@ def _one_forward_one_backward(
             low += (low - t - 1) % 2
             high = min(p, 2 * m + 2 * p - 1 - t)
             arrived = np.append(back[1:] + link[:-1], 0.0)
-            run(back, low, high, arrived, _with(backward, last, 2 * m + 2 * p - 3 - t))
+            own = np.where(stages == 2 * m + 2 * p - 3 - t, last, backward)
+            run(back, low, high, arrived, own)
         t += 1
         # [3] a period: the same state, later by the same time on every device
-        if drawn is None and 2 * p <= t < 2 * m and t % 2 == 0:
+        if 2 * p <= t < 2 * m and t % 2 == 0:
             later = state - before
             if seen and np.ptp(later) <= ALIKE * state.max():
                 turns = (2 * m - 1 - t) // (t - seen)
@@ -142,15 +138,6 @@ def _one_forward_one_backward(
             if not seen or t >= seen + gap:
                 before, seen, gap = state.copy(), t, max(2, 2 * (t - seen) if seen else 2)
     return clock
-
-
-def _with(values: np.ndarray, other: np.ndarray, place: int) -> np.ndarray:
-    """The values, with the other one at a place if there is one."""
-    if not 0 <= place < len(values):
-        return values
-    values = values.copy()
-    values[place] = other[place]
-    return values
 
 
 def _gpipe(

@@ -45,7 +45,7 @@ class Transformer:
     '1.746e+11 parameters, 4.51e+18 FLOPs a batch'
     >>> llama = Transformer(126, 16384, 128, 8192, 128256, key_heads=8, feed=53248, gated=True)
     >>> f"{llama.parameters + llama.hidden * llama.vocabulary:.4g} with its head"
-    '4.059e+11 with its head'
+    '4.058e+11 with its head'
     """
 
     layers: int
@@ -121,11 +121,11 @@ class Transformer:
         self,
         machine: Machine,
         tensor: int = 1,
-        *,
         samples: int = 1,
         context: int = 1,
         expert: int = 1,
         keep: str = "all",
+        *,
         flash: bool = True,
         sequence: bool = True,
     ) -> Profile:
