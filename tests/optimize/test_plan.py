@@ -465,6 +465,9 @@ def test_the_command(capsys, tmp_path):
         "best",
         "runners_up",
         "frontier",
+        "means",
+        "start",
+        "explain",
     ]
     best = answer["best"]
     used = best["tensor"] * best["pipeline"] * best["replicas"]
