@@ -44,6 +44,7 @@ bench: .venv/.ready  ## measure and rewrite the pages in benchmarks/
 	$(BIN)/python benchmarks/explorer.py
 	$(BIN)/python benchmarks/editor.py
 	$(BIN)/python benchmarks/traces.py
+	$(BIN)/python benchmarks/published.py
 
 gpu: $(if $(filter $(GPU_PYTHON),$(BIN)/python),.venv/.ready)  ## what only a GPU shows, in 8 minutes; DEVICE=cpu rehearses it, PYTHON=python3 needs no .venv
 	PYTHONPATH=$(CURDIR):$(CURDIR)/benchmarks $(GPU_PYTHON) -m gpu.report --device $(DEVICE)

@@ -1,7 +1,10 @@
 """compare: all schedules on one model, side by side: predicted, and measured if they are run."""
 
 import math
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from json import dumps
 from pathlib import Path
 from typing import Any, Literal
@@ -52,18 +55,68 @@ def compared(schedule: Schedule, costs: Costs, run: Any = None) -> dict[str, Any
     return found
 
 
+class Progress:
+    """One line on standard error, written over: what runs, and how long the rest will take."""
+
+    def __init__(self, turns: int) -> None:
+        self.turns, self.done, self.began = turns, 0, time.monotonic()
+        self.shown = sys.stderr.isatty()
+
+    def __call__(self, name: str) -> None:
+        left = ""
+        if self.done:
+            each = (time.monotonic() - self.began) / self.done
+            left = f", {each * (self.turns - self.done):.0f} s left"
+        self._write(f"\r\033[Krun {self.done + 1} of {self.turns}: {name}{left}")
+        self.done += 1
+
+    def _write(self, text: str) -> None:
+        if self.shown:
+            print(text, end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        self._write("\r\033[K")
+
+
+def run_in_turn(
+    schedules: Mapping[str, Schedule], run: Callable[[Schedule], Any], repeats: int
+) -> dict[str, list[Any]]:
+    """Runs of each schedule, in turn (A B A B); Ctrl-C ends them with those that there are."""
+    runs: dict[str, list[Any]] = {}
+    progress = Progress(repeats * len(schedules))
+    with suppress(KeyboardInterrupt):
+        for _ in range(repeats):
+            for name, schedule in schedules.items():
+                progress(name)
+                runs.setdefault(name, []).append(run(schedule))
+    progress.end()
+    if progress.done < progress.turns or any(len(of) < repeats for of in runs.values()):
+        print(f"interrupted in run {progress.done} of {progress.turns}", file=sys.stderr)
+    return runs
+
+
+def _median(runs: Sequence[Any]) -> Any:
+    """The run whose makespan is the middle one; a failed check before any other."""
+    failed = [run for run in runs if not run.check.passed]
+    return (failed or sorted(runs, key=lambda run: run.timeline.makespan))[len(failed or runs) // 2]
+
+
 def comparison_text(records: Sequence[dict[str, Any]]) -> str:
     """The comparison as a table, and what its gap is."""
     answers = [how for how in ("predicted", "measured") if how in records[0]]
     columns = "".join(
         f"{'seconds' if how == 'predicted' else how:>11}  bubble       MiB" for how in answers
     )
+    if "spread" in records[0]:
+        columns += "  least to most"
     lines = [f"{'schedule':<16}{columns}     gap  versions  staleness"]
     for found in records:
         line = f"{found['schedule']:<16}"
         for answer in (found[how] for how in answers):
             line += f"{answer['makespan']:>11.4g}{answer['bubble']['of_total']:>8.1%}"
             line += f"{max(answer['peak']) / 2**20:>10.4g}"
+        if "spread" in found:
+            line += " " + "-".join(f"{seconds:.3g}" for seconds in found["spread"]).rjust(14)
         versions = max(found["weight_versions"])
         line += f"{found['gap']:>8.1%}{versions:>10}{found['staleness']:>11}"
         if "check" in found:
@@ -84,15 +137,17 @@ def compare_command(
     microbatches: Count = 4,
     batches: Count = 2,
     backend: Literal["threads", "processes"] | None = None,
+    repeats: Count = 3,
     plot: Plot = None,
 ) -> None:
-    """Run all schedules on one model, side by side.
+    """Run all schedules on one model, side by side: Ctrl-C ends it with what there is.
 
     Args:
         profile: predict for this profile instead of running a model
         transfer: with --profile: latency, one number or one per link
         bandwidth: with --profile: bytes a second of every link
         microbatches: per batch
+        repeats: runs of each, in turn; shown are the middle one and the spread
     """
     check_targets(plot=plot)
     costs, title = Costs(), str(model)
@@ -113,8 +168,15 @@ def compare_command(
         first = run(made["gpipe"][0])
         costs = fit(first.timeline, first.memory)
         made = {name: make_for(name, devices, microbatches, costs, **sizes) for name in made}
-        runs = {name: run(schedule) for name, (schedule, _) in made.items()}
+        several = run_in_turn({name: table for name, (table, _) in made.items()}, run, repeats)
+        if not several:
+            raise Failure("interrupted before the first run ended")
+        made = {name: made[name] for name in several}
+        runs = {name: _median(of) for name, of in several.items()}
     records = [compared(*made[name], runs.get(name)) for name in made]
+    for record in records if runs else ():
+        taken = [run.timeline.makespan for run in several[record["schedule"]]]
+        record |= {"spread": [min(taken), max(taken)], "repeats": len(taken)}
     title += f": {devices} devices, {batches} batches of {microbatches} micro-batches"
 
     def timeline(name: str) -> Timeline:

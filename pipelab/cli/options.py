@@ -48,6 +48,15 @@ Counts = Annotated[
         "N,...",
     ),
 ]
+Layers = Annotated[
+    Any,
+    number_option(
+        lambda text: tuple(int(part) for part in text.split(",")),
+        lambda counts: min(counts[1:-1], default=1) >= 1 and min(counts) >= 0 < max(counts),
+        "whole numbers of at least 1, comma-separated; the first and the last may be 0",
+        "N,...",
+    ),
+]
 Seed = Annotated[
     Any, number_option(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 2 ** 32 - 1", "N")
 ]
@@ -104,6 +113,7 @@ class TableOptions:
         virtual: chunks a device (interleaved, looped_bfs)
         batches: one after another
         memory: micro-batches whose activations fit on a device (zb, zb_v)
+        longest: micro-batches of a round at most, if more than p (interleaved)
         reads: which weight version a forward reads
     """
 
@@ -113,6 +123,7 @@ class TableOptions:
     virtual: Count = 1
     batches: Count = 1
     memory: Positive = None
+    longest: Count = 1
     reads: Literal["latest", "first", "previous"] | None = None
 
     def make(self, costs: Costs | None = None) -> Schedule:

@@ -11,6 +11,7 @@ from tyro.conf import arg
 import pipelab
 from pipelab import simulate
 from pipelab.cli.files import check_targets, read_profile, write_figure, write_text
+from pipelab.cli.jobs import explained, faults_of, faults_text, start_lines
 from pipelab.cli.options import (
     Count,
     Counts,
@@ -35,9 +36,11 @@ from pipelab.optimize.plan import (
     Transformer,
 )
 from pipelab.optimize.plan import plan as find_plan
+from pipelab.predict.faults import Faults
 from pipelab.schedules import make_all
 
 Number = Annotated[Any, number_option(float, lambda x: True, "a number")]
+SIZES = "--layers --hidden --heads --sequence --vocabulary, and what else a transformer has"
 Method = Annotated[str, arg(metavar="NAME", help=f"{', '.join(METHODS)}")]
 
 
@@ -83,6 +86,11 @@ class ModelSizes:
     Args:
         profile: JSON of `profile`, or PipeDream's graph.txt
         samples: that the profile's micro-batch had (default: as the file says, else 1)
+        key_heads: of grouped-query attention (default: as many as heads)
+        feed: width of the feed-forward layers (default: 4 times hidden)
+        gated: these have a gate (SwiGLU)
+        experts: copies of them
+        active: of which a token uses so many
     """
 
     layers: Count = None
@@ -92,17 +100,78 @@ class ModelSizes:
     vocabulary: Count = None
     profile: Name = None
     samples: Count = None
+    key_heads: Count = None
+    feed: Count = None
+    gated: bool = False
+    experts: Count = None
+    active: Count = None
 
     def model(self) -> Any:
         sizes = vars(self) | {}
         profile, samples = sizes.pop("profile"), sizes.pop("samples")
         if profile:
             if any(sizes.values()):
-                raise ValueError(f"{profile} has its own layers: leave out --{' --'.join(sizes)}")
+                raise ValueError(f"{profile} has its own layers: leave out {SIZES}")
             found = read_profile(profile)
             return replace(found, samples=samples or found.samples)
+        more = ("key_heads", "feed", "gated", "experts", "active")
+        given = {name: size for name in more if (size := sizes.pop(name))}
         require(sizes, "model", "--profile FILE")
-        return Transformer(**sizes)
+        return Transformer(**sizes, **given)
+
+
+@dataclass(frozen=True)
+class Means:
+    """How it is trained.
+
+    Args:
+        tensor: how many devices may share every layer: one number, or several (1,2,4,8)
+        context: how many devices may share every sequence
+        expert: replicas that the experts are shared out over
+        optimizer: bytes of its state a byte of weights (default: 7, or 2 with --profile)
+        zero: what replicas share out: 1 the optimizer's state, 3 all (default: 1, 0 with --profile)
+        flash: attention keeps no square of the sequence
+        sequence_parallel: what tensor parallelism leaves whole is split by tokens
+        overlap: the gradients' all-reduce runs beside the last backward
+        blocking: messages stop the devices that they leave
+    """
+
+    tensor: Counts = (1,)
+    context: Counts = (1,)
+    expert: Count = 1
+    optimizer: Number = None
+    zero: Literal["0", "1", "3"] | None = None
+    flash: bool = True
+    sequence_parallel: bool = True
+    overlap: bool = False
+    blocking: bool = False
+
+    def options(self) -> dict[str, Any]:
+        found = vars(self) | {"zero": int(self.zero) if self.zero else None}
+        return found | {"sequence": found.pop("sequence_parallel")}
+
+
+@dataclass(frozen=True)
+class Unlike:
+    """What is not as simulated: its cost is added to the answer.
+
+    Args:
+        slow: times that one device takes as long as the others
+        jitter: spread of every action's time, as a share of it
+        between: seconds between two failures
+        write: seconds that a checkpoint takes
+        restart: seconds from a failure to the next step
+    """
+
+    slow: Number = None
+    jitter: Number = None
+    between: Number = None
+    write: Number = None
+    restart: Number = None
+
+    def faults(self) -> Faults | None:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return Faults(**given) if given else None
 
 
 @dataclass(frozen=True)
@@ -119,6 +188,10 @@ class Nodes:
         node: devices of a node (default: 1)
         latency: seconds of a message (default: 5e-6)
         overhead: seconds that every action takes on top (default: 0)
+        narrow: sides of a matrix product at which it takes four times as long (default: 0)
+        hbm: bytes/s of a device's own memory (default: inf)
+        rack: devices of a rack (default: all)
+        spine: bytes/s of a device's link to another rack (default: as --bandwidth)
     """
 
     machine: Name = None
@@ -130,6 +203,10 @@ class Nodes:
     node: Count = None
     latency: Number = None
     overhead: Number = None
+    narrow: Number = None
+    hbm: Number = None
+    rack: Count = None
+    spine: Number = None
 
     def found(self, timed: bool) -> Machine:
         """The machine; for a profile, which has seconds of its own, FLOP/s may be left out."""
@@ -151,10 +228,11 @@ def plan_command(
     batch: Count,
     model: ModelSizes,
     nodes: Nodes,
-    tensor: Counts = (1,),
-    optimizer: Number = None,
+    means: Means,
+    unlike: Unlike,
     split: Annotated[bool, arg(help=f"also with split backwards: {', '.join(SPLIT)}")] = False,
     asynchronous: bool = False,
+    explain: Count = None,
     json: Json = False,
     plot: Plot = None,
 ) -> None:
@@ -163,9 +241,8 @@ def plan_command(
     Args:
         devices: all of them
         batch: samples, of all devices
-        tensor: how many devices may share every layer: one number, or several (1,2,4,8)
-        optimizer: bytes of its state a byte of weights (default: 7, or 2 with --profile)
         asynchronous: also schedules that train with weights of several versions
+        explain: also, why the runner-up of this number loses
         plot: throughput over memory; its frontier in the answer as well
     """
     check_targets(plot=plot)
@@ -175,16 +252,25 @@ def plan_command(
         nodes.found(timed=bool(model.profile)),
         devices,
         batch,
-        tensor=tensor,
         schedules=tuple(schedules),
-        optimizer=optimizer,
+        **means.options(),
     )
+    faults = unlike.faults()
     answer = find_plan(problem, frontier=bool(plot))
+    why = explained(answer, explain) if explain else None
+    start = start_lines(answer)
     if plot:
         from pipelab.optimize.plan import plots
 
         write_figure(plot, lambda: plots.plan(answer))
-    print(dumps(answer.to_json()) if json else answer)
+    if json:
+        added = {"faults": faults_of(answer.best, faults)} if faults else {}
+        print(dumps({**answer.to_json(), "start": start, "explain": why, **added}))
+        return
+    more = [why] if why else []
+    more += [faults_text(answer, faults)] if faults else []
+    print(answer, *more, "start it, on a small GPT-2 with these stages:", sep="\n")
+    print(*(f"  {line}" for line in start), sep="\n")
 
 
 def search_command(

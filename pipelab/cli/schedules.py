@@ -9,7 +9,7 @@ from tyro.conf import Positional, arg
 import pipelab
 from pipelab import ScheduleError, simulate, validate
 from pipelab.cli.files import check_targets, read_csv, write_figure, write_text
-from pipelab.cli.options import Count, Counts, Json, Mode, Name, Plot, TableOptions, Times
+from pipelab.cli.options import Count, Json, Layers, Mode, Name, Plot, TableOptions, Times
 from pipelab.cli.report import Failure, show
 from pipelab.measure.trace import to_trace
 
@@ -65,7 +65,7 @@ def export_command(
     times: Times,
     out: Annotated[str, arg(metavar="FOLDER")],
     engine: Annotated[Literal["torch", "torchtitan"], arg(name="for")] = "torch",
-    layers: Counts = None,
+    layers: Layers = None,
     samples: Count = 1,
 ) -> None:
     """Write a folder from which torch's own runtime, or torchtitan, trains by a schedule.

@@ -114,7 +114,11 @@ def _shared_out(layers: Sequence[int], table: Schedule) -> list[int]:
             f"layers of {len(layers)} stages for {table.stages}: give one number for each, or one "
             "for all"
         )
-    return check_counts(**{f"layers of stage {s}": count for s, count in enumerate(layers)})
+    # The first stage has the embedding besides, and the last one the head: they may have no layer.
+    ends = {0, table.stages - 1} if table.stages > 1 else set()
+    found = {f"layers of stage {s}": n for s, n in enumerate(layers) if n or s not in ends}
+    check_counts(**found)
+    return [*layers]
 
 
 # ---- torchtitan

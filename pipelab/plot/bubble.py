@@ -1,5 +1,6 @@
 """The bubble over the number of micro-batches, devices or chunks."""
 
+import math
 from collections.abc import Iterable
 from typing import Literal
 
@@ -11,6 +12,7 @@ from pipelab.predict.costs import Costs
 from pipelab.predict.simulate import simulate
 from pipelab.predict.theory import THEORY
 from pipelab.schedules import make_for, takes
+from pipelab.table.action import ScheduleError
 
 DEFINITIONS = {
     "of_total": "idle share of all device time",
@@ -35,30 +37,47 @@ def bubble(
 
     Dots are simulated, lines are the closed form. `definition` is one of of_total, over_ideal and
     of_span; the axis names it. The model stays the same when `virtual` varies: its work is divided
-    among the chunks. The closed form is left out for a schedule that `theory` does not have.
+    among the chunks. The closed form is left out for a schedule that `theory` does not have, and
+    where it does not hold. An eighth schedule and later ones have the colours again, with crosses;
+    where a schedule cannot be made for a size, its dot is left out.
     """
-    ax, values = style.axes(ax, 7, 3.2), list(values)
+    names, values = list(names), list(values)
+    many = len(names) > 4
+    ax = style.axes(ax, 10 if many else 7, max(3.2, 0.24 * len(names)))
     sizes = {"microbatches": microbatches, "devices": devices, "virtual": virtual}
-    for name, colour in zip(names, style.LINES, strict=False):
+    for number, name in enumerate(names):
+        again, place = divmod(number, len(style.LINES))
+        colour, mark = style.LINES[place], "oxs"[again % 3]
         theory = THEORY.get(name) if definition != "of_span" else None
         simulated, formula = [], {}
         for value in values:
             m, p, v = (sizes | {over: value}).values()
             if not takes(name, "virtual"):
                 v = 1
-            timeline = simulate(*make_for(name, p, m, Costs(), virtual=v))
+            try:
+                timeline = simulate(*make_for(name, p, m, Costs(), virtual=v))
+            except ScheduleError:
+                simulated.append(math.nan)
+                continue
             simulated.append(getattr(timeline.bubble, definition))
-            if theory and (v == 1 or m % p == 0):
+            if theory and theory.holds(p, m, v):
                 formula[value] = getattr(theory, definition)(p, m, v, 1)
-        ax.plot(values, simulated, "o", color=colour, ms=4.5, label=f"{name}, simulated", zorder=3)
+        words = ""
         if theory and formula:
             words = theory.bubble if definition == "over_ideal" else theory.share
+        label = f"{name}: {words}".rstrip(": ") if many else f"{name}, simulated"
+        ax.plot(values, simulated, mark, color=colour, ms=4.5, label=label, zorder=3)
+        if words:
             line = list(formula), list(formula.values())
-            ax.plot(*line, color=colour, lw=1.2, alpha=0.7, label=f"closed form: {words}")
+            label = "_" if many else f"closed form: {words}"
+            ax.plot(*line, color=colour, lw=1.2, alpha=0.7, label=label)
     ax.set_xlabel(LABELS[over])
     ax.set_ylabel(DEFINITIONS[definition])
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_ylim(bottom=0)
-    ax.legend(fontsize=8, frameon=False)
+    if many:  # beside the axes, where it hides no dot
+        ax.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    else:
+        ax.legend(fontsize=8, frameon=False)
     return ax

@@ -36,8 +36,9 @@ def memory(m: Memory, device: int = 0, ax: Axes | None = None) -> Axes:
 
 def peaks(items: dict[str, Memory], ax: Axes | None = None) -> Axes:
     """Bars of what fills every device at its peak, by cause; several memories side by side."""
-    ax = style.axes(ax, width=7, height=2.8)
     devices = range(max(m.devices for m in items.values()))
+    crowded = len(devices) * len(items) > 24
+    ax = style.axes(ax, width=max(7, 0.12 * len(devices) * len(items)), height=2.8)
     largest = max(max(m.peak()) for m in items.values())
     factor, unit = scale_of(largest, style.BYTES)
     upright = len(items) > 2  # names of many bars have no room side by side
@@ -56,8 +57,13 @@ def peaks(items: dict[str, Memory], ax: Axes | None = None) -> Axes:
             bottom = [*map(add, bottom, height)]
         if len(items) > 1:
             turn = 90 if upright else 0
-            ax.bar_label(bars, [name] * m.devices, padding=2, fontsize=7, rotation=turn)
-    ax.set_xticks(devices, [f"device {d}" for d in devices])
+            names = [name] + [("" if crowded else name)] * (m.devices - 1)
+            ax.bar_label(bars, names, padding=2, fontsize=7, rotation=turn)
+    if crowded or len(devices) > 12:  # numbers alone; bars stand in the order of the first names
+        ax.set_xticks(devices, [str(d) for d in devices], fontsize=7)
+        ax.set_xlabel("device")
+    else:
+        ax.set_xticks(devices, [f"device {d}" for d in devices])
     ax.set_ylabel(f"{unit} at the peak")
     ax.set_ylim(0, largest / factor * (1.4 if upright else 1.15) or 1)
     style.legend(ax)

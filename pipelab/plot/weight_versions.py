@@ -10,6 +10,8 @@ from pipelab.plot.timeline import LANE, bar, idle, points_per_unit, spans
 from pipelab.predict.timeline import Timeline, plural
 from pipelab.table.action import Kind
 
+LEGIBLE = 4.0  # points
+
 
 def versions_in_buffers(t: Timeline, stage: int = 0) -> list[tuple[int, int, float, float]]:
     """Where a stage keeps its weight versions: (buffer, version, from, to).
@@ -43,14 +45,16 @@ def versions(t: Timeline, stage: int = 0, ax: Axes | None = None) -> Axes:
     """
     s, kept = t.schedule, versions_in_buffers(t, stage)
     count = 1 + max(place for place, *_ in kept)
-    ax = style.axes(ax, height=1.1 + 0.55 * (count + 2))
+    # Lanes of half the height where there are many.
+    ax = style.axes(ax, height=1.1 + (0.55 if count <= 12 else 0.28) * (count + 2))
     ax.set_xlim(0, t.makespan * 1.002)
     mine = [span for span in spans(t) if span.action.stage == stage]
 
     # The first lane: actions, with names of the size that the narrowest has room for.
     idle(ax, 0, t.makespan)
     narrowest = min(span.end - span.start for span in mine if span.action.kind <= Kind.W)
-    size = min(8.0, narrowest * points_per_unit(ax) / (0.68 * len(f"F{s.total - 1}")))
+    unit = points_per_unit(ax)
+    size = min(8.0, narrowest * unit / (0.68 * len(f"F{s.total - 1}")))
     for span in mine:
         kind = span.action.kind
         colour: Colour = style.GREY
@@ -58,13 +62,18 @@ def versions(t: Timeline, stage: int = 0, ax: Axes | None = None) -> Axes:
         if kind <= Kind.W:
             colour = style.version_colour(span.version)
             text += f"{span.action.microbatch}\nv{span.version}"
+        if size < LEGIBLE:
+            text = ""
         bar(ax, 0, span.start, span.end, colour, text=text, size=size, lw=0.8)
 
     # A lane per buffer.
     for place, version, born, dies in kept:
         if dies > born:
             colour = style.version_colour(version)
-            bar(ax, 1 + place, born, dies, colour, text=f"version {version}", lw=0.8)
+            # The name where there is room for it, the number, or nothing.
+            room = (dies - born) * unit / (0.68 * 8)
+            names = (name for name in (f"version {version}", str(version), "") if len(name) <= room)
+            bar(ax, 1 + place, born, dies, colour, text=next(names), lw=0.8)
 
     # The last lane: gradients gather with each backward of an update group, until its update.
     floor = count + 1 + LANE / 2
@@ -76,7 +85,7 @@ def versions(t: Timeline, stage: int = 0, ax: Axes | None = None) -> Axes:
             for step, (a, b) in enumerate(pairwise([*ended, span.end]), 1):
                 height = LANE * step / s.per_update
                 style.box(ax, (a, floor - height), b - a, height, "#d4d4d4", lw=0.8)
-                if b - a >= 1:
+                if (b - a) * unit >= LEGIBLE * len(str(step)):
                     style.label(ax, (a + b) / 2, floor - 0.06, str(step), 8, va="bottom")
             ended = []
 

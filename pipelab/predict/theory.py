@@ -21,6 +21,7 @@ class Theory:
     share       the same as a share of the total time
     for_weights (device, p, m) -> how many of those at the peak are past their I and wait for W:
                 they take M_W bytes each, the others M_B (M_W <= M_B)
+    holds       (p, m, v) -> whether `over_ideal` is that of the simulation
     """
 
     over_ideal: Callable[[int, int, int, int], float]
@@ -29,6 +30,7 @@ class Theory:
     bubble: str
     share: str
     for_weights: Callable[[int, int, int], int] = lambda device, p, m: 0
+    holds: Callable[[int, int, int], bool] = lambda p, m, v: True
 
     def of_total(self, p: int, m: int, v: int = 1, batches: int = 1) -> float:
         """Idle share of all device time; the same bubble over another denominator: x / (1 + x)."""
@@ -85,6 +87,7 @@ THEORY: dict[str, Theory] = {
         ),
         bubble="(p - 1) / (v m)",
         share="(p - 1) / (v m + p - 1)",
+        holds=lambda p, m, v: v == 1 or m % p == 0,
     ),
     # arXiv 2211.05953, section 4: m >= p (else a chunk waits for the one before).
     "looped_bfs": replace(
@@ -138,6 +141,7 @@ THEORY |= {
         in_flight=lambda device, p, m, v, batches: 2 * min(m, p),
         bubble="(p - 1) / (6 m x batches)",
         share="(p - 1) / (6 m x batches + p - 1)",
+        holds=lambda p, m, v: m >= p,
     ),
     # Controllable memory, section 3: F = I = W, m >= p > 2.
     "v_half": replace(
@@ -146,6 +150,7 @@ THEORY |= {
         in_flight=lambda device, p, m, v, batches: min(2 * m, m + device + 1, 2 * ((p + 2) // 2)),
         bubble="(3 p - 7) / (6 m); p odd: (3 p - 4) / (6 m)",
         share="(3 p - 7) / (6 m + 3 p - 7)",
+        holds=lambda p, m, v: m >= p != 2,
     ),
     "v_min": replace(
         _gpipe,
@@ -153,6 +158,7 @@ THEORY |= {
         in_flight=lambda device, p, m, v, batches: min(2 * m, m + device + 1, 2 * ((p + 4) // 3)),
         bubble="(4 p - c) / (6 m), c = 7, 5, 6 where p mod 3 = 0, 1, 2",
         share="(4 p - c) / (6 m + 4 p - c)",
+        holds=lambda p, m, v: m >= p != 2,
     ),
     # DeepSeek-V3, arXiv 2412.19437, section 3.2.1: F = I = W, m >= 2 p; a forward and a backward
     # one after the other, where the paper overlaps them.
@@ -162,5 +168,6 @@ THEORY |= {
         in_flight=lambda device, p, m, v, batches: min(2 * m, m + device + 1, 2 * p + 1),
         bubble="(p - 1) (F + I - W) / (2 m (F + I + W))",
         share="(p - 1) / (6 m + p - 1)",
+        holds=lambda p, m, v: m >= 2 * p,
     ),
 }

@@ -82,6 +82,7 @@ def make(
     reads: Reads | None = None,
     costs: Any = None,
     memory: float | None = None,
+    longest: int = 1,
 ) -> Schedule:
     """The named schedule: micro-batches per batch, `virtual` chunks a device.
 
@@ -89,6 +90,7 @@ def make(
             are the same whatever they cost
     memory  for a schedule that is made for a limit: micro-batches whose activations (of all of a
             device's stages) fit on a device
+    longest micro-batches of a round of `interleaved` at most, where that is to be more than p
     reads   replaces the rule for weight versions (PipeDream with vertical sync is `pipedream` with
             `Reads.FIRST`)
 
@@ -96,8 +98,12 @@ def make(
     `virtual` or `memory` for a schedule without them.
     """
     in_turns = takes(name, "virtual")
-    devices, microbatches, virtual, batches = check_counts(
-        devices=devices, microbatches=microbatches, virtual=virtual, batches=batches
+    devices, microbatches, virtual, batches, longest = check_counts(
+        devices=devices,
+        microbatches=microbatches,
+        virtual=virtual,
+        batches=batches,
+        longest=longest,
     )
     options: dict[str, Any] = {"batches": batches}
     if in_turns:
@@ -113,6 +119,10 @@ def make(
         options["memory"] = memory
     elif memory is not None:
         raise ScheduleError(f"memory={memory!r}: {name} has no limit to choose; use zb or zb_v")
+    if longest > 1:
+        if not takes(name, "longest"):
+            raise ScheduleError(f"longest={longest!r}: {name} has no rounds; use interleaved")
+        options["longest"] = longest
     if 2 * devices * virtual * max(microbatches, devices) * batches > LARGEST:
         raise ScheduleError(
             f"{name} devices={devices} microbatches={microbatches} virtual={virtual} "

@@ -4,30 +4,40 @@
 .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 1U0 3U0 .       0 and 2, device 1 1 and 3; chunks take turns
 """
 
+from itertools import pairwise
+
 from pipelab.schedules.rows import Rows, flush, one_forward_one_backward
-from pipelab.table.action import Action, B, F, U
+from pipelab.table.action import Action, B, F, ScheduleError, U
 
 
 @flush
-def interleaved(devices: int, microbatches: int, virtual: int = 2) -> Rows:
+def interleaved(devices: int, microbatches: int, virtual: int = 2, longest: int = 1) -> Rows:
     """1F1B over v chunks a device, placed in a loop (stage s on device s mod p); a flush after each
     batch.
 
     Chunks take turns by rounds of p micro-batches. Where p does not divide m, the table of the next
     multiple is built and the absent micro-batches are dropped, spread evenly over the rounds:
     dependencies stay inside a micro-batch, so a valid table minus whole micro-batches stays valid,
-    and no more is in flight than with the multiple. (Rounds of more than p would be faster, and
-    hold more.) With virtual=1 it is `pipedream_flush`, row for row.
+    and no more is in flight than with the multiple. With virtual=1 it is `pipedream_flush`, row for
+    row.
+
+    longest  micro-batches of a round at most, more than p: Megatron-LM's group size. Nothing is
+             absent then: where p does not divide m it is faster, and holds more. ScheduleError
+             where rounds of at least p and at most so many do not make m
 
     >>> interleaved(4, 8, virtual=2).peak_in_flight
     [11, 9, 7, 5]
     """
+    if longest > 1:
+        rounds = _longer_rounds(devices, microbatches, longest)
+    else:
+        rounds = _rounds(devices, microbatches)
     for device in range(devices):
         if virtual == 1:  # a micro-batch waits for no round
             warmup = devices - device - 1
             yield one_forward_one_backward(device, microbatches, warmup, per_update=microbatches)
         else:
-            yield _row(device, devices, _rounds(devices, microbatches), virtual)
+            yield _row(device, devices, rounds, virtual)
 
 
 ABSENT = -1  # of the full table's micro-batches one that the batch does not have
@@ -49,13 +59,30 @@ def _rounds(devices: int, microbatches: int) -> list[list[int]]:
     return rounds
 
 
+def _longer_rounds(devices: int, microbatches: int, longest: int) -> list[list[int]]:
+    """Rounds of at least p, the longer ones first.
+
+    >>> _longer_rounds(4, 9, 5)
+    [[0, 1, 2, 3, 4], [5, 6, 7, 8]]
+    """
+    count = -(-microbatches // longest)
+    size, larger = divmod(microbatches, count)
+    if size < devices:
+        raise ScheduleError(
+            f"longest={longest!r}: {microbatches} micro-batches are no rounds of {devices} to that "
+            "many; leave it out, or give more"
+        )
+    firsts = [i * size + min(i, larger) for i in range(count + 1)]
+    return [[*range(*pair)] for pair in pairwise(firsts)]
+
+
 def _row(device: int, devices: int, rounds: list[list[int]], virtual: int) -> list[Action]:
     """1F1B over the chunks in turns, without the absent micro-batches."""
     chunks = range(device, devices * virtual, devices)  # its stages
     forwards = [F(stage, k) for batch in rounds for stage in chunks for k in batch]
     backwards = [B(stage, k) for batch in rounds for stage in reversed(chunks) for k in batch]
     # A chunk's first backward comes back after a trip over all later devices and return.
-    warmup = 2 * (devices - device - 1) + (virtual - 1) * devices
+    warmup = 2 * (devices - device - 1) + (virtual - 1) * len(rounds[0])
     row = []
     for turn in range(len(forwards) + warmup):
         row += forwards[turn : turn + 1]

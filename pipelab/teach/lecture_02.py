@@ -140,8 +140,8 @@ def uneven_gradient(answer: Any) -> Judged:
             yield "{} a gradient of shape {}, asked: one vector, {}.".format(where, *shapes)
         likely = {
             "it adds to the gradient that the model has from before.": truth + 1,
-            "the gradient is too large: no piece has a weight.": by_piece.sum(axis=0),
-            "all pieces count alike, but they have not as many samples.": by_piece.mean(axis=0),
+            "the gradient is too large: no piece has a weight.": by_piece.sum(dim=0),
+            "all pieces count alike, but they have not as many samples.": by_piece.mean(dim=0),
         }
         for hint, slip in likely.items():
             if is_close(found, slip, 1e-3):

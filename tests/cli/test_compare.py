@@ -7,7 +7,7 @@ import pytest
 
 from pipelab import Costs, simulate
 from pipelab.cli import main
-from pipelab.cli.compare import compared, comparison_text
+from pipelab.cli.compare import compared, comparison_text, run_in_turn
 from pipelab.optimize.order import bound
 from pipelab.predict.costs import CostError
 from pipelab.predict.memory import memory
@@ -57,7 +57,7 @@ def test_the_table_has_a_row_each_and_no_empty_columns():
 
 def test_compare_runs_every_schedule(tmp_path, capsys):
     file = tmp_path / "all.svg"
-    assert main(["compare", "--devices", "2", "--json", "--plot", str(file)]) == 0
+    assert main(["compare", "--devices", "2", "--repeats", "1", "--json", "--plot", str(file)]) == 0
     found = json.loads(capsys.readouterr().out)["schedules"]
     assert {x["schedule"] for x in found} == set(SCHEDULES)
     assert all(x["check"] and x["measured"]["makespan"] > 0 for x in found)
@@ -123,3 +123,28 @@ def test_costs_per_link_leave_interleaved_out(tmp_path, capsys):
     file.write_text(json.dumps({"layers": [{"name": str(i), "forward": 1} for i in range(3)]}))
     assert main(["compare", "--profile", str(file), "--devices", "3", "--transfer", "1,2"]) == 0
     assert "left out: interleaved: transfer per link" in capsys.readouterr().out
+
+
+def test_runs_are_repeated_in_turn_and_what_there_is_survives_an_interrupt(capsys):
+    order = []
+
+    def run(table):
+        order.append(table)
+        if len(order) == 5:
+            raise KeyboardInterrupt
+        return len(order)
+
+    assert run_in_turn({"a": "A", "b": "B"}, run, 3) == {"a": [1, 3], "b": [2, 4]}
+    assert order == ["A", "B", "A", "B", "A"]
+    assert "interrupted in run 5 of 6" in capsys.readouterr().err
+    order.clear()
+    assert run_in_turn({"a": "A", "b": "B"}, run, 2) == {"a": [1, 3], "b": [2, 4]}
+    assert capsys.readouterr().err == ""
+
+
+def test_compare_shows_the_spread(capsys):
+    assert main(["compare", "--devices", "2", "--batches", "1", "--repeats", "2", "--json"]) == 0
+    for entry in json.loads(capsys.readouterr().out)["schedules"]:
+        least, most = entry["spread"]
+        assert entry["repeats"] == 2
+        assert 0 < least <= entry["measured"]["makespan"] <= most

@@ -10,7 +10,7 @@ from matplotlib.colors import to_rgb
 
 from animation import animation, state
 from files import Writer, contents, milliseconds
-from pipelab import Costs, Kind, make, memory, plot, simulate
+from pipelab import SCHEDULES, THEORY, Costs, Kind, make, memory, plot, simulate
 from pipelab.optimize.cut import Layer, Profile, plots, split_layers
 from pipelab.plot import style
 
@@ -277,3 +277,33 @@ def test_a_timeline_in_which_nothing_takes_time_has_an_axis_of_one_unit(source, 
     assert ax.get_xlim() == (0, end)
     assert ax.get_xlabel() == label
     assert ax.xaxis.get_major_formatter()(end) == "1"
+
+
+def test_the_bubble_plot_draws_every_schedule_and_no_closed_form_where_it_does_not_hold():
+    ax = plot.bubble(SCHEDULES, [2, 4, 8, 12])
+    dots = [line for line in ax.lines if line.get_linestyle() == "None"]
+    assert len(dots) == len(SCHEDULES)
+    assert len({(line.get_color(), line.get_marker()) for line in dots}) == len(SCHEDULES)
+    named = dict(zip(SCHEDULES, dots, strict=True))
+    assert np.isnan(named["pipedream_2bw"].get_ydata()[0])  # m < p: there is none
+    forms = [line for line in ax.lines if line not in dots]
+    assert len(forms) == len(THEORY)
+    for line in forms:  # each lies on the dots of its colour
+        at = dict(zip(*line.get_data(), strict=True))
+        assert any(
+            all(np.isclose(at[x], y) for x, y in zip(*dot.get_data(), strict=True) if x in at)
+            for dot in dots
+            if dot.get_color() == line.get_color()
+        )
+
+
+def test_peaks_and_versions_are_legible_on_32_devices():
+    costs = Costs(weights=8, activations=4)
+    timeline = simulate(make("pipedream", 32, 64), costs)
+    kept = memory(timeline, costs)
+    ax = plot.peaks({"one": kept, "two": kept, "three": kept})
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == [str(d) for d in range(32)]
+    assert sum(bool(text.get_text()) for text in ax.texts) == 3  # one name for all bars
+    ax = plot.versions(timeline)
+    assert all(text.get_fontsize() >= 4 for text in ax.texts if text.get_text())
+    assert ax.get_figure().get_size_inches()[1] < 12

@@ -7,15 +7,6 @@ import pytest
 from pipelab import THEORY, Costs, ScheduleError, make, memory, simulate
 from pipelab.schedules import takes
 
-# What a form assumes besides F = I = W; the others hold for all sizes.
-ASSUMED = {
-    "interleaved": lambda p, m, v: v == 1 or m % p == 0,
-    "zb_v": lambda p, m, v: m >= p,
-    "v_half": lambda p, m, v: m >= p != 2,
-    "v_min": lambda p, m, v: m >= p != 2,
-    "dualpipe_v": lambda p, m, v: m >= 2 * p,
-}
-
 
 def sizes(name):
     """(p, m, v, batches), larger ones where the schedule is not searched."""
@@ -44,7 +35,7 @@ def test_bubbles_peaks_and_versions_are_those_of_the_tables(name):
         peaks = [theory.in_flight(device, *of) for device in range(schedule.devices)]
         assert schedule.weight_versions == versions, of
         *three, _ = of
-        assumed = ASSUMED.get(name, lambda *sizes: True)(*three)
+        assumed = theory.holds(*three)
         if name == "interleaved" and not assumed:  # it has lost some of the full rounds'
             assert all(a <= b for a, b in zip(schedule.peak_in_flight, peaks, strict=True)), of
         else:

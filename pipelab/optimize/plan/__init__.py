@@ -8,10 +8,11 @@ Held against what was published (tests/optimize/test_plan.py):
 - Zero Bubble's tables 5 and 9: 1F1B to four digits. Its interleaved column is another: their script
   lets a chunk wait for the chunk before it only with the first micro-batch of each round. With that
   dependency for every micro-batch the numbers are those of the simulator.
-- Megatron-LM's figure 12, 175B on 96 GPUs, read by eye: plain 84 and 135 TFLOP/s at a batch of 12
-  and of 60 where 81 and 136 are drawn; interleaved 109 and 145 with 2 chunks, 129 and 151 with 4,
-  where 119 and 147 are drawn. So interleaving gains less with a larger batch, as published. Here
-  all messages overlap with compute, which theirs did not, and the optimizer's step takes no time.
+- Training runs of 2104.04473, 2205.05198, 2201.11990, 2211.05100, 2204.06745 and 2407.21783:
+  benchmarks/published.md, row by row.
+- Megatron-LM's figure 12, 175B on 96 GPUs, read by eye: plain 84 and 136 TFLOP/s at a batch of 12
+  and of 60 where 81 and 136 are drawn; interleaved 110 and 147 with 2 chunks, 129 and 153 with 4,
+  where 119 and 147 are drawn. So interleaving gains less with a larger batch, as published.
 - GPipe's table 2, Transformer-48 on 2, 4, 8 cores: 1.91, 3.48, 5.91 where 1.8, 3.4, 6.3 were
   measured. Splitting a batch costs nothing here; and the softmax counts, which is worth 1.3 layers
   that no split shares out evenly.
@@ -20,24 +21,25 @@ Up to 64 cuts of the layers are all tried. Of more, even ones by time and by siz
 `pipelab.optimize.plan.cuts` finds for the memory. How far that is from trying all is said there;
 that nothing fits may be wrong by a hair, where chunks share a device or inputs wait in buffers.
 
-Backwards are split only when that is asked for (`SPLIT`): I and W together are taken to be as long
-as a whole backward, which a model has to be measured for. Schedules in a V are not planned: stages
-are cut, and their memory counted, for a loop.
+Backwards are split only when that is asked for (`SPLIT`, with V schedules among them): I and W
+together are taken to be as long as a whole backward, which a model has to be measured for.
 
-Not modelled: stages with replicas of their own (see `pipelab.optimize.cut.replicated`),
-recomputation of less than a stage, all-reduce during the backward, sharded optimizer states,
-micro-batches too small to fill a device (but see `Machine.overhead`).
+Not modelled: stages with replicas of their own (see `pipelab.optimize.cut.replicated`), experts
+with unequal loads, messages that share a card, formats below 16 bits, DualPipe's overlap of a
+forward and a backward; recomputation of some of a stage's layers.
 """
 
 from pipelab.optimize.plan.answer import Answer, RunnerUp, plan
 from pipelab.optimize.plan.choices import ASYNCHRONOUS, FLUSH, SPLIT, Choice, Problem
-from pipelab.optimize.plan.judged import Plan, estimate
+from pipelab.optimize.plan.judged import Plan, estimate, table_for
 from pipelab.optimize.plan.machine import MACHINES, Machine
-from pipelab.optimize.plan.transformer import Transformer
+from pipelab.optimize.plan.repeat import makespan
+from pipelab.optimize.plan.transformer import KEEP, Transformer
 
 __all__ = [
     "ASYNCHRONOUS",
     "FLUSH",
+    "KEEP",
     "MACHINES",
     "SPLIT",
     "Answer",
@@ -48,5 +50,7 @@ __all__ = [
     "RunnerUp",
     "Transformer",
     "estimate",
+    "makespan",
     "plan",
+    "table_for",
 ]

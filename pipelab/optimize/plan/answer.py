@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
+from pipelab.optimize.cut.profiles import Profile
 from pipelab.optimize.plan.choices import Choice, Problem
 from pipelab.optimize.plan.enumerate import Allowed, Enumeration
 from pipelab.optimize.plan.judged import Plan
@@ -47,9 +48,7 @@ class Answer:
     def __str__(self) -> str:
         best, limit = self.best, self.problem.machine.memory
         parts = [f"{name} {seconds:.4g}" for name, seconds in best.parts.items() if seconds]
-        # Neighbouring stages of equally many layers: 3 x 8 + 7.
-        runs = [(len([*alike]), count) for count, alike in groupby(best.choice.balance)]
-        layers = " + ".join(f"{n} x {count}" if n > 1 else str(count) for n, count in runs)
+        layers = stage_names(self.problem.profile(), best.choice.balance)
         rate = ""
         if isinstance(self.problem.model, Transformer):  # what recomputation repeats is left out
             flops = self.problem.model.flops(self.problem.batch, recompute=False)
@@ -60,6 +59,7 @@ class Answer:
             f"  {best.step:.4g} s a batch, {best.throughput:.4g} samples/s{rate}; "
             f"{best.memory / 1e9:.4g} of {limit / 1e9:.4g} GB",
             f"  seconds: {', '.join(parts)}",
+            f"  {means(self.problem)}",
             f"  {best.gap:.1%} above a lower bound for any order in these stages and this memory",
             f"runners-up ({len(self.bounds):,} choices, {self.simulated} simulated):",
         ]
@@ -92,7 +92,37 @@ class Answer:
             "best": self.best.to_json(),
             "runners_up": others,
             "frontier": [plan.to_json() for plan in self.frontier],
+            "means": means(self.problem),
         }
+
+
+def stage_names(profile: Profile, balance: Sequence[int]) -> str:
+    """What each stage has, neighbours that have the same as one.
+
+    >>> from pipelab.optimize.cut import Layer
+    >>> layers = [Layer("embedding"), *[Layer("layer", 1)] * 6, Layer("head")]
+    >>> stage_names(Profile(tuple(layers)), [3, 2, 2, 1])
+    'embedding + 2 layer | 2 x 2 layer | head'
+    """
+    names = iter([layer.name for layer in profile.layers])
+    stages = []
+    for count in balance:
+        runs = [(name, len([*alike])) for name, alike in groupby(islice(names, count))]
+        words = [f"{many} {name}" if many > 1 else name for name, many in runs]
+        stages.append(" + ".join(words) if len(words) < 4 else f"{words[0]} ... {words[-1]}")
+    alike = [(stage, len([*same])) for stage, same in groupby(stages)]
+    return " | ".join(f"{many} x {stage}" if many > 1 else stage for stage, many in alike)
+
+
+def means(problem: Problem) -> str:
+    """What is counted on and what is off, in a line."""
+    used = {f"ZeRO-{problem.zero or 1}": problem.zero, "overlap of all-reduces": problem.overlap}
+    used["messages beside compute"] = not problem.blocking
+    if isinstance(problem.model, Transformer):
+        used |= {"FlashAttention": problem.flash, "sequence parallelism": problem.sequence}
+    on = [name for name, means in used.items() if means]
+    off = [name for name, means in used.items() if not means]
+    return f"on: {', '.join(on) or 'nothing'}; off: {', '.join(off) or 'nothing'}"
 
 
 def plan(problem: Problem, *, frontier: bool = False) -> Answer:
@@ -134,7 +164,7 @@ def plan(problem: Problem, *, frontier: bool = False) -> Answer:
 def _decisions(search: Enumeration, best: Choice) -> Iterator[tuple[str, Allowed]]:
     """The decisions that could have been others, and the choices that make them."""
     # [1] every other schedule, recomputation and tensor; the next shorter and longer pipeline
-    for name in ("schedule", "recompute", "tensor", "pipeline"):
+    for name in ("schedule", "recompute", "keep", "tensor", "context", "pipeline"):
         own = getattr(best, name)
         others = {getattr(choice, name) for choice in search.seconds} - {own}
         if name == "pipeline":

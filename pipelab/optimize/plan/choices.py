@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,12 +12,16 @@ import numpy as np
 from pipelab.optimize.cut.profiles import Profile
 from pipelab.optimize.cut.splits import split_layers
 from pipelab.optimize.plan.machine import Machine
-from pipelab.optimize.plan.transformer import Transformer
+from pipelab.optimize.plan.repeat import shorter
+from pipelab.optimize.plan.transformer import KEEP, Transformer
 from pipelab.predict.costs import PASSES, Costs, Recompute
-from pipelab.table.action import check_counts
+from pipelab.table.action import ScheduleError, check_counts
+from pipelab.table.placement import loop_placement, v_placement
 
 FLUSH = ("pipedream_flush", "interleaved", "gpipe")
-SPLIT = ("zb_h1", "zb_h2")  # backwards in two parts, with a flush
+IN_A_V = ("v_half", "v_min", "dualpipe_v", "zb_v")  # two chunks a device, there and back
+SPLIT = ("zb_h1", "zb_h2", "zb", *IN_A_V)  # backwards in two parts, with a flush
+MADE = {"zb": 20_000, "zb_v": 20_000}  # searched for: actions of the largest table, in seconds
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
 MOST_CHUNKS = 16  # a device
 LARGEST = 2_000_000  # actions of a table that is simulated
@@ -35,6 +39,9 @@ class Choice(NamedTuple):
     microbatches  of a pipeline, per batch
     balance       layers a stage
     tensor        devices that share every layer
+    keep          of a transformer's layer, one of KEEP; with `recompute` never
+    context       devices that share every sequence
+    longest       micro-batches of a round of `interleaved`, where these are more than p
     """
 
     schedule: str
@@ -46,6 +53,19 @@ class Choice(NamedTuple):
     recompute: Recompute
     balance: tuple[int, ...]
     tensor: int = 1
+    keep: str = KEEP[0]
+    context: int = 1
+    longest: int = 1
+
+    @property
+    def shared(self) -> int:
+        """Devices that stand for one of a pipeline."""
+        return self.tensor * self.context
+
+    @property
+    def home(self) -> tuple[int, ...]:
+        """The device of a pipeline that each stage is on."""
+        return _home(self.schedule in IN_A_V, self.pipeline, self.virtual)
 
     @property
     def split(self) -> bool:
@@ -53,14 +73,13 @@ class Choice(NamedTuple):
         return self.schedule in SPLIT
 
     def __str__(self) -> str:
-        parts = [f"{self.schedule} p={self.pipeline}"]
-        if self.virtual > 1:
-            parts.append(f"v={self.virtual}")
-        if self.tensor > 1:
-            parts.append(f"t={self.tensor}")
-        parts.append(f"replicas={self.replicas} micro-batch={self.microbatch}")
-        parts.append(f"m={self.microbatches} recompute={self.recompute.value}")
-        return " ".join(parts)
+        more = {"v": self.virtual, "t": self.tensor, "c": self.context, "rounds": self.longest}
+        some = "".join(f" {name}={number}" for name, number in more.items() if number > 1)
+        again = self.recompute.value if self.keep == KEEP[0] else self.keep
+        return (
+            f"{self.schedule} p={self.pipeline}{some} replicas={self.replicas} "
+            f"micro-batch={self.microbatch} m={self.microbatches} recompute={again}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         numbers = self._asdict()
@@ -80,6 +99,15 @@ class Problem:
                 Megatron-LM counts for Adam in mixed precision (2 weight, 4 gradient, 12 state);
                 6: ZeRO's 16 bytes, whose gradients have 2; 2: Adam in float32. Unless given, 7 for
                 a Transformer and 2 for a Profile
+    context     how many devices may share a sequence (a Transformer's)
+    expert      replicas that the experts are shared out over
+    flash       attention keeps no square of the sequence, and computes half of it (causal)
+    sequence    what tensor parallelism leaves whole is split by tokens
+    zero        what replicas share out (arXiv 1910.02054): 1 the optimizer's state, 3 weights and
+                gradients as well, with an all-gather of the weights in every pass; 0 nothing.
+                Unless given, 1 for a Transformer and 0 for a Profile
+    overlap     the gradients' all-reduce runs beside the last backward, all-gathers beside a pass
+    blocking    messages stop the devices that they leave, as Megatron-LM's did in 2021
     """
 
     model: Transformer | Profile
@@ -89,6 +117,13 @@ class Problem:
     tensor: tuple[int, ...] = (1,)
     schedules: tuple[str, ...] = FLUSH
     optimizer: float | None = None
+    context: tuple[int, ...] = (1,)
+    expert: int = 1
+    flash: bool = True
+    sequence: bool = True
+    zero: int | None = None
+    overlap: bool = False
+    blocking: bool = False
 
     def __post_init__(self) -> None:
         check_counts(devices=self.devices, batch=self.batch)
@@ -96,26 +131,62 @@ class Problem:
             raise ValueError(
                 "the profile has no times: measure them, or give a transformer's sizes"
             )
-        heads = self.model.heads if isinstance(self.model, Transformer) else 1
-        for tensor in self.tensor:
-            if self.devices % tensor or heads % tensor:
-                raise ValueError(
-                    f"tensor={tensor}: give a number that divides the {self.devices} devices and "
-                    f"the {heads} heads (a measured profile has one)"
-                )
+        known = (*FLUSH, *SPLIT, *ASYNCHRONOUS)
+        if strange := [name for name in self.schedules if name not in known]:
+            raise ScheduleError(f"schedule {strange[0]!r} is not planned with: there are {known}")
+        if self.zero not in (None, 0, 1, 3):
+            raise ValueError(f"zero={self.zero}: give 0, 1 or 3")
+        if self.optimizer is not None and not 0 <= self.optimizer < math.inf:
+            raise ValueError(
+                f"optimizer={self.optimizer}: give bytes a byte of weights, at least 0"
+            )
+        self._check_shared()
+        defaults = (7.0, 1) if isinstance(self.model, Transformer) else (2.0, 0)
+        for name, value in zip(("optimizer", "zero"), defaults, strict=True):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         # Functions that remember what they have returned.
         for name in ("profile", "totals", "balance"):
             object.__setattr__(self, name, cache(getattr(self, name)))
 
-    def profile(self, tensor: int) -> Profile:
+    def _check_shared(self) -> None:
+        """ValueError for devices that cannot share a layer, a sequence or the experts."""
+        model = self.model
+        heads, sequence, experts = 1, 1, 1
+        if isinstance(model, Transformer):
+            heads, sequence, experts = model.heads, model.sequence, model.experts
+        for name, numbers, most in (
+            ("tensor", self.tensor, (heads, "heads")),
+            ("context", self.context, (sequence, "tokens")),
+            ("expert", (self.expert,), (experts, "experts")),
+        ):
+            for number in numbers:
+                check_counts(**{name: number})
+                if self.devices % number or most[0] % number:
+                    raise ValueError(
+                        f"{name}={number}: give a number that divides the {self.devices} devices "
+                        f"and the {most[0]} {most[1]} (a measured profile has one)"
+                    )
+
+    def profile(
+        self, tensor: int = 1, context: int = 1, samples: int = 1, keep: str = KEEP[0]
+    ) -> Profile:
         """The layers on one device of those that share them."""
         model = self.model
-        return model if isinstance(model, Profile) else model.profile(self.machine, tensor)
+        if isinstance(model, Profile):
+            return model
+        return model.profile(
+            *(self.machine, tensor, samples, context, self.expert, keep),
+            flash=self.flash,
+            sequence=self.sequence,
+        )
 
-    def totals(self, tensor: int) -> dict[str, np.ndarray]:
+    def totals(self, *way: Any) -> dict[str, np.ndarray]:
         """Costs of all layers before each cut; and `crossing`, bytes that go over it."""
-        profile = self.profile(tensor)
+        profile = self.profile(*way)
         sums = {name: np.append(0.0, np.cumsum(profile.of(name))) for name in SUMS}
+        if profile.is_chain:
+            return sums | {"crossing": np.array([0.0, *profile.of("output")[:-1], 0.0])}
         chain = np.tri(self.layers + 1, self.layers, -1, dtype=bool)
         return sums | {"crossing": profile.crossing(chain)}
 
@@ -125,7 +196,7 @@ class Problem:
 
     @property
     def layers(self) -> int:
-        return len(self.profile(1).layers)
+        return len(self.profile().layers)
 
     def choices(self) -> Iterator[Choice]:
         """All that use all devices and give every micro-batch the same number of samples.
@@ -133,12 +204,12 @@ class Problem:
         Without tables of more than 2,000,000 actions, which would take minutes to simulate.
         """
         found: dict[Choice, None] = {}
-        for tensor in self.tensor:
-            devices = self.devices // tensor
-            for p in _divisors(devices):
+        for tensor, context in product(self.tensor, self.context):
+            devices, rest = divmod(self.devices, tensor * context)
+            for p in _divisors(devices) if not rest else ():
                 replicas = devices // p
-                if self.batch % replicas == 0 and p <= self.layers:
-                    found |= dict.fromkeys(self._of_pipeline(p, replicas, tensor))
+                if self.batch % replicas == replicas % self.expert == 0 and p <= self.layers:
+                    found |= dict.fromkeys(self._of_pipeline(p, replicas, tensor, context))
         if not found:
             raise ValueError(
                 f"batch={self.batch} on {self.devices} devices: no pipeline of at most "
@@ -147,24 +218,44 @@ class Problem:
             )
         return iter(found)
 
-    def _of_pipeline(self, p: int, replicas: int, tensor: int) -> Iterator[Choice]:
+    def _of_pipeline(self, p: int, replicas: int, tensor: int, context: int) -> Iterator[Choice]:
         """The choices of one pipeline length: schedules and chunks, balances, micro-batches."""
         samples = self.batch // replicas
+        modes = [(mode, KEEP[0]) for mode in Recompute]
+        if isinstance(self.model, Transformer):  # without squares to drop, selective drops nothing
+            modes += [(Recompute.NEVER, keep) for keep in KEEP[1 + self.flash :]]
         for schedule in self.schedules:
             if p == 1 and schedule in (*FLUSH[1:], *SPLIT) and FLUSH[0] in self.schedules:
                 continue  # on one device it is the same, or holds more
-            most = min(self.layers // p, MOST_CHUNKS)
-            chunks = range(2, most + 1) if schedule == "interleaved" else [1]
-            for v in chunks:
+            for v in self._chunks(schedule, p):
                 for balance in self._balances(tensor, p * v):
                     for b in _divisors(samples):
                         m = samples // b
-                        early = schedule == "pipedream_2bw" and m < p  # no version to read yet
-                        # A forward and a backward at least, of every stage and micro-batch.
-                        if early or 2 * p * v * m > LARGEST:
+                        if not self._is_table(schedule, p, v, m):
                             continue
-                        for mode in Recompute:
-                            yield Choice(schedule, p, replicas, v, b, m, mode, balance, tensor)
+                        sizes = schedule, p, replicas, v, b, m
+                        # Where p does not divide m: full rounds of p, or longer ones.
+                        longer = [-(-m // (m // p))] if v > 1 and m % p and m > p else []
+                        rounds = [1, *longer] if schedule == "interleaved" else [1]
+                        for (mode, keep), longest in product(modes, rounds):
+                            rest = tensor, keep, context, longest
+                            yield Choice(*sizes, mode, balance, *rest)
+
+    def _chunks(self, schedule: str, p: int) -> Iterable[int]:
+        most = min(self.layers // p, MOST_CHUNKS)
+        if schedule in IN_A_V:
+            return [2] if most > 1 else []
+        return range(2, most + 1) if schedule == "interleaved" else [1]
+
+    @staticmethod
+    def _is_table(schedule: str, p: int, v: int, m: int) -> bool:
+        """Whether there is such a table, and one that is made in seconds."""
+        if m < {"pipedream_2bw": p, "dualpipe_v": 2 * p}.get(schedule, 0):
+            return False  # no version to read yet; or not enough for both ends
+        if schedule == "pipedream_flush":
+            m = shorter(schedule, p, m)
+        # A forward and a backward at least, of every stage and micro-batch.
+        return 2 * p * v * m <= MADE.get(schedule, LARGEST)
 
     def _balances(self, tensor: int, stages: int) -> Iterable[tuple[int, ...]]:
         """Every cut where these are few; else the best by time and the best by size."""
@@ -177,37 +268,73 @@ class Problem:
     def sizes(self, choice: Choice, a: Any, b: Any) -> dict[str, Any]:
         """Costs of stages of layers a to b - 1 as `Costs` names them; a and b are any arrays.
 
-        The all-reduce of the replicas, of gradients as large as the weights, is the update. Every
-        one of the `tensor` devices sends its part of a boundary (arXiv 2104.04473, section 4.1);
-        `link` is what a micro-batch takes to the next stage.
+        The update is the all-reduce of the gradients, as large as the weights, among the replicas
+        and those that share a sequence, and a pass over the state. Every one of the `tensor`
+        devices sends its part of a boundary (arXiv 2104.04473, section 4.1); `link` is what a
+        micro-batch takes to the next stage, over the slowest link.
         """
-        machine, totals = self.machine, self.totals(choice.tensor)
-        more = choice.microbatch / self.profile(choice.tensor).samples
+        machine, t = self.machine, choice.tensor
+        way = t, choice.context, choice.microbatch, choice.keep
+        totals, profile = self.totals(*way), self.profile(*way)
+        more = choice.microbatch / profile.samples
         found = {name: totals[name][b] - totals[name][a] for name in SUMS}
         for name in SUMS[1:]:
             found[name] *= more
-        optimizer = self.optimizer
-        if optimizer is None:
-            optimizer = 7.0 if isinstance(self.model, Transformer) else 2.0
-        among = machine.link(self.devices)
-        bandwidth = choice.tensor * machine.link(choice.tensor * choice.pipeline)
+        weights, among = found["weights"], choice.replicas * choice.context
+        # [1] state: of ZeRO-1 12 bytes a parameter (6 a byte of weights) at most are shared out
+        own = self.optimizer or 0.0
+        shared = {0: 0.0, 1: min(own, 6.0), 3: own}[self.zero or 0]
+        state = weights * (own - shared * (1 - 1 / choice.replicas))
+        if self.zero == 3:
+            gather = machine.collective(weights, among, t, 1)
+            for name in PASSES[:2]:
+                beside = np.maximum(found[name], gather)
+                found[name] = beside if self.overlap else found[name] + gather
+            state = state + 2 * max(profile.of("weights"))  # of a layer that was gathered
+            found["weights"] = weights / choice.replicas
+        # [2] the update
+        update = machine.collective(weights, among, t, 1 if self.zero == 3 else 2)
+        if self.overlap:  # all but the last layer's runs beside the backward
+            hidden = found["input_grad"] + found["weight_grad"]
+            update = np.maximum(update - hidden, update / np.maximum(b - a, 1))
+        update = update + 2 * (state + 2 * found["weights"]) / machine.hbm
+        # [3] one layer, all of it, while it is run again
+        if choice.keep != KEEP[0]:
+            whole = self.profile(*way[:3]).of("activations")
+            state = state + more * max(whole - profile.of("activations"))
+        # [4] messages
         sent = more * totals["crossing"]
+        bandwidth = t * min(self._speeds(choice))
         link = machine.latency + sent / bandwidth
         link[-1] = 0.0  # nothing is behind
+        latency = machine.latency
+        if self.blocking:
+            for name in PASSES[:2]:
+                found[name] = found[name] + link[b]
+            link, latency, bandwidth = 0 * link, 0.0, math.inf
         return found | {
-            "optimizer": optimizer * found["weights"],
-            "update": machine.allreduce(found["weights"], choice.replicas, among),
+            "optimizer": state,
+            "update": update,
             "boundary": sent[a],
-            "transfer": machine.latency,
+            "transfer": latency,
             "bandwidth": bandwidth,
             "overhead": machine.overhead,
             "link": link[b],
         }
 
+    def _speeds(self, choice: Choice) -> list[float]:
+        return _speeds(self.machine, choice.home, choice.shared * choice.replicas)
+
     def of_stages(self, choice: Choice) -> dict[str, Any]:
-        """`sizes` of a choice's own stages."""
+        """`sizes` of a choice's own stages, with their own links."""
         bounds = np.cumsum((0, *choice.balance))
-        return self.sizes(choice, bounds[:-1], bounds[1:])
+        sizes = self.sizes(choice, bounds[:-1], bounds[1:])
+        speeds = np.array(self._speeds(choice))
+        if len(choice.balance) > 1 and not self.blocking and (speeds != speeds[0]).any():
+            transfer = self.machine.latency + sizes["boundary"][1:] / (choice.tensor * speeds)
+            link = np.append(transfer, 0.0)
+            sizes |= {"transfer": transfer, "bandwidth": math.inf, "link": link}
+        return sizes
 
     def costs(self, choice: Choice) -> Costs:
         """`of_stages`, for the simulator."""
@@ -217,6 +344,27 @@ class Problem:
 
 
 SUMS = ("weights", *PASSES, "activations", "weight_activations")  # all but weights per sample
+
+
+@cache
+def _home(in_a_v: bool, p: int, v: int) -> tuple[int, ...]:
+    return v_placement(p) if in_a_v else loop_placement(p, v)
+
+
+@cache
+def _speeds(machine: Machine, home: tuple[int, ...], step: int) -> list[float]:
+    """Bytes/s of a card over each link s -> s + 1; `step` devices stand between neighbours.
+
+    Devices that share layers and sequences are next to each other, then replicas, then a pipeline.
+    """
+    speeds = []
+    for here, there in pairwise(home):
+        first, last = here * step, there * step
+        last += step - 1  # the last of the devices that stand for the later one
+        near = first // machine.node == last // machine.node
+        far = first // machine.rack != last // machine.rack
+        speeds.append(machine.link(1 if near else math.inf if far else machine.node + 1))
+    return speeds or [machine.inside]
 
 
 def _divisors(number: int) -> list[int]:

@@ -87,7 +87,7 @@ def _bytes(
     """
     # Chunks of a device share its memory in this proportion.
     each = np.maximum(held(choice, _all(problem, choice), counts(choice), True), 1.0)
-    share = each / np.tile(of_devices(choice, each), choice.virtual)
+    share = each / of_devices(choice, each)[list(choice.home)]
 
     @cache
     def table(*alike: int) -> np.ndarray:

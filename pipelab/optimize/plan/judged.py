@@ -1,7 +1,7 @@
 """The step and memory of a choice by the simulator, and where the step goes."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -9,10 +9,11 @@ import numpy as np
 from pipelab.optimize.order import gap
 from pipelab.optimize.plan.choices import ASYNCHRONOUS, Choice, Problem
 from pipelab.optimize.plan.limits import least_seconds, of_devices, work
+from pipelab.optimize.plan.repeat import ends_of, makespan, shorter, table_of
+from pipelab.optimize.plan.transformer import KEEP
 from pipelab.predict.costs import Costs, Recompute
 from pipelab.predict.memory import memory
-from pipelab.predict.simulate import delays, durations, simulate, waits
-from pipelab.schedules import make
+from pipelab.predict.simulate import simulate
 from pipelab.table.action import Kind
 from pipelab.table.schedule import Schedule
 
@@ -37,7 +38,8 @@ class Plan:
     def memory(self) -> float:
         """Bytes of the fullest device at its peak."""
         costs = self.problem.costs(self.choice)
-        return max(memory(simulate(table_for(self.choice), costs), costs).peak())
+        table = table_for(self.choice, costs, whole=False)
+        return max(memory(simulate(table, costs), costs).peak())
 
     @cached_property
     def gap(self) -> float:
@@ -47,7 +49,8 @@ class Plan:
         if choice.schedule in ASYNCHRONOUS:
             least = least_seconds(choice, problem.of_stages(choice))
             return round(self.step / least - 1, 12) + 0.0  # rounding below 0 is 0, not -0
-        return gap(table_for(choice), problem.costs(choice))
+        costs = problem.costs(choice)
+        return gap(table_for(choice, costs), costs)
 
     @cached_property
     def parts(self) -> dict[str, float]:
@@ -57,15 +60,18 @@ class Plan:
         """
         problem, choice, costs = self.problem, self.choice, self.problem.costs(self.choice)
         flat = replace(costs, update=0.0, transfer=0.0, bandwidth=np.inf)
-        machine = replace(problem.machine, bandwidth=np.inf, inside=np.inf, latency=0.0)
-        alone = replace(problem, machine=machine).of_stages(choice) | {"overhead": 0.0}
+        machine = replace(
+            problem.machine, bandwidth=np.inf, inside=np.inf, spine=np.inf, latency=0.0
+        )
+        once = choice._replace(recompute=Recompute.NEVER, keep=KEEP[0])
+        alone = replace(problem, machine=machine).of_stages(once) | {"overhead": 0.0}
+        plain = problem.of_stages(once) | {"overhead": 0.0}
         sizes = problem.of_stages(choice)
         quick = sizes | {"overhead": 0.0}
-        once = choice._replace(recompute=Recompute.NEVER)
         total = {
             "compute": work(once, alone).sum() / choice.pipeline,
-            "tensor": work(once, quick).sum() / choice.pipeline,
-            "imbalance": of_devices(choice, work(once, quick)).max(),
+            "tensor": work(once, plain).sum() / choice.pipeline,
+            "imbalance": of_devices(choice, work(once, plain)).max(),
             "recompute": of_devices(choice, work(choice, quick)).max(),
             "overhead": of_devices(choice, work(choice, sizes)).max(),
             "bubble": steady_seconds(choice, flat),
@@ -92,15 +98,17 @@ def estimate(problem: Problem, choice: Choice) -> Plan:
     return Plan(problem, choice, steady_seconds(choice, problem.costs(choice)))
 
 
-def table_for(choice: Choice) -> Schedule:
-    """One batch; without a flush four spells, each long enough to fill or drain the pipeline."""
-    batches = 4 * _spell(choice) if choice.schedule in ASYNCHRONOUS else 1
-    return _table(choice.schedule, choice.pipeline, choice.microbatches, choice.virtual, batches)
+def table_for(choice: Choice, costs: Costs, whole: bool = True) -> Schedule:
+    """One batch; without a flush four spells, each long enough to fill or drain the pipeline.
 
-
-@lru_cache(maxsize=4)  # many choices differ in their costs alone
-def _table(name: str, devices: int, microbatches: int, virtual: int, batches: int) -> Schedule:
-    return make(name, devices, microbatches, virtual=virtual, batches=batches)
+    whole  False: as many micro-batches as it takes until all repeats
+    """
+    name, p, m = choice.schedule, choice.pipeline, choice.microbatches
+    batches = 4 * _spell(choice) if name in ASYNCHRONOUS else 1
+    m = m if whole or choice.longest > 1 else shorter(name, p, m)
+    return table_of(
+        name, p, m, choice.virtual, batches=batches, longest=choice.longest, costs=costs
+    )
 
 
 def steady_seconds(choice: Choice, costs: Costs) -> float:
@@ -109,11 +117,11 @@ def steady_seconds(choice: Choice, costs: Costs) -> float:
     Where links are slow enough to set the pace, it is not the same in every batch: a long run takes
     up to 2 % more or less (150 random pipelines).
     """
-    schedule = table_for(choice)
-    taken = [a + b for a, b in zip(durations(schedule, costs), waits(schedule, costs), strict=True)]
-    ends = schedule.walk(taken, delays(schedule, costs)).end
     if choice.schedule not in ASYNCHRONOUS:
-        return max(ends)  # with what the first action loses before it starts
+        sizes = choice.pipeline, choice.microbatches
+        return makespan(choice.schedule, *sizes, costs, choice.virtual, choice.longest)
+    schedule = table_for(choice, costs)
+    ends = ends_of(schedule, costs)
     spell = _spell(choice) * choice.microbatches
     # Of four spells the first fills the pipeline and the last drains it.
     last = [[0.0] * choice.pipeline for _ in range(4)]  # [spell][device]: the last backward's end

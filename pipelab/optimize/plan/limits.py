@@ -6,13 +6,16 @@ The search leaves out what these exclude, and simulates the rest. Costs are thos
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
-from pipelab.optimize.plan.choices import ASYNCHRONOUS, Choice
+from pipelab.optimize.plan.choices import ASYNCHRONOUS, IN_A_V, MADE, SPLIT, Choice
 from pipelab.predict.costs import Recompute
 from pipelab.predict.theory import THEORY
+from pipelab.schedules import make
+from pipelab.table.action import Kind
 
 SLACK = 1 + 1e-9  # bounds and simulations add up the same numbers in another order
 Sizes = Mapping[str, Any]  # numbers, or arrays of them
@@ -23,7 +26,8 @@ def work(choice: Choice, sizes: Sizes) -> np.ndarray:
     m = choice.microbatches
     again = {Recompute.NEVER: 0, Recompute.EXCEPT_LAST: m - 1, Recompute.ALWAYS: m}
     once = sizes["forward"] + sizes["input_grad"] + sizes["weight_grad"]
-    once = once + (2 + choice.split) * sizes["overhead"]
+    actions = 3 if choice.schedule in SPLIT[:2] else 2  # others may keep backwards whole
+    once = once + actions * sizes["overhead"]
     return m * once + again[choice.recompute] * sizes["forward"]
 
 
@@ -55,9 +59,12 @@ def least_seconds(choice: Choice, sizes: Sizes) -> float:
         return float((own + often * updates).max())
     there, back = (np.append(0.0, np.cumsum(x[: p - 1])) for x in passing(choice, sizes))
     # its own weight gradients of all micro-batches may come after that
-    late = sizes["weight_grad"][:p] + sizes["overhead"] if choice.split else np.zeros(p)
+    late = np.zeros(p)
+    if choice.split:
+        late = of_devices(choice, sizes["weight_grad"] + sizes["overhead"])
     # [1] all the way back to device 0, whose last weight gradient and update follow
-    drained = there + own - choice.microbatches * late + back + late[0] + updates[0]
+    last = sizes["weight_grad"][0] if choice.split else 0.0
+    drained = there + own - choice.microbatches * late + back + last + updates[0]
     # [2] the device's own update
     return float(np.maximum(drained, there + own + updates).max())
 
@@ -88,24 +95,43 @@ def held(
 
 def counts(choice: Choice) -> Any:
     """Per stage: versions of its weights, micro-batches in flight, and those that wait for W."""
-    return _counts(choice.schedule, choice.pipeline, choice.virtual, choice.microbatches)
+    sizes = choice.pipeline, choice.virtual, choice.microbatches
+    return _counts(choice.schedule, *sizes, max(choice.pipeline, choice.longest))
 
 
 @cache
-def _counts(schedule: str, p: int, v: int, m: int) -> Any:
+def _counts(schedule: str, p: int, v: int, m: int, longest: int) -> Any:
+    if schedule in MADE or schedule in IN_A_V:
+        return _counts_of_table(schedule, p, v, m)
     theory = THEORY[schedule]
-    absent = -m % p if v > 1 else 0  # interleaved is built for full rounds, and loses these
+    absent = (
+        -m % p if v > 1 and longest == p else 0
+    )  # interleaved is built for full rounds, and loses these
     sizes = p, m + absent, v, 2 * p if schedule in ASYNCHRONOUS else 1
     found = []
     for stage in range(p * v):
         chunk, device = divmod(stage, p)
-        # Forwards take turns: p micro-batches of each chunk. Any of those absent may be missing.
-        turns = np.arange(theory.in_flight(device, *sizes)) // p % v
+        # Forwards take turns: a round of each chunk. Any of those absent may be missing.
+        held_at_once = theory.in_flight(device, *sizes)
+        if longest > p:
+            held_at_once = min(m * v, held_at_once + (v - 1) * (longest - p))
+        turns = np.arange(held_at_once) // longest % v
         flight = max(int((turns == chunk).sum()) - absent, 0)
         found.append((theory.versions(device, *sizes), flight, theory.for_weights(device, p, m)))
     return np.transpose(found)
 
 
+def _counts_of_table(schedule: str, p: int, v: int, m: int) -> Any:
+    """Forwards ahead of a device's first backward; one, of a table that depends on its costs."""
+    flights = [1] * (p * v)
+    if schedule not in MADE:
+        flights = [0] * (p * v)
+        for row in make(schedule, p, min(m, 3 * p)).rows:
+            for action in takewhile(lambda action: action.kind is Kind.F, row):
+                flights[action.stage] += 1
+    return np.array([[1] * (p * v), flights, [0] * (p * v)])
+
+
 def of_devices(choice: Choice, stages: np.ndarray) -> np.ndarray:
     """The sums of each device's stages."""
-    return stages.reshape(choice.virtual, choice.pipeline).sum(0)
+    return np.bincount(choice.home, stages, choice.pipeline)

@@ -1,24 +1,29 @@
 """Machines: what a device does in a second, what it holds, and what links carry."""
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
+
+MAY_BE_ZERO = ("latency", "overhead", "narrow")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices of one kind, in nodes.
+    """Devices of one kind, in nodes, in racks.
 
     flops      FLOP/s of a device, at most
-    share      of it that large matrix products reach
+    share      of it that matrix products without end reach
+    narrow     k: a product of sides a, b, c takes 1 + k (1 / a + 1 / b + 1 / c) times as long as
+               its share of one without end (tiles that are half empty, waves that are not full)
+    hbm        bytes/s that a device reads and writes of its own memory: what all but products takes
     memory     bytes of a device
     bandwidth  bytes/s that a device sends to another node while it receives as much
     inside     the same within its node; `bandwidth` unless given
     node       devices of a node
+    spine      bytes/s that a device sends to another rack; `bandwidth` unless given
+    rack       devices of a rack; all of them unless given
     latency    seconds that a message takes on top of its bytes
     overhead   seconds that every action of a schedule takes on top of its FLOPs
-
-    Model: one number for the share, whatever the size of the micro-batch. Where small ones are
-    known to fill a device badly, say so by `overhead`.
     """
 
     name: str
@@ -30,43 +35,63 @@ class Machine:
     share: float = 0.5
     latency: float = 5e-6
     overhead: float = 0.0
+    narrow: float = 0.0
+    hbm: float = math.inf
+    spine: float = 0.0
+    rack: float = math.inf
 
     def __post_init__(self) -> None:
-        if not self.inside:
-            object.__setattr__(self, "inside", self.bandwidth)
+        for name in ("inside", "spine"):
+            object.__setattr__(self, name, getattr(self, name) or self.bandwidth)
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
-            if not (value > 0 or (value == 0 and field.name in ("latency", "overhead"))):
+            if not (value > 0 or (value == 0 and field.name in MAY_BE_ZERO)):
                 raise ValueError(f"{field.name}={value} of {self.name}: give a number above 0")
 
-    def link(self, devices: int) -> float:
-        """Bytes/s of the slowest link among so many neighbouring devices."""
-        return self.inside if devices <= self.node else self.bandwidth
+    def link(self, devices: float, cards: int = 1) -> float:
+        """Bytes/s of the slowest link among so many neighbouring devices, by all `cards` of them
+        that a node sends with."""
+        if devices <= self.node:
+            return self.inside
+        return min(self.inside, cards * (self.bandwidth if devices <= self.rack else self.spine))
 
     def allreduce(self, size: Any, among: int, link: float) -> Any:
-        """Seconds of a ring, for one size or an array of them.
+        """Seconds for one size or an array of them: a ring, or a tree where that is faster.
 
-        Every device sends 2 (d - 1) / d of the bytes, in 2 (d - 1) messages.
+        In a ring every device sends 2 (d - 1) / d of the bytes in 2 (d - 1) messages, in a tree 2
+        of them in 2 log2 d (arXiv 2201.11990, section 3; NCCL 2.4's double trees).
 
         >>> Machine("two devices", 1, 1, 1, latency=0).allreduce(10, 2, link=5)
         2.0
         """
-        return 2 * (among - 1) * (size / among / link + self.latency)
+        if among == 1:
+            return 0.0 * size
+        ring = 2 * (among - 1) * (size / among / link + self.latency)
+        tree = 2 * size / link + 2 * math.ceil(math.log2(among)) * self.latency
+        return (ring + tree - abs(ring - tree)) / 2  # the smaller one, of arrays as well
+
+    def collective(self, size: Any, among: int, stride: int, passes: int = 2) -> Any:
+        """Seconds of a collective of every `stride`-th device: 2 passes for an all-reduce, 1 for
+        an all-gather, a reduce-scatter or (of what every device sends in all) an all-to-all.
+
+        Members of one node send with all their cards: a ring for each of them.
+        """
+        cards = max(1, min(self.node // stride, among))
+        return passes / 2 * self.allreduce(size, among, self.link(among * stride, cards))
 
 
-# Peaks without sparsity, bytes in one direction. The share is of the compute alone, since bubbles
-# and messages are simulated. The latency of 5 microseconds is an assumption: the order of a small
-# message between GPUs.
+# Peaks without sparsity, bytes in one direction. The latency of 5 microseconds is an assumption:
+# the order of a small message between GPUs. `hbm` is nine tenths of a data sheet's bandwidth.
+# `share` and `narrow` were fitted on published runs: benchmarks/published.md says on which.
 MACHINES = {
     machine.name: machine
     for machine in (
         # Megatron-LM's cluster (arXiv 2104.04473, section 5): nodes of 8 A100 of 80 GB, 312
-        # TFLOP/s, NVSwitch of 600 GB/s both ways, one 200 Gb/s InfiniBand card a GPU. With this
-        # share the plain schedule of figure 12 comes to 135 at a batch of 60, published 136.
-        Machine("A100-80GB", 312e12, 80e9, 25e9, 300e9, 8, share=0.58),
-        # DGX H100 (NVIDIA's data sheet): 989 TFLOP/s, 900 GB/s both ways, one 400 Gb/s card a GPU.
-        # Llama 3 reached 38 to 43 % end to end (arXiv 2407.21783, table 4); 0.5 is an estimate.
-        Machine("H100-80GB", 989e12, 80e9, 50e9, 450e9, 8, share=0.5),
+        # TFLOP/s, 2,039 GB/s, NVSwitch of 600 GB/s both ways, one 200 Gb/s InfiniBand card a GPU.
+        Machine("A100-80GB", 312e12, 80e9, 25e9, 300e9, 8, share=0.74, narrow=128, hbm=1.8e12),
+        # DGX H100 (NVIDIA's data sheet): 989 TFLOP/s, 3,350 GB/s, 900 GB/s both ways, one 400 Gb/s
+        # card a GPU.
+        Machine("H100-80GB", 989e12, 80e9, 50e9, 450e9, 8, share=0.574, narrow=128, hbm=3e12),
         # DGX-2H as in arXiv 1909.08053, section 5: 16 V100 of 32 GB, NVSwitch of 300 GB/s both
         # ways, 8 cards of 100 Gb/s for 16 GPUs; 39 TFLOP/s on one GPU, 30 % of its peak.
         Machine("V100-DGX2", 130e12, 32e9, 6.25e9, 150e9, 16, share=0.3),

@@ -1,0 +1,396 @@
+"""What is trained today: memory, links, schedules, published runs, the lines that start a plan."""
+
+import json
+import math
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelab import Costs, ScheduleError, make, memory, simulate
+from pipelab.cli import main
+from pipelab.optimize.cut import Layer, Profile
+from pipelab.optimize.plan import (
+    FLUSH,
+    MACHINES,
+    SPLIT,
+    Machine,
+    Problem,
+    Transformer,
+    estimate,
+    makespan,
+    table_for,
+)
+from pipelab.optimize.plan.enumerate import Enumeration
+from pipelab.predict.costs import Recompute
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import published
+
+GPT22 = Transformer(layers=48, hidden=6144, heads=64, sequence=2048, vocabulary=51200)
+TINY = Transformer(layers=4, hidden=64, heads=4, sequence=32, vocabulary=100)
+A100 = MACHINES["A100-80GB"]
+EVEN = Machine("even", 1e9, math.inf, bandwidth=1e6, inside=1e7, node=2, latency=1e-5)
+
+
+# ---- memory
+
+
+def test_a_layer_run_again_keeps_its_input():
+    """22B, t = 8, p = 1, b = 4 (arXiv 2205.05198): 56 GB, where a whole stage run again has 115."""
+    theirs = Problem(GPT22, A100, 8, 4, tensor=(8,), flash=False, sequence=False, zero=0)
+    wanted = [c for c in theirs.choices() if (c.pipeline, c.microbatch) == (1, 4)]
+    size = {(c.keep, c.recompute): estimate(theirs, c).memory / 1e9 for c in wanted}
+    assert size["full", Recompute.NEVER] == pytest.approx(56, rel=0.03)
+    assert size["all", Recompute.ALWAYS] > 105
+    assert size["full", Recompute.NEVER] < size["selective", Recompute.NEVER]
+    assert size["selective", Recompute.NEVER] < size["all", Recompute.NEVER]
+
+
+def test_zero_shares_out_state():
+    """Bytes a parameter: 18; 6 and 12 over the replicas; all over them, and a layer's weights."""
+    parameters = TINY.parameters + TINY.hidden * TINY.vocabulary
+    for zero, each in ((0, 18), (1, 6 + 12 / 4), (3, 18 / 4)):
+        problem = Problem(TINY, A100, devices=4, batch=4, zero=zero)
+        choice = next(c for c in problem.choices() if c.pipeline == 1)
+        costs = problem.costs(choice)
+        (held,) = (2 * w + o for w, o in zip(costs.weights, costs.optimizer, strict=True))
+        gathered = 2 * max(problem.profile().of("weights")) if zero == 3 else 0
+        assert held == pytest.approx(each * parameters + gathered)
+
+
+def test_grouped_heads_a_gate_and_experts_by_hand():
+    model = Transformer(2, 8, 4, 16, 32, key_heads=2, feed=24, gated=True, experts=4, active=2)
+    attention, feed = 2 * 8 * (8 + 4), 3 * 8 * 24
+    assert model.parameters == 2 * (attention + 4 * feed) + 8 * 32
+    products = 2 * 16 * (attention + 2 * feed)
+    assert model.flops(1, recompute=False) == 3 * (2 * (products + 4 * 16**2 * 8) + 2 * 16 * 8 * 32)
+    unit = Machine("unit", 1, 1, math.inf, share=1, latency=0)
+    alone, shared = (model.profile(unit, expert=n, flash=False).layers[1] for n in (1, 4))
+    assert alone.weight_grad == pytest.approx(products)
+    assert alone.weights == 2 * (attention + 4 * feed)
+    assert shared.weights == 2 * (attention + feed)
+    link = replace(unit, bandwidth=10.0)
+    sent = model.profile(link, expert=4, flash=False).layers[1].forward - shared.forward
+    # Two of a token's experts get it, and send it back; three of four are elsewhere.
+    assert sent == pytest.approx(2 * (3 / 4) * 2 * (2 * 16 * 8) / 10)
+
+
+# ---- links
+
+
+def test_a_collective_has_the_cards_of_a_node():
+    """16 devices of 2 nodes: their ring crosses with 8 cards, a ring of every eighth with one."""
+    machine = Machine("m", 1, 1, bandwidth=1.0, inside=100.0, node=8, latency=0)
+    assert machine.collective(160, 16, 1) == pytest.approx(2 * 15 / 16 * 160 / 8)
+    assert machine.collective(160, 2, 8) == pytest.approx(160)
+    assert machine.collective(160, 8, 1) == pytest.approx(2 * 7 / 8 * 160 / 100)
+    far = replace(machine, rack=16, spine=0.5)
+    assert far.collective(160, 32, 1) == pytest.approx(2 * 31 / 32 * 160 / 4)
+    slow = replace(machine, latency=1.0)  # a tree: 2 log2 16 messages where a ring has 30
+    assert slow.collective(1.6, 16, 1) == pytest.approx(2 * 1.6 / 8 + 8)
+
+
+def test_only_links_that_leave_a_node_are_slow():
+    machine = Machine("m", 1, math.inf, bandwidth=1.0, inside=10.0, node=2, latency=0)
+    problem = Problem(Profile((Layer("a", 1, 1, 1, output=20),) * 4), machine, 4, 4)
+    (choice,) = {
+        c
+        for c in problem.choices()
+        if c.pipeline == 4
+        and c.microbatch == 1
+        and c.schedule == "pipedream_flush"
+        and c.recompute is Recompute.NEVER
+    }
+    assert problem.costs(choice).links(4) == [2, 20, 2]
+
+
+# ---- schedules
+
+
+def test_rounds_of_more_than_p():
+    """p = 8, m = 9, v = 3: torch's order takes 102 where full rounds of 8 take 135."""
+    times = [simulate(make("interleaved", 8, 9, virtual=3, longest=n)).makespan for n in (1, 9)]
+    assert times == [135, 102]
+    problem = Problem(Profile((Layer("a", 1, 1, 1),) * 24), EVEN, 8, 9)
+    rounds = {c.longest for c in problem.choices() if c.schedule == "interleaved"}
+    assert rounds == {1, 9}
+    with pytest.raises(ScheduleError, match=r"longest=5: 9 micro-batches are no rounds of 8"):
+        make("interleaved", 8, 9, virtual=3, longest=5)
+    with pytest.raises(ScheduleError, match="gpipe has no rounds"):
+        make("gpipe", 8, 9, longest=9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 5), st.integers(2, 4), st.integers(1, 30), st.data())
+def test_longer_rounds_have_the_same_actions(p, v, m, data):
+    longest = data.draw(st.integers(max(p, 2), max(p, 2, m)))
+    try:
+        longer = make("interleaved", p, m, virtual=v, longest=longest)
+    except ScheduleError:
+        assert m // -(-m // longest) < p
+        return
+    assert simulate(longer).makespan > 0
+    assert sorted(longer.actions) == sorted(make("interleaved", p, m, virtual=v).actions)
+
+
+def test_v_schedules_and_searched_ones_are_planned_with():
+    problem = Problem(
+        Profile((Layer("a", 1, 1, 1, activations=1),) * 8),
+        Machine("fast", 1, math.inf, math.inf, latency=0),
+        devices=4,
+        batch=8,
+        schedules=(*FLUSH, *SPLIT),
+    )
+    steps = {}
+    for choice in problem.choices():
+        wanted = (choice.pipeline, choice.microbatch, choice.recompute) == (4, 1, Recompute.NEVER)
+        if wanted and len({*choice.balance}) == 1:
+            steps[choice.schedule] = estimate(problem, choice).step
+    ideal = 8 * 2 * 3
+    assert {*SPLIT} <= {*steps}
+    assert steps["zb_v"] == ideal + 3  # no device waits from its first forward on
+    assert steps["zb_h1"] == ideal + 2 * 3 and steps["pipedream_flush"] == ideal + 6 * 3
+    with pytest.raises(ScheduleError, match="'1f1b' is not planned with"):
+        replace(problem, schedules=("1f1b",))
+
+
+# ---- a steady state counted once
+
+seconds = st.sampled_from([0.5, 1.0, 1.25, 2.0, 3.0]) | st.floats(0.5, 3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(["pipedream_flush", "gpipe", "interleaved", "zb_h1", "zb_h2"]), st.data())
+def test_repetition_is_the_whole_simulation(name, data):
+    p, m, v = data.draw(st.tuples(st.integers(1, 5), st.integers(1, 70), st.integers(2, 3)))
+    v = v if name == "interleaved" else 1
+    n = p * v
+    some = st.lists(seconds, min_size=n, max_size=n)
+    costs = Costs(
+        *(data.draw(some) for _ in range(3)),
+        transfer=data.draw(st.lists(st.sampled_from([0, 0.5, 4]), min_size=n - 1, max_size=n - 1)),
+        update=data.draw(some),
+        overhead=data.draw(st.sampled_from([0.0, 0.1])),
+        recompute=data.draw(st.sampled_from(Recompute)),
+    )
+    whole = simulate(make(name, p, m, virtual=v), costs)
+    expected = whole.makespan + costs.overhead  # before the first action
+    assert makespan(name, p, m, costs, v) == pytest.approx(expected, rel=1e-9)
+
+
+def test_millions_of_actions_need_no_table(monkeypatch):
+    """p = 1024, m = 4096: 8 million actions. (m + p - 1) (F + B), and with transfers by theory."""
+    monkeypatch.setattr("pipelab.optimize.plan.repeat.make", None)
+    assert makespan("pipedream_flush", 1024, 4096, Costs()) == 3 * (4096 + 1023)
+    assert makespan("gpipe", 1024, 4096, Costs()) == 3 * (4096 + 1023)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(["pipedream_flush", "interleaved"]), st.integers(2, 4), st.data())
+def test_a_shorter_table_has_the_peak_of_the_whole(name, p, data):
+    layers = [
+        Layer("a", *(data.draw(seconds) for _ in range(3)), 1.0, data.draw(seconds), 1.0)
+        for _ in range(2 * p)
+    ]
+    problem = Problem(Profile(tuple(layers)), replace(EVEN, bandwidth=2.0), p, 12 * p + 1)
+    for choice in problem.choices():
+        if choice.schedule == name and choice.pipeline == p and choice.microbatch == 1:
+            costs = problem.costs(choice)
+            whole = memory(simulate(table_for(choice, costs), costs), costs)
+            assert estimate(problem, choice).memory == pytest.approx(max(whole.peak()))
+            break
+
+
+# ---- published runs
+
+
+def errors(rows):
+    return [published.error(row, row.predicted()) for row in rows]
+
+
+def test_published_runs_that_nothing_was_fitted_on():
+    """Those whose tables are small; the whole page is benchmarks/published.md."""
+    rows = [
+        row
+        for row in published.ROWS
+        if not row.fitted and row.pipeline <= 16 and row.devices // row.pipeline <= 1024
+    ]
+    found = sorted(abs(x) for x in errors(rows))
+    assert len(found) >= 12
+    assert found[len(found) // 2] <= 0.05 and found[-1] <= 0.12
+    for row in rows:
+        assert row.predicted().memory <= row.machine.memory
+
+
+def test_llama_at_its_limit():
+    """8,192 GPUs: twice the micro-batch does not fit."""
+    (row,) = (row for row in published.ROWS if row.model == published.LLAMA and row.fitted)
+    own = row.predicted()
+    twice = own.choice._replace(microbatch=2, microbatches=16)
+    assert own.memory <= 80e9 < estimate(row.problem, twice).memory
+
+
+def test_the_machines_have_what_was_fitted():
+    for machine, names, which in published.FITS:
+        rows = [row for row in published.ROWS if row.fitted and which(row)]
+        assert rows and len(names) <= 3
+        found = published.fit(rows, names, [getattr(machine, name) for name in names], 2)
+        for name, value in zip(names, found, strict=True):
+            assert getattr(machine, name) == pytest.approx(value, rel=0.01)
+
+
+def test_the_plan_for_llama_is_the_one_that_was_run():
+    problem = Problem(published.LLAMA, MACHINES["H100-80GB"], 16384, 2048, (8,), overlap=True)
+    search = Enumeration(problem)
+    best = search.best(problem.machine.memory).choice
+    assert (best.tensor, best.pipeline, best.replicas, best.microbatch) == (8, 16, 128, 1)
+    assert best.keep == "all" and best.recompute is Recompute.NEVER
+
+
+# ---- attacks
+
+small = st.builds(
+    Problem,
+    model=st.builds(
+        Transformer,
+        layers=st.integers(1, 3),
+        hidden=st.just(8),
+        heads=st.sampled_from([2, 4]),
+        sequence=st.sampled_from([4, 8]),
+        vocabulary=st.integers(5, 50),
+    ),
+    machine=st.builds(
+        Machine,
+        name=st.just("any"),
+        flops=st.just(1e5),
+        memory=st.just(math.inf),
+        bandwidth=st.floats(1e3, 1e5),
+        inside=st.floats(1e5, 1e6),
+        node=st.sampled_from([1, 2, 4]),
+        hbm=st.sampled_from([1e5, math.inf]),
+        narrow=st.sampled_from([0, 4]),
+    ),
+    devices=st.sampled_from([2, 4]),
+    batch=st.sampled_from([2, 4]),
+    tensor=st.sampled_from([(1,), (1, 2)]),
+    context=st.sampled_from([(1,), (1, 2)]),
+    flash=st.booleans(),
+    sequence=st.booleans(),
+    zero=st.sampled_from([0, 1, 3]),
+    overlap=st.booleans(),
+    blocking=st.booleans(),
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(small, st.lists(st.floats(0, 1), min_size=2, max_size=2))
+def test_the_best_is_that_of_all(problem, places):
+    """Brute force over every choice; and more memory never makes the best plan slower."""
+    every = [estimate(problem, choice) for choice in problem.choices()]
+    needs = sorted(x.memory for x in every)
+    before = math.inf
+    for place in sorted(places):
+        limit = needs[int(place * (len(needs) - 1))]
+        truth = min(x.step for x in every if x.memory <= limit)
+        found = Enumeration(problem).best(limit)
+        assert found.memory <= limit and found.step == pytest.approx(truth, rel=1e-9)
+        assert found.step <= before * (1 + 1e-9)
+        before = found.step
+
+
+@settings(max_examples=12, deadline=None)
+@given(small, st.sampled_from(["bandwidth", "inside", "flops", "hbm"]), st.floats(1.1, 10))
+def test_a_faster_machine_is_never_slower(problem, name, more):
+    """Choice by choice, as long as a node's links stay faster than those between nodes."""
+    value = getattr(problem.machine, name) * more
+    machine = replace(problem.machine, **{name: value})
+    if name == "bandwidth":
+        machine = replace(machine, bandwidth=min(value, machine.inside), spine=0.0)
+    faster = replace(problem, machine=machine)
+    for choice in list(problem.choices())[::3]:
+        assert estimate(faster, choice).step <= estimate(problem, choice).step * (1 + 1e-9)
+
+
+def status_of(arguments):
+    """The exit status; of an option's own value the parser leaves with it."""
+    try:
+        return main(arguments)
+    except SystemExit as refused:
+        return refused.code
+
+
+SIZES = "--layers 4 --hidden 64 --heads 4 --sequence 32 --vocabulary 100 --machine A100-80GB"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--layers 1000000000", "layers=1000000000: give at most 2,000"),
+        ("--devices 0", "'0': give a whole number of at least 1"),
+        ("--tensor 3", "tensor=3: give a number that divides the 4 devices and the 4 heads"),
+        ("--context 3", "context=3: give a number that divides the 4 devices and the 32 tokens"),
+        ("--expert 2", "expert=2: give a number that divides the 4 devices and the 1 experts"),
+        ("--key-heads 3", "key_heads=3: give one that divides heads=4"),
+        ("--active 2", "active=2: there are 1 experts"),
+        ("--hbm nan", "hbm=nan of A100-80GB: give a number above 0"),
+        ("--narrow -1", "narrow=-1.0 of A100-80GB: give a number above 0"),
+        ("--optimizer nan", "optimizer=nan: give bytes a byte of weights, at least 0"),
+        ("--slow 0.5", "slow=0.5: give a number of at least 1"),
+        ("--jitter nan", "jitter=nan: give a number of at least 0"),
+        ("--between 100", "between=100.0: give more than the 360 s"),
+        ("--explain 99", "--explain 99: there are runners-up 1 to"),
+        ("--batch 3 --devices 8", "batch=3 on 8 devices: no pipeline of at most 6"),
+    ],
+)
+def test_nonsense_is_one_line(capsys, line, message):
+    given = f"--devices 4 --batch 16 {SIZES} {line}".split()
+    status = status_of(["plan", *given])
+    assert status == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message in err and err.count("\n") == 1
+
+
+# ---- what it says, and the lines that start it
+
+
+def test_the_answer_names_layers_means_and_reasons(capsys):
+    line = f"plan --devices 4 --batch 16 {SIZES} --memory 2.2e6 --tensor 1,2 --explain 1"
+    assert main([*line.split(), "--jitter", "0.05", "--slow", "2", "--between", "1e4"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^  layers embedding \+ ", out, re.M) and "head" in out
+    assert "on: ZeRO-1, messages beside compute, FlashAttention, sequence parallelism; off: " in out
+    assert re.search(r"^Runner-up 1 has .* instead of ", out, re.M)
+    assert re.search(r"slow device \d+.*, jitter .*, a/a .*, both .*, failures ", out)
+    assert main([*line.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["means"].startswith("on: ZeRO-1") and found["explain"].startswith("Runner-up 1")
+    assert found["start"][0].startswith("stages = pipelab.models.split(layers, [")
+
+
+def test_the_printed_lines_run(capsys, tmp_path, monkeypatch):
+    """`pipelab run`, `torchrun` and the hand-over, as printed."""
+    machine = "--machine A100-80GB --node 2 --inside 1e9 --bandwidth 1e9 --memory 3.2e6"
+    sizes = "--layers 6 --hidden 64 --heads 4 --sequence 32 --vocabulary 100"
+    assert main(f"plan --devices 2 --batch 4 {sizes} {machine} --zero 0 --json".split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"]["pipeline"] == 2
+    split, run, torchrun, export, titan = found["start"]
+    assert eval(split.split("layers, ")[1][:-1]) == found["best"]["balance"]
+    assert main(shlex.split(run)[1:]) == 0
+    assert "Check passed" in capsys.readouterr().out
+    command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(torchrun)[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Check passed" in done.stdout
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(export)[1:]) == 0
+    options = Path("hand-over/options.txt").read_text()
+    assert "--parallelism.pipeline_parallel_degree 2" in options and "tok_embeddings" in options
+    assert "--parallelism.tensor_parallel_degree 1" in titan
