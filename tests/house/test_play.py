@@ -315,8 +315,8 @@ def here():
     return median(spent)
 
 
-# Meant are 4 s for the first load and 100 ms for a redraw or a move, where `here` takes about 17 ms:
-# a slower machine may take as many times as long.
+# Meant are 4 s for the first load and 100 ms for a redraw or a move, where `here` takes about
+# 17 ms: a slower machine may take as many times as long.
 @pytest.mark.timed
 def test_python_is_soon_there_and_a_redraw_takes_few_times_what_it_takes_outside(playing):
     page = playing("play/explorer.html#schedule=pipedream_flush&devices=16&microbatches=64")
