@@ -1,6 +1,5 @@
 """A plan as the lines that start it, as a paragraph on a runner-up, and beside its faults."""
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from statistics import median
@@ -28,12 +27,13 @@ def start_lines(answer: Answer) -> list[str]:
     again = f" --recompute {choice.recompute.value}" if choice.recompute.value != "never" else ""
     job = f"run {table} --model gpt2 --balance {balance}{again}"
     job += f" --replicas {r}" if r > 1 else ""
-    node = min(answer.problem.machine.node, p * r)
-    nodes = f" --nnodes {math.ceil(p * r / node)}" if p * r > node else ""
+    # As many ranks on each node; `--` since torchrun would read --virtual as one of its own.
+    node = max(n for n in range(1, answer.problem.machine.node + 1) if p * r % n == 0)
+    nodes = f" --nnodes {p * r // node}" if p * r > node else ""
     lines = [
         f"stages = pipelab.models.split(layers, {_list(choice.balance)})",
         f"pipelab {job}",
-        f"torchrun{nodes} --nproc-per-node {node} -m pipelab {job}",
+        f"torchrun{nodes} --nproc-per-node {node} -m -- pipelab {job}",
     ]
     if (
         isinstance(answer.problem.model, Transformer)
@@ -56,14 +56,20 @@ def _titan(plan: Plan, table: str) -> list[str]:
     names = [layer.name for layer in plan.problem.profile().layers]
     bounds = pairwise([0, *accumulate(choice.balance)])
     layers = ",".join(str(names[a:b].count("layer")) for a, b in bounds)
-    shard = choice.replicas if plan.problem.zero == 3 else 1
+    zero = plan.problem.zero
+    shard = choice.replicas if zero else 1
+    again = "full" if choice.recompute.value != "never" else TITAN_KEEP[choice.keep]
     options = {
         "parallelism.tensor_parallel_degree": choice.tensor,
         "parallelism.context_parallel_degree": choice.context,
         "parallelism.data_parallel_shard_degree": shard,
         "parallelism.data_parallel_replicate_degree": choice.replicas // shard,
-        "activation_checkpoint.mode": TITAN_KEEP[choice.keep],
+        "activation_checkpoint.mode": again,
     }
+    if zero == 1:  # weights stay gathered
+        options["parallelism.fsdp_reshard_after_forward"] = "never"
+    if plan.problem.expert > 1:
+        options["parallelism.expert_parallel_degree"] = plan.problem.expert
     words = " ".join(f"--{name} {value}" for name, value in options.items())
     return [
         f"pipelab export {table} --for torchtitan --layers {layers} --samples "

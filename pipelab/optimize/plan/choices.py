@@ -281,19 +281,23 @@ class Problem:
         for name in SUMS[1:]:
             found[name] *= more
         weights, among = found["weights"], choice.replicas * choice.context
+        # An expert has fewer copies than the other weights, to share its state out over.
+        experts = self._experts(t, a, b)
+        copies = choice.replicas // self.expert
+        part = (weights - experts) / choice.replicas + experts / copies
         # [1] state: of ZeRO-1 12 bytes a parameter (6 a byte of weights) at most are shared out
         own = self.optimizer or 0.0
         shared = {0: 0.0, 1: min(own, 6.0), 3: own}[self.zero or 0]
-        state = weights * (own - shared * (1 - 1 / choice.replicas))
+        state = weights * own - shared * (weights - part)
         if self.zero == 3:
-            gather = machine.collective(weights, among, t, 1)
+            gather = self._summed(weights, experts, among, t, 1)
             for name in PASSES[:2]:
                 beside = np.maximum(found[name], gather)
                 found[name] = beside if self.overlap else found[name] + gather
             state = state + 2 * max(profile.of("weights"))  # of a layer that was gathered
-            found["weights"] = weights / choice.replicas
+            found["weights"] = part
         # [2] the update
-        update = machine.collective(weights, among, t, 1 if self.zero == 3 else 2)
+        update = self._summed(weights, experts, among, t, 1 if self.zero == 3 else 2)
         if self.overlap:  # all but the last layer's runs beside the backward
             hidden = found["input_grad"] + found["weight_grad"]
             update = np.maximum(update - hidden, update / np.maximum(b - a, 1))
@@ -321,6 +325,21 @@ class Problem:
             "overhead": machine.overhead,
             "link": link[b],
         }
+
+    def _experts(self, tensor: int, a: Any, b: Any) -> Any:
+        """Bytes of experts among the weights of stages of layers a to b - 1, on one device."""
+        if not isinstance(self.model, Transformer):
+            return 0 * a
+        blocks = np.clip(b, 1, self.layers - 1) - np.clip(a, 1, self.layers - 1)
+        return blocks * 2 * self.model.experts_size / self.expert / tensor
+
+    def _summed(self, weights: Any, experts: Any, among: int, tensor: int, ways: int) -> Any:
+        """Seconds to sum (2 ways) or to gather (1) weights; experts only among their copies."""
+        collective = self.machine.collective
+        if self.expert == 1:
+            return collective(weights, among, tensor, ways)
+        rest = collective(weights - experts, among, tensor, ways)
+        return rest + collective(experts, among // self.expert, tensor, ways)
 
     def _speeds(self, choice: Choice) -> list[float]:
         return _speeds(self.machine, choice.home, choice.shared * choice.replicas)

@@ -96,6 +96,11 @@ class Transformer:
         experts."""
         return self.layers * sum(self._shares()) + self.hidden * self._words
 
+    @property
+    def experts_size(self) -> float:
+        """Parameters of a layer's experts; 0 where there is one."""
+        return self._shares()[1]
+
     def _shares(self) -> tuple[float, float]:
         """Parameters of a layer: all but its experts, and these (where there are several)."""
         feeds = self.experts * self._feed_weights
