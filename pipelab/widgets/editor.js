@@ -179,7 +179,9 @@ function render({ model, el }) {
       field("virtual", "chunks a device v", number), field("cap", "cap (none, one, or one a device)", { type: "text" }),
       field("split", "backwards in two", { type: "checkbox" }), html("button", { type: "submit", textContent: "Start" }));
     form.onsubmit = (event) => (event.preventDefault(), openSandbox()); // in JupyterLab, Enter submits nothing
-    form.onkeydown = (event) => event.key === "Enter" && event.target.type !== "submit" && form.onsubmit(event);
+    form.onkeydown = (event) => {
+      if (event.key === "Enter" && event.target.type !== "submit") form.onsubmit(event);
+    };
     return [form, fields];
   }
 

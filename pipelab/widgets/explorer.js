@@ -41,7 +41,9 @@ function makeForm(choices, changed) {
     const exact = html("input", { type: "number", name, min: 1, ariaLabel: `${text}, number` });
     slider.oninput = () => ((exact.value = slider.value), changed());
     exact.onchange = changed;
-    exact.onkeydown = (event) => event.key === "Enter" && (event.preventDefault(), changed());
+    exact.onkeydown = (event) => {
+      if (event.key === "Enter") event.preventDefault(), changed();
+    };
     Object.assign(controls, { [name]: exact, [`${name} slider`]: slider });
     return html("label", {}, html("span", {}, text), slider, exact);
   };

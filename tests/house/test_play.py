@@ -60,8 +60,8 @@ def test_an_explorer_is_changed_and_its_address_brings_it_back(playing, size, ad
     page = playing("play/explorer.html", size)  # goes on to the page, what is set goes with it
     shows(page, "makespan", "28.5")  # as it is stored
     assert "python" not in page.evaluate("({ ...document.documentElement.dataset })")
-    page.locator("[name=microbatches]").fill("12")
-    page.locator("[name=microbatches]").press("Enter")
+    page.locator("[name=microbatches]").select_text()
+    press(page, "1", "2", "Enter")
     page.locator("[name=transfer]").fill("0.25")
     page.locator("[name=transfer]").press("Enter")
     costs = Costs(transfer=0.25).split(2)
@@ -149,6 +149,24 @@ def test_a_level_is_solved_by_keyboard_and_stays_solved(playing, size):
     page.goto(link)
     page.reload()
     expect(placed(page)).to_have_count(8)
+
+
+def test_no_field_keeps_a_key_for_itself(playing):
+    page = playing("docs/play/explorer.html")
+    page.locator("[name=devices]").select_text()
+    press(page, "3", "Tab")
+    assert page.evaluate("document.activeElement.name") != "devices"
+    shows(page, "ideal", "24")
+    expect(page.locator("svg .devices text")).to_have_count(2 * 3)
+    page = playing("docs/play/editor.html")
+    page.locator("[name=level]").select_option("")
+    page.locator("[name=microbatches]").select_text()
+    press(page, "3", "Tab", "Shift+Tab", "Enter")
+    expect(page.locator(".tray .chip")).to_have_count(2 * 3)
+    page = playing("notebooks/06_pipedream_flush.html")
+    page.locator("img[title=Enlarge]").first.focus()
+    press(page, "Tab")
+    assert page.evaluate("document.activeElement !== document.querySelector('img[title=Enlarge]')")
 
 
 def test_a_table_goes_on_where_it_was_left(playing):

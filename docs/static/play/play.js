@@ -400,7 +400,7 @@ function exercise(node) {
 
 function enlarge(image) {
   const box = make("dialog", { className: "enlarged", ariaLabel: image.alt, onclick: () => box.close(), onclose: () => box.remove() });
-  box.onkeydown = ({ key }) => key === "Escape" && box.close();
+  box.onkeydown = ({ key }) => void (key === "Escape" && box.close());
   box.append(make("img", { src: image.src, alt: image.alt }));
   document.body.append(box);
   box.showModal();
@@ -409,7 +409,7 @@ function enlarge(image) {
 for (const image of document.querySelectorAll("article img")) {
   if (image.closest("a, noscript")) continue;
   Object.assign(image, { tabIndex: 0, title: "Enlarge", onclick: () => enlarge(image) });
-  image.onkeydown = ({ key }) => key === "Enter" && enlarge(image);
+  image.onkeydown = ({ key }) => void (key === "Enter" && enlarge(image)); // false would cancel every other key
 }
 // What a search shows of a page is from its article, not from the buttons above.
 if (typeof Search !== "undefined") {
