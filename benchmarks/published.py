@@ -290,7 +290,7 @@ def of_errors(errors: Sequence[float]) -> str:
     return f"median {statistics.median(sizes):.1%}, worst {max(sizes):.1%}"
 
 
-def report() -> str:
+def report(repeats: int) -> str:
     """The page."""
     began = time.perf_counter()
     plans = [row.predicted() for row in ROWS]
@@ -365,7 +365,7 @@ def report() -> str:
             "(A/A), by both, and by a failure every three hours with checkpoints of a minute and "
             "restarts of five. Medians and ranges of five simulations (`predict.faults`)."
         ),
-        _faults(),
+        _faults(repeats),
         "## What the planner would choose",
         paragraph(
             "For the same model, GPUs, batch and means (recomputation, kernels, messages as in the "
@@ -433,7 +433,7 @@ def _doubled() -> str:
     return table(("model", "recomputed", "tokens", "GB", "GB with twice the micro-batch"), lines)
 
 
-def _faults() -> str:
+def _faults(repeats: int) -> str:
     lines = []
     faults = Faults(slow=1.1, jitter=0.02, between=3 * 3600)
     for name, v in (
@@ -445,7 +445,9 @@ def _faults() -> str:
         balance = (each[0] + 1, *each[1:-1], each[-1] + 1)
         choice = Choice(name, 8, 16, v, 1, 64, Recompute.NEVER, balance, 8, "full")
         costs = problem.costs(choice)
-        found = cost_of_faults(table_for(choice, costs), costs, faults, replicas=16)
+        found = cost_of_faults(
+            table_for(choice, costs), costs, faults, replicas=16, repeats=repeats
+        )
         shown = (
             f"{statistics.median(of):.1%} ({min(of):.1%} to {max(of):.1%})" for of in found.values()
         )
@@ -473,4 +475,4 @@ def _chosen() -> str:
 
 
 if __name__ == "__main__":
-    main(report, "published.md")
+    main(report, "published.md", repeats=5)

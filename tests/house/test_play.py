@@ -334,19 +334,27 @@ def here():
 
 
 # Meant are 4 s for the first load and 100 ms for a redraw or a move, where `here` takes about
-# 17 ms. Held are several times that: other work on the machine must not fail it.
-@pytest.mark.timed
-def test_python_is_soon_there_and_a_redraw_takes_few_times_what_it_takes_outside(playing):
+# 17 ms: a slower machine may take as many times as long.
+@pytest.fixture
+def large(playing):
     page = playing("play/explorer.html#schedule=pipedream_flush&devices=16&microbatches=64")
     shows(page, "makespan", "237")
-    loaded = int(page.evaluate("document.documentElement.dataset.python"))
-    spent = page.evaluate(REDRAWS, [str(k / 8) for k in range(1, 10)])
-    outside = here()
-    print(
-        f"loaded in {loaded} ms, a redraw at p=16, m=64: {median(spent):.0f} ms, {outside:.0f} here"
-    )
-    assert loaded < 1000 * outside
-    assert median(spent) < 40 * outside
+    return page
+
+
+@pytest.mark.timed
+def test_python_is_soon_there(large):
+    loaded = int(large.evaluate("document.documentElement.dataset.python"))
+    print(f"loaded in {loaded} ms")
+    assert loaded < 400 * here()
+
+
+@pytest.mark.timed
+@pytest.mark.xfail(reason="missed: 192 ms in Chromium on two cores, where 100 are meant")
+def test_a_redraw_takes_few_times_what_it_takes_outside(large):
+    spent = large.evaluate(REDRAWS, [str(k / 8) for k in range(1, 10)])
+    print(f"a redraw: {median(spent):.0f} ms")
+    assert median(spent) < 10 * here()
 
 
 @pytest.mark.timed
@@ -365,4 +373,4 @@ def test_a_move_of_the_editor_is_as_quick(playing):
     expect(page.locator(".chip.best").first).to_be_visible()
     spent = [page.evaluate(step) for _ in range(12)]
     print(f"a step with the coach: {median(spent):.0f} ms")
-    assert median(spent) < 40 * here()
+    assert median(spent) < 10 * here()
