@@ -291,7 +291,7 @@ def of_errors(errors: Sequence[float]) -> str:
 
 
 def report(repeats: int) -> str:
-    """The page."""
+    """Published runs beside what the planner predicts, as a Markdown page; `repeats` of faults."""
     began = time.perf_counter()
     plans = [row.predicted() for row in ROWS]
     pairs = list(zip(ROWS, plans, strict=True))
@@ -445,9 +445,8 @@ def _faults(repeats: int) -> str:
         balance = (each[0] + 1, *each[1:-1], each[-1] + 1)
         choice = Choice(name, 8, 16, v, 1, 64, Recompute.NEVER, balance, 8, "full")
         costs = problem.costs(choice)
-        found = cost_of_faults(
-            table_for(choice, costs), costs, faults, replicas=16, repeats=repeats
-        )
+        at = table_for(choice, costs), costs, faults
+        found = cost_of_faults(*at, replicas=16, repeats=repeats)
         shown = (
             f"{statistics.median(of):.1%} ({min(of):.1%} to {max(of):.1%})" for of in found.values()
         )
