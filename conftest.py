@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-collect_ignore = ["notebooks/scripts"]  # they are started, not imported
+# They are started, not imported.
+collect_ignore = ["notebooks/scripts", "pipelab/peers/scripts"]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONHASHSEED", "0")
 # A shell script's background jobs ignore Ctrl-C, and so would the tests' own processes.
