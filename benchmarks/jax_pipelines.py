@@ -6,11 +6,13 @@ python benchmarks/jax_pipelines.py
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +23,9 @@ import optax
 from measure import cores, in_turn, machine, main, page, paragraph, spread, table, timed
 from pipelab import make, run
 from pipelab.pipeshard import Pipeshard, mark_pipeline_boundary, parallelize, value_and_grad
-from pipelab.teach import spmd
+
+sys.path.append(str(Path(__file__).parents[1] / "notebooks"))
+from programs import spmd  # lecture 8's
 
 OPTIMIZER = optax.sgd(0.01)
 MIB = 2.0**20

@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 
 def main(twists, port, number, count):
@@ -222,7 +223,8 @@ def spmd(stage, batch):
     from jax.experimental import multihost_utils
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from pipelab.teach.spmd import spmd_pipeline, stack
+    sys.path.append(str(Path(__file__).parents[2] / "notebooks"))
+    from programs.spmd import spmd_pipeline, stack
 
     module, variables = stage
     stages = [
