@@ -181,7 +181,7 @@ def _edited(state: dict[str, Any]) -> tuple[list[tuple[str, list[Box]]], str]:
         ]
         if not boxes:
             for k, c in enumerate(row["left"]):
-                mild = palette.to_hex(palette.mixed(palette.from_hex(c["colours"][0]), 0.6))
+                mild = palette.to_hex(palette.with_white(palette.from_hex(c["colours"][0]), 0.6))
                 boxes.append((k, k + 0.9, mild, c["text"], "black"))
         rows.append((row["name"], boxes))
     level = state["view"]["level"]

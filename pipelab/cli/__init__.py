@@ -19,6 +19,7 @@ import tyro
 
 from pipelab import __version__
 from pipelab.cli.compare import compare_command
+from pipelab.cli.options import READ
 from pipelab.cli.plans import bound_command, partition_command, plan_command, search_command
 from pipelab.cli.report import Failure
 from pipelab.cli.runs import explain_command, run_command, train_command
@@ -103,13 +104,14 @@ def chosen(command: str, words: Sequence[str]) -> Callable[[], Any]:
                 sys.exit(0)
             if command != "pipelab":
                 function = _waiting(COMMANDS[words[0]])
-                return tyro.cli(function, prog=command, args=words[1:], config=LOOK)
+                return tyro.cli(function, prog=command, args=words[1:], config=LOOK, registry=READ)
             return tyro.extras.subcommand_cli_from_dict(
                 {name: _waiting(function) for name, function in COMMANDS.items()},
                 prog="pipelab",
                 description="Pipeline schedules: simulate them, check them, run them for real.",
                 args=words,
                 config=LOOK,
+                registry=READ,
             )
     except SystemExit as end:
         sys.stdout.flush()

@@ -2,7 +2,6 @@
 
 import math
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from json import dumps
@@ -13,10 +12,11 @@ import pipelab
 from pipelab import Costs, Schedule, Timeline, fit, memory, simulate
 from pipelab.cli.files import check_targets, read_profile, write_figure
 from pipelab.cli.models import small_model
-from pipelab.cli.options import Cost, Count, Json, Model, Name, Plot, Positive, Seed, Timeout
+from pipelab.cli.options import Count, Json, Model, Name, Plot, Positive, Seed, Timeout
 from pipelab.cli.report import GAP, Failure
 from pipelab.optimize.cut import split_layers
 from pipelab.optimize.order import gap
+from pipelab.predict.costs import Values
 from pipelab.schedules import make_all, make_for
 
 
@@ -55,43 +55,20 @@ def compared(schedule: Schedule, costs: Costs, run: Any = None) -> dict[str, Any
     return found
 
 
-class Progress:
-    """One line on standard error, written over: what runs, and how long the rest will take."""
-
-    def __init__(self, turns: int) -> None:
-        self.turns, self.done, self.began = turns, 0, time.monotonic()
-        self.shown = sys.stderr.isatty()
-
-    def __call__(self, name: str) -> None:
-        left = ""
-        if self.done:
-            each = (time.monotonic() - self.began) / self.done
-            left = f", {each * (self.turns - self.done):.0f} s left"
-        self._write(f"\r\033[Krun {self.done + 1} of {self.turns}: {name}{left}")
-        self.done += 1
-
-    def _write(self, text: str) -> None:
-        if self.shown:
-            print(text, end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        self._write("\r\033[K")
-
-
 def run_in_turn(
     schedules: Mapping[str, Schedule], run: Callable[[Schedule], Any], repeats: int
 ) -> dict[str, list[Any]]:
     """Runs of each schedule, in turn (A B A B); Ctrl-C ends them with those that there are."""
+    from tqdm import tqdm  # only who runs them needs it
+
     runs: dict[str, list[Any]] = {}
-    progress = Progress(repeats * len(schedules))
-    with suppress(KeyboardInterrupt):
-        for _ in range(repeats):
-            for name, schedule in schedules.items():
-                progress(name)
-                runs.setdefault(name, []).append(run(schedule))
-    progress.end()
-    if progress.done < progress.turns or any(len(of) < repeats for of in runs.values()):
-        print(f"interrupted in run {progress.done} of {progress.turns}", file=sys.stderr)
+    turns = [*schedules.items()] * repeats
+    with suppress(KeyboardInterrupt), tqdm(turns, unit="run", leave=False, disable=None) as shown:
+        for name, schedule in shown:
+            shown.set_description(name)
+            runs.setdefault(name, []).append(run(schedule))
+    if (done := sum(map(len, runs.values()))) < len(turns):
+        print(f"interrupted in run {done + 1} of {len(turns)}", file=sys.stderr)
     return runs
 
 
@@ -131,7 +108,7 @@ def compare_command(
     timeout: Timeout = 60.0,
     json: Json = False,
     profile: Name = None,
-    transfer: Cost = 0.0,
+    transfer: Values = 0.0,
     bandwidth: Positive = math.inf,
     devices: Count = 2,
     microbatches: Count = 4,

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
-from tyro.constructors import PrimitiveConstructorSpec
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from pipelab import SCHEDULES, Costs, Reads, Schedule, make
 from pipelab.cli.files import read_csv
 from pipelab.optimize.cut import METHODS
+from pipelab.predict.costs import Recompute, Values
 
 
 def number_option(
@@ -38,11 +39,15 @@ def one_or_more(text: str) -> float | list[float]:
     return values if len(values) > 1 else values[0]
 
 
+def whole_numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
 Count = Annotated[Any, number_option(int, lambda n: n >= 1, "a whole number of at least 1", "N")]
 Counts = Annotated[
     Any,
     number_option(
-        lambda text: tuple(int(part) for part in text.split(",")),
+        whole_numbers,
         lambda counts: min(counts) >= 1,
         "whole numbers of at least 1, comma-separated",
         "N,...",
@@ -51,7 +56,7 @@ Counts = Annotated[
 Layers = Annotated[
     Any,
     number_option(
-        lambda text: tuple(int(part) for part in text.split(",")),
+        whole_numbers,
         lambda counts: min(counts[1:-1], default=1) >= 1 and min(counts) >= 0 < max(counts),
         "whole numbers of at least 1, comma-separated; the first and the last may be 0",
         "N,...",
@@ -67,20 +72,16 @@ Finite = Annotated[
 Rate = Annotated[
     Any, number_option(float, lambda x: 0 <= x < 1, "a number of at least 0 and below 1")
 ]
-Cost = Annotated[
-    Any, number_option(one_or_more, lambda x: True, "a number or a comma-separated list of numbers")
-]
 Name = Annotated[str | None, arg(metavar="NAME")]
 Json = Annotated[bool, arg(help="print one JSON object")]
 Plot = Annotated[str | None, arg(metavar="FILE", help="write the picture (png, svg, pdf)")]
 Timeout = Annotated[Finite, arg(help="give up when no action ends in this time")]
 Model = Literal["mlp", "gpt2"]
 CHAIN = [method for method in METHODS if method != "pipedream"]  # a device a stage
-Mode = Literal["never", "except_last", "always"]
 
 
 def counts_or_method(text: str) -> tuple[int, ...] | str:
-    return tuple(int(part) for part in text.split(",")) if text[:1].isdigit() else text
+    return whole_numbers(text) if text[:1].isdigit() else text
 
 
 Balance = Annotated[
@@ -94,6 +95,20 @@ Balance = Annotated[
 ]
 
 NAMES = f"{', '.join(sorted(SCHEDULES))}, or a CSV file"
+
+# How what stands in other rooms' signatures is read: each field of `Costs` is an option, too.
+READ = ConstructorRegistry()
+COST = number_option(one_or_more, lambda x: True, "a number or a comma-separated list of numbers")
+WORDS = "|".join(mode.value for mode in Recompute)
+RECOMPUTE = number_option(Recompute, lambda mode: True, WORDS, WORDS)
+
+
+@READ.primitive_rule
+def reading(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """The reading of a cost or of `Recompute`; None: tyro's own."""
+    if info.type in (Values, Values | None):
+        return COST
+    return RECOMPUTE if info.type in (Recompute, Recompute | str) else None
 
 
 def require(values: Mapping[str, Any], what: str, instead: str) -> None:
@@ -140,29 +155,3 @@ class TableOptions:
             raise ValueError(f"{name} needs --devices and --microbatches")
         options = vars(self) | {"reads": Reads[self.reads.upper()] if self.reads else None}
         return make(**options, costs=costs)
-
-
-@dataclass(frozen=True)
-class Times:
-    """Costs of a micro-batch.
-
-    Args:
-        forward: seconds: one number or one per stage
-        input_grad: seconds: one number or one per stage
-        weight_grad: seconds: one number or one per stage
-        transfer: seconds: one number or one per link
-        update: seconds: one number or one per stage
-        activations: bytes kept for a backward: one number or one per stage
-        weight_activations: bytes kept from I to W: one number or one per stage
-    """
-
-    forward: Cost = Costs.forward
-    input_grad: Cost = Costs.input_grad
-    weight_grad: Cost = Costs.weight_grad
-    transfer: Cost = Costs.transfer
-    update: Cost = Costs.update
-    activations: Cost = Costs.activations
-    weight_activations: Cost = Costs.weight_activations
-
-    def costs(self) -> Costs:
-        return Costs(**vars(self))

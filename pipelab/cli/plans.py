@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import arg
 
 import pipelab
-from pipelab import simulate
+from pipelab import Costs, simulate
 from pipelab.cli.files import check_targets, read_profile, write_figure, write_text
 from pipelab.cli.jobs import explained, faults_of, faults_text, start_lines
 from pipelab.cli.options import (
@@ -19,7 +19,6 @@ from pipelab.cli.options import (
     Name,
     Plot,
     Positive,
-    Times,
     number_option,
     require,
 )
@@ -152,29 +151,6 @@ class Means:
 
 
 @dataclass(frozen=True)
-class Unlike:
-    """What is not as simulated: its cost is added to the answer.
-
-    Args:
-        slow: times that one device takes as long as the others
-        jitter: spread of every action's time, as a share of it
-        between: seconds between two failures
-        write: seconds that a checkpoint takes
-        restart: seconds from a failure to the next step
-    """
-
-    slow: Number = None
-    jitter: Number = None
-    between: Number = None
-    write: Number = None
-    restart: Number = None
-
-    def faults(self) -> Faults | None:
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        return Faults(**given) if given else None
-
-
-@dataclass(frozen=True)
 class Nodes:
     """A machine by its name, by its numbers, or both: the numbers replace its own.
 
@@ -229,7 +205,7 @@ def plan_command(
     model: ModelSizes,
     nodes: Nodes,
     means: Means,
-    unlike: Unlike,
+    faults: Faults,
     split: Annotated[bool, arg(help=f"also with split backwards: {', '.join(SPLIT)}")] = False,
     asynchronous: bool = False,
     explain: Count = None,
@@ -246,6 +222,7 @@ def plan_command(
         plot: throughput over memory; its frontier in the answer as well
     """
     check_targets(plot=plot)
+    faulty = faults != Faults()
     schedules = [*FLUSH, *(SPLIT if split else ()), *(ASYNCHRONOUS if asynchronous else ())]
     problem = Problem(
         model.model(),
@@ -255,7 +232,6 @@ def plan_command(
         schedules=tuple(schedules),
         **means.options(),
     )
-    faults = unlike.faults()
     answer = find_plan(problem, frontier=bool(plot))
     why = explained(answer, explain) if explain else None
     start = start_lines(answer)
@@ -264,11 +240,11 @@ def plan_command(
 
         write_figure(plot, lambda: plots.plan(answer))
     if json:
-        added = {"faults": faults_of(answer.best, faults)} if faults else {}
+        added = {"faults": faults_of(answer.best, faults)} if faulty else {}
         print(dumps({**answer.to_json(), "start": start, "explain": why, **added}))
         return
     more = [why] if why else []
-    more += [faults_text(answer, faults)] if faults else []
+    more += [faults_text(answer, faults)] if faulty else []
     print(answer, *more, "start it, on a small GPT-2 with these stages:", sep="\n")
     print(*(f"  {line}" for line in start), sep="\n")
 
@@ -276,7 +252,7 @@ def plan_command(
 def search_command(
     devices: Count,
     microbatches: Count,
-    times: Times,
+    costs: Costs,
     memory: Positive = None,
     placement: Literal["loop", "v"] = "loop",
     virtual: Count = 1,
@@ -303,7 +279,7 @@ def search_command(
         csv: write the table
     """
     check_targets(csv=csv, plot=plot)
-    costs, shown = times.costs(), sys.stderr.isatty()
+    shown = sys.stderr.isatty()
     found = search(
         costs,
         devices,
@@ -333,7 +309,7 @@ def _progress(makespan: float, bound: float) -> None:
 def bound_command(
     devices: Count,
     microbatches: Count,
-    times: Times,
+    costs: Costs,
     memory: Positive = None,
     whole: bool = False,
     virtual: Count = 2,
@@ -348,7 +324,6 @@ def bound_command(
         whole: bounds of schedules whose backwards are not split
         virtual: chunks a device (interleaved, looped_bfs)
     """
-    costs = times.costs()
     least = bound(costs, devices, microbatches, memory, split=not whole)
     made, left_out = make_all(devices, microbatches, costs, virtual=virtual, memory=memory)
     found: list[dict[str, Any]] = []

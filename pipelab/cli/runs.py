@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TextIO
 from tyro.conf import Positional, arg
 
 import pipelab
-from pipelab import Costs, diagnose, explain, fit, simulate, validate
+from pipelab import Costs, Recompute, diagnose, explain, fit, simulate, validate
 from pipelab.cli.files import check_targets, read_csv, write_figure
 from pipelab.cli.models import Training, into_stages, jax_model, small_model
 from pipelab.cli.options import (
@@ -22,7 +22,6 @@ from pipelab.cli.options import (
     Count,
     Finite,
     Json,
-    Mode,
     Model,
     Name,
     Plot,
@@ -63,7 +62,7 @@ def run_command(
     model: Model = "mlp",
     dropout: Rate = 0.0,
     device: Name = None,
-    recompute: Mode = "never",
+    recompute: Recompute = Recompute.NEVER,
     balance: Balance = "uniform",
     seed: Seed = 0,
     json: Json = False,

@@ -1,15 +1,14 @@
 """simulate, schedule, validate, export: tables alone."""
 
-from dataclasses import replace
 from json import dumps
 from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 import pipelab
-from pipelab import ScheduleError, simulate, validate
+from pipelab import Costs, ScheduleError, simulate, validate
 from pipelab.cli.files import check_targets, read_csv, write_figure, write_text
-from pipelab.cli.options import Count, Json, Layers, Mode, Name, Plot, TableOptions, Times
+from pipelab.cli.options import Count, Json, Layers, Name, Plot, TableOptions
 from pipelab.cli.report import Failure, show
 from pipelab.measure.trace import to_trace
 
@@ -18,9 +17,8 @@ Form = Annotated[tuple[Literal["pipelab", "torch"], ...], arg(metavar="[torch]")
 
 def simulate_command(
     table: TableOptions,
-    times: Times,
+    costs: Costs,
     csv: Name = None,
-    recompute: Mode = "never",
     json: Json = False,
     plot: Plot = None,
     trace: Name = None,
@@ -29,11 +27,9 @@ def simulate_command(
 
     Args:
         csv: write the table
-        recompute: when a backward first runs its forward again
         trace: write a Chrome trace
     """
     check_targets(csv=csv, trace=trace, plot=plot)
-    costs = replace(times.costs(), recompute=recompute)
     timeline = simulate(table.make(costs), costs)
     write_figure(plot, lambda: pipelab.plot.timeline(timeline))
     write_text(csv, timeline.schedule.to_csv)
@@ -62,7 +58,7 @@ def schedule_command(table: TableOptions, csv: Form | None = None, transfers: bo
 
 def export_command(
     table: TableOptions,
-    times: Times,
+    costs: Costs,
     out: Annotated[str, arg(metavar="FOLDER")],
     engine: Annotated[Literal["torch", "torchtitan"], arg(name="for")] = "torch",
     layers: Layers = None,
@@ -79,7 +75,6 @@ def export_command(
     from pipelab.peers.export import export
 
     check_targets(out=out)
-    costs = times.costs()
     sizes = {"layers": layers or (), "samples": samples}
     plan = export(table.make(costs), engine, out, costs=costs, **sizes)
     given, exported = plan["makespan"].values()

@@ -36,7 +36,7 @@ VERSIONS = (*LINES[:-1], YELLOW)  # grey are updates
 
 def lighter(colour: Colour, share: float) -> RGB:
     """The colour mixed with `share` of white."""
-    return palette.mixed(to_rgb(colour), share)
+    return palette.with_white(to_rgb(colour), share)
 
 
 def version_colour(version: int) -> RGB:

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from enum import Enum
+from enum import StrEnum
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -12,7 +12,7 @@ from pipelab.table.action import check_counts
 from pipelab.table.placement import check_placement, loop_placement
 
 
-class Recompute(Enum):
+class Recompute(StrEnum):
     """When a backward first runs its forward again (torchgpipe's modes).
 
     Only the stage's input is kept in between.
@@ -48,30 +48,28 @@ OF_DEVICE = (*PASSES, "update", "weights", "optimizer", "activations", "weight_a
 class Costs:
     """Costs of a stage (chunk) per micro-batch: one number for all stages, or one per stage.
 
-    forward, input_grad, weight_grad  seconds; a full backward B takes input_grad + weight_grad
-    update        seconds of one optimizer step
-    overhead      one number: seconds that every action loses before it starts, whatever its size
-                  (launching it)
-    transfer      seconds of latency between stages on different devices, one number or one per link
-                  (stages - 1; both directions); it overlaps with compute
-    bandwidth     bytes per second of every link; a transfer takes transfer + boundary / bandwidth
-    speed         one number or one per device; compute seconds are divided by it. Below 1 where
-                  devices share cores: the share of the time that they had one
-    weights       bytes of a stage's weights, and of its gradients
-    optimizer     bytes of its optimizer state
-    activations   bytes kept per micro-batch from forward to backward, the input included
-    weight_activations  where the backward is split: bytes kept from I to W, such as inputs and
-                  output gradients of the layers. None: as many as `activations`
-    boundary      bytes of a stage's input per micro-batch (stage 0: the data): what is received,
-                  and what is kept when the forward is recomputed
-    recompute     when the forward runs again before its backward: a Recompute, or its word
-
     Model: fixed times, no contention between links, a transfer's cost paid by nobody's compute.
 
-    >>> Costs(forward=[1, 2]).of("forward", 2)
-    [1.0, 2.0]
-    >>> Costs(forward=2, weights=8).split(2).of("forward", 4)
-    [1.0, 1.0, 1.0, 1.0]
+    Args:
+        forward: seconds
+        input_grad: seconds; a full backward B takes input_grad + weight_grad
+        weight_grad: seconds
+        transfer: seconds of latency between stages on different devices, one number or one per link
+            (stages - 1; both directions); it overlaps with compute
+        update: seconds of one optimizer step
+        overhead: one number: seconds that every action loses before it starts, whatever its size
+            (launching it)
+        bandwidth: bytes per second of every link; a transfer takes transfer + boundary / bandwidth
+        speed: one number or one per device; compute seconds are divided by it. Below 1 where
+            devices share cores: the share of the time that they had one
+        weights: bytes of a stage's weights, and of its gradients
+        optimizer: bytes of its optimizer state
+        activations: bytes kept per micro-batch from forward to backward, the input included
+        weight_activations: where the backward is split: bytes kept from I to W, such as inputs and
+            output gradients of the layers (default: as many as `activations`)
+        boundary: bytes of a stage's input per micro-batch (stage 0: the data): what is received,
+            and what is kept when the forward is recomputed
+        recompute: when the forward runs again before its backward
     """
 
     forward: Values = 1.0
@@ -101,6 +99,9 @@ class Costs:
         """The values of one cost: one per stage, or link (stages - 1), or device.
 
         CostError if there are not `count` of them.
+
+        >>> Costs(forward=[1, 2]).of("forward", 2)
+        [1.0, 2.0]
         """
         value = getattr(self, name)
         if value is None:
@@ -124,7 +125,11 @@ class Costs:
         return [x + bytes_ / self.bandwidth for x, bytes_ in zip(latency, size[1:], strict=True)]
 
     def split(self, virtual: int) -> "Costs":
-        """The same model in `virtual` chunks a device, placed in a loop: see `over`."""
+        """The same model in `virtual` chunks a device, placed in a loop: see `over`.
+
+        >>> Costs(forward=2, weights=8).split(2).of("forward", 4)
+        [1.0, 1.0, 1.0, 1.0]
+        """
         names = (*OF_DEVICE, "boundary", "speed")
         lists = [value for name in names if isinstance(value := getattr(self, name), tuple)]
         if isinstance(self.transfer, tuple):

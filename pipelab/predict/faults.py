@@ -21,13 +21,14 @@ CHECKPOINTS = 2000  # that are simulated
 
 @dataclass(frozen=True)
 class Faults:
-    """How unlike a simulation a machine is.
+    """How unlike a simulation a machine is: what that costs is added.
 
-    slow     times that one device of all takes as long as the others
-    jitter   spread of every action's time, as a share of it
-    between  seconds between two failures of the machine
-    write    seconds that a checkpoint takes
-    restart  seconds from a failure to the next step
+    Args:
+        slow: times that one device of all takes as long as the others
+        jitter: spread of every action's time, as a share of it
+        between: seconds between two failures of the machine
+        write: seconds that a checkpoint takes
+        restart: seconds from a failure to the next step
     """
 
     slow: float = 1.0

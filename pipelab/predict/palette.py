@@ -49,7 +49,7 @@ def to_hex(colour: RGB) -> str:
     return "#" + "".join(f"{round(255 * c):02x}" for c in colour)
 
 
-def mixed(colour: RGB, share: float) -> RGB:
+def with_white(colour: RGB, share: float) -> RGB:
     """The colour with `share` of white."""
     r, g, b = (c + (1 - c) * share for c in colour)
     return r, g, b
@@ -58,7 +58,7 @@ def mixed(colour: RGB, share: float) -> RGB:
 def colour_of(kind: Kind, stage: int, devices: int, stages: int) -> RGB:
     """The kind's colour, lighter for a later chunk of the model."""
     chunks = -(-stages // devices)
-    return mixed(from_hex(KINDS[kind]), 0.55 * (stage // devices) / max(chunks - 1, 1))
+    return with_white(from_hex(KINDS[kind]), 0.55 * (stage // devices) / max(chunks - 1, 1))
 
 
 def readable_on(colour: RGB) -> str:

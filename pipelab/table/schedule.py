@@ -1,6 +1,6 @@
 """A schedule: a table of actions with everything that follows from it."""
 
-from pipelab.table.text import draw_grid, read_table, write_csv, write_grid, write_torch_csv
+from pipelab.table.text import draw_grid, parse_table, write_csv, write_grid, write_torch_csv
 from pipelab.table.transform import forward_only, part, with_transfers
 from pipelab.table.versions import VersionedTable
 
@@ -31,11 +31,11 @@ class Schedule(VersionedTable):
     @classmethod
     def from_csv(cls, text: str, name: str = "csv") -> "Schedule":
         """Read `to_csv`, or bare rows: an empty cell is idle; a table without updates gets them."""
-        return cls(**read_table(text, name, ","))
+        return cls(**parse_table(text, name, ","))
 
     @classmethod
     def from_grid(cls, text: str, name: str = "grid") -> "Schedule":
         """Read `str(schedule)`, or a bare grid: cells apart by spaces, `.` for idle."""
-        return cls(**read_table(text, name, None))
+        return cls(**parse_table(text, name, None))
 
     from_torch_csv = from_csv

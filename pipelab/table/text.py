@@ -87,7 +87,7 @@ def _header(table: VersionedTable) -> str:
 # ---- reading
 
 
-def read_table(text: str, name: str, separator: str | None) -> dict[str, Any]:
+def parse_table(text: str, name: str, separator: str | None) -> dict[str, Any]:
     """The fields of `Table` for a table in text; `separator` parts cells, None is space.
 
     What the header does not say is taken from the cells: one batch, the placement as it stands.

@@ -5,6 +5,6 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def joined(*names: str) -> str:
+def read_assets(*names: str) -> str:
     """Files one after the other: what several widgets share comes first."""
     return "\n".join((HERE / name).read_text() for name in names)

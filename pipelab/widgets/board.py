@@ -23,7 +23,7 @@ from pipelab.widgets.puzzle.link import task_of
 from pipelab.widgets.puzzle.recognise import gap_reasons
 
 if TYPE_CHECKING:
-    from pipelab.widgets.try_out import Trial
+    from pipelab.widgets.try_out import TryOut
 
 RUNGS = {
     "free": "anything goes",
@@ -210,7 +210,7 @@ def par_rows(level: Level) -> dict[str, Any]:
     return {"title": f"par: {level.par:g}", "rows": rows_of(level.table().timeline)}
 
 
-def trial_rows(trial: "Trial") -> dict[str, Any]:
+def trial_rows(trial: "TryOut") -> dict[str, Any]:
     """Planned and measured rows in milliseconds."""
     planned = rows_of(trial.planned, trial.scale)
     return {"text": str(trial), "planned": planned, "measured": rows_of(trial.run.timeline, 1e3)}

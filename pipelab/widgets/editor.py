@@ -8,7 +8,7 @@ import traitlets
 from pipelab.predict.timeline import Timeline
 from pipelab.table.action import Action, ScheduleError
 from pipelab.table.schedule import Schedule
-from pipelab.widgets.assets import joined
+from pipelab.widgets.assets import read_assets
 from pipelab.widgets.board import (
     RUNGS,
     about_level,
@@ -27,7 +27,7 @@ from pipelab.widgets.puzzle.link import read, read_task, task_of, write_task
 from pipelab.widgets.puzzle.recognise import NEW, known_rows
 
 if TYPE_CHECKING:
-    from pipelab.widgets.try_out import Trial
+    from pipelab.widgets.try_out import TryOut
 
 MARK = "#pipelab="  # before a table in an address
 
@@ -74,8 +74,8 @@ class Editor(anywidget.AnyWidget):
     Par: 9. This is 1F1B (PipeDream-Flush) or eager 1F1B.
     """
 
-    _esm = joined("tools.js", "editor.js")
-    _css = joined("explorer.css", "editor.css")
+    _esm = read_assets("tools.js", "editor.js")
+    _css = read_assets("explorer.css", "editor.css")
     view = traitlets.Dict().tag(sync=True)  # what the browser shows
     draft: Draft  # what is placed so far
     helped: bool  # whether the coach, or the table of par, had a part in it
@@ -83,7 +83,7 @@ class Editor(anywidget.AnyWidget):
     _level: Level
     _past: list[Moment]  # for undo
     _future: list[Moment]  # for redo
-    trial: "Trial | None"  # the last run of this table, if there was one
+    trial: "TryOut | None"  # the last run of this table, if there was one
 
     def __init__(
         self, table: str | Schedule | Task | None = None, *, help: str = "legal", **sizes: Any
@@ -218,7 +218,7 @@ class Editor(anywidget.AnyWidget):
         self._marks = self._marks | marks
         self._refresh()
 
-    def run(self, paced: bool = True) -> "Trial":
+    def run(self, paced: bool = True) -> "TryOut":
         """Carry the table out on worker threads, and lay what was measured over what was planned.
 
         Paced, its actions take as long as their costs say. Displayed, the result says its verdict.

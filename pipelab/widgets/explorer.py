@@ -16,7 +16,7 @@ from pipelab.predict.simulate import simulate
 from pipelab.predict.timeline import Timeline
 from pipelab.schedules import SCHEDULES, make_for, takes
 from pipelab.table.action import ScheduleError, check_counts
-from pipelab.widgets.assets import joined
+from pipelab.widgets.assets import read_assets
 from pipelab.widgets.drawing import drawing
 
 SIZES = ("devices", "microbatches", "virtual", "batches")
@@ -49,8 +49,8 @@ class Explorer(anywidget.AnyWidget):
     (57.0, [4, 3, 2, 1])
     """
 
-    _esm = joined("tools.js", "explorer.js")
-    _css = joined("explorer.css")
+    _esm = read_assets("tools.js", "explorer.js")
+    _css = read_assets("explorer.css")
     choices = traitlets.Dict().tag(sync=True)  # what the form's lists offer
     settings = traitlets.Dict().tag(sync=True)  # what the form says: the browser or `set` writes it
     drawing = traitlets.Dict().tag(sync=True)  # what the picture shows

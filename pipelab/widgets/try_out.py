@@ -19,7 +19,7 @@ PACES = 0.012, 0.03  # seconds of an average action: the least that threads keep
 
 
 @dataclass(frozen=True)
-class Trial:
+class TryOut:
     """A run, and what was planned for it on the same axis.
 
     scale  milliseconds of a unit of `planned`
@@ -45,7 +45,7 @@ class Trial:
         )
 
 
-def try_out(schedule: Schedule, costs: Costs, paced: bool = True) -> Trial:
+def try_out(schedule: Schedule, costs: Costs, paced: bool = True) -> TryOut:
     """Train an MLP by this table, one stage a worker thread, and compare with the reference.
 
     Paced, every action takes as long as `costs` say; else as long as it takes, and planned is a
@@ -69,10 +69,10 @@ def try_out(schedule: Schedule, costs: Costs, paced: bool = True) -> Trial:
     if not paced:
         done = train()
         nothing = [0.0] * len(schedule.actions)
-        return Trial(done, lay(schedule, medians(done.timeline), nothing, nothing), 1e3)
+        return TryOut(done, lay(schedule, medians(done.timeline), nothing, nothing), 1e3)
     planned = simulate(schedule, costs)
     pace = pace_to_watch(planned)
-    return Trial(train(pace=pace, costs=costs), planned, 1e3 * pace)
+    return TryOut(train(pace=pace, costs=costs), planned, 1e3 * pace)
 
 
 def medians(timeline: Timeline) -> list[float]:

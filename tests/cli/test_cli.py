@@ -32,7 +32,11 @@ SMALL = "gpipe --devices 2 --microbatches 2"
 
 
 def call(capsys, line):
-    status = main(line.split())
+    """Exit status, output, errors; of an option's own value the parser leaves with the status."""
+    try:
+        status = main(line.split())
+    except SystemExit as refused:
+        status = refused.code
     return status, *capsys.readouterr()
 
 

@@ -26,7 +26,7 @@ from pipelab import (
 )
 from pipelab.optimize.order import bound, memory_used, search
 from pipelab.optimize.order.best import named_schedules
-from pipelab.optimize.order.exact import SolverModel, unit_of
+from pipelab.optimize.order.exact import SolverModel, common_unit
 from pipelab.optimize.order.list_scheduler import (
     ListScheduler,
     every_rule,
@@ -233,9 +233,9 @@ def test_large_sizes_say_how_good_they_are():
 
 
 def test_units_are_the_common_divisor_or_fine():
-    assert unit_of([18, 18, 9, 1.0], 453) == 1
-    assert unit_of([0.75, 0.5], 10) == 0.25
-    odd = unit_of([0.1234567890123, math.pi], 100)
+    assert common_unit([18, 18, 9, 1.0], 453) == 1
+    assert common_unit([0.75, 0.5], 10) == 0.25
+    odd = common_unit([0.1234567890123, math.pi], 100)
     assert odd == 100 / 2**30
 
 

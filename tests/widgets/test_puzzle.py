@@ -210,7 +210,7 @@ def test_no_way_to_finish_is_shorter_than_the_least_however_much_is_lost_before_
 
 def test_removing_takes_nothing_that_can_run_without_it():
     draft = read(Task(2, 2), "0F0 0F1 0B0 ~ 1F0 1F1 1B0")
-    assert str(draft.remove(Action.parse("0F1"))) == "0F0_0B0~1F0_1B0"
+    assert str(draft.without(Action.parse("0F1")).settled()) == "0F0_0B0~1F0_1B0"
 
 
 @settings(max_examples=25)
@@ -220,7 +220,7 @@ def test_inserting_and_removing_keep_a_draft_legal(task, data):
     for _ in range(data.draw(st.integers(1, draft.size))):
         draft = draft.place(data.draw(st.sampled_from(draft.ready())))
     gone = data.draw(st.sampled_from(sorted(draft.placed)))
-    less = draft.remove(gone)
+    less = draft.without(gone).settled()
     assert gone not in less.placed and less.placed < draft.placed
     assert less.problem == "" and less.running is less
     left = [a for d in range(task.devices) for a in less.left(d)]

@@ -27,11 +27,11 @@ FINEST = 2**30  # units of a makespan where the seconds have no common divisor
 GRAIN = 10**9  # units of a micro-batch's activations
 
 
-def unit_of(seconds: Iterable[float], longest: float) -> float:
+def common_unit(seconds: Iterable[float], longest: float) -> float:
     """The greatest common divisor of the seconds as their decimals say; if that is too fine for a
     makespan of up to `longest`, a 2 ** -30 of it.
 
-    >>> unit_of([18.522, 9.3, 0.6], 1000.0)
+    >>> common_unit([18.522, 9.3, 0.6], 1000.0)
     0.006
     """
     # By their shortest decimals: as binary fractions 0.1 and 0.3 have no divisor of use.
@@ -69,7 +69,7 @@ class SolverModel:
         # [1] Every length in units; a whole backward has one overhead, its halves have two.
         overhead, longest = problem.costs.overhead, problem.makespan(known)
         every = itertools.chain(*problem.compute.values(), problem.delay, [overhead])
-        self.unit = unit_of(every, longest + overhead)
+        self.unit = common_unit(every, longest + overhead)
         self.delay = [*map(self._units, problem.delay)]
         self.overhead = self._units(overhead)
         self.length = {

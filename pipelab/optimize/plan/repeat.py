@@ -84,7 +84,7 @@ def _of_stages(p: int, costs: Costs) -> tuple[np.ndarray, ...]:
     what every action loses before it starts."""
     home = loop_placement(p)
     modes = [compute_seconds(costs, home, again) for again in (False, True)]
-    again = costs.recompute.mask(2, 2)  # type: ignore[union-attr]
+    again = costs.recomputed(2, 2)
     seconds = modes[0][Kind.F], modes[again[0]][Kind.B], modes[again[1]][Kind.B], modes[0][Kind.U]
     *passes, update = (np.array(x) + costs.overhead for x in seconds)
     return *passes, np.array([*transfer_seconds(costs, home), 0.0]), update

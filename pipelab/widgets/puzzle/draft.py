@@ -185,12 +185,9 @@ class Draft:
         return Draft(self.task, tuple(rows))
 
     def without(self, action: Action) -> "Draft":
+        """The draft without an action; what needs that one stays, see `settled`."""
         device = self.task.device(action)
         return self.with_row(device, [a for a in self.rows[device] if a != action])
-
-    def remove(self, action: Action) -> "Draft":
-        """The draft without an action and without all that is not possible without it."""
-        return self.without(action).settled()
 
     def ready(self) -> list[Action]:
         """Every action that may be placed at the end of its row."""
