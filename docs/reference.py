@@ -46,6 +46,8 @@ def paragraph(lines: list[str]) -> Iterator[str]:
         yield from lines
     elif is_table(lines):
         yield from definitions(lines)
+    elif lines[0] == "Args:":  # as the command line's help reads it
+        yield from definitions([re.sub(r"^    (\w+): ", r"\1  ", line) for line in lines[1:]])
     elif re.match(r"- |\d\. ", lines[0]):
         yield from map(prose, lines)
     elif any(line[0] == " " for line in lines):

@@ -130,6 +130,8 @@ def test_docstrings_columns_become_definitions():
         *("", "``stages``", "    one \\ ``module``\\  a\\_", "    stage"),
         *("", "``loss``", "    any"),
     ]
+    options = ["Args:", "    stages: one `module` a_", "        stage", "    loss: any"]
+    assert list(paragraph(options)) == list(paragraph(columns))
     assert list(paragraph(["0F0 .", "  1F0"])) == ["::", "", "    0F0 .", "      1F0"]
 
 
