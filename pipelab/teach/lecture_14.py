@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pipelab import Costs, make, simulate
+from pipelab import Costs, Kind, Schedule, make, simulate
 from pipelab.teach.feedback import (
     NOT_ATTEMPTED,
     Exercise,
@@ -36,6 +36,11 @@ def exchanged(answer: Any) -> Judged:
         if not is_close(grad, whole):
             yield f"{name}.grad is not the sum of the two parts."
     return ": both have the whole gradient."
+
+
+def in_halves(schedule: Schedule) -> str:
+    kinds = {action.kind for row in schedule.rows for action in row}
+    return "a backward is one action here, B" if kinds & {Kind.I, Kind.W} else ""
 
 
 def fastest(samples: int, p: int, fixed: float, each: float) -> int:
@@ -76,6 +81,8 @@ EXERCISES = {
         makespan=29,
         in_flight=4,
         costs=Costs(transfer=1),
+        missing=in_halves,
+        by_hand=True,
     ),
     # (samples, devices, seconds an action, seconds a sample) -> micro-batches.
     "14-5": write(

@@ -69,10 +69,12 @@ def answer(first, last):
             f'answer = pl.Schedule.from_grid("{FIRST_MORE}\\n{REST}", "mine")',
         ],
         "wrong": {
-            'answer = pl.make("pipedream_flush", 3, 6)': "makespan 34, to reach: 29",
-            'answer = pl.make("eager_1f1b", 3, 6)': "5 micro-batches in flight, to reach: 4",
-            'answer = pl.make("gpipe", 3, 6)': "6 micro-batches in flight, to reach: 4",
-            'answer = pl.make("eager_1f1b", 2, 6)': "asked: 3 devices",
+            'answer = pl.make("zb_h1", 3, 6)': "that is the library's zb_h1",
+            'answer = pl.make("zb_h1", 3, 6).grid()': "a backward is one action here, B",
+            'answer = pl.make("pipedream_flush", 3, 6).grid()': "makespan 34, to reach: 29",
+            'answer = pl.make("eager_1f1b", 3, 6).grid()': "5 micro-batches in flight",
+            'answer = pl.make("gpipe", 3, 6).grid()': "6 micro-batches in flight, to reach: 4",
+            'answer = pl.make("eager_1f1b", 2, 6).grid()': "asked: 3 devices",
         },
     },
     "14-5": {
