@@ -43,11 +43,11 @@ def in_halves(schedule: Schedule) -> str:
     return "a backward is one action here, B" if kinds & {Kind.I, Kind.W} else ""
 
 
-def fastest(samples: int, p: int, fixed: float, each: float) -> int:
+def fastest(samples: int, p: int, fixed: float, each: float, divide: bool = True) -> int:
     def seconds(m: int) -> float:
         return (m + p - 1) * (fixed + samples / m * each)
 
-    return min((m for m in range(1, samples + 1) if samples % m == 0), key=seconds)
+    return min((m for m in range(1, samples + 1) if not divide or samples % m == 0), key=seconds)
 
 
 EXERCISES = {
@@ -98,6 +98,7 @@ EXERCISES = {
         lambda samples, p, fixed, each: {
             "Every micro-batch has its fixed cost.": samples,
             "And the bubble?": fastest(samples, 1, fixed, each),
+            "Do the micro-batches divide the samples?": fastest(samples, p, fixed, each, False),
             "That would be best if m could be any number; it has to divide the samples.": (
                 ((p - 1) * samples * each / fixed) ** 0.5
             ),

@@ -95,6 +95,8 @@ def answer(samples, p, fixed, each):
             " if samples % m == 0), key=lambda m: (m + p) * (fixed + samples / m * each))": (
                 "for (60, 2, 3, 2) it gives 10, right is 6"
             ),
+            "answer = lambda samples, p, fixed, each: min(range(1, samples + 1),"
+            " key=lambda m: (m + p - 1) * (fixed + samples / m * each))": "divide the samples?",
             "answer = lambda samples, p, fixed, each: samples": "its fixed cost",
             "answer = lambda samples, p, fixed, each: 1": "And the bubble",
             "answer = lambda samples, p, fixed, each: 4 * p": "it gives 16, right is",
