@@ -18,7 +18,7 @@ from math import isfinite
 from queue import Empty
 from typing import Any
 
-from pipelab import Costs, Kind, Schedule, simulate
+from pipelab import SCHEDULES, Costs, Kind, Schedule, simulate
 
 
 @dataclass(frozen=True)
@@ -233,6 +233,7 @@ def table(
     in_flight: int | None = None,
     costs: Costs | None = None,
     missing: Callable[[Schedule], str] = lambda schedule: "",
+    by_hand: bool = False,
 ) -> Judged:
     """Any valid table that reaches the numbers.
 
@@ -243,8 +244,11 @@ def table(
     makespan      at most this much, under `costs` (default: forward 1, backward 2)
     in_flight     at most so many micro-batches on any device
     missing       what else a table has to reach and does not, in words; "" where it does
+    by_hand       whether the library's own tables are refused
     """
     schedule = read_table(answer)
+    if by_hand and schedule.name in {*SCHEDULES, "search"}:
+        yield f"that is the library's {schedule.name}: write the rows yourself, a line a device."
     try:
         timeline = simulate(schedule, costs)
     except ValueError as error:

@@ -85,6 +85,8 @@ PAIRS: list[tuple[list[Any], list[Any], bool, str]] = [
     ([1e4 * LAYER], [1e4 * LAYER * np.float32(1 + 2e-7)], True, "large ones, off by rounding"),
     ([ZERO + np.float32(1e-8)], [ZERO], True, "an entry is 1e-8 for 0, beside a 1: rounding"),
     ([LAYER * 1.01], [LAYER], False, "they are off by 1 %"),
+    ([LAYER * 1.001], [LAYER], False, "they are off by 0.1 %: rounding is smaller"),
+    ([LAYER * np.nan], [LAYER], False, "they are NaN"),
     ([-1e-9 * LAYER], [1e-9 * LAYER], False, "they are tiny, and negated"),
     ([ZERO + np.float32(1e-7)], [ZERO], True, "an entry is 1e-7 for 0, beside a 1: rounding"),
 ]

@@ -63,7 +63,9 @@ def sound_bound(answer: Any) -> Judged:
 
 
 EXERCISES = {
-    "13-1": build(devices=3, microbatches=4, costs=SLOW_MIDDLE, makespan=21, in_flight=2),
+    "13-1": build(
+        devices=3, microbatches=4, costs=SLOW_MIDDLE, makespan=21, in_flight=2, by_hand=True
+    ),
     # Eight devices, two micro-batches, slow links.
     "13-2": predict(
         bound(Costs(transfer=0.5), 8, 2).makespan,

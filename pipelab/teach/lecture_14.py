@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pipelab import Costs, make, simulate
+from pipelab import Costs, Kind, Schedule, make, simulate
 from pipelab.teach.feedback import (
     NOT_ATTEMPTED,
     Exercise,
@@ -38,11 +38,16 @@ def exchanged(answer: Any) -> Judged:
     return ": both have the whole gradient."
 
 
-def fastest(samples: int, p: int, fixed: float, each: float) -> int:
+def in_halves(schedule: Schedule) -> str:
+    kinds = {action.kind for row in schedule.rows for action in row}
+    return "a backward is one action here, B" if kinds & {Kind.I, Kind.W} else ""
+
+
+def fastest(samples: int, p: int, fixed: float, each: float, divide: bool = True) -> int:
     def seconds(m: int) -> float:
         return (m + p - 1) * (fixed + samples / m * each)
 
-    return min((m for m in range(1, samples + 1) if samples % m == 0), key=seconds)
+    return min((m for m in range(1, samples + 1) if not divide or samples % m == 0), key=seconds)
 
 
 EXERCISES = {
@@ -76,6 +81,8 @@ EXERCISES = {
         makespan=29,
         in_flight=4,
         costs=Costs(transfer=1),
+        missing=in_halves,
+        by_hand=True,
     ),
     # (samples, devices, seconds an action, seconds a sample) -> micro-batches.
     "14-5": write(
@@ -91,6 +98,7 @@ EXERCISES = {
         lambda samples, p, fixed, each: {
             "Every micro-batch has its fixed cost.": samples,
             "And the bubble?": fastest(samples, 1, fixed, each),
+            "Do the micro-batches divide the samples?": fastest(samples, p, fixed, each, False),
             "That would be best if m could be any number; it has to divide the samples.": (
                 ((p - 1) * samples * each / fixed) ** 0.5
             ),

@@ -74,6 +74,10 @@ ANSWERS = {
             "    np.allclose(a, b) for a, b in zip(found, wanted))": "tiny, and negated",
             "answer = lambda found, wanted: np.allclose(found[0], wanted[0])": "half of what",
             "answer = lambda found, wanted: all(\n"
+            "    abs(a - b).max() <= 5e-3 * abs(b).max() for a, b in zip(found, wanted))": "by 0.1 %",
+            "answer = lambda found, wanted: not any(\n"
+            "    (abs(a - b) > 1e-5 * abs(b).max()).any() for a, b in zip(found, wanted))": "are NaN",
+            "answer = lambda found, wanted: all(\n"
             "    (a == b).all() for a, b in zip(found, wanted))": "by rounding alone",
             "answer = 1": "is not a function",
         },

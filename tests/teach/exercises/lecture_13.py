@@ -21,14 +21,17 @@ REASON_1 = (
 ANSWERS = {
     "13-1": {
         "right": [
-            "answer = search(Costs([1, 2, 1], [1, 2, 1], 1), 3, 4, memory=2)",
-            'answer = pl.make("zb", 3, 4, costs=Costs([1, 2, 1], [1, 2, 1], 1), memory=2)',
             f"answer = '''{TABLE}'''",
+            f"answer = Schedule.from_grid('''{TABLE}''')",
         ],
         "wrong": {
-            'answer = pl.make("inter_layer", 3, 4)': "makespan 44, to reach: 21",
-            'answer = pl.make("pipedream_flush", 3, 4)': "makespan 24, to reach: 21",
-            'answer = pl.make("zb_h1", 3, 4)': "3 micro-batches in flight, to reach: 2",
+            "answer = search(Costs([1, 2, 1], [1, 2, 1], 1), 3, 4, memory=2)": "library's search",
+            'answer = pl.make("zb", 3, 4, costs=Costs([1, 2, 1], [1, 2, 1], 1), memory=2)': (
+                "that is the library's zb"
+            ),
+            'answer = pl.make("inter_layer", 3, 4).grid()': "makespan 44, to reach: 21",
+            'answer = pl.make("pipedream_flush", 3, 4).grid()': "makespan 24, to reach: 21",
+            'answer = pl.make("zb_h1", 3, 4).grid()': "3 micro-batches in flight, to reach: 2",
             "answer = 21": "is not a table",
         },
     },

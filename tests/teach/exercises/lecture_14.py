@@ -69,10 +69,12 @@ def answer(first, last):
             f'answer = pl.Schedule.from_grid("{FIRST_MORE}\\n{REST}", "mine")',
         ],
         "wrong": {
-            'answer = pl.make("pipedream_flush", 3, 6)': "makespan 34, to reach: 29",
-            'answer = pl.make("eager_1f1b", 3, 6)': "5 micro-batches in flight, to reach: 4",
-            'answer = pl.make("gpipe", 3, 6)': "6 micro-batches in flight, to reach: 4",
-            'answer = pl.make("eager_1f1b", 2, 6)': "asked: 3 devices",
+            'answer = pl.make("zb_h1", 3, 6)': "that is the library's zb_h1",
+            'answer = pl.make("zb_h1", 3, 6).grid()': "a backward is one action here, B",
+            'answer = pl.make("pipedream_flush", 3, 6).grid()': "makespan 34, to reach: 29",
+            'answer = pl.make("eager_1f1b", 3, 6).grid()': "5 micro-batches in flight",
+            'answer = pl.make("gpipe", 3, 6).grid()': "6 micro-batches in flight, to reach: 4",
+            'answer = pl.make("eager_1f1b", 2, 6).grid()': "asked: 3 devices",
         },
     },
     "14-5": {
@@ -93,6 +95,8 @@ def answer(samples, p, fixed, each):
             " if samples % m == 0), key=lambda m: (m + p) * (fixed + samples / m * each))": (
                 "for (60, 2, 3, 2) it gives 10, right is 6"
             ),
+            "answer = lambda samples, p, fixed, each: min(range(1, samples + 1),"
+            " key=lambda m: (m + p - 1) * (fixed + samples / m * each))": "divide the samples?",
             "answer = lambda samples, p, fixed, each: samples": "its fixed cost",
             "answer = lambda samples, p, fixed, each: 1": "And the bubble",
             "answer = lambda samples, p, fixed, each: 4 * p": "it gives 16, right is",
