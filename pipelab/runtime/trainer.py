@@ -12,7 +12,7 @@ from pipelab.predict.costs import Recompute
 from pipelab.runtime.batches import Data, mean_losses
 from pipelab.runtime.endless import Endless
 from pipelab.runtime.interrupt import Noted
-from pipelab.runtime.prepare import Options, Segment
+from pipelab.runtime.prepare import Options, Part, Segment
 from pipelab.runtime.run import DEFAULT, new_folder, wing_of
 from pipelab.runtime.session import Session
 from pipelab.runtime.verdict.certificate import Check
@@ -218,13 +218,11 @@ class Trainer(AbstractContextManager):
             if not run.check.passed:
                 warnings.warn(f"batch {number}: {run.check}", stacklevel=4)
             return
-        # A copy: its memory may be what the next one is read into, while this one is under way.
-        batch = session.wing.trees.map(session.wing.trees.copy, batch)
         data = Data({number: batch}, range(number, number + 1), session.wing.trees)
         devices = range(self._endless.table.devices)
         rows = [self._endless.order(d, number, self._begun) for d in devices]
-        later = self._endless.later(number)
-        session.submit(session.orders(rows, data, self._endless.version, later), data)
+        part = Part(rows, self._endless.version, self._endless.later(number))
+        session.submit(part, data)
         session.done += 1
         self._under_way.append(data)
 
