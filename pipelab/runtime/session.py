@@ -267,7 +267,6 @@ class Session(AbstractContextManager):
     ) -> Check:
         # Where float64 would draw other numbers, the truth is in the run's precision.
         began, wing, seed = time.perf_counter(), self.wing, self.wing.seed
-        recipe = replace(self.recipe, keep=True)
         states = [start[s] for s in sorted(start)]
         try:
             found = judge(
@@ -277,7 +276,7 @@ class Session(AbstractContextManager):
                 [steps_of(segment.table, outcomes, r) for r in range(self.options.replicas)],
                 wing.saved(save) if save else (),
                 lambda wide: Reference(
-                    wing.arithmetic(recipe, wide, segment.updates_before, states), recipe
+                    wing.arithmetic(self.recipe, wide, segment.updates_before, states), self.recipe
                 ),
                 divided=seed is not None or wing.depends_on_cut(),
                 seed=seed,

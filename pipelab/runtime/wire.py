@@ -111,12 +111,7 @@ class Wire(Transport):
 
     A row that wants a message of another process reads the link to its sender until it has come, in
     its own thread: the kernel keeps what comes meanwhile, and no other thread has to be woken.
-
-    began  the run's time zero on time.perf_counter, from when on arrivals are timed; None if the
-           messages say it (paced)
     """
-
-    began: float | None = None
 
     def __init__(self, job: Job, links: Mapping[Ends, Link]) -> None:
         """`job` is one of the process's; `links` are by ranks."""
