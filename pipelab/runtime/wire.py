@@ -19,7 +19,7 @@ Ends = tuple[int, int]  # of a link: the own one and the other, such as ranks
 
 
 class Link(Protocol):
-    """A way to another rank, which nobody else at this end reads or writes."""
+    """A way to another rank, which nobody else at this end reads, writes or waits on."""
 
     def write(self, message: tuple[Key, Any, float]) -> None:
         """Send a message; does not wait for the reader. Lost if the other end is closed."""
@@ -29,6 +29,7 @@ class Link(Protocol):
 
     def end(self) -> None:
         """Let no thread wait for it any more, if that is possible."""
+        return None
 
     def close(self) -> None:
         """When the other end can have all that was sent."""
