@@ -14,6 +14,7 @@ from traceback import format_exc
 from typing import Any
 
 from pipelab.runtime.batches import Data, Trees
+from pipelab.runtime.interrupt import imports_whole
 from pipelab.runtime.prepare import (
     Options,
     Part,
@@ -139,7 +140,6 @@ class Session(AbstractContextManager):
 
     def __init__(
         self,
-        make: type[Wing],
         schedule: Schedule,
         stages: Sequence[Any],
         loss: Callable,
@@ -150,6 +150,7 @@ class Session(AbstractContextManager):
         training: bool,
     ) -> None:
         """`batches` are as many as are given for the schedule's."""
+        make = wing_of(options.backend)
         method, factory = make.optimizer
         if training and not hasattr(optimizer, method):
             raise ValueError(f"optimizer is a {type(optimizer).__name__}: give {factory}")
@@ -240,8 +241,7 @@ class Session(AbstractContextManager):
                     for unsaved in filter(None, (outcome.unsaved for outcome in outcomes)):
                         raise unsaved
                 if dump and self.launcher.first:
-                    batches = [data[b] for b in range(len(data))]
-                    wing.dump(dump, batches, result.losses, steps_of(table, outcomes, 0))
+                    wing.dump(dump, data, result.losses, steps_of(table, outcomes, 0))
             except Exception as error:
                 if result:
                     error.run = result  # type: ignore[attr-defined]
@@ -376,3 +376,16 @@ def steps_of(table: Schedule, outcomes: Sequence[Outcome], replica: int) -> list
     """Per stage, what every update of one replica did; empty where another rank has it."""
     by_row = {o.row: o.steps for o in outcomes if o.replica == replica}
     return [by_row[d].get(s, []) for s, d in enumerate(table.placement)]
+
+
+def wing_of(backend: str | None) -> type[Wing]:
+    """The library's part for a backend."""
+    # A library is imported by the runs that need it: the other one may not be installed.
+    with imports_whole():
+        if backend == "jax":
+            from pipelab.runtime.jax.wing import JaxWing
+
+            return JaxWing
+        from pipelab.runtime.torch.wing import TorchWing
+
+        return TorchWing
