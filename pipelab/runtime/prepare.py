@@ -112,15 +112,15 @@ class Segment:
 
     def version(self, stage: int, microbatch: int) -> int:
         """The weight version that it reads; both are numbered through the training."""
-        k = microbatch - self.batches.start * self.whole.microbatches
-        return self.table.versions[stage, k] + self.updates_before
+        k = microbatch - self.before * self.whole.microbatches
+        return self.whole.versions[stage, k] + self.before_table
 
     def later(self) -> list[set[int]]:
         """Per stage, the versions made before the end that later batches of the table read."""
-        whole, made = self.whole, self.first_update + self.table.updates
-        numbers, before = range(self.end * whole.microbatches, whole.total), self.before_table
-        read = [{whole.versions[s, k] for k in numbers} for s in range(whole.stages)]
-        return [{v + before for v in of if v <= made} for of in read]
+        m, made = self.whole.microbatches, self.updates_before + self.table.updates
+        numbers = range(self.batches.stop * m, self.before * m + self.whole.total)
+        read = [{self.version(s, k) for k in numbers} for s in range(self.whole.stages)]
+        return [{v for v in of if v <= made} for of in read]
 
 
 def moved(actions: Iterable[Action], microbatches: int, updates: int) -> list[Action]:
