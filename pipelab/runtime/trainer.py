@@ -218,10 +218,9 @@ class Trainer(AbstractContextManager):
                 warnings.warn(f"batch {number}: {run.check}", stacklevel=4)
             return
         data = Data({number: batch}, range(number, number + 1), session.wing.trees)
-        devices = range(self._endless.table.devices)
-        rows = [self._endless.order(d, number, self._begun) for d in devices]
-        part = Part(rows, self._endless.version, self._endless.later(number))
-        session.submit(part, data)
+        endless = self._endless
+        rows = endless.orders(number, self._begun)
+        session.submit(Part(rows, endless.version, endless.later(number)), data)
         session.done += 1
         self._under_way.append(data)
 
@@ -252,9 +251,9 @@ class Trainer(AbstractContextManager):
 
     def _empty(self) -> None:
         """Finish all that is under way."""
-        done, devices = self.number, range(self._endless.table.devices)
+        done = self.number
         if self._begun < done:
-            rows = [self._endless.rest(d, done - 1, self._begun) for d in devices]
+            rows = self._endless.orders(done - 1, self._begun, rest=True)
             if any(rows):
                 self._session.give([Order(actions=rows[row]) for row, _ in self._session.ranks])
                 self._under_way.append(None)
