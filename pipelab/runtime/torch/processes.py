@@ -101,7 +101,7 @@ def perform(
 
     wire = Wire(job, {(job.rank, r): Pipe(end) for r, end in connected.pipes.items()})
     rank = Threads()
-    rank.start([job], [wire], lambda _: progress, began)
+    rank.start([job], [wire] * job.replicas, lambda _: progress, began)
     while order := orders.get():
         rank.submit([order])
         del order  # else its data would be kept until the next
