@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pipelab.runtime.prepare import Options, Segment
 from pipelab.runtime.result import Run
-from pipelab.runtime.run import DEFAULT, check_sequence
+from pipelab.runtime.run import DEFAULT, check_sequence, wing_of
 from pipelab.runtime.session import Session
 from pipelab.table.schedule import Schedule
 
@@ -73,7 +73,8 @@ def train(
     # [2] part by part, by ranks that stay
     options |= {"check": check == "first" or check, "save": folder, "resume": last}
     given = schedule, stages, loss, optimizer, Options(DEFAULT, options)
-    with Session(*given, batches=len(batches), training=True) as session:
+    wing, count = wing_of(options.get("backend")), len(batches)
+    with Session(wing, *given, batches=count, training=True) as session:
         for begin in range(done, schedule.batches, every):
             end = min(begin + every, schedule.batches)
             # A part judges itself: that of the first is enough to see a wrong setting.

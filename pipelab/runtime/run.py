@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from pipelab.predict.costs import Costs, Recompute
+from pipelab.runtime.interrupt import imports_whole
 from pipelab.runtime.prepare import Options, Segment
 from pipelab.runtime.result import Run
-from pipelab.runtime.session import Session
+from pipelab.runtime.session import Session, Wing
 from pipelab.table.schedule import Schedule
 
 Batches = Sequence[tuple[Any, Any]]
@@ -112,7 +113,7 @@ def run(
     options = Options(DEFAULT, locals())
     check_sequence(batches)
     given = schedule, stages, loss, optimizer, options
-    session = Session(*given, batches=len(batches), training=True)
+    session = Session(wing_of(backend), *given, batches=len(batches), training=True)
     segment, folders = _segment(session, options), {"save": save, "dump": dump}
     where = {name: new_folder(name, folder) for name, folder in folders.items()}
     with session:
@@ -142,7 +143,7 @@ def evaluate(
     options = Options(DEFAULT, locals())
     check_sequence(batches)
     given = schedule, stages, loss, None, options
-    with Session(*given, batches=len(batches), training=False) as session:
+    with Session(wing_of(backend), *given, batches=len(batches), training=False) as session:
         return session.run(Segment(session.schedule, 0, len(batches)), batches, check=check)
 
 
@@ -183,3 +184,16 @@ def new_folder(name: str, folder: str | Path | None) -> Path | None:
             f"{name}={str(folder)!r} exists and is not an empty folder: name a new one"
         )
     return path
+
+
+def wing_of(backend: str | None) -> type[Wing]:
+    """The library's part for a backend."""
+    # A library is imported by the runs that need it: the other one may not be installed.
+    with imports_whole():
+        if backend == "jax":
+            from pipelab.runtime.jax.wing import JaxWing
+
+            return JaxWing
+        from pipelab.runtime.torch.wing import TorchWing
+
+        return TorchWing

@@ -14,7 +14,6 @@ from traceback import format_exc
 from typing import Any
 
 from pipelab.runtime.batches import Data, Trees
-from pipelab.runtime.interrupt import imports_whole
 from pipelab.runtime.prepare import (
     Options,
     Part,
@@ -140,6 +139,7 @@ class Session(AbstractContextManager):
 
     def __init__(
         self,
+        make: type[Wing],
         schedule: Schedule,
         stages: Sequence[Any],
         loss: Callable,
@@ -150,7 +150,6 @@ class Session(AbstractContextManager):
         training: bool,
     ) -> None:
         """`batches` are as many as are given for the schedule's."""
-        make = wing_of(options.backend)
         method, factory = make.optimizer
         if training and not hasattr(optimizer, method):
             raise ValueError(f"optimizer is a {type(optimizer).__name__}: give {factory}")
@@ -376,16 +375,3 @@ def steps_of(table: Schedule, outcomes: Sequence[Outcome], replica: int) -> list
     """Per stage, what every update of one replica did; empty where another rank has it."""
     by_row = {o.row: o.steps for o in outcomes if o.replica == replica}
     return [by_row[d].get(s, []) for s, d in enumerate(table.placement)]
-
-
-def wing_of(backend: str | None) -> type[Wing]:
-    """The library's part for a backend."""
-    # A library is imported by the runs that need it: the other one may not be installed.
-    with imports_whole():
-        if backend == "jax":
-            from pipelab.runtime.jax.wing import JaxWing
-
-            return JaxWing
-        from pipelab.runtime.torch.wing import TorchWing
-
-        return TorchWing

@@ -13,7 +13,7 @@ from pipelab.runtime.batches import Data, mean_losses
 from pipelab.runtime.endless import Endless
 from pipelab.runtime.interrupt import Noted
 from pipelab.runtime.prepare import Options, Part, Segment
-from pipelab.runtime.run import DEFAULT, new_folder
+from pipelab.runtime.run import DEFAULT, new_folder, wing_of
 from pipelab.runtime.session import Session
 from pipelab.runtime.verdict.certificate import Check
 from pipelab.runtime.worker import Order, RunError, told
@@ -90,6 +90,7 @@ class Trainer(AbstractContextManager):
         self._every, self._endless = check, Endless(schedule)
         table = self._endless.table
         self._session = Session(
+            wing_of(backend),
             table,
             stages,
             loss,
