@@ -97,24 +97,21 @@ def _cuttable(leaf: Any) -> bool:
 class Data(Sequence):
     """Those batches of a sequence that have these numbers, each read when it is first asked for.
 
-    They are kept: a data set may draw anew at each access, and the run, its reference and what is
-    dumped have to be of the same data.
-
-    digests  of the batches that were read: "batch NUMBER" -> digest
+    They are kept, as copies: a data set may draw anew at each access, or read the next batch into
+    the same memory, and the run, its reference and what is dumped have to be of the same data.
     """
 
     def __init__(self, batches: Any, numbers: range, trees: Trees) -> None:
         self._batches, self.numbers, self.trees = batches, numbers, trees
         self._kept: dict[int, Any] = {}
-        self.digests: dict[str, str | None] = {}
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def __getitem__(self, b: Any) -> Any:
         if b not in self._kept:
-            self._kept[b] = self._batches[self.numbers[b]]
-            self.digests[f"batch {self.numbers[b]}"] = self._digest(b)
+            batch = self._batches[self.numbers[b]]
+            self._kept[b] = self.trees.map(self.trees.copy, batch)
         return self._kept[b]
 
     def pieces(self, count: int, kept: slice) -> list[tuple[Any, Any]]:
@@ -124,18 +121,9 @@ class Data(Sequence):
             p for b, number in pairs for p in cut_batch(self[b], count, number, self.trees)[kept]
         ]
 
-    def check_unchanged(self) -> None:
-        """ValueError if a batch is not what it was when it was read."""
-        # After a single one nothing was read that could have overwritten it.
-        for b in self._kept if len(self) > 1 else ():
-            if self._digest(b) != self.digests[name := f"batch {self.numbers[b]}"]:
-                raise ValueError(
-                    f"{name} changed while later ones were read: the data set "
-                    "writes them into the same memory; let it return a copy (clone())"
-                )
-
-    def _digest(self, b: int) -> str:
-        return self.trees.digest(self._kept[b])
+    def digests(self) -> dict[str, str | None]:
+        """Of the batches that were read."""
+        return {f"batch {self.numbers[b]}": self.trees.digest(x) for b, x in self._kept.items()}
 
 
 def mean_losses(pieces: Any, batches: int) -> list[float]:

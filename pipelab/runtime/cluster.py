@@ -124,7 +124,7 @@ class Cluster(Threads):
                 jobs,
                 [self.wire] * jobs[0].replicas,
                 lambda job: partial(marks.__setitem__, job.rank),
-                partial(self._start, jobs[0].paced),
+                self._start,
             )
         self.patience = math.inf
 
@@ -162,9 +162,8 @@ class Cluster(Threads):
         for thread in self.threads:  # else they would wake up at the end of Python
             thread.join(LEAVING)
 
-    def _start(self, paced: bool) -> float:
+    def _start(self) -> float:
         """The run's time zero on this process's clock, at the same moment in all processes."""
-        assert self.wire
         ahead = 0.0
         # [1] process 0 tells the time to those of other hosts
         for number in self.far:
@@ -178,10 +177,7 @@ class Cluster(Threads):
         # [2] it says when, as soon as all are ready
         self.share(None)
         self._look()
-        began = self.from_first(lambda: time.perf_counter() + 0.01) - ahead
-        self.wire.began = None if paced else began
-        time.sleep(max(0.0, began - time.perf_counter()))
-        return began
+        return self.from_first(lambda: time.perf_counter() + 0.01) - ahead
 
     def _ask(self, questions: Any) -> float:
         question = next(questions)

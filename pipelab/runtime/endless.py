@@ -5,7 +5,6 @@ order of batch 0 | 1               | 2               | ...         pipedream, p 
 1F0 1B0 1U0 1F1 1B1 1U1 | 1F2 1B2 1U2 ...                          next batch's first action
 """
 
-from collections.abc import Iterable
 from functools import cached_property
 
 from pipelab.runtime.prepare import Segment, moved
@@ -41,19 +40,20 @@ class Endless:
                 "make it with more (batches=), the last ones alike"
             )
 
-    def order(self, row: int, batch: int, begun: int) -> list[Action]:
-        """What a row does from its first action of a batch to the first of the next.
+    def orders(self, batch: int, begun: int, *, rest: bool = False) -> list[list[Action]]:
+        """What each row does from its first action of a batch to the first of the next.
 
         begun  the first batch since the pipeline was empty: older ones are done
+        rest   instead, what is left to do when that is done, and there is no next
         """
-        at, cuts = min(batch, self.steady), self.cuts[row]
-        cells = self.table.rows[row][cuts[at] : cuts[at + 1]]
-        return self._moved(cells, begun, batch, at)
-
-    def rest(self, row: int, batch: int, begun: int) -> list[Action]:
-        """What is left for a row to do when its order of a batch is done, and there is no next."""
-        at, cuts = min(batch, self.steady), self.cuts[row]
-        return self._moved(self.table.rows[row][cuts[at + 1] :], begun, batch, at)
+        at, m = min(batch, self.steady), self.table.microbatches
+        more = batch - at  # as many batches later
+        found = []
+        for row, cuts in zip(self.table.rows, self.cuts, strict=True):
+            cells = row[cuts[at + 1] :] if rest else row[cuts[at] : cuts[at + 1]]
+            kept = (action for action in cells if begun - more <= self._batch(action) <= at)
+            found.append(moved(kept, more * m, more * self.updates))
+        return found
 
     def version(self, stage: int, microbatch: int) -> int:
         """The weight version that it reads."""
@@ -106,12 +106,10 @@ class Endless:
 
     def _goes_on(self) -> bool:
         b, m, versions = self.steady, self.table.microbatches, self.table.versions
+        pairs = zip(self.orders(b, 0), self.orders(b - 1, 0), strict=True)
         return (
             all(cuts == sorted(cuts) for cuts in self.cuts)
-            and all(
-                self.order(d, b, 0) == moved(self.order(d, b - 1, 0), m, self.updates)
-                for d in range(self.table.devices)
-            )
+            and all(new == moved(old, m, self.updates) for new, old in pairs)
             and all(
                 versions[s, k] + self.updates == versions[s, k + m]
                 for s in range(self.table.stages)
@@ -122,12 +120,6 @@ class Endless:
     def _batch(self, action: Action) -> int:
         per_batch = self.updates if action.kind is Kind.U else self.table.microbatches
         return action.microbatch // per_batch
-
-    def _moved(self, cells: Iterable[Action], begun: int, batch: int, at: int) -> list[Action]:
-        """Those of the batches that are begun, as many batches later as `batch` is after `at`."""
-        more = batch - at
-        kept = (action for action in cells if begun - more <= self._batch(action) <= at)
-        return moved(kept, more * self.table.microbatches, more * self.updates)
 
 
 def _longer(schedule: Schedule) -> Schedule:

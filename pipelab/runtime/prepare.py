@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import pairwise
 from math import inf
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -104,23 +104,23 @@ class Segment:
         """Updates of the training before this segment."""
         return self.before_table + self.first_update
 
-    @property
-    def rows(self) -> list[list[Action]]:
-        """The table's actions, numbered through the training."""
+    def part(self) -> "Part":
+        """The table, numbered through the training."""
         first, updates = self.batches.start * self.whole.microbatches, self.updates_before
-        return [moved(row, first, updates) for row in self.table.rows]
+        rows = [moved(row, first, updates) for row in self.table.rows]
+        return Part(rows, self.version, self.later())
 
     def version(self, stage: int, microbatch: int) -> int:
         """The weight version that it reads; both are numbered through the training."""
-        k = microbatch - self.batches.start * self.whole.microbatches
-        return self.table.versions[stage, k] + self.updates_before
+        k = microbatch - self.before * self.whole.microbatches
+        return self.whole.versions[stage, k] + self.before_table
 
     def later(self) -> list[set[int]]:
         """Per stage, the versions made before the end that later batches of the table read."""
-        whole, made = self.whole, self.first_update + self.table.updates
-        numbers, before = range(self.end * whole.microbatches, whole.total), self.before_table
-        read = [{whole.versions[s, k] for k in numbers} for s in range(whole.stages)]
-        return [{v + before for v in of if v <= made} for of in read]
+        m, made = self.whole.microbatches, self.updates_before + self.table.updates
+        numbers = range(self.batches.stop * m, self.before * m + self.whole.total)
+        read = [{self.version(s, k) for k in numbers} for s in range(self.whole.stages)]
+        return [{v for v in of if v <= made} for of in read]
 
 
 def moved(actions: Iterable[Action], microbatches: int, updates: int) -> list[Action]:
@@ -200,13 +200,25 @@ def unit_of(data: Data, pieces: int) -> int:
     return 1 << samples_of(smallest, data.trees).bit_length()
 
 
+class Part(NamedTuple):
+    """What ranks do next of a training, numbered through it.
+
+    rows     actions
+    version  (stage, micro-batch) -> the weight version that it reads
+    later    per stage, the versions that data after these read
+    """
+
+    rows: Sequence[Sequence[Action]]
+    version: Callable[[int, int], int]
+    later: Sequence[Collection[int]]
+
+
 def feeds_of(
     table: Schedule,
-    row: int,
+    part: Part,
     data: Data,
+    row: int,
     *,
-    version: Callable[[int, int], int],
-    later: Sequence[Collection[int]],
     replica: int,
     replicas: int,
     seed: int | None,
@@ -225,7 +237,7 @@ def feeds_of(
         # Data are numbered batch by batch, and in a batch replica by replica.
         piece = (k // m * replicas + replica) * m + k % m
         return MicroBatch(
-            version(s, k),
+            part.version(s, k),
             k // table.per_update,
             x if s == 0 else None,
             y if s == last else None,
@@ -234,8 +246,7 @@ def feeds_of(
         )
 
     return {
-        s: Feed({k: given(s, i, k) for i, k in enumerate(every)}, later[s] if later else (), unit)
-        for s in own
+        s: Feed({k: given(s, i, k) for i, k in enumerate(every)}, part.later[s], unit) for s in own
     }
 
 

@@ -122,14 +122,12 @@ def memory_of(timeline: Timeline, records: Sequence[Record]) -> Memory:
                 size = record.received[n]
                 steps.append(MemoryStep(d, span.arrived, arrives, "buffers", size))
                 steps.append(MemoryStep(d, span.start, uses, "buffers", -size))
-            # [2] activations: the most of the action from its start, what is left from its end
-            steps.append(MemoryStep(d, span.start, takes, "activations", record.most[n] - held))
-            steps.append(
-                MemoryStep(d, span.end, gives, "activations", record.held[n] - record.most[n])
-            )
-            # [3] weights, gradients and states grow at the action's start, and shrink at its end
+            # [2] all else: the most of the action from its start, what is left from its end
+            levels = [("activations", held, record.most[n], record.held[n])]
             for cause, before, after in zip(Bytes._fields, kept, record.kept[n], strict=True):
-                moment = (span.start, takes) if after > before else (span.end, gives)
-                steps.append(MemoryStep(d, *moment, cause, after - before))
+                levels.append((cause, before, max(before, after), after))
+            for cause, before, most, after in levels:
+                steps.append(MemoryStep(d, span.start, takes, cause, most - before))
+                steps.append(MemoryStep(d, span.end, gives, cause, after - most))
             held, kept = record.held[n], record.kept[n]
     return Memory(timeline.schedule.devices, steps, "measured")

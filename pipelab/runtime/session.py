@@ -6,7 +6,7 @@ That comes as a `Wing`. A part of a table is carried out, and judged, by `Sessio
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 from pipelab.runtime.batches import Data, Trees
 from pipelab.runtime.prepare import (
     Options,
+    Part,
     Segment,
     check_table,
     feeds_of,
@@ -30,11 +31,8 @@ from pipelab.runtime.verdict.certificate import Check
 from pipelab.runtime.verdict.judge import judge
 from pipelab.runtime.verdict.reference import Arithmetic, Reference
 from pipelab.runtime.worker import Job, Order, Outcome, Pace, RunError, told
-from pipelab.table.action import Action
 from pipelab.table.schedule import Schedule
 from pipelab.table.validate import validate
-
-Rows = Sequence[Sequence[Action]]
 
 
 class Wing(ABC):
@@ -223,19 +221,16 @@ class Session(AbstractContextManager):
             result: Run | None = None
             try:
                 with wing.saving(save, segment.batches.stop) as draft:
-                    keep = bool(check) or dump is not None
-                    orders = self.orders(
-                        segment.rows,
+                    self.submit(
+                        segment.part(),
                         data,
-                        segment.version,
-                        segment.later(),
                         paces=paces_of(table, self.options),
                         training=table.training,
-                        keep=keep,
+                        keep=bool(check) or dump is not None,
                         report=True,
                         save=draft,
                     )
-                    outcomes = self.do(orders, data)
+                    outcomes = self.collect()
                     if table.training:
                         self.done = segment.batches.stop
                     paced = self.options.pace is not None
@@ -245,8 +240,7 @@ class Session(AbstractContextManager):
                     for unsaved in filter(None, (outcome.unsaved for outcome in outcomes)):
                         raise unsaved
                 if dump and self.launcher.first:
-                    batches = [data[b] for b in range(len(data))]
-                    wing.dump(dump, batches, result.losses, steps_of(table, outcomes, 0))
+                    wing.dump(dump, data, result.losses, steps_of(table, outcomes, 0))
             except Exception as error:
                 if result:
                     error.run = result  # type: ignore[attr-defined]
@@ -272,7 +266,6 @@ class Session(AbstractContextManager):
     ) -> Check:
         # Where float64 would draw other numbers, the truth is in the run's precision.
         began, wing, seed = time.perf_counter(), self.wing, self.wing.seed
-        recipe = replace(self.recipe, keep=True)
         states = [start[s] for s in sorted(start)]
         try:
             found = judge(
@@ -282,7 +275,7 @@ class Session(AbstractContextManager):
                 [steps_of(segment.table, outcomes, r) for r in range(self.options.replicas)],
                 wing.saved(save) if save else (),
                 lambda wide: Reference(
-                    wing.arithmetic(recipe, wide, segment.updates_before, states), recipe
+                    wing.arithmetic(self.recipe, wide, segment.updates_before, states), self.recipe
                 ),
                 divided=seed is not None or wing.depends_on_cut(),
                 seed=seed,
@@ -295,22 +288,12 @@ class Session(AbstractContextManager):
 
     # ---- orders
 
-    def orders(
-        self,
-        rows: Rows,
-        data: Data,
-        version: Callable[[int, int], int],
-        later: Sequence[Collection[int]],
-        *,
-        paces: Sequence[Pace | None] = (),
-        **fields: Any,
-    ) -> list[Order]:
-        """An order for each of this process's ranks: its row, and its part of the data.
+    def submit(
+        self, part: Part, data: Data, *, paces: Sequence[Pace | None] = (), **fields: Any
+    ) -> None:
+        """Give each of this process's ranks its row, and its part of the data.
 
-        rows     actions, numbered through the training
-        version  (stage, micro-batch) -> the weight version that it reads
-        later    per stage, the versions that data after these read
-        fields   of every `Order`
+        The first call starts them. `fields` are of every `Order`.
         """
         replicas, schedule = self.options.replicas, self.schedule
         if self.reads and not self.unit:
@@ -319,29 +302,23 @@ class Session(AbstractContextManager):
         for row, replica in self.ranks:
             feeds = feeds_of(
                 schedule,
-                row,
+                part,
                 data,
-                version=version,
-                later=later,
+                row,
                 replica=replica,
                 replicas=replicas,
                 seed=self.wing.seed,
                 unit=self.unit,
             )
             pace = paces[row] if paces else None
-            orders.append(Order(actions=rows[row], feeds=feeds, pace=pace, **fields))
-        return orders
-
-    def submit(self, orders: Sequence[Order], data: Data) -> None:
-        """Give the ranks orders, which are the first of these data; starts them if need be."""
+            orders.append(Order(actions=part.rows[row], feeds=feeds, pace=pace, **fields))
         # By now the orders have read all that they need. Processes that were given other weights
         # or data would train without an error.
-        data.check_unchanged()
         if self.started:
-            self.launcher.agree(lambda: data.digests)
+            self.launcher.agree(data.digests)
         else:
             self.wing.look_at(data)
-            self.launcher.agree(lambda: self.wing.digests(self.recipe) | data.digests)
+            self.launcher.agree(lambda: self.wing.digests(self.recipe) | data.digests())
             with self._failing():
                 self.launcher.start(self._jobs())
             self.started = True
@@ -356,11 +333,6 @@ class Session(AbstractContextManager):
         """The outcomes of the first orders that were not collected yet."""
         with self._failing():
             return self.launcher.collect()
-
-    def do(self, orders: Sequence[Order], data: Data) -> list[Outcome]:
-        """The outcomes of orders, before which all others have been collected."""
-        self.submit(orders, data)
-        return self.collect()
 
     def ask(self, **fields: Any) -> list[Outcome]:
         """The outcomes of orders without actions."""

@@ -269,9 +269,8 @@ class CountingStage(Stage):
         self.steps: list[Step] = []
         self.unsplit: dict[str, str] = {}
         self.stepped: Any = None  # gradients of an update that `steps` does not have yet
-        self.readers: Counter[int] = Counter()  # version -> backwards to come
         self.counts: dict[int, float] = {}  # group -> what its losses counted, in its unit
-        self._backwards_left: Counter[int] = Counter()
+        self._to_come: dict[int, MicroBatch] = {}  # whose backwards are still to come
         self._kept: dict[int, Any] = {}  # by micro-batch, what its forward left for its backward
         self._split: dict[int, tuple[Any, Any, float]] = {}  # the same between I and W
 
@@ -283,8 +282,7 @@ class CountingStage(Stage):
                 given.x, given.target = self.placed((given.x, given.target))
                 self.fed[k] = given
                 if training:
-                    self.readers[given.version] += 1
-                    self._backwards_left[given.group] += 1
+                    self._to_come[k] = given
 
     def end(self) -> None:
         if not self.recipe.training:  # no update drops them
@@ -345,31 +343,25 @@ class CountingStage(Stage):
         return id(self), microbatch
 
     def complete(self, group: int) -> bool:
-        return not self._backwards_left[group]
+        return all(given.group != group for given in self._to_come.values())
 
     def finish(self, microbatch: int, count: float) -> Any:
         """A micro-batch is through. Returns the weight version that nobody reads again, or None."""
         self.device.ledger.drop(self.key(microbatch))
-        # Two counts end here: of the group, and of who still reads the version.
-        group, version = self.fed[microbatch].group, self.fed[microbatch].version
-        self.counts[group] = self.counts.get(group, 0.0) + count
-        self._backwards_left[group] -= 1
-        self.readers[version] -= 1
-        return None if self.needed(version) else self.weights.pop(version)
-
-    def needed(self, version: int) -> bool:
-        """Whether a weight version is the latest, from which updates start, or still to be read."""
-        return version == self.latest or self.read_later(version)
+        given = self._to_come.pop(microbatch)
+        self.counts[given.group] = self.counts.get(given.group, 0.0) + count
+        # The latest version is what updates start from.
+        if given.version == self.latest or self.read_later(given.version):
+            return None
+        return self.weights.pop(given.version)
 
     def read_later(self, version: int) -> bool:
-        if self.readers[version]:
-            return True
-        self.readers.pop(version, None)
-        return version in self.later
+        """Whether a weight version is still to be read."""
+        read = (given.version for given in self._to_come.values())
+        return version in self.later or version in read
 
     def end_group(self, group: int) -> None:
         """Its update is made: its micro-batches are not needed any more."""
-        self._backwards_left.pop(group, None)
         self.fed = {k: given for k, given in self.fed.items() if given.group != group}
 
     def divisor(self, group: int, square: Callable[[], float]) -> float:

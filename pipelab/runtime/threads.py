@@ -84,7 +84,7 @@ class Threads(AbstractContextManager):
 
         transports  one per replica; default: mailboxes, which connect jobs of this process alone
         progress    of a job: is told its mark of each action before that starts
-        clock       is called when all are ready: the time zero on `time.perf_counter`
+        clock       is called when all are ready: the time zero on `time.perf_counter`, soon
         """
         self.transports = transports or _mailboxes(jobs[0])
         self.queues: list[Orders] = [SimpleQueue() for _ in jobs]
@@ -107,6 +107,9 @@ class Threads(AbstractContextManager):
             try:
                 self.ready.wait()
                 self.began = clock()
+                for transport in self.transports:  # a paced run's messages say when they came
+                    transport.began = None if jobs[0].paced else self.began
+                time.sleep(max(0.0, self.began - time.perf_counter()))
                 for home in homes:
                     home.begin(self.began)
                 self.ready.wait()

@@ -12,7 +12,7 @@ from pipelab.predict.costs import Recompute
 from pipelab.runtime.batches import Data, mean_losses
 from pipelab.runtime.endless import Endless
 from pipelab.runtime.interrupt import Noted
-from pipelab.runtime.prepare import Options, Segment
+from pipelab.runtime.prepare import Options, Part, Segment
 from pipelab.runtime.run import DEFAULT, new_folder, wing_of
 from pipelab.runtime.session import Session
 from pipelab.runtime.verdict.certificate import Check
@@ -218,13 +218,10 @@ class Trainer(AbstractContextManager):
             if not run.check.passed:
                 warnings.warn(f"batch {number}: {run.check}", stacklevel=4)
             return
-        # A copy: its memory may be what the next one is read into, while this one is under way.
-        batch = session.wing.trees.map(session.wing.trees.copy, batch)
         data = Data({number: batch}, range(number, number + 1), session.wing.trees)
-        devices = range(self._endless.table.devices)
-        rows = [self._endless.order(d, number, self._begun) for d in devices]
-        later = self._endless.later(number)
-        session.submit(session.orders(rows, data, self._endless.version, later), data)
+        endless = self._endless
+        rows = endless.orders(number, self._begun)
+        session.submit(Part(rows, endless.version, endless.later(number)), data)
         session.done += 1
         self._under_way.append(data)
 
@@ -255,9 +252,9 @@ class Trainer(AbstractContextManager):
 
     def _empty(self) -> None:
         """Finish all that is under way."""
-        done, devices = self.number, range(self._endless.table.devices)
+        done = self.number
         if self._begun < done:
-            rows = [self._endless.rest(d, done - 1, self._begun) for d in devices]
+            rows = self._endless.orders(done - 1, self._begun, rest=True)
             if any(rows):
                 self._session.give([Order(actions=rows[row]) for row, _ in self._session.ranks])
                 self._under_way.append(None)

@@ -40,9 +40,13 @@ class Transport:
     gradient, and the micro-batch; or for what stages tell each other before an update
     (stage, "news", stage, update).
 
+    began     the run's time zero on time.perf_counter, from when on arrivals are timed; None if the
+              messages say it (paced)
     ended     set when the run has ended
     replicas  the transports of all replicas of the pipeline, this one's among them, in order
     """
+
+    began: float | None = None
 
     def __init__(self, devices: int) -> None:
         self._changed = [Condition() for _ in range(devices)]

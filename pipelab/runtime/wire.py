@@ -19,7 +19,7 @@ Ends = tuple[int, int]  # of a link: the own one and the other, such as ranks
 
 
 class Link(Protocol):
-    """A way to another rank, which nobody else at this end reads or writes."""
+    """A way to another rank, which nobody else at this end reads, writes or waits on."""
 
     def write(self, message: tuple[Key, Any, float]) -> None:
         """Send a message; does not wait for the reader. Lost if the other end is closed."""
@@ -29,6 +29,7 @@ class Link(Protocol):
 
     def end(self) -> None:
         """Let no thread wait for it any more, if that is possible."""
+        return None
 
     def close(self) -> None:
         """When the other end can have all that was sent."""
@@ -111,12 +112,7 @@ class Wire(Transport):
 
     A row that wants a message of another process reads the link to its sender until it has come, in
     its own thread: the kernel keeps what comes meanwhile, and no other thread has to be woken.
-
-    began  the run's time zero on time.perf_counter, from when on arrivals are timed; None if the
-           messages say it (paced)
     """
-
-    began: float | None = None
 
     def __init__(self, job: Job, links: Mapping[Ends, Link]) -> None:
         """`job` is one of the process's; `links` are by ranks."""

@@ -34,8 +34,8 @@ def test_orders_are_the_rows_of_a_long_table(name, p, m, batches, data):
     long, endless = table(name, p, m, batches), Endless(table(name, p, m))
     part = long.part(begun, batches)
     for d, row in enumerate(part.rows):
-        orders = [endless.order(d, b, begun) for b in range(begun, batches)]
-        rest = endless.rest(d, batches - 1, begun)
+        orders = [endless.orders(b, begun)[d] for b in range(begun, batches)]
+        rest = endless.orders(batches - 1, begun, rest=True)[d]
         ahead = begun * long.microbatches, begun * endless.updates
         assert [*chain(*orders, rest)] == moved(row, *ahead)
     assert all(endless.version(s, k) == v for (s, k), v in long.versions.items())
@@ -53,12 +53,10 @@ def test_a_table_of_anybodys_goes_on_as_it_does(virtual):
     known = make("interleaved", 2, 4, virtual=virtual, batches=2)
     rows = [[*row] for row in known.rows]
     own = Schedule("own", rows, known.placement, 4, 2)
-    assert Endless(own).order(1, 9, 0) == Endless(known).order(1, 9, 0)
+    assert Endless(own).orders(9, 0) == Endless(known).orders(9, 0)
     free = make("pipedream", 3, 2, batches=5)
     own = Schedule("own", free.rows, free.placement, 2, 5, 1)
-    assert [Endless(own).order(d, 9, 0) for d in range(3)] == [
-        Endless(free).order(d, 9, 0) for d in range(3)
-    ]
+    assert Endless(own).orders(9, 0) == Endless(free).orders(9, 0)
 
 
 def test_a_table_that_does_not_show_how_it_goes_on():

@@ -906,7 +906,7 @@ def test_a_failure_from_outside_is_told_from_what_it_breaks():
         def begin(self, began): ...
 
     class Idle(SimpleNamespace):
-        row, replica, schedule, partners = 0, 0, make("gpipe", 1, 1), {}
+        row, replica, schedule, partners, paced = 0, 0, make("gpipe", 1, 1), {}, False
 
         def home(self):
             return Home()

@@ -17,7 +17,7 @@ from torch import Tensor
 from pipelab.runtime.stage import Device
 from pipelab.runtime.torch.pipes import as_bytes, like, restored, tensors_of
 from pipelab.runtime.transport import Key, Lost, lost
-from pipelab.runtime.wire import Ends, Wire, apart, pairs_of_ranks, whole
+from pipelab.runtime.wire import Ends, Link, Wire, apart, pairs_of_ranks, whole
 from pipelab.runtime.worker import Job
 
 FOREVER = timedelta(days=1)  # for torch, which counts a rank's wait for others who work as a hang
@@ -96,7 +96,7 @@ def groups_of(pairs: Sequence[Ends], me: int, device: torch.device) -> dict[Ends
     return groups
 
 
-class GroupLink:
+class GroupLink(Link):
     """A link to the rank `other`, by process groups to it and back.
 
     A message is
@@ -125,7 +125,6 @@ class GroupLink:
         self._asked = deque(self._ask_for_head(room) for room in self._here.ahead)
 
     def write(self, message: Any) -> None:
-        """Send a message; does not wait for the reader. Lost if the other end is closed."""
         key, payload, at = message
         skeleton, tensors = apart(payload, tensors_of)
         skeleton = pickle.dumps((skeleton, [*map(like, tensors)]))
@@ -150,7 +149,6 @@ class GroupLink:
                 self._send(part, PARTS)
 
     def read(self) -> Any:
-        """The next message; waits for it. Lost if the other end is closed."""
         row, work = self._asked.popleft()
         if isinstance(work, Lost):
             raise work
@@ -176,9 +174,6 @@ class GroupLink:
             if 2 * total < row.nbytes:  # it would be kept with them
                 tensors = [tensor.clone() for tensor in tensors]
         return key, whole(skeleton, tensors), at
-
-    def end(self) -> None:
-        """Nothing ends a wait of torch's, but its process."""
 
     def close(self) -> None:
         """When all that was sent has been read."""

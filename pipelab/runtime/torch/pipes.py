@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from pipelab.runtime.transport import lost
-from pipelab.runtime.wire import apart, whole
+from pipelab.runtime.wire import Link, apart, whole
 
 # Bytes for which a connection that select calls ready has room: Linux calls it so when three
 # quarters of its 208 KiB are free, others when a few kilobytes are.
 ROOM = 2**15 if sys.platform == "linux" else 2**9
 
 
-class Pipe:
+class Pipe(Link):
     """A pipe between this rank and another, both ways.
 
     A write does not wait for the reader: what the pipe may not have room for is left to a thread,
@@ -32,7 +32,6 @@ class Pipe:
         self._sending: Future[Any] = self._thread.submit(bool)
 
     def write(self, message: Any) -> None:
-        """Send a message. Lost if the other end is closed."""
         skeleton, tensors = apart(message, tensors_of)
         memory = [PickleBuffer(as_bytes(t.cpu()).numpy().data) for t in tensors]
         packed = pickle.dumps((skeleton, [*map(like, tensors)], memory), pickle.HIGHEST_PROTOCOL)
@@ -44,13 +43,9 @@ class Pipe:
             self._sending = self._thread.submit(self._connection.send_bytes, packed)
 
     def read(self) -> Any:
-        """The next message; waits for it. Lost if the other end is closed."""
         with lost(OSError, EOFError, pickle.UnpicklingError):
             skeleton, alike, memory = pickle.loads(self._connection.recv_bytes())
             return whole(skeleton, [*map(restored, memory, alike)])
-
-    def end(self) -> None:
-        """Nobody else in this process waits on it."""
 
     def close(self) -> None:
         """When the pipe has all that was sent; then the other end can still read it."""

@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from pipelab.runtime.threads import (
-    AFTER,
     BEFORE,
     Orders,
     RankJob,
@@ -45,7 +44,7 @@ from pipelab.runtime.torch.groups import FOREVER
 from pipelab.runtime.torch.pipes import Pipe
 from pipelab.runtime.transport import Lost
 from pipelab.runtime.wire import Ends, Wire, pairs_of_ranks, pairs_of_replicas
-from pipelab.runtime.worker import Job, Order, Outcome, RunError, Worker, told
+from pipelab.runtime.worker import Job, Order, Outcome, RunError, told
 
 PRELOAD = ["torch._dynamo", "pipelab.runtime.torch.processes"]
 STARTING = Lock()  # this process has one __main__
@@ -92,27 +91,21 @@ class Connected(NamedTuple):
 def perform(
     job: Job, progress: Callable[[int], None], connected: Connected, orders: Orders
 ) -> Iterator[Outcome]:
-    """Do the orders of this rank's job, at the same time as the others."""
-    wire = Wire(job, {(job.rank, r): Pipe(end) for r, end in connected.pipes.items()})
-    home = job.home()
-    stages = job.stages(home)
-    with home.active():
-        # [1] all begin at one time
-        job.prepare(stages)
+    """Do the orders of this rank's job, at the same time as the others, until it is killed."""
+
+    def began() -> float:
         connected.ready[job.rank] = time.perf_counter()
         while not all(connected.ready):
             time.sleep(1e-3)
-        began = max(connected.ready) + 0.01
-        wire.began = None if job.paced else began
-        home.begin(began)
-        time.sleep(max(0.0, began - time.perf_counter()))
-        # [2] order by order, until this process is killed
-        worker = Worker(job, stages, home, wire, began, progress)
-        while order := orders.get():
-            outcome = worker.work(order)
-            progress(AFTER)
-            yield outcome
-            del order, outcome  # else its data would be kept until the next
+        return max(connected.ready) + 0.01
+
+    wire = Wire(job, {(job.rank, r): Pipe(end) for r, end in connected.pipes.items()})
+    rank = Threads()
+    rank.start([job], [wire] * job.replicas, lambda _: progress, began)
+    while order := orders.get():
+        rank.submit([order])
+        del order  # else its data would be kept until the next
+        yield from rank.collect()
 
 
 def run_processes(jobs: Sequence[RankJob], work: Callable[..., Any], timeout: float) -> list:

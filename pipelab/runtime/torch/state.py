@@ -12,9 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from pipelab.runtime.torch.split_backward import storages
 
 MAKING = RLock()  # a factory may write into tensors that other runs' factories read
 
@@ -75,8 +72,9 @@ class StageState:
         kinds = _kinds_of(optimizer, schedulers)
         if self.kinds != kinds or len(self.groups) != len(optimizer.param_groups):
             raise ValueError(
-                f"{self.origin} was made with {_summary(self.kinds, self.groups)}, and now there "
-                f"are {_summary(kinds, optimizer.param_groups)}: give the same optimizer"
+                f"{self.origin} was made with {' and '.join(self.kinds)} of {len(self.groups)} "
+                f"parameter groups, and now there is {' and '.join(kinds)} of "
+                f"{len(optimizer.param_groups)}: give the same optimizer"
             )
         for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
             self._warn_of_another_rate(group, saved)
@@ -123,14 +121,6 @@ def _kinds_of(optimizer: Any, schedulers: Sequence[Any]) -> list[str]:
     return [type(x).__name__ for x in (optimizer, *schedulers)]
 
 
-def _summary(kinds: Sequence[str], groups: Sequence[Any]) -> str:
-    optimizer, *schedulers = kinds
-    return (
-        f"{optimizer}, {len(groups)} parameter groups and "
-        f"{len(schedulers)} schedulers ({', '.join(schedulers) or 'none'})"
-    )
-
-
 def on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
     """Copies on the CPU of those that are tensors."""
     return pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), dict(values))
@@ -170,8 +160,7 @@ def make_optimizer(
     if not (factory and weights):
         return None, []
     with MAKING:
-        with _Writes() as writes:
-            made = factory(weights)
+        made = factory(weights)
         optimizer, *schedulers = made if isinstance(made, tuple) else (made,)
         stepped = [getattr(scheduler, "optimizer", optimizer) for scheduler in schedulers]
         for x, of_x in zip((optimizer, *schedulers), (optimizer, *stepped), strict=True):
@@ -181,12 +170,14 @@ def make_optimizer(
         # What deepcopy finds in its memo it takes as copied: weights and optimizers stay what they
         # are, wherever they are named.
         copies = {id(x): x for x in (*weights, *optimizers, *schedulers)}  # these stay
-        given = pytree.tree_leaves([_hyperparameters(g) for g in optimizer.param_groups])
+        given = [*optimizer.param_groups]
         for x in optimizers:  # an optimizer around another one has its list, or its groups
             x.param_groups[:] = _copied(x, x.param_groups, copies)
         for x in schedulers:
             vars(x).update(_copied(x, vars(x), copies))
-        writes.undo(given)
+        for group in given:  # a scheduler that has written into a tensor has noted what it was
+            if isinstance(group.get("lr"), Tensor) and "initial_lr" in group:
+                group["lr"].copy_(group["initial_lr"])
     return optimizer, schedulers
 
 
@@ -214,31 +205,6 @@ def _check_weights(made: Any, optimizer: Any, weights: Sequence[Tensor]) -> None
             f"the optimizer's factory made a {type(made).__name__} of other weights than it "
             "was called with: give one that uses its argument, such as torch.optim.SGD"
         )
-
-
-class _Writes(TorchDispatchMode):
-    """Notes what tensors were before they are written to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before: list[tuple[Tensor, Tensor]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        for schema, value in zip(func._schema.arguments, args, strict=False):
-            if schema.alias_info and schema.alias_info.is_write and isinstance(value, Tensor):
-                self.before.append((value, value.clone()))
-        return func(*args, **kwargs or {})
-
-    @torch.no_grad()
-    def undo(self, values: Sequence[Any]) -> None:
-        """Give those that are tensors back what they were."""
-        wanted = storages(value for value in values if isinstance(value, Tensor))
-        # The last write first, so that the oldest value is what stays.
-        for tensor, before in reversed(self.before):
-            if tensor.untyped_storage().data_ptr() in wanted:
-                tensor.copy_(before)
 
 
 # ---- buffers, which forwards may change: in place, or by putting another tensor there

@@ -111,7 +111,10 @@ class Arithmetic(Protocol):
         return ReferenceMemory()
 
     def saved(self, states: Sequence[Any], history: Any, weights: Sequence[Any]) -> Sequence[Any]:
-        """By stage, the values that each checkpoint holds, and those that it should hold."""
+        """By stage, the values that each checkpoint holds, and those that it should hold.
+
+        `weights`, if there are any, are what the run gives back: the buffers should be those.
+        """
         return [], []
 
 
@@ -201,15 +204,11 @@ class Reference:
         ]
         return self.arrays(self.arithmetic.step([history[t] for history in self.history], used))
 
-    def accept(self, t: int, weights: Sequence[Weights]) -> None:
-        """Go on from these weights, by stage, as version t."""
+    def go_on(self, t: int, weights: Sequence[Weights], needed: Sequence[set[int]]) -> None:
+        """Go on from these weights, by stage, as version t; drop the versions not needed."""
         for s, of_stage in enumerate(weights):
             self.history[s][t] = self.arithmetic.place(s, of_stage)
-
-    def forget(self, needed: Sequence[set[int]]) -> None:
-        """Drop the versions that are not among the needed ones of their stage."""
-        for s, keep in enumerate(needed):
-            self.history[s] = {v: w for v, w in self.history[s].items() if v in keep}
+            self.history[s] = {v: w for v, w in self.history[s].items() if v in needed[s]}
 
     # ---- what is asked before and after
 
@@ -250,14 +249,6 @@ class Reference:
         """The accepted weights, and the buffers that the forwards have left."""
         latest = [history[max(history)] for history in self.history]
         return self.arrays(latest), self.arrays(self.arithmetic.buffers())
-
-    def saved(self, states: Sequence[Any], weights: Sequence[Any] = ()) -> tuple[Arrays, Arrays]:
-        """The content of a checkpoint of all stages, and what it should be.
-
-        `weights`, if given, are what the run gives back: the buffers should be those.
-        """
-        held, expected = self.arithmetic.saved(states, self.history, weights)
-        return self.arrays(held), self.arrays(expected)
 
     @contextmanager
     def _given(

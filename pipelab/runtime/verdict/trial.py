@@ -182,8 +182,7 @@ class Trial:
         # From the same weights, so that a difference of one update is not counted in all later
         # ones.
         for reference in (self.truth, self.own):
-            reference.accept(version, [step.weights for step in steps])
-            reference.forget(needed)
+            reference.go_on(version, [step.weights for step in steps], needed)
 
     def compare_results(
         self, replica_steps: Sequence[Sequence[Sequence[Step]]], saved: Sequence[Any]
@@ -244,7 +243,8 @@ class Trial:
 
     def compare_saved(self, where: str, states: Sequence[Any], weights: Sequence[Any] = ()) -> None:
         """All that a checkpoint holds, and nothing is missing: it was saved or loaded, no more."""
-        saved, expected = self.own.saved(states, weights)
+        own = self.own
+        saved, expected = map(own.arrays, own.arithmetic.saved(states, own.history, weights))
         for name in {**saved, **expected}:
             there, wanted = (arrays.get(name, np.zeros(0)) for arrays in (saved, expected))
             floor = min(self.own.arithmetic.coarsest, EPS_32) * np.abs(wanted)
