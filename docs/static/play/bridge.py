@@ -155,7 +155,7 @@ def answer(request: str) -> str:
     """The reply to a request; what Python refuses is in `failed`."""
     try:
         return json.dumps(done(**json.loads(request)))
-    except Exception as error:
+    except BaseException as error:  # an answer may also leave, or interrupt
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == YOURS]
         told = str(error)

@@ -22,5 +22,9 @@ started.then(() => postMessage({ ready: true }), (error) => postMessage({ broken
 
 onmessage = async ({ data: { id, request } }) => {
   const answer = await started;
-  postMessage({ id, reply: answer(request) });
+  try {
+    postMessage({ id, reply: answer(request) });
+  } catch (error) {
+    postMessage({ ended: String(error.message ?? error).trim().split("\n").at(-1) }); // no Python is left
+  }
 };
