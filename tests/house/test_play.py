@@ -14,6 +14,7 @@ from jupyter_lab import chromium
 from pipelab import Costs, make, simulate
 from pipelab.measure.trace import from_trace
 from pipelab.widgets.puzzle import LEVELS
+from tests.house.marionette import TAB, firefox, opened
 
 expect = pytest.importorskip("playwright.sync_api").expect
 PATIENCE = 30_000  # milliseconds
@@ -321,6 +322,29 @@ def test_every_check_that_a_page_offers_passes_its_solution_there(playing):
             assert reply.get("passed") is True, (name, reply)
         else:
             assert reply.get("passed") is False and "it is" in reply["text"], (name, reply)
+
+
+# ---- in another browser
+
+
+@pytest.mark.skipif(firefox() is None, reason="needs Firefox")
+def test_firefox_explores_edits_and_answers(playing, address, tmp_path):
+    cell = "document.querySelector(\".cell:has([data-name='06-a'])\")"
+    with opened(tmp_path) as page:
+        page.goto(f"{address}/docs/play/explorer.html#schedule=gpipe&devices=3&microbatches=8")
+        page.wait("[...document.querySelectorAll('.measures td')].some((x) => x.textContent == 30)")
+        page.goto(f"{address}/docs/play/editor.html#first")
+        page.wait("document.querySelector('.tray .chip')")
+        page.evaluate("document.querySelector('[name=help]').focus()")
+        page.press([TAB, *"F0F1"])
+        page.wait("document.querySelectorAll('.pipelab-editor .lanes g.action').length == 2")
+        page.goto(f"{address}/notebooks/06_pipedream_flush.html")
+        page.wait(f"{cell}.querySelector('textarea')")
+        page.evaluate(f"{cell}.querySelector('textarea').focus()")
+        page.evaluate(f"{cell}.querySelector('textarea').setSelectionRange(11, 15)")
+        page.press("21")  # in place of None
+        page.evaluate(f"{cell}.querySelector('.check').click()")
+        page.wait(f"{cell}.querySelector('.said').textContent == 'Right: 21.'")
 
 
 # ---- where there is no Python
