@@ -449,8 +449,8 @@ def here():
     return median(spent)
 
 
-# Meant are 4 s for the first load and 100 ms for a redraw or a move, where `here` takes about
-# 17 ms: a slower machine may take as many times as long.
+# Meant are 4 s for the first load and 100 ms for a redraw or a move, where `here` takes 10 to
+# 11 ms, as on two idle cores: a slower machine may take as many times as long.
 @pytest.fixture
 def large(playing):
     page = playing("play/explorer.html#schedule=pipedream_flush&devices=16&microbatches=64")
