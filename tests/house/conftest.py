@@ -43,24 +43,15 @@ def site(tmp_path_factory):
         if not built.is_dir():
             for old in folder.glob("*/"):
                 shutil.rmtree(old)
-            command = [
-                sys.executable,
-                "-m",
-                "sphinx",
-                "-W",
-                "--keep-going",
-                "-q",
-                "-c",
-                ROOT / "docs",
-            ]
-            command += ["-d", doctrees, ROOT, making]
+            command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q"]
+            command += ["-c", ROOT / "docs", "-d", doctrees, ROOT, making / "site"]
             environment = os.environ | {"PYTHONPATH": str(ROOT)}
             done = subprocess.run(
                 command, cwd=ROOT, env=environment, capture_output=True, text=True
             )
             assert done.returncode == 0, done.stderr
             making.rename(built)
-    return built
+    return built / "site"
 
 
 class Quiet(SimpleHTTPRequestHandler):
