@@ -244,6 +244,15 @@ def test_python_that_ends_or_never_came(open_page, playing, address):
     shows(page, "makespan", "28.5")
 
 
+def test_a_file_of_python_that_does_not_come_is_told(chrome, address, playing):
+    page = chrome.new_page()  # the engine complains
+    page.route("**/pyodide.asm.wasm", lambda route: route.fulfill(status=404))
+    page.goto(f"{address}/docs/play/explorer.html")
+    page.locator("[name=schedule]").select_option("gpipe")
+    expect(page.locator(".play-note")).to_contain_text("pyodide.asm.wasm: 404")
+    page.close()
+
+
 def test_no_field_keeps_a_key_for_itself(playing):
     page = playing("docs/play/explorer.html")
     page.locator("[name=devices]").select_text()
