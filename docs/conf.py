@@ -26,7 +26,7 @@ include_patterns = [
     "benchmarks/gpu/*.md",
     "README.md",
 ]
-exclude_patterns = ["**/.*", "build", "images", "pipelab", "tests", "**/__pycache__"]
+exclude_patterns = [".*", "**/.*", "build", "images", "pipelab", "tests", "**/__pycache__"]
 
 extensions = [
     "myst_nb",

@@ -40,7 +40,9 @@ def add_tags(
     app: Sphinx, page: str, _template: str, context: dict[str, Any], doctree: nodes.document | None
 ) -> None:
     """Before a page is written."""
-    text = ABOUT if page == app.config.root_doc else described(doctree)
+    text = described(doctree)
+    if page == app.config.root_doc:
+        text, context["title"] = ABOUT, "Pipeline parallelism, taught and done"
     picture = f"{app.config.html_baseurl}_static/{PICTURE.name}"
     tags = {
         "og:title": html.unescape(context.get("title", "pipelab")),

@@ -41,7 +41,7 @@ def compared(schedule: Schedule, costs: Costs, run: Any = None) -> dict[str, Any
         "schedule": schedule.name,
         "weight_versions": schedule.weight_versions,
         "staleness": max(late),
-        "gap": gap(schedule, costs),
+        "gap": gap(schedule, costs, predicted),
     }
     for how, (timeline, kept) in answers.items():
         found[how] = {

@@ -328,10 +328,10 @@ def bound_command(
     made, left_out = make_all(devices, microbatches, costs, virtual=virtual, memory=memory)
     found: list[dict[str, Any]] = []
     for name, (schedule, own) in made.items():
-        used, makespan = max(memory_used(schedule, own)), simulate(schedule, own).makespan
+        used, timeline = max(memory_used(schedule, own)), simulate(schedule, own)
         fits = memory is None or used <= memory
-        record = {"schedule": name, "makespan": makespan, "memory": used, "fits": fits}
-        found.append(record | {"gap": gap(schedule, own)})
+        record = {"schedule": name, "makespan": timeline.makespan, "memory": used, "fits": fits}
+        found.append(record | {"gap": gap(schedule, own, timeline)})
     found.sort(key=lambda record: record["makespan"])
     if json:
         limit = memory if memory != math.inf else None

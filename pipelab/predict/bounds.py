@@ -18,6 +18,7 @@ from numbers import Real
 from pipelab.predict.costs import Costs, Recompute
 from pipelab.predict.memory import memory_used, shares
 from pipelab.predict.simulate import compute_seconds, simulate, transfer_seconds
+from pipelab.predict.timeline import Timeline
 from pipelab.table.action import Kind, ScheduleError, check_counts, check_type
 from pipelab.table.placement import check_placement, loop_placement, stages_of
 from pipelab.table.schedule import Schedule
@@ -108,19 +109,20 @@ def bound(
     return Bound({name: seconds - costs.overhead for name, seconds in by.items()})
 
 
-def gap(schedule: Schedule, costs: Costs) -> float:
+def gap(schedule: Schedule, costs: Costs, timeline: Timeline | None = None) -> float:
     """How much longer a batch takes than the bound: of the same stages on the same devices, under
     the memory of the device that needs most in this schedule, with backwards that may be split.
 
-    Without a flush batches overlap: all of them count as one large batch.
+    Without a flush batches overlap: all of them count as one large batch. `timeline` is the
+    schedule's simulation, where there is one already.
 
     >>> from pipelab.schedules import pipedream_flush
     >>> round(gap(pipedream_flush(4, 8), Costs()), 3)
     0.222
     """
-    if not schedule.asynchronous:
-        schedule = schedule.part(0, 1)
-    makespan = simulate(schedule, costs).makespan
+    if schedule.batches > 1 and not schedule.asynchronous:
+        schedule, timeline = schedule.part(0, 1), None
+    makespan = (timeline or simulate(schedule, costs)).makespan
     if schedule.batches > 1 and costs.recompute is Recompute.EXCEPT_LAST:
         costs = replace(costs, recompute=Recompute.NEVER)  # every batch has a last one
     limit = max(memory_used(schedule, costs))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from operator import add, sub
+from operator import add, attrgetter, sub
 from typing import Literal, NamedTuple
 
 from pipelab.predict.costs import Costs
@@ -43,7 +43,7 @@ class Memory:
 
     def __post_init__(self) -> None:
         changes = [step for step in self.steps if step.change]
-        changes.sort(key=lambda step: (step.time, step.order, step.change))
+        changes.sort(key=attrgetter("time", "order", "change"))
         object.__setattr__(self, "steps", changes)
 
     @cached_property
@@ -55,13 +55,11 @@ class Memory:
 
     def over_time(self, device: int) -> tuple[list[float], dict[str, list[float]]]:
         """Times, and by cause the bytes from each time on: after all steps of that moment."""
-        steps = self.of_device[device]
-        last = {step.time: i for i, step in enumerate(steps)}
-        levels = {}
-        for cause in MEMORY_CAUSES:
-            held = [*accumulate(step.change if step.cause == cause else 0.0 for step in steps)]
-            levels[cause] = [held[i] for i in last.values()]
-        return [*last], levels
+        held, at = dict.fromkeys(MEMORY_CAUSES, 0.0), {}
+        for _, time, _, cause, change in self.of_device[device]:
+            held[cause] += change
+            at[time] = [*held.values()]  # the last of a moment stays
+        return [*at], {cause: [x[k] for x in at.values()] for k, cause in enumerate(held)}
 
     def peak(self, cause: str | None = None) -> list[float]:
         """Per device, the most bytes held at once: of one cause, or of all together."""

@@ -38,11 +38,12 @@ def drawing(items: Sequence[tuple[Timeline, Memory, float]]) -> dict[str, Any]:
     timelines = [t for t, *_ in items]
     filled = {step.cause for _, m, _ in items for step in m.steps}
     shown = [cause for cause in MEMORY_CAUSES if cause in filled]
-    numbers = [_numbers(*item, shown) for item in items]
+    peaks = [m.peak() for _, m, _ in items]
+    numbers = [_numbers(*item, peak, shown) for item, peak in zip(items, peaks, strict=True)]
     chunks, kinds = palette.chunks_of(timelines), palette.kinds_of(timelines)
     return {
         "end": max(t.makespan for t in timelines),
-        "memory": max(max(m.peak()) for _, m, _ in items),
+        "memory": max(map(max, peaks)),
         "timelines": [_timeline(t) | _memory(m, shown) for t, m, _ in items],
         "letters": [kind.name for kind in Kind],
         "names": [palette.NAMES.get(kind, "") for kind in Kind],
@@ -66,19 +67,28 @@ def _timeline(t: Timeline) -> dict[str, Any]:
     """
     s, chunks = t.schedule, palette.chunks_of([t])
     rounding = 1e-9 * t.makespan
-    cells = []
-    for span, *around, there in zip(
-        t.spans, s.inputs, s.takers, s.before, t.input_arrival(), strict=True
-    ):
-        source, taker, before = (-1 if i is None else i for i in around)
-        done = t.end[before] if before >= 0 else 0.0
-        cause = source if there > done else before
-        if before >= 0 and abs(there - done) <= rounding:
-            cause = BOTH
-        stage, kind, microbatch = span.action
-        colour = kind * chunks + stage // s.devices
-        times = span.start, span.end, there if source >= 0 else -1
-        cells.append((*times, stage, kind, microbatch, span.version, colour, source, taker, cause))
+    source, taker, before = (
+        [-1 if i is None else i for i in around] for around in (s.inputs, s.takers, s.before)
+    )
+    there, cause, devices = t.input_arrival(), [], s.devices
+    for made, last, arrived in zip(source, before, there, strict=True):
+        done = t.end[last] if last >= 0 else 0.0
+        alike = last >= 0 and abs(arrived - done) <= rounding
+        cause.append(BOTH if alike else made if arrived > done else last)
+    colour = [kind * chunks + stage // devices for stage, kind, _ in s.actions]
+    cells = zip(*s.actions, strict=True)
+    version = [span.version for span in t.spans]
+    rows = (
+        t.start,
+        t.end,
+        [max(x, -1) for x in there],
+        *cells,
+        version,
+        colour,
+        source,
+        taker,
+        cause,
+    )
     colours = [
         palette.colour_of(kind, chunk * s.devices, s.devices, s.stages)
         for kind in KINDS
@@ -92,7 +102,7 @@ def _timeline(t: Timeline) -> dict[str, Any]:
         "digits": len(str(s.total - 1)),
         "colours": [[palette.to_hex(colour), palette.readable_on(colour)] for colour in colours],
         "columns": COLUMNS,
-        "data": _packed(zip(*cells, strict=True)),
+        "data": _packed(rows),
     }
 
 
@@ -119,12 +129,14 @@ def _packed(rows: Iterable[Iterable[float]]) -> str:
     return base64.b64encode(b"".join(array("f", row).tobytes() for row in rows)).decode()
 
 
-def _numbers(t: Timeline, m: Memory, gap: float, shown: list[str]) -> dict[str, str]:
+def _numbers(
+    t: Timeline, m: Memory, gap: float, peak: list[float], shown: list[str]
+) -> dict[str, str]:
     """The table beside the picture: label -> text, last what the fullest device's memory holds."""
-    held = [m.at_peak(d) for d in range(m.devices)]
-    total = [sum(filled.values()) for filled in held]
-    fullest = total.index(max(total))
-    of_device = f" on device {fullest}" if min(total) < max(total) else ""
+    texts = [*map(_bytes, peak)]  # alike but for rounding is alike
+    fullest = texts.index(most := _bytes(max(peak)))
+    of_device = f" on device {fullest}" if len({*texts}) > 1 else ""
+    held = m.at_peak(fullest)
     return {
         "makespan": f"{t.makespan:.5g}",
         "ideal": f"{t.ideal:.5g}",
@@ -134,8 +146,8 @@ def _numbers(t: Timeline, m: Memory, gap: float, shown: list[str]) -> dict[str, 
         "over the bound": f"{gap:.1%}",
         "peak in flight": per_device(t.peak_in_flight),
         "weight versions": per_device(t.weight_versions),
-        "peak memory": _bytes(max(total)) + of_device,
-        **{cause: _bytes(held[fullest][cause]) for cause in shown},
+        "peak memory": most + of_device,
+        **{cause: _bytes(held[cause]) for cause in shown},
     }
 
 

@@ -436,7 +436,7 @@ function render({ model, el }) {
   const watch = new ResizeObserver(draw);
   watch.observe(scroller);
   if (location.hash.startsWith("#pipelab=")) { // the first editor on the page takes the table in its address
-    ask("load", { text: decodeURIComponent(location.hash) });
+    ask("load", { text: location.hash });
     history.replaceState(null, "", location.pathname + location.search);
   }
   return () => {

@@ -1,6 +1,7 @@
 """The schedule editor: make a table by hand, with as much help as you like, and run it."""
 
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote
 
 import anywidget
 import traitlets
@@ -191,7 +192,7 @@ class Editor(anywidget.AnyWidget):
 
     def load(self, text: str) -> None:
         """A table from `link` or from a file of `to_csv`; what cannot run is left out of it."""
-        if "table=" in text:
+        if MARK in text or "table=" in text:
             self._open(*_linked(text))
         else:
             self._change(self._allowed(read(self.draft.task, text)))
@@ -335,7 +336,7 @@ def _rung(help: str) -> str:
 
 def _linked(text: str) -> tuple[Level, Draft]:
     """The level and the table of a link."""
-    task, _, table = text.rpartition(MARK)[2].rpartition("table=")
+    task, _, table = unquote(text).rpartition(MARK)[2].rpartition("table=")
     name = task.rstrip("&").removeprefix("level=")
     level = level_of(name) if task.startswith("level=") else _sandbox(read_task(name))
     return level, read(level.task, table)

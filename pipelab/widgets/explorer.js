@@ -13,7 +13,9 @@ const BOTH = -2; // as in drawing.py
 // ---- small tools
 
 function unpack(text, rows) {
-  const all = new Float32Array(Uint8Array.from(atob(text), (c) => c.charCodeAt(0)).buffer), n = all.length / rows;
+  const letters = atob(text), bytes = new Uint8Array(letters.length);
+  for (let k = 0; k < bytes.length; k++) bytes[k] = letters.charCodeAt(k); // a tenth of the time that Uint8Array.from takes
+  const all = new Float32Array(bytes.buffer), n = all.length / rows;
   return Array.from({ length: rows }, (_, k) => all.subarray(k * n, (k + 1) * n));
 }
 

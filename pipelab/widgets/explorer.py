@@ -154,9 +154,12 @@ def _simulated(
             "so make a size smaller"
         )
     options = {"memory": limit} if takes(name, "memory") else {}
-    table, own = made(name, costs=costs, virtual=virtual, **sizes, **options)
+    # Most tables are the same whatever they cost: they are kept while costs change.
+    own = costs if takes(name, "costs") else COSTS
+    table, _ = made(name, costs=own, virtual=virtual, **sizes, **options)
+    own = costs.over(table.placement)
     timeline = simulate(table, own)
-    return timeline, memory(timeline, own), gap(table, own)
+    return timeline, memory(timeline, own), gap(table, own, timeline)
 
 
 def _as_text(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 import fcntl
 import functools
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -16,25 +19,39 @@ from jupyter_lab import browser
 ROOT = Path(__file__).parents[2]
 
 
+def made_of():
+    """A word for what the site is made of: any byte changes it."""
+    folders = ("docs", "notebooks", "pipelab", "benchmarks", "images")
+    files = [ROOT / "README.md", *(f for folder in folders for f in (ROOT / folder).rglob("*"))]
+    tools = sys.version, version("sphinx"), version("myst-nb"), bool(shutil.which("npm"))
+    word = hashlib.sha256(repr(tools).encode())
+    for file in sorted(files):
+        if file.is_file() and "__pycache__" not in file.parts:
+            word.update(f"{file.relative_to(ROOT)} {file.stat().st_size} ".encode())
+            word.update(file.read_bytes())
+    return word.hexdigest()[:16]
+
+
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
-    """The folder of the built site; a warning fails the build."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # that of all workers
-    built = folder / "site"
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", ROOT / "docs"]
-    command += ["-d", folder / "doctrees", ROOT, built]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with open(folder / "site.lock", "w") as lock:
+    """The folder of the built site; a warning fails the build. It is kept for the next run."""
+    folder, doctrees = ROOT / "build" / "tests", tmp_path_factory.mktemp("doctrees")
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "site.built").exists():
+        built, making = folder / made_of(), folder / "making"
+        if not built.is_dir():
+            for old in folder.glob("*/"):
+                shutil.rmtree(old)
+            command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q"]
+            command += ["-c", ROOT / "docs", "-d", doctrees, ROOT, making / "site"]
+            environment = os.environ | {"PYTHONPATH": str(ROOT)}
             done = subprocess.run(
                 command, cwd=ROOT, env=environment, capture_output=True, text=True
             )
             assert done.returncode == 0, done.stderr
-            (folder / "site.built").touch()
-    return built
+            making.rename(built)
+    return built / "site"
 
 
 class Quiet(SimpleHTTPRequestHandler):

@@ -14,6 +14,7 @@ from jupyter_lab import chromium
 from pipelab import Costs, make, simulate
 from pipelab.measure.trace import from_trace
 from pipelab.widgets.puzzle import LEVELS
+from tests.house.marionette import TAB, firefox, opened
 
 expect = pytest.importorskip("playwright.sync_api").expect
 PATIENCE = 30_000  # milliseconds
@@ -151,6 +152,107 @@ def test_a_level_is_solved_by_keyboard_and_stays_solved(playing, size):
     expect(placed(page)).to_have_count(8)
 
 
+def changed(page, script, was, becomes):
+    """Have the page get another script than is served."""
+
+    def other(route):
+        reply = route.fetch()
+        assert was in reply.text()
+        route.fulfill(response=reply, body=reply.text().replace(was, becomes))
+
+    page.route(f"**/{script}", other)
+
+
+def test_what_is_wrong_in_an_address_is_said_and_the_picture_stays(open_page, playing, address):
+    page, error = open_page(DESK), ".pipelab-explorer .error"
+    spin = "while (/microbatches\\W+13\\b/.test(request));\n  postMessage({ id,"
+    changed(page, "worker.js", "postMessage({ id,", spin)
+    page.goto(f"{address}/docs/play/explorer.html#devices=abc")
+    expect(page.locator(error)).to_have_text("devices='abc': give a whole number of at least 1")
+    shows(page, "makespan", "28.5")  # as it is stored
+    page.evaluate("location.hash = 'schedule=nope&devices=3&recompute=never'")
+    expect(page.locator(error)).to_contain_text("unknown schedule 'nope'")
+    page.evaluate("location.hash = 'schedule=gpipe&microbatches=8'")
+    shows(page, "makespan", "30")  # on three devices
+    page.locator("[name=microbatches]").fill("13")  # which takes for ever
+    page.locator("[name=microbatches]").press("Enter")
+    expect(page.locator(".play-note")).to_contain_text("Computing")
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator(".play-note")).to_be_hidden()
+    page.locator("[name=microbatches]").fill("4")
+    page.locator("[name=microbatches]").press("Enter")
+    shows(page, "makespan", "18")
+    many = """(name) => {
+      const slider = document.querySelector(`label:has([name=${name}]) [type=range]`);
+      for (const value of [2, 9, 4, 7, 3, 5]) {
+        slider.value = value;
+        slider.dispatchEvent(new Event("input"));
+      }
+    }"""
+    for name in ("devices", "microbatches"):
+        page.evaluate(many, name)
+    shows(page, "makespan", "27")  # the last of them
+
+
+NO_STORAGE = """for (const name of ["getItem", "setItem"]) {
+  const whole = Storage.prototype[name];
+  Storage.prototype[name] = function (key, ...more) {
+    if (key.startsWith("pipelab")) throw new DOMException("no", "SecurityError");
+    return whole.call(this, key, ...more);
+  };
+}"""
+
+
+def test_what_is_wrong_in_a_link_is_said_even_where_nothing_is_stored(open_page, playing, address):
+    page = open_page(DESK)
+    page.add_init_script(NO_STORAGE)
+    page.goto(f"{address}/docs/play/editor.html#%E0%A4%A")
+    said = page.locator(".pipelab-editor .said")
+    expect(said).to_contain_text("unknown level '%E0%A4%A': there are first, gpipe")
+    for link, reason in (
+        ("pipelab=garbage", "devices= is missing in the link: copy all of it"),
+        ("pipelab=level=first&table=0F9", "0F9 is not in this table"),
+        ("pipelab=devices=9999&microbatches=9&table=", "the editor takes 400"),
+        ("pipelab=devices=two&microbatches=9&table=", "devices='two' is no number"),
+        ("pipelab=level=first%26table%3D0F0_0F1%7E1F0", "This could become"),
+    ):
+        page.evaluate("(link) => (location.hash = link)", link)
+        expect(said).to_contain_text(reason)
+    expect(placed(page)).to_have_count(3)
+
+
+def test_python_that_ends_or_never_came(open_page, playing, address):
+    page = open_page(DESK)
+    fall = 'if (request.includes("topple")) throw new RangeError("no stack is left");'
+    changed(page, "worker.js", "try {", f"try {{ {fall}")
+    page.goto(f"{address}/notebooks/06_pipedream_flush.html")
+    cell = page.locator(".cell:has([data-name='06-a'])")
+    for answer, reply in (
+        ("exit()", "line 1: SystemExit"),
+        ("'topple'", "This ended Python (no stack is left); another one starts when it is needed."),
+        ('my_guess = 21\nteach.guess("06-a", my_guess)', "Right: 21."),
+    ):
+        cell.locator("textarea").fill(answer)
+        cell.get_by_role("button", name="Check").click()
+        expect(cell.locator(".said")).to_contain_text(reply)
+    page = open_page(DESK)
+    changed(page, "worker.js", "import {", "throw new Error('offline');\nimport {")
+    page.goto(f"{address}/docs/play/explorer.html")
+    page.locator("[name=schedule]").select_option("gpipe")
+    expect(page.locator(".play-note")).to_contain_text("could not be loaded: reload the page")
+    expect(page.locator(".pipelab-explorer form")).to_be_hidden()
+    shows(page, "makespan", "28.5")
+
+
+def test_a_file_of_python_that_does_not_come_is_told(chrome, address, playing):
+    page = chrome.new_page()  # the engine complains
+    page.route("**/pyodide.asm.wasm", lambda route: route.fulfill(status=404))
+    page.goto(f"{address}/docs/play/explorer.html")
+    page.locator("[name=schedule]").select_option("gpipe")
+    expect(page.locator(".play-note")).to_contain_text("pyodide.asm.wasm: 404")
+    page.close()
+
+
 def test_no_field_keeps_a_key_for_itself(playing):
     page = playing("docs/play/explorer.html")
     page.locator("[name=devices]").select_text()
@@ -229,6 +331,29 @@ def test_every_check_that_a_page_offers_passes_its_solution_there(playing):
             assert reply.get("passed") is True, (name, reply)
         else:
             assert reply.get("passed") is False and "it is" in reply["text"], (name, reply)
+
+
+# ---- in another browser
+
+
+@pytest.mark.skipif(firefox() is None, reason="needs Firefox")
+def test_firefox_explores_edits_and_answers(playing, address, tmp_path):
+    cell = "document.querySelector(\".cell:has([data-name='06-a'])\")"
+    with opened(tmp_path) as page:
+        page.goto(f"{address}/docs/play/explorer.html#schedule=gpipe&devices=3&microbatches=8")
+        page.wait("[...document.querySelectorAll('.measures td')].some((x) => x.textContent == 30)")
+        page.goto(f"{address}/docs/play/editor.html#first")
+        page.wait("document.querySelector('.tray .chip')")
+        page.evaluate("document.querySelector('[name=help]').focus()")
+        page.press([TAB, *"F0F1"])
+        page.wait("document.querySelectorAll('.pipelab-editor .lanes g.action').length == 2")
+        page.goto(f"{address}/notebooks/06_pipedream_flush.html")
+        page.wait(f"{cell}.querySelector('textarea')")
+        page.evaluate(f"{cell}.querySelector('textarea').focus()")
+        page.evaluate(f"{cell}.querySelector('textarea').setSelectionRange(11, 15)")
+        page.press("21")  # in place of None
+        page.evaluate(f"{cell}.querySelector('.check').click()")
+        page.wait(f"{cell}.querySelector('.said').textContent == 'Right: 21.'")
 
 
 # ---- where there is no Python
@@ -333,8 +458,8 @@ def here():
     return median(spent)
 
 
-# Meant are 4 s for the first load and 100 ms for a redraw or a move, where `here` takes about
-# 17 ms: a slower machine may take as many times as long.
+# Meant are 4 s for the first load and 100 ms for a redraw or a move, where `here` takes 10 to
+# 11 ms, as on two idle cores: a slower machine may take as many times as long.
 @pytest.fixture
 def large(playing):
     page = playing("play/explorer.html#schedule=pipedream_flush&devices=16&microbatches=64")
@@ -350,7 +475,6 @@ def test_python_is_soon_there(large):
 
 
 @pytest.mark.timed
-@pytest.mark.xfail(reason="missed: 192 ms in Chromium on two cores, where 100 are meant")
 def test_a_redraw_takes_few_times_what_it_takes_outside(large):
     spent = large.evaluate(REDRAWS, [str(k / 8) for k in range(1, 10)])
     print(f"a redraw: {median(spent):.0f} ms")

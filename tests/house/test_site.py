@@ -10,7 +10,7 @@ import sys
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
-from urllib.parse import unquote, urljoin, urlsplit
+from urllib.parse import parse_qsl, unquote, urljoin, urlsplit
 
 import nbformat
 import pytest
@@ -82,6 +82,18 @@ def test_no_link_is_dead_and_nothing_is_loaded_from_elsewhere(site, pages):
             if not there:
                 dead.append(f"{name}: {link}")
     assert not dead, "\n".join(dead)
+
+
+def test_links_to_settings_are_of_tables_that_can_be_simulated(pages):
+    from browser import explorer_state
+
+    links = {link for page in pages.values() for link in page.links if "explorer.html#" in link}
+    told = [dict(parse_qsl(urlsplit(link).fragment)) for link in links if "schedule=" in link]
+    assert len(told) >= 10
+    for settings in told:
+        given = {key: int(x) if x.isdigit() else x for key, x in settings.items()}
+        shown = explorer_state({"devices": 4, "microbatches": 8} | given)
+        assert shown["settings"].items() >= given.items(), given
 
 
 def test_every_picture_says_what_it_shows(pages):

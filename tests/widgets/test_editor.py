@@ -94,6 +94,7 @@ def test_what_is_wrong_is_said_in_one_line_and_nothing_else_can_be_asked():
         ("__init__", {}),
         ("load", {"text": 5}),
         ("load", {"text": "table=0F0"}),
+        ("load", {"text": "#pipelab=garbage"}),
         ("show", {"bubbles": True}),
         (None, {}),
     ]

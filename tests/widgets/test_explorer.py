@@ -55,6 +55,15 @@ def test_the_gap_is_the_one_to_the_proven_bound():
         assert numbers(explorer, column)["over the bound"] == f"{least:.1%}"
 
 
+def test_a_table_is_kept_while_costs_change_and_a_searched_one_is_made_anew():
+    explorer = Explorer("gpipe", 4, 8, compare="zb")
+    shown, searched = explorer.timeline.schedule, explorer.compared.schedule
+    explorer.set(transfer=0.5)
+    assert explorer.timeline.schedule is shown
+    assert explorer.compared.schedule is not searched
+    assert explorer.timeline.makespan == simulate(shown, Costs(transfer=0.5)).makespan
+
+
 @pytest.mark.parametrize("transfer", [0, 0.5])
 @pytest.mark.parametrize("name", ["gpipe", "pipedream_flush", "interleaved", "pipedream"])
 def test_an_action_starts_when_what_it_waited_for_is_done(name, transfer):

@@ -88,7 +88,6 @@ sys.modules["anywidget"].AnyWidget = AnyWidget  # type: ignore[attr-defined]
 sys.modules["traitlets"] = ModuleType("traitlets")
 vars(sys.modules["traitlets"]).update(Dict=Dict, Unicode=Unicode)
 
-from pipelab.measure.trace import to_trace  # noqa: E402
 from pipelab.table.action import ScheduleError  # noqa: E402
 from pipelab.widgets import editor, explorer  # noqa: E402
 
@@ -140,12 +139,15 @@ def done(do: str, widget: str = "", **words: Any) -> dict[str, Any]:
     if do == "set":
         for name, value in words["values"].items():
             setattr(shown, name, value)
+            shown.changed.discard(name)  # which the page knows: it said so
         return {"state": shown.news()}
     if do == "send":
         shown.hear(shown, words["content"], [])
         return {"state": shown.news()}
     if words["kind"] == "csv":
         return {"text": shown.timeline.schedule.to_csv()}
+    from pipelab.measure.trace import to_trace  # a room that only a download needs
+
     return {"text": json.dumps(to_trace(shown.timeline))}
 
 
@@ -153,7 +155,7 @@ def answer(request: str) -> str:
     """The reply to a request; what Python refuses is in `failed`."""
     try:
         return json.dumps(done(**json.loads(request)))
-    except Exception as error:
+    except BaseException as error:  # an answer may also leave, or interrupt
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == YOURS]
         told = str(error)

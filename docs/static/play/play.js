@@ -21,9 +21,13 @@ const python = {
     this.generation += 1;
     this.began = performance.now();
     this.worker = new Worker(near("worker.js"), { type: "module" });
-    this.worker.onerror = () => this.fail("Python could not be loaded.");
+    this.worker.onerror = (event) => {
+      event.preventDefault(); // it is told on the page
+      this.fail("Python could not be loaded: reload the page to try again.");
+    };
     this.worker.onmessage = ({ data }) => {
-      if (data.broken) return this.fail(data.broken);
+      if (data.broken) return this.fail(`Python could not be loaded (${data.broken}): reload the page to try again.`);
+      if (data.ended) return this.stop(`This ended Python (${data.ended}); another one starts when it is needed.`);
       if (data.ready) {
         this.ready = true;
         document.documentElement.dataset.python = Math.round(performance.now() - this.began);
@@ -79,6 +83,7 @@ function obstacle(node) {
 class Model {
   constructor(name, kind, state) {
     Object.assign(this, { name, kind, state, reactions: {}, dirty: new Set(), messages: [], generation: 0, busy: false });
+    this.drawn = state.settings; // of an explorer: those that its picture shows
   }
 
   get(key) { return this.state[key]; }
@@ -107,6 +112,7 @@ class Model {
   async go() {
     if (this.busy) return;
     this.busy = true;
+    this.emit("idle");
     while (this.dirty.size || this.messages.length) {
       const reply = await this.next();
       if (reply.failed) {
@@ -128,13 +134,16 @@ class Model {
     if (this.messages.length) return python.ask({ do: "send", widget: this.name, content: this.messages.shift() });
     const values = Object.fromEntries([...this.dirty].map((key) => [key, this.state[key]]));
     this.dirty.clear();
-    return python.ask({ do: "set", widget: this.name, values });
+    const reply = await python.ask({ do: "set", widget: this.name, values });
+    if (reply.failed) for (const key of Object.keys(values)) this.dirty.add(key); // for the next Python
+    if (reply.state?.drawing) this.drawn = values.settings;
+    return reply;
   }
 
   // The widget on Python's side, as it stands here.
   async open() {
-    const { generation } = python, { settings, view } = this.state;
-    const state = this.kind === "explorer" ? settings : { table: view.link, help: view.help, helped: view.helped, won: played() };
+    const { generation } = python, { view } = this.state;
+    const state = this.kind === "explorer" ? this.drawn : { table: view.link, help: view.help, helped: view.helped, won: played() };
     const reply = await python.ask({ do: "open", widget: this.name, kind: this.kind, state });
     if (!reply.failed) this.generation = generation;
     if (reply.state && this.kind === "explorer") this.take(reply.state);
@@ -172,8 +181,11 @@ async function show(node, number) {
     const why = obstacle(node), loading = python.worker && !python.ready && touched;
     node.classList.toggle("jupyter-widgets-disconnected", Boolean(why));
     node.classList.toggle("starting", !why && model.generation === 0 && Boolean(model.dirty.size || model.messages.length));
-    note.hidden = !why && !loading;
-    note.replaceChildren(why || "Python is starting …", ...(why ? [] : [make("progress")]));
+    const working = model.busy && python.ready, stop = make("button", { type: "button", textContent: "Stop", onclick: () => python.stop() });
+    note.hidden = !why && !loading && !working;
+    note.classList.toggle("late", working); // seen only when it takes its time
+    const doing = working ? ["Computing …", make("progress"), stop] : ["Python is starting …", make("progress")];
+    note.replaceChildren(...(why ? [why] : doing));
   };
   let touched = false;
   const touch = () => {
@@ -198,13 +210,15 @@ async function show(node, number) {
 const PLAIN = { compare: "", virtual: 1, batches: 1, memory: "", recompute: "never", forward: "1", input_grad: "1", weight_grad: "1",
   update: "0", transfer: "0", weights: "2", optimizer: "4", activations: "1", boundary: "0.25" };
 
+const COUNTS = ["devices", "microbatches", "virtual", "batches"]; // numbers; all else is text
+
 // Its settings in the address, such as #schedule=interleaved&devices=8; those that are not there stay.
 const explorer = {
   read(model) {
     const stored = model.get("settings"), told = [...new URLSearchParams(location.hash.slice(1))].filter(([key]) => key in stored);
     if (!told.length) return;
     const settings = { ...stored, ...PLAIN };
-    for (const [key, text] of told) settings[key] = typeof stored[key] === "number" ? +text || null : text;
+    for (const [key, text] of told) settings[key] = COUNTS.includes(key) && text.trim() && !isNaN(text) ? +text : text;
     if (JSON.stringify(settings) === JSON.stringify(stored)) return;
     model.state.settings = settings;
     model.dirty.add("settings");
@@ -254,13 +268,10 @@ const explorer = {
 
 // A level in the address (#cap), else the table that was made here last.
 const editor = {
-  has: (model, level) => model.get("view").levels.some(([name]) => name === level),
-
   read(model) {
-    const level = decodeURIComponent(location.hash.slice(1));
-    if (level.startsWith("pipelab=")) return; // the front end's own
-    const last = remembered("pipelab-table");
-    if (this.has(model, level)) model.messages.push({ do: "open_level", name: level });
+    if (location.hash.startsWith("#pipelab=")) return; // the front end's own
+    const name = location.hash.slice(1), last = remembered("pipelab-table");
+    if (name && !document.getElementById(name)) model.messages.push({ do: "open_level", name });
     else if (last) model.messages.push({ do: "load", text: last });
   },
 
@@ -291,9 +302,9 @@ const editor = {
       history.replaceState(null, "", `${location.pathname}${location.search}${level.name ? `#${level.name}` : ""}`);
     });
     addEventListener("hashchange", () => {
-      const text = decodeURIComponent(location.hash);
+      const text = location.hash, name = text.slice(1);
       if (text.startsWith("#pipelab=")) model.send({ do: "load", text });
-      else if (this.has(model, text.slice(1))) model.send({ do: "open_level", name: text.slice(1) });
+      else if (name && !document.getElementById(name)) model.send({ do: "open_level", name });
     });
   },
 };
@@ -310,7 +321,7 @@ function remembered(key) {
 // ---- what is taken away
 
 const nameOf = (model) => {
-  const { schedule, compare, devices, microbatches } = model.get("settings");
+  const { schedule, compare, devices, microbatches } = model.drawn;
   return [schedule, compare, `p${devices}`, `m${microbatches}`].filter(Boolean).join("-");
 };
 

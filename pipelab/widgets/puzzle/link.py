@@ -66,7 +66,7 @@ def read_task(text: str) -> Task:
     if unknown := sorted(found.keys() - SIZES - COSTS):
         raise ScheduleError(f"{unknown[0]}= is none of {', '.join(sorted(SIZES | COSTS))}")
     if missing := sorted({"devices", "microbatches"} - found.keys()):
-        raise ScheduleError(f"{missing[0]}= is missing")
+        raise ScheduleError(f"{missing[0]}= is missing in the link: copy all of it")
     values = {name: _value(name, part) for name, part in found.items()}
     costs = Costs(**{name: values.pop(name) for name in found if name in COSTS})
     return Task(**values, costs=costs)
@@ -89,7 +89,7 @@ def _value(name: str, text: str) -> Any:
         values = tuple(float(x) if name in COSTS else int(x) for x in text.split("_"))
     except ValueError:
         raise ScheduleError(
-            f"{text!r} is no number, and no list of numbers with _ between"
+            f"{name}={text!r} is no number, and no list of numbers with _ between"
         ) from None
     return values if len(values) > 1 else values[0]
 
