@@ -1,6 +1,5 @@
 """One stage, compiled for its mesh: its forward, its backward, and its tasks of the update."""
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -63,12 +62,10 @@ class CompiledStage(Compiled):
         self.graph = graph = graphs[s]
         self.later = [[*other.inputs, *other.aux_inputs] for other in graphs[s + 1 :]]
         self.previous = graphs[s - 1].outputs if s else []
-        readers = Counter(v for other in graphs for v in other.inputs)
         # [2] Its passes. What they hand on lies where the plan says.
         shapes = Groups(*(specs(vs, place) for vs in graph.groups))
         traced = passes(graph.run, shapes)
         sent = [place(v) for v in (*graph.outputs, *graph.aux_outputs)]
-        counts = [readers[v] or 1 for v in graph.outputs]  # the loss has one gradient
         self.all_reduced, pullback = "", None
         if shard and graph.parameters:
             try:
@@ -78,7 +75,7 @@ class CompiledStage(Compiled):
                 pullback = Unreduced(shard, mine, graph, traced, shapes.parameters)
             except PipeshardError as error:
                 self.all_reduced = str(error)
-        super().__init__(traced, shapes, kinds, sent, counts, options, pullback)
+        super().__init__(traced, shapes, kinds, sent, options, pullback)
         # [3] What it holds.
         self.own = {*graph.parameters, *graph.fixed, *graph.data}
         own = {i for i, v in enumerate(graph.arguments) if v in self.own}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ from jax.extend.core import Var
 from jax.sharding import Mesh
 
 from pipelab.pipeshard.arrays import moved
+from pipelab.pipeshard.batch.microbatches import add_arrays
 from pipelab.pipeshard.compiled import CompiledStage, Place
 from pipelab.runtime.jax.device import JaxDevice
 from pipelab.runtime.jax.jaxpr import Arrays, Values
@@ -147,14 +149,14 @@ class MeshStage(Stage):
 
     def _pull(
         self,
-        backward: Callable[[int, list[Arrays]], Arrays],
+        backward: Callable[[int, Arrays], Arrays],
         microbatch: int,
         received: Parcel | None,
     ) -> Parcel:
         """Per output its gradients, from all stages that read it -> those of the inputs."""
         # Nobody sends to the last stage: it starts with its share of the loss.
         use, along = received or Parcel({self.graph.outputs[0]: [self._seed]}, {})
-        cotangents = [self.device.moved(v, use[v]) for v in self.graph.outputs]
+        cotangents = [reduce(add_arrays, self.device.moved(v, use[v])) for v in self.graph.outputs]
         gradients = backward(microbatch, cotangents)
         # They join those that later stages found of the same variables.
         found = {v: list(parts) for v, parts in along.items()}

@@ -165,11 +165,10 @@ class Unreduced(Pullback):
         if not own.kept == every.kept == compiled.kept:
             raise PipeshardError("it keeps other arrays for fewer samples")
         pairs = [*arguments, *paired(own.forward.outputs, every.forward.outputs)]
-        given = [pairs[i] for i in own.kept]
         kept = [[*known, *made][i] for i in own.kept]
         if any(tag.role is Role.REDUCED for tag in kept):
             raise PipeshardError("its backward reads a sum over the samples")
-        given, end = [*outputs, *given], len(outputs)
+        given = [*outputs, *(pairs[i] for i in own.kept)]
         given_tags = [*(cotangent(tags.of(pair), pair) for pair in outputs), *kept]
         # [2] What it makes of them.
         active = paired([*mine.parameters, *mine.inputs], [*whole.parameters, *whole.inputs])
@@ -177,15 +176,14 @@ class Unreduced(Pullback):
         backwards = []
         for side, backward in enumerate((own.backward, every.backward)):
             shapes = [spec_of(pair[side]) for pair in given]
-            backwards.append(inline(jax.make_jaxpr(backward)(shapes[:end], shapes[end:])))
+            backwards.append(inline(jax.make_jaxpr(backward)(*shapes)))
         if redraw(backwards[0], backwards[1], draw_own)[1]:
             raise PipeshardError("its backward draws random numbers (in a checkpoint)")
         if bad := tags.misfit((backwards[0], backwards[1]), given_tags, wanted):
             raise PipeshardError(bad.why or "its gradients are no sums over the samples")
         # [3] How all of it gets to the devices, and back.
         super().__init__(own, len(mine.inputs))
-        ways = [_way(shard, *each) for each in zip(given_tags, given, strict=True)]
-        self.seeds, self.kept = ways[:end], ways[end:]
+        self.operands = [_way(shard, *each) for each in zip(given_tags, given, strict=True)]
         backs = [_way(shard, *each, back=True) for each in zip(wanted, active, strict=True)]
         self.back = backs[len(mine.parameters) :]
 

@@ -131,15 +131,15 @@ def _measure(stage: Placed, compiled: CompiledStage) -> list[float]:
     """Median seconds of a forward, a backward and the reduction, if there is one, of ones."""
     graph = stage.candidate.graph
     arguments = ones(list(map(stage.spec, graph.arguments)))
-    cotangents = [[x] for x in ones(list(map(stage.spec, graph.outputs)))]
+    cotangents = ones(list(map(stage.spec, graph.outputs)))
     # What the backward needs: some of the arguments, and some of what the forward made.
     made = [*arguments, *compiled.forward(*arguments)]
-    kept = [made[i] for i in compiled.kept]
+    operands = [*cotangents, *(made[i] for i in compiled.kept)]
     sums = compiled.zeros()
 
     def backward() -> Any:
         nonlocal sums  # in whose place the new ones are made
-        sums, *others = compiled.backward(sums, cotangents, kept)
+        sums, *others = compiled.backward(sums, operands)
         return sums, others
 
     programs = [lambda: compiled.forward(*arguments), backward]
