@@ -29,8 +29,7 @@ class CompiledStage(Compiled):
 
     graph     its equations
     own       what is there with or without a backward: parameters, constants, data
-    later     for each later stage, what it reads of earlier ones
-    previous  what the stage before makes
+    later     what later stages read of earlier ones
     all_reduced  why its gradients are reduced in every micro-batch, if they are, not once a batch
     tasks     its tasks of the update
     bytes     what a forward leaves for its backward, on all devices of the mesh together;
@@ -60,8 +59,8 @@ class CompiledStage(Compiled):
         """
         # [1] What its neighbours need to know.
         self.graph = graph = graphs[s]
-        self.later = [[*other.inputs, *other.aux_inputs] for other in graphs[s + 1 :]]
-        self.previous = graphs[s - 1].outputs if s else []
+        after = graphs[s + 1 :]
+        self.later = {v: None for of in after for v in (*of.inputs, *of.aux_inputs)}
         # [2] Its passes. What they hand on lies where the plan says.
         shapes = Groups(*(specs(vs, place) for vs in graph.groups))
         traced = passes(graph.run, shapes)

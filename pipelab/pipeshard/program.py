@@ -198,7 +198,7 @@ class Program:
             mesh = self.meshes[self.schedule.placement[s]]
             parts: list[Any] = [graph, *(task for task in tasks if task.stage == s)]
             for part in parts:
-                part.equations = [on_mesh(eqn, mesh) for eqn in part.equations]
+                part.equations = on_mesh(part.equations, mesh)
         return tasks
 
     def _shard(

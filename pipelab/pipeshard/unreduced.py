@@ -25,7 +25,7 @@ from pipelab.pipeshard.batch.reduction import Reductions
 from pipelab.pipeshard.batch.tags import Pair, Role, Tag, axes_of, cotangent, paired
 from pipelab.pipeshard.cut import StageGraph, cut, mark
 from pipelab.pipeshard.marker import boundary_p
-from pipelab.pipeshard.tracing import Arguments, trace_again
+from pipelab.pipeshard.tracing import Arguments, trace
 from pipelab.runtime.jax.jaxpr import Arrays, Graph, Variables, inline, spec_of
 from pipelab.runtime.jax.passes import Groups, Passes, Pullback, Specs, passes
 
@@ -62,7 +62,7 @@ def shard_of(
 
     Raises PipeshardError where it has other equations for fewer samples.
     """
-    traced = trace_again(step, arguments, samples // count)
+    traced = trace(step, arguments, samples // count)
     mine, batch = traced.loss, list(traced.batch)
     if len(loss.inputs) > len(mine.inputs):
         mine, _ = redraw(mine, whole, draw_own)
@@ -190,8 +190,7 @@ class Unreduced(Pullback):
     def _unshared(self, graph: StageGraph) -> StageGraph:
         """With the user's sharding constraints over the other axes."""
         mesh = self.mesh.abstract_mesh.update(axis_types=(AxisType.Manual, AxisType.Auto))
-        equations = [on_mesh(eqn, mesh, without=DATA) for eqn in graph.equations]
-        return replace(graph, equations=equations)
+        return replace(graph, equations=on_mesh(graph.equations, mesh, without=DATA))
 
     def sums(self, parameters: Specs) -> Specs:
         count = self.mesh.shape[DATA]

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from pipelab.pipeshard.mesh import MeshDevice, Parcel
+from pipelab.pipeshard.mesh import MeshDevice, Payload
 
 Mark = Future[float]  # the moment at which some arrays and earlier marks were there, or an error
 
@@ -25,10 +25,10 @@ class WatchedMesh(MeshDevice):
         self._pool = ThreadPoolExecutor(1, "pipelab watch")
         self._last = self._at_once([])
 
-    def give(self, payload: Parcel) -> Any:
+    def give(self, payload: Payload) -> Any:
         return payload, self._last
 
-    def take(self, parcel: Any) -> Parcel:
+    def take(self, parcel: Any) -> Payload:
         payload, made = parcel
         self._new.append(made)
         return self.arrived(payload)

@@ -76,7 +76,7 @@ class Placed:
     def graph(self) -> StageGraph:
         """With the user's sharding constraints on this mesh."""
         graph = self.candidate.graph
-        return replace(graph, equations=[on_mesh(eqn, self.mesh) for eqn in graph.equations])
+        return replace(graph, equations=on_mesh(graph.equations, self.mesh))
 
     def spec(self, v: Var) -> jax.ShapeDtypeStruct:
         return spec_of(v, self.place(v))

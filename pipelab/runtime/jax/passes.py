@@ -221,15 +221,17 @@ class Compiled:
     ) -> None:
         """I and W; what I leaves for W lies as the compiler chooses."""
         back, mine = shared.back, map(spec_of, shared.passes.operands)
-        now, later, self.read, self.unsplit = split_backward(shared.passes.backward, *mine)
-        crossing = len(now.outputs) - len(back)
-        first = shared.each(now.run, shared.operands, [*back, *[shared.own] * crossing])
+        halves = split_backward(shared.passes.backward, *mine)
+        self.read, self.unsplit, crossing = halves.read, halves.unsplit, len(halves.crossing)
+        first = shared.each(halves.now.run, shared.operands, [*back, *[shared.own] * crossing])
         places = [*(x.sharding for x in self.inputs), *[None] * crossing]
         self.input_grad = build(first, places, *operands)
         made = _lying(self.input_grad, jax.eval_shape(first, *operands))
         whole = [*operands, *made[len(back) :]]
         ways = [*shared.operands, *[shared.own] * crossing]
-        second = shared.each(later.run, [ways[i] for i in self.read], [shared.own] * len(sums))
+        second = shared.each(
+            halves.later.run, [ways[i] for i in self.read], [shared.own] * len(sums)
+        )
 
         def weight_grad(sums: Arrays, read: Arrays) -> Any:
             return list(map(jnp.add, sums, second(*read))), DONE

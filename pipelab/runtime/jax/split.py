@@ -62,6 +62,12 @@ class SplitGraph(NamedTuple):
     crossing: Variables
     unsplit: list[str | None]
 
+    @property
+    def read(self) -> list[int]:
+        """Of the graph's inputs, then `crossing`, the numbers of what `later` reads."""
+        number = {v: i for i, v in enumerate([*self.now.inputs, *self.crossing])}
+        return [number[v] for v in self.later.inputs]
+
 
 def halve(graph: Graph, first: Collection[int], also: Collection[Var] = ()) -> SplitGraph:
     """Cut the graph: outputs with the numbers `first`, and variables `also`, are made now."""
@@ -217,23 +223,11 @@ def _by(items: list[Any], first: list[bool]) -> tuple[list[Any], list[Any]]:
 # ---- a pullback in two
 
 
-class Split(NamedTuple):
-    """A pullback in two, flat: `now` is compiled as I, `later` as W.
-
-    now      operands -> the inputs' gradients, then `crossing` arrays
-    later    what it reads -> the weights' gradients
-    read     of [*operands, *crossing], the numbers of what `later` reads
-    unsplit  for each gradient of a weight None, or why I computes it: as `SplitGraph` has it
-    """
-
-    now: Graph
-    later: Graph
-    read: list[int]
-    unsplit: list[str | None]
-
-
-def split_backward(pullback: Callable, *operands: Any) -> Split:
+def split_backward(pullback: Callable, *operands: Any) -> SplitGraph:
     """Cut a pullback: (*operands) -> (gradients of the weights, gradients of the inputs).
+
+    It is flat: `now` is compiled as I, operands -> the inputs' gradients, then what crosses;
+    `later` as W, what it reads -> the weights' gradients.
 
     The operands are arrays or their shapes, and all that the pullback reads. Without gradients of
     inputs, as in a first stage, what those of the weights share is computed now.
@@ -241,6 +235,4 @@ def split_backward(pullback: Callable, *operands: Any) -> Split:
     closed, (weights, _) = jax.make_jaxpr(pullback, return_shape=True)(*operands)
     graph = inline(closed)
     first = range(len(jax.tree.leaves(weights)), len(graph.outputs))
-    now, later, crossing, unsplit = halve(graph, first, () if first else shared_values(graph))
-    known = {v: i for i, v in enumerate([*graph.inputs, *crossing])}
-    return Split(now, later, [known[v] for v in later.inputs], unsplit)
+    return halve(graph, first, () if first else shared_values(graph))
