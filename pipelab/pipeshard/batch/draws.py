@@ -20,8 +20,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from pipelab.pipeshard.arrays import PipeshardError
-from pipelab.pipeshard.batch.bodies import CHECKPOINTS
-from pipelab.pipeshard.batch.primitives import DRAWS
+from pipelab.pipeshard.batch.primitives import CHECKPOINTS, DRAWS
 from pipelab.pipeshard.batch.tags import axes_of
 from pipelab.runtime.jax.jaxpr import (
     Arrays,
