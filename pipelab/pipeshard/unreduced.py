@@ -56,17 +56,14 @@ def shard_of(
 ) -> Shard:
     """The loss of a device's samples.
 
-    loss     of a micro-batch of so many samples, with its boundaries; it may read the number of the
-             micro-batch, as its last input
+    loss     of a micro-batch of so many samples, with its boundaries; its last input is the number
+             of the micro-batch
     whole    of the batch
 
     Raises PipeshardError where it has other equations for fewer samples.
     """
     traced = trace(step, arguments, samples // count)
-    mine, batch = traced.loss, list(traced.batch)
-    if len(loss.inputs) > len(mine.inputs):
-        mine, _ = redraw(mine, whole, draw_own)
-        batch.append(mine.inputs[-1])
+    mine, _ = redraw(traced.loss, whole, draw_own)
     # The same boundaries, which a planner may have set by the size of the micro-batch.
     marks = [i for i, eqn in enumerate(loss.equations) if eqn.primitive is boundary_p]
     starts = [at - before for before, at in enumerate(marks)]
@@ -76,7 +73,7 @@ def shard_of(
     tags = Reductions(mine, loss, traced.batch, sizes)
     if tags.of((mine.outputs[0], loss.outputs[0])).role is not Role.REDUCED:
         raise PipeshardError("the loss is no sum over the samples")
-    return Shard(count, mine, parameters, batch, tags)
+    return Shard(count, mine, parameters, [*traced.batch, mine.inputs[-1]], tags)
 
 
 # ---- how an array gets to a device, and back
