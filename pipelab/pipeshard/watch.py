@@ -48,7 +48,7 @@ class WatchedMesh(MeshDevice):
         """Wait for all marks; the thread ends."""
         self._pool.shutdown()
 
-    def failed(self, marks: list[Mark]) -> tuple[int, BaseException] | None:
+    def failed(self, marks: list[Any]) -> tuple[int, Exception] | None:
         errors = ((i, mark.exception()) for i, mark in enumerate(marks))
         return next(((i, error) for i, error in errors if error), None)
 

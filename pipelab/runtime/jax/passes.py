@@ -115,7 +115,7 @@ def passes(run: Callable, shapes: Groups) -> Passes:
         if isinstance(v, Var):
             number.setdefault(v, i)
     make_leaves = Graph(kept, leaves, again, traced.consts).run
-    trees = [jax.tree.structure(part) for part in (*results, pullback)]
+    trees: list[Any] = [jax.tree.structure(part) for part in (*results, pullback)]
 
     def backward(*operands: Any) -> tuple[Arrays, Arrays]:
         count = trees[0].num_leaves
