@@ -96,21 +96,20 @@ def _row(stage: Stage, repeats: int) -> Sequence[str]:
     arguments = jax.tree.leaves(groups)
     made = compiled.forward(*arguments)
     kept = [[*arguments, *made][i] for i in compiled.kept]
-    operands = [[jnp.ones_like(made[0]) / made[0].size]], kept
-    given = jax.tree.leaves(operands)
-    of_x, *crossing = compiled.input_grad(*given)
-    read = [[*given, *crossing][i] for i in compiled.read]
+    operands = [jnp.ones_like(made[0]) / made[0].size, *kept]
+    of_x, *crossing = compiled.input_grad(*operands)
+    read = [[*operands, *crossing][i] for i in compiled.read]
     sums = [compiled.zeros(), compiled.zeros()]
-    sums[0], whole, _ = compiled.backward(sums[0], *operands)
+    sums[0], whole, _ = compiled.backward(sums[0], operands)
     sums[1], _ = compiled.weight_grad(sums[1], read)
     for a, b in zip([*sums[0], *whole], [*sums[1], of_x], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * float(jnp.abs(a).max()))
 
     def both() -> None:
-        sums[0], *_ = jax.block_until_ready(compiled.backward(sums[0], *operands))
+        sums[0], *_ = jax.block_until_ready(compiled.backward(sums[0], operands))
 
     def first() -> None:
-        jax.block_until_ready(compiled.input_grad(*given))
+        jax.block_until_ready(compiled.input_grad(*operands))
 
     def second() -> None:
         sums[1], _ = jax.block_until_ready(compiled.weight_grad(sums[1], read))

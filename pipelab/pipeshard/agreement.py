@@ -120,8 +120,7 @@ def _reference(
         return PIECES, partial(_accumulated, program)
     step = trace(train_step, arguments, arguments.samples)
     piece = trace(train_step, arguments, program.samples)
-    pieces = partial(draw_in_pieces, program.microbatches, program.own_draws)
-    loss, names = redraw(step.loss, piece.loss, pieces)
+    loss, names = redraw(step.loss, piece.loss, partial(draw_in_pieces, program.microbatches))
     if not names:
         return WHOLE, _as_written(step)
     gradient = jax.jit(gradient_of(loss))

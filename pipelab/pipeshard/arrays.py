@@ -1,6 +1,7 @@
 """Shapes, types and meshes of a train step's equations."""
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -94,36 +95,31 @@ def axes_in(spec: PartitionSpec) -> list[str]:
     return [axis for entry in entries for axis in entry if axis]
 
 
-def on_mesh(eqn: JaxprEqn, mesh: Mesh | AbstractMesh, without: str = "") -> JaxprEqn:
-    """The equation with the user's sharding constraints, in it or inside it, on this mesh.
+def on_mesh(of: Any, mesh: Mesh | AbstractMesh, without: str = "") -> Any:
+    """Equations, in a list or a function, with the user's sharding constraints on this mesh.
 
     without  the axis along which a function is run by each device for itself: it divides nothing
 
     Raises PipeshardError where one names other axes than the mesh has.
     """
-    if not contains(eqn, [CONSTRAINT]):
-        return eqn
-    if eqn.primitive.name != CONSTRAINT:
-        inside = {key: _on_mesh(x, mesh, without) for key, x in eqn.params.items()}
-        return eqn.replace(params=inside)
-    sharding = eqn.params["sharding"]
+    inside = partial(on_mesh, mesh=mesh, without=without)
+    if isinstance(of, ClosedJaxpr):
+        return of.replace(jaxpr=inside(of.jaxpr))
+    if isinstance(of, Jaxpr):
+        return of.replace(eqns=inside(of.eqns))
+    if type(of) in (list, tuple):  # a tuple has the branches of a cond
+        return type(of)(map(inside, of))
+    if not isinstance(of, JaxprEqn) or not contains(of, [CONSTRAINT]):
+        return of
+    if of.primitive.name != CONSTRAINT:
+        return of.replace(params={key: inside(x) for key, x in of.params.items()})
+    sharding = of.params["sharding"]
     try:
         kept = [tuple(a for a in axes_in(PartitionSpec(e)) if a != without) for e in sharding.spec]
         here = NamedSharding(mesh, PartitionSpec(*(axes or None for axes in kept)))
     except (AttributeError, ValueError):
         raise PipeshardError(
-            f"with_sharding_constraint ({place_of(eqn)}) asks for {sharding}: give a PartitionSpec "
+            f"with_sharding_constraint ({place_of(of)}) asks for {sharding}: give a PartitionSpec "
             f"over the axes that a stage's mesh has, {mesh.axis_names}"
         ) from None
-    return eqn.replace(params=eqn.params | {"sharding": here, "context_mesh": NO_MESH})
-
-
-def _on_mesh(param: Any, mesh: Mesh | AbstractMesh, without: str) -> Any:
-    """Constraints inside an equation's parameter, which may be a function or several."""
-    if isinstance(param, ClosedJaxpr):
-        return param.replace(jaxpr=_on_mesh(param.jaxpr, mesh, without))
-    if isinstance(param, Jaxpr):
-        return param.replace(eqns=[on_mesh(eqn, mesh, without) for eqn in param.eqns])
-    if type(param) is tuple:  # the branches of a cond
-        return tuple(_on_mesh(x, mesh, without) for x in param)
-    return param
+    return of.replace(params=of.params | {"sharding": here, "context_mesh": NO_MESH})

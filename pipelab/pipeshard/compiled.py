@@ -1,6 +1,5 @@
 """One stage, compiled for its mesh: its forward, its backward, and its tasks of the update."""
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -30,8 +29,7 @@ class CompiledStage(Compiled):
 
     graph     its equations
     own       what is there with or without a backward: parameters, constants, data
-    later     for each later stage, what it reads of earlier ones
-    previous  what the stage before makes
+    later     what later stages read of earlier ones
     all_reduced  why its gradients are reduced in every micro-batch, if they are, not once a batch
     tasks     its tasks of the update
     bytes     what a forward leaves for its backward, on all devices of the mesh together;
@@ -61,14 +59,12 @@ class CompiledStage(Compiled):
         """
         # [1] What its neighbours need to know.
         self.graph = graph = graphs[s]
-        self.later = [[*other.inputs, *other.aux_inputs] for other in graphs[s + 1 :]]
-        self.previous = graphs[s - 1].outputs if s else []
-        readers = Counter(v for other in graphs for v in other.inputs)
+        after = graphs[s + 1 :]
+        self.later = {v: None for of in after for v in (*of.inputs, *of.aux_inputs)}
         # [2] Its passes. What they hand on lies where the plan says.
         shapes = Groups(*(specs(vs, place) for vs in graph.groups))
         traced = passes(graph.run, shapes)
         sent = [place(v) for v in (*graph.outputs, *graph.aux_outputs)]
-        counts = [readers[v] or 1 for v in graph.outputs]  # the loss has one gradient
         self.all_reduced, pullback = "", None
         if shard and graph.parameters:
             try:
@@ -78,7 +74,7 @@ class CompiledStage(Compiled):
                 pullback = Unreduced(shard, mine, graph, traced, shapes.parameters)
             except PipeshardError as error:
                 self.all_reduced = str(error)
-        super().__init__(traced, shapes, kinds, sent, counts, options, pullback)
+        super().__init__(traced, shapes, kinds, sent, options, pullback)
         # [3] What it holds.
         self.own = {*graph.parameters, *graph.fixed, *graph.data}
         own = {i for i, v in enumerate(graph.arguments) if v in self.own}

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import reduce
+from typing import Any
 
 import jax
 from jax.extend.core import Var
 from jax.sharding import Mesh
 
 from pipelab.pipeshard.arrays import moved
+from pipelab.pipeshard.batch.microbatches import add_arrays
 from pipelab.pipeshard.compiled import CompiledStage, Place
 from pipelab.runtime.jax.device import JaxDevice
 from pipelab.runtime.jax.jaxpr import Arrays, Values
@@ -17,55 +19,47 @@ from pipelab.runtime.stage import Bytes, Stage
 from pipelab.runtime.transport import Aborted, Transport
 from pipelab.runtime.worker import Job, Order, RunError
 
-
-class Parcel(NamedTuple):
-    """A payload between stages: by variable an array, or on the way back its gradients.
-
-    use    what the next stage needs, moved to its mesh
-    along  what only passes through it, left where it is
-
-    Stage 0 makes x for stage 1 and z for stage 2; stage 1 makes y:
-
-        from stage 0 to 1    use x       along z
-        from stage 1 to 2    use y, z
-    """
-
-    use: Values
-    along: Values
+# What stages send: by variable an array, or on the way back its gradients. Stage 0 makes x for
+# stage 1 and z for stage 2; stage 1 makes y:
+#
+#     from stage 0 to 1    x, which it uses, and z, which only passes through
+#     from stage 1 to 2    y and z
+Payload = dict[Var, Any]
 
 
 class MeshDevice(JaxDevice):
     """A device of the schedule: a mesh of jax devices.
 
     numbers  that variables have between devices: other processes have variables of their own
+    uses     variables that its stages read or make: these are moved to its mesh
     """
 
     def __init__(self, mesh: Mesh, place: Place, numbers: dict[Var, int]) -> None:
         super().__init__(mesh.devices.flat[0])
         self.mesh, self.place, self._numbers = mesh, place, numbers
         self._variables = [*numbers]
+        self.uses: set[Var] = set()
 
-    def give(self, payload: Parcel) -> Any:
-        return [{self._numbers[v]: x for v, x in part.items()} for part in payload]
+    def give(self, payload: Payload) -> Any:
+        return {self._numbers[v]: x for v, x in payload.items()}
 
-    def take(self, parcel: Any) -> Parcel:
-        use, along = ({self._variables[n]: x for n, x in part.items()} for part in parcel)
-        return self.arrived(Parcel(use, along))
+    def take(self, parcel: Any) -> Payload:
+        return self.arrived({self._variables[n]: x for n, x in parcel.items()})
 
-    def arrived(self, payload: Parcel) -> Parcel:
-        """A payload, with what is used next on this mesh."""
+    def arrived(self, payload: Payload) -> Payload:
+        """A payload, with what is used here on this mesh."""
         # What only passes through stays where it is, and is moved once, by the stage that uses it.
-        here = {v: self.moved(v, x) for v, x in payload.use.items()}
+        here = {v: self.moved(v, x) for v, x in payload.items() if v in self.uses}
         self.wait([*here.values()])
-        return Parcel(here, payload.along)
+        return payload | here
 
     def moved(self, v: Var, x: Any) -> Any:
         """The array of a variable, or its gradients, on this mesh: itself, if it is there."""
         home = self.place(v)
         return [moved(each, home) for each in x] if isinstance(x, list) else moved(x, home)
 
-    def arrays(self, payload: Parcel) -> Iterable[jax.Array]:
-        return super().arrays(list(payload.use.values()))
+    def arrays(self, payload: Payload) -> Iterable[jax.Array]:
+        return super().arrays([x for v, x in payload.items() if v in self.uses])
 
 
 class MeshStage(Stage):
@@ -89,6 +83,7 @@ class MeshStage(Stage):
     ) -> None:
         self.compiled, self.graph, self.names = compiled, compiled.graph, names
         self.device, self.known = device, known
+        device.uses.update((*self.graph.inputs, *self.graph.aux_inputs, *self.graph.outputs))
         # All at once: half the time of one by one.
         self._data = {v: jax.device_put(pieces[v], device.place(v)) for v in self.graph.data}
         self._seed = None if compiled.later else device.moved(self.graph.outputs[0], seed)
@@ -98,10 +93,10 @@ class MeshStage(Stage):
 
     # ---- the kinds of action
 
-    def forward(self, microbatch: int, received: Parcel | None) -> Parcel | None:
+    def forward(self, microbatch: int, received: Payload | None) -> Payload | None:
         # [1] What this stage reads: some of what arrives, the batch, and arguments.
         compiled, graph = self.compiled, self.graph
-        arrived = {**received.along, **received.use} if received else {}
+        arrived = received or {}
         here = {v: self.device.moved(v, arrived[v]) for v in (*graph.inputs, *graph.aux_inputs)}
         here.update((v, parts[microbatch]) for v, parts in self._data.items())
         found: dict[Any, Any] = {**arrived, **self.known, **here}
@@ -113,17 +108,14 @@ class MeshStage(Stage):
         found.update(zip(graph.made, made, strict=False))
         self.results[microbatch] = {i: found[i] for i in graph.results}
         # [3] Hand on what later stages read.
-        if not compiled.later:
-            return None
-        following, *others = compiled.later
-        after = [v for reads in others for v in reads]
-        return Parcel({v: found[v] for v in following}, {v: found[v] for v in after if v in found})
+        later = compiled.later
+        return {v: found[v] for v in later if v in found} if later else None
 
-    def backward(self, microbatch: int, received: Parcel | None) -> Parcel:
+    def backward(self, microbatch: int, received: Payload | None) -> Payload:
         """Add to the parameters' gradients; returns those of what earlier stages made."""
         return self._pull(self.backwards.backward, microbatch, received)
 
-    def input_grad(self, microbatch: int, received: Parcel | None) -> Parcel:
+    def input_grad(self, microbatch: int, received: Payload | None) -> Payload:
         return self._pull(self.backwards.input_grad, microbatch, received)
 
     def weight_grad(self, microbatch: int, received: Any = None) -> None:
@@ -147,22 +139,20 @@ class MeshStage(Stage):
 
     def _pull(
         self,
-        backward: Callable[[int, list[Arrays]], Arrays],
+        backward: Callable[[int, Arrays], Arrays],
         microbatch: int,
-        received: Parcel | None,
-    ) -> Parcel:
+        received: Payload | None,
+    ) -> Payload:
         """Per output its gradients, from all stages that read it -> those of the inputs."""
         # Nobody sends to the last stage: it starts with its share of the loss.
-        use, along = received or Parcel({self.graph.outputs[0]: [self._seed]}, {})
-        cotangents = [self.device.moved(v, use[v]) for v in self.graph.outputs]
-        gradients = backward(microbatch, cotangents)
-        # They join those that later stages found of the same variables.
-        found = {v: list(parts) for v, parts in along.items()}
+        parts = {self.graph.outputs[0]: [self._seed]} if received is None else received
+        mine = {v: reduce(add_arrays, self.device.moved(v, parts[v])) for v in self.graph.outputs}
+        gradients = backward(microbatch, [*mine.values()])
+        # They join those that later stages found of the same variables, and go on to earlier ones.
+        found = {v: list(of) for v, of in parts.items() if v not in mine}
         for v, gradient in zip(self.graph.inputs, gradients, strict=True):
             found.setdefault(v, []).append(gradient)
-        # What the stage before has made ends its way there; the rest goes on to earlier ones.
-        previous = {v: found.pop(v) for v in list(found) if v in self.compiled.previous}
-        return Parcel(previous, found)
+        return found
 
     # ---- what the worker asks of it
 

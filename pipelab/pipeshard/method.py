@@ -138,9 +138,10 @@ class Pipeshard(Keywords):
                   Default: read off the loss, and an error where it is neither; naming one says that
                   micro-batches are what you want to train on. A masked mean is neither: return its
                   sum and its weight, value_and_grad(loss, weighted=True)
-    own_draws     whether every micro-batch draws random numbers of its own, by its number folded
-                  into the key, where what is drawn grows with the batch (a dropout mask). If not,
-                  all draw the same. What does not grow is drawn as it is written
+
+    Where what is drawn at random grows with the batch (a dropout mask), every micro-batch draws
+    numbers of its own: its own number is folded into the key. What does not grow is drawn as it is
+    written.
 
     >>> Pipeshard(microbatches=16, stages=ManualStages([[0, 1], [2, 3]], meshes=[1, 3])).schedule
     'pipedream_flush'
@@ -153,7 +154,6 @@ class Pipeshard(Keywords):
     virtual: int = 1
     devices: Sequence[Any] | int | None = None
     reduce: Literal["mean", "sum"] | None = None
-    own_draws: bool = True
 
     def __post_init__(self) -> None:
         named = self.stages in ("uniform", "auto")

@@ -32,7 +32,7 @@ class Program:
 
     step     of one micro-batch, with the update of the whole batch
     loss     of one micro-batch, which draws its own random numbers where these grow with the batch
-    batch    its inputs that are the batch, and the number of the micro-batch if it draws by that
+    batch    its inputs that are the batch, and the number of the micro-batch
     combine  how the micro-batches' results are combined
     exact    whether they add up to those of the batch; else (`reduce` was given for a loss that is
              neither mean nor sum) the pipeline computes what accumulation over them does
@@ -126,14 +126,11 @@ class Program:
         self.combine, self.axes, self.exact = found
         self.axes |= dict.fromkeys(self.step.batch, 0)
         # [3] A loss that draws by that number has new variables, which lie as the old ones.
-        self.loss = self.step.loss
-        self.batch, self.own_draws = [*self.step.batch], method.own_draws
-        if self.own_draws:
-            self.loss, names = redraw(self.loss, whole.loss, draw_own)
-            self.batch.append(self.loss.inputs[-1])
-            for old, v in names.items():
-                if old in self.axes and isinstance(v, Var):
-                    self.axes[v] = self.axes[old]
+        self.loss, names = redraw(self.step.loss, whole.loss, draw_own)
+        self.batch = [*self.step.batch, self.loss.inputs[-1]]
+        for old, v in names.items():
+            if old in self.axes and isinstance(v, Var):
+                self.axes[v] = self.axes[old]
 
     def _divide(self, method: Pipeshard) -> tuple[list[list[int]], Any]:
         """The loss into layers and stages, and the devices into meshes.
@@ -198,7 +195,7 @@ class Program:
             mesh = self.meshes[self.schedule.placement[s]]
             parts: list[Any] = [graph, *(task for task in tasks if task.stage == s)]
             for part in parts:
-                part.equations = [on_mesh(eqn, mesh) for eqn in part.equations]
+                part.equations = on_mesh(part.equations, mesh)
         return tasks
 
     def _shard(

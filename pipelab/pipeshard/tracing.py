@@ -151,14 +151,24 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
         state, batch --> loss --> loss, aux, gradients --> update --> new state
                       (the marked equation's own)       (what is left)
 
-    Raises PipeshardError where it is not what a pipeline needs.
+    Raises PipeshardError where it is not what a pipeline needs, or works on the batch but not on so
+    many samples.
     """
 
     def flat(*values):
         return step(*jax.tree.unflatten(arguments.tree, values))
 
     # [1] The whole step as equations.
-    closed, shapes = traced(flat, arguments.shapes(samples))
+    try:
+        closed, shapes = traced(flat, arguments.shapes(samples))
+    except (TypeError, ValueError) as error:
+        if samples == arguments.samples or isinstance(error, PipeshardError):
+            raise
+        raise PipeshardError(
+            f"the step works on the batch of {arguments.samples} samples but not on {samples} of "
+            "them: pass every array that has samples in batch_argnums, and write no batch size as "
+            f"a number ({error})"
+        ) from error
     whole = inline(closed)
     for eqn in all_equations(whole.equations):
         if eqn.primitive.name == "shard_map":
@@ -168,7 +178,7 @@ def trace(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
                 'jax.lax.with_sharding_constraint over the stage\'s axes, "data" and "model"'
             )
     # A sharding constraint is for the mesh of a stage, which gets its own (`on_mesh`).
-    whole.equations = [on_mesh(eqn, ONE_DEVICE) for eqn in whole.equations]
+    whole.equations = on_mesh(whole.equations, ONE_DEVICE)
     batch = [whole.inputs[i] for i in arguments.batch]
     # [2] The marked equation holds the loss.
     marked = _find_gradient(whole.equations)
@@ -225,23 +235,6 @@ def _donated(closed: ClosedJaxpr) -> list[int]:
     return [i for i, v in enumerate(closed.jaxpr.invars) if v in given]
 
 
-def trace_again(step: Callable, arguments: Arguments, samples: int) -> TracedStep:
-    """Trace a step that works on the batch as if that had another number of samples.
-
-    Raises PipeshardError where it does not work on them.
-    """
-    try:
-        return trace(step, arguments, samples)
-    except PipeshardError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise PipeshardError(
-            f"the step works on the batch of {arguments.samples} samples but not on {samples} of "
-            "them: pass every array that has samples in batch_argnums, and write no batch size as "
-            f"a number ({error})"
-        ) from error
-
-
 def trace_piece(
     step: Callable, arguments: Arguments, samples: int, whole: TracedStep
 ) -> TracedStep:
@@ -249,7 +242,7 @@ def trace_piece(
 
     Raises PipeshardError where the step, which works on the batch, does not on a micro-batch.
     """
-    piece = trace_again(step, arguments, samples)
+    piece = trace(step, arguments, samples)
     # The same leaves have other variables in each trace: the update gets those of the micro-batch.
     inputs = [*piece.arguments, *whole.gradient]
     update = replace(inline(whole.update.jaxpr, inputs), inputs=inputs)

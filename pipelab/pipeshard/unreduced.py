@@ -25,7 +25,7 @@ from pipelab.pipeshard.batch.reduction import Reductions
 from pipelab.pipeshard.batch.tags import Pair, Role, Tag, axes_of, cotangent, paired
 from pipelab.pipeshard.cut import StageGraph, cut, mark
 from pipelab.pipeshard.marker import boundary_p
-from pipelab.pipeshard.tracing import Arguments, trace_again
+from pipelab.pipeshard.tracing import Arguments, trace
 from pipelab.runtime.jax.jaxpr import Arrays, Graph, Variables, inline, spec_of
 from pipelab.runtime.jax.passes import Groups, Passes, Pullback, Specs, passes
 
@@ -56,17 +56,14 @@ def shard_of(
 ) -> Shard:
     """The loss of a device's samples.
 
-    loss     of a micro-batch of so many samples, with its boundaries; it may read the number of the
-             micro-batch, as its last input
+    loss     of a micro-batch of so many samples, with its boundaries; its last input is the number
+             of the micro-batch
     whole    of the batch
 
     Raises PipeshardError where it has other equations for fewer samples.
     """
-    traced = trace_again(step, arguments, samples // count)
-    mine, batch = traced.loss, list(traced.batch)
-    if len(loss.inputs) > len(mine.inputs):
-        mine, _ = redraw(mine, whole, draw_own)
-        batch.append(mine.inputs[-1])
+    traced = trace(step, arguments, samples // count)
+    mine, _ = redraw(traced.loss, whole, draw_own)
     # The same boundaries, which a planner may have set by the size of the micro-batch.
     marks = [i for i, eqn in enumerate(loss.equations) if eqn.primitive is boundary_p]
     starts = [at - before for before, at in enumerate(marks)]
@@ -76,7 +73,7 @@ def shard_of(
     tags = Reductions(mine, loss, traced.batch, sizes)
     if tags.of((mine.outputs[0], loss.outputs[0])).role is not Role.REDUCED:
         raise PipeshardError("the loss is no sum over the samples")
-    return Shard(count, mine, parameters, batch, tags)
+    return Shard(count, mine, parameters, [*traced.batch, mine.inputs[-1]], tags)
 
 
 # ---- how an array gets to a device, and back
@@ -165,11 +162,10 @@ class Unreduced(Pullback):
         if not own.kept == every.kept == compiled.kept:
             raise PipeshardError("it keeps other arrays for fewer samples")
         pairs = [*arguments, *paired(own.forward.outputs, every.forward.outputs)]
-        given = [pairs[i] for i in own.kept]
         kept = [[*known, *made][i] for i in own.kept]
         if any(tag.role is Role.REDUCED for tag in kept):
             raise PipeshardError("its backward reads a sum over the samples")
-        given, end = [*outputs, *given], len(outputs)
+        given = [*outputs, *(pairs[i] for i in own.kept)]
         given_tags = [*(cotangent(tags.of(pair), pair) for pair in outputs), *kept]
         # [2] What it makes of them.
         active = paired([*mine.parameters, *mine.inputs], [*whole.parameters, *whole.inputs])
@@ -177,23 +173,21 @@ class Unreduced(Pullback):
         backwards = []
         for side, backward in enumerate((own.backward, every.backward)):
             shapes = [spec_of(pair[side]) for pair in given]
-            backwards.append(inline(jax.make_jaxpr(backward)(shapes[:end], shapes[end:])))
+            backwards.append(inline(jax.make_jaxpr(backward)(*shapes)))
         if redraw(backwards[0], backwards[1], draw_own)[1]:
             raise PipeshardError("its backward draws random numbers (in a checkpoint)")
         if bad := tags.misfit((backwards[0], backwards[1]), given_tags, wanted):
             raise PipeshardError(bad.why or "its gradients are no sums over the samples")
         # [3] How all of it gets to the devices, and back.
         super().__init__(own, len(mine.inputs))
-        ways = [_way(shard, *each) for each in zip(given_tags, given, strict=True)]
-        self.seeds, self.kept = ways[:end], ways[end:]
+        self.operands = [_way(shard, *each) for each in zip(given_tags, given, strict=True)]
         backs = [_way(shard, *each, back=True) for each in zip(wanted, active, strict=True)]
         self.back = backs[len(mine.parameters) :]
 
     def _unshared(self, graph: StageGraph) -> StageGraph:
         """With the user's sharding constraints over the other axes."""
         mesh = self.mesh.abstract_mesh.update(axis_types=(AxisType.Manual, AxisType.Auto))
-        equations = [on_mesh(eqn, mesh, without=DATA) for eqn in graph.equations]
-        return replace(graph, equations=equations)
+        return replace(graph, equations=on_mesh(graph.equations, mesh, without=DATA))
 
     def sums(self, parameters: Specs) -> Specs:
         count = self.mesh.shape[DATA]

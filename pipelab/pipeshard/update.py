@@ -168,45 +168,33 @@ def _without_branches(graph: Graph) -> Graph:
     return replace(graph, equations=equations)
 
 
-@dataclass
-class _Group:
-    """Arrays that equations join, and the stages that own one of them: one at most."""
-
-    members: Variables
-    stages: set[int]
-
-
 def _stages(update: Graph, owners: dict[Var, int]) -> dict[int, int]:
     """Equations that share an array run together, where one of the arrays has an owner.
 
-        g, m (stage 1)     m' = 0.9 m + g     q = p - 0.1 m'     g, m, m', p, q: one group
+        g, m (stage 1)     m' = 0.9 m + g     q = p - 0.1 m'     g, m, m', p, q: all of stage 1
 
     Returns the number of each equation that reads an array -> its stage.
     """
-    groups = {}
-    for v in update.inputs:
-        if size(v) > SMALL:
-            groups[v] = _Group([v], {owners[v]} if v in owners else set())
+    joined = {v for v in update.inputs if size(v) > SMALL}  # not what is made of numbers alone
+    owner = {v: stage for v, stage in owners.items() if v in joined}
     found: dict[int, Var] = {}  # one array of each equation
-    for i, eqn in enumerate(update.equations):
-        arrays = [v for v in variables(eqn.invars) if v in groups]
-        if not arrays:
-            continue
-        found[i] = arrays[0]
-        whole = groups[arrays[0]]
-        for v in [*arrays, *(v for v in eqn.outvars if size(v) > SMALL)]:
-            part = groups.get(v) or _Group([v], set())
-            if part is whole:
+    before = -1
+    while before < len(owner):  # until no equation hands an owner on, to what it reads or makes
+        before = len(owner)
+        for i, eqn in enumerate(update.equations):
+            arrays = [v for v in variables(eqn.invars) if v in joined]
+            if not arrays:
                 continue
-            # Two groups become one (union-find); of two owners one array would have to move.
-            whole.stages |= part.stages
-            if len(whole.stages) > 1:
-                one, two = sorted(whole.stages)
+            found[i] = arrays[0]
+            arrays += [v for v in eqn.outvars if size(v) > SMALL]
+            joined.update(arrays)
+            stages = sorted({owner[v] for v in arrays if v in owner})
+            if len(stages) > 1:  # one array would have to move
                 raise PipeshardError(
-                    f"{eqn.primitive.name} ({place_of(eqn)}) joins arrays of stages {one} and "
-                    f"{two} in the update: update every parameter by itself (single numbers, "
-                    "such as norms, may be shared)"
+                    f"{eqn.primitive.name} ({place_of(eqn)}) joins arrays of stages {stages[0]} "
+                    f"and {stages[1]} in the update: update every parameter by itself (single "
+                    "numbers, such as norms, may be shared)"
                 )
-            whole.members += part.members
-            groups.update(dict.fromkeys(part.members, whole))
-    return {i: max(groups[v].stages, default=0) for i, v in found.items()}
+            for stage in stages:
+                owner.update(dict.fromkeys(arrays, stage))
+    return {i: owner.get(v, 0) for i, v in found.items()}

@@ -30,7 +30,7 @@ from pipelab.pipeshard.auto import (
     AutoLayers,
     AutoPlan,
     AutoStages,
-    measured,
+    candidate,
     planner,
     plots,
     sharded,
@@ -519,7 +519,7 @@ def test_planning_again_compiles_no_stage(tmp_path, monkeypatch):
             return pipeline.compile(state, batch).auto
 
     first = plan(tmp_path / "profiles")
-    monkeypatch.setattr(measured, "_examine", None)
+    monkeypatch.setattr(candidate, "_examine", None)
     assert plan(tmp_path / "profiles").profiles == first.profiles
     with pytest.raises(TypeError, match="not callable"):
         plan(tmp_path / "others")

@@ -204,17 +204,6 @@ def test_what_grows_is_drawn_for_each_microbatch(name):
     assert worst(gradients, given) < 1e-5
 
 
-def test_all_microbatches_may_draw_the_same():
-    def loss(params, batch):
-        x = layers_of_dropout(batch["x"], jax.random.key(2))
-        return loss_of(lambda *_: x)(params, batch), x
-
-    same = {k: np.repeat(v, 8, 0) for k, v in data(1).items()}
-    got, check = compared(loss, same, has_aux=True, own_draws=False)
-    pieces = np.split(np.asarray(got[0][1]), 4)
-    assert check.passed and all((pieces[0] == piece).all() for piece in pieces[1:])
-
-
 @pytest.mark.parametrize(
     ("before", "match"),
     [

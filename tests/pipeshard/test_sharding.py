@@ -260,9 +260,9 @@ def test_branches_in_a_scan_send_every_time(four):
 
 def test_seconds_are_one_formula_with_the_slowest_link():
     machine = Machine("m", 100, memory=60, bandwidth=5, inside=10, node=2, share=0.5, latency=0.25)
-    cost = Cost(2, 50, 20, 3, 10, 20, 30, 60)
+    cost = Cost(2, 50, 20, 3, 10, 20, 60)
     assert cost.seconds(machine) == 50 / 50 + 20 / 10 + 3 * 0.25
-    across = Cost(4, 50, 20, 3, 10, 20, 30, 61)
+    across = Cost(4, 50, 20, 3, 10, 20, 61)
     assert across.seconds(machine) == 50 / 50 + 20 / 5 + 3 * 0.25
     assert cost.fits(machine) and not across.fits(machine)
 

@@ -7,15 +7,14 @@ not know it: what it finds is what a user could have written by hand.
     layers      equations to layers
     hlo         collectives of what was compiled      (cost_model: the seconds of it all)
     sharding    how a mesh divides a program's arrays (sharded: a program compiled in many ways)
-    candidate   a possible stage, and how it divides its parameters
-    measured    what it costs
+    candidate   a possible stage, how it divides its parameters, and what it costs
     assignment  layers to stages, devices to meshes: the search
     planner     all of it, for a train step           (auto_plan: what was found)
 """
 
 from pipelab.pipeshard.auto.auto_plan import AutoPlan
+from pipelab.pipeshard.auto.candidate import StageProfile
 from pipelab.pipeshard.auto.layers import AutoLayers
-from pipelab.pipeshard.auto.measured import StageProfile
 from pipelab.pipeshard.auto.planner import AutoStages
 from pipelab.pipeshard.auto.sharding import search_sharding
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pipelab.optimize.plan.machine import Machine
-from pipelab.pipeshard.auto.measured import StageProfile
+from pipelab.pipeshard.auto.candidate import StageProfile
 from pipelab.pipeshard.method import ManualStages, Shape, as_table
 
 Row = dict[str, Any]

@@ -24,7 +24,6 @@ class Cost:
     collectives      that it takes part in
     argument_bytes   of its part of the arguments
     output_bytes     of its part of the outputs
-    temporary_bytes  of what is made in between
     peak_bytes       at most at once
     """
 
@@ -34,7 +33,6 @@ class Cost:
     collectives: int
     argument_bytes: int
     output_bytes: int
-    temporary_bytes: int
     peak_bytes: int
 
     @classmethod
@@ -48,7 +46,6 @@ class Cost:
         found = collectives(text)
         memory = compiled.memory_analysis()
         arguments, outputs = memory.argument_size_in_bytes, memory.output_size_in_bytes
-        temporary = memory.temp_size_in_bytes
         return cls(
             devices=device_count(text),
             flops=(compiled.cost_analysis() or {}).get("flops", 0.0) * repeats,
@@ -56,9 +53,8 @@ class Cost:
             collectives=sum(each.times for each in found),
             argument_bytes=arguments,
             output_bytes=outputs,
-            temporary_bytes=temporary,
             # An output in the place of a donated argument takes no bytes of its own.
-            peak_bytes=arguments + outputs + temporary - memory.alias_size_in_bytes,
+            peak_bytes=arguments + outputs + memory.temp_size_in_bytes - memory.alias_size_in_bytes,
         )
 
     def seconds(self, machine: Machine) -> float:
@@ -68,7 +64,7 @@ class Cost:
         collective whatever its size. Model: nothing overlaps, and memory takes no time.
 
         >>> machine = Machine("two", 100, memory=1e3, bandwidth=10, share=0.5, latency=0.25)
-        >>> Cost(2, 50, 20, 2, 0, 0, 0, 0).seconds(machine)
+        >>> Cost(2, 50, 20, 2, 0, 0, 0).seconds(machine)
         3.5
         """
         compute = self.flops / (machine.flops * machine.share)

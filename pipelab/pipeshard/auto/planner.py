@@ -18,9 +18,16 @@ from pipelab.optimize.plan.machine import MACHINES, Machine
 from pipelab.pipeshard.arrays import PipeshardError, shape_of
 from pipelab.pipeshard.auto.assignment import Choice, StageTable, best_stages, submeshes
 from pipelab.pipeshard.auto.auto_plan import AutoPlan
-from pipelab.pipeshard.auto.candidate import Cache, Placed, candidates, operator_specs
+from pipelab.pipeshard.auto.candidate import (
+    Cache,
+    Placed,
+    StageProfile,
+    candidates,
+    mesh_of,
+    operator_specs,
+    profile_stage,
+)
 from pipelab.pipeshard.auto.cost_model import machine_of
-from pipelab.pipeshard.auto.measured import StageProfile, mesh_of, profile_stage
 from pipelab.pipeshard.auto.sharding import over_model
 from pipelab.pipeshard.method import Shape, StageProblem
 from pipelab.schedules import make

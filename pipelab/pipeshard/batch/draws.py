@@ -20,8 +20,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from pipelab.pipeshard.arrays import PipeshardError
-from pipelab.pipeshard.batch.bodies import CHECKPOINTS
-from pipelab.pipeshard.batch.primitives import DRAWS
+from pipelab.pipeshard.batch.primitives import CHECKPOINTS, DRAWS
 from pipelab.pipeshard.batch.tags import axes_of
 from pipelab.runtime.jax.jaxpr import (
     Arrays,
@@ -144,17 +143,12 @@ def _inside(eqn: JaxprEqn, graphs: list[Graph], number: Any, xs: Arrays) -> Arra
     )
 
 
-def draw_in_pieces(
-    m: int, own: bool, whole: JaxprEqn, piece: JaxprEqn, _: Any, operands: Arrays
-) -> Arrays:
-    """The draws of an equation for the batch, as if each of m micro-batches drew by itself.
-
-    own  whether they draw numbers of their own, or all the same
-    """
+def draw_in_pieces(m: int, whole: JaxprEqn, piece: JaxprEqn, _: Any, operands: Arrays) -> Arrays:
+    """The draws of an equation for the batch, as if each of m micro-batches drew its own."""
     key, *others = operands
     parts = []
     for k in range(m):  # other operands may be of samples, such as the shape parameters of gamma
-        mine = [jnp.vectorize(jax.random.fold_in)(key, np.uint32(k)) if own else key]
+        mine = [jnp.vectorize(jax.random.fold_in)(key, np.uint32(k))]
         for x, v, w in zip(others, whole.invars[1:], piece.invars[1:], strict=True):
             axes = axes_of((v, w))
             mine.append(jnp.split(x, m, axes[0])[k] if axes else x)

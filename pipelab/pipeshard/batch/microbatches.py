@@ -19,7 +19,7 @@ from pipelab.pipeshard.arrays import (
 from pipelab.pipeshard.batch.reduction import Reductions
 from pipelab.pipeshard.batch.tags import FIXED, Role, Tag
 from pipelab.pipeshard.method import Pipeshard
-from pipelab.pipeshard.tracing import Arguments, TracedStep, trace, trace_again
+from pipelab.pipeshard.tracing import Arguments, TracedStep, trace
 from pipelab.runtime.jax.jaxpr import Arrays, Atom, Graph
 
 
@@ -92,8 +92,8 @@ def combinations(
         if samples > 1:
             raise
         # Is it the batch, or that one sample is treated otherwise than two are?
-        pair = trace_again(step, arguments, 2)
-        _combined(pair, trace_again(step, arguments, 4), (2, 4), method.reduce)
+        pair = trace(step, arguments, 2)
+        _combined(pair, trace(step, arguments, 4), (2, 4), method.reduce)
         raise PipeshardError(
             "a micro-batch of one sample is not treated as one of two or more: write the loss the "
             "same for every size of batch (squeeze(-1), not squeeze()), or ask for fewer "

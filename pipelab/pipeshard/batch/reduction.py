@@ -25,15 +25,16 @@ from pipelab.pipeshard.arrays import (
     is_key_type,
     shape_of,
 )
-from pipelab.pipeshard.batch.bodies import (
+from pipelab.pipeshard.batch.primitives import (
     CUSTOM,
+    DRAWS,
     INSIDE,
+    RANDOM,
     Graphs,
     body_of,
     only_adds,
     pullback,
 )
-from pipelab.pipeshard.batch.primitives import DRAWS, RANDOM
 from pipelab.pipeshard.batch.rules import tag_of
 from pipelab.pipeshard.batch.tags import (
     FIXED,

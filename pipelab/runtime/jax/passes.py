@@ -6,9 +6,8 @@ A stage of the jax wing is one on a single device; pipeshard's is one on a mesh 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from itertools import chain
-from operator import add
 from typing import Any, NamedTuple
 
 import jax
@@ -44,15 +43,22 @@ class Passes(NamedTuple):
     """A stage's forward and backward as equations, and what goes from one to the other.
 
     forward   arguments -> outputs, other results, saved
-    backward  gradients of the outputs, kept -> gradients of the parameters, of the inputs
+    backward  gradients of the outputs, then kept -> gradients of the parameters, of the inputs
     kept      what the backward reads, by its number in [*arguments, *what the forward returns]
     results   the trees of the outputs and of the other results
     """
 
     forward: Graph
-    backward: Callable[[Arrays, Arrays], tuple[Arrays, Arrays]]
+    backward: Callable[..., tuple[Arrays, Arrays]]
     kept: list[int]
     results: tuple[Any, Any]
+
+    @property
+    def operands(self) -> list[Any]:
+        """Variables like what the backward is given."""
+        every = [*self.forward.inputs, *self.forward.outputs]
+        outputs = self.forward.outputs[: self.results[0].num_leaves]
+        return [*outputs, *(every[i] for i in self.kept)]
 
 
 def differentiate(run: Callable, arguments: Groups) -> tuple[tuple[Any, Any], Callable]:
@@ -109,11 +115,12 @@ def passes(run: Callable, shapes: Groups) -> Passes:
         if isinstance(v, Var):
             number.setdefault(v, i)
     make_leaves = Graph(kept, leaves, again, traced.consts).run
-    trees = [jax.tree.structure(part) for part in (*results, pullback)]
+    trees: list[Any] = [jax.tree.structure(part) for part in (*results, pullback)]
 
-    def backward(cotangents: Arrays, kept: Arrays) -> tuple[Arrays, Arrays]:
-        pull = jax.tree.unflatten(trees[2], make_leaves(*kept))
-        parameters, inputs = pull(jax.tree.unflatten(trees[0], cotangents))
+    def backward(*operands: Any) -> tuple[Arrays, Arrays]:
+        count = trees[0].num_leaves
+        pull = jax.tree.unflatten(trees[2], make_leaves(*operands[count:]))
+        parameters, inputs = pull(jax.tree.unflatten(trees[0], operands[:count]))
         return jax.tree.leaves(parameters), jax.tree.leaves(inputs)
 
     return Passes(forward, backward, [number[v] for v in kept], (trees[0], trees[1]))
@@ -122,19 +129,17 @@ def passes(run: Callable, shapes: Groups) -> Passes:
 class Pullback:
     """How devices share a backward: here they run it together, and the compiler divides it.
 
-    passes  of a device
-    seeds   the ways of the gradients of the outputs, `kept` of what its backward reads, `back` of
-            the gradients of the inputs
-    own     the way of an array that is each device's own. There are ways for those that devices
-            run apart (`pipeshard.unreduced`); here all are None
+    passes    of a device
+    operands  the ways of what its backward is given, `back` of the gradients of the inputs
+    own       the way of an array that is each device's own. There are ways for those that devices
+              run apart (`pipeshard.unreduced`); here all are None
     """
 
     own: Any = None
 
     def __init__(self, passes: Passes, inputs: int) -> None:
         self.passes, self.back = passes, [self.own] * inputs
-        self.seeds = [self.own] * passes.results[0].num_leaves
-        self.kept = [self.own] * len(passes.kept)
+        self.operands = [self.own] * len(passes.operands)
 
     def sums(self, parameters: Specs) -> Specs:
         """The sums of the parameters' gradients."""
@@ -149,11 +154,10 @@ class Compiled:
     """A stage's passes, compiled for arguments that lie as their shapes say.
 
     forward      arguments -> outputs, other results, saved
-    backward     (sums, cotangents, kept) -> the sums with the parameters' gradients added, in
-                 place, the gradients of the inputs, and `DONE`; cotangents are of each output a
-                 list
-    input_grad   (cotangents, kept) -> the gradients of the inputs, then what crosses to
-    weight_grad  (sums, what it reads: `read` of [*cotangents, *kept, *crossing]) -> sums, `DONE`
+    backward     (sums, operands) -> the sums with the parameters' gradients added, in place, the
+                 gradients of the inputs, and `DONE`; operands: gradients of the outputs, then kept
+    input_grad   (*operands) -> the gradients of the inputs, then what crosses to
+    weight_grad  (sums, what it reads: `read` of [*operands, *crossing]) -> the sums, and `DONE`
     zeros        () -> the sums to begin with
     total        the sums -> the gradients, `DONE`; None where they are the same
     kept         as `Passes` has it; `kept_shapes` of these
@@ -166,14 +170,12 @@ class Compiled:
         arguments: Groups,
         kinds: Collection[Kind] = (Kind.B,),
         sent: Sequence[Any] = (),
-        readers: Sequence[int] = (),
         options: Mapping[str, Any] | None = None,
         pullback: Pullback | None = None,
     ) -> None:
         """The compiler chooses where results lie that have no sharding in `sent`.
 
         kinds     of actions: B is compiled, or I and W
-        readers   of each output, how many stages send a gradient of it; default one
         options   for the compiler
         pullback  how devices share the backward; default: the compiler divides it
         """
@@ -189,22 +191,15 @@ class Compiled:
         parameters, self.inputs = map(jax.tree.leaves, (arguments.parameters, arguments.inputs))
         shared = pullback or Pullback(passes, len(self.inputs))
         sums = shared.sums(parameters)
-        counts = readers or [1] * passes.results[0].num_leaves
-        cotangents = [[x] * count for x, count in zip(made, counts, strict=False)]
-        given, tree = jax.tree.flatten((cotangents, self.kept_shapes))
-        ways = [way for way, n in zip(shared.seeds, counts, strict=True) for _ in range(n)]
-        ways += shared.kept
+        operands = [*made[: passes.results[0].num_leaves], *self.kept_shapes]
+        run = shared.each(
+            lambda *operands: list(chain(*shared.passes.backward(*operands))),
+            shared.operands,
+            [*[shared.own] * len(sums), *shared.back],
+        )
 
-        def pull(cotangents: list[Arrays], kept: Arrays) -> tuple[Arrays, Arrays]:
-            return shared.passes.backward([reduce(add, parts) for parts in cotangents], kept)
-
-        def gradients(*given: Any) -> Arrays:
-            return list(chain(*pull(*jax.tree.unflatten(tree, given))))
-
-        run = shared.each(gradients, ways, [*[shared.own] * len(sums), *shared.back])
-
-        def backward(sums: Arrays, cotangents: list[Arrays], kept: Arrays) -> Any:
-            made = run(*jax.tree.leaves((cotangents, kept)))
+        def backward(sums: Arrays, operands: Arrays) -> Any:
+            made = run(*operands)
             return list(map(jnp.add, sums, made)), made[len(sums) :], DONE
 
         where = [x.sharding for x in sums], [x.sharding for x in self.inputs], None
@@ -217,33 +212,26 @@ class Compiled:
 
             self.total = build(total, ([x.sharding for x in parameters], None), sums, donate=0)
         if Kind.B in kinds:
-            self.backward = build(backward, where, sums, cotangents, self.kept_shapes, donate=0)
+            self.backward = build(backward, where, sums, operands, donate=0)
         if Kind.I in kinds:
-            self._build_in_two(build, shared, pull, counts, given, ways, sums)
+            self._build_in_two(build, shared, operands, sums)
 
     def _build_in_two(
-        self,
-        build: Callable,
-        shared: Pullback,
-        pull: Callable,
-        counts: Sequence[int],
-        given: Specs,
-        ways: list[Any],
-        sums: Specs,
+        self, build: Callable, shared: Pullback, operands: Specs, sums: Specs
     ) -> None:
         """I and W; what I leaves for W lies as the compiler chooses."""
-        forward, back = shared.passes.forward, shared.back
-        every = list(map(spec_of, [*forward.inputs, *forward.outputs]))
-        outputs = zip(every[len(forward.inputs) :], counts, strict=False)
-        mine = [[x] * n for x, n in outputs], [every[i] for i in shared.passes.kept]
-        now, later, self.read, self.unsplit = split_backward(pull, *mine)
-        crossing = len(now.outputs) - len(back)
-        first = shared.each(now.run, ways, [*back, *[shared.own] * crossing])
+        back, mine = shared.back, map(spec_of, shared.passes.operands)
+        halves = split_backward(shared.passes.backward, *mine)
+        self.read, self.unsplit, crossing = halves.read, halves.unsplit, len(halves.crossing)
+        first = shared.each(halves.now.run, shared.operands, [*back, *[shared.own] * crossing])
         places = [*(x.sharding for x in self.inputs), *[None] * crossing]
-        self.input_grad = build(first, places, *given)
-        whole = [*given, *_lying(self.input_grad, jax.eval_shape(first, *given))[len(back) :]]
-        ways = [*ways, *[shared.own] * crossing]
-        second = shared.each(later.run, [ways[i] for i in self.read], [shared.own] * len(sums))
+        self.input_grad = build(first, places, *operands)
+        made = _lying(self.input_grad, jax.eval_shape(first, *operands))
+        whole = [*operands, *made[len(back) :]]
+        ways = [*shared.operands, *[shared.own] * crossing]
+        second = shared.each(
+            halves.later.run, [ways[i] for i in self.read], [shared.own] * len(sums)
+        )
 
         def weight_grad(sums: Arrays, read: Arrays) -> Any:
             return list(map(jnp.add, sums, second(*read))), DONE
@@ -307,18 +295,19 @@ class Backwards:
         every = [*arguments, *made]
         self._hold(microbatch, Kept(stage, [every[i] for i in stage.kept], set(map(id, own))))
 
-    def backward(self, microbatch: int, cotangents: list[Arrays]) -> Arrays:
+    def backward(self, microbatch: int, cotangents: Arrays) -> Arrays:
         """Add to the sums; returns the gradients of the inputs."""
         stage, kept, _ = self._kept[microbatch]
-        self.sums, gradients, done = stage.backward(self._total(stage), cotangents, kept)
+        operands = [*cotangents, *kept]
+        self.sums, gradients, done = stage.backward(self._total(stage), operands)
         self.wait(done)
         self._drop(microbatch)
         return gradients
 
-    def input_grad(self, microbatch: int, cotangents: list[Arrays]) -> Arrays:
+    def input_grad(self, microbatch: int, cotangents: Arrays) -> Arrays:
         """Gradients of the inputs; keeps what `weight_grad` reads, and no more."""
         stage, kept, own = self._kept[microbatch]
-        operands = [*jax.tree.leaves(cotangents), *kept]
+        operands = [*cotangents, *kept]
         found = self.wait(stage.input_grad(*operands))
         gradients, crossing = found[: len(stage.inputs)], found[len(stage.inputs) :]
         every = [*operands, *crossing]

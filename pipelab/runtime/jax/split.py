@@ -62,6 +62,12 @@ class SplitGraph(NamedTuple):
     crossing: Variables
     unsplit: list[str | None]
 
+    @property
+    def read(self) -> list[int]:
+        """Of the graph's inputs, then `crossing`, the numbers of what `later` reads."""
+        number = {v: i for i, v in enumerate([*self.now.inputs, *self.crossing])}
+        return [number[v] for v in self.later.inputs]
+
 
 def halve(graph: Graph, first: Collection[int], also: Collection[Var] = ()) -> SplitGraph:
     """Cut the graph: outputs with the numbers `first`, and variables `also`, are made now."""
@@ -84,8 +90,8 @@ def halve(graph: Graph, first: Collection[int], also: Collection[Var] = ()) -> S
         some = [v in wanted for v in eqn.outvars]
         rest = [v for v in eqn.outvars if v in used and v not in wanted]
         now = any(some) or bool(eqn.effects)
-        if now and rest and eqn.primitive.name in CUT and not eqn.effects:
-            cut = CUT[eqn.primitive.name](eqn, some, consts)
+        if now and rest and eqn.primitive.name in (LOOP, CHECKPOINT) and not eqn.effects:
+            cut = _halve_inside(eqn, some, consts)
             add(cut.later, False)
             add(cut.now, True)
             why.update(zip(cut.later.outvars, cut.unsplit, strict=True))
@@ -152,41 +158,22 @@ class Cut(NamedTuple):
     unsplit: list[str | None]
 
 
-def _halve_checkpoint(eqn: JaxprEqn, some: list[bool], consts: Values) -> Cut:
-    """A checkpoint: what it computes again is computed now, and crosses where it is read later.
-
-    some    whether each of its results is wanted now
-    consts  of the graph that it stands in: those inside it are added
-    """
-    inner = inline(eqn.params["jaxpr"])
-    halves = halve(inner, {i for i, wanted in enumerate(some) if wanted})
-    consts.update(halves.now.consts)
-    sent = {v: Var(v.aval) for v in halves.crossing}
-    outer = dict(zip(inner.inputs, eqn.invars, strict=True)) | sent
-    mine, others = _by(eqn.outvars, some)
-
-    def part(graph: Graph, results: Variables) -> JaxprEqn:
-        # Inside an equation there are no constants: they become operands.
-        inputs = [*graph.consts, *graph.inputs]
-        jaxpr = Graph(inputs, graph.outputs, graph.equations).jaxpr.jaxpr
-        operands = [outer.get(v, v) for v in inputs]
-        return eqn.replace(invars=operands, outvars=results, params={**eqn.params, "jaxpr": jaxpr})
-
-    return Cut(
-        part(halves.now, [*mine, *sent.values()]), part(halves.later, others), halves.unsplit
-    )
-
-
-def _halve_loop(eqn: JaxprEqn, some: list[bool], consts: Values) -> Cut:
-    """A loop: two loops of as many rounds; `some` and `consts` as above.
+def _halve_inside(eqn: JaxprEqn, some: list[bool], consts: Values) -> Cut:
+    """Cut what an equation runs: there are two loops of as many rounds, or two checkpoints.
 
         operands  constants, carries, slices    of each round: inputs of the body
         results   carries, slices               of each round: outputs of the body
 
-    What crosses in a round is a slice that the first loop makes and the second one reads.
+    What crosses in a round is a slice that the first loop makes and the second one reads. A
+    checkpoint is a round without carries or slices: what it computes again is computed now, and
+    crosses where it is read later.
+
+    some    whether each of its results is wanted now
+    consts  of the graph that it stands in: those inside it are added
     """
+    loop = eqn.primitive.name == LOOP
     body = inline(eqn.params["jaxpr"])
-    start, count = carry_of(eqn)
+    start, count = carry_of(eqn) if loop else (len(body.inputs), 0)
     carries = body.inputs[start : start + count]
     # [1] A carry that is wanted now needs others: all that its next value reads, and so on.
     first = {i for i, wanted in enumerate(some) if wanted}
@@ -202,34 +189,30 @@ def _halve_loop(eqn: JaxprEqn, some: list[bool], consts: Values) -> Cut:
     is_now = [i in first for i in range(len(some))]
     mine, others = _by(carries, is_now[:count])
     crossing = [*halves.crossing, *(v for v in mine if v in later.inputs)]
-    length = eqn.params["length"]
-    sent = {v: Var(v.aval.update(shape=(length, *v.aval.shape))) for v in crossing}
-    # [3] The two loops, each with the operands that its body reads.
+    rounds = [eqn.params["length"]] if loop else []
+    sent = {v: Var(v.aval.update(shape=(*rounds, *v.aval.shape))) for v in crossing}
+    # [3] The two, each with the operands that its body reads.
     outer = dict(zip(body.inputs, eqn.invars, strict=True))
     fixed, slices = body.inputs[:start], body.inputs[start + count :]
 
     def part(graph: Graph, carries: Variables, slices: Variables, results: Variables) -> JaxprEqn:
+        # Inside an equation there are no constants: they become operands.
         read = {*graph.inputs, *graph.consts}
         of_all = [v for v in [*now.consts, *fixed] if v in read]
         slices = [v for v in slices if v in read]
         inputs = [*of_all, *carries, *slices]
         ends = len(inputs), len(results)
-        params = with_carry(eqn, len(of_all), len(carries), ends)
-        params["jaxpr"] = Graph(inputs, graph.outputs, graph.equations).jaxpr
+        params = with_carry(eqn, len(of_all), len(carries), ends) if loop else eqn.params
+        inside = Graph(inputs, graph.outputs, graph.equations).jaxpr
+        params = params | {"jaxpr": inside if loop else inside.jaxpr}
         return eqn.replace(invars=[outer.get(v, v) for v in inputs], outvars=results, params=params)
 
     results, results_later = _by(eqn.outvars, is_now)
     now = replace(now, outputs=[*now.outputs, *crossing[len(halves.crossing) :]])
-    first_loop = part(now, mine, slices, [*results, *sent.values()])
+    first_part = part(now, mine, slices, [*results, *sent.values()])
     outer |= sent
-    second_loop = part(later, others, [*slices, *sent], results_later)
-    return Cut(first_loop, second_loop, halves.unsplit)
-
-
-CUT: dict[str, Callable[[JaxprEqn, list[bool], Values], Cut]] = {
-    LOOP: _halve_loop,
-    CHECKPOINT: _halve_checkpoint,
-}
+    second_part = part(later, others, [*slices, *sent], results_later)
+    return Cut(first_part, second_part, halves.unsplit)
 
 
 def _by(items: list[Any], first: list[bool]) -> tuple[list[Any], list[Any]]:
@@ -240,23 +223,11 @@ def _by(items: list[Any], first: list[bool]) -> tuple[list[Any], list[Any]]:
 # ---- a pullback in two
 
 
-class Split(NamedTuple):
-    """A pullback in two, flat: `now` is compiled as I, `later` as W.
-
-    now      operands -> the inputs' gradients, then `crossing` arrays
-    later    what it reads -> the weights' gradients
-    read     of [*operands, *crossing], the numbers of what `later` reads
-    unsplit  for each gradient of a weight None, or why I computes it: as `SplitGraph` has it
-    """
-
-    now: Graph
-    later: Graph
-    read: list[int]
-    unsplit: list[str | None]
-
-
-def split_backward(pullback: Callable, *operands: Any) -> Split:
+def split_backward(pullback: Callable, *operands: Any) -> SplitGraph:
     """Cut a pullback: (*operands) -> (gradients of the weights, gradients of the inputs).
+
+    It is flat: `now` is compiled as I, operands -> the inputs' gradients, then what crosses;
+    `later` as W, what it reads -> the weights' gradients.
 
     The operands are arrays or their shapes, and all that the pullback reads. Without gradients of
     inputs, as in a first stage, what those of the weights share is computed now.
@@ -264,6 +235,4 @@ def split_backward(pullback: Callable, *operands: Any) -> Split:
     closed, (weights, _) = jax.make_jaxpr(pullback, return_shape=True)(*operands)
     graph = inline(closed)
     first = range(len(jax.tree.leaves(weights)), len(graph.outputs))
-    now, later, crossing, unsplit = halve(graph, first, () if first else shared_values(graph))
-    known = {v: i for i, v in enumerate([*graph.inputs, *crossing])}
-    return Split(now, later, [known[v] for v in later.inputs], unsplit)
+    return halve(graph, first, () if first else shared_values(graph))

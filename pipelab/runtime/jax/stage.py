@@ -193,7 +193,7 @@ class JaxStage(CountingStage):
             self._backwards.weight_grad(microbatch)
             return None
         pull = self._backwards.backward if kind is Kind.B else self._backwards.input_grad
-        return pull(microbatch, [[g] for g in gradient])
+        return pull(microbatch, gradient)
 
     def _total(self) -> Arrays:
         """The accumulated gradient, which begins as zeros."""
