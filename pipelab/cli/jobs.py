@@ -29,7 +29,8 @@ def start_lines(answer: Answer) -> list[str]:
     job += f" --replicas {r}" if r > 1 else ""
     # As many ranks on each node; `--` since torchrun would read --virtual as one of its own.
     node = max(n for n in range(1, answer.problem.machine.node + 1) if p * r % n == 0)
-    nodes = f" --nnodes {p * r // node}" if p * r > node else ""
+    meet = "--rdzv-backend c10d --rdzv-endpoint NODE0:29500 --rdzv-id job"
+    nodes = f" --nnodes {p * r // node} {meet}" if p * r > node else ""
     lines = [
         f"stages = pipelab.models.split(layers, {_list(choice.balance)})",
         f"pipelab {job}",

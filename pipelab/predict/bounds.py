@@ -108,11 +108,14 @@ def bound(
     return Bound({name: seconds - costs.overhead for name, seconds in by.items()})
 
 
-def gap(schedule: Schedule, costs: Costs) -> float:
+def gap(schedule: Schedule, costs: Costs, whole: tuple[int, float] | None = None) -> float:
     """How much longer a batch takes than the bound: of the same stages on the same devices, under
     the memory of the device that needs most in this schedule, with backwards that may be split.
 
     Without a flush batches overlap: all of them count as one large batch.
+
+    whole  micro-batches and makespan of a longer batch, of which the schedule is a part that needs
+           as much memory
 
     >>> from pipelab.schedules import pipedream_flush
     >>> round(gap(pipedream_flush(4, 8), Costs()), 3)
@@ -120,11 +123,11 @@ def gap(schedule: Schedule, costs: Costs) -> float:
     """
     if not schedule.asynchronous:
         schedule = schedule.part(0, 1)
-    makespan = simulate(schedule, costs).makespan
+    total, makespan = whole or (schedule.total, simulate(schedule, costs).makespan)
     if schedule.batches > 1 and costs.recompute is Recompute.EXCEPT_LAST:
         costs = replace(costs, recompute=Recompute.NEVER)  # every batch has a last one
     limit = max(memory_used(schedule, costs))
-    sizes = schedule.devices, schedule.total, limit
+    sizes = schedule.devices, total, limit
     return bound(costs, *sizes, placement=schedule.placement).gap(makespan)
 
 

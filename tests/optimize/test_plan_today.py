@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pipelab import Costs, ScheduleError, make, memory, simulate
 from pipelab.cli import main
 from pipelab.optimize.cut import Layer, Profile
+from pipelab.optimize.order import gap
 from pipelab.optimize.plan import (
     FLUSH,
     MACHINES,
@@ -95,6 +96,22 @@ def test_a_collective_has_the_cards_of_a_node():
     assert far.collective(160, 32, 1) == pytest.approx(2 * 31 / 32 * 160 / 4)
     slow = replace(machine, latency=1.0)  # a tree: 2 log2 16 messages where a ring has 30
     assert slow.collective(1.6, 16, 1) == pytest.approx(2 * 1.6 / 8 + 8)
+
+
+def test_groups_that_do_not_fill_a_node_cross_its_end():
+    """Every second group of 4 lies in two nodes of 6, and sends with cards; not in a single node."""
+    machine = Machine("m", 1, math.inf, bandwidth=1.0, inside=100.0, node=6, latency=0)
+    assert machine.collective(160, 4, 1) == pytest.approx(2 * 3 / 4 * 160 / 4)
+    assert machine.collective(160, 3, 1) == pytest.approx(2 * 2 / 3 * 160 / 100)
+    racks = replace(machine, node=1, rack=6, spine=0.5)
+    assert [racks.slowest(n) for n in (2, 3, 4, 12)] == [1.0, 1.0, 0.5, 0.5]
+    model = Transformer(layers=4, hidden=12, heads=4, sequence=8, vocabulary=16)
+    for devices, link in ((12, 1 * 4), (4, 100)):  # of 4 devices all are in one node
+        problem = Problem(model, machine, devices, 4, tensor=(4,))
+        layer = problem.profile(4).layers[1]
+        free = replace(problem, machine=replace(machine, inside=math.inf, bandwidth=math.inf))
+        alone = free.profile(4).layers[1]
+        assert layer.forward - alone.forward == pytest.approx(2 * (2 * 3 / 4 * 2 * 8 * 12 / link))
 
 
 def test_only_links_that_leave_a_node_are_slow():
@@ -204,7 +221,9 @@ def test_a_shorter_table_has_the_peak_of_the_whole(name, p, data):
         if choice.schedule == name and choice.pipeline == p and choice.microbatch == 1:
             costs = problem.costs(choice)
             whole = memory(simulate(table_for(choice, costs), costs), costs)
-            assert estimate(problem, choice).memory == pytest.approx(max(whole.peak()))
+            found = estimate(problem, choice)
+            assert found.memory == pytest.approx(max(whole.peak()))
+            assert found.gap == pytest.approx(gap(table_for(choice, costs), costs), abs=1e-9)
             break
 
 
@@ -339,6 +358,16 @@ SIZES = "--layers 4 --hidden 64 --heads 4 --sequence 32 --vocabulary 100 --machi
         ("--expert 2", "expert=2: give a number that divides the 4 devices and the 1 experts"),
         ("--key-heads 3", "key_heads=3: give one that divides heads=4"),
         ("--active 2", "active=2: there are 1 experts"),
+        (
+            "--experts 4 --expert 4 --tensor 4",
+            "and is a multiple of expert=4; change one of these",
+        ),
+        ("--share 74", "share=74.0 of A100-80GB: give at most 1"),
+        ("--devices 1000000000000000000", "1,000,000,000,000,000,000 devices, or samples of a"),
+        (
+            "--batch 1000000000000000000",
+            "devices, or samples of a batch: give at most 1,000,000,000",
+        ),
         ("--hbm nan", "hbm=nan of A100-80GB: give a number above 0"),
         ("--narrow -1", "narrow=-1.0 of A100-80GB: give a number above 0"),
         ("--optimizer nan", "optimizer=nan: give bytes a byte of weights, at least 0"),

@@ -50,7 +50,8 @@ class Plan:
             least = least_seconds(choice, problem.of_stages(choice))
             return round(self.step / least - 1, 12) + 0.0  # rounding below 0 is 0, not -0
         costs = problem.costs(choice)
-        return gap(table_for(choice, costs), costs)
+        whole = choice.microbatches, self.step - costs.overhead
+        return gap(table_for(choice, costs, whole=False), costs, whole)
 
     @cached_property
     def parts(self) -> dict[str, float]:
@@ -61,10 +62,15 @@ class Plan:
         problem, choice, costs = self.problem, self.choice, self.problem.costs(self.choice)
         flat = replace(costs, update=0.0, transfer=0.0, bandwidth=np.inf)
         machine = replace(
-            problem.machine, bandwidth=np.inf, inside=np.inf, spine=np.inf, latency=0.0
+            problem.machine,
+            bandwidth=np.inf,
+            inside=np.inf,
+            spine=np.inf,
+            latency=0.0,
+            overhead=0.0,
         )
         once = choice._replace(recompute=Recompute.NEVER, keep=KEEP[0])
-        alone = replace(problem, machine=machine).of_stages(once) | {"overhead": 0.0}
+        alone = replace(problem, machine=machine).of_stages(once)
         plain = problem.of_stages(once) | {"overhead": 0.0}
         sizes = problem.of_stages(choice)
         quick = sizes | {"overhead": 0.0}
