@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -99,7 +100,7 @@ def test_a_collective_has_the_cards_of_a_node():
 
 
 def test_groups_that_do_not_fill_a_node_cross_its_end():
-    """Every second group of 4 lies in two nodes of 6, and sends with cards; not in a single node."""
+    """Every second group of 4 lies in two nodes of 6, and sends by cards; not in a single node."""
     machine = Machine("m", 1, math.inf, bandwidth=1.0, inside=100.0, node=6, latency=0)
     assert machine.collective(160, 4, 1) == pytest.approx(2 * 3 / 4 * 160 / 4)
     assert machine.collective(160, 3, 1) == pytest.approx(2 * 2 / 3 * 160 / 100)
@@ -401,11 +402,12 @@ def test_the_answer_names_layers_means_and_reasons(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["means"].startswith("on: ZeRO-1") and found["explain"].startswith("Runner-up 1")
     assert found["start"][0].startswith("stages = pipelab.models.split(layers, [")
+    assert re.match(r"torchrun --nproc-per-node \d -m -- pipelab run ", found["start"][2])
 
 
 def test_the_printed_lines_run(capsys, tmp_path, monkeypatch):
-    """`pipelab run`, `torchrun` and the hand-over, as printed."""
-    machine = "--machine A100-80GB --node 2 --inside 1e9 --bandwidth 1e9 --memory 3.2e6"
+    """`pipelab run`, `torchrun` on two nodes and the hand-over, as printed."""
+    machine = "--machine A100-80GB --node 1 --inside 1e9 --bandwidth 1e9 --memory 3.2e6"
     sizes = "--layers 6 --hidden 64 --heads 4 --sequence 32 --vocabulary 100"
     assert main(f"plan --devices 2 --batch 4 {sizes} {machine} --zero 0 --json".split()) == 0
     found = json.loads(capsys.readouterr().out)
@@ -414,10 +416,27 @@ def test_the_printed_lines_run(capsys, tmp_path, monkeypatch):
     assert eval(split.split("layers, ")[1][:-1]) == found["best"]["balance"]
     assert main(shlex.split(run)[1:]) == 0
     assert "Check passed" in capsys.readouterr().out
-    command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(torchrun)[1:]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "Check passed" in done.stdout
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = f"127.0.0.1:{free.getsockname()[1]}"
+    assert torchrun.startswith("torchrun --nnodes 2 ") and "NODE0:29500" in torchrun
+    agent = shlex.split(torchrun.replace("NODE0:29500", meeting))[1:]
+    agents = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *agent],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    try:
+        outputs = [agent.communicate(timeout=240) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], outputs[0][1][-2000:]
+    assert "Check passed" in "".join(out for out, _ in outputs)
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(export)[1:]) == 0
     options = Path("hand-over/options.txt").read_text()
