@@ -99,8 +99,9 @@ def explained(answer: Answer, row: int) -> str:
             f"has {limit / 1e9:.4g} GB: it needs {sizes}."
         )
     gains = {name: other.parts[name] - best.parts[name] for name in best.parts}
-    lost = sorted((name for name in gains if gains[name] > 0), key=lambda name: -gains[name])
-    won = sorted((name for name in gains if gains[name] < 0), key=lambda name: gains[name])
+    least = 1e-9 * best.step  # below it is rounding
+    lost = sorted((name for name in gains if gains[name] > least), key=lambda name: -gains[name])
+    won = sorted((name for name in gains if gains[name] < -least), key=lambda name: gains[name])
     text += f"It takes {other.step:.4g} s where the best takes {best.step:.4g}: "
     text += f"it loses {', '.join(f'{gains[n]:.3g} s by {n}' for n in lost) or 'nothing'}"
     text += f" and wins {', '.join(f'{-gains[n]:.3g} s by {n}' for n in won) or 'nothing'}. "

@@ -397,6 +397,7 @@ def test_the_answer_names_layers_means_and_reasons(capsys):
     assert re.search(r"^  layers embedding \+ ", out, re.M) and "head" in out
     assert "on: ZeRO-1, messages beside compute, FlashAttention, sequence parallelism; off: " in out
     assert re.search(r"^Runner-up 1 has .* instead of ", out, re.M)
+    assert not re.search(r"e-(1[2-9]|2\d) s by", out)  # rounding is no cause
     assert re.search(r"slow device \d+.*, jitter .*, a/a .*, both .*, failures ", out)
     assert main([*line.split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
