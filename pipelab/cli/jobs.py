@@ -29,7 +29,8 @@ def start_lines(answer: Answer) -> list[str]:
     job += f" --replicas {r}" if r > 1 else ""
     # As many ranks on each node; `--` since torchrun would read --virtual as one of its own.
     node = max(n for n in range(1, answer.problem.machine.node + 1) if p * r % n == 0)
-    nodes = f" --nnodes {p * r // node}" if p * r > node else ""
+    meet = "--rdzv-backend c10d --rdzv-endpoint NODE0:29500 --rdzv-id job"
+    nodes = f" --nnodes {p * r // node} {meet}" if p * r > node else ""
     lines = [
         f"stages = pipelab.models.split(layers, {_list(choice.balance)})",
         f"pipelab {job}",
@@ -98,8 +99,9 @@ def explained(answer: Answer, row: int) -> str:
             f"has {limit / 1e9:.4g} GB: it needs {sizes}."
         )
     gains = {name: other.parts[name] - best.parts[name] for name in best.parts}
-    lost = sorted((name for name in gains if gains[name] > 0), key=lambda name: -gains[name])
-    won = sorted((name for name in gains if gains[name] < 0), key=lambda name: gains[name])
+    least = 1e-9 * best.step  # below it is rounding
+    lost = sorted((name for name in gains if gains[name] > least), key=lambda name: -gains[name])
+    won = sorted((name for name in gains if gains[name] < -least), key=lambda name: gains[name])
     text += f"It takes {other.step:.4g} s where the best takes {best.step:.4g}: "
     text += f"it loses {', '.join(f'{gains[n]:.3g} s by {n}' for n in lost) or 'nothing'}"
     text += f" and wins {', '.join(f'{-gains[n]:.3g} s by {n}' for n in won) or 'nothing'}. "

@@ -57,7 +57,8 @@ def peaks(items: dict[str, Memory], ax: Axes | None = None) -> Axes:
             bottom = [*map(add, bottom, height)]
         if len(items) > 1:
             turn = 90 if upright else 0
-            names = [name] + [("" if crowded else name)] * (m.devices - 1)
+            # Of many bars the first on device 0, the second on device 1, ...: there is room.
+            names = [name if not crowded or d == j % m.devices else "" for d in range(m.devices)]
             ax.bar_label(bars, names, padding=2, fontsize=7, rotation=turn)
     if crowded or len(devices) > 12:  # numbers alone; bars stand in the order of the first names
         ax.set_xticks(devices, [str(d) for d in devices], fontsize=7)

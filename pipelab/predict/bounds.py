@@ -123,11 +123,16 @@ def gap(schedule: Schedule, costs: Costs, timeline: Timeline | None = None) -> f
     if schedule.batches > 1 and not schedule.asynchronous:
         schedule, timeline = schedule.part(0, 1), None
     makespan = (timeline or simulate(schedule, costs)).makespan
-    if schedule.batches > 1 and costs.recompute is Recompute.EXCEPT_LAST:
+    return gap_of_longer(schedule, costs, schedule.total, makespan)
+
+
+def gap_of_longer(part: Schedule, costs: Costs, microbatches: int, makespan: float) -> float:
+    """The gap of a longer batch, of which `part` is a part that needs as much memory."""
+    if part.batches > 1 and costs.recompute is Recompute.EXCEPT_LAST:
         costs = replace(costs, recompute=Recompute.NEVER)  # every batch has a last one
-    limit = max(memory_used(schedule, costs))
-    sizes = schedule.devices, schedule.total, limit
-    return bound(costs, *sizes, placement=schedule.placement).gap(makespan)
+    limit = max(memory_used(part, costs))
+    sizes = part.devices, microbatches, limit
+    return bound(costs, *sizes, placement=part.placement).gap(makespan)
 
 
 @dataclass

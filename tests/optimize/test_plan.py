@@ -103,23 +103,20 @@ def every_cut(problem, choices):
             yield choice._replace(balance=tuple(b - a for a, b in pairwise(bounds)))
 
 
-def within(problem, limit):
-    return replace(problem, machine=replace(problem.machine, memory=limit))
-
-
 @settings(max_examples=8, deadline=None)
 @given(profiles, st.lists(st.floats(0, 1), min_size=3, max_size=3))
 def test_the_best_plan_is_that_of_exhaustive_simulation_of_every_cut(problem, tightness):
     """Of all schedules, under limits that a plan just fits."""
     every = [estimate(problem, choice) for choice in every_cut(problem, choices_of(problem))]
     needs = sorted(x.memory for x in every)
+    search = Enumeration(problem)
     for place in (0, *tightness):
         limit = needs[int(place * (len(needs) - 1))]
         truth = min(x.step for x in every if x.memory <= limit)
-        found = Enumeration(within(problem, limit)).best(limit)
+        found = search.best(limit)
         assert found.memory <= limit
         assert found.step == pytest.approx(truth, rel=1e-9)
-    assert Enumeration(problem).smallest().memory == needs[0]
+    assert search.smallest().memory == needs[0]
 
 
 @settings(max_examples=15, deadline=None)

@@ -46,20 +46,20 @@ class Answer:
     simulated: int
 
     def __str__(self) -> str:
-        best, limit = self.best, self.problem.machine.memory
+        best, problem, limit = self.best, self.problem, self.problem.machine.memory
         parts = [f"{name} {seconds:.4g}" for name, seconds in best.parts.items() if seconds]
-        layers = stage_names(self.problem.profile(), best.choice.balance)
+        layers = stage_names(problem.profile(), best.choice.balance)
         rate = ""
-        if isinstance(self.problem.model, Transformer):  # what recomputation repeats is left out
-            flops = self.problem.model.flops(self.problem.batch, recompute=False)
-            rate = f", {flops / best.step / self.problem.devices / 1e12:.4g} TFLOP/s a device"
+        if isinstance(problem.model, Transformer):  # what recomputation repeats is left out
+            flops = problem.model.flops(problem.batch, recompute=False)
+            rate = f", {flops / best.step / problem.devices / 1e12:.4g} TFLOP/s a device"
         lines = [
             f"best: {best.choice}",
             f"  layers {layers}",
             f"  {best.step:.4g} s a batch, {best.throughput:.4g} samples/s{rate}; "
             f"{best.memory / 1e9:.4g} of {limit / 1e9:.4g} GB",
             f"  seconds: {', '.join(parts)}",
-            f"  {means(self.problem)}",
+            f"  {means(problem)}",
             f"  {best.gap:.1%} above a lower bound for any order in these stages and this memory",
             f"runners-up ({len(self.bounds):,} choices, {self.simulated} simulated):",
         ]
@@ -77,22 +77,22 @@ class Answer:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        limit = self.problem.machine.memory
+        problem, limit = self.problem, self.problem.machine.memory
         others = [
             {"decision": decision, "cause": cause, "why": why, **plan.to_json()}
             for decision, plan, cause, why in self.runners_up
         ]
         return {
-            "machine": self.problem.machine.name,
-            "devices": self.problem.devices,
-            "batch": self.problem.batch,
+            "machine": problem.machine.name,
+            "devices": problem.devices,
+            "batch": problem.batch,
             "memory_limit": limit if limit < math.inf else None,
             "choices": len(self.bounds),
             "simulated": self.simulated,
             "best": self.best.to_json(),
             "runners_up": others,
             "frontier": [plan.to_json() for plan in self.frontier],
-            "means": means(self.problem),
+            "means": means(problem),
         }
 
 
@@ -168,8 +168,9 @@ def _decisions(search: Enumeration, best: Choice) -> Iterator[tuple[str, Allowed
         own = getattr(best, name)
         others = {getattr(choice, name) for choice in search.seconds} - {own}
         if name == "pipeline":
-            ordered = sorted(others)
-            others = {*[p for p in ordered if p < own][-1:], *[p for p in ordered if p > own][:1]}
+            ordered = sorted({own, *others})
+            at = ordered.index(own)
+            others = {*ordered[max(at - 1, 0) : at + 2]} - {own}
         for value in sorted(others, key=str):
             yield name, partial(_has, name, value)
     # [2] any other micro-batch; any other cut of the same pipeline

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from itertools import combinations, pairwise, product
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ SPLIT = ("zb_h1", "zb_h2", "zb", *IN_A_V)  # backwards in two parts, with a flus
 MADE = {"zb": 20_000, "zb_v": 20_000}  # searched for: actions of the largest table, in seconds
 ASYNCHRONOUS = ("pipedream", "pipedream_2bw")
 MOST_CHUNKS = 16  # a device
+MOST = 10**9  # devices, and samples of a batch
 LARGEST = 2_000_000  # actions of a table that is simulated
 BALANCED = ("time", "size")  # what a partition is balanced by
 FEW = 64  # cuts into so many stages that all are tried
@@ -82,8 +83,7 @@ class Choice(NamedTuple):
         )
 
     def to_json(self) -> dict[str, Any]:
-        numbers = self._asdict()
-        return numbers | {"recompute": self.recompute.value, "balance": list(self.balance)}
+        return self._asdict() | {"recompute": self.recompute.value, "balance": list(self.balance)}
 
 
 @dataclass(frozen=True)
@@ -151,22 +151,26 @@ class Problem:
 
     def _check_shared(self) -> None:
         """ValueError for devices that cannot share a layer, a sequence or the experts."""
-        model = self.model
-        heads, sequence, experts = 1, 1, 1
-        if isinstance(model, Transformer):
-            heads, sequence, experts = model.heads, model.sequence, model.experts
-        for name, numbers, most in (
-            ("tensor", self.tensor, (heads, "heads")),
-            ("context", self.context, (sequence, "tokens")),
-            ("expert", (self.expert,), (experts, "experts")),
+        sizes = vars(self.model) if isinstance(self.model, Transformer) else {}
+        for name, numbers, size, parts in (
+            ("tensor", self.tensor, "heads", "heads"),
+            ("context", self.context, "sequence", "tokens"),
+            ("expert", (self.expert,), "experts", "experts"),
         ):
+            most = sizes.get(size, 1)
             for number in numbers:
                 check_counts(**{name: number})
-                if self.devices % number or most[0] % number:
+                if self.devices % number or most % number:
                     raise ValueError(
                         f"{name}={number}: give a number that divides the {self.devices} devices "
-                        f"and the {most[0]} {most[1]} (a measured profile has one)"
+                        f"and the {most} {parts} (a measured profile has one)"
                     )
+
+    @cached_property
+    def _machine(self) -> Machine:
+        """The machine, with a node and a rack no larger than all of the devices."""
+        own, n = self.machine, self.devices
+        return replace(own, node=min(own.node, n), rack=min(own.rack, n))
 
     def profile(
         self, tensor: int = 1, context: int = 1, samples: int = 1, keep: str = KEEP[0]
@@ -176,7 +180,7 @@ class Problem:
         if isinstance(model, Profile):
             return model
         return model.profile(
-            *(self.machine, tensor, samples, context, self.expert, keep),
+            *(self._machine, tensor, samples, context, self.expert, keep),
             flash=self.flash,
             sequence=self.sequence,
         )
@@ -185,10 +189,8 @@ class Problem:
         """Costs of all layers before each cut; and `crossing`, bytes that go over it."""
         profile = self.profile(*way)
         sums = {name: np.append(0.0, np.cumsum(profile.of(name))) for name in SUMS}
-        if profile.is_chain:
-            return sums | {"crossing": np.array([0.0, *profile.of("output")[:-1], 0.0])}
-        chain = np.tri(self.layers + 1, self.layers, -1, dtype=bool)
-        return sums | {"crossing": profile.crossing(chain)}
+        before = np.tri(self.layers + 1, self.layers, -1, dtype=bool)
+        return sums | {"crossing": profile.crossing(before)}
 
     def balance(self, tensor: int, stages: int, by: str) -> tuple[int, ...]:
         """Layers a stage."""
@@ -213,8 +215,9 @@ class Problem:
         if not found:
             raise ValueError(
                 f"batch={self.batch} on {self.devices} devices: no pipeline of at most "
-                f"{self.layers} devices has a number of replicas that divides the batch; change it "
-                f"(or every table has more than {LARGEST:,} actions)"
+                f"{self.layers} devices has a number of replicas that divides the batch and is a "
+                f"multiple of expert={self.expert}; change one of these (or every table has more "
+                f"than {LARGEST:,} actions)"
             )
         return iter(found)
 
@@ -234,12 +237,11 @@ class Problem:
                         if not self._is_table(schedule, p, v, m):
                             continue
                         sizes = schedule, p, replicas, v, b, m
-                        # Where p does not divide m: full rounds of p, or longer ones.
-                        longer = [-(-m // (m // p))] if v > 1 and m % p and m > p else []
-                        rounds = [1, *longer] if schedule == "interleaved" else [1]
+                        rounds = [1]  # full ones of p; where p does not divide m, longer ones, too
+                        if schedule == "interleaved" and m > p and m % p:
+                            rounds += [-(-m // (m // p))]
                         for (mode, keep), longest in product(modes, rounds):
-                            rest = tensor, keep, context, longest
-                            yield Choice(*sizes, mode, balance, *rest)
+                            yield Choice(*sizes, mode, balance, tensor, keep, context, longest)
 
     def _chunks(self, schedule: str, p: int) -> Iterable[int]:
         most = min(self.layers // p, MOST_CHUNKS)
@@ -273,7 +275,7 @@ class Problem:
         devices sends its part of a boundary (arXiv 2104.04473, section 4.1); `link` is what a
         micro-batch takes to the next stage, over the slowest link.
         """
-        machine, t = self.machine, choice.tensor
+        machine, t = self._machine, choice.tensor
         way = t, choice.context, choice.microbatch, choice.keep
         totals, profile = self.totals(*way), self.profile(*way)
         more = choice.microbatch / profile.samples
@@ -335,7 +337,7 @@ class Problem:
 
     def _summed(self, weights: Any, experts: Any, among: int, tensor: int, ways: int) -> Any:
         """Seconds to sum (2 ways) or to gather (1) weights; experts only among their copies."""
-        collective = self.machine.collective
+        collective = self._machine.collective
         if self.expert == 1:
             return collective(weights, among, tensor, ways)
         rest = collective(weights - experts, among, tensor, ways)
@@ -387,5 +389,7 @@ def _speeds(machine: Machine, home: tuple[int, ...], step: int) -> list[float]:
 
 
 def _divisors(number: int) -> list[int]:
+    if number > MOST:
+        raise ValueError(f"{number:,} devices, or samples of a batch: give at most {MOST:,}")
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})

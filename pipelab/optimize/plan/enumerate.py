@@ -31,10 +31,9 @@ class Enumeration:
         self.smallest_cut = cache(partial(smallest, problem))
 
     def _bound(self, choice: Choice) -> None:
-        if choice not in self.seconds:
-            sizes = self.problem.of_stages(choice)
-            self.seconds[choice] = least_seconds(choice, sizes)
-            self.bytes[choice] = least_bytes(choice, sizes)
+        sizes = self.problem.of_stages(choice)
+        self.seconds[choice] = least_seconds(choice, sizes)
+        self.bytes[choice] = least_bytes(choice, sizes)
 
     def plan(self, choice: Choice) -> Plan:
         if choice not in self.plans:

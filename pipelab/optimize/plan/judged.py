@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from pipelab.optimize.order import gap
 from pipelab.optimize.plan.choices import ASYNCHRONOUS, Choice, Problem
 from pipelab.optimize.plan.limits import least_seconds, of_devices, work
 from pipelab.optimize.plan.repeat import ends_of, makespan, shorter, table_of
 from pipelab.optimize.plan.transformer import KEEP
+from pipelab.predict.bounds import gap_of_longer
 from pipelab.predict.costs import Costs, Recompute
 from pipelab.predict.memory import memory
 from pipelab.predict.simulate import simulate
@@ -44,13 +44,14 @@ class Plan:
     @cached_property
     def gap(self) -> float:
         """How far the step is above a lower bound: for any order in the same stages and memory, see
-        `pipelab.optimize.order.gap`. Without a flush above the work of the busiest device."""
+        `pipelab.predict.bounds.gap`. Without a flush above the work of the busiest device."""
         problem, choice = self.problem, self.choice
         if choice.schedule in ASYNCHRONOUS:
             least = least_seconds(choice, problem.of_stages(choice))
             return round(self.step / least - 1, 12) + 0.0  # rounding below 0 is 0, not -0
         costs = problem.costs(choice)
-        return gap(table_for(choice, costs), costs)
+        part, makespan = table_for(choice, costs, whole=False), self.step - costs.overhead
+        return gap_of_longer(part, costs, choice.microbatches, makespan)
 
     @cached_property
     def parts(self) -> dict[str, float]:
@@ -61,10 +62,15 @@ class Plan:
         problem, choice, costs = self.problem, self.choice, self.problem.costs(self.choice)
         flat = replace(costs, update=0.0, transfer=0.0, bandwidth=np.inf)
         machine = replace(
-            problem.machine, bandwidth=np.inf, inside=np.inf, spine=np.inf, latency=0.0
+            problem.machine,
+            bandwidth=np.inf,
+            inside=np.inf,
+            spine=np.inf,
+            latency=0.0,
+            overhead=0.0,
         )
         once = choice._replace(recompute=Recompute.NEVER, keep=KEEP[0])
-        alone = replace(problem, machine=machine).of_stages(once) | {"overhead": 0.0}
+        alone = replace(problem, machine=machine).of_stages(once)
         plain = problem.of_stages(once) | {"overhead": 0.0}
         sizes = problem.of_stages(choice)
         quick = sizes | {"overhead": 0.0}

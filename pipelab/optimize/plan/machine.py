@@ -1,7 +1,7 @@
 """Machines: what a device does in a second, what it holds, and what links carry."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 MAY_BE_ZERO = ("latency", "overhead", "narrow")
@@ -41,12 +41,12 @@ class Machine:
     rack: float = math.inf
 
     def __post_init__(self) -> None:
-        for name in ("inside", "spine"):
-            object.__setattr__(self, name, getattr(self, name) or self.bandwidth)
-        for field in fields(self)[1:]:
-            value = getattr(self, field.name)
-            if not (value > 0 or (value == 0 and field.name in MAY_BE_ZERO)):
-                raise ValueError(f"{field.name}={value} of {self.name}: give a number above 0")
+        vars(self).update(inside=self.inside or self.bandwidth, spine=self.spine or self.bandwidth)
+        for name, value in [*vars(self).items()][1:]:
+            if not (value > 0 or (value == 0 and name in MAY_BE_ZERO)):
+                raise ValueError(f"{name}={value} of {self.name}: give a number above 0")
+        if self.share > 1:
+            raise ValueError(f"share={self.share} of {self.name}: give at most 1")
 
     def link(self, devices: float, cards: int = 1) -> float:
         """Bytes/s of the slowest link among so many neighbouring devices, by all `cards` of them
@@ -54,6 +54,16 @@ class Machine:
         if devices <= self.node:
             return self.inside
         return min(self.inside, cards * (self.bandwidth if devices <= self.rack else self.spine))
+
+    def slowest(self, devices: int, cards: int = 1) -> float:
+        """The same of the slowest of all groups of so many neighbours: where a node or a rack is
+        not full of them, one crosses its end.
+
+        >>> [Machine("m", 1, 1, 1.0, inside=10.0, node=6).slowest(n) for n in (3, 4)]
+        [10.0, 1.0]
+        """
+        crossed = [end + 1 for end in (self.node, self.rack) if end % devices > 0]
+        return self.link(max([devices, *crossed]), cards)
 
     def allreduce(self, size: Any, among: int, link: float) -> Any:
         """Seconds for one size or an array of them: a ring, or a tree where that is faster.
@@ -64,8 +74,6 @@ class Machine:
         >>> Machine("two devices", 1, 1, 1, latency=0).allreduce(10, 2, link=5)
         2.0
         """
-        if among == 1:
-            return 0.0 * size
         ring = 2 * (among - 1) * (size / among / link + self.latency)
         tree = 2 * size / link + 2 * math.ceil(math.log2(among)) * self.latency
         return (ring + tree - abs(ring - tree)) / 2  # the smaller one, of arrays as well
@@ -77,7 +85,7 @@ class Machine:
         Members of one node send with all their cards: a ring for each of them.
         """
         cards = max(1, min(self.node // stride, among))
-        return passes / 2 * self.allreduce(size, among, self.link(among * stride, cards))
+        return passes / 2 * self.allreduce(size, among, self.slowest(among * stride, cards))
 
 
 # Peaks without sparsity, bytes in one direction. The latency of 5 microseconds is an assumption:

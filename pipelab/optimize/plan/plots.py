@@ -19,8 +19,15 @@ def plan(answer: Answer, ax: Axes | None = None) -> Axes:
     others = [runner.plan for runner in answer.runners_up]
     # [1] all choices
     memory, seconds = np.array(answer.bounds).T
-    pale, name = style.lighter(style.GREY, 0.6), "a choice, by its bounds"
-    ax.plot(memory / 1e9, batch / seconds, ".", color=pale, ms=2, label=name, zorder=1)
+    ax.plot(
+        memory / 1e9,
+        batch / seconds,
+        ".",
+        color=style.lighter(style.GREY, 0.6),
+        ms=2,
+        label="a choice, by its bounds",
+        zorder=1,
+    )
     # [2] the limit, the best plan, the runners-up
     ax.axvline(limit / 1e9, color=style.GREY, ls="--", lw=1, label="memory of a device")
     name = f"best: {answer.best.choice.schedule}"
@@ -38,10 +45,8 @@ def plan(answer: Answer, ax: Axes | None = None) -> Axes:
         x, y = _at(*answer.frontier[::-1])
         ax.step([*x, right], [*y, y[-1]], where="post", color=style.BLUE, lw=1.5, zorder=2)
         ax.plot(x, y, "o", color=style.BLUE, ms=4, label="frontier", zorder=2)
-    ax.set_xlim(0, right)
-    ax.set_ylim(0, 1.2 * max(plan.throughput for plan in shown))
-    ax.set_xlabel("GB of the fullest device")
-    ax.set_ylabel("samples/s")
+    top = 1.2 * max(plan.throughput for plan in shown)
+    ax.set(xlim=(0, right), ylim=(0, top), xlabel="GB of the fullest device", ylabel="samples/s")
     style.legend(ax)
     return ax
 

@@ -69,14 +69,16 @@ def table_of(
     costs: Costs | None = None,
 ) -> Schedule:
     """The table of a plan; of one that is made for its costs, the one for these."""
-    if takes(name, "costs"):
-        return make(name, p, m, costs=costs)
-    return _table(name, p, m, virtual if takes(name, "virtual") else 1, batches, longest)
+    sizes = {"virtual": virtual if takes(name, "virtual") else 1, "longest": longest}
+    return _table(
+        name, p, m, batches=batches, costs=costs if takes(name, "costs") else None, **sizes
+    )
 
 
-@lru_cache(maxsize=32)  # many choices differ in their costs alone
-def _table(name: str, p: int, m: int, virtual: int, batches: int, longest: int) -> Schedule:
-    return make(name, p, m, virtual=virtual, batches=batches, longest=longest)
+# Many choices differ in their costs alone; of one that is searched for, time and memory are asked.
+@lru_cache(maxsize=32)
+def _table(name: str, p: int, m: int, **sizes: Any) -> Schedule:
+    return make(name, p, m, **sizes)
 
 
 def _of_stages(p: int, costs: Costs) -> tuple[np.ndarray, ...]:

@@ -60,9 +60,8 @@ class Transformer:
     active: int = 1
 
     def __post_init__(self) -> None:
-        own = {"key_heads": self.key_heads or self.heads, "feed": self.feed or 4 * self.hidden}
-        for name, value in own.items():
-            object.__setattr__(self, name, value)
+        feed = self.feed or 4 * self.hidden
+        vars(self).update(key_heads=self.key_heads or self.heads, feed=feed)
         check_counts(**{name: size for name, size in vars(self).items() if name != "gated"})
         if self.hidden % self.heads:
             raise ValueError(
@@ -84,11 +83,6 @@ class Transformer:
     @property
     def _feed_weights(self) -> int:
         return (2 + self.gated) * self.hidden * self.feed
-
-    @property
-    def _layer_weights(self) -> float:
-        """Matrices that a token meets; biases and norms count where there is no gate."""
-        return 2 * self.hidden * (self.hidden + self._keys) + self.active * self._feed_weights
 
     @property
     def parameters(self) -> float:
@@ -118,7 +112,8 @@ class Transformer:
         scores all of them, or the half that a causal mask leaves.
         """
         s, h = self.sequence, self.hidden
-        layer = 2 * s * self._layer_weights + 4 * s**2 * h / (1 + causal)
+        weights = 2 * h * (h + self._keys) + self.active * self._feed_weights  # that a token meets
+        layer = 2 * s * weights + 4 * s**2 * h / (1 + causal)
         head = 2 * s * h * self.vocabulary  # the logits alone: an embedding is looked up
         return batch * ((4 if recompute else 3) * self.layers * layer + 3 * head)
 
@@ -157,7 +152,7 @@ class Transformer:
         moved = tokens * (22 * h / split + (2 + self.gated) * 2 * e * f / t) / machine.hbm
         sent = 2 * machine.collective(2 * tokens * h, t, 1)
         sent += machine.collective(4 * tokens * k / t * c, c, t, 1)
-        among = machine.link(expert * t * c)  # by each one's own card
+        among = machine.slowest(expert * t * c)  # by each one's own card
         sent += machine.allreduce(2 * e * tokens * h / t, expert, among)  # there and back
         forward = products + scores + squares + moved + sent
         # [2] its backward, and what it makes again
