@@ -22,7 +22,6 @@ import pipelab
 from pipelab.models.flax_mlp import mlp
 from pipelab.runtime.jax.distributed import arrays_of
 from pipelab.runtime.wire import apart, whole
-from tests.runtime.test_launchers import two_hosts  # noqa: F401
 
 ROOT = Path(__file__).parents[3]
 WORKER = ROOT / "tests" / "workers" / "distributed.py"
