@@ -214,7 +214,7 @@ def _forget() -> None:
 def own_address() -> str:
     """This host's address towards others: from which it calls process 0's."""
     with suppress(OSError), socket(AF_INET, SOCK_DGRAM) as probe:
-        coordinator, _, port = global_state.coordinator_address.rpartition(":")
+        coordinator, _, port = str(global_state.coordinator_address).rpartition(":")
         probe.connect((coordinator, int(port)))  # no packet is sent
         return probe.getsockname()[0]
     return "127.0.0.1"

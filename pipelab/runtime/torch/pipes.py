@@ -76,10 +76,10 @@ def like(tensor: Tensor) -> Like:
 
 def restored(memory: Any, alike: Like) -> Tensor:
     """A tensor of these bytes."""
-    dtype, *layout = alike
+    dtype, shape, stride = alike
     if not memory:
-        return torch.empty_strided(*layout, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype).as_strided(*layout)
+        return torch.empty_strided(shape, stride, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride)
 
 
 def dense(tensor: Tensor) -> Tensor:
