@@ -32,6 +32,7 @@ notebooks: .venv/.ready  ## run the lectures and store their outputs
 bench: .venv/.ready  ## measure and rewrite the pages in benchmarks/
 	$(BIN)/python benchmarks/simulate.py
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/faults.py
 	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/certificate.py
 	$(BIN)/python benchmarks/predict.py

@@ -54,9 +54,10 @@ def export(
     if engine not in SCRIPTS:
         raise ValueError(f"engine={engine!r}: use one of {', '.join(SCRIPTS)}")
     _check(schedule)
-    table = _whole_last_stage(schedule) if engine == "torchtitan" else schedule
+    titan = engine == "torchtitan"
+    table = _whole_last_stage(schedule) if titan else schedule
     csv = table.to_torch_csv()
-    layers = _shared_out(layers or ([] if engine == "torchtitan" else [table.stages]), table)
+    layers = _shared_out(layers or ([] if titan else [table.stages]), table, titan)
     (samples,) = check_counts(samples=samples)
     target = Path(folder).absolute()
     if target.exists():
@@ -75,7 +76,7 @@ def export(
         "sha256": hashlib.sha256(csv.encode()).hexdigest(),
     }
     files = {"schedule.csv": csv, "plan.json": json.dumps(plan, indent=1) + "\n"}
-    if engine == "torchtitan":
+    if titan:
         files["options.txt"] = _titan_options(table, layers, samples, target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as home:
@@ -103,7 +104,7 @@ def _check(schedule: Schedule) -> None:
         )
 
 
-def _shared_out(layers: Sequence[int], table: Schedule) -> list[int]:
+def _shared_out(layers: Sequence[int], table: Schedule, titan: bool) -> list[int]:
     """Layers of each stage."""
     if not layers:
         raise ValueError("torchtitan's cut names the model's layers: give `layers`, how many")
@@ -114,8 +115,8 @@ def _shared_out(layers: Sequence[int], table: Schedule) -> list[int]:
             f"layers of {len(layers)} stages for {table.stages}: give one number for each, or one "
             "for all"
         )
-    # The first stage has the embedding besides, and the last one the head: they may have no layer.
-    ends = {0, table.stages - 1} if table.stages > 1 else set()
+    # torchtitan's first stage has the embedding besides, and its last one the head.
+    ends = {0, table.stages - 1} if titan and table.stages > 1 else set()
     found = {f"layers of stage {s}": n for s, n in enumerate(layers) if n or s not in ends}
     check_counts(**found)
     return [*layers]

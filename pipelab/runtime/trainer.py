@@ -132,6 +132,8 @@ class Trainer(AbstractContextManager):
         They are read when the pipeline needs them: the next one is under way while one is yielded.
         It is trained, too, if the loop is left; the next `fit` yields it.
         """
+        if steps is not None and not (hasattr(steps, "__index__") and steps >= 0):
+            raise ValueError(f"steps={steps!r}: give a whole number, or None for all batches")
         iterator, left, more = iter(batches), steps, True
         while True:
             # [1] one batch more than the pipeline needs is under way

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import tests.jax_setup  # isort: skip  # noqa: F401
+import faults
 import loop
 import measure
 import peers
@@ -17,12 +18,6 @@ import run
 import search
 import wire
 
-TINY = run.Sizes(
-    devices=(2,),
-    launches=2,
-    parcel=1_000_000,
-    timeout=3.0,
-)
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = {path.name for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
 GUARD = 60  # seconds within which any fault has to be reported
@@ -30,7 +25,7 @@ GUARD = 60  # seconds within which any fault has to be reported
 
 @pytest.fixture(scope="module")
 def tables():
-    return tables_of(run.report(1, TINY))
+    return tables_of(run.report(1, (2,)))
 
 
 def tables_of(page):
@@ -119,21 +114,23 @@ def test_what_takes_time_takes_some(tables):
         assert float(row["first run (s)"]) > numbers(row["following runs (s)"]) > 0
 
 
-def test_every_fault_names_its_device_in_time(tables):
-    rows = tables["Faults"]
-    assert {row["fault"] for row in rows} == set(run.FAULTS)
-    for row in rows:
-        assert numbers(row["seconds"]) < GUARD
-        assert "device" in row["the error"]
-    named = {row["fault"]: row["the error"] for row in rows}
-    assert (
-        named["a rank is killed in a transfer"]
-        == "device 0, action 0F1: its process was killed by SIGKILL"
-    )
-    assert (
-        named["a rank is killed in a forward"]
-        == "device 1, action 1F1: its process was killed by SIGKILL"
-    )
+def test_faults_under_every_launcher_are_told_in_time_and_leave_nothing():
+    sizes = faults.Sizes(faults=(faults.RAISES, faults.TRANSFER), parcel=1_000_000, timeout=20.0)
+    rows = tables_of(faults.report(1, sizes))["Under every launcher"]
+    found = {(row["fault"], row["launcher"]): row for row in rows}
+    others = faults.LAUNCHERS[1:]
+    expected = [(faults.RAISES, "threads"), *((f, by) for f in sizes.faults for by in others)]
+    assert sorted(found) == sorted(expected)
+    for (_, launcher), row in found.items():
+        assert numbers(row["ended (s)"]) < GUARD
+        assert row["left"] == ("torchelastic_*" if launcher == "torchrun" else "-")
+    for launcher in faults.LAUNCHERS:
+        told = found[faults.RAISES, launcher]["the error"]
+        assert re.search("device 1, action 1F[01]: ZeroDivisionError: by design", told)
+    told = {launcher: found[faults.TRANSFER, launcher]["the error"] for launcher in others}
+    assert told["processes"] == "device 0, action 0F1: its process was killed by SIGKILL"
+    assert "Elastic: rank 0: Signal 9 (SIGKILL) received" in told["torchrun"]
+    assert told["jax"].startswith("process 0 disconnected; it was at: device 0")
 
 
 def test_predictions_stand_beside_the_same_run_again():

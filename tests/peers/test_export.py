@@ -135,6 +135,11 @@ def test_sizes_that_do_not_fit_are_refused(options, problem, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_torchs_stages_have_layers(tmp_path):
+    with pytest.raises(ValueError, match="layers of stage 0=0: give a whole number"):
+        export(make("zb_v", 2, 4), "torch", tmp_path / "out", layers=[0, 2, 2, 1])
+
+
 def test_a_folder_that_is_there_is_left_alone(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(ValueError, match="name a new folder"):
@@ -184,7 +189,8 @@ def test_torchtitan_is_told_the_placement_by_a_schedules_name(name, tmp_path):
 def test_torchtitans_last_stage_has_whole_backwards(tmp_path):
     """Its chunked loss loses a gradient of the final norm otherwise."""
     schedule, costs = make("zb_v", 2, 4), Costs(weight_grad=3)
-    plan = export(schedule, "torchtitan", tmp_path / "out", layers=[4], costs=costs)
+    layers = [0, 2, 2, 0]  # at the ends an embedding and a head alone
+    plan = export(schedule, "torchtitan", tmp_path / "out", layers=layers, costs=costs)
     text = (tmp_path / "out" / "schedule.csv").read_text()
     table = validate(Schedule.from_torch_csv(text))
     assert {a.kind.name for a in schedule.actions if a.stage == 3} == {*"FIWU"}

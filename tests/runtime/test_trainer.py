@@ -278,6 +278,14 @@ def test_a_check_that_makes_no_sense(check):
         Trainer(table("1f1b"), stages(3), F.mse_loss, ADAM, check=check)
 
 
+@pytest.mark.parametrize("steps", [2.5, -1, "3"])
+def test_steps_that_make_no_sense(steps):
+    with Trainer(table("1f1b"), stages(3), F.mse_loss, ADAM) as trainer:
+        with pytest.raises(ValueError, match=f"steps={steps!r}: give a whole number"):
+            next(trainer.fit(batches(3), steps))
+        assert [*trainer.fit(batches(3), 0)] == []
+
+
 # ---- failures
 
 

@@ -38,6 +38,10 @@ MESSAGES: dict = {
     "empty": (torch.empty(0, 3), torch.empty(3, 0, 2), torch.zeros(0, 5).T),
     "only empty": [torch.empty(0)] * 1100,
     "layouts": (T.T, T[:, 1:3], T[:1].expand(7, 5), T[::2, ::2]),
+    "channels last": [
+        torch.rand(size, 3, 4, 5, dtype=dtype)[:, :channels].to(memory_format=torch.channels_last)
+        for size, channels, dtype in [(2, 3, torch.float32), (1, 1, torch.complex64)]
+    ],
     "complex": (torch.complex(T, -T).conj(), torch.complex(T, T).conj().imag),
     "negated": torch.complex(T, T).conj().imag[0, 1:2],  # one number, of stride 2
     "twice": (T, T, T.view(-1)),
@@ -141,6 +145,7 @@ def test_a_message_comes_as_it_was_sent(name, kind, two_ends, two_groups):
     for a, b in zip(sent[0], received[0], strict=True):
         if isinstance(a, torch.Tensor):
             assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+            assert b.stride() == a.to("meta").stride()  # as when a tensor goes to another device
         else:
             assert a == b and type(a) is type(b)
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 
-def main(twists, port, number, count):
+def main(twists, address, number, count):
     if twists == ["skewed"]:
         # Every process a host of its own, whose clock is an hour ahead of the one before.
         real = time.perf_counter
@@ -23,7 +23,7 @@ def main(twists, port, number, count):
 
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_enable_x64", True)
-    jax.distributed.initialize(f"localhost:{port}", count, number, shutdown_timeout_seconds=10)
+    jax.distributed.initialize(address, count, number, shutdown_timeout_seconds=10)
     found = []
     for twist in twists:
         try:

@@ -82,10 +82,11 @@ def stepper(
 
 def main() -> None:
     plan, mine = joined("gloo")
-    # [1] The same model and data on every rank.
+    # [1] The same model and data on every rank. What has no layer has an embedding or a head.
     torch.manual_seed(0)
     m = plan["microbatches"]
-    model = nn.Sequential(*(nn.Sequential(*(Toy() for _ in range(n))) for n in plan["layers"]))
+    counts = [max(1, n) for n in plan["layers"]]
+    model = nn.Sequential(*(nn.Sequential(*(Toy() for _ in range(n))) for n in counts))
     x, y = torch.randint(-9, 10, (2, SAMPLES * m, WIDTH)).double()
     # [2] By the table: copies of my stages.
     copies = [copy.deepcopy(model[s]) for s in mine]

@@ -2,7 +2,6 @@
 
 import atexit
 import ctypes
-import os
 import pickle
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -213,9 +212,10 @@ def _forget() -> None:
 
 
 def own_address() -> str:
-    """This host's address towards others: from which it calls the launcher's, or else anybody."""
+    """This host's address towards others: from which it calls process 0's."""
     with suppress(OSError), socket(AF_INET, SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", "192.0.2.1"), 1))  # no packet is sent
+        coordinator, _, port = str(global_state.coordinator_address).rpartition(":")
+        probe.connect((coordinator, int(port)))  # no packet is sent
         return probe.getsockname()[0]
     return "127.0.0.1"
 

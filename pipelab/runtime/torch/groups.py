@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipelab.runtime.stage import Device
-from pipelab.runtime.torch.pipes import as_bytes, like, restored, tensors_of
+from pipelab.runtime.torch.pipes import as_bytes, dense, like, restored, tensors_of
 from pipelab.runtime.transport import Key, Lost, lost
 from pipelab.runtime.wire import Ends, Link, Wire, apart, pairs_of_ranks, whole
 from pipelab.runtime.worker import Job
@@ -127,12 +127,13 @@ class GroupLink(Link):
     def write(self, message: Any) -> None:
         key, payload, at = message
         skeleton, tensors = apart(payload, tensors_of)
+        tensors = [dense(tensor.to(self.device)) for tensor in tensors]
         skeleton = pickle.dumps((skeleton, [*map(like, tensors)]))
         new = skeleton not in self._sent
         number = self._sent.get(skeleton, len(self._sent))
         if number < KNOWN:
             self._sent[skeleton] = number
-        parts = [as_bytes(tensor.to(self.device)) for tensor in tensors]
+        parts = [*map(as_bytes, tensors)]
         parts.insert(0, _row_of(skeleton)[: None if new else 0])
         near = [part for part in parts if not part.is_cuda]
         places = _places(part.nbytes for part in near)
@@ -167,7 +168,7 @@ class GroupLink(Link):
         if not fits or self.device.type != "cpu":
             tensors = self._receive(alike)
         else:
-            sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in alike]
+            sizes = [dtype.itemsize * math.prod(shape) for dtype, shape, _ in alike]
             places = _places([size, *sizes])[1:]
             found = (memory[a : a + n] for a, n in zip(places, sizes, strict=False))
             tensors = [*map(restored, found, alike)]
@@ -206,7 +207,10 @@ class GroupLink(Link):
 
     def _receive(self, alike: Sequence[Any]) -> list[Tensor]:
         """Tensors that come part by part."""
-        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for dtype, shape in alike]
+        tensors = [
+            torch.empty_strided(*layout, dtype=dtype, device=self.device)
+            for dtype, *layout in alike
+        ]
         for work in [self._ask(as_bytes(tensor), PARTS) for tensor in tensors if tensor.nbytes]:
             _wait(work)
         return tensors

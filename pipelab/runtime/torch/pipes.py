@@ -33,7 +33,8 @@ class Pipe(Link):
 
     def write(self, message: Any) -> None:
         skeleton, tensors = apart(message, tensors_of)
-        memory = [PickleBuffer(as_bytes(t.cpu()).numpy().data) for t in tensors]
+        tensors = [dense(tensor.cpu()) for tensor in tensors]
+        memory = [PickleBuffer(as_bytes(tensor).numpy().data) for tensor in tensors]
         packed = pickle.dumps((skeleton, [*map(like, tensors)], memory), pickle.HIGHEST_PROTOCOL)
         small = len(packed) < ROOM
         if small and self._sending.done() and select([], [self._connection], [], 0)[1]:
@@ -60,21 +61,28 @@ def tensors_of(value: Any) -> Any:
     return value if isinstance(value, Tensor) else NotImplemented
 
 
-def like(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
-    """What has to be known of a tensor to receive it."""
-    return tensor.dtype, tuple(tensor.shape)
+Like = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # a tensor's type, shape and strides
 
 
-def restored(memory: Any, alike: tuple[torch.dtype, tuple[int, ...]]) -> Tensor:
+def like(tensor: Tensor) -> Like:
+    """What has to be known of a dense tensor to receive it."""
+    return tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def restored(memory: Any, alike: Like) -> Tensor:
     """A tensor of these bytes."""
-    dtype, shape = alike
+    dtype, shape, stride = alike
     if not memory:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+        return torch.empty_strided(shape, stride, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride)
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The same numbers without gaps, in their order in memory, such as channels last."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain if plain.is_contiguous() else plain.clone()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Its numbers one after another: the same memory, if they are so already."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # One number may be contiguous with any stride, with which it would be no row of bytes.
-    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+    """The memory of a dense tensor."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import which
 from threading import Timer
 
 import tests.jax_setup  # isort: skip  # noqa: F401
@@ -68,12 +69,12 @@ def free_port():
         return str(s.getsockname()[1])
 
 
-def start(command, count=2, environment=None):
-    """`count` processes, their outputs piped."""
+def start(command, count=2, environment=None, hosts=None):
+    """`count` processes, their outputs piped; `hosts`: what starts a command on each one's."""
     shell = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
-            [sys.executable, *command(n)],
+            [*(hosts[n] if hosts else ()), sys.executable, *command(n)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -106,17 +107,18 @@ def guarded(started, guard=GUARD):
             process.communicate()
 
 
-def processes(command, count=2, environment=None, guard=GUARD):
+def processes(command, count=2, environment=None, guard=GUARD, hosts=None):
     """(statuses, standard outputs, standard errors) of `count` processes."""
-    started = start(command, count, environment)
+    started = start(command, count, environment, hosts)
     with guarded(started, guard):
         said = [process.communicate() for process in started]
     return [p.returncode for p in started], [out for out, _ in said], [err for _, err in said]
 
 
-def worker(twists, count=2, guard=GUARD):
-    port = free_port()
-    return processes(lambda n: [str(WORKER), twists, port, str(n), str(count)], count, guard=guard)
+def worker(twists, count=2, guard=GUARD, host="localhost", hosts=None):
+    address = f"{host}:{free_port()}"
+    command = [str(WORKER), twists, address]
+    return processes(lambda n: [*command, str(n), str(count)], count, guard=guard, hosts=hosts)
 
 
 def results(twists, count=2, guard=GUARD):
@@ -190,6 +192,16 @@ def test_two_hosts_with_clocks_of_their_own_train_what_one_process_trains():
     assert one["losses"] == other["losses"] == here.losses
 
 
+@pytest.mark.skipif(not which("ip"), reason="needs ip")
+def test_two_hosts_with_a_cable_and_no_way_elsewhere(two_hosts):
+    # Was: where no route led further, each host called itself 127.0.0.1, and neither was reached.
+    commands, (host, _) = zip(*two_hosts, strict=True)
+    statuses, outs, errors = worker("pipedream_2bw", host=host, hosts=commands, guard=2 * GUARD)
+    assert statuses == [0, 0], errors
+    [one], [other] = (json.loads(out.splitlines()[-1]) for out in outs)
+    assert one["passed"] and one["losses"] == other["losses"]
+
+
 def test_a_process_that_raises_ends_both_with_its_error():
     statuses, outs, errors = worker("raise 1")
     assert 0 not in statuses
@@ -212,8 +224,8 @@ def test_a_process_that_raises_ends_both_with_its_error():
 )
 def test_a_process_that_ends_or_hangs_ends_the_others_with_one_error(twist, message, patience):
     victim = twist[-1]
-    port = free_port()
-    started = start(lambda n: [str(WORKER), twist, port, str(n), "3"], 3)
+    address = f"localhost:{free_port()}"
+    started = start(lambda n: [str(WORKER), twist, address, str(n), "3"], 3)
     with guarded(started):
         others = [process for n, process in enumerate(started) if n != int(victim)]
         told = [last_word(process, "error") for process in others]
