@@ -61,15 +61,20 @@ def guess(name: str, value: float | None) -> Feedback:
         return not_yet(str(why))
 
 
-def in_turns(first: Callable[[], float], second: Callable[[], float], turns: int = 5) -> str:
+def in_turns(
+    first: Callable[[], float], second: Callable[[], float], turns: int = 5, tries: int = 3
+) -> str:
     """How long a second run takes beside a first one, which runs twice in every turn (A/A).
 
     first, second  run something and return its seconds
+    tries          runs in a row, the fastest of which counts: others were disturbed more
 
     >>> in_turns(lambda: 2.0, lambda: 1.0)
     'faster: 0.50 (0.50 to 0.50) times as long; the same run twice 1.00 (1.00 to 1.00)'
     """
-    trials = [(first(), second(), first()) for _ in range(turns)]
+    trials = [
+        [min(run() for _ in range(tries)) for run in (first, second, first)] for _ in range(turns)
+    ]
     ratios = [b / a for a, b, _ in trials]
     itself = [again / a for a, _, again in trials]
     spreads = [f"{median(x):.2f} ({min(x):.2f} to {max(x):.2f})" for x in (ratios, itself)]
