@@ -28,8 +28,9 @@ def double_buffered(answer: Any, devices: int, makespan: float, **more: Any) -> 
     Rows in text are given the line that says so; updates may be left out.
     """
     schedule = read_table(answer, RULE)
-    asked = dict(devices=devices, microbatches=6, updates=3, makespan=makespan)
-    said = yield from table(schedule, **asked, **more)
+    said = yield from table(
+        schedule, devices=devices, microbatches=6, updates=3, makespan=makespan, **more
+    )
     if schedule.reads is not Reads.PREVIOUS:
         kept = replace(schedule, reads=Reads.PREVIOUS).weight_versions
         kind = f"it reads {schedule.reads.name}, another rule than 2BW's."
@@ -40,7 +41,7 @@ def double_buffered(answer: Any, devices: int, makespan: float, **more: Any) -> 
 def first_wrong(answer: Any) -> Judged:
     """(stage, micro-batch) of the first forward that reads the latest version in place of 2BW's."""
     with understood(f"{answer!r} is not a pair (stage, micro-batch)."):
-        stage, microbatch = map(float, answer)
+        stage, microbatch = answer = tuple(map(float, answer))
     right = make("pipedream_2bw", 3, 4, batches=3)
     latest = replace(right, reads=Reads.LATEST)
     if (stage, microbatch) == (4, 2):
@@ -49,7 +50,7 @@ def first_wrong(answer: Any) -> Judged:
         hint = "There are stages 0 to 2 and micro-batches 0 to 11."
     elif microbatch < 4:
         hint = "Nothing has been updated by then: everybody reads version 0."
-    elif latest.versions[stage, microbatch] != right.versions[stage, microbatch]:
+    elif latest.versions[answer] != right.versions[answer]:
         hint = "That one is wrong, but an earlier micro-batch is wrong already, on some stage."
     else:
         hint = "That one reads what 2BW reads. Compare the versions, column by column."
