@@ -1,10 +1,11 @@
 """Guesses and exercises of the lectures: what is right is known here, not in the notebooks.
 
-Also what a lecture goes on with (`yours`), and whether two runs differ (`told_apart`).
+Also what a lecture goes on with (`yours`), and whether two runs differ (`in_turns`, `told_apart`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
+from statistics import median
 from typing import Any
 
 from pipelab.teach.feedback import NOT_ATTEMPTED, Exercise, Feedback, Guess, NotYet, not_yet
@@ -16,6 +17,7 @@ __all__ = [
     "Guess",
     "check",
     "guess",
+    "in_turns",
     "told_apart",
     "yours",
 ]
@@ -57,6 +59,27 @@ def guess(name: str, value: float | None) -> Feedback:
         return _entry("GUESSES", name).compare(value)
     except NotYet as why:
         return not_yet(str(why))
+
+
+def in_turns(
+    first: Callable[[], float], second: Callable[[], float], turns: int = 5, tries: int = 3
+) -> str:
+    """How long a second run takes beside a first one, which runs twice in every turn (A/A).
+
+    first, second  run something and return its seconds
+    tries          runs in a row, the fastest of which counts: others were disturbed more
+
+    >>> in_turns(lambda: 2.0, lambda: 1.0)
+    'faster: 0.50 (0.50 to 0.50) times as long; the same run twice 1.00 (1.00 to 1.00)'
+    """
+    trials = [
+        [min(run() for _ in range(tries)) for run in (first, second, first)] for _ in range(turns)
+    ]
+    ratios = [b / a for a, b, _ in trials]
+    itself = [again / a for a, _, again in trials]
+    spreads = [f"{median(x):.2f} ({min(x):.2f} to {max(x):.2f})" for x in (ratios, itself)]
+    word = told_apart(ratios, itself)
+    return f"{word}: {spreads[0]} times as long; the same run twice {spreads[1]}"
 
 
 def told_apart(ratios: Iterable[float], itself: Iterable[float]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
 from math import isfinite
@@ -123,11 +123,13 @@ class Guess:
     truth      computes the result
     why        a question or remark for whoever was wrong
     tolerance  relative
+    slips      numbers that a likely mistake gives: the remark for it, in the place of `why`
     """
 
     truth: Callable[[], float]
     why: str = "Where does the difference come from?"
     tolerance: float = 0.005
+    slips: Mapping[float, str] = field(default_factory=dict)
 
     def compare(self, value: float | None) -> Feedback:
         truth = self.truth()
@@ -136,7 +138,8 @@ class Guess:
         value = read_number(value)
         if is_close(value, truth, self.tolerance):
             return Feedback(True, f"Right: {truth:g}.")
-        return Feedback(False, f"You said {value:g}, it is {truth:g}. {self.why}")
+        why = next((its for slip, its in self.slips.items() if is_close(value, slip)), self.why)
+        return Feedback(False, f"You said {value:g}, it is {truth:g}. {why}")
 
 
 def not_yet(why: str) -> Feedback:
@@ -270,6 +273,24 @@ def table(
     if short:
         yield f"{'; '.join(short)}.\n{schedule.grid()}"
     return f": makespan {span:g}, at most {most} in flight.\n{schedule.grid()}"
+
+
+def one_moved(grid: str, header: str = "") -> Callable[[Schedule], str]:
+    """What a table misses that is this grid but for one action's place in its row; for `table`."""
+
+    def missing(schedule: Schedule) -> str:
+        rows = zip(Schedule.from_grid(header + grid).rows, schedule.rows, strict=True)
+        moved = [_without_one(before, after) for before, after in rows if before != after]
+        return "" if moved in ([], [True]) else "valid, but more than one action has moved"
+
+    return missing
+
+
+def _without_one(before: Sequence, after: Sequence) -> bool:
+    """Whether two rows are the same without some action."""
+    return any(
+        [a for a in before if a != moved] == [a for a in after if a != moved] for moved in before
+    )
 
 
 def read_table(answer: Any, header: str = "") -> Schedule:

@@ -201,6 +201,11 @@ GUESSES = {
     "01-a": Guess(
         lambda: 100 * simulate(make("inter_layer", 6, 1)).bubble.of_total,
         "How many of the six compute at any moment?",
+        slips={
+            5 / 6: "That is the share; in per cent it is a hundred times as much.",
+            100 / 6: "That is the busy share.",
+            75: "So it is with four devices. How many of the six compute at any moment?",
+        },
     ),
     "01-b": Guess(
         lambda: (3 + 2) * 32 * 128 * 4 / 1024,

@@ -15,9 +15,17 @@ from pipelab.teach.feedback import (
     called,
     in_threads,
     is_close,
+    one_moved,
     predict,
+    understood,
     write,
 )
+
+LATE = """
+0F0 0F1 0B0 0F2 0F3 0B1 0B2 0B3
+1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
+2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3
+"""
 
 
 def act(me: Any, kind: str, k: int) -> None:
@@ -72,10 +80,12 @@ def two_ranks(answer: Any) -> Judged:
         for rank, (mine, truth) in enumerate(zip(found, right, strict=True)):
             if mine is None:
                 yield f"rank {rank} has no gradient at the end."
-            if is_close(mine, len(every) * truth, 1e-3):
-                yield f"rank {rank}: {len(every)} times the gradient. See the top."
-            if not is_close(mine, truth, 1e-3):
-                yield f"rank {rank}: not the undivided gradient. Is k used everywhere?"
+            times = (mine * truth).sum() / (truth**2).sum()
+            if is_close(mine, truth, 1e-3):
+                continue
+            if is_close(mine, times * truth, 1e-3):
+                yield f"rank {rank}: {times:.3g} times the gradient. How many means are added up?"
+            yield f"rank {rank}: not the undivided gradient. Is k used everywhere?"
     return ": a rank of any order, forwards and backwards."
 
 
@@ -129,7 +139,8 @@ def uneven_gradient(answer: Any) -> Judged:
         found = called(answer, model, x, y, m, where=f"with {samples} samples")
         if found is None:
             yield NOT_ATTEMPTED
-        found = torch.as_tensor(found).detach()
+        with understood("give one vector: torch.cat of all gradients, each flattened."):
+            found = torch.as_tensor(found).detach()
         if is_close(found, truth, 1e-3):
             if max(seen, default=0) > len(x.chunk(m)[0]):
                 yield f"right, but {max(seen)} samples pass at once: no micro-batches."
@@ -168,8 +179,8 @@ EXERCISES = {
         },
     ),
     "02-3": Exercise(uneven_gradient),
-    # A table whose first forward is late, mended.
-    "02-4": build(devices=3, microbatches=4, makespan=18),
+    # A table whose third forward is late, mended by moving one action.
+    "02-4": build(devices=3, microbatches=4, makespan=18, missing=one_moved(LATE)),
     # (forward, backward, micro-batches), times by stage -> how long GPipe takes.
     "02-5": write(
         gpipe_seconds,

@@ -1,16 +1,22 @@
 """Lecture 4: work partitioning."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import inf
+from queue import Queue
 from typing import TYPE_CHECKING, Any
 
 from pipelab import make, simulate
 from pipelab.teach.feedback import (
+    NOT_ATTEMPTED,
     Exercise,
     Guess,
     Judged,
+    NotYet,
     balance,
     choice,
+    in_threads,
+    is_close,
     predict,
     understood,
     write,
@@ -38,6 +44,63 @@ def fill(times, devices):
             stages.append([])
         stages[-1].append(t)
     return [len(stage) for stage in stages]
+
+
+def all_reduce(d: int, parts: list, send: Callable, receive: Callable) -> list:
+    """Device d's side of a sum over r devices on a ring: its r parts become those of the sum."""
+    r = len(parts)
+    for step in range(2 * (r - 1)):
+        send(parts[(d - step) % r])
+        k, came = (d - step - 1) % r, receive()
+        parts[k] = parts[k] + came if step < r - 1 else came
+    return parts
+
+
+def on_a_ring(program: Callable, vectors: Any) -> tuple[list, list[int]]:
+    """What each device's program returns for its vector, and how many numbers the device sent."""
+    r, sent = len(vectors), [0] * len(vectors)
+    queues: list[Queue] = [Queue() for _ in vectors]
+
+    def send(d: int, numbers: Any) -> None:
+        sent[d] += len(numbers)
+        queues[(d + 1) % r].put(numbers.clone())
+
+    def play(d: int) -> Any:
+        parts = [part.clone() for part in vectors[d].chunk(r)]
+        return program(d, parts, partial(send, d), partial(queues[d].get, timeout=1))
+
+    found, waits = in_threads(partial(play, d) for d in range(r))
+    if waits or any(queue.qsize() for queue in queues):
+        words = "a device waits for what nobody sends." if waits else "somebody sends in vain."
+        raise NotYet(f"{r} devices: {words}")
+    return found, sent
+
+
+def summed_on_a_ring(answer: Any) -> Judged:
+    """(device, parts, send, receive) -> the parts of the sum, and no more sent than need be."""
+    import torch
+
+    if not callable(answer):
+        yield f"{answer!r} is not a function."
+    for r in (3, 4, 1, 2):
+        vectors = torch.arange(12.0 * r).reshape(r, 12) ** 2
+        found, sent = on_a_ring(answer, vectors)
+        if all(parts is None for parts in found):
+            yield NOT_ATTEMPTED
+        for d, parts in enumerate(found):
+            with understood(f"device {d} returns {parts!r}, not a list of parts."):
+                mine = torch.cat([*parts]).chunk(r)
+            for k, right in enumerate(vectors.sum(0).chunk(r)):
+                if not is_close(mine[k], right):
+                    hint = ""
+                    if is_close(mine[k], vectors[d].chunk(r)[k]):
+                        hint = "It is as it was."
+                    elif mine[k].sum() > right.sum():
+                        hint = "Something was added twice. A finished sum replaces what is there."
+                    yield f"{r} devices: part {k} on device {d} is not the sum. {hint}"
+        if max(sent) > 2 * (r - 1) * 12 // r:
+            yield f"right, but a device sends {max(sent)} numbers: one part in a step would do."
+    return ": no device sends twice its vector, however many there are."
 
 
 def best_pace(times: Sequence[float], stages: int) -> float:
@@ -120,5 +183,6 @@ EXERCISES = {
         },
     ),
     "04-5": Exercise(counterexample),
+    "04-6": Exercise(summed_on_a_ring, reference=all_reduce),
 }
 GUESSES = {"04-a": Guess(equal_counts, "3 until device 1 starts, 8 x 18, and the last backward?")}

@@ -1,9 +1,7 @@
 """Lecture 7: interleaved stages."""
 
-from collections.abc import Sequence
-
-from pipelab import Costs, Schedule, make, simulate
-from pipelab.teach.feedback import Guess, build, predict, write
+from pipelab import Costs, make, simulate
+from pipelab.teach.feedback import Guess, build, one_moved, predict, write
 
 DEADLOCK = """
 0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2
@@ -15,28 +13,18 @@ def most_in_flight(p: int, v: int, m: int, d: int) -> int:
     return make("interleaved", p, m, virtual=v).peak_in_flight[d]
 
 
-def too_many_moved(schedule: Schedule) -> str:
-    rows = zip(Schedule.from_grid(DEADLOCK).rows, schedule.rows, strict=True)
-    moved = [_one_moved(before, after) for before, after in rows if before != after]
-    return "" if moved == [True] else "valid, but more than one action has moved"
-
-
-def _one_moved(before: Sequence, after: Sequence) -> bool:
-    """Whether two rows are the same without some action."""
-    return any(
-        [a for a in before if a != moved] == [a for a in after if a != moved] for moved in before
-    )
-
-
 EXERCISES = {
-    # Two devices, four micro-batches, four chunks: saved bubble over added messages.
+    # Four devices, four micro-batches, four chunks, F = B: saved bubble over added messages.
     "07-1": predict(
-        9 / 40,
+        4.5 / (30 - 10),
         "Bubble saved, over the messages that are added to the critical path.",
         {
-            3 / 16: "That is the crossing of two micro-batches: 1F1B pays in every round.",
-            0.25: "That is a chunk's forward: up to there messages hide. Those of the fill, too?",
-            3 / 10: "All of the bubble is not saved: what is left of it with v = 4?",
+            4.5 / 30: "1F1B has messages on its path, too.",
+            4.5 / 24: "1F1B has one trip more: that of the filling and draining left to it.",
+            4.5
+            / 18: "Up to 0.25 messages hide; and 1F1B's last trip is among devices 1 to 3 alone.",
+            6 / 20: "Some of the bubble is left with v = 4.",
+            6.75 / 20: "Here a backward takes 1, not 2.",
         },
     ),
     # (p, v, m, device) -> chunks in flight.
@@ -53,7 +41,7 @@ EXERCISES = {
     # Five micro-batches through four chunks in 33, where rounds of three and two hold six.
     "07-3": build(devices=2, stages=4, microbatches=5, makespan=33, in_flight=5),
     # A valid table that is DEADLOCK but for one action's place in its row.
-    "07-4": build(devices=2, stages=4, microbatches=3, missing=too_many_moved),
+    "07-4": build(devices=2, stages=4, microbatches=3, missing=one_moved(DEADLOCK)),
     # Nine micro-batches through eight chunks in 63, twelve in flight.
     "07-5": build(devices=4, stages=8, microbatches=9, makespan=63, in_flight=12),
 }

@@ -1,6 +1,7 @@
 """Guess and check: what all exercises share."""
 
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -93,6 +94,22 @@ def test_a_likely_mistake_has_a_hint_of_its_own():
 def repr_of_type(value):
     """A name for a test, where the value itself may be too long to print."""
     return value if isinstance(value, str) else type(value).__name__
+
+
+@pytest.mark.parametrize(
+    ("value", "why"), [(5 / 6, "in per cent"), (16.67, "busy"), (50, "How many")]
+)
+def test_a_guess_has_a_remark_that_fits_it(value, why):
+    said = teach.guess("01-a", value)
+    assert said.passed is False and why in repr(said)
+
+
+def test_a_slow_second_run_is_told_from_noise():
+    seconds = iter([1.0, 2.0, 1.1, 1.0, 2.2, 0.9])
+    said = teach.in_turns(partial(next, seconds), partial(next, seconds), turns=2, tries=1)
+    assert said == (
+        "slower: 2.10 (2.00 to 2.20) times as long; the same run twice 1.00 (0.90 to 1.10)"
+    )
 
 
 def test_equally_good_answers_both_pass():

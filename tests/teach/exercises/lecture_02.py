@@ -37,6 +37,7 @@ ANSWERS = {
         ],
         "wrong": {
             ACT.replace(" / len(me.xs)", ""): "rank 0: 4 times the gradient",
+            ACT.replace("len(me.xs)", "8"): "rank 0: 0.5 times the gradient",
             ACT.replace(".requires_grad_()", ""): "sends None, which is not a tensor",
             ACT.replace("me.ys[k]", "me.ys[0]"): "Is k used everywhere",
             ACT.replace("me.xs[k]", "me.xs[0]"): "rank 0: not the undivided gradient",
@@ -73,6 +74,7 @@ ANSWERS = {
             "answer = lambda model, x, y, m: gradient(model, x, y, m, 1)": "no piece has a weight",
             UNEVEN.format(loss="mse_loss(model(part), target) / len(part)"): "add up to 1",
             "answer = lambda model, x, y, m: model(x)": "asked: one vector",
+            "answer = lambda model, x, y, m: [*model.parameters()]": "torch.cat of all gradients",
             "answer = lambda model, x, y, m: gradient(model, x, y, 1, 1)": "no micro-batches",
             UNEVEN.format(loss=SQUARES).replace("model.zero_grad()", "pass"): "from before",
             "answer = 3": "is not a function",
@@ -80,7 +82,6 @@ ANSWERS = {
     },
     "02-4": {
         "right": [
-            'answer = pl.make("gpipe", 3, 4)',
             'answer = "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3\\n'
             "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3\\n"
             '2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"',
@@ -92,6 +93,7 @@ ANSWERS = {
             'answer = "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3\\n'
             "1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3\\n"
             '2F0 2F1 2F2 2F3 2B0 2B1 2B2 2B3"': "deadlock",
+            'answer = pl.make("gpipe", 3, 4)': "more than one action has moved",
             'answer = pl.make("gpipe", 3, 3)': "asked: 3 devices, 3 stages, 4 micro-batches",
             "answer = 18": "18 is not a table",
         },

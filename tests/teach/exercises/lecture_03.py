@@ -29,12 +29,13 @@ ANSWERS = {
     },
     "03-2": {
         "right": [
-            'answer = " ".join(map(str, pl.make("pipedream", 4, 6).rows[1]))',
-            'answer = "1F0 1F1 1F2 1B0 1F3 1B1\\t1F4 1B2 1F5 1B3 1B4 1B5 1U0"',
+            'answer = "1F0 1F1 1B0 1F2 1B1 1F3\\t1B2 1F4 1B3 1F5 1B4 1B5 1U0"',
+            'answer = " ".join(map(str, pipedream(4, 6).rows[2])).replace("2F", "1F")\n'
+            'answer = answer.replace("2B", "1B")',
         ],
         "wrong": {
             'answer = "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3 1F4 1B4 1F5 1B5"': "deadlock",
-            'answer = "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1F4 1B3 1F5 1B4 1B5"': "to reach: 27",
+            'answer = " ".join(map(str, pl.make("pipedream", 4, 6).rows[1]))': "it has room for 2",
             'answer = "1F0 1F1 1F2 1F3 1B0 1B1 1F4 1B2 1F5 1B3 1B4 1B5"': "holds 4 micro-batches",
             'answer = "1F0 1F1 1F2 1F3 1F4 1F5 1B0 1B1 1B2 1B3 1B4 1B5"': "until 0F4",
             'answer = "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1B3 1B4 1B5"': "1F5 is missing",
@@ -80,6 +81,8 @@ ANSWERS = {
             'answer = Schedule("mine", rows, (0, 1, 2), 6, per_update=1)',
         ],
         "wrong": {
+            "from dataclasses import replace\n"
+            "answer = replace(pipedream(3, 6), reads=Reads.PREVIOUS)": "reads PREVIOUS, another rule",
             "answer = pipedream(3, 6)": "versions kept [3, 2, 1], to reach: 2",
             'answer = pl.make("gpipe", 3, 6)': "asked: 3 devices",
             'answer = """\n0F0 0F1 0B0 0F2 0B1 0F3 0B2 0F4 0B3 0F5 0B4 0B5\n'

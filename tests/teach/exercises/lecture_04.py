@@ -1,5 +1,26 @@
 """Answers to the exercises of lecture 4: right ones, and wrong ones with a part of their hint."""
 
+RING = """
+def answer(d, parts, send, receive):
+    r = len(parts)
+    for step in range(r - 1):
+        send(parts[(d - step) % r])
+        parts[(d - step - 1) % r] = parts[(d - step - 1) % r] + receive()
+    for step in range(r - 1):
+        send(parts[(d + 1 - step) % r])
+        parts[(d - step) % r] = receive()
+    return parts
+"""
+WHOLE = """
+def answer(d, parts, send, receive):
+    mine = total = torch.cat(parts)
+    for _ in parts[1:]:
+        send(mine)
+        mine = receive()
+        total = total + mine
+    return total.chunk(len(parts))
+"""
+
 ANSWERS = {
     "04-1": {
         "right": ["answer = 9.0", "answer = np.float64(18) / 2"],
@@ -40,6 +61,26 @@ ANSWERS = {
             "answer = 'size'": "By size",
             "answer = 'time'": "By time",
             "answer = 4": "is not a word in quotes",
+        },
+    },
+    "04-6": {
+        "right": [
+            RING,
+            RING.replace("(d - step", "(d + 2 - step").replace("(d + 1 -", "(d + 3 -"),
+        ],
+        "wrong": {
+            WHOLE: "right, but a device sends 24 numbers",
+            RING.replace(
+                "(d - step) % r] = receive()", "(d - step) % r] += receive()"
+            ): "added twice",
+            "answer = lambda d, parts, send, receive: parts": "part 0 on device 0 is not the sum. It is",
+            RING.replace("% r] + receive()", "% r] * 1"): "somebody sends in vain",
+            RING.replace(
+                "        send(parts[(d + 1 - step) % r])\n", ""
+            ): "waits for what nobody sends",
+            RING.replace("    return parts", "    return sum(parts)"): "not a list of parts",
+            RING.replace("(d + 1 - step)", "(d - step)"): "is not the sum",
+            "answer = 16": "is not a function",
         },
     },
     "04-5": {

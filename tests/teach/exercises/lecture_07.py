@@ -17,9 +17,11 @@ ANSWERS = {
     "07-1": {
         "right": ["answer = 0.225", "from fractions import Fraction\nanswer = Fraction(9, 40)"],
         "wrong": {
-            "answer = 0.1875": "1F1B pays in every round",
-            "answer = 0.25": "a chunk's forward",
-            "answer = 0.3": "All of the bubble is not saved",
+            "answer = 0.15": "1F1B has messages on its path, too",
+            "answer = 4.5 / 24": "one trip more",
+            "answer = 0.25": "among devices 1 to 3 alone",
+            "answer = 0.3": "is left with v = 4",
+            "answer = 6.75 / (messages(4, 4, 4)[1] - messages(4, 4, 1)[1])": "takes 1, not 2",
             "answer = 1.375": "over the messages that are added",
         },
     },
