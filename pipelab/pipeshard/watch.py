@@ -1,14 +1,42 @@
 """The moments at which a mesh was done with its work: jax returns before it has computed."""
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from threading import Lock, Thread
 from typing import Any
 
 import jax
 
 from pipelab.pipeshard.mesh import MeshDevice, Payload
 
-Mark = Future[float]  # the moment at which some arrays and earlier marks were there, or an error
+
+class Mark:
+    """The moment at which some arrays and earlier marks were there, or failed.
+
+    It can be waited for like an array itself.
+    """
+
+    __slots__ = ("at", "error", "pending")
+
+    def __init__(self) -> None:
+        self.at = 0.0
+        self.error: Exception | None = None
+        self.pending = Lock()  # held until then by a mark that is not there at once
+
+    def is_ready(self) -> bool:
+        return self.at > 0
+
+    def block_until_ready(self) -> None:
+        with self.pending:
+            pass
+
+    def wait_for(self, arrays: list[Any]) -> None:
+        try:
+            for array in arrays:
+                array.block_until_ready()
+        except Exception as error:
+            self.error = error
+        self.at = time.perf_counter()
 
 
 class WatchedMesh(MeshDevice):
@@ -22,8 +50,10 @@ class WatchedMesh(MeshDevice):
     def __init__(self, *of: Any) -> None:
         super().__init__(*of)
         self._new: list[Any] = []  # since the last mark
-        self._pool = ThreadPoolExecutor(1, "pipelab watch")
-        self._last = self._at_once([])
+        self._last = Mark()
+        self._queue: SimpleQueue[tuple[list[Any], Mark] | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._asked = self._done = 0  # marks that the thread was, and has, waited for
 
     def give(self, payload: Payload) -> Any:
         return payload, self._last
@@ -39,41 +69,39 @@ class WatchedMesh(MeshDevice):
         return arrays
 
     def now(self) -> Mark:
-        arrays, self._new = self._new, []
-        there = self._last.done() and all(map(_is_there, arrays))
-        self._last = self._at_once(arrays) if there else self._pool.submit(_moment, arrays)
-        return self._last
+        mark, arrays = Mark(), self._new
+        self._last = mark
+        self._new = []
+        # Random keys do not tell: they are waited for.
+        if self._asked == self._done and all(getattr(x, "is_ready", bool)() for x in arrays):
+            mark.wait_for(arrays)
+            return mark
+        if not self._thread:
+            self._thread = Thread(target=self._watch, name="pipelab watch", daemon=True)
+            self._thread.start()
+        mark.pending.acquire()
+        self._asked += 1
+        self._queue.put((arrays, mark))
+        return mark
 
     def finish(self) -> None:
         """Wait for all marks; the thread ends."""
-        self._pool.shutdown()
+        if self._thread:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
 
-    def failed(self, marks: list[Any]) -> tuple[int, Exception] | None:
-        errors = ((i, mark.exception()) for i, mark in enumerate(marks))
+    def failed(self, marks: list[Mark]) -> tuple[int, Exception] | None:
+        errors = ((i, mark.error) for i, mark in enumerate(marks))
         return next(((i, error) for i, error in errors if error), None)
 
     def seconds(self, marks: list[Mark]) -> list[float]:
-        return [mark.result() - self._began for mark in marks]
+        return [mark.at - self._began for mark in marks]
 
-    def _at_once(self, arrays: list[Any]) -> Mark:
-        """The mark of what is there: the thread, which takes a while to wake, need not."""
-        mark = Mark()
-        try:
-            mark.set_result(_moment(arrays))
-        except Exception as error:
-            mark.set_exception(error)
-        return mark
-
-
-def _is_there(x: Any) -> bool:
-    if isinstance(x, Future):
-        return x.done()
-    # Random keys do not tell: they are waited for.
-    return getattr(x, "is_ready", bool)()
-
-
-def _moment(of: list[Any]) -> float:
-    """The moment at which arrays and marks are there."""
-    for x in of:
-        x.result() if isinstance(x, Future) else x.block_until_ready()
-    return time.perf_counter()
+    def _watch(self) -> None:
+        while item := self._queue.get():
+            arrays, mark = item
+            mark.wait_for(arrays)
+            mark.pending.release()
+            self._done += 1
+            del item, arrays  # else they would be kept until the next

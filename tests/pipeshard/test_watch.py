@@ -41,7 +41,7 @@ def pipeline_with(callback):
 def test_spans_are_when_meshes_compute_and_no_thread_is_left():
     pipeline, weights, batch = pipeline_with(lambda x: time.sleep(PAUSE))
     pipeline(weights, batch)
-    assert not any(thread.name.startswith("pipelab watch") for thread in threading.enumerate())
+    assert "pipelab watch" not in [thread.name for thread in threading.enumerate()]
     timeline = pipeline.timeline
     spans = {span.action: span for span in timeline.spans}
     for span in timeline.spans:
