@@ -73,6 +73,8 @@ def report(repeats: int = 5, sizes: Sizes = DEFAULT) -> str:
             ),
             *_empty_actions(repeats, sizes, turns["torchrun"][0]),
             *_beside_torch(runs, turns),
+            "### Four ranks of torchrun on two cores",
+            paragraph(FOUR_RANKS),
             *_shared_memory(repeats, sizes),
         )
 
@@ -320,6 +322,18 @@ def _shared_memory(repeats: int, sizes: Sizes) -> list[str]:
         paragraph(DECISION),
     ]
 
+
+FOUR_RANKS = (
+    "Looked into by hand on 2026-11-25, while others used the machine (load 13 to 30), with the "
+    "MLP 8 x 32 and 1F1B: where ranks share cores, a batch takes as long as the cores need for "
+    "all that the ranks do, and that is more. Of all ranks together a batch takes 82 to 117 ms of"
+    " processor time, torch's 45 to 75; some of ours were of a trial with two groups for all "
+    "pairs, which took as long (least batch 41.8 ms, one group 46.8, two a pair 42.5, torch "
+    "23.6). A message of 2 KiB takes 329 to 649 us at both ends, bare 77 to 181. With gloo "
+    "replaced by queues 88 us are left: head, pickle and a copy at each end, which tell key, "
+    "time, type and shape, where torch's runtime fixes shapes once and sends no more than the "
+    "tensor. That explains a fifth of the difference; where the rest goes is not found."
+)
 
 DECISION = (
     "Not adopted. The share is a bound: messages that come before they are waited for cost a rank "
