@@ -97,7 +97,8 @@ def test_transfers_are_per_link(capsys, command):
     with pytest.raises(SystemExit):
         main([command, "--help"])
     words = " ".join(capsys.readouterr().out.split())
-    assert "--transfer X seconds: one number or one per link" in words
+    assert "--transfer X seconds of latency between stages on different devices, " in words
+    assert "one number or one per link (stages - 1; both directions)" in words
 
 
 def test_files_may_begin_with_a_byte_order_mark(capsys, tmp_path):

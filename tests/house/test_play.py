@@ -224,7 +224,7 @@ def test_what_is_wrong_in_a_link_is_said_even_where_nothing_is_stored(open_page,
 def test_python_that_ends_or_never_came(open_page, playing, address):
     page = open_page(DESK)
     fall = 'if (request.includes("topple")) throw new RangeError("no stack is left");'
-    changed(page, "worker.js", "try {", f"try {{ {fall}")
+    changed(page, "worker.js", "try {\n    postMessage", f"try {{ {fall} postMessage")
     page.goto(f"{address}/notebooks/06_pipedream_flush.html")
     cell = page.locator(".cell:has([data-name='06-a'])")
     for answer, reply in (

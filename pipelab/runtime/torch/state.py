@@ -72,9 +72,8 @@ class StageState:
         kinds = _kinds_of(optimizer, schedulers)
         if self.kinds != kinds or len(self.groups) != len(optimizer.param_groups):
             raise ValueError(
-                f"{self.origin} was made with {' and '.join(self.kinds)} of {len(self.groups)} "
-                f"parameter groups, and now there is {' and '.join(kinds)} of "
-                f"{len(optimizer.param_groups)}: give the same optimizer"
+                f"{self.origin} was made with {_summary(self.kinds, self.groups)}, and now there "
+                f"are {_summary(kinds, optimizer.param_groups)}: give the same optimizer"
             )
         for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
             self._warn_of_another_rate(group, saved)
@@ -119,6 +118,14 @@ class StageState:
 
 def _kinds_of(optimizer: Any, schedulers: Sequence[Any]) -> list[str]:
     return [type(x).__name__ for x in (optimizer, *schedulers)]
+
+
+def _summary(kinds: Sequence[str], groups: Sequence[Any]) -> str:
+    optimizer, *schedulers = kinds
+    return (
+        f"{optimizer}, {len(groups)} parameter groups and "
+        f"{len(schedulers)} schedulers ({', '.join(schedulers) or 'none'})"
+    )
 
 
 def on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
