@@ -324,15 +324,18 @@ def _shared_memory(repeats: int, sizes: Sizes) -> list[str]:
 
 
 FOUR_RANKS = (
-    "Looked into by hand on 2026-11-25, while others used the machine (load 13 to 30), with the "
-    "MLP 8 x 32 and 1F1B: where ranks share cores, a batch takes as long as the cores need for "
-    "all that the ranks do, and that is more. Of all ranks together a batch takes 82 to 117 ms of"
-    " processor time, torch's 45 to 75; some of ours were of a trial with two groups for all "
-    "pairs, which took as long (least batch 41.8 ms, one group 46.8, two a pair 42.5, torch "
-    "23.6). A message of 2 KiB takes 329 to 649 us at both ends, bare 77 to 181. With gloo "
-    "replaced by queues 88 us are left: head, pickle and a copy at each end, which tell key, "
-    "time, type and shape, where torch's runtime fixes shapes once and sends no more than the "
-    "tensor. That explains a fifth of the difference; where the rest goes is not found."
+    "Looked into by hand, with the MLP 8 x 32 and 1F1B. Where four ranks share two cores, a batch"
+    " takes as long as the cores need for all that the ranks do: 82 to 117 ms of processor time a"
+    " batch, torch's 45 to 75 (2026-11-25, load 13 to 30; some of ours of a trial with two groups"
+    " for all pairs, which took as long: least batch 41.8 ms, one group 46.8, two a pair 42.5, "
+    "torch 23.6). It is the messages: 2 KiB from one rank to the other take 315 to 350 us of both"
+    " ends' processor time, bare receives that are asked for beforehand 97 to 118 (2026-11-26, "
+    "idle, two ranks; asking for 2, 4 or 8 rows makes no difference). Of it 147 to 166 are the "
+    "sender's write, 57 to 61 the reader's next request, and 48 the rest of its read: key, time, "
+    "type and shape of what comes, where torch's runtime fixes shapes once and sends no more than"
+    " the tensor. In a loop without waits the same lines take about 35 us: a rank that has slept "
+    "finds its caches cold. So fewer lines a message, not fewer messages or groups, are what 1.1 "
+    "would take."
 )
 
 DECISION = (
