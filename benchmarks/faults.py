@@ -91,7 +91,9 @@ def report(repeats: int = 3, sizes: Sizes = DEFAULT) -> str:
             "torchrun ends the other ranks when one has ended, and says which was the first: a "
             "rank that it ends so may not tell its own error. What does not heed its SIGTERM, such "
             "as a stopped process, it kills 30 s later. Between processes of jax, aborts are put "
-            "off for six seconds, so that every process can say why it ends."
+            "off for six seconds, so that every process can say why it ends. One that is stopped "
+            "stays, since nothing that could end it has started it; told is what the other says, "
+            f"and the script kills it after {PATIENCE} s. Told nan: no rank was left to tell."
         ),
     )
 
@@ -111,7 +113,8 @@ def attempt(fault: str, launcher: str, sizes: Sizes) -> Outcome:
                 piped: dict[str, Any] = {"stdout": out, "stderr": errors, "env": shell}
                 started.append(subprocess.Popen(command, **piped))
             clock, began = Path(folder, "clock"), time.time()
-            while there := processes_with(home):
+            # What is just being started may not show its environment yet.
+            while (there := processes_with(home)) or any(p.poll() is None for p in started):
                 if time.time() - (clock.stat().st_mtime if clock.exists() else began) > PATIENCE:
                     break
                 time.sleep(0.02)
@@ -267,10 +270,12 @@ def arguments_of_jax(fault: str, happen: Callable[[], float], parcel: int) -> Se
         x = x @ weight * jax.pure_callback(factor, number, jax.lax.stop_gradient(x))
         return jnp.repeat(x, parcel // x.size, axis=1) if fault == TRANSFER else x
 
-    def mean(weight: Any, x: Any) -> Any:
-        return x.reshape(len(x), 4, -1).mean(2) @ weight
+    def plain(weight: Any, x: Any) -> Any:
+        if fault == TRANSFER:
+            x = x.reshape(len(x), 4, -1).mean(2)
+        return x @ weight
 
-    stages = [(mean, jnp.eye(4)), (mean, jnp.eye(4))]
+    stages = [(plain, jnp.eye(4)), (plain, jnp.eye(4))]
     stages[home] = faulty, jnp.eye(4)
     batch = (np.ones((8, 4), np.float32), np.ones((8, 4), np.float32))
     return stages, [batch], lambda y, target: ((y - target) ** 2).mean(), optax.sgd(0.01)
