@@ -46,6 +46,15 @@ def test_bubbles_peaks_and_versions_are_those_of_the_tables(name):
             assert bubble.of_total == pytest.approx(theory.of_total(*of)), of
 
 
+@pytest.mark.parametrize(
+    ("name", "least"), [("zb_v", 1), ("v_half", 1), ("v_min", 1), ("dualpipe_v", 2)]
+)
+def test_forms_of_a_v_hold_from_as_many_rounds_of_devices(name, least):
+    for p in (3, 4, 7):
+        assert THEORY[name].holds(p, least * p, 2)
+        assert not THEORY[name].holds(p, least * p - 1, 2)
+
+
 @pytest.mark.parametrize("name", ["gpipe", "pipedream_flush", "zb_h1", "zb_h2"])
 def test_what_waits_for_its_weight_gradient_at_the_peak(name):
     """A third of a byte each, where what is before its I has a byte."""
