@@ -363,7 +363,7 @@ def report(repeats: int) -> str:
             "175B on 1,024 A100, t = 8, p = 8, 16 replicas, a batch of 1,024: what the step gains "
             "if one of the 128 groups takes 1.1 times as long, by 2 % of jitter, by it drawn anew "
             "(A/A), by both, and by a failure every three hours with checkpoints of a minute and "
-            "restarts of five. Medians and ranges of five simulations (`predict.faults`)."
+            "restarts of five. Medians and ranges of five simulations (`pipelab.predict.faults`)."
         ),
         _faults(repeats),
         "## What the planner would choose",
