@@ -20,8 +20,10 @@ from pipelab.predict.costs import Values
 from pipelab.schedules import make_all, make_for
 
 
-def compared(schedule: Schedule, costs: Costs, run: Any = None) -> dict[str, Any]:
+def compared(schedule: Schedule, costs: Costs, runs: Sequence[Any] = ()) -> dict[str, Any]:
     """One schedule of a comparison, predicted, and measured if it was run: seconds and bytes.
+
+    Of several runs it is the middle one, and the spread of all.
 
     staleness  updates between the version that a forward reads and the one it helps to make
     gap        how far a batch is above a lower bound, see `pipelab.optimize.order.gap`
@@ -34,6 +36,7 @@ def compared(schedule: Schedule, costs: Costs, run: Any = None) -> dict[str, Any
     """
     predicted = simulate(schedule, costs)
     answers = {"predicted": (predicted, memory(predicted, costs))}
+    run = _median(runs) if runs else None
     if run:
         answers["measured"] = run.timeline, run.memory
     late = (k // schedule.per_update - read for (_, k), read in schedule.versions.items())
@@ -52,6 +55,8 @@ def compared(schedule: Schedule, costs: Costs, run: Any = None) -> dict[str, Any
         }
     if run:
         found["check"] = run.check.passed
+        taken = [run.timeline.makespan for run in runs]
+        found |= {"spread": [min(taken), max(taken)], "repeats": len(taken)}
     return found
 
 
@@ -134,7 +139,7 @@ def compare_command(
     sizes: dict[str, Any] = {"virtual": 2, "batches": batches}
     made, left_out = make_all(devices, microbatches, costs, **sizes)
 
-    runs = {}
+    several: dict[str, list[Any]] = {}
     if not profile:  # each is predicted from the costs of one GPipe run
 
         def run(schedule: Schedule) -> Any:
@@ -149,21 +154,16 @@ def compare_command(
         if not several:
             raise Failure("interrupted before the first run ended")
         made = {name: made[name] for name in several}
-        runs = {name: _median(of) for name, of in several.items()}
-    records = [compared(*made[name], runs.get(name)) for name in made]
-    for record in records if runs else ():
-        taken = [run.timeline.makespan for run in several[record["schedule"]]]
-        record |= {"spread": [min(taken), max(taken)], "repeats": len(taken)}
+    records = [compared(*made[name], several.get(name, ())) for name in made]
     title += f": {devices} devices, {batches} batches of {microbatches} micro-batches"
 
-    def timeline(name: str) -> Timeline:
-        return runs[name].timeline if runs else simulate(*made[name])
+    def timelines() -> dict[str, Timeline]:
+        measured = {name: _median(of).timeline for name, of in several.items()}
+        return measured or {name: simulate(*of) for name, of in made.items()}
 
-    write_figure(plot, lambda: pipelab.plot.timelines({name: timeline(name) for name in made}))
-    if json:
-        print(dumps({"title": title, "schedules": records, "left_out": left_out}))
-    else:
-        reasons = (f"left out: {why}" for why in left_out.values())
-        print(title, comparison_text(records), *reasons, sep="\n")
+    write_figure(plot, lambda: pipelab.plot.timelines(timelines()))
+    lines = [title, comparison_text(records), *map("left out: {}".format, left_out.values())]
+    text = "\n".join(lines)
+    print(dumps({"title": title, "schedules": records, "left_out": left_out}) if json else text)
     if failed := [found["schedule"] for found in records if not found.get("check", True)]:
         raise Failure(f"the check failed: {', '.join(failed)}")

@@ -197,16 +197,13 @@ def train_command(
     if "RANK" in os.environ and not save:
         raise ValueError("several ranks write their parts of a checkpoint: add --save DIR")
     o = training
-    table = TableOptions(o.schedule, o.devices, o.microbatches, o.virtual, batches=steps)
-    schedule = validate(table.make())
+    sizes = o.schedule, o.devices, o.microbatches, o.virtual
+    schedule = validate(TableOptions(*sizes, batches=steps).make())
     torch.manual_seed(o.seed)
     layers, batches, loss, length = o.model(steps)
-    stages = into_stages(
-        layers, schedule, balance, batches[0], loss, replicas=o.replicas, device=device
-    )
-    other = balance != "uniform"
-    name = o.name + other * f" balance={[len(stage) for stage in stages]}"
-    if first and other:
+    where = {"replicas": o.replicas, "device": device}
+    stages = into_stages(layers, schedule, balance, batches[0], loss, **where)
+    if (other := balance != "uniform") and first:
         _tell_balance(stages, json)
     with nullcontext(save) if save else tempfile.TemporaryDirectory() as folder:
         parts = train(
@@ -217,7 +214,7 @@ def train_command(
             partial(torch.optim.Adam, lr=o.lr),
             folder,
             every=every,
-            name=name,
+            name=o.name + other * f" balance={[len(stage) for stage in stages]}",
             backend=backend,
             devices=device,
             replicas=o.replicas,
@@ -227,8 +224,8 @@ def train_command(
         report, verdict = _follow(parts, o.batch * length, first, sys.stderr if json else None)
     if first:
         print(dumps(report) if json else f"The first {every} steps of this call: {verdict}")
-        if not verdict.passed:
-            raise Failure(str(verdict))
+    if first and not verdict.passed:
+        raise Failure(str(verdict))
 
 
 def _follow(

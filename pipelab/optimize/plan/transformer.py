@@ -161,11 +161,7 @@ class Transformer:
         # [3] bytes
         attention = 0 if flash else 5 * self.heads * s * tokens / t
         whole = tokens * ((8 if self.gated else 10) * h / split + (4 * h + 4 * k + 4 * e * f) / t)
-        kept = {
-            "all": whole + attention,
-            "selective": whole,
-            "full": 2 * tokens * h / split,
-        }[keep]
+        kept = {"all": whole + attention, "selective": whole, "full": 2 * tokens * h / split}[keep]
         rest, feeds_size = self._shares()
         weights = 2 * (rest + feeds_size / expert) / t
         words = 2 * h * self.vocabulary / t

@@ -51,11 +51,7 @@ def judge(
         return Piece(batches[i][0], batches[i][1], reading[i][0])
 
     # [1] the rule, and the data with what they read by it
-    rule, of_table = reading_of(segment.whole, replicas)
-    reading = [
-        [[v + segment.before_table for v in of_piece] for of_piece in of_update]
-        for of_update in of_table[segment.first_update :]
-    ]
+    rule, reading = _reading_of_part(segment, replicas)
     own = reference(False)
     stream = _pieces(segment, batches, reading, replicas, own, seed)
     first = next(stream)
@@ -85,6 +81,13 @@ def judge(
     # [4] what the run gives back
     trial.compare_results(replica_steps, saved)
     return trial.found.verdict(rule, truth.arithmetic.computes_in)
+
+
+def _reading_of_part(segment: Segment, replicas: int) -> tuple[str, Reading]:
+    """As `reading_of`, from the segment's first update on, by versions of the whole training."""
+    rule, of_table = reading_of(segment.whole, replicas)
+    rest = of_table[segment.first_update :]
+    return rule, [[[v + segment.before_table for v in of] for of in update] for update in rest]
 
 
 def _most_precise(
