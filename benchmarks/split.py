@@ -15,7 +15,8 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from measure import keep_freed_memory, machine, main, one_thread, page, paragraph, spread, table
 from pipelab.models.gpt2 import gpt2
 from pipelab.optimize.cut import profile
-from pipelab.runtime.torch.split_backward import Halves, Saved, whole_backward
+from pipelab.runtime.torch.device import Saved, whole_backward
+from pipelab.runtime.torch.split_backward import Halves
 
 MIB = 2**20
 

@@ -26,9 +26,9 @@ from pipelab.plot.timeline import (
     spans,
     timeline,
 )
-from pipelab.predict.spans import Span
 from pipelab.predict.timeline import Timeline
 from pipelab.table.action import Kind
+from pipelab.table.timing import Span
 
 HOLD = 1 / 8  # of the frames show the end
 LEFT, RIGHT = 1.02, 1.4  # where the columns beside the lanes begin and end, in widths of the Axes

@@ -7,7 +7,6 @@ from contextlib import suppress
 from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 
-from pipelab.predict.spans import spans_of
 from pipelab.predict.theory import THEORY
 from pipelab.predict.timeline import Timeline
 from pipelab.schedules import SCHEDULES, make, takes
@@ -52,7 +51,7 @@ def rebuilt_timeline(
     zero = min(s.start - ahead[s.device] for s in flat)
     start = [s.start - ahead[s.device] - zero for s in flat]
     end = [s.end - ahead[s.device] - zero for s in flat]
-    spans = spans_of(table, start, end, _transfers(table, start, end))
+    spans = table.spans(start, end, _transfers(table, start, end))
     return Timeline(table, spans, "measured")
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from pipelab.measure.kineto import Rank, read_rank
 from pipelab.measure.rebuild import Recorded, check_stage_numbers, checked, rebuilt_timeline
-from pipelab.predict.spans import spans_of
 from pipelab.predict.timeline import Timeline
 from pipelab.table.action import Action
 from pipelab.table.schedule import Schedule
@@ -177,7 +176,7 @@ def _own(about: dict[str, Any], schedule: Schedule | str | None) -> Timeline:
         table = checked(table, schedule)
     start, end, sent, arrived = zip(*about["times"], strict=True)
     moved = {i: (sent[i], arrived[i]) for i in table.crossing}
-    spans = spans_of(table, start, end, moved)
+    spans = table.spans(start, end, moved)
     return Timeline(table, spans, about["source"], about["late"])
 
 

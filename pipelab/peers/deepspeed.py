@@ -28,8 +28,8 @@ from pipelab.peers import PeerRun, need
 from pipelab.peers.group import PeerJob, run_ranks, shapes_of
 from pipelab.peers.record import PeerRecord, StepRecorder, weights_of
 from pipelab.runtime.batches import cut_batch, samples_of
-from pipelab.runtime.torch.arguments import TREES
 from pipelab.runtime.torch.stage import Loss, OptimizerFactory
+from pipelab.runtime.torch.state import TREES
 from pipelab.table.action import Action, Kind
 from pipelab.table.schedule import Schedule
 

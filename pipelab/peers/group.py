@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 from pipelab.peers import PeerRun
 from pipelab.peers.record import PeerRecord, gather, recorded, trace_files
 from pipelab.runtime.batches import cut_batch, samples_of
-from pipelab.runtime.torch.arguments import TREES
 from pipelab.runtime.torch.processes import run_processes
 from pipelab.runtime.torch.stage import Loss, OptimizerFactory
+from pipelab.runtime.torch.state import TREES
 from pipelab.table.action import check_counts
 
 

@@ -37,8 +37,8 @@ from torch.utils import _pytree as pytree
 from pipelab.peers import PeerRun, need
 from pipelab.peers.record import PeerRecord, StepRecorder, gather, recorded, trace_files, weights_of
 from pipelab.predict.costs import Recompute
-from pipelab.runtime.torch.arguments import copies_of
 from pipelab.runtime.torch.stage import Loss, OptimizerFactory
+from pipelab.runtime.torch.state import copies_of
 from pipelab.runtime.worker import RunError, told
 from pipelab.table.action import Action, Kind, check_counts, insert_updates
 from pipelab.table.schedule import Schedule
@@ -61,6 +61,11 @@ def schedule_of(partitions: int, chunks: int, batches: int = 1) -> Schedule:
     return Schedule(
         "torchgpipe", insert_updates(rows, chunks), tuple(range(partitions)), chunks, batches
     )
+
+
+def _placed(data: Any, device: torch.device) -> Any:
+    # Nobody asks for the gradients of the data.
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().to(device), data)
 
 
 def run_torchgpipe(
@@ -108,10 +113,8 @@ def run_torchgpipe(
     with trace_files(1, trace) as files:
         with recorded(files[0] if files else None):
             for x, y in batches:
-                # Nobody asks for the gradients of the data.
-                x = pytree.tree_map_only(Tensor, lambda t: t.detach().to(model.devices[0]), x)
-                y = pytree.tree_map_only(Tensor, lambda t: t.detach().to(model.devices[-1]), y)
-                value = loss(model(x), y)
+                output = model(_placed(x, model.devices[0]))
+                value = loss(output, _placed(y, model.devices[-1]))
                 if value.requires_grad:
                     value.backward()
                 marks.finish()

@@ -14,9 +14,9 @@ from matplotlib.patches import Patch, Rectangle
 from pipelab.plot import style
 from pipelab.plot.style import RGB, Colour
 from pipelab.predict.palette import chunks_of, kinds_of
-from pipelab.predict.spans import Span
 from pipelab.predict.timeline import SECONDS, Timeline, scale_of
 from pipelab.table.action import Kind
+from pipelab.table.timing import Span
 
 LANE = 0.86  # of the room between two lanes
 FONT, SMALLEST = 8.0, 4.5  # points

@@ -12,9 +12,9 @@ from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
-from pipelab.predict.spans import Span, arrivals
 from pipelab.table.action import Kind
 from pipelab.table.schedule import Schedule
+from pipelab.table.timing import Span
 
 
 class Cause(StrEnum):
@@ -100,7 +100,7 @@ def stretches(schedule: Schedule, spans: Sequence[Span]) -> list[list[Stretch]]:
     """The activity of each device from the first start to the last end, without gaps."""
     begin, finish = min(span.start for span in spans), max(span.end for span in spans)
     last = max(spans, key=lambda span: span.end).device
-    arrival, device_of = arrivals(schedule, spans), schedule.device_of
+    arrival, device_of = schedule.arrivals(spans), schedule.device_of
     rows = []
     for a, b in pairwise(schedule.bounds):
         # [1] For each action, when the first input of this or a later forward of the row is there.

@@ -19,9 +19,10 @@ from pipelab.predict.costs import Costs, Recompute
 from pipelab.predict.memory import memory_used, shares
 from pipelab.predict.simulate import compute_seconds, simulate, transfer_seconds
 from pipelab.predict.timeline import Timeline
-from pipelab.table.action import Kind, ScheduleError, check_counts, check_type
+from pipelab.table.action import Kind, ScheduleError, check_counts
 from pipelab.table.placement import check_placement, loop_placement, stages_of
 from pipelab.table.schedule import Schedule
+from pipelab.table.validate import check_type
 
 ROUNDING = 1e-9
 

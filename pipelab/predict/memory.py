@@ -14,8 +14,9 @@ from typing import Literal, NamedTuple
 
 from pipelab.predict.costs import Costs
 from pipelab.predict.timeline import Timeline
-from pipelab.table.action import Kind, U, check_type
+from pipelab.table.action import Kind, U
 from pipelab.table.schedule import Schedule
+from pipelab.table.validate import check_type
 
 MEMORY_CAUSES = ("weights", "versions", "gradients", "optimizer", "activations", "buffers")
 

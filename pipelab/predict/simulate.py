@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from operator import add
 
 from pipelab.predict.costs import PASSES, Costs
-from pipelab.predict.spans import spans_of
 from pipelab.predict.timeline import Timeline
-from pipelab.table.action import Kind, check_type
+from pipelab.table.action import Kind
 from pipelab.table.schedule import Schedule
-from pipelab.table.validate import check_deadlock, check_static
+from pipelab.table.validate import check_deadlock, check_static, check_type
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -46,7 +45,7 @@ def lay(
     for i in schedule.crossing:
         sent = walk.end[schedule.inputs[i]]  # type: ignore[index]
         moved[i] = sent, sent + delay[i]
-    return Timeline(schedule, spans_of(schedule, start, walk.end, moved), "simulated")
+    return Timeline(schedule, schedule.spans(start, walk.end, moved), "simulated")
 
 
 def compute_seconds(

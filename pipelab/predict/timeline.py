@@ -7,9 +7,9 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from pipelab.predict.attribution import Cause, attribution
-from pipelab.predict.spans import Span, arrivals, spans_of
 from pipelab.table.action import Kind
 from pipelab.table.schedule import Schedule
+from pipelab.table.timing import Span
 
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
@@ -154,7 +154,7 @@ class Timeline:
         }
         cut = self.schedule.part(first, last)
         start, end = [span.start for span in kept], [span.end for span in kept]
-        return replace(self, schedule=cut, spans=spans_of(cut, start, end, moved))
+        return replace(self, schedule=cut, spans=cut.spans(start, end, moved))
 
     def warmed_up(self) -> "Timeline":
         """Without the first batch, which warms up; all of it where it cannot be cut there."""
@@ -229,7 +229,7 @@ class Timeline:
 
     def input_arrival(self) -> list[float]:
         """When each action's input is on its device (-inf: it takes none)."""
-        return arrivals(self.schedule, self.spans)
+        return self.schedule.arrivals(self.spans)
 
 
 def scale_of(largest: float, units: tuple[tuple[float, str], ...]) -> tuple[float, str]:

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from pipelab.predict.memory import Memory, MemoryStep
-from pipelab.predict.spans import spans_of
 from pipelab.predict.timeline import Timeline
 from pipelab.runtime.batches import mean_losses
 from pipelab.runtime.verdict.certificate import Check
@@ -21,25 +21,30 @@ class Run:
     losses             one per batch: the mean over the whole batch
     microbatch_losses  one per micro-batch, in the order of the data; of one that counts nothing
                        whatever the loss gave, such as nan: `losses` leave it out
-    memory             measured bytes over time, by cause (of the first replica)
     weights            the trained weights, a state dict per stage; nothing of an evaluation, and on
                        ranks of several machines of the rank's own stages
     weight_versions    per device, the most versions of a stage's weights that were kept at one
                        time, by their storages
     check              the verdict against the reference, or None if it was switched off
     replicas           measured spans of every replica
+    records            what each device noted of the first replica
     unsplit            {stage: {weight: why}}: gradients of weights that I computed, not W
     """
 
     timeline: Timeline
     losses: list[float]
     microbatch_losses: list[float]
-    memory: Memory
     weights: list[Any]
     weight_versions: list[int]
     check: Check | None
     replicas: list[Timeline] = field(repr=False)
+    records: list[Record] = field(repr=False)
     unsplit: dict[int, Mapping[str, str]] = field(default_factory=dict)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Measured bytes over time, by cause (of the first replica)."""
+        return memory_of(self.timeline, self.records)
 
     def __repr__(self) -> str:
         s, late = self.timeline.schedule, self.timeline.late
@@ -78,11 +83,11 @@ def result_of(
         timelines[0],
         mean_losses(values, table.batches),
         [mean for mean, _ in values],
-        memory_of(timelines[0], records[0]),
         [by_place[d, 0].weights.get(s, {}) for s, d in enumerate(table.placement)],
         [max(record.versions, default=0) for record in records[0]],
         None,
         timelines,
+        records[0],
         {s: names for d in range(table.devices) for s, names in by_place[d, 0].unsplit.items()},
     )
 
@@ -99,7 +104,7 @@ def timeline_of(table: Schedule, records: Sequence[Record], paced: bool) -> Time
         sent = end[table.inputs[i]]  # type: ignore[index]
         moved[i] = sent, max(arrived[i], sent)
     late = sum(record.late for record in records) if paced else None
-    return Timeline(table, spans_of(table, start, end, moved), "measured", late)
+    return Timeline(table, table.spans(start, end, moved), "measured", late)
 
 
 def memory_of(timeline: Timeline, records: Sequence[Record]) -> Memory:

@@ -4,6 +4,7 @@ evaluate: the forwards alone.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,7 @@ def new_folder(name: str, folder: str | Path | None) -> Path | None:
     return path
 
 
+@cache
 def wing_of(backend: str | None) -> type[Wing]:
     """The library's part for a backend."""
     # A library is imported by the runs that need it: the other one may not be installed.

@@ -132,10 +132,3 @@ def check_counts(**values: int) -> list[int]:
         if not hasattr(value, "__index__") or value < 1:
             raise ScheduleError(f"{name}={value!r}: give a whole number of at least 1")
     return [*map(index, values.values())]
-
-
-def check_type(kind: type, **values: object) -> None:
-    """Each of this class, or a ValueError that names it."""
-    for name, value in values.items():
-        if not isinstance(value, kind):
-            raise ValueError(f"{name} is a {type(value).__name__}: give a {kind.__name__}")

@@ -7,6 +7,7 @@ Everything else is a function of it: `versions`, `text`, `transform`; `schedule.
 as methods. Flat indices count the actions row after row.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +16,7 @@ from typing import Any
 
 from pipelab.table.action import Action, Kind, Reads, ScheduleError, check_counts
 from pipelab.table.placement import check_placement
-from pipelab.table.timing import Walk, earliest
+from pipelab.table.timing import Span, Walk, earliest
 
 TRAINING = frozenset({Kind.B, Kind.I, Kind.W, Kind.U})
 GRADIENTS = ((0, Kind.RECV_B), (1, Kind.B), (1, Kind.I))
@@ -232,3 +233,13 @@ class Table:
         """`walk` with one unit of time per action and no time per transfer."""
         count = self.bounds[-1]
         return self.walk([1.0] * count, [0.0] * count)
+
+    def arrivals(self, spans: Sequence[Span]) -> list[float]:
+        """When each action's input is on its device (-inf: it takes none)."""
+        found = []
+        for span, source in zip(spans, self.inputs, strict=True):
+            if span.arrived is not None:
+                found.append(span.arrived)
+            else:
+                found.append(-math.inf if source is None else spans[source].end)
+        return found

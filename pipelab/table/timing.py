@@ -1,7 +1,25 @@
-"""When each action can start: the walk that the validator, the simulator and the grid share."""
+"""When actions run: spans, and the walk that the validator, the simulator and the grid share."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from pipelab.table.action import Action
+
+
+class Span(NamedTuple):
+    """An action's compute, in seconds.
+
+    version        the weight version that it reads, or that an update makes; -1 for a transfer
+    sent, arrived  of its input, where that came from another device
+    """
+
+    device: int
+    action: Action
+    version: int
+    start: float
+    end: float
+    sent: float | None = None
+    arrived: float | None = None
 
 
 class Walk(NamedTuple):

@@ -4,7 +4,7 @@ marked."""
 from collections.abc import Iterable, Iterator
 from typing import NoReturn
 
-from pipelab.table.action import Action, F, Kind, ScheduleError, check_type
+from pipelab.table.action import Action, F, Kind, ScheduleError
 from pipelab.table.schedule import Schedule
 
 LARGEST_DRAWN = 2_000  # actions of a table that an error draws
@@ -200,3 +200,10 @@ def _shortest_cycle(after: dict[int, int]) -> list[int]:
         if node in path:
             cycles.append(path[path.index(node) :])
     return min(cycles, key=len)
+
+
+def check_type(kind: type, **values: object) -> None:
+    """Each of this class, or a ValueError that names it."""
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} is a {type(value).__name__}: give a {kind.__name__}")

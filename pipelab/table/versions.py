@@ -1,11 +1,13 @@
 """Which weight versions a table reads, and how long each is kept. `U t` makes version t + 1."""
 
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
 from pipelab.table.action import Kind, Reads, U
 from pipelab.table.table import Table
+from pipelab.table.timing import Span
 
 Versions = dict[tuple[int, int], int]  # (stage, micro-batch) -> weight version
 
@@ -45,6 +47,27 @@ class VersionedTable(Table):
         if self.reads is Reads.FIRST:
             return {(stage, k): self.latest.get((0, k), 0) for stage, k in self.latest}
         return {(stage, k): max(k // self.microbatches - 1, 0) for stage, k in self.latest}
+
+    def spans(
+        self,
+        start: Sequence[float],
+        end: Sequence[float],
+        moved: Mapping[int, tuple[float | None, float | None]],
+    ) -> tuple[Span, ...]:
+        """The spans of the actions, in the table's flat order.
+
+        moved  flat index -> when the action's input was sent and when it arrived, if from elsewhere
+        """
+        versions, nowhere = self.versions, (None, None)
+        spans = []
+        for i, action in enumerate(self.actions):
+            stage, kind, number = action
+            version = versions[stage, number] if kind < Kind.U else -1
+            if kind is Kind.U:
+                version = number + 1
+            sent, arrived = moved.get(i, nowhere)
+            spans.append(Span(self.device_of[i], action, version, start[i], end[i], sent, arrived))
+        return tuple(spans)
 
     @cached_property
     def asynchronous(self) -> bool:

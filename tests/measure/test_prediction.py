@@ -28,7 +28,6 @@ from pipelab import (
     simulate,
 )
 from pipelab.predict.simulate import links
-from pipelab.predict.spans import spans_of
 from pipelab.runtime.transport import Transport
 from pipelab.runtime.worker import Worker
 from tests.conftest import tables
@@ -68,7 +67,7 @@ def lay(schedule, duration, delay=0.0, wait=0.0, began=0.0):
         end = new
     assert np.isfinite(end).all()
     moved = {i: (end[source[i]], end[source[i]] + delay[i]) for i in schedule.crossing}
-    spans = spans_of(schedule, start.tolist(), end.tolist(), moved)
+    spans = schedule.spans(start.tolist(), end.tolist(), moved)
     return Timeline(schedule, spans, "measured")
 
 

@@ -8,7 +8,6 @@ from hypothesis import given
 
 from pipelab import Costs, Schedule, make, simulate
 from pipelab.predict.attribution import Cause, stretches, waited_for
-from pipelab.predict.spans import spans_of
 from pipelab.predict.timeline import Timeline
 from tests.conftest import tables
 from tests.predict.test_timeline import costs
@@ -64,7 +63,7 @@ def test_a_measured_run_is_taken_apart_too():
     start = [10, 12, 18, 19.5, 23, 12, 14, 15, 17, 19]
     end = [11, 13, 20, 22, 23, 13, 15, 17, 19, 19.5]
     moved = {2: (17, 17.5), 3: (19, 19.25), 5: (11, 11.5), 6: (13, 13.5)}
-    spans = spans_of(s, start, end, moved)
+    spans = s.spans(start, end, moved)
     found = [[(a, b, c, stage) for a, b, c, stage, _ in row] for row in stretches(s, spans)]
     assert found[0] == [
         *((10, 11, None, 0), (11, 12, Cause.OVERHEAD, 0), (12, 13, None, 0)),
@@ -86,7 +85,7 @@ def test_a_circle_of_rounded_times_ends():
     """Each device waits while, by the other's clock, it is that one that waits."""
     s = make("gpipe", 2, 1)  # 0F0 0B0 0U0 | 1F0 1B0 1U0
     start, end = [0, 8, 9, 4, 6, 7], [1, 9, 9, 5, 7, 7]
-    spans = spans_of(s, start, end, {1: (8, 8), 3: (4, 4)})
+    spans = s.spans(start, end, {1: (8, 8), 3: (4, 4)})
     t = Timeline(s, spans, "measured")
     assert sum(seconds(t).values()) == pytest.approx(2 * 9 - sum(t.busy))
     assert seconds(t)[Cause.OVERHEAD] > 0

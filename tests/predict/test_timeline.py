@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from pipelab import Costs, Kind, Schedule, make, simulate
 from pipelab.measure.trace import to_trace
 from pipelab.predict.attribution import Cause
-from pipelab.predict.spans import arrivals, spans_of
 from pipelab.predict.timeline import SECONDS, Bubble, Timeline, plural, scale_of
 from tests.conftest import tables
 
@@ -120,12 +119,12 @@ def test_parts_are_what_the_costs_say(case, costs):
 def test_parts_of_a_clock_that_is_wrong_are_never_below_zero():
     s = make("gpipe", 2, 1)  # 0F0 0B0 0U0 | 1F0 1B0 1U0
     start, end = [5, 9, 12, 5.5, 7, 8], [6, 12, 12, 7, 6.75, 8]
-    t = Timeline(s, spans_of(s, start, end, {1: (6.75, 6.5), 3: (6, 6.25)}), "measured")
+    t = Timeline(s, s.spans(start, end, {1: (6.75, 6.5), 3: (6, 6.25)}), "measured")
     assert t.parts().duration == [1, 3, 0, 1.5, 0, 0]
     assert t.parts().delay == [0, 0, 0, 0.25, 0, 0]
     assert t.parts().wait == [0, 2.5, 0, 0, 0, 1.25]
     assert t.parts().fed == [False, True, False, True, False, False]
-    assert arrivals(s, t.spans) == [-math.inf, 6.5, -math.inf, 6.25, -math.inf, -math.inf]
+    assert s.arrivals(t.spans) == [-math.inf, 6.5, -math.inf, 6.25, -math.inf, -math.inf]
 
 
 def test_times_are_those_of_the_spans():

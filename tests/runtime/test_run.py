@@ -27,6 +27,7 @@ from torch.nn import functional as F
 import pipelab
 from pipelab import Action, Costs, Kind, Reads, Recompute, RunError, Schedule, make, run, simulate
 from pipelab.models import mlp, split
+from pipelab.runtime.run import wing_of
 from pipelab.runtime.threads import Threads
 from pipelab.runtime.transport import Aborted, Transport
 from pipelab.runtime.worker import Order
@@ -464,6 +465,7 @@ def test_an_interrupt_stops_all_work_and_leaves_no_thread_behind(devices):
 def test_an_interrupt_of_the_first_run_comes_after_its_imports(module, monkeypatch):
     """One that is broken off leaves torch half-made, and shows 60 lines of imports."""
     done = []
+    wing_of.cache_clear()
 
     def interrupted(load, name, *rest):
         if name == module:

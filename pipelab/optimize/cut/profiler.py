@@ -16,8 +16,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from pipelab.optimize.cut.profiles import Layer, Profile
-from pipelab.runtime.torch.device import CpuDevice
-from pipelab.runtime.torch.split_backward import Halves, Saved, remaining, storages
+from pipelab.runtime.torch.device import CpuDevice, Saved, remaining, storages
+from pipelab.runtime.torch.split_backward import Halves
 
 
 def profile(

@@ -14,10 +14,11 @@ from pipelab.optimize.order.problem import OrderProblem, placement_named
 from pipelab.predict.bounds import bound
 from pipelab.predict.costs import CostError, Costs, Recompute
 from pipelab.schedules import SCHEDULES, make, takes
-from pipelab.table.action import Kind, Reads, ScheduleError, check_counts, check_type
+from pipelab.table.action import Kind, Reads, ScheduleError, check_counts
 from pipelab.table.placement import check_placement
 from pipelab.table.schedule import Schedule
 from pipelab.table.transform import repeat
+from pipelab.table.validate import check_type
 
 LARGEST = 200_000  # actions: a heuristic takes seconds for so many
 SOLVABLE = 4_000  # actions: more are not given to the solver

@@ -19,11 +19,11 @@ from pipelab.table.action import (
     Kind,
     ScheduleError,
     check_counts,
-    check_type,
     insert_updates,
 )
 from pipelab.table.placement import loop_placement, stages_of, v_placement
 from pipelab.table.schedule import Schedule
+from pipelab.table.validate import check_type
 
 SLACK = 1e-6  # of a limit of memory: less is rounding
 PLACEMENTS = ("loop", "v")

@@ -16,9 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelab.runtime.batches import samples_of
 from pipelab.runtime.stage import Recipe
-from pipelab.runtime.torch.arguments import TREES, copies_of
 from pipelab.runtime.torch.device import DRAWING
-from pipelab.runtime.torch.state import StageState, differ, make_optimizer
+from pipelab.runtime.torch.state import TREES, StageState, copies_of, differ, make_optimizer
 from pipelab.runtime.verdict import reference
 from pipelab.runtime.verdict.reference import Piece, Weights
 

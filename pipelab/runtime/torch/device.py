@@ -1,7 +1,7 @@
 """A device that runs torch stages: its clock, payloads to it, and the bytes that autograd keeps."""
 
 import time
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from threading import RLock
@@ -10,13 +10,31 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from pipelab.runtime.stage import Device, Ledger
-from pipelab.runtime.torch.split_backward import Saved, storages
 
 DRAWING = RLock()  # torch has one generator a device, whichever run draws from it
+
+
+class Saved:
+    """A tensor as autograd saved it for the backward."""
+
+    __slots__ = ("__weakref__", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # The tensor itself would keep its graph alive.
+        self.tensor: Tensor | None = tensor.detach()
+        self.version = tensor._version
+
+    def unpack(self) -> Tensor:
+        assert self.tensor is not None, "given back before its last use"
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "a tensor saved for the backward was changed in place after the forward"
+            )
+        return self.tensor
 
 
 class CpuDevice(Device):
@@ -174,3 +192,37 @@ def find_device(name: str | torch.device) -> torch.device:
     if str(name) not in here:
         raise ValueError(f"device {str(name)!r}: this machine has {', '.join(here)}")
     return torch.device(name)
+
+
+# ---- what autograd saves, and a backward by it
+
+
+def whole_backward(
+    outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Iterable[Tensor]
+) -> list[Tensor | None]:
+    """A full backward: accumulates the weights' gradients and returns those of the inputs."""
+    if outputs:
+        torch.autograd.backward(outputs, gradients)
+    found = []
+    for leaf in inputs:
+        found.append(leaf.grad)
+        leaf.grad = None
+    return found
+
+
+def remaining(saved: Iterable[ref[Saved]]) -> Iterator[Tensor]:
+    """The part of what autograd saved that is still kept: a graph is alive, and has it.
+
+    Not all of it could be found from the operations: not what an operation in place on a view
+    saved, nor what torch.utils.checkpoint will compute again from.
+    """
+    for reference in saved:
+        found = reference()
+        if found is not None and found.tensor is not None:
+            yield found.tensor
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The memory of tensors, {address: bytes}, each once."""
+    blocks = (tensor.untyped_storage() for tensor in tensors)
+    return {block.data_ptr(): block.nbytes() for block in blocks}

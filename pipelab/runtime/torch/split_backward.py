@@ -24,12 +24,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
+
+from pipelab.runtime.torch.device import Saved, whole_backward
 
 # operation -> what hands it gradients, and as which of its outputs'; None: where a backward starts
 Above = dict[Node, list[tuple[Node | None, int]]]
@@ -68,25 +69,6 @@ AT_ONCE = {
 }
 
 
-class Saved:
-    """A tensor as autograd saved it for the backward."""
-
-    __slots__ = ("__weakref__", "tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        # The tensor itself would keep its graph alive.
-        self.tensor: Tensor | None = tensor.detach()
-        self.version = tensor._version
-
-    def unpack(self) -> Tensor:
-        assert self.tensor is not None, "given back before its last use"
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "a tensor saved for the backward was changed in place after the forward"
-            )
-        return self.tensor
-
-
 @dataclass(eq=False)
 class _Group:
     """Forks with weights in common, where gradients enter them, and with which W starts.
@@ -101,19 +83,6 @@ class _Group:
     operations: set[Node]
     gates: list[GradientEdge] = field(default_factory=list)
     starts: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
-
-
-def whole_backward(
-    outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Iterable[Tensor]
-) -> list[Tensor | None]:
-    """A full backward: accumulates the weights' gradients and returns those of the inputs."""
-    if outputs:
-        torch.autograd.backward(outputs, gradients)
-    found = []
-    for leaf in inputs:
-        found.append(leaf.grad)
-        leaf.grad = None
-    return found
 
 
 class Halves:
@@ -246,24 +215,6 @@ class Halves:
             yield from (gradient for _, gradient in group.starts)
         if self._groups:
             yield from self.inputs
-
-
-def remaining(saved: Iterable[ref[Saved]]) -> Iterator[Tensor]:
-    """The part of what autograd saved that is still kept: a graph is alive, and has it.
-
-    Not all of it could be found from the operations: not what an operation in place on a view
-    saved, nor what torch.utils.checkpoint will compute again from.
-    """
-    for reference in saved:
-        found = reference()
-        if found is not None and found.tensor is not None:
-            yield found.tensor
-
-
-def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """The memory of tensors, {address: bytes}, each once."""
-    blocks = (tensor.untyped_storage() for tensor in tensors)
-    return {block.data_ptr(): block.nbytes() for block in blocks}
 
 
 def _operations(outputs: Sequence[GradientEdge]) -> tuple[Above, list[Any]]:

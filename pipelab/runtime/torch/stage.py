@@ -10,14 +10,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from pipelab.runtime.batches import check_leaves
-from pipelab.runtime.torch.device import CpuDevice
-from pipelab.runtime.torch.split_backward import (
-    Halves,
-    Saved,
-    remaining,
-    storages,
-    whole_backward,
-)
+from pipelab.runtime.torch.device import CpuDevice, Saved, remaining, storages, whole_backward
+from pipelab.runtime.torch.split_backward import Halves
 from pipelab.runtime.torch.state import Buffers, as_they_were, buffers_of, copies_of_buffers
 from pipelab.runtime.torch.weights import VersionedStage
 from pipelab.table.action import Kind

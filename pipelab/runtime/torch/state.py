@@ -1,4 +1,4 @@
-"""All that a stage goes on from: its optimizer as it is made and as it is kept, and its buffers."""
+"""All that a stage goes on from: copies, its optimizer as made and as kept, and its buffers."""
 
 import copy
 import warnings
@@ -13,7 +13,36 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipelab.runtime.batches import Trees
+
 MAKING = RLock()  # a factory may write into tensors that other runs' factories read
+
+
+def _bits(leaf: Any) -> np.ndarray | None:
+    if isinstance(leaf, np.ndarray):
+        return None if leaf.dtype.hasobject else leaf
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_nested:
+        return None
+    # A conjugate or a negative may be a mark on the same bytes, which these would not show.
+    plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy()
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.copy(leaf)
+
+
+TREES = Trees(pytree.tree_flatten, pytree.tree_unflatten, _bits, _copy)
+
+
+def copies_of(modules: Sequence[nn.Module]) -> nn.ModuleList:
+    """Copies made together, so that tied weights stay one; attributes of weights come along."""
+    originals = nn.ModuleList(modules)
+    copies = copy.deepcopy(originals)
+    # deepcopy forgets them; optimizers may look at them.
+    for p, q in zip(originals.parameters(), copies.parameters(), strict=True):
+        vars(q).update(vars(p))
+    return copies
 
 
 @dataclass

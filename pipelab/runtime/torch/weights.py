@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipelab.runtime.stage import Bytes, CountingStage, Feed, Recipe
-from pipelab.runtime.torch.device import CpuDevice
-from pipelab.runtime.torch.split_backward import storages
+from pipelab.runtime.torch.device import CpuDevice, storages
 from pipelab.runtime.torch.state import StageState, buffers_of, load_buffers, make_optimizer, on_cpu
 
 

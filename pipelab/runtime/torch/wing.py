@@ -15,13 +15,12 @@ from pipelab.runtime.prepare import Options
 from pipelab.runtime.session import Wing
 from pipelab.runtime.stage import Recipe, Step
 from pipelab.runtime.threads import Threads
-from pipelab.runtime.torch import arguments, checkpoint
-from pipelab.runtime.torch.arguments import TREES
+from pipelab.runtime.torch import checkpoint
 from pipelab.runtime.torch.arithmetic import TorchArithmetic
 from pipelab.runtime.torch.checkpoint import Index
-from pipelab.runtime.torch.device import CpuDevice, torch_device
+from pipelab.runtime.torch.device import CpuDevice, find_device, torch_device
 from pipelab.runtime.torch.stage import TorchStage, warm_up
-from pipelab.runtime.torch.state import StageState
+from pipelab.runtime.torch.state import TREES, StageState, copies_of
 from pipelab.runtime.worker import Job, Order
 from pipelab.table.schedule import Schedule
 
@@ -52,7 +51,7 @@ class TorchJob(Job):
         made = {}
         for s, module in self.modules.items():
             # Every rank trains copies: the caller's modules stay as they are.
-            (copied,) = arguments.copies_of([module])
+            (copied,) = copies_of([module])
             copied.to(home.device)
             made[s] = TorchStage(
                 copied,
@@ -93,10 +92,10 @@ class TorchWing(Wing):
         self, schedule: Schedule, stages: Sequence[nn.Module], options: Options, *, training: bool
     ) -> None:
         super().__init__(schedule, stages, options, training=training)
-        arguments.check_replicas(schedule, options.replicas)
+        check_replicas(schedule, options.replicas)
         if training:
-            arguments.check_stages(stages)
-            self.ties = arguments.find_ties(schedule, stages)
+            check_stages(stages)
+            self.ties = find_ties(schedule, stages)
         index = None
         if options.resume:
             folder = Path(options.resume).resolve()
@@ -104,12 +103,12 @@ class TorchWing(Wing):
             index.check_fits(folder, schedule, options.endless)
             self.begun = index.batch
         if options.save:
-            arguments.check_saved(stages)
+            check_saved(stages)
         self.launcher, self.devices = _launcher(schedule, options)
-        self.autocast = arguments.find_autocast(options.autocast, self.devices)
+        self.autocast = find_autocast(options.autocast, self.devices)
         if training:
             seed = index.seed if index else options.seed
-            self.seed = arguments.find_seed(stages, seed)
+            self.seed = find_seed(stages, seed)
         if index and options.resume:
             self.start = checkpoint.states_for(Path(options.resume), index, stages, self._here())
 
@@ -164,7 +163,7 @@ class TorchWing(Wing):
         if not folder:
             yield None
             return
-        arguments.check_saved(self.stages)
+        check_saved(self.stages)
         first = self.launcher.first
         with checkpoint.draft_of(folder, first) as draft:
             yield draft
@@ -187,7 +186,7 @@ class TorchWing(Wing):
         checkpoint.write_dump(folder, self.schedule, self.stages, batches, losses, steps)
 
     def depends_on_cut(self) -> bool:
-        return arguments.normalizes_batches(self.stages)
+        return normalizes_batches(self.stages)
 
 
 def _launcher(table: Schedule, options: Options) -> tuple[Threads, list[str]]:
@@ -199,10 +198,127 @@ def _launcher(table: Schedule, options: Options) -> tuple[Threads, list[str]]:
         # Each rank of a machine takes a GPU of its own, as far as there are enough.
         if options.devices is None and count:
             options.devices = f"cuda:{ranks.local % count}"
-        return ranks, arguments.device_names(table, options)
-    names = arguments.device_names(table, options)
+        return ranks, device_names(table, options)
+    names = device_names(table, options)
     if options.backend == "processes":
         from pipelab.runtime.torch.processes import Processes
 
         return Processes(options.timeout), names
     return Threads(), names
+
+
+# ---- the arguments of `run`: refused where they cannot be run, else looked through
+
+
+def check_stages(stages: Sequence[nn.Module]) -> None:
+    """ValueError for a weight without values or with a hook, which micro-batches would run."""
+    for s, stage in enumerate(stages):
+        for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{name} of stage {s} is on the meta device and has no values: give it some, "
+                    "such as by to_empty(device='cpu') and load_state_dict"
+                )
+        for name, p in stage.named_parameters():
+            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+                raise ValueError(
+                    f"weight {name} of stage {s} has a hook, which would see micro-batches and is "
+                    "not copied: remove it; gradients can be changed by the optimizer"
+                )
+
+
+def check_saved(stages: Sequence[nn.Module]) -> None:
+    """ValueError for a module with a state that no checkpoint holds."""
+    for s, stage in enumerate(stages):
+        for name, module in stage.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                raise ValueError(
+                    f"stage {s}: {name or 'it'} ({type(module).__name__}) has an extra state, "
+                    "which no checkpoint holds: keep it in buffers"
+                )
+
+
+def check_replicas(schedule: Schedule, replicas: int) -> None:
+    if replicas > 1 and (schedule.asynchronous or schedule.per_update != schedule.microbatches):
+        raise ValueError(
+            f"replicas={replicas} with {schedule.name}, which updates without a flush: replicas "
+            "would train different weights; use a schedule with a flush"
+        )
+
+
+def find_ties(schedule: Schedule, stages: Sequence[nn.Module]) -> list[dict[str, int]]:
+    """Per stage, the weights that other stages have too: name -> number of the tie."""
+    owners: dict[int, list[tuple[int, str]]] = {}
+    for s, stage in enumerate(stages):
+        for name, p in stage.named_parameters():
+            owners.setdefault(id(p), []).append((s, name))
+    # A tie is a weight that several places have; its number is the same in all of them.
+    ties: list[dict[str, int]] = [{} for _ in stages]
+    for number, shared in enumerate(found for found in owners.values() if len(found) > 1):
+        for s, name in shared:
+            ties[s][name] = number
+        if schedule.asynchronous:
+            (a, name), (b, _) = shared[:2]
+            raise ValueError(
+                f"stages {a} and {b} share the weight {name}, and {schedule.name} updates without "
+                "a flush: their versions would differ; give each stage its own (copy.deepcopy) or "
+                "use a schedule with a flush"
+            )
+    return ties
+
+
+def normalizes_batches(stages: Sequence[nn.Module]) -> bool:
+    """Whether a layer normalizes over a micro-batch, so that its size changes what is computed."""
+    # BatchNorm without running averages takes the batch's own in evaluation as well.
+    found = (
+        module
+        for module in nn.ModuleList(stages).modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    )
+    return any(module.training or not module.track_running_stats for module in found)
+
+
+def find_seed(stages: Sequence[nn.Module], seed: int | None) -> int | None:
+    """The seed of what forwards draw, or None if no layer draws and no seed was given."""
+    if seed is None and any(map(_draws, nn.ModuleList(stages).modules())):
+        # Asking for it draws nothing from the caller's generator.
+        return torch.initial_seed()
+    return seed
+
+
+def _draws(module: nn.Module) -> bool:
+    # Attention and recurrent layers name their rate `dropout`.
+    attribute = "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout"
+    rate = getattr(module, attribute, 0)
+    return module.training and isinstance(rate, (int, float)) and rate > 0
+
+
+def find_autocast(autocast: torch.dtype | None, names: Sequence[str]) -> torch.dtype | None:
+    """The type given, or that of the autocast context that the caller is in."""
+    kinds = {torch.device(name).type for name in names}
+    if autocast is None:
+        # A worker thread does not inherit the caller's context.
+        enabled = (torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k))
+        autocast = next(enabled, None)
+    if autocast not in (None, torch.bfloat16):
+        raise ValueError(
+            f"autocast={autocast}: use torch.bfloat16; float16 needs a scaled loss, which is not "
+            "supported"
+        )
+    return autocast
+
+
+def device_names(schedule: Schedule, options: Options) -> list[str]:
+    """A torch device per row."""
+    devices, count = options.devices, torch.cuda.device_count()
+    if devices is None:
+        devices = [f"cuda:{d % count}" if count else "cpu" for d in range(schedule.devices)]
+    names = [devices] * schedule.devices if isinstance(devices, str) else list(devices)
+    if len(names) != schedule.devices:
+        raise ValueError(
+            f"{len(names)} devices for the {schedule.devices} rows of {schedule.name}: name one "
+            "per row; repeats are allowed"
+        )
+    for name in names:
+        find_device(name)  # raises if this machine does not have it
+    return [str(name) for name in names]

@@ -17,11 +17,10 @@ from pipelab.table.action import (
     ScheduleError,
     U,
     check_counts,
-    check_type,
     insert_updates,
 )
 from pipelab.table.schedule import Schedule
-from pipelab.table.validate import needed_in_row
+from pipelab.table.validate import check_type, needed_in_row
 
 Rows = tuple[tuple[Action, ...], ...]
 PLAIN = Costs()  # unit times
