@@ -4,8 +4,7 @@ A plain queue per pair of devices would not do: a consumer may want outputs in a
 they were made.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Sequence
 from threading import Condition, Event
 from typing import Any, NamedTuple
 
@@ -104,10 +103,15 @@ def add_up(of_replicas: Iterable[list[Any]]) -> list[Any]:
     return [sum(same[1:], same[0]) for same in zip(*of_replicas, strict=True)]
 
 
-@contextmanager
-def lost(*errors: type[Exception]) -> Iterator[None]:
+class lost:
     """Lost instead of these errors."""
-    try:
-        yield
-    except errors as error:
-        raise Lost(f"a message to or from another process was lost: {error!r}") from error
+
+    def __init__(self, *errors: type[Exception]) -> None:
+        self.errors = errors
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, self.errors):
+            raise Lost(f"a message to or from another process was lost: {error!r}") from error

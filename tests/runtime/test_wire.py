@@ -108,29 +108,34 @@ class Work:
 @pytest.fixture
 def two_groups(monkeypatch, request):
     """Two ranks, with queues for process groups; how many tensors each has sent."""
-    ways = {group: defaultdict(queue.SimpleQueue) for group in ("there", "back")}
     sent = []
 
-    def isend(memory, other, group, tag):
-        ways[group][tag].put(memory.clone())
-        sent.append(group)
-        return Work(lambda: None)
+    class Group:
+        """What a link asks of torch's: the ranks of a pair are one way each."""
 
-    def irecv(memory, other, group, tag):
-        def wait():
-            found = ways[group][tag].get(timeout=SOON)
-            memory[: len(found)] = found  # it may be less than was asked for
+        def __init__(self):
+            self.ways = defaultdict(queue.SimpleQueue)
 
-        return Work(wait)
+        def send(self, memory, rank, tag):
+            self.ways[tag].put(memory[0].clone())
+            sent.append(self)
+            return Work(lambda: None)
+
+        def recv(self, memory, rank, tag):
+            def wait():
+                found = self.ways[tag].get(timeout=SOON)
+                memory[0][: len(found)] = found  # it may be less than was asked for
+
+            return Work(wait)
 
     if hasattr(request, "param"):  # bytes that a reader asks for beforehand
         monkeypatch.setattr(groups, "LEAST", request.param)
         monkeypatch.setattr(groups, "MOST", request.param)
-    monkeypatch.setattr(groups.dist, "isend", isend)
-    monkeypatch.setattr(groups.dist, "irecv", irecv)
-    monkeypatch.setattr(groups.dist, "destroy_process_group", ways.pop)
+    there, back = Group(), Group()
+    monkeypatch.setattr(groups.dist, "get_group_rank", lambda group, rank: rank)
+    monkeypatch.setattr(groups.dist, "destroy_process_group", lambda group: None)
     cpu = torch.device("cpu")
-    return GroupLink(1, "there", "back", cpu), GroupLink(0, "back", "there", cpu), sent
+    return GroupLink(1, there, back, cpu), GroupLink(0, back, there, cpu), sent
 
 
 @pytest.mark.parametrize("kind", ["pipes", "groups"])
@@ -162,6 +167,15 @@ def test_what_messages_are_like_travels_once_and_small_ones_in_one(two_groups):
     heads, skeletons, tensors = 6, 2, 3 * (1 + 2)
     assert len(sent) == heads + (0 if small else skeletons + tensors)
     near.close()
+
+
+def test_payloads_that_are_equal_and_not_the_same_stay_apart(two_groups):
+    near, far, _ = two_groups
+    values = [0.0, -0.0, 1.0, 1, True, None, [1.0], (1.0,), [], (), float("nan"), "1.0"]
+    for value in values * 2:
+        for payload in (value, (value, T), [T, [value, T]], [T, (value, T.t()[:2])]):
+            near.write((0, payload, 0.0))
+            assert repr(within(far.read)[1]) == repr(payload)
 
 
 def test_large_messages_come_in_one_when_the_reader_knows_of_them(two_groups):

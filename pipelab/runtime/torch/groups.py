@@ -1,9 +1,14 @@
-"""How tensors travel between ranks: by torch.distributed, over gloo or, between GPUs, NCCL."""
+"""How tensors travel between ranks: by torch.distributed, over gloo or, between GPUs, NCCL.
+
+A rank that has slept finds its caches cold, and every line that a message runs then takes several
+times as long as in a loop: what a message does over and over is short, and looked up where it can.
+"""
 
 import math
 import pickle
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from ctypes import memmove
 from datetime import timedelta
 from itertools import accumulate
 from queue import SimpleQueue
@@ -103,16 +108,17 @@ class GroupLink(Link):
 
         | key, time, number of its skeleton, size if that is new, total | skeleton | tensor | ...
 
-    whose skeleton is a pickle of all but the numbers in its tensors. It travels once, if it is
-    among the first KNOWN. Gloo sends nothing before the receiver has asked for it, and each part
-    wakes threads at both ends. So the receiver asks beforehand, for rows as large as the largest
-    message so far (MOST at most), and what fits comes in one row: `total` bytes, each part at a
-    multiple of ALIGN. What does not, such as a GPU's tensors, comes part by part behind the head.
+    whose skeleton is all but the numbers in its tensors. It travels once, if it is among the first
+    KNOWN. Gloo sends nothing before the receiver has asked for it, and each part wakes threads at
+    both ends. So the receiver asks beforehand, for rows as large as the largest message so far
+    (MOST at most), and what fits comes in one row: `total` bytes, each part at a multiple of ALIGN.
+    What does not, such as a GPU's tensors, comes part by part behind the head.
     """
 
     def __init__(self, other: int, to: Any, back: Any, device: torch.device) -> None:
-        self.other, self.to, self.back, self.device = other, to, back, device
-        self._sent: dict[bytes, int] = {}
+        self.to, self.back, self.device = to, back, device
+        self.rank = dist.get_group_rank(to, other)  # of the other end, in both groups
+        self._sent: dict[Hashable, int] = {}
         self._known: list[Any] = []
         # A tensor has to be kept until it has left, which torch does only for NCCL's. To wake a
         # thread for every one would take longer than to send it.
@@ -126,28 +132,40 @@ class GroupLink(Link):
 
     def write(self, message: Any) -> None:
         key, payload, at = message
-        skeleton, tensors = apart(payload, tensors_of)
+        # [1] what it is like: known to the reader, or told
+        tensors: list[Tensor] = []
+        form = _form(payload, tensors)
+        if form is None:
+            form, tensors = apart(payload, tensors_of)
         tensors = [dense(tensor.to(self.device)) for tensor in tensors]
-        skeleton = pickle.dumps((skeleton, [*map(like, tensors)]))
-        new = skeleton not in self._sent
-        number = self._sent.get(skeleton, len(self._sent))
-        if number < KNOWN:
-            self._sent[skeleton] = number
-        parts = [*map(as_bytes, tensors)]
-        parts.insert(0, _row_of(skeleton)[: None if new else 0])
-        near = [part for part in parts if not part.is_cuda]
-        places = _places(part.nbytes for part in near)
-        head = _row_of(pickle.dumps((key, at, number, parts[0].nbytes, places[-1])))
-        if self._there.take(places[-1]):
-            row = torch.empty(places[-1], dtype=torch.uint8)
-            memory = row.numpy()
-            for place, part in zip((0, *places), (head, *near), strict=False):
-                memory[place : place + part.nbytes] = part.numpy()
-            head, parts = row, parts[len(near) :]
-        self._send(head, HEADS)
-        for part in parts:
-            if part.nbytes:
-                self._send(part, PARTS)
+        mark = form, *map(like, tensors)
+        number, skeleton = self._sent.get(mark), b""
+        if number is None:
+            number, skeleton = len(self._sent), pickle.dumps(mark)
+            if number < KNOWN:
+                self._sent[mark] = number
+        # [2] a row with all that fits, if the reader has asked for one so large
+        near = [] if self.device.type == "cuda" else tensors
+        places = _places([len(skeleton), *(tensor.nbytes for tensor in near)])
+        total = places[-1]
+        head = pickle.dumps((key, at, number, len(skeleton), total))
+        if self._there.take(total):
+            row = torch.empty(total, dtype=torch.uint8)
+            start = row.data_ptr()
+            memmove(start, head, len(head))
+            memmove(start + HEAD, skeleton, len(skeleton))
+            for place, tensor in zip(places[1:], near, strict=False):
+                memmove(start + place, tensor.data_ptr(), tensor.nbytes)
+            self._send(row, HEADS)
+            tensors = tensors[len(near) :]
+        else:
+            self._send(_row_of(head), HEADS)
+            if skeleton:
+                self._send(_row_of(skeleton), PARTS)
+        # [3] what does not
+        for tensor in tensors:
+            if tensor.nbytes:
+                self._send(as_bytes(tensor), PARTS)
 
     def read(self) -> Any:
         row, work = self._asked.popleft()
@@ -159,22 +177,24 @@ class GroupLink(Link):
         fits = self._here.take(total)
         self._asked.append(self._ask_for_head(self._here.ahead[-1]))
         if not size:
-            skeleton, alike = self._known[number]
+            told = self._known[number]
         else:
-            packed = memory[HEAD:] if fits else self._receive_row(size)
-            skeleton, alike = pickle.loads(packed)
-            if number < KNOWN:
-                self._known.append((skeleton, alike))
-        if not fits or self.device.type != "cpu":
-            tensors = self._receive(alike)
-        else:
+            form, *alike = pickle.loads(memory[HEAD:] if fits else self._receive_row(size))
             sizes = [dtype.itemsize * math.prod(shape) for dtype, shape, _ in alike]
-            places = _places([size, *sizes])[1:]
-            found = (memory[a : a + n] for a, n in zip(places, sizes, strict=False))
-            tensors = [*map(restored, found, alike)]
+            told = form, alike, [*zip(_places(sizes, 0), sizes, strict=False)]
+            if number < KNOWN:
+                self._known.append(told)
+        form, alike, places = told
+        if fits and self.device.type == "cpu":
+            rest = memory[_places([size])[1] :]
+            parts = (rest[place : place + size] for place, size in places)
+            tensors = [*map(restored, parts, alike)]
             if 2 * total < row.nbytes:  # it would be kept with them
                 tensors = [tensor.clone() for tensor in tensors]
-        return key, whole(skeleton, tensors), at
+        else:
+            tensors = self._receive(alike)
+        pickled = isinstance(form, bytes)
+        return key, whole(form, tensors) if pickled else _filled(form, iter(tensors)), at
 
     def close(self) -> None:
         """When all that was sent has been read."""
@@ -185,8 +205,9 @@ class GroupLink(Link):
             dist.destroy_process_group(group)
 
     def _send(self, row: Tensor, tag: int) -> None:
+        # The group's own call: torch's isend and irecv look up in which group a rank is which.
         with lost(RuntimeError):
-            work = dist.isend(row, self.other, self.to, tag=tag)
+            work = self.to.send([row], self.rank, tag)
         if not row.is_cuda:
             self._waiting.append((work, row))
             self._bytes += HEAD + row.nbytes
@@ -196,7 +217,7 @@ class GroupLink(Link):
 
     def _ask(self, row: Tensor, tag: int) -> Any:
         with lost(RuntimeError):
-            return dist.irecv(row, self.other, self.back, tag=tag)
+            return self.back.recv([row], self.rank, tag)
 
     def _ask_for_head(self, room: int) -> tuple[Tensor, Any]:
         row = torch.empty(room, dtype=torch.uint8)
@@ -240,9 +261,37 @@ class _Rooms:
         return fits
 
 
-def _places(sizes: Iterable[int]) -> list[int]:
-    """Where parts begin behind a head, and the end."""
-    return [*accumulate((-(-size // ALIGN) * ALIGN for size in sizes), initial=HEAD)]
+def _form(value: Any, tensors: list[Tensor]) -> Any:
+    """A plain payload's form as nested tuples, and its tensors added to `tensors`.
+
+    (tuple, form, ...), (list, form, ...), (float, hexadecimal), (NoneType,), or a tensor's `Like`.
+    None where there is anything else, which is pickled then: that takes several times as long.
+    """
+    kind = type(value)
+    if kind is Tensor:
+        tensors.append(value)
+        return like(value)
+    if kind is float:
+        return kind, value.hex()  # -0.0 is not 0.0
+    if value is None:
+        return (kind,)
+    forms = [_form(part, tensors) for part in value] if kind in (tuple, list) else [None]
+    return None if None in forms else (kind, *forms)
+
+
+def _filled(form: Any, tensors: Iterator[Tensor]) -> Any:
+    """A payload from its form."""
+    kind, *parts = form
+    if kind in (tuple, list):
+        return kind(_filled(part, tensors) for part in parts)
+    if kind is float:
+        return float.fromhex(*parts)
+    return next(tensors) if parts else None
+
+
+def _places(sizes: Iterable[int], begin: int = HEAD) -> list[int]:
+    """Where parts begin from there on, and the end."""
+    return [*accumulate((-(-size // ALIGN) * ALIGN for size in sizes), initial=begin)]
 
 
 def _wait(work: Any) -> None:
