@@ -4,6 +4,7 @@ It shares no code with the worker or the stages.
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -240,6 +241,8 @@ PLAIN = int, float, str, *CONTAINERS
 
 
 def _copied(value: Any) -> Any:
+    if isinstance(value, OrderedDict):  # of hooks, several a module: copy.copy takes long
+        return value.copy()
     return copy.copy(value) if isinstance(value, CONTAINERS) else value
 
 
