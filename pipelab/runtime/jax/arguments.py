@@ -13,6 +13,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from pipelab.runtime.batches import Trees
 from pipelab.runtime.jax.host import as_numbers
+from pipelab.runtime.jax.jaxpr import all_equations
 
 TREES = Trees(
     jax.tree.flatten,
@@ -124,7 +125,8 @@ def check_optimizer(optimizer: optax.GradientTransformation, parts: Sequence[Par
                 "alone: leave out what looks at all parameters or gradients (such as optax."
                 "apply_if_finite; clip= does what optax.clip_by_global_norm does)"
             )
-    if len(parts) > 1 and "random_bits" in str(traced):
+    drawn = (eqn.primitive.name == "random_bits" for eqn in all_equations(traced.eqns))
+    if len(parts) > 1 and any(drawn):
         raise ValueError(
             "the optimizer draws random numbers, which would be the same in every stage: leave "
             "that out"
