@@ -56,8 +56,8 @@ def press(page, *keys):
         page.keyboard.press(key)
 
 
-@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
-def test_an_explorer_is_changed_and_its_address_brings_it_back(playing, size, address):
+def test_an_explorer_is_changed_and_its_address_brings_it_back(playing, address):
+    size = PHONE
     page = playing("play/explorer.html", size)  # goes on to the page, what is set goes with it
     shows(page, "makespan", "28.5")  # as it is stored
     assert "python" not in page.evaluate("({ ...document.documentElement.dataset })")
