@@ -315,7 +315,7 @@ class Session(AbstractContextManager):
         # By now the orders have read all that they need. Processes that were given other weights
         # or data would train without an error.
         if self.started:
-            self.launcher.agree(data.digests)
+            self.launcher.agree(data.digests, early=True)
         else:
             self.wing.look_at(data)
             self.launcher.agree(lambda: self.wing.digests(self.recipe) | data.digests())
