@@ -195,10 +195,11 @@ class Trainer(AbstractContextManager):
 
     def _next(self, iterator: Iterator[Any], call: str) -> Any:
         """The next batch, or END; None where it is not needed here."""
-        first, reads = self._session.launcher.first, self._session.reads
-        batch = next(iterator, END) if first or reads else None
+        session = self._session
+        looks = session.wing.looks and not session.started
+        batch = next(iterator, END) if session.launcher.first or session.reads or looks else None
         with self._whole():
-            more, *_ = self._session.launcher.share(batch is not END, call, early=True)
+            more, *_ = session.launcher.share(batch is not END, call, early=True)
         if more and batch is END:
             raise ValueError(
                 f"there is no batch {self.number} here, and one in process 0: give all the same"
