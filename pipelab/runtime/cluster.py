@@ -210,10 +210,13 @@ class Cluster(Threads):
         call   what for, which is the same in all; else ValueError
         early  nothing has been done for it yet: it can be made again, and others have `timeout`
         """
-        return [self._heard(name, call, early) for name in self._tell(value, call)]
+        with self._agreeing():
+            return [self._heard(name, call, early) for name in self._tell(value, call)]
 
     def from_first(self, make: Callable[[], Any], call: str = "") -> Any:
-        return self._heard(self._tell(make() if self.first else None, call)[0], call)
+        value = make() if self.first else None
+        with self._agreeing():
+            return self._heard(self._tell(value, call)[0], call)
 
     def _tell(self, value: Any, call: str) -> list[str]:
         """Give the next value; returns the names of all processes' ones."""
@@ -252,7 +255,7 @@ class Cluster(Threads):
                 return self.take(name, LOOK)
             self.watch()
             if time.monotonic() > deadline:
-                raise self._agreed(self._not_called(_number(name)))
+                raise self._not_called(_number(name))
 
     def _not_called(self, number: int) -> RunError:
         return RunError(

@@ -78,6 +78,17 @@ def test_batch_by_batch_is_the_long_table_to_the_last_bit(name, check):
     assert held_out == [pytest.approx(float(F.mse_loss(x, data[0][1])), rel=1e-12)]
 
 
+def test_a_checked_batch_leaves_the_weights_that_later_ones_read():
+    # Was: those that the second batch after it reads were gone: KeyError.
+    data, modules = batches(8), stages(4)
+    whole = run(make("pipedream", 4, 2, batches=8), modules, data, F.mse_loss, ADAM, check=False)
+    with Trainer(make("pipedream", 4, 2), modules, F.mse_loss, ADAM, check=2) as trainer:
+        found = list(trainer.fit(data))
+        assert equal(trainer.weights, whole.weights)
+    assert [batch.loss for batch in found] == whole.losses
+    assert all(batch.check.passed for batch in found if batch.check)
+
+
 @pytest.mark.parametrize("name", ["1f1b", "pipedream"])
 def test_processes_stay_up(name):
     data, one = batches(5), table(name)
