@@ -53,7 +53,8 @@ class Trainer(AbstractContextManager):
                that fails is warned of
     resume     a checkpoint of `save`, or of `run`, to go on from; bit for bit
     timeout    processes: seconds without the end of any action, while there is work, after which
-               they are given up
+               they are given up; or, where something else has started them, that one of them takes
+               to make a call which another has made
 
     All else as for `run`; in several processes all make the same calls, and process 0 says whether
     there is another batch. An interrupt (Ctrl-C) is raised when the batches under way are done: the
