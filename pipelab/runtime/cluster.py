@@ -3,6 +3,7 @@
 import math
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -15,7 +16,7 @@ from pipelab.runtime import clock
 from pipelab.runtime.threads import BEFORE, LOOK, Threads, no_progress, place
 from pipelab.runtime.transport import Lost
 from pipelab.runtime.wire import Wire
-from pipelab.runtime.worker import Job, Outcome, RunError, told
+from pipelab.runtime.worker import Job, Order, Outcome, RunError, told
 
 LEAVING = 2.0  # seconds that a process which failed waits for the others to hear of it
 STARTING = 300.0  # seconds that others may take for what comes before actions, such as compiling
@@ -50,6 +51,7 @@ class Cluster(Threads):
         self.patience, self.since = timeout, time.monotonic()
         self.failure: RunError | None = None
         self._given = 0  # how many values each has told the others
+        self._calls: deque[str] = deque()  # whose orders are under way
         self.over = Event()
         self.threads: list[Thread] = []
 
@@ -93,10 +95,7 @@ class Cluster(Threads):
             self._look()
         except TimeoutError:
             self.drop(names[self.me])
-            raise RunError(
-                f"process {len(met)} has not made the call within {self.timeout:g} s: make it in "
-                "all processes, or give it longer (timeout=)"
-            ) from None
+            raise self._not_called(len(met)) from None
         except Lost as error:
             raise self._unheard(error) from error
         Cluster.meetings += 1
@@ -128,14 +127,19 @@ class Cluster(Threads):
             )
         self.patience = math.inf
 
+    def submit(self, orders: Sequence[Order]) -> None:
+        super().submit(orders)
+        (order, *_) = orders
+        self._calls.append("save" if order.save else "weights" if order.report else "a batch's end")
+
     def collect(self) -> list[Outcome]:
         self.since, self.patience = time.monotonic(), self.timeout
         with self._agreeing():
-            mine = super().collect()
-            names = self._tell(mine)
-            every = [o for name in names if self.first for o in self._value(name)]
+            mine, call = super().collect(), self._calls.popleft()
+            names = self._tell(mine, call)
+            every = [o for name in names if self.first for o in self._heard(name, call)]
             short = self.from_first(
-                lambda: [replace(o, steps={}, weights={}, states={}) for o in every]
+                lambda: [replace(o, steps={}, weights={}, states={}) for o in every], call
             )
         self.patience = math.inf
         own = {(outcome.row, outcome.replica) for outcome in mine}
@@ -186,8 +190,10 @@ class Cluster(Threads):
 
     # ---- what processes tell each other
 
-    def agree(self, digests: Callable[[], Mapping[str, str | None]]) -> None:
-        given = self.share(digests())
+    def agree(
+        self, digests: Callable[[], Mapping[str, str | None]], *, early: bool = False
+    ) -> None:
+        given = self.share(digests(), "a batch's data", early=early)
         for name in dict.fromkeys(name for of in given for name in of):
             known = {number: of[name] for number, of in enumerate(given) if of.get(name)}
             others = [number for number in known if known[number] != known[min(known)]]
@@ -198,28 +204,64 @@ class Cluster(Threads):
                     "the same order: no shards, one seed for shuffling and for random changes"
                 )
 
-    def share(self, value: Any) -> list[Any]:
-        """The values of all processes, in their order; all call this."""
-        return [self._value(name) for name in self._tell(value)]
+    def share(self, value: Any, call: str = "", *, early: bool = False) -> list[Any]:
+        """The values of all processes, in their order; all call this.
 
-    def from_first(self, make: Callable[[], Any]) -> Any:
-        return self._value(self._tell(make() if self.first else None)[0])
+        call   what for, which is the same in all; else ValueError
+        early  nothing has been done for it yet: it can be made again, and others have `timeout`
+        """
+        with self._agreeing():
+            return [self._heard(name, call, early) for name in self._tell(value, call)]
 
-    def _tell(self, value: Any) -> list[str]:
+    def from_first(self, make: Callable[[], Any], call: str = "") -> Any:
+        value = make() if self.first else None
+        with self._agreeing():
+            return self._heard(self._tell(value, call)[0], call)
+
+    def _tell(self, value: Any, call: str) -> list[str]:
         """Give the next value; returns the names of all processes' ones."""
         self._given += 1
         self.since = time.monotonic()
-        self.give(f"{self.meeting}/{self._given}/{self.me}", value)
+        self.give(f"{self.meeting}/{self._given}/{self.me}", (call, value))
         # All have read this one: since then, everybody has waited for everybody.
         self.drop(f"{self.meeting}/{self._given - 8}/{self.me}")
         return [f"{self.meeting}/{self._given}/{n}" for n in range(self.count)]
 
-    def _value(self, name: str) -> Any:
+    def _heard(self, name: str, call: str, early: bool = False) -> Any:
+        """What a process tells; waits for it."""
+        seconds, given_up = self.timeout if early and self.wire else math.inf, math.inf
+        while True:
+            others, value = self._value(name, seconds)
+            if others == call:
+                return value
+            # An interrupt may have kept the other from its call: it makes this one later, or the
+            # same interrupt ends this one here.
+            given_up = min(given_up, time.monotonic() + (LOOK if early else LEAVING))
+            if time.monotonic() > given_up:
+                self.drop(f"{self.meeting}/{self._given}/{self.me}")
+                self._given -= 1
+                raise self.refusal(
+                    f"process {_number(name)} is at {others}, and process {self.me} at {call}: "
+                    "make the same calls in all"
+                )
+            self.watch()
+            time.sleep(LOOK / 10)
+
+    def _value(self, name: str, seconds: float = math.inf) -> Any:
         """What another process gives; waits for it. RunError if any process fails."""
+        deadline = time.monotonic() + seconds
         while True:
             with suppress(TimeoutError):
                 return self.take(name, LOOK)
             self.watch()
+            if time.monotonic() > deadline:
+                raise self._not_called(_number(name))
+
+    def _not_called(self, number: int) -> RunError:
+        return RunError(
+            f"process {number} has not made the call within {self.timeout:g} s: make it in all "
+            "processes, or give it longer (timeout=)"
+        )
 
     # ---- how far the others are
 
@@ -270,6 +312,11 @@ class Cluster(Threads):
             self.in_time(tell)
         # Its own error has its cause, which is not told.
         return self.failure if self.failure and str(self.failure) != str(error) else error
+
+
+def _number(name: str) -> int:
+    """The process that has told this."""
+    return int(name.rpartition("/")[2])
 
 
 def begun(call: Callable[..., None], *given: Any) -> Thread:

@@ -71,7 +71,7 @@ class Endless:
     def segment(self, batch: int) -> Segment:
         """One batch, from an empty pipeline to an empty pipeline."""
         at = min(batch, self.steady)
-        return Segment(self.table, at, at + 1, batch - at)
+        return Segment(self.table, at, at + 1, batch - at, self.later(batch))
 
     # ---- of the table
 

@@ -70,12 +70,14 @@ class Segment:
     whole   the table of the training
     begun   batches of the table that are done before; `end` afterwards
     before  batches of the training before the table's: see `Endless`
+    kept    per stage, the versions that later batches read, where the table has not all of these
     """
 
     whole: Schedule
     begun: int
     end: int
     before: int = 0
+    kept: Sequence[Collection[int]] | None = None
 
     @cached_property
     def table(self) -> Schedule:
@@ -108,7 +110,7 @@ class Segment:
         """The table, numbered through the training."""
         first, updates = self.batches.start * self.whole.microbatches, self.updates_before
         rows = [moved(row, first, updates) for row in self.table.rows]
-        return Part(rows, self.version, self.later())
+        return Part(rows, self.version, self.kept or self.later())
 
     def version(self, stage: int, microbatch: int) -> int:
         """The weight version that it reads; both are numbered through the training."""

@@ -42,6 +42,7 @@ class Wing(ABC):
 
     optimizer    a method that what `run` takes for one has, and what that is
     trees        how it takes batches apart
+    looks        whether `look_at` needs the first batch, in every process
     draws_alike  whether float64 draws the same random numbers as the run's precision
     schedule     of the training, or how it goes on
     begun        batches that are done
@@ -55,6 +56,7 @@ class Wing(ABC):
 
     optimizer = "__call__", "a factory, such as torch.optim.SGD"
     trees: Trees
+    looks = False
     draws_alike = True
     launcher: Threads
     devices: Sequence[Any]
@@ -315,7 +317,7 @@ class Session(AbstractContextManager):
         # By now the orders have read all that they need. Processes that were given other weights
         # or data would train without an error.
         if self.started:
-            self.launcher.agree(data.digests)
+            self.launcher.agree(data.digests, early=True)
         else:
             self.wing.look_at(data)
             self.launcher.agree(lambda: self.wing.digests(self.recipe) | data.digests())

@@ -60,11 +60,17 @@ class Threads(AbstractContextManager):
         """Which of `count` ranks are this process's to do. ValueError if there are not as many."""
         return range(count)
 
-    def agree(self, digests: Callable[[], Mapping[str, str | None]]) -> None:
+    def agree(
+        self, digests: Callable[[], Mapping[str, str | None]], *, early: bool = False
+    ) -> None:
         """Refuse what was not given alike to all processes, where there are several; all call this.
 
         digests  gives them by what they are of; None, or no entry, where that is not known here
         """
+
+    def share(self, value: Any, call: str = "", *, early: bool = False) -> list[Any]:
+        """The values of all processes; see `Cluster`."""
+        return [value]
 
     def from_first(self, make: Callable[[], Any]) -> Any:
         """The value that the first process makes, in every process."""

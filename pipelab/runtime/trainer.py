@@ -53,7 +53,8 @@ class Trainer(AbstractContextManager):
                that fails is warned of
     resume     a checkpoint of `save`, or of `run`, to go on from; bit for bit
     timeout    processes: seconds without the end of any action, while there is work, after which
-               they are given up
+               they are given up; or, where something else has started them, that one of them takes
+               to make a call which another has made
 
     All else as for `run`; in several processes all make the same calls, and process 0 says whether
     there is another batch. An interrupt (Ctrl-C) is raised when the batches under way are done: the
@@ -116,6 +117,7 @@ class Trainer(AbstractContextManager):
         try:
             if not error and not self._session.failure:
                 self._empty()
+                self._session.launcher.share(None, "the end")
         except BaseException as failed:
             self._session.__exit__(type(failed), failed, failed.__traceback__)
             raise
@@ -139,7 +141,7 @@ class Trainer(AbstractContextManager):
             # [1] one batch more than the pipeline needs is under way
             while more and not self._ready and len(self._under_way) < 2 + self._endless.ahead:
                 more = left is None or left > 0
-                batch = self._next(iterator) if more else END
+                batch = self._next(iterator, "fit") if more else END
                 more = batch is not END
                 if more:
                     left = left and left - 1
@@ -165,7 +167,7 @@ class Trainer(AbstractContextManager):
         segment = Segment(table, 0, 1, self.number)
         losses: list[float] = []
         iterator = iter(batches)
-        while (batch := self._next(iterator)) is not END:
+        while (batch := self._next(iterator, "evaluate")) is not END:
             with self._whole():
                 run = self._session.run(segment, {self.number: batch}, check=False)
                 losses += run.losses
@@ -192,11 +194,13 @@ class Trainer(AbstractContextManager):
 
     # ---- batches
 
-    def _next(self, iterator: Iterator[Any]) -> Any:
+    def _next(self, iterator: Iterator[Any], call: str) -> Any:
         """The next batch, or END; None where it is not needed here."""
-        first, reads = self._session.launcher.first, self._session.reads
-        batch = next(iterator, END) if first or reads else None
-        more = self._session.launcher.from_first(lambda: batch is not END)
+        session = self._session
+        looks = session.wing.looks and not session.started
+        batch = next(iterator, END) if session.launcher.first or session.reads or looks else None
+        with self._whole():
+            more, *_ = session.launcher.share(batch is not END, call, early=True)
         if more and batch is END:
             raise ValueError(
                 f"there is no batch {self.number} here, and one in process 0: give all the same"

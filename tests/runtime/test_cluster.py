@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,12 +82,35 @@ def two(store):
 
 def test_what_a_process_said_before_it_failed_counts(two):
     one, other = two
-    other._tell(7)
+    other._tell(7, "")
     other._agreed(RunError("in the next call"))
     one._look()
     assert one.share(None) == [None, 7]
     with pytest.raises(RunError, match="in the next call"):
         one.share(None)
+
+
+def test_a_call_that_others_do_not_make_is_refused_and_can_be_followed_by_theirs(two):
+    one, other = two
+    found = []
+    thread = threading.Thread(target=lambda: found.append(other.share(1, "save")))
+    thread.start()
+    with pytest.raises(ValueError, match="process 1 is at save, and process 0 at fit: make the"):
+        one.share(0, "fit", early=True)
+    assert one.share(0, "save") == [0, 1]
+    thread.join()
+    assert found == [[0, 1]]
+
+
+def test_a_call_that_one_does_not_make_is_given_up_in_all(two):
+    one, other = two
+    one.wire, one.timeout = SimpleNamespace(abort=list, close=list), 0.3
+    told = r"process 1 has not made the call within 0\.3 s: make it in all"
+    with pytest.raises(RunError, match=told):
+        one.share(True, "fit", early=True)
+    other.share(True, "fit", early=True)
+    with pytest.raises(RunError, match=told):
+        other.share(True, "fit", early=True)
 
 
 def test_all_raise_the_first_failure_and_its_own_keeps_the_cause(two):

@@ -78,6 +78,17 @@ def test_batch_by_batch_is_the_long_table_to_the_last_bit(name, check):
     assert held_out == [pytest.approx(float(F.mse_loss(x, data[0][1])), rel=1e-12)]
 
 
+def test_a_checked_batch_leaves_the_weights_that_later_ones_read():
+    # Was: those that the second batch after it reads were gone: KeyError.
+    data, modules = batches(8), stages(4)
+    whole = run(make("pipedream", 4, 2, batches=8), modules, data, F.mse_loss, ADAM, check=False)
+    with Trainer(make("pipedream", 4, 2), modules, F.mse_loss, ADAM, check=2) as trainer:
+        found = list(trainer.fit(data))
+        assert equal(trainer.weights, whole.weights)
+    assert [batch.loss for batch in found] == whole.losses
+    assert all(batch.check.passed for batch in found if batch.check)
+
+
 @pytest.mark.parametrize("name", ["1f1b", "pipedream"])
 def test_processes_stay_up(name):
     data, one = batches(5), table(name)
@@ -454,20 +465,29 @@ def test_an_evaluation_is_interrupted_while_it_reads():
 # ---- several processes
 
 
-def test_ranks_of_torchrun_make_the_same_calls(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
-    script = WORKERS / "fitted.py"
+def torchrun(script, *arguments, ranks):
+    """What ranks say that torchrun has started, which end well."""
+    launch = f"-m torch.distributed.run --standalone --nproc-per-node={ranks}".split()
     done = subprocess.run(
-        [*torchrun, script, tmp_path],
+        [sys.executable, *launch, *map(str, (WORKERS / script, *arguments))],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=GUARD,
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split()) == ["ok0", "ok1", "ok2"]
+    return sorted(done.stdout.split())
+
+
+def test_ranks_of_torchrun_make_the_same_calls(tmp_path):
+    assert torchrun("fitted.py", tmp_path, ranks=3) == ["ok0", "ok1", "ok2"]
     read = {p.name: p.read_text() for p in tmp_path.glob("read_by_*")}
     assert set(read) == {"read_by_0", "read_by_2"}  # not by the middle of the model
+
+
+def test_an_interrupt_while_ranks_wait_for_another_can_be_gone_on_from(tmp_path):
+    # Was: the one that waited was a value ahead of the other from then on: a TypeError of both.
+    assert torchrun("interrupted_ranks.py", tmp_path, ranks=2) == ["ok0", "ok1"]
 
 
 # ---- memory

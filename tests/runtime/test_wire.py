@@ -45,6 +45,7 @@ MESSAGES: dict = {
     "complex": (torch.complex(T, -T).conj(), torch.complex(T, T).conj().imag),
     "negated": torch.complex(T, T).conj().imag[0, 1:2],  # one number, of stride 2
     "twice": (T, T, T.view(-1)),
+    "zeros without memory": (torch._efficientzerotensor(3), T),
     "many": [torch.full((2,), float(i)) for i in range(2000)],
     "long pickle": ("q" * 100_000, T),
     "large": (LARGE, T),

@@ -1,13 +1,14 @@
-"""What jax/test_trainer starts as two processes: a Trainer of both, beside a run of theirs."""
+"""What jax/test_trainer starts as processes: a Trainer of all, beside a run of theirs."""
 
 import sys
 
 
-def main(port, number):
+def main(port, number, count):
     import jax
 
-    jax.config.update("jax_num_cpu_devices", 2)
-    jax.distributed.initialize(f"localhost:{port}", 2, number, shutdown_timeout_seconds=10)
+    rows = 4 if count == 2 else count
+    jax.config.update("jax_num_cpu_devices", rows // count)
+    jax.distributed.initialize(f"localhost:{port}", count, number, shutdown_timeout_seconds=10)
     import numpy as np
     import optax
 
@@ -21,10 +22,10 @@ def main(port, number):
         return ((y - target) ** 2).mean()
 
     for name in ("pipedream_flush", "pipedream"):
-        given = mlp(4, 16), mse, optax.adam(1e-2)
-        long = pipelab.make(name, 4, 3, batches=5)
+        given = mlp(rows, 16), mse, optax.adam(1e-2)
+        long = pipelab.make(name, rows, 3, batches=5)
         whole = pipelab.run(long, given[0], data, *given[1:], backend="jax", check=False)
-        one = pipelab.make(name, 4, 3)
+        one = pipelab.make(name, rows, 3)
         with pipelab.Trainer(one, *given, backend="jax", check=2) as trainer:
             found = list(trainer.fit(iter(data)))
             assert len(trainer.evaluate(data[:2])) == 2
@@ -33,11 +34,12 @@ def main(port, number):
         checks = [batch.check and batch.check.passed for batch in found]
         assert checks == [True, None, True, None, True]
         own = [s for s, of_stage in enumerate(weights) if of_stage]
-        assert own == ([2, 3] if number else [0, 1, 2, 3])
+        each = rows // count
+        assert own == [*range(rows)][number * each : (number + 1) * each if number else rows]
         for s in own:
             jax.tree.map(np.testing.assert_array_equal, weights[s], whole.weights[s])
     print("the same", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

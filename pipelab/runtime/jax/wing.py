@@ -59,6 +59,7 @@ class JaxWing(Wing):
 
     optimizer = "update", "an optax transformation, such as optax.sgd(0.1)"
     trees = TREES
+    looks = True
     draws_alike = False
 
     def __init__(

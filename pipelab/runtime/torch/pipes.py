@@ -80,7 +80,8 @@ def restored(memory: Any, alike: Like) -> Tensor:
 def dense(tensor: Tensor) -> Tensor:
     """The same numbers without gaps, in their order in memory, such as channels last."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    return plain if plain.is_contiguous() else plain.clone()
+    # torch has tensors of zeros without memory, such as tangents of what does not depend on x.
+    return plain if plain.is_contiguous() and not plain._is_zerotensor() else plain.clone()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
