@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from pipelab import Reads, Recompute, evaluate, make, run
 from pipelab.models import mlp, split
 from pipelab.models.skip import Pop, Stash, with_skips
+from pipelab.runtime.torch.checkpoint import draft_of
 from tests.conftest import FLUSH, tables
 from tests.runtime.test_run import SGD, batches, decaying, stages
 
@@ -426,6 +427,18 @@ def test_stopped_and_resumed_is_not_stopped(rule, optimizer, backend, tmp_path):
     assert same(c.weights, whole.weights)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b"]  # no drafts
     assert len(list((tmp_path / "a").glob("*.pt"))) == 3
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_save_that_fails_on_any_rank_leaves_no_draft(first, tmp_path):
+    def save():
+        with draft_of(tmp_path / "step", first) as draft:
+            (draft / "stage_000.pt").touch()
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        save()
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_an_asynchronous_checkpoint_holds_every_version_that_is_still_read(tmp_path):

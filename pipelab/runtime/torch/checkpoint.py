@@ -177,9 +177,9 @@ def draft_of(folder: Path, first: bool = True) -> Iterator[Path]:
         if first:
             # An empty folder of that name is replaced, too.
             draft.replace(folder)
-    finally:
-        if first:
-            shutil.rmtree(draft, ignore_errors=True)
+    except BaseException:  # on any rank: then no other can complete it
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
 
 
 def _digest(path: Path) -> str:
