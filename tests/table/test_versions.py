@@ -1,5 +1,6 @@
 """Weight versions: counted action by action, beside the table's own account."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -130,3 +131,27 @@ def test_tables_that_cannot_run_have_versions_too():
     #                                             0   1   2   3   4   5
     late = Schedule.from_csv("# microbatches=1 batches=2\n0F0,0B0,0U0,0B1,0U1,0F1\n")
     assert [tuple(life) for life in late.lives] == [(0, 0, -1, 2), (0, 1, 2, 4), (0, 2, 4, 5)]
+
+
+def test_spans_have_the_version_read_or_made_and_when_inputs_came():
+    s = Schedule.from_grid("0F0 .   .   0B0 0U0\n.   1F0 1B0 1U0 .")
+    start, end = [0.0, 3.0, 4.0, 1.0, 2.0, 2.5], [1.0, 4.0, 5.0, 2.0, 2.5, 3.0]
+    spans = s.spans(start, end, {1: (2.5, 2.75), 3: (1.0, None)})
+    assert [(x.device, str(x.action), x.version, x.start, x.end) for x in spans] == [
+        (0, "0F0", 0, 0.0, 1.0),
+        (0, "0B0", 0, 3.0, 4.0),
+        (0, "0U0", 1, 4.0, 5.0),
+        (1, "1F0", 0, 1.0, 2.0),
+        (1, "1B0", 0, 2.0, 2.5),
+        (1, "1U0", 1, 2.5, 3.0),
+    ]
+    assert [(x.sent, x.arrived) for x in spans if x.sent] == [(2.5, 2.75), (1.0, None)]
+    # What moved, when it arrived; what did not, when it was made; and what takes nothing.
+    assert s.arrivals(spans) == [-math.inf, 2.75, -math.inf, 1.0, 2.0, -math.inf]
+
+
+def test_transfers_read_no_version():
+    s = Schedule.from_grid("0F0 .   .   0B0 0U0\n.   1F0 1B0 1U0 .").with_transfers()
+    count = len(s.actions)
+    spans = s.spans([0.0] * count, [1.0] * count, {})
+    assert [x.version for x in spans if x.action.kind >= Kind.SEND_F] == [-1] * 4
