@@ -147,7 +147,7 @@ def test_spans_have_the_version_read_or_made_and_when_inputs_came():
     ]
     assert [(x.sent, x.arrived) for x in spans if x.sent] == [(2.5, 2.75), (1.0, None)]
     # What moved, when it arrived; what did not, when it was made; and what takes nothing.
-    assert s.arrivals(spans) == [-math.inf, 2.75, -math.inf, 1.0, 2.0, -math.inf]
+    assert s.arrivals(spans) == [-math.inf, 2.75, -math.inf, 1.0, -math.inf, -math.inf]
 
 
 def test_transfers_read_no_version():
