@@ -324,17 +324,17 @@ def _shared_memory(repeats: int, sizes: Sizes) -> list[str]:
 
 
 FOUR_RANKS = (
-    "Looked into by hand, with the MLP 8 x 32 and 1F1B (2026-11-26, nothing else running). Where "
-    "four ranks share two cores, a batch takes as long as the cores need for all that the ranks "
-    "do: 10 to 14 ms of processor time a rank and batch, torch's 6.4 to 8.8. It is the messages: "
-    "2 KiB from one rank to another take 230 to 250 us of both ends' processor time (330 to 350 "
-    "before plain payloads had a form instead of a pickle), bare receives that are asked for "
-    "beforehand 100 to 120. Among four ranks an action takes 595 us, of it 122 to write a message "
-    "and 141 to read one. 114 of these are torch's own send, receive and wait, which are 90 in its "
-    "runtime, where an action takes 420. The other 150 are key, time and form, the row, and the "
-    "tensor made of it, where torch's runtime fixes shapes once and sends no more than the tensor. "
-    "In a loop without waits the same lines take 25 us: a rank that has slept finds its caches "
-    "cold. Without any of them the ratio would be 1.1."
+    "Looked into by hand, with the MLP 8 x 32 and 1F1B (2026-11-26, nothing else running). Four "
+    "ranks share two cores: a batch takes each rank 10 to 14 ms of processor time, torch's 6.4 to "
+    "8.8. It is the messages: 2 KiB from one rank to another take 230 to 250 µs of both ends' "
+    "processor time (330 to 350 before plain payloads had a form instead of a pickle), bare "
+    "receives that are asked for beforehand 100 to 120. Among four ranks an action takes 595 µs of"
+    " processor time, 122 of them to write a message and 141 to read one. 114 of these are torch's"
+    " own send, receive and wait, which are 90 in its runtime, where an action takes 420. The "
+    "other 150 are key, time and form, the row, and the tensor made of it, where torch's runtime "
+    "fixes shapes once and sends no more than the tensor. In a loop without waits the same lines "
+    "take 25 µs: a rank that has slept finds its caches cold. Without any of them the ratio would "
+    "be 1.1."
 )
 
 DECISION = (

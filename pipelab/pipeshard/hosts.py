@@ -42,13 +42,13 @@ class Hosts(Distributed):
 
     def gather(self, arrays: Arrays) -> Arrays:
         """All arrays on the host: those of other processes' devices come from these."""
-        has = self.share([_is_here(x) for x in arrays])
+        has = self.share([_is_here(x) for x in arrays], "fetch")
         found = []
         for i, x in enumerate(arrays):
             whole = jax.device_get(x) if has[self.me][i] else None
             if not all(of[i] for of in has):
                 source = next(n for n, of in enumerate(has) if of[i])
-                whole = self.share(whole if self.me == source else None)[source]
+                whole = self.share(whole if self.me == source else None, "fetch")[source]
             found.append(whole)
         return found
 

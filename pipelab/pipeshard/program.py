@@ -96,11 +96,11 @@ class Program:
         self._begun = False
         # Before compiling, which takes longest: other programs are found out in a second.
         if self.connect:
-            self.connect().agree(lambda: self._digests)
+            self.connect().agree(lambda: self._digests, "a step")
         self.stages = self._compiled(tasks, layers)
         kept: Mapping[int, int] = {s: stage.bytes for s, stage in self.stages.items()}
         if self.connect:
-            kept = ChainMap(*self.connect().share(kept))
+            kept = ChainMap(*self.connect().share(kept, "a step"))
         plans = [self._stage_plan(s, of, kept[s]) for s, of in enumerate(layers)]
         self.plan = Plan(self.schedule, tuple(plans), auto)
 
@@ -278,7 +278,7 @@ class Program:
         processes = self.connect()
         # Looked at once: later calls mostly take what the one before has returned.
         known = {} if self._begun else of_trees(arguments.named)
-        processes.agree(lambda: self._digests | known)
+        processes.agree(lambda: self._digests | known, "a step")
         self._begun = True
         return processes
 

@@ -228,7 +228,7 @@ class Timeline:
             )
 
     def input_arrival(self) -> list[float]:
-        """When each action's input is on its device (-inf: it takes none)."""
+        """`Schedule.arrivals` of these spans."""
         return self.schedule.arrivals(self.spans)
 
 

@@ -3,7 +3,6 @@
 import math
 import time
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -16,7 +15,7 @@ from pipelab.runtime import clock
 from pipelab.runtime.threads import BEFORE, LOOK, Threads, no_progress, place
 from pipelab.runtime.transport import Lost
 from pipelab.runtime.wire import Wire
-from pipelab.runtime.worker import Job, Order, Outcome, RunError, told
+from pipelab.runtime.worker import Job, Outcome, RunError, told
 
 LEAVING = 2.0  # seconds that a process which failed waits for the others to hear of it
 STARTING = 300.0  # seconds that others may take for what comes before actions, such as compiling
@@ -51,7 +50,6 @@ class Cluster(Threads):
         self.patience, self.since = timeout, time.monotonic()
         self.failure: RunError | None = None
         self._given = 0  # how many values each has told the others
-        self._calls: deque[str] = deque()  # whose orders are under way
         self.over = Event()
         self.threads: list[Thread] = []
 
@@ -127,15 +125,10 @@ class Cluster(Threads):
             )
         self.patience = math.inf
 
-    def submit(self, orders: Sequence[Order]) -> None:
-        super().submit(orders)
-        (order, *_) = orders
-        self._calls.append("save" if order.save else "weights" if order.report else "a batch's end")
-
-    def collect(self) -> list[Outcome]:
+    def collect(self, call: str = "a batch's end") -> list[Outcome]:
         self.since, self.patience = time.monotonic(), self.timeout
         with self._agreeing():
-            mine, call = super().collect(), self._calls.popleft()
+            mine = super().collect(call)
             names = self._tell(mine, call)
             every = [o for name in names if self.first for o in self._heard(name, call)]
             short = self.from_first(
@@ -155,8 +148,9 @@ class Cluster(Threads):
             raise agreed from agreed.__cause__
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error and not isinstance(error, RunError):
-            self._agreed(RunError(f"process {self.me}: {told(error)}".rstrip(": ")))
+        if error:
+            text = f"process {self.me}: {told(error)}".rstrip(": ")
+            self._agreed(error if isinstance(error, RunError) else RunError(text))
         self.over.set()
         if self.wire and error:
             self.wire.abort()
@@ -191,9 +185,13 @@ class Cluster(Threads):
     # ---- what processes tell each other
 
     def agree(
-        self, digests: Callable[[], Mapping[str, str | None]], *, early: bool = False
+        self,
+        digests: Callable[[], Mapping[str, str | None]],
+        call: str = "a batch's data",
+        *,
+        early: bool = False,
     ) -> None:
-        given = self.share(digests(), "a batch's data", early=early)
+        given = self.share(digests(), call, early=early)
         for name in dict.fromkeys(name for of in given for name in of):
             known = {number: of[name] for number, of in enumerate(given) if of.get(name)}
             others = [number for number in known if known[number] != known[min(known)]]
@@ -205,11 +203,6 @@ class Cluster(Threads):
                 )
 
     def share(self, value: Any, call: str = "", *, early: bool = False) -> list[Any]:
-        """The values of all processes, in their order; all call this.
-
-        call   what for, which is the same in all; else ValueError
-        early  nothing has been done for it yet: it can be made again, and others have `timeout`
-        """
         with self._agreeing():
             return [self._heard(name, call, early) for name in self._tell(value, call)]
 
@@ -228,7 +221,10 @@ class Cluster(Threads):
         return [f"{self.meeting}/{self._given}/{n}" for n in range(self.count)]
 
     def _heard(self, name: str, call: str, early: bool = False) -> Any:
-        """What a process tells; waits for it."""
+        """The value that a process tells for this call; waits for it.
+
+        `refusal` if that one makes another call. call, early: see `share`.
+        """
         seconds, given_up = self.timeout if early and self.wire else math.inf, math.inf
         while True:
             others, value = self._value(name, seconds)
@@ -238,7 +234,8 @@ class Cluster(Threads):
             # same interrupt ends this one here.
             given_up = min(given_up, time.monotonic() + (LOOK if early else LEAVING))
             if time.monotonic() > given_up:
-                self.drop(f"{self.meeting}/{self._given}/{self.me}")
+                # Withdrawn, not dropped: another may be about to read it.
+                self.give(f"{self.meeting}/{self._given}/{self.me}", None)
                 self._given -= 1
                 raise self.refusal(
                     f"process {_number(name)} is at {others}, and process {self.me} at {call}: "
@@ -252,7 +249,9 @@ class Cluster(Threads):
         deadline = time.monotonic() + seconds
         while True:
             with suppress(TimeoutError):
-                return self.take(name, LOOK)
+                if (found := self.take(name, LOOK)) is not None:
+                    return found
+                time.sleep(LOOK / 10)
             self.watch()
             if time.monotonic() > deadline:
                 raise self._not_called(_number(name))

@@ -70,7 +70,7 @@ class Segment:
     whole   the table of the training
     begun   batches of the table that are done before; `end` afterwards
     before  batches of the training before the table's: see `Endless`
-    kept    per stage, the versions that later batches read, where the table has not all of these
+    kept    per stage, the versions that later batches read; None where the table has all of these
     """
 
     whole: Schedule

@@ -21,6 +21,7 @@ class Run:
     losses             one per batch: the mean over the whole batch
     microbatch_losses  one per micro-batch, in the order of the data; of one that counts nothing
                        whatever the loss gave, such as nan: `losses` leave it out
+    memory             measured bytes over time, by cause (of the first replica)
     weights            the trained weights, a state dict per stage; nothing of an evaluation, and on
                        ranks of several machines of the rank's own stages
     weight_versions    per device, the most versions of a stage's weights that were kept at one
@@ -43,8 +44,8 @@ class Run:
 
     @cached_property
     def memory(self) -> Memory:
-        """Measured bytes over time, by cause (of the first replica)."""
-        return memory_of(self.timeline, self.records)
+        """Measured bytes over time, worked out when it is first asked for."""
+        return memory_of(self.replicas[0], self.records)
 
     def __repr__(self) -> str:
         s, late = self.timeline.schedule, self.timeline.late

@@ -53,7 +53,7 @@ def run(
     batches    schedule.batches pairs (input, target) of tensors (or trees of them), split into
                micro-batches along dimension 0; sizes may be uneven. Any sequence: on several
                machines only ranks with the first or the last stage, and rank 0 for the check, read
-               it
+               it (with jax all do the first batch)
     loss       (output, target) -> the mean over the samples, or a pair (mean, how many it is the
                mean of)
     optimizer  a factory: parameters -> torch.optim.Optimizer, or a tuple of one and learning-rate
@@ -187,7 +187,7 @@ def new_folder(name: str, folder: str | Path | None) -> Path | None:
     return path
 
 
-@cache
+@cache  # an import takes its care but once
 def wing_of(backend: str | None) -> type[Wing]:
     """The library's part for a backend."""
     # A library is imported by the runs that need it: the other one may not be installed.

@@ -252,7 +252,8 @@ class Session(AbstractContextManager):
             if check:
                 # One process has all weights and steps; the others wait here for its verdict.
                 result.check = self.launcher.from_first(
-                    lambda: self._verdict(segment, data, result, outcomes, start, save, check)
+                    lambda: self._verdict(segment, data, result, outcomes, start, save, check),
+                    "the check",
                 )
             return result
 
@@ -331,19 +332,19 @@ class Session(AbstractContextManager):
         with self._failing():
             self.launcher.submit(orders)
 
-    def collect(self) -> list[Outcome]:
+    def collect(self, call: str = "a batch's end") -> list[Outcome]:
         """The outcomes of the first orders that were not collected yet."""
         with self._failing():
-            return self.launcher.collect()
+            return self.launcher.collect(call)
 
-    def ask(self, **fields: Any) -> list[Outcome]:
-        """The outcomes of orders without actions."""
+    def ask(self, call: str, **fields: Any) -> list[Outcome]:
+        """The outcomes of orders without actions, which `call` is the name for."""
         self.give([Order(**fields) for _ in self.ranks])
-        return self.collect()
+        return self.collect(call)
 
     def states(self) -> dict[int, Any]:
         """By stage, what training goes on from now; only on the first process it is of all."""
-        outcomes = self.ask(state=True)
+        outcomes = self.ask("the check", state=True)
         return {s: state for o in outcomes if not o.replica for s, state in o.states.items()}
 
     def _jobs(self) -> list[Job]:

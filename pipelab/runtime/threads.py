@@ -61,19 +61,28 @@ class Threads(AbstractContextManager):
         return range(count)
 
     def agree(
-        self, digests: Callable[[], Mapping[str, str | None]], *, early: bool = False
+        self,
+        digests: Callable[[], Mapping[str, str | None]],
+        call: str = "a batch's data",
+        *,
+        early: bool = False,
     ) -> None:
         """Refuse what was not given alike to all processes, where there are several; all call this.
 
-        digests  gives them by what they are of; None, or no entry, where that is not known here
+        digests      gives them by what they are of; None, or no entry, where that is not known here
+        call, early  see `share`
         """
 
     def share(self, value: Any, call: str = "", *, early: bool = False) -> list[Any]:
-        """The values of all processes; see `Cluster`."""
+        """The values of all processes, in their order; all call this.
+
+        call   what for, which is the same in all; else ValueError
+        early  nothing has been done for it yet: it can be made again, and others have `timeout`
+        """
         return [value]
 
-    def from_first(self, make: Callable[[], Any]) -> Any:
-        """The value that the first process makes, in every process."""
+    def from_first(self, make: Callable[[], Any], call: str = "") -> Any:
+        """The value that the first process makes, in every process; `call`: see `share`."""
         return make()
 
     def watch(self) -> None:
@@ -127,9 +136,10 @@ class Threads(AbstractContextManager):
         for queue, order in zip(self.queues, orders, strict=True):
             queue.put(order)
 
-    def collect(self) -> list[Outcome]:
+    def collect(self, call: str = "a batch's end") -> list[Outcome]:
         """The outcomes of all ranks of the first orders that were not collected yet.
 
+        `call` is what they are for, see `share`.
         The first process has all weights and steps, others their own. RunError when a rank fails.
         """
         with self._ended_by_errors():

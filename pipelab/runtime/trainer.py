@@ -53,12 +53,13 @@ class Trainer(AbstractContextManager):
                that fails is warned of
     resume     a checkpoint of `save`, or of `run`, to go on from; bit for bit
     timeout    processes: seconds without the end of any action, while there is work, after which
-               they are given up; or, where something else has started them, that one of them takes
-               to make a call which another has made
+               they are given up. Where a launcher has started them also the seconds by which one
+               may come later than another to its next call, reading of its batch included
 
     All else as for `run`; in several processes all make the same calls, and process 0 says whether
-    there is another batch. An interrupt (Ctrl-C) is raised when the batches under way are done: the
-    training can be saved, or gone on with. A second one ends it.
+    there is another batch. With jax all of them read the first one. An interrupt (Ctrl-C) is raised
+    when the batches under way are done: the training can be saved, or gone on with. A second one
+    ends it.
 
     Raises as `run` does; after an error of a stage the training has ended.
     """
@@ -108,6 +109,7 @@ class Trainer(AbstractContextManager):
         self._ready: deque[TrainedBatch] = deque()
         self._times: dict[int, float] = {}  # of batches, when they were read
         self._last = 0.0  # when the latest batch was through
+        self._read: tuple[Iterator[Any], Any] | None = None  # the latest batch, until all have it
 
     def __enter__(self) -> "Trainer":
         self._session.__enter__()
@@ -117,7 +119,7 @@ class Trainer(AbstractContextManager):
         try:
             if not error and not self._session.failure:
                 self._empty()
-                self._session.launcher.share(None, "the end")
+                self._session.launcher.share(None, "the end", early=True)
         except BaseException as failed:
             self._session.__exit__(type(failed), failed, failed.__traceback__)
             raise
@@ -179,7 +181,7 @@ class Trainer(AbstractContextManager):
         with self._whole():
             self._empty()
             with wing.saving(path, self.number) as draft:
-                for outcome in self._ask(save=draft):
+                for outcome in self._ask("save", save=draft):
                     if outcome.unsaved:
                         raise outcome.unsaved
 
@@ -188,7 +190,7 @@ class Trainer(AbstractContextManager):
         """The weights as they are now, a state dict per stage; on several machines a rank's own."""
         with self._whole():
             self._empty()
-            outcomes = self._ask(report=True)
+            outcomes = self._ask("weights", report=True)
             found = {s: of for o in outcomes if not o.replica for s, of in o.weights.items()}
             return [found.get(s, {}) for s in range(self._endless.table.stages)]
 
@@ -198,9 +200,15 @@ class Trainer(AbstractContextManager):
         """The next batch, or END; None where it is not needed here."""
         session = self._session
         looks = session.wing.looks and not session.started
-        batch = next(iterator, END) if session.launcher.first or session.reads or looks else None
+        if self._read and self._read[0] is iterator:  # an interrupt came before it was trained on
+            batch = self._read[1]
+        else:
+            reads = session.launcher.first or session.reads or looks
+            batch = next(iterator, END) if reads else None
+        self._read = iterator, batch
         with self._whole():
             more, *_ = session.launcher.share(batch is not END, call, early=True)
+        self._read = None
         if more and batch is END:
             raise ValueError(
                 f"there is no batch {self.number} here, and one in process 0: give all the same"
@@ -270,10 +278,10 @@ class Trainer(AbstractContextManager):
 
     # ---- whole steps
 
-    def _ask(self, **fields: Any) -> list[Any]:
+    def _ask(self, call: str, **fields: Any) -> list[Any]:
         if not self._session.started:
             raise ValueError("the training has not begun: fit a batch first")
-        return self._session.ask(**fields)
+        return self._session.ask(call, **fields)
 
     @contextmanager
     def _whole(self) -> Iterator[None]:

@@ -112,7 +112,7 @@ def test_what_takes_time_takes_some(tables):
         assert float(row["first run (s)"]) > numbers(row["following runs (s)"]) > 0
 
 
-def test_faults_under_every_launcher_are_told_in_time_and_leave_nothing():
+def test_a_kill_in_a_transfer_is_told_in_time_under_every_launcher_and_leaves_nothing():
     sizes = faults.Sizes(faults=(faults.TRANSFER,), parcel=1_000_000, timeout=20.0)
     rows = tables_of(faults.report(1, sizes))["Under every launcher"]
     found = {(row["fault"], row["launcher"]): row for row in rows}

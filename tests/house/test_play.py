@@ -57,8 +57,7 @@ def press(page, *keys):
 
 
 def test_an_explorer_is_changed_and_its_address_brings_it_back(playing, address):
-    size = PHONE
-    page = playing("play/explorer.html", size)  # goes on to the page, what is set goes with it
+    page = playing("play/explorer.html", PHONE)  # goes on to the page, what is set goes with it
     shows(page, "makespan", "28.5")  # as it is stored
     assert "python" not in page.evaluate("({ ...document.documentElement.dataset })")
     page.locator("[name=microbatches]").select_text()
@@ -70,8 +69,8 @@ def test_an_explorer_is_changed_and_its_address_brings_it_back(playing, address)
     shows(page, "makespan", f"{simulate(table, costs).makespan:.5g}")
     page.wait_for_url("**/docs/play/explorer.html#**transfer=0.25**")
     expect(page.locator(".play-note")).to_be_hidden()
-    assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
-    again = playing(page.url.removeprefix(f"{address}/"), size)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    again = playing(page.url.removeprefix(f"{address}/"), PHONE)
     shows(again, "makespan", f"{simulate(table, costs).makespan:.5g}")
     assert again.locator("[name=microbatches]").input_value() == "12"
     again.locator("[name=forward]").fill("slow")

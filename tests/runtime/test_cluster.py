@@ -113,6 +113,14 @@ def test_a_call_that_one_does_not_make_is_given_up_in_all(two):
         other.share(True, "fit", early=True)
 
 
+def test_one_that_leaves_with_an_error_tells_it(two):
+    one, other = two
+    error = RunError("it has ended before")
+    one.__exit__(RunError, error, None)
+    with pytest.raises(RunError, match="it has ended before"):
+        other.share(None, "the end")
+
+
 def test_all_raise_the_first_failure_and_its_own_keeps_the_cause(two):
     one, other = two
     mine, theirs = RunError("the first"), RunError("the second")

@@ -241,7 +241,7 @@ PLAIN = int, float, str, *CONTAINERS
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, OrderedDict):  # of hooks, several a module: copy.copy takes long
+    if type(value) is OrderedDict:  # of hooks, several a module: copy.copy takes long
         return value.copy()
     return copy.copy(value) if isinstance(value, CONTAINERS) else value
 

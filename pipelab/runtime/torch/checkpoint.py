@@ -168,7 +168,10 @@ def _kind_of(tensor: Tensor | None) -> str:
 
 @contextmanager
 def draft_of(folder: Path, first: bool = True) -> Iterator[Path]:
-    """A place for ranks to write to: the folder, once all have; nothing is left if one fails."""
+    """A place for ranks to write to: the folder, once all have; nothing is left if one fails.
+
+    first  whether this rank is the one that makes it the folder
+    """
     # Renaming is one step: a folder is a whole checkpoint, or is not there.
     draft = folder.with_name(f".{folder.name}.draft")
     draft.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """How tensors travel between ranks: by torch.distributed, over gloo or, between GPUs, NCCL.
 
 A rank that has slept finds its caches cold, and every line that a message runs then takes several
-times as long as in a loop: what a message does over and over is short, and looked up where it can.
+times as long as in a loop: what every message does is short, and done beforehand where it can be.
 """
 
 import math
@@ -132,36 +132,37 @@ class GroupLink(Link):
 
     def write(self, message: Any) -> None:
         key, payload, at = message
-        # [1] what it is like: known to the reader, or told
+        # [1] its skeleton: known to the reader, or told
         tensors: list[Tensor] = []
         form = _form(payload, tensors)
         if form is None:
             form, tensors = apart(payload, tensors_of)
         tensors = [dense(tensor.to(self.device)) for tensor in tensors]
-        mark = form, *map(like, tensors)
-        number, skeleton = self._sent.get(mark), b""
+        skeleton = form, *map(like, tensors)
+        number, packed = self._sent.get(skeleton), b""
         if number is None:
-            number, skeleton = len(self._sent), pickle.dumps(mark)
+            number, packed = len(self._sent), pickle.dumps(skeleton)
             if number < KNOWN:
-                self._sent[mark] = number
+                self._sent[skeleton] = number
         # [2] a row with all that fits, if the reader has asked for one so large
         near = [] if self.device.type == "cuda" else tensors
-        places = _places([len(skeleton), *(tensor.nbytes for tensor in near)])
+        places = _places([len(packed), *(tensor.nbytes for tensor in near)])
         total = places[-1]
-        head = pickle.dumps((key, at, number, len(skeleton), total))
+        head = pickle.dumps((key, at, number, len(packed), total))
+        assert len(head) <= HEAD
         if self._there.take(total):
             row = torch.empty(total, dtype=torch.uint8)
             start = row.data_ptr()
             memmove(start, head, len(head))
-            memmove(start + HEAD, skeleton, len(skeleton))
+            memmove(start + HEAD, packed, len(packed))
             for place, tensor in zip(places[1:], near, strict=False):
                 memmove(start + place, tensor.data_ptr(), tensor.nbytes)
             self._send(row, HEADS)
             tensors = tensors[len(near) :]
         else:
             self._send(_row_of(head), HEADS)
-            if skeleton:
-                self._send(_row_of(skeleton), PARTS)
+            if packed:
+                self._send(_row_of(packed), PARTS)
         # [3] what does not
         for tensor in tensors:
             if tensor.nbytes:
@@ -176,18 +177,17 @@ class GroupLink(Link):
         key, at, number, size, total = pickle.loads(memory)
         fits = self._here.take(total)
         self._asked.append(self._ask_for_head(self._here.ahead[-1]))
-        if not size:
-            told = self._known[number]
-        else:
+        if size:
             form, *alike = pickle.loads(memory[HEAD:] if fits else self._receive_row(size))
             sizes = [dtype.itemsize * math.prod(shape) for dtype, shape, _ in alike]
-            told = form, alike, [*zip(_places(sizes, 0), sizes, strict=False)]
+            places = [*zip(_places(sizes, 0), sizes, strict=False)]
             if number < KNOWN:
-                self._known.append(told)
-        form, alike, places = told
+                self._known.append((form, alike, places))
+        else:
+            form, alike, places = self._known[number]
         if fits and self.device.type == "cpu":
             rest = memory[_places([size])[1] :]
-            parts = (rest[place : place + size] for place, size in places)
+            parts = (rest[place : place + length] for place, length in places)
             tensors = [*map(restored, parts, alike)]
             if 2 * total < row.nbytes:  # it would be kept with them
                 tensors = [tensor.clone() for tensor in tensors]
@@ -264,17 +264,18 @@ class _Rooms:
 def _form(value: Any, tensors: list[Tensor]) -> Any:
     """A plain payload's form as nested tuples, and its tensors added to `tensors`.
 
-    (tuple, form, ...), (list, form, ...), (float, hexadecimal), (NoneType,), or a tensor's `Like`.
-    None where there is anything else, which is pickled then: that takes several times as long.
+    (tuple, form, ...), (list, form, ...), (float, hexadecimal), (Tensor,), or (NoneType,), also of
+    an event, as `tensors_of` has it. None where there is anything else, which is pickled then: that
+    takes several times as long.
     """
     kind = type(value)
     if kind is Tensor:
         tensors.append(value)
-        return like(value)
+        return (kind,)
     if kind is float:
         return kind, value.hex()  # -0.0 is not 0.0
-    if value is None:
-        return (kind,)
+    if value is None or isinstance(value, torch.cuda.Event):
+        return (type(None),)
     forms = [_form(part, tensors) for part in value] if kind in (tuple, list) else [None]
     return None if None in forms else (kind, *forms)
 
@@ -286,11 +287,11 @@ def _filled(form: Any, tensors: Iterator[Tensor]) -> Any:
         return kind(_filled(part, tensors) for part in parts)
     if kind is float:
         return float.fromhex(*parts)
-    return next(tensors) if parts else None
+    return next(tensors) if kind is Tensor else None
 
 
 def _places(sizes: Iterable[int], begin: int = HEAD) -> list[int]:
-    """Where parts begin from there on, and the end."""
+    """Offsets of parts from `begin` on, and of their end."""
     return [*accumulate((-(-size // ALIGN) * ALIGN for size in sizes), initial=begin)]
 
 

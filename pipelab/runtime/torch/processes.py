@@ -68,7 +68,7 @@ class Processes(Threads):
         for rank, order in zip(self.running, orders, strict=True):
             rank.send(order)
 
-    def collect(self) -> list[Outcome]:
+    def collect(self, call: str = "a batch's end") -> list[Outcome]:
         return _collect(self.running, self.timeout)
 
     def stop(self, error: BaseException | None = None) -> None:

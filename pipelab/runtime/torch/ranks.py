@@ -93,4 +93,5 @@ class Ranks(Cluster):
 
     def drop(self, name: str) -> None:
         with lost(RuntimeError):
-            self.store.delete_key(name)
+            for key in (name, f"{name}/rest"):
+                self.store.delete_key(key)

@@ -1,4 +1,4 @@
-"""Torch's part in a run: stages looked at, jobs made of them, checkpoints and dumps written."""
+"""Torch's part in a run: arguments looked at, jobs made of them, checkpoints and dumps written."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -164,12 +164,13 @@ class TorchWing(Wing):
             yield None
             return
         check_saved(self.stages)
+        self.launcher.share(None, "save", early=True)  # all have left an earlier draft
         first = self.launcher.first
         with checkpoint.draft_of(folder, first) as draft:
             yield draft
             if first:
                 checkpoint.write_index(draft, self.schedule, done, self.seed)
-        self.launcher.from_first(lambda: None)  # all ranks may read it from now on
+        self.launcher.from_first(lambda: None, "save")  # all ranks may read it from now on
 
     def saved(self, folder: Path) -> list[StageState]:
         # From the files, so that what is judged is what was written.

@@ -84,7 +84,10 @@ def judge(
 
 
 def _reading_of_part(segment: Segment, replicas: int) -> tuple[str, Reading]:
-    """As `reading_of`, from the segment's first update on, by versions of the whole training."""
+    """The rule, and the versions that are read from the segment's first update on.
+
+    Unlike `reading_of`'s they are counted through the training.
+    """
     rule, of_table = reading_of(segment.whole, replicas)
     rest = of_table[segment.first_update :]
     return rule, [[[v + segment.before_table for v in of] for of in update] for update in rest]
