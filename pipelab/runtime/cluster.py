@@ -3,7 +3,7 @@
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -12,7 +12,7 @@ from threading import Event, Thread
 from typing import Any
 
 from pipelab.runtime import clock
-from pipelab.runtime.threads import BEFORE, LOOK, Threads, no_progress, place
+from pipelab.runtime.threads import BEFORE, LOOK, Digests, Threads, no_progress, place
 from pipelab.runtime.transport import Lost
 from pipelab.runtime.wire import Wire
 from pipelab.runtime.worker import Job, Outcome, RunError, told
@@ -184,13 +184,7 @@ class Cluster(Threads):
 
     # ---- what processes tell each other
 
-    def agree(
-        self,
-        digests: Callable[[], Mapping[str, str | None]],
-        call: str = "a batch's data",
-        *,
-        early: bool = False,
-    ) -> None:
+    def agree(self, digests: Digests, call: str = "a batch's data", *, early: bool = False) -> None:
         given = self.share(digests(), call, early=early)
         for name in dict.fromkeys(name for of in given for name in of):
             known = {number: of[name] for number, of in enumerate(given) if of.get(name)}

@@ -17,6 +17,7 @@ from pipelab.runtime.worker import Job, Order, Outcome, Worker
 
 LOOK = 0.25  # seconds between two looks at how far others are
 Orders = SimpleQueue[Order | None]  # None is the end
+Digests = Callable[[], Mapping[str, str | None]]
 BEFORE, AFTER = -1, -2  # marks of a rank before its first and after its last action
 
 
@@ -60,13 +61,7 @@ class Threads(AbstractContextManager):
         """Which of `count` ranks are this process's to do. ValueError if there are not as many."""
         return range(count)
 
-    def agree(
-        self,
-        digests: Callable[[], Mapping[str, str | None]],
-        call: str = "a batch's data",
-        *,
-        early: bool = False,
-    ) -> None:
+    def agree(self, digests: Digests, call: str = "a batch's data", *, early: bool = False) -> None:
         """Refuse what was not given alike to all processes, where there are several; all call this.
 
         digests      gives them by what they are of; None, or no entry, where that is not known here
