@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from pipelab import make, run
+from pipelab.runtime.torch.ranks import MOST, Ranks
 from tests.runtime.test_run import SGD, batches, stages
 from tests.workers import defects as defects_worker
 
@@ -124,3 +125,13 @@ def test_parametrized_layers_cross_processes(name):
     assert result.losses == threads.losses
     for mine, theirs in zip(result.weights, threads.weights, strict=True):
         assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+
+
+def test_a_large_value_is_whole_and_leaves_nothing_in_the_store():
+    ranks = Ranks.__new__(Ranks)
+    ranks.store = torch.distributed.HashStore()
+    value = bytes(range(256)) * (MOST // 100)
+    ranks.give("value", value)
+    assert ranks.take("value", 1.0) == value
+    ranks.drop("value")
+    assert not ranks.store.check(["value"]) and not ranks.store.check(["value/rest"])
