@@ -73,7 +73,7 @@ def test_messages_beside_torchs():
             wire.Sizes(
                 cases=wire.DEFAULT.cases[1:],
                 devices=(2,),
-                schedules=("interleaved",),
+                schedules=("gpipe", "interleaved"),
                 microbatches=4,
                 batches=2,
                 empty=4,
@@ -87,7 +87,9 @@ def test_messages_beside_torchs():
     assert all(numbers(row["µs per action"]) > 0 for row in overhead)
     beside = tables["Beside torch.distributed.pipelining"]
     assert [(row["schedule"], row["started by"]) for row in beside] == [
-        (name, by) for name in ("pipedream_flush", "interleaved") for by in ("pipelab", "torchrun")
+        (name, by)
+        for name in ("pipedream_flush", "gpipe", "interleaved")
+        for by in ("pipelab", "torchrun")
     ]
     for row in beside:
         ours, theirs = numbers(row["pipelab (ms)"]), numbers(row["torch (ms)"])
@@ -112,15 +114,19 @@ def test_what_takes_time_takes_some(tables):
         assert float(row["first run (s)"]) > numbers(row["following runs (s)"]) > 0
 
 
-def test_a_kill_in_a_transfer_is_told_in_time_under_every_launcher_and_leaves_nothing():
-    sizes = faults.Sizes(faults=(faults.TRANSFER,), parcel=1_000_000, timeout=20.0)
+def test_faults_under_every_launcher_are_told_in_time_and_leave_nothing():
+    sizes = faults.Sizes(faults=(faults.RAISES, faults.TRANSFER), parcel=1_000_000, timeout=20.0)
     rows = tables_of(faults.report(1, sizes))["Under every launcher"]
     found = {(row["fault"], row["launcher"]): row for row in rows}
     others = faults.LAUNCHERS[1:]
-    assert sorted(found) == sorted((faults.TRANSFER, launcher) for launcher in others)
+    expected = [(faults.RAISES, "threads"), *((f, by) for f in sizes.faults for by in others)]
+    assert sorted(found) == sorted(expected)
     for (_, launcher), row in found.items():
         assert numbers(row["ended (s)"]) < GUARD
         assert row["left"] == ("torchelastic_*" if launcher == "torchrun" else "-")
+    for launcher in faults.LAUNCHERS:
+        told = found[faults.RAISES, launcher]["the error"]
+        assert re.search("device 1, action 1F[01]: ZeroDivisionError: by design", told)
     told = {launcher: found[faults.TRANSFER, launcher]["the error"] for launcher in others}
     assert told["processes"] == "device 0, action 0F1: its process was killed by SIGKILL"
     assert "Elastic: rank 0: Signal 9 (SIGKILL) received" in told["torchrun"]

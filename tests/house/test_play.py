@@ -56,8 +56,9 @@ def press(page, *keys):
         page.keyboard.press(key)
 
 
-def test_an_explorer_is_changed_and_its_address_brings_it_back(playing, address):
-    page = playing("play/explorer.html", PHONE)  # goes on to the page, what is set goes with it
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+def test_an_explorer_is_changed_and_its_address_brings_it_back(playing, size, address):
+    page = playing("play/explorer.html", size)  # goes on to the page, what is set goes with it
     shows(page, "makespan", "28.5")  # as it is stored
     assert "python" not in page.evaluate("({ ...document.documentElement.dataset })")
     page.locator("[name=microbatches]").select_text()
@@ -69,8 +70,8 @@ def test_an_explorer_is_changed_and_its_address_brings_it_back(playing, address)
     shows(page, "makespan", f"{simulate(table, costs).makespan:.5g}")
     page.wait_for_url("**/docs/play/explorer.html#**transfer=0.25**")
     expect(page.locator(".play-note")).to_be_hidden()
-    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-    again = playing(page.url.removeprefix(f"{address}/"), PHONE)
+    assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+    again = playing(page.url.removeprefix(f"{address}/"), size)
     shows(again, "makespan", f"{simulate(table, costs).makespan:.5g}")
     assert again.locator("[name=microbatches]").input_value() == "12"
     again.locator("[name=forward]").fill("slow")
