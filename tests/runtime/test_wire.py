@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import pipelab
@@ -177,6 +178,15 @@ def test_payloads_that_are_equal_and_not_the_same_stay_apart(two_groups):
         for payload in (value, (value, T), [T, [value, T]], [T, (value, T.t()[:2])]):
             near.write((0, payload, 0.0))
             assert repr(within(far.read)[1]) == repr(payload)
+
+
+@pytest.mark.parametrize("kind", ["pipes", "groups"])
+def test_tensors_without_numbers_are_refused(kind, two_ends, two_groups):
+    near, *_ = two_ends if kind == "pipes" else two_groups
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    with pytest.raises(ValueError, match="a FakeTensor has no numbers"):
+        near.write((0, [fake], 0.0))
 
 
 def test_large_messages_come_in_one_when_the_reader_knows_of_them(two_groups):

@@ -81,7 +81,10 @@ def dense(tensor: Tensor) -> Tensor:
     """The same numbers without gaps, in their order in memory, such as channels last."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     # torch has tensors of zeros without memory, such as tangents of what does not depend on x.
-    return plain if plain.is_contiguous() and not plain._is_zerotensor() else plain.clone()
+    plain = plain if plain.is_contiguous() and not plain._is_zerotensor() else plain.clone()
+    if plain.untyped_storage().device.type == "meta":  # also of a FakeTensor
+        raise ValueError(f"a {type(tensor).__name__} has no numbers that could be sent")
+    return plain
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
