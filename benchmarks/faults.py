@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from measure import FOLDER, in_turn, machine, main, page, paragraph, spread, table
 from pipelab import make, run
 
-PATIENCE = 120  # seconds after the start, and after the fault: what is there then is called left
+LIMIT = 5.0  # seconds after the fault, or after the timeout, by which all shall have ended
 RAISES, SHAPE, NAN = "a stage raises", "a stage outputs a wrong shape", "a loss is nan"
 LAST, FIRST = "the last rank is killed in a forward", "the first rank is killed in a forward"
 TRANSFER = "the first rank is killed in a transfer"
@@ -41,6 +41,7 @@ class Sizes(NamedTuple):
     launchers: Sequence[str] = LAUNCHERS
     parcel: int = 50_000_000  # floats of the transfer in which a rank is killed
     timeout: float = 8.0  # more than the ranks' starts may be apart
+    patience: float = 120.0  # after the start, and after the fault: what is there then is left
 
 
 DEFAULT = Sizes()
@@ -94,7 +95,7 @@ def report(repeats: int = 3, sizes: Sizes = DEFAULT) -> str:
             "nothing there: torch 2.13 reads it after a signal to torchrun itself alone.) Between "
             "processes of jax, aborts are put off for six seconds, so that every process can say "
             "why it ends. One that is stopped stays, since nothing that could end it has started "
-            f"it; told is what the other says, and the script kills it after {PATIENCE} s. Told "
+            f"it; told is what the other says, and the script kills it after {sizes.patience:g} s. Told "
             "nan: no rank was left to tell."
         ),
     )
@@ -117,7 +118,10 @@ def attempt(fault: str, launcher: str, sizes: Sizes) -> Outcome:
             clock, began = Path(folder, "clock"), time.time()
             # What is just being started may not show its environment yet.
             while (there := processes_with(home)) or any(p.poll() is None for p in started):
-                if time.time() - (clock.stat().st_mtime if clock.exists() else began) > PATIENCE:
+                if (
+                    time.time() - (clock.stat().st_mtime if clock.exists() else began)
+                    > sizes.patience
+                ):
                     break
                 time.sleep(0.02)
         ended = time.time()
@@ -182,6 +186,10 @@ def message_of(said: Sequence[dict[str, Any]], errors: str) -> str:
 
 def on_rank(fault: str, launcher: str, folder: str, parcel: str, timeout: str) -> None:
     """The run; prints the RunError and when it was raised, as a line of JSON."""
+    if launcher == "torchrun":
+        from gpu.ranks import share_gpus
+
+        share_gpus(os.environ.get("PIPELAB_WIRE", "gloo"))
     given = arguments_of_jax if launcher == "jax" else arguments_of_torch
     happen = partial(happens, fault, f"{folder}/clock")
     options: dict[str, Any] = {"check": False, "timeout": float(timeout)}

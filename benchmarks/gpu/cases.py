@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -101,15 +101,21 @@ def processes(devices: Sequence[Any]) -> Run:
     return checked("pipedream_flush", stages, devices, backend="processes")
 
 
-CASES: dict[str, Callable[[torch.device], Run]] = {
-    "1F1B on four streams, AdamW": four_streams,
-    "bfloat16 autocast": autocast,
-    "CPU, GPU, GPU, CPU": with_the_cpu,
-    "stashed weights (PipeDream)": stashed,
-    "interleaved": interleaved,
-    "tied weights": tied,
-    "tied weights on GPU and CPU, clipped": tied_with_the_cpu,
-    "two replicas": replicas,
-    "dropout, recomputed": dropout,
-    "two processes, by pipes": lambda device: processes([device] * 2),
+class Case(NamedTuple):
+    """A run on a device, by so many workers."""
+
+    workers: int
+    run: Callable[[torch.device], Run]
+
+
+CASES: dict[str, Case] = {
+    "1F1B on four streams, AdamW": Case(4, four_streams),
+    "bfloat16 autocast": Case(2, autocast),
+    "CPU, GPU, GPU, CPU": Case(4, with_the_cpu),
+    "stashed weights (PipeDream)": Case(3, stashed),
+    "interleaved": Case(2, interleaved),
+    "tied weights": Case(3, tied),
+    "tied weights on GPU and CPU, clipped": Case(3, tied_with_the_cpu),
+    "two replicas": Case(4, replicas),
+    "dropout, recomputed": Case(2, dropout),
 }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 
+import faults
 from gpu.cases import CASES, processes
 from gpu.measured import Failed, Place, Skip, one_and_four
 from measure import FOLDER, paragraph, table
@@ -41,22 +44,23 @@ def checked(place: Place) -> list[str]:
     """Runs of many kinds, each compared with its reference."""
     rows, failed = [], False
     for name, case in CASES.items():
+        began = time.perf_counter()
         try:
-            check = case(place.device).check
+            check = case.run(place.device).check
             verdict = "passed" if check.passed else f"FAILED: {check}"
-            rows.append((name, verdict, f"{check.ratio:.2f}"))
+            rows.append((name, verdict, f"{check.ratio:.2f}", f"{time.perf_counter() - began:.1f}"))
             failed = failed or not check.passed
         except ModuleNotFoundError as missing:
-            rows.append((name, f"skipped: it needs {missing.name}", ""))
+            rows.append((name, f"skipped: it needs {missing.name}", "", ""))
         except Exception as error:
             failed = True
-            rows.append((name, failure(f"{type(error).__name__}: {error}"), ""))
+            rows.append((name, failure(f"{type(error).__name__}: {error}"), "", ""))
     parts = [
         paragraph(
             "Every loss, gradient and weight against the reference; `ratio` is how many times its "
             "rounding the worst tensor is off (at most 3)."
         ),
-        table(("run", "check", "ratio"), rows),
+        table(("run", "check", "ratio", "s"), rows),
     ]
     if failed:
         raise Failed(parts)
@@ -64,46 +68,74 @@ def checked(place: Place) -> list[str]:
 
 
 def launched(place: Place) -> list[str]:
-    """Two ranks: over NCCL where each has a GPU of its own."""
-    if place.on_gpu and torch.cuda.device_count() < 2:
-        raise Skip("NCCL between two GPUs: one GPU here")
-    pair = ["cuda:0", "cuda:1"] if place.on_gpu else ["cpu", "cpu"]
-    began = time.perf_counter()
-    check = processes(pair).check
-    if not check.passed:
-        raise RuntimeError(f"two processes: the check failed: {check}")
-    rows = [("two processes of one call", "passed", f"{time.perf_counter() - began:.1f}")]
-    for what, sizes in (("torchrun, two stages", (2, 1)), ("torchrun, two replicas", (1, 2))):
-        devices, replicas = map(str, sizes)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", "2", "-m", "pipelab", "run", "pipedream_flush", "--json"]
-        command += ["--devices", devices, "--replicas", replicas, "--microbatches", "4"]
-        began = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-        if done.returncode:
-            raise RuntimeError(f"{what}: {last_error(done.stderr)}")
-        verdict = json.loads(done.stdout)["check"]
-        if not verdict["passed"]:
-            raise RuntimeError(f"{what}: the check failed: {verdict}")
-        rows.append((what, "passed", f"{time.perf_counter() - began:.1f}"))
-    wire = "NCCL" if place.on_gpu else "gloo, as without GPUs"
-    return [
-        f"1F1B on two ranks, over {wire}.",
-        table(("ranks", "check", "s, launch included"), rows),
+    """The same in processes: by pipes, and as ranks of torchrun."""
+    pair = [f"cuda:{n % torch.cuda.device_count()}" for n in range(2)] if place.on_gpu else ["cpu"]
+    check = processes((2 * pair)[:2]).check
+    rows = [("pipes", 2, "1F1B", "passed" if check.passed else f"FAILED: {check}")]
+    counts = sorted({case.workers for case in CASES.values()})
+    starts = [("NCCL" if place.on_gpu else "gloo", count) for count in counts]
+    for wire, count in [*starts, ("gloo", 2)] if place.on_gpu else starts:
+        found = on_ranks("gpu.ranks", count, wire)
+        rows += [(f"torchrun, {wire}", count, *row) for row in found]
+    parts = [
+        paragraph(
+            "Every loss, gradient and weight against the reference. Ranks that share a GPU talk "
+            "over gloo, through the CPU's memory; where NCCL is told that they are of different "
+            "hosts (NCCL_HOSTID), by its sockets."
+            if place.on_gpu
+            else "Every loss, gradient and weight against the reference."
+        ),
+        table(("processes by", "processes", "run", "check"), rows),
     ]
+    if any("passed" not in row[-1] for row in rows):
+        raise Failed(parts)
+    return parts
+
+
+def on_ranks(module: str, count: int, wire: str) -> list[tuple[str, str]]:
+    """What the first of `count` ranks of torchrun, which run a module, says of each run."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(count), "-m", module, wire]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=FOLDER)
+    rows = [tuple(json.loads(line)) for line in done.stdout.splitlines() if line[:1] == "["]
+    return rows + [("", failure(f"status {done.returncode}"))] * (done.returncode != 0)
+
+
+def faults_on_ranks(place: Place) -> list[str]:
+    """What becomes of ranks when one of them fails."""
+    wire = "NCCL" if place.on_gpu else "gloo"
+    os.environ["PIPELAB_WIRE"] = wire
+    sizes = faults.DEFAULT._replace(parcel=5_000_000, patience=40.0)
+    rows, late = [], False
+    for fault in (faults.RAISES, faults.LAST, faults.TRANSFER, faults.HANGS):
+        outcome = faults.attempt(fault, "torchrun", sizes)
+        late = late or outcome.ended > faults.LIMIT
+        times = [f"{seconds:.2f}" for seconds in (outcome.told, outcome.ended)]
+        rows.append((fault, *times, outcome.message, outcome.left))
+    parts = [
+        paragraph(
+            f"Two ranks of torchrun over {wire}, as in faults.md: told and ended are seconds from "
+            f"the fault, or for what hangs beyond `timeout={sizes.timeout:g}`. {faults.LIMIT} s at "
+            "most are allowed."
+        ),
+        table(("fault", "told (s)", "ended (s)", "the error", "left"), rows),
+    ]
+    if late:
+        raise Failed(parts)
+    return parts
 
 
 def jax_stages(place: Place) -> list[str]:
     """The jax backend: four stages on one device, checked, and beside one stage."""
-    from gpu.jax_stages import on_one_device
+    from gpu.jax_stages import on_devices
 
     device, sizes = _jax_devices(place)[0], place.sizes
-    check = on_one_device(device, 4, sizes.microbatches, checked=True).check
+    check = on_devices([device] * 4, sizes.microbatches, checked=True).check
     if not check.passed:
         raise RuntimeError(f"the check failed: {check}")
 
     def seconds(stages: int) -> float:
-        done = on_one_device(device, stages, sizes.microbatches, checked=False)
+        done = on_devices([device] * stages, sizes.microbatches, checked=False)
         return statistics.median(done.timeline.batch_seconds())
 
     return [
@@ -113,6 +145,27 @@ def jax_stages(place: Place) -> list[str]:
         ),
         *one_and_four(seconds, sizes.repeats),
     ]
+
+
+def jax_processes(place: Place) -> list[str]:
+    """A stage in each of two processes, which may share a GPU: jax's transfer servers."""
+    _jax_devices(place)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{found.getsockname()[1]}"
+    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [
+        subprocess.Popen([sys.executable, "-m", "gpu.jax_stages", address, str(n)], **piped)
+        for n in range(2)
+    ]
+    for (said, errors), process in [(p.communicate(), p) for p in processes]:
+        if process.returncode:
+            sys.stderr.write(errors)
+            raise RuntimeError(last_error(errors))
+        passed, ratio, verdict = json.loads(said.splitlines()[-1])
+        if not passed:
+            raise RuntimeError(f"the check failed: {verdict}")
+    return [f"1F1B between two processes: the check passed ({ratio:.2f})."]
 
 
 def pipeshard(place: Place) -> list[str]:
@@ -140,17 +193,18 @@ def _jax_devices(place: Place) -> list[Any]:
 
 
 def suite(place: Place) -> list[str]:
-    """The suite's GPU tests."""
+    """The suite's GPU tests, but for the runs of `checked`."""
     for name in ("pytest", "hypothesis"):
         if not importlib.util.find_spec(name):
             raise Skip(f"the suite needs {name}, which is not installed")
-    suite = "tests/runtime/test_gpu.py"
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rs", suite]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("SKIPPED", "FAILED"))]
-    text = ["`pytest -m gpu`", "\n".join(["```", *lines, done.stdout.splitlines()[-1], "```"])]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rs"]
+    command += ["-k", "not reference", "tests/runtime/test_gpu.py"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    said = done.stdout.splitlines()
+    lines = [line for line in said if line.startswith(("SKIPPED", "FAILED"))] + said[-1:]
+    text = ["`pytest -m gpu`, but for the checked runs above", "\n".join(["```", *lines, "```"])]
     if done.returncode:
-        sys.stderr.write(done.stdout + done.stderr)
+        sys.stderr.write(done.stdout)
         raise Failed(text)
     return text
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,9 +29,9 @@ def _loss(output: jax.Array, target: jax.Array) -> jax.Array:
     return jnp.mean((output - target) ** 2)
 
 
-def on_one_device(device: jax.Device, stages: int, microbatches: int, *, checked: bool) -> Run:
-    """1F1B with several stages on one device; larger where it is measured and not checked."""
-    small = checked or device.platform == "cpu"
+def on_devices(devices: Sequence[jax.Device], microbatches: int, *, checked: bool) -> Run:
+    """1F1B with a stage on each, which may be the same; larger where it is not checked."""
+    small, stages = checked or devices[0].platform == "cpu", len(devices)
     width, samples = (64, 16) if small else (2048, 1024)
     random = np.random.default_rng(0)
     shape = (samples * microbatches, width)
@@ -41,7 +43,7 @@ def on_one_device(device: jax.Device, stages: int, microbatches: int, *, checked
         _loss,
         optax.sgd(0.01),
         backend="jax",
-        devices=[device] * stages,
+        devices=devices,
         check=checked,
     )
 
@@ -62,3 +64,15 @@ def two_meshes(devices: Sequence[jax.Device]) -> Check:
         return jax.tree.map(lambda w, g: w - 0.01 * g, weights, gradients), value
 
     return parallelize(step, Pipeshard(4, devices=devices)).compare(weights, batch)
+
+
+def main(address: str, number: str) -> None:
+    """One of two processes, each with a stage on its device; prints the check as JSON."""
+    jax.distributed.initialize(address, 2, int(number), local_device_ids=[0])
+    devices = [jax.devices()[0], next(d for d in jax.devices() if d.process_index)]
+    check = on_devices(devices, 4, checked=True).check
+    print(json.dumps([check.passed, check.ratio, str(check)]), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

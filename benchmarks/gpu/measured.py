@@ -10,7 +10,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -20,6 +19,7 @@ from measure import in_turn, paragraph, spread, table
 from pipelab import Run, Schedule, fit, make, run, simulate
 from pipelab.models import split
 from pipelab.optimize.cut import profile, uniform
+from pipelab.predict.memory import Memory
 
 
 class Skip(Exception):
@@ -231,8 +231,13 @@ def peaks(model: Model, stages: int) -> tuple[float, int, int]:
         torch.cuda.reset_peak_memory_stats(device)
         done = model.run(model.table("gpipe", stages), [device] * stages)
         left = torch.cuda.memory_allocated(device)
-    together = replace(done.memory, devices=1, device=np.zeros_like(done.memory.device))
-    return together.peak()[0], torch.cuda.max_memory_allocated(device) - left, left
+    return peak_together(done.memory), torch.cuda.max_memory_allocated(device) - left, left
+
+
+def peak_together(memory: Memory) -> float:
+    """Bytes at the peak of all rows, which share one device."""
+    steps = [step._replace(device=0) for step in memory.steps]
+    return replace(memory, devices=1, steps=steps).peak()[0]
 
 
 def predictions(place: Place) -> list[str]:

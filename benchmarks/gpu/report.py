@@ -22,7 +22,16 @@ from typing import NamedTuple
 
 import torch
 
-from gpu.executed import checked, jax_stages, launched, lectures, pipeshard, suite
+from gpu.executed import (
+    checked,
+    faults_on_ranks,
+    jax_processes,
+    jax_stages,
+    launched,
+    lectures,
+    pipeshard,
+    suite,
+)
 from gpu.measured import DEFAULTS, Failed, Place, Skip, clocks, memory, predictions, streams
 from measure import FOLDER, check_folder, machine, page, paragraph, table
 from pipelab.table.action import check_counts
@@ -37,8 +46,10 @@ SECTIONS: dict[str, Callable[[Place], list[str]]] = {
     "Memory": memory,
     "Predictions": predictions,
     "Checked runs": checked,
-    "Two ranks": launched,
+    "Processes": launched,
+    "Faults": faults_on_ranks,
     "JAX": jax_stages,
+    "JAX in two processes": jax_processes,
     "Pipeshard": pipeshard,
     "The suite's GPU tests": suite,
     "Lectures": lectures,  # in what time is left

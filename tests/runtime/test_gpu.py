@@ -12,8 +12,9 @@ import torch
 
 from gpu import report as gpu
 from gpu.cases import CASES
-from gpu.measured import Model, Place, Sizes, peaks
+from gpu.measured import Model, Place, Sizes, peak_together, peaks
 from pipelab import Costs, simulate
+from pipelab.predict.memory import Memory, MemoryStep
 from pipelab.runtime.torch import device, groups
 from pipelab.runtime.torch import wing as torch_run
 
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_runs_on_a_gpu_equal_their_reference(name):
-    result = CASES[name](GPU)
+    result = CASES[name].run(GPU)
     assert result.check.passed, result.check
     assert all(span.end >= span.start for span in result.timeline.spans)
 
@@ -47,7 +48,7 @@ def test_memory_is_torchs_own_count():
 @pytest.mark.gpu
 def test_the_makespan_is_within_the_hosts_clock():
     began = time.perf_counter()
-    result = CASES["1F1B on four streams, AdamW"](GPU)
+    result = CASES["1F1B on four streams, AdamW"].run(GPU)
     assert 0 < result.timeline.makespan < time.perf_counter() - began
 
 
@@ -129,7 +130,7 @@ SUMS = 2 * 2 * 2 * 2  # batches x rows x replicas x replicas
 )
 def test_streams_wait_for_all_that_comes_from_others(name, workers, more, callers_stream):
     began = time.perf_counter()
-    result = CASES[name](CPU)
+    result = CASES[name].run(CPU)
     assert result.check.passed
     assert 0 < result.timeline.makespan < time.perf_counter() - began
     streams = [device.stream_of(CPU, worker) for worker in range(workers)]  # those of the run
@@ -156,6 +157,19 @@ def test_ranks_meet_in_an_order_that_ends(monkeypatch):
 
 
 # ---- make gpu, rehearsed
+
+
+def test_the_peak_of_rows_that_share_a_device():
+    """The largest sum over time, which is at most that of the rows' own peaks."""
+    steps = [
+        MemoryStep(0, 0.0, 0, "activations", 5.0),
+        MemoryStep(0, 1.0, 0, "activations", -5.0),
+        MemoryStep(1, 2.0, 0, "activations", 3.0),
+        MemoryStep(0, 2.5, 0, "activations", 4.0),
+    ]
+    memory = Memory(2, steps, "measured")
+    assert (memory.peak(), peak_together(memory)) == ([5.0, 3.0], 7.0)
+
 
 ROUGH = Sizes(16, 32, 0.0, layers=4, microbatches=2, repeats=2)
 HERE = Place(CPU, ROUGH, 60)

@@ -56,7 +56,9 @@ class Ranks(Cluster):
         device, gpu = torch.device(jobs[0].device), ""
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            gpu = str(torch.cuda.get_device_properties(device).uuid)
+            # NCCL tells hosts apart by that variable, if there is one.
+            gpu = os.environ.get("NCCL_HOSTID", "")
+            gpu += str(torch.cuda.get_device_properties(device).uuid)
         return GroupWire(jobs[0], self.share(gpu))
 
     # ---- the store
