@@ -95,8 +95,8 @@ def report(repeats: int = 3, sizes: Sizes = DEFAULT) -> str:
             "nothing there: torch 2.13 reads it after a signal to torchrun itself alone.) Between "
             "processes of jax, aborts are put off for six seconds, so that every process can say "
             "why it ends. One that is stopped stays, since nothing that could end it has started "
-            f"it; told is what the other says, and the script kills it after {sizes.patience:g} s. Told "
-            "nan: no rank was left to tell."
+            f"it; told is what the other says, and the script kills it after {sizes.patience:g} s. "
+            "Told nan: no rank was left to tell."
         ),
     )
 

@@ -96,9 +96,17 @@ def on_ranks(module: str, count: int, wire: str) -> list[tuple[str, str]]:
     """What the first of `count` ranks of torchrun, which run a module, says of each run."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(count), "-m", module, wire]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=FOLDER)
+    with tempfile.TemporaryDirectory() as folder:
+        log = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{folder}/%p"}
+        piped: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True, "cwd": FOLDER}
+        done = subprocess.run(command, env=os.environ | log, **piped)
+        formed = sum(path.read_text().count("Init COMPLETE") for path in Path(folder).iterdir())
     rows = [tuple(json.loads(line)) for line in done.stdout.splitlines() if line[:1] == "["]
-    return rows + [("", failure(f"status {done.returncode}"))] * (done.returncode != 0)
+    if done.returncode:
+        rows.append(("", failure(f"status {done.returncode}")))
+    if (formed > 0) != (wire == "NCCL"):
+        rows.append(("", failure(f"{formed} communicators of NCCL, by its log")))
+    return rows
 
 
 def faults_on_ranks(place: Place) -> list[str]:
