@@ -81,7 +81,8 @@ def launched(place: Place) -> list[str]:
         paragraph(
             "Every loss, gradient and weight against the reference. Ranks that share a GPU talk "
             "over gloo, through the CPU's memory; where NCCL is told that they are of different "
-            "hosts (NCCL_HOSTID), by its sockets."
+            "hosts (NCCL_HOSTID), by its sockets, unless one of them is on the CPU. NCCL's own log "
+            "has to say whether it has connected them."
             if place.on_gpu
             else "Every loss, gradient and weight against the reference."
         ),

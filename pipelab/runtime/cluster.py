@@ -33,6 +33,7 @@ class Cluster(Threads):
     here      says where this process is
     places    where all are, `since` when; if that stays for `patience` seconds, they hang
     failure   of one of them, which all raise
+    raised    whether this one has
     over      set when this process leaves; then its `threads` end
     """
 
@@ -49,6 +50,7 @@ class Cluster(Threads):
         self.places: list[str] = []
         self.patience, self.since = timeout, time.monotonic()
         self.failure: RunError | None = None
+        self.raised = False
         self._given = 0  # how many values each has told the others
         self.over = Event()
         self.threads: list[Thread] = []
@@ -145,6 +147,7 @@ class Cluster(Threads):
             yield
         except (RunError, Lost) as error:
             agreed = self._agreed(error if isinstance(error, RunError) else self._unheard(error))
+            self.raised = True
             raise agreed from agreed.__cause__
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

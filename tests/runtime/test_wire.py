@@ -189,6 +189,21 @@ def test_tensors_without_numbers_are_refused(kind, two_ends, two_groups):
         near.write((0, [fake], 0.0))
 
 
+@pytest.mark.parametrize("kind", ["pipes", "groups"])
+@pytest.mark.parametrize(
+    ("make", "kind_of"),
+    [
+        (lambda: torch.eye(3).to_sparse(), "torch.sparse_coo"),
+        (lambda: torch.nested.nested_tensor([T, T[:1]], layout=torch.jagged), "nested"),
+        (lambda: torch.quantize_per_tensor(T, 0.1, 0, torch.quint8), "torch.quint8"),  # crashed
+    ],
+)
+def test_tensors_that_are_not_plain_are_refused(make, kind_of, kind, two_ends, two_groups):
+    near, *_ = two_ends if kind == "pipes" else two_groups
+    with pytest.raises(ValueError, match=f"a {kind_of} tensor is sent to no other process: let"):
+        near.write((0, [make()], 0.0))
+
+
 def test_large_messages_come_in_one_when_the_reader_knows_of_them(two_groups):
     near, far, sent = two_groups
     for i in range(groups.AHEAD + 3):

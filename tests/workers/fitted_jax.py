@@ -1,9 +1,10 @@
 """What jax/test_trainer starts as processes: a Trainer of all, beside a run of theirs."""
 
 import sys
+import time
 
 
-def main(port, number, count):
+def main(port, number, count, hanging=None):
     import jax
 
     rows = 4 if count == 2 else count
@@ -21,6 +22,14 @@ def main(port, number, count):
     def mse(y, target):
         return ((y - target) ** 2).mean()
 
+    if hanging is not None:
+        given = mlp(rows, 16), mse, optax.adam(1e-2)
+        one = pipelab.make("gpipe", rows, 3)
+        with pipelab.Trainer(one, *given, backend="jax", check=False, timeout=8) as trainer:
+            for batch in trainer.fit(data):
+                if batch.number == 2 and number == hanging:
+                    print(time.time(), flush=True)
+                    time.sleep(1000)
     for name in ("pipedream_flush", "pipedream"):
         given = mlp(rows, 16), mse, optax.adam(1e-2)
         long = pipelab.make(name, rows, 3, batches=5)

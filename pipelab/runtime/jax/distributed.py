@@ -2,7 +2,9 @@
 
 import atexit
 import ctypes
+import os
 import pickle
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -39,7 +41,7 @@ class Distributed(Cluster):
     0, where the service is, else when its heartbeat has been missing for long enough (100 s, if
     jax.distributed.initialize is not given another `heartbeat_timeout_seconds`). They raise their
     RunError first. A process that hangs is given up after `timeout`, which therefore has to be the
-    shorter one.
+    shorter one; where it hangs in its caller's code, it says so and ends by itself.
     """
 
     def __init__(self, devices: Sequence[jax.Device], timeout: float, call: str) -> None:
@@ -74,11 +76,23 @@ class Distributed(Cluster):
         try:
             pull(connection, randbits(62), [((), np.int32)], jax.local_devices()[0])
         except Lost:
-            if not self.over.is_set():
-                self.alone, gone = True, self._gone(number)
-                if number == 0:
-                    self.failure, self.stored = self.failure or gone, False
-                self.failure = self.failure or self._agreed(gone)
+            if self.over.is_set():
+                return
+            failed = self.failure
+            self.alone, gone = True, self._gone(number)
+            if number == 0:
+                self.failure, self.stored = self.failure or gone, False
+            self.failure = self.failure or self._agreed(gone)
+            if failed:
+                self._end_unheard(failed)
+
+    def _end_unheard(self, failed: RunError) -> None:
+        """End this process if it never hears of a failure: jax would only abort it, later."""
+        self.over.wait(LEAVING)
+        if not (self.over.is_set() or self.raised):
+            sys.stderr.write(f"{type(failed).__name__}: {failed}\n")
+            sys.stderr.flush()
+            os._exit(1)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.over.set()

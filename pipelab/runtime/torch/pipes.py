@@ -78,7 +78,18 @@ def restored(memory: Any, alike: Like) -> Tensor:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The same numbers without gaps, in their order in memory, such as channels last."""
+    """The same numbers without gaps, in their order in memory, such as channels last.
+
+    ValueError for what is no plain tensor.
+    """
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = (
+            "nested" if tensor.is_nested else tensor.dtype if tensor.is_quantized else tensor.layout
+        )
+        raise ValueError(
+            f"a {kind} tensor is sent to no other process: let the stage output a plain one "
+            "(to_dense, dequantize, to_padded_tensor)"
+        )
     plain = tensor.detach().resolve_conj().resolve_neg()
     # torch has tensors of zeros without memory, such as tangents of what does not depend on x.
     plain = plain if plain.is_contiguous() and not plain._is_zerotensor() else plain.clone()

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import tests.jax_setup  # isort: skip  # noqa: F401
 import jax
@@ -80,3 +81,25 @@ def test_processes_make_the_same_calls(count):
         for process in started:
             process.kill()
     assert [out for out, _ in said] == ["the same\n"] * count, said
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_hangs_between_batches_ends_with_the_others(victim):
+    """Was: process 0 for 100 s more, until jax aborted it; another some seconds too late."""
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, WORKERS / "fitted_jax.py", str(free_port())]
+    processes = [
+        subprocess.Popen([*command, str(n), "2", str(victim)], env=ENVIRONMENT, **piped)
+        for n in range(2)
+    ]
+    try:
+        hung = float(processes[victim].stdout.readline())
+        for process in processes:
+            _, errors = process.communicate(timeout=GUARD)
+            assert time.time() - hung < 8 + 5
+            assert process.returncode != 0
+            assert f"RunError: process {victim} has not made the call within 8 s" in errors
+    finally:
+        for process in processes:
+            process.kill()
