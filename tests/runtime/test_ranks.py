@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from pipelab import make, run
+from pipelab import RunError, make, run
 from pipelab.runtime.torch.ranks import MOST, Ranks
 from tests.runtime.test_run import SGD, batches, stages
 from tests.workers import defects as defects_worker
@@ -135,3 +136,15 @@ def test_a_large_value_is_whole_and_leaves_nothing_in_the_store():
     assert ranks.take("value", 1.0) == value
     ranks.drop("value")
     assert not ranks.store.check(["value"]) and not ranks.store.check(["value/rest"])
+
+
+@pytest.mark.timed
+def test_ranks_of_a_launcher_that_was_killed_end_in_time(monkeypatch):
+    # Was: torch tried for up to three times as long.
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    for name, value in (where | {"RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    began = time.monotonic()
+    with pytest.raises(RunError, match=r"process 1 does not find the others: .*127\.0\.0\.1"):
+        run(make("gpipe", 2, 2), stages(2), batches(1), F.mse_loss, SGD, timeout=3.0)
+    assert time.monotonic() - began < 3 + 5

@@ -15,7 +15,7 @@ from pipelab.runtime.cluster import Cluster
 from pipelab.runtime.torch.groups import FOREVER, GroupWire, backend
 from pipelab.runtime.transport import lost
 from pipelab.runtime.wire import Wire
-from pipelab.runtime.worker import Job
+from pipelab.runtime.worker import Job, RunError
 
 MOST = 2**22  # bytes of a value; the store takes twice as many
 
@@ -34,8 +34,7 @@ class Ranks(Cluster):
 
     def __enter__(self) -> "Ranks":
         if not dist.is_initialized():
-            limit = timedelta(seconds=self.timeout)
-            store, rank, world = next(dist.rendezvous("env://", timeout=limit))
+            store, rank, world = self._meet()
             dist.init_process_group(
                 backend(), store=store, rank=rank, world_size=world, timeout=FOREVER
             )
@@ -43,6 +42,19 @@ class Ranks(Cluster):
         self.store: Any = dist.distributed_c10d._get_default_store()
         super().__enter__()
         return self
+
+    def _meet(self) -> tuple[Any, int, int]:
+        """The store, this rank, and the number of all."""
+        limit = timedelta(seconds=self.timeout)
+        # torchrun's own store is there from the beginning, and torch tries for up to three times as
+        # long to find it: if torchrun has been killed, the ranks shall end in time.
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            limit /= 3
+        try:
+            return next(dist.rendezvous("env://", timeout=limit))
+        except RuntimeError as error:
+            first = str(error).partition("\n")[0]
+            raise RunError(f"process {self.me} does not find the others: {first}") from error
 
     def ranks(self, count: int) -> Sequence[int]:
         if self.count != count:
