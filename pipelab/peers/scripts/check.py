@@ -9,6 +9,7 @@ so that the gradients must be equal, bit for bit. The exit status is 1 where the
 import copy
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -52,6 +53,8 @@ def joined(backend: str | None = None) -> tuple[dict[str, Any], list[int]]:
     plan = json.loads((FOLDER / "plan.json").read_text())
     if hashlib.sha256(TABLE.read_bytes()).hexdigest() != plan["sha256"]:
         sys.exit("schedule.csv is not the table that plan.json describes: export it again")
+    if "RANK" not in os.environ:
+        sys.exit(f"start it by torchrun --nproc-per-node {plan['devices']} {sys.argv[0]}")
     dist.init_process_group(backend)
     if dist.get_world_size() != plan["devices"]:
         sys.exit(f"start {plan['devices']} ranks: the table has a row for each")
