@@ -47,7 +47,7 @@ bench: .venv/.ready  ## measure and rewrite the pages in benchmarks/
 	$(BIN)/python benchmarks/traces.py
 	$(BIN)/python benchmarks/published.py
 
-gpu: $(if $(filter $(GPU_PYTHON),$(BIN)/python),.venv/.ready)  ## what only a GPU shows, in 8 minutes; DEVICE=cpu rehearses it, PYTHON=python3 needs no .venv
+gpu: $(if $(filter $(GPU_PYTHON),$(BIN)/python),.venv/.ready)  ## what only a GPU shows, in 9 minutes; DEVICE=cpu rehearses it, PYTHON=python3 needs no .venv
 	PYTHONPATH=$(CURDIR):$(CURDIR)/benchmarks $(GPU_PYTHON) -m gpu.report --device $(DEVICE)
 
 site: .venv/.ready  ## the course as web pages, in build/site: open build/site/index.html

@@ -53,6 +53,7 @@ class Sizes:
     microbatches: int = 8
     batches: int = 3
     repeats: int = 4
+    pairs: int = 2  # of predictions, eight times three runs each
 
 
 DEFAULTS = {"cuda": Sizes(4096, 4096, 1e-3), "cpu": Sizes(256, 256, 1e-3, repeats=3)}
@@ -254,8 +255,8 @@ def predictions(place: Place) -> list[str]:
             model.table("gpipe", count, times=2),
             model.table("interleaved", count, virtual=2),
         ):
-            (pairs,) = in_turn([partial(_errors, model, schedule, devices)], place.sizes.repeats)
-            errors, same = map(percent, zip(*pairs, strict=True))
+            (found,) = in_turn([partial(_errors, model, schedule, devices)], place.sizes.pairs)
+            errors, same = map(percent, zip(*found, strict=True))
             rows.append((count, schedule.name, schedule.microbatches, errors, same))
     sharing = (
         " Two rows share the GPU here, which no simulation takes into account: their errors say "
@@ -266,7 +267,7 @@ def predictions(place: Place) -> list[str]:
             f"{model}. Right before each run, costs are fitted on GPipe with "
             f"{place.sizes.microbatches} micro-batches; the first batch is left out of both. "
             "Errors of the predicted makespan, beside those of the same run repeated (A/A): median "
-            f"(least to most) of {place.sizes.repeats} pairs."
+            f"(least to most) of {place.sizes.pairs} pairs."
             f"{sharing if place.on_gpu and not several else ''}"
         ),
         table(("rows", "schedule", "m", "predicted - measured", "A/A"), rows),
