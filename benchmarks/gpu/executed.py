@@ -69,12 +69,14 @@ def checked(place: Place) -> list[str]:
 
 def launched(place: Place) -> list[str]:
     """The same in processes: by pipes, and as ranks of torchrun."""
-    pair = [f"cuda:{n % torch.cuda.device_count()}" for n in range(2)] if place.on_gpu else ["cpu"]
-    check = processes((2 * pair)[:2]).check
+    gpus = [f"cuda:{n}" for n in range(torch.cuda.device_count())] if place.on_gpu else ["cpu"]
+    check = processes([gpus[0], gpus[-1]]).check
     rows = [("pipes", 2, "1F1B", "passed" if check.passed else f"FAILED: {check}")]
     counts = sorted({case.workers for case in CASES.values()})
     starts = [("NCCL" if place.on_gpu else "gloo", count) for count in counts]
-    for wire, count in [*starts, ("gloo", 2)] if place.on_gpu else starts:
+    if place.on_gpu and len(gpus) == 1:
+        starts.append(("gloo", 2))
+    for wire, count in starts:
         found = on_ranks("gpu.ranks", count, wire)
         rows += [(f"torchrun, {wire}", count, *row) for row in found]
     parts = [

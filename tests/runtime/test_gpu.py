@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gpu import ranks
 from gpu import report as gpu
 from gpu.cases import CASES
 from gpu.measured import Model, Place, Sizes, peak_together, peaks
@@ -169,6 +170,25 @@ def test_the_peak_of_rows_that_share_a_device():
     ]
     memory = Memory(2, steps, "measured")
     assert (memory.peak(), peak_together(memory)) == ([5.0, 3.0], 7.0)
+
+
+@pytest.mark.parametrize(
+    ("rank", "gpus", "wire", "given"),
+    [
+        (1, 1, "NCCL", {"CUDA_VISIBLE_DEVICES": "0", "NCCL_HOSTID": "1"}),
+        (1, 1, "gloo", {"CUDA_VISIBLE_DEVICES": "0"}),
+        (3, 2, "NCCL", {"CUDA_VISIBLE_DEVICES": "1", "NCCL_HOSTID": "1"}),
+        (1, 2, "NCCL", {"CUDA_VISIBLE_DEVICES": "1", "NCCL_HOSTID": "0"}),
+        (1, 0, "gloo", {}),
+    ],
+)
+def test_ranks_share_gpus(rank, gpus, wire, given, monkeypatch):
+    """To NCCL no two ranks on a GPU are of the same host."""
+    shell = {"LOCAL_RANK": str(rank)}
+    monkeypatch.setattr(ranks.os, "environ", shell)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    ranks.share_gpus(wire)
+    assert shell == {"LOCAL_RANK": str(rank)} | given
 
 
 ROUGH = Sizes(16, 32, 0.0, layers=4, microbatches=2, repeats=2)
