@@ -34,6 +34,7 @@ class Cluster(Threads):
     places    where all are, `since` when; if that stays for `patience` seconds, they hang
     failure   of one of them, which all raise
     raised    whether this one has
+    called    when this one has last told the others something, on time.monotonic
     over      set when this process leaves; then its `threads` end
     """
 
@@ -50,7 +51,7 @@ class Cluster(Threads):
         self.places: list[str] = []
         self.patience, self.since = timeout, time.monotonic()
         self.failure: RunError | None = None
-        self.raised = False
+        self.raised, self.called = False, self.since
         self._given = 0  # how many values each has told the others
         self.over = Event()
         self.threads: list[Thread] = []
@@ -211,7 +212,7 @@ class Cluster(Threads):
     def _tell(self, value: Any, call: str) -> list[str]:
         """Give the next value; returns the names of all processes' ones."""
         self._given += 1
-        self.since = time.monotonic()
+        self.since = self.called = time.monotonic()
         self.give(f"{self.meeting}/{self._given}/{self.me}", (call, value))
         # All have read this one: since then, everybody has waited for everybody.
         self.drop(f"{self.meeting}/{self._given - 8}/{self.me}")

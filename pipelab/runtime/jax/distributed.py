@@ -87,8 +87,11 @@ class Distributed(Cluster):
                 self._end_unheard(failed)
 
     def _end_unheard(self, failed: RunError) -> None:
-        """End this process if it never hears of a failure: jax would only abort it, later."""
-        self.over.wait(LEAVING)
+        """End this process if it never hears of a failure: jax would only abort it, later.
+
+        After `timeout` it is late for its next call.
+        """
+        self.over.wait(max(LEAVING / 2, self.called + self.timeout - time.monotonic()))
         if not (self.over.is_set() or self.raised):
             sys.stderr.write(f"{type(failed).__name__}: {failed}\n")
             sys.stderr.flush()
