@@ -5,6 +5,7 @@ GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
 DEVICE ?= cuda
 export OMP_NUM_THREADS ?= 1
 export PYTHONHASHSEED := 0
+unexport PYTHONDONTWRITEBYTECODE  # every process that a test starts would compile all of it again
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
