@@ -18,7 +18,7 @@ test: .venv/.ready  ## set up, then lint, types, unit tests, doctests, notebooks
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/pytest -m 'not timed' --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-	$(BIN)/pytest -m timed tests
+	$(BIN)/pytest -m timed $$(grep -rl mark.timed tests --include='test_*.py')
 	$(BIN)/pytest --numprocesses 2 --dist loadfile --nbval notebooks
 
 fuzz: .venv/.ready  ## 10,000 random tables through the executor, each against its reference
