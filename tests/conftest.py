@@ -61,6 +61,7 @@ class Wrapping:
 # early, none is left to run alone at the end.
 LONG = [
     "test_mutations",
+    "test_play",
     "test_pipeshard",
     "test_distributed",
     "test_hosts",
