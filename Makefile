@@ -5,6 +5,7 @@ GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(BIN)/python,$(PYTHON))
 DEVICE ?= cuda
 export OMP_NUM_THREADS ?= 1
 export PYTHONHASHSEED := 0
+unexport PYTHONDONTWRITEBYTECODE  # every process that a test starts would compile all of it again
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -17,7 +18,7 @@ test: .venv/.ready  ## set up, then lint, types, unit tests, doctests, notebooks
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/pytest -m 'not timed' --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-	$(BIN)/pytest -m timed tests
+	$(BIN)/pytest -m timed $$(grep -rl mark.timed tests --include='test_*.py')
 	$(BIN)/pytest --numprocesses 2 --dist loadfile --nbval notebooks
 
 fuzz: .venv/.ready  ## 10,000 random tables through the executor, each against its reference

@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import gc
 import tempfile
 from pathlib import Path
 
@@ -60,6 +61,7 @@ class Wrapping:
 # early, none is left to run alone at the end.
 LONG = [
     "test_mutations",
+    "test_play",
     "test_pipeshard",
     "test_distributed",
     "test_hosts",
@@ -86,6 +88,12 @@ def pytest_collection_modifyitems(items):
         if not torch.cuda.is_available():
             for item in of_gpu:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish():
+    """What the imports of all tests left stays: the collector need not walk it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 FAILED = pytest.StashKey[list]()  # the checks that failed in a test

@@ -29,13 +29,17 @@ pytestmark = [
 
 
 @pytest.fixture
-def playing(open_page, address, site):
-    """Open pages of a site that has Python in it."""
+def with_python(site):
     if not (site / "_static" / "play" / "pyodide").is_dir():
         pytest.skip("npm gave no Pyodide")
 
-    def open_one(path, size=DESK, **more):
-        page = open_page(size, **more)
+
+@pytest.fixture
+def playing(open_page, address, keeping, with_python):
+    """Open pages of a site that has Python in it; they share what the browser compiled of it."""
+
+    def open_one(path, size=DESK):
+        page = open_page(size, keeping=keeping)
         page.goto(f"{address}/{path}")
         return page
 
@@ -461,8 +465,9 @@ def here():
 # Meant are 4 s for the first load and 100 ms for a redraw or a move, where `here` takes 10 to
 # 11 ms, as on two idle cores: a slower machine may take as many times as long.
 @pytest.fixture
-def large(playing):
-    page = playing("play/explorer.html#schedule=pipedream_flush&devices=16&microbatches=64")
+def large(open_page, address, with_python):
+    page = open_page(DESK)  # a new browser's: it has compiled nothing
+    page.goto(f"{address}/play/explorer.html#schedule=pipedream_flush&devices=16&microbatches=64")
     shows(page, "makespan", "237")
     return page
 

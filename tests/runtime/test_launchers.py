@@ -98,12 +98,22 @@ def test_two_agents_run_what_threads_run(expected, tmp_path):
     assert [len(names) for names in result["weights"]] == [2, 2]  # rank 0 has all for the check
 
 
-def test_messages_of_changing_sizes_on_ranks(tmp_path):
-    statuses, outs, errors = worker("uneven", tmp_path)
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A folder in which two ranks have trained, stopped and resumed, and what rank 0 said of it
+    and of another training after that.
+    """
+    folder = tmp_path_factory.mktemp("two")
+    statuses, outs, errors = worker("resume,uneven", folder)
     assert statuses == [0], errors
-    result = shown(uneven(check=False))
-    assert only(outs)["passed"] is True
-    assert (only(outs)["losses"], only(outs)["sums"]) == (result["losses"], result["sums"])
+    return folder, [json.loads(line) for line in outs[0].splitlines()]
+
+
+def test_messages_of_changing_sizes_on_ranks(two):
+    _, (_, result) = two
+    assert result["passed"] is True
+    on_threads = shown(uneven(check=False))
+    assert (result["losses"], result["sums"]) == (on_threads["losses"], on_threads["sums"])
 
 
 @pytest.mark.skipif(not which("ip"), reason="needs ip")
@@ -129,12 +139,11 @@ def test_ranks_with_other_data_or_start_weights_are_refused(twist, message, tmp_
     assert message in "".join(errors)
 
 
-def test_a_resumed_run_on_ranks_is_the_run_on_threads(expected, tmp_path):
-    statuses, outs, errors = worker("resume", tmp_path)
-    assert statuses == [0], errors
-    assert only(outs)["losses"] == expected.losses[2:]
-    assert only(outs)["passed"] is True
-    files = sorted(p.name for p in (tmp_path / "checkpoint").iterdir())
+def test_a_resumed_run_on_ranks_is_the_run_on_threads(expected, two):
+    folder, (result, _) = two
+    assert result["losses"] == expected.losses[2:]
+    assert result["passed"] is True
+    files = sorted(p.name for p in (folder / "checkpoint").iterdir())
     assert files == ["checkpoint.json", "stage_000.pt", "stage_001.pt"]
 
 

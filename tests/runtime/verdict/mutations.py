@@ -23,7 +23,9 @@ import torch
 from torch import nn
 
 from pipelab import Recompute, Schedule, make, run
+from pipelab.runtime.jax import arguments as jax_arguments
 from pipelab.runtime.jax import stage as jax_stage
+from pipelab.runtime.jax import wing as jax_wing
 from pipelab.runtime.jax.arithmetic import JaxArithmetic as JaxArithmetic
 from pipelab.runtime.jax.stage import JaxStage
 from pipelab.runtime.jax.wing import JaxJob
@@ -782,7 +784,8 @@ def verdict(case: Case, mutation: Mutation | None = None, **options: Any) -> Che
 def compiled_once() -> Iterator[None]:
     """Stages and references of jax that compute the same share what is compiled.
 
-    A run would compile its own: that takes seconds, and a mutation only milliseconds.
+    A run would compile its own: that takes seconds, and a mutation only milliseconds. Nor is an
+    optimizer that no mutation changes traced for every one, to see that it steps each stage alone.
     """
     known: dict[Any, Any] = {}
 
@@ -803,7 +806,13 @@ def compiled_once() -> Iterator[None]:
     def of_arithmetic(made: JaxArithmetic) -> tuple:
         return made.applies, *recipe(made.recipe), _shapes(made.history), made.wide
 
+    def check_optimizer(optimizer: Any, parts: Sequence[Any]) -> None:
+        key = optimizer, _shapes([parameters for _, parameters in parts])
+        if key not in known:
+            known[key] = jax_arguments.check_optimizer(optimizer, parts)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax_wing, "check_optimizer", check_optimizer)
         for name in ("Function", "step_of"):
             patch.setattr(jax_stage, name, cache(getattr(jax_stage, name)))
         share(patch, JaxArithmetic, ("_value", "_differentiate", "_step"), of_arithmetic)
