@@ -293,11 +293,11 @@ class Trainer(AbstractContextManager):
                 yield
                 if interrupts.seen:
                     self._empty()
-            except KeyboardInterrupt as second:
-                self._session.failure = self._session.failure or RunError(told(second))
-                raise
-            except Exception as error:
-                if interrupts.seen:  # it came to others, too, who are needed
+            except BaseException as error:
+                if isinstance(error, (KeyboardInterrupt, RunError)):  # the second one, or a failure
+                    self._session.failure = self._session.failure or RunError(told(error))
+                if interrupts.seen and isinstance(error, Exception):
+                    # It came to others, too, who are needed.
                     raise KeyboardInterrupt from error
                 raise
         if interrupts.seen:
