@@ -288,6 +288,8 @@ class Trainer(AbstractContextManager):
         """A context that an interrupt does not break off; a second one does."""
         if not self._session.ranks:
             raise ValueError("a Trainer works inside `with Trainer(...) as trainer:` only")
+        if self._session.failure:
+            raise RunError(f"this training has ended: {self._session.failure}")
         with Noted(once=True) as interrupts, self._session.wing.context():
             try:
                 yield
