@@ -13,7 +13,7 @@ from pipelab.pipeshard.mesh import MeshJob
 from pipelab.runtime.jax.distributed import Distributed
 from pipelab.runtime.jax.jaxpr import Arrays
 from pipelab.runtime.wire import Wire
-from pipelab.runtime.worker import Job
+from pipelab.runtime.worker import Job, RunError
 
 
 class Hosts(Distributed):
@@ -27,8 +27,18 @@ class Hosts(Distributed):
 
     def __enter__(self) -> "Hosts":
         super().__enter__()
-        atexit.register(self.__exit__, None, None, None)
+        atexit.register(self._end)
         return self
+
+    def _end(self) -> None:
+        """Whoever makes another step without this process shall not wait for it."""
+        if not self.over.is_set():
+            self.in_time(self._say_left)
+            self._agreed(RunError(f"process {self.me} has ended"))
+            self.__exit__(None, None, None)
+
+    def _end_unheard(self, failed: RunError) -> None:
+        """Between steps a process may take its time, or have ended its training."""
 
     def make_wire(self, jobs: Sequence[Job]) -> Wire:
         job = jobs[0]

@@ -33,8 +33,7 @@ class Cluster(Threads):
     here      says where this process is
     places    where all are, `since` when; if that stays for `patience` seconds, they hang
     failure   of one of them, which all raise
-    raised    whether this one has
-    called    when this one has last told the others something, on time.monotonic
+    due       when this process is lost without a further call; never, once it has raised that
     over      set when this process leaves; then its `threads` end
     """
 
@@ -51,7 +50,7 @@ class Cluster(Threads):
         self.places: list[str] = []
         self.patience, self.since = timeout, time.monotonic()
         self.failure: RunError | None = None
-        self.raised, self.called = False, self.since
+        self.due = math.inf
         self._given = 0  # how many values each has told the others
         self.over = Event()
         self.threads: list[Thread] = []
@@ -144,11 +143,14 @@ class Cluster(Threads):
     @contextmanager
     def _agreeing(self) -> Iterator[None]:
         """All raise the same failure."""
+        starting = max(self.timeout, STARTING)
+        self.due = time.monotonic() + starting
         try:
             yield
+            self.due = time.monotonic() + (self.timeout if self.wire else starting)
         except (RunError, Lost) as error:
             agreed = self._agreed(error if isinstance(error, RunError) else self._unheard(error))
-            self.raised = True
+            self.due = math.inf
             raise agreed from agreed.__cause__
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -205,14 +207,14 @@ class Cluster(Threads):
             return [self._heard(name, call, early) for name in self._tell(value, call)]
 
     def from_first(self, make: Callable[[], Any], call: str = "") -> Any:
-        value = make() if self.first else None
         with self._agreeing():
+            value = make() if self.first else None
             return self._heard(self._tell(value, call)[0], call)
 
     def _tell(self, value: Any, call: str) -> list[str]:
         """Give the next value; returns the names of all processes' ones."""
         self._given += 1
-        self.since = self.called = time.monotonic()
+        self.since = time.monotonic()
         self.give(f"{self.meeting}/{self._given}/{self.me}", (call, value))
         # All have read this one: since then, everybody has waited for everybody.
         self.drop(f"{self.meeting}/{self._given - 8}/{self.me}")

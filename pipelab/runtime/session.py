@@ -365,8 +365,6 @@ class Session(AbstractContextManager):
     @contextmanager
     def _failing(self) -> Iterator[None]:
         """A context for the ranks' work: if it fails, they have ended."""
-        if self.failure:
-            raise RunError(f"this training has ended: {self.failure}")
         try:
             yield
         except BaseException as error:

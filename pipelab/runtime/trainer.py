@@ -288,16 +288,18 @@ class Trainer(AbstractContextManager):
         """A context that an interrupt does not break off; a second one does."""
         if not self._session.ranks:
             raise ValueError("a Trainer works inside `with Trainer(...) as trainer:` only")
+        if self._session.failure:
+            raise RunError(f"this training has ended: {self._session.failure}")
         with Noted(once=True) as interrupts, self._session.wing.context():
             try:
                 yield
                 if interrupts.seen:
                     self._empty()
-            except KeyboardInterrupt as second:
-                self._session.failure = self._session.failure or RunError(told(second))
-                raise
-            except Exception as error:
-                if interrupts.seen:  # it came to others, too, who are needed
+            except BaseException as error:
+                if isinstance(error, (KeyboardInterrupt, RunError)):  # the second one, or a failure
+                    self._session.failure = self._session.failure or RunError(told(error))
+                if interrupts.seen and isinstance(error, Exception):
+                    # It came to others, too, who are needed.
                     raise KeyboardInterrupt from error
                 raise
         if interrupts.seen:

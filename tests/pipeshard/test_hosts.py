@@ -144,3 +144,11 @@ def test_a_process_that_makes_no_call_is_named():
     assert statuses[0] == 0
     [found] = json.loads(outs[0].splitlines()[-1])
     assert found["error"].startswith("process 1 has not made the call within 3 s: make it in all")
+
+
+def test_nobody_waits_for_a_process_that_has_ended():
+    # Was: until jax's end gave the other ones up, which takes five minutes by default.
+    statuses, outs, errors = start("early", 2)
+    assert statuses == [0, 0], errors
+    [found] = json.loads(outs[0].splitlines()[-1])
+    assert found["error"] == "process 1 has ended"

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pipelab import Reads, RunError, Trainer, make, run
 from tests.runtime.test_ranks import ENVIRONMENT, GUARD, WORKERS
-from tests.runtime.test_run import batches, stages
+from tests.runtime.test_run import SGD, batches, stages
 
 ADAM = partial(torch.optim.Adam, lr=1e-2)
 BACKENDS = ["threads", "processes"]
@@ -433,6 +433,22 @@ def test_a_second_interrupt_ends_the_training():
             list(trainer.fit(batches(2)))
         with pytest.raises(RunError, match="this training has ended: Keyboard"):
             list(trainer.fit(batches(2)))
+
+
+def test_what_another_process_told_ends_the_training(monkeypatch):
+    # Was: the next call took what others had told for another one: "'NoneType' is not iterable".
+    with Trainer(make("gpipe", 2, 2), stages(2), F.mse_loss, SGD, check=False) as trainer:
+        steps = trainer.fit(batches(4))
+        next(steps)
+
+        def share(*_, **options):
+            raise RunError("process 1 has not made the call")
+
+        monkeypatch.setattr(trainer._session.launcher, "share", share)
+        with pytest.raises(RunError, match="process 1 has not made the call"):
+            next(steps)
+        with pytest.raises(RunError, match="training has ended: RunError: process 1 has not"):
+            trainer.evaluate(batches(1))
 
 
 def test_an_interrupt_that_makes_others_fail_is_an_interrupt():

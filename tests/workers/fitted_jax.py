@@ -4,7 +4,7 @@ import sys
 import time
 
 
-def main(port, number, count, hanging=None):
+def main(port, number, count, faulty=None, raising=False):
     import jax
 
     rows = 4 if count == 2 else count
@@ -22,14 +22,33 @@ def main(port, number, count, hanging=None):
     def mse(y, target):
         return ((y - target) ** 2).mean()
 
-    if hanging is not None:
+    def fit(timeout, fault=None):
         given = mlp(rows, 16), mse, optax.adam(1e-2)
         one = pipelab.make("gpipe", rows, 3)
-        with pipelab.Trainer(one, *given, backend="jax", check=False, timeout=8) as trainer:
+        with pipelab.Trainer(one, *given, backend="jax", check=False, timeout=timeout) as trainer:
             for batch in trainer.fit(data):
-                if batch.number == 2 and number == hanging:
-                    print(time.time(), flush=True)
-                    time.sleep(1000)
+                if batch.number == 2 and fault:
+                    fault()
+
+    def hang():
+        if number == faulty:
+            print(time.time(), flush=True)
+            time.sleep(1000)
+
+    def fail():
+        if number == faulty:
+            raise ZeroDivisionError("by design")
+        time.sleep(6)  # slow, but not lost
+
+    if raising:
+        try:
+            fit(8, fail)
+        except (ZeroDivisionError, pipelab.RunError) as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+        fit(60)
+        return
+    if faulty is not None:
+        fit(8, hang)
     for name in ("pipedream_flush", "pipedream"):
         given = mlp(rows, 16), mse, optax.adam(1e-2)
         long = pipelab.make(name, rows, 3, batches=5)

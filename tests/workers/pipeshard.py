@@ -294,6 +294,23 @@ def absent(number):
         return {"error": str(error)}
 
 
+def early(number):
+    """Process 1 ends between two steps."""
+    import optax
+
+    import pipelab
+
+    pipeline = pipeline_of(2)
+    state, batch = start(optax.sgd(0.1))
+    state, *_ = pipeline(state, batch)
+    if number == 1:
+        return {}
+    try:
+        pipeline(state, batch)
+    except pipelab.RunError as error:
+        return {"error": str(error)}
+
+
 def planned(number):
     """Each process plans alike, from the model, and no mesh is of two processes."""
     from pipelab.pipeshard.auto import AutoStages
@@ -317,6 +334,7 @@ CASES = {
     "lost": lost,
     "compare": compare,
     "absent": absent,
+    "early": early,
     "differ": differ,
     **{what: partial(other, what=what) for what in (*OTHERS, "the same")},
     "raise": partial(fail, who=1, how=None),

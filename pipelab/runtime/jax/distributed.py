@@ -58,10 +58,12 @@ class Distributed(Cluster):
             super().__enter__()
             self._connect()
         except RunError:
+            self.over.set()
             if self.first:  # the store ends with it, and others wait a little longer than it did
                 time.sleep(LEAVING)
             end_alone()
             raise
+        atexit.unregister(_forget)  # whoever left alone once is here again
         return self
 
     def _connect(self) -> None:
@@ -87,15 +89,15 @@ class Distributed(Cluster):
                 self._end_unheard(failed)
 
     def _end_unheard(self, failed: RunError) -> None:
-        """End this process if it never hears of a failure: jax would only abort it, later.
+        """End this process if it is lost, and never hears of a failure: jax would abort it later.
 
-        After `timeout` it is late for its next call.
+        One that is only slow comes to its next call, and raises it there.
         """
-        self.over.wait(max(LEAVING / 2, self.called + self.timeout - time.monotonic()))
-        if not (self.over.is_set() or self.raised):
-            sys.stderr.write(f"{type(failed).__name__}: {failed}\n")
-            sys.stderr.flush()
-            os._exit(1)
+        while not self.over.wait(LOOK):
+            if time.monotonic() > self.due:
+                sys.stderr.write(f"{type(failed).__name__}: {failed}\n")
+                sys.stderr.flush()
+                os._exit(1)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.over.set()
@@ -104,18 +106,28 @@ class Distributed(Cluster):
         super().__exit__(kind, error, trace)
         if error and not self.alone:
             self.alone = True
-            self.in_time(self._leave)
+            begun(self._leave).join(2 * LEAVING)
         if self.alone:
             end_alone()
         self._aborts.__exit__(kind, error, trace)
 
     def _leave(self) -> None:
-        """After a failure: together, if no other process is dead or hangs."""
-        with suppress(Lost, TimeoutError):
+        """After a failure: all together, if no process is dead, or comes later than the others."""
+        self._say_left()
+        with suppress(Lost):
+            deadline, together = time.monotonic() + LEAVING, True
+            try:
+                for number in range(self.count):
+                    seconds = max(0.001, deadline - time.monotonic())
+                    self.take(f"{self.meeting}/left/{number}", seconds)
+            except TimeoutError:
+                together = False
+            # At its end jax waits for all: the first to know says whether there will be all.
+            self.alone = not self.give_first(f"{self.meeting}/together", together)
+
+    def _say_left(self) -> None:
+        with suppress(Lost):
             self.give(f"{self.meeting}/left/{self.me}", True)
-            for number in range(self.count):
-                self.take(f"{self.meeting}/left/{number}", LEAVING)
-            self.alone = False
 
     def ranks(self, count: int) -> Sequence[int]:
         return [row for row in range(count) if self.owners[row] == self.me]

@@ -103,3 +103,23 @@ def test_a_process_that_hangs_between_batches_ends_with_the_others(victim):
     finally:
         for process in processes:
             process.kill()
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_slow_process_hears_of_another_ones_error_and_all_train_again(victim):
+    """Was: ended two seconds after the other one had left; jax's end waited for who left alone."""
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, WORKERS / "fitted_jax.py", str(free_port())]
+    processes = [
+        subprocess.Popen([*command, str(n), "2", str(victim), "1"], env=ENVIRONMENT, **piped)
+        for n in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=GUARD) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    own, told = "ZeroDivisionError: by design\n", f"RunError: process {victim}: "
+    assert [out for out, _ in said] == [own if n == victim else told + own for n in range(2)], said
+    assert [process.returncode for process in processes] == [0, 0], said
