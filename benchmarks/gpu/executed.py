@@ -243,10 +243,16 @@ def _executed(book: Path, seconds: float) -> str:
         return "skipped: no time left"
     with tempfile.TemporaryDirectory() as folder:
         copied, errors = shutil.copy(book, folder), Path(folder) / "errors"
+        beside = os.pathsep.join([str(book.parent), os.environ["PYTHONPATH"]])  # what they import
         command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", "--inplace"]
         with open(errors, "w") as output:  # a pipe would be open until the kernel ends, too
             try:
-                done = subprocess.run([*command, copied], stderr=output, timeout=seconds)
+                done = subprocess.run(
+                    [*command, copied],
+                    stderr=output,
+                    timeout=seconds,
+                    env=os.environ | {"PYTHONPATH": beside},
+                )
             except subprocess.TimeoutExpired:
                 return "skipped: no time left"
         if not done.returncode:
