@@ -113,6 +113,33 @@ def test_a_notebooks_named_tuples_cross_processes():
     assert processes[1]
 
 
+ENDLESS = """
+import itertools, torch, pipelab
+stages = [torch.nn.Linear(6, 6) for _ in range(2)]
+given = pipelab.make("gpipe", 2, 2), stages, torch.nn.functional.mse_loss, torch.optim.SGD
+with pipelab.Trainer(*given, backend="processes", check=False) as trainer:
+    for batch in trainer.fit(itertools.repeat((torch.ones(8, 6), torch.ones(8, 6)))):
+        print(batch.number, flush=True)
+"""
+
+
+def test_a_caller_that_is_killed_leaves_no_file(tmp_path):
+    # Was: the folder with the fork server's address.
+    where = ENVIRONMENT | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", ENDLESS]
+    caller = subprocess.Popen(command, env=where, stdout=subprocess.PIPE, text=True)
+    try:
+        assert caller.stdout.readline() == "1\n"
+        assert any(tmp_path.glob("pymp-*")) and any(tmp_path.glob("pipelab-*"))
+    finally:
+        caller.kill()
+        caller.wait()
+    deadline = time.monotonic() + GUARD
+    while left := {*tmp_path.iterdir()} - {*tmp_path.glob("torchinductor_*")}:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("name", ["gpipe", "pipedream"])
 def test_parametrized_layers_cross_processes(name):
     # Was: "Serialization of parametrized modules is only supported through state_dict()".

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -357,7 +358,8 @@ def _rank(connection: Connection, rank: int, marks: Any, connected: Connected) -
         sys.stdout, sys.stderr = sys.stdout or log, sys.stderr or log
         job, work = cloudpickle.loads(_receive(connection, folder))
         orders: Orders = SimpleQueue()
-        Thread(target=_listen, args=(connection, folder, orders), daemon=True).start()
+        listener = Thread(target=_listen, args=(connection, folder, orders), daemon=True)
+        listener.start()
         torch.set_num_threads(1)  # the ranks share this machine's cores
         _keep_freed_memory()
         try:
@@ -365,7 +367,10 @@ def _rank(connection: Connection, rank: int, marks: Any, connected: Connected) -
                 _send(connection, outcome)
                 del outcome
         except BaseException as error:
-            _send(connection, _Failure(job, error))
+            try:
+                _send(connection, _Failure(job, error))
+            except OSError:
+                listener.join(5)  # the caller was killed: it clears up, and ends this process
         os._exit(0)
 
 
@@ -386,6 +391,10 @@ def _receive(parent: Connection, folder: str) -> bytes:
         return parent.recv_bytes()
     except (EOFError, OSError):
         shutil.rmtree(folder, ignore_errors=True)
+        caller: Any = multiprocessing.parent_process()
+        caller.join(1)  # its pipes are closed one by one
+        if not caller.is_alive():  # else an interrupt ended the start of this rank
+            shutil.rmtree(get_temp_dir(), ignore_errors=True)  # with the fork server's address
         os._exit(1)
 
 
