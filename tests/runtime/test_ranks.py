@@ -97,9 +97,9 @@ def test_all_ranks_hear_that_the_reference_failed(tmp_path):
     assert errors.count("the reference failed, because ZeroDivisionError: by design") == 2, errors
 
 
-def test_a_notebooks_named_tuples_cross_processes():
+def test_a_notebooks_types_cross_processes():
     # Was: "PicklingError: Can't pickle <class '__main__.Pair'>", since only the job went by
-    # cloudpickle.
+    # cloudpickle; and of a dataclass that it was no pytree, as which the notebook had registered it.
     done = subprocess.run(
         [sys.executable, str(WORKERS / "notebook.py")],
         capture_output=True,

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
 
 from pipelab.runtime.threads import (
     BEFORE,
@@ -156,7 +157,9 @@ def _started(
             with _main_hidden(), _connected(context, len(jobs), pairs, name) as connected:
                 _start_server()
                 for job, of_job in zip(jobs, connected, strict=True):
-                    packed = _dumps((job, work))  # may raise: before the process is there
+                    packed = _dumps(
+                        (job, work, _registered())
+                    )  # may raise: before the process is there
                     ranks.append(_start(context, job, marks, of_job))
                     ranks[-1].connection.send_bytes(packed)
             yield ranks
@@ -336,6 +339,12 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(value)
 
 
+def _registered() -> list[Any]:
+    """The pytrees of a notebook or script, which no rank runs."""
+    nodes = pytree.SUPPORTED_NODES.values()
+    return [node for node in nodes if getattr(node.type, "__module__", "") == "__main__"]
+
+
 def _dumps(value: Any) -> memoryview:
     file = io.BytesIO()
     _Pickler(file).dump(value)
@@ -356,7 +365,9 @@ def _rank(connection: Connection, rank: int, marks: Any, connected: Connected) -
         os.dup2(log.fileno(), 2)
         # They are None where the caller's are closed. Else libraries expect them at 1 and 2.
         sys.stdout, sys.stderr = sys.stdout or log, sys.stderr or log
-        job, work = cloudpickle.loads(_receive(connection, folder))
+        job, work, registered = cloudpickle.loads(_receive(connection, folder))
+        for node in registered:
+            pytree.register_pytree_node(node.type, node.flatten_fn, node.unflatten_fn)
         orders: Orders = SimpleQueue()
         listener = Thread(target=_listen, args=(connection, folder, orders), daemon=True)
         listener.start()
