@@ -99,7 +99,7 @@ def test_all_ranks_hear_that_the_reference_failed(tmp_path):
 
 def test_a_notebooks_types_cross_processes():
     # Was: "PicklingError: Can't pickle <class '__main__.Pair'>", since only the job went by
-    # cloudpickle; and of a dataclass that it was no pytree, as which the notebook had registered it.
+    # cloudpickle; and that a dataclass was no pytree, as which the notebook had registered it.
     done = subprocess.run(
         [sys.executable, str(WORKERS / "notebook.py")],
         capture_output=True,
