@@ -157,9 +157,8 @@ def _started(
             with _main_hidden(), _connected(context, len(jobs), pairs, name) as connected:
                 _start_server()
                 for job, of_job in zip(jobs, connected, strict=True):
-                    packed = _dumps(
-                        (job, work, _registered())
-                    )  # may raise: before the process is there
+                    # It may raise: before the process is there.
+                    packed = _dumps((job, work, _registered()))
                     ranks.append(_start(context, job, marks, of_job))
                     ranks[-1].connection.send_bytes(packed)
             yield ranks
