@@ -4,7 +4,7 @@ import sys
 import time
 
 
-def main(port, number, count, faulty=None, raising=False):
+def main(port, number, count, what="same", faulty=None):
     import jax
 
     rows = 4 if count == 2 else count
@@ -13,44 +13,31 @@ def main(port, number, count, faulty=None, raising=False):
     import numpy as np
     import optax
 
-    import pipelab
     from pipelab.models.flax_mlp import mlp
-
-    random = np.random.default_rng(0)
-    data = [tuple(random.normal(size=(2, 12, 16)).astype(np.float32)) for _ in range(5)]
 
     def mse(y, target):
         return ((y - target) ** 2).mean()
 
-    def fit(timeout, fault=None):
-        given = mlp(rows, 16), mse, optax.adam(1e-2)
-        one = pipelab.make("gpipe", rows, 3)
-        with pipelab.Trainer(one, *given, backend="jax", check=False, timeout=timeout) as trainer:
-            for batch in trainer.fit(data):
-                if batch.number == 2 and fault:
-                    fault()
+    random = np.random.default_rng(0)
+    data = [tuple(random.normal(size=(2, 12, 16)).astype(np.float32)) for _ in range(5)]
+    given = rows, data, (mlp(rows, 16), mse, optax.adam(1e-2))
+    if what == "same":
+        each = rows // count
+        same(*given, [*range(rows)][number * each : (number + 1) * each if number else rows])
+    elif what == "hangs":
+        fit(*given, 8, hang if number == faulty else None)
+    else:
+        raises(*given, fail if number == faulty else work)
 
-    def hang():
-        if number == faulty:
-            print(time.time(), flush=True)
-            time.sleep(1000)
 
-    def fail():
-        if number == faulty:
-            raise ZeroDivisionError("by design")
-        time.sleep(6)  # slow, but not lost
+def same(rows, data, given, mine):
+    """Batch by batch as in one run; process 0 has all weights, others `mine`, their own stages'."""
+    import jax
+    import numpy as np
 
-    if raising:
-        try:
-            fit(8, fail)
-        except (ZeroDivisionError, pipelab.RunError) as error:
-            print(f"{type(error).__name__}: {error}", flush=True)
-        fit(60)
-        return
-    if faulty is not None:
-        fit(8, hang)
+    import pipelab
+
     for name in ("pipedream_flush", "pipedream"):
-        given = mlp(rows, 16), mse, optax.adam(1e-2)
         long = pipelab.make(name, rows, 3, batches=5)
         whole = pipelab.run(long, given[0], data, *given[1:], backend="jax", check=False)
         one = pipelab.make(name, rows, 3)
@@ -61,13 +48,46 @@ def main(port, number, count, faulty=None, raising=False):
         assert [batch.loss for batch in found] == whole.losses
         checks = [batch.check and batch.check.passed for batch in found]
         assert checks == [True, None, True, None, True]
-        own = [s for s, of_stage in enumerate(weights) if of_stage]
-        each = rows // count
-        assert own == [*range(rows)][number * each : (number + 1) * each if number else rows]
-        for s in own:
+        assert [s for s, of_stage in enumerate(weights) if of_stage] == mine
+        for s in mine:
             jax.tree.map(np.testing.assert_array_equal, weights[s], whole.weights[s])
     print("the same", flush=True)
 
 
+def fit(rows, data, given, timeout, fault=None):
+    """Train on the data; after batch 2 comes the fault."""
+    import pipelab
+
+    one = pipelab.make("gpipe", rows, 3)
+    with pipelab.Trainer(one, *given, backend="jax", check=False, timeout=timeout) as trainer:
+        for batch in trainer.fit(data):
+            if batch.number == 2 and fault:
+                fault()
+
+
+def raises(rows, data, given, fault):
+    """Prints the error, then trains again."""
+    import pipelab
+
+    try:
+        fit(rows, data, given, 8, fault)
+    except (ZeroDivisionError, pipelab.RunError) as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+    fit(rows, data, given, 60)
+
+
+def hang():
+    print(time.time(), flush=True)
+    time.sleep(1000)
+
+
+def fail():
+    raise ZeroDivisionError("by design")
+
+
+def work():
+    time.sleep(6)  # slow, but not lost
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(sys.argv[1], *map(int, sys.argv[2:4]), *sys.argv[4:5], *map(int, sys.argv[5:]))

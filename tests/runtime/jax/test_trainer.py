@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import tests.jax_setup  # isort: skip  # noqa: F401
 import jax
@@ -61,25 +62,27 @@ def test_a_loader_that_reuses_its_memory():
         assert [batch.loss for batch in trainer.fit(reusing())] == whole.losses
 
 
+@contextmanager
+def started(count, *more):
+    """Processes of fitted_jax.py, none of which is left afterwards."""
+    command = [sys.executable, WORKERS / "fitted_jax.py", str(free_port())]
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [
+        subprocess.Popen([*command, str(n), str(count), *more], env=ENVIRONMENT, **piped)
+        for n in range(count)
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_processes_make_the_same_calls(count):
     # Was: the one with no end of the model was given no batch, and wanted to know its shape.
-    port, script = str(free_port()), WORKERS / "fitted_jax.py"
-    started = [
-        subprocess.Popen(
-            [sys.executable, script, port, str(number), str(count)],
-            env=ENVIRONMENT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(count)
-    ]
-    try:
-        said = [process.communicate(timeout=GUARD) for process in started]
-    finally:
-        for process in started:
-            process.kill()
+    with started(count) as processes:
+        said = [process.communicate(timeout=GUARD) for process in processes]
     assert [out for out, _ in said] == ["the same\n"] * count, said
 
 
@@ -87,39 +90,21 @@ def test_processes_make_the_same_calls(count):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_hangs_between_batches_ends_with_the_others(victim):
     """Was: process 0 for 100 s more, until jax aborted it; another some seconds too late."""
-    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, WORKERS / "fitted_jax.py", str(free_port())]
-    processes = [
-        subprocess.Popen([*command, str(n), "2", str(victim)], env=ENVIRONMENT, **piped)
-        for n in range(2)
-    ]
-    try:
+    with started(2, "hangs", str(victim)) as processes:
         hung = float(processes[victim].stdout.readline())
         for process in processes:
             _, errors = process.communicate(timeout=GUARD)
             assert time.time() - hung < 8 + 5
             assert process.returncode != 0
             assert f"RunError: process {victim} has not made the call within 8 s" in errors
-    finally:
-        for process in processes:
-            process.kill()
 
 
 @pytest.mark.timed
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_slow_process_hears_of_another_ones_error_and_all_train_again(victim):
     """Was: ended two seconds after the other one had left; jax's end waited for who left alone."""
-    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, WORKERS / "fitted_jax.py", str(free_port())]
-    processes = [
-        subprocess.Popen([*command, str(n), "2", str(victim), "1"], env=ENVIRONMENT, **piped)
-        for n in range(2)
-    ]
-    try:
+    with started(2, "raises", str(victim)) as processes:
         said = [process.communicate(timeout=GUARD) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
     own, told = "ZeroDivisionError: by design\n", f"RunError: process {victim}: "
     assert [out for out, _ in said] == [own if n == victim else told + own for n in range(2)], said
     assert [process.returncode for process in processes] == [0, 0], said
