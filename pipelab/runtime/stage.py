@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -270,7 +271,9 @@ class CountingStage(Stage):
         self.unsplit: dict[str, str] = {}
         self.stepped: Any = None  # gradients of an update that `steps` does not have yet
         self.counts: dict[int, float] = {}  # group -> what its losses counted, in its unit
-        self._to_come: dict[int, MicroBatch] = {}  # whose backwards are still to come
+        # How many backwards are still to come, of each update group and of each weight version.
+        self._left: Counter[int] = Counter()
+        self._readers: Counter[int] = Counter()
         self._kept: dict[int, Any] = {}  # by micro-batch, what its forward left for its backward
         self._split: dict[int, tuple[Any, Any, float]] = {}  # the same between I and W
 
@@ -282,7 +285,8 @@ class CountingStage(Stage):
                 given.x, given.target = self.placed((given.x, given.target))
                 self.fed[k] = given
                 if training:
-                    self._to_come[k] = given
+                    self._left[given.group] += 1
+                    self._readers[given.version] += 1
 
     def end(self) -> None:
         if not self.recipe.training:  # no update drops them
@@ -343,12 +347,14 @@ class CountingStage(Stage):
         return id(self), microbatch
 
     def complete(self, group: int) -> bool:
-        return all(given.group != group for given in self._to_come.values())
+        return group not in self._left
 
     def finish(self, microbatch: int, count: float) -> Any:
         """A micro-batch is through. Returns the weight version that nobody reads again, or None."""
         self.device.ledger.drop(self.key(microbatch))
-        given = self._to_come.pop(microbatch)
+        given = self.fed[microbatch]
+        _one_less(self._left, given.group)
+        _one_less(self._readers, given.version)
         self.counts[given.group] = self.counts.get(given.group, 0.0) + count
         # The latest version is what updates start from.
         if given.version == self.latest or self.read_later(given.version):
@@ -357,12 +363,13 @@ class CountingStage(Stage):
 
     def read_later(self, version: int) -> bool:
         """Whether a weight version is still to be read."""
-        read = (given.version for given in self._to_come.values())
-        return version in self.later or version in read
+        return version in self.later or version in self._readers
 
     def end_group(self, group: int) -> None:
         """Its update is made: its micro-batches are not needed any more."""
-        self.fed = {k: given for k, given in self.fed.items() if given.group != group}
+        # Groups end in their order: those are the first.
+        for k in list(takewhile(lambda k: self.fed[k].group == group, self.fed)):
+            del self.fed[k]
 
     def divisor(self, group: int, square: Callable[[], float]) -> float:
         """The divisor of the group's summed gradient: its count, and what clips its norm.
@@ -408,3 +415,9 @@ class CountingStage(Stage):
     def placed(self, data: Any) -> Any:
         """Data on the stage's device."""
         raise NotImplementedError
+
+
+def _one_less(counter: Counter[int], key: int) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]
