@@ -230,39 +230,42 @@ def _beside_torch(runs: Sequence[Run], started: Mapping[str, Sequence[Any]]) -> 
 
 
 class Shared:
-    """An end of two buffers in shared memory, one each way; a byte by a pipe says: it is full.
+    """An end of two buffers in shared memory, one each way; a byte by pipes says: it is full.
 
     copied  whether a reader takes a copy, so that the next message may come while it is used
     """
 
-    def __init__(self, bell: Connection, mine: Tensor, others: Tensor, copied: bool) -> None:
-        self.bell = bell
+    def __init__(
+        self, reader: Connection, writer: Connection, mine: Tensor, others: Tensor, copied: bool
+    ) -> None:
+        self.reader, self.writer = reader, writer
         self.mine, self.others, self.copied = mine, others, copied
 
     def write(self, message: Tensor) -> None:
         self.mine.copy_(message)
-        self.bell.send_bytes(b"!")
+        self.writer.send_bytes(b"!")
 
     def read(self) -> Tensor:
-        self.bell.recv_bytes()
+        self.reader.recv_bytes()
         return self.others.clone() if self.copied else self.others
 
 
 def seconds_one_way(how: str, size: int, rounds: int) -> float:
     """Half of a round trip between two processes, for a tensor of `size` bytes: the median."""
     message, there, back = (torch.zeros(size // 4).share_memory_() for _ in range(3))
-    at_near, at_far = multiprocessing.Pipe()
+    (at_near, from_far), (at_far, from_near) = (multiprocessing.Pipe(False) for _ in range(2))
+    of_near, of_far = (at_near, from_near), (at_far, from_far)
     far: Callable[[], Any]
     if how == "pipe":
-        far = partial(Pipe, at_far)
+        far = partial(Pipe, *of_far)
     else:
         copied = how == "shared memory, copied out"
-        far = partial(Shared, at_far, back, there, copied)
+        far = partial(Shared, *of_far, back, there, copied)
     other = multiprocessing.get_context("fork").Process(target=_echo, args=(far, rounds))
     other.start()
     # A pipe has a thread, which a process that is forked later would not have.
     near: Any
-    near = Pipe(at_near) if how == "pipe" else Shared(at_near, there, back, copied)
+    near = Pipe(*of_near) if how == "pipe" else Shared(*of_near, there, back, copied)
     seconds = []
     for _ in range(rounds):
         began = time.perf_counter()
@@ -270,8 +273,8 @@ def seconds_one_way(how: str, size: int, rounds: int) -> float:
         near.read()
         seconds.append((time.perf_counter() - began) / 2)
     other.join()
-    at_near.close()
-    at_far.close()
+    for end in (*of_near, *of_far):
+        end.close()
     return statistics.median(seconds)
 
 

@@ -27,7 +27,7 @@ from pipelab.runtime.wire import Wire
 from pipelab.runtime.worker import RunError
 
 SOON = 10.0  # seconds within which anything here has to end
-BUFFER = io.DEFAULT_BUFFER_SIZE  # of what is read of a socket
+BUFFER = io.DEFAULT_BUFFER_SIZE  # of what is read of a pipe
 T = torch.arange(20.0).reshape(4, 5)
 LARGE = torch.ones(5_000_000)  # more than the kernel takes at once
 
@@ -58,13 +58,14 @@ def two_ends():
     ends = two_pipes()
     yield ends
     for end in ends:
-        end._connection.close()  # who writes to it does not wait any more
+        end._reader.close()  # who writes to it does not wait any more
     for end in ends:
         end.close()
 
 
 def two_pipes():
-    return [Pipe(end) for end in multiprocessing.Pipe()]
+    (at_a, from_b), (at_b, from_a) = multiprocessing.Pipe(False), multiprocessing.Pipe(False)
+    return [Pipe(at_a, from_a), Pipe(at_b, from_b)]
 
 
 def job(schedule, row=0, replica=0, replicas=1):
@@ -239,10 +240,19 @@ def test_a_message_waits_for_those_before_it(two_ends):
     near._sending = near._thread.submit(before.wait)
     near.write("behind")
     try:
-        assert not far._connection.poll(0.1)
+        assert not far._reader.poll(0.1)
     finally:
         before.set()
     assert within(far.read) == "behind"
+
+
+def test_what_a_pipe_has_room_for_wakes_no_thread(two_ends, monkeypatch):
+    near, far = two_ends
+    message = torch.arange(10_000.0)  # twice: they fit into the smallest pipe that systems make
+    with monkeypatch.context() as patched:
+        patched.setattr(near, "_thread", None)
+        near.write(message)
+    assert torch.equal(within(far.read), message)
 
 
 def test_two_who_send_each_other_much_do_not_wait_for_each_other(two_ends):
@@ -307,8 +317,8 @@ def test_events_stay_where_they_are(two_ends, monkeypatch):
 def test_a_message_that_breaks_off_is_lost(much, two_ends):
     near, far = two_ends
     near.write((0, torch.ones(100), 0.0))
-    sent = os.read(far._connection.fileno(), 10_000)
-    os.write(near._connection.fileno(), sent[:much])
+    sent = os.read(far._reader.fileno(), 10_000)
+    os.write(near._writer.fileno(), sent[:much])
     near.close()
     with pytest.raises(Lost, match="a message to or from another process was lost"):
         far.read()

@@ -1,10 +1,14 @@
 """How tensors travel between processes of one parent: by pipes, which it has made before them."""
 
+import fcntl
+import os
 import pickle
-import sys
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from io import BufferedReader, FileIO
+from itertools import islice
 from multiprocessing.connection import Connection
-from pickle import PickleBuffer
 from select import select
 from typing import Any
 
@@ -14,44 +18,70 @@ from torch import Tensor
 from pipelab.runtime.transport import lost
 from pipelab.runtime.wire import Link, apart, whole
 
-# Bytes for which a connection that select calls ready has room: Linux calls it so when three
-# quarters of its 208 KiB are free, others when a few kilobytes are.
-ROOM = 2**15 if sys.platform == "linux" else 2**9
+ROOM = 2**20  # bytes of a pipe, as many as Linux gives whoever asks: by itself it has 2**16
+AT_ONCE = 1000  # parts, of the 1024 that writev takes
 
 
 class Pipe(Link):
-    """A pipe between this rank and another, both ways.
+    """A pipe from another rank, and one to it.
 
-    A write does not wait for the reader: what the pipe may not have room for is left to a thread,
-    or two ranks that send each other more than that would wait for ever.
+    A write does not wait for the reader: what the pipe has no room for is left to a thread, or two
+    ranks that send each other more than that would wait for ever. The thread is not woken for the
+    rest: it and this one would take the interpreter, and a core, from each other.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, reader: Connection, writer: Connection) -> None:
+        self._reader, self._writer = reader, writer
+        self._file = BufferedReader(FileIO(reader.fileno(), closefd=False))
+        os.set_blocking(writer.fileno(), False)
+        with suppress(AttributeError, OSError):  # another system than Linux; a user with too many
+            fcntl.fcntl(writer.fileno(), fcntl.F_SETPIPE_SZ, ROOM)
         self._thread = ThreadPoolExecutor(1, "pipelab sends")
         self._sending: Future[Any] = self._thread.submit(bool)
 
     def write(self, message: Any) -> None:
         skeleton, tensors = apart(message, tensors_of)
         tensors = [dense(tensor.cpu()) for tensor in tensors]
-        memory = [PickleBuffer(as_bytes(tensor).numpy().data) for tensor in tensors]
-        packed = pickle.dumps((skeleton, [*map(like, tensors)], memory), pickle.HIGHEST_PROTOCOL)
-        small = len(packed) < ROOM
-        if small and self._sending.done() and select([], [self._connection], [], 0)[1]:
+        head = pickle.dumps((skeleton, [*map(like, tensors)]))
+        parts = deque([memoryview(head), *filter(len, map(memory_of, tensors))])
+        if self._sending.done():
             with lost(OSError):
-                self._connection.send_bytes(packed)
-        else:
-            self._sending = self._thread.submit(self._connection.send_bytes, packed)
+                self._write(parts)
+        if parts:
+            self._sending = self._thread.submit(self._write_all, parts)
 
     def read(self) -> Any:
         with lost(OSError, EOFError, pickle.UnpicklingError):
-            skeleton, alike, memory = pickle.loads(self._connection.recv_bytes())
-            return whole(skeleton, [*map(restored, memory, alike)])
+            skeleton, alike = pickle.load(self._file)
+            tensors = [torch.empty_strided(*layout, dtype=dtype) for dtype, *layout in alike]
+            for memory in filter(len, map(memory_of, tensors)):
+                if self._file.readinto(memory) < len(memory):
+                    raise EOFError
+            return whole(skeleton, tensors)
 
     def close(self) -> None:
         """When the pipe has all that was sent; then the other end can still read it."""
         self._thread.shutdown()
-        self._connection.close()
+        self._file.close()
+        self._reader.close()
+        self._writer.close()
+
+    def _write(self, parts: deque[memoryview]) -> None:
+        """Write as much as there is room for; what is left stays in `parts`."""
+        while parts:
+            try:
+                written = os.writev(self._writer.fileno(), [*islice(parts, AT_ONCE)])
+            except BlockingIOError:
+                return
+            while parts and written >= len(parts[0]):
+                written -= len(parts.popleft())
+            if written:
+                parts[0] = parts[0][written:]
+
+    def _write_all(self, parts: deque[memoryview]) -> None:
+        while parts:
+            select([], [self._writer], [])
+            self._write(parts)
 
 
 def tensors_of(value: Any) -> Any:
@@ -96,6 +126,11 @@ def dense(tensor: Tensor) -> Tensor:
     if plain.untyped_storage().device.type == "meta":  # also of a FakeTensor
         raise ValueError(f"a {type(tensor).__name__} has no numbers that could be sent")
     return plain
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a dense tensor on the CPU, which it keeps."""
+    return as_bytes(tensor).numpy().data
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

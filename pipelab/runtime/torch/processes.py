@@ -80,12 +80,12 @@ class Processes(Threads):
 class Connected(NamedTuple):
     """What connects a rank to the others.
 
-    pipes   this rank's end of the pipe to each other one
+    pipes   from each other rank, and to it: this rank's ends of them
     ready   when each rank was, on the clock of all processes; 0 before
     folder  of all, for files; there until the ranks are killed
     """
 
-    pipes: dict[int, Connection]
+    pipes: dict[int, tuple[Connection, Connection]]
     ready: Any
     folder: str
 
@@ -101,7 +101,7 @@ def perform(
             time.sleep(1e-3)
         return max(connected.ready) + 0.01
 
-    wire = Wire(job, {(job.rank, r): Pipe(end) for r, end in connected.pipes.items()})
+    wire = Wire(job, {(job.rank, r): Pipe(*ends) for r, ends in connected.pipes.items()})
     rank = Threads()
     rank.start([job], [wire] * job.replicas, lambda _: progress, began)
     while order := orders.get():
@@ -244,9 +244,10 @@ def _connected(
     ranks = [Connected({}, ready, folder) for _ in range(count)]
     with ExitStack() as ends:
         for a, b in pairs:
-            ranks[a].pipes[b], ranks[b].pipes[a] = context.Pipe()
-            ends.enter_context(ranks[a].pipes[b])
-            ends.enter_context(ranks[b].pipes[a])
+            (from_b, to_a), (from_a, to_b) = context.Pipe(duplex=False), context.Pipe(duplex=False)
+            ranks[a].pipes[b], ranks[b].pipes[a] = (from_b, to_b), (from_a, to_a)
+            for end in (from_b, to_b, from_a, to_a):
+                ends.enter_context(end)
         yield ranks
 
 

@@ -94,7 +94,10 @@ class TorchStage(VersionedStage):
         pair = isinstance(value, tuple)
         mean, count = value if pair else (value, self.fed[microbatch].samples)
         _check_mean(mean, y)
-        self.losses[microbatch] = (mean.detach(), float(count))
+        # A number, where it need not be waited for: a tensor that is kept between others that are
+        # not would keep their memory from being one piece again.
+        kept = mean.item() if self._on_cpu else mean.detach()
+        self.losses[microbatch] = (kept, float(count))
         return None, mean, float(count)
 
     def _sent(self, output: Tensor) -> Tensor:
