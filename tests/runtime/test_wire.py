@@ -158,6 +158,17 @@ def test_a_message_comes_as_it_was_sent(name, kind, two_ends, two_groups):
             assert a == b and type(a) is type(b)
 
 
+@pytest.mark.parametrize("kind", ["pipes", "groups"])
+def test_a_tensor_changed_in_place_is_no_change_of_those_beside_it(kind, two_ends, two_groups):
+    near, far, *_ = two_ends if kind == "pipes" else two_groups
+    sent = torch.arange(300.0)  # two fill a row that has been asked for: they are not copied
+    near.write((7, (sent, sent), 0.5))
+    _, (first, second), _ = within(far.read)
+    before = second._version
+    first += 1
+    assert second._version == before and torch.equal(second, sent)
+
+
 @pytest.mark.parametrize("two_groups", [groups.HEAD, groups.LEAST], indirect=True)
 def test_what_messages_are_like_travels_once_and_small_ones_in_one(two_groups):
     near, far, sent = two_groups

@@ -8,7 +8,7 @@ import math
 import pickle
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from ctypes import memmove
+from ctypes import memmove, string_at
 from datetime import timedelta
 from itertools import accumulate
 from queue import SimpleQueue
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipelab.runtime.stage import Device
-from pipelab.runtime.torch.pipes import as_bytes, dense, like, restored, tensors_of
+from pipelab.runtime.torch.pipes import Like, as_bytes, dense, like, tensors_of
 from pipelab.runtime.transport import Key, Lost, lost
 from pipelab.runtime.wire import Ends, Link, Wire, apart, pairs_of_ranks, whole
 from pipelab.runtime.worker import Job
@@ -173,22 +173,24 @@ class GroupLink(Link):
         if isinstance(work, Lost):
             raise work
         _wait(work)
-        memory = row.numpy().data
-        key, at, number, size, total = pickle.loads(memory)
+        start = row.data_ptr()
+        key, at, number, size, total = pickle.loads(string_at(start, HEAD))
         fits = self._here.take(total)
         self._asked.append(self._ask_for_head(self._here.ahead[-1]))
         if size:
-            form, *alike = pickle.loads(memory[HEAD:] if fits else self._receive_row(size))
+            packed = string_at(start + HEAD, size) if fits else self._receive_bytes(size)
+            form, *alike = pickle.loads(packed)
             sizes = [dtype.itemsize * math.prod(shape) for dtype, shape, _ in alike]
-            places = [*zip(_places(sizes, 0), sizes, strict=False)]
+            places = _places(sizes, 0)
             if number < KNOWN:
                 self._known.append((form, alike, places))
         else:
             form, alike, places = self._known[number]
         if fits and self.device.type == "cpu":
-            rest = memory[_places([size])[1] :]
-            parts = (rest[place : place + length] for place, length in places)
-            tensors = [*map(restored, parts, alike)]
+            behind = HEAD + _room(size)
+            tensors = [
+                _part(row, behind + place, kind) for place, kind in zip(places, alike, strict=False)
+            ]
             if 2 * total < row.nbytes:  # it would be kept with them
                 tensors = [tensor.clone() for tensor in tensors]
         else:
@@ -236,10 +238,10 @@ class GroupLink(Link):
             _wait(work)
         return tensors
 
-    def _receive_row(self, size: int) -> Any:
+    def _receive_bytes(self, size: int) -> bytes:
         row = torch.empty(size, dtype=torch.uint8)
         _wait(self._ask(row, PARTS))
-        return row.numpy().data
+        return string_at(row.data_ptr(), size)
 
     def _keep(self) -> None:
         """Keep tensors until they have left."""
@@ -292,7 +294,19 @@ def _filled(form: Any, tensors: Iterator[Tensor]) -> Any:
 
 def _places(sizes: Iterable[int], begin: int = HEAD) -> list[int]:
     """Offsets of parts from `begin` on, and of their end."""
-    return [*accumulate((-(-size // ALIGN) * ALIGN for size in sizes), initial=begin)]
+    return [*accumulate(map(_room, sizes), initial=begin)]
+
+
+def _room(size: int) -> int:
+    """What a part of so many bytes takes of a row."""
+    return -(-size // ALIGN) * ALIGN
+
+
+def _part(row: Tensor, place: int, alike: Like) -> Tensor:
+    """The tensor in a row that begins there."""
+    dtype, shape, stride = alike
+    # From .data: views would share a version counter, a change of one would look like one of all.
+    return row.data.view(dtype).as_strided(shape, stride, place // dtype.itemsize)
 
 
 def _wait(work: Any) -> None:

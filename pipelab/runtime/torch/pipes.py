@@ -99,14 +99,6 @@ def like(tensor: Tensor) -> Like:
     return tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def restored(memory: Any, alike: Like) -> Tensor:
-    """A tensor of these bytes."""
-    dtype, shape, stride = alike
-    if not memory:
-        return torch.empty_strided(shape, stride, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride)
-
-
 def dense(tensor: Tensor) -> Tensor:
     """The same numbers without gaps, in their order in memory, such as channels last.
 

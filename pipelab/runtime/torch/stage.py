@@ -61,7 +61,7 @@ class TorchStage(VersionedStage):
         if self.last and (self._on_cpu or not self.recipe.finite):
             self.check_loss(microbatch)
         self._note_buffers()
-        return pytree.tree_map_only(Tensor, self._sent, output)
+        return self._sent(output)
 
     # ---- pieces of forwards and backwards
 
@@ -80,16 +80,17 @@ class TorchStage(VersionedStage):
         """
         self._bind_version(self.fed[microbatch].version)
 
-    def _apply(self, microbatch: int, x: Any) -> tuple[Any, Any, float]:
+    def _apply(self, microbatch: int, x: Any) -> tuple[Any, list[Any], float]:
         """Run the module, and the loss behind the last stage.
 
-        Returns the output, what a backward starts from, and what the loss counted.
+        Returns the output, the leaves that a backward starts from, and what the loss counted.
         """
         with self.device.forward_context(self.fed[microbatch].seed, self.recipe.autocast):
             y = self.module(x)
             if not self.last:
-                check_leaves(pytree.tree_leaves(y), "a stage's output")
-                return y, y, 0
+                leaves = pytree.tree_leaves(y)
+                check_leaves(leaves, "a stage's output")
+                return y, leaves, 0
             value = self.recipe.loss(y, self.fed[microbatch].target)
         pair = isinstance(value, tuple)
         mean, count = value if pair else (value, self.fed[microbatch].samples)
@@ -98,10 +99,12 @@ class TorchStage(VersionedStage):
         # not would keep their memory from being one piece again.
         kept = mean.item() if self._on_cpu else mean.detach()
         self.losses[microbatch] = (kept, float(count))
-        return None, mean, float(count)
+        return None, [mean], float(count)
 
-    def _sent(self, output: Tensor) -> Tensor:
+    def _sent(self, output: Any) -> Any:
         """Without its graph; a weight or buffer may change before another thread has read it."""
+        if not isinstance(output, Tensor):
+            return pytree.tree_map_only(Tensor, self._sent, output)
         return output.detach().clone() if self.device.ignores(output) else output.detach()
 
     def _compute(self, microbatch: int, x: Any) -> tuple[Any, _Kept]:
@@ -125,9 +128,9 @@ class TorchStage(VersionedStage):
         # Edges, not outputs: what was sent on need not be kept here until its gradient comes.
         edges = [
             get_gradient_edge(t) if isinstance(t, Tensor) and t.requires_grad else None
-            for t in pytree.tree_leaves(ends)
+            for t in ends
         ]
-        mean = ends.detach() if self.last else None
+        mean = ends[0].detach() if self.last else None
         return output, _Kept(wanted, edges, saved, mean, count, {})
 
     def _prepare(self, microbatch: int, received: Any) -> tuple[_Kept, list, float]:
