@@ -159,14 +159,15 @@ def test_a_message_comes_as_it_was_sent(name, kind, two_ends, two_groups):
 
 
 @pytest.mark.parametrize("kind", ["pipes", "groups"])
-def test_a_tensor_changed_in_place_is_no_change_of_those_beside_it(kind, two_ends, two_groups):
+def test_a_tensor_has_memory_of_its_own(kind, two_ends, two_groups):
     near, far, *_ = two_ends if kind == "pipes" else two_groups
-    sent = torch.arange(300.0)  # two fill a row that has been asked for: they are not copied
+    sent = torch.arange(300.0)  # two fill a row that has been asked for
     near.write((7, (sent, sent), 0.5))
     _, (first, second), _ = within(far.read)
     before = second._version
     first += 1
     assert second._version == before and torch.equal(second, sent)
+    assert second.untyped_storage().nbytes() == sent.nbytes  # what it is counted as
 
 
 @pytest.mark.parametrize("two_groups", [groups.HEAD, groups.LEAST], indirect=True)
@@ -243,6 +244,15 @@ def test_messages_stay_in_order_around_the_buffer_and_behind_a_large_one(two_end
     within(lambda: [near.write(message) for message in messages])
     for message in messages:
         assert str(within(far.read)) == str(message)
+
+
+def test_what_was_sent_may_be_written_again(two_ends):
+    # Was: a rest that the pipe had no room for was taken from the tensor when the reader came.
+    near, far = two_ends
+    sent = LARGE.clone()
+    near.write(sent)
+    sent.zero_()
+    assert torch.equal(within(far.read), LARGE)
 
 
 def test_a_message_waits_for_those_before_it(two_ends):

@@ -187,12 +187,10 @@ class GroupLink(Link):
         else:
             form, alike, places = self._known[number]
         if fits and self.device.type == "cpu":
-            behind = HEAD + _room(size)
-            tensors = [
-                _part(row, behind + place, kind) for place, kind in zip(places, alike, strict=False)
-            ]
-            if 2 * total < row.nbytes:  # it would be kept with them
-                tensors = [tensor.clone() for tensor in tensors]
+            # Copies: a view would keep, and count as, the whole row.
+            tensors, start = self._empty(alike), start + HEAD + _room(size)
+            for tensor, place in zip(tensors, places, strict=False):
+                memmove(tensor.data_ptr(), start + place, tensor.nbytes)
         else:
             tensors = self._receive(alike)
         pickled = isinstance(form, bytes)
@@ -230,13 +228,16 @@ class GroupLink(Link):
 
     def _receive(self, alike: Sequence[Any]) -> list[Tensor]:
         """Tensors that come part by part."""
-        tensors = [
-            torch.empty_strided(*layout, dtype=dtype, device=self.device)
-            for dtype, *layout in alike
-        ]
+        tensors = self._empty(alike)
         for work in [self._ask(as_bytes(tensor), PARTS) for tensor in tensors if tensor.nbytes]:
             _wait(work)
         return tensors
+
+    def _empty(self, alike: Sequence[Like]) -> list[Tensor]:
+        return [
+            torch.empty_strided(*layout, dtype=dtype, device=self.device)
+            for dtype, *layout in alike
+        ]
 
     def _receive_bytes(self, size: int) -> bytes:
         row = torch.empty(size, dtype=torch.uint8)
@@ -300,13 +301,6 @@ def _places(sizes: Iterable[int], begin: int = HEAD) -> list[int]:
 def _room(size: int) -> int:
     """What a part of so many bytes takes of a row."""
     return -(-size // ALIGN) * ALIGN
-
-
-def _part(row: Tensor, place: int, alike: Like) -> Tensor:
-    """The tensor in a row that begins there."""
-    dtype, shape, stride = alike
-    # From .data: views would share a version counter, a change of one would look like one of all.
-    return row.data.view(dtype).as_strided(shape, stride, place // dtype.itemsize)
 
 
 def _wait(work: Any) -> None:

@@ -48,7 +48,9 @@ class Pipe(Link):
             with lost(OSError):
                 self._write(parts)
         if parts:
-            self._sending = self._thread.submit(self._write_all, parts)
+            # A copy: what was sent may be written again before the reader takes it.
+            rest = deque([memoryview(b"".join(parts))])
+            self._sending = self._thread.submit(self._write_all, rest)
 
     def read(self) -> Any:
         with lost(OSError, EOFError, pickle.UnpicklingError):
