@@ -170,17 +170,17 @@ def test_a_tensor_has_memory_of_its_own(kind, two_ends, two_groups):
     assert second.untyped_storage().nbytes() == sent.nbytes  # what it is counted as
 
 
-@pytest.mark.parametrize("two_groups", [groups.HEAD, groups.LEAST], indirect=True)
-def test_what_messages_are_like_travels_once_and_small_ones_in_one(two_groups):
+@pytest.mark.parametrize("two_groups", [groups.START.size, groups.LEAST], indirect=True)
+def test_small_messages_come_in_one_row_and_others_part_by_part(two_groups):
     near, far, sent = two_groups
-    small = near._there.ahead[0] > groups.HEAD
+    small = near._there.ahead[0] > groups.START.size
     forward, backward = {"x": T, "n": 3}, (2.0, [T > 2, T])
     for i, payload in enumerate([forward, backward] * 3):
         near.write((i, payload, float(i)))
         key, found, _ = within(far.read)
         assert key == i and str(found) == str(payload)
-    heads, skeletons, tensors = 6, 2, 3 * (1 + 2)
-    assert len(sent) == heads + (0 if small else skeletons + tensors)
+    messages, tensors = 6, 3 * (1 + 2)
+    assert len(sent) == messages + (0 if small else messages + tensors)
     near.close()
 
 
@@ -222,20 +222,9 @@ def test_large_messages_come_in_one_when_the_reader_knows_of_them(two_groups):
     for i in range(groups.AHEAD + 3):
         near.write((i, torch.full((3000 - i, 2), float(i)), 0.0))
         assert torch.equal(within(far.read)[1], torch.full((3000 - i, 2), float(i)))
-    assert len(sent) == 3 * groups.AHEAD + 3  # before: head, skeleton, tensor
+    assert len(sent) == 3 * groups.AHEAD + 3  # before: start, head, tensor
     near.write((9, T, 0.0))  # does not keep the room of a large one
     assert within(far.read)[1].untyped_storage().nbytes() == T.nbytes
-
-
-def test_what_comes_once_is_not_kept_for_ever(two_groups, monkeypatch):
-    monkeypatch.setattr(groups, "KNOWN", 3)
-    near, far, _ = two_groups
-    for i in range(5):
-        for norm in (0.5, float(i)):  # such as a gradient's
-            near.write((i, (norm, T), 0.0))
-            key, (found, tensor), _ = within(far.read)
-            assert (key, found) == (i, norm) and torch.equal(tensor, T)
-    assert len(near._sent) == len(far._known) == 3
 
 
 def test_messages_stay_in_order_around_the_buffer_and_behind_a_large_one(two_ends):

@@ -4,14 +4,13 @@ A rank that has slept finds its caches cold, and every line that a message runs 
 times as long as in a loop: what every message does is short, and done beforehand where it can be.
 """
 
-import math
-import pickle
+import marshal
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import memmove, string_at
 from datetime import timedelta
-from itertools import accumulate
 from queue import SimpleQueue
+from struct import Struct
 from threading import Thread
 from typing import Any
 
@@ -20,19 +19,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipelab.runtime.stage import Device
-from pipelab.runtime.torch.pipes import Like, as_bytes, dense, like, tensors_of
+from pipelab.runtime.torch.pipes import as_bytes, dense, empty, like, tensors_of
 from pipelab.runtime.transport import Key, Lost, lost
 from pipelab.runtime.wire import Ends, Link, Wire, apart, pairs_of_ranks, whole
 from pipelab.runtime.worker import Job
 
 FOREVER = timedelta(days=1)  # for torch, which counts a rank's wait for others who work as a hang
-HEAD = 256  # bytes of what comes before a message
-ALIGN = 64  # bytes, as torch aligns tensors: sums may depend on it
+START = Struct("qq")  # of a message: bytes of its head, and of all that comes in one row
 LEAST, MOST = 2**12, 2**22  # bytes asked for beforehand: beyond, to copy takes longer than to ask
 AHEAD = 4  # rows asked for beforehand
-HEADS, PARTS = 0, 1  # tags: of heads with what fits behind them, and of all else
+FIRST, MORE = 0, 1  # tags: of rows that were asked for beforehand, and of all else
 WAITING = 2**20  # bytes that may wait until their thread looks whether they have left
-KNOWN = 1000  # skeletons that are kept: some have a norm or a count in them, which comes once
+OWN = 2**8  # bytes that a tensor takes beside its numbers, about
+TORCH_FAILS = lost(RuntimeError)
+PLAIN = {float, int, bool, str, type(None)}  # what marshal has, beside tuples and lists
 
 
 def backend() -> str:
@@ -74,7 +74,7 @@ class GroupWire(Wire):
         found = []
         for part in parts:
             total = part.to(self.device, copy=True).contiguous()
-            with lost(RuntimeError):
+            with TORCH_FAILS:
                 dist.all_reduce(total, group=self._replicas)
             found.append(total.to(part.device))
         return found
@@ -106,20 +106,20 @@ class GroupLink(Link):
 
     A message is
 
-        | key, time, number of its skeleton, size if that is new, total | skeleton | tensor | ...
+        | bytes of the head, and of all | head | tensor | tensor | ...
 
-    whose skeleton is all but the numbers in its tensors. It travels once, if it is among the first
-    KNOWN. Gloo sends nothing before the receiver has asked for it, and each part wakes threads at
-    both ends. So the receiver asks beforehand, for rows as large as the largest message so far
-    (MOST at most), and what fits comes in one row: `total` bytes, each part at a multiple of ALIGN.
-    What does not, such as a GPU's tensors, comes part by part behind the head.
+    and its head is key, time, the payload's form, and what its tensors are like.
+
+    Gloo sends nothing before the receiver has asked for it, and each part wakes threads at both
+    ends. So the receiver asks beforehand, for rows as large as the largest message so far (MOST at
+    most), and what fits comes in one row. What does not comes part by part behind the two numbers,
+    and a GPU's tensors behind the head.
     """
 
     def __init__(self, other: int, to: Any, back: Any, device: torch.device) -> None:
         self.to, self.back, self.device = to, back, device
+        self.on_cpu = device.type == "cpu"
         self.rank = dist.get_group_rank(to, other)  # of the other end, in both groups
-        self._sent: dict[Hashable, int] = {}
-        self._known: list[Any] = []
         # A tensor has to be kept until it has left, which torch does only for NCCL's. To wake a
         # thread for every one would take longer than to send it.
         self._waiting: list[Any] = []
@@ -128,71 +128,61 @@ class GroupLink(Link):
         self._thread = Thread(target=self._keep, name="pipelab sends", daemon=True)
         self._thread.start()
         self._there, self._here = _Rooms(), _Rooms()  # that the other end, and this one, asks for
-        self._asked = deque(self._ask_for_head(room) for room in self._here.ahead)
+        self._asked = deque(self._ask_for_row(_row(room)) for room in self._here.ahead)
 
     def write(self, message: Any) -> None:
         key, payload, at = message
-        # [1] its skeleton: known to the reader, or told
         tensors: list[Tensor] = []
-        form = _form(payload, tensors)
-        if form is None:
+        try:
+            form = _form(payload, tensors)
+        except NotImplementedError:
             form, tensors = apart(payload, tensors_of)
         tensors = [dense(tensor.to(self.device)) for tensor in tensors]
-        skeleton = form, *map(like, tensors)
-        number, packed = self._sent.get(skeleton), b""
-        if number is None:
-            number, packed = len(self._sent), pickle.dumps(skeleton)
-            if number < KNOWN:
-                self._sent[skeleton] = number
-        # [2] a row with all that fits, if the reader has asked for one so large
-        near = [] if self.device.type == "cuda" else tensors
-        places = _places([len(packed), *(tensor.nbytes for tensor in near)])
-        total = places[-1]
-        head = pickle.dumps((key, at, number, len(packed), total))
-        assert len(head) <= HEAD
+        head = marshal.dumps((key, at, form, [*map(like, tensors)]))
+        near = tensors if self.on_cpu else []
+        total = START.size + len(head) + sum(tensor.nbytes for tensor in near)
+        start = START.pack(len(head), total)
         if self._there.take(total):
-            row = torch.empty(total, dtype=torch.uint8)
-            start = row.data_ptr()
-            memmove(start, head, len(head))
-            memmove(start + HEAD, packed, len(packed))
-            for place, tensor in zip(places[1:], near, strict=False):
-                memmove(start + place, tensor.data_ptr(), tensor.nbytes)
-            self._send(row, HEADS)
+            row = _row(total)
+            place = row.data_ptr()
+            memmove(place, start + head, START.size + len(head))
+            place += START.size + len(head)
+            for tensor in near:
+                memmove(place, tensor.data_ptr(), tensor.nbytes)
+                place += tensor.nbytes
+            self._send(row, FIRST)
             tensors = tensors[len(near) :]
         else:
-            self._send(_row_of(head), HEADS)
-            if packed:
-                self._send(_row_of(packed), PARTS)
-        # [3] what does not
+            self._send(_row_of(start), FIRST)
+            self._send(_row_of(head), MORE)
         for tensor in tensors:
             if tensor.nbytes:
-                self._send(as_bytes(tensor), PARTS)
+                self._send(as_bytes(tensor), MORE)
 
     def read(self) -> Any:
         row, work = self._asked.popleft()
         if isinstance(work, Lost):
             raise work
         _wait(work)
-        start = row.data_ptr()
-        key, at, number, size, total = pickle.loads(string_at(start, HEAD))
+        place = row.data_ptr()
+        size, total = START.unpack(string_at(place, START.size))
         fits = self._here.take(total)
-        self._asked.append(self._ask_for_head(self._here.ahead[-1]))
-        if size:
-            packed = string_at(start + HEAD, size) if fits else self._receive_bytes(size)
-            form, *alike = pickle.loads(packed)
-            sizes = [dtype.itemsize * math.prod(shape) for dtype, shape, _ in alike]
-            places = _places(sizes, 0)
-            if number < KNOWN:
-                self._known.append((form, alike, places))
-        else:
-            form, alike, places = self._known[number]
-        if fits and self.device.type == "cpu":
+        place += START.size
+        head = string_at(place, size) if fits else self._receive_bytes(size)
+        key, at, form, alike = marshal.loads(head)
+        tensors = [empty(one, self.device) for one in alike]
+        if fits and self.on_cpu:
             # Copies: a view would keep, and count as, the whole row.
-            tensors, start = self._empty(alike), start + HEAD + _room(size)
-            for tensor, place in zip(tensors, places, strict=False):
-                memmove(tensor.data_ptr(), start + place, tensor.nbytes)
+            place += size
+            for tensor in tensors:
+                memmove(tensor.data_ptr(), place, tensor.nbytes)
+                place += tensor.nbytes
         else:
-            tensors = self._receive(alike)
+            parts = [as_bytes(tensor) for tensor in tensors if tensor.nbytes]
+            for work in [self._ask(part, MORE) for part in parts]:
+                _wait(work)
+        room = self._here.ahead[-1]
+        self._asked.append(self._ask_for_row(row if len(row) == room else _row(room)))
         pickled = isinstance(form, bytes)
         return key, whole(form, tensors) if pickled else _filled(form, iter(tensors)), at
 
@@ -206,42 +196,28 @@ class GroupLink(Link):
 
     def _send(self, row: Tensor, tag: int) -> None:
         # The group's own call: torch's isend and irecv look up in which group a rank is which.
-        with lost(RuntimeError):
+        with TORCH_FAILS:
             work = self.to.send([row], self.rank, tag)
         if not row.is_cuda:
             self._waiting.append((work, row))
-            self._bytes += HEAD + row.nbytes
+            self._bytes += OWN + row.nbytes
             if self._bytes > WAITING:
                 self._leaving.put(self._waiting)
                 self._waiting, self._bytes = [], 0
 
     def _ask(self, row: Tensor, tag: int) -> Any:
-        with lost(RuntimeError):
+        with TORCH_FAILS:
             return self.back.recv([row], self.rank, tag)
 
-    def _ask_for_head(self, room: int) -> tuple[Tensor, Any]:
-        row = torch.empty(room, dtype=torch.uint8)
+    def _ask_for_row(self, row: Tensor) -> tuple[Tensor, Any]:
         try:
-            return row, self._ask(row, HEADS)
+            return row, self._ask(row, FIRST)
         except Lost as gone:  # the other end may be closed after its last message
             return row, gone
 
-    def _receive(self, alike: Sequence[Any]) -> list[Tensor]:
-        """Tensors that come part by part."""
-        tensors = self._empty(alike)
-        for work in [self._ask(as_bytes(tensor), PARTS) for tensor in tensors if tensor.nbytes]:
-            _wait(work)
-        return tensors
-
-    def _empty(self, alike: Sequence[Like]) -> list[Tensor]:
-        return [
-            torch.empty_strided(*layout, dtype=dtype, device=self.device)
-            for dtype, *layout in alike
-        ]
-
     def _receive_bytes(self, size: int) -> bytes:
-        row = torch.empty(size, dtype=torch.uint8)
-        _wait(self._ask(row, PARTS))
+        row = _row(size)
+        _wait(self._ask(row, MORE))
         return string_at(row.data_ptr(), size)
 
     def _keep(self) -> None:
@@ -265,47 +241,39 @@ class _Rooms:
 
 
 def _form(value: Any, tensors: list[Tensor]) -> Any:
-    """A plain payload's form as nested tuples, and its tensors added to `tensors`.
+    """A plain payload with `...` for its tensors, which are added to `tensors`.
 
-    (tuple, form, ...), (list, form, ...), (float, hexadecimal), (Tensor,), or (NoneType,), also of
-    an event, as `tensors_of` has it. None where there is anything else, which is pickled then: that
-    takes several times as long.
+    An event becomes None, as `tensors_of` has it. NotImplementedError where there is anything else,
+    which is pickled then: that takes several times as long.
     """
     kind = type(value)
     if kind is Tensor:
         tensors.append(value)
-        return (kind,)
-    if kind is float:
-        return kind, value.hex()  # -0.0 is not 0.0
-    if value is None or isinstance(value, torch.cuda.Event):
-        return (type(None),)
-    forms = [_form(part, tensors) for part in value] if kind in (tuple, list) else [None]
-    return None if None in forms else (kind, *forms)
+        return ...
+    if kind is tuple or kind is list:
+        return kind([_form(part, tensors) for part in value])
+    if kind in PLAIN:
+        return value
+    if isinstance(value, torch.cuda.Event):
+        return None
+    raise NotImplementedError
 
 
 def _filled(form: Any, tensors: Iterator[Tensor]) -> Any:
     """A payload from its form."""
-    kind, *parts = form
-    if kind in (tuple, list):
-        return kind(_filled(part, tensors) for part in parts)
-    if kind is float:
-        return float.fromhex(*parts)
-    return next(tensors) if kind is Tensor else None
-
-
-def _places(sizes: Iterable[int], begin: int = HEAD) -> list[int]:
-    """Offsets of parts from `begin` on, and of their end."""
-    return [*accumulate(map(_room, sizes), initial=begin)]
-
-
-def _room(size: int) -> int:
-    """What a part of so many bytes takes of a row."""
-    return -(-size // ALIGN) * ALIGN
+    kind = type(form)
+    if kind is tuple or kind is list:
+        return kind([_filled(part, tensors) for part in form])
+    return next(tensors) if form is ... else form
 
 
 def _wait(work: Any) -> None:
-    with lost(RuntimeError):
+    with TORCH_FAILS:
         work.wait()
+
+
+def _row(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
 
 
 def _row_of(memory: bytes) -> Tensor:

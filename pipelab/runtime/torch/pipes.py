@@ -55,7 +55,7 @@ class Pipe(Link):
     def read(self) -> Any:
         with lost(OSError, EOFError, pickle.UnpicklingError):
             skeleton, alike = pickle.load(self._file)
-            tensors = [torch.empty_strided(*layout, dtype=dtype) for dtype, *layout in alike]
+            tensors = [empty(one) for one in alike]
             for memory in filter(len, map(memory_of, tensors)):
                 if self._file.readinto(memory) < len(memory):
                     raise EOFError
@@ -93,12 +93,19 @@ def tensors_of(value: Any) -> Any:
     return value if isinstance(value, Tensor) else NotImplemented
 
 
-Like = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]  # a tensor's type, shape and strides
+Like = tuple[str, tuple[int, ...], tuple[int, ...]]  # a tensor's type, shape and strides
+NAMES = {value: name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
 def like(tensor: Tensor) -> Like:
     """What has to be known of a dense tensor to receive it."""
-    return tensor.dtype, tuple(tensor.shape), tensor.stride()
+    return NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride()
+
+
+def empty(like: Like, device: torch.device | None = None) -> Tensor:
+    """A tensor like that, to receive it in."""
+    dtype, shape, strides = like
+    return torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device=device)
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -114,10 +121,11 @@ def dense(tensor: Tensor) -> Tensor:
             f"a {kind} tensor is sent to no other process: let the stage output a plain one "
             "(to_dense, dequantize, to_padded_tensor)"
         )
-    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = tensor.detach()
     # torch has tensors of zeros without memory, such as tangents of what does not depend on x.
-    plain = plain if plain.is_contiguous() and not plain._is_zerotensor() else plain.clone()
-    if plain.untyped_storage().device.type == "meta":  # also of a FakeTensor
+    if not plain.is_contiguous() or plain.is_conj() or plain.is_neg() or plain._is_zerotensor():
+        plain = plain.resolve_conj().resolve_neg().clone()
+    if type(plain) is not Tensor and plain.untyped_storage().device.type == "meta":
         raise ValueError(f"a {type(tensor).__name__} has no numbers that could be sent")
     return plain
 
