@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
+from functools import cache
 from hashlib import sha256
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -77,11 +78,16 @@ def cut_batch(batch: Any, pieces: int, number: int, trees: Trees) -> list[tuple[
 def check_leaves(leaves: Sequence[Any], where: str) -> None:
     """ValueError for a container that the library does not open, with the arrays in it."""
     for leaf in leaves:
-        if is_dataclass(leaf) or isinstance(leaf, Mapping):
+        if _is_closed(leaf.__class__):
             raise ValueError(
                 f"{where} holds a {type(leaf).__name__}, whose arrays cannot be found: use tuples, "
                 "lists, dicts or namedtuples, or register it as a pytree"
             )
+
+
+@cache
+def _is_closed(kind: type) -> bool:
+    return is_dataclass(kind) or issubclass(kind, Mapping)
 
 
 def samples_of(piece: Any, trees: Trees) -> int:

@@ -93,7 +93,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.held = self.most = 0
-        self._holders: Counter[int] = Counter()  # block of memory -> how many keys hold it
+        self._holders: dict[int, int] = {}  # block of memory -> how many keys hold it
         self._blocks: dict[Hashable, dict[int, int]] = {}  # key -> its blocks and their bytes
 
     def hold(self, key: Hashable, blocks: dict[int, int]) -> None:
@@ -103,8 +103,9 @@ class Ledger:
             # Views share a block: it is counted by the first who holds it.
             if block not in mine:
                 mine[block] = size
-                self._holders[block] += 1
-                if self._holders[block] == 1:
+                others = self._holders.get(block, 0)
+                self._holders[block] = others + 1
+                if not others:
                     self.held += size
         self.most = max(self.most, self.held)
 
@@ -112,9 +113,10 @@ class Ledger:
         """`key` holds nothing any more."""
         for block, size in self._blocks.pop(key, {}).items():
             # A block is free when the last of those who hold it lets go.
-            self._holders[block] -= 1
-            if not self._holders[block]:
-                del self._holders[block]
+            others = self._holders.pop(block) - 1
+            if others:
+                self._holders[block] = others
+            else:
                 self.held -= size
 
 

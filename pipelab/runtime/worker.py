@@ -47,6 +47,7 @@ NO_BYTES = Bytes(0, 0, 0, 0)
 # From a stage to the one whose output its action takes; 0 for none.
 STEP = {Kind.F: -1, Kind.B: 1, Kind.I: 1, Kind.W: 0, Kind.U: 0}
 NEWS = "news"  # in keys of messages
+KINDS = len(Kind)
 
 
 @dataclass(frozen=True)
@@ -164,12 +165,12 @@ class Job(ABC):
     def doing(self, mark: int) -> str:
         """The action that a progress mark stands for."""
         rest, stage = divmod(mark, self.schedule.stages)
-        number, kind = divmod(rest, len(Kind))
+        number, kind = divmod(rest, KINDS)
         return str(Action(stage, Kind(kind), number))
 
     def mark(self, action: Action) -> int:
         """An action as a number, for `doing`."""
-        return (action.microbatch * len(Kind) + action.kind) * self.schedule.stages + action.stage
+        return (action.microbatch * KINDS + action.kind) * self.schedule.stages + action.stage
 
     @abstractmethod
     def home(self) -> Device:
@@ -412,4 +413,4 @@ def _carried_out(action: Action, stage: Stage, received: Any) -> Any:
 
 
 def _sum(all_bytes: Iterable[Bytes]) -> Bytes:
-    return Bytes(*(sum(values) for values in zip(NO_BYTES, *all_bytes, strict=True)))
+    return Bytes(*map(sum, zip(NO_BYTES, *all_bytes, strict=True)))

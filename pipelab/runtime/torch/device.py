@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from threading import RLock
 from typing import Any
@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from pipelab.runtime.stage import Device, Ledger
 
+HERE = nullcontext()  # of an action that needs no other context
 DRAWING = RLock()  # torch has one generator a device, whichever run draws from it
 
 
@@ -62,8 +63,14 @@ class CpuDevice(Device):
         event.synchronize()
         return pytree.tree_map_only(Tensor, lambda t: t.to(self.device), payload)
 
-    def arrays(self, payload: Any) -> Iterable[Tensor]:
-        return (leaf for leaf in pytree.tree_leaves(payload) if isinstance(leaf, Tensor))
+    def arrays(self, payload: Any) -> Iterator[Tensor]:
+        if isinstance(payload, Tensor):
+            yield payload
+        elif type(payload) in (tuple, list):  # most messages, for which pytree would take longer
+            for part in payload:
+                yield from self.arrays(part)
+        else:
+            yield from (leaf for leaf in pytree.tree_leaves(payload) if isinstance(leaf, Tensor))
 
     # ---- bytes of activations: unique storages of what autograd saves, without weights and buffers
 
@@ -86,8 +93,11 @@ class CpuDevice(Device):
         """Count for `key` all that autograd saves in this context, and list it in `into`."""
 
         def pack(tensor: Tensor) -> Saved:
-            if not self.ignores(tensor):
-                self.ledger.hold(key, storages([tensor]))
+            # Lines that every saved tensor runs, most of them cold: no calls of one another.
+            storage = tensor.untyped_storage()
+            block = storage.data_ptr()
+            if block not in self._constants:
+                self.ledger.hold(key, {block: storage.nbytes()})
             saved = Saved(tensor)
             if into is not None:
                 into.append(ref(saved))
@@ -97,30 +107,29 @@ class CpuDevice(Device):
 
     # ---- what actions run in
 
-    @contextmanager
-    def forward_context(self, seed: Any, autocast: torch.dtype | None) -> Iterator[None]:
+    def forward_context(self, seed: Any, autocast: torch.dtype | None) -> AbstractContextManager:
         """The context of a forward: a stream of random numbers of its own, and mixed precision.
 
         torch draws from one generator a device, so that the threads of a process take turns where
         forwards draw. A cache of casts would outlive the weights: the caller's own autocast, around
         this one, is what empties it.
         """
-        with ExitStack() as stack:
-            if seed is not None:
-                cuda = [self.device] if self.device.type == "cuda" else []
-                stack.enter_context(DRAWING)
-                stack.enter_context(torch.random.fork_rng(cuda))
-                torch.default_generator.manual_seed(int(seed))
-                if cuda:
-                    torch.cuda.manual_seed(seed)
-            if autocast is not None:
-                kind = self.device.type
-                stack.enter_context(torch.autocast(kind, autocast, cache_enabled=False))
+        kind = self.device.type
+        mixed = torch.autocast(kind, autocast, cache_enabled=False) if autocast else HERE
+        return mixed if seed is None else self._drawing(int(seed), mixed)
+
+    @contextmanager
+    def _drawing(self, seed: int, mixed: AbstractContextManager) -> Iterator[None]:
+        cuda = [self.device] if self.device.type == "cuda" else []
+        with DRAWING, torch.random.fork_rng(cuda), mixed:
+            torch.default_generator.manual_seed(seed)
+            if cuda:
+                torch.cuda.manual_seed(seed)
             yield
 
     def backward_context(self, seed: Any) -> AbstractContextManager:
         """The context of a backward: torch.utils.checkpoint draws in it what its forward drew."""
-        return nullcontext() if seed is None else DRAWING
+        return HERE if seed is None else DRAWING
 
 
 class CudaDevice(CpuDevice):

@@ -161,9 +161,9 @@ class TorchStage(VersionedStage):
                 kept.weight_grad()
             else:
                 found, held = self._pull_input(microbatch, kept, gradients, count, kind)
-        self.total |= {name: p.grad for name, p in weights.items() if p.grad is not None}
-        for p in weights.values():
-            p.grad = None
+        for name, p in weights.items():
+            if p.grad is not None:
+                self.total[name], p.grad = p.grad, None
         # Autograd may give one memory to an input's gradient, a weight's, which is added to later,
         # and what is kept for W.
         shared = storages([*held, *self.total.values()])

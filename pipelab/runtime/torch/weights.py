@@ -78,6 +78,7 @@ class VersionedStage(CountingStage):
         if start and self.optimizer:
             start.load_optimizer(self.optimizer, self.schedulers, self._handles)
         self._note_constants()
+        self._of_optimizer: int | None = None  # bytes of its state; None until they are asked for
         self._modes: list[tuple[nn.Module, bool]] = []  # to put them back after an evaluation
 
     def begin(self, feed: Feed | None, *, training: bool, keep: bool) -> None:
@@ -151,6 +152,7 @@ class VersionedStage(CountingStage):
             self.optimizer.zero_grad()
             for scheduler in self.schedulers:
                 scheduler.step()
+        self._of_optimizer = None
         self.end_group(number)
 
     # ---- what is asked of it between actions and afterwards
@@ -190,9 +192,10 @@ class VersionedStage(CountingStage):
 
     def held(self) -> Bytes:
         """The memory kept now, by unique storages."""
-        states = pytree.tree_leaves([*self.optimizer.state.values()]) if self.optimizer else ()
-        tensors = (value for value in states if isinstance(value, Tensor))
-        return Bytes(*self._of_weights, _bytes(self.total.values()), _bytes(tensors))
+        if self._of_optimizer is None:
+            states = pytree.tree_leaves([*self.optimizer.state.values()]) if self.optimizer else ()
+            self._of_optimizer = _bytes(state for state in states if isinstance(state, Tensor))
+        return Bytes(*self._of_weights, _bytes(self.total.values()), self._of_optimizer)
 
     def trained(self) -> dict[str, Tensor]:
         """The module's state with its latest weights, on the CPU."""
