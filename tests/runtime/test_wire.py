@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 import pipelab
 from pipelab.runtime import wire as wires
 from pipelab.runtime.torch import groups
+from pipelab.runtime.torch.child import Failure
 from pipelab.runtime.torch.groups import GroupLink
 from pipelab.runtime.torch.pipes import Pipe
-from pipelab.runtime.torch.processes import _Failure
 from pipelab.runtime.transport import Aborted, Lost, Message
 from pipelab.runtime.wire import Wire
 from pipelab.runtime.worker import RunError
@@ -403,4 +403,4 @@ def test_rows_of_a_process_send_and_end_however_far_one_is_ahead():
 def test_a_connection_error_of_the_callers_code_is_its_own_failure():
     error = RunError("device 1, action 1F0: no data")
     error.__cause__ = ConnectionRefusedError("no data")
-    assert not _Failure(SimpleNamespace(where="device 1", rank=1), error).secondary
+    assert not Failure(SimpleNamespace(where="device 1", rank=1), error).secondary

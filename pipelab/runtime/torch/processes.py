@@ -3,54 +3,43 @@
 Whatever happens, no process, file or port is left behind.
 """
 
-import ctypes
 import io
 import multiprocessing
-import os
 import pickle
-import shutil
 import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Lock, Thread
-from typing import Any, NamedTuple, NoReturn
+from threading import Lock
+from typing import Any, NoReturn
 
 import cloudpickle
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from pipelab.runtime.threads import (
     BEFORE,
-    Orders,
     RankJob,
     Threads,
     no_progress,
     place,
 )
-from pipelab.runtime.torch.groups import FOREVER
-from pipelab.runtime.torch.pipes import Pipe
-from pipelab.runtime.transport import Lost
-from pipelab.runtime.wire import Ends, Wire, pairs_of_ranks, pairs_of_replicas
-from pipelab.runtime.worker import Job, Order, Outcome, RunError, told
+from pipelab.runtime.torch.child import Connected, Failure, in_a_group, perform, rank_process
+from pipelab.runtime.wire import Ends, pairs_of_ranks, pairs_of_replicas
+from pipelab.runtime.worker import Job, Order, Outcome, RunError
 
-PRELOAD = ["torch._dynamo", "pipelab.runtime.torch.processes"]
+PRELOAD = ["torch._dynamo", "pipelab.runtime.torch.child"]
 STARTING = Lock()  # this process has one __main__
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 @dataclass
@@ -77,39 +66,6 @@ class Processes(Threads):
         self.all.close()
 
 
-class Connected(NamedTuple):
-    """What connects a rank to the others.
-
-    pipes   from each other rank, and to it: this rank's ends of them
-    ready   when each rank was, on the clock of all processes; 0 before
-    folder  of all, for files; there until the ranks are killed
-    """
-
-    pipes: dict[int, tuple[Connection, Connection]]
-    ready: Any
-    folder: str
-
-
-def perform(
-    job: Job, progress: Callable[[int], None], connected: Connected, orders: Orders
-) -> Iterator[Outcome]:
-    """Do the orders of this rank's job, at the same time as the others, until it is killed."""
-
-    def began() -> float:
-        connected.ready[job.rank] = time.perf_counter()
-        while not all(connected.ready):
-            time.sleep(1e-3)
-        return max(connected.ready) + 0.01
-
-    wire = Wire(job, {(job.rank, r): Pipe(*ends) for r, ends in connected.pipes.items()})
-    rank = Threads()
-    rank.start([job], [wire] * job.replicas, lambda _: progress, began)
-    while order := orders.get():
-        rank.submit([order])
-        del order  # else its data would be kept until the next
-        yield from rank.collect()
-
-
 def run_processes(jobs: Sequence[RankJob], work: Callable[..., Any], timeout: float) -> list:
     """work(job, progress) for every job in a process of its own, connected by torch.distributed.
 
@@ -119,24 +75,8 @@ def run_processes(jobs: Sequence[RankJob], work: Callable[..., Any], timeout: fl
     notebook's cells work. `progress` takes a number, whose meaning the job knows; each call shows
     that the rank gets on.
     """
-    with _started(jobs, partial(_in_a_group, work, len(jobs))) as ranks:
+    with _started(jobs, partial(in_a_group, work, len(jobs))) as ranks:
         return _collect(ranks, timeout)
-
-
-def _in_a_group(
-    work: Callable[..., Any],
-    count: int,
-    job: RankJob,
-    progress: Callable[[int], None],
-    connected: Connected,
-    orders: Orders,
-) -> Iterator[Any]:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    meeting = f"file://{connected.folder}/rendezvous"
-    dist.init_process_group(
-        "gloo", init_method=meeting, world_size=count, rank=job.rank, timeout=FOREVER
-    )
-    yield work(job, progress)
 
 
 @contextmanager
@@ -196,7 +136,7 @@ class _Rank:
         return place(self.job, self.marks[self.job.rank])
 
     def receive(self) -> Any:
-        """The message it has sent: its outcome, or a _Failure. RunError if it has died instead."""
+        """The message it has sent: its outcome, or a Failure. RunError if it has died instead."""
         try:
             return cloudpickle.loads(self.connection.recv_bytes())
         except (EOFError, ConnectionError):
@@ -209,30 +149,11 @@ class _Rank:
             raise RunError(text, self.job.rank) from None
 
 
-class _Failure:
-    """The message of a rank that fails: its error, with the cause as text.
-
-    secondary  whether it only lost its connection to another rank
-    """
-
-    def __init__(self, job: RankJob, error: BaseException) -> None:
-        cause = error.__cause__ if isinstance(error, RunError) and error.__cause__ else error
-        self.traceback = "".join(traceback.format_exception(cause))
-        self.secondary = isinstance(cause, Lost)
-        if not isinstance(error, RunError):
-            error = RunError(f"{job.where}: {told(error)}", job.rank)
-        error.__cause__ = None
-        self.error = error
-
-
 class _Remote(Exception):
     """The traceback of a rank, as text."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
-
-
-# ---- in the parent
 
 
 @contextmanager
@@ -264,7 +185,7 @@ def _start_server() -> None:
 def _start(context: Any, job: RankJob, marks: Any, connected: Connected) -> _Rank:
     mine, theirs = context.Pipe()
     arguments = (theirs, job.rank, marks, connected)
-    process = context.Process(target=_rank, args=arguments, name=f"pipelab rank {job.rank}")
+    process = context.Process(target=rank_process, args=arguments, name=f"pipelab rank {job.rank}")
     process.start()
     theirs.close()
     return _Rank(job, process, mine, marks)
@@ -299,7 +220,7 @@ def _collect(ranks: Sequence[_Rank], timeout: float) -> list[Any]:
         for rank in [rank for rank in left if rank.connection.poll()]:
             left.remove(rank)
             outcome = rank.receive()
-            if isinstance(outcome, _Failure):
+            if isinstance(outcome, Failure):
                 _blame(outcome, left)
             outcomes[rank.job.rank] = outcome
         now = ranks[0].marks[:]
@@ -311,7 +232,7 @@ def _collect(ranks: Sequence[_Rank], timeout: float) -> list[Any]:
     return [outcomes[rank] for rank in sorted(outcomes)]
 
 
-def _blame(failure: _Failure, others: list[_Rank]) -> NoReturn:
+def _blame(failure: Failure, others: list[_Rank]) -> NoReturn:
     """Raise a rank's failure; if it only lost its connection to another, what happened to that."""
     deadline = time.monotonic() + 2
     while failure.secondary and others and time.monotonic() < deadline:
@@ -319,7 +240,7 @@ def _blame(failure: _Failure, others: list[_Rank]) -> NoReturn:
         for rank in [rank for rank in others if rank.connection.poll()]:
             others.remove(rank)
             found = rank.receive()
-            if isinstance(found, _Failure) and not found.secondary:
+            if isinstance(found, Failure) and not found.secondary:
                 failure = found
     raise failure.error from _Remote(failure.traceback)
 
@@ -349,73 +270,3 @@ def _dumps(value: Any) -> memoryview:
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getbuffer()
-
-
-# ---- in the rank
-
-
-def _rank(connection: Connection, rank: int, marks: Any, connected: Connected) -> None:
-    """A rank's process: receive the job, do it, send the outcomes or the error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides
-    folder = connected.folder
-    if not os.path.isdir(folder):  # the caller was interrupted while it started this
-        os._exit(1)
-    with open(os.path.join(folder, f"log{rank:04}"), "w", buffering=1) as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-        # They are None where the caller's are closed. Else libraries expect them at 1 and 2.
-        sys.stdout, sys.stderr = sys.stdout or log, sys.stderr or log
-        job, work, registered = cloudpickle.loads(_receive(connection, folder))
-        for node in registered:
-            pytree.register_pytree_node(node.type, node.flatten_fn, node.unflatten_fn)
-        orders: Orders = SimpleQueue()
-        listener = Thread(target=_listen, args=(connection, folder, orders), daemon=True)
-        listener.start()
-        torch.set_num_threads(1)  # the ranks share this machine's cores
-        _keep_freed_memory()
-        try:
-            for outcome in work(job, partial(marks.__setitem__, rank), connected, orders):
-                _send(connection, outcome)
-                del outcome
-        except BaseException as error:
-            try:
-                _send(connection, _Failure(job, error))
-            except OSError:
-                listener.join(5)  # the caller was killed: it clears up, and ends this process
-        os._exit(0)
-
-
-def _send(parent: Connection, outcome: Any) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    parent.send_bytes(cloudpickle.dumps(outcome))
-
-
-def _listen(parent: Connection, folder: str, orders: Orders) -> None:
-    while True:
-        orders.put(pickle.loads(_receive(parent, folder)))
-
-
-def _receive(parent: Connection, folder: str) -> bytes:
-    """The caller's message. One that is killed cannot clean up after itself: its ranks do."""
-    try:
-        return parent.recv_bytes()
-    except (EOFError, OSError):
-        shutil.rmtree(folder, ignore_errors=True)
-        caller: Any = multiprocessing.parent_process()
-        caller.join(1)  # its pipes are closed one by one
-        if not caller.is_alive():  # else an interrupt ended the start of this rank
-            shutil.rmtree(get_temp_dir(), ignore_errors=True)  # with the fork server's address
-        os._exit(1)
-
-
-def _keep_freed_memory() -> None:
-    """Keep freed memory with this process.
-
-    Else malloc gives gradients back to the kernel after every update, and each of their pages costs
-    a fault when the next batch needs it: of 4 MB a thousand, which was 5 % of a batch of 80 ms.
-    """
-    with suppress(AttributeError, TypeError):  # another C library than GNU's
-        malloc = ctypes.CDLL(None)
-        malloc.mallopt(M_TRIM_THRESHOLD, 2**30)
-        malloc.mallopt(M_MMAP_THRESHOLD, 2**25)  # the most that it takes

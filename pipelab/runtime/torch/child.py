@@ -1,0 +1,172 @@
+"""The process of a rank that `processes` starts: it does its job until its parent kills it."""
+
+import ctypes
+import os
+import pickle
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from multiprocessing.util import get_temp_dir
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from pipelab.runtime.threads import Orders, RankJob, Threads
+from pipelab.runtime.torch.groups import FOREVER
+from pipelab.runtime.torch.pipes import Pipe
+from pipelab.runtime.transport import Lost
+from pipelab.runtime.wire import Wire
+from pipelab.runtime.worker import Job, Outcome, RunError, told
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+
+
+class Connected(NamedTuple):
+    """What connects a rank to the others.
+
+    pipes   from each other rank, and to it: this rank's ends of them
+    ready   when each rank was, on the clock of all processes; 0 before
+    folder  of all, for files; there until the ranks are killed
+    """
+
+    pipes: dict[int, tuple[Connection, Connection]]
+    ready: Any
+    folder: str
+
+
+class Failure:
+    """The message of a rank that fails: its error, with the cause as text.
+
+    secondary  whether it only lost its connection to another rank
+    """
+
+    def __init__(self, job: RankJob, error: BaseException) -> None:
+        cause = error.__cause__ if isinstance(error, RunError) and error.__cause__ else error
+        self.traceback = "".join(traceback.format_exception(cause))
+        self.secondary = isinstance(cause, Lost)
+        if not isinstance(error, RunError):
+            error = RunError(f"{job.where}: {told(error)}", job.rank)
+        error.__cause__ = None
+        self.error = error
+
+
+def rank_process(connection: Connection, rank: int, marks: Any, connected: Connected) -> None:
+    """A rank's process: receive the job, do it, send the outcomes or the error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides
+    folder = connected.folder
+    if not os.path.isdir(folder):  # the caller was interrupted while it started this
+        os._exit(1)
+    with open(os.path.join(folder, f"log{rank:04}"), "w", buffering=1) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        # They are None where the caller's are closed. Else libraries expect them at 1 and 2.
+        sys.stdout, sys.stderr = sys.stdout or log, sys.stderr or log
+        job, work, registered = cloudpickle.loads(_receive(connection, folder))
+        for node in registered:
+            pytree.register_pytree_node(node.type, node.flatten_fn, node.unflatten_fn)
+        orders: Orders = SimpleQueue()
+        listener = Thread(target=_listen, args=(connection, folder, orders), daemon=True)
+        listener.start()
+        torch.set_num_threads(1)  # the ranks share this machine's cores
+        _keep_freed_memory()
+        try:
+            for outcome in work(job, partial(marks.__setitem__, rank), connected, orders):
+                _send(connection, outcome)
+                del outcome
+        except BaseException as error:
+            try:
+                _send(connection, Failure(job, error))
+            except OSError:
+                listener.join(5)  # the caller was killed: it clears up, and ends this process
+        os._exit(0)
+
+
+# ---- what it does
+
+
+def perform(
+    job: Job, progress: Callable[[int], None], connected: Connected, orders: Orders
+) -> Iterator[Outcome]:
+    """Do the orders of this rank's job, at the same time as the others, until it is killed."""
+
+    def began() -> float:
+        connected.ready[job.rank] = time.perf_counter()
+        while not all(connected.ready):
+            time.sleep(1e-3)
+        return max(connected.ready) + 0.01
+
+    wire = Wire(job, {(job.rank, r): Pipe(*ends) for r, ends in connected.pipes.items()})
+    rank = Threads()
+    rank.start([job], [wire] * job.replicas, lambda _: progress, began)
+    while order := orders.get():
+        rank.submit([order])
+        del order  # else its data would be kept until the next
+        yield from rank.collect()
+
+
+def in_a_group(
+    work: Callable[..., Any],
+    count: int,
+    job: RankJob,
+    progress: Callable[[int], None],
+    connected: Connected,
+    orders: Orders,
+) -> Iterator[Any]:
+    """work(job, progress), once, where torch.distributed connects all `count` ranks."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    meeting = f"file://{connected.folder}/rendezvous"
+    dist.init_process_group(
+        "gloo", init_method=meeting, world_size=count, rank=job.rank, timeout=FOREVER
+    )
+    yield work(job, progress)
+
+
+# ---- between it and its parent
+
+
+def _send(parent: Connection, outcome: Any) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent.send_bytes(cloudpickle.dumps(outcome))
+
+
+def _listen(parent: Connection, folder: str, orders: Orders) -> None:
+    while True:
+        orders.put(pickle.loads(_receive(parent, folder)))
+
+
+def _receive(parent: Connection, folder: str) -> bytes:
+    """The caller's message. One that is killed cannot clean up after itself: its ranks do."""
+    try:
+        return parent.recv_bytes()
+    except (EOFError, OSError):
+        shutil.rmtree(folder, ignore_errors=True)
+        caller: Any = parent_process()
+        caller.join(1)  # its pipes are closed one by one
+        if not caller.is_alive():  # else an interrupt ended the start of this rank
+            shutil.rmtree(get_temp_dir(), ignore_errors=True)  # with the fork server's address
+        os._exit(1)
+
+
+def _keep_freed_memory() -> None:
+    """Keep freed memory with this process.
+
+    Else malloc gives gradients back to the kernel after every update, and each of their pages costs
+    a fault when the next batch needs it: of 4 MB a thousand, which was 5 % of a batch of 80 ms.
+    """
+    with suppress(AttributeError, TypeError):  # another C library than GNU's
+        malloc = ctypes.CDLL(None)
+        malloc.mallopt(M_TRIM_THRESHOLD, 2**30)
+        malloc.mallopt(M_MMAP_THRESHOLD, 2**25)  # the most that it takes
