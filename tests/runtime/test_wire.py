@@ -11,6 +11,7 @@ from collections import defaultdict, namedtuple
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -156,6 +157,14 @@ def test_a_message_comes_as_it_was_sent(name, kind, two_ends, two_groups):
             assert b.stride() == a.to("meta").stride()  # as when a tensor goes to another device
         else:
             assert a == b and type(a) is type(b)
+
+
+@pytest.mark.parametrize("kind", ["pipes", "groups"])
+def test_numpy_numbers_in_a_table_or_a_pace_come_as_numbers(kind, two_ends, two_groups):
+    near, far, *_ = two_ends if kind == "pipes" else two_groups
+    near.write(((np.int64(3), True, np.int64(2)), T, np.float64(0.5)))
+    key, _, at = within(far.read)
+    assert {key: at} == {(3, True, 2): 0.5}
 
 
 @pytest.mark.parametrize("kind", ["pipes", "groups"])

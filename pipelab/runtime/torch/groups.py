@@ -4,7 +4,7 @@ A rank that has slept finds its caches cold, and every line that a message runs 
 times as long as in a loop: what every message does is short, and done beforehand where it can be.
 """
 
-import marshal
+import pickle
 from collections import deque
 from collections.abc import Iterator, Sequence
 from ctypes import memmove, string_at
@@ -32,7 +32,7 @@ FIRST, MORE = 0, 1  # tags: of rows that were asked for beforehand, and of all e
 WAITING = 2**20  # bytes that may wait until their thread looks whether they have left
 OWN = 2**8  # bytes that a tensor takes beside its numbers, about
 TORCH_FAILS = lost(RuntimeError)
-PLAIN = {float, int, bool, str, type(None)}  # what marshal has, beside tuples and lists
+PLAIN = {float, int, bool, str, type(None)}  # of what no part has to be put aside
 
 
 def backend() -> str:
@@ -138,7 +138,7 @@ class GroupLink(Link):
         except NotImplementedError:
             form, tensors = apart(payload, tensors_of)
         tensors = [dense(tensor.to(self.device)) for tensor in tensors]
-        head = marshal.dumps((key, at, form, [*map(like, tensors)]))
+        head = pickle.dumps((key, at, form, [*map(like, tensors)]))
         near = tensors if self.on_cpu else []
         total = START.size + len(head) + sum(tensor.nbytes for tensor in near)
         start = START.pack(len(head), total)
@@ -169,7 +169,7 @@ class GroupLink(Link):
         fits = self._here.take(total)
         place += START.size
         head = string_at(place, size) if fits else self._receive_bytes(size)
-        key, at, form, alike = marshal.loads(head)
+        key, at, form, alike = pickle.loads(head)
         tensors = [empty(one, self.device) for one in alike]
         if fits and self.on_cpu:
             # Copies: a view would keep, and count as, the whole row.
@@ -243,8 +243,8 @@ class _Rooms:
 def _form(value: Any, tensors: list[Tensor]) -> Any:
     """A plain payload with `...` for its tensors, which are added to `tensors`.
 
-    An event becomes None, as `tensors_of` has it. NotImplementedError where there is anything else,
-    which is pickled then: that takes several times as long.
+    An event becomes None, as `tensors_of` has it. NotImplementedError where there is anything else:
+    `apart` takes that, too, and several times as long.
     """
     kind = type(value)
     if kind is Tensor:
