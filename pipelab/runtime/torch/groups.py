@@ -32,6 +32,7 @@ FIRST, MORE = 0, 1  # tags: of rows that were asked for beforehand, and of all e
 WAITING = 2**20  # bytes that may wait until their thread looks whether they have left
 OWN = 2**8  # bytes that a tensor takes beside its numbers, about
 TORCH_FAILS = lost(RuntimeError)
+TENSOR = b""  # in a form: nothing plain, and quick to pickle
 PLAIN = {float, int, bool, str, type(None)}  # of what no part has to be put aside
 
 
@@ -183,8 +184,8 @@ class GroupLink(Link):
                 _wait(work)
         room = self._here.ahead[-1]
         self._asked.append(self._ask_for_row(row if len(row) == room else _row(room)))
-        pickled = isinstance(form, bytes)
-        return key, whole(form, tensors) if pickled else _filled(form, iter(tensors)), at
+        packed = isinstance(form, bytes) and form != TENSOR
+        return key, whole(form, tensors) if packed else _filled(form, iter(tensors)), at
 
     def close(self) -> None:
         """When all that was sent has been read."""
@@ -241,7 +242,7 @@ class _Rooms:
 
 
 def _form(value: Any, tensors: list[Tensor]) -> Any:
-    """A plain payload with `...` for its tensors, which are added to `tensors`.
+    """A plain payload with TENSOR for its tensors, which are added to `tensors`.
 
     An event becomes None, as `tensors_of` has it. NotImplementedError where there is anything else:
     `apart` takes that, too, and several times as long.
@@ -249,7 +250,7 @@ def _form(value: Any, tensors: list[Tensor]) -> Any:
     kind = type(value)
     if kind is Tensor:
         tensors.append(value)
-        return ...
+        return TENSOR
     if kind is tuple or kind is list:
         return kind([_form(part, tensors) for part in value])
     if kind in PLAIN:
@@ -264,7 +265,7 @@ def _filled(form: Any, tensors: Iterator[Tensor]) -> Any:
     kind = type(form)
     if kind is tuple or kind is list:
         return kind([_filled(part, tensors) for part in form])
-    return next(tensors) if form is ... else form
+    return next(tensors) if kind is bytes else form
 
 
 def _wait(work: Any) -> None:
