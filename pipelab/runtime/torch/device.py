@@ -10,7 +10,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, _engine_run_backward, saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from pipelab.runtime.stage import Device, Ledger
@@ -212,12 +212,32 @@ def whole_backward(
 ) -> list[Tensor | None]:
     """A full backward: accumulates the weights' gradients and returns those of the inputs."""
     if outputs:
-        torch.autograd.backward(outputs, gradients)
+        walk(outputs, gradients)
     found = []
     for leaf in inputs:
         found.append(leaf.grad)
         leaf.grad = None
     return found
+
+
+def walk(
+    starts: Sequence[GradientEdge], gradients: Sequence[Tensor], ends: Sequence[Tensor] = ()
+) -> None:
+    """Accumulate gradients from `starts` on, those of `ends` or else of all leaves; no graph stays.
+
+    torch.autograd.backward (2.11 to 2.13) calls this after a comparison of shapes in Python: they
+    are right here, and it takes as long as a small product.
+    """
+    keep_graph = build_another = False
+    _engine_run_backward(
+        tuple(starts),
+        tuple(gradients),
+        keep_graph,
+        build_another,
+        tuple(ends),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def remaining(saved: Iterable[ref[Saved]]) -> Iterator[Tensor]:

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
+from torch.autograd.graph import GradientEdge, Node
 
-from pipelab.runtime.torch.device import Saved, whole_backward
+from pipelab.runtime.torch.device import Saved, walk, whole_backward
 
 # operation -> what hands it gradients, and as which of its outputs'; None: where a backward starts
 Above = dict[Node, list[tuple[Node | None, int]]]
@@ -194,18 +194,8 @@ class Halves:
             group = self._groups.pop()
             if group.starts:
                 operations, gradients = zip(*group.starts, strict=True)
-                weights = tuple(node.variable for node in group.weights)
-                # torch.autograd.backward (2.11 to 2.13) calls this after a comparison of shapes in
-                # Python: they are right here, and it takes as long as a small product.
-                _engine_run_backward(
-                    operations,
-                    gradients,
-                    False,  # keep the graph
-                    False,  # build one of this walk
-                    weights,
-                    allow_unreachable=True,
-                    accumulate_grad=True,
-                )
+                weights = [node.variable for node in group.weights]
+                walk(operations, gradients, weights)
         self.outputs, self.gradients, self._kept = [], [], set()
 
     def kept(self) -> Iterator[Tensor]:
