@@ -7,7 +7,7 @@ times as long as in a loop: what every message does is short, and done beforehan
 import pickle
 from collections import deque
 from collections.abc import Iterator, Sequence
-from ctypes import memmove, string_at
+from ctypes import memmove
 from datetime import timedelta
 from queue import SimpleQueue
 from struct import Struct
@@ -129,7 +129,9 @@ class GroupLink(Link):
         self._thread = Thread(target=self._keep, name="pipelab sends", daemon=True)
         self._thread.start()
         self._there, self._here = _Rooms(), _Rooms()  # that the other end, and this one, asks for
-        self._asked = deque(self._ask_for_row(_row(room)) for room in self._here.ahead)
+        self._asked: deque[Any] = deque()  # rows, and when they will be there
+        for room in self._here.ahead:
+            self._ask_for_row(_Row(room))
 
     def write(self, message: Any) -> None:
         key, payload, at = message
@@ -144,7 +146,7 @@ class GroupLink(Link):
         total = START.size + len(head) + sum(tensor.nbytes for tensor in near)
         start = START.pack(len(head), total)
         if self._there.take(total):
-            row = _row(total)
+            row = torch.empty(total, dtype=torch.uint8)
             place = row.data_ptr()
             memmove(place, start + head, START.size + len(head))
             place += START.size + len(head)
@@ -165,16 +167,14 @@ class GroupLink(Link):
         if isinstance(work, Lost):
             raise work
         _wait(work)
-        place = row.data_ptr()
-        size, total = START.unpack(string_at(place, START.size))
+        size, total = START.unpack_from(row.memory)
         fits = self._here.take(total)
-        place += START.size
-        head = string_at(place, size) if fits else self._receive_bytes(size)
-        key, at, form, alike = pickle.loads(head)
+        head = row.memory[START.size :] if fits else self._receive(size)
+        key, at, form, alike = pickle.loads(head)  # which says itself where it ends
         tensors = [empty(one, self.device) for one in alike]
         if fits and self.on_cpu:
             # Copies: a view would keep, and count as, the whole row.
-            place += size
+            place = row.tensor.data_ptr() + START.size + size
             for tensor in tensors:
                 memmove(tensor.data_ptr(), place, tensor.nbytes)
                 place += tensor.nbytes
@@ -183,7 +183,7 @@ class GroupLink(Link):
             for work in [self._ask(part, MORE) for part in parts]:
                 _wait(work)
         room = self._here.ahead[-1]
-        self._asked.append(self._ask_for_row(row if len(row) == room else _row(room)))
+        self._ask_for_row(row if len(row.memory) == room else _Row(room))
         packed = isinstance(form, bytes) and form != TENSOR
         return key, whole(form, tensors) if packed else _filled(form, iter(tensors)), at
 
@@ -210,22 +210,31 @@ class GroupLink(Link):
         with TORCH_FAILS:
             return self.back.recv([row], self.rank, tag)
 
-    def _ask_for_row(self, row: Tensor) -> tuple[Tensor, Any]:
+    def _ask_for_row(self, row: "_Row") -> None:
         try:
-            return row, self._ask(row, FIRST)
+            work = self._ask(row.tensor, FIRST)
         except Lost as gone:  # the other end may be closed after its last message
-            return row, gone
+            work = gone
+        self._asked.append((row, work))
 
-    def _receive_bytes(self, size: int) -> bytes:
-        row = _row(size)
-        _wait(self._ask(row, MORE))
-        return string_at(row.data_ptr(), size)
+    def _receive(self, size: int) -> memoryview:
+        row = _Row(size)
+        _wait(self._ask(row.tensor, MORE))
+        return row.memory
 
     def _keep(self) -> None:
         """Keep tensors until they have left."""
         while (leaving := self._leaving.get()) is not None:
             for work, _ in leaving:
                 _wait(work)
+
+
+class _Row:
+    """Memory to receive in, for torch and for Python."""
+
+    def __init__(self, size: int) -> None:
+        self.tensor = torch.empty(size, dtype=torch.uint8)
+        self.memory = self.tensor.numpy().data
 
 
 class _Rooms:
@@ -271,10 +280,6 @@ def _filled(form: Any, tensors: Iterator[Tensor]) -> Any:
 def _wait(work: Any) -> None:
     with TORCH_FAILS:
         work.wait()
-
-
-def _row(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8)
 
 
 def _row_of(memory: bytes) -> Tensor:

@@ -112,19 +112,19 @@ class TorchStage(VersionedStage):
         self._bind(microbatch)
         # What comes from another stage becomes leaves, whose gradients are sent back. Data of the
         # first stage want none, nor do whole numbers.
-        inputs, spec = pytree.tree_flatten(x)
-        inner = not self.first
-        wanted = [
-            t.detach().requires_grad_() if inner and _differentiable(t) else None for t in inputs
-        ]
-        entered = [
-            t if leaf is None else _entered(leaf) for t, leaf in zip(inputs, wanted, strict=True)
-        ]
+        wanted: list[Tensor | None] = []
+
+        def enter(value: Any) -> Any:
+            wants = not self.first and _differentiable(value)
+            wanted.append(value.detach().requires_grad_() if wants else None)
+            return value if wanted[-1] is None else _entered(wanted[-1])
+
+        entered = enter(x) if isinstance(x, Tensor) else pytree.tree_map(enter, x)
         key = self.key(microbatch)
         self.device.hold(key, wanted)
         saved: list[ref[Saved]] = []
         with self.device.watch(key, saved):
-            output, ends, count = self._apply(microbatch, pytree.tree_unflatten(entered, spec))
+            output, ends, count = self._apply(microbatch, entered)
         # Edges, not outputs: what was sent on need not be kept here until its gradient comes.
         edges = [
             get_gradient_edge(t) if isinstance(t, Tensor) and t.requires_grad else None
@@ -222,7 +222,7 @@ def warm_up(device: CpuDevice) -> None:
 
 def _entered(x: Tensor) -> Tensor:
     """An input as no leaf and no view, so that a first layer may work in place."""
-    return torch.ops.aten._unsafe_view(x, x.shape)
+    return torch.ops.aten._unsafe_view.default(x, x.shape)
 
 
 def _differentiable(value: Any) -> bool:
