@@ -121,7 +121,7 @@ def dense(tensor: Tensor) -> Tensor:
             f"a {kind} tensor is sent to no other process: let the stage output a plain one "
             "(to_dense, dequantize, to_padded_tensor)"
         )
-    plain = tensor.detach()
+    plain = tensor.detach() if tensor.requires_grad else tensor
     # torch has tensors of zeros without memory, such as tangents of what does not depend on x.
     if not plain.is_contiguous() or plain.is_conj() or plain.is_neg() or plain._is_zerotensor():
         plain = plain.resolve_conj().resolve_neg().clone()
