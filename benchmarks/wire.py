@@ -73,8 +73,6 @@ def report(repeats: int = 5, sizes: Sizes = DEFAULT) -> str:
             ),
             *_empty_actions(repeats, sizes, turns["torchrun"][0]),
             *_beside_torch(runs, turns),
-            "### Four ranks of torchrun on two cores",
-            paragraph(FOUR_RANKS),
             *_shared_memory(repeats, sizes),
         )
 
@@ -325,19 +323,6 @@ def _shared_memory(repeats: int, sizes: Sizes) -> list[str]:
         paragraph(DECISION),
     ]
 
-
-FOUR_RANKS = (
-    "Looked into by hand, with the MLP 8 x 32 and 1F1B (2026-11-26, nothing else running; a "
-    "second rank's worker, its processor time by its own clock, 200 batches). Four ranks share "
-    "two cores: a batch is as long as what they take of these, and none waits for long. An action "
-    "takes 520 µs: 250 are its stage's, 117 to write a message, 111 to read one. torch's runtime "
-    "takes 195 for its stage and 116 for both messages. 108 of ours are torch's own send and "
-    "receive. The other 120 are key, time and form, the row, and the tensors in it, where torch's "
-    "runtime fixes shapes once and sends no more than the tensor. In a loop they take a fraction "
-    "of that: a rank that has slept finds its caches cold. By subtraction, a batch without them "
-    "would take 19 ms instead of 23, and torch's takes 19 to 21. The first batches of a run take "
-    "longer: with 8 instead of 24 the ratios were 1.30 and, interleaved, 1.26, in 9 turns."
-)
 
 DECISION = (
     "Not adopted. The share is a bound: messages that come before they are waited for cost a rank "

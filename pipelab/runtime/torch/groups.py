@@ -1,7 +1,7 @@
 """How tensors travel between ranks: by torch.distributed, over gloo or, between GPUs, NCCL.
 
 A rank that has slept finds its caches cold, and every line that a message runs then takes several
-times as long as in a loop: what every message does is short, and done beforehand where it can be.
+times as long as in a loop: what every message does is short.
 """
 
 import pickle
