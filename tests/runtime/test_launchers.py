@@ -193,6 +193,37 @@ def test_a_rank_that_fails_ends_all(twist, message, tmp_path):
     assert time.monotonic() - began < GUARD
 
 
+CATCHES = """
+import torch, pipelab
+from torch.nn import functional as F
+
+class Raises(torch.nn.Linear):
+    def forward(self, x):
+        raise ValueError("no")
+
+torch.manual_seed(0)
+stages = [torch.nn.Linear(6, 6) for _ in range(RANKS)]
+stages[WHICH] = Raises(6, 6)
+data = [(torch.ones(8, 6), torch.ones(8, 6))]
+schedule = pipelab.make("gpipe", RANKS, 4)
+for _ in range(2):
+    try:
+        pipelab.run(schedule, stages, data, F.mse_loss, torch.optim.SGD)
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(("ranks", "which"), [(2, 0), (3, 1)])
+def test_ranks_that_catch_an_error_go_on_and_end_as_any_script(ranks, which, tmp_path):
+    # Was: those of which a thread still waited inside gloo were ended by SIGABRT.
+    script = tmp_path / "catches.py"
+    script.write_text(CATCHES.replace("RANKS", str(ranks)).replace("WHICH", str(which)))
+    statuses, (out,), _ = torchrun(ranks, str(script))
+    assert statuses == [0]
+    assert out.count(f"device {which}, action {which}F0: ValueError: no") == 2 * ranks
+
+
 def test_another_number_of_ranks_than_devices():
     statuses, _, errors = torchrun(
         3, "-m", "pipelab", "run", "gpipe", "--devices", "2", "--microbatches", "2"

@@ -7,6 +7,7 @@ times as long as in a loop: what every message does is short.
 import pickle
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from ctypes import c_char, memmove
 from datetime import timedelta
 from queue import SimpleQueue
@@ -162,6 +163,8 @@ class GroupLink(Link):
             raise work
         _wait(work)
         size, total = START.unpack_from(row.memory)
+        if not size:
+            raise Lost("a message from another process was lost: the run has ended there")
         fits = self._here.take(total)
         head = row.memory[START.size :] if fits else self._receive(size)
         key, at, form, alike = pickle.loads(head)  # which says itself where it ends
@@ -180,6 +183,12 @@ class GroupLink(Link):
         self._ask_for_row(row if len(row.memory) == room else _Row(room))
         packed = isinstance(form, bytes) and form != TENSOR
         return key, whole(form, tensors) if packed else _filled(form, iter(tensors)), at
+
+    def end(self) -> None:
+        # The other end may wait inside gloo, from where only a message brings it back: if it still
+        # waited when its Python ends, the process would be aborted.
+        with suppress(Lost):
+            self._send(_row_of(START.pack(0, 0)), FIRST)
 
     def close(self) -> None:
         """When all that was sent has been read."""
