@@ -155,7 +155,9 @@ class GroupLink(Link):
         if not (fits and self.on_cpu):
             for tensor in tensors:
                 if tensor.nbytes:
-                    self._send(as_bytes(tensor), MORE)
+                    # On a CPU a copy: it may be written again before the reader asks for it.
+                    part = as_bytes(tensor)
+                    self._send(part.clone() if self.on_cpu else part, MORE)
 
     def read(self) -> Any:
         row, work = self._asked.popleft()

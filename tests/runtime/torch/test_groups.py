@@ -42,3 +42,24 @@ def test_messages_of_all_sizes_cross_both_ways_at_once():
 
     for found in run_processes([rank_job(0), rank_job(1)], work, 60.0):
         assert found == [True] * 30
+
+
+def test_what_was_sent_may_be_written_again():
+    # Was: what no row has room for was taken from the tensor when the reader asked for it.
+    def work(job, progress):
+        import time
+
+        from pipelab.runtime.torch import groups
+
+        me, other, cpu = job.rank, 1 - job.rank, torch.device("cpu")
+        of = groups.groups_of([(0, 1)], me, cpu)
+        link = groups.GroupLink(other, of[me, other], of[other, me], cpu)
+        sent = torch.ones(groups.MOST // 2)
+        link.write((0, sent, 0.0))
+        sent.zero_()
+        time.sleep(0.2)  # the other end has written its own again, too
+        found = link.read()[1]
+        link.close()
+        return bool(found.eq(1).all())
+
+    assert run_processes([rank_job(0), rank_job(1)], work, 60.0) == [True, True]
