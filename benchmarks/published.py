@@ -24,7 +24,7 @@ from pipelab.optimize.plan import (
     table_for,
 )
 from pipelab.optimize.plan import plan as find_plan
-from pipelab.predict.faults import Faults, cost_of_faults
+from pipelab.optimize.faults import Faults, cost_of_faults
 
 A100, H100 = MACHINES["A100-80GB"], MACHINES["H100-80GB"]
 # Runs by DeepSpeed's pipeline engine have a share of their own: see `fit`.
@@ -363,7 +363,7 @@ def report(repeats: int) -> str:
             "175B on 1,024 A100, t = 8, p = 8, 16 replicas, a batch of 1,024: what the step gains "
             "if one of the 128 groups takes 1.1 times as long, by 2 % of jitter, by it drawn anew "
             "(A/A), by both, and by a failure every three hours with checkpoints of a minute and "
-            "restarts of five. Medians and ranges of five simulations (`pipelab.predict.faults`)."
+            "restarts of five. Medians and ranges of five simulations (`pipelab.optimize.faults`)."
         ),
         _faults(repeats),
         "## What the planner would choose",

@@ -15,8 +15,8 @@ import numpy as np
 
 from measure import in_turn, keep_freed_memory, machine, main, page, paragraph, spread, table, timed
 from pipelab import Kind
-from pipelab.runtime.jax.jaxpr import spec_of
-from pipelab.runtime.jax.passes import Compiled, Groups, passes
+from pipelab.jax.jaxpr import spec_of
+from pipelab.jax.passes import Compiled, Groups, passes
 
 MIB = 2.0**20
 

@@ -37,7 +37,7 @@ FILES = (
     *("python_stdlib.zip", "pyodide-lock.json", "package.json"),
 )
 # Of the library, what a page can use: no torch, no JAX, no matplotlib.
-WITHOUT = ("pipeshard", "peers", "models", "cli", "plot", "runtime/torch", "runtime/jax")
+WITHOUT = ("pipeshard", "peers", "models", "cli", "plot", "runtime/torch", "jax")
 PLACE = "_static/play"
 logger = logging.getLogger(__name__)
 

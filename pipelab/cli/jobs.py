@@ -5,7 +5,7 @@ from itertools import accumulate, pairwise
 from statistics import median
 
 from pipelab.optimize.plan import ASYNCHRONOUS, KEEP, Answer, Plan, Transformer, table_for
-from pipelab.predict.faults import Faults, cost_of_faults
+from pipelab.optimize.faults import Faults, cost_of_faults
 
 TITAN_KEEP = dict(zip(KEEP, ("none", "selective", "full"), strict=True))
 OF_A_CHOICE = (

@@ -35,7 +35,7 @@ from pipelab.optimize.plan import (
     Transformer,
 )
 from pipelab.optimize.plan import plan as find_plan
-from pipelab.predict.faults import Faults
+from pipelab.optimize.faults import Faults
 from pipelab.schedules import make_all
 
 Number = Annotated[Any, number_option(float, lambda x: True, "a number")]

@@ -4,13 +4,13 @@ After Alpa (Zheng et al., OSDI 2022). `mark_pipeline_boundary` and `grad` mark t
 `parallelize` makes the pipeline. In the order in which a step passes through them:
 
     marker        what the step is marked with
-    tracing       the step taken apart: the loss, the update        (equations: runtime/jax/jaxpr)
+    tracing       the step taken apart: the loss, the update        (equations: jax/jaxpr)
     batch/        micro-batches: whether they add up to the batch, and what each draws by itself
     method        layers to stages, stages to meshes
     cut           the loss, cut into stages
     update        the update, split over the stages
     unreduced     the backward of a data-parallel mesh, whose gradients are added up once a batch
-    compiled      a stage, compiled: its passes (runtime/jax/passes), and tasks of the update
+    compiled      a stage, compiled: its passes (jax/passes), and tasks of the update
     mesh          a mesh and its stages, as the worker of `pipelab.runtime` sees them
     watch         when a mesh was done, while one thread issues all actions
     end_of_step   what meshes send each other when their rows have ended

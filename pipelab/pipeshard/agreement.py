@@ -26,9 +26,9 @@ from pipelab.pipeshard.batch.primitives import DRAWS
 from pipelab.pipeshard.call import Call
 from pipelab.pipeshard.program import Program
 from pipelab.pipeshard.tracing import Arguments, TracedStep, trace, traced
-from pipelab.runtime.jax.arithmetic import off_by_rounding, wide
-from pipelab.runtime.jax.host import words
-from pipelab.runtime.jax.jaxpr import Arrays, contains, needed, rounding_unit
+from pipelab.jax.arithmetic import off_by_rounding, wide
+from pipelab.jax.host import words
+from pipelab.jax.jaxpr import Arrays, contains, needed, rounding_unit
 from pipelab.runtime.verdict.certificate import Check, Comparison, distance, opinions
 
 WHOLE = "flush: the same step on one device, the batch undivided"

@@ -11,7 +11,7 @@ from jax._src.lib import xla_client  # no public way to it
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from pipelab.runtime.jax.jaxpr import Atom, contains, place_of
+from pipelab.jax.jaxpr import Atom, contains, place_of
 
 CONSTRAINT = "sharding_constraint"
 NO_MESH = Mesh(np.empty((), object), ())

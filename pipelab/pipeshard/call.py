@@ -19,7 +19,7 @@ from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
 from pipelab.pipeshard.program import Program
 from pipelab.pipeshard.tracing import Arguments
 from pipelab.pipeshard.watch import WatchedMesh
-from pipelab.runtime.jax.jaxpr import Arrays, Atom, Values
+from pipelab.jax.jaxpr import Arrays, Atom, Values
 from pipelab.runtime.transport import Transport
 from pipelab.runtime.worker import Order, Outcome, Record, RunError, Worker
 from pipelab.table.action import Action

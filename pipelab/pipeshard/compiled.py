@@ -10,8 +10,8 @@ from pipelab.pipeshard.arrays import PipeshardError, moved
 from pipelab.pipeshard.cut import StageGraph
 from pipelab.pipeshard.unreduced import Shard, Unreduced
 from pipelab.pipeshard.update import UpdateTask
-from pipelab.runtime.jax.jaxpr import Arrays, Graph, spec_of
-from pipelab.runtime.jax.passes import (
+from pipelab.jax.jaxpr import Arrays, Graph, spec_of
+from pipelab.jax.passes import (
     Compiled,
     Groups,
     Specs,

@@ -27,7 +27,7 @@ from jax.extend.core import JaxprEqn, Var
 from pipelab.pipeshard.arrays import PipeshardError, is_inexact, is_key, size
 from pipelab.pipeshard.marker import boundary_p, mark_pipeline_boundary
 from pipelab.pipeshard.method import Layers
-from pipelab.runtime.jax.jaxpr import (
+from pipelab.jax.jaxpr import (
     Arrays,
     Atom,
     Equations,
@@ -39,7 +39,7 @@ from pipelab.runtime.jax.jaxpr import (
     read_by,
     variables,
 )
-from pipelab.runtime.jax.passes import Groups
+from pipelab.jax.passes import Groups
 
 
 @dataclass

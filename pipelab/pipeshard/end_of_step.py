@@ -22,7 +22,7 @@ from pipelab.pipeshard.cut import StageGraph
 from pipelab.pipeshard.mesh import MeshStage
 from pipelab.pipeshard.tracing import TracedStep
 from pipelab.pipeshard.update import SMALL, UpdateTask
-from pipelab.runtime.jax.jaxpr import Values, Variables, variables
+from pipelab.jax.jaxpr import Values, Variables, variables
 from pipelab.runtime.transport import Message, Transport
 
 

@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 
 from pipelab.pipeshard.arrays import PipeshardError
 from pipelab.pipeshard.mesh import MeshJob
-from pipelab.runtime.jax.distributed import Distributed
-from pipelab.runtime.jax.jaxpr import Arrays
+from pipelab.jax.distributed import Distributed
+from pipelab.jax.jaxpr import Arrays
 from pipelab.runtime.wire import Wire
 from pipelab.runtime.worker import Job, RunError
 

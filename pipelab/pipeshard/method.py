@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from pipelab.optimize.cut.uniform import uniform
 from pipelab.pipeshard.arrays import PipeshardError, shape_of
-from pipelab.runtime.jax.jaxpr import Graph, Variables
+from pipelab.jax.jaxpr import Graph, Variables
 from pipelab.schedules import make
 from pipelab.table.action import Reads
 from pipelab.table.schedule import Schedule

@@ -22,8 +22,8 @@ from pipelab.pipeshard.tracing import Arguments, TracedStep, trace, trace_piece
 from pipelab.pipeshard.unreduced import Shard, shard_of
 from pipelab.pipeshard.update import UpdateTask, donate, split_update
 from pipelab.predict.simulate import simulate
-from pipelab.runtime.jax.host import digest, of_program, of_trees
-from pipelab.runtime.jax.jaxpr import spec_of, variables
+from pipelab.jax.host import digest, of_program, of_trees
+from pipelab.jax.jaxpr import spec_of, variables
 from pipelab.table.action import Action
 
 

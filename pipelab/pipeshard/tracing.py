@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from pipelab.pipeshard.arrays import PipeshardError, is_array, on_mesh
 from pipelab.pipeshard.marker import grad_p
 from pipelab.pipeshard.method import AXES
-from pipelab.runtime.jax.jaxpr import (
+from pipelab.jax.jaxpr import (
     Arrays,
     Equations,
     Graph,

@@ -26,8 +26,8 @@ from pipelab.pipeshard.batch.tags import Pair, Role, Tag, axes_of, cotangent, pa
 from pipelab.pipeshard.cut import StageGraph, cut, mark
 from pipelab.pipeshard.marker import boundary_p
 from pipelab.pipeshard.tracing import Arguments, trace
-from pipelab.runtime.jax.jaxpr import Arrays, Graph, Variables, inline, spec_of
-from pipelab.runtime.jax.passes import Groups, Passes, Pullback, Specs, passes
+from pipelab.jax.jaxpr import Arrays, Graph, Variables, inline, spec_of
+from pipelab.jax.passes import Groups, Passes, Pullback, Specs, passes
 
 DATA = "data"
 

@@ -21,7 +21,7 @@ import jax
 from jax.extend.core import Var
 
 from pipelab.pipeshard.arrays import PipeshardError, dtype_of, size
-from pipelab.runtime.jax.jaxpr import (
+from pipelab.jax.jaxpr import (
     Equations,
     Graph,
     Variables,

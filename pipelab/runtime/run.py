@@ -193,7 +193,7 @@ def wing_of(backend: str | None) -> type[Wing]:
     # A library is imported by the runs that need it: the other one may not be installed.
     with imports_whole():
         if backend == "jax":
-            from pipelab.runtime.jax.wing import JaxWing
+            from pipelab.jax.wing import JaxWing
 
             return JaxWing
         from pipelab.runtime.torch.wing import TorchWing

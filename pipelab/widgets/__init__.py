@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipelab.widgets.editor import Editor
+    from pipelab.editor.editor import Editor
     from pipelab.widgets.explorer import Explorer
 
 __all__ = ["Editor", "Explorer"]

@@ -9,7 +9,7 @@ from typing import Any
 import anywidget
 import traitlets
 
-from pipelab.predict.bounds import gap
+from pipelab.optimize.bounds import gap
 from pipelab.predict.costs import PASSES, CostError, Costs, Recompute
 from pipelab.predict.memory import Memory, memory
 from pipelab.predict.simulate import simulate

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from pipelab import Costs, simulate
-from pipelab.predict.bounds import bound, gap
+from pipelab.optimize.bounds import bound, gap
 from pipelab.schedules import SCHEDULES, make_for
 
 

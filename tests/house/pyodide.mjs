@@ -38,7 +38,7 @@ def timed(name):
 
 
 found = {name: min((timed(name) for _ in range(3)), key=lambda run: run[1]) for name in pipelab.SCHEDULES}
-from pipelab.widgets import puzzle
+from pipelab.editor import puzzle
 
 solved = puzzle.recognise(puzzle.finish(puzzle.Draft.of(puzzle.LEVELS["first"].task)))
 assert not {"numpy", "anywidget", "matplotlib"} & {*sys.modules}

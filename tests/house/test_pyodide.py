@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipelab import SCHEDULES, make, simulate
-from pipelab.widgets.puzzle import LEVELS, Draft, finish, recognise
+from pipelab.editor.puzzle import LEVELS, Draft, finish, recognise
 
 SCRIPT = Path(__file__).with_name("pyodide.mjs")
 VERSION = "pyodide@314.0.7"

@@ -16,7 +16,7 @@ import nbformat
 import pytest
 
 from jupyter_lab import chromium
-from pipelab.widgets.puzzle import LEVELS
+from pipelab.editor.puzzle import LEVELS
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("sphinx", "myst_nb", "sphinx_book_theme", "latex2mathml")

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from programs.spmd import iterations, spmd_pipeline, spmd_table, stack
 
 import pipelab
-from pipelab.runtime.jax.jaxpr import carry_of
+from pipelab.jax.jaxpr import carry_of
 from tests import jax_setup  # noqa: F401
 
 WIDTH = 6

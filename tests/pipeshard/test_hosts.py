@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.runtime.jax.test_distributed import GUARD, ROOT, free_port, processes
+from tests.jax.test_distributed import GUARD, ROOT, free_port, processes
 
 WORKER = ROOT / "tests" / "workers" / "pipeshard.py"
 # Case -> the process of each layer's weights. The first layer's are read by the last one, too, so

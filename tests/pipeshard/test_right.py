@@ -21,7 +21,7 @@ from pipelab.pipeshard import (
 )
 from pipelab.pipeshard.batch.microbatches import Combine, How
 from pipelab.pipeshard.tracing import Arguments
-from pipelab.runtime.jax.jaxpr import single
+from pipelab.jax.jaxpr import single
 from tests.pipeshard.test_pipeshard import arrays, data, worst
 
 TWO = jax.devices()[:2]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipelab import CostError, Costs, Recompute, ScheduleError, make, memory, simulate
-from pipelab.predict.bounds import gap
+from pipelab.optimize.bounds import gap
 from pipelab.schedules import SCHEDULES
 from pipelab.widgets import Explorer
 from pipelab.widgets.drawing import BOTH

@@ -168,7 +168,7 @@ def shown(run):
 
 
 def delay_the_first_action():
-    from pipelab.runtime.jax.device import JaxDevice
+    from pipelab.jax.device import JaxDevice
 
     begin = JaxDevice.begin
 

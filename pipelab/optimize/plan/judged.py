@@ -10,7 +10,7 @@ from pipelab.optimize.plan.choices import ASYNCHRONOUS, Choice, Problem
 from pipelab.optimize.plan.limits import least_seconds, of_devices, work
 from pipelab.optimize.plan.repeat import ends_of, makespan, shorter, table_of
 from pipelab.optimize.plan.transformer import KEEP
-from pipelab.predict.bounds import gap_of_longer
+from pipelab.optimize.bounds import gap_of_longer
 from pipelab.predict.costs import Costs, Recompute
 from pipelab.predict.memory import memory
 from pipelab.predict.simulate import simulate
@@ -44,7 +44,7 @@ class Plan:
     @cached_property
     def gap(self) -> float:
         """How far the step is above a lower bound: for any order in the same stages and memory, see
-        `pipelab.predict.bounds.gap`. Without a flush above the work of the busiest device."""
+        `pipelab.optimize.bounds.gap`. Without a flush above the work of the busiest device."""
         problem, choice = self.problem, self.choice
         if choice.schedule in ASYNCHRONOUS:
             least = least_seconds(choice, problem.of_stages(choice))

@@ -31,9 +31,9 @@ from pipelab.pipeshard.auto.sharding import over_model, search_sharding, unshard
 from pipelab.pipeshard.compiled import CompiledStage
 from pipelab.pipeshard.cut import StageGraph, cut
 from pipelab.pipeshard.method import AXES, Shape, StageProblem, over_samples
-from pipelab.runtime.jax.host import digest
-from pipelab.runtime.jax.jaxpr import Arrays, spec_of
-from pipelab.runtime.jax.passes import Groups, bytes_on_mesh, differentiate
+from pipelab.jax.host import digest
+from pipelab.jax.jaxpr import Arrays, spec_of
+from pipelab.jax.passes import Groups, bytes_on_mesh, differentiate
 
 Cache = MutableMapping[str, Any]
 Specs = Mapping[Var, PartitionSpec]  # parameter -> how it is divided; whole where it is not named

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
 from pipelab.pipeshard.arrays import shape_of, size
-from pipelab.runtime.jax.jaxpr import Equations
+from pipelab.jax.jaxpr import Equations
 
 MOVES = """
     broadcast_in_dim concatenate convert_element_type copy copy_p device_put dynamic_slice

@@ -20,7 +20,7 @@ import numpy as np
 from pipelab.optimize.cut.intervals import split_intervals
 from pipelab.pipeshard.arrays import PipeshardError, bytes_of
 from pipelab.pipeshard.auto.flops import flops
-from pipelab.runtime.jax.jaxpr import Graph, Variables, place_of, variables
+from pipelab.jax.jaxpr import Graph, Variables, place_of, variables
 
 
 @dataclass(frozen=True)

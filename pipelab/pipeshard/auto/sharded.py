@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pipelab.pipeshard.auto.cost_model import Cost
 from pipelab.pipeshard.auto.flops import repeats
-from pipelab.runtime.jax.jaxpr import inline
+from pipelab.jax.jaxpr import inline
 
 Specs = tuple[PartitionSpec, ...]  # of all arrays
 

@@ -22,7 +22,7 @@ from jax.extend.core import JaxprEqn, Var
 from pipelab.pipeshard.arrays import PipeshardError
 from pipelab.pipeshard.batch.primitives import CHECKPOINTS, DRAWS
 from pipelab.pipeshard.batch.tags import axes_of
-from pipelab.runtime.jax.jaxpr import (
+from pipelab.jax.jaxpr import (
     Arrays,
     Atom,
     Graph,

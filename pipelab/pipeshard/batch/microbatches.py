@@ -20,7 +20,7 @@ from pipelab.pipeshard.batch.reduction import Reductions
 from pipelab.pipeshard.batch.tags import FIXED, Role, Tag
 from pipelab.pipeshard.method import Pipeshard
 from pipelab.pipeshard.tracing import Arguments, TracedStep, trace
-from pipelab.runtime.jax.jaxpr import Arrays, Atom, Graph
+from pipelab.jax.jaxpr import Arrays, Atom, Graph
 
 
 class How(Enum):

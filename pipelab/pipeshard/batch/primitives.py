@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from pipelab.pipeshard.arrays import dtype_of, is_inexact, shape_of
 from pipelab.pipeshard.batch.tags import Pairs
-from pipelab.runtime.jax.jaxpr import (
+from pipelab.jax.jaxpr import (
     CALLS,
     Atom,
     Graph,

@@ -52,7 +52,7 @@ from pipelab.pipeshard.batch.tags import (
     paired,
     samples,
 )
-from pipelab.runtime.jax.jaxpr import Graph, Variables, carry_of, contains, place_of, variables
+from pipelab.jax.jaxpr import Graph, Variables, carry_of, contains, place_of, variables
 
 
 class Reductions:

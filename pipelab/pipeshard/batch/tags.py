@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from pipelab.pipeshard.arrays import shape_of
-from pipelab.runtime.jax.jaxpr import place_of, single
+from pipelab.jax.jaxpr import place_of, single
 
 Pair = tuple[Any, Any]  # the same at both sizes: variables, equations, arrays
 Pairs = list[Pair]

@@ -23,12 +23,12 @@ import torch
 from torch import nn
 
 from pipelab import Recompute, Schedule, make, run
-from pipelab.runtime.jax import arguments as jax_arguments
-from pipelab.runtime.jax import stage as jax_stage
-from pipelab.runtime.jax import wing as jax_wing
-from pipelab.runtime.jax.arithmetic import JaxArithmetic as JaxArithmetic
-from pipelab.runtime.jax.stage import JaxStage
-from pipelab.runtime.jax.wing import JaxJob
+from pipelab.jax import arguments as jax_arguments
+from pipelab.jax import stage as jax_stage
+from pipelab.jax import wing as jax_wing
+from pipelab.jax.arithmetic import JaxArithmetic as JaxArithmetic
+from pipelab.jax.stage import JaxStage
+from pipelab.jax.wing import JaxJob
 from pipelab.runtime.torch.stage import TorchStage
 from pipelab.runtime.torch.wing import TorchJob
 from pipelab.runtime.transport import Transport

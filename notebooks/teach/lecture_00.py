@@ -1,0 +1,49 @@
+"""Lecture 0: start here."""
+
+from pipelab import Costs, make, simulate
+from teach.feedback import Exercise, Guess, build, choice, predict
+
+SIX = ("inter_layer", "gpipe", "pipedream", "pipedream_2bw", "pipedream_flush", "interleaved")
+
+
+def best_of_six() -> float:
+    """Four devices, eight micro-batches; interleaved with two chunks a device."""
+    times = []
+    for name in SIX:
+        chunks = 2 if name == "interleaved" else 1
+        schedule = make(name, 4, 8, virtual=chunks)
+        times.append(simulate(schedule, Costs().split(chunks)).makespan)
+    return min(times)
+
+
+EXERCISES = {
+    # 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3.
+    "00-1": predict(
+        5,
+        "How many F minus how many B, from the start to each place?",
+        {
+            8: "That is how many there are in all; some are back before others start.",
+            4: "That is after a backward, or of stage 0 alone; what is it just before?",
+            3: "That is stage 2 alone, or micro-batches. The device holds both stages.",
+        },
+    ),
+    # One micro-batch through three devices.
+    "00-2": build(devices=3, microbatches=1),
+    # A table that deadlocks, mended.
+    "00-3": build(devices=2, microbatches=2),
+    # Which schedule a row is from.
+    "00-4": Exercise(
+        choice,
+        "pipedream_2bw",
+        {
+            "inter_layer": "There a device waits for its micro-batch; here 0F1 follows 0F0.",
+            "gpipe": "There all forwards stand before the first backward; here 0B0 is before 0F3.",
+            "pipedream_flush": "There nothing of the next batch is before an update; here 0F3 is.",
+            "interleaved": "There a device has several stages; here device 0 has stage 0 alone.",
+            "pipedream": "There an update follows every backward; here there is one a batch.",
+        },
+    ),
+}
+GUESSES = {
+    "00-a": Guess(best_of_six, "Interleaved wins: devices 1 to 3 start after half as long a wait.")
+}

@@ -1,0 +1,133 @@
+"""Stages as functions, as `run` is given them for jax; refused where they cannot be trained."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen, nnx
+from flax.errors import TraceContextError
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from pipelab.runtime.batches import Trees
+from pipelab.jax.host import as_numbers
+from pipelab.jax.jaxpr import all_equations
+
+TREES = Trees(
+    jax.tree.flatten,
+    lambda leaves, spec: jax.tree.unflatten(spec, leaves),
+    as_numbers,
+    lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf,
+)
+# (parameters, x) -> y, or (parameters, x, key) -> y where forwards draw random numbers
+Apply = Callable[..., Any]
+Part = tuple[Apply, Any]  # a stage as (function, parameters)
+
+
+def as_function(stage: Any, number: int) -> Part:
+    """A stage as (function, parameters).
+
+    The function takes (parameters, x), and a key if forwards draw random numbers. A stage is an nnx
+    module, a pair (linen module, its variables or parameters) or a pair (function, parameters).
+    """
+    if isinstance(stage, nnx.Module):
+        return _of_nnx(stage, number)
+    if isinstance(stage, tuple) and len(stage) == 2:
+        function, parameters = stage
+        if isinstance(function, linen.Module):
+            return _of_linen(function, parameters)
+        if callable(function):
+            return function, parameters
+    raise ValueError(
+        f"stage {number} is a {type(stage).__name__}: give an nnx module, or a pair: a linen "
+        "module and its variables, or a function (parameters, x) and its parameters"
+    )
+
+
+def _of_linen(module: linen.Module, variables: Mapping[str, Any]) -> Part:
+    if "params" not in variables:
+        return _of_linen(module, {"params": variables})
+    # Collections beside the parameters, such as batch statistics, stay as they are.
+    fixed = {name: value for name, value in variables.items() if name != "params"}
+
+    def apply(p: Any, x: Any, *key: Any) -> Any:
+        rngs = {"dropout": key[0]} if key else None
+        return module.apply({"params": p, **fixed}, x, rngs=rngs)
+
+    return apply, variables["params"]
+
+
+def _of_nnx(module: nnx.Module, number: int) -> Part:
+    # nnx keeps state in objects; split and merged, it is a function of its parameters.
+    graph, parameters, rest = nnx.split(module, nnx.Param, ...)  # type: ignore[misc]
+
+    def apply(p: Any, x: Any, *key: Any) -> Any:
+        try:
+            return nnx.merge(graph, p, rest)(x)
+        except TraceContextError:
+            raise ValueError(
+                f"stage {number}, an nnx module, changes its state (dropout, batch statistics): "
+                "call .eval(), or give a function (parameters, x, key) and its parameters"
+            ) from None
+
+    return apply, parameters
+
+
+def check_trained(parts: Sequence[Part]) -> None:
+    """ValueError for parameters that cannot be trained, or that two stages would train apart."""
+    owners: dict[int, int] = {}
+    for s, (_, parameters) in enumerate(parts):
+        for path, leaf in jax.tree.leaves_with_path(parameters):
+            where = f"stage {s}, parameters{jax.tree_util.keystr(path)}"
+            kind = getattr(leaf, "dtype", type(leaf))
+            if not hasattr(leaf, "dtype") or not jnp.issubdtype(kind, jnp.inexact):
+                raise ValueError(
+                    f"{where}: of type {kind}, and only floating-point arrays can be trained; "
+                    "let the function hold the others"
+                )
+            owner = owners.setdefault(id(leaf), s)
+            if owner != s and isinstance(leaf, (jax.Array, np.ndarray)):
+                raise ValueError(
+                    f"{where}: an array of stage {owner} too; tied weights are not supported with "
+                    "jax: give each stage its own copy"
+                )
+
+
+def check_optimizer(optimizer: optax.GradientTransformation, parts: Sequence[Part]) -> None:
+    """ValueError for an optimizer whose step of one stage depends on the other stages.
+
+    Each stage has a state and a step of its own, so that a norm over all parameters would be a norm
+    over the stage's. This is told from two steps of all stages, traced before training. Where they
+    cannot be traced (a mask made for one stage), the run itself shows whether it can step.
+    """
+    trees = [parameters for _, parameters in parts]
+
+    def second_change(weights: Any, first: Any, second: Any) -> Any:
+        # What of others came into the state by the first gradient shows in the second step.
+        _, state = optimizer.update(first, optimizer.init(weights), weights)
+        change, _ = optimizer.update(second, state, weights)
+        return change
+
+    try:
+        traced = jax.make_jaxpr(second_change)(trees, trees, trees)
+    except Exception:
+        return
+    owners = [s for s, tree in enumerate(trees) for _ in jax.tree.leaves(tree)]
+    for stage in range(len(parts)):
+        # What is still read when the results of all other stages are left out.
+        _, read = dce_jaxpr(traced.jaxpr, [owner == stage for owner in owners])
+        # Owners three times: of the weights, of the first gradient and of the second.
+        if any(reads and owner != stage for reads, owner in zip(read, owners * 3, strict=True)):
+            raise ValueError(
+                "the optimizer makes one stage's step depend on other stages, but steps each stage "
+                "alone: leave out what looks at all parameters or gradients (such as optax."
+                "apply_if_finite; clip= does what optax.clip_by_global_norm does)"
+            )
+    drawn = (eqn.primitive.name == "random_bits" for eqn in all_equations(traced.eqns))
+    if len(parts) > 1 and any(drawn):
+        raise ValueError(
+            "the optimizer draws random numbers, which would be the same in every stage: leave "
+            "that out"
+        )

@@ -1,0 +1,343 @@
+"""A stage of a JAX model: what a worker's five kinds of action do to it.
+
+Arrays do not change, so that a weight version is just a value that is kept.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import SingleDeviceSharding
+
+from pipelab.jax.arguments import Apply, Part
+from pipelab.jax.arithmetic import named, names
+from pipelab.jax.device import JaxDevice
+from pipelab.jax.host import of_program
+from pipelab.jax.jaxpr import Arrays, spec_of
+from pipelab.jax.passes import Backwards, Compiled, Groups, differentiate, passes
+from pipelab.runtime.stage import CountingStage, Recipe
+from pipelab.runtime.worker import Bytes
+from pipelab.table.action import Kind
+
+
+class JaxState(NamedTuple):
+    """What a stage goes on from: its weights by version, and the optimizer's state."""
+
+    weights: dict[int, Any]
+    optimizer: Any
+
+
+class JaxStage(CountingStage):
+    """One stage: a pure function, versions of its weights, and what its forwards left.
+
+    apply       (parameters, x) -> y; with seeds (parameters, x, key) -> y
+    parameters  a tree of arrays
+    recipe      how to train
+    kinds       of the actions that it will do
+    first, last whether it is that of the model
+    """
+
+    def __init__(
+        self,
+        apply: Apply,
+        parameters: Any,
+        device: JaxDevice,
+        recipe: Recipe,
+        kinds: Collection[Kind],
+        *,
+        first: bool,
+        last: bool,
+    ) -> None:
+        super().__init__(device, recipe, first=first, last=last)
+        self.weights = {0: jax.device_put(parameters, device.device)}
+        self.state: Any = ()  # of the optimizer
+        if recipe.optimizer:
+            self.state = jax.device_put(recipe.optimizer.init(parameters), device.device)
+        # Objects of their own: a jitted method would refer to the stage and the stage to it, so
+        # that all arrays of a run would be kept until the next garbage collection.
+        loss = recipe.loss if last else None
+        self._function = Function(apply, loss, frozenset(kinds), device.device)
+        self._step = step_of(recipe.optimizer)
+        self._backwards = Backwards(device, id(self))
+        self._inputs: dict[int, Any] = {}  # of micro-batches whose forward runs again
+
+    def compile(self, shapes: tuple[Any, Any], draws: bool) -> None:
+        """Compile what its actions run.
+
+        shapes  (x, target) of a micro-batch, as shapes and types
+        draws   whether forwards draw random numbers
+        """
+        seed = np.uint32(0) if draws else None
+        groups = groups_of(self.weights[self.latest], *shapes, seed, first=self.first)
+        if not self.recipe.training or any(self.recipe.recompute):
+            self._function.compiled(groups, backwards=False)
+        if not self.recipe.training:
+            return
+        # What is jitted without shapes compiles at its first call: here, before the clock starts.
+        zeros = self._function.compiled(groups, backwards=True).zeros()
+        mean = _divided(zeros, 1.0)
+        if self.recipe.clip is not None:
+            _square(mean)
+        jax.block_until_ready(self._step(self.weights[self.latest], self.state, self._tree(mean)))
+
+    # ---- forward and update; the backwards are every stage's
+
+    def placed(self, data: Any) -> Any:
+        return jax.device_put(data, self.device.device)
+
+    def forward(self, microbatch: int, received: Any) -> Any:
+        """The stage's output, or None on the last stage, which computes the loss."""
+        x = self.fed[microbatch].x if self.first else received
+        if self.recipe.training and self.recomputes(microbatch):
+            self._inputs[microbatch] = x
+            # Data of the first stage are there anyway.
+            arrays = [] if self.first else jax.tree.leaves(x)
+            self.device.ledger.hold(self.key(microbatch), {id(a): a.nbytes for a in arrays})
+        y, count = self._compute(microbatch, x, keep=not self.recomputes(microbatch))
+        if not self.last:
+            return y
+        count = self.fed[microbatch].samples if count is None else count
+        self.losses[microbatch] = y, float(count)
+        self.check_loss(microbatch)
+        return None
+
+    def update(self, number: int, received: dict[int, float] | None = None) -> None:
+        """Make version number + 1 from the latest one.
+
+        `received`: by stage, the squared norm of its gradient.
+        """
+        squares = received.values() if received else ()
+        divisor = self.divisor(number, lambda: sum(squares) if squares else self.news())
+        mean = self._tree(_divided(self._total(), divisor))
+        self._backwards.sums = None
+        latest = self.weights[number]
+        # Waited for: jax returns before it has computed, and the action would seem to take no time.
+        new, self.state = jax.block_until_ready(self._step(latest, self.state, mean))
+        if self.recipe.keep:
+            self.stepped = mean
+        self.weights[number + 1] = new
+        if not self.read_later(number):
+            del self.weights[number]
+        self.end_group(number)
+
+    # ---- what is asked of it between actions and afterwards
+
+    def news(self) -> float:
+        """The squared norm of the accumulated gradient."""
+        return float(_square(self._total()))
+
+    def held(self) -> Bytes:
+        size = self.device.size
+        others = [weights for v, weights in self.weights.items() if v != self.latest]
+        latest = self.weights[self.latest]
+        return Bytes(size(latest), size(others), size(self._backwards.sums), size(self.state))
+
+    def trained(self) -> Any:
+        """The latest weights, on the host."""
+        return jax.device_get(self.weights[self.latest])
+
+    def resume_state(self) -> JaxState:
+        return JaxState(*jax.device_get((self.weights, self.state)))
+
+    def on_host(self, weights: Any) -> dict[str, np.ndarray]:
+        return named(weights)
+
+    # ---- pieces of the actions
+
+    def _groups(self, microbatch: int, x: Any, target: Any) -> Groups:
+        given = self.fed[microbatch]
+        weights = self.weights[given.version]
+        return groups_of(weights, x, target, given.seed, first=self.first)
+
+    def _compute(self, microbatch: int, x: Any, keep: bool) -> tuple[Any, Any]:
+        """Run the forward; returns y, or the loss, and what that counted."""
+        target = self.fed[microbatch].target
+        groups, backwards = self._groups(microbatch, x, target), keep and self.recipe.training
+        program = self._function.compiled(groups, backwards)
+        if not backwards:
+            floats, (others, count) = jax.block_until_ready(program(*groups))
+            return join_parameters(floats, others), count
+        arguments = jax.tree.leaves(groups)
+        made = jax.block_until_ready(program.forward(*arguments))
+        # Weights and targets are there anyway.
+        own = jax.tree.leaves((groups.parameters, target))
+        self._backwards.keep(microbatch, program, arguments, made, own)
+        if any(program.unsplit):
+            pairs = zip(names(groups.parameters), program.unsplit, strict=True)
+            self.unsplit = {name: why for name, why in pairs if why}
+        floats, (others, count) = program.results(made)
+        return join_parameters(floats, others), count
+
+    def _prepare(self, microbatch: int, received: Any) -> tuple[None, Arrays, float]:
+        if self.recomputes(microbatch):
+            self.device.ledger.drop(self.key(microbatch))
+            self._compute(microbatch, self._inputs.pop(microbatch), keep=True)
+        if not self.last:
+            count, gradient = received
+            return None, gradient, count
+        mean, count = self.losses[microbatch]
+        # As the loss's type has it: what gradients were multiplied by is what they are divided by.
+        of_mean = np.full(mean.shape, count / self.unit, mean.dtype)
+        return None, [jax.device_put(of_mean, self.device.device)], float(of_mean)
+
+    def _pull(
+        self, microbatch: int, kept: None, gradient: Arrays, count: float, kind: Kind
+    ) -> Arrays | None:
+        if not count:
+            return self._backwards.skip(microbatch)
+        if kind is Kind.W:
+            self._backwards.weight_grad(microbatch)
+            return None
+        pull = self._backwards.backward if kind is Kind.B else self._backwards.input_grad
+        return pull(microbatch, gradient)
+
+    def _total(self) -> Arrays:
+        """The accumulated gradient, which begins as zeros."""
+        if self._backwards.sums is None:
+            return list(map(jnp.zeros_like, jax.tree.leaves(self.weights[self.latest])))
+        return self._backwards.sums
+
+    def _tree(self, leaves: Arrays) -> Any:
+        return jax.tree.unflatten(jax.tree.structure(self.weights[self.latest]), leaves)
+
+
+# ---- what is compiled
+
+
+class Function:
+    """A stage as a function of its arguments on a device, compiled once for each shape of its data.
+
+    kinds  of the actions that it is compiled for
+    """
+
+    def __init__(
+        self, apply: Apply, loss: Callable | None, kinds: Collection[Kind], device: jax.Device
+    ) -> None:
+        self.run, self.kinds = partial(_run, apply, loss), kinds
+        self.spec = partial(spec_of, sharding=SingleDeviceSharding(device))
+        self._known: dict[Any, Any] = {}
+
+    def compiled(self, groups: Groups, backwards: bool) -> Any:
+        """Its forward and backwards (`Compiled`); or the forward: (*groups) -> what `run` returns.
+
+        The latter makes nothing that only a backward needs.
+        """
+        of_data = jax.tree.map(self.spec, groups[2:])  # parameters have the same shapes each time
+        key = backwards, *jax.tree.leaves(of_data), jax.tree.structure(of_data)
+        if key not in self._known:
+            shapes = jax.tree.map(self.spec, groups)
+            # A Python number's type, which gives way to others, is an array's after one update.
+            strong = jax.tree.map(lambda x: x.update(weak_type=False), shapes.parameters)
+            shapes = shapes._replace(parameters=strong)
+            if backwards:
+                self._known[key] = Compiled(passes(self.run, shapes), shapes, self.kinds)
+            else:
+                self._known[key] = jax.jit(self.run).lower(*shapes).compile()
+        return self._known[key]
+
+
+def groups_of(weights: Any, x: Any, target: Any, seed: Any, *, first: bool) -> Groups:
+    """A stage's arguments; a first stage's x, the data, has no gradient."""
+    floats, others = (None, x) if first else divide(x)
+    return Groups(weights, (), floats, (others, target, seed))
+
+
+def _run(
+    apply: Apply, loss: Callable | None, parameters: Any, fixed: Any, inputs: Any, data: Any
+) -> tuple[Any, tuple[Any, Any]]:
+    """Apply a stage to its groups: what of y, or of the loss, has a gradient, and what has none."""
+    others, target, seed = data
+    key = () if seed is None else (jax.random.key(seed),)
+    y, count = apply(parameters, join_parameters(inputs, others), *key), None
+    if loss:
+        value = loss(y, target)
+        y, count = value if isinstance(value, tuple) else (value, None)
+        _check_mean(y)
+    floats, others = divide(y)
+    return floats, (others, count)
+
+
+def digest_of(
+    part: Part, recipe: Recipe, shapes: tuple[Any, Any], ends: tuple[bool, bool], draws: bool
+) -> str:
+    """Digest of what a stage does with micro-batches of these shapes, as `compile` has them.
+
+    ends  whether it is the first stage, and the last
+    """
+    (apply, parameters), (first, last) = part, ends
+    run = partial(_run, apply, recipe.loss if last else None)
+    groups = groups_of(parameters, *shapes, np.uint32(0) if draws else None, first=first)
+
+    # A derivative of the user's own shows in the backward alone.
+    def both(*groups: Any) -> Any:
+        results, pullback = differentiate(run, Groups(*groups))
+        return results, pullback(jax.tree.map(jnp.ones_like, results[0]))
+
+    return of_program(both if recipe.training else run, *groups)
+
+
+def digest_of_optimizer(optimizer: optax.GradientTransformation, parameters: Sequence[Any]) -> str:
+    """Digest of an optimizer's first state and its step, of each stage's parameters."""
+
+    def step(weights: Any) -> Any:
+        state = optimizer.init(weights)
+        return state, step_of(optimizer)(weights, state, weights)
+
+    return of_program(lambda stages: list(map(step, stages)), parameters)
+
+
+def step_of(optimizer: optax.GradientTransformation) -> Callable:
+    """The optimizer's jitted step: (weights, state, gradient) -> (weights, state)."""
+
+    def step(weights: Any, state: Any, gradient: Any) -> tuple[Any, Any]:
+        change, state = optimizer.update(gradient, state, weights)
+        return optax.apply_updates(weights, change), state
+
+    # Nothing is donated: the version that it starts from may still have readers.
+    return jax.jit(step)
+
+
+@jax.jit
+def _divided(total: Arrays, count: Any) -> Arrays:
+    """A jit of its own: fused with the step, the mean would go in unrounded, come out rounded."""
+    return [(g / count).astype(g.dtype) for g in total]
+
+
+@jax.jit
+def _square(total: Arrays) -> jax.Array:
+    return sum((jnp.vdot(g, g).real for g in total), jnp.zeros(()))
+
+
+# ---- trees in two: what is differentiated, and what is not
+
+
+def divide(tree: Any) -> tuple[Any, Any]:
+    """Its floating leaves and its others, as trees with None where a leaf is in the other one."""
+    floats = jax.tree.map(lambda leaf: leaf if _floating(leaf) else None, tree)
+    return floats, jax.tree.map(lambda leaf: None if _floating(leaf) else leaf, tree)
+
+
+def join_parameters(floats: Any, others: Any) -> Any:
+    """The inverse of `divide`."""
+    return jax.tree.map(
+        lambda leaf, other: other if leaf is None else leaf,
+        floats,
+        others,
+        is_leaf=lambda leaf: leaf is None,
+    )
+
+
+def _floating(leaf: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+
+
+def _check_mean(mean: Any) -> None:
+    if jnp.shape(mean) or not _floating(mean):
+        raise ValueError(
+            f"the loss is {jnp.result_type(mean)} of shape {jnp.shape(mean)}: give the mean over "
+            "the samples, one floating-point number"
+        )

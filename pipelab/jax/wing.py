@@ -1,0 +1,137 @@
+"""JAX's part in a run: stages as jitted functions placed on devices, jobs made of them."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from pipelab.runtime.batches import cut_batch, samples_of
+from pipelab.jax.arguments import TREES, Part, as_function, check_optimizer, check_trained
+from pipelab.jax.arithmetic import JaxArithmetic
+from pipelab.jax.device import JaxDevice, jax_devices
+from pipelab.jax.distributed import Distributed
+from pipelab.jax.host import digest, of_trees
+from pipelab.jax.stage import JaxStage, digest_of, digest_of_optimizer
+from pipelab.runtime.prepare import Options
+from pipelab.runtime.session import Wing
+from pipelab.runtime.stage import Recipe
+from pipelab.runtime.threads import Threads
+from pipelab.runtime.worker import Job
+from pipelab.table.schedule import Schedule
+
+
+@dataclass(kw_only=True)
+class JaxJob(Job):
+    """A job on JAX stages.
+
+    parts   the row's stages by number
+    shapes  per stage, each (x, target) that it is compiled for, as `jax.ShapeDtypeStruct`s
+    draws   whether forwards draw random numbers
+    """
+
+    parts: dict[int, Part]
+    recipe: Recipe
+    shapes: Sequence[Sequence[tuple[Any, Any]]]
+    draws: bool
+
+    def home(self) -> JaxDevice:
+        return JaxDevice(self.device)
+
+    def stages(self, home: JaxDevice) -> dict[int, JaxStage]:
+        made = {}
+        kinds = {action.kind for action in self.schedule.rows[self.row]}
+        for s, (apply, parameters) in self.parts.items():
+            ends = {"first": s == 0, "last": s == self.schedule.stages - 1}
+            made[s] = JaxStage(apply, parameters, home, self.recipe, kinds, **ends)
+        return made
+
+    def prepare(self, stages: dict[int, JaxStage]) -> None:
+        for s, stage in stages.items():
+            for shapes in self.shapes[s]:
+                with suppress(Exception):  # it fails again in the run, which knows the action
+                    stage.compile(shapes, self.draws)
+
+
+class JaxWing(Wing):
+    """JAX stages in threads, of this process or of all those of jax.distributed."""
+
+    optimizer = "update", "an optax transformation, such as optax.sgd(0.1)"
+    trees = TREES
+    looks = True
+    draws_alike = False
+
+    def __init__(
+        self, schedule: Schedule, stages: Sequence[Any], options: Options, *, training: bool
+    ) -> None:
+        super().__init__(schedule, stages, options, training=training)
+        options.refuse("replicas", "autocast", "dump", "save", "stop", "resume")
+        self.seed = options.seed
+        # Stages are looked at before a launcher is started: nothing is to be cleaned up.
+        self.parts = [as_function(stage, s) for s, stage in enumerate(stages)]
+        if training:
+            check_trained(self.parts)
+        self.devices = jax_devices(options.devices, schedule.devices)
+        self.launcher = Threads()
+        if jax.process_count() > 1:
+            self.launcher = Distributed(self.devices, options.timeout, schedule.to_csv())
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        check_optimizer(optimizer, self.parts)
+
+    def look_at(self, batches: Sequence[Any]) -> None:
+        pieces = cut_batch(batches[0], self.schedule.microbatches, 0, TREES)
+        self.shapes = _shapes(self.parts, pieces, self.seed is not None)
+
+    def digests(self, recipe: Recipe) -> dict[str, str | None]:
+        # Processes may differ in their patience, and in how they name the same devices.
+        options = {**vars(self.options), "timeout": None, "devices": None}
+        asked = digest(options, [device.id for device in self.devices])
+        digests: dict[str, str | None] = {"what `run` was asked for": asked}
+        last = len(self.parts) - 1
+        # What cannot be traced has no shapes, or fails; the run says where.
+        for s, (part, shapes) in enumerate(zip(self.parts, self.shapes, strict=True)):
+            with suppress(Exception):
+                ends, draws = (s == 0, s == last), self.seed is not None
+                found = [digest_of(part, recipe, of, ends, draws) for of in shapes]
+                name = f"stage {s} with the loss" if s == last else f"stage {s}"
+                digests[name] = digest(found) if found else None
+        weights = [parameters for _, parameters in self.parts]
+        if recipe.optimizer:
+            with suppress(Exception):
+                digests["the optimizer"] = digest_of_optimizer(recipe.optimizer, weights)
+        return digests | of_trees(
+            (f"the weights of stage {s}: ", of) for s, of in enumerate(weights)
+        )
+
+    def job(self, **fields: Any) -> JaxJob:
+        pairs = zip(self.parts, self.schedule.placement, strict=True)
+        parts = {s: part for s, (part, d) in enumerate(pairs) if d == fields["row"]}
+        return JaxJob(parts=parts, shapes=self.shapes, draws=self.seed is not None, **fields)
+
+    def arithmetic(
+        self, recipe: Recipe, wide: bool, first: int, start: Sequence[Any]
+    ) -> JaxArithmetic:
+        here = (d for d in self.devices if d.process_index == jax.process_index())
+        return JaxArithmetic(self.parts, recipe, next(here), wide=wide, first=first, begun=start)
+
+
+def _shapes(
+    parts: Sequence[Part], pieces: Sequence[tuple[Any, Any]], draws: bool
+) -> list[list[tuple[Any, Any]]]:
+    """Per stage, the (x, target) of each size of micro-batch.
+
+    Nothing behind a stage that cannot be traced: the run says why.
+    """
+    # Shapes go through the stages as arrays will, and cost nothing.
+    found: list[list[tuple[Any, Any]]] = [[] for _ in parts]
+    key = (jax.random.key(0),) if draws else ()
+    each_size = {samples_of(piece, TREES): piece for piece in pieces}
+    for piece in each_size.values():
+        x, target = jax.eval_shape(lambda data: data, piece)
+        with suppress(Exception):
+            for s, (apply, parameters) in enumerate(parts):
+                found[s].append((x, target if s == len(parts) - 1 else None))
+                x = jax.eval_shape(apply, parameters, x, *key)
+    return found

@@ -1,0 +1,327 @@
+"""The worker on JAX stages: equal to the reference and to torch from the same weights."""
+
+import subprocess
+import sys
+from functools import partial
+
+import tests.jax_setup  # isort: skip  # noqa: F401
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import linen, nnx
+from torch.nn import functional as F
+
+from pipelab import Costs, Kind, Reads, Recompute, RunError, Schedule, evaluate, make, run, simulate
+from pipelab.models.flax_mlp import mlp
+from pipelab.jax.stage import JaxStage
+from pipelab.runtime.worker import Worker
+from tests.runtime.test_run import batches as torch_batches
+from tests.runtime.test_run import stages as torch_stages
+
+RULES = [
+    ("inter_layer", None),
+    ("gpipe", None),
+    ("pipedream_flush", None),
+    ("interleaved", None),
+    ("pipedream", None),
+    ("pipedream", Reads.FIRST),
+    ("pipedream_2bw", None),
+]
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    with jax.enable_x64(True):
+        yield
+
+
+def layer(p, x):
+    return jnp.tanh(x @ p["a"]["w"] + p["a"]["b"]) @ p["c"]["w"] + p["c"]["b"]
+
+
+def of_torch(stage):
+    first, last = stage[0], stage[2]
+    return layer, {
+        name: {
+            "w": jnp.asarray(m.weight.detach().numpy().T),
+            "b": jnp.asarray(m.bias.detach().numpy()),
+        }
+        for name, m in (("a", first), ("c", last))
+    }
+
+
+def stages(count):
+    return [of_torch(stage) for stage in torch_stages(count)]
+
+
+def batches(count, samples=8):
+    return [(x.numpy(), y.numpy()) for x, y in torch_batches(count, samples)]
+
+
+def mse(y, target):
+    return ((y - target) ** 2).mean()
+
+
+def size_of(rule, p, m, k=2):
+    name, reads = rule
+    return make(name, p, m, batches=k, reads=reads, virtual=2 if name == "interleaved" else 1)
+
+
+def train(schedule, parts=None, data=None, optimizer=None, loss=mse, **options):
+    """A run on JAX, of stages and batches as the schedule needs them."""
+    parts = stages(schedule.stages) if parts is None else parts
+    data = batches(schedule.batches) if data is None else data
+    return run(schedule, parts, data, loss, optimizer or optax.sgd(0.1), backend="jax", **options)
+
+
+def split_gpipe(p, m):
+    """GPipe with every backward as an I and a W."""
+
+    def cut(a):
+        return [a._replace(kind=Kind.I), a._replace(kind=Kind.W)] if a.kind is Kind.B else [a]
+
+    rows = [[b for a in row for b in cut(a)] for row in make("gpipe", p, m).rows]
+    return Schedule("split", rows, range(p), m)
+
+
+@pytest.mark.parametrize("recompute", [Recompute.NEVER, Recompute.EXCEPT_LAST])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_every_schedule_equals_the_reference_and_torch(rule, recompute):
+    schedule = size_of(rule, 3, 4)
+    ours = train(schedule, data=batches(2, 10), optimizer=optax.adam(1e-2), recompute=recompute)
+    assert ours.check.passed
+    assert ours.check.max_rel < 1e-10
+    theirs = run(
+        schedule,
+        torch_stages(schedule.stages),
+        torch_batches(2, 10),
+        F.mse_loss,
+        partial(torch.optim.Adam, lr=1e-2),
+    )
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-9)
+    for mine, other in zip(ours.weights, theirs.weights, strict=True):
+        assert np.allclose(mine["a"]["w"].T, other["0.weight"], rtol=1e-6)
+    assert ours.weight_versions == schedule.weight_versions
+    t = ours.timeline
+    pairs = [(i, source) for i, source in enumerate(schedule.inputs) if source is not None]
+    assert all(t.start[i] >= t.end[source] for i, source in pairs)
+
+
+@pytest.mark.parametrize("rule", [("gpipe", None), ("pipedream", None)], ids=str)
+def test_clipping(rule):
+    schedule = size_of(rule, 3, 4)
+    result = train(schedule, clip=1e-2)
+    assert result.check.passed
+    assert train(schedule).losses != result.losses
+
+
+def test_split_backwards():
+    assert train(split_gpipe(3, 4), optimizer=optax.adam(1e-2)).check.passed
+
+
+def test_trees_integers_and_counts_between_stages():
+    def first(p, x):
+        y = x @ p
+        return {"y": y, "pair": (jnp.tanh(y), jnp.full(len(x), 2))}
+
+    def last(p, parts):
+        return parts["y"] @ p + parts["pair"][0] + parts["pair"][1][:, None]
+
+    def masked(y, target):
+        t, keep = target
+        count = keep.sum()
+        of_samples = ((y - t) ** 2).mean(1)
+        return jnp.where(keep, of_samples, 0).sum() / jnp.maximum(count, 1), count
+
+    keep = np.array([True] * 5 + [False] * 2 + [True])
+    one, other = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 6)))
+    data = [(x, (y, keep)) for x, y in batches(2)]
+    schedule = make("pipedream_flush", 2, 4, batches=2)
+    assert train(schedule, [(first, one), (last, other)], data, loss=masked).check.passed
+
+
+def test_activations_are_the_residuals():
+    # Kept are the input, tanh's output and its derivative, 2 x 6 doubles each; the weights are not
+    # copied.
+    each = 3 * (2 * 6 * 8)
+    plain = train(make("pipedream_flush", 3, 4)).memory
+    assert plain.peak("activations")[:2] == [3 * each, 2 * each]
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(stages(1)[0][1]))
+    assert plain.peak("weights") == [size] * 3
+    stash = train(make("pipedream", 3, 4, batches=2)).memory
+    assert stash.peak("versions") == [2 * size, size, 0]
+
+
+class Dense(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.Dense(6, param_dtype=jnp.float64)(x)
+        return linen.Dropout(0.3, deterministic=not self.has_rng("dropout"))(jnp.tanh(x))
+
+
+class Twin(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(6, 6, rngs=rngs, param_dtype=jnp.float64)
+
+    def __call__(self, x):
+        return jnp.tanh(self.inner(x))
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("rule", [("gpipe", None), ("pipedream_2bw", None)], ids=str)
+def test_linen_modules_and_dropout(rule, seed):
+    module, schedule = Dense(), size_of(rule, 3, 3)
+    parts = [(module, module.init(jax.random.key(s), jnp.ones((1, 6)))) for s in range(3)]
+    arguments = (schedule, parts, batches(2, 9), optax.adamw(1e-2))
+    result = train(*arguments, seed=seed, recompute=Recompute.ALWAYS)
+    assert result.check.passed
+    assert train(*arguments, seed=4, check=False).losses != result.losses
+
+
+def test_nnx_modules_are_left_alone():
+    modules = [Twin(nnx.Rngs(s)) for s in range(2)]
+    before = [np.array(m.inner.kernel[...]) for m in modules]
+    result = train(make("gpipe", 2, 4), modules, optimizer=optax.adam(0.1))
+    assert result.check.passed
+    assert all(np.array_equal(m.inner.kernel[...], b) for m, b in zip(modules, before, strict=True))
+
+
+def test_evaluation():
+    result = evaluate(make("gpipe", 3, 4, batches=2), stages(3), batches(2), mse, backend="jax")
+    assert result.check.passed
+    assert result.timeline.schedule.bounds[-1] == 3 * 8
+
+
+def test_a_paced_run_shows_the_predicted_times():
+    schedule, costs = make("gpipe", 3, 4), Costs(transfer=0.5)
+    result = train(schedule, pace=0.02, costs=costs)
+    # From the run's time zero: on a busy machine the first action may start late.
+    assert max(result.timeline.end) / 0.02 >= simulate(schedule, costs).makespan * 0.99
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        (make("gpipe", 2, 4, batches=2), {"recompute": Recompute.EXCEPT_LAST, "clip": 1.0}),
+        (make("interleaved", 2, 4, batches=2, virtual=2), {"clip": 1.0}),
+        (split_gpipe(2, 4), {"seed": 3}),
+    ],
+    ids=["recomputing", "interleaved", "split"],
+)
+def test_everything_is_compiled_before_the_clock_starts(schedule, options, monkeypatch):
+    work = Worker.work
+
+    def work_without_tracing(worker, order):
+        with jax.no_tracing():  # an action that has to compile something raises
+            return work(worker, order)
+
+    monkeypatch.setattr(Worker, "work", work_without_tracing)
+    uneven = [np.ones((2, 10, 16), np.float32)] * schedule.batches  # in 3, 3, 2 and 2
+    data = [(x, y) for x, y in uneven]
+    train(schedule, mlp(schedule.stages, 16), data, check=False, **options)
+
+
+@pytest.mark.parametrize("by", ["name", "device"])
+def test_stages_are_on_the_devices_that_are_named(by, monkeypatch):
+    seen = set()
+    forward = JaxStage.forward
+
+    def watched(self, microbatch, received):
+        place = next(iter(jax.tree.leaves(self.weights[0])[0].devices()))
+        seen.add((self.last, place.id))
+        return forward(self, microbatch, received)
+
+    monkeypatch.setattr(JaxStage, "forward", watched)
+    devices = ["cpu:1", "cpu:3"] if by == "name" else jax.devices()[1:4:2]
+    train(make("gpipe", 2, 2), devices=devices, check=False)
+    assert seen == {(False, 1), (True, 3)}
+
+
+def test_every_device_may_have_a_stage():
+    assert len(jax.devices()) == 8
+    assert train(make("gpipe", 8, 2), devices=jax.devices()).check.passed
+
+
+def test_what_goes_wrong_is_named():
+    def bad(p, x):
+        raise ZeroDivisionError("by design")
+
+    with pytest.raises(RunError, match="device 1, action 1F0: ZeroDivisionError: by design"):
+        train(make("gpipe", 2, 2), [stages(1)[0], (bad, {})])
+    data = batches(2)
+    data[1][0][5] = np.nan
+    message = (
+        r"device 1, action 1F6: FloatingPointError: the loss of micro-batch 6 \(batch 1\) is nan"
+    )
+    with pytest.raises(RunError, match=message):
+        train(make("gpipe", 2, 4, batches=2), data=data)
+    for change, message in [
+        ({"replicas": 2}, "replicas=2 is not supported with backend='jax'"),
+        ({"devices": "cpu:64"}, "device 'cpu:64': use cpu:0 to cpu:7"),
+        ({"parts": stages(3)}, "3 modules for the 2 stages of gpipe"),
+        ({"parts": [stages(1)[0], "x"]}, "stage 1 is a str"),
+        ({"data": batches(1, 1)}, r"batch 0 has 1 samples for 2 micro-batches"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            train(make("gpipe", 2, 2), **change)
+
+
+def test_a_wrong_gradient_fails_the_check(monkeypatch):
+    finish = JaxStage.finish
+    monkeypatch.setattr(
+        JaxStage, "finish", lambda self, k, count: finish(self, k, count if k else 0.0)
+    )
+    assert not train(make("gpipe", 2, 4)).check.passed
+
+
+def test_neither_side_loads_the_other():
+    code = "import pipelab.runtime.{}.wing, sys; print({!r} in sys.modules)"
+    commands = [
+        [sys.executable, "-c", code.format(*names)]
+        for names in (("torch", "jax"), ("jax", "torch"))
+    ]
+    started = [subprocess.Popen(c, stdout=subprocess.PIPE, text=True) for c in commands]
+    assert [process.communicate()[0].strip() for process in started] == ["False", "False"]
+    assert [process.returncode for process in started] == [0, 0]
+
+
+def test_stages_compute_under_the_callers_settings():
+    """A setting made for a block of code is its thread's, and stages have threads of their own."""
+
+    def noisy(p, x, key):
+        return layer(p, x) + jax.random.normal(key, x.shape)
+
+    def losses():
+        parts = [(noisy, parameters) for _, parameters in stages(2)]
+        arguments = make("gpipe", 2, 2), parts, batches(1), mse, optax.sgd(0.1)
+        found = run(*arguments, backend="jax", seed=0)
+        assert found.check.passed
+        return found.losses
+
+    default = losses()
+    with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
+        assert losses() != default
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_loss", "samples"),
+    [("float16", "float16", 70000), ("float32", "bfloat16", 257)],
+)
+def test_gradients_are_means_of_more_samples_than_the_type_can_count(kind, of_loss, samples):
+    """Float16 ends at 65504; of bfloat16, 257 is 256."""
+
+    def loss(y, target):
+        return ((y - target).astype("float32") ** 2).mean().astype(of_loss)
+
+    # The loss is (a b)^2, of which every step is a number.
+    a, b = 0.75, 0.5
+    parts = [(lambda p, x: x * p, jnp.full(1, number, kind)) for number in (a, b)]
+    batch = jnp.ones((2 * samples, 1), kind), jnp.zeros((2 * samples, 1), kind)
+    found = run(make("gpipe", 2, 2), parts, [batch], loss, optax.sgd(0.5), backend="jax")
+    assert found.check.passed
+    wanted = a - a * b * b, b - b * a * a
+    weights = [float(w[0]) for w in found.weights]
+    assert weights == pytest.approx(wanted, abs=4 * float(jnp.finfo(kind).eps))

@@ -1,0 +1,125 @@
+"""The lectures' exercises: right answers pass, wrong ones get a hint that fits, stubs tell nothing.
+
+The answers are in tests/notebooks/exercises, a file a lecture.
+"""
+
+import ast
+import re
+from importlib import import_module
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from tests import jax_setup  # noqa: F401
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+LECTURES = {path.stem[:2]: path for path in sorted(FOLDER.glob("*.ipynb")) if path.stem[:2] < "90"}
+CHECK = re.compile(r'^teach\.check\("(\d\d-\d)", answer\)$', re.M)
+GUESS = re.compile(r'^teach\.guess\("(\d\d-[a-z])", my_guess\)$', re.M)
+by_lecture = pytest.mark.parametrize("lecture", LECTURES)
+
+
+def cells(lecture, kind):
+    book = nbformat.read(LECTURES[lecture], as_version=4)
+    return [cell for cell in book.cells if cell.cell_type == kind]
+
+
+def stubs(lecture):
+    """Its exercises' cells by name."""
+    tagged = [c for c in cells(lecture, "code") if "exercise" in c.metadata.get("tags", [])]
+    return {CHECK.search(cell.source)[1]: cell for cell in tagged}
+
+
+def solutions(lecture):
+    """By the exercise's number: solutions follow in order."""
+    text = "\n".join(cell.source for cell in cells(lecture, "markdown"))
+    found = re.findall(r"Solution</summary>\s+```python\n(.*?)```", text, re.S)
+    return dict(zip(stubs(lecture), found, strict=True))
+
+
+def module(lecture):
+    return import_module(f"teach.lecture_{lecture}")
+
+
+def answers(lecture):
+    return import_module(f"tests.notebooks.exercises.lecture_{lecture}").ANSWERS
+
+
+def grade(lecture, stub, answer):
+    """What the check says where the learner wrote `answer` in the place of the stub's last words.
+
+    Known are the notebook's imports and what its other cells define.
+    """
+    scope = {}
+    first, *others = [c.source for c in cells(lecture, "code") if c is not stub]
+    setup = re.sub(r"%.*|jax\.config\.update.*", "", first)  # jax may be in use here
+    exec(setup, scope)
+    for source in others:
+        if "answer" not in source:
+            define(source, scope)
+    *given, check = ast.parse(stub.source).body
+    exec(compile(ast.Module(given, []), "stub", "exec"), scope)
+    exec(answer, scope)
+    return eval(compile(ast.Expression(check.value), "check", "eval"), scope)
+
+
+def define(source, scope):
+    """The functions and classes of a cell, without running it."""
+    made = [node for node in ast.parse(re.sub(r"(?m)^%.*", "", source)).body
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef))]  # fmt: skip
+    exec(compile(ast.Module(made, []), "lecture", "exec"), scope)
+
+
+@by_lecture
+def test_every_exercise_has_a_stub_a_hint_a_solution_and_answers(lecture):
+    assert len(stubs(lecture)) >= 4
+    assert stubs(lecture).keys() == module(lecture).EXERCISES.keys() == answers(lecture).keys()
+    assert stubs(lecture).keys() == solutions(lecture).keys()
+    text = "\n".join(cell.source for cell in cells(lecture, "markdown"))
+    assert text.count("<summary>Hint</summary>") == len(stubs(lecture))
+
+
+@by_lecture
+def test_a_stub_says_not_attempted(lecture):
+    for cell in stubs(lecture).values():
+        assert "Not attempted yet" in cell.outputs[-1].data["text/plain"]
+        assert cell.source.endswith(CHECK.search(cell.source)[0])
+
+
+@by_lecture
+def test_guesses_come_from_the_notebook_and_are_folded_until_made(lecture):
+    code = [cell for cell in cells(lecture, "code") if "teach.guess" in cell.source]
+    names = [GUESS.search(cell.source)[1] for cell in code]
+    assert sorted(names) == sorted(module(lecture).GUESSES)
+    for cell in code:
+        assert "my_guess = None" in cell.source
+        assert "Guess first" in cell.outputs[0].data["text/plain"]
+
+
+@by_lecture
+def test_right_answers_pass_and_wrong_ones_get_a_hint_that_fits(lecture):
+    for name, stub in stubs(lecture).items():
+        tried = answers(lecture)[name]
+        assert len(tried["wrong"]) >= 2
+        for answer in [solutions(lecture)[name], *tried["right"]]:
+            assert grade(lecture, stub, answer).passed is True, (name, answer)
+        for answer, hint in tried["wrong"].items():
+            feedback = grade(lecture, stub, answer)
+            assert feedback.passed is False, (name, answer)
+            assert repr(feedback).startswith("Not yet"), (name, answer)
+            assert hint in repr(feedback), (name, answer)
+
+
+BUILT = "00-2 01-3 03-2 03-5 04-2 04-6 05-5 06-1 07-3 07-5 08-2 09-4 10-1 11-2 12-5 13-1 14-4"
+DEBUGGED = (
+    "00-3 01-4 01-5 02-3 02-4 03-4 04-4 04-5 05-3 05-4 06-5 07-4 08-1 08-3 09-1 09-3 10-3 11-3 "
+    "12-4 13-4 13-5 14-2"
+)
+
+
+def test_there_are_fifty_and_a_third_are_building_or_debugging():
+    names = {name for lecture in LECTURES for name in module(lecture).EXERCISES}
+    made = {*BUILT.split(), *DEBUGGED.split()}
+    assert len(names) >= 50 and made <= names
+    assert len(made) * 3 >= len(names)
