@@ -8,8 +8,8 @@ import numpy as np
 
 from jupyter_lab import chromium, round_trips
 from measure import machine, main, page, paragraph, spread, table, timed
-from pipelab.widgets import Editor
 from pipelab.editor.puzzle import finish
+from pipelab.widgets import Editor
 
 CASES = (  # how the editor is made, and how it is helped
     ("'cap'", "legal"),

@@ -13,6 +13,7 @@ import numpy as np
 
 from measure import main, page, paragraph, table
 from pipelab import Recompute
+from pipelab.optimize.faults import Faults, cost_of_faults
 from pipelab.optimize.plan import (
     MACHINES,
     Choice,
@@ -24,7 +25,6 @@ from pipelab.optimize.plan import (
     table_for,
 )
 from pipelab.optimize.plan import plan as find_plan
-from pipelab.optimize.faults import Faults, cost_of_faults
 
 A100, H100 = MACHINES["A100-80GB"], MACHINES["H100-80GB"]
 # Runs by DeepSpeed's pipeline engine have a share of their own: see `fit`.

@@ -37,7 +37,8 @@ FILES = (
     *("python_stdlib.zip", "pyodide-lock.json", "package.json"),
 )
 # Of the library, what a page can use: no torch, no JAX, no matplotlib.
-WITHOUT = ("pipeshard", "peers", "models", "cli", "plot", "runtime/torch", "jax")
+ROOMS = ("pipeshard", "peers", "models", "cli", "plot", "runtime/torch", "jax")
+WITHOUT = tuple(f"pipelab/{room}/" for room in ROOMS)
 PLACE = "_static/play"
 logger = logging.getLogger(__name__)
 
@@ -73,12 +74,14 @@ def pyodide() -> Path | None:
 
 
 def library(path: Path) -> None:
-    """Write the part of pipelab that a page can use as an archive, always the same bytes."""
+    """Write what a page can use of pipelab, and the course's answers, as an archive: always the
+    same bytes."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in sorted((ROOT / "pipelab").rglob("*")):
-            name = file.relative_to(ROOT).as_posix()
-            if file.suffix in (".py", ".js", ".css") and not name[8:].startswith(WITHOUT):
-                archive.writestr(zipfile.ZipInfo(name), file.read_bytes(), zipfile.ZIP_DEFLATED)
+        for home, folder in ((ROOT, "pipelab"), (ROOT / "notebooks", "teach")):
+            for file in sorted((home / folder).rglob("*")):
+                name = file.relative_to(home).as_posix()
+                if file.suffix in (".py", ".js", ".css") and not name.startswith(WITHOUT):
+                    archive.writestr(zipfile.ZipInfo(name), file.read_bytes(), zipfile.ZIP_DEFLATED)
 
 
 def finish(app: Sphinx, failed: Exception | None) -> None:

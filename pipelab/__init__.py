@@ -14,19 +14,29 @@ from pipelab.runtime import interrupt  # isort: skip (the first one: see there)
 from pipelab.measure.diagnose import Diagnosis, diagnose
 from pipelab.measure.fit import fit
 from pipelab.measure.prediction import Explanation, explain
+from pipelab.optimize.bounds import gap
 from pipelab.optimize.order.zb import zb, zb_v
 from pipelab.predict.costs import CostError, Costs, Recompute
 from pipelab.predict.memory import Memory, memory, memory_used
 from pipelab.predict.simulate import simulate
 from pipelab.predict.theory import THEORY
 from pipelab.predict.timeline import Timeline
+from pipelab.runtime.wings import WINGS
 from pipelab.schedules import SCHEDULES, make, make_all, make_for
 from pipelab.table.action import Action, Kind, Reads, ScheduleError
 from pipelab.table.schedule import Schedule
 from pipelab.table.validate import validate
+from pipelab.widgets import SHARES, WIDGETS
 
 __version__ = "0.1.0"
-SCHEDULES.update(zb=zb, zb_v=zb_v)  # searches, which a schedule's file is not
+# What rooms above tell the small library, which does not know them.
+SCHEDULES.update(zb=zb, zb_v=zb_v)
+WINGS["jax"] = "pipelab.jax.wing", "JaxWing"
+WIDGETS["Editor"] = "pipelab.editor.editor"
+SHARES["over the bound"] = (
+    "how much longer than what no order of one batch in this memory can beat",
+    gap,
+)
 __all__ = [
     "SCHEDULES",
     "THEORY",

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from statistics import median
 
-from pipelab.optimize.plan import ASYNCHRONOUS, KEEP, Answer, Plan, Transformer, table_for
 from pipelab.optimize.faults import Faults, cost_of_faults
+from pipelab.optimize.plan import ASYNCHRONOUS, KEEP, Answer, Plan, Transformer, table_for
 
 TITAN_KEEP = dict(zip(KEEP, ("none", "selective", "full"), strict=True))
 OF_A_CHOICE = (

@@ -24,6 +24,7 @@ from pipelab.cli.options import (
 )
 from pipelab.cli.report import GAP, show
 from pipelab.optimize.cut import METHODS, pipedream, split_layers
+from pipelab.optimize.faults import Faults
 from pipelab.optimize.order import bound, gap, memory_used, search
 from pipelab.optimize.plan import (
     ASYNCHRONOUS,
@@ -35,7 +36,6 @@ from pipelab.optimize.plan import (
     Transformer,
 )
 from pipelab.optimize.plan import plan as find_plan
-from pipelab.optimize.faults import Faults
 from pipelab.schedules import make_all
 
 Number = Annotated[Any, number_option(float, lambda x: True, "a number")]

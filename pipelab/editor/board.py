@@ -5,9 +5,6 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from pipelab.predict import palette
-from pipelab.predict.timeline import Timeline
-from pipelab.table.action import Action, Kind
 from pipelab.editor.puzzle import (
     Advice,
     Draft,
@@ -21,6 +18,9 @@ from pipelab.editor.puzzle import (
 )
 from pipelab.editor.puzzle.link import task_of
 from pipelab.editor.puzzle.recognise import gap_reasons
+from pipelab.predict import palette
+from pipelab.predict.timeline import Timeline
+from pipelab.table.action import Action, Kind
 
 if TYPE_CHECKING:
     from pipelab.editor.try_out import TryOut

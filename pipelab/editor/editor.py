@@ -1,15 +1,12 @@
 """The schedule editor: make a table by hand, with as much help as you like, and run it."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote
 
 import anywidget
 import traitlets
 
-from pipelab.predict.timeline import Timeline
-from pipelab.table.action import Action, ScheduleError
-from pipelab.table.schedule import Schedule
-from pipelab.widgets.assets import read_assets
 from pipelab.editor.board import (
     RUNGS,
     about_level,
@@ -26,10 +23,15 @@ from pipelab.editor.puzzle import Draft, Level, Task, finish, level_of, recognis
 from pipelab.editor.puzzle.levels import LEVELS
 from pipelab.editor.puzzle.link import read, read_task, task_of, write_task
 from pipelab.editor.puzzle.recognise import NEW, known_rows
+from pipelab.predict.timeline import Timeline
+from pipelab.table.action import Action, ScheduleError
+from pipelab.table.schedule import Schedule
+from pipelab.widgets.assets import read_assets
 
 if TYPE_CHECKING:
     from pipelab.editor.try_out import TryOut
 
+HERE = Path(__file__).parent
 MARK = "#pipelab="  # before a table in an address
 
 
@@ -75,8 +77,8 @@ class Editor(anywidget.AnyWidget):
     Par: 9. This is 1F1B (PipeDream-Flush) or eager 1F1B.
     """
 
-    _esm = read_assets("tools.js", "editor.js")
-    _css = read_assets("explorer.css", "editor.css")
+    _esm = read_assets("tools.js", HERE / "editor.js")
+    _css = read_assets("explorer.css", HERE / "editor.css")
     view = traitlets.Dict().tag(sync=True)  # what the browser shows
     draft: Draft  # what is placed so far
     helped: bool  # whether the coach, or the table of par, had a part in it

@@ -11,9 +11,9 @@ from flax import linen, nnx
 from flax.errors import TraceContextError
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from pipelab.runtime.batches import Trees
 from pipelab.jax.host import as_numbers
 from pipelab.jax.jaxpr import all_equations
+from pipelab.runtime.batches import Trees
 
 TREES = Trees(
     jax.tree.flatten,

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from pipelab.runtime.batches import samples_of
 from pipelab.jax.arguments import TREES, Part
 from pipelab.jax.jaxpr import all_equations
+from pipelab.runtime.batches import samples_of
 from pipelab.runtime.stage import Recipe
 from pipelab.runtime.verdict import reference
 from pipelab.runtime.verdict.reference import Piece, Weights

@@ -22,8 +22,8 @@ from jax.errors import JaxRuntimeError
 from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
-from pipelab.runtime.cluster import LEAVING, Cluster, begun
 from pipelab.jax.host import words
+from pipelab.runtime.cluster import LEAVING, Cluster, begun
 from pipelab.runtime.threads import LOOK
 from pipelab.runtime.transport import Lost, lost
 from pipelab.runtime.wire import Ends, Wire, apart, pairs_of_ranks, whole

@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 
-from pipelab.runtime.batches import cut_batch, samples_of
 from pipelab.jax.arguments import TREES, Part, as_function, check_optimizer, check_trained
 from pipelab.jax.arithmetic import JaxArithmetic
 from pipelab.jax.device import JaxDevice, jax_devices
 from pipelab.jax.distributed import Distributed
 from pipelab.jax.host import digest, of_trees
 from pipelab.jax.stage import JaxStage, digest_of, digest_of_optimizer
+from pipelab.runtime.batches import cut_batch, samples_of
 from pipelab.runtime.prepare import Options
 from pipelab.runtime.session import Wing
 from pipelab.runtime.stage import Recipe

@@ -19,6 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pipelab.jax.arithmetic import off_by_rounding, wide
+from pipelab.jax.host import words
+from pipelab.jax.jaxpr import Arrays, contains, needed, rounding_unit
 from pipelab.pipeshard.arrays import PipeshardError
 from pipelab.pipeshard.batch.draws import draw_in_pieces, redraw
 from pipelab.pipeshard.batch.microbatches import gradient_of, in_pieces
@@ -26,9 +29,6 @@ from pipelab.pipeshard.batch.primitives import DRAWS
 from pipelab.pipeshard.call import Call
 from pipelab.pipeshard.program import Program
 from pipelab.pipeshard.tracing import Arguments, TracedStep, trace, traced
-from pipelab.jax.arithmetic import off_by_rounding, wide
-from pipelab.jax.host import words
-from pipelab.jax.jaxpr import Arrays, contains, needed, rounding_unit
 from pipelab.runtime.verdict.certificate import Check, Comparison, distance, opinions
 
 WHOLE = "flush: the same step on one device, the batch undivided"

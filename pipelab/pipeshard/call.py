@@ -13,13 +13,13 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, Var
 
+from pipelab.jax.jaxpr import Arrays, Atom, Values
 from pipelab.pipeshard.arrays import PipeshardError, dtype_of, is_weak, moved, shape_of
 from pipelab.pipeshard.batch.microbatches import share_of
 from pipelab.pipeshard.mesh import MeshDevice, MeshJob, MeshStage
 from pipelab.pipeshard.program import Program
 from pipelab.pipeshard.tracing import Arguments
 from pipelab.pipeshard.watch import WatchedMesh
-from pipelab.jax.jaxpr import Arrays, Atom, Values
 from pipelab.runtime.transport import Transport
 from pipelab.runtime.worker import Order, Outcome, Record, RunError, Worker
 from pipelab.table.action import Action

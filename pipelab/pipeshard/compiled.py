@@ -6,10 +6,6 @@ from typing import Any
 from jax.extend.core import Var
 from jax.sharding import NamedSharding
 
-from pipelab.pipeshard.arrays import PipeshardError, moved
-from pipelab.pipeshard.cut import StageGraph
-from pipelab.pipeshard.unreduced import Shard, Unreduced
-from pipelab.pipeshard.update import UpdateTask
 from pipelab.jax.jaxpr import Arrays, Graph, spec_of
 from pipelab.jax.passes import (
     Compiled,
@@ -19,6 +15,10 @@ from pipelab.jax.passes import (
     compile_passes,
     passes,
 )
+from pipelab.pipeshard.arrays import PipeshardError, moved
+from pipelab.pipeshard.cut import StageGraph
+from pipelab.pipeshard.unreduced import Shard, Unreduced
+from pipelab.pipeshard.update import UpdateTask
 from pipelab.table.action import Kind
 
 Place = Callable[[Var], NamedSharding]

@@ -24,9 +24,6 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, Var
 
-from pipelab.pipeshard.arrays import PipeshardError, is_inexact, is_key, size
-from pipelab.pipeshard.marker import boundary_p, mark_pipeline_boundary
-from pipelab.pipeshard.method import Layers
 from pipelab.jax.jaxpr import (
     Arrays,
     Atom,
@@ -40,6 +37,9 @@ from pipelab.jax.jaxpr import (
     variables,
 )
 from pipelab.jax.passes import Groups
+from pipelab.pipeshard.arrays import PipeshardError, is_inexact, is_key, size
+from pipelab.pipeshard.marker import boundary_p, mark_pipeline_boundary
+from pipelab.pipeshard.method import Layers
 
 
 @dataclass

@@ -16,13 +16,13 @@ import jax
 import numpy as np
 from jax.extend.core import Var
 
+from pipelab.jax.jaxpr import Values, Variables, variables
 from pipelab.pipeshard.arrays import dtype_of, shape_of, size
 from pipelab.pipeshard.batch.microbatches import Combine
 from pipelab.pipeshard.cut import StageGraph
 from pipelab.pipeshard.mesh import MeshStage
 from pipelab.pipeshard.tracing import TracedStep
 from pipelab.pipeshard.update import SMALL, UpdateTask
-from pipelab.jax.jaxpr import Values, Variables, variables
 from pipelab.runtime.transport import Message, Transport
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from pipelab.pipeshard.arrays import PipeshardError
-from pipelab.pipeshard.mesh import MeshJob
 from pipelab.jax.distributed import Distributed
 from pipelab.jax.jaxpr import Arrays
+from pipelab.pipeshard.arrays import PipeshardError
+from pipelab.pipeshard.mesh import MeshJob
 from pipelab.runtime.wire import Wire
 from pipelab.runtime.worker import Job, RunError
 

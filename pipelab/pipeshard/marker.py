@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 
-from pipelab.pipeshard.arrays import is_array
 from pipelab.jax.jaxpr import Arrays, inline, variables
+from pipelab.pipeshard.arrays import is_array
 
 # A boundary is a primitive without arguments or results. jax keeps it where it stands in a traced
 # function; it is lowered to nothing, and has no derivative: the loss is cut, never its gradient.

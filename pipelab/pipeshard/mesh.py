@@ -9,12 +9,12 @@ import jax
 from jax.extend.core import Var
 from jax.sharding import Mesh
 
-from pipelab.pipeshard.arrays import moved
-from pipelab.pipeshard.batch.microbatches import add_arrays
-from pipelab.pipeshard.compiled import CompiledStage, Place
 from pipelab.jax.device import JaxDevice
 from pipelab.jax.jaxpr import Arrays, Values
 from pipelab.jax.passes import Backwards
+from pipelab.pipeshard.arrays import moved
+from pipelab.pipeshard.batch.microbatches import add_arrays
+from pipelab.pipeshard.compiled import CompiledStage, Place
 from pipelab.runtime.stage import Bytes, Stage
 from pipelab.runtime.transport import Aborted, Transport
 from pipelab.runtime.worker import Job, Order, RunError

@@ -11,9 +11,9 @@ import numpy as np
 from jax.extend.core import Var
 from jax.sharding import Mesh, PartitionSpec
 
+from pipelab.jax.jaxpr import Graph, Variables
 from pipelab.optimize.cut.uniform import uniform
 from pipelab.pipeshard.arrays import PipeshardError, shape_of
-from pipelab.jax.jaxpr import Graph, Variables
 from pipelab.schedules import make
 from pipelab.table.action import Reads
 from pipelab.table.schedule import Schedule

@@ -10,6 +10,8 @@ import jax
 from jax.extend.core import Var
 from jax.sharding import NamedSharding
 
+from pipelab.jax.host import digest, of_program, of_trees
+from pipelab.jax.jaxpr import spec_of, variables
 from pipelab.pipeshard.arrays import PipeshardError, bytes_of, on_mesh, shape_of
 from pipelab.pipeshard.batch.draws import draw_own, redraw
 from pipelab.pipeshard.batch.microbatches import combinations, gradient_of
@@ -22,8 +24,6 @@ from pipelab.pipeshard.tracing import Arguments, TracedStep, trace, trace_piece
 from pipelab.pipeshard.unreduced import Shard, shard_of
 from pipelab.pipeshard.update import UpdateTask, donate, split_update
 from pipelab.predict.simulate import simulate
-from pipelab.jax.host import digest, of_program, of_trees
-from pipelab.jax.jaxpr import spec_of, variables
 from pipelab.table.action import Action
 
 

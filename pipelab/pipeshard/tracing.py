@@ -11,9 +11,6 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 from jax.sharding import AbstractMesh, Mesh
 
-from pipelab.pipeshard.arrays import PipeshardError, is_array, on_mesh
-from pipelab.pipeshard.marker import grad_p
-from pipelab.pipeshard.method import AXES
 from pipelab.jax.jaxpr import (
     Arrays,
     Equations,
@@ -27,6 +24,9 @@ from pipelab.jax.jaxpr import (
     spec_of,
     variables,
 )
+from pipelab.pipeshard.arrays import PipeshardError, is_array, on_mesh
+from pipelab.pipeshard.marker import grad_p
+from pipelab.pipeshard.method import AXES
 
 # Where a step is traced: its sharding constraints may name the axes of a stage's mesh.
 ONE_DEVICE = AbstractMesh((1, 1), AXES)

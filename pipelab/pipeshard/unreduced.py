@@ -19,6 +19,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from pipelab.jax.jaxpr import Arrays, Graph, Variables, inline, spec_of
+from pipelab.jax.passes import Groups, Passes, Pullback, Specs, passes
 from pipelab.pipeshard.arrays import PipeshardError, axes_in, on_mesh
 from pipelab.pipeshard.batch.draws import draw_own, redraw
 from pipelab.pipeshard.batch.reduction import Reductions
@@ -26,8 +28,6 @@ from pipelab.pipeshard.batch.tags import Pair, Role, Tag, axes_of, cotangent, pa
 from pipelab.pipeshard.cut import StageGraph, cut, mark
 from pipelab.pipeshard.marker import boundary_p
 from pipelab.pipeshard.tracing import Arguments, trace
-from pipelab.jax.jaxpr import Arrays, Graph, Variables, inline, spec_of
-from pipelab.jax.passes import Groups, Passes, Pullback, Specs, passes
 
 DATA = "data"
 

@@ -20,7 +20,6 @@ from itertools import product
 import jax
 from jax.extend.core import Var
 
-from pipelab.pipeshard.arrays import PipeshardError, dtype_of, size
 from pipelab.jax.jaxpr import (
     Equations,
     Graph,
@@ -32,6 +31,7 @@ from pipelab.jax.jaxpr import (
     spec_of,
     variables,
 )
+from pipelab.pipeshard.arrays import PipeshardError, dtype_of, size
 
 Place = tuple[int, int]  # level and stage
 SMALL = 2  # elements of what may cross: single numbers, and raw random keys

@@ -18,8 +18,6 @@ from pipelab.runtime.worker import Pace
 from pipelab.table.action import Action, Kind
 from pipelab.table.schedule import Schedule
 
-BACKENDS = (None, "threads", "processes", "jax")
-
 
 class Options(SimpleNamespace):
     """The keyword arguments of `run`, which documents them, by name.
@@ -37,7 +35,6 @@ class Options(SimpleNamespace):
         self.default, self.endless = default, endless
         self.recompute = Recompute(given.get("recompute", "never"))
         for name, fits, remedy in (
-            ("backend", self.backend in BACKENDS, "one of threads, processes, jax"),
             ("replicas", self.replicas >= 1, "a whole number of at least 1"),
             ("check", self.check in (True, False, "quick"), "True, False or 'quick'"),
             ("seed", (self.seed or 0) >= 0, "a whole number of at least 0"),

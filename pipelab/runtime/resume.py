@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from pipelab.runtime.prepare import Options, Segment
 from pipelab.runtime.result import Run
-from pipelab.runtime.run import DEFAULT, check_sequence, wing_of
+from pipelab.runtime.run import DEFAULT, check_sequence
 from pipelab.runtime.session import Session
+from pipelab.runtime.wings import wing_of
 from pipelab.table.schedule import Schedule
 
 LOSSES = "losses.json"

@@ -4,16 +4,15 @@ evaluate: the forwards alone.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from pipelab.predict.costs import Costs, Recompute
-from pipelab.runtime.interrupt import imports_whole
 from pipelab.runtime.prepare import Options, Segment
 from pipelab.runtime.result import Run
-from pipelab.runtime.session import Session, Wing
+from pipelab.runtime.session import Session
+from pipelab.runtime.wings import wing_of
 from pipelab.table.schedule import Schedule
 
 Batches = Sequence[tuple[Any, Any]]
@@ -185,17 +184,3 @@ def new_folder(name: str, folder: str | Path | None) -> Path | None:
             f"{name}={str(folder)!r} exists and is not an empty folder: name a new one"
         )
     return path
-
-
-@cache  # an import takes its care but once
-def wing_of(backend: str | None) -> type[Wing]:
-    """The library's part for a backend."""
-    # A library is imported by the runs that need it: the other one may not be installed.
-    with imports_whole():
-        if backend == "jax":
-            from pipelab.jax.wing import JaxWing
-
-            return JaxWing
-        from pipelab.runtime.torch.wing import TorchWing
-
-        return TorchWing

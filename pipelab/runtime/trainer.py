@@ -13,9 +13,10 @@ from pipelab.runtime.batches import Data, mean_losses
 from pipelab.runtime.endless import Endless
 from pipelab.runtime.interrupt import Noted
 from pipelab.runtime.prepare import Options, Part, Segment
-from pipelab.runtime.run import DEFAULT, new_folder, wing_of
+from pipelab.runtime.run import DEFAULT, new_folder
 from pipelab.runtime.session import Session
 from pipelab.runtime.verdict.certificate import Check
+from pipelab.runtime.wings import wing_of
 from pipelab.runtime.worker import Order, RunError, told
 from pipelab.table.schedule import Schedule
 

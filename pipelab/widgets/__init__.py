@@ -1,19 +1,19 @@
 """Widgets: what a notebook shows and lets its reader change.
 
-The puzzle is plain Python, for a browser without a server, too: nothing else is loaded with it.
+WIDGETS  name -> the module that holds the class; a room above adds its own
+SHARES   rows that a room above adds to the explorer's table: label -> (hint, function), where
+         function(schedule, costs, timeline) returns a share
 """
 
+from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from pipelab.editor.editor import Editor
-    from pipelab.widgets.explorer import Explorer
-
-__all__ = ["Editor", "Explorer"]
+WIDGETS = {"Explorer": "pipelab.widgets.explorer"}
+SHARES: dict[str, tuple[str, Callable[..., float]]] = {}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in WIDGETS:
         raise AttributeError(f"module 'pipelab.widgets' has no attribute {name!r}")
-    return getattr(import_module(f"pipelab.widgets.{name.lower()}"), name)
+    return getattr(import_module(WIDGETS[name]), name)

@@ -10,7 +10,9 @@ from pipelab.predict import palette
 from pipelab.predict.memory import MEMORY_CAUSES, Memory
 from pipelab.predict.timeline import Timeline, scale_of
 from pipelab.table.action import COMPUTE, Kind
+from pipelab.widgets import SHARES
 
+Shown = tuple[Timeline, Memory, dict[str, float]]  # with the shares that rooms above tell of it
 BOTH = -2  # as a cause: the input and the action before came at the same time
 HINTS = {
     "makespan": "from the first start to the last end",
@@ -18,7 +20,6 @@ HINTS = {
     "bubble of total": "idle time / (devices x makespan)",
     "bubble over ideal": "(makespan - ideal) / ideal",
     "bubble of span": "(span - ideal) / span, of the device with the longest span",
-    "over the bound": "how much longer than what no order of one batch in this memory can beat",
     "peak in flight": "the most micro-batches held for a backward, by device",
     "weight versions": "the most versions of a stage's weights kept at one time, by device",
     "peak memory": "the most bytes held at one time, on the fullest device",
@@ -30,11 +31,9 @@ COLUMNS = [
 ]
 
 
-def drawing(items: Sequence[tuple[Timeline, Memory, float]]) -> dict[str, Any]:
-    """The whole picture: timelines on one axis, their memory, a table of numbers.
-
-    Each item has its gap to the lower bound, as a share of that.
-    """
+def drawing(items: Sequence[Shown]) -> dict[str, Any]:
+    """The whole picture: timelines on one axis, their memory, a table of numbers."""
+    hints = HINTS | {label: hint for label, (hint, _) in SHARES.items()}
     timelines = [t for t, *_ in items]
     filled = {step.cause for _, m, _ in items for step in m.steps}
     shown = [cause for cause in MEMORY_CAUSES if cause in filled]
@@ -51,7 +50,7 @@ def drawing(items: Sequence[tuple[Timeline, Memory, float]]) -> dict[str, Any]:
         "lighter": f"lighter: later of {chunks} chunks" if chunks > 1 else "",
         "causes": [[cause, palette.MEMORY_CAUSES[cause]] for cause in shown],
         "numbers": [
-            [label, HINTS.get(label, ""), *(n[label] for n in numbers)] for label in numbers[0]
+            [label, hints.get(label, ""), *(n[label] for n in numbers)] for label in numbers[0]
         ],
     }
 
@@ -130,7 +129,7 @@ def _packed(rows: Iterable[Iterable[float]]) -> str:
 
 
 def _numbers(
-    t: Timeline, m: Memory, gap: float, peak: list[float], shown: list[str]
+    t: Timeline, m: Memory, shares: dict[str, float], peak: list[float], shown: list[str]
 ) -> dict[str, str]:
     """The table beside the picture: label -> text, last what the fullest device's memory holds."""
     texts = [*map(_bytes, peak)]  # alike but for rounding is alike
@@ -143,7 +142,7 @@ def _numbers(
         "bubble of total": f"{t.bubble.of_total:.1%}",
         "bubble over ideal": f"{t.bubble.over_ideal:.1%}",
         "bubble of span": f"{t.bubble.of_span:.1%}",
-        "over the bound": f"{gap:.1%}",
+        **{label: f"{share:.1%}" for label, share in shares.items()},
         "peak in flight": per_device(t.peak_in_flight),
         "weight versions": per_device(t.weight_versions),
         "peak memory": most + of_device,

@@ -9,15 +9,15 @@ from typing import Any
 import anywidget
 import traitlets
 
-from pipelab.optimize.bounds import gap
 from pipelab.predict.costs import PASSES, CostError, Costs, Recompute
-from pipelab.predict.memory import Memory, memory
+from pipelab.predict.memory import memory
 from pipelab.predict.simulate import simulate
 from pipelab.predict.timeline import Timeline
 from pipelab.schedules import SCHEDULES, make_for, takes
 from pipelab.table.action import ScheduleError, check_counts
+from pipelab.widgets import SHARES
 from pipelab.widgets.assets import read_assets
-from pipelab.widgets.drawing import drawing
+from pipelab.widgets.drawing import Shown, drawing
 
 SIZES = ("devices", "microbatches", "virtual", "batches")
 SECONDS = (*PASSES, "update", "transfer")
@@ -143,10 +143,8 @@ class Explorer(anywidget.AnyWidget):
         )
 
 
-def _simulated(
-    name: str, costs: Costs, limit: float | None, virtual: int, **sizes: int
-) -> tuple[Timeline, Memory, float]:
-    """The picture of a schedule; the gap is the one to the bound that `gap` tells of."""
+def _simulated(name: str, costs: Costs, limit: float | None, virtual: int, **sizes: int) -> Shown:
+    """What is drawn of a schedule, with the shares that rooms above tell of it."""
     count = 2 * prod(sizes.values()) * (virtual if takes(name, "virtual") else 1)
     if count > LARGEST:
         raise ScheduleError(
@@ -159,7 +157,8 @@ def _simulated(
     table, _ = made(name, costs=own, virtual=virtual, **sizes, **options)
     own = costs.over(table.placement)
     timeline = simulate(table, own)
-    return timeline, memory(timeline, own), gap(table, own, timeline)
+    shares = {label: share(table, own, timeline) for label, (_, share) in SHARES.items()}
+    return timeline, memory(timeline, own), shares
 
 
 def _as_text(settings: Mapping[str, Any]) -> dict[str, Any]:

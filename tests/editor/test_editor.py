@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 
 from pipelab import Costs, ScheduleError, make, simulate
-from pipelab.widgets import Editor
 from pipelab.editor.board import RUNGS
 from pipelab.editor.editor import HEARD, MARK
 from pipelab.editor.puzzle import LEVELS, Refused, Task, finish, level_of
 from pipelab.editor.try_out import pace_to_watch
+from pipelab.widgets import Editor
 
 
 def ask(editor, do, **words):

@@ -7,12 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelab import Costs, Reads, Recompute, Schedule, ScheduleError, make, simulate, validate
-from pipelab.optimize.order import bound
-from pipelab.optimize.order import search as optimum
-from pipelab.optimize.order.best import named_schedules
-from pipelab.optimize.order.problem import OrderProblem
-from pipelab.schedules import SCHEDULES, takes
-from pipelab.table.action import Action, Kind
 from pipelab.editor.puzzle import (
     LEVELS,
     Draft,
@@ -30,6 +24,12 @@ from pipelab.editor.puzzle import (
 )
 from pipelab.editor.puzzle.link import read_task, write_task
 from pipelab.editor.puzzle.recognise import TITLES
+from pipelab.optimize.order import bound
+from pipelab.optimize.order import search as optimum
+from pipelab.optimize.order.best import named_schedules
+from pipelab.optimize.order.problem import OrderProblem
+from pipelab.schedules import SCHEDULES, takes
+from pipelab.table.action import Action, Kind
 
 
 @st.composite

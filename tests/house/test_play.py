@@ -12,8 +12,8 @@ import pytest
 
 from jupyter_lab import chromium
 from pipelab import Costs, make, simulate
-from pipelab.measure.trace import from_trace
 from pipelab.editor.puzzle import LEVELS
+from pipelab.measure.trace import from_trace
 from tests.house.marionette import TAB, firefox, opened
 
 expect = pytest.importorskip("playwright.sync_api").expect

@@ -19,8 +19,8 @@ import optax
 import pytest
 
 import pipelab
-from pipelab.models.flax_mlp import mlp
 from pipelab.jax.distributed import arrays_of
+from pipelab.models.flax_mlp import mlp
 from pipelab.runtime.wire import apart, whole
 
 ROOT = Path(__file__).parents[3]

@@ -15,8 +15,8 @@ from flax import linen, nnx
 from torch.nn import functional as F
 
 from pipelab import Costs, Kind, Reads, Recompute, RunError, Schedule, evaluate, make, run, simulate
-from pipelab.models.flax_mlp import mlp
 from pipelab.jax.stage import JaxStage
+from pipelab.models.flax_mlp import mlp
 from pipelab.runtime.worker import Worker
 from tests.runtime.test_run import batches as torch_batches
 from tests.runtime.test_run import stages as torch_stages

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs.spmd import iterations, spmd_pipeline, spmd_table, stack
 
 import pipelab
 from pipelab.jax.jaxpr import carry_of
+from programs.spmd import iterations, spmd_pipeline, spmd_table, stack
 from tests import jax_setup  # noqa: F401
 
 WIDTH = 6

@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from widgets.steps import Steps
 
 from pipelab.optimize.cut import Profile, pipedream
 from tests.optimize.test_cut import layers
+from widgets.steps import Steps
 
 
 @settings(max_examples=40)

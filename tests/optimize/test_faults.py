@@ -5,8 +5,8 @@ import math
 import pytest
 
 from pipelab import Costs, make, simulate
-from pipelab.predict.costs import CostError
 from pipelab.optimize.faults import Faults, cost_of_faults
+from pipelab.predict.costs import CostError
 
 TABLE = make("pipedream_flush", 4, 16)
 

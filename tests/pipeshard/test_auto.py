@@ -24,6 +24,7 @@ from matplotlib.colors import to_rgb
 
 import pipelab.pipeshard
 from pipelab import make
+from pipelab.jax.jaxpr import inline, variables
 from pipelab.optimize.plan import Machine
 from pipelab.pipeshard import Pipeshard, PipeshardError, parallelize, value_and_grad
 from pipelab.pipeshard.auto import (
@@ -40,7 +41,6 @@ from pipelab.pipeshard.auto.flops import flops, total
 from pipelab.pipeshard.auto.layers import receipts
 from pipelab.pipeshard.cut import mark
 from pipelab.plot import style
-from pipelab.jax.jaxpr import inline, variables
 
 # A toy whose operators and collectives cost what makes several kinds of plan the best.
 TOY = Machine("toy", 1e9, memory=1e9, bandwidth=1e9, share=1.0, latency=1e-6)

@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
+from pipelab.jax.jaxpr import single
 from pipelab.pipeshard import (
     Pipeshard,
     PipeshardError,
@@ -21,7 +22,6 @@ from pipelab.pipeshard import (
 )
 from pipelab.pipeshard.batch.microbatches import Combine, How
 from pipelab.pipeshard.tracing import Arguments
-from pipelab.jax.jaxpr import single
 from tests.pipeshard.test_pipeshard import arrays, data, worst
 
 TWO = jax.devices()[:2]

@@ -88,8 +88,9 @@ sys.modules["anywidget"].AnyWidget = AnyWidget  # type: ignore[attr-defined]
 sys.modules["traitlets"] = ModuleType("traitlets")
 vars(sys.modules["traitlets"]).update(Dict=Dict, Unicode=Unicode)
 
+from pipelab.editor import editor  # noqa: E402
 from pipelab.table.action import ScheduleError  # noqa: E402
-from pipelab.widgets import editor, explorer  # noqa: E402
+from pipelab.widgets import explorer  # noqa: E402
 
 IN_LAB = 'a page has no torch: "Copy link", and run Editor("that link").run() in JupyterLab'
 YOURS = "your answer"

@@ -1,6 +1,6 @@
 """Tables made by hand: drafts, why a move is refused, a coach, and levels with a par.
 
-Plain Python without a widget; `pipelab.widgets.Editor` shows it.
+Plain Python without a widget; `pipelab.editor.editor` shows it.
 
 >>> draft = Draft.of(Task(devices=2, microbatches=2, cap=1)).place("0F0")
 >>> draft.place("1F1")

@@ -6,10 +6,10 @@ from math import inf
 from operator import add
 from typing import NamedTuple
 
-from pipelab.table.action import Action, Kind, insert_updates
 from pipelab.editor.puzzle.draft import Draft, Refused
 from pipelab.editor.puzzle.recognise import known_rows
 from pipelab.editor.puzzle.task import Task
+from pipelab.table.action import Action, Kind, insert_updates
 
 STEPS = 300  # of a search: a third of a second
 SLACK = 1e-9  # the same seconds are added up in different orders

@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from pipelab.editor.puzzle.task import Rows, Task
 from pipelab.predict.simulate import lay
 from pipelab.predict.timeline import Timeline
 from pipelab.table.action import Action, Kind, ScheduleError
 from pipelab.table.schedule import Schedule
 from pipelab.table.validate import check_static
-from pipelab.editor.puzzle.task import Rows, Task
 
 Span = tuple[float, float]
 

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from pipelab.predict.costs import Costs
-from pipelab.table.action import Reads, ScheduleError
 from pipelab.editor.puzzle.coach import finish
 from pipelab.editor.puzzle.draft import Draft
 from pipelab.editor.puzzle.recognise import known_rows
 from pipelab.editor.puzzle.task import Task
+from pipelab.predict.costs import Costs
+from pipelab.table.action import Reads, ScheduleError
 
 SLOW_LAST = Costs(forward=[1, 1, 2], input_grad=[1, 1, 2], weight_grad=1)
 SLOW_MIDDLE = Costs(forward=[1, 2, 1], input_grad=[1, 2, 1], weight_grad=[1, 2, 1])

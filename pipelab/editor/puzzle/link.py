@@ -6,11 +6,11 @@ from enum import Enum
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
+from pipelab.editor.puzzle.draft import Draft
+from pipelab.editor.puzzle.task import PLAIN, Task
 from pipelab.predict.costs import Costs, Recompute
 from pipelab.table.action import Action, Kind, Reads, ScheduleError
 from pipelab.table.schedule import Schedule
-from pipelab.editor.puzzle.draft import Draft
-from pipelab.editor.puzzle.task import PLAIN, Task
 
 SIZES = {field.name for field in fields(Task)} - {"costs"}
 COSTS = {field.name for field in fields(Costs)}

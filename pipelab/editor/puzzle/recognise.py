@@ -4,10 +4,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from pipelab.schedules import SCHEDULES, make, takes
-from pipelab.table.action import Action, Kind, ScheduleError
 from pipelab.editor.puzzle.draft import Draft, Refused, Span
 from pipelab.editor.puzzle.task import Rows, Task
+from pipelab.schedules import SCHEDULES, make, takes
+from pipelab.table.action import Action, Kind, ScheduleError
 
 LONGEST = 5  # actions of a chain that are told
 NEW = "The library has no such table."

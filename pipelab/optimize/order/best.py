@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
 from typing import Any
 
+from pipelab.optimize.bounds import bound
 from pipelab.optimize.order.exact import SolverModel, solver_library
 from pipelab.optimize.order.found import Found, Proof
 from pipelab.optimize.order.list_scheduler import ListScheduler, drafts, every_rule, fuse
 from pipelab.optimize.order.problem import OrderProblem, placement_named
-from pipelab.optimize.bounds import bound
 from pipelab.predict.costs import CostError, Costs, Recompute
 from pipelab.schedules import SCHEDULES, make, takes
 from pipelab.table.action import Kind, Reads, ScheduleError, check_counts

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from pipelab.optimize.bounds import gap_of_longer
 from pipelab.optimize.plan.choices import ASYNCHRONOUS, Choice, Problem
 from pipelab.optimize.plan.limits import least_seconds, of_devices, work
 from pipelab.optimize.plan.repeat import ends_of, makespan, shorter, table_of
 from pipelab.optimize.plan.transformer import KEEP
-from pipelab.optimize.bounds import gap_of_longer
 from pipelab.predict.costs import Costs, Recompute
 from pipelab.predict.memory import memory
 from pipelab.predict.simulate import simulate

@@ -22,6 +22,9 @@ import numpy as np
 from jax.extend.core import Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pipelab.jax.host import digest
+from pipelab.jax.jaxpr import Arrays, spec_of
+from pipelab.jax.passes import Groups, bytes_on_mesh, differentiate
 from pipelab.optimize.plan.machine import Machine
 from pipelab.pipeshard.arrays import PipeshardError, on_mesh, shape_of
 from pipelab.pipeshard.auto.cost_model import Cost
@@ -31,9 +34,6 @@ from pipelab.pipeshard.auto.sharding import over_model, search_sharding, unshard
 from pipelab.pipeshard.compiled import CompiledStage
 from pipelab.pipeshard.cut import StageGraph, cut
 from pipelab.pipeshard.method import AXES, Shape, StageProblem, over_samples
-from pipelab.jax.host import digest
-from pipelab.jax.jaxpr import Arrays, spec_of
-from pipelab.jax.passes import Groups, bytes_on_mesh, differentiate
 
 Cache = MutableMapping[str, Any]
 Specs = Mapping[Var, PartitionSpec]  # parameter -> how it is divided; whole where it is not named

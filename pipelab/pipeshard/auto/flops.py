@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
-from pipelab.pipeshard.arrays import shape_of, size
 from pipelab.jax.jaxpr import Equations
+from pipelab.pipeshard.arrays import shape_of, size
 
 MOVES = """
     broadcast_in_dim concatenate convert_element_type copy copy_p device_put dynamic_slice

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipelab.jax.jaxpr import Graph, Variables, place_of, variables
 from pipelab.optimize.cut.intervals import split_intervals
 from pipelab.pipeshard.arrays import PipeshardError, bytes_of
 from pipelab.pipeshard.auto.flops import flops
-from pipelab.jax.jaxpr import Graph, Variables, place_of, variables
 
 
 @dataclass(frozen=True)

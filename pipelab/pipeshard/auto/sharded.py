@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pipelab.jax.jaxpr import inline
 from pipelab.pipeshard.auto.cost_model import Cost
 from pipelab.pipeshard.auto.flops import repeats
-from pipelab.jax.jaxpr import inline
 
 Specs = tuple[PartitionSpec, ...]  # of all arrays
 

@@ -19,9 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
-from pipelab.pipeshard.arrays import PipeshardError
-from pipelab.pipeshard.batch.primitives import CHECKPOINTS, DRAWS
-from pipelab.pipeshard.batch.tags import axes_of
 from pipelab.jax.jaxpr import (
     Arrays,
     Atom,
@@ -35,6 +32,9 @@ from pipelab.jax.jaxpr import (
     spec_of,
     substitute,
 )
+from pipelab.pipeshard.arrays import PipeshardError
+from pipelab.pipeshard.batch.primitives import CHECKPOINTS, DRAWS
+from pipelab.pipeshard.batch.tags import axes_of
 
 BODIES = ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr")  # parameters: what equations run
 # An equation that draws, the same for another size of batch, the micro-batch's number and the

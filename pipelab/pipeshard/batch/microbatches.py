@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
+from pipelab.jax.jaxpr import Arrays, Atom, Graph
 from pipelab.pipeshard.arrays import (
     PipeshardError,
     is_inexact,
@@ -20,7 +21,6 @@ from pipelab.pipeshard.batch.reduction import Reductions
 from pipelab.pipeshard.batch.tags import FIXED, Role, Tag
 from pipelab.pipeshard.method import Pipeshard
 from pipelab.pipeshard.tracing import Arguments, TracedStep, trace
-from pipelab.jax.jaxpr import Arrays, Atom, Graph
 
 
 class How(Enum):

@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from pipelab.pipeshard.arrays import dtype_of, is_inexact, shape_of
-from pipelab.pipeshard.batch.tags import Pairs
 from pipelab.jax.jaxpr import (
     CALLS,
     Atom,
@@ -26,6 +24,8 @@ from pipelab.jax.jaxpr import (
     substitute,
     variables,
 )
+from pipelab.pipeshard.arrays import dtype_of, is_inexact, shape_of
+from pipelab.pipeshard.batch.tags import Pairs
 
 # Parameters that shapes show, too.
 SIZES = ("shape", "new_sizes", "slice_sizes", "limit_indices", "reps")

@@ -18,6 +18,7 @@ from operator import itemgetter
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from pipelab.jax.jaxpr import Graph, Variables, carry_of, contains, place_of, variables
 from pipelab.pipeshard.arrays import (
     PipeshardError,
     dtype_of,
@@ -52,7 +53,6 @@ from pipelab.pipeshard.batch.tags import (
     paired,
     samples,
 )
-from pipelab.jax.jaxpr import Graph, Variables, carry_of, contains, place_of, variables
 
 
 class Reductions:

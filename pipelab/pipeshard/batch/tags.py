@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from pipelab.pipeshard.arrays import shape_of
 from pipelab.jax.jaxpr import place_of, single
+from pipelab.pipeshard.arrays import shape_of
 
 Pair = tuple[Any, Any]  # the same at both sizes: variables, equations, arrays
 Pairs = list[Pair]
