@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from harness.deepspeed import run_deepspeed
+from harness.torch_pipelining import run_torch_pipelining
 from measure import cores, machine, main, one_thread, page, paragraph, spread, table
 from pipelab import make, run
 from pipelab.models import data, mlp, split
 from pipelab.models.gpt2 import gpt2, next_token_loss
 from pipelab.optimize.cut import uniform
-from pipelab.peers.deepspeed import run_deepspeed
-from pipelab.peers.torch_pipelining import run_torch_pipelining
 from pipelab.peers.torchgpipe import run_torchgpipe
 from pipelab.predict.attribution import Cause
 

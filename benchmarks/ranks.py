@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from harness.group import PeerJob
+from harness.torch_pipelining import train_rank
 from measure import in_turn
 from peers import SGD, Case
 from pipelab import make, run
-from pipelab.peers.group import PeerJob
-from pipelab.peers.torch_pipelining import train_rank
 from pipelab.table.placement import loop_placement
 
 Run = tuple[Case, str, int, int]  # model, schedule, devices, micro-batches

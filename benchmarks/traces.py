@@ -12,12 +12,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from harness.group import PeerJob
+from harness.torch_pipelining import SCHEDULES
 from measure import machine, main, page, paragraph, spread, table
 from pipelab import Diagnosis, diagnose
 from pipelab.measure.trace import from_trace
 from pipelab.models import mlp, split
-from pipelab.peers.group import PeerJob
-from pipelab.peers.torch_pipelining import SCHEDULES, annotate
+from pipelab.peers.torch_pipelining import annotate
 from pipelab.runtime.torch.processes import run_processes
 
 

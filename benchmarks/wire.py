@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from harness.torch_pipelining import run_torch_pipelining
 from measure import (
     cores,
     in_turn,
@@ -28,7 +29,6 @@ from measure import (
 from peers import DEFAULT as PEERS
 from peers import SGD, Case, vectors
 from pipelab import make, run
-from pipelab.peers.torch_pipelining import run_torch_pipelining
 from pipelab.runtime.torch.pipes import Pipe
 from ranks import Run, on_ranks
 

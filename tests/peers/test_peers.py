@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from harness.deepspeed import run_deepspeed
+from harness.torch_pipelining import run_torch_pipelining
 from pipelab import (
     Recompute,
     RunError,
@@ -31,9 +33,8 @@ from pipelab.models import data, parameters, split
 from pipelab.models.gpt2 import gpt2, next_token_loss
 from pipelab.optimize.cut import Layer, Profile, split_layers, uniform
 from pipelab.peers import torchgpipe
-from pipelab.peers.deepspeed import run_deepspeed, schedule_of
+from pipelab.peers.deepspeed import schedule_of
 from pipelab.peers.record import PeerRecord, gather
-from pipelab.peers.torch_pipelining import run_torch_pipelining
 from pipelab.peers.torchgpipe import run_torchgpipe
 from tests.runtime.test_run import SGD, batches, stages
 
