@@ -8,7 +8,7 @@ Nothing is run, and the pages ask the network for nothing.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "notebooks")]
 
 # Such as "https://github.com/OWNER/pipelab": each page then gets a button to edit it, and each
 # lecture others that open it in Binder (which reads environment.yml) and in Colab, and download it.

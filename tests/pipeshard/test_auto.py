@@ -33,7 +33,6 @@ from pipelab.pipeshard.auto import (
     AutoStages,
     candidate,
     planner,
-    plots,
     sharded,
 )
 from pipelab.pipeshard.auto.assignment import StageTable, best_stages, submeshes
@@ -41,6 +40,7 @@ from pipelab.pipeshard.auto.flops import flops, total
 from pipelab.pipeshard.auto.layers import receipts
 from pipelab.pipeshard.cut import mark
 from pipelab.plot import style
+from widgets import meshes
 
 # A toy whose operators and collectives cost what makes several kinds of plan the best.
 TOY = Machine("toy", 1e9, memory=1e9, bandwidth=1e9, share=1.0, latency=1e-6)
@@ -640,7 +640,7 @@ def test_the_picture_of_a_plan():
     devices = np.array(jax.devices())
     meshes = [devices[4:6].reshape(2, 1), devices[6:].reshape(1, 2), devices[:4].reshape(2, 2)]
     plan = AutoPlan([[0, 1], [2], [3, 4]], meshes, cluster=devices.reshape(2, 4))
-    ax = plots.stage_plan(plan)
+    ax = meshes.stage_plan(plan)
     words = [text.get_text() for text in ax.texts]
     assert sorted(words) == sorted(
         [
@@ -657,7 +657,7 @@ def test_the_picture_of_a_plan():
 
 
 def test_the_picture_of_what_devices_hold_gives_equal_things_one_colour():
-    ax = plots.devices({"before": [[10, 20]], "after": [[0, 10]]})
+    ax = meshes.devices({"before": [[10, 20]], "after": [[0, 10]]})
     words = [text.get_text() for text in ax.texts]
     assert words == [
         "before",
@@ -673,7 +673,7 @@ def test_the_picture_of_what_devices_hold_gives_equal_things_one_colour():
 
 
 def test_the_picture_of_logical_meshes():
-    words = [text.get_text() for text in plots.logical_meshes([(2, 1), (1, 2)]).texts]
+    words = [text.get_text() for text in meshes.logical_meshes([(2, 1), (1, 2)]).texts]
     assert words == [
         "(2, 1)",
         "device 0\nsamples: 1 of 2\nweights: all",

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from pipelab.optimize.plan import Machine
 from pipelab.pipeshard import PipeshardError
-from pipelab.pipeshard.auto import plots, sharded
+from pipelab.pipeshard.auto import sharded
 from pipelab.pipeshard.auto.cost_model import HOST, Cost, machine_of
 from pipelab.pipeshard.auto.hlo import Collective, collectives, device_count
 from pipelab.pipeshard.auto.sharding import (
@@ -26,6 +26,7 @@ from pipelab.pipeshard.auto.sharding import (
     unsharded,
 )
 from tests import jax_setup  # noqa: F401
+from widgets import meshes
 
 FLOAT = partial(jax.ShapeDtypeStruct, dtype=np.float32)
 
@@ -390,7 +391,7 @@ def test_memory_is_a_constraint(eighty_one, four):
 
 
 def test_the_picture_has_every_candidate_the_best_and_the_one_without_splits(eighty_one):
-    ax = plots.shardings(eighty_one)
+    ax = meshes.shardings(eighty_one)
     lines = {line.get_label(): line.get_xydata() for line in ax.lines}
     costs = [each.cost for each in eighty_one.table]
     points = [[cost.ring_bytes / 2**20, cost.flops / 1e9] for cost in costs]
@@ -400,7 +401,7 @@ def test_the_picture_has_every_candidate_the_best_and_the_one_without_splits(eig
     seconds = lines["equal time"] @ [2**20 / HOST.bandwidth, 1e9 / HOST.flops]
     assert seconds[0] == pytest.approx(seconds[1])
     tight = replace(eighty_one, machine=replace(HOST, memory=costs[0].peak_bytes))
-    crosses = plots.shardings(tight).lines
+    crosses = meshes.shardings(tight).lines
     beyond = sum(cost.peak_bytes > costs[0].peak_bytes for cost in costs)
     assert beyond in [len(line.get_xdata()) for line in crosses]
     plt.close("all")
@@ -408,7 +409,7 @@ def test_the_picture_has_every_candidate_the_best_and_the_one_without_splits(eig
 
 def test_measured_seconds_are_drawn_as_medians_with_their_range():
     jobs = {"a": {"one": [0.002, 0.001, 0.005], "two": [0.003]}, "b": {"two": [0.004, 0.006]}}
-    ax = plots.seconds(jobs)
+    ax = meshes.seconds(jobs)
     assert [bar.get_width() for bar in ax.patches] == pytest.approx([2, 3, 5])
     assert [text.get_text() for text in ax.texts] == ["2", "3", "5"]
     assert [tick.get_text() for tick in ax.get_yticklabels()] == ["one", "two"]

@@ -327,14 +327,9 @@ def test_the_view_is_package_data():
     import tomllib
 
     root = Path(__file__).parents[2]
-    packaged = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"][
-        "package-data"
-    ]["pipelab.widgets"]
-    files = {
-        p.name
-        for p in (root / "pipelab" / "widgets").iterdir()
-        if p.is_file() and p.suffix != ".py"
-    }
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packaged = settings["package-data"]["*"]
+    files = {p.name for p in (root / "pipelab").rglob("*") if p.suffix in (".js", ".css")}
     scripts = {"tools.js", "explorer.js", "editor.js"}
     assert files == scripts | {"explorer.css", "editor.css"}
     assert all(any(Path(name).match(pattern) for pattern in packaged) for name in files)
