@@ -34,17 +34,12 @@ bench: .venv/.ready  ## measure and rewrite the pages in benchmarks/
 	$(BIN)/python benchmarks/simulate.py
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/faults.py
-	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/certificate.py
 	$(BIN)/python benchmarks/predict.py
 	$(BIN)/python benchmarks/search.py
-	$(BIN)/python benchmarks/split.py
 	$(BIN)/python benchmarks/wire.py
 	$(BIN)/python benchmarks/peers.py
 	$(BIN)/python benchmarks/jax_pipelines.py
-	$(BIN)/python benchmarks/split_jax.py
-	$(BIN)/python benchmarks/explorer.py
-	$(BIN)/python benchmarks/editor.py
 	$(BIN)/python benchmarks/traces.py
 	$(BIN)/python benchmarks/published.py
 

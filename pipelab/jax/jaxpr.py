@@ -205,15 +205,3 @@ def carry_of(scan: JaxprEqn) -> tuple[int, int]:
         constants, carry, _ = params["ft_in"].unpack()
         return len(constants), len(carry)
     return params["num_consts"], params["num_carry"]
-
-
-def with_carry(scan: JaxprEqn, start: int, count: int, ends: tuple[int, int]) -> dict[str, Any]:
-    """A scan's parameters with the carry at another place; `ends`: its operands and results."""
-    if "ft_in" not in scan.params:
-        return {**scan.params, "num_consts": start, "num_carry": count}
-    from jax._src import flattree  # type: ignore[attr-defined]  # no public way to it
-
-    operands, results = (start, count, ends[0] - start - count), (count, ends[1] - count)
-    names = {"ft_in": operands, "ft_out": results}
-    made = {name: flattree.pack(tuple(map(flattree.nones, of))) for name, of in names.items()}
-    return scan.params | made

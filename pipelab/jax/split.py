@@ -15,15 +15,12 @@ A first stage has no dx. Its I computes what the gradients of several weights sh
 the dy all the same, whose last one, dy1, is that of the first layer's weight and of its bias. So W
 finds only what it reads, and the rest of what the forward kept is free, as in the other stages.
 
-The equations inside a loop over layers (scan) or a checkpoint are cut in the same way: there are
-two loops then, and what crosses from each round of one to that of the other is stacked.
+An equation that holds others, such as a loop over layers (scan) or a checkpoint, is not cut: I
+computes all of it, and the run says so.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Collection
-from dataclasses import replace
-from itertools import compress
-from operator import not_
 from typing import Any, NamedTuple
 
 import jax
@@ -31,18 +28,14 @@ from jax.extend.core import JaxprEqn, Var, jaxprs_in_params
 
 from pipelab.jax.jaxpr import (
     Graph,
-    Values,
     Variables,
-    carry_of,
     inline,
     needed,
     place_of,
     read_by,
     variables,
-    with_carry,
 )
 
-LOOP, CHECKPOINT = "scan", "remat2"
 FOREIGN = "ffi_call", "custom_call", "pure_callback"  # what is inside is not for us to see
 MOVES = ["broadcast_in_dim", "iota", "reshape", "squeeze", "transpose", "convert_element_type"]
 
@@ -87,15 +80,9 @@ def halve(graph: Graph, first: Collection[int], also: Collection[Var] = ()) -> S
 
     # [1] From the last equation to the first: are its results wanted now?
     for eqn in reversed(graph.equations):
-        some = [v in wanted for v in eqn.outvars]
         rest = [v for v in eqn.outvars if v in used and v not in wanted]
-        now = any(some) or bool(eqn.effects)
-        if now and rest and eqn.primitive.name in (LOOP, CHECKPOINT) and not eqn.effects:
-            cut = _halve_inside(eqn, some, consts)
-            add(cut.later, False)
-            add(cut.now, True)
-            why.update(zip(cut.later.outvars, cut.unsplit, strict=True))
-        elif now or rest:
+        now = any(v in wanted for v in eqn.outvars) or bool(eqn.effects)
+        if now or rest:
             add(eqn, now)
             if now and _is_opaque(eqn):
                 why.update(dict.fromkeys(rest, f"{eqn.primitive.name}, {place_of(eqn)}"))
@@ -145,79 +132,6 @@ def shared_values(graph: Graph) -> set[Var]:
         for v in variables(eqn.invars):
             reached[v] |= outputs
     return {v for v, outputs in reached.items() if len(outputs) > 1}
-
-
-# ---- equations that have equations inside
-
-
-class Cut(NamedTuple):
-    """An equation in two; `unsplit` as in `SplitGraph`, for each result of the later one."""
-
-    now: JaxprEqn
-    later: JaxprEqn
-    unsplit: list[str | None]
-
-
-def _halve_inside(eqn: JaxprEqn, some: list[bool], consts: Values) -> Cut:
-    """Cut what an equation runs: there are two loops of as many rounds, or two checkpoints.
-
-        operands  constants, carries, slices    of each round: inputs of the body
-        results   carries, slices               of each round: outputs of the body
-
-    What crosses in a round is a slice that the first loop makes and the second one reads. A
-    checkpoint is a round without carries or slices: what it computes again is computed now, and
-    crosses where it is read later.
-
-    some    whether each of its results is wanted now
-    consts  of the graph that it stands in: those inside it are added
-    """
-    loop = eqn.primitive.name == LOOP
-    body = inline(eqn.params["jaxpr"])
-    start, count = carry_of(eqn) if loop else (len(body.inputs), 0)
-    carries = body.inputs[start : start + count]
-    # [1] A carry that is wanted now needs others: all that its next value reads, and so on.
-    first = {i for i, wanted in enumerate(some) if wanted}
-    more = first
-    while more:
-        first = first | more
-        halves = halve(body, first)
-        read = read_by(halves.now.equations, halves.now.outputs)
-        more = {i for i, v in enumerate(carries) if v in read} - first
-    now, later = halves.now, halves.later
-    consts.update(now.consts)
-    # [2] What crosses; the first loop's carries may, too.
-    is_now = [i in first for i in range(len(some))]
-    mine, others = _by(carries, is_now[:count])
-    crossing = [*halves.crossing, *(v for v in mine if v in later.inputs)]
-    rounds = [eqn.params["length"]] if loop else []
-    sent = {v: Var(v.aval.update(shape=(*rounds, *v.aval.shape))) for v in crossing}
-    # [3] The two, each with the operands that its body reads.
-    outer = dict(zip(body.inputs, eqn.invars, strict=True))
-    fixed, slices = body.inputs[:start], body.inputs[start + count :]
-
-    def part(graph: Graph, carries: Variables, slices: Variables, results: Variables) -> JaxprEqn:
-        # Inside an equation there are no constants: they become operands.
-        read = {*graph.inputs, *graph.consts}
-        of_all = [v for v in [*now.consts, *fixed] if v in read]
-        slices = [v for v in slices if v in read]
-        inputs = [*of_all, *carries, *slices]
-        ends = len(inputs), len(results)
-        params = with_carry(eqn, len(of_all), len(carries), ends) if loop else eqn.params
-        inside = Graph(inputs, graph.outputs, graph.equations).jaxpr
-        params = params | {"jaxpr": inside if loop else inside.jaxpr}
-        return eqn.replace(invars=[outer.get(v, v) for v in inputs], outvars=results, params=params)
-
-    results, results_later = _by(eqn.outvars, is_now)
-    now = replace(now, outputs=[*now.outputs, *crossing[len(halves.crossing) :]])
-    first_part = part(now, mine, slices, [*results, *sent.values()])
-    outer |= sent
-    second_part = part(later, others, [*slices, *sent], results_later)
-    return Cut(first_part, second_part, halves.unsplit)
-
-
-def _by(items: list[Any], first: list[bool]) -> tuple[list[Any], list[Any]]:
-    """Those that are `first`, and the others."""
-    return [*compress(items, first)], [*compress(items, map(not_, first))]
 
 
 # ---- a pullback in two

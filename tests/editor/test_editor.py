@@ -325,17 +325,6 @@ def test_a_saved_notebook_has_all_that_is_drawn():
     assert repr(Editor("cap")).startswith("Editor of level cap, p=4, m=6: 0 of 48")
 
 
-def test_the_benchmark_measures_every_size(monkeypatch):
-    import editor
-
-    monkeypatch.setattr(editor, "chromium", lambda: None)
-    monkeypatch.setattr(editor, "CASES", editor.CASES[:1])
-    (row,) = [line for line in editor.report(repeats=1).splitlines() if line.startswith("| `")]
-    cells = [cell.strip() for cell in row.split("|")[1:-1]]
-    assert cells[:3] == ["`Editor('cap')`", "legal", str(Editor("cap").draft.size)]
-    assert float(cells[3].split()[0]) > 0 and float(cells[4]) > 0 and cells[5] == "not measured"
-
-
 def test_levels_are_named_in_their_own_order():
     assert [*LEVELS][:4] == ["first", "gpipe", "cap", "1f1b"]
     assert all(level_of(name).name == name for name in LEVELS)

@@ -10,7 +10,6 @@ import pytest
 
 import tests.jax_setup  # isort: skip  # noqa: F401
 import faults
-import loop
 import measure
 import peers
 import predict
@@ -97,16 +96,6 @@ def test_messages_beside_torchs():
         assert numbers(row["A/A"]) > 0
     for row in tables["Shared memory"]:
         assert all(numbers(row[f"{way} (µs)"]) > 0 for way in wire.WAYS)
-
-
-def test_a_long_training_keeps_its_memory():
-    sizes = loop.Sizes(width=8, samples=8, batches=2)
-    tables = tables_of(loop.report(1, 100, sizes))
-    assert len(tables["Memory"]) == len(tables["Time"]) == len(loop.CASES)
-    for row in tables["Memory"]:
-        assert 0 < float(row["after 100"]) - float(row["after 10"]) + 8 < 16  # MiB
-    for row in tables["Time"]:
-        assert all(numbers(row[f"{what} (ms)"]) > 0 for what in ("fit", "run", "check"))
 
 
 def test_what_takes_time_takes_some(tables):

@@ -335,20 +335,6 @@ def test_the_view_is_package_data():
     assert all(any(Path(name).match(pattern) for pattern in packaged) for name in files)
 
 
-def test_the_benchmark_measures_every_size(monkeypatch):
-    import explorer
-
-    monkeypatch.setattr(explorer, "chromium", lambda: None)
-    rows = [
-        line.split(" | ")
-        for line in explorer.report(repeats=1).splitlines()
-        if line.endswith("| not measured |")
-    ]
-    assert [(name[2:], int(p), int(m)) for name, p, m, *_ in rows] == list(explorer.CASES)
-    assert rows[-1][3] == f"{32 * 513:,}"
-    assert all(float(row[4].split()[0]) > 0 for row in rows)
-
-
 def test_nothing_is_printed_and_no_figure_stays_open(capfd):
     import matplotlib.pyplot as plt
 
