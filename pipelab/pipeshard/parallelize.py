@@ -70,7 +70,7 @@ def parallelize(
     its own devices. A result that is on others' devices is an array with its sharding and nothing
     of it here; single numbers, and what the loss returns, are everywhere. `fetch` makes whole
     arrays of the others, for a checkpoint, say. When a process ends or hangs, the others raise one
-    RunError (see `jax.distributed` for what jax does then). `compare` needs one process.
+    RunError (see `pipelab.jax.distributed` for what jax does then). `compare` needs one process.
 
     Everything is compiled at the first call for arguments of these shapes (and again after a
     setting of jax's that it depends on is changed). What does not fit is an error that says why
