@@ -137,13 +137,25 @@ def load_stage(folder: Path, stage: int, index: Index) -> StageState:
         if _digest(path) != index.digests[stage]:
             raise ValueError("its content was changed")
         state = StageState(**torch.load(path, weights_only=True))
-        if not all(type(version) is int for version in state.weights) or not state.weights:
-            raise ValueError("it has no weights by version")
-    except Exception as error:  # whatever torch.load, and then the class, finds wrong
+        if not _is_sound(state):
+            raise ValueError("it is not a stage's state")
+    except Exception as error:  # whatever torch.load, and what its result is taken for, fail with
         reason = str(error).partition("\n")[0]
         raise ValueError(f"{path} cannot be read ({reason}): use another checkpoint") from None
     state.origin = str(folder)
     return state
+
+
+def _is_sound(state: StageState) -> bool:
+    """Whether its fields are of their types; another error where one is not even alike."""
+    tensors = [state.buffers, *state.weights.values()]
+    tables = [state.weights, state.optimizer, *state.optimizer.values()]
+    return (
+        {*map(type, state.weights)} == {int}
+        and all(isinstance(t, Tensor) for of in tensors for t in of.values())
+        and all(isinstance(of, dict) for of in tables + state.groups + state.schedulers)
+        and isinstance(state.kinds, list)
+    )
 
 
 def states_for(
@@ -165,6 +177,13 @@ def states_for(
                 raise ValueError(
                     f"weight {name} of stage {s} is {here} in the model and {there} in {folder}: "
                     "give the same model"
+                )
+        parts = dict(stages[s].named_modules())
+        for name in state.buffers:
+            if name.rpartition(".")[0] not in parts:
+                raise ValueError(
+                    f"buffer {name} of stage {s} is in {folder}, and the model has no place for "
+                    "it: give the same model"
                 )
     return states
 

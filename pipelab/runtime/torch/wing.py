@@ -13,7 +13,7 @@ import torch._dynamo  # the first optimizer would load it: a second that Ctrl-C 
 from torch import nn
 
 from pipelab.runtime.drafts import draft_of
-from pipelab.runtime.prepare import Options
+from pipelab.runtime.prepare import Options, Segment
 from pipelab.runtime.session import Wing
 from pipelab.runtime.stage import Recipe, Step
 from pipelab.runtime.threads import Threads
@@ -113,6 +113,14 @@ class TorchWing(Wing):
             self.seed = find_seed(stages, seed)
         if index and options.resume:
             self.start = checkpoint.states_for(Path(options.resume), index, stages, self._here())
+            read = [] if options.endless else Segment(schedule, 0, index.batch).later()
+            for s, versions in enumerate(read):
+                lost = versions - {*self.start[s].weights} if s in self.start else ()
+                if lost:
+                    raise ValueError(
+                        f"{options.resume} is after batch {index.batch} and has no version "
+                        f"{min(lost)} of the weights of stage {s}: use another checkpoint"
+                    )
 
     @classmethod
     def context(cls) -> AbstractContextManager:
